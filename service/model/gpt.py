@@ -1,0 +1,250 @@
+"""A character-level GPT in the Qwen3 layout: RoPE, RMSNorm, QK-norm, SwiGLU, grouped KV heads, no biases.
+
+One attention rule holds in training, prefill and decode: a query at position p sees the keys at
+p - W < j <= p, itself included, with W = `block_size`. The cache is an argument; `cache=None` is the
+only switch. The model knows no optimizer, no files, no text.
+
+Letters: B rows, T characters, C n_embd, nh n_head, nkv n_kv_head, hs head_dim, W block_size, V vocab_size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from service.model.sampling import SamplingParams, SamplingRows, sample, uniforms
+
+if TYPE_CHECKING:
+    from service.model.kv_cache import CacheRows
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Shape of a model.
+
+    Raises:
+        ValueError: a size is not positive, or `n_embd`, `n_head`, `n_kv_head` do not divide as they must.
+    """
+
+    vocab_size: int
+    block_size: int = 128  # W: how many keys a query sees, itself included
+    n_layer: int = 6
+    n_head: int = 4
+    n_kv_head: int = 2  # each key/value head serves n_head / n_kv_head query heads (Ainslie et al. 2023)
+    n_embd: int = 128
+    n_inner: int | None = None  # width of the SwiGLU; None: 8/3 of n_embd, rounded up to a multiple of 8
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-6
+    dropout: float = 0.0  # on the residual branches, in training only
+
+    def __post_init__(self) -> None:
+        if self.n_inner is None:
+            object.__setattr__(self, "n_inner", (8 * self.n_embd + 23) // 24 * 8)
+        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_inner"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.n_embd % (2 * self.n_head):
+            raise ValueError(
+                f"n_embd / n_head must be an even number, got n_embd={self.n_embd}, n_head={self.n_head}"
+            )
+        if self.n_head % self.n_kv_head:
+            raise ValueError(
+                f"n_kv_head must divide n_head, got n_kv_head={self.n_kv_head}, n_head={self.n_head}"
+            )
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
+
+    @property
+    def head_dim(self) -> int:
+        return self.n_embd // self.n_head
+
+    @property
+    def receptive_field(self) -> int:
+        """Characters, the last included, on which the last position's logits depend: L·(W−1)+1."""
+        return self.n_layer * (self.block_size - 1) + 1
+
+
+class RMSNorm(nn.Module):
+    """Zhang & Sennrich 2019; computed in fp32 at least."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+
+
+def rope_angles(positions: Tensor, config: GPTConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin for `positions` (B, T) or (T,): each (..., T, hs).
+
+    Angles are computed in fp64, so that they stay exact at any text length (Su et al. 2021, in the
+    half-split layout of Hugging Face).
+    """
+    hs = config.head_dim
+    device = torch.device("cpu") if positions.device.type == "mps" else positions.device  # MPS has no fp64
+    half = torch.arange(0, hs, 2, dtype=torch.float64, device=device) / hs
+    angles = positions.to(device).double()[..., None] * config.rope_theta**-half  # (..., T, hs/2)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos().to(positions.device, dtype), angles.sin().to(positions.device, dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x (B, n, T, hs) turned by its angles; cos and sin broadcast over the heads."""
+    a, b = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-b, a), dim=-1) * sin
+
+
+def banded_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """Causal attention in which a query sees at most `window` keys, itself included.
+
+    q (B, nh, T, hs), k and v (B, nkv, T, hs) -> (B, nh, T, hs). Texts longer than the window go in blocks
+    of `window` queries, each against its own block and the one before it, so the cost is O(T · window).
+    """
+    B, nh, T, hs = q.size()
+    if T <= window:
+        return attend(q, k, v, is_causal=True)
+    n = -(-T // window)  # blocks
+    pad = n * window - T
+    q, k, v = (F.pad(x, (0, 0, 0, pad)).unflatten(2, (n, window)) for x in (q, k, v))  # (B, heads, n, W, hs)
+    # Block i's keys are blocks i-1 and i; before the first there is an empty one.
+    k, v = (torch.cat((F.pad(x, (0, 0, 0, 0, 1, 0))[:, :, :-1], x), dim=3) for x in (k, v))  # (.., n, 2W, hs)
+    query = torch.arange(window, device=q.device)[:, None] + window  # place within the 2W keys
+    key = torch.arange(2 * window, device=q.device)
+    band = (key <= query) & (key > query - window)  # (W, 2W)
+    mask = band.repeat(n, 1, 1)
+    mask[0] &= key >= window
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # (B·n, heads, ·, hs)
+    y = attend(q, k, v, attn_mask=mask.repeat(B, 1, 1)[:, None])  # (B·n, nh, W, hs)
+    return y.unflatten(0, (B, n)).transpose(1, 2).flatten(2, 3)[:, :, :T]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    """softmax(q·kᵀ / √hs) · v over grouped heads; q (B, nh, T, hs), k and v (B, nkv, S, hs) -> (B, nh, T, hs)."""
+    if q.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
+        # On CPU the backward of bf16 attention is 3.3 times slower than that of fp32.
+        with torch.autocast("cpu", enabled=False):
+            return attend(q.float(), k.float(), v.float(), attn_mask=attn_mask, is_causal=is_causal)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=attn_mask, is_causal=is_causal, enable_gqa=q.size(1) != k.size(1)
+    )
+
+
+class CausalSelfAttention(nn.Module):
+    def __init__(self, config: GPTConfig, layer: int):
+        super().__init__()
+        hs = config.head_dim
+        self.config, self.layer = config, layer
+        self.sizes = [config.n_embd, config.n_kv_head * hs, config.n_kv_head * hs]
+        self.qkv = nn.Linear(config.n_embd, sum(self.sizes), bias=False)  # query, key and value rows in turn
+        self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        self.q_norm = RMSNorm(hs, config.norm_eps)  # QK-norm (Henry et al. 2020)
+        self.k_norm = RMSNorm(hs, config.norm_eps)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: CacheRows | None) -> Tensor:
+        hs = self.config.head_dim
+        q, k, v = (
+            part.unflatten(-1, (-1, hs)).transpose(1, 2)  # (B, heads, T, hs)
+            for part in self.qkv(x).split(self.sizes, dim=-1)
+        )
+        q = rotate(self.q_norm(q), *rope).to(v.dtype)
+        k = rotate(self.k_norm(k), *rope).to(v.dtype)
+        if cache is None:
+            y = banded_attention(q, k, v, self.config.block_size)
+        else:
+            k, v = cache.update_and_fetch(self.layer, k, v)
+            y = attend(q, k, v, attn_mask=cache.mask)
+        return self.proj(y.transpose(1, 2).flatten(2))
+
+
+class SwiGLU(nn.Module):
+    """Shazeer 2020."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.gate_up = nn.Linear(config.n_embd, 2 * config.n_inner, bias=False)  # gate rows, then up rows
+        self.proj = nn.Linear(config.n_inner, config.n_embd, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.proj(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig, layer: int):
+        super().__init__()
+        self.attn_norm = RMSNorm(config.n_embd, config.norm_eps)
+        self.attn = CausalSelfAttention(config, layer)
+        self.mlp_norm = RMSNorm(config.n_embd, config.norm_eps)
+        self.mlp = SwiGLU(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: CacheRows | None) -> Tensor:
+        x = x + self.dropout(self.attn(self.attn_norm(x), rope, cache))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class GPT(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.n_embd)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.norm = RMSNorm(config.n_embd, config.norm_eps)
+        self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Unit-variance embedding, 1/√C hidden matrices, zero output projections: each block starts as the identity."""
+        nn.init.normal_(self.embed.weight)
+        nn.init.normal_(self.head.weight, std=0.001)
+        for block in self.blocks:
+            nn.init.normal_(block.attn.qkv.weight, std=self.config.n_embd**-0.5)
+            nn.init.normal_(block.mlp.gate_up.weight, std=self.config.n_embd**-0.5)
+            nn.init.zeros_(block.attn.proj.weight)
+            nn.init.zeros_(block.mlp.proj.weight)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(p.numel() for p in self.parameters())
+
+    def forward(self, idx: Tensor, cache: CacheRows | None = None) -> Tensor:
+        """Character ids idx (B, T) -> logits (B, T, V).
+
+        Without a cache, row b's characters stand at positions 0…T−1. With one, at `cache.positions[b]`,
+        and their keys and values are written to it.
+        """
+        x = self.embed(idx)  # (B, T, C)
+        if cache is None:
+            positions = torch.arange(idx.size(1), device=idx.device)
+        else:
+            positions = cache.positions[:, None]  # (B, 1, T): broadcasts over the heads
+        rope = rope_angles(positions, self.config, x.dtype)
+        for block in self.blocks:
+            x = block(x, rope, cache)
+        return self.head(self.norm(x))
+
+    @torch.no_grad()
+    def generate(self, prompt: list[int], max_tokens: int, params: SamplingParams) -> list[int]:
+        """`max_tokens` ids that follow `prompt`: one full forward per character, no cache.
+
+        This is the definition of what a seed means; run it in fp64 (`model.double()`). The engine gives the
+        same ids.
+
+        Raises:
+            ValueError: the prompt is empty.
+        """
+        if not prompt:
+            raise ValueError("the prompt must hold at least one id")
+        ids = list(prompt)
+        rows = SamplingRows([params])
+        for u in torch.from_numpy(uniforms(params.seed, 0, max_tokens)):
+            logits = self(torch.tensor([ids], device=self.head.weight.device))[:, -1]  # (1, V)
+            ids.append(int(sample(logits.cpu(), rows, u[None]).ids))
+        return ids[len(prompt) :]

@@ -1,0 +1,129 @@
+"""Keys and values of running sequences: preallocated slots, each a ring of the last W positions.
+
+A key at position p lies at ring index p mod W, so a text of any length takes the same memory and a decode
+step costs the same at any length. Knows nothing of requests or of who holds a slot.
+
+Letters as in gpt.py; S slots, L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from service.model.gpt import GPTConfig
+
+
+class CacheRows:
+    """What one forward sees of the cache: which slot each row writes to and reads from.
+
+    positions (B, T) int64; mask broadcasts against (B, nh, T, S') scores, True where a query sees a key.
+    """
+
+    positions: Tensor
+    mask: Tensor
+
+    def update_and_fetch(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write this forward's k and v (B, nkv, T, hs) and return all that its queries attend to (B, nkv, S', hs)."""
+        raise NotImplementedError
+
+
+class KVCache:
+    """`slots` rings of `config.block_size` keys and values each.
+
+    Bytes: 2 · n_layer · (slots + 1) · n_kv_head · block_size · head_dim · element size; the extra slot takes
+    the writes of padding.
+    """
+
+    def __init__(self, config: GPTConfig, slots: int, device: torch.device | str, dtype: torch.dtype):
+        self.window = config.block_size
+        self.slots = slots
+        shape = (config.n_layer, slots + 1, config.n_kv_head, self.window, config.head_dim)
+        self.keys = torch.zeros(shape, device=device, dtype=dtype)
+        self.values = torch.zeros(shape, device=device, dtype=dtype)
+        self.lengths = [0] * slots  # characters seen by each slot, without bound
+
+    def clear(self, slot: int) -> None:
+        """Forget what `slot` held."""
+        self.lengths[slot] = 0
+
+    def move(self, source: int, target: int) -> None:
+        """Copy a slot onto another."""
+        used = min(self.lengths[source], self.window)
+        self.keys[:, target, :, :used] = self.keys[:, source, :, :used]
+        self.values[:, target, :, :used] = self.values[:, source, :, :used]
+        self.lengths[target] = self.lengths[source]
+
+    def decode(self, rows: int) -> CacheRows:
+        """One further character for each of the slots 0 … rows−1."""
+        return _DecodeRows(self, rows)
+
+    def prefill(self, slots: Sequence[int], counts: Sequence[int]) -> CacheRows:
+        """`counts[b]` further characters for slot `slots[b]`; rows are padded on the right to the longest."""
+        return _PrefillRows(self, slots, counts)
+
+
+class _DecodeRows(CacheRows):
+    def __init__(self, cache: KVCache, rows: int):
+        device = cache.keys.device
+        position = torch.tensor(cache.lengths[:rows], device=device)
+        self.positions = position[:, None]  # (B, 1)
+        self.cache = cache
+        self.row = torch.arange(rows, device=device)
+        self.index = position % cache.window
+        # The ring's W entries are exactly the band p−W < j ≤ p; while it fills, only the first p+1 are.
+        self.filled = min(max(cache.lengths[:rows]) + 1, cache.window)
+        self.mask = (torch.arange(self.filled, device=device) <= position[:, None])[:, None, None]
+        for slot in range(rows):
+            cache.lengths[slot] += 1
+
+    def update_and_fetch(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        keys[self.row, :, self.index] = k[:, :, 0]
+        values[self.row, :, self.index] = v[:, :, 0]
+        rows = len(self.row)
+        return keys[:rows, :, : self.filled], values[:rows, :, : self.filled]
+
+
+class _PrefillRows(CacheRows):
+    def __init__(self, cache: KVCache, slots: Sequence[int], counts: Sequence[int]):
+        device, W = cache.keys.device, cache.window
+        T = max(counts)
+        start = torch.tensor([cache.lengths[slot] for slot in slots], device=device)[:, None]  # (B, 1)
+        count = torch.tensor(counts, device=device)[:, None]
+        offset = torch.arange(T, device=device)
+        self.positions = start + offset  # (B, T)
+        self.cache = cache
+        self.slots = torch.tensor(slots, device=device)
+        # Only the last W characters of a row stay in its ring; the rest, and padding, go to the spare slot.
+        stays = (offset < count) & (offset >= count - W)
+        self.target = torch.where(stays, self.slots[:, None], cache.slots)  # (B, T)
+        self.index = self.positions % W
+
+        key_position = self.positions
+        key_exists = offset < count
+        self.has_past = bool((start > 0).any())
+        if self.has_past:
+            # Ring entry i holds the latest position before `start` that is i mod W.
+            ring = torch.arange(W, device=device)
+            past = start - 1 - (start - 1 - ring) % W  # (B, W); negative: nothing there yet
+            key_position = torch.cat((past, key_position), dim=1)
+            key_exists = torch.cat((past >= 0, key_exists), dim=1)
+        distance = self.positions[:, :, None] - key_position[:, None]  # (B, T, S')
+        seen = (distance >= 0) & (distance < W) & key_exists[:, None]
+        # A padding query sees itself, so that its softmax has something to sum.
+        self.mask = (seen | ((distance == 0) & ~key_exists[:, None]))[:, None]
+        for slot, n in zip(slots, counts, strict=True):
+            cache.lengths[slot] += n
+
+    def update_and_fetch(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        fetched_k, fetched_v = k, v
+        if self.has_past:
+            fetched_k = torch.cat((keys[self.slots], k), dim=2)
+            fetched_v = torch.cat((values[self.slots], v), dim=2)
+        keys[self.target, :, self.index] = k.transpose(1, 2)
+        values[self.target, :, self.index] = v.transpose(1, 2)
+        return fetched_k, fetched_v
