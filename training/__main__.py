@@ -1,0 +1,203 @@
+"""The commands: python -m training prepare | train | evaluate | sample.
+
+python -m training train --data FILE --out DIR --preset quick
+python -m training train --resume --out DIR
+python -m training evaluate --checkpoint DIR/best --data FILE
+python -m training sample --checkpoint DIR/best --prompt "ROMEO:" -n 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import sys
+from pathlib import Path
+from types import NoneType
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+
+from training.config import PRESETS, ConfigError, TrainConfig
+
+if TYPE_CHECKING:
+    from service.model.checkpoint import Checkpoint
+    from service.model.gpt import GPT
+
+
+class Parser(argparse.ArgumentParser):
+    """Names what is allowed; no abbreviations, so that a new flag never changes what an old command means."""
+
+    def __init__(self, **options: Any):
+        super().__init__(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter, **options)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            parser: argparse.ArgumentParser = parsed.parser
+            flags = [flag for action in parser._actions for flag in action.option_strings]
+            close = difflib.get_close_matches(unknown[0], flags, n=1)
+            meant = f"; did you mean {close[0]}?" if close else ""
+            parser.error(f"unknown argument {unknown[0]}{meant} Allowed are: {', '.join(flags)}")
+        return parsed
+
+
+def add_config_flags(parser: argparse.ArgumentParser) -> None:
+    """One flag per field of TrainConfig; a flag that is not given is not in the result."""
+    hints = get_type_hints(TrainConfig)
+    for field in dataclasses.fields(TrainConfig):
+        kind = hints[field.name]
+        options: dict[str, Any] = {"default": argparse.SUPPRESS}
+        help = field.metadata["help"]
+        if kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        elif get_origin(kind) is Literal:
+            options["choices"] = get_args(kind)
+        else:
+            options["type"] = next((k for k in get_args(kind) if k is not NoneType), kind)
+            options["metavar"] = options["type"].__name__.upper()
+        changed = [f"{preset}: {values[field.name]}" for preset, values in PRESETS.items() if field.name in values]
+        default = ", ".join([f"default {field.default}".replace("None", "none"), *changed])
+        parser.add_argument(f"--{field.name.replace('_', '-')}", help=f"{help} ({default})", **options)
+
+
+def build_parser() -> Parser:
+    parser = Parser(prog="python -m training", description="Turn a text into a checkpoint.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, run: Any, help: str) -> Parser:
+        added: Parser = commands.add_parser(name, help=help, description=help)
+        added.set_defaults(run=run, parser=added)
+        return added
+
+    data_help = "a UTF-8 text file, or the name tinyshakespeare"
+    p = command("prepare", run_prepare, "encode a text once into the cache; train does it too")
+    p.add_argument("--data", default="tinyshakespeare", help=data_help)
+
+    p = command("train", run_train, "train a model; every loss is nats per character")
+    p.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="the run's folder")
+    p.add_argument("--preset", choices=PRESETS, default="cpu", help="what the other flags start from")
+    p.add_argument("--resume", action="store_true", help="go on where the run in --out stopped, settings and all")
+    p.add_argument("--overwrite", action="store_true", help="replace the run in --out")
+    add_config_flags(p)
+
+    p = command("evaluate", run_evaluate, "score a text with a checkpoint")
+    p.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="a checkpoint folder")
+    p.add_argument("--data", help=f"{data_help}; all of it is scored (default: the run's own validation split)")
+    add_machine_flags(p)
+
+    p = command("sample", run_sample, "write texts with a checkpoint")
+    p.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="a checkpoint folder")
+    p.add_argument("--prompt", default="\n", help="what each text goes on from")
+    p.add_argument("-n", type=int, default=1, help="texts")
+    p.add_argument("--max-tokens", type=int, default=500, help="characters of each text")
+    p.add_argument("--temperature", type=float, default=1.0, help="0: the likeliest character each time")
+    p.add_argument("--top-k", type=int, default=0, help="draw among the k likeliest; 0: all")
+    p.add_argument("--top-p", type=float, default=1.0, help="draw among the likeliest with this probability together")
+    p.add_argument("--seed", type=int, default=0, help="of the first text; the next ones take the next seeds")
+    add_machine_flags(p)
+    return parser
+
+
+def add_machine_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: one per core")
+
+
+def run_prepare(args: argparse.Namespace) -> None:
+    from training.data import cache_dir, prepare
+
+    corpus = prepare(args.data)
+    about = corpus.describe()
+    print(
+        f"{about['name']}: {about['characters']:,} characters, {about['symbols']} symbols; "
+        f"{about['train_characters']:,} train, {about['val_characters']:,} validate\n"
+        f"SHA-256 {corpus.sha256}, encoded in {cache_dir() / 'corpora'}"
+    )
+
+
+def run_train(args: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from training import loop
+
+    names = {field.name for field in dataclasses.fields(TrainConfig)}
+    given = {name: value for name, value in vars(args).items() if name in names}
+    console = Console(stderr=True, highlight=False)
+    if args.resume and args.overwrite:
+        raise ConfigError("--resume goes on with a run, --overwrite replaces it: pass one of them")
+    if args.resume:
+        loop.resume(args.out, given, console)
+    else:
+        loop.start(TrainConfig.from_preset(args.preset, **given), args.out, console, overwrite=args.overwrite)
+
+
+def run_evaluate(args: argparse.Namespace) -> None:
+    from training.data import encode_file, find_text, prepare
+    from training.evaluate import bits, streamed_loss, whole_loss
+    from training.state import refuse_changes
+
+    checkpoint, model = load_model(args)
+    if args.data is None:
+        corpus = prepare(checkpoint.training["recipe"]["data"])
+        refuse_changes(checkpoint.training["data"], corpus.describe())
+        ids, scored = corpus.val, f"validation split of {corpus.name}"
+    else:
+        ids, scored = encode_file(find_text(args.data), checkpoint.tokenizer), args.data
+    print(f"{scored}: {len(ids):,} characters, all but the first scored")
+    for name, loss in ("whole", whole_loss(model, ids)), ("streamed", streamed_loss(model, ids)):
+        print(f"{name:<9} {loss:.4f} nats  {bits(loss):.4f} bits per character")
+
+
+def run_sample(args: argparse.Namespace) -> None:
+    from service.model.sampling import SamplingParams
+    from training.evaluate import sample_texts
+
+    if args.n < 1 or args.max_tokens < 1:
+        raise ConfigError(f"-n and --max-tokens must be at least 1, got {args.n} and {args.max_tokens}")
+    if not args.prompt:
+        raise ConfigError("--prompt must hold at least one character")
+    try:
+        params = SamplingParams(args.temperature, args.top_k, args.top_p, args.seed)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    checkpoint, model = load_model(args)
+    prompt = checkpoint.tokenizer.encode(args.prompt)
+    texts = sample_texts(model, prompt, args.n, args.max_tokens, params)
+    print("\n\n".join(checkpoint.tokenizer.decode(prompt + ids) for ids in texts))
+
+
+def load_model(args: argparse.Namespace) -> tuple[Checkpoint, GPT]:
+    import torch
+
+    from service.model.checkpoint import Checkpoint
+    from training.loop import pick_device
+
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    checkpoint = Checkpoint.read(args.checkpoint)
+    return checkpoint, checkpoint.load_model(pick_device(args.device))
+
+
+def main() -> int:
+    args = build_parser().parse_args()
+    from service.model.checkpoint import CheckpointError
+    from service.model.tokenizer import UnknownCharacterError
+    from training.data import DataError
+    from training.loop import DivergedError, InterruptedRun
+    from training.state import ResumeError
+
+    refusals = (ConfigError, DataError, ResumeError, CheckpointError, UnknownCharacterError, DivergedError, OSError)
+    try:
+        args.run(args)
+    except InterruptedRun as stop:
+        print(stop, file=sys.stderr)
+        return 128 + stop.number
+    except refusals as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

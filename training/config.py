@@ -1,0 +1,161 @@
+"""What a training run is made of: one frozen dataclass, whose fields are the flags of `train`, and the presets.
+
+Loads without torch, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
+
+if TYPE_CHECKING:
+    from service.model.gpt import GPTConfig
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used; names it, its value and what is allowed."""
+
+
+def option(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+Device = Literal["auto", "cpu", "cuda", "mps"]
+Dtype = Literal["auto", "float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One run. Two runs of equal configs on one machine give equal bytes.
+
+    Raises:
+        ConfigError: a value is out of its bounds.
+    """
+
+    data: str = option("tinyshakespeare", "a UTF-8 text file, or the name tinyshakespeare")
+    seed: int = option(1337, "of the initial weights, the order of the windows and dropout")
+
+    # the model (GPTConfig)
+    block_size: int = option(128, "characters a query sees, itself included; the training length")
+    n_layer: int = option(6, "blocks")
+    n_head: int = option(4, "query heads")
+    n_kv_head: int = option(2, "key/value heads; divides n_head")
+    n_embd: int = option(128, "width; n_embd / n_head must be even")
+    n_inner: int | None = option(None, "width of the SwiGLU; none: 8/3 of n_embd")
+    dropout: float = option(0.0, "share of each residual branch dropped in training, in [0, 1)")
+
+    # the optimisation
+    steps: int = option(2000, "optimizer steps")
+    batch_size: int = option(16, "windows of block_size characters per step")
+    muon_lr: float = option(0.02, "peak learning rate of the hidden matrices (Muon)")
+    adamw_lr: float = option(0.003, "peak learning rate of embedding, head and norms (AdamW)")
+    muon_momentum: float = option(0.95, "Nesterov momentum of Muon, in [0, 1)")
+    adamw_beta1: float = option(0.9, "decay of AdamW's first moment, in [0, 1)")
+    adamw_beta2: float = option(0.99, "decay of AdamW's second moment, in [0, 1)")
+    weight_decay: float = option(0.0, "of the hidden matrices, decoupled, times the learning rate")
+    warmup_steps: int = option(50, "steps of linear warm-up; then linear decay to 0 at the last step")
+    grad_clip: float = option(1.0, "largest norm of the gradient; 0: no clipping")
+    ema_decay: float = option(0.0, "evaluate and keep an exponential average of the weights, in [0, 1); 0: none")
+
+    # what is reported and kept
+    eval_every: int = option(250, "steps between evaluations")
+    eval_chars: int = option(1_000_000, "validation characters scored at evaluations before the last; 0: all")
+    log_every: int = option(10, "steps between lines of the log")
+    save_seconds: float = option(30.0, "most seconds of work that a kill can lose")
+    sample_chars: int = option(200, "characters of the sample at each evaluation; 0: none")
+
+    # the machine
+    device: Device = option("auto", "auto: cuda, else mps, else cpu")
+    dtype: Dtype = option("auto", "of matrix products; auto: bfloat16 where a probe finds it faster")
+    threads: int = option(0, "CPU threads; 0: one per core")
+    compile: bool = option(False, "torch.compile the model: up to a minute before the first step")
+
+    def __post_init__(self) -> None:
+        bounds: dict[str, tuple[float, float]] = {
+            "seed": (0, 2**63 - 1),
+            "steps": (1, 10**9),
+            "batch_size": (1, 10**6),
+            "warmup_steps": (0, 10**9),
+            "eval_every": (1, 10**9),
+            "log_every": (1, 10**9),
+            "threads": (0, 4096),
+            "eval_chars": (0, 10**12),
+            "sample_chars": (0, 10**6),
+            "save_seconds": (0, 10**9),
+            "muon_lr": (0, 100),
+            "adamw_lr": (0, 100),
+            "weight_decay": (0, 100),
+            "grad_clip": (0, float("inf")),
+        }
+        for name, (low, high) in bounds.items():
+            if not low <= getattr(self, name) <= high:
+                raise ConfigError(f"{name} must be in [{low:g}, {high:g}], got {getattr(self, name)}")
+        for name in ("muon_momentum", "adamw_beta1", "adamw_beta2", "ema_decay", "dropout"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ConfigError(f"{name} must be in [0, 1), got {getattr(self, name)}")
+        for name, hint in get_type_hints(type(self)).items():
+            if get_args(hint) and isinstance(getattr(self, name), str) and getattr(self, name) not in get_args(hint):
+                raise ConfigError(f"{name} must be one of {', '.join(get_args(hint))}, got {getattr(self, name)!r}")
+
+    @classmethod
+    def from_preset(cls, preset: str, **changes: Any) -> TrainConfig:
+        """A preset with some fields changed.
+
+        Raises:
+            ConfigError: there is no such preset or field, or a value is out of its bounds.
+        """
+        if preset not in PRESETS:
+            raise ConfigError(f"preset must be one of {', '.join(PRESETS)}, got {preset!r}")
+        names = [f.name for f in fields(cls)]
+        for name in changes:
+            if name not in names:
+                raise ConfigError(f"there is no setting {name!r}; allowed are {', '.join(names)}")
+        return cls(**{**PRESETS[preset], **changes})
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch_size * self.block_size
+
+    def model_config(self, vocab_size: int) -> GPTConfig:
+        """The model's shape.
+
+        Raises:
+            ConfigError: the sizes do not fit together.
+        """
+        from service.model.gpt import GPTConfig
+
+        try:
+            return GPTConfig(
+                vocab_size=vocab_size,
+                block_size=self.block_size,
+                n_layer=self.n_layer,
+                n_head=self.n_head,
+                n_kv_head=self.n_kv_head,
+                n_embd=self.n_embd,
+                n_inner=self.n_inner,
+                dropout=self.dropout,
+            )
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+# What was tried to get here, and what it gave: RECIPE.md.
+PRESETS: dict[str, dict[str, Any]] = {
+    "quick": dict(n_layer=4, n_embd=96, block_size=64, steps=600, batch_size=16, eval_every=200),
+    "cpu": dict(),
+    "gpu": dict(
+        n_layer=6,
+        n_head=6,
+        n_kv_head=2,
+        n_embd=384,
+        block_size=256,
+        batch_size=64,
+        steps=2000,
+        dropout=0.2,
+        weight_decay=0.3,
+        ema_decay=0.995,
+    ),
+}

@@ -1,0 +1,116 @@
+"""What a run needs to go on exactly where it stopped: two more files in the folder OUT/last, and no pickle.
+
+    state.json          config, counters, best loss so far, generators, length of the log
+    state.safetensors   optimizers' tensors, average of the weights, torch's generators
+
+The weights are the checkpoint's own. Tensors are written and read by name into the live objects, so the one
+who holds a tensor is the one who names it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from service.model.checkpoint import Checkpoint
+from service.model.gpt import GPT
+from training.config import TrainConfig
+
+FORMAT_VERSION = 1
+STATE = "state.json"
+TENSORS = "state.safetensors"
+
+
+class ResumeError(ValueError):
+    """A run that cannot go on, or must not be overwritten; says why and what to do."""
+
+
+@dataclass
+class Progress:
+    """How far a run is. `step` counts the optimizer steps taken."""
+
+    step: int = 0
+    position: int = 0  # windows drawn: the sampler's cursor
+    evaluated_step: int = 0  # the last one after which there was an evaluation
+    best_step: int | None = None
+    best_val_loss: float | None = None
+    elapsed_seconds: float = 0.0  # of training, over all its processes
+    loss_sum: float = 0.0  # of the training losses since the last line of the log
+    loss_steps: int = 0
+    log_bytes: int = 0  # what the log held at the save; later lines are of work that is done again
+    finished: bool = False
+
+
+def pack(
+    config: TrainConfig, data: Mapping[str, Any], progress: Progress, tensors: Mapping[str, Tensor]
+) -> dict[str, bytes]:
+    """The files to add to a checkpoint. `data` describes the corpus; `tensors` are the live ones, by name."""
+    state = {
+        "format_version": FORMAT_VERSION,
+        "config": config.as_dict(),
+        "data": dict(data),
+        "progress": asdict(progress),
+    }
+    held = {name: tensor.detach().cpu().contiguous() for name, tensor in {**tensors, **_generators()}.items()}
+    return {STATE: (json.dumps(state, indent=2) + "\n").encode(), TENSORS: save(held)}
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A run as it was saved."""
+
+    checkpoint: Checkpoint
+    config: TrainConfig
+    data: dict[str, Any]
+    progress: Progress
+
+    @classmethod
+    def read(cls, path: Path) -> Saved:
+        """Verify and read all but the tensors.
+
+        Raises:
+            CheckpointError: a file is missing or altered.
+            ResumeError: the folder is a checkpoint, but not one of a run that can go on, or of another version.
+        """
+        checkpoint = Checkpoint.read(path)
+        try:
+            state = json.loads((path / STATE).read_bytes())
+        except FileNotFoundError:
+            raise ResumeError(f"{path} holds weights but no {STATE}: it cannot be resumed") from None
+        if state["format_version"] != FORMAT_VERSION:
+            raise ResumeError(
+                f"{path / STATE}: format_version is {state['format_version']}, this program reads {FORMAT_VERSION}"
+            )
+        return cls(checkpoint, TrainConfig(**state["config"]), state["data"], Progress(**state["progress"]))
+
+    def restore(self, model: GPT, tensors: Mapping[str, Tensor]) -> None:
+        """Write what was saved into `model`, the tensors of the same names, and torch's generators."""
+        model.load_state_dict(self.checkpoint.load_model().state_dict())
+        held = load((self.checkpoint.path / TENSORS).read_bytes())
+        for name, tensor in tensors.items():
+            tensor.detach().copy_(held[name])
+        torch.set_rng_state(held["torch.generator"])
+        if "torch.cuda.generator" in held and torch.cuda.is_available():
+            torch.cuda.set_rng_state(held["torch.cuda.generator"])
+
+
+def _generators() -> dict[str, Tensor]:
+    generators = {"torch.generator": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        generators["torch.cuda.generator"] = torch.cuda.get_rng_state()
+    return generators
+
+
+def refuse_changes(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Raise ResumeError where `wanted` (some settings) differs from what the run was started with."""
+    different = {name: (saved[name], value) for name, value in wanted.items() if saved[name] != value}
+    if different:
+        listed = "; ".join(f"{name} was {was!r}, now {now!r}" for name, (was, now) in different.items())
+        raise ResumeError(f"a resumed run keeps its settings: {listed}. Leave them out, or start another run")
