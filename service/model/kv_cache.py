@@ -33,8 +33,8 @@ class CacheRows:
 class KVCache:
     """`slots` rings of `config.block_size` keys and values each.
 
-    Bytes: 2 · n_layer · (slots + 1) · n_kv_head · block_size · head_dim · element size; the extra slot takes
-    the writes of padding.
+    Bytes: 2 · n_layer · (slots + 1) · n_kv_head · block_size · head_dim · element size; the spare slot, number
+    `slots`, takes the writes of padding and helps to swap two others.
     """
 
     def __init__(self, config: GPTConfig, slots: int, device: torch.device | str, dtype: torch.dtype):
@@ -43,7 +43,7 @@ class KVCache:
         shape = (config.n_layer, slots + 1, config.n_kv_head, self.window, config.head_dim)
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
         self.values = torch.zeros(shape, device=device, dtype=dtype)
-        self.lengths = [0] * slots  # characters seen by each slot, without bound
+        self.lengths = [0] * (slots + 1)  # characters seen by each slot, without bound
 
     def clear(self, slot: int) -> None:
         """Forget what `slot` held."""

@@ -4,15 +4,15 @@ Knows nothing of models or caches. A row's draw depends on its seed and position
 whatever else is in the batch.
 
 Fast arithmetic (fp32, batched kernels) gives logits that differ in the last bits from batch to batch. The
-sampler therefore also says of each row whether its choice survives an error of `tolerance` in any logit;
-the caller decides the few others from exact logits. That is what makes "same seed, same text" hold.
+sampler therefore also says of each row whether its choice survives such errors up to a `tolerance`; the
+caller decides the few others from exact logits. That is what makes "same seed, same text" hold.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -58,11 +58,27 @@ def uniforms(seed: int, start: int, count: int) -> np.ndarray:
     return (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
+class Draws:
+    """The draws of one seed, by number, computed in blocks."""
+
+    BLOCK = 256
+
+    def __init__(self, seed: int):
+        self.seed = seed
+        self._start, self._block = 0, uniforms(seed, 0, 0)
+
+    def __getitem__(self, number: int) -> float:
+        if not 0 <= number - self._start < len(self._block):
+            self._start = number - number % self.BLOCK
+            self._block = uniforms(self.seed, self._start, self.BLOCK)
+        return float(self._block[number - self._start])
+
+
 class SamplingRows:
     """The parameters of B rows as tensors; made once and used for every step in which the rows stay the same."""
 
     def __init__(self, params: Sequence[SamplingParams], device: torch.device | str = "cpu"):
-        def column(values: list[float] | list[int]) -> Tensor:
+        def column(values: list[Any]) -> Tensor:
             return torch.tensor(values, device=device)[:, None]  # (B, 1)
 
         self.greedy = column([p.temperature == 0.0 for p in params])
@@ -75,19 +91,19 @@ class SamplingRows:
 
 class Choice(NamedTuple):
     ids: Tensor  # (B,) int64
-    certain: Tensor  # (B,) bool: no error of the logits up to the tolerance can change the id
+    certain: Tensor  # (B,) bool: no error up to the tolerance can change the id
 
 
 def sample(logits: Tensor, rows: SamplingRows, u: Tensor, tolerance: float = 0.0) -> Choice:
     """One id per row: temperature, then top_k, then top_p, then the inverse of the CDF, in id order, at u.
 
-    logits (B, V); u (B,) fp64 uniform draws; `tolerance` bounds the error of any logit, in nats. All is
-    computed in fp64.
+    logits (B, V); u (B,) fp64 uniform draws; `tolerance` bounds the error of the log-odds between any two
+    sets of ids, in nats. All is computed in fp64.
     """
     z = logits.double()  # (B, V)
     V = z.size(1)
     z = (z - z.amax(dim=1, keepdim=True)) / rows.temperature
-    error = 2.0 * tolerance / rows.temperature  # (B, 1): of the difference of two scaled logits
+    error = tolerance / rows.temperature  # (B, 1): of the log-odds after scaling
     weights = z.exp()
     certain = torch.ones(len(z), dtype=torch.bool, device=z.device)
     if rows.any_truncated:
@@ -98,7 +114,7 @@ def sample(logits: Tensor, rows: SamplingRows, u: Tensor, tolerance: float = 0.0
     u = u[:, None]
     # Ids of weight 0 at the end share the CDF's last value, 1 > u: they are never chosen.
     ids = (cdf <= u).sum(dim=1).clamp(max=V - 1)
-    # An error e of the differences of the logits moves the CDF at c by at most e·c·(1−c).
+    # An error e of the log-odds ln(c / (1−c)) moves the CDF at c by e·c·(1−c).
     certain = certain & ((cdf - u).abs() >= error * cdf * (1.0 - cdf)).all(dim=1)
     if rows.any_greedy:
         greedy = rows.greedy[:, 0]

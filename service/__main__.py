@@ -1,0 +1,36 @@
+"""Serve a checkpoint: python -m service --checkpoint DIR
+
+Run with --help for the settings.
+"""
+
+import os
+import sys
+import tempfile
+
+
+def main() -> int:
+    """Exit status: 0 after a signal, 1 when the server failed, 2 for bad settings or a bad checkpoint."""
+    from service.settings import read_settings
+
+    settings = read_settings()
+    with tempfile.TemporaryDirectory(prefix="chargpt-metrics-") as folder:
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder  # read when prometheus_client is imported
+
+        from service.model.checkpoint import CheckpointError
+        from service.server import WorkerStartError, build_server
+
+        try:
+            server = build_server(settings)
+        except CheckpointError as error:
+            print(f"python -m service: {error}", file=sys.stderr)
+            return 2
+        try:
+            server.serve()
+        except WorkerStartError as error:
+            print(f"python -m service: {error}", file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,241 @@
+"""Who runs: a queue, a fixed number of cache slots, and a budget of prompt characters per step.
+
+Bookkeeping over ids, in plain Python: no torch, no text, no HTTP, no clock of its own (the engine passes
+the time in). A sequence is added once and ends once, with exactly one finish reason.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from service.model.sampling import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
+
+
+class QueueFullError(Exception):
+    """The queue holds as many sequences as it may."""
+
+    def __init__(self, limit: int):
+        super().__init__(f"{limit} sequences are waiting already, the most that may")
+        self.limit = limit
+
+
+class StopMatcher:
+    """Looks for stop sequences in a stream of ids, one id at a time (Knuth, Morris & Pratt 1977).
+
+    `held` ids at the end of the stream could be the beginning of a stop sequence, so they may not be
+    given away yet.
+    """
+
+    def __init__(self, stops: tuple[tuple[int, ...], ...]):
+        self._stops = [(stop, _failure_links(stop)) for stop in stops]
+        self._matched = [0] * len(stops)  # how much of each stop the stream ends with
+
+    @property
+    def held(self) -> int:
+        return max(self._matched, default=0)
+
+    def push(self, id: int) -> int | None:
+        """Take one id; the length of the stop sequence that it completes (the longest of several), or None."""
+        found = None
+        for i, (stop, links) in enumerate(self._stops):
+            k = self._matched[i]
+            while k and (k == len(stop) or stop[k] != id):
+                k = links[k - 1]
+            self._matched[i] = k = k + (stop[k] == id)
+            if k == len(stop):
+                found = max(found or 0, k)
+        return found
+
+
+def _failure_links(stop: tuple[int, ...]) -> list[int]:
+    """links[i]: the length of the longest proper prefix of `stop` that ends at i."""
+    links, k = [0], 0
+    for id in stop[1:]:
+        while k and stop[k] != id:
+            k = links[k - 1]
+        k += stop[k] == id
+        links.append(k)
+    return links
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One prompt and what follows it."""
+
+    id: int
+    prompt: list[int]  # at least one id
+    max_tokens: int  # at least 1
+    params: SamplingParams
+    stop: tuple[tuple[int, ...], ...] = ()  # the text ends before the first of these
+    deadline: float | None = None  # on the engine's clock; None: never
+    priority: int = 0  # lower goes first
+    arrived_at: float = 0.0
+
+    ids: list[int] = field(default_factory=list, init=False)  # prompt, then completion
+    num_prefilled: int = field(default=0, init=False)  # prompt ids in the cache
+    num_emitted: int = field(default=0, init=False)  # completion ids given away
+    num_cut: int = field(default=0, init=False)  # ids at the end that belong to a stop sequence
+    finish_reason: FinishReason | None = field(default=None, init=False)
+    scheduled_at: float | None = field(default=None, init=False)
+    first_token_at: float | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        assert self.prompt and self.max_tokens >= 1, "validated before it gets here"
+        self.ids = list(self.prompt)
+        self._stops = StopMatcher(self.stop)
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return len(self.ids) - len(self.prompt)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def append(self, id: int) -> None:
+        """Take the next id of the completion; ends the sequence at a stop or at its length."""
+        self.ids.append(id)
+        matched = self._stops.push(id)
+        if matched is not None:
+            self.num_cut = matched
+            self.finish_reason = "stop"
+        elif self.num_completion_tokens == self.max_tokens:
+            self.finish_reason = "length"
+
+    def take_new_ids(self) -> list[int]:
+        """Completion ids not given away before; those that may begin a stop sequence stay until that is ruled out."""
+        if self.finish_reason == "stop":
+            end = len(self.ids) - self.num_cut
+        elif self.is_finished:
+            end = len(self.ids)
+        else:
+            end = len(self.ids) - self._stops.held
+        start = len(self.prompt) + self.num_emitted
+        self.num_emitted += max(0, end - start)
+        return self.ids[start:end]
+
+
+@dataclass
+class Prefill:
+    """A piece of a prompt to run in this step."""
+
+    sequence: Sequence
+    slot: int
+    count: int  # ids
+
+
+class Scheduler:
+    """Slots 0 … len(decoding)−1 hold the sequences that decode, the next ones those whose prompt still runs.
+
+    So a decode step is one slice of the cache, whoever came and went. `moves` are the slot copies that keep it
+    so; the engine carries them out before its next forward.
+    """
+
+    def __init__(self, max_running: int, max_waiting: int, prefill_budget: int):
+        self.max_running = max_running
+        self.max_waiting = max_waiting
+        self.prefill_budget = prefill_budget  # prompt ids per step
+        self.decoding: list[Sequence] = []  # by slot
+        self.prefilling: list[Sequence] = []  # by slot, after the decoding ones
+        self.moves: list[tuple[int, int]] = []  # (source slot, target slot), in order
+        self._waiting: list[tuple[int, int, Sequence]] = []  # heap of (priority, order of arrival, sequence)
+        self._arrivals = 0
+        self._by_id: dict[int, Sequence] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(list(self._by_id.values()))
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._by_id) - self.num_running
+
+    @property
+    def num_running(self) -> int:
+        return len(self.decoding) + len(self.prefilling)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence.
+
+        Raises:
+            QueueFullError: it would have to wait, and as many wait already as may.
+        """
+        if self.num_running + self.num_waiting >= self.max_running + self.max_waiting:
+            raise QueueFullError(self.max_waiting)
+        heapq.heappush(self._waiting, (sequence.priority, self._arrivals, sequence))
+        self._arrivals += 1
+        self._by_id[sequence.id] = sequence
+
+    def finish(self, id: int, reason: FinishReason) -> Sequence | None:
+        """End a sequence before its time, wherever it is; None where it has ended already."""
+        sequence = self._by_id.get(id)
+        if sequence is not None:
+            sequence.finish_reason = sequence.finish_reason or reason
+            self.remove(sequence)
+        return sequence
+
+    def remove(self, sequence: Sequence) -> None:
+        """Free what a finished sequence holds."""
+        assert sequence.is_finished
+        del self._by_id[sequence.id]
+        if sequence in self.decoding:
+            hole = self.decoding.index(sequence)
+            last = self.decoding.pop()
+            if last is not sequence:
+                self.decoding[hole] = last
+                self.moves.append((len(self.decoding), hole))
+            # The prefilling ones start one slot earlier now: the last of them goes into the hole.
+            if self.prefilling:
+                self.moves.append((self.num_running, len(self.decoding)))
+                self.prefilling.insert(0, self.prefilling.pop())
+        elif sequence in self.prefilling:
+            hole = self.prefilling.index(sequence)
+            last = self.prefilling.pop()
+            if last is not sequence:
+                self.prefilling[hole] = last
+                self.moves.append((self.num_running, len(self.decoding) + hole))
+        elif len(self._waiting) > 2 * self.num_waiting + 64:
+            # A waiting one stays in the heap until it comes up; many that left are swept out together.
+            self._waiting = [item for item in self._waiting if not item[2].is_finished]
+            heapq.heapify(self._waiting)
+
+    def schedule(self, now: float) -> list[Prefill]:
+        """Admit the waiting into free slots, and share out this step's prefill budget, first come first served."""
+        while self._waiting and self.num_running < self.max_running:
+            _, _, sequence = heapq.heappop(self._waiting)
+            if not sequence.is_finished:
+                sequence.scheduled_at = now
+                self.prefilling.append(sequence)
+        budget = self.prefill_budget
+        pieces = []
+        in_order = sorted(enumerate(self.prefilling, len(self.decoding)), key=lambda item: item[1].scheduled_at or 0.0)
+        for slot, sequence in in_order:
+            count = min(len(sequence.prompt) - sequence.num_prefilled, budget)
+            if count == 0:
+                break
+            pieces.append(Prefill(sequence, slot, count))
+            budget -= count
+        return pieces
+
+    def prefilled(self, piece: Prefill) -> None:
+        """Note that a piece has run; when it was the last of its prompt, the sequence decodes from now on."""
+        sequence = piece.sequence
+        sequence.num_prefilled += piece.count
+        if sequence.num_prefilled == len(sequence.prompt):
+            i = self.prefilling.index(sequence)
+            first = len(self.decoding)
+            if i > 0:
+                # Three copies swap it with the one in the first prefilling slot, through the spare slot.
+                spare = self.max_running
+                self.moves += [(first, spare), (first + i, first), (spare, first + i)]
+                self.prefilling[i] = self.prefilling[0]
+            self.prefilling.pop(0)
+            self.decoding.append(sequence)

@@ -1,0 +1,342 @@
+"""Frames between the HTTP processes and the inference processes, over Unix sockets of a private folder.
+
+Each worker listens on a socket of its own; each HTTP process connects to every worker. A frame is a 4-byte
+length and a MessagePack array; nothing is pickled. Either side sees at once when the other one dies. It
+stands behind LitServe's abstract transport: `send` in a worker, `areceive` in an HTTP process.
+
+Knows nothing of HTTP, text or the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import selectors
+import shutil
+import socket
+import struct
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from litserve.transport.base import MessageTransport
+
+logger = logging.getLogger(__name__)
+
+MAX_FRAME_BYTES = 1 << 30
+MAX_UNSENT_BYTES = 64 << 20  # to one HTTP process; past it that process counts as hung
+
+
+class Hello(msgspec.Struct, array_like=True, tag=True):
+    """First frame of a connection: which HTTP process this is."""
+
+    consumer_id: int
+
+
+class Submit(msgspec.Struct, array_like=True, tag=True):
+    """A sequence to run. `id` is unique among all HTTP processes."""
+
+    id: int
+    prompt: list[int]
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    stop: list[list[int]]
+    timeout_seconds: float
+
+
+class Abort(msgspec.Struct, array_like=True, tag=True):
+    id: int
+
+
+class Refused(msgspec.Struct, array_like=True, tag=True):
+    """A submitted sequence that the worker has no room for."""
+
+    id: int
+    message: str
+    retry_after_seconds: int
+
+
+class Delta(msgspec.Struct, array_like=True):
+    """New ids of a sequence; the last one has a finish reason, the first one the times until then."""
+
+    id: int
+    ids: list[int]
+    finish_reason: str | None = None
+    queue_seconds: float | None = None
+    prefill_seconds: float | None = None
+
+
+class Step(msgspec.Struct, array_like=True, tag=True):
+    """All that one engine step has for one HTTP process."""
+
+    deltas: list[Delta]
+    load: int  # sequences the worker holds, running and waiting
+
+
+class WorkerLost(msgspec.Struct, array_like=True, tag=True):
+    """Made by the HTTP side itself when a connection ends: what ran there is gone."""
+
+
+class ConsumerLost(msgspec.Struct, array_like=True, tag=True):
+    """Made by the worker itself when a connection ends: nobody waits for what came from there."""
+
+
+ToWorker = Hello | Submit | Abort
+FromWorker = Step | Refused
+
+_HEADER = struct.Struct("<I")
+_encode = msgspec.msgpack.Encoder().encode
+_decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
+_decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
+
+
+def _frame(message: ToWorker | FromWorker) -> bytes:
+    body = _encode(message)
+    return _HEADER.pack(len(body)) + body
+
+
+class SocketTransport(MessageTransport):
+    """One object for both sides; each process uses the half that is its own."""
+
+    def __init__(self, num_workers: int):
+        self.num_workers = num_workers
+        self.folder = Path(tempfile.mkdtemp(prefix="chargpt-"))  # mode 0700
+        self._worker: _WorkerSide | None = None
+        self._http: _HttpSide | None = None
+
+    def __reduce__(self) -> Any:  # crosses to a spawned worker as its folder alone
+        return _reopen, (self.num_workers, self.folder)
+
+    def close(self, **kwargs: Any) -> None:
+        """Called by LitServe when it begins to stop; the sockets are still needed until the workers end."""
+
+    def remove(self) -> None:
+        """Delete the folder, after all processes have ended."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    # -- inference process --
+
+    def listen(self, worker_id: int) -> None:
+        self._worker = _WorkerSide(self.folder / f"{worker_id}.sock")
+
+    @property
+    def is_connected(self) -> bool:
+        assert self._worker is not None
+        return self._worker.is_connected
+
+    def wake(self) -> None:
+        """End a blocking `receive`; safe in a signal handler."""
+        if self._worker is not None:
+            self._worker.wake()
+
+    def receive(self, block: bool) -> list[tuple[int, ToWorker | ConsumerLost]]:
+        """What has arrived, with the HTTP process it came from; waits for something if `block`."""
+        assert self._worker is not None
+        return self._worker.receive(block)
+
+    def send(self, item: FromWorker, consumer_id: int) -> None:
+        """Send a frame to an HTTP process; dropped where that process has gone."""
+        assert self._worker is not None
+        self._worker.send(item, consumer_id)
+
+    # -- HTTP process --
+
+    def connect(self, consumer_id: int) -> None:
+        """Keep a connection to every worker; must be called in the event loop."""
+        sockets = [self.folder / f"{worker_id}.sock" for worker_id in range(self.num_workers)]
+        self._http = _HttpSide(sockets, consumer_id)
+
+    @property
+    def connected_workers(self) -> list[int]:
+        return [] if self._http is None else self._http.connected
+
+    def send_to_worker(self, item: Submit | Abort, worker_id: int) -> None:
+        """Send a frame to a worker; lost where that worker is gone, of which `areceive` tells."""
+        assert self._http is not None
+        self._http.send(item, worker_id)
+
+    async def areceive(
+        self, timeout: float | None = None, consumer_id: int | None = None
+    ) -> tuple[int, FromWorker | WorkerLost]:
+        """The next frame and the worker it came from."""
+        assert self._http is not None
+        return await asyncio.wait_for(self._http.received.get(), timeout)
+
+    async def disconnect(self) -> None:
+        if self._http is not None:
+            await self._http.close()
+
+
+def _reopen(num_workers: int, folder: Path) -> SocketTransport:
+    transport = SocketTransport.__new__(SocketTransport)
+    transport.num_workers, transport.folder = num_workers, folder
+    transport._worker = transport._http = None
+    return transport
+
+
+class _Connection:
+    """A worker's connection to one HTTP process: never blocks the engine."""
+
+    def __init__(self, sock: socket.socket):
+        self.sock = sock
+        self.consumer_id: int | None = None  # until its Hello
+        self.unparsed = bytearray()
+        self.unsent = bytearray()
+
+
+class _WorkerSide:
+    def __init__(self, path: Path):
+        path.unlink(missing_ok=True)  # of a worker that died
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(path))
+        self._listener.listen()
+        self._listener.setblocking(False)
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_read.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._wake_read, selectors.EVENT_READ)
+        self._connections: dict[int, _Connection] = {}
+        self._messages: list[tuple[int, ToWorker | ConsumerLost]] = []
+
+    @property
+    def is_connected(self) -> bool:
+        return bool(self._connections)
+
+    def wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._wake_write.send(b"\0")
+
+    def receive(self, block: bool) -> list[tuple[int, ToWorker | ConsumerLost]]:
+        for key, events in self._selector.select(None if block else 0):
+            if key.fileobj is self._listener:
+                sock, _ = self._listener.accept()
+                sock.setblocking(False)
+                self._selector.register(sock, selectors.EVENT_READ, _Connection(sock))
+            elif key.fileobj is self._wake_read:
+                self._wake_read.recv(4096)
+            else:
+                if events & selectors.EVENT_WRITE:
+                    self._flush(key.data)
+                if events & selectors.EVENT_READ:
+                    self._read(key.data)
+        messages, self._messages = self._messages, []
+        return messages
+
+    def send(self, item: FromWorker, consumer_id: int) -> None:
+        connection = self._connections.get(consumer_id)
+        if connection is None:
+            return
+        connection.unsent += _frame(item)
+        self._flush(connection)
+
+    def _read(self, connection: _Connection) -> None:
+        try:
+            data = connection.sock.recv(1 << 20)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._drop(connection)
+            return
+        unparsed = connection.unparsed
+        unparsed += data
+        start = 0
+        while len(unparsed) - start >= _HEADER.size:
+            (length,) = _HEADER.unpack_from(unparsed, start)
+            end = start + _HEADER.size + length
+            if len(unparsed) < end:
+                break
+            message = _decode_to_worker(memoryview(unparsed)[start + _HEADER.size : end])
+            start = end
+            if isinstance(message, Hello):
+                connection.consumer_id = message.consumer_id
+                self._connections[message.consumer_id] = connection
+            elif connection.consumer_id is not None:
+                self._messages.append((connection.consumer_id, message))
+        del unparsed[:start]
+
+    def _flush(self, connection: _Connection) -> None:
+        try:
+            sent = connection.sock.send(connection.unsent)
+            del connection.unsent[:sent]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._drop(connection)
+            return
+        if len(connection.unsent) > MAX_UNSENT_BYTES:
+            logger.error("HTTP process %s does not read; its connection is closed", connection.consumer_id)
+            self._drop(connection)
+            return
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
+        self._selector.modify(connection.sock, events, connection)
+
+    def _drop(self, connection: _Connection) -> None:
+        self._selector.unregister(connection.sock)
+        connection.sock.close()
+        if connection.consumer_id is not None:
+            del self._connections[connection.consumer_id]
+            self._messages.append((connection.consumer_id, ConsumerLost()))
+
+
+class _HttpSide:
+    RETRY_SECONDS = 0.05
+
+    def __init__(self, sockets: list[Path], consumer_id: int):
+        self.received: asyncio.Queue[tuple[int, FromWorker | WorkerLost]] = asyncio.Queue()
+        self._consumer_id = consumer_id
+        self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._tasks = [asyncio.create_task(self._keep(i, path)) for i, path in enumerate(sockets)]
+
+    @property
+    def connected(self) -> list[int]:
+        return list(self._writers)
+
+    def send(self, item: Submit | Abort, worker_id: int) -> None:
+        writer = self._writers.get(worker_id)
+        if writer is not None:
+            writer.write(_frame(item))
+
+    async def _keep(self, worker_id: int, path: Path) -> None:
+        """Connect, read until the worker goes, and begin again."""
+        while True:
+            try:
+                reader, writer = await asyncio.open_unix_connection(str(path))
+            except OSError:  # not there yet, or not there now
+                await asyncio.sleep(self.RETRY_SECONDS)
+                continue
+            writer.write(_frame(Hello(self._consumer_id)))
+            self._writers[worker_id] = writer
+            try:
+                while True:
+                    (length,) = _HEADER.unpack(await reader.readexactly(_HEADER.size))
+                    frame = _decode_from_worker(await reader.readexactly(length))
+                    self.received.put_nowait((worker_id, frame))
+            except (OSError, asyncio.IncompleteReadError):
+                logger.warning("the connection to worker %d has ended", worker_id)
+            finally:
+                del self._writers[worker_id]
+                writer.close()
+                self.received.put_nowait((worker_id, WorkerLost()))
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def die_with_parent() -> None:
+    """Ask the kernel (Linux) for SIGTERM when the parent dies, so that no process outlives the service."""
+    PR_SET_PDEATHSIG, SIGTERM = 1, 15
+    if os.uname().sysname == "Linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGTERM)

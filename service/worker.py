@@ -1,0 +1,187 @@
+"""The inference process: loads the checkpoint and turns the engine.
+
+One synchronous loop: take what arrived, one engine step, one frame to each HTTP process that has something
+to get. It blocks while there is nothing to do. Knows ids and frames; no text, no HTTP.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from litserve import LitAPI
+from litserve.loops.base import LitLoop
+
+from service import transport as frames
+from service.transport import SocketTransport, die_with_parent
+
+logger = logging.getLogger(__name__)
+
+
+class EngineAPI(LitAPI):
+    """What LitServe places on a device: an engine over the checkpoint's model."""
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        *,
+        model_name: str,
+        threads: int,
+        max_running: int,
+        max_waiting: int,
+        prefill_budget: int,
+        log_level: str,
+        **lit_options: Any,
+    ):
+        super().__init__(**lit_options)
+        self.checkpoint = checkpoint
+        self.model_name = model_name
+        self.threads = threads
+        self.max_running = max_running
+        self.max_waiting = max_waiting
+        self.prefill_budget = prefill_budget
+        self.log_level = log_level
+
+    def setup(self, device: str) -> None:
+        die_with_parent()
+        configure_logging(self.log_level)
+        # A terminal's Ctrl-C reaches this process too, but running sequences are to finish.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+        import torch
+        from prometheus_client import CollectorRegistry
+
+        from service.engine import Engine
+        from service.metrics import Metrics
+        from service.model.checkpoint import Checkpoint
+
+        torch.set_num_threads(self.threads)
+        model = Checkpoint.read(self.checkpoint).load_model(device)
+        self.engine = Engine(
+            model,
+            max_running=self.max_running,
+            max_waiting=self.max_waiting,
+            prefill_budget=self.prefill_budget,
+        )
+        self.metrics = Metrics(self.model_name, CollectorRegistry())
+        self.metrics.num_requests_running.set(0)
+        self.metrics.num_requests_waiting.set(0)
+        logger.info(
+            "serving %s on %s: %d parameters, %d slots, %d threads, rounding tolerance %.1e",
+            self.checkpoint, device, model.num_parameters, self.max_running, self.threads, self.engine.tolerance,
+        )  # fmt: skip
+
+
+def configure_logging(level: str) -> None:
+    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s")
+    for name in ("litserve", "litserve.server"):  # it logs prompts at DEBUG
+        logging.getLogger(name).setLevel(max(logging.INFO, logging.getLogger().level))
+
+
+class EngineLoop(LitLoop):
+    """LitServe calls `run` for ever; one call is one turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._transport: SocketTransport | None = None
+        self._stopping = False
+        self._consumer: dict[int, int] = {}  # sequence id -> HTTP process
+        self._drain = DrainRate()
+
+    def run(
+        self, lit_api: EngineAPI, device: str, worker_id: int, request_queue: Any, transport: SocketTransport, *_: Any
+    ) -> None:
+        engine, metrics = lit_api.engine, lit_api.metrics
+        if self._transport is None:
+            self._transport = transport
+            transport.listen(worker_id)
+            signal.signal(signal.SIGTERM, self._stop)
+        if self._stopping and not transport.is_connected:
+            raise SystemExit(0)
+        for consumer_id, message in transport.receive(block=not engine.has_work):
+            self._take(engine, transport, message, consumer_id)
+        if not engine.has_work:
+            return
+
+        outgoing: dict[int, list[frames.Delta]] = {}
+        for delta in engine.step():
+            sequence = delta.sequence
+            frame = frames.Delta(sequence.id, delta.ids, delta.finish_reason)
+            if sequence.first_token_at is not None and sequence.num_emitted == len(delta.ids):
+                assert sequence.scheduled_at is not None
+                frame.queue_seconds = sequence.scheduled_at - sequence.arrived_at
+                frame.prefill_seconds = sequence.first_token_at - sequence.scheduled_at
+            consumer_id = self._consumer[sequence.id]
+            outgoing.setdefault(consumer_id, []).append(frame)
+            if delta.finish_reason is not None:
+                del self._consumer[sequence.id]
+                self._drain.ended(engine.clock())
+        for consumer_id, deltas in outgoing.items():
+            transport.send(frames.Step(deltas, len(engine.scheduler)), consumer_id)
+
+        stats = engine.stats
+        metrics.iteration_seconds.observe(stats.seconds)
+        if stats.num_decode_rows:
+            metrics.iteration_batch_size.observe(stats.num_decode_rows)
+        metrics.iteration_tokens.observe(stats.num_decode_rows + stats.num_prefill_tokens)
+        if stats.num_exact:
+            metrics.exact_choices.inc(stats.num_exact)
+        self._set_gauges(lit_api)
+
+    def _take(self, engine: Any, transport: SocketTransport, message: Any, consumer_id: int) -> None:
+        from service.model.sampling import SamplingParams
+        from service.scheduler import QueueFullError, Sequence
+
+        match message:
+            case frames.Submit():
+                sequence = Sequence(
+                    message.id,
+                    message.prompt,
+                    message.max_tokens,
+                    SamplingParams(message.temperature, message.top_k, message.top_p, message.seed),
+                    stop=tuple(map(tuple, message.stop)),
+                    deadline=engine.clock() + message.timeout_seconds,
+                )
+                try:
+                    engine.submit(sequence)
+                except QueueFullError as error:
+                    seconds = self._drain.seconds_for(engine.scheduler.num_waiting, engine.clock())
+                    transport.send(frames.Refused(message.id, str(error), seconds), consumer_id)
+                else:
+                    self._consumer[message.id] = consumer_id
+            case frames.Abort():
+                engine.abort(message.id)
+            case frames.ConsumerLost():
+                for id in [id for id, consumer in self._consumer.items() if consumer == consumer_id]:
+                    engine.abort(id)
+
+    def _set_gauges(self, lit_api: EngineAPI) -> None:
+        scheduler = lit_api.engine.scheduler
+        lit_api.metrics.num_requests_running.set(scheduler.num_running)
+        lit_api.metrics.num_requests_waiting.set(scheduler.num_waiting)
+
+    def _stop(self, *_: Any) -> None:
+        """SIGTERM: end when no HTTP process is connected any more; they end first."""
+        self._stopping = True
+        assert self._transport is not None
+        self._transport.wake()
+
+
+class DrainRate:
+    """How fast sequences have been ending, to tell a refused client when to come back."""
+
+    def __init__(self) -> None:
+        self._ends: deque[float] = deque(maxlen=256)
+
+    def ended(self, now: float) -> None:
+        self._ends.append(now)
+
+    def seconds_for(self, count: int, now: float) -> int:
+        """Whole seconds, from 1 to 60, in which `count` sequences are likely to end."""
+        if len(self._ends) < 2:
+            return 1
+        rate = len(self._ends) / max(now - self._ends[0], 1e-3)
+        return max(1, min(60, round(count / rate)))
