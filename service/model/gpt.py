@@ -149,7 +149,7 @@ class _CausalAttention(torch.autograd.Function):
             return (weights @ v).view(B, nh, T, hs)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v, weights = ctx.saved_tensors
         B, nh, T, hs = grad.size()
         grad = grad.reshape(-1, q.size(1), hs)
