@@ -19,7 +19,7 @@ from service.model.sampling import SamplingParams
 from service.scheduler import Sequence as Request
 
 CHUNK = 1 << 20  # characters counted at a time
-BATCH_CHARS = 1 << 13  # characters per forward
+BATCH_CHARS = 1 << 11  # characters per forward
 
 
 def bits(nats: float) -> float:
@@ -52,7 +52,7 @@ def streamed_loss(model: GPT, ids: np.ndarray) -> float:
     that can reach it (`receptive_field`), which are not scored again.
     """
     before = model.config.receptive_field - 1
-    chunk = max(BATCH_CHARS, 2 * before)
+    chunk = max(BATCH_CHARS, 8 * before)
     total, scored = 0.0, len(ids) - 1
     for start in range(0, scored, chunk):
         first = max(0, start - before)

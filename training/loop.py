@@ -154,9 +154,13 @@ class Run:
 
     def loss(self, idx: Tensor, targets: Tensor) -> Tensor:
         """Mean loss of idx (B, T) against targets (B, T), with products in the run's dtype."""
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.dtype == "bfloat16"):
+        with self.autocast():
             logits = self.forward(idx)  # (B, T, V)
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    def autocast(self) -> torch.autocast:
+        """Matrix products in the run's dtype."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.dtype == "bfloat16")
 
     @property
     def served_model(self) -> GPT:
@@ -167,7 +171,8 @@ class Run:
         """Score the validation split, keep the weights if they are the best, and log; what was logged."""
         progress, model = self.progress, self.served_model
         cap = self.config.eval_chars
-        val_loss = whole_loss(model, self.corpus.val[: cap + 1] if cap else self.corpus.val)
+        with self.autocast():  # finish() scores the best in fp32, as it is served
+            val_loss = whole_loss(model, self.corpus.val[: cap + 1] if cap else self.corpus.val)
         progress.evaluated_step = progress.step
         record = {"event": "evaluation", "step": progress.step, "val_loss": val_loss}
         if self.config.sample_chars:

@@ -18,7 +18,7 @@ from service.model.gpt import GPT, CausalSelfAttention, SwiGLU
 from training.config import TrainConfig
 
 # Quintic x <- a·x + b·x³ + c·x⁵, applied to all singular values; one triple per iteration, each the best for
-# the interval that the one before leaves (Amsel et al. 2025, "The Polar Express", Algorithm 1).
+# the interval that the one before leaves (Amsel et al. 2025, "The Polar Express").
 POLAR_EXPRESS = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
@@ -26,22 +26,23 @@ POLAR_EXPRESS = (
     (3.3184196573706015, -2.488488024314874, 0.51004894012372),
     (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
 )
+# A value that rounding pushes past the interval's end would grow without bound: leave that much room.
+MARGIN = 1.02
 
 
-def orthogonalize(matrices: Tensor) -> Tensor:
-    """About U·Vᵀ of each of `matrices` (n, rows, cols) = U·S·Vᵀ, by five Newton-Schulz iterations.
+def orthogonalize(matrices: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """About U·Vᵀ of each of `matrices` (n, rows, cols) = U·S·Vᵀ, by five Newton-Schulz iterations in `dtype`.
 
-    The singular values of the result are about 1; those of the input below some thousandth of its norm stay less.
+    Singular values of a thousandth of the matrix's norm or more come out near 1, smaller ones between 0 and 1.
     """
-    x = matrices
-    tall = x.size(1) > x.size(2)
-    if tall:
-        x = x.mT
-    x = x / (x.norm(dim=(1, 2), keepdim=True) * 1.01 + 1e-7)
+    tall = matrices.size(1) > matrices.size(2)
+    x = matrices.mT if tall else matrices  # the smaller side makes the smaller Gram matrix
+    x = (x / (x.norm(dim=(1, 2), keepdim=True) * MARGIN + 1e-7)).to(dtype)
     for a, b, c in POLAR_EXPRESS:
         gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if tall else x
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b / MARGIN**3, alpha=c / MARGIN**5)
+        x = torch.baddbmm(x, polynomial, x, beta=a / MARGIN)
+    return (x.mT if tall else x).to(matrices.dtype)
 
 
 def hidden_matrices(model: GPT) -> list[tuple[Tensor, list[int]]]:
@@ -71,8 +72,14 @@ class Muon:
     whatever its shape.
     """
 
-    def __init__(self, matrices: Iterable[tuple[Tensor, list[int]]], momentum: float, weight_decay: float):
-        self.momentum, self.weight_decay = momentum, weight_decay
+    def __init__(
+        self,
+        matrices: Iterable[tuple[Tensor, list[int]]],
+        momentum: float,
+        weight_decay: float,
+        dtype: torch.dtype = torch.float32,
+    ):
+        self.momentum, self.weight_decay, self.dtype = momentum, weight_decay, dtype
         self._shapes: dict[tuple[int, int], _Shape] = {}
         for parameter, sizes in matrices:
             start = 0
@@ -88,7 +95,7 @@ class Muon:
         for (rows, cols), shape in self._shapes.items():
             gradient = torch.stack([_gradient(parameter)[part] for parameter, part in shape.parts])
             shape.momentum.lerp_(gradient, 1.0 - self.momentum)
-            update = orthogonalize(gradient.lerp(shape.momentum, self.momentum))
+            update = orthogonalize(gradient.lerp(shape.momentum, self.momentum), self.dtype)
             weights = [parameter[part] for parameter, part in shape.parts]
             torch._foreach_mul_(weights, 1.0 - lr * self.weight_decay)
             torch._foreach_add_(weights, list(update.unbind()), alpha=-lr * max(1.0, rows / cols) ** 0.5)
@@ -111,7 +118,8 @@ class Optimizers:
         matrices = hidden_matrices(model)
         hidden = {id(parameter) for parameter, _ in matrices}
         self._others = {name: p for name, p in model.named_parameters() if id(p) not in hidden}
-        self.muon = Muon(matrices, config.muon_momentum, config.weight_decay)
+        dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+        self.muon = Muon(matrices, config.muon_momentum, config.weight_decay, dtype)
         self.adamw = torch.optim.AdamW(
             self._others.values(),
             lr=0.0,

@@ -1,0 +1,141 @@
+"""Muon against an explicit singular value decomposition; who is updated by which; the schedule."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from service.model.gpt import GPT, GPTConfig
+from training.config import TrainConfig
+from training.optim import Muon, Optimizers, WeightAverage, hidden_matrices, lr_scale, orthogonalize
+
+
+def with_gradients(seed: int = 0) -> GPT:
+    torch.manual_seed(seed)
+    model = GPT(GPTConfig(vocab_size=11, block_size=8, n_layer=2, n_head=4, n_kv_head=2, n_embd=16, n_inner=24))
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    return model
+
+
+def polar(matrix: torch.Tensor) -> torch.Tensor:
+    """U·Vᵀ of matrix = U·S·Vᵀ."""
+    u, _, vh = torch.linalg.svd(matrix.double(), full_matrices=False)
+    return u @ vh
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(16, 16), (16, 48), (48, 16), (1, 8), (8, 1)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 0.06)])
+def test_orthogonalize_keeps_directions_and_evens_out_strengths(rows, cols, dtype, tolerance):
+    generator = torch.Generator().manual_seed(1)
+    matrices = torch.randn(3, rows, cols, generator=generator) * torch.tensor([1e-3, 1.0, 1e3])[:, None, None]
+    for matrix, result in zip(matrices, orthogonalize(matrices, dtype), strict=True):
+        u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
+        strengths = u.mT @ result @ vh.mT
+        diagonal = strengths.diagonal()
+        assert (strengths - diagonal.diag()).abs().max() < tolerance
+        large = s > 0.02 * s.norm()
+        assert (diagonal[large] - 1).abs().max() < 0.25
+        assert diagonal.min() > 0 and diagonal.max() < 1.25
+
+
+def test_a_matrix_is_orthogonalised_by_itself():
+    generator = torch.Generator().manual_seed(2)
+    matrices = torch.randn(4, 8, 12, generator=generator)
+    alone = torch.cat([orthogonalize(matrix[None]) for matrix in matrices])
+    torch.testing.assert_close(orthogonalize(matrices), alone, rtol=0, atol=1e-5)
+    assert orthogonalize(torch.zeros(1, 4, 4)).isfinite().all()
+
+
+def test_two_steps_of_muon_are_nesterov_momentum_through_an_svd():
+    """Query, key and value rows, gate and up rows: one matrix each, though they share a parameter."""
+    model, lr, momentum, decay = with_gradients(), 0.1, 0.9, 0.2
+    parts = {
+        "attn.qkv.weight": [16, 8, 8],
+        "attn.proj.weight": [16],
+        "mlp.gate_up.weight": [24, 24],
+        "mlp.proj.weight": [16],
+    }
+    expected = {name: p.detach().double() for name, p in model.named_parameters()}
+    average = {name: torch.zeros_like(p) for name, p in expected.items()}
+    muon = Muon(hidden_matrices(model), momentum, decay)
+    for turn in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(turn))
+        muon.step(lr)
+        for i in range(2):
+            for suffix, sizes in parts.items():
+                name = f"blocks.{i}.{suffix}"
+                gradient = model.get_parameter(name).grad.double()
+                average[name] = momentum * average[name] + (1 - momentum) * gradient
+                looked_ahead = momentum * average[name] + (1 - momentum) * gradient
+                moved = [
+                    w * (1 - lr * decay) - lr * max(1, len(w) / w.size(1)) ** 0.5 * polar(g)
+                    for w, g in zip(expected[name].split(sizes), looked_ahead.split(sizes), strict=True)
+                ]
+                expected[name] = torch.cat(moved)
+    for name, parameter in model.named_parameters():
+        change = (parameter - expected[name]).norm() / (lr * len(parameter) ** 0.5)
+        assert change < (0.25 if ".proj" in name or "qkv" in name or "gate_up" in name else 1e-9), name
+
+
+def test_every_parameter_has_one_optimizer():
+    model = with_gradients()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizers = Optimizers(model, TrainConfig(warmup_steps=1))
+    muon = {id(p) for p, _ in hidden_matrices(model)}
+    adamw = {id(p) for group in optimizers.adamw.param_groups for p in group["params"]}
+    assert muon | adamw == {id(p) for p in model.parameters()} and not muon & adamw
+    assert {name for name, p in model.named_parameters() if id(p) in muon} == {
+        f"blocks.{i}.{name}.weight" for i in range(2) for name in ("attn.qkv", "attn.proj", "mlp.gate_up", "mlp.proj")
+    }
+    optimizers.step(0)
+    assert all(not torch.equal(before[name], p) for name, p in model.named_parameters())
+
+
+def test_adamw_takes_its_first_step_as_by_hand():
+    """At the first step Adam's ratio is the gradient's sign, whatever its size."""
+    model = with_gradients()
+    before = model.embed.weight.detach().clone()
+    config = TrainConfig(adamw_lr=0.01, warmup_steps=4)
+    Optimizers(model, config).step(0)
+    torch.testing.assert_close(model.embed.weight, before - 0.01 / 4 * model.embed.weight.grad.sign())
+
+
+def test_restored_optimizers_go_on_as_if_never_stopped():
+    config = TrainConfig(warmup_steps=2)
+    one, other = with_gradients(1), with_gradients(1)
+    first, second = Optimizers(one, config), Optimizers(other, config)
+    first.step(0)
+    second.step(0)
+    fresh = Optimizers(other, config)
+    saved = {name: tensor.clone() for name, tensor in second.tensors().items()}
+    for name, tensor in fresh.tensors().items():
+        tensor.copy_(saved[name])
+    first.step(1)
+    fresh.step(1)
+    for a, b in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_learning_rate_rises_then_falls_to_nothing():
+    config = TrainConfig(steps=100, warmup_steps=10)
+    scales = [lr_scale(step, config) for step in range(100)]
+    assert scales[0] == pytest.approx(0.1) and scales[9] == scales[10] == 1.0
+    assert scales[55] == pytest.approx(0.5) and scales[99] == pytest.approx(1 / 90)
+    assert lr_scale(0, TrainConfig(steps=100, warmup_steps=0)) == 1.0
+    assert lr_scale(4, TrainConfig(steps=5, warmup_steps=50)) == 1.0, "a run shorter than its warm-up"
+
+
+def test_the_average_follows_its_recurrence():
+    model = with_gradients()
+    average = WeightAverage(model, decay=0.5)
+    expected = model.head.weight.detach().clone()
+    for step in range(12):
+        with torch.no_grad():
+            model.head.weight.add_(1.0)
+        average.update(step)
+        decay = min(0.5, (1 + step) / (10 + step))
+        expected = decay * expected + (1 - decay) * model.head.weight.detach()
+    torch.testing.assert_close(average.model.head.weight, expected)
+    assert not torch.equal(average.model.head.weight, model.head.weight)
