@@ -1,0 +1,89 @@
+"""An independent GPT in explicit loops, written from the papers alone: one number at a time, fp64, no torch, no cache.
+
+It reads a checkpoint folder's files itself and shares no code with `service`, so that an error in the model, the
+key names or the configuration cannot hide in both.
+"""
+
+import json
+import math
+from pathlib import Path
+
+from safetensors.numpy import load_file
+
+
+def matvec(matrix, x):
+    return [sum(float(w) * v for w, v in zip(row, x, strict=True)) for row in matrix]
+
+
+def rms_norm(x, weight, eps):
+    scale = 1.0 / math.sqrt(sum(v * v for v in x) / len(x) + eps)
+    return [v * scale * float(w) for v, w in zip(x, weight, strict=True)]
+
+
+def rope(x, position, theta):
+    """Turn the pairs (x[i], x[i + n/2]) by position · theta^(−2i/n)."""
+    n = len(x)
+    out = list(x)
+    for i in range(n // 2):
+        angle = position * theta ** (-2 * i / n)
+        a, b = x[i], x[i + n // 2]
+        out[i] = a * math.cos(angle) - b * math.sin(angle)
+        out[i + n // 2] = b * math.cos(angle) + a * math.sin(angle)
+    return out
+
+
+def softmax(scores):
+    top = max(scores)
+    weights = [math.exp(s - top) for s in scores]
+    return [w / sum(weights) for w in weights]
+
+
+def attention(q, k, v, window):
+    """One head: q, k, v lists of vectors, one per position -> one vector per position.
+
+    The query at p sees the keys at p − window < j ≤ p.
+    """
+    out = []
+    for p in range(len(q)):
+        seen = [j for j in range(len(k)) if p - window < j <= p]
+        # the scale stands before the softmax
+        scores = [sum(a * b for a, b in zip(q[p], k[j], strict=True)) / math.sqrt(len(q[p])) for j in seen]
+        weights = softmax(scores)
+        out.append([sum(w * v[j][d] for w, j in zip(weights, seen, strict=True)) for d in range(len(v[0]))])
+    return out
+
+
+def logits(folder, ids):
+    """Logits (len(ids), vocab_size) as nested lists, for a checkpoint folder in Qwen3's layout."""
+    folder = Path(folder)
+    config = json.loads((folder / "config.json").read_text())
+    w = load_file(folder / "model.safetensors")
+    n_head, n_kv = config["num_attention_heads"], config["num_key_value_heads"]
+    size, eps = config["head_dim"], config["rms_norm_eps"]
+    theta, window = config["rope_parameters"]["rope_theta"], config["sliding_window"]
+    x = [[float(v) for v in w["model.embed_tokens.weight"][i]] for i in ids]
+    for layer in range(config["num_hidden_layers"]):
+        at = f"model.layers.{layer}."
+        normed = [rms_norm(h, w[at + "input_layernorm.weight"], eps) for h in x]
+
+        def heads(name, count, norm=None, normed=normed, at=at):
+            out = []
+            for head in range(count):
+                rows = w[f"{at}self_attn.{name}.weight"][head * size : (head + 1) * size]
+                vectors = [matvec(rows, h) for h in normed]
+                if norm is not None:
+                    weight = w[f"{at}self_attn.{norm}.weight"]
+                    vectors = [rope(rms_norm(u, weight, eps), p, theta) for p, u in enumerate(vectors)]
+                out.append(vectors)
+            return out
+
+        q, k, v = heads("q_proj", n_head, "q_norm"), heads("k_proj", n_kv, "k_norm"), heads("v_proj", n_kv)
+        per_head = [attention(q[h], k[h * n_kv // n_head], v[h * n_kv // n_head], window) for h in range(n_head)]
+        for p in range(len(x)):
+            joined = [value for head in per_head for value in head[p]]
+            x[p] = [a + b for a, b in zip(x[p], matvec(w[at + "self_attn.o_proj.weight"], joined), strict=True)]
+            h = rms_norm(x[p], w[at + "post_attention_layernorm.weight"], eps)
+            gate, up = matvec(w[at + "mlp.gate_proj.weight"], h), matvec(w[at + "mlp.up_proj.weight"], h)
+            inner = [g / (1 + math.exp(-g)) * u for g, u in zip(gate, up, strict=True)]
+            x[p] = [a + b for a, b in zip(x[p], matvec(w[at + "mlp.down_proj.weight"], inner), strict=True)]
+    return [matvec(w["lm_head.weight"], rms_norm(h, w["model.norm.weight"], eps)) for h in x]

@@ -1,0 +1,196 @@
+import math
+
+import pytest
+import reference
+import torch
+from helpers import random_model, save_random
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from service.model.gpt import GPTConfig, banded_attention
+from service.model.kv_cache import KVCache
+
+
+def ids(rows, length, seed=0, vocab_size=61):
+    return torch.randint(vocab_size, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+# -- against independent references --
+
+
+def test_logits_equal_the_explicit_loop_reference(tmp_path):
+    checkpoint = save_random(tmp_path / "ck", block_size=4)
+    idx = ids(1, 11)  # several windows long
+    expected = torch.tensor(reference.logits(tmp_path / "ck", idx[0].tolist()), dtype=torch.float64)
+    actual = checkpoint.load_model(dtype=torch.float64)(idx)[0]
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+
+
+def test_logits_equal_transformers_qwen3(tmp_path):
+    from transformers import AutoModelForCausalLM
+    from transformers.models.qwen3 import Qwen3ForCausalLM
+
+    checkpoint = save_random(tmp_path / "ck", block_size=16, n_layer=3, n_embd=32)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "ck")
+    assert isinstance(theirs, Qwen3ForCausalLM)
+    idx = ids(2, 16 * 5)
+    with torch.no_grad():
+        expected = theirs(idx).logits
+    torch.testing.assert_close(checkpoint.load_model()(idx), expected, rtol=0, atol=1e-5)
+
+
+# -- the lecture's identities --
+
+
+def test_three_ways_to_average_and_attention_with_zero_queries():
+    T, C = 8, 4
+    x = torch.randn(T, C, dtype=torch.float64)
+    by_loops = torch.stack([sum((x[j] for j in range(p + 1)), torch.zeros(C)) / (p + 1) for p in range(T)])
+    triangle = torch.tril(torch.ones(T, T, dtype=torch.float64))
+    by_matrix = (triangle / triangle.sum(1, keepdim=True)) @ x
+    by_softmax = torch.zeros_like(triangle).masked_fill(triangle == 0, -math.inf).softmax(dim=1) @ x
+    v = x[None, None]
+    k = torch.randn_like(v)
+    by_attention = banded_attention(torch.zeros_like(v), k, v, window=T)[0, 0]
+    for other in (by_matrix, by_softmax, by_attention):
+        torch.testing.assert_close(other, by_loops)
+
+
+def test_scaled_scores_have_unit_variance():
+    hs = 64
+    q, k = torch.randn(2, 400, hs, generator=torch.Generator().manual_seed(0)).unbind(0)
+    raw = q @ k.T
+    assert raw.var().item() == pytest.approx(hs, rel=0.1)
+    assert (raw / math.sqrt(hs)).var().item() == pytest.approx(1, rel=0.1)
+
+
+def test_the_scale_stands_before_the_softmax():
+    q, k, v = torch.randn(3, 1, 1, 6, 16, dtype=torch.float64).unbind(0)
+    mask = torch.full((6, 6), -math.inf, dtype=torch.float64).triu(1)
+    before = (q @ k.mT / math.sqrt(16) + mask).softmax(-1) @ v
+    after = (q @ k.mT + mask).softmax(-1) / math.sqrt(16) @ v
+    actual = banded_attention(q, k, v, window=6)
+    torch.testing.assert_close(actual, before)
+    assert not torch.allclose(actual, after)
+
+
+# -- the attention rule --
+
+
+@pytest.mark.parametrize("changed", [0, 5, 19])
+def test_a_later_character_changes_no_earlier_logit(changed):
+    model = random_model(torch.float64)
+    idx = ids(1, 20)
+    other = idx.clone()
+    other[0, changed] = (other[0, changed] + 1) % 61
+    a, b = model(idx), model(other)
+    assert torch.equal(a[:, :changed], b[:, :changed])
+    assert not torch.equal(a[:, changed], b[:, changed])
+
+
+@pytest.mark.parametrize("T", [3, 7, 8, 9, 16, 29])
+def test_a_query_sees_exactly_its_window(T):
+    W = 7
+    k = torch.zeros(1, 1, T, 4, dtype=torch.float64)
+    v = torch.eye(T, dtype=torch.float64)[None, None]  # the output is then the attention weights
+    seen = banded_attention(k, k, F.pad(v, (0, 0)), window=W)[0, 0] > 0
+    p, j = torch.arange(T)[:, None], torch.arange(T)
+    assert torch.equal(seen, (j <= p) & (j > p - W))
+    assert seen.sum(1).tolist() == [min(p + 1, W) for p in range(T)]
+
+
+def test_the_receptive_field_is_exact():
+    model = random_model(torch.float64, n_layer=3, block_size=5)
+    field = model.config.receptive_field
+    assert field == 13
+    idx = ids(1, 40)
+    torch.testing.assert_close(model(idx[:, -field:])[:, -1], model(idx)[:, -1], rtol=0, atol=1e-12)
+    other = idx.clone()
+    other[0, -field] = (other[0, -field] + 1) % 61
+    assert (model(other)[:, -1] - model(idx)[:, -1]).abs().max() > 1e-9
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"vocab_size": 0}, "vocab_size must be at least 1, got 0"),
+        ({"n_embd": 30, "n_head": 4}, "n_embd=30, n_head=4"),
+        ({"n_head": 4, "n_kv_head": 3}, "n_kv_head must divide n_head, got n_kv_head=3, n_head=4"),
+        ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
+    ],
+)
+def test_bad_shapes_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        GPTConfig(**({"vocab_size": 10} | fields))
+
+
+# -- the cache --
+
+
+def cached_logits(model, idx, pieces):
+    """Logits of rows of idx (B, T) through a cache, in (rows, count) pieces: prefill for many, decode for one each."""
+    cache = KVCache(model.config, len(idx), "cpu", model.head.weight.dtype)
+    done = [0] * len(idx)
+    out = [[] for _ in idx]
+    for piece in pieces:  # {row: count}
+        if piece == "decode":
+            x = torch.stack([idx[b, done[b] : done[b] + 1] for b in range(len(idx))])
+            counts = dict.fromkeys(range(len(idx)), 1)
+            logits = model(x, cache.decode(len(idx)))
+        else:
+            counts = piece
+            x = torch.zeros(len(counts), max(counts.values()), dtype=torch.long)
+            for i, (b, n) in enumerate(counts.items()):
+                x[i, :n] = idx[b, done[b] : done[b] + n]
+            logits = model(x, cache.prefill(list(counts), list(counts.values())))
+        for i, (b, n) in enumerate(counts.items()):
+            out[b].append(logits[i, :n])
+            done[b] += n
+    return [torch.cat(rows) for rows in out]
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None)
+def test_cached_equals_one_uncached_forward(data):
+    """Rows at positions of their own, prompts shorter and longer than W in any pieces, texts of five windows."""
+    model = random_model(torch.float64, block_size=6)
+    W = 6
+    rows = data.draw(st.integers(1, 3))
+    idx = ids(rows, 5 * W + 20, seed=data.draw(st.integers(0, 100)))
+    pieces = []
+    for _ in range(data.draw(st.integers(1, 3))):
+        who = data.draw(st.lists(st.integers(0, rows - 1), min_size=1, unique=True))
+        pieces.append({b: data.draw(st.integers(1, 2 * W + 1)) for b in who})
+    pieces += [{b: 1 for b in range(rows)}]
+    longest = max(sum(p.get(b, 0) for p in pieces) for b in range(rows))
+    pieces += ["decode"] * max(0, min(idx.size(1), 5 * W) - longest)
+    full = model(idx)
+    for b, logits in enumerate(cached_logits(model, idx, pieces)):
+        torch.testing.assert_close(logits, full[b, : len(logits)], rtol=0, atol=1e-10)
+
+
+def test_greedy_fp32_through_the_cache_equals_the_uncached_forward():
+    model = random_model(block_size=8)
+    W = 8
+    prompt = ids(1, 3)
+    cache = KVCache(model.config, 1, "cpu", torch.float32)
+    text = prompt[0].tolist()
+    logits = model(prompt, cache.prefill([0], [3]))[:, -1]
+    while len(text) < 5 * W:
+        text.append(int(logits.argmax()))
+        logits = model(torch.tensor([[text[-1]]]), cache.decode(1))[:, -1]
+    slow = prompt[0].tolist()
+    while len(slow) < 5 * W:
+        slow.append(int(model(torch.tensor([slow]))[0, -1].argmax()))
+    assert text == slow
+
+
+def test_moving_a_slot_moves_its_text():
+    model = random_model(torch.float64)
+    idx = ids(2, 30)
+    cache = KVCache(model.config, 3, "cpu", torch.float64)
+    model(idx[:, :12], cache.prefill([1, 2], [12, 12]))
+    cache.move(2, 0)
+    logits = model(idx[[1, 0], 12:13], cache.decode(2))
+    torch.testing.assert_close(logits[:, 0], model(idx[:, :13])[[1, 0], 12], rtol=0, atol=1e-10)

@@ -1,0 +1,53 @@
+import numpy as np
+import pytest
+from helpers import CORPUS
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.model.tokenizer import CharTokenizer, UnknownCharacterError
+
+any_text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
+
+
+@given(any_text)
+def test_round_trip_over_any_unicode(text):
+    tokenizer = CharTokenizer.from_text(text)
+    assert tokenizer.characters == sorted(set(text))
+    ids = tokenizer.encode(text)
+    assert len(ids) == len(text)
+    assert tokenizer.decode(ids) == text
+    assert np.array_equal(tokenizer.encode_array(text), ids)
+
+
+@given(any_text, st.characters(exclude_categories=["Cs"]), st.integers(0, 20))
+def test_an_unknown_character_is_named_with_its_place(text, unknown, offset):
+    tokenizer = CharTokenizer.from_text(text.replace(unknown, "") or "\0\1"[unknown == "\0"])
+    known = tokenizer.characters[0]
+    for encode in (tokenizer.encode, tokenizer.encode_array):
+        with pytest.raises(UnknownCharacterError) as caught:
+            encode(known * offset + unknown + known + unknown)
+        assert (caught.value.character, caught.value.offset) == (unknown, offset)
+        assert f"U+{ord(unknown):04X}" in str(caught.value)
+        assert f"offset {offset}" in str(caught.value)
+
+
+def test_extended_vocabularies_keep_their_order():
+    tokenizer = CharTokenizer(["b", "a", "€"])
+    assert tokenizer.encode("a€b") == [1, 2, 0]
+    assert tokenizer.encode_array("a€b").tolist() == [1, 2, 0]
+
+
+@pytest.mark.parametrize("vocabulary", [[], ["ab"], ["a", "a"], ["\ud800"], [""]])
+def test_bad_vocabularies_are_refused(vocabulary):
+    with pytest.raises(ValueError, match="vocabulary"):
+        CharTokenizer(vocabulary)
+
+
+@pytest.mark.skipif(not CORPUS.exists(), reason="the tiny Shakespeare corpus is not here")
+def test_tiny_shakespeare():
+    text = CORPUS.read_text(encoding="utf-8")
+    tokenizer = CharTokenizer.from_text(text)
+    assert len(text) == 1_115_394
+    assert tokenizer.vocab_size == 65
+    assert tokenizer.encode("hii, there!") == [46, 47, 47, 6, 1, 58, 46, 43, 56, 43, 2]
+    assert tokenizer.decode(tokenizer.encode_array(text)) == text
