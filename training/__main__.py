@@ -74,7 +74,7 @@ def build_parser() -> Parser:
 
     p = command("train", run_train, "train a model; every loss is nats per character")
     p.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="the run's folder")
-    p.add_argument("--preset", choices=PRESETS, default="cpu", help="what the other flags start from")
+    p.add_argument("--preset", choices=PRESETS, help="what the other flags start from (default: cpu)")
     p.add_argument("--resume", action="store_true", help="go on where the run in --out stopped, settings and all")
     p.add_argument("--overwrite", action="store_true", help="replace the run in --out")
     add_config_flags(p)
@@ -99,7 +99,7 @@ def build_parser() -> Parser:
 
 def add_machine_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: one per core")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: OMP_NUM_THREADS, else one per core")
 
 
 def run_prepare(args: argparse.Namespace) -> None:
@@ -125,9 +125,14 @@ def run_train(args: argparse.Namespace) -> None:
     if args.resume and args.overwrite:
         raise ConfigError("--resume goes on with a run, --overwrite replaces it: pass one of them")
     if args.resume:
-        loop.resume(args.out, given, console)
+        data = given.pop("data", None)
+        if args.preset:
+            given = TrainConfig.from_preset(args.preset, **given).as_dict()
+            del given["data"]
+        loop.resume(args.out, given, console, data=data)
     else:
-        loop.start(TrainConfig.from_preset(args.preset, **given), args.out, console, overwrite=args.overwrite)
+        config = TrainConfig.from_preset(args.preset or "cpu", **given)
+        loop.start(config, args.out, console, overwrite=args.overwrite)
 
 
 def run_evaluate(args: argparse.Namespace) -> None:
@@ -137,6 +142,8 @@ def run_evaluate(args: argparse.Namespace) -> None:
 
     checkpoint, model = load_model(args)
     if args.data is None:
+        if "recipe" not in checkpoint.training:
+            raise ConfigError(f"{args.checkpoint / 'training.json'} does not say what the text was: pass --data")
         corpus = prepare(checkpoint.training["recipe"]["data"])
         refuse_changes(checkpoint.training["data"], corpus.describe())
         ids, scored = corpus.val, f"validation split of {corpus.name}"

@@ -26,7 +26,7 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """One run. Two runs of equal configs on one machine give equal bytes.
+    """One run. On a CPU, two runs of equal configs, dtypes and threads give equal bytes.
 
     Raises:
         ConfigError: a value is out of its bounds.
@@ -67,7 +67,7 @@ class TrainConfig:
     # the machine
     device: Device = option("auto", "auto: cuda, else mps, else cpu")
     dtype: Dtype = option("auto", "of matrix products; auto: bfloat16 where a probe finds it faster")
-    threads: int = option(0, "CPU threads; 0: one per core")
+    threads: int = option(0, "CPU threads; 0: OMP_NUM_THREADS, else one per core")
     compile: bool = option(False, "torch.compile the model: up to a minute before the first step")
 
     def __post_init__(self) -> None:

@@ -26,6 +26,8 @@ FORMAT_VERSION = 1
 CHUNK_BYTES = 1 << 22
 TRAIN_SHARE = 0.9  # the first 90 % train, the rest validates; nothing is shuffled
 
+MIN_CHARACTERS = 20  # so that the validation split has one to predict
+
 TINYSHAKESPEARE = "tinyshakespeare"
 TINYSHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 TINYSHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -127,6 +129,8 @@ def prepare(data: str) -> Corpus:
         if len(characters) < 2:
             found = f"only the character {characters[0]!r}" if characters else "nothing"
             raise DataError(f"{file} holds {found}; a text needs at least two different characters")
+        if count < MIN_CHARACTERS:
+            raise DataError(f"{file} holds {count} characters; a text needs at least {MIN_CHARACTERS}")
         _encode(file, CharTokenizer(characters), count, sha256, folder)
     about = json.loads((folder / "corpus.json").read_bytes())
     tokenizer = CharTokenizer(about["characters"])

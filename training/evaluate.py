@@ -64,10 +64,8 @@ def streamed_loss(model: GPT, ids: np.ndarray) -> float:
 @torch.no_grad()
 def _loss(model: GPT, idx: Tensor, targets: Tensor, skip: int = 0) -> float:
     """Summed loss of idx (B, T) against targets (B, T), all but the first `skip` characters of each row."""
-    was_training = model.training
-    model.eval()
+    assert not model.training, "dropout is for training"
     logits = model(idx)[:, skip:].float()
-    model.train(was_training)
     return F.cross_entropy(logits.flatten(0, 1), targets[:, skip:].flatten(), reduction="sum").item()
 
 

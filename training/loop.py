@@ -62,17 +62,20 @@ class InterruptedRun(Exception):
 class Run:
     """One run and all that it changes: weights, optimizers, sampler, progress, and its folder."""
 
-    def __init__(self, config: TrainConfig, corpus: Corpus, out: Path, console: Console):
-        config = replace(config, device=pick_device(config.device), threads=config.threads or os.cpu_count() or 1)
+    def __init__(
+        self, config: TrainConfig, corpus: Corpus, out: Path, console: Console, found: dict[str, Any] | None = None
+    ):
+        self.asked, self.corpus, self.out, self.console = config, corpus, out, console
+        found = found or {"device": pick_device(config.device), "threads": config.threads or torch.get_num_threads()}
+        config = replace(config, **found)
         torch.set_num_threads(config.threads)
         torch.manual_seed(config.seed)
-        self.corpus, self.out, self.console = corpus, out, console
         self.device = torch.device(config.device)
         self.sampler = WindowSampler(corpus.train, config.block_size, config.seed)
         self.model = GPT(config.model_config(corpus.tokenizer.vocab_size)).to(self.device)
         if config.dtype == "auto":
             config = replace(config, dtype=self.faster_dtype(config.batch_size))
-        self.config = config
+        self.config = config  # as asked, with what was found out about the machine in place of "auto"
         self.forward: Callable[[Tensor], Tensor] = torch.compile(self.model) if config.compile else self.model
         self.optimizers = Optimizers(self.model, config)
         self.average = WeightAverage(self.model, config.ema_decay) if config.ema_decay else None
@@ -81,11 +84,16 @@ class Run:
 
     @classmethod
     def resume(cls, saved: Saved, corpus: Corpus, out: Path, console: Console) -> Run:
-        run = cls(saved.config, corpus, out, console)
+        run = cls(saved.config, corpus, out, console, saved.found)
         run.progress = saved.progress
         run.sampler.position = saved.progress.position
         saved.restore(run.model, run.tensors())
         return run
+
+    @property
+    def found(self) -> dict[str, Any]:
+        """What "auto" came to; a resumed run does not look again, since its bits depend on it."""
+        return {name: getattr(self.config, name) for name in ("device", "dtype", "threads")}
 
     def tensors(self) -> dict[str, Tensor]:
         """What changes besides the weights, by name."""
@@ -99,8 +107,14 @@ class Run:
             InterruptedRun: SIGINT or SIGTERM came; the run was saved.
         """
         config, progress = self.config, self.progress
-        self.out.mkdir(parents=True, exist_ok=True)
-        with exclusive(self.out), self.open_log(), stop_signal() as stopped, ProgressView(self.console, config) as view:
+        self.console.print(
+            f"{self.corpus.name}: {len(self.corpus.ids):,} characters, {self.corpus.tokenizer.vocab_size} symbols; "
+            f"{self.model.num_parameters:,} parameters, {config.dtype} on {config.device}, {config.threads} threads; "
+            f"{config.steps - progress.step} steps of {config.tokens_per_step:,} characters",
+            markup=False,
+            soft_wrap=True,
+        )
+        with self.open_log(), stop_signal() as stopped, ProgressView(self.console, config) as view:
             self.save()
             while True:
                 if self.evaluation_is_due:
@@ -171,19 +185,21 @@ class Run:
         """Score the validation split, keep the weights if they are the best, and log; what was logged."""
         progress, model = self.progress, self.served_model
         cap = self.config.eval_chars
+        model.eval()
         with self.autocast():  # finish() scores the best in fp32, as it is served
             val_loss = whole_loss(model, self.corpus.val[: cap + 1] if cap else self.corpus.val)
         progress.evaluated_step = progress.step
         record = {"event": "evaluation", "step": progress.step, "val_loss": val_loss}
         if self.config.sample_chars:
             tokenizer = self.corpus.tokenizer
-            prompt = [int(self.corpus.val[0])]
+            prompt = tokenizer.encode("\n") if "\n" in tokenizer else [int(self.corpus.train[0])]
             ids = sample_texts(model, prompt, 1, self.config.sample_chars, SamplingParams(seed=self.config.seed))[0]
             record["sample"] = tokenizer.decode(prompt + ids)
         if progress.best_val_loss is None or val_loss < progress.best_val_loss:
             progress.best_step, progress.best_val_loss = progress.step, val_loss
             self.save_best(model, {"val": val_loss})
         self.log(record)
+        self.model.train()
         return record
 
     def finish(self) -> None:
@@ -207,7 +223,7 @@ class Run:
         self._log.flush()
         os.fsync(self._log.fileno())
         self.progress.log_bytes = self._log.tell()
-        extra = pack(self.config, self.corpus.describe(), self.progress, self.tensors())
+        extra = pack(self.asked, self.found, self.corpus.describe(), self.progress, self.tensors())
         description = self.describe({"best_val": self.progress.best_val_loss})
         save_checkpoint(self.out / "last", self.model, self.corpus.tokenizer, description, extra)
         self.saved_at = time.monotonic()
@@ -227,11 +243,11 @@ class Run:
             "losses": losses,  # nats per character
             "parameters": self.model.num_parameters,
             "data": self.corpus.describe(),
-            "recipe": config.as_dict(),
+            "recipe": self.asked.as_dict(),
             "seed": config.seed,
             "versions": {name: version(name) for name in ("chargpt", "torch", "numpy", "safetensors")}
             | {"python": platform.python_version()},
-            "machine": machine(self.device),
+            "machine": {**machine(self.device), **self.found},
             "command": shlex.join(["python", "-m", "training", *sys.argv[1:]]),
         }
 
@@ -290,21 +306,26 @@ def start(config: TrainConfig, out: Path, console: Console, *, overwrite: bool =
     Raises:
         ResumeError: `out` holds something already, and `overwrite` is false.
     """
-    held = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
-    if held and not overwrite:
-        raise ResumeError(
-            f"{out} holds {', '.join(held[:5])} already: pass --resume to go on, --overwrite to replace that run, "
-            "or another --out"
-        )
-    corpus = prepare(config.data)
-    run = Run(config, corpus, out, console)
-    for name in ("last", "best"):
-        shutil.rmtree(out / name, ignore_errors=True)
-    run.train()
+    out.mkdir(parents=True, exist_ok=True)
+    with exclusive(out):
+        held = sorted(path.name for path in out.iterdir())
+        if held and not overwrite:
+            raise ResumeError(
+                f"{out} holds {', '.join(held[:5])} already: pass --resume to go on, --overwrite to replace that run, "
+                "or another --out"
+            )
+        run = Run(config, prepare(config.data), out, console)
+        for name in ("last", "best"):
+            shutil.rmtree(out / name, ignore_errors=True)
+        for name in ("log.jsonl", "loss.png"):
+            (out / name).unlink(missing_ok=True)
+        run.train()
 
 
-def resume(out: Path, given: dict[str, Any], console: Console) -> None:
+def resume(out: Path, given: dict[str, Any], console: Console, *, data: str | None = None) -> None:
     """Go on with the run in `out`; `given` are settings that the caller repeats, which must be the same.
+
+    `data` may name the text at another place; it must be the same text.
 
     Raises:
         ResumeError: there is nothing to go on from, or the settings or the text differ.
@@ -312,15 +333,19 @@ def resume(out: Path, given: dict[str, Any], console: Console) -> None:
     """
     if not (out / "last").is_dir():
         raise ResumeError(f"nothing to resume: {out / 'last'} does not exist")
-    saved = Saved.read(out / "last")
-    data = given.pop("data", saved.config.data)
-    refuse_changes(saved.config.as_dict(), given)
-    corpus = prepare(data)
-    refuse_changes(saved.data, corpus.describe())
-    if saved.progress.finished:
-        console.print(f"{out} is finished: step {saved.progress.step} of {saved.config.steps}; nothing to do")
-        return
-    Run.resume(saved, corpus, out, console).train()
+    with exclusive(out):
+        saved = Saved.read(out / "last")
+        refuse_changes(saved.config.as_dict(), given)
+        if saved.progress.finished:
+            console.print(f"{out} is finished: step {saved.progress.step} of {saved.config.steps}; nothing to do")
+            return
+        corpus = prepare(data or saved.config.data)
+        if corpus.sha256 != saved.data["sha256"]:
+            raise ResumeError(
+                f"{corpus.name} is not the text that this run began with: {len(corpus.ids):,} characters, SHA-256 "
+                f"{corpus.sha256}; that one had {saved.data['characters']:,}, SHA-256 {saved.data['sha256']}"
+            )
+        Run.resume(saved, corpus, out, console).train()
 
 
 def pick_device(device: str) -> Literal["cpu", "cuda", "mps"]:
@@ -339,10 +364,8 @@ def machine(device: torch.device) -> dict[str, Any]:
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
-    found = {"system": platform.system(), "cpu": name, "cores": os.cpu_count(), "threads": torch.get_num_threads()}
-    if device.type == "cuda":
-        found["gpu"] = torch.cuda.get_device_name(device)
-    return found
+    gpu = {"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
+    return {"system": platform.system(), "cpu": name, "cores": os.cpu_count(), **gpu}
 
 
 @contextlib.contextmanager

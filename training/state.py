@@ -49,12 +49,20 @@ class Progress:
 
 
 def pack(
-    config: TrainConfig, data: Mapping[str, Any], progress: Progress, tensors: Mapping[str, Tensor]
+    config: TrainConfig,
+    found: Mapping[str, Any],
+    data: Mapping[str, Any],
+    progress: Progress,
+    tensors: Mapping[str, Tensor],
 ) -> dict[str, bytes]:
-    """The files to add to a checkpoint. `data` describes the corpus; `tensors` are the live ones, by name."""
+    """The files to add to a checkpoint.
+
+    `found` is what the config's "auto" came to, `data` describes the corpus, `tensors` are the live ones by name.
+    """
     state = {
         "format_version": FORMAT_VERSION,
         "config": config.as_dict(),
+        "found": dict(found),
         "data": dict(data),
         "progress": asdict(progress),
     }
@@ -68,6 +76,7 @@ class Saved:
 
     checkpoint: Checkpoint
     config: TrainConfig
+    found: dict[str, Any]
     data: dict[str, Any]
     progress: Progress
 
@@ -88,7 +97,8 @@ class Saved:
             raise ResumeError(
                 f"{path / STATE}: format_version is {state['format_version']}, this program reads {FORMAT_VERSION}"
             )
-        return cls(checkpoint, TrainConfig(**state["config"]), state["data"], Progress(**state["progress"]))
+        config, progress = TrainConfig(**state["config"]), Progress(**state["progress"])
+        return cls(checkpoint, config, state["found"], state["data"], progress)
 
     def restore(self, model: GPT, tensors: Mapping[str, Tensor]) -> None:
         """Write what was saved into `model`, the tensors of the same names, and torch's generators."""

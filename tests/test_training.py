@@ -1,0 +1,469 @@
+"""Losses against slow explicit loops and hand counts; runs that stop, go on, refuse and end alike to the byte."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from torch.nn import functional as F
+
+from service.model.checkpoint import Checkpoint
+from service.model.gpt import GPT, GPTConfig, attend
+from service.model.sampling import SamplingParams
+from training import loop
+from training.__main__ import main
+from training.config import PRESETS, ConfigError, TrainConfig
+from training.data import prepare
+from training.evaluate import baselines, sample_texts, streamed_loss, whole_loss
+from training.loop import DivergedError, Run
+from training.state import ResumeError
+
+ROOT = Path(__file__).parent.parent
+TINY = {
+    "block_size": 8,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_kv_head": 1,
+    "n_embd": 16,
+    "steps": 24,
+    "batch_size": 4,
+    "warmup_steps": 4,
+    "eval_every": 8,
+    "log_every": 3,
+    "sample_chars": 10,
+    "dropout": 0.1,
+    "ema_decay": 0.9,
+    "threads": 1,
+}
+TEXT = "".join(random.Random(0).choices(["the cat ", "a dog ", "sat on ", "ran to ", "the mat.\n"], k=400))
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    """A cache and a text of their own; the number of threads as before."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text(TEXT)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def tiny(tmp_path: Path, **changes: object) -> TrainConfig:
+    return TrainConfig(**{**TINY, "data": str(tmp_path / "text.txt"), **changes})  # type: ignore[arg-type]
+
+
+def flags(tmp_path: Path, **changes: object) -> list[str]:
+    values = {**TINY, "data": tmp_path / "text.txt", **changes}
+    return [part for name, value in values.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def training(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
+    """python -m training, with warnings as errors."""
+    command = [sys.executable, "-W", "error", "-m", "training", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, **options)  # type: ignore[call-overload,no-any-return]
+
+
+def quiet() -> Console:
+    return Console(quiet=True)
+
+
+def sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def weights(out: Path) -> tuple[str, str]:
+    return sha256(out / "last" / "model.safetensors"), sha256(out / "best" / "model.safetensors")
+
+
+def events(out: Path) -> list[dict[str, object]]:
+    """The log without what a clock decided."""
+    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in r.items() if "second" not in k} for r in records]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """A run from start to end; its folder."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    (folder / "text.txt").write_text(TEXT)
+    before = os.environ.get("XDG_CACHE_HOME")
+    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+    try:
+        loop.start(tiny(folder, dtype="float32"), folder / "out", quiet())
+    finally:
+        os.environ.pop("XDG_CACHE_HOME")
+        if before:
+            os.environ["XDG_CACHE_HOME"] = before
+    return folder / "out"
+
+
+# Losses
+
+
+def some_model(vocab_size: int = 7, block_size: int = 6) -> GPT:
+    torch.manual_seed(3)
+    model = GPT(GPTConfig(vocab_size, block_size, n_layer=3, n_head=2, n_kv_head=1, n_embd=8)).double().eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.7)
+    return model.requires_grad_(False)
+
+
+def log_probability(model: GPT, context: list[int], id: int) -> float:
+    return model(torch.tensor([context]))[0, -1].log_softmax(-1)[id].item()
+
+
+@pytest.mark.parametrize("characters", [2, 6, 7, 8, 13, 50, 85])
+def test_whole_loss_scores_each_character_once_from_its_window(characters, monkeypatch):
+    monkeypatch.setattr("training.evaluate.BATCH_CHARS", 24)
+    model, ids = some_model(), np.random.default_rng(0).integers(0, 7, characters).astype(np.uint8)
+    expected = 0.0
+    for i in range(1, characters):
+        start = (i - 1) // 6 * 6
+        expected -= log_probability(model, ids[start:i].tolist(), int(ids[i]))
+    assert whole_loss(model, ids) == pytest.approx(expected / (characters - 1), rel=1e-6)
+
+
+@pytest.mark.parametrize("characters", [2, 17, 100, 137])
+def test_streamed_loss_is_one_banded_forward_over_all(characters, monkeypatch):
+    monkeypatch.setattr("training.evaluate.BATCH_CHARS", 1)  # so that chunks are as small as they get
+    model, ids = some_model(), np.random.default_rng(1).integers(0, 7, characters).astype(np.uint16)
+    whole = torch.from_numpy(ids.astype(np.int64))
+    expected = F.cross_entropy(model(whole[None, :-1])[0], whole[1:]).item()
+    assert streamed_loss(model, ids) == pytest.approx(expected, rel=1e-6)
+
+
+def test_baselines_are_what_one_counts_by_hand():
+    train, val = np.array([0, 1, 0, 1, 0, 2], np.uint8), np.array([0, 1, 2, 2], np.uint8)
+    found = baselines(train, val, 3)
+    assert found["uniform"] == pytest.approx(math.log(3))
+    # Counts 3, 2, 1, each one more, of 9; scored are 1, 2, 2.
+    assert found["unigram"] == pytest.approx(-(math.log(3 / 9) + 2 * math.log(2 / 9)) / 3)
+    # After 0: twice 1, once 2. After 1: twice 0. After 2: nothing. Scored are 0→1, 1→2, 2→2.
+    assert found["bigram"] == pytest.approx(-(math.log(3 / 6) + math.log(1 / 5) + math.log(1 / 3)) / 3)
+
+
+def test_baselines_in_pieces_equal_a_plain_count(monkeypatch):
+    monkeypatch.setattr("training.evaluate.CHUNK", 37)
+    ids = np.random.default_rng(2).integers(0, 30, 2000).astype(np.uint16)
+    train, val, V = ids[:1700], ids[1700:], 30
+    pairs, ones = Counter(zip(train[:-1].tolist(), train[1:].tolist(), strict=True)), Counter(train.tolist())
+    before = Counter(train[:-1].tolist())
+    scored = list(zip(val[:-1].tolist(), val[1:].tolist(), strict=True))
+    unigram = -np.mean([math.log((ones[b] + 1) / (1700 + V)) for a, b in scored])
+    bigram = -np.mean([math.log((pairs[a, b] + 1) / (before[a] + V)) for a, b in scored])
+    assert baselines(train, val, V) == pytest.approx({"uniform": math.log(V), "unigram": unigram, "bigram": bigram})
+
+
+def test_samples_are_the_reference_text_of_their_seeds():
+    model = some_model().float()
+    texts = sample_texts(model, [1, 2], 3, 12, SamplingParams(seed=5))
+    reference = some_model()
+    assert texts == [reference.generate([1, 2], 12, SamplingParams(seed=seed)) for seed in (5, 6, 7)]
+
+
+def test_bf16_attention_for_training_has_the_exact_ones_gradients():
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 4, 16, 8), (2, 2, 16, 8), (2, 2, 16, 8)]
+    low = [torch.randn(shape, generator=generator).bfloat16().requires_grad_() for shape in shapes]
+    exact = [x.detach().double().requires_grad_() for x in low]
+    grad = torch.randn(shapes[0], generator=generator).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attend(*low, is_causal=True)
+    assert out.dtype == torch.bfloat16 and "CausalAttention" in type(out.grad_fn).__name__
+    expected = attend(*exact, is_causal=True)
+    out.backward(grad)
+    expected.backward(grad.double())
+    for a, b in [(out, expected), *((x.grad, y.grad) for x, y in zip(low, exact, strict=True))]:
+        assert (a.double() - b).norm() < 0.01 * b.norm()
+
+
+# Runs
+
+
+def test_a_run_learns_and_reports(unbroken, tmp_path):
+    records = events(unbroken)
+    assert [r["step"] for r in records if r["event"] == "train"] == [3, 6, 9, 12, 15, 18, 21, 24]
+    evaluations = [r for r in records if r["event"] == "evaluation"]
+    assert [r["step"] for r in evaluations] == [8, 16, 24]
+    assert all(len(r["sample"]) == 11 and r["sample"][0] == "\n" for r in evaluations)
+    end = records[-1]
+    assert end["event"] == "end" and end["whole"] < end["uniform"] and end["bigram"] < end["unigram"] < end["uniform"]
+    best = Checkpoint.read(unbroken / "best")
+    about = best.training
+    assert about["recipe"]["n_embd"] == 16 and about["data"]["sha256"] == hashlib.sha256(TEXT.encode()).hexdigest()
+    assert about["losses"]["whole"] == end["whole"] and about["step"] == 24
+    assert {"torch", "python"} <= set(about["versions"]) and about["machine"]["threads"] == 1
+    corpus = prepare(str(tmp_path / "text.txt"))
+    assert whole_loss(best.load_model(), corpus.val) == pytest.approx(end["whole"], rel=1e-6)
+    assert (unbroken / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert not [path for path in unbroken.rglob("*") if path.name.startswith(".") or path.suffix == ".pkl"]
+
+
+def test_equal_seeds_give_equal_bytes_and_others_do_not(unbroken, tmp_path):
+    loop.start(tiny(tmp_path, dtype="float32"), tmp_path / "same", quiet())
+    assert weights(tmp_path / "same") == weights(unbroken)
+    assert events(tmp_path / "same") == events(unbroken)
+    loop.start(tiny(tmp_path, dtype="float32", seed=1), tmp_path / "other", quiet())
+    assert weights(tmp_path / "other") != weights(unbroken)
+
+
+@pytest.mark.parametrize("stop_at", [1, 8, 13, 23])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_that_dies_between_saves_goes_on_to_the_same_bytes(unbroken, tmp_path, monkeypatch, stop_at, dtype):
+    """Dies without a save: what was done after the last one is done again."""
+    expected = unbroken
+    if dtype == "bfloat16":
+        expected = tmp_path / "unbroken"
+        loop.start(tiny(tmp_path, dtype=dtype, eval_every=12), expected, quiet())
+    config = tiny(tmp_path, dtype=dtype, eval_every=12 if dtype == "bfloat16" else 8)
+    step, out = Run.step, tmp_path / "out"
+
+    def dies(run: Run) -> float:
+        if run.progress.step == stop_at:
+            raise MemoryError
+        return step(run)
+
+    monkeypatch.setattr(Run, "step", dies)
+    with pytest.raises(MemoryError):
+        loop.start(config, out, quiet())
+    monkeypatch.setattr(Run, "step", step)
+    torch.manual_seed(stop_at)
+    loop.resume(out, {}, quiet())
+    assert weights(out) == weights(expected)
+    assert events(out) == events(expected)
+
+
+def test_an_evaluation_that_fails_costs_nothing(unbroken, tmp_path, monkeypatch):
+    evaluate, out = Run.evaluate, tmp_path / "out"
+    monkeypatch.setattr(Run, "evaluate", lambda run: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loop.start(tiny(tmp_path, dtype="float32"), out, quiet())
+    state = json.loads((out / "last" / "state.json").read_text())
+    assert state["progress"]["step"] == 8 and state["progress"]["position"] == 32
+    monkeypatch.setattr(Run, "evaluate", evaluate)
+    loop.resume(out, {}, quiet())
+    assert weights(out) == weights(unbroken) and events(out) == events(unbroken)
+
+
+def test_killed_at_random_moments_a_run_ends_with_the_same_bytes(unbroken, tmp_path):
+    """SIGKILL, five times, wherever it hits: in a step, an evaluation or a save."""
+    out, chance = tmp_path / "out", random.Random(7)
+    arguments = ["train", "--out", out, *flags(tmp_path, dtype="float32", save_seconds=0)]
+    kills = 0
+    while not (out / "loss.png").exists():
+        started = (out / "last" / "state.json").exists()
+        command = ["train", "--resume", "--out", str(out)] if started else [*map(str, arguments), "--overwrite"]
+        process = subprocess.Popen([sys.executable, "-m", "training", *command], cwd=ROOT, stderr=subprocess.PIPE)
+        if kills < 5:
+            wait_for_progress(out, process)
+            time.sleep(chance.uniform(0, 0.4))
+            process.kill()
+            kills += process.wait() == -signal.SIGKILL
+        error = process.communicate()[1].decode()
+        assert process.returncode in (0, -signal.SIGKILL), error
+    assert weights(out) == weights(unbroken)
+    assert events(out) == events(unbroken)
+    assert kills >= 1
+
+
+def wait_for_progress(out: Path, process: subprocess.Popen[bytes]) -> None:
+    """Until the process has saved anew, or ended."""
+
+    def saved() -> int:
+        state = out / "last" / "state.json"
+        return state.stat().st_ino if state.exists() else 0
+
+    before = saved()
+    while process.poll() is None and saved() == before:
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_and_says_how_to_go_on(tmp_path, number, code):
+    out = tmp_path / "out"
+    command = ["train", "--out", out, *flags(tmp_path, steps=10**6, eval_every=10**6)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "training", *map(str, command)], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    wait_for_progress(out, process)  # type: ignore[arg-type]
+    time.sleep(0.3)
+    process.send_signal(number)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == code, error
+    stop = re.search(rf"{number.name}: saved at step (\d+) of 1000000; go on with: (python .*)$", error, re.M)
+    assert stop, error
+    state = json.loads((out / "last" / "state.json").read_text())
+    assert state["progress"]["step"] == int(stop[1])
+    assert stop[2] == f"python -m training train --resume --out {out}"
+
+
+@pytest.mark.parametrize("poison", ["loss", "gradient"])
+def test_a_loss_that_is_no_number_stops_before_the_update(tmp_path, monkeypatch, poison):
+    loss, out = Run.loss, tmp_path / "out"
+
+    def poisoned(run: Run, idx: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        value = loss(run, idx, targets)
+        if run.progress.step == 10:
+            value = value * math.nan if poison == "loss" else value + (run.model.embed.weight.sum() * 0).sqrt()
+        return value
+
+    monkeypatch.setattr(Run, "loss", poisoned)
+    with pytest.raises(DivergedError, match=rf"step 11: .*nan.* at muon_lr 0.\d+ and adamw_lr .*{out / 'last'}"):
+        loop.start(tiny(tmp_path), out, quiet())
+    state = json.loads((out / "last" / "state.json").read_text())
+    assert state["progress"]["step"] == 8
+    assert all(p.isfinite().all() for p in Checkpoint.read(out / "last").load_model().parameters())
+
+
+# Refusals
+
+
+def test_a_run_is_neither_overwritten_nor_mixed_up(unbroken, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.tex").write_text("years of work")
+    with pytest.raises(ResumeError, match="holds thesis.tex already: pass --resume to go on, --overwrite to replace"):
+        loop.start(tiny(tmp_path), out, quiet())
+    with pytest.raises(ResumeError, match="nothing to resume: .*last does not exist"):
+        loop.resume(out, {}, quiet())
+    loop.start(tiny(tmp_path, steps=2), out, quiet(), overwrite=True)
+    assert (out / "thesis.tex").read_text() == "years of work"
+    before = weights(unbroken)
+    loop.resume(unbroken, {"steps": 24}, quiet())
+    assert weights(unbroken) == before, "finished: nothing to do"
+    with loop.exclusive(out), pytest.raises(ResumeError, match="another run is writing to"):
+        loop.resume(out, {}, quiet())
+
+
+def test_a_resumed_run_keeps_its_settings_and_its_text(tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    monkeypatch.setattr(Run, "evaluate", lambda run: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loop.start(tiny(tmp_path), out, quiet())
+    with pytest.raises(ResumeError, match="keeps its settings: steps was 24, now 25; muon_lr was 0.02, now 0.01"):
+        loop.resume(out, {"steps": 25, "muon_lr": 0.01, "n_embd": 16}, quiet())
+    (tmp_path / "text.txt").write_text(TEXT + "!")
+    with pytest.raises(ResumeError, match="text.txt is not the text that this run began with: 2,978 characters, SHA"):
+        loop.resume(out, {}, quiet())
+    (tmp_path / "text.txt").rename(tmp_path / "other.txt")
+    (tmp_path / "moved.txt").write_text(TEXT)
+    with pytest.raises(ZeroDivisionError):
+        loop.resume(out, {}, quiet(), data=str(tmp_path / "moved.txt"))
+    changed = out / "last" / "state.safetensors"
+    content = changed.read_bytes()
+    changed.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(ValueError, match="state.safetensors: size or SHA-256 differs"):
+        loop.resume(out, {}, quiet())
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_are_whole(preset):
+    config = TrainConfig.from_preset(preset)
+    assert config.model_config(65).block_size == config.block_size
+    assert config.eval_every <= config.steps and config.warmup_steps < config.steps
+
+
+def test_a_bad_setting_is_named_with_what_is_allowed():
+    with pytest.raises(ConfigError, match=r"steps must be in \[1, 1e\+09\], got 0"):
+        TrainConfig(steps=0)
+    with pytest.raises(ConfigError, match="dtype must be one of auto, float32, bfloat16, got 'float16'"):
+        TrainConfig(dtype="float16")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="preset must be one of quick, cpu, gpu, got 'huge'"):
+        TrainConfig.from_preset("huge")
+    with pytest.raises(ConfigError, match="there is no setting 'lr'; allowed are data, seed"):
+        TrainConfig.from_preset("cpu", lr=1)
+    with pytest.raises(ConfigError, match="n_kv_head must divide n_head, got n_kv_head=3, n_head=4"):
+        TrainConfig(n_kv_head=3).model_config(65)
+
+
+# The command line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ((), 2, "the following arguments are required: COMMAND"),
+        (("trian",), 2, "invalid choice: 'trian' (choose from"),
+        (("train", "--bathc-size", "3"), 2, "unknown argument --bathc-size; did you mean --batch-size? Allowed are:"),
+        (("train", "--step", "3"), 2, "unknown argument --step; did you mean --steps?"),
+        (("train", "--steps", "many"), 2, "argument --steps: invalid int value: 'many'"),
+        (("train", "--preset", "huge"), 2, "argument --preset: invalid choice: 'huge' (choose from"),
+        (("train", "--dropout", "1"), 1, "error: dropout must be in [0, 1), got 1.0"),
+        (("train", "--data", "no.txt", "--out", "OUT"), 1, "error: no text file at no.txt"),
+        (("train", "--resume", "--overwrite"), 1, "error: --resume goes on with a run, --overwrite replaces it"),
+        (("train", "--resume", "--out", "OUT"), 1, "error: nothing to resume"),
+        (("evaluate", "--checkpoint", "nowhere"), 1, "error: no checkpoint at nowhere"),
+        (("sample",), 2, "the following arguments are required: --checkpoint"),
+        (("sample", "--checkpoint", "BEST", "--prompt", "zebra9"), 1, "character 'z' (U+007A) at offset 0 is not in"),
+        (("sample", "--checkpoint", "BEST", "-n", "0"), 1, "error: -n and --max-tokens must be at least 1, got 0"),
+        (("sample", "--checkpoint", "BEST", "--top-p", "0"), 1, "error: top_p must be in (0, 1], got 0.0"),
+    ],
+)
+def test_a_wrong_command_says_what_is_wrong_and_nothing_else(unbroken, tmp_path, capsys, arguments, code, message):
+    places = {"OUT": str(tmp_path / "out"), "BEST": str(unbroken / "best")}
+    found = call([places.get(a, a) for a in arguments])
+    error = capsys.readouterr().err
+    assert message in error and found == code, error
+    assert "Traceback" not in error
+
+
+def call(arguments: Iterable[object]) -> int | str | None:
+    """The commands without a process of their own; the exit status."""
+    before, sys.argv = sys.argv, ["training", *map(str, arguments)]
+    try:
+        return main()
+    except SystemExit as stop:
+        return stop.code
+    finally:
+        sys.argv = before
+
+
+def test_the_commands_work_as_a_user_types_them(tmp_path):
+    out = tmp_path / "out"
+    run = training("train", "--out", out, *flags(tmp_path))
+    assert run.returncode == 0, run.stderr
+    assert "bigram" in run.stderr and "step 24/24" in run.stderr
+    losses = json.loads((out / "best" / "training.json").read_text())["losses"]
+    run = training("evaluate", "--checkpoint", out / "best")
+    assert f"whole     {losses['whole']:.4f} nats  {losses['whole'] / math.log(2):.4f} bits" in run.stdout, run.stderr
+    assert f"streamed  {losses['streamed']:.4f} nats" in run.stdout
+    command = ("sample", "--checkpoint", out / "best", "--prompt", "the", "-n", 2, "--max-tokens", 20, "--seed", 4)
+    run = training(*command)
+    first, second = run.stdout.split("\n\n", 1)
+    assert first.startswith("the") and second.startswith("the") and first != second.strip(), run.stderr
+
+
+def test_the_commands_say_what_they_found(unbroken, tmp_path, capsys):
+    def say(*arguments: object) -> str:
+        assert call(arguments) == 0
+        return capsys.readouterr().out
+
+    assert f"{len(TEXT):,} characters, {len(set(TEXT))} symbols" in say("prepare", "--data", tmp_path / "text.txt")
+    (tmp_path / "other.txt").write_text("the dog sat on the cat\n" * 3)
+    said = say("evaluate", "--checkpoint", unbroken / "best", "--data", tmp_path / "other.txt")
+    assert "other.txt: 69 characters, all but the first scored" in said
+    sample = ("sample", "--checkpoint", unbroken / "best", "--max-tokens", 30, "--seed")
+    assert say(*sample, 4) == say(*sample, 4) != say(*sample, 5)
+
+
+def test_help_says_units_and_defaults_without_loading_torch():
+    code = "import sys; from training.__main__ import build_parser as b; b(); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    text = " ".join(training("train", "--help").stdout.split())
+    assert "--steps INT optimizer steps (default 2000" in text
+    assert "most seconds of work that a kill can lose (default 30.0)" in text
