@@ -144,17 +144,22 @@ def parse(kind: type[Request], body: bytes) -> Request:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        problems = error.errors(include_url=False, include_context=False)
-        # Of a union's branches, the one that got furthest into the value says it best.
-        problem = max(problems, key=lambda p: (len(p["loc"]), p["type"] not in ("string_type", "list_type")))
+        problem = error.errors(include_url=False, include_context=False)[0]
+        place, message, given = problem["loc"], problem["msg"], problem["input"]
         if problem["type"] == "json_invalid":
-            raise ApiError(400, f"the body is not JSON: {problem['msg']}", code="invalid_json") from None
-        names = {"str", "constrained-str", "int"}
-        path = [str(part) for part in problem["loc"] if not (str(part) in names or str(part).startswith("list["))]
-        param = ".".join(path) or None
-        given = repr(problem["input"])
-        given = given if len(given) <= 100 else given[:100] + "…"
-        raise ApiError(400, f"{param or 'body'}: {problem['msg']}, got {given}", param=param) from None
+            raise ApiError(400, f"the body is not JSON: {message}", code="invalid_json") from None
+        if place[:1] == ("prompt",):  # a union; pydantic tells of each of its branches
+            place, message = ("prompt",), "Input should be a text, a list of texts, or one or more lists of ids"
+        elif place[:1] == ("stop",):
+            place, message = ("stop",), "Input should be a text or a list of at most 16, of 1 to 1000 characters each"
+        param = ".".join(map(str, place)) or None
+        shown = "" if place in (("prompt",), ("stop",)) else f", got {_shortened(given)}"
+        raise ApiError(400, f"{param or 'body'}: {message}{shown}", param=param) from None
+
+
+def _shortened(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else text[:100] + "…"
 
 
 class Usage(NamedTuple):

@@ -21,6 +21,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
+from multiprocessing.managers import SyncManager
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -131,7 +132,12 @@ class Run:
         while not self._generation.is_finished:
             ids: dict[int, list[int]] = {}
             ends: dict[int, str] = {}
-            for number, delta in await self._generation.take():
+            try:
+                arrived = await self._generation.take()
+            except asyncio.CancelledError:  # uvicorn's, when the time to drain is over
+                failure = ApiError(503, "the server has shut down", code="shutting_down")
+                break
+            for number, delta in arrived:
                 record = self._records[number]
                 if isinstance(delta, Refused):
                     failure = failure or ApiError(
@@ -515,7 +521,7 @@ class Server(LitServer):
             middlewares=[(Edge, {"spec": self.spec})],
         )
         self.spec.devices = [str(device) for device in self._inference_workers_config_for_api(api.api_path)]
-        self.uvicorn_graceful_timeout = 5  # by then nothing runs any more
+        self.uvicorn_graceful_timeout = 1  # we drain before uvicorn is told to stop
         self.app.title = "chargpt"
         self.app.version = version("chargpt")
 
@@ -579,7 +585,12 @@ class Server(LitServer):
         return lambda: None
 
     def _init_manager(self, num_api_servers: int) -> Any:
-        manager = super()._init_manager(num_api_servers)  # holds the workers' setup status and the shutdown event
+        """LitServe's manager process with what is left for it: the workers' setup status and the shutdown event."""
+        manager = SyncManager()
+        manager.start(ignore_signals)
+        self.workers_setup_status = manager.dict()
+        self._shutdown_event = manager.Event()
+        self.litapi_request_queues = {self.spec.api_path: None}
         self._transport = SocketTransport(len(self.spec.devices))
         return manager
 
@@ -618,8 +629,16 @@ class Server(LitServer):
         setter = threading.Thread(target=self._shutdown_event.set)
         setter.start()
         setter.join()
+        self.uvicorn_graceful_timeout = 10  # until the HTTP processes, which end what is left, are killed
         super()._perform_graceful_shutdown(manager, uvicorn_workers, shutdown_reason)
         logger.info("all processes have ended")
+
+
+def ignore_signals() -> None:
+    """For the manager process: signals to the whole group are the main process' to handle."""
+    die_with_parent(signal.SIGKILL)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def build_server(settings: Settings) -> Server:

@@ -15,6 +15,7 @@ import logging
 import os
 import selectors
 import shutil
+import signal
 import socket
 import struct
 import tempfile
@@ -333,10 +334,10 @@ class _HttpSide:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-def die_with_parent() -> None:
-    """Ask the kernel (Linux) for SIGTERM when the parent dies, so that no process outlives the service."""
-    PR_SET_PDEATHSIG, SIGTERM = 1, 15
+def die_with_parent(number: int = signal.SIGTERM) -> None:
+    """Ask the kernel (Linux) for a signal when the parent dies, so that no process outlives the service."""
+    PR_SET_PDEATHSIG = 1
     if os.uname().sysname == "Linux":
         import ctypes
 
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGTERM)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)

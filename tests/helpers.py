@@ -1,9 +1,17 @@
 """Small real things that several test files need."""
 
+import socket
 import string
+import subprocess
+import sys
+import tempfile
+import time
 from pathlib import Path
 
+import httpx
+import psutil
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 
 from service.model.checkpoint import Checkpoint, save_checkpoint
 from service.model.gpt import GPT, GPTConfig
@@ -32,3 +40,87 @@ def save_random(folder: Path, **options: int) -> Checkpoint:
     """A checkpoint folder with a random model over VOCABULARY."""
     save_checkpoint(folder, random_model(**options), CharTokenizer(VOCABULARY), {"losses": {}})
     return Checkpoint.read(folder)
+
+
+class RunningServer:
+    """`python -m service` in a process of its own, on a free port."""
+
+    def __init__(self, checkpoint: Path, **settings: object):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        settings = {"threads": 1} | settings
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+        command = [sys.executable, "-m", "service", f"--checkpoint={checkpoint}", f"--port={self.port}", *flags]
+        self.log = tempfile.TemporaryFile("w+")
+        self.process = subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT)
+
+    def wait_until_ready(self, timeout: float = 60) -> None:
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, self.output()
+            try:
+                if httpx.get(f"{self.url}/readyz").status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.05)
+        raise TimeoutError(self.output())
+
+    def output(self) -> str:
+        self.log.seek(0)
+        return self.log.read()
+
+    def processes(self) -> list[psutil.Process]:
+        main = psutil.Process(self.process.pid)
+        return [main, *main.children(recursive=True)]
+
+    def worker(self) -> psutil.Process:
+        """The inference process: LitServe spawns it, the others are forked."""
+        return next(p for p in self.processes() if "spawn_main" in " ".join(p.cmdline()))
+
+    def metrics(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+        """Samples as Prometheus' own parser reads them: (name, labels without model_name) -> value."""
+        samples = {}
+        for family in text_string_to_metric_families(httpx.get(f"{self.url}/metrics").text):
+            for sample in family.samples:
+                labels = frozenset(item for item in sample.labels.items() if item[0] != "model_name")
+                samples[sample.name, labels] = sample.value
+        return samples
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self.metrics().get((name, frozenset(labels.items())), 0.0)
+
+    def wait_until_metric(self, name: str, value: float, timeout: float = 10, **labels: str) -> None:
+        deadline = time.monotonic() + timeout
+        while self.metric(name, **labels) != value:
+            assert time.monotonic() < deadline, f"{name} is {self.metric(name, **labels)}, not {value}"
+            time.sleep(0.02)
+
+    def stop(self, timeout: float = 30) -> int:
+        """SIGTERM; the exit status. Every process must end, and what was opened is closed."""
+        processes = self.processes() if self.process.poll() is None else []
+        self.process.terminate()
+        status = self.process.wait(timeout)
+        wait_until_gone(processes)
+        return status
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self.log.close()
+
+    def __enter__(self) -> "RunningServer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def wait_until_gone(processes: list[psutil.Process], timeout: float = 10) -> None:
+    deadline = time.monotonic() + timeout
+    while left := [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
+        assert time.monotonic() < deadline, [(p.pid, p.cmdline()) for p in left]
+        time.sleep(0.05)

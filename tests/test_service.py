@@ -1,0 +1,500 @@
+"""The real server over real sockets, with a small random model."""
+
+import concurrent.futures
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import httpx
+import openai
+import pytest
+import torch
+from helpers import VOCABULARY, RunningServer, save_random, wait_until_gone
+
+from service.model.sampling import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_random(tmp_path_factory.mktemp("service") / "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def exact(checkpoint):
+    model = checkpoint.load_model(dtype=torch.float64)
+
+    def text(prompt, max_tokens, **params):
+        ids = model.generate(checkpoint.tokenizer.encode(prompt), max_tokens, SamplingParams(**params))
+        return checkpoint.tokenizer.decode(ids)
+
+    return text
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint):
+    with RunningServer(checkpoint.path, max_body_bytes=100_000, max_prompts=40) as server:
+        server.wait_until_ready()
+        yield server
+        assert server.stop() == 0
+        assert "Traceback" not in server.output()
+
+
+@pytest.fixture
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def events(response):
+    """The data of server-sent events."""
+    for line in response.iter_lines():
+        if line:
+            assert line.startswith("data: ")
+            yield line.removeprefix("data: ")
+
+
+# -- texts --
+
+
+def test_generate_gives_the_text_of_the_seed(server, exact):
+    body = {"prompt": "Hello", "max_tokens": 30, "temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 7}
+    expected = exact("Hello", 30, temperature=0.8, top_k=20, top_p=0.9, seed=7)
+    answer = httpx.post(f"{server.url}/generate", json=body).json()
+    assert answer["choices"] == [{"index": 0, "text": expected, "finish_reason": "length", "seed": 7}]
+    assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 30, "total_tokens": 35}
+    with httpx.stream("POST", f"{server.url}/generate", json=body | {"stream": True}) as response:
+        assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+        *pieces, last, done = events(response)
+    assert done == "[DONE]"
+    pieces = [json.loads(piece) for piece in pieces]
+    assert "".join(piece["text"] for piece in pieces) == expected
+    assert [piece["finish_reason"] for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
+    assert json.loads(last)["usage"] == answer["usage"]
+
+
+def test_completions_through_the_openai_sdk(client, exact):
+    expected = exact("abc", 25, seed=3)
+    options = {"model": "chargpt", "prompt": "abc", "max_tokens": 25, "seed": 3}
+    whole = client.completions.create(**options)
+    assert whole.choices[0].text == expected
+    assert whole.choices[0].finish_reason == "length"
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens, whole.usage.total_tokens) == (3, 25, 28)
+    chunks = list(client.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == expected
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage == whole.usage
+    assert list(client.completions.create(**options, stream=True))[-1].choices[0].finish_reason == "length"
+
+
+def test_several_prompts_in_one_request(client, exact):
+    prompts = ["a", "Hello there", "b" * 50, "a"]
+    whole = client.completions.create(model="chargpt", prompt=prompts, max_tokens=12, seed=5)
+    assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
+    assert [choice.text for choice in whole.choices] == [exact(prompt, 12, seed=5) for prompt in prompts]
+    assert whole.usage.prompt_tokens == sum(map(len, prompts))
+    texts = [""] * 4
+    for chunk in client.completions.create(model="chargpt", prompt=prompts, max_tokens=12, seed=5, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == [choice.text for choice in whole.choices]
+
+
+def test_ids_are_prompts_too(client, checkpoint, exact):
+    ids = checkpoint.tokenizer.encode("Hello")
+    for prompt in (ids, [ids]):
+        answer = client.completions.create(model="chargpt", prompt=prompt, max_tokens=5, seed=1)
+        assert answer.choices[0].text == exact("Hello", 5, seed=1)
+
+
+def test_an_empty_prompt_is_the_beginning_of_a_text(server, exact):
+    answer = httpx.post(f"{server.url}/generate", json={"max_tokens": 8, "seed": 2}).json()
+    assert answer["choices"][0]["text"] == exact("\n", 8, seed=2)
+    assert answer["usage"]["prompt_tokens"] == 0
+
+
+def test_stop_strings_end_the_text_and_are_never_streamed(client, exact):
+    expected = exact("abc", 60, seed=3)
+    stop = expected[20:23]
+    cut = expected[: expected.index(stop)]
+    options = {"model": "chargpt", "prompt": "abc", "max_tokens": 60, "seed": 3, "stop": [stop, "漢"]}
+    whole = client.completions.create(**options)
+    assert (whole.choices[0].text, whole.choices[0].finish_reason) == (cut, "stop")
+    assert whole.usage.completion_tokens == len(cut)
+    streamed = ""
+    for chunk in client.completions.create(**options, stream=True):
+        streamed += chunk.choices[0].text
+        assert stop[0] not in streamed[len(cut) :]
+    assert streamed == cut
+
+
+def test_a_seed_is_drawn_and_told_when_none_is_given(server):
+    first = httpx.post(f"{server.url}/generate", json={"prompt": ["a", "a"], "max_tokens": 20}).json()["choices"]
+    assert first[0]["seed"] != first[1]["seed"]
+    for choice in first:
+        again = httpx.post(f"{server.url}/generate", json={"prompt": "a", "max_tokens": 20, "seed": choice["seed"]})
+        assert again.json()["choices"][0]["text"] == choice["text"]
+
+
+def test_unknown_fields_are_ignored(server):
+    body = {"prompt": "a", "max_tokens": 3, "user": "me", "nonsense": {"a": 1}}
+    assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200
+
+
+# -- refusals --
+
+BAD = [
+    (b"", 400, None),
+    (b"{", 400, None),
+    (b"[]", 400, None),
+    (b'{"prompt": "\xff"}', 400, None),
+    (b'{"prompt": "\\ud800"}', 400, None),
+    (b'{"prompt": ' + b"[" * 50_000, 400, None),
+    ({"prompt": 5}, 400, "prompt"),
+    ({"prompt": None}, 400, "prompt"),
+    ({"prompt": []}, 400, "prompt"),
+    ({"prompt": ["a"] * 41}, 400, "prompt"),
+    ({"prompt": ["a", 5]}, 400, "prompt"),
+    ({"prompt": [[-1]]}, 400, "prompt"),
+    ({"prompt": [10_000]}, 400, "prompt"),
+    ({"prompt": "Caf\u00e9"}, 400, "prompt"),
+    ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
+    ({"prompt": "a", "max_tokens": 16_385}, 400, "max_tokens"),
+    ({"prompt": "a", "max_tokens": 10**40}, 400, "max_tokens"),
+    ({"prompt": "a", "max_tokens": "5"}, 400, "max_tokens"),
+    ({"prompt": "a", "max_tokens": True}, 400, "max_tokens"),
+    ({"prompt": "a", "temperature": -0.01}, 400, "temperature"),
+    ({"prompt": "a", "temperature": 100.1}, 400, "temperature"),
+    (b'{"prompt": "a", "temperature": NaN}', 400, "temperature"),
+    (b'{"prompt": "a", "temperature": 1e999}', 400, "temperature"),
+    ({"prompt": "a", "top_p": 0}, 400, "top_p"),
+    ({"prompt": "a", "top_p": 1.01}, 400, "top_p"),
+    ({"prompt": "a", "top_k": -2}, 400, "top_k"),
+    ({"prompt": "a", "seed": -1}, 400, "seed"),
+    ({"prompt": "a", "seed": 2**64}, 400, "seed"),
+    ({"prompt": "a", "seed": 1.5}, 400, "seed"),
+    ({"prompt": "a", "stop": ""}, 400, "stop"),
+    ({"prompt": "a", "stop": ["x"] * 17}, 400, "stop"),
+    ({"prompt": "a", "stop": ["x" * 1001]}, 400, "stop"),
+    ({"prompt": "a", "stream": "yes"}, 400, "stream"),
+    ({"prompt": "a", "stream_options": {"include_usage": 1}}, 400, "stream_options.include_usage"),
+    ({"prompt": "a", "n": 2}, 400, "n"),
+    ({"prompt": "a", "logprobs": 5}, 400, "logprobs"),
+    ({"prompt": "a", "model": "gpt-4"}, 404, "model"),
+    ({"prompt": "a" * 200_000}, 413, None),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "param"), BAD, ids=[str(body)[:50] for body, *_ in BAD])
+def test_bad_input_is_refused_with_a_reason(server, body, status, param):
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    response = httpx.post(f"{server.url}/v1/completions", content=content)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (status, param), error
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert error["message"]
+    assert response.headers["x-request-id"]
+
+
+def test_an_unknown_character_is_named(server):
+    message = httpx.post(f"{server.url}/generate", json={"prompt": ["ok", "na\u00efve"]}).json()["error"]["message"]
+    assert message == "prompt.1: character 'ï' (U+00EF) at offset 2 is not in the vocabulary"
+
+
+def test_every_limit_at_its_edge(server):
+    for options in (
+        {"max_tokens": 1},
+        {"temperature": 0},
+        {"temperature": 100},
+        {"top_p": 1e-12},
+        {"top_k": -1},
+        {"top_k": 2**31 - 1},
+        {"seed": 2**64 - 1},
+        {"stop": ["x" * 1000] * 16},
+        {"prompt": ["a"] * 40},
+    ):
+        response = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 2} | options)
+        assert response.status_code == 200, (options, response.text)
+
+
+def test_a_chunked_body_is_bounded_too(server):
+    chunks = (b"x" * 10_000 for _ in range(100))
+    response = httpx.post(f"{server.url}/generate", content=chunks)
+    assert response.status_code == 413
+    assert response.json()["error"]["code"] == "body_too_large"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("GET", "/nothing", 404), ("GET", "/generate", 405), ("POST", "/readyz", 405)]
+)
+def test_wrong_routes_and_methods(server, method, path, status):
+    response = httpx.request(method, server.url + path)
+    assert response.status_code == status
+    assert path in response.json()["error"]["message"]
+
+
+def test_request_ids(server):
+    response = httpx.get(f"{server.url}/livez", headers={"X-Request-Id": "my-id.1"})
+    assert response.headers["x-request-id"] == "my-id.1"
+    response = httpx.get(f"{server.url}/livez", headers={"X-Request-Id": 'no spaces or "quotes"'})
+    assert len(response.headers["x-request-id"]) == 32
+
+
+# -- probes, information, metrics --
+
+
+def test_info_and_models(server, client, checkpoint):
+    info = httpx.get(f"{server.url}/info").json()
+    assert info["model"]["checkpoint_sha256"] == checkpoint.digest
+    assert info["model"]["vocabulary"] == "".join(VOCABULARY)
+    assert info["limits"]["max_prompts"] == 40
+    assert [model.id for model in client.models.list()] == ["chargpt"]
+    assert httpx.get(f"{server.url}/livez").status_code == 200
+
+
+def test_metrics_count_exactly(server):
+    server.wait_until_metric("chargpt_num_requests_running", 0)
+    before = server.metrics()
+    bodies = [{"prompt": "ab" * i, "max_tokens": 3 * i, "seed": i, "stream": i % 2 == 0} for i in range(1, 11)]
+    with concurrent.futures.ThreadPoolExecutor(10) as pool:
+        for response in pool.map(lambda body: httpx.post(f"{server.url}/generate", json=body), bodies):
+            assert response.status_code == 200
+    httpx.post(f"{server.url}/generate", json={"prompt": "a", "max_tokens": 0})
+    server.wait_until_metric("chargpt_num_requests_running", 0)
+    after = server.metrics()
+
+    def grown(name, **labels):
+        key = (name, frozenset(labels.items()))
+        return after[key] - before.get(key, 0)
+
+    characters = sum(3 * i for i in range(1, 11))
+    assert grown("chargpt_request_success_total", finished_reason="length") == 10
+    assert grown("chargpt_prompt_tokens_total") == sum(2 * i for i in range(1, 11))
+    assert grown("chargpt_generation_tokens_total") == characters
+    assert grown("chargpt_time_to_first_token_seconds_count") == 10
+    assert grown("chargpt_inter_token_latency_seconds_count") == characters - 10
+    assert grown("chargpt_e2e_request_latency_seconds_count") == 10
+    assert grown("chargpt_request_queue_time_seconds_count") == 10
+    assert grown("chargpt_iteration_batch_size_sum") == characters - 10  # each first one comes from a prefill
+    assert grown("chargpt_http_requests_total", handler="/generate", method="POST", status="200") == 10
+    assert grown("chargpt_http_requests_total", handler="/generate", method="POST", status="400") == 1
+    assert after["chargpt_num_requests_waiting", frozenset()] == 0
+
+
+def leave_after_first_byte(server, stream):
+    body = json.dumps({"prompt": "a", "max_tokens": 16_000, "stream": stream}).encode()
+    head = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(head + body)
+        if stream:
+            assert b"200" in connection.recv(100)
+        else:
+            server.wait_until_metric("chargpt_num_requests_running", 1)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_slot(server, stream):
+    server.wait_until_metric("chargpt_num_requests_running", 0)
+    aborted = server.metric("chargpt_request_success_total", finished_reason="abort")
+    leave_after_first_byte(server, stream)
+    left_at = time.monotonic()
+    server.wait_until_metric("chargpt_num_requests_running", 0)
+    assert time.monotonic() - left_at < 2
+    server.wait_until_metric("chargpt_request_success_total", aborted + 1, finished_reason="abort")
+
+
+def test_an_idle_server_rests(server):
+    server.wait_until_metric("chargpt_num_requests_running", 0)
+    processes = server.processes()
+    start = sum(sum(p.cpu_times()[:2]) for p in processes)
+    time.sleep(3)
+    assert sum(sum(p.cpu_times()[:2]) for p in processes) - start < 0.02 * 3
+
+
+def test_no_prompt_reaches_the_log(checkpoint):
+    with RunningServer(checkpoint.path, log_level="debug") as server:
+        server.wait_until_ready()
+        body = {"prompt": "MARKERmarker", "max_tokens": 5}
+        assert httpx.post(f"{server.url}/generate", json=body).status_code == 200
+        assert httpx.post(f"{server.url}/generate", json=body | {"temperature": -1}).status_code == 400
+        assert server.stop() == 0
+        assert "MARKER" not in server.output()
+        assert server.output()
+
+
+# -- several processes --
+
+
+def test_two_http_processes_and_two_workers_are_one_service(checkpoint, exact):
+    with RunningServer(checkpoint.path, http_processes=2, workers_per_device=2, threads=1) as server:
+        server.wait_until_ready()
+
+        def ask(i):
+            body = {"prompt": "x" * (1 + i % 20), "max_tokens": 1 + i % 30, "seed": i, "stream": i % 3 == 0}
+            response = httpx.post(f"{server.url}/generate", json=body)
+            assert response.status_code == 200
+            if not body["stream"]:
+                return response.json()["choices"][0]["text"]
+            pieces = [json.loads(e) for e in events(response) if e != "[DONE]"]
+            return "".join(piece.get("text", "") for piece in pieces)
+
+        with concurrent.futures.ThreadPoolExecutor(16) as pool:
+            texts = list(pool.map(ask, range(100)))
+        for i, text in enumerate(texts):
+            assert text == exact("x" * (1 + i % 20), 1 + i % 30, seed=i)
+        assert server.metric("chargpt_request_success_total", finished_reason="length") == 100
+        assert server.metric("chargpt_generation_tokens_total") == sum(map(len, texts))
+        assert server.stop() == 0
+
+
+# -- overload, time, endings --
+
+
+def test_a_full_queue_refuses_with_429(checkpoint):
+    with RunningServer(checkpoint.path, max_running_requests=1, max_queued_requests=1) as server:
+        server.wait_until_ready()
+        long = {"prompt": "a", "max_tokens": 800}
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            running = [pool.submit(httpx.post, f"{server.url}/generate", json=long, timeout=60) for _ in range(2)]
+            server.wait_until_metric("chargpt_num_requests_waiting", 1)
+            response = httpx.post(f"{server.url}/generate", json=long)
+            assert response.status_code == 429
+            assert 1 <= int(response.headers["retry-after"]) <= 60
+            assert response.json()["error"]["type"] == "rate_limit_error"
+            assert [r.result().status_code for r in running] == [200, 200]
+        assert server.metric("chargpt_admission_rejections_total", reason="queue_full") == 1
+        assert server.stop() == 0
+
+
+def test_a_request_that_takes_too_long_ends_with_504(checkpoint):
+    with RunningServer(checkpoint.path, request_timeout_seconds=0.3) as server:
+        server.wait_until_ready()
+        long = {"prompt": "a", "max_tokens": 16_000}
+        response = httpx.post(f"{server.url}/generate", json=long)
+        assert response.status_code == 504
+        with httpx.stream("POST", f"{server.url}/generate", json=long | {"stream": True}) as response:
+            assert response.status_code == 200
+            *_, last, done = events(response)
+        assert json.loads(last)["error"]["code"] == "timeout"
+        assert done == "[DONE]"
+        server.wait_until_metric("chargpt_num_requests_running", 0)
+        server.wait_until_metric("chargpt_request_success_total", 2, finished_reason="timeout")
+        assert server.stop() == 0
+
+
+def test_sigterm_lets_running_streams_finish_and_refuses_new_ones(checkpoint, exact):
+    with RunningServer(checkpoint.path) as server:
+        server.wait_until_ready()
+        processes = server.processes()
+
+        def ask(i):
+            body = {"prompt": "a", "max_tokens": 800, "seed": i, "stream": True}
+            with httpx.stream("POST", f"{server.url}/generate", json=body, timeout=60) as response:
+                return "".join(json.loads(e).get("text", "") for e in events(response) if e != "[DONE]")
+
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            running = [pool.submit(ask, i) for i in range(8)]
+            server.wait_until_metric("chargpt_num_requests_running", 8)
+            server.process.send_signal(signal.SIGTERM)
+            refused = httpx.post(f"{server.url}/generate", json={"prompt": "a"})
+            while refused.status_code == 200:  # the signal is on its way
+                refused = httpx.post(f"{server.url}/generate", json={"prompt": "a", "max_tokens": 1})
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+            assert httpx.get(f"{server.url}/readyz").status_code == 503
+            assert httpx.get(f"{server.url}/livez").status_code == 200
+            for i, text in enumerate(running):
+                assert len(text.result()) == 800
+                assert text.result()[:20] == exact("a", 20, seed=i)
+        assert server.process.wait(20) == 0
+        wait_until_gone(processes)
+        assert "Traceback" not in server.output()
+
+
+def test_what_does_not_finish_in_time_ends_with_a_clean_error(checkpoint):
+    with RunningServer(checkpoint.path, drain_seconds=0.2) as server:
+        server.wait_until_ready()
+        long = {"prompt": "a", "max_tokens": 16_000}
+
+        def ask(stream):
+            with httpx.stream("POST", f"{server.url}/generate", json=long | {"stream": stream}, timeout=60) as response:
+                return response.status_code, response.read()
+
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            whole, stream = pool.submit(ask, False), pool.submit(ask, True)
+            server.wait_until_metric("chargpt_num_requests_running", 2)
+            assert server.stop() == 0
+            assert whole.result()[0] == 503
+            assert json.loads(whole.result()[1])["error"]["code"] == "shutting_down"
+            assert stream.result()[0] == 200
+            assert b'"code":"shutting_down"' in stream.result()[1]
+            assert stream.result()[1].endswith(b"data: [DONE]\n\n")
+
+
+def test_a_killed_main_process_leaves_no_orphans(checkpoint):
+    with RunningServer(checkpoint.path) as server:
+        server.wait_until_ready()
+        processes = server.processes()
+        server.process.kill()
+        server.process.wait()
+        wait_until_gone(processes)
+
+
+def test_a_killed_worker_ends_its_requests_and_is_replaced(checkpoint, exact):
+    with RunningServer(checkpoint.path) as server:
+        server.wait_until_ready()
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            long = {"prompt": "a", "max_tokens": 16_000}
+            whole = pool.submit(httpx.post, f"{server.url}/generate", json=long, timeout=60)
+            server.wait_until_metric("chargpt_num_requests_running", 1)
+            server.worker().kill()
+            assert whole.result().status_code == 500
+            assert whole.result().json()["error"]["code"] == "engine_error"
+        server.wait_until_ready()
+        deadline = time.monotonic() + 30
+        while (answer := httpx.post(f"{server.url}/generate", json={"prompt": "a", "max_tokens": 9, "seed": 1})) and (
+            answer.status_code != 200
+        ):
+            assert answer.status_code in (500, 503)
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert answer.json()["choices"][0]["text"] == exact("a", 9, seed=1)
+        server.wait_until_metric("chargpt_num_requests_running", 0)
+        assert server.stop() == 0
+
+
+# -- start --
+
+
+def run(*arguments):
+    command = [sys.executable, "-m", "service", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_a_bad_checkpoint_ends_with_a_reason(tmp_path, checkpoint):
+    done = run("--checkpoint", str(tmp_path / "nothing"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"python -m service: no checkpoint at {tmp_path / 'nothing'}: not a folder\n"
+
+
+def test_a_port_in_use_ends_with_a_reason(checkpoint):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        done = run("--checkpoint", str(checkpoint.path), "--port", str(taken.getsockname()[1]))
+    assert done.returncode != 0
+    assert "ddress already in use" in done.stderr
+
+
+def test_sigterm_while_starting_leaves_nothing(checkpoint):
+    for seconds in (0.5, 1.5, 2.5):
+        with RunningServer(checkpoint.path) as server:
+            time.sleep(seconds)
+            processes = server.processes()
+            server.process.terminate()
+            server.process.wait(20)
+            wait_until_gone(processes)
