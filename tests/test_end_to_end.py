@@ -1,0 +1,79 @@
+"""The main job: from a text file to text over HTTP, with the real programs and real clients."""
+
+import concurrent.futures
+import random
+import subprocess
+import sys
+from pydoc_data.topics import topics
+
+import openai
+import torch
+from helpers import CORPUS, RunningServer
+
+from service.model.checkpoint import Checkpoint
+from service.model.sampling import SamplingParams
+
+
+def real_text():
+    """Tiny Shakespeare where it is, or else the Python reference that comes with every Python."""
+    return CORPUS.read_text(encoding="utf-8") if CORPUS.exists() else "\n".join(topics.values())
+
+
+def test_from_a_text_file_to_text_over_http(tmp_path):
+    text = real_text()
+    (tmp_path / "corpus.txt").write_text(text, encoding="utf-8", newline="")
+    command = [sys.executable, "-m", "training", "train", "--preset", "quick", "--steps", "60", "--threads", "1"]
+    command += ["--data", tmp_path / "corpus.txt", "--out", tmp_path / "out"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+
+    checkpoint = Checkpoint.read(tmp_path / "out" / "best")
+    exact = checkpoint.load_model(dtype=torch.float64)
+
+    r = random.Random(0)
+    requests = []
+    for i in range(32):
+        start = r.randrange(len(text) - 400)
+        requests.append(
+            {
+                "model": "chargpt",
+                "prompt": text[start : start + r.choice([1, 5, 20, 64, 65, 300])],
+                "max_tokens": r.randint(1, 90),
+                "temperature": r.choice([0, 0.7, 1.0]),
+                "top_p": r.choice([1.0, 0.95]),
+                "seed": r.randrange(2**63),
+                "stream": i % 2 == 0,
+            }
+        )
+
+    with RunningServer(tmp_path / "out" / "best") as server:
+        server.wait_until_ready()
+        with (
+            openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+            concurrent.futures.ThreadPoolExecutor(32) as pool,
+        ):
+
+            def ask(request):
+                answer = client.completions.create(**request)
+                if request["stream"]:
+                    return "".join(chunk.choices[0].text for chunk in answer)
+                assert answer.choices[0].finish_reason == "length"
+                return answer.choices[0].text
+
+            texts = list(pool.map(ask, requests))
+
+        for request, answer in zip(requests, texts, strict=True):
+            params = SamplingParams(request["temperature"], top_p=request["top_p"], seed=request["seed"])
+            prompt = checkpoint.tokenizer.encode(request["prompt"])
+            expected = exact.generate(prompt, request["max_tokens"], params)
+            assert answer == checkpoint.tokenizer.decode(expected)
+
+        # Prometheus' own parser reads these
+        assert server.metric("chargpt_request_success_total", finished_reason="length") == 32
+        assert server.metric("chargpt_prompt_tokens_total") == sum(len(request["prompt"]) for request in requests)
+        assert server.metric("chargpt_generation_tokens_total") == sum(request["max_tokens"] for request in requests)
+        assert server.metric("chargpt_time_to_first_token_seconds_count") == 32
+        assert server.metric("chargpt_e2e_request_latency_seconds_count") == 32
+        completions = {"handler": "/v1/completions", "method": "POST", "status": "200"}
+        assert server.metric("chargpt_http_requests_total", **completions) == 32
+        assert server.stop() == 0
