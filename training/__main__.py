@@ -16,18 +16,27 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
-from training.config import PRESETS, ConfigError, TrainConfig
+from training.config import PRESETS, ConfigError, Device, TrainConfig
 
 if TYPE_CHECKING:
     from service.model.checkpoint import Checkpoint
     from service.model.gpt import GPT
 
 
+class Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Says each default, but not that a switch is off."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default is False:
+            return action.help
+        return super()._get_help_string(action)
+
+
 class Parser(argparse.ArgumentParser):
     """Names what is allowed; no abbreviations, so that a new flag never changes what an old command means."""
 
     def __init__(self, **options: Any):
-        super().__init__(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter, **options)
+        super().__init__(allow_abbrev=False, formatter_class=Formatter, **options)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> argparse.Namespace:  # type: ignore[override]
         parsed, unknown = self.parse_known_args(args, namespace)
@@ -86,7 +95,7 @@ def build_parser() -> Parser:
 
     p = command("sample", run_sample, "write texts with a checkpoint")
     p.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="a checkpoint folder")
-    p.add_argument("--prompt", default="\n", help="what each text goes on from")
+    p.add_argument("--prompt", help="what each text goes on from; a line end if none is given")
     p.add_argument("-n", type=int, default=1, help="texts")
     p.add_argument("--max-tokens", type=int, default=500, help="characters of each text")
     p.add_argument("--temperature", type=float, default=1.0, help="0: the likeliest character each time")
@@ -98,7 +107,7 @@ def build_parser() -> Parser:
 
 
 def add_machine_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
+    parser.add_argument("--device", choices=get_args(Device), default="auto", help="auto: cuda, else mps, else cpu")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: OMP_NUM_THREADS, else one per core")
 
 
@@ -160,14 +169,15 @@ def run_sample(args: argparse.Namespace) -> None:
 
     if args.n < 1 or args.max_tokens < 1:
         raise ConfigError(f"-n and --max-tokens must be at least 1, got {args.n} and {args.max_tokens}")
-    if not args.prompt:
+    text = "\n" if args.prompt is None else args.prompt
+    if not text:
         raise ConfigError("--prompt must hold at least one character")
     try:
         params = SamplingParams(args.temperature, args.top_k, args.top_p, args.seed)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     checkpoint, model = load_model(args)
-    prompt = checkpoint.tokenizer.encode(args.prompt)
+    prompt = checkpoint.tokenizer.encode(text)
     texts = sample_texts(model, prompt, args.n, args.max_tokens, params)
     print("\n\n".join(checkpoint.tokenizer.decode(prompt + ids) for ids in texts))
 

@@ -59,7 +59,9 @@ class TrainConfig:
 
     # what is reported and kept
     eval_every: int = option(250, "steps between evaluations")
-    eval_chars: int = option(1_000_000, "validation characters scored at evaluations before the last; 0: all")
+    eval_chars: int = option(
+        1_000_000, "validation characters scored at an evaluation, 0: all; the closing report scores all"
+    )
     log_every: int = option(10, "steps between lines of the log")
     save_seconds: float = option(30.0, "most seconds of work that a kill can lose")
     sample_chars: int = option(200, "characters of the sample at each evaluation; 0: none")

@@ -66,8 +66,8 @@ class Run:
         self, config: TrainConfig, corpus: Corpus, out: Path, console: Console, found: dict[str, Any] | None = None
     ):
         self.asked, self.corpus, self.out, self.console = config, corpus, out, console
-        found = found or {"device": pick_device(config.device), "threads": config.threads or torch.get_num_threads()}
-        config = replace(config, **found)
+        config = replace(config, **(found or {}))
+        config = replace(config, device=pick_device(config.device), threads=config.threads or torch.get_num_threads())
         torch.set_num_threads(config.threads)
         torch.manual_seed(config.seed)
         self.device = torch.device(config.device)
