@@ -1,0 +1,61 @@
+# `make serve` and `make test` need nothing but Python; `make help` lists the rest.
+
+PYTHON ?= python3
+VENV ?= .venv
+DATA ?= tinyshakespeare
+PRESET ?= cpu
+QUICK := checkpoints/quick
+CHECKPOINT ?= $(QUICK)/best
+
+# PyPI's torch for Linux brings gigabytes of CUDA. Without an NVIDIA GPU the CPU build is asked for by its "+cpu",
+# which no other build satisfies: first where pip is configured to look (a mirror, PIP_FIND_LINKS), which takes a
+# second, then at TORCH_INDEX_URL, and for torch alone. Set both for another build, or TORCH= for PyPI's.
+TORCH ?= $(shell [ "$$(uname -s)" != Linux ] || nvidia-smi -L >/dev/null 2>&1 || echo torch==2.13.0+cpu)
+TORCH_INDEX_URL ?= https://download.pytorch.org/whl/cpu
+
+BIN := $(VENV)/bin
+RUN := $(VENV)/.installed-service,training
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help serve train test lint clean
+.DEFAULT_GOAL := help
+
+help: ## list these commands
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@echo
+	@echo "Variables: CHECKPOINT=DIR to serve, DATA=FILE and PRESET=quick|cpu|gpu to train, ARGS='more flags',"
+	@echo "PYTHON, VENV, and TORCH and TORCH_INDEX_URL for another build of torch."
+
+# The quick checkpoint is made only when it is the one to serve.
+serve: $(RUN) $(if $(filter $(QUICK)/%,$(CHECKPOINT)),$(QUICK)/loss.png) ## install, train a small model if there is none yet, serve on 127.0.0.1:8000
+	$(BIN)/python -m service --checkpoint '$(CHECKPOINT)' $(ARGS)
+
+# loss.png is what a run writes last, so one that was interrupted is made again.
+$(QUICK)/loss.png: | $(RUN)
+	@echo "Training a small model on $(DATA)"
+	$(BIN)/python -m training train --preset quick --data '$(DATA)' --out $(QUICK) --overwrite
+
+train: $(RUN) ## train PRESET (default cpu) on DATA into checkpoints/PRESET; ARGS=--resume goes on
+	$(BIN)/python -m training train --preset $(PRESET) --data '$(DATA)' --out checkpoints/$(PRESET) $(ARGS)
+
+test: $(VENV)/.installed-test ## install what the tests need and run them; ARGS='-k model' picks some
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.installed-dev ## check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean: ## remove the environment and what tools left; checkpoints stay
+	rm -rf $(VENV) build *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+
+# One stamp per set of extras; quick while pyproject.toml is older.
+$(VENV)/.installed-%: pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or \
+	  sys.exit("chargpt needs Python 3.11 or later, $(PYTHON) is %d.%d: pass PYTHON=python3.12 or the like" % v[:2])'
+	@echo "Installing into $(VENV): some minutes the first time"
+	$(PYTHON) -m venv $(VENV)
+	$(if $(TORCH),$(BIN)/pip install --quiet --no-deps '$(TORCH)' 2>/dev/null || \
+	  $(BIN)/pip install --no-deps --index-url '$(TORCH_INDEX_URL)' '$(TORCH)')
+	$(BIN)/pip install --quiet --editable '.[$*]' $(TORCH)
+	@touch $@
