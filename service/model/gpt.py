@@ -77,7 +77,7 @@ class RMSNorm(nn.Module):
 
 
 def rope_angles(positions: Tensor, config: GPTConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin for `positions` (B, T) or (T,): each (..., T, hs).
+    """cos and signed sin for `positions` (B, T) or (T,): each (..., T, hs), as `rotate` takes them.
 
     Angles are computed in fp64, so that they stay exact at any text length (Su et al. 2021, in the
     half-split layout of Hugging Face).
@@ -86,14 +86,14 @@ def rope_angles(positions: Tensor, config: GPTConfig, dtype: torch.dtype) -> tup
     device = torch.device("cpu") if positions.device.type == "mps" else positions.device  # MPS has no fp64
     half = torch.arange(0, hs, 2, dtype=torch.float64, device=device) / hs
     angles = positions.to(device).double()[..., None] * config.rope_theta**-half  # (..., T, hs/2)
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos().to(positions.device, dtype), angles.sin().to(positions.device, dtype)
+    cos, sin = angles.cos(), angles.sin()
+    cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    return cos.to(positions.device, dtype), sin.to(positions.device, dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (B, n, T, hs) turned by its angles; cos and sin broadcast over the heads."""
-    a, b = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-b, a), dim=-1) * sin
+    """x (B, n, T, hs) turned by its angles; cos and signed sin broadcast over the heads."""
+    return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, dims=-1), sin)
 
 
 def banded_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
@@ -125,6 +125,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, 
     if is_causal and q.requires_grad and q.device.type == "cpu" and q.dtype == torch.bfloat16:
         out: Tensor = _CausalAttention.apply(q, k, v)
         return out
+    if q.size(2) == 1 and not is_causal:
+        # One query per row: those that share a key go as one matrix, half again as fast on a CPU.
+        B, nh, _, hs = q.size()
+        y = F.scaled_dot_product_attention(q.reshape(B, k.size(1), -1, hs), k, v, attn_mask=attn_mask)
+        return y.reshape(B, nh, 1, hs)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=attn_mask, is_causal=is_causal, enable_gqa=q.size(1) != k.size(1)
     )

@@ -1,0 +1,60 @@
+"""What the README says of settings, metrics and files, held against the code."""
+
+import re
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from service.metrics import Metrics
+from service.settings import Settings
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def table(section):
+    """The first two cells of each row of a section's table."""
+    text = README.split(f"\n## {section}\n")[1].split("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| `")]
+    return {row[0].strip(" `"): row[1].strip() for row in rows}
+
+
+def test_every_setting_and_its_default():
+    expected = {}
+    for name, field in Settings.model_fields.items():
+        if field.is_required():
+            default = "(required)"
+        elif field.default_factory is not None:
+            default = "CPUs of the machine or container"
+        else:
+            default = f"{field.default:g}" if isinstance(field.default, float) else str(field.default)
+        expected[f"--{name.replace('_', '-')}"] = default
+    assert table("Settings") == expected
+
+
+def test_every_metric_and_its_meaning():
+    registry = CollectorRegistry()
+    Metrics("m", registry)
+    expected = {}
+    for family in registry.collect():
+        expected[family.name + ("_total" if family.type == "counter" else "")] = family.documentation
+    assert table("Metrics") == expected
+
+
+def test_the_tree_is_the_tree():
+    text = README.split("## The tree")[1].split("```")[1]
+    folders, named = [ROOT], set()
+    for line in text.splitlines()[2:]:
+        depth = (len(line) - len(line.lstrip())) // 2
+        path = folders[depth] / line.split()[0]
+        assert path.exists(), path
+        named.add(path)
+        folders[depth + 1 :] = [path]
+    for folder in (ROOT / "service", ROOT / "service" / "model"):
+        assert {p for p in folder.glob("*.py") if p.name != "__init__.py"} <= named
+
+
+def test_every_make_target_and_flag_exists():
+    makefile = (ROOT / "Makefile").read_text()
+    for target in set(re.findall(r"\bmake ([a-z-]+)", README)):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
