@@ -60,7 +60,7 @@ class TrainConfig:
     # what is reported and kept
     eval_every: int = option(250, "steps between evaluations")
     eval_chars: int = option(
-        1_000_000, "validation characters scored at an evaluation, 0: all; the closing report scores all"
+        1_000_000, "most validation characters an evaluation scores, 0: all; the report scores all"
     )
     log_every: int = option(10, "steps between lines of the log")
     save_seconds: float = option(30.0, "most seconds of work that a kill can lose")
