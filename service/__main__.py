@@ -4,12 +4,15 @@ Run with --help for the settings.
 """
 
 import os
+import signal
 import sys
 import tempfile
 
 
 def main() -> int:
     """Exit status: 0 after a signal, 1 when the server failed, 2 for bad settings or a bad checkpoint."""
+    # As PID 1 of a container a process has no default action: without this it could not be stopped while it loads.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     from service.settings import read_settings
 
     settings = read_settings()

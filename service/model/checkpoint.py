@@ -150,6 +150,21 @@ class Checkpoint:
         return model.to(device, dtype or torch.float32).eval().requires_grad_(False)
 
 
+def named_tensors(model: GPT) -> dict[str, torch.Tensor]:
+    """The model's weights under Hugging Face's names, in fp32 on the CPU."""
+    config = model.config
+    state = model.state_dict()
+    tensors = {}
+    for ours, theirs in weight_names(config.n_layer).items():
+        value = state[ours].detach().float().cpu()
+        sizes = [len(value) // len(theirs)] * len(theirs)
+        if ours.endswith("qkv.weight"):
+            sizes = [config.n_head * config.head_dim] + [config.n_kv_head * config.head_dim] * 2
+        for name, part in zip(theirs, value.split(sizes), strict=True):
+            tensors[name] = part.contiguous()
+    return tensors
+
+
 def save_checkpoint(
     path: str | Path,
     model: GPT,
@@ -167,22 +182,9 @@ def save_checkpoint(
     """
     from safetensors.torch import save
 
-    config = model.config
-    state = model.state_dict()
-    tensors = {}
-    for ours, theirs in weight_names(config.n_layer).items():
-        value = state[ours].detach().float().cpu()
-        if len(theirs) == 1:
-            sizes = [len(value)]
-        elif ours.endswith("qkv.weight"):
-            sizes = [config.n_head * config.head_dim] + [config.n_kv_head * config.head_dim] * 2
-        else:
-            sizes = [len(value) // len(theirs)] * len(theirs)
-        for name, part in zip(theirs, value.split(sizes), strict=True):
-            tensors[name] = part.contiguous()
     files = {
         "config.json": _dump(_hf_config(model)),
-        WEIGHTS: save(tensors, metadata={"format": "pt"}),
+        WEIGHTS: save(named_tensors(model), metadata={"format": "pt"}),
         "tokenizer.json": _dump(_hf_tokenizer(tokenizer)),
         "tokenizer_config.json": _dump(
             {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
