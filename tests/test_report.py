@@ -1,0 +1,44 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from training import report
+
+ids = st.lists(st.integers(0, 2), max_size=60).map(lambda x: np.array(x, dtype=np.uint8))
+
+
+def slow_longest(text, train):
+    train = bytes(train)
+    return max(
+        (j - i for i in range(len(text)) for j in range(i, len(text) + 1) if bytes(text[i:j]) in train), default=0
+    )
+
+
+@given(ids, ids, st.integers(4, 100))
+@settings(max_examples=200, deadline=None)
+def test_the_longest_copy_is_found_whatever_the_pieces(text, train, piece):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "PIECE", piece)
+        copy = report.longest_copy(text, train)
+    assert copy.length == slow_longest(text, train)
+    a = text[copy.start : copy.start + copy.length]
+    assert np.array_equal(a, train[copy.train_start : copy.train_start + copy.length])
+
+
+@given(ids, ids, st.integers(1, 6), st.integers(4, 100))
+@settings(max_examples=200, deadline=None)
+def test_the_copied_share_counts_windows(text, train, length, piece):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "PIECE", piece)
+        share = report.copied_share(text, train, length)
+    windows = [bytes(text[i : i + length]) for i in range(len(text) - length + 1)]
+    expected = sum(w in bytes(train) for w in windows) / len(windows) if windows else 0.0
+    assert share == pytest.approx(expected)
+
+
+def test_distinct_n():
+    text = np.array([1, 2, 1, 2, 1])
+    assert report.distinct_n(text, 1) == 2 / 5
+    assert report.distinct_n(text, 2) == 2 / 4
+    assert report.distinct_n(text, 9) == 1.0
