@@ -1,9 +1,12 @@
-"""The commands: python -m training prepare | train | evaluate | sample.
+"""The commands: python -m training prepare | train | evaluate | sample | score | report | export.
 
 python -m training train --data FILE --out DIR --preset quick
 python -m training train --resume --out DIR
 python -m training evaluate --checkpoint DIR/best --data FILE
 python -m training sample --checkpoint DIR/best --prompt "ROMEO:" -n 3
+python -m training score --checkpoint DIR/best --data FILE > scores.jsonl
+python -m training report --checkpoint DIR/best
+python -m training export --checkpoint DIR/best --to gguf --out model.gguf
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from training.config import PRESETS, ConfigError, Device, TrainConfig
 if TYPE_CHECKING:
     from service.model.checkpoint import Checkpoint
     from service.model.gpt import GPT
+    from training.data import Corpus
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -103,6 +107,24 @@ def build_parser() -> Parser:
     p.add_argument("--top-p", type=float, default=1.0, help="draw among the likeliest with this probability together")
     p.add_argument("--seed", type=int, default=0, help="of the first text; the next ones take the next seeds")
     add_machine_flags(p)
+
+    p = command("score", run_score, "print the log-likelihood of each line of a text, as JSON lines")
+    p.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="a checkpoint folder")
+    p.add_argument("--data", type=Path, required=True, metavar="FILE", help="a UTF-8 text file, one record a line")
+    add_machine_flags(p)
+
+    p = command("report", run_report, "how much of what a model writes is copied from its training text")
+    p.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="a checkpoint folder")
+    p.add_argument("--data", help=f"the training text: {data_help} (default: the run's own)")
+    p.add_argument("-n", type=int, default=20, help="texts to write")
+    p.add_argument("--max-tokens", type=int, default=5000, help="characters of each text")
+    p.add_argument("--seed", type=int, default=0, help="of the first text; the next ones take the next seeds")
+    add_machine_flags(p)
+
+    p = command("export", run_export, "write a checkpoint in another program's format")
+    p.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="a checkpoint folder")
+    p.add_argument("--to", choices=("gguf", "onnx"), required=True, help="llama.cpp's format, or onnxruntime's")
+    p.add_argument("--out", type=Path, required=True, metavar="FILE", help="the file to write")
     return parser
 
 
@@ -145,16 +167,12 @@ def run_train(args: argparse.Namespace) -> None:
 
 
 def run_evaluate(args: argparse.Namespace) -> None:
-    from training.data import encode_file, find_text, prepare
+    from training.data import encode_file, find_text
     from training.evaluate import bits, streamed_loss, whole_loss
-    from training.state import refuse_changes
 
     checkpoint, model = load_model(args)
     if args.data is None:
-        if "recipe" not in checkpoint.training:
-            raise ConfigError(f"{args.checkpoint / 'training.json'} does not say what the text was: pass --data")
-        corpus = prepare(checkpoint.training["recipe"]["data"])
-        refuse_changes(checkpoint.training["data"], corpus.describe())
+        corpus = run_corpus(checkpoint, None)
         ids, scored = corpus.val, f"validation split of {corpus.name}"
     else:
         ids, scored = encode_file(find_text(args.data), checkpoint.tokenizer), args.data
@@ -180,6 +198,75 @@ def run_sample(args: argparse.Namespace) -> None:
     prompt = checkpoint.tokenizer.encode(text)
     texts = sample_texts(model, prompt, args.n, args.max_tokens, params)
     print("\n\n".join(checkpoint.tokenizer.decode(prompt + ids) for ids in texts))
+
+
+def run_score(args: argparse.Namespace) -> None:
+    import json
+
+    from training.data import read_lines
+    from training.score import score_lines
+
+    checkpoint, model = load_model(args)
+    for record in score_lines(model, checkpoint.tokenizer, read_lines(args.data)):
+        print(json.dumps(record, ensure_ascii=False))
+
+
+def run_report(args: argparse.Namespace) -> None:
+    import numpy as np
+    from rich.console import Console
+
+    from service.model.sampling import SamplingParams
+    from training.display import print_copies
+    from training.evaluate import sample_texts
+    from training.report import describe_copies
+
+    if args.n < 1 or args.max_tokens < 1:
+        raise ConfigError(f"-n and --max-tokens must be at least 1, got {args.n} and {args.max_tokens}")
+    checkpoint, model = load_model(args)
+    corpus = run_corpus(checkpoint, args.data)
+    prompt = [int(corpus.val[0])]
+    texts = sample_texts(model, prompt, args.n, args.max_tokens, SamplingParams(seed=args.seed))
+    written = np.concatenate([np.array(ids, corpus.ids.dtype) for ids in texts])
+    held_out = corpus.val[: len(written)]
+    print_copies(
+        Console(highlight=False),
+        {
+            "written by the model": describe_copies(written, corpus.train, corpus.tokenizer),
+            "the validation split": describe_copies(held_out, corpus.train, corpus.tokenizer),
+        },
+    )
+
+
+def run_export(args: argparse.Namespace) -> None:
+    from service.model.checkpoint import Checkpoint
+    from training.export import export
+
+    try:
+        export(Checkpoint.read(args.checkpoint), args.to, args.out)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"--to {args.to} needs the package {error.name}: pip install 'chargpt[export]'") from None
+    print(f"{args.out}: {args.out.stat().st_size:,} bytes")
+
+
+def run_corpus(checkpoint: Checkpoint, data: str | None) -> Corpus:
+    """The text a checkpoint was trained on: at `data`, or where the run found it.
+
+    Raises:
+        ConfigError: the checkpoint does not say, or it is another text.
+    """
+    from training.data import prepare
+
+    if data is None:
+        if "recipe" not in checkpoint.training:
+            raise ConfigError(f"{checkpoint.path / 'training.json'} does not say what the text was: pass --data")
+        data = checkpoint.training["recipe"]["data"]
+    corpus = prepare(data)
+    expected = checkpoint.training.get("data", {}).get("sha256")
+    if corpus.sha256 != expected:
+        raise ConfigError(
+            f"{data} is not the text that {checkpoint.path} was trained on: SHA-256 {corpus.sha256}, not {expected}"
+        )
+    return corpus
 
 
 def load_model(args: argparse.Namespace) -> tuple[Checkpoint, GPT]:

@@ -169,6 +169,20 @@ def read_text(file: Path) -> Iterator[str]:
             yield text
 
 
+def read_lines(file: Path) -> Iterator[str]:
+    """The lines of a text, without the line break (\\n) that ends each.
+
+    Raises:
+        DataError: the file is not UTF-8; says at which byte.
+    """
+    rest = ""
+    for text in read_text(file):
+        *lines, rest = (rest + text).split("\n")
+        yield from lines
+    if rest:
+        yield rest
+
+
 def encode_file(file: Path, tokenizer: CharTokenizer) -> np.ndarray:
     """The ids of a text in a vocabulary made elsewhere: (characters,) in `id_dtype`.
 

@@ -84,6 +84,15 @@ def print_report(
     )
 
 
+def print_copies(console: Console, texts: dict[str, dict[str, Any]]) -> None:
+    """What texts copy from the training text, a column each."""
+    table = Table("", *texts)
+    for name in next(iter(texts.values())):
+        values = [figures[name] for figures in texts.values()]
+        table.add_row(name, *(repr(v) if isinstance(v, str) else f"{v:,.4f}".removesuffix(".0000") for v in values))
+    console.print(table)
+
+
 def draw_curves(log: Path, png: Path) -> None:
     """Training and validation loss, learning rate and baselines from a log, as a picture."""
     from matplotlib.figure import Figure  # half a second that only the end of a run pays

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+
+from service.model.tokenizer import CharTokenizer
 
 PIECE = 1 << 22  # training characters hashed at a time
 # Polynomial hashes modulo 2⁶⁴ with an odd base; whatever they find is compared character by character.
@@ -23,6 +26,18 @@ class Copy:
     length: int
     start: int  # in the text
     train_start: int
+
+
+def describe_copies(text: np.ndarray, train: np.ndarray, tokenizer: CharTokenizer) -> dict[str, Any]:
+    """Every figure of one text, by name."""
+    copy = longest_copy(text, train)
+    return {
+        "characters": len(text),
+        "longest copied passage": copy.length,
+        "the passage": tokenizer.decode(text[copy.start : copy.start + copy.length].tolist()),
+        "share of 50-grams copied": copied_share(text, train),
+        **{f"distinct-{n}": distinct_n(text, n) for n in (1, 3, 10)},
+    }
 
 
 def longest_copy(text: np.ndarray, train: np.ndarray) -> Copy:
