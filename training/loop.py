@@ -213,9 +213,9 @@ class Run:
         }
         self.save_best(best, losses)
         self.log({"event": "end", "step": self.progress.step, **losses})
+        draw_curves(self.out / "log.jsonl", self.out / "loss.png")
         self.progress.finished = True
         self.save()
-        draw_curves(self.out / "log.jsonl", self.out / "loss.png")
         print_report(self.console, self.config, self.progress, losses, self.out)
 
     def save(self) -> None:
