@@ -106,6 +106,13 @@ def build_parser() -> Parser:
     p.add_argument("--top-k", type=int, default=0, help="draw among the k likeliest; 0: all")
     p.add_argument("--top-p", type=float, default=1.0, help="draw among the likeliest with this probability together")
     p.add_argument("--seed", type=int, default=0, help="of the first text; the next ones take the next seeds")
+    p.add_argument(
+        "--stop", action="append", default=[], help=r"a text ends before this; may be repeated; \n is a line break"
+    )
+    p.add_argument("--unique", action="store_true", help="leave out what was written before")
+    p.add_argument(
+        "--format", choices=("text", "jsonl"), default="text", help="texts alone, or objects with their seeds"
+    )
     add_machine_flags(p)
 
     p = command("score", run_score, "print the log-likelihood of each line of a text, as JSON lines")
@@ -182,22 +189,44 @@ def run_evaluate(args: argparse.Namespace) -> None:
 
 
 def run_sample(args: argparse.Namespace) -> None:
+    import json
+
+    from rich.console import Console
+    from rich.progress import track
+
     from service.model.sampling import SamplingParams
-    from training.evaluate import sample_texts
+    from training.sample import ExhaustedError, sample_texts
 
     if args.n < 1 or args.max_tokens < 1:
         raise ConfigError(f"-n and --max-tokens must be at least 1, got {args.n} and {args.max_tokens}")
-    text = "\n" if args.prompt is None else args.prompt
-    if not text:
+    if args.prompt == "":
         raise ConfigError("--prompt must hold at least one character")
     try:
         params = SamplingParams(args.temperature, args.top_k, args.top_p, args.seed)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     checkpoint, model = load_model(args)
-    prompt = checkpoint.tokenizer.encode(text)
-    texts = sample_texts(model, prompt, args.n, args.max_tokens, params)
-    print("\n\n".join(checkpoint.tokenizer.decode(prompt + ids) for ids in texts))
+    tokenizer = checkpoint.tokenizer
+    prompt = tokenizer.encode("\n" if args.prompt is None else args.prompt)
+    stop = tuple(tuple(tokenizer.encode(text.replace("\\n", "\n"))) for text in args.stop)
+    if () in stop:
+        raise ConfigError("--stop must hold at least one character")
+    texts = sample_texts(model, prompt, args.n, args.max_tokens, params, stop=stop, unique=args.unique)
+    console = Console(stderr=True)
+    shown = track(texts, "texts", total=args.n, console=console, disable=not console.is_terminal or args.n == 1)
+    begin = args.prompt or ""
+    between = "\n" if args.stop else "\n\n"
+    try:
+        for number, (seed, ids) in enumerate(shown):
+            text = begin + tokenizer.decode(ids)
+            if args.format == "jsonl":
+                print(json.dumps({"text": text, "seed": seed}, ensure_ascii=False))
+            else:
+                print(between if number else "", text, sep="", end="")
+        if args.format == "text":
+            print()
+    except ExhaustedError as error:
+        raise ConfigError(str(error)) from None
 
 
 def run_score(args: argparse.Namespace) -> None:
@@ -217,8 +246,8 @@ def run_report(args: argparse.Namespace) -> None:
 
     from service.model.sampling import SamplingParams
     from training.display import print_copies
-    from training.evaluate import sample_texts
     from training.report import describe_copies
+    from training.sample import sample_texts
 
     if args.n < 1 or args.max_tokens < 1:
         raise ConfigError(f"-n and --max-tokens must be at least 1, got {args.n} and {args.max_tokens}")
@@ -226,7 +255,7 @@ def run_report(args: argparse.Namespace) -> None:
     corpus = run_corpus(checkpoint, args.data)
     prompt = [int(corpus.val[0])]
     texts = sample_texts(model, prompt, args.n, args.max_tokens, SamplingParams(seed=args.seed))
-    written = np.concatenate([np.array(ids, corpus.ids.dtype) for ids in texts])
+    written = np.concatenate([np.array(ids, corpus.ids.dtype) for _, ids in texts])
     held_out = corpus.val[: len(written)]
     print_copies(
         Console(highlight=False),

@@ -45,9 +45,9 @@ class TrainConfig:
     dropout: float = option(0.0, "share of each residual branch dropped in training, in [0, 1)")
 
     # the optimisation
-    steps: int = option(2000, "optimizer steps")
-    batch_size: int = option(16, "windows of block_size characters per step")
-    muon_lr: float = option(0.02, "peak learning rate of the hidden matrices (Muon)")
+    steps: int = option(2700, "optimizer steps")
+    batch_size: int = option(8, "windows of block_size characters per step")
+    muon_lr: float = option(0.03, "peak learning rate of the hidden matrices (Muon)")
     adamw_lr: float = option(0.003, "peak learning rate of embedding, head and norms (AdamW)")
     muon_momentum: float = option(0.95, "Nesterov momentum of Muon, in [0, 1)")
     adamw_beta1: float = option(0.9, "decay of AdamW's first moment, in [0, 1)")
@@ -58,7 +58,7 @@ class TrainConfig:
     ema_decay: float = option(0.0, "evaluate and keep an exponential average of the weights, in [0, 1); 0: none")
 
     # what is reported and kept
-    eval_every: int = option(250, "steps between evaluations")
+    eval_every: int = option(675, "steps between evaluations")
     eval_chars: int = option(
         1_000_000, "most validation characters an evaluation scores, 0: all; the report scores all"
     )
@@ -146,7 +146,7 @@ class TrainConfig:
 
 # What was tried to get here, and what it gave: RECIPE.md.
 PRESETS: dict[str, dict[str, Any]] = {
-    "quick": dict(n_layer=4, n_embd=96, block_size=64, steps=600, batch_size=16, eval_every=200),
+    "quick": dict(n_layer=4, block_size=64, steps=800, eval_every=400),
     "cpu": dict(),
     "gpu": dict(
         n_layer=6,
@@ -156,6 +156,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         block_size=256,
         batch_size=64,
         steps=2000,
+        eval_every=250,
+        muon_lr=0.02,
         dropout=0.2,
         weight_decay=0.3,
         ema_decay=0.995,

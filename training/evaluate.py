@@ -1,4 +1,4 @@
-"""How good a model is: losses over all of a text, baselines to hold them against, and samples.
+"""How good a model is: losses over all of a text, and baselines to hold them against.
 
 Losses are nats per character; every figure is deterministic: no random windows. Divide by ln 2 for bits.
 """
@@ -6,17 +6,14 @@ Losses are nats per character; every figure is deterministic: no random windows.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from service.engine import Engine
 from service.model.gpt import GPT
-from service.model.sampling import SamplingParams
-from service.scheduler import Sequence as Request
 
 CHUNK = 1 << 20  # characters counted at a time
 BATCH_CHARS = 1 << 11  # characters per forward
@@ -101,16 +98,3 @@ def _pairs(ids: np.ndarray, vocab_size: int) -> Iterable[np.ndarray]:
     for start in range(0, len(ids) - 1, CHUNK):
         piece = ids[start : start + CHUNK + 1].astype(np.int64)
         yield piece[:-1] * vocab_size + piece[1:]
-
-
-def sample_texts(
-    model: GPT, prompt: Sequence[int], count: int, max_tokens: int, params: SamplingParams
-) -> list[list[int]]:
-    """`count` continuations of a prompt; number i is drawn with seed `params.seed + i`."""
-    engine = Engine(model, max_running=min(count, 64), max_waiting=count)
-    return engine.generate(
-        Request(
-            i, list(prompt), max_tokens, SamplingParams(params.temperature, params.top_k, params.top_p, params.seed + i)
-        )
-        for i in range(count)
-    )

@@ -39,8 +39,9 @@ from service.model.sampling import SamplingParams
 from training.config import ConfigError, TrainConfig
 from training.data import Corpus, WindowSampler, prepare
 from training.display import ProgressView, draw_curves, print_report
-from training.evaluate import baselines, sample_texts, streamed_loss, whole_loss
+from training.evaluate import baselines, streamed_loss, whole_loss
 from training.optim import Optimizers, WeightAverage, lr_scale
+from training.sample import sample_texts
 from training.state import Progress, ResumeError, Saved, pack, refuse_changes
 
 
@@ -193,7 +194,8 @@ class Run:
         if self.config.sample_chars:
             tokenizer = self.corpus.tokenizer
             prompt = tokenizer.encode("\n") if "\n" in tokenizer else [int(self.corpus.train[0])]
-            ids = sample_texts(model, prompt, 1, self.config.sample_chars, SamplingParams(seed=self.config.seed))[0]
+            params = SamplingParams(seed=self.config.seed)
+            [(_, ids)] = sample_texts(model, prompt, 1, self.config.sample_chars, params)
             record["sample"] = tokenizer.decode(prompt + ids)
         if progress.best_val_loss is None or val_loss < progress.best_val_loss:
             progress.best_step, progress.best_val_loss = progress.step, val_loss
