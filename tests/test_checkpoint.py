@@ -26,6 +26,22 @@ def test_round_trip(tmp_path):
     assert (tmp_path / "ck" / "state.bin").read_bytes() == b"\0\1"
 
 
+def test_half_precision_takes_half_the_space(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = random_model()
+    save_checkpoint(tmp_path, model, CharTokenizer(VOCABULARY), {}, dtype="float16")
+    loaded = Checkpoint.read(tmp_path).load_model()
+    for name, value in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], value.half().float())
+    assert (tmp_path / "model.safetensors").stat().st_size < 2 * model.num_parameters + 4000
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.float16
+    idx = torch.randint(61, (1, 30))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(idx), theirs(idx).logits, rtol=0, atol=1e-5)
+
+
 def test_hugging_face_loads_the_tokenizer_as_it_is(tmp_path):
     from transformers import AutoTokenizer
 

@@ -22,7 +22,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from service.model.tokenizer import CharTokenizer
 
@@ -171,20 +171,25 @@ def save_checkpoint(
     tokenizer: CharTokenizer,
     training: Mapping[str, Any],
     extra: Mapping[str, bytes] | None = None,
+    dtype: Literal["float32", "float16"] = "float32",
 ) -> None:
     """Write a checkpoint folder at `path`, replacing the one there in one step.
 
-    `training` becomes training.json; `extra` adds files (name -> content) that the manifest covers too.
+    `training` becomes training.json; `extra` adds files (name -> content) that the manifest covers too; `dtype` is
+    that of the weights in the file.
     A failure, a full disk or a kill at any moment leaves the previous folder as it was.
 
     Raises:
         OSError: the disk is full or not writable.
     """
+    import torch
     from safetensors.torch import save
 
     files = {
-        "config.json": _dump(_hf_config(model)),
-        WEIGHTS: save(named_tensors(model), metadata={"format": "pt"}),
+        "config.json": _dump(_hf_config(model) | {"dtype": dtype}),
+        WEIGHTS: save(
+            {name: t.to(getattr(torch, dtype)) for name, t in named_tensors(model).items()}, {"format": "pt"}
+        ),
         "tokenizer.json": _dump(_hf_tokenizer(tokenizer)),
         "tokenizer_config.json": _dump(
             {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
@@ -272,7 +277,6 @@ def _hf_config(model: GPT) -> dict[str, Any]:
         "attention_bias": False,
         "attention_dropout": 0.0,
         "tie_word_embeddings": False,
-        "dtype": "float32",
         "chargpt": {"format_version": FORMAT_VERSION, "block_size": config.block_size},
     }
 
