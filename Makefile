@@ -54,8 +54,8 @@ $(VENV)/.installed-%: pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or \
 	  sys.exit("chargpt needs Python 3.11 or later, $(PYTHON) is %d.%d: pass PYTHON=python3.12 or the like" % v[:2])'
 	@echo "Installing into $(VENV): some minutes the first time"
-	$(PYTHON) -m venv $(VENV)
-	$(if $(TORCH),$(BIN)/pip install --quiet --no-deps '$(TORCH)' 2>/dev/null || \
+	@$(PYTHON) -m venv $(VENV)
+	@$(if $(TORCH),$(BIN)/pip install --quiet --no-deps '$(TORCH)' 2>/dev/null || \
 	  $(BIN)/pip install --no-deps --index-url '$(TORCH_INDEX_URL)' '$(TORCH)')
-	$(BIN)/pip install --quiet --editable '.[$*]' $(TORCH)
+	@$(BIN)/pip install --quiet --editable '.[$*]' $(TORCH)
 	@touch $@

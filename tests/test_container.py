@@ -65,28 +65,32 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture
-def container(engine, image, checkpoint):
-    """A healthy container."""
+def starting(engine, image, checkpoint):
+    """A container that has just been started."""
     container = engine.containers.run(
         image,
         detach=True,
         read_only=True,
         tmpfs={"/tmp": ""},
         cap_drop=["ALL"],
-        environment={"CHARGPT_THREADS": "1"},  # as the other tests: the model is tiny
         security_opt=["no-new-privileges"],
+        environment={"CHARGPT_THREADS": "1"},  # as in the other tests: the model is tiny
         volumes={str(checkpoint.path): {"bind": "/checkpoint", "mode": "ro"}},
         ports={"8000/tcp": ("127.0.0.1", None)},
     )
-    try:
-        deadline = time.monotonic() + 120
-        while container.health != "healthy":
-            assert container.status in ("created", "running") and time.monotonic() < deadline, container.logs().decode()
-            time.sleep(0.2)
-            container.reload()
-        yield container
-    finally:
-        container.remove(force=True)
+    yield container
+    container.remove(force=True)
+
+
+@pytest.fixture
+def container(starting):
+    """A healthy container."""
+    deadline = time.monotonic() + 120
+    while starting.health != "healthy":
+        assert starting.status in ("created", "running") and time.monotonic() < deadline, starting.logs().decode()
+        time.sleep(0.2)
+        starting.reload()
+    return starting
 
 
 def url_of(container):
@@ -139,6 +143,13 @@ def test_a_stream_outlives_sigterm(container, checkpoint):
     assert (len(text), pieces[-1]["finish_reason"]) == (2000, "length")
     assert text.startswith(exact(checkpoint, "Hello", 200, seed=1))
     assert container.wait(timeout=30)["StatusCode"] == 0
+
+
+def test_sigterm_ends_it_while_it_loads(starting):
+    """It is PID 1, which ignores the signals that it has no handler for."""
+    time.sleep(1)
+    starting.stop(timeout=20)
+    assert starting.wait()["StatusCode"] == 0, starting.logs().decode()
 
 
 def test_the_image_holds_the_service_alone(engine, image):
