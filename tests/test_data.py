@@ -65,7 +65,7 @@ def test_tiny_shakespeare_is_as_known(tiny_shakespeare):
 
 
 def test_a_text_is_encoded_once(tmp_path, monkeypatch):
-    file = text_file(tmp_path, "to be or not to be")
+    file = text_file(tmp_path, "to be or not to be, that is the question")
     first = prepare(str(file))
     monkeypatch.setattr(data, "_encode", None)  # a second encoding would fail
     assert np.array_equal(prepare(str(file)).ids, first.ids)
