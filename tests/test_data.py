@@ -98,6 +98,12 @@ def test_a_text_needs_two_symbols(tmp_path, text, found):
         prepare(str(text_file(tmp_path, text)))
 
 
+def test_a_text_needs_a_character_to_validate_on(tmp_path):
+    with pytest.raises(DataError, match="holds 19 characters; a text needs at least 20"):
+        prepare(str(text_file(tmp_path, "abcdefghij" + "k" * 9)))
+    assert len(prepare(str(text_file(tmp_path, "abcdefghij" + "k" * 10))).val) == 2
+
+
 def test_a_missing_file_names_what_data_takes():
     with pytest.raises(DataError, match="no text file at nowhere.txt; --data takes a UTF-8 file or the name tinysh"):
         find_text("nowhere.txt")
