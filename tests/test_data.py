@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import os
@@ -11,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from service.model.tokenizer import CharTokenizer, UnknownCharacterError
 from training import data
-from training.data import DataError, WindowSampler, encode_file, find_text, id_dtype, prepare, read_text
+from training.data import DataError, WindowSampler, encode_files, find_text, id_dtype, prepare, read_text
 
 ROOT = Path(__file__).parent.parent
 
@@ -74,11 +75,12 @@ def test_a_text_is_encoded_once(tmp_path, monkeypatch):
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])), st.integers(1, 7))
+@settings(deadline=None)
 def test_reading_in_pieces_changes_nothing(tmp_path_factory, text, size):
     file = text_file(tmp_path_factory.getbasetemp(), text)
     before, data.CHUNK_BYTES = data.CHUNK_BYTES, size
     try:
-        assert "".join(read_text(file)) == text
+        assert "".join(read_text([file])) == text
     finally:
         data.CHUNK_BYTES = before
 
@@ -105,7 +107,9 @@ def test_a_text_needs_a_character_to_validate_on(tmp_path):
 
 
 def test_a_missing_file_names_what_data_takes():
-    with pytest.raises(DataError, match="no text file at nowhere.txt; --data takes a UTF-8 file or the name tinysh"):
+    with pytest.raises(
+        DataError, match="no text at nowhere.txt; --data takes UTF-8 files, plain or gzip, folders of them"
+    ):
         find_text("nowhere.txt")
 
 
@@ -143,9 +147,9 @@ def test_ids_take_the_bytes_they_need(tmp_path):
 def test_a_foreign_text_is_encoded_or_refused_with_the_place(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "CHUNK_BYTES", 4)
     tokenizer = CharTokenizer("abc")
-    assert encode_file(text_file(tmp_path, "cabcab"), tokenizer).tolist() == [2, 0, 1, 2, 0, 1]
+    assert encode_files([text_file(tmp_path, "cabcab")], tokenizer).tolist() == [2, 0, 1, 2, 0, 1]
     with pytest.raises(UnknownCharacterError, match=r"'x' \(U\+0078\) at offset 6 "):
-        encode_file(text_file(tmp_path, "abcabcx"), tokenizer)
+        encode_files([text_file(tmp_path, "abcabcx")], tokenizer)
 
 
 def test_memory_does_not_grow_with_the_text(tmp_path):
@@ -225,3 +229,51 @@ def test_a_text_shorter_than_two_windows_is_refused():
     with pytest.raises(DataError, match="holds 31 characters; block_size 16 needs at least 32: pass a longer text or"):
         WindowSampler(np.arange(31), 16, seed=0)
     assert WindowSampler(np.arange(32), 16, seed=0).windows_per_epoch == 1
+
+
+# -- several files, folders, gzip, records --
+
+
+def test_files_folders_and_gzip_are_one_text(tmp_path):
+    (tmp_path / "plays" / "late").mkdir(parents=True)
+    (tmp_path / "plays" / "a.txt").write_bytes("Ä tale\r\n".encode())
+    (tmp_path / "plays" / ".hidden").write_text("never")
+    (tmp_path / "plays" / "late" / "b.txt.gz").write_bytes(gzip.compress(b"of two cities"))
+    (tmp_path / "c.txt").write_text("The end of it all")
+    text = "Ä tale\r\nof two cities\nThe end of it all"
+    corpus = prepare([str(tmp_path / "plays"), str(tmp_path / "c.txt")])
+    assert corpus.tokenizer.decode(corpus.ids) == text
+    assert corpus.sha256 == hashlib.sha256(text.encode()).hexdigest()
+    assert corpus.name == "a.txt and 2 more"
+    (tmp_path / "whole.txt").write_text(text, newline="")
+    assert prepare(str(tmp_path / "whole.txt")).sha256 == corpus.sha256
+
+
+def test_bad_gzip_and_empty_folders_are_refused(tmp_path):
+    (tmp_path / "bad.gz").write_bytes(gzip.compress(b"some text" * 100)[:-12])
+    with pytest.raises(DataError, match=r"bad\.gz is not a whole gzip file"):
+        prepare(str(tmp_path / "bad.gz"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="the folder .*empty holds no file"):
+        prepare(str(tmp_path / "empty"))
+
+
+@given(st.lists(st.text("abc€", max_size=6), min_size=10, max_size=60), st.booleans(), st.integers(1, 9))
+@settings(max_examples=50, deadline=None)
+def test_one_record_in_ten_validates(tmp_path_factory, records, ended, chunk):
+    """Whole records, whatever the pieces they are read in, each after a line break and with its own."""
+    text = "\n".join(records) + ("\n" if ended or not records[-1] else "")
+    assume(len(set(text)) > 1 and len(text) >= data.MIN_CHARACTERS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(data, "CHUNK_BYTES", chunk)
+        corpus = prepare(str(text_file(tmp_path_factory.getbasetemp(), text)), records=True)
+    decode = corpus.tokenizer.decode
+    assert decode(corpus.train) == "\n" + "".join(f"{r}\n" for i, r in enumerate(records) if i % 10 != 9)
+    assert decode(corpus.val) == "\n" + "".join(f"{r}\n" for i, r in enumerate(records) if i % 10 == 9)
+    assert corpus.describe()["records"] == len(records)
+
+
+def test_too_few_records_are_refused(tmp_path):
+    with pytest.raises(DataError, match="holds 9 records; --records needs at least 10"):
+        prepare(str(text_file(tmp_path, "ab\ncd\n" * 4 + "ef\n")), records=True)

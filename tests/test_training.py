@@ -377,7 +377,7 @@ def test_a_bad_setting_is_named_with_what_is_allowed():
         TrainConfig(dtype="float16")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="preset must be one of quick, cpu, gpu, got 'huge'"):
         TrainConfig.from_preset("huge")
-    with pytest.raises(ConfigError, match="there is no setting 'lr'; allowed are data, seed"):
+    with pytest.raises(ConfigError, match="there is no setting 'lr'; allowed are data, records, seed"):
         TrainConfig.from_preset("cpu", lr=1)
     with pytest.raises(ConfigError, match="n_kv_head must divide n_head, got n_kv_head=3, n_head=4"):
         TrainConfig(n_kv_head=3).model_config(65)
@@ -396,7 +396,7 @@ def test_a_bad_setting_is_named_with_what_is_allowed():
         (("train", "--steps", "many"), 2, "argument --steps: invalid int value: 'many'"),
         (("train", "--preset", "huge"), 2, "argument --preset: invalid choice: 'huge' (choose from"),
         (("train", "--dropout", "1"), 1, "error: dropout must be in [0, 1), got 1.0"),
-        (("train", "--data", "no.txt", "--out", "OUT"), 1, "error: no text file at no.txt"),
+        (("train", "--data", "no.txt", "--out", "OUT"), 1, "error: no text at no.txt"),
         (("train", "--resume", "--overwrite"), 1, "error: --resume goes on with a run, --overwrite replaces it"),
         (("train", "--resume", "--out", "OUT"), 1, "error: nothing to resume"),
         (("evaluate", "--checkpoint", "nowhere"), 1, "error: no checkpoint at nowhere"),

@@ -64,11 +64,14 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
             options["action"] = argparse.BooleanOptionalAction
         elif get_origin(kind) is Literal:
             options["choices"] = get_args(kind)
+        elif get_origin(kind) is tuple:
+            options |= {"nargs": "+", "metavar": field.name.upper()}
         else:
             options["type"] = next((k for k in get_args(kind) if k is not NoneType), kind)
             options["metavar"] = options["type"].__name__.upper()
         changed = [f"{preset}: {values[field.name]}" for preset, values in PRESETS.items() if field.name in values]
-        default = ", ".join([f"default {field.default}".replace("None", "none"), *changed])
+        shown = " ".join(field.default) if isinstance(field.default, tuple) else field.default
+        default = ", ".join([f"default {shown}".replace("None", "none"), *changed])
         parser.add_argument(f"--{field.name.replace('_', '-')}", help=f"{help} ({default})", **options)
 
 
@@ -81,9 +84,10 @@ def build_parser() -> Parser:
         added.set_defaults(run=run, parser=added)
         return added
 
-    data_help = "a UTF-8 text file, or the name tinyshakespeare"
+    data_help = "UTF-8 text files, plain or gzip, or folders of them, or the name tinyshakespeare"
     p = command("prepare", run_prepare, "encode a text once into the cache; train does it too")
-    p.add_argument("--data", default="tinyshakespeare", help=data_help)
+    p.add_argument("--data", nargs="+", default=["tinyshakespeare"], help=data_help)
+    p.add_argument("--records", action="store_true", help="each line is a record; one in ten validates")
 
     p = command("train", run_train, "train a model; every loss is nats per character")
     p.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="the run's folder")
@@ -94,7 +98,9 @@ def build_parser() -> Parser:
 
     p = command("evaluate", run_evaluate, "score a text with a checkpoint")
     p.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="a checkpoint folder")
-    p.add_argument("--data", help=f"{data_help}; all of it is scored (default: the run's own validation split)")
+    p.add_argument(
+        "--data", nargs="+", help=f"{data_help}; all is scored (default: the run's own validation split)"
+    )
     add_machine_flags(p)
 
     p = command("sample", run_sample, "write texts with a checkpoint")
@@ -122,7 +128,7 @@ def build_parser() -> Parser:
 
     p = command("report", run_report, "how much of what a model writes is copied from its training text")
     p.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="a checkpoint folder")
-    p.add_argument("--data", help=f"the training text: {data_help} (default: the run's own)")
+    p.add_argument("--data", nargs="+", help=f"the training text: {data_help} (default: the run's own)")
     p.add_argument("-n", type=int, default=20, help="texts to write")
     p.add_argument("--max-tokens", type=int, default=5000, help="characters of each text")
     p.add_argument("--seed", type=int, default=0, help="of the first text; the next ones take the next seeds")
@@ -143,7 +149,7 @@ def add_machine_flags(parser: argparse.ArgumentParser) -> None:
 def run_prepare(args: argparse.Namespace) -> None:
     from training.data import cache_dir, prepare
 
-    corpus = prepare(args.data)
+    corpus = prepare(args.data, records=args.records)
     about = corpus.describe()
     print(
         f"{about['name']}: {about['characters']:,} characters, {about['symbols']} symbols; "
@@ -174,7 +180,7 @@ def run_train(args: argparse.Namespace) -> None:
 
 
 def run_evaluate(args: argparse.Namespace) -> None:
-    from training.data import encode_file, find_text
+    from training.data import encode_files, find_texts
     from training.evaluate import bits, streamed_loss, whole_loss
 
     checkpoint, model = load_model(args)
@@ -182,7 +188,7 @@ def run_evaluate(args: argparse.Namespace) -> None:
         corpus = run_corpus(checkpoint, None)
         ids, scored = corpus.val, f"validation split of {corpus.name}"
     else:
-        ids, scored = encode_file(find_text(args.data), checkpoint.tokenizer), args.data
+        ids, scored = encode_files(find_texts(args.data), checkpoint.tokenizer), " ".join(args.data)
     print(f"{scored}: {len(ids):,} characters, all but the first scored")
     for name, loss in ("whole", whole_loss(model, ids)), ("streamed", streamed_loss(model, ids)):
         print(f"{name:<9} {loss:.4f} nats  {bits(loss):.4f} bits per character")
@@ -277,7 +283,7 @@ def run_export(args: argparse.Namespace) -> None:
     print(f"{args.out}: {args.out.stat().st_size:,} bytes")
 
 
-def run_corpus(checkpoint: Checkpoint, data: str | None) -> Corpus:
+def run_corpus(checkpoint: Checkpoint, data: list[str] | None) -> Corpus:
     """The text a checkpoint was trained on: at `data`, or where the run found it.
 
     Raises:
@@ -289,11 +295,12 @@ def run_corpus(checkpoint: Checkpoint, data: str | None) -> Corpus:
         if "recipe" not in checkpoint.training:
             raise ConfigError(f"{checkpoint.path / 'training.json'} does not say what the text was: pass --data")
         data = checkpoint.training["recipe"]["data"]
-    corpus = prepare(data)
+    corpus = prepare(data, records=checkpoint.training.get("recipe", {}).get("records", False))
     expected = checkpoint.training.get("data", {}).get("sha256")
     if corpus.sha256 != expected:
         raise ConfigError(
-            f"{data} is not the text that {checkpoint.path} was trained on: SHA-256 {corpus.sha256}, not {expected}"
+            f"{' '.join(data)} is not the text that {checkpoint.path} was trained on: "
+            f"SHA-256 {corpus.sha256}, not {expected}"
         )
     return corpus
 

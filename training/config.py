@@ -32,7 +32,10 @@ class TrainConfig:
         ConfigError: a value is out of its bounds.
     """
 
-    data: str = option("tinyshakespeare", "a UTF-8 text file, or the name tinyshakespeare")
+    data: tuple[str, ...] = option(
+        ("tinyshakespeare",), "UTF-8 text files, plain or gzip, or folders of them, or the name tinyshakespeare"
+    )
+    records: bool = option(False, "each line is a record (a name, a SMILES, a game); one in ten validates")
     seed: int = option(1337, "of the initial weights, the order of the windows and dropout")
 
     # the model (GPTConfig)
@@ -73,6 +76,8 @@ class TrainConfig:
     compile: bool = option(False, "torch.compile the model: up to a minute before the first step")
 
     def __post_init__(self) -> None:
+        # One name may stand alone; JSON knows lists only.
+        object.__setattr__(self, "data", (self.data,) if isinstance(self.data, str) else tuple(self.data))
         bounds: dict[str, tuple[float, float]] = {
             "seed": (0, 2**63 - 1),
             "steps": (1, 10**9),

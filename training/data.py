@@ -1,18 +1,24 @@
 """From a text to windows of ids: prepare once, memory-map for ever, draw without replacement.
 
 A corpus is encoded in chunks into one file of 1, 2 or 4 bytes per character, in a cache folder named by the
-text's SHA-256, so a text larger than memory prepares and trains in constant memory. Knows nothing of models.
+text's SHA-256, so a text larger than memory prepares and trains in constant memory. A text is a file, several, or
+a folder of them, plain or gzip. Knows nothing of models.
 """
 
 from __future__ import annotations
 
 import codecs
+import gzip
 import hashlib
+import itertools
 import json
 import os
+import shutil
+import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +28,11 @@ import numpy as np
 from service.model.checkpoint import replacing_folder
 from service.model.tokenizer import CharTokenizer, UnknownCharacterError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 CHUNK_BYTES = 1 << 22
-TRAIN_SHARE = 0.9  # the first 90 % train, the rest validates; nothing is shuffled
+TRAIN_SHARE = 0.9  # of a text the first 90 % train, the rest validates; nothing is shuffled
+VAL_EVERY = 10  # of records, one in ten validates, wherever it stands
+MAX_SYMBOLS = 1 << 16  # more than all of Unicode's scripts in use; past it the text is hardly one of characters
 
 MIN_CHARACTERS = 20  # so that the validation split has one to predict
 
@@ -43,15 +51,37 @@ def cache_dir() -> Path:
     return Path(base) / "chargpt"
 
 
+def find_texts(data: Sequence[str]) -> list[Path]:
+    """The files that `--data` means: of a folder all those below it, by name, but hidden ones.
+
+    Raises:
+        DataError: there is no such file, a folder has none, or as `find_text`.
+    """
+    files = []
+    for name in data:
+        if Path(name).is_dir():
+            below = (path.relative_to(name) for path in Path(name).rglob("*") if path.is_file())
+            found = [Path(name) / path for path in sorted(below) if not any(p.startswith(".") for p in path.parts)]
+            if not found:
+                raise DataError(f"the folder {name} holds no file")
+            files += found
+        else:
+            files.append(find_text(name))
+    return files
+
+
 def find_text(data: str) -> Path:
-    """The file that `--data` means; the one known name is looked up, or downloaded once.
+    """The file of a name; the one known name is looked up, or downloaded once.
 
     Raises:
         DataError: there is no such file, the download failed, or its SHA-256 is not the known one.
     """
     if data != TINYSHAKESPEARE or Path(data).is_file():
         if not Path(data).is_file():
-            raise DataError(f"no text file at {data}; --data takes a UTF-8 file or the name {TINYSHAKESPEARE}")
+            raise DataError(
+                f"no text at {data}; --data takes UTF-8 files, plain or gzip, folders of them, "
+                f"or the name {TINYSHAKESPEARE}"
+            )
         return Path(data)
     name = f"{TINYSHAKESPEARE}.txt"
     given = os.environ.get("CHARGPT_DATA_DIR")
@@ -92,17 +122,19 @@ class Corpus:
     """A prepared text: its vocabulary and its ids, memory-mapped."""
 
     name: str
-    sha256: str  # of the text's bytes
+    sha256: str  # of the text's bytes, unpacked
     tokenizer: CharTokenizer
-    ids: np.ndarray  # (characters,) uint8, uint16 or uint32
+    ids: np.ndarray  # (characters,) uint8, uint16 or uint32: what trains, then what validates
+    num_train: int
+    records: int | None  # how many, where the text is one record a line
 
     @property
     def train(self) -> np.ndarray:
-        return self.ids[: int(len(self.ids) * TRAIN_SHARE)]
+        return self.ids[: self.num_train]
 
     @property
     def val(self) -> np.ndarray:
-        return self.ids[int(len(self.ids) * TRAIN_SHARE) :]
+        return self.ids[self.num_train :]
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -112,30 +144,39 @@ class Corpus:
             "symbols": self.tokenizer.vocab_size,
             "train_characters": len(self.train),
             "val_characters": len(self.val),
+            "records": self.records,
         }
 
 
-def prepare(data: str) -> Corpus:
+def prepare(data: str | Sequence[str], *, records: bool = False) -> Corpus:
     """The corpus of `--data`, encoded on first use and from the cache afterwards.
 
+    `records`: each line is one, the line break its end. One in VAL_EVERY validates, and each split begins with a
+    line break, so that every record follows one.
+
     Raises:
-        DataError: no such file, not UTF-8, or a text without two different characters.
+        DataError: no such file, not UTF-8, not a text that can be trained on.
     """
-    file = find_text(data)
-    sha256 = _sha256(file)
-    folder = cache_dir() / "corpora" / f"{sha256}-v{FORMAT_VERSION}"
+    files = find_texts([data] if isinstance(data, str) else data)
+    name = files[0].name if len(files) == 1 else f"{files[0].name} and {len(files) - 1} more"
+    sha256 = _sha256(files)
+    folder = cache_dir() / "corpora" / f"{sha256}-v{FORMAT_VERSION}{'-records' if records else ''}"
     if not folder.is_dir():
-        characters, count = _scan(file)
+        characters, count = _scan(files)
         if len(characters) < 2:
             found = f"only the character {characters[0]!r}" if characters else "nothing"
-            raise DataError(f"{file} holds {found}; a text needs at least two different characters")
+            raise DataError(f"{name} holds {found}; a text needs at least two different characters")
         if count < MIN_CHARACTERS:
-            raise DataError(f"{file} holds {count} characters; a text needs at least {MIN_CHARACTERS}")
-        _encode(file, CharTokenizer(characters), count, sha256, folder)
+            raise DataError(f"{name} holds {count} characters; a text needs at least {MIN_CHARACTERS}")
+        if len(characters) > MAX_SYMBOLS:
+            raise DataError(f"{name} holds {len(characters):,} different characters, more than {MAX_SYMBOLS:,}")
+        if records:
+            characters = sorted({*characters, "\n"})
+        _encode(files, CharTokenizer(characters), sha256, folder, records)
     about = json.loads((folder / "corpus.json").read_bytes())
     tokenizer = CharTokenizer(about["characters"])
     ids = np.memmap(folder / "ids.bin", dtype=id_dtype(tokenizer.vocab_size), mode="r")
-    return Corpus(file.name, sha256, tokenizer, ids)
+    return Corpus(name, sha256, tokenizer, ids, about["num_train"], about["records"])
 
 
 def id_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -143,17 +184,18 @@ def id_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("u1" if vocab_size <= 1 << 8 else "<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
-def read_text(file: Path) -> Iterator[str]:
-    """The text in pieces, character for character: line ends stay as they are.
+def read_text(files: Sequence[Path]) -> Iterator[str]:
+    """Texts one after the other, in pieces, character for character: line ends stay as they are.
+
+    Where a file but the last does not end with a line break, one is put.
 
     Raises:
-        DataError: the file is not UTF-8; says at which byte.
+        DataError: a file is not UTF-8, and at which byte; or one named .gz is not gzip.
     """
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    start = 0
-    with open(file, "rb") as binary:
-        while True:
-            chunk = binary.read(CHUNK_BYTES)
+    for file in files:
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        start, last = 0, "\n"
+        for chunk in itertools.chain(_read_bytes(file), [b""]):
             held = len(decoder.getstate()[0])  # bytes of a character that the last chunk broke off
             try:
                 text = decoder.decode(chunk, final=not chunk)
@@ -163,10 +205,21 @@ def read_text(file: Path) -> Iterator[str]:
                     f"{file} is not UTF-8: byte 0x{error.object[error.start]:02X} at offset {offset}"
                     f" ({error.reason}); convert it first, e.g. iconv -f LATIN1 -t UTF-8"
                 ) from None
-            if not chunk:
-                return
             start += len(chunk)
-            yield text
+            if text:
+                last = text[-1]
+                yield text
+        if file is not files[-1] and last != "\n":
+            yield "\n"
+
+
+def _read_bytes(file: Path) -> Iterator[bytes]:
+    try:
+        with gzip.open(file) if file.suffix == ".gz" else open(file, "rb") as binary:
+            while chunk := binary.read(CHUNK_BYTES):
+                yield chunk
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(f"{file} is not a whole gzip file: {error}") from None
 
 
 def read_lines(file: Path) -> Iterator[str]:
@@ -176,60 +229,92 @@ def read_lines(file: Path) -> Iterator[str]:
         DataError: the file is not UTF-8; says at which byte.
     """
     rest = ""
-    for text in read_text(file):
+    for text in read_text([file]):
         *lines, rest = (rest + text).split("\n")
         yield from lines
     if rest:
         yield rest
 
 
-def encode_file(file: Path, tokenizer: CharTokenizer) -> np.ndarray:
-    """The ids of a text in a vocabulary made elsewhere: (characters,) in `id_dtype`.
+def encode_files(files: Sequence[Path], tokenizer: CharTokenizer) -> np.ndarray:
+    """The ids of texts in a vocabulary made elsewhere: (characters,) in `id_dtype`.
 
     Raises:
-        DataError: the file is not UTF-8 or holds fewer than two characters.
-        UnknownCharacterError: the text holds a character that the vocabulary lacks.
+        DataError: a file is not UTF-8, or all hold fewer than two characters.
+        UnknownCharacterError: a text holds a character that the vocabulary lacks.
     """
     pieces, start = [np.empty(0, id_dtype(tokenizer.vocab_size))], 0
-    for text in read_text(file):
+    for text in read_text(files):
         try:
             pieces.append(tokenizer.encode_array(text).astype(pieces[0].dtype))
         except UnknownCharacterError as error:
             raise UnknownCharacterError(error.character, start + error.offset) from None
         start += len(text)
     if start < 2:
-        raise DataError(f"{file} holds {start} characters; scoring needs at least two")
+        raise DataError(f"{files[0]} holds {start} characters; scoring needs at least two")
     return np.concatenate(pieces)
 
 
-def _sha256(file: Path) -> str:
-    with open(file, "rb") as binary:
-        return hashlib.file_digest(binary, "sha256").hexdigest()
+def _sha256(files: Sequence[Path]) -> str:
+    digest = hashlib.sha256()
+    for text in read_text(files):
+        digest.update(text.encode())
+    return digest.hexdigest()
 
 
-def _scan(file: Path) -> tuple[list[str], int]:
+def _scan(files: Sequence[Path]) -> tuple[list[str], int]:
     """The sorted unique characters of a text, and its length."""
     seen, count = np.zeros(0x110000, dtype=bool), 0
-    for text in read_text(file):
+    for text in read_text(files):
         seen[np.frombuffer(text.encode("utf-32-le"), dtype="<u4")] = True
         count += len(text)
     return [chr(code) for code in np.flatnonzero(seen)], count
 
 
-def _encode(file: Path, tokenizer: CharTokenizer, count: int, sha256: str, folder: Path) -> None:
+def _encode(files: Sequence[Path], tokenizer: CharTokenizer, sha256: str, folder: Path, records: bool) -> None:
     dtype = id_dtype(tokenizer.vocab_size)
-    digest, written = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    written = num_train = num_records = 0
+    break_id = tokenizer.encode("\n")[0] if records else -1
     with replacing_folder(folder) as new:
-        with open(new / "ids.bin", "wb") as binary:
-            for text in read_text(file):
+        with open(new / "ids.bin", "w+b") as train, tempfile.TemporaryFile(dir=new) as val:
+            if records:
+                train.write(np.array([break_id], dtype).tobytes())
+                val.write(np.array([break_id], dtype).tobytes())
+            last = "\n"
+            for text in read_text(files):
                 digest.update(text.encode())
-                binary.write(tokenizer.encode_array(text).astype(dtype).tobytes())
-                written += len(text)
-            binary.flush()
-            os.fsync(binary.fileno())
-        if digest.hexdigest() != sha256 or written != count:
-            raise DataError(f"{file} changed while it was read; run again")
-        about = {"sha256": sha256, "characters": tokenizer.characters}
+                ids = tokenizer.encode_array(text).astype(dtype)
+                written += len(ids)
+                if records:
+                    ends = ids == break_id
+                    number = num_records + np.cumsum(ends) - ends  # of the record that each character belongs to
+                    validates = number % VAL_EVERY == VAL_EVERY - 1
+                    train.write(ids[~validates].tobytes())
+                    val.write(ids[validates].tobytes())
+                    num_records += int(ends.sum())
+                    last = text[-1]
+                else:
+                    train.write(ids.tobytes())
+            if last != "\n":  # the last record has its end too
+                split = val if num_records % VAL_EVERY == VAL_EVERY - 1 else train
+                split.write(np.array([break_id], dtype).tobytes())
+                num_records += 1
+            num_train = train.tell() // dtype.itemsize if records else int(written * TRAIN_SHARE)
+            val.seek(0)
+            shutil.copyfileobj(val, train)
+            train.flush()
+            os.fsync(train.fileno())
+        if digest.hexdigest() != sha256:
+            raise DataError(f"{files[0]} or another file changed while it was read; run again")
+        if records and num_records < VAL_EVERY:
+            raise DataError(f"{files[0]} holds {num_records} records; --records needs at least {VAL_EVERY}")
+        about = {
+            "sha256": sha256,
+            "characters": tokenizer.characters,
+            "num_train": num_train,
+            "records": num_records if records else None,
+        }
         (new / "corpus.json").write_text(json.dumps(about), encoding="utf-8")
 
 

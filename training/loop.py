@@ -316,7 +316,7 @@ def start(config: TrainConfig, out: Path, console: Console, *, overwrite: bool =
                 f"{out} holds {', '.join(held[:5])} already: pass --resume to go on, --overwrite to replace that run, "
                 "or another --out"
             )
-        run = Run(config, prepare(config.data), out, console)
+        run = Run(config, prepare(config.data, records=config.records), out, console)
         for name in ("last", "best"):
             shutil.rmtree(out / name, ignore_errors=True)
         for name in ("log.jsonl", "loss.png"):
@@ -324,7 +324,7 @@ def start(config: TrainConfig, out: Path, console: Console, *, overwrite: bool =
         run.train()
 
 
-def resume(out: Path, given: dict[str, Any], console: Console, *, data: str | None = None) -> None:
+def resume(out: Path, given: dict[str, Any], console: Console, *, data: tuple[str, ...] | None = None) -> None:
     """Go on with the run in `out`; `given` are settings that the caller repeats, which must be the same.
 
     `data` may name the text at another place; it must be the same text.
@@ -341,7 +341,7 @@ def resume(out: Path, given: dict[str, Any], console: Console, *, data: str | No
         if saved.progress.finished:
             console.print(f"{out} is finished: step {saved.progress.step} of {saved.config.steps}; nothing to do")
             return
-        corpus = prepare(data or saved.config.data)
+        corpus = prepare(data or saved.config.data, records=saved.config.records)
         if corpus.sha256 != saved.data["sha256"]:
             raise ResumeError(
                 f"{corpus.name} is not the text that this run began with: {len(corpus.ids):,} characters, SHA-256 "
