@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import os
 import sys
 from pathlib import Path
 from types import NoneType
@@ -318,6 +319,9 @@ def load_model(args: argparse.Namespace) -> tuple[Checkpoint, GPT]:
 
 
 def main() -> int:
+    # OpenMP's threads would spin while they wait, and where another program takes a core that makes a step ten
+    # times slower. Read when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     args = build_parser().parse_args()
     from service.model.checkpoint import CheckpointError
     from service.model.tokenizer import UnknownCharacterError
