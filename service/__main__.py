@@ -16,8 +16,8 @@ def main() -> int:
     from service.settings import read_settings
 
     settings = read_settings()
-    # OpenMP's threads would spin while they wait, beside HTTP processes that want the core. Read by the workers.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # GNU OpenMP's threads spin for milliseconds while they wait, beside HTTP processes that want the core.
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     with tempfile.TemporaryDirectory(prefix="chargpt-metrics-") as folder:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder  # read when prometheus_client is imported
 

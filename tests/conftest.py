@@ -2,7 +2,3 @@ import os
 
 # The models here are tiny: a second thread would only spin, and fight with the servers that the tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-
-def pytest_configure(config):
-    config.addinivalue_line("markers", "container: builds the image and runs it in Docker")

@@ -1,5 +1,6 @@
 """Small real things that several test files need."""
 
+import os
 import socket
 import string
 import subprocess
@@ -17,7 +18,8 @@ from service.model.checkpoint import Checkpoint, save_checkpoint
 from service.model.gpt import GPT, GPTConfig
 from service.model.tokenizer import CharTokenizer
 
-CORPUS = Path(__file__).parents[2] / "shared" / "data" / "tinyshakespeare.txt"
+DATA = Path(os.environ.get("CHARGPT_DATA_DIR") or Path(__file__).parents[2] / "shared" / "data")
+CORPUS = DATA / "tinyshakespeare.txt"
 VOCABULARY = sorted("\n !'.,:;?" + string.ascii_letters)
 
 

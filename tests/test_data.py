@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import CORPUS
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -31,11 +32,9 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture
 def tiny_shakespeare() -> Path:
     """The real corpus, where this machine has it."""
-    folders = [os.environ.get("CHARGPT_TEST_DATA_DIR"), ROOT / ".." / "shared" / "data"]
-    for folder in filter(None, folders):
-        if (Path(folder) / "tinyshakespeare.txt").is_file():
-            return Path(folder) / "tinyshakespeare.txt"
-    pytest.skip("tinyshakespeare.txt is neither in $CHARGPT_TEST_DATA_DIR nor in ../shared/data")
+    if not CORPUS.is_file():
+        pytest.skip(f"{CORPUS} is not here")
+    return CORPUS
 
 
 def text_file(tmp_path: Path, text: str | bytes) -> Path:

@@ -99,9 +99,7 @@ def build_parser() -> Parser:
 
     p = command("evaluate", run_evaluate, "score a text with a checkpoint")
     p.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="a checkpoint folder")
-    p.add_argument(
-        "--data", nargs="+", help=f"{data_help}; all is scored (default: the run's own validation split)"
-    )
+    p.add_argument("--data", nargs="+", help=f"{data_help}; all is scored (default: the run's own validation split)")
     add_machine_flags(p)
 
     p = command("sample", run_sample, "write texts with a checkpoint")
@@ -319,9 +317,9 @@ def load_model(args: argparse.Namespace) -> tuple[Checkpoint, GPT]:
 
 
 def main() -> int:
-    # OpenMP's threads would spin while they wait, and where another program takes a core that makes a step ten
-    # times slower. Read when torch is imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # GNU OpenMP's threads spin for milliseconds while they wait, and where another program takes a core that makes
+    # a step ten times slower; this many turns cost nothing alone. Read when torch is imported.
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     args = build_parser().parse_args()
     from service.model.checkpoint import CheckpointError
     from service.model.tokenizer import UnknownCharacterError

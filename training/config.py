@@ -151,7 +151,7 @@ class TrainConfig:
 
 # What was tried to get here, and what it gave: RECIPE.md.
 PRESETS: dict[str, dict[str, Any]] = {
-    "quick": dict(n_layer=4, block_size=64, batch_size=16, muon_lr=0.04, steps=550, eval_every=275),
+    "quick": dict(n_layer=4, block_size=64, batch_size=16, muon_lr=0.04, steps=400, eval_every=200, eval_chars=30_000),
     "cpu": dict(),
     "gpu": dict(
         n_layer=6,
