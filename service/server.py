@@ -570,9 +570,10 @@ class Server(LitServer):
         except KeyboardInterrupt:
             logger.info("stopped while starting")
         finally:
-            for process in multiprocessing.active_children():
+            for process in multiprocessing.active_children():  # none after an orderly shutdown
                 process.terminate()
-                process.join(5)
+                process.join(2)
+                process.kill()
             if hasattr(self, "_transport"):
                 self._transport.remove()
 

@@ -481,6 +481,14 @@ def test_a_bad_checkpoint_ends_with_a_reason(tmp_path, checkpoint):
     assert done.stderr == f"python -m service: no checkpoint at {tmp_path / 'nothing'}: not a folder\n"
 
 
+def test_a_worker_that_cannot_start_ends_the_service_with_a_reason(checkpoint):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has what the test asks for in vain")
+    done = run("--checkpoint", str(checkpoint.path), "--accelerator", "cuda")
+    assert done.returncode == 1
+    assert done.stderr.endswith("python -m service: no inference process could start; its log says why\n")
+
+
 def test_a_port_in_use_ends_with_a_reason(checkpoint):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
