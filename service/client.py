@@ -22,7 +22,6 @@ LATE_SECONDS = 5.0  # after its deadline a sequence of which the worker says not
 class Generation:
     """The sequences of one request, numbered from 0; deltas gather here until they are taken."""
 
-    num_sequences: int
     _arrived: list[tuple[int, Delta | Refused]] = field(default_factory=list)
     _event: asyncio.Event = field(default_factory=asyncio.Event)
     _open: dict[int, int] = field(default_factory=dict)  # sequence id -> number, of those that run
@@ -62,16 +61,12 @@ class EngineClient:
     def is_ready(self) -> bool:
         return bool(self._transport.connected_workers)
 
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
-
     def submit(self, requests: list[Submit]) -> Generation | None:
         """Run sequences; their ids are set here. None where no worker is there to take them."""
         workers = self._transport.connected_workers
         if not workers:
             return None
-        generation = Generation(len(requests))
+        generation = Generation()
         for number, request in enumerate(requests):
             worker = min(workers, key=lambda w: self._load[w] + self._load_elsewhere[w])
             request.id = self._consumer_id << 48 | next(self._numbers)

@@ -27,7 +27,6 @@ from litserve.transport.base import MessageTransport
 
 logger = logging.getLogger(__name__)
 
-MAX_FRAME_BYTES = 1 << 30
 MAX_UNSENT_BYTES = 64 << 20  # to one HTTP process; past it that process counts as hung
 
 
