@@ -16,7 +16,7 @@ def main() -> int:
     from service.settings import read_settings
 
     settings = read_settings()
-    # GNU OpenMP's threads spin for milliseconds while they wait, beside HTTP processes that want the core.
+    # GNU OpenMP's threads spin while they wait, beside HTTP processes that want the core.
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     with tempfile.TemporaryDirectory(prefix="chargpt-metrics-") as folder:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder  # read when prometheus_client is imported

@@ -317,8 +317,8 @@ def load_model(args: argparse.Namespace) -> tuple[Checkpoint, GPT]:
 
 
 def main() -> int:
-    # GNU OpenMP's threads spin for milliseconds while they wait, and where another program takes a core that makes
-    # a step ten times slower; this many turns cost nothing alone. Read when torch is imported.
+    # GNU OpenMP's threads spin while they wait, which slows a step where another program wants the core; this many
+    # turns cost nothing alone (RECIPE.md). Read when torch is imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     args = build_parser().parse_args()
     from service.model.checkpoint import CheckpointError
