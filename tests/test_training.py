@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -223,21 +223,43 @@ def test_a_run_that_dies_between_saves_goes_on_to_the_same_bytes(unbroken, tmp_p
         expected = tmp_path / "unbroken"
         loop.start(tiny(tmp_path, dtype=dtype, eval_every=12), expected, quiet())
     config = tiny(tmp_path, dtype=dtype, eval_every=12 if dtype == "bfloat16" else 8)
-    step, out = Run.step, tmp_path / "out"
-
-    def dies(run: Run) -> float:
-        if run.progress.step == stop_at:
-            raise MemoryError
-        return step(run)
-
-    monkeypatch.setattr(Run, "step", dies)
-    with pytest.raises(MemoryError):
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        before_step(patch, stop_at, die)
         loop.start(config, out, quiet())
-    monkeypatch.setattr(Run, "step", step)
     torch.manual_seed(stop_at)
     loop.resume(out, {}, quiet())
     assert weights(out) == weights(expected)
     assert events(out) == events(expected)
+
+
+def before_step(monkeypatch: pytest.MonkeyPatch, after: int, act: Callable[[], None]) -> None:
+    """Runs call `act` when they have taken `after` steps and are about to take the next one."""
+    step = Run.step
+
+    def act_first(run: Run) -> float:
+        if run.progress.step == after:
+            act()
+        return step(run)
+
+    monkeypatch.setattr(Run, "step", act_first)
+
+
+def die() -> None:
+    raise MemoryError
+
+
+def test_a_run_that_dies_again_before_the_next_line_of_its_log_keeps_it(unbroken, tmp_path, monkeypatch):
+    """The save at the start of a resumed run once noted the length that the log had before it was cut back."""
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        before_step(patch, 15, die)
+        loop.start(tiny(tmp_path, dtype="float32"), out, quiet())
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        before_step(patch, 8, die)
+        loop.resume(out, {}, quiet())
+    loop.resume(out, {}, quiet())
+    assert weights(out) == weights(unbroken) and events(out) == events(unbroken)
 
 
 def test_an_evaluation_that_fails_costs_nothing(unbroken, tmp_path, monkeypatch):

@@ -258,6 +258,7 @@ class Run:
         """OUT/log.jsonl, cut back to what it held at the save that the run goes on from."""
         with open(self.out / "log.jsonl", "ab") as self._log:
             self._log.truncate(self.progress.log_bytes)
+            self._log.seek(0, os.SEEK_END)  # truncate() leaves the position, which save() notes, where the end was
             yield
 
     def log(self, record: dict[str, Any]) -> None:
