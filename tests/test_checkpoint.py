@@ -1,6 +1,5 @@
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -131,17 +130,27 @@ for i in itertools.count():
 """
 
 
-def test_killed_while_saving(tmp_path):
-    """SIGKILL at random moments of a save: the folder always loads, and the next save leaves no stray files."""
-    script = SAVER.format(tests=os.path.dirname(__file__), folder=str(tmp_path / "ck"))
-    for _ in range(4):
-        process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+@pytest.mark.parametrize("kills", [4, pytest.param(50, marks=[pytest.mark.chaos, pytest.mark.timeout(1800)])])
+def test_killed_while_saving(tmp_path, chance, kills):
+    """SIGKILL at random moments of a save: the folder holds the last save or the one before, whole, and nothing else
+    is left once there was another save."""
+    folder = tmp_path / "ck"
+    script = SAVER.format(tests=os.path.dirname(__file__), folder=str(folder))
+    amid = 0
+    for kill in range(kills):
+        process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         process.stdout.readline()
-        time.sleep(torch.rand(()).item() * 0.2)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
-        Checkpoint.read(tmp_path / "ck").load_model()
-    save_random(tmp_path / "ck")
+        assert set(os.listdir(tmp_path)) <= {"ck", f".ck.saving-{process.pid}"}, "strays of the process before"
+        time.sleep(chance.uniform(0, 0.2))
+        process.kill()
+        reported = [0, *map(int, process.communicate()[0].split())][-1]
+        checkpoint = Checkpoint.read(folder)
+        saved = checkpoint.training["save"]
+        assert saved in (reported, reported + 1)
+        for name, value in random_model(seed=saved % 2).state_dict().items():
+            assert torch.equal(checkpoint.load_model().state_dict()[name], value)
+        amid += len(os.listdir(tmp_path)) > 1
+        print(f"kill {kill + 1} of {kills} in save {reported + 1}; {amid} left a folder half written", flush=True)
+    save_random(folder)
     assert os.listdir(tmp_path) == ["ck"]

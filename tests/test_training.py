@@ -49,6 +49,7 @@ TINY = {
     "ema_decay": 0.9,
     "threads": 1,
 }
+CHAOS = [pytest.mark.chaos, pytest.mark.timeout(1800)]
 TEXT = "".join(random.Random(0).choices(["the cat ", "a dog ", "sat on ", "ran to ", "the mat.\n"], k=400))
 
 
@@ -274,25 +275,72 @@ def test_an_evaluation_that_fails_costs_nothing(unbroken, tmp_path, monkeypatch)
     assert weights(out) == weights(unbroken) and events(out) == events(unbroken)
 
 
-def test_killed_at_random_moments_a_run_ends_with_the_same_bytes(unbroken, tmp_path):
-    """SIGKILL, five times, wherever it hits: in a step, an evaluation or a save."""
-    out, chance = tmp_path / "out", random.Random(7)
-    arguments = ["train", "--out", out, *flags(tmp_path, dtype="float32", save_seconds=0)]
-    kills = 0
-    while not (out / "loss.png").exists():
-        started = (out / "last" / "state.json").exists()
-        command = ["train", "--resume", "--out", str(out)] if started else [*map(str, arguments), "--overwrite"]
-        process = subprocess.Popen([sys.executable, "-m", "training", *command], cwd=ROOT, stderr=subprocess.PIPE)
-        if kills < 5:
-            wait_for_progress(out, process)
-            time.sleep(chance.uniform(0, 0.4))
-            process.kill()
-            kills += process.wait() == -signal.SIGKILL
+@pytest.mark.parametrize(
+    ("number", "stops"),
+    [
+        (signal.SIGKILL, 5),
+        pytest.param(signal.SIGKILL, 50, marks=CHAOS),
+        pytest.param(signal.SIGINT, 8, marks=CHAOS),
+        pytest.param(signal.SIGTERM, 8, marks=CHAOS),
+    ],
+)
+def test_stopped_at_random_moments_a_run_ends_with_the_same_bytes(unbroken, tmp_path, chance, number, stops):
+    """A signal wherever it hits: while the program starts, in a step, an evaluation, a save or the last report."""
+    steps, expected, out = 24, unbroken, tmp_path / "out"
+    if stops > 5:  # a longer run, so that there are more moments to hit
+        steps, expected = 240, tmp_path / "unbroken"
+        loop.start(tiny(tmp_path, dtype="float32", steps=steps), expected, quiet())
+    start = ["--overwrite", *flags(tmp_path, dtype="float32", steps=steps, save_seconds=0.05)]
+    codes = {-number, 128 + number, 0}  # before it listens, after a save, or when all steps were taken
+    points = sorted(chance.randrange(steps) for _ in range(stops))
+    began = time.monotonic()
+    while points or not is_finished(out):
+        command = start if is_finished(out) or not (out / "last").exists() else ["--resume"]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "training", "train", "--out", str(out), *command], cwd=ROOT, stderr=subprocess.PIPE
+        )
+        where = ""
+        if points:
+            if chance.random() < 0.1:
+                where = "while starting"
+                time.sleep(chance.uniform(0, 2))
+            else:
+                wait_for_progress(out, process)
+                wait_for_step(out, process, points[0])
+                assert {p.name for p in out.glob(".last.saving-*")} <= {f".last.saving-{process.pid}"}
+                time.sleep(chance.uniform(0, 0.1))
+            process.send_signal(number)
         error = process.communicate()[1].decode()
-        assert process.returncode in (0, -signal.SIGKILL), error
-    assert weights(out) == weights(unbroken)
-    assert events(out) == events(unbroken)
-    assert kills >= 1
+        assert process.returncode in codes, error
+        if (out / "last").exists():
+            Checkpoint.read(out / "last").load_model()
+        if process.returncode != 0:
+            point = points.pop(0)
+            where = where or ", ".join(p.name.split("-")[0] for p in out.glob(".*.saving-*")) or "between saves"
+            print(
+                f"{number.name} {stops - len(points)} of {stops}, after step {point}: {where}, "
+                f"{time.monotonic() - began:.0f} s",
+                flush=True,
+            )
+        elif is_finished(out):
+            assert sha256(out / "last" / "state.safetensors") == sha256(expected / "last" / "state.safetensors")
+            assert weights(out) == weights(expected)
+            assert events(out) == events(expected)
+            assert {p.name for p in out.iterdir()} == {"last", "best", "log.jsonl", "loss.png"}
+
+
+def is_finished(out: Path) -> bool:
+    state = out / "last" / "state.json"
+    return state.exists() and json.loads(state.read_text())["progress"]["finished"]
+
+
+def wait_for_step(out: Path, process: subprocess.Popen[bytes], step: int) -> None:
+    """Until the log has a line of that step, or the process has ended."""
+    while process.poll() is None:
+        lines = (out / "log.jsonl").read_bytes().splitlines(keepends=True)
+        if any(json.loads(line)["step"] >= step for line in lines[-2:] if line.endswith(b"\n")):
+            break
+        time.sleep(0.005)
 
 
 def wait_for_progress(out: Path, process: subprocess.Popen[bytes]) -> None:
