@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import VOCABULARY, random_model, save_random
 
-from service.model.checkpoint import Checkpoint, CheckpointError, save_checkpoint
+from service.model.checkpoint import Checkpoint, CheckpointError, replacing_folder, save_checkpoint
 from service.model.tokenizer import CharTokenizer
 
 
@@ -154,3 +154,34 @@ def test_killed_while_saving(tmp_path, chance, kills):
         print(f"kill {kill + 1} of {kills} in save {reported + 1}; {amid} left a folder half written", flush=True)
     save_random(folder)
     assert os.listdir(tmp_path) == ["ck"]
+
+
+SLOW_SAVER = """
+import sys
+from pathlib import Path
+from service.model.checkpoint import replacing_folder
+with replacing_folder(Path(sys.argv[1])) as new:
+    (new / "whose").write_text("slow")
+    print("begun", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_two_processes_save_at_once(tmp_path, first):
+    """One begins and ends while another is in the middle of its save: neither takes the other's files away."""
+    path = tmp_path / "folder"
+    if not first:
+        path.mkdir()
+        (path / "whose").write_text("nobody's")
+    command = [sys.executable, "-c", SLOW_SAVER, path]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as slow:
+        assert slow.stdin is not None and slow.stdout is not None
+        assert slow.stdout.readline() == "begun\n"
+        with replacing_folder(path) as new:
+            (new / "whose").write_text("quick")
+        assert (path / "whose").read_text() == "quick"
+        slow.communicate("end\n", timeout=60)
+    assert slow.returncode == 0
+    assert (path / "whose").read_text() == "slow"
+    assert os.listdir(tmp_path) == ["folder"]

@@ -73,6 +73,38 @@ def test_a_text_is_encoded_once(tmp_path, monkeypatch):
     assert np.array_equal(prepare(str(moved)).ids, first.ids)
 
 
+def test_several_processes_prepare_one_text_at_once(tmp_path):
+    """They wait for each other before they encode, so that all find an empty cache."""
+    file = text_file(tmp_path, "to be or not to be, that is the question\n" * 50_000)
+    code = """
+import sys
+from training import data
+encode = data._encode
+def wait(*arguments):
+    print("scanned", flush=True)
+    sys.stdin.readline()
+    encode(*arguments)
+data._encode = wait
+corpus = data.prepare(sys.argv[1])
+print(corpus.tokenizer.decode(corpus.ids[:20]), flush=True)
+"""
+    command = [sys.executable, "-c", code, file]
+    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
+    processes = [subprocess.Popen(command, **options) for _ in range(3)]
+    try:
+        assert [process.stdout.readline() for process in processes] == ["scanned\n"] * 3
+        for process in processes:
+            process.stdin.write("go on\n")
+            process.stdin.flush()
+        found = [process.communicate(timeout=60)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert found == ["to be or not to be, \n"] * 3
+    assert len(list((data.cache_dir() / "corpora").iterdir())) == 1
+
+
 @given(st.text(st.characters(exclude_categories=["Cs"])), st.integers(1, 7))
 @settings(deadline=None)
 def test_reading_in_pieces_changes_nothing(tmp_path_factory, text, size):

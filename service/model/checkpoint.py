@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import glob
 import hashlib
 import json
 import os
@@ -213,28 +214,44 @@ def replacing_folder(path: Path) -> Iterator[Path]:
 
     On Linux the two are exchanged atomically. Where the system or file system cannot do that, the old folder
     is renamed first, and a kill between the two renames leaves only `<name>.previous`.
+    Of several processes that do this at once, each succeeds, and the last one's folder stays.
     """
     path = path.absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{path.name}.saving-"
-    for stray in path.parent.glob(f"{prefix}*"):  # of a process that was killed
-        shutil.rmtree(stray, ignore_errors=True)
+    for stray in path.parent.glob(f"{glob.escape(prefix)}*"):
+        if not _is_of_another_process(stray.name.removeprefix(prefix)):
+            shutil.rmtree(stray, ignore_errors=True)
     new = path.parent / f"{prefix}{os.getpid()}"
     new.mkdir()
     try:
         yield new
         _fsync_folder(new)
-        if not path.exists():
-            new.rename(path)
-        elif not _exchange(new, path):
-            previous = path.with_name(f"{path.name}.previous")
-            shutil.rmtree(previous, ignore_errors=True)
-            path.rename(previous)
-            new.rename(path)
-            shutil.rmtree(previous, ignore_errors=True)
+        try:
+            new.rename(path)  # there is none yet
+        except OSError:
+            if not path.exists():
+                raise
+            if not _exchange(new, path):
+                previous = path.with_name(f"{path.name}.previous")
+                shutil.rmtree(previous, ignore_errors=True)
+                path.rename(previous)
+                new.rename(path)
+                shutil.rmtree(previous, ignore_errors=True)
         _fsync_folder(path.parent)
     finally:
         shutil.rmtree(new, ignore_errors=True)
+
+
+def _is_of_another_process(pid: str) -> bool:
+    """Whether a process of this number runs and is not this one (a container's number is the same each time)."""
+    try:
+        os.kill(int(pid), 0)
+    except (ValueError, ProcessLookupError):
+        return False
+    except PermissionError:
+        pass  # another user's
+    return int(pid) != os.getpid()
 
 
 def _exchange(a: Path, b: Path) -> bool:
