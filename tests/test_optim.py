@@ -31,7 +31,7 @@ def test_orthogonalize_keeps_directions_and_evens_out_strengths(rows, cols, dtyp
     matrices = torch.randn(3, rows, cols, generator=generator) * torch.tensor([1e-3, 1.0, 1e3])[:, None, None]
     for matrix, result in zip(matrices, orthogonalize(matrices, dtype), strict=True):
         u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
-        strengths = u.mT @ result @ vh.mT
+        strengths = u.mT @ result.float() @ vh.mT
         diagonal = strengths.diagonal()
         assert (strengths - diagonal.diag()).abs().max() < tolerance
         large = s > 0.02 * s.norm()

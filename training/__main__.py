@@ -324,10 +324,20 @@ def main() -> int:
     from service.model.checkpoint import CheckpointError
     from service.model.tokenizer import UnknownCharacterError
     from training.data import DataError
+    from training.distributed import LostProcessError
     from training.loop import DivergedError, InterruptedRun
     from training.state import ResumeError
 
-    refusals = (ConfigError, DataError, ResumeError, CheckpointError, UnknownCharacterError, DivergedError, OSError)
+    refusals = (
+        ConfigError,
+        DataError,
+        ResumeError,
+        CheckpointError,
+        UnknownCharacterError,
+        DivergedError,
+        LostProcessError,
+        OSError,
+    )
     try:
         args.run(args)
     except InterruptedRun as stop:

@@ -72,7 +72,9 @@ class TrainConfig:
     # the machine
     device: Device = option("auto", "auto: cuda, else mps, else cpu")
     dtype: Dtype = option("auto", "of matrix products; auto: bfloat16 where a probe finds it faster")
-    threads: int = option(0, "CPU threads; 0: OMP_NUM_THREADS, else one per core")
+    threads: int = option(0, "CPU threads of all processes; 0: OMP_NUM_THREADS, else one per core")
+    processes: int = option(0, "that share each batch; 0: on a CPU one per thread, 4 windows for each at least, else 1")
+    accumulate: int = option(1, "parts of a process's share that go one after the other, to save memory")
     compile: bool = option(False, "torch.compile the model: up to a minute before the first step")
 
     def __post_init__(self) -> None:
@@ -86,6 +88,8 @@ class TrainConfig:
             "eval_every": (1, 10**9),
             "log_every": (1, 10**9),
             "threads": (0, 4096),
+            "processes": (0, 4096),
+            "accumulate": (1, 10**6),
             "eval_chars": (0, 10**12),
             "sample_chars": (0, 10**6),
             "save_seconds": (0, 10**9),

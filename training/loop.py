@@ -22,7 +22,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 import torch
 from rich.console import Console
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from service.model.checkpoint import Checkpoint, save_checkpoint
@@ -39,10 +39,12 @@ from service.model.sampling import SamplingParams
 from training.config import ConfigError, TrainConfig
 from training.data import Corpus, WindowSampler, prepare
 from training.display import ProgressView, draw_curves, print_report
+from training.distributed import World, launch
 from training.evaluate import baselines, streamed_loss, whole_loss
-from training.optim import Optimizers, WeightAverage, lr_scale
+from training.fused import FusedForward
+from training.optim import FlatGradients, Optimizers, WeightAverage, lr_scale
 from training.sample import sample_texts
-from training.state import Progress, ResumeError, Saved, pack, refuse_changes
+from training.state import Progress, ResumeError, Saved, generator_states, pack, refuse_changes
 
 
 class DivergedError(RuntimeError):
@@ -61,46 +63,40 @@ class InterruptedRun(Exception):
 
 
 class Run:
-    """One run and all that it changes: weights, optimizers, sampler, progress, and its folder."""
+    """One run and all that it changes: weights, optimizers, sampler, progress, and its folder.
 
-    def __init__(
-        self, config: TrainConfig, corpus: Corpus, out: Path, console: Console, found: dict[str, Any] | None = None
-    ):
-        self.asked, self.corpus, self.out, self.console = config, corpus, out, console
-        config = replace(config, **(found or {}))
-        config = replace(config, device=pick_device(config.device), threads=config.threads or torch.get_num_threads())
-        torch.set_num_threads(config.threads)
-        torch.manual_seed(config.seed)
+    Each process of a world has one, equal but for the windows of a batch that it takes; the main one writes.
+    """
+
+    def __init__(self, config: TrainConfig, found: dict[str, Any], corpus: Corpus, out: Path, world: World):
+        self.asked, self.found, self.corpus, self.out, self.world = config, found, corpus, out, world
+        self.config = config = replace(config, **found)
+        torch.set_num_threads(max(1, config.threads // config.processes))
         self.device = torch.device(config.device)
         self.sampler = WindowSampler(corpus.train, config.block_size, config.seed)
+        torch.manual_seed(config.seed)
         self.model = GPT(config.model_config(corpus.tokenizer.vocab_size)).to(self.device)
-        if config.dtype == "auto":
-            config = replace(config, dtype=self.faster_dtype(config.batch_size))
-        self.config = config  # as asked, with what was found out about the machine in place of "auto"
-        self.forward: Callable[[Tensor], Tensor] = torch.compile(self.model) if config.compile else self.model
-        self.optimizers = Optimizers(self.model, config)
+        self.forward = forward_for(self.model, config)
+        self.gradients = FlatGradients(self.model, extra=4)
+        self.optimizers = Optimizers(self.model, config, world)
         self.average = WeightAverage(self.model, config.ema_decay) if config.ema_decay else None
         self.progress = Progress()
-        torch.manual_seed(config.seed)
+        self.saved_at = time.monotonic()
+        torch.manual_seed(config.seed + world.rank)  # of dropout
 
     @classmethod
-    def resume(cls, saved: Saved, corpus: Corpus, out: Path, console: Console) -> Run:
-        run = cls(saved.config, corpus, out, console, saved.found)
+    def resume(cls, saved: Saved, corpus: Corpus, out: Path, world: World) -> Run:
+        run = cls(saved.config, saved.found, corpus, out, world)
         run.progress = saved.progress
         run.sampler.position = saved.progress.position
-        saved.restore(run.model, run.tensors())
+        saved.restore(run.model, run.tensors(), world.rank)
         return run
-
-    @property
-    def found(self) -> dict[str, Any]:
-        """What "auto" came to; a resumed run does not look again, since its bits depend on it."""
-        return {name: getattr(self.config, name) for name in ("device", "dtype", "threads")}
 
     def tensors(self) -> dict[str, Tensor]:
         """What changes besides the weights, by name."""
         return {**self.optimizers.tensors(), **(self.average.tensors() if self.average else {})}
 
-    def train(self) -> None:
+    def train(self, console: Console) -> None:
         """From wherever the run is to its end.
 
         Raises:
@@ -108,14 +104,16 @@ class Run:
             InterruptedRun: SIGINT or SIGTERM came; the run was saved.
         """
         config, progress = self.config, self.progress
-        self.console.print(
+        console.print(
             f"{self.corpus.name}: {len(self.corpus.ids):,} characters, {self.corpus.tokenizer.vocab_size} symbols; "
-            f"{self.model.num_parameters:,} parameters, {config.dtype} on {config.device}, {config.threads} threads; "
-            f"{config.steps - progress.step} steps of {config.tokens_per_step:,} characters",
+            f"{self.model.num_parameters:,} parameters, {config.dtype} on {config.device}, {config.threads} threads in "
+            f"{config.processes} processes; {config.steps - progress.step} steps of "
+            f"{config.tokens_per_step:,} characters",
             markup=False,
             soft_wrap=True,
         )
-        with self.open_log(), stop_signal() as stopped, ProgressView(self.console, config) as view:
+        self.world.sum_(torch.zeros(1))  # all have read what the first save replaces
+        with self.open_log(), stop_signal() as self.received, ProgressView(console, config) as view:
             self.save()
             while True:
                 if self.evaluation_is_due:
@@ -129,12 +127,11 @@ class Run:
                 view.stepped(progress, loss)
                 if progress.step % config.log_every == 0:
                     self.log_losses()
-                if stopped:
+                if self.stopped or self.save_is_due:
                     self.save()
-                    raise InterruptedRun(stopped[0], self.out, progress.step, config.steps)
-                if time.monotonic() - self.saved_at > config.save_seconds:
-                    self.save()
-            self.finish()
+                if self.stopped:
+                    raise InterruptedRun(self.stopped, self.out, progress.step, config.steps)
+            self.finish(console)
 
     @property
     def evaluation_is_due(self) -> bool:
@@ -143,13 +140,22 @@ class Run:
         return step > self.progress.evaluated_step and (step % self.config.eval_every == 0 or at_end)
 
     def step(self) -> float:
-        """One optimizer step; the loss before it."""
-        config, progress = self.config, self.progress
-        idx, targets = (torch.from_numpy(x).to(self.device) for x in self.sampler.next_batch(config.batch_size))
-        loss = self.loss(idx, targets)
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), config.grad_clip or math.inf)
-        value, norm_value = torch.stack((loss.detach(), norm)).tolist()  # the step's one wait for the device
+        """One optimizer step; the loss before it. All processes learn of a signal, or that it is time to save."""
+        config, progress, world = self.config, self.progress, self.world
+        parts = world.size * config.accumulate
+        flat = self.gradients
+        flat.zero_()
+        windows = self.sampler.next_batch(config.batch_size)
+        mine = [torch.from_numpy(x[world.rank :: world.size]).to(self.device) for x in windows]
+        for idx, targets in zip(*(x.chunk(config.accumulate) for x in mine), strict=True):
+            loss = self.loss(idx, targets) / parts
+            loss.backward()
+            flat.extra[0] += loss.detach()
+        late = time.monotonic() - self.saved_at > config.save_seconds
+        flat.extra[1:] = torch.tensor([signal.SIGINT in self.received, signal.SIGTERM in self.received, late])
+        world.sum_(flat.all)
+        norm = flat.clip_(config.grad_clip)
+        value, *orders, norm_value = torch.cat((flat.extra, norm[None])).tolist()  # the step's one wait for the device
         if not (math.isfinite(value) and math.isfinite(norm_value)):
             lr = lr_scale(progress.step, config)
             raise DivergedError(
@@ -157,8 +163,9 @@ class Run:
                 f"{config.muon_lr * lr:.3g} and adamw_lr {config.adamw_lr * lr:.3g}. Stopped before the update; "
                 f"the last good checkpoint is {self.out / 'last'}. Try lower learning rates or dtype float32"
             )
+        self.stopped = signal.SIGTERM if orders[1] else signal.SIGINT if orders[0] else None
+        self.save_is_due = bool(orders[2])
         self.optimizers.step(progress.step)
-        self.model.zero_grad(set_to_none=True)
         if self.average:
             self.average.update(progress.step)
         progress.step += 1
@@ -175,7 +182,7 @@ class Run:
 
     def autocast(self) -> torch.autocast:
         """Matrix products in the run's dtype."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.dtype == "bfloat16")
+        return autocast(self.config)
 
     @property
     def served_model(self) -> GPT:
@@ -185,13 +192,11 @@ class Run:
     def evaluate(self) -> dict[str, Any]:
         """Score the validation split, keep the weights if they are the best, and log; what was logged."""
         progress, model = self.progress, self.served_model
-        cap = self.config.eval_chars
         model.eval()
-        with self.autocast():  # finish() scores the best in fp32, as it is served
-            val_loss = whole_loss(model, self.corpus.val[: cap + 1] if cap else self.corpus.val)
+        val_loss = self.validation_loss(model)
         progress.evaluated_step = progress.step
         record = {"event": "evaluation", "step": progress.step, "val_loss": val_loss}
-        if self.config.sample_chars:
+        if self.config.sample_chars and self.world.is_main:
             tokenizer = self.corpus.tokenizer
             prompt = tokenizer.encode("\n") if "\n" in tokenizer else [int(self.corpus.train[0])]
             params = SamplingParams(seed=self.config.seed)
@@ -204,8 +209,22 @@ class Run:
         self.model.train()
         return record
 
-    def finish(self) -> None:
+    def validation_loss(self, model: GPT) -> float:
+        """Mean loss over the validation split, or its first eval_chars; each process scores a part."""
+        cap = self.config.eval_chars
+        ids = self.corpus.val[: cap + 1] if cap else self.corpus.val
+        first, end = self.world.share(len(ids) - 1, model.config.block_size)
+        with self.autocast():  # finish() scores the best in fp32, as it is served
+            part = whole_loss(model, ids[first : end + 1]) * (end - first) if first < end else 0.0
+        return self.world.sum_(torch.tensor(part, dtype=torch.float64)).item() / (len(ids) - 1)
+
+    def finish(self, console: Console) -> None:
         """Score the best weights over the whole split, both ways, beside the baselines; report and save."""
+        self.progress.finished = True
+        if not self.world.is_main:
+            self.save()
+            return
+        torch.set_num_threads(self.config.threads)
         best = Checkpoint.read(self.out / "best").load_model(self.device)
         corpus = self.corpus
         losses = {
@@ -216,21 +235,26 @@ class Run:
         self.save_best(best, losses)
         self.log({"event": "end", "step": self.progress.step, **losses})
         draw_curves(self.out / "log.jsonl", self.out / "loss.png")
-        self.progress.finished = True
         self.save()
-        print_report(self.console, self.config, self.progress, losses, self.out)
+        print_report(console, self.config, self.progress, losses, self.out)
 
     def save(self) -> None:
         """OUT/last, with all that a resumed run needs."""
+        generators = self.world.gather(generator_states())
+        self.optimizers.muon.collect()
+        self.saved_at = time.monotonic()
+        if generators is None:
+            return
         self._log.flush()
         os.fsync(self._log.fileno())
         self.progress.log_bytes = self._log.tell()
-        extra = pack(self.asked, self.found, self.corpus.describe(), self.progress, self.tensors())
+        extra = pack(self.asked, self.found, self.corpus.describe(), self.progress, self.tensors(), generators)
         description = self.describe({"best_val": self.progress.best_val_loss})
         save_checkpoint(self.out / "last", self.model, self.corpus.tokenizer, description, extra)
-        self.saved_at = time.monotonic()
 
     def save_best(self, model: GPT, losses: dict[str, float]) -> None:
+        if not self.world.is_main:
+            return
         description = self.describe(losses)
         description["step"] = self.progress.best_step
         save_checkpoint(self.out / "best", model, self.corpus.tokenizer, description)
@@ -262,6 +286,8 @@ class Run:
             yield
 
     def log(self, record: dict[str, Any]) -> None:
+        if not self.world.is_main:
+            return
         record["elapsed_seconds"] = round(self.progress.elapsed_seconds, 3)
         self._log.write((json.dumps(record, ensure_ascii=False) + "\n").encode())
         self._log.flush()
@@ -283,24 +309,16 @@ class Run:
         )
         progress.loss_sum, progress.loss_steps = 0.0, 0
 
-    def faster_dtype(self, batch_size: int) -> Literal["float32", "bfloat16"]:
-        """Which of the two types makes a step of this model faster on this machine: a few steps of each, timed."""
-        if self.device.type == "mps" or (self.device.type == "cuda" and not torch.cuda.is_bf16_supported()):
-            return "float32"
-        if self.device.type == "cuda":
-            return "bfloat16"
-        T = self.sampler.block_size
-        idx = torch.zeros(batch_size, T, dtype=torch.long)
-        seconds = {False: math.inf, True: math.inf}
-        for _ in range(3):
-            for bf16 in seconds:
-                started = time.perf_counter()
-                with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-                    logits = self.model(idx)
-                F.cross_entropy(logits.float().flatten(0, 1), idx.flatten()).backward()
-                seconds[bf16] = min(seconds[bf16], time.perf_counter() - started)
-        self.model.zero_grad(set_to_none=True)
-        return "bfloat16" if seconds[True] < seconds[False] else "float32"
+
+@dataclass(frozen=True)
+class Job:
+    """What every process of a run is told."""
+
+    config: TrainConfig
+    found: dict[str, Any]  # what "auto" came to
+    data: tuple[str, ...]
+    out: Path
+    resumed: bool
 
 
 def start(config: TrainConfig, out: Path, console: Console, *, overwrite: bool = False) -> None:
@@ -309,20 +327,24 @@ def start(config: TrainConfig, out: Path, console: Console, *, overwrite: bool =
     Raises:
         ResumeError: `out` holds something already, and `overwrite` is false.
     """
-    out.mkdir(parents=True, exist_ok=True)
-    with exclusive(out):
+
+    def job(world: World) -> Job:
         held = sorted(path.name for path in out.iterdir())
         if held and not overwrite:
             raise ResumeError(
                 f"{out} holds {', '.join(held[:5])} already: pass --resume to go on, --overwrite to replace that run, "
                 "or another --out"
             )
-        run = Run(config, prepare(config.data, records=config.records), out, console)
+        corpus = prepare(config.data, records=config.records)
+        found = find_out(config, corpus.tokenizer.vocab_size, world.size)
         for name in ("last", "best"):
             shutil.rmtree(out / name, ignore_errors=True)
         for name in ("log.jsonl", "loss.png"):
             (out / name).unlink(missing_ok=True)
-        run.train()
+        return Job(config, found, config.data, out, resumed=False)
+
+    out.mkdir(parents=True, exist_ok=True)
+    _drive(out, console, job)
 
 
 def resume(out: Path, given: dict[str, Any], console: Console, *, data: tuple[str, ...] | None = None) -> None:
@@ -331,24 +353,122 @@ def resume(out: Path, given: dict[str, Any], console: Console, *, data: tuple[st
     `data` may name the text at another place; it must be the same text.
 
     Raises:
-        ResumeError: there is nothing to go on from, or the settings or the text differ.
+        ResumeError: there is nothing to go on from, or the settings, the processes or the text differ.
         CheckpointError: what was saved has been altered.
     """
-    if not (out / "last").is_dir():
-        raise ResumeError(f"nothing to resume: {out / 'last'} does not exist")
-    with exclusive(out):
+
+    def job(world: World) -> Job | None:
         saved = Saved.read(out / "last")
         refuse_changes(saved.config.as_dict(), given)
         if saved.progress.finished:
             console.print(f"{out} is finished: step {saved.progress.step} of {saved.config.steps}; nothing to do")
-            return
+            return None
         corpus = prepare(data or saved.config.data, records=saved.config.records)
         if corpus.sha256 != saved.data["sha256"]:
             raise ResumeError(
                 f"{corpus.name} is not the text that this run began with: {len(corpus.ids):,} characters, SHA-256 "
                 f"{corpus.sha256}; that one had {saved.data['characters']:,}, SHA-256 {saved.data['sha256']}"
             )
-        Run.resume(saved, corpus, out, console).train()
+        if world.size not in (1, saved.found["processes"]):
+            raise ResumeError(
+                f"{out} was trained by {saved.found['processes']} processes and goes on with as many, not {world.size}"
+            )
+        return Job(saved.config, saved.found, data or saved.config.data, out, resumed=True)
+
+    if not (out / "last").is_dir():
+        raise ResumeError(f"nothing to resume: {out / 'last'} does not exist")
+    _drive(out, console, job)
+
+
+def _drive(out: Path, console: Console, job_for: Callable[[World], Job | None]) -> None:
+    """Train in the processes that torchrun started, or in as many as the job asks for, started here."""
+    with World.join() as world, exclusive(out) if world.is_main else contextlib.nullcontext():
+        job = world.broadcast(job_for(world) if world.is_main else None)
+        if job is None:
+            return
+        if world.size > 1:
+            _train(job, world, console)
+            return
+        with launch(job.found["processes"], _work, job):
+            _work(job, console)
+
+
+def _work(job: Job, console: Console | None = None) -> None:
+    with World.join() as world:
+        _train(job, world, console)
+
+
+def _train(job: Job, world: World, console: Console | None) -> None:
+    corpus = prepare(job.data, records=job.config.records)
+    if job.resumed:
+        run = Run.resume(Saved.read(job.out / "last"), corpus, job.out, world)
+    else:
+        run = Run(job.config, job.found, corpus, job.out, world)
+    run.train(console if console and world.is_main else Console(quiet=True))
+
+
+def find_out(config: TrainConfig, vocab_size: int, world_size: int) -> dict[str, Any]:
+    """What the config's "auto" comes to here; a resumed run does not look again, since its bits depend on it.
+
+    Raises:
+        ConfigError: the machine has no such device, or the batch does not divide among the processes.
+    """
+    device = pick_device(config.device)
+    if config.compile and device == "cpu":
+        raise ConfigError("compile is for cuda and mps: on a cpu the steps are written out and need no compiler")
+    threads = config.threads or torch.get_num_threads()
+    processes = config.processes
+    if world_size > 1 and processes not in (0, world_size):
+        raise ConfigError(f"processes must be 0 or the {world_size} that torchrun started, got {processes}")
+    if processes == 0:
+        # Windows per process that make its products large enough.
+        fitting = (n for n in range(threads, 1, -1) if config.batch_size % (n * config.accumulate * 4) == 0)
+        processes = world_size if world_size > 1 or device != "cpu" else next(fitting, 1)
+    if config.batch_size % (processes * config.accumulate):
+        raise ConfigError(
+            f"batch_size must be a multiple of processes x accumulate, got {config.batch_size}, {processes} and "
+            f"{config.accumulate}"
+        )
+    found: dict[str, Any] = {"device": device, "dtype": config.dtype, "threads": threads, "processes": processes}
+    if config.dtype == "auto":
+        torch.set_num_threads(max(1, threads // processes))
+        found["dtype"] = faster_dtype(replace(config, **found), vocab_size)
+    return found
+
+
+def faster_dtype(config: TrainConfig, vocab_size: int) -> Literal["float32", "bfloat16"]:
+    """Which of the two types makes a step faster on this machine: a few steps of each, timed."""
+    if config.device == "mps" or (config.device == "cuda" and not torch.cuda.is_bf16_supported()):
+        return "float32"
+    if config.device == "cuda":
+        return "bfloat16"
+    model = GPT(config.model_config(vocab_size))
+    idx = torch.zeros(config.batch_size // config.processes // config.accumulate, config.block_size, dtype=torch.long)
+    forwards = {}
+    for dtype in ("float32", "bfloat16"):
+        of_dtype = replace(config, dtype=dtype)
+        forwards[dtype] = of_dtype, forward_for(model, of_dtype)
+    seconds = dict.fromkeys(forwards, math.inf)
+    for _ in range(3):
+        for dtype, (of_dtype, forward) in forwards.items():
+            started = time.perf_counter()
+            with autocast(of_dtype):
+                logits = forward(idx)
+            F.cross_entropy(logits.float().flatten(0, 1), idx.flatten()).backward()
+            seconds[dtype] = min(seconds[dtype], time.perf_counter() - started)
+    return "bfloat16" if seconds["bfloat16"] < seconds["float32"] else "float32"
+
+
+def forward_for(model: GPT, config: TrainConfig) -> Callable[[Tensor], Tensor]:
+    """idx (B, T) -> logits (B, T, V), in the way that is fastest for training on the config's device."""
+    if config.device == "cpu":
+        return FusedForward(model, torch.bfloat16 if config.dtype == "bfloat16" else torch.float32)
+    compiled: Callable[[Tensor], Tensor] = torch.compile(model) if config.compile else model
+    return compiled
+
+
+def autocast(config: TrainConfig) -> torch.autocast:
+    return torch.autocast(config.device, torch.bfloat16, enabled=config.dtype == "bfloat16")
 
 
 def pick_device(device: str) -> Literal["cpu", "cuda", "mps"]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from service.model.gpt import GPT, CausalSelfAttention, SwiGLU
 from training.config import TrainConfig
+from training.distributed import World
 
 # Quintic x <- a·x + b·x³ + c·x⁵, applied to all singular values; one triple per iteration, each the best for
 # the interval that the one before leaves (Amsel et al. 2025, "The Polar Express").
@@ -31,7 +31,7 @@ MARGIN = 1.02
 
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """About U·Vᵀ of each of `matrices` (n, rows, cols) = U·S·Vᵀ, by five Newton-Schulz iterations in `dtype`.
+    """About U·Vᵀ of each of `matrices` (n, rows, cols) = U·S·Vᵀ, in `dtype`, by five Newton-Schulz iterations in it.
 
     Singular values of a thousandth of the matrix's norm or more come out near 1, smaller ones between 0 and 1.
     """
@@ -42,7 +42,7 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype = torch.float32) -> Tenso
         gram = x @ x.mT
         polynomial = torch.baddbmm(gram, gram, gram, beta=b / MARGIN**3, alpha=c / MARGIN**5)
         x = torch.baddbmm(x, polynomial, x, beta=a / MARGIN)
-    return (x.mT if tall else x).to(matrices.dtype)
+    return x.mT if tall else x
 
 
 def hidden_matrices(model: GPT) -> list[tuple[Tensor, list[int]]]:
@@ -57,19 +57,22 @@ def hidden_matrices(model: GPT) -> list[tuple[Tensor, list[int]]]:
     return found
 
 
-@dataclass
 class _Shape:
-    """All matrices of one shape."""
+    """All matrices of one shape, in equal parts to each process; the last ones have fewer."""
 
-    parts: list[tuple[Tensor, slice]] = field(default_factory=list)  # rows of a parameter, each a matrix
-    momentum: Tensor = field(default_factory=lambda: torch.empty(0))  # (n, rows, cols)
+    def __init__(self, parts: list[tuple[Tensor, slice]], rows: int, cols: int, world: World):
+        self.parts = parts  # rows of a parameter, each a matrix
+        self.scale = max(1.0, rows / cols) ** 0.5
+        each = -(-len(parts) // world.size)
+        self.mine = parts[world.rank * each : (world.rank + 1) * each]
+        self.momentum = parts[0][0].new_zeros(world.size, each, rows, cols)  # of others, as of the last `collect`
 
 
 class Muon:
     """Nesterov momentum, orthogonalised, with decoupled weight decay.
 
     U·Vᵀ is scaled by √max(1, rows / cols), so that an update changes the output of a matrix by as much
-    whatever its shape.
+    whatever its shape. Each process of a world does its part of the matrices, and all exchange the updates.
     """
 
     def __init__(
@@ -78,27 +81,43 @@ class Muon:
         momentum: float,
         weight_decay: float,
         dtype: torch.dtype = torch.float32,
+        world: World | None = None,
     ):
-        self.momentum, self.weight_decay, self.dtype = momentum, weight_decay, dtype
-        self._shapes: dict[tuple[int, int], _Shape] = {}
+        self.momentum, self.weight_decay, self.dtype, self.world = momentum, weight_decay, dtype, world or World()
+        parts: dict[tuple[int, int], list[tuple[Tensor, slice]]] = {}
         for parameter, sizes in matrices:
             start = 0
             for rows in sizes:
-                shape = self._shapes.setdefault((rows, parameter.size(1)), _Shape())
-                shape.parts.append((parameter, slice(start, start + rows)))
+                parts.setdefault((rows, parameter.size(1)), []).append((parameter, slice(start, start + rows)))
                 start += rows
-        for (rows, cols), shape in self._shapes.items():
-            shape.momentum = shape.parts[0][0].new_zeros(len(shape.parts), rows, cols)
+        self._shapes = {shape: _Shape(some, *shape, self.world) for shape, some in parts.items()}
+        lengths = [shape.momentum[0].numel() for shape in self._shapes.values()]
+        device = next(iter(parts.values()))[0][0].device
+        self._updates = torch.zeros(self.world.size, sum(lengths), dtype=dtype, device=device)
+        self._updates_of = self._updates.split(lengths, dim=1)
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        for (rows, cols), shape in self._shapes.items():
-            gradient = torch.stack([_gradient(parameter)[part] for parameter, part in shape.parts])
-            shape.momentum.lerp_(gradient, 1.0 - self.momentum)
-            update = orthogonalize(gradient.lerp(shape.momentum, self.momentum), self.dtype)
-            weights = [parameter[part] for parameter, part in shape.parts]
-            torch._foreach_mul_(weights, 1.0 - lr * self.weight_decay)
-            torch._foreach_add_(weights, list(update.unbind()), alpha=-lr * max(1.0, rows / cols) ** 0.5)
+        rank = self.world.rank
+        for shape, updates in zip(self._shapes.values(), self._updates_of, strict=True):
+            if shape.mine:
+                gradient = torch.stack([_gradient(parameter)[rows] for parameter, rows in shape.mine])
+                momentum = shape.momentum[rank, : len(shape.mine)]
+                momentum.lerp_(gradient, 1.0 - self.momentum)
+                update = orthogonalize(gradient.lerp_(momentum, self.momentum), self.dtype)
+                updates[rank, : update.numel()] = update.flatten()
+        self.world.exchange(self._updates)
+        for shape, updates in zip(self._shapes.values(), self._updates_of, strict=True):
+            each = updates.reshape(-1, *shape.momentum.shape[2:])
+            for (parameter, rows), update in zip(shape.parts, each, strict=False):
+                if self.weight_decay:
+                    parameter[rows].mul_(1.0 - lr * self.weight_decay)
+                parameter[rows].add_(update, alpha=-lr * shape.scale)
+
+    def collect(self) -> None:
+        """Bring every process's part of the state to all, for `tensors`."""
+        for shape in self._shapes.values():
+            self.world.exchange(shape.momentum.flatten(1))
 
     def tensors(self) -> dict[str, Tensor]:
         """All its state, by name; writing into these tensors restores it."""
@@ -110,16 +129,41 @@ def _gradient(parameter: Tensor) -> Tensor:
     return parameter.grad
 
 
+class FlatGradients:
+    """All gradients of a model in one tensor, of which each parameter's `grad` is a view.
+
+    `extra` numbers more lie behind them, for what is to be summed over processes along with them.
+    """
+
+    def __init__(self, model: GPT, extra: int):
+        sizes = [parameter.numel() for parameter in model.parameters()]
+        self.all = next(model.parameters()).new_zeros(sum(sizes) + extra)
+        *parts, self.extra = self.all.split([*sizes, extra])
+        for parameter, part in zip(model.parameters(), parts, strict=True):
+            parameter.grad = part.view_as(parameter)
+
+    def zero_(self) -> None:
+        self.all.zero_()
+
+    def clip_(self, max_norm: float) -> Tensor:
+        """Scale the gradients down to a norm of `max_norm`, if that is not 0; the norm before."""
+        gradients = self.all[: len(self.all) - len(self.extra)]
+        norm = gradients.norm()
+        if max_norm:
+            gradients.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+
 class Optimizers:
     """Muon and AdamW over all parameters of a model, on one schedule."""
 
-    def __init__(self, model: GPT, config: TrainConfig):
+    def __init__(self, model: GPT, config: TrainConfig, world: World | None = None):
         self.config = config
         matrices = hidden_matrices(model)
         hidden = {id(parameter) for parameter, _ in matrices}
         self._others = {name: p for name, p in model.named_parameters() if id(p) not in hidden}
         dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-        self.muon = Muon(matrices, config.muon_momentum, config.weight_decay, dtype)
+        self.muon = Muon(matrices, config.muon_momentum, config.weight_decay, dtype, world)
         self.adamw = torch.optim.AdamW(
             self._others.values(),
             lr=0.0,

@@ -10,7 +10,7 @@ who holds a tensor is the one who names it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from service.model.checkpoint import Checkpoint
 from service.model.gpt import GPT
 from training.config import TrainConfig
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 STATE = "state.json"
 TENSORS = "state.safetensors"
 
@@ -54,10 +54,12 @@ def pack(
     data: Mapping[str, Any],
     progress: Progress,
     tensors: Mapping[str, Tensor],
+    generators: Sequence[Mapping[str, Tensor]],
 ) -> dict[str, bytes]:
     """The files to add to a checkpoint.
 
-    `found` is what the config's "auto" came to, `data` describes the corpus, `tensors` are the live ones by name.
+    `found` is what the config's "auto" came to, `data` describes the corpus, `tensors` are the live ones by name,
+    `generators` the states of torch's generators in each process.
     """
     state = {
         "format_version": FORMAT_VERSION,
@@ -66,7 +68,8 @@ def pack(
         "data": dict(data),
         "progress": asdict(progress),
     }
-    held = {name: tensor.detach().cpu().contiguous() for name, tensor in {**tensors, **_generators()}.items()}
+    of_ranks = {f"{name}.{rank}": state for rank, states in enumerate(generators) for name, state in states.items()}
+    held = {name: tensor.detach().cpu().contiguous() for name, tensor in {**tensors, **of_ranks}.items()}
     return {STATE: (json.dumps(state, indent=2) + "\n").encode(), TENSORS: save(held)}
 
 
@@ -100,22 +103,23 @@ class Saved:
         config, progress = TrainConfig(**state["config"]), Progress(**state["progress"])
         return cls(checkpoint, config, state["found"], state["data"], progress)
 
-    def restore(self, model: GPT, tensors: Mapping[str, Tensor]) -> None:
-        """Write what was saved into `model`, the tensors of the same names, and torch's generators."""
+    def restore(self, model: GPT, tensors: Mapping[str, Tensor], rank: int) -> None:
+        """Write what was saved into `model`, the tensors of the same names, and torch's generators of a process."""
         model.load_state_dict(self.checkpoint.load_model().state_dict())
         held = load((self.checkpoint.path / TENSORS).read_bytes())
         for name, tensor in tensors.items():
             tensor.detach().copy_(held[name])
-        torch.set_rng_state(held["torch.generator"])
-        if "torch.cuda.generator" in held and torch.cuda.is_available():
-            torch.cuda.set_rng_state(held["torch.cuda.generator"])
+        torch.set_rng_state(held[f"generator.cpu.{rank}"])
+        if f"generator.cuda.{rank}" in held and torch.cuda.is_available():
+            torch.cuda.set_rng_state(held[f"generator.cuda.{rank}"])
 
 
-def _generators() -> dict[str, Tensor]:
-    generators = {"torch.generator": torch.get_rng_state()}
+def generator_states() -> dict[str, Tensor]:
+    """Of torch's generators in this process."""
+    states = {"generator.cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
-        generators["torch.cuda.generator"] = torch.cuda.get_rng_state()
-    return generators
+        states["generator.cuda"] = torch.cuda.get_rng_state()
+    return states
 
 
 def refuse_changes(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

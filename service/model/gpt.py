@@ -10,7 +10,7 @@ Letters: B rows, T characters, C n_embd, nh n_head, nkv n_kv_head, hs head_dim, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -122,9 +122,6 @@ def banded_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
     """softmax(q·kᵀ / √hs) · v over grouped heads; q (B, nh, T, hs), k and v (B, nkv, S, hs) -> (B, nh, T, hs)."""
-    if is_causal and q.requires_grad and q.device.type == "cpu" and q.dtype == torch.bfloat16:
-        out: Tensor = _CausalAttention.apply(q, k, v)
-        return out
     if q.size(2) == 1 and not is_causal:
         # One query per row: those that share a key go as one matrix, half again as fast on a CPU.
         B, nh, _, hs = q.size()
@@ -133,35 +130,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, 
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=attn_mask, is_causal=is_causal, enable_gqa=q.size(1) != k.size(1)
     )
-
-
-class _CausalAttention(torch.autograd.Function):
-    """`attend` with is_causal for training in bf16 on a CPU, where torch's own backward takes 5 times as long.
-
-    Plain products over all T² scores, which it holds until the backward.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        B, nh, T, hs = q.size()
-        n, group = k.size(0) * k.size(1), nh // k.size(1)
-        with torch.autocast("cpu", enabled=False):
-            q = (q * hs**-0.5).reshape(n, group * T, hs)  # the queries that share a key, as one matrix
-            k, v = k.reshape(n, T, hs), v.reshape(n, T, hs)
-            future = torch.full((T, T), -torch.inf, dtype=q.dtype).triu(1).repeat(group, 1)
-            weights = torch.baddbmm(future, q, k.mT).softmax(-1)  # (n, group·T, T)
-            ctx.save_for_backward(q, k, v, weights)
-            return (weights @ v).view(B, nh, T, hs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, weights = ctx.saved_tensors
-        B, nh, T, hs = grad.size()
-        grad = grad.reshape(-1, q.size(1), hs)
-        grad_scores = torch._softmax_backward_data(grad @ v.mT, weights, -1, weights.dtype)
-        grad_q = (grad_scores @ k).mul_(hs**-0.5).view(B, nh, T, hs)
-        grad_k, grad_v = ((x.mT @ y).view(B, -1, T, hs) for x, y in ((grad_scores, q), (weights, grad)))
-        return grad_q, grad_k, grad_v
 
 
 class CausalSelfAttention(nn.Module):

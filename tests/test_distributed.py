@@ -1,0 +1,115 @@
+"""Processes that train together: real ones, over gloo, started by the run itself and by torchrun."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from service.model.checkpoint import Checkpoint
+from training.distributed import World
+
+TEXT = "".join(chr(97 + i * i % 23) + (" " if i % 5 == 0 else "") for i in range(4000))
+TINY = ["--n-layer", "1", "--n-embd", "16", "--n-head", "2", "--n-kv-head", "1", "--block-size", "16"]
+RUN = ["--steps", "40", "--batch-size", "8", "--eval-every", "20", "--sample-chars", "0", "--warmup-steps", "4"]
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    (tmp_path / "text.txt").write_text(TEXT)
+    return tmp_path / "text.txt"
+
+
+def train(*flags: str, run: tuple[str, ...] = ("-m",)) -> list[str]:
+    return [sys.executable, *run, "training", "train", *flags]
+
+
+def environment(tmp_path: Path) -> dict[str, str]:
+    return {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+
+
+def call(command: list[str], tmp_path: Path, code: int = 0) -> str:
+    done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=240)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    return dict(Checkpoint.read(path).load_model().named_parameters())
+
+
+def losses(out: Path) -> list[float]:
+    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return [record["train_loss"] for record in records if record["event"] == "train"]
+
+
+def test_two_processes_train_as_one_does_and_so_do_parts_of_a_batch(text, tmp_path):
+    """The same windows in every batch, so the same losses but for the order of sums; dropout is what differs."""
+    same = ["--data", str(text), *TINY, *RUN, "--dtype", "float32"]
+    ways = {"one": [], "two": ["--processes", "2"], "parts": ["--accumulate", "4"]}
+    for name, flags in ways.items():
+        call(train(*same, *flags, "--out", str(tmp_path / name)), tmp_path)
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m")
+    call(train(*same, "--out", str(tmp_path / "torchrun"), run=torchrun), tmp_path)
+    one = losses(tmp_path / "one")
+    assert one[-1] < one[0] - 0.3, "it learns"
+    for name in ("two", "parts", "torchrun"):
+        assert losses(tmp_path / name) == pytest.approx(one, abs=2e-3), name
+        trained = json.loads((tmp_path / name / "best" / "training.json").read_text())
+        assert trained["machine"]["processes"] == (1 if name == "parts" else 2)
+    two, torchrun_two = weights(tmp_path / "two/last"), weights(tmp_path / "torchrun/last")
+    assert all(torch.equal(two[name], torchrun_two[name]) for name in two), "however the two are started"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_two_processes_that_are_stopped_go_on_to_the_same_bytes(text, tmp_path, number):
+    flags = ["--data", str(text), *TINY, *RUN, "--processes", "2", "--dropout", "0.1", "--save-seconds", "0"]
+    call(train(*flags, "--out", str(tmp_path / "unbroken")), tmp_path)
+    out = tmp_path / "out"
+    process = subprocess.Popen(train(*flags, "--out", str(out)), env=environment(tmp_path), stderr=subprocess.PIPE)
+    while not (out / "last").is_dir() or json.loads((out / "last/state.json").read_text())["progress"]["step"] < 7:
+        time.sleep(0.01)
+        assert process.poll() is None
+    process.send_signal(number)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == (-number if number == signal.SIGKILL else 128 + number), error
+    call(train("--resume", "--out", str(out)), tmp_path)
+    expected, found = weights(tmp_path / "unbroken/last"), weights(out / "last")
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_a_process_that_dies_ends_the_run_with_a_word(text, tmp_path):
+    out = tmp_path / "out"
+    flags = ["--data", str(text), *TINY, *RUN, "--steps", "100000", "--processes", "2", "--out", str(out)]
+    process = subprocess.Popen(train(*flags), env=environment(tmp_path), stderr=subprocess.PIPE, text=True)
+    while not (out / "log.jsonl").is_file() or not (out / "log.jsonl").stat().st_size:
+        time.sleep(0.05)
+        assert process.poll() is None
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    workers = [int(child) for child in children if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text()]
+    os.kill(workers[0], signal.SIGKILL)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "a process of this run has ended" in error and "Traceback" not in error
+
+
+def test_what_does_not_divide_is_refused(text, tmp_path):
+    flags = ["--data", str(text), *TINY, *RUN, "--processes", "3", "--out", str(tmp_path / "out")]
+    message = "batch_size must be a multiple of processes x accumulate, got 8, 3 and 1"
+    assert message in call(train(*flags), tmp_path, code=1)
+
+
+@pytest.mark.parametrize(("n", "unit", "size"), [(100, 7, 3), (5, 8, 2), (0, 4, 2), (64, 1, 5)])
+def test_shares_are_whole_units_one_after_the_other(n, unit, size):
+    shares = [World(rank, size).share(n, unit) for rank in range(size)]
+    assert shares[0][0] == 0 and shares[-1][1] == n
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(shares))
+    assert all(first % unit == 0 or first == n for first, _ in shares)

@@ -1,0 +1,102 @@
+"""The written-out forward and backward against the model's own, differentiated by torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from service.model.gpt import GPT, GPTConfig
+from training.fused import FusedForward
+
+
+def some_model(**fields) -> GPT:
+    torch.manual_seed(0)
+    shape = {"vocab_size": 11, "block_size": 9, "n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 16} | fields
+    model = GPT(GPTConfig(**shape)).double()
+    for parameter in model.parameters():  # no zero projection, no gain of one hides a term
+        torch.nn.init.uniform_(parameter, 0.5, 1.5) if parameter.ndim == 1 else torch.nn.init.normal_(
+            parameter, std=0.5
+        )
+    return model
+
+
+def loss_and_gradients(model: GPT, forward, idx: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    loss = F.cross_entropy(forward(idx[:, :-1]).float().flatten(0, 1), idx[:, 1:].flatten())
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("T", [1, 5, 9])
+@pytest.mark.parametrize(
+    "fields", [{}, {"n_head": 2, "n_kv_head": 1}, {"n_kv_head": 4}, {"n_inner": 7, "norm_eps": 0.1}, {"n_layer": 1}]
+)
+def test_loss_and_all_gradients_equal_autograds_in_fp64(T, fields):
+    model = some_model(**fields)
+    idx = torch.randint(11, (3, T + 1))
+
+    def in_double(forward):
+        return lambda x: forward(x).double()
+
+    expected_loss, expected = loss_and_gradients(model, in_double(model), idx)
+    loss, gradients = loss_and_gradients(model, in_double(FusedForward(model, torch.float64)), idx)
+    assert loss == expected_loss
+    for name, gradient in expected.items():
+        scale = gradient.abs().max().item()
+        torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-7 * scale + 1e-12, msg=name)
+
+
+def test_in_bf16_it_is_as_close_to_fp64_as_autocast_is():
+    model = some_model(n_embd=64, block_size=32, vocab_size=40).float()
+    idx = torch.randint(40, (8, 33))
+    _, exact = loss_and_gradients(model.double(), FusedForward(model, torch.float64), idx)
+    exact = {name: gradient.float() for name, gradient in exact.items()}
+    model.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        _, autocast = loss_and_gradients(model, model, idx)
+    _, fused = loss_and_gradients(model, FusedForward(model, torch.bfloat16), idx)
+    for name, gradient in exact.items():
+        theirs, ours = ((x[name] - gradient).norm() / gradient.norm() for x in (autocast, fused))
+        assert ours < 2 * theirs + 0.01, (name, ours, theirs)
+
+
+def test_dropout_leaves_out_a_share_of_both_branches_and_keeps_the_mean():
+    """With the embedding alone in the residual stream, a dropped branch leaves its value there."""
+    model = some_model(dropout=0.25, n_layer=1, n_embd=64, n_head=4)
+    with torch.no_grad():
+        model.blocks[0].attn.proj.weight.zero_()
+    forward = FusedForward(model, torch.float64)
+    seen: list[Tensor] = []
+    model.norm.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
+    idx = torch.randint(11, (400, 9))
+    forward(idx)
+    model.eval()
+    forward(idx)
+    dropped, kept = ((x - model.embed(idx)).detach() for x in seen)
+    zero = dropped.abs() < 1e-12
+    assert zero.double().mean() == pytest.approx(0.25, abs=0.005)
+    torch.testing.assert_close(dropped[~zero], kept[~zero] / 0.75)
+
+
+def test_gradients_go_through_the_dropout_that_was_drawn():
+    model = some_model(dropout=0.5)
+    idx = torch.randint(11, (2, 6))
+
+    def loss() -> Tensor:
+        torch.manual_seed(3)
+        return F.cross_entropy(FusedForward(model, torch.float64)(idx[:, :-1]).flatten(0, 1), idx[:, 1:].flatten())
+
+    model.zero_grad()
+    loss().backward()
+    step = 1e-6
+    for parameter in (model.embed.weight, model.blocks[0].attn.qkv.weight, model.blocks[1].mlp.gate_up.weight):
+        with torch.no_grad():
+            along = parameter.grad / parameter.grad.norm()
+            parameter.add_(step * along)
+            above = loss()
+            parameter.sub_(2 * step * along)
+            below = loss()
+            parameter.add_(step * along)
+        assert ((above - below) / (2 * step)).item() == pytest.approx(parameter.grad.norm().item(), rel=1e-5)
