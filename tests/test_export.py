@@ -15,7 +15,6 @@ def ids(rows, length):
     return torch.randint(len(VOCABULARY), (rows, length), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.filterwarnings("ignore")  # the exporter's own
 def test_onnxruntime_gives_the_same_logits(tmp_path):
     import onnxruntime
 

@@ -404,7 +404,7 @@ def test_a_full_disk_costs_nothing_but_the_time(
         resume = ["train", "--overwrite", "--out", out, *flags(tmp_path, dtype="float32")]
     else:
         assert error.endswith(
-            f"The last good checkpoint is {out / 'last'}; once there is room, go on with: "
+            f"The last good checkpoint is {out / 'last'}; when that is put right, go on with: "
             f"python -m training train --resume --out {out}"
         )
         small_disk.fill(0)

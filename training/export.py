@@ -11,8 +11,10 @@ characters: llama.cpp refuses most others, but never ends on one whose UTF-8 sta
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,15 +112,18 @@ def to_onnx(checkpoint: Checkpoint, file: Path) -> None:
 
     model = checkpoint.load_model()
     batch, length = torch.export.Dim("batch", min=1, max=1 << 20), torch.export.Dim("length", min=1, max=1 << 20)
-    program = torch.onnx.export(
-        _Explicit(model),
-        (torch.zeros(2, 7, dtype=torch.long),),
-        input_names=["idx"],
-        output_names=["logits"],
-        dynamic_shapes=({0: batch, 1: length},),
-        dynamo=True,
-        verbose=False,
-    )
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it says which operators of torchvision it left out
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of torch about itself
+        program = torch.onnx.export(
+            _Explicit(model).eval(),
+            (torch.zeros(2, 7, dtype=torch.long),),
+            input_names=["idx"],
+            output_names=["logits"],
+            dynamic_shapes=({0: batch, 1: length},),
+            dynamo=True,
+            verbose=False,
+        )
     assert program is not None
     proto = program.model_proto
     entry = proto.metadata_props.add()

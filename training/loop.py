@@ -270,7 +270,7 @@ class Run:
             left = "Nothing had been saved before"
             if (self.out / "last").is_dir():
                 left = (
-                    f"The last good checkpoint is {self.out / 'last'}; once there is room, go on with: "
+                    f"The last good checkpoint is {self.out / 'last'}; when that is put right, go on with: "
                     f"{resume_command(self.out)}"
                 )
             raise StorageError(
