@@ -17,11 +17,11 @@ BIN := $(VENV)/bin
 RUN := $(VENV)/.installed-service,training
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help serve train test lint clean
+.PHONY: help serve train test test-slow chaos-train lint clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 	@echo
 	@echo "Variables: CHECKPOINT=DIR to serve, DATA=FILE and PRESET=quick|cpu|gpu to train, ARGS='more flags',"
 	@echo "PYTHON, VENV, and TORCH and TORCH_INDEX_URL for another build of torch."
@@ -40,6 +40,14 @@ train: $(RUN) ## train PRESET (default cpu) on DATA into checkpoints/PRESET; ARG
 
 test: $(VENV)/.installed-test ## install what the tests need and run them; ARGS='-k model' picks some
 	$(BIN)/python -m pytest $(ARGS)
+
+chaos-train: $(VENV)/.installed-test ## stop runs and saves at random moments, 116 times, and compare what comes out
+	$(BIN)/python -m pytest -m chaos --capture=no --durations=0 $(ARGS)
+
+# Building llama.cpp takes some ten minutes of a core; it is left out of the other environments for that.
+test-slow: export CMAKE_ARGS ?= -DLLAVA_BUILD=OFF
+test-slow: $(VENV)/.installed-test,llama ## build llama.cpp and compare its logits with ours
+	$(BIN)/python -m pytest -m slow $(ARGS)
 
 lint: $(VENV)/.installed-dev ## check style and types
 	$(BIN)/ruff check .

@@ -1,11 +1,13 @@
+import contextlib
+
 import numpy as np
 import pytest
 import torch
 from helpers import VOCABULARY, random_model, save_random
 
 from service.model.checkpoint import Checkpoint, save_checkpoint
+from service.model.sampling import SamplingParams
 from service.model.tokenizer import CharTokenizer
-from training.config import ConfigError
 from training.export import export
 
 
@@ -13,7 +15,6 @@ def ids(rows, length):
     return torch.randint(len(VOCABULARY), (rows, length), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.filterwarnings("ignore")  # the exporter's own
 def test_onnxruntime_gives_the_same_logits(tmp_path):
     import onnxruntime
 
@@ -21,7 +22,7 @@ def test_onnxruntime_gives_the_same_logits(tmp_path):
     export(checkpoint, "onnx", tmp_path / "model.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
     model = checkpoint.load_model()
-    for rows, length in ((1, 1), (2, 7), (3, 40)):  # shorter than the band and five bands long
+    for rows, length in ((1, 1), (1, 5), (1, 41), (2, 7), (2, 8), (2, 9), (3, 40)):  # around the band of 8 and past it
         idx = ids(rows, length)
         (logits,) = session.run(["logits"], {"idx": idx.numpy()})
         np.testing.assert_allclose(logits, model(idx), rtol=0, atol=1e-3)
@@ -37,7 +38,8 @@ def test_gguf_holds_the_same_tensors_and_vocabulary(tmp_path):
     fields = {name: field.contents() for name, field in reader.fields.items()}
     assert fields["general.architecture"] == "qwen3"
     assert fields["qwen3.context_length"] == checkpoint.hyperparameters["block_size"]
-    assert [" " if t == "\u2581" else t for t in fields["tokenizer.ggml.tokens"]] == VOCABULARY
+    tokens = [bytes.fromhex(token.replace("\\x", "")).decode() for token in fields["tokenizer.ggml.tokens"]]
+    assert tokens == VOCABULARY
     tensors = {tensor.name: tensor.data for tensor in reader.tensors}
     state = checkpoint.load_model().state_dict()
     ours = torch.cat([state[f"blocks.{i}.attn.qkv.weight"].flatten() for i in range(2)])
@@ -46,8 +48,46 @@ def test_gguf_holds_the_same_tensors_and_vocabulary(tmp_path):
     assert sum(tensor.size for tensor in tensors.values()) == sum(value.numel() for value in state.values())
 
 
-def test_gguf_refuses_what_its_tokenizer_cannot_tell_apart(tmp_path):
-    save_checkpoint(tmp_path / "ck", random_model(vocab_size=2), CharTokenizer([" ", "\u2581"]), {})
-    with pytest.raises(ConfigError, match=r"U\+2581"):
-        export(Checkpoint.read(tmp_path / "ck"), "gguf", tmp_path / "model.gguf")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["ck"]
+def load_gguf(file):
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama_cpp is not installed; make test-slow builds it")
+    f32 = llama_cpp.GGML_TYPE_F32
+    options = {"n_ctx": 512, "n_threads": 1, "logits_all": True, "type_k": f32, "type_v": f32, "verbose": False}
+    return contextlib.closing(llama_cpp.Llama(str(file), **options))
+
+
+@pytest.mark.slow
+def test_llama_cpp_gives_the_same_logits_and_text(tmp_path):
+    W = 256
+    checkpoint = save_random(tmp_path / "ck", block_size=W, n_embd=64)
+    export(checkpoint, "gguf", tmp_path / "model.gguf")
+    model, unbounded = checkpoint.load_model(), random_model(block_size=512, n_embd=64)
+    idx = ids(1, 400)
+    prompt = "Hello, World! "
+    with load_gguf(tmp_path / "model.gguf") as llama:
+        llama.eval(idx[0].tolist())
+        logits = np.array(llama.scores[:400])
+        completion = llama.create_completion(prompt, max_tokens=W - len(prompt), temperature=0)
+    np.testing.assert_allclose(logits[:W], model(idx)[0, :W], rtol=0, atol=1e-3)
+    # It ignores the window, which is why the file says that its context is as long as that.
+    np.testing.assert_allclose(logits, unbounded(idx)[0], rtol=0, atol=1e-3)
+    [choice] = completion["choices"]
+    expected = model.generate(checkpoint.tokenizer.encode(prompt), W - len(prompt), SamplingParams(temperature=0))
+    assert (choice["text"], choice["finish_reason"]) == (checkpoint.tokenizer.decode(expected), "length")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line_breaks", [True, False])
+def test_llama_cpp_reads_and_writes_every_character(tmp_path, line_breaks):
+    """None is taken for the end of a text, a space is a space, and what is unknown is refused."""
+    characters = sorted({*"ab! \t\r'\"\\<x0>", "\0", "é", "€", "漢", "😀", "\u0301", "\u2581", *("\n" * line_breaks)})
+    tokenizer = CharTokenizer(characters)
+    save_checkpoint(tmp_path / "ck", random_model(vocab_size=len(characters)), tokenizer, {})
+    export(Checkpoint.read(tmp_path / "ck"), "gguf", tmp_path / "model.gguf")
+    text = "".join(characters) + "  a  <0x00> \\x00 é\u0301 \u2581 b "
+    with load_gguf(tmp_path / "model.gguf") as llama:
+        tokens = llama.tokenize(text.encode(), add_bos=False)
+        assert tokens == tokenizer.encode(text)
+        assert llama.detokenize(tokens) == b"".join(llama.detokenize([token]) for token in tokens) == text.encode()
+        assert llama.token_bos() == llama.token_eos() == -1
+        with pytest.raises(RuntimeError, match="llama_decode"):
+            llama.create_completion("aZb", max_tokens=1)

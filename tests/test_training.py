@@ -8,6 +8,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -311,6 +312,95 @@ def test_stopped_at_random_moments_a_run_ends_with_the_same_bytes(unbroken, tmp_
             assert weights(out) == weights(expected)
             assert events(out) == events(expected)
             assert {p.name for p in out.iterdir()} == {"last", "best", "log.jsonl", "loss.png"}
+
+
+class SmallDisk:
+    """A file system of 2 MB, in a mount namespace that lives as long as the process that holds it."""
+
+    def __init__(self, point: Path):
+        script = 'mount -t tmpfs -o size=2m chargpt "$0" && echo mounted && exec cat'  # cat ends with this process
+        for rights in ([], ["--map-root-user"]):
+            command = ["unshare", "--mount", *rights, "sh", "-c", script, str(point)]
+            self.holder = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+            assert self.holder.stdout is not None
+            if self.holder.stdout.readline() == "mounted\n":
+                break
+            reason = self.close().strip()
+        else:
+            pytest.skip(f"no file system can be mounted here: {reason}")
+        self.path = Path(f"/proc/{self.holder.pid}/root{point}")
+        self.ballast = self.path / "ballast"
+
+    def fill(self, room: int) -> None:
+        """Leave `room` bytes, or what there is where it is less."""
+        free = os.statvfs(self.path).f_bavail * os.statvfs(self.path).f_bsize
+        with open(self.ballast, "ab") as file:
+            file.write(bytes(max(0, free - room)))
+
+    def close(self) -> str:
+        return self.holder.communicate()[1]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    if shutil.which("unshare") is None:
+        pytest.skip("no file system can be mounted here: there is no unshare")
+    (tmp_path / "disk").mkdir()
+    disk = SmallDisk(tmp_path / "disk")
+    yield disk
+    disk.close()
+
+
+@pytest.mark.parametrize(
+    ("where", "after", "room", "named"),
+    [
+        ("save", 0, 0, "last"),  # the first one of all
+        ("log", 3, 0, "."),
+        ("save", 16, 30_000, "last"),  # breaks off within it
+        ("save_best", 16, 4096, "best"),
+        ("save", 24, 0, "last"),
+        ("finish", 24, 60_000, "."),  # enough for the best weights, not for the curves
+    ],
+)
+def test_a_full_disk_costs_nothing_but_the_time(
+    unbroken, small_disk, tmp_path, monkeypatch, capsys, where, after, room, named
+):
+    out = small_disk.path / "out"
+    method = getattr(Run, where)
+
+    def fill_first(run: Run, *arguments: object) -> None:
+        if run.progress.step >= after and not small_disk.ballast.exists():
+            small_disk.fill(room)
+        return method(run, *arguments)
+
+    resume = ["train", "--resume", "--out", out]
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, where, fill_first)
+        assert call(["train", "--out", out, *flags(tmp_path, dtype="float32")]) == 1
+    *shown, error = capsys.readouterr().err.splitlines()
+    assert error.startswith(f"error: cannot write {out / named}: No space left on device. "), error
+    assert "Traceback" not in "".join(shown)
+    if (where, after) == ("save", 0):
+        assert error.endswith("Nothing had been saved before")
+        assert [path.name for path in out.iterdir()] == ["log.jsonl"]
+        resume = ["train", "--overwrite", "--out", out, *flags(tmp_path, dtype="float32")]
+    else:
+        assert error.endswith(
+            f"The last good checkpoint is {out / 'last'}; when that is put right, go on with: "
+            f"python -m training train --resume --out {out}"
+        )
+        small_disk.fill(0)
+        for _ in range(2):  # as it was left, and after another try in vain
+            assert {p.name for p in out.iterdir()} <= {"last", "best", "log.jsonl", "loss.png"}
+            for name in ["last", "best"] if after > 8 else ["last"]:
+                Checkpoint.read(out / name).load_model()
+            assert call(resume) == 1
+            assert capsys.readouterr().err.splitlines()[-1].startswith("error: cannot write ")
+    small_disk.ballast.unlink()
+    assert call(resume) == 0
+    assert weights(out) == weights(unbroken) and events(out) == events(unbroken)
 
 
 def is_finished(out: Path) -> bool:

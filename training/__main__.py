@@ -346,10 +346,11 @@ def main() -> int:
     except refusals as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:  # also while torch is being imported
+        sys.exit(130)

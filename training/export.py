@@ -2,14 +2,19 @@
 
 Transformers, vLLM and SGLang need no export: a checkpoint folder is theirs as it is.
 
-Neither format knows a cache as a ring, so both are exact for texts of up to block_size characters: GGUF states
-that as its context length, and an ONNX graph carries the band for any length but has no cache.
+Neither format knows a cache as a ring. An ONNX graph carries the band, for any length, but has no cache. llama.cpp
+gives qwen3 no sliding window: a text of more than block_size characters attends to all of them there, and its logits
+are others, so the file states block_size as its context length. Within it they are ours to 1e-5 where llama.cpp keeps
+its cache in fp32 (-ctk f32 -ctv f32), and to some 1e-3 in fp16, its default. A prompt must be of the model's own
+characters: llama.cpp refuses most others, but never ends on one whose UTF-8 starts as that of a character it knows.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,23 +24,12 @@ from torch import Tensor, nn
 
 from service.model.checkpoint import Checkpoint, named_tensors
 from service.model.gpt import GPT
-from training.config import ConfigError
-
-SPACE = "\u2581"  # how SentencePiece, and so llama.cpp, writes a space
 
 
 def to_gguf(checkpoint: Checkpoint, file: Path) -> None:
-    """A GGUF file (version 3, fp32) of architecture qwen3, with one token per character.
-
-    Raises:
-        ConfigError: the vocabulary has a character that GGUF's tokenizer keeps for itself.
-    """
+    """A GGUF file (version 3, fp32) of architecture qwen3, with one token per character."""
     from gguf import MODEL_ARCH, GGUFWriter, TokenType, get_tensor_name_map
 
-    if SPACE in checkpoint.tokenizer and " " in checkpoint.tokenizer:
-        raise ConfigError(
-            f"{SPACE!r} (U+2581) cannot be in the vocabulary of a GGUF file beside the space it stands for"
-        )
     model = checkpoint.load_model()
     config = model.config
     writer = GGUFWriter(str(file), "qwen3")
@@ -51,14 +45,13 @@ def to_gguf(checkpoint: Checkpoint, file: Path) -> None:
     writer.add_value_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_rope_freq_base(config.rope_theta)
-    # The SentencePiece tokenizer splits a text into characters first and then merges pairs that are tokens
-    # themselves; here none is.
-    characters = [SPACE if c == " " else c for c in checkpoint.tokenizer.characters]
-    writer.add_tokenizer_model("llama")
+    # RWKV's tokenizer takes the longest token that matches, as bytes, and is the one that has neither an end nor an
+    # unknown token: the others would take two or three of the characters for theirs, and end a text at the "!".
+    characters = ["".join(f"\\x{byte:02x}" for byte in c.encode()) for c in checkpoint.tokenizer.characters]
+    writer.add_tokenizer_model("rwkv")
     writer.add_token_list(characters)
     writer.add_token_scores([0.0] * len(characters))
     writer.add_token_types([TokenType.NORMAL] * len(characters))
-    writer.add_add_space_prefix(False)
     writer.add_add_bos_token(False)
     writer.add_add_eos_token(False)
     names = get_tensor_name_map(MODEL_ARCH.QWEN3, config.n_layer)
@@ -119,15 +112,18 @@ def to_onnx(checkpoint: Checkpoint, file: Path) -> None:
 
     model = checkpoint.load_model()
     batch, length = torch.export.Dim("batch", min=1, max=1 << 20), torch.export.Dim("length", min=1, max=1 << 20)
-    program = torch.onnx.export(
-        _Explicit(model),
-        (torch.zeros(2, 7, dtype=torch.long),),
-        input_names=["idx"],
-        output_names=["logits"],
-        dynamic_shapes=({0: batch, 1: length},),
-        dynamo=True,
-        verbose=False,
-    )
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it says which operators of torchvision it left out
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of torch about itself
+        program = torch.onnx.export(
+            _Explicit(model).eval(),
+            (torch.zeros(2, 7, dtype=torch.long),),
+            input_names=["idx"],
+            output_names=["logits"],
+            dynamic_shapes=({0: batch, 1: length},),
+            dynamo=True,
+            verbose=False,
+        )
     assert program is not None
     proto = program.model_proto
     entry = proto.metadata_props.add()

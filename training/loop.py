@@ -47,8 +47,16 @@ from training.sample import sample_texts
 from training.state import Progress, ResumeError, Saved, generator_states, pack, refuse_changes
 
 
+def resume_command(out: Path) -> str:
+    return f"python -m training train --resume --out {shlex.quote(str(out))}"
+
+
 class DivergedError(RuntimeError):
     """The loss or the gradient is no number any more."""
+
+
+class StorageError(OSError):
+    """The run's folder takes no more; says what is left."""
 
 
 class InterruptedRun(Exception):
@@ -56,8 +64,7 @@ class InterruptedRun(Exception):
 
     def __init__(self, number: int, out: Path, step: int, steps: int):
         super().__init__(
-            f"{signal.Signals(number).name}: saved at step {step} of {steps}; "
-            f"go on with: python -m training train --resume --out {shlex.quote(str(out))}"
+            f"{signal.Signals(number).name}: saved at step {step} of {steps}; go on with: {resume_command(out)}"
         )
         self.number = number
 
@@ -101,6 +108,7 @@ class Run:
 
         Raises:
             DivergedError: the loss or the gradient is not finite; the last save is from before that.
+            StorageError: the disk is full, or the like; the last save is as it was.
             InterruptedRun: SIGINT or SIGTERM came; the run was saved.
         """
         config, progress = self.config, self.progress
@@ -113,7 +121,8 @@ class Run:
             soft_wrap=True,
         )
         self.world.sum_(torch.zeros(1))  # all have read what the first save replaces
-        with self.open_log(), stop_signal() as self.received, ProgressView(console, config) as view:
+        view = ProgressView(console, config)
+        with self.storage(), self.open_log(), stop_signal() as self.received, view:
             self.save()
             while True:
                 if self.evaluation_is_due:
@@ -276,6 +285,22 @@ class Run:
             "machine": {**machine(self.device), **self.found},
             "command": shlex.join(["python", "-m", "training", *sys.argv[1:]]),
         }
+
+    @contextlib.contextmanager
+    def storage(self) -> Iterator[None]:
+        """Errors of the disk say what they leave and how to go on."""
+        try:
+            yield
+        except OSError as error:
+            left = "Nothing had been saved before"
+            if (self.out / "last").is_dir():
+                left = (
+                    f"The last good checkpoint is {self.out / 'last'}; when that is put right, go on with: "
+                    f"{resume_command(self.out)}"
+                )
+            raise StorageError(
+                f"cannot write {error.filename or self.out}: {error.strerror or error}. {left}"
+            ) from error
 
     @contextlib.contextmanager
     def open_log(self) -> Iterator[None]:

@@ -200,12 +200,16 @@ def save_checkpoint(
     }
     listed = {name: {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)} for name, data in files.items()}
     files[MANIFEST] = _dump({"format_version": FORMAT_VERSION, "files": listed})
-    with replacing_folder(Path(path)) as folder:
-        for name, data in files.items():
-            with open(folder / name, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+    try:
+        with replacing_folder(Path(path)) as folder:
+            for name, data in files.items():
+                with open(folder / name, "wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a write that fails does not say where
+        raise
 
 
 @contextlib.contextmanager
