@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 from torch import nn
 
 
-def flops_per_character(model: nn.Module) -> int:
+def flops_per_character(model: Any) -> int:
     """Floating-point operations of the matrix products of a forward and backward, per character.
 
     Counted as by Chowdhery et al. 2022 (PaLM), appendix B: all T² scores of attention, nothing of the optimizer.
     `model` is any whose `config` has n_layer, n_embd and block_size.
     """
     config = model.config
-    linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
-    scores = config.n_layer * config.n_embd * config.block_size  # and as many to weigh the values
+    linear: int = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
+    scores: int = config.n_layer * config.n_embd * config.block_size  # and as many to weigh the values
     return 3 * (2 * linear + 2 * 2 * scores)
 
 

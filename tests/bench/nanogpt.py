@@ -107,9 +107,7 @@ class RandomWindows:
 
 
 @torch.no_grad()
-def random_windows_loss(
-    model: Any, ids: np.ndarray, *, batches: int = 20, batch_size: int = 12, seed: int = 0
-) -> float:
+def random_windows_loss(model: Any, ids: np.ndarray, seed: int, batches: int = 20, batch_size: int = 12) -> float:
     """nanoGPT's own estimate of the loss, nats per character: the mean of a few random windows.
 
     `model` is any with `config.block_size` and `head`. Its standard deviation here is 0.015: for comparison only.

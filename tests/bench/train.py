@@ -41,7 +41,7 @@ from rich.table import Table
 from service.model.checkpoint import Checkpoint
 from training.config import ConfigError, TrainConfig
 from training.data import TINYSHAKESPEARE, Corpus, DataError, prepare
-from training.evaluate import streamed_loss, whole_loss
+from training.evaluate import whole_loss
 from training.loop import InterruptedRun, Run, machine
 from training.speed import flops_per_character, matmul_peak
 
@@ -74,7 +74,7 @@ FIGURES = {  # name in the JSON: label in the tables, format
     "wall_seconds": ("seconds of steps", "{:.1f}"),
     "run_seconds": ("seconds of the whole run", "{:.1f}"),
     "characters_per_second": ("characters/s", "{:,.0f}"),
-    "peak_tflops": ("matrix-product peak, TFLOP/s", "{:.3f}"),
+    "peak_tflops": ("matrix-product peak, TFLOP/s", "{:.3g}"),
     "peak_share": ("share of that peak", "{:.1%}"),
 }
 PROBE_STEPS, WARM_STEPS = 40, 8
@@ -115,14 +115,14 @@ def run_ours(config: TrainConfig, out: Path) -> dict[str, Any]:
     run = TimedRun(config, corpus, out, Console(stderr=True, highlight=False))
     run.train()
     run_seconds = time.perf_counter() - started
-    best = Checkpoint.read(out / "best").load_model(run.device)
+    checkpoint = Checkpoint.read(out / "best")
+    best = checkpoint.load_model(run.device)
     figures = {
         "seed": config.seed,
         "steps": config.steps,
         "characters": config.steps * config.tokens_per_step,
-        "whole": whole_loss(best, corpus.val),
-        "streamed": streamed_loss(best, corpus.val),
-        "random_windows": nanogpt.random_windows_loss(best, corpus.val),
+        **{name: checkpoint.training["losses"][name] for name in ("whole", "streamed")},
+        "random_windows": nanogpt.random_windows_loss(best, corpus.val, config.seed),
         "cpu_seconds": run.cpu_seconds,
         "wall_seconds": run.progress.elapsed_seconds,
         "run_seconds": run_seconds,
@@ -155,7 +155,7 @@ def run_nanogpt(recipe: nanogpt.Recipe, seed: int, threads: int) -> dict[str, An
 
     def evaluated(model: Any, step: int, cpu_seconds: float, wall_seconds: float) -> None:
         whole = whole_loss(model, corpus.val)
-        random_windows = nanogpt.random_windows_loss(model, corpus.val, seed=step)
+        random_windows = nanogpt.random_windows_loss(model, corpus.val, seed + step)
         seconds = {"cpu_seconds": cpu_seconds, "wall_seconds": wall_seconds}
         curve.append({"step": step, "val_loss": whole, "random_windows": random_windows, **seconds})
         console.print(f"step {step}/{recipe.steps}  val {whole:.4f} nats  {cpu_seconds:.0f} CPU s", soft_wrap=True)
@@ -212,13 +212,13 @@ def in_child(function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[s
     sender.close()
     try:
         figures, error = receiver.recv()
+        process.join()
     except EOFError:
         process.join()
         raise BenchError(f"its process ended with status {process.exitcode}") from None
     finally:
-        if not receiver.closed:
-            receiver.close()
-        process.terminate()  # of no effect once it has answered and left
+        receiver.close()
+        process.terminate()  # of no effect where it has ended
         process.join(30)
         process.kill()
     if error:
@@ -365,7 +365,7 @@ def judge(runs: list[dict[str, Any]], targets: dict[str, tuple[float, float]], s
 def footnotes(results: dict[str, Any]) -> list[str]:
     """Where the figures come from, and what failed."""
     about, versions = results["machine"], results["versions"]
-    settings = {f"{run['threads']} threads, {run['dtype']} on {run['device']}": None for run in every_run(results)}
+    settings = {f"threads {run['threads']}, {run['dtype']} on {run['device']}": None for run in every_run(results)}
     return [
         f"{about['cpu']}, {about['cores']} cores{', ' + about['gpu'] if 'gpu' in about else ''}, {about['system']}; "
         f"load {results['load_average']:.2f} at the start; {results['date']}; "
@@ -392,7 +392,8 @@ def show(results: dict[str, Any], console: Console) -> None:
     table = Table(*head, show_lines=True)
     for row in rows:
         table.add_row(*row)
-    console.print(table)
+    if results["runs"]:
+        console.print(table)
     for line in footnotes(results):
         console.print(line, markup=False, soft_wrap=True)
 
@@ -477,7 +478,7 @@ def main() -> int:
     try:
         prepare(TINYSHAKESPEARE)
     except DataError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}\nThe bench takes no other text; CHARGPT_DATA_DIR may name its folder", file=sys.stderr)
         return 1
     bench = Bench(args, console)
     if bench.results["load_average"] > 0.5:
