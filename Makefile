@@ -17,11 +17,11 @@ BIN := $(VENV)/bin
 RUN := $(VENV)/.installed-service,training
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help serve train test lint clean
+.PHONY: help serve train test bench-train lint clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 	@echo
 	@echo "Variables: CHECKPOINT=DIR to serve, DATA=FILE and PRESET=quick|cpu|gpu to train, ARGS='more flags',"
 	@echo "PYTHON, VENV, and TORCH and TORCH_INDEX_URL for another build of torch."
@@ -40,6 +40,9 @@ train: $(RUN) ## train PRESET (default cpu) on DATA into checkpoints/PRESET; ARG
 
 test: $(VENV)/.installed-test ## install what the tests need and run them; ARGS='-k model' picks some
 	$(BIN)/python -m pytest $(ARGS)
+
+bench-train: $(RUN) ## train beside nanoGPT's CPU recipe, each preset over three seeds: figures into out/bench-train
+	$(BIN)/python -m tests.bench.train $(ARGS)
 
 lint: $(VENV)/.installed-dev ## check style and types
 	$(BIN)/ruff check .

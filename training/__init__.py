@@ -8,6 +8,7 @@ A map, in the order a run passes:
     optim.py       Muon for the hidden matrices, AdamW for the rest, the learning-rate schedule
     loop.py        the training loop: steps, evaluations, saves, signals, the report
     evaluate.py    whole-split and streamed losses, baselines, batched sampling
+    speed.py       the share of the machine's matrix-product peak that a run uses
     state.py       what a run needs to go on exactly where it stopped, without pickle
 
 Import rule: `service.model` and, for sampling, `service.engine`; nothing else of `service`.

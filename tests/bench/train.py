@@ -109,8 +109,10 @@ class TimedRun(Run):
 
 
 def run_ours(config: TrainConfig, out: Path) -> dict[str, Any]:
-    """Figures of one run of our trainer, from its first step to its report."""
+    """Figures of one run of our trainer, from its first step to its report; replaces the folder `out`."""
     started = time.perf_counter()
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
     corpus = prepare(config.data)
     run = TimedRun(config, corpus, out, Console(stderr=True, highlight=False))
     run.train()
@@ -265,6 +267,8 @@ class Bench:
 
     def run(self, parts: list[str]) -> None:
         """Every run of every part; one that fails leaves a reason in the results."""
+        (self.out / "train.png").unlink(missing_ok=True)  # of figures that are about to go
+        self.write()
         for part in parts:
             for seed in self.seeds[:1] if part == "nanogpt" else self.seeds:
                 self.console.rule(f"{TITLES[part]}, seed {seed}")
@@ -282,8 +286,6 @@ class Bench:
             recipe = nanogpt.Recipe(steps=self.shared(nanogpt.Recipe.steps))
             return in_child(run_nanogpt, recipe, seed, self.threads)
         out = self.out / "runs" / f"{part}-{seed}"
-        shutil.rmtree(out, ignore_errors=True)
-        out.mkdir(parents=True)
         if part == "equal":
             config = self.equal_config(seed)
             figures = in_child(run_ours, config, out)
@@ -317,7 +319,8 @@ class Bench:
         self.out.mkdir(parents=True, exist_ok=True)
         (self.out / "train.json").write_text(json.dumps(self.results, indent=1) + "\n", encoding="utf-8")
         (self.out / "train.md").write_text(markdown(self.results), encoding="utf-8")
-        draw(self.results, self.out / "train.png")
+        if "nanogpt" in self.results["runs"]:
+            draw(self.results, self.out / "train.png")
 
 
 def revision() -> str | None:
@@ -399,21 +402,24 @@ def show(results: dict[str, Any], console: Console) -> None:
 
 
 def draw(results: dict[str, Any], png: Path) -> None:
-    """Validation loss against the CPU seconds of the steps, for the two that took as many."""
+    """Validation loss against the CPU seconds of the steps, for the two that take as many."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
+    target = TARGETS["equal"]["whole"][1]
+    lowest = target
     for part, color in (("nanogpt", "tab:gray"), ("equal", "tab:blue")):
-        for i, run in enumerate(results["runs"].get(part, [])):
-            points = [(p["cpu_seconds"], p["val_loss"]) for p in run["curve"]]
-            label = f"{TITLES[part]}: {run['whole']:.3f}" if i == 0 else None
-            axes.plot(*zip(*points, strict=True), "o-", color=color, alpha=1 if i == 0 else 0.4, ms=4, label=label)
-            axes.annotate(f"{points[-1][1]:.3f}", points[-1], xytext=(0, 6), textcoords="offset points", color=color)
-    axes.axhline(
-        TARGETS["equal"]["whole"][1], color="tab:green", ls="--", lw=0.8, label=f"target {TARGETS['equal']['whole'][1]}"
-    )
+        runs = results["runs"].get(part, [])
+        for run in runs:
+            points = [(point["cpu_seconds"], point["val_loss"]) for point in run["curve"]]
+            lowest = min(lowest, *(loss for _, loss in points))
+            ends = spread([run["whole"] for run in runs], "{:.3f}")
+            label = f"{TITLES[part]}: {ends}" if run is runs[0] else None
+            axes.plot(*zip(*points, strict=True), "o-", color=color, alpha=0.6, ms=4, label=label)
+    axes.axhline(target, color="tab:green", ls="--", lw=0.8, label=f"target {target}")
     axes.set_xlim(left=0)
+    axes.set_ylim(lowest - 0.05, lowest + 1.25)  # where they part; both begin above 4
     axes.set_xlabel("CPU seconds of the steps")
     axes.set_ylabel("whole validation loss, nats per character")
     axes.set_title(f"{results['machine']['cpu']}, {results['date'][:10]}", fontsize=9)
