@@ -496,7 +496,7 @@ def main() -> int:
     except KeyboardInterrupt:
         stopped = True
     show(bench.results, Console(highlight=False))
-    console.print(f"{'Stopped. ' if stopped else ''}{args.out}: train.json, train.md, train.png, runs/", soft_wrap=True)
+    console.print(f"{'Stopped; ' if stopped else ''}figures: {args.out / 'train.json'}, .md, .png", soft_wrap=True)
     return 130 if stopped else 1 if bench.results["errors"] else 0
 
 
