@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 RUN := $(VENV)/.installed-service,training
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help serve train test test-slow chaos-train lint clean
+.PHONY: help serve train test test-slow chaos-train bench-train lint clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -48,6 +48,9 @@ chaos-train: $(VENV)/.installed-test ## stop runs and saves at random moments, 1
 test-slow: export CMAKE_ARGS ?= -DLLAVA_BUILD=OFF
 test-slow: $(VENV)/.installed-test,llama ## build llama.cpp and compare its logits with ours
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+bench-train: $(RUN) ## train beside nanoGPT's CPU recipe, each preset over three seeds: figures into out/bench-train
+	$(BIN)/python -m tests.bench.train $(ARGS)
 
 lint: $(VENV)/.installed-dev ## check style and types
 	$(BIN)/ruff check .

@@ -61,7 +61,12 @@ class ProgressView:
 
 
 def print_report(
-    console: Console, config: TrainConfig, progress: Progress, losses: dict[str, float], out: Path
+    console: Console,
+    config: TrainConfig,
+    progress: Progress,
+    losses: dict[str, float],
+    speed: dict[str, float],
+    out: Path,
 ) -> None:
     """The losses of the best weights beside what mere counting reaches, and where everything lies."""
     labels = {
@@ -76,7 +81,9 @@ def print_report(
         table.add_row(label, f"{losses[name]:.4f}", f"{bits(losses[name]):.4f}")
     console.print(table)
     console.print(
-        f"{progress.step * config.tokens_per_step:,} characters in {progress.elapsed_seconds:.0f} s of training; "
+        f"{progress.step * config.tokens_per_step:,} characters in {progress.elapsed_seconds:.0f} s of training: "
+        f"{speed['characters_per_second']:,.0f} a second, {speed['peak_share']:.0%} of the "
+        f"{speed['matmul_peak_flops'] / 1e9:,.0f} GFLOP/s that matrix products reach here; "
         f"best at step {progress.best_step}\ncheckpoint {out / 'best'}   curves {out / 'loss.png'}   "
         f"log {out / 'log.jsonl'}",
         markup=False,

@@ -44,6 +44,7 @@ from training.evaluate import baselines, streamed_loss, whole_loss
 from training.fused import FusedForward
 from training.optim import FlatGradients, Optimizers, WeightAverage, lr_scale
 from training.sample import sample_texts
+from training.speed import flops_per_character, matmul_peak
 from training.state import Progress, ResumeError, Saved, generator_states, pack, refuse_changes
 
 
@@ -84,11 +85,12 @@ class Run:
         torch.manual_seed(config.seed)
         self.model = GPT(config.model_config(corpus.tokenizer.vocab_size)).to(self.device)
         self.forward = forward_for(self.model, config)
-        self.gradients = FlatGradients(self.model, extra=4)
+        self.gradients = FlatGradients(self.model, extra=5)
         self.optimizers = Optimizers(self.model, config, world)
         self.average = WeightAverage(self.model, config.ema_decay) if config.ema_decay else None
         self.progress = Progress()
         self.saved_at = time.monotonic()
+        self.cpu_seconds = 0.0  # of this process's last step
         torch.manual_seed(config.seed + world.rank)  # of dropout
 
     @classmethod
@@ -150,6 +152,7 @@ class Run:
 
     def step(self) -> float:
         """One optimizer step; the loss before it. All processes learn of a signal, or that it is time to save."""
+        began = time.process_time()
         config, progress, world = self.config, self.progress, self.world
         parts = world.size * config.accumulate
         flat = self.gradients
@@ -161,10 +164,12 @@ class Run:
             loss.backward()
             flat.extra[0] += loss.detach()
         late = time.monotonic() - self.saved_at > config.save_seconds
-        flat.extra[1:] = torch.tensor([signal.SIGINT in self.received, signal.SIGTERM in self.received, late])
+        signals = signal.SIGINT in self.received, signal.SIGTERM in self.received
+        flat.extra[1:] = torch.tensor([self.cpu_seconds, *signals, late])
         world.sum_(flat.all)
         norm = flat.clip_(config.grad_clip)
-        value, *orders, norm_value = torch.cat((flat.extra, norm[None])).tolist()  # the step's one wait for the device
+        figures = torch.cat((flat.extra, norm[None])).tolist()  # the step's one wait for the device
+        value, cpu_seconds, interrupted, terminated, late, norm_value = figures
         if not (math.isfinite(value) and math.isfinite(norm_value)):
             lr = lr_scale(progress.step, config)
             raise DivergedError(
@@ -172,8 +177,8 @@ class Run:
                 f"{config.muon_lr * lr:.3g} and adamw_lr {config.adamw_lr * lr:.3g}. Stopped before the update; "
                 f"the last good checkpoint is {self.out / 'last'}. Try lower learning rates or dtype float32"
             )
-        self.stopped = signal.SIGTERM if orders[1] else signal.SIGINT if orders[0] else None
-        self.save_is_due = bool(orders[2])
+        self.stopped = signal.SIGTERM if terminated else signal.SIGINT if interrupted else None
+        self.save_is_due = bool(late)
         self.optimizers.step(progress.step)
         if self.average:
             self.average.update(progress.step)
@@ -181,6 +186,8 @@ class Run:
         progress.position = self.sampler.position
         progress.loss_sum += value
         progress.loss_steps += 1
+        progress.cpu_seconds += cpu_seconds
+        self.cpu_seconds = time.process_time() - began
         return value
 
     def loss(self, idx: Tensor, targets: Tensor) -> Tensor:
@@ -242,10 +249,20 @@ class Run:
             **baselines(corpus.train, corpus.val, corpus.tokenizer.vocab_size),
         }
         self.save_best(best, losses)
-        self.log({"event": "end", "step": self.progress.step, **losses})
+        speed = self.speed()
+        self.log({"event": "end", "step": self.progress.step, **losses, **speed})
         draw_curves(self.out / "log.jsonl", self.out / "loss.png")
         self.save()
-        print_report(console, self.config, self.progress, losses, self.out)
+        print_report(console, self.config, self.progress, losses, speed, self.out)
+
+    def speed(self) -> dict[str, float]:
+        """Characters per second, and what share that is of what the machine's matrix products reach, measured now."""
+        rate = self.progress.step * self.config.tokens_per_step / self.progress.elapsed_seconds
+        peak = matmul_peak(self.device, getattr(torch, self.config.dtype)) * (
+            1 if self.device.type == "cpu" else self.world.size
+        )
+        share = rate * flops_per_character(self.model) / peak
+        return {"characters_per_second": rate, "matmul_peak_flops": peak, "peak_share": share}
 
     def save(self) -> None:
         """OUT/last, with all that a resumed run needs."""
@@ -275,6 +292,7 @@ class Run:
             "step": progress.step,
             "characters_seen": progress.step * config.tokens_per_step,
             "training_seconds": round(progress.elapsed_seconds, 3),
+            "training_cpu_seconds": round(progress.cpu_seconds, 3),
             "losses": losses,  # nats per character
             "parameters": self.model.num_parameters,
             "data": self.corpus.describe(),
@@ -305,6 +323,9 @@ class Run:
     @contextlib.contextmanager
     def open_log(self) -> Iterator[None]:
         """OUT/log.jsonl, cut back to what it held at the save that the run goes on from."""
+        if not self.world.is_main:
+            yield
+            return
         with open(self.out / "log.jsonl", "ab") as self._log:
             self._log.truncate(self.progress.log_bytes)
             self._log.seek(0, os.SEEK_END)  # truncate() leaves the position, which save() notes, where the end was
@@ -314,6 +335,7 @@ class Run:
         if not self.world.is_main:
             return
         record["elapsed_seconds"] = round(self.progress.elapsed_seconds, 3)
+        record["cpu_seconds"] = round(self.progress.cpu_seconds, 3)
         self._log.write((json.dumps(record, ensure_ascii=False) + "\n").encode())
         self._log.flush()
 

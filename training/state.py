@@ -41,7 +41,8 @@ class Progress:
     evaluated_step: int = 0  # the last one after which there was an evaluation
     best_step: int | None = None
     best_val_loss: float | None = None
-    elapsed_seconds: float = 0.0  # of training, over all its processes
+    elapsed_seconds: float = 0.0  # of steps, before and after every resume
+    cpu_seconds: float = 0.0  # of the processors in them, over all processes; without the last step's
     loss_sum: float = 0.0  # of the training losses since the last line of the log
     loss_steps: int = 0
     log_bytes: int = 0  # what the log held at the save; later lines are of work that is done again

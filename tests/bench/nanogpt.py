@@ -1,0 +1,165 @@
+"""The baseline: nanoGPT's model and its CPU recipe for tiny Shakespeare, written anew from its published settings.
+
+A GPT-2 without biases (learned positions, LayerNorm, GELU), AdamW, a cosine schedule, windows drawn with
+replacement, fp32. Here to be trained beside ours and scored alike; it knows nothing of ours.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What nanoGPT's README passes on the command line for a CPU, and where it passes nothing its config's values."""
+
+    n_layer: int = 4
+    n_head: int = 4
+    n_embd: int = 128
+    block_size: int = 64
+    batch_size: int = 12
+    steps: int = 2000
+    lr: float = 1e-3  # after a linear warm-up; then a cosine to min_lr at the last step
+    min_lr: float = 1e-4
+    warmup_steps: int = 100
+    beta1: float = 0.9
+    beta2: float = 0.99
+    weight_decay: float = 0.1  # of every matrix, embeddings included
+    grad_clip: float = 1.0
+    eval_every: int = 250
+
+    def lr_at(self, step: int) -> float:
+        """Learning rate of step number `step`; the first is 0."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / (self.warmup_steps + 1)
+        done = min(1.0, (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps))
+        return self.min_lr + (self.lr - self.min_lr) * (1 + math.cos(math.pi * done)) / 2
+
+
+class Block(nn.Module):
+    def __init__(self, recipe: Recipe):
+        super().__init__()
+        C = recipe.n_embd
+        self.n_head = recipe.n_head
+        self.norm1, self.norm2 = nn.LayerNorm(C, bias=False), nn.LayerNorm(C, bias=False)
+        self.qkv = nn.Linear(C, 3 * C, bias=False)
+        self.proj = nn.Linear(C, C, bias=False)
+        self.up = nn.Linear(C, 4 * C, bias=False)
+        self.down = nn.Linear(4 * C, C, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (self.n_head, -1)).transpose(1, 2)  # (B, nh, T, hs)
+            for part in self.qkv(self.norm1(x)).chunk(3, dim=-1)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(y.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class NanoGPT(nn.Module):
+    """`config` and `head` have the names that training.evaluate reads."""
+
+    def __init__(self, recipe: Recipe, vocab_size: int):
+        super().__init__()
+        self.config = recipe
+        self.embed = nn.Embedding(vocab_size, recipe.n_embd)
+        self.positions = nn.Embedding(recipe.block_size, recipe.n_embd)
+        self.blocks = nn.ModuleList(Block(recipe) for _ in range(recipe.n_layer))
+        self.norm = nn.LayerNorm(recipe.n_embd, bias=False)
+        self.head = nn.Linear(recipe.n_embd, vocab_size, bias=False)
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                residual = name.endswith(("proj.weight", "down.weight"))
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * recipe.n_layer) if residual else 0.02)
+        self.embed.weight = self.head.weight  # tied
+
+    def forward(self, idx: Tensor) -> Tensor:
+        """Ids idx (B, T), T at most block_size -> logits (B, T, V)."""
+        x = self.embed(idx) + self.positions.weight[: idx.size(1)]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class RandomWindows:
+    """Windows of `block_size` from anywhere in `ids`, with replacement."""
+
+    def __init__(self, ids: np.ndarray, block_size: int, seed: int):
+        self.ids = torch.from_numpy(ids.astype(np.int64))
+        self.block_size = block_size
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def next_batch(self, batch_size: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, each (batch_size, block_size)."""
+        starts = torch.randint(len(self.ids) - self.block_size, (batch_size,), generator=self.generator)
+        windows = self.ids[starts[:, None] + torch.arange(self.block_size + 1)]
+        return windows[:, :-1], windows[:, 1:]
+
+
+@torch.no_grad()
+def random_windows_loss(model: Any, ids: np.ndarray, seed: int, batches: int = 20, batch_size: int = 12) -> float:
+    """nanoGPT's own estimate of the loss, nats per character: the mean of a few random windows.
+
+    `model` is any with `config.block_size` and `head`. Its standard deviation here is 0.015: for comparison only.
+    """
+    windows = RandomWindows(ids, model.config.block_size, seed)
+    losses = []
+    for _ in range(batches):
+        idx, targets = (x.to(model.head.weight.device) for x in windows.next_batch(batch_size))
+        losses.append(F.cross_entropy(model(idx).float().flatten(0, 1), targets.flatten()).item())
+    return sum(losses) / batches
+
+
+def train(
+    recipe: Recipe,
+    ids: np.ndarray,
+    vocab_size: int,
+    seed: int,
+    evaluated: Callable[[NanoGPT, int, float, float], None],
+    stepped: Callable[[int, float], None] = lambda step, loss: None,
+) -> NanoGPT:
+    """Train on `ids`, on the CPU; the model in evaluation mode.
+
+    `stepped(steps taken, loss)` follows each step, `evaluated(model, steps taken, cpu_seconds, wall_seconds)` comes
+    before the first, every `eval_every` and after the last. The seconds are of the steps alone, the first of all the
+    process's threads.
+    """
+    torch.manual_seed(seed)
+    model = NanoGPT(recipe, vocab_size)
+    windows = RandomWindows(ids, recipe.block_size, seed)
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    norms = [p for p in model.parameters() if p.ndim == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": norms, "weight_decay": 0.0}],
+        betas=(recipe.beta1, recipe.beta2),
+    )
+    cpu_seconds = wall_seconds = 0.0
+    for step in range(recipe.steps):
+        if step % recipe.eval_every == 0:
+            evaluated(model.eval(), step, cpu_seconds, wall_seconds)
+            model.train()
+        cpu_started, wall_started = time.process_time(), time.perf_counter()
+        idx, targets = windows.next_batch(recipe.batch_size)
+        loss = F.cross_entropy(model(idx).flatten(0, 1), targets.flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), recipe.grad_clip)
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.lr_at(step)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        value = loss.item()
+        cpu_seconds += time.process_time() - cpu_started
+        wall_seconds += time.perf_counter() - wall_started
+        stepped(step + 1, value)
+    evaluated(model.eval(), recipe.steps, cpu_seconds, wall_seconds)
+    return model
