@@ -13,19 +13,18 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from helpers import call
 from rich.console import Console
 from torch.nn import functional as F
 
 from service.model.checkpoint import Checkpoint
 from service.model.gpt import GPT, GPTConfig, attend
 from training import loop
-from training.__main__ import main
 from training.config import PRESETS, ConfigError, TrainConfig
 from training.data import prepare
 from training.evaluate import baselines, streamed_loss, whole_loss
@@ -412,17 +411,6 @@ def test_a_wrong_command_says_what_is_wrong_and_nothing_else(unbroken, tmp_path,
     error = capsys.readouterr().err
     assert message in error and found == code, error
     assert "Traceback" not in error
-
-
-def call(arguments: Iterable[object]) -> int | str | None:
-    """The commands without a process of their own; the exit status."""
-    before, sys.argv = sys.argv, ["training", *map(str, arguments)]
-    try:
-        return main()
-    except SystemExit as stop:
-        return stop.code
-    finally:
-        sys.argv = before
 
 
 def test_the_commands_work_as_a_user_types_them(tmp_path):

@@ -49,9 +49,10 @@ class ProgressView:
     def evaluated(self, progress: Progress, record: dict[str, Any]) -> None:
         val = record["val_loss"]
         best = " (best)" if progress.best_step == progress.step else ""
-        rate = progress.step * self.config.tokens_per_step / progress.elapsed_seconds
+        train = "" if math.isnan(self.loss) else f"  train {self.loss:.4f}"
+        rate = progress.step * self.config.tokens_per_step / max(progress.elapsed_seconds, 1e-9)
         self.console.print(
-            f"step {progress.step}/{self.config.steps}  train {self.loss:.4f}  val {val:.4f} nats, "
+            f"step {progress.step}/{self.config.steps}{train}  val {val:.4f} nats, "
             f"{bits(val):.4f} bits{best}  {rate:,.0f} characters/s  {progress.elapsed_seconds:.0f} s",
             markup=False,
             soft_wrap=True,

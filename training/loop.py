@@ -37,9 +37,10 @@ from service.model.checkpoint import Checkpoint, save_checkpoint
 from service.model.gpt import GPT
 from service.model.sampling import SamplingParams
 from training.config import ConfigError, TrainConfig
-from training.data import Corpus, WindowSampler, prepare
+from training.data import Corpus, WindowSampler, prepare, recode
 from training.display import ProgressView, draw_curves, print_report
 from training.evaluate import baselines, streamed_loss, whole_loss
+from training.finetune import Origin, begin_from, describe_origin
 from training.optim import Optimizers, WeightAverage, lr_scale
 from training.sample import sample_texts
 from training.state import Progress, ResumeError, Saved, pack, refuse_changes
@@ -64,7 +65,13 @@ class Run:
     """One run and all that it changes: weights, optimizers, sampler, progress, and its folder."""
 
     def __init__(
-        self, config: TrainConfig, corpus: Corpus, out: Path, console: Console, found: dict[str, Any] | None = None
+        self,
+        config: TrainConfig,
+        corpus: Corpus,
+        out: Path,
+        console: Console,
+        found: dict[str, Any] | None = None,
+        origin: Origin | None = None,
     ):
         self.asked, self.corpus, self.out, self.console = config, corpus, out, console
         config = replace(config, **(found or {}))
@@ -74,6 +81,9 @@ class Run:
         self.device = torch.device(config.device)
         self.sampler = WindowSampler(corpus.train, config.block_size, config.seed)
         self.model = GPT(config.model_config(corpus.tokenizer.vocab_size)).to(self.device)
+        self.lineage = origin.lineage if origin else None
+        if origin:
+            self.model.load_state_dict(origin.weights)
         if config.dtype == "auto":
             config = replace(config, dtype=self.faster_dtype(config.batch_size))
         self.config = config  # as asked, with what was found out about the machine in place of "auto"
@@ -87,6 +97,7 @@ class Run:
     def resume(cls, saved: Saved, corpus: Corpus, out: Path, console: Console) -> Run:
         run = cls(saved.config, corpus, out, console, saved.found)
         run.progress = saved.progress
+        run.lineage = saved.checkpoint.training.get("init_from")
         run.sampler.position = saved.progress.position
         saved.restore(run.model, run.tensors())
         return run
@@ -109,7 +120,7 @@ class Run:
         """
         config, progress = self.config, self.progress
         self.console.print(
-            f"{self.corpus.name}: {len(self.corpus.ids):,} characters, {self.corpus.tokenizer.vocab_size} symbols; "
+            f"{self.corpus.name}: {len(self.corpus.ids):,} characters, {self.corpus.symbols} symbols; "
             f"{self.model.num_parameters:,} parameters, {config.dtype} on {config.device}, {config.threads} threads; "
             f"{config.steps - progress.step} steps of {config.tokens_per_step:,} characters",
             markup=False,
@@ -138,9 +149,9 @@ class Run:
 
     @property
     def evaluation_is_due(self) -> bool:
-        step = self.progress.step
-        at_end = step == self.config.steps
-        return step > self.progress.evaluated_step and (step % self.config.eval_every == 0 or at_end)
+        step, at_end = self.progress.step, self.progress.step == self.config.steps
+        is_regular = step % self.config.eval_every == 0 and (step > 0 or self.lineage is not None)
+        return step != self.progress.evaluated_step and (is_regular or at_end)
 
     def step(self) -> float:
         """One optimizer step; the loss before it."""
@@ -247,6 +258,7 @@ class Run:
             "data": self.corpus.describe(),
             "recipe": self.asked.as_dict(),
             "seed": config.seed,
+            **({"init_from": self.lineage} if self.lineage else {}),
             "versions": {name: version(name) for name in ("chargpt", "torch", "numpy", "safetensors")}
             | {"python": platform.python_version()},
             "machine": {**machine(self.device), **self.found},
@@ -316,7 +328,14 @@ def start(config: TrainConfig, out: Path, console: Console, *, overwrite: bool =
                 f"{out} holds {', '.join(held[:5])} already: pass --resume to go on, --overwrite to replace that run, "
                 "or another --out"
             )
-        run = Run(config, prepare(config.data, records=config.records), out, console)
+        corpus, origin = prepare(config.data, records=config.records), None
+        if config.init_from:
+            if Path(config.init_from).resolve().is_relative_to(out.resolve()):
+                raise ConfigError(f"{config.init_from} lies in {out}, which this run would replace: pass another --out")
+            origin = begin_from(config, corpus.tokenizer.characters)
+            corpus = recode(corpus, origin.tokenizer)
+            console.print(describe_origin(config, origin), markup=False, soft_wrap=True)
+        run = Run(config, corpus, out, console, origin=origin)
         for name in ("last", "best"):
             shutil.rmtree(out / name, ignore_errors=True)
         for name in ("log.jsonl", "loss.png"):
@@ -347,7 +366,7 @@ def resume(out: Path, given: dict[str, Any], console: Console, *, data: tuple[st
                 f"{corpus.name} is not the text that this run began with: {len(corpus.ids):,} characters, SHA-256 "
                 f"{corpus.sha256}; that one had {saved.data['characters']:,}, SHA-256 {saved.data['sha256']}"
             )
-        Run.resume(saved, corpus, out, console).train()
+        Run.resume(saved, recode(corpus, saved.checkpoint.tokenizer), out, console).train()
 
 
 def pick_device(device: str) -> Literal["cpu", "cuda", "mps"]:
