@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -319,6 +320,41 @@ def test_a_loss_that_is_no_number_stops_before_the_update(tmp_path, monkeypatch,
     state = json.loads((out / "last" / "state.json").read_text())
     assert state["progress"]["step"] == 8
     assert all(p.isfinite().all() for p in Checkpoint.read(out / "last").load_model().parameters())
+
+
+def test_a_run_that_overfits_stops_and_says_so(tmp_path, monkeypatch):
+    """On letters without any order there is nothing to learn but the text itself."""
+    (tmp_path / "text.txt").write_text("".join(random.Random(0).choices("abcdefghij", k=300)))
+    config = tiny(tmp_path, steps=400, eval_every=10, muon_lr=0.1, dropout=0.0, ema_decay=0.0, dtype="float32")
+    loop.start(replace(config, patience=3), tmp_path / "out", console := Console(record=True, width=200))
+    *_, end = records = events(tmp_path / "out")
+    losses = {r["step"]: r["val_loss"] for r in records if r["event"] == "evaluation"}
+    best = min(losses, key=losses.get)
+    assert end["event"] == "end" and end["step"] == best + 30 < 400 and best > 0
+    assert Checkpoint.read(tmp_path / "out" / "best").training["step"] == best
+    said = console.export_text()
+    assert f"stopped at step {best + 30} of 400: no lower validation loss in 3 evaluations since step {best}\n" in said
+    rise = losses[best + 30] - losses[best]
+    assert re.search(rf"overfitting: after step {best} the validation loss rose by {rise:.4f} while the training", said)
+    assert re.search(rf"│ {best}, the best +│ \d\.\d{{4}} │ {losses[best]:.4f}", said)
+    # The schedule is that of all the steps, and a resumed run has as much patience.
+    step = Run.step
+
+    def dies(run: Run) -> float:
+        if run.progress.step == best + 15:
+            raise MemoryError
+        return step(run)
+
+    monkeypatch.setattr(Run, "step", dies)
+    for patience in (0, 3):
+        with pytest.raises(MemoryError):
+            loop.start(replace(config, patience=patience), tmp_path / str(patience), quiet())
+    assert events(tmp_path / "0") == [r for r in records if r["step"] <= best + 15]
+    monkeypatch.setattr(Run, "step", step)
+    loop.resume(tmp_path / "3", {}, quiet())
+    assert weights(tmp_path / "3") == weights(tmp_path / "out") and events(tmp_path / "3") == records
+    loop.resume(tmp_path / "3", {}, console)
+    assert f"is finished: step {best + 30} of 400, the best at step {best}; nothing to do" in console.export_text()
 
 
 # Refusals

@@ -78,6 +78,9 @@ class TrainConfig:
     eval_chars: int = option(
         1_000_000, "most validation characters an evaluation scores, 0: all; the report scores all"
     )
+    patience: int = option(
+        0, "evaluations without a new best that end the run, before the learning rate has come down; 0: never"
+    )
     log_every: int = option(10, "steps between lines of the log")
     save_seconds: float = option(30.0, "most seconds of work that a kill can lose")
     sample_chars: int = option(200, "characters of the sample at each evaluation; 0: none")
@@ -97,6 +100,7 @@ class TrainConfig:
             "batch_size": (1, 10**6),
             "warmup_steps": (0, 10**9),
             "eval_every": (1, 10**9),
+            "patience": (0, 10**9),
             "log_every": (1, 10**9),
             "threads": (0, 4096),
             "eval_chars": (0, 10**12),

@@ -132,7 +132,7 @@ class Run:
                 if self.evaluation_is_due:
                     self.save()  # nothing that goes wrong in an evaluation costs the run
                     view.evaluated(progress, self.evaluate())
-                if progress.step == config.steps:
+                if progress.step == config.steps or self.is_out_of_patience:
                     break
                 started = time.monotonic()
                 loss = self.step()
@@ -152,6 +152,13 @@ class Run:
         step, at_end = self.progress.step, self.progress.step == self.config.steps
         is_regular = step % self.config.eval_every == 0 and (step > 0 or self.lineage is not None)
         return step != self.progress.evaluated_step and (is_regular or at_end)
+
+    @property
+    def is_out_of_patience(self) -> bool:
+        progress, config = self.progress, self.config
+        if not config.patience or progress.best_step is None or progress.evaluated_step is None:
+            return False
+        return progress.evaluated_step - progress.best_step >= config.patience * config.eval_every
 
     def step(self) -> float:
         """One optimizer step; the loss before it."""
@@ -358,7 +365,12 @@ def resume(out: Path, given: dict[str, Any], console: Console, *, data: tuple[st
         saved = Saved.read(out / "last")
         refuse_changes(saved.config.as_dict(), given)
         if saved.progress.finished:
-            console.print(f"{out} is finished: step {saved.progress.step} of {saved.config.steps}; nothing to do")
+            done = saved.progress
+            console.print(
+                f"{out} is finished: step {done.step} of {saved.config.steps}, the best at step {done.best_step}; "
+                "nothing to do",
+                soft_wrap=True,
+            )
             return
         corpus = prepare(data or saved.config.data, records=saved.config.records)
         if corpus.sha256 != saved.data["sha256"]:
