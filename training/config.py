@@ -5,6 +5,7 @@ Loads without torch, so that `--help` answers at once.
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -84,6 +85,7 @@ class TrainConfig:
     log_every: int = option(10, "steps between lines of the log")
     save_seconds: float = option(30.0, "most seconds of work that a kill can lose")
     sample_chars: int = option(200, "characters of the sample at each evaluation; 0: none")
+    tensorboard: bool = option(False, "write the log as TensorBoard's event files too, to OUT/tensorboard")
 
     # the machine
     device: Device = option("auto", "auto: cuda, else mps, else cpu")
@@ -124,6 +126,9 @@ class TrainConfig:
                 raise ConfigError(f"{name} must be one of {', '.join(get_args(hint))}, got {getattr(self, name)!r}")
         if self.extend_vocabulary and self.init_from is None:
             raise ConfigError("extend_vocabulary extends that of a checkpoint: pass init_from too")
+        # Known before anything is replaced or trained.
+        if self.tensorboard and importlib.util.find_spec("tensorboard") is None:
+            raise ConfigError("tensorboard needs the package of that name: pip install 'chargpt[tensorboard]'")
 
     @classmethod
     def from_preset(cls, preset: str, **changes: Any) -> TrainConfig:

@@ -4,6 +4,7 @@
     OUT/best       the weights of the lowest validation loss: what to serve
     OUT/log.jsonl  one object per line: training losses, evaluations, samples
     OUT/loss.png   the curves
+    OUT/tensorboard  event files, if asked for
 
 A run that is killed, at any moment, and resumed ends with the same bytes as one that was not.
 """
@@ -36,9 +37,10 @@ from torch.nn import functional as F
 from service.model.checkpoint import Checkpoint, save_checkpoint
 from service.model.gpt import GPT
 from service.model.sampling import SamplingParams
+from training.board import Board
 from training.config import ConfigError, TrainConfig
 from training.data import Corpus, WindowSampler, prepare, recode
-from training.display import ProgressView, draw_curves, print_report
+from training.display import ProgressView, draw_curves, print_report, read_log
 from training.evaluate import baselines, streamed_loss, whole_loss
 from training.finetune import Origin, begin_from, describe_origin
 from training.optim import Optimizers, WeightAverage, lr_scale
@@ -91,6 +93,7 @@ class Run:
         self.optimizers = Optimizers(self.model, config)
         self.average = WeightAverage(self.model, config.ema_decay) if config.ema_decay else None
         self.progress = Progress()
+        self._board: Board | None = None
         torch.manual_seed(config.seed)
 
     @classmethod
@@ -277,12 +280,21 @@ class Run:
         """OUT/log.jsonl, cut back to what it held at the save that the run goes on from."""
         with open(self.out / "log.jsonl", "ab") as self._log:
             self._log.truncate(self.progress.log_bytes)
-            yield
+            if self.config.tensorboard:
+                records = read_log(self.out / "log.jsonl")
+                self._board = Board(self.out / "tensorboard", records, self.progress.elapsed_seconds)
+            try:
+                yield
+            finally:
+                if self._board:
+                    self._board.close()
 
     def log(self, record: dict[str, Any]) -> None:
         record["elapsed_seconds"] = round(self.progress.elapsed_seconds, 3)
         self._log.write((json.dumps(record, ensure_ascii=False) + "\n").encode())
         self._log.flush()
+        if self._board:
+            self._board.add(record)
 
     def log_losses(self) -> None:
         """Mean training loss since the last such line."""
@@ -343,7 +355,7 @@ def start(config: TrainConfig, out: Path, console: Console, *, overwrite: bool =
             corpus = recode(corpus, origin.tokenizer)
             console.print(describe_origin(config, origin), markup=False, soft_wrap=True)
         run = Run(config, corpus, out, console, origin=origin)
-        for name in ("last", "best"):
+        for name in ("last", "best", "tensorboard"):
             shutil.rmtree(out / name, ignore_errors=True)
         for name in ("log.jsonl", "loss.png"):
             (out / name).unlink(missing_ok=True)
