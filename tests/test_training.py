@@ -322,6 +322,34 @@ def test_a_loss_that_is_no_number_stops_before_the_update(tmp_path, monkeypatch,
     assert all(p.isfinite().all() for p in Checkpoint.read(out / "last").load_model().parameters())
 
 
+def test_checkpoints_that_stay(tmp_path, monkeypatch):
+    """Of the weights that would be served at that step; the same when it is done again; gone with their run."""
+    config, step, out = tiny(tmp_path, dtype="float32", keep_every=8, steps=20), Run.step, tmp_path / "out"
+    loop.start(config, tmp_path / "unbroken", quiet())
+
+    def dies(run: Run) -> float:
+        if run.progress.step == 13:
+            raise MemoryError
+        return step(run)
+
+    monkeypatch.setattr(Run, "step", dies)
+    with pytest.raises(MemoryError):
+        loop.start(config, out, quiet())
+    monkeypatch.setattr(Run, "step", step)
+    loop.resume(out, {}, quiet())
+    val = prepare(str(tmp_path / "text.txt")).val
+    for number in (8, 16):
+        name = f"step-{number:08}"
+        kept = Checkpoint.read(out / name)
+        assert kept.training["step"] == number
+        [logged] = [r["val_loss"] for r in events(out) if r["event"] == "evaluation" and r["step"] == number]
+        assert whole_loss(kept.load_model(), val) == pytest.approx(logged, rel=1e-5)
+        assert sha256(out / name / "model.safetensors") == sha256(tmp_path / "unbroken" / name / "model.safetensors")
+    assert len(list(out.glob("step-*"))) == 2
+    loop.start(replace(config, keep_every=0), out, quiet(), overwrite=True)
+    assert not list(out.glob("step-*"))
+
+
 def test_a_run_that_overfits_stops_and_says_so(tmp_path, monkeypatch):
     """On letters without any order there is nothing to learn but the text itself."""
     (tmp_path / "text.txt").write_text("".join(random.Random(0).choices("abcdefghij", k=300)))

@@ -84,6 +84,7 @@ class TrainConfig:
     )
     log_every: int = option(10, "steps between lines of the log")
     save_seconds: float = option(30.0, "most seconds of work that a kill can lose")
+    keep_every: int = option(0, "steps between checkpoints that stay, OUT/step-00000500 and so on; 0: none")
     sample_chars: int = option(200, "characters of the sample at each evaluation; 0: none")
     tensorboard: bool = option(False, "write the log as TensorBoard's event files too, to OUT/tensorboard")
 
@@ -104,6 +105,7 @@ class TrainConfig:
             "eval_every": (1, 10**9),
             "patience": (0, 10**9),
             "log_every": (1, 10**9),
+            "keep_every": (0, 10**9),
             "threads": (0, 4096),
             "eval_chars": (0, 10**12),
             "sample_chars": (0, 10**6),

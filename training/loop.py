@@ -4,7 +4,7 @@
     OUT/best       the weights of the lowest validation loss: what to serve
     OUT/log.jsonl  one object per line: training losses, evaluations, samples
     OUT/loss.png   the curves
-    OUT/tensorboard  event files, if asked for
+    OUT/step-00000500, OUT/tensorboard   weights that stay, event files, if asked for
 
 A run that is killed, at any moment, and resumed ends with the same bytes as one that was not.
 """
@@ -135,6 +135,8 @@ class Run:
                 if self.evaluation_is_due:
                     self.save()  # nothing that goes wrong in an evaluation costs the run
                     view.evaluated(progress, self.evaluate())
+                if progress.step and config.keep_every and progress.step % config.keep_every == 0:
+                    self.save_served(f"step-{progress.step:08}", self.served_model, progress.step, {})
                 if progress.step == config.steps or self.is_out_of_patience:
                     break
                 started = time.monotonic()
@@ -220,7 +222,7 @@ class Run:
             record["sample"] = tokenizer.decode(prompt + ids)
         if progress.best_val_loss is None or val_loss < progress.best_val_loss:
             progress.best_step, progress.best_val_loss = progress.step, val_loss
-            self.save_best(model, {"val": val_loss})
+            self.save_served("best", model, progress.step, {"val": val_loss})
         self.log(record)
         self.model.train()
         return record
@@ -234,7 +236,7 @@ class Run:
             "streamed": streamed_loss(best, corpus.val),
             **baselines(corpus.train, corpus.val, corpus.tokenizer.vocab_size),
         }
-        self.save_best(best, losses)
+        self.save_served("best", best, self.progress.best_step, losses)
         self.log({"event": "end", "step": self.progress.step, **losses})
         draw_curves(self.out / "log.jsonl", self.out / "loss.png")
         self.progress.finished = True
@@ -251,10 +253,10 @@ class Run:
         save_checkpoint(self.out / "last", self.model, self.corpus.tokenizer, description, extra)
         self.saved_at = time.monotonic()
 
-    def save_best(self, model: GPT, losses: dict[str, float]) -> None:
+    def save_served(self, name: str, model: GPT, step: int | None, losses: dict[str, float]) -> None:
         description = self.describe(losses)
-        description["step"] = self.progress.best_step
-        save_checkpoint(self.out / "best", model, self.corpus.tokenizer, description)
+        description["step"] = step
+        save_checkpoint(self.out / name, model, self.corpus.tokenizer, description)
 
     def describe(self, losses: dict[str, Any]) -> dict[str, Any]:
         """training.json: what made these weights."""
@@ -355,7 +357,7 @@ def start(config: TrainConfig, out: Path, console: Console, *, overwrite: bool =
             corpus = recode(corpus, origin.tokenizer)
             console.print(describe_origin(config, origin), markup=False, soft_wrap=True)
         run = Run(config, corpus, out, console, origin=origin)
-        for name in ("last", "best", "tensorboard"):
+        for name in ("last", "best", "tensorboard", *(path.name for path in out.glob("step-" + 8 * "[0-9]"))):
             shutil.rmtree(out / name, ignore_errors=True)
         for name in ("log.jsonl", "loss.png"):
             (out / name).unlink(missing_ok=True)
