@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import httpx
@@ -42,6 +43,19 @@ def save_random(folder: Path, **options: int) -> Checkpoint:
     """A checkpoint folder with a random model over VOCABULARY."""
     save_checkpoint(folder, random_model(**options), CharTokenizer(VOCABULARY), {"losses": {}})
     return Checkpoint.read(folder)
+
+
+def call(arguments: Iterable[object]) -> int | str | None:
+    """`python -m training`, without a process of its own; the exit status."""
+    from training.__main__ import main
+
+    before, sys.argv = sys.argv, ["training", *map(str, arguments)]
+    try:
+        return main()
+    except SystemExit as stop:
+        return stop.code
+    finally:
+        sys.argv = before
 
 
 class RunningServer:

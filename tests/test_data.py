@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from service.model.tokenizer import CharTokenizer, UnknownCharacterError
 from training import data
-from training.data import DataError, WindowSampler, encode_files, find_text, id_dtype, prepare, read_text
+from training.data import DataError, WindowSampler, encode_files, find_text, id_dtype, prepare, read_text, recode
 
 ROOT = Path(__file__).parent.parent
 
@@ -181,6 +181,27 @@ def test_a_foreign_text_is_encoded_or_refused_with_the_place(tmp_path, monkeypat
     assert encode_files([text_file(tmp_path, "cabcab")], tokenizer).tolist() == [2, 0, 1, 2, 0, 1]
     with pytest.raises(UnknownCharacterError, match=r"'x' \(U\+0078\) at offset 6 "):
         encode_files([text_file(tmp_path, "abcabcx")], tokenizer)
+
+
+@pytest.mark.parametrize("records", [False, True])
+def test_a_text_in_another_vocabulary_is_the_same_text(tmp_path, monkeypatch, records):
+    monkeypatch.setattr(data, "CHUNK_BYTES", 50)
+    corpus = prepare(str(text_file(tmp_path, "cab\n" * 40)), records=records)
+    assert recode(corpus, CharTokenizer("\nabc")) is corpus
+    many = [chr(0x4E00 + i) for i in range(300)]
+    for vocabulary in (["c", "z", "\n", "b", "a"], [*many, *"ab\nc"]):
+        other = recode(corpus, CharTokenizer(vocabulary))
+        assert other.ids.dtype == id_dtype(len(vocabulary)) and other.tokenizer.characters == vocabulary
+        for split in ("train", "val"):
+            ids = getattr(other, split)
+            assert other.tokenizer.decode(ids) == corpus.tokenizer.decode(getattr(corpus, split))
+        assert other.describe() == corpus.describe()
+        monkeypatch.setattr(data, "replacing_folder", None)  # a second encoding would fail
+        assert np.array_equal(recode(corpus, CharTokenizer(vocabulary)).ids, other.ids)
+        monkeypatch.undo()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(UnknownCharacterError, match="'c'"):
+        recode(corpus, CharTokenizer("\nab"))
 
 
 def test_memory_does_not_grow_with_the_text(tmp_path):

@@ -14,19 +14,20 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from helpers import call
 from rich.console import Console
 from torch.nn import functional as F
 
 from service.model.checkpoint import Checkpoint
 from service.model.gpt import GPT, GPTConfig
 from training import loop
-from training.__main__ import main
 from training.config import PRESETS, ConfigError, TrainConfig
 from training.data import prepare
 from training.evaluate import baselines, streamed_loss, whole_loss
@@ -359,7 +360,7 @@ def small_disk(tmp_path):
         ("save", 0, 0, "last"),  # the first one of all
         ("log", 3, 0, "."),
         ("save", 16, 30_000, "last"),  # breaks off within it
-        ("save_best", 16, 4096, "best"),
+        ("save_served", 16, 4096, "best"),
         ("save", 24, 0, "last"),
         ("finish", 24, 60_000, "."),  # enough for the best weights, not for the curves
     ],
@@ -466,6 +467,69 @@ def test_a_loss_that_is_no_number_stops_before_the_update(tmp_path, monkeypatch,
     assert all(p.isfinite().all() for p in Checkpoint.read(out / "last").load_model().parameters())
 
 
+def test_checkpoints_that_stay(tmp_path, monkeypatch):
+    """Of the weights that would be served at that step; the same when it is done again; gone with their run."""
+    config, step, out = tiny(tmp_path, dtype="float32", keep_every=8, steps=20), Run.step, tmp_path / "out"
+    loop.start(config, tmp_path / "unbroken", quiet())
+
+    def dies(run: Run) -> float:
+        if run.progress.step == 13:
+            raise MemoryError
+        return step(run)
+
+    monkeypatch.setattr(Run, "step", dies)
+    with pytest.raises(MemoryError):
+        loop.start(config, out, quiet())
+    monkeypatch.setattr(Run, "step", step)
+    loop.resume(out, {}, quiet())
+    val = prepare(str(tmp_path / "text.txt")).val
+    for number in (8, 16):
+        name = f"step-{number:08}"
+        kept = Checkpoint.read(out / name)
+        assert kept.training["step"] == number
+        [logged] = [r["val_loss"] for r in events(out) if r["event"] == "evaluation" and r["step"] == number]
+        assert whole_loss(kept.load_model(), val) == pytest.approx(logged, rel=1e-5)
+        assert sha256(out / name / "model.safetensors") == sha256(tmp_path / "unbroken" / name / "model.safetensors")
+    assert len(list(out.glob("step-*"))) == 2
+    loop.start(replace(config, keep_every=0), out, quiet(), overwrite=True)
+    assert not list(out.glob("step-*"))
+
+
+def test_a_run_that_overfits_stops_and_says_so(tmp_path, monkeypatch):
+    """On letters without any order there is nothing to learn but the text itself."""
+    (tmp_path / "text.txt").write_text("".join(random.Random(0).choices("abcdefghij", k=300)))
+    config = tiny(tmp_path, steps=400, eval_every=10, muon_lr=0.1, dropout=0.0, ema_decay=0.0, dtype="float32")
+    loop.start(replace(config, patience=3), tmp_path / "out", console := Console(record=True, width=200))
+    *_, end = records = events(tmp_path / "out")
+    losses = {r["step"]: r["val_loss"] for r in records if r["event"] == "evaluation"}
+    best = min(losses, key=losses.get)
+    assert end["event"] == "end" and end["step"] == best + 30 < 400 and best > 0
+    assert Checkpoint.read(tmp_path / "out" / "best").training["step"] == best
+    said = console.export_text()
+    assert f"stopped at step {best + 30} of 400: no lower validation loss in 3 evaluations since step {best}\n" in said
+    rise = losses[best + 30] - losses[best]
+    assert re.search(rf"overfitting: after step {best} the validation loss rose by {rise:.4f} while the training", said)
+    assert re.search(rf"│ {best}, the best +│ \d\.\d{{4}} │ {losses[best]:.4f}", said)
+    # The schedule is that of all the steps, and a resumed run has as much patience.
+    step = Run.step
+
+    def dies(run: Run) -> float:
+        if run.progress.step == best + 15:
+            raise MemoryError
+        return step(run)
+
+    monkeypatch.setattr(Run, "step", dies)
+    for patience in (0, 3):
+        with pytest.raises(MemoryError):
+            loop.start(replace(config, patience=patience), tmp_path / str(patience), quiet())
+    assert events(tmp_path / "0") == [r for r in records if r["step"] <= best + 15]
+    monkeypatch.setattr(Run, "step", step)
+    loop.resume(tmp_path / "3", {}, quiet())
+    assert weights(tmp_path / "3") == weights(tmp_path / "out") and events(tmp_path / "3") == records
+    loop.resume(tmp_path / "3", {}, console)
+    assert f"is finished: step {best + 30} of 400, the best at step {best}; nothing to do" in console.export_text()
+
+
 # Refusals
 
 
@@ -556,17 +620,6 @@ def test_a_wrong_command_says_what_is_wrong_and_nothing_else(unbroken, tmp_path,
     error = capsys.readouterr().err
     assert message in error and found == code, error
     assert "Traceback" not in error
-
-
-def call(arguments: Iterable[object]) -> int | str | None:
-    """The commands without a process of their own; the exit status."""
-    before, sys.argv = sys.argv, ["training", *map(str, arguments)]
-    try:
-        return main()
-    except SystemExit as stop:
-        return stop.code
-    finally:
-        sys.argv = before
 
 
 def test_the_commands_work_as_a_user_types_them(tmp_path):

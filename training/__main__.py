@@ -2,6 +2,7 @@
 
 python -m training train --data FILE --out DIR --preset quick
 python -m training train --resume --out DIR
+python -m training train --init-from DIR/best --data FILE --out DIR2
 python -m training evaluate --checkpoint DIR/best --data FILE
 python -m training sample --checkpoint DIR/best --prompt "ROMEO:" -n 3
 python -m training score --checkpoint DIR/best --data FILE > scores.jsonl
@@ -20,7 +21,7 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
-from training.config import PRESETS, ConfigError, Device, TrainConfig
+from training.config import PRESETS, SHAPE, ConfigError, Device, TrainConfig
 
 if TYPE_CHECKING:
     from service.model.checkpoint import Checkpoint
@@ -161,6 +162,7 @@ def run_train(args: argparse.Namespace) -> None:
     from rich.console import Console
 
     from training import loop
+    from training.finetune import shape_of
 
     names = {field.name for field in dataclasses.fields(TrainConfig)}
     given = {name: value for name, value in vars(args).items() if name in names}
@@ -170,10 +172,14 @@ def run_train(args: argparse.Namespace) -> None:
     if args.resume:
         data = given.pop("data", None)
         if args.preset:
-            given = TrainConfig.from_preset(args.preset, **given).as_dict()
-            del given["data"]
+            wanted = TrainConfig.from_preset(args.preset, **given).as_dict()
+            # Not the preset's shape but that of a checkpoint, which need not be there any more.
+            fixed = set(SHAPE) - set(given) if "init_from" in given else set()
+            given = {name: value for name, value in wanted.items() if name not in {"data", *fixed}}
         loop.resume(args.out, given, console, data=data)
     else:
+        if "init_from" in given:
+            given = shape_of(given["init_from"]) | given
         config = TrainConfig.from_preset(args.preset or "cpu", **given)
         loop.start(config, args.out, console, overwrite=args.overwrite)
 
@@ -283,12 +289,12 @@ def run_export(args: argparse.Namespace) -> None:
 
 
 def run_corpus(checkpoint: Checkpoint, data: list[str] | None) -> Corpus:
-    """The text a checkpoint was trained on: at `data`, or where the run found it.
+    """The text a checkpoint was trained on, in its vocabulary: at `data`, or where the run found it.
 
     Raises:
         ConfigError: the checkpoint does not say, or it is another text.
     """
-    from training.data import prepare
+    from training.data import prepare, recode
 
     if data is None:
         if "recipe" not in checkpoint.training:
@@ -301,7 +307,7 @@ def run_corpus(checkpoint: Checkpoint, data: list[str] | None) -> Corpus:
             f"{' '.join(data)} is not the text that {checkpoint.path} was trained on: "
             f"SHA-256 {corpus.sha256}, not {expected}"
         )
-    return corpus
+    return recode(corpus, checkpoint.tokenizer)
 
 
 def load_model(args: argparse.Namespace) -> tuple[Checkpoint, GPT]:

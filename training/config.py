@@ -5,8 +5,9 @@ Loads without torch, so that `--help` answers at once.
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:
     from service.model.gpt import GPTConfig
@@ -24,6 +25,11 @@ Device = Literal["auto", "cpu", "cuda", "mps"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 
 
+# The settings that a checkpoint fixes for whoever goes on from its weights: GPTConfig's, but for the vocabulary and
+# what is for training only.
+SHAPE = ("block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_inner", "rope_theta", "norm_eps")
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """One run. On a CPU, two runs of equal configs, dtypes and threads give equal bytes.
@@ -38,6 +44,12 @@ class TrainConfig:
     records: bool = option(False, "each line is a record (a name, a SMILES, a game); one in ten validates")
     seed: int = option(1337, "of the initial weights, the order of the windows and dropout")
 
+    # fine-tuning
+    init_from: str | None = option(
+        None, "checkpoint folder whose weights to begin with; the model's shape is its own, whatever the preset"
+    )
+    extend_vocabulary: bool = option(False, "add the text's characters that the checkpoint of init_from lacks")
+
     # the model (GPTConfig)
     block_size: int = option(128, "characters a query sees, itself included; the training length")
     n_layer: int = option(6, "blocks")
@@ -45,6 +57,8 @@ class TrainConfig:
     n_kv_head: int = option(2, "key/value heads; divides n_head")
     n_embd: int = option(128, "width; n_embd / n_head must be even")
     n_inner: int | None = option(None, "width of the SwiGLU; none: 8/3 of n_embd")
+    rope_theta: float = option(10_000.0, "base of the wavelengths of rotary positions")
+    norm_eps: float = option(1e-6, "what RMSNorm adds to the mean square")
     dropout: float = option(0.0, "share of each residual branch dropped in training, in [0, 1)")
 
     # the optimisation
@@ -65,9 +79,14 @@ class TrainConfig:
     eval_chars: int = option(
         1_000_000, "most validation characters an evaluation scores, 0: all; the report scores all"
     )
+    patience: int = option(
+        0, "evaluations without a new best that end the run, before the learning rate has come down; 0: never"
+    )
     log_every: int = option(10, "steps between lines of the log")
     save_seconds: float = option(30.0, "most seconds of work that a kill can lose")
+    keep_every: int = option(0, "steps between checkpoints that stay, OUT/step-00000500 and so on; 0: none")
     sample_chars: int = option(200, "characters of the sample at each evaluation; 0: none")
+    tensorboard: bool = option(False, "write the log as TensorBoard's event files too, to OUT/tensorboard")
 
     # the machine
     device: Device = option("auto", "auto: cuda, else mps, else cpu")
@@ -86,7 +105,9 @@ class TrainConfig:
             "batch_size": (1, 10**6),
             "warmup_steps": (0, 10**9),
             "eval_every": (1, 10**9),
+            "patience": (0, 10**9),
             "log_every": (1, 10**9),
+            "keep_every": (0, 10**9),
             "threads": (0, 4096),
             "processes": (0, 4096),
             "accumulate": (1, 10**6),
@@ -97,6 +118,8 @@ class TrainConfig:
             "adamw_lr": (0, 100),
             "weight_decay": (0, 100),
             "grad_clip": (0, float("inf")),
+            "rope_theta": (1, float("inf")),
+            "norm_eps": (0, 1),
         }
         for name, (low, high) in bounds.items():
             if not low <= getattr(self, name) <= high:
@@ -105,8 +128,13 @@ class TrainConfig:
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ConfigError(f"{name} must be in [0, 1), got {getattr(self, name)}")
         for name, hint in get_type_hints(type(self)).items():
-            if get_args(hint) and isinstance(getattr(self, name), str) and getattr(self, name) not in get_args(hint):
+            if get_origin(hint) is Literal and getattr(self, name) not in get_args(hint):
                 raise ConfigError(f"{name} must be one of {', '.join(get_args(hint))}, got {getattr(self, name)!r}")
+        if self.extend_vocabulary and self.init_from is None:
+            raise ConfigError("extend_vocabulary extends that of a checkpoint: pass init_from too")
+        # Known before anything is replaced or trained.
+        if self.tensorboard and importlib.util.find_spec("tensorboard") is None:
+            raise ConfigError("tensorboard needs the package of that name: pip install 'chargpt[tensorboard]'")
 
     @classmethod
     def from_preset(cls, preset: str, **changes: Any) -> TrainConfig:
@@ -136,16 +164,8 @@ class TrainConfig:
         from service.model.gpt import GPTConfig
 
         try:
-            return GPTConfig(
-                vocab_size=vocab_size,
-                block_size=self.block_size,
-                n_layer=self.n_layer,
-                n_head=self.n_head,
-                n_kv_head=self.n_kv_head,
-                n_embd=self.n_embd,
-                n_inner=self.n_inner,
-                dropout=self.dropout,
-            )
+            shape = {name: getattr(self, name) for name in SHAPE}
+            return GPTConfig(vocab_size=vocab_size, dropout=self.dropout, **shape)
         except ValueError as error:
             raise ConfigError(str(error)) from None
 

@@ -19,7 +19,7 @@ import urllib.error
 import urllib.request
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,11 +119,12 @@ def _download(url: str, file: Path) -> None:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A prepared text: its vocabulary and its ids, memory-mapped."""
+    """A prepared text: its ids in a vocabulary, memory-mapped."""
 
     name: str
     sha256: str  # of the text's bytes, unpacked
-    tokenizer: CharTokenizer
+    tokenizer: CharTokenizer  # the text's own characters, sorted, or a vocabulary that holds them
+    symbols: int  # different characters of the text
     ids: np.ndarray  # (characters,) uint8, uint16 or uint32: what trains, then what validates
     num_train: int
     records: int | None  # how many, where the text is one record a line
@@ -141,7 +142,7 @@ class Corpus:
             "name": self.name,
             "sha256": self.sha256,
             "characters": len(self.ids),
-            "symbols": self.tokenizer.vocab_size,
+            "symbols": self.symbols,
             "train_characters": len(self.train),
             "val_characters": len(self.val),
             "records": self.records,
@@ -160,7 +161,7 @@ def prepare(data: str | Sequence[str], *, records: bool = False) -> Corpus:
     files = find_texts([data] if isinstance(data, str) else data)
     name = files[0].name if len(files) == 1 else f"{files[0].name} and {len(files) - 1} more"
     sha256 = _sha256(files)
-    folder = cache_dir() / "corpora" / f"{sha256}-v{FORMAT_VERSION}{'-records' if records else ''}"
+    folder = _folder(sha256, records)
     if not folder.is_dir():
         characters, count = _scan(files)
         if len(characters) < 2:
@@ -176,7 +177,35 @@ def prepare(data: str | Sequence[str], *, records: bool = False) -> Corpus:
     about = json.loads((folder / "corpus.json").read_bytes())
     tokenizer = CharTokenizer(about["characters"])
     ids = np.memmap(folder / "ids.bin", dtype=id_dtype(tokenizer.vocab_size), mode="r")
-    return Corpus(name, sha256, tokenizer, ids, about["num_train"], about["records"])
+    return Corpus(name, sha256, tokenizer, tokenizer.vocab_size, ids, about["num_train"], about["records"])
+
+
+def recode(corpus: Corpus, tokenizer: CharTokenizer) -> Corpus:
+    """The same text in a vocabulary made elsewhere, looked up id by id on first use and from the cache afterwards.
+
+    Raises:
+        UnknownCharacterError: the vocabulary lacks a character of the text.
+    """
+    if tokenizer.characters == corpus.tokenizer.characters:
+        return corpus
+    dtype = id_dtype(tokenizer.vocab_size)
+    table = tokenizer.encode_array("".join(corpus.tokenizer.characters)).astype(dtype)
+    folder = _folder(corpus.sha256, corpus.records is not None, tokenizer)
+    if not folder.is_dir():
+        with replacing_folder(folder) as new, open(new / "ids.bin", "wb") as file:
+            for start in range(0, len(corpus.ids), CHUNK_BYTES):
+                file.write(table[corpus.ids[start : start + CHUNK_BYTES]].tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+    return replace(corpus, tokenizer=tokenizer, ids=np.memmap(folder / "ids.bin", dtype=dtype, mode="r"))
+
+
+def _folder(sha256: str, records: bool, tokenizer: CharTokenizer | None = None) -> Path:
+    """Where a text lies encoded; `tokenizer`: in another vocabulary than its own."""
+    name = f"{sha256}-v{FORMAT_VERSION}{'-records' if records else ''}"
+    if tokenizer:
+        name += f"-{hashlib.sha256(''.join(tokenizer.characters).encode()).hexdigest()[:16]}"
+    return cache_dir() / "corpora" / name
 
 
 def id_dtype(vocab_size: int) -> np.dtype[Any]:

@@ -49,9 +49,10 @@ class ProgressView:
     def evaluated(self, progress: Progress, record: dict[str, Any]) -> None:
         val = record["val_loss"]
         best = " (best)" if progress.best_step == progress.step else ""
-        rate = progress.step * self.config.tokens_per_step / progress.elapsed_seconds
+        train = "" if math.isnan(self.loss) else f"  train {self.loss:.4f}"
+        rate = progress.step * self.config.tokens_per_step / max(progress.elapsed_seconds, 1e-9)
         self.console.print(
-            f"step {progress.step}/{self.config.steps}  train {self.loss:.4f}  val {val:.4f} nats, "
+            f"step {progress.step}/{self.config.steps}{train}  val {val:.4f} nats, "
             f"{bits(val):.4f} bits{best}  {rate:,.0f} characters/s  {progress.elapsed_seconds:.0f} s",
             markup=False,
             soft_wrap=True,
@@ -80,6 +81,28 @@ def print_report(
     for name, label in labels.items():
         table.add_row(label, f"{losses[name]:.4f}", f"{bits(losses[name]):.4f}")
     console.print(table)
+    records = read_log(out / "log.jsonl")
+    val = {r["step"]: r["val_loss"] for r in records if r["event"] == "evaluation"}
+    table = Table("step", "train", "validation", title="as the run went", title_justify="left")
+    best, last = progress.best_step, max(val)
+    train = {step: train_loss_until(records, step, config.eval_every) for step in (best, last) if step is not None}
+    for step, loss in train.items():
+        name = f"{step}, the best" if step == best else f"{step}, the last"
+        table.add_row(name, "" if math.isnan(loss) else f"{loss:.4f}", f"{val[step]:.4f}")
+    console.print(table)
+    if progress.step < config.steps:
+        console.print(
+            f"stopped at step {progress.step} of {config.steps}: no lower validation loss in {config.patience} "
+            f"evaluations since step {best}",
+            soft_wrap=True,
+        )
+    if best is not None and val[last] > val[best] and train[last] < train[best]:
+        console.print(
+            f"overfitting: after step {best} the validation loss rose by {val[last] - val[best]:.4f} while the "
+            f"training loss fell by {train[best] - train[last]:.4f}. The checkpoint is the one of step {best}. "
+            "More text helps, or a smaller model, fewer steps, --dropout, --weight-decay; --patience saves the time",
+            soft_wrap=True,
+        )
     console.print(
         f"{progress.step * config.tokens_per_step:,} characters in {progress.elapsed_seconds:.0f} s of training: "
         f"{speed['characters_per_second']:,.0f} a second, {speed['peak_share']:.0%} of the "
@@ -100,17 +123,31 @@ def print_copies(console: Console, texts: dict[str, dict[str, Any]]) -> None:
     console.print(table)
 
 
+def read_log(log: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+
+
+def train_loss_until(records: list[dict[str, Any]], step: int, steps: int) -> float:
+    """Mean training loss over the `steps` up to `step`, as far as it was logged; nan if it was not."""
+    losses = [r["train_loss"] for r in records if r["event"] == "train" and step - steps < r["step"] <= step]
+    return sum(losses) / len(losses) if losses else math.nan
+
+
 def draw_curves(log: Path, png: Path) -> None:
     """Training and validation loss, learning rate and baselines from a log, as a picture."""
     from matplotlib.figure import Figure  # half a second that only the end of a run pays
 
-    records = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    records = read_log(log)
     train = [r for r in records if r["event"] == "train"]
     val = [r for r in records if r["event"] == "evaluation"]
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
     axes.plot([r["step"] for r in train], [r["train_loss"] for r in train], label="train", color="tab:blue", lw=0.8)
     axes.plot([r["step"] for r in val], [r["val_loss"] for r in val], "o-", label="validation", color="tab:orange")
+    if val:
+        best = min(val, key=lambda r: r["val_loss"])
+        label = f"best, step {best['step']}: {best['val_loss']:.3f}"
+        axes.plot(best["step"], best["val_loss"], "*", label=label, color="tab:green", ms=14, ls="none")
     for end in (r for r in records if r["event"] == "end"):
         for name, style in (("uniform", ":"), ("unigram", "-."), ("bigram", "--")):
             axes.axhline(end[name], color="gray", ls=style, lw=0.8, label=f"{name} {end[name]:.2f}")

@@ -4,6 +4,7 @@
     OUT/best       the weights of the lowest validation loss: what to serve
     OUT/log.jsonl  one object per line: training losses, evaluations, samples
     OUT/loss.png   the curves
+    OUT/step-00000500, OUT/tensorboard   weights that stay, event files, if asked for
 
 A run that is killed, at any moment, and resumed ends with the same bytes as one that was not.
 """
@@ -36,11 +37,13 @@ from torch.nn import functional as F
 from service.model.checkpoint import Checkpoint, save_checkpoint
 from service.model.gpt import GPT
 from service.model.sampling import SamplingParams
+from training.board import Board
 from training.config import ConfigError, TrainConfig
-from training.data import Corpus, WindowSampler, prepare
-from training.display import ProgressView, draw_curves, print_report
+from training.data import Corpus, WindowSampler, prepare, recode
+from training.display import ProgressView, draw_curves, print_report, read_log
 from training.distributed import World, launch
 from training.evaluate import baselines, streamed_loss, whole_loss
+from training.finetune import Origin, begin_from, describe_origin
 from training.fused import FusedForward
 from training.optim import FlatGradients, Optimizers, WeightAverage, lr_scale
 from training.sample import sample_texts
@@ -76,7 +79,15 @@ class Run:
     Each process of a world has one, equal but for the windows of a batch that it takes; the main one writes.
     """
 
-    def __init__(self, config: TrainConfig, found: dict[str, Any], corpus: Corpus, out: Path, world: World):
+    def __init__(
+        self,
+        config: TrainConfig,
+        found: dict[str, Any],
+        corpus: Corpus,
+        out: Path,
+        world: World,
+        origin: Origin | None = None,
+    ):
         self.asked, self.found, self.corpus, self.out, self.world = config, found, corpus, out, world
         self.config = config = replace(config, **found)
         torch.set_num_threads(max(1, config.threads // config.processes))
@@ -86,17 +97,22 @@ class Run:
         self.model = GPT(config.model_config(corpus.tokenizer.vocab_size)).to(self.device)
         self.forward = forward_for(self.model, config)
         self.gradients = FlatGradients(self.model, extra=5)
+        self.lineage = origin.lineage if origin else None
+        if origin:
+            self.model.load_state_dict(origin.weights)
         self.optimizers = Optimizers(self.model, config, world)
         self.average = WeightAverage(self.model, config.ema_decay) if config.ema_decay else None
         self.progress = Progress()
         self.saved_at = time.monotonic()
         self.cpu_seconds = 0.0  # of this process's last step
+        self._board: Board | None = None
         torch.manual_seed(config.seed + world.rank)  # of dropout
 
     @classmethod
     def resume(cls, saved: Saved, corpus: Corpus, out: Path, world: World) -> Run:
         run = cls(saved.config, saved.found, corpus, out, world)
         run.progress = saved.progress
+        run.lineage = saved.checkpoint.training.get("init_from")
         run.sampler.position = saved.progress.position
         saved.restore(run.model, run.tensors(), world.rank)
         return run
@@ -115,7 +131,7 @@ class Run:
         """
         config, progress = self.config, self.progress
         console.print(
-            f"{self.corpus.name}: {len(self.corpus.ids):,} characters, {self.corpus.tokenizer.vocab_size} symbols; "
+            f"{self.corpus.name}: {len(self.corpus.ids):,} characters, {self.corpus.symbols} symbols; "
             f"{self.model.num_parameters:,} parameters, {config.dtype} on {config.device}, {config.threads} threads in "
             f"{config.processes} processes; {config.steps - progress.step} steps of "
             f"{config.tokens_per_step:,} characters",
@@ -130,7 +146,9 @@ class Run:
                 if self.evaluation_is_due:
                     self.save()  # nothing that goes wrong in an evaluation costs the run
                     view.evaluated(progress, self.evaluate())
-                if progress.step == config.steps:
+                if progress.step and config.keep_every and progress.step % config.keep_every == 0:
+                    self.save_served(f"step-{progress.step:08}", self.served_model, progress.step, {})
+                if progress.step == config.steps or self.is_out_of_patience:
                     break
                 started = time.monotonic()
                 loss = self.step()
@@ -146,9 +164,16 @@ class Run:
 
     @property
     def evaluation_is_due(self) -> bool:
-        step = self.progress.step
-        at_end = step == self.config.steps
-        return step > self.progress.evaluated_step and (step % self.config.eval_every == 0 or at_end)
+        step, at_end = self.progress.step, self.progress.step == self.config.steps
+        is_regular = step % self.config.eval_every == 0 and (step > 0 or self.lineage is not None)
+        return step != self.progress.evaluated_step and (is_regular or at_end)
+
+    @property
+    def is_out_of_patience(self) -> bool:
+        progress, config = self.progress, self.config
+        if not config.patience or progress.best_step is None or progress.evaluated_step is None:
+            return False
+        return progress.evaluated_step - progress.best_step >= config.patience * config.eval_every
 
     def step(self) -> float:
         """One optimizer step; the loss before it. All processes learn of a signal, or that it is time to save."""
@@ -220,7 +245,7 @@ class Run:
             record["sample"] = tokenizer.decode(prompt + ids)
         if progress.best_val_loss is None or val_loss < progress.best_val_loss:
             progress.best_step, progress.best_val_loss = progress.step, val_loss
-            self.save_best(model, {"val": val_loss})
+            self.save_served("best", model, progress.step, {"val": val_loss})
         self.log(record)
         self.model.train()
         return record
@@ -248,7 +273,7 @@ class Run:
             "streamed": streamed_loss(best, corpus.val),
             **baselines(corpus.train, corpus.val, corpus.tokenizer.vocab_size),
         }
-        self.save_best(best, losses)
+        self.save_served("best", best, self.progress.best_step, losses)
         speed = self.speed()
         self.log({"event": "end", "step": self.progress.step, **losses, **speed})
         draw_curves(self.out / "log.jsonl", self.out / "loss.png")
@@ -278,12 +303,12 @@ class Run:
         description = self.describe({"best_val": self.progress.best_val_loss})
         save_checkpoint(self.out / "last", self.model, self.corpus.tokenizer, description, extra)
 
-    def save_best(self, model: GPT, losses: dict[str, float]) -> None:
+    def save_served(self, name: str, model: GPT, step: int | None, losses: dict[str, float]) -> None:
         if not self.world.is_main:
             return
         description = self.describe(losses)
-        description["step"] = self.progress.best_step
-        save_checkpoint(self.out / "best", model, self.corpus.tokenizer, description)
+        description["step"] = step
+        save_checkpoint(self.out / name, model, self.corpus.tokenizer, description)
 
     def describe(self, losses: dict[str, Any]) -> dict[str, Any]:
         """training.json: what made these weights."""
@@ -298,6 +323,7 @@ class Run:
             "data": self.corpus.describe(),
             "recipe": self.asked.as_dict(),
             "seed": config.seed,
+            **({"init_from": self.lineage} if self.lineage else {}),
             "versions": {name: version(name) for name in ("chargpt", "torch", "numpy", "safetensors")}
             | {"python": platform.python_version()},
             "machine": {**machine(self.device), **self.found},
@@ -329,7 +355,14 @@ class Run:
         with open(self.out / "log.jsonl", "ab") as self._log:
             self._log.truncate(self.progress.log_bytes)
             self._log.seek(0, os.SEEK_END)  # truncate() leaves the position, which save() notes, where the end was
-            yield
+            if self.config.tensorboard:
+                records = read_log(self.out / "log.jsonl")
+                self._board = Board(self.out / "tensorboard", records, self.progress.elapsed_seconds)
+            try:
+                yield
+            finally:
+                if self._board:
+                    self._board.close()
 
     def log(self, record: dict[str, Any]) -> None:
         if not self.world.is_main:
@@ -338,6 +371,8 @@ class Run:
         record["cpu_seconds"] = round(self.progress.cpu_seconds, 3)
         self._log.write((json.dumps(record, ensure_ascii=False) + "\n").encode())
         self._log.flush()
+        if self._board:
+            self._board.add(record)
 
     def log_losses(self) -> None:
         """Mean training loss since the last such line."""
@@ -382,9 +417,15 @@ def start(config: TrainConfig, out: Path, console: Console, *, overwrite: bool =
                 f"{out} holds {', '.join(held[:5])} already: pass --resume to go on, --overwrite to replace that run, "
                 "or another --out"
             )
-        corpus = prepare(config.data, records=config.records)
-        found = find_out(config, corpus.tokenizer.vocab_size, world.size)
-        for name in ("last", "best"):
+        corpus, vocab_size = prepare(config.data, records=config.records), None
+        if config.init_from:
+            if Path(config.init_from).resolve().is_relative_to(out.resolve()):
+                raise ConfigError(f"{config.init_from} lies in {out}, which this run would replace: pass another --out")
+            origin = begin_from(config, corpus.tokenizer.characters)
+            console.print(describe_origin(config, origin), markup=False, soft_wrap=True)
+            vocab_size = origin.tokenizer.vocab_size
+        found = find_out(config, vocab_size or corpus.tokenizer.vocab_size, world.size)
+        for name in ("last", "best", "tensorboard", *(path.name for path in out.glob("step-" + 8 * "[0-9]"))):
             shutil.rmtree(out / name, ignore_errors=True)
         for name in ("log.jsonl", "loss.png"):
             (out / name).unlink(missing_ok=True)
@@ -408,7 +449,12 @@ def resume(out: Path, given: dict[str, Any], console: Console, *, data: tuple[st
         saved = Saved.read(out / "last")
         refuse_changes(saved.config.as_dict(), given)
         if saved.progress.finished:
-            console.print(f"{out} is finished: step {saved.progress.step} of {saved.config.steps}; nothing to do")
+            done = saved.progress
+            console.print(
+                f"{out} is finished: step {done.step} of {saved.config.steps}, the best at step {done.best_step}; "
+                "nothing to do",
+                soft_wrap=True,
+            )
             return None
         corpus = prepare(data or saved.config.data, records=saved.config.records)
         if corpus.sha256 != saved.data["sha256"]:
@@ -448,7 +494,11 @@ def _work(job: Job, console: Console | None = None) -> None:
 def _train(job: Job, world: World, console: Console | None) -> None:
     corpus = prepare(job.data, records=job.config.records)
     if job.resumed:
-        run = Run.resume(Saved.read(job.out / "last"), corpus, job.out, world)
+        saved = Saved.read(job.out / "last")
+        run = Run.resume(saved, recode(corpus, saved.checkpoint.tokenizer), job.out, world)
+    elif job.config.init_from:
+        origin = begin_from(job.config, corpus.tokenizer.characters)
+        run = Run(job.config, job.found, recode(corpus, origin.tokenizer), job.out, world, origin)
     else:
         run = Run(job.config, job.found, corpus, job.out, world)
     run.train(console if console and world.is_main else Console(quiet=True))

@@ -38,7 +38,7 @@ class Progress:
 
     step: int = 0
     position: int = 0  # windows drawn: the sampler's cursor
-    evaluated_step: int = 0  # the last one after which there was an evaluation
+    evaluated_step: int | None = None  # the last one after which there was an evaluation
     best_step: int | None = None
     best_val_loss: float | None = None
     elapsed_seconds: float = 0.0  # of steps, before and after every resume

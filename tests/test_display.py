@@ -1,0 +1,60 @@
+"""What the end of a run says and shows."""
+
+import json
+
+import pytest
+from rich.console import Console
+
+from training.config import TrainConfig
+from training.display import draw_curves, print_report, read_log, train_loss_until
+from training.state import Progress
+
+LOSSES = {"uniform": 3.0, "unigram": 2.5, "bigram": 2.2, "whole": 2.0, "streamed": 1.9}
+
+
+def write_log(out, train, val):
+    records = [{"event": "train", "step": s, "train_loss": x, "muon_lr": 0.01} for s, x in train.items()]
+    records += [{"event": "evaluation", "step": s, "val_loss": x} for s, x in val.items()]
+    (out / "log.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    return records
+
+
+def report(out, steps, **changes):
+    val = {r["step"]: r["val_loss"] for r in read_log(out / "log.jsonl") if r["event"] == "evaluation"}
+    best = min(val, key=val.get)
+    progress = Progress(step=max(val), best_step=best, best_val_loss=val[best], elapsed_seconds=1.0)
+    speed = {"characters_per_second": 1e4, "matmul_peak_flops": 1e11, "peak_share": 0.5}
+    console = Console(record=True, width=300)
+    print_report(console, TrainConfig(steps=steps, eval_every=10, **changes), progress, LOSSES, speed, out)
+    return console.export_text()
+
+
+def test_the_training_loss_is_that_since_the_evaluation_before(tmp_path):
+    records = write_log(tmp_path, {5: 3.0, 10: 2.0, 15: 1.5, 20: 1.0}, {10: 2.1, 20: 2.2})
+    assert train_loss_until(records, 10, 10) == 2.5 and train_loss_until(records, 20, 10) == 1.25
+    said = report(tmp_path, steps=20)
+    assert "│ 10, the best │ 2.5000 │ 2.1000 " in said and "│ 20, the last │ 1.2500 │ 2.2000 " in said
+    assert (
+        "overfitting: after step 10 the validation loss rose by 0.1000 while the training loss fell by 1.2500" in said
+    )
+    assert "stopped" not in said
+
+
+@pytest.mark.parametrize(
+    ("train", "val"),
+    [
+        ({10: 2.0, 20: 1.0}, {10: 2.1, 20: 2.0}),  # still learning
+        ({10: 2.0, 20: 2.1}, {10: 2.1, 20: 2.2}),  # both rise: not that
+        ({}, {10: 2.1, 20: 2.2}),  # nobody logged
+    ],
+)
+def test_what_is_no_overfitting_is_not_called_so(tmp_path, train, val):
+    write_log(tmp_path, train, val)
+    assert "overfitting:" not in report(tmp_path, steps=20)
+
+
+def test_curves_are_drawn_of_whatever_was_logged(tmp_path):
+    for train, val in (({}, {10: 2.0}), ({10: 2.0}, {0: 3.0, 10: 2.1})):
+        write_log(tmp_path, train, val)
+        draw_curves(tmp_path / "log.jsonl", tmp_path / "loss.png")
+        assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
