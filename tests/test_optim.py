@@ -7,7 +7,7 @@ import torch
 
 from service.model.gpt import GPT, GPTConfig
 from training.config import TrainConfig
-from training.optim import Muon, Optimizers, WeightAverage, hidden_matrices, lr_scale, orthogonalize
+from training.optim import Muon, Optimizers, WeightAverage, hidden_matrices, lr_scale, momentum_at, orthogonalize
 
 
 def with_gradients(seed: int = 0) -> GPT:
@@ -47,9 +47,16 @@ def test_a_matrix_is_orthogonalised_by_itself():
     assert orthogonalize(torch.zeros(1, 4, 4)).isfinite().all()
 
 
+def even_rows(update: torch.Tensor, strength: torch.Tensor, decay: float) -> torch.Tensor:
+    """Rows over the root of a running mean of their squares, then the norm of before; updates `strength` (rows,)."""
+    strength.mul_(decay).add_((1 - decay) * update.square().mean(dim=1))
+    even = update / strength.sqrt()[:, None]
+    return even * update.norm() / even.norm()
+
+
 def test_two_steps_of_muon_are_nesterov_momentum_through_an_svd():
     """Query, key and value rows, gate and up rows: one matrix each, though they share a parameter."""
-    model, lr, momentum, decay = with_gradients(), 0.1, 0.9, 0.2
+    model, lr, momentum, decay, row_decay = with_gradients(), 0.1, 0.9, 0.2, 0.7
     parts = {
         "attn.qkv.weight": [16, 8, 8],
         "attn.proj.weight": [16],
@@ -58,11 +65,16 @@ def test_two_steps_of_muon_are_nesterov_momentum_through_an_svd():
     }
     expected = {name: p.detach().double() for name, p in model.named_parameters()}
     average = {name: torch.zeros_like(p) for name, p in expected.items()}
-    muon = Muon(hidden_matrices(model), momentum, decay)
+    strengths = {
+        name: [torch.zeros(rows, dtype=torch.float64) for rows in parts[name.split(".", 2)[2]]]
+        for name in expected
+        if name.startswith("blocks") and name.split(".", 2)[2] in parts
+    }
+    muon = Muon(hidden_matrices(model), decay, row_decay)
     for turn in range(2):
         for parameter in model.parameters():
             parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(turn))
-        muon.step(lr)
+        muon.step(lr, momentum)
         for i in range(2):
             for suffix, sizes in parts.items():
                 name = f"blocks.{i}.{suffix}"
@@ -70,8 +82,10 @@ def test_two_steps_of_muon_are_nesterov_momentum_through_an_svd():
                 average[name] = momentum * average[name] + (1 - momentum) * gradient
                 looked_ahead = momentum * average[name] + (1 - momentum) * gradient
                 moved = [
-                    w * (1 - lr * decay) - lr * max(1, len(w) / w.size(1)) ** 0.5 * polar(g)
-                    for w, g in zip(expected[name].split(sizes), looked_ahead.split(sizes), strict=True)
+                    w * (1 - lr * decay) - lr * max(1, len(w) / w.size(1)) ** 0.5 * even_rows(polar(g), s, row_decay)
+                    for w, g, s in zip(
+                        expected[name].split(sizes), looked_ahead.split(sizes), strengths[name], strict=True
+                    )
                 ]
                 expected[name] = torch.cat(moved)
     for name, parameter in model.named_parameters():
@@ -139,3 +153,23 @@ def test_the_average_follows_its_recurrence():
         expected = decay * expected + (1 - decay) * model.head.weight.detach()
     torch.testing.assert_close(average.model.head.weight, expected)
     assert not torch.equal(average.model.head.weight, model.head.weight)
+
+
+def test_the_momentum_rises_at_the_start():
+    config = TrainConfig(muon_momentum_start=0.8, muon_momentum=0.9, momentum_warmup_steps=10)
+    assert [momentum_at(step, config) for step in (0, 5, 10, 1000)] == pytest.approx([0.8, 0.85, 0.9, 0.9])
+    assert momentum_at(0, TrainConfig(muon_momentum=0.9, momentum_warmup_steps=0)) != 0.9
+
+
+def test_rows_of_an_update_become_even_over_time_and_keep_their_norm():
+    generator = torch.Generator().manual_seed(5)
+    muon = Muon([(torch.zeros(6, 8), [6])], weight_decay=0.0, row_decay=0.5)
+    uneven = torch.tensor([1.0, 2, 3, 4, 5, 0])[None, :, None]
+    strength = torch.zeros(1, 6, 1)
+    for _ in range(20):
+        update = torch.randn(1, 6, 8, generator=generator) * uneven
+        even = muon.even_rows(update, strength)
+        assert even.isfinite().all()
+        assert even.norm().item() == pytest.approx(update.norm().item(), rel=1e-5)
+    norms = even.norm(dim=-1)[0, :5]
+    assert norms.max() < 2.5 * norms.min() and update.norm(dim=-1)[0, :5].max() > 3 * update.norm(dim=-1)[0, 0]

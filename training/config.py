@@ -67,6 +67,9 @@ class TrainConfig:
     muon_lr: float = option(0.03, "peak learning rate of the hidden matrices (Muon)")
     adamw_lr: float = option(0.003, "peak learning rate of embedding, head and norms (AdamW)")
     muon_momentum: float = option(0.95, "Nesterov momentum of Muon, in [0, 1)")
+    muon_momentum_start: float = option(0.85, "the same at the first step")
+    momentum_warmup_steps: int = option(300, "steps from the one to the other")
+    muon_beta2: float = option(0.95, "decay of the strength of each row of Muon's updates, in [0, 1)")
     adamw_beta1: float = option(0.9, "decay of AdamW's first moment, in [0, 1)")
     adamw_beta2: float = option(0.99, "decay of AdamW's second moment, in [0, 1)")
     weight_decay: float = option(0.0, "of the hidden matrices, decoupled, times the learning rate")
@@ -104,6 +107,7 @@ class TrainConfig:
             "steps": (1, 10**9),
             "batch_size": (1, 10**6),
             "warmup_steps": (0, 10**9),
+            "momentum_warmup_steps": (0, 10**9),
             "eval_every": (1, 10**9),
             "patience": (0, 10**9),
             "log_every": (1, 10**9),
@@ -124,7 +128,15 @@ class TrainConfig:
         for name, (low, high) in bounds.items():
             if not low <= getattr(self, name) <= high:
                 raise ConfigError(f"{name} must be in [{low:g}, {high:g}], got {getattr(self, name)}")
-        for name in ("muon_momentum", "adamw_beta1", "adamw_beta2", "ema_decay", "dropout"):
+        for name in (
+            "muon_momentum",
+            "muon_momentum_start",
+            "muon_beta2",
+            "adamw_beta1",
+            "adamw_beta2",
+            "ema_decay",
+            "dropout",
+        ):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ConfigError(f"{name} must be in [0, 1), got {getattr(self, name)}")
         for name, hint in get_type_hints(type(self)).items():

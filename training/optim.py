@@ -65,25 +65,29 @@ class _Shape:
         self.scale = max(1.0, rows / cols) ** 0.5
         each = -(-len(parts) // world.size)
         self.mine = parts[world.rank * each : (world.rank + 1) * each]
-        self.momentum = parts[0][0].new_zeros(world.size, each, rows, cols)  # of others, as of the last `collect`
+        # Of other processes' matrices as of the last `collect`.
+        self.momentum = parts[0][0].new_zeros(world.size, each, rows, cols)
+        self.strength = parts[0][0].new_zeros(world.size, each, rows, 1)  # mean square of each row's updates
 
 
 class Muon:
-    """Nesterov momentum, orthogonalised, with decoupled weight decay.
+    """Nesterov momentum, orthogonalised, each row to an even strength, with decoupled weight decay.
 
-    U·Vᵀ is scaled by √max(1, rows / cols), so that an update changes the output of a matrix by as much
-    whatever its shape. Each process of a world does its part of the matrices, and all exchange the updates.
+    Rows of U·Vᵀ, the weights of one neuron each, differ in strength; they are divided by the root of a running mean
+    of their squares, and the whole is given its norm back (NorMuon, Li et al. 2025). It is then scaled by
+    √max(1, rows / cols), so that an update changes the output of a matrix by as much whatever its shape. Each
+    process of a world does its part of the matrices, and all exchange the updates.
     """
 
     def __init__(
         self,
         matrices: Iterable[tuple[Tensor, list[int]]],
-        momentum: float,
         weight_decay: float,
+        row_decay: float,
         dtype: torch.dtype = torch.float32,
         world: World | None = None,
     ):
-        self.momentum, self.weight_decay, self.dtype, self.world = momentum, weight_decay, dtype, world or World()
+        self.weight_decay, self.row_decay, self.dtype, self.world = weight_decay, row_decay, dtype, world or World()
         parts: dict[tuple[int, int], list[tuple[Tensor, slice]]] = {}
         for parameter, sizes in matrices:
             start = 0
@@ -97,14 +101,15 @@ class Muon:
         self._updates_of = self._updates.split(lengths, dim=1)
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
+    def step(self, lr: float, momentum: float) -> None:
         rank = self.world.rank
         for shape, updates in zip(self._shapes.values(), self._updates_of, strict=True):
             if shape.mine:
                 gradient = torch.stack([_gradient(parameter)[rows] for parameter, rows in shape.mine])
-                momentum = shape.momentum[rank, : len(shape.mine)]
-                momentum.lerp_(gradient, 1.0 - self.momentum)
-                update = orthogonalize(gradient.lerp_(momentum, self.momentum), self.dtype)
+                average = shape.momentum[rank, : len(shape.mine)]
+                average.lerp_(gradient, 1.0 - momentum)
+                update = orthogonalize(gradient.lerp_(average, momentum), self.dtype)
+                update = self.even_rows(update, shape.strength[rank, : len(shape.mine)])
                 updates[rank, : update.numel()] = update.flatten()
         self.world.exchange(self._updates)
         for shape, updates in zip(self._shapes.values(), self._updates_of, strict=True):
@@ -114,14 +119,24 @@ class Muon:
                     parameter[rows].mul_(1.0 - lr * self.weight_decay)
                 parameter[rows].add_(update, alpha=-lr * shape.scale)
 
+    def even_rows(self, update: Tensor, strength: Tensor) -> Tensor:
+        """update (n, rows, cols) with rows of even strength, of the same norm; `strength` (n, rows, 1) is updated."""
+        row_norms = torch.linalg.vector_norm(update, dim=-1, keepdim=True, dtype=strength.dtype)
+        strength.lerp_(row_norms.square() / update.size(-1), 1.0 - self.row_decay)
+        factors = (strength + 1e-12).rsqrt()
+        norm, changed = (torch.linalg.vector_norm(x, dim=1, keepdim=True) for x in (row_norms, row_norms * factors))
+        return update * (factors * norm / (changed + 1e-12)).to(update.dtype)
+
     def collect(self) -> None:
         """Bring every process's part of the state to all, for `tensors`."""
-        for shape in self._shapes.values():
-            self.world.exchange(shape.momentum.flatten(1))
+        for state in self.tensors().values():
+            self.world.exchange(state.flatten(1))
 
     def tensors(self) -> dict[str, Tensor]:
         """All its state, by name; writing into these tensors restores it."""
-        return {f"muon.{rows}x{cols}.momentum": shape.momentum for (rows, cols), shape in self._shapes.items()}
+        shapes = {f"muon.{rows}x{cols}": shape for (rows, cols), shape in self._shapes.items()}
+        momentum = {f"{name}.momentum": shape.momentum for name, shape in shapes.items()}
+        return momentum | {f"{name}.strength": shape.strength for name, shape in shapes.items()}
 
 
 def _gradient(parameter: Tensor) -> Tensor:
@@ -163,7 +178,7 @@ class Optimizers:
         hidden = {id(parameter) for parameter, _ in matrices}
         self._others = {name: p for name, p in model.named_parameters() if id(p) not in hidden}
         dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-        self.muon = Muon(matrices, config.muon_momentum, config.weight_decay, dtype, world)
+        self.muon = Muon(matrices, config.weight_decay, config.muon_beta2, dtype, world)
         self.adamw = torch.optim.AdamW(
             self._others.values(),
             lr=0.0,
@@ -185,7 +200,7 @@ class Optimizers:
         for group in self.adamw.param_groups:
             group["lr"] = self.config.adamw_lr * scale
         self.adamw.step()
-        self.muon.step(self.config.muon_lr * scale)
+        self.muon.step(self.config.muon_lr * scale, momentum_at(step, self.config))
 
     def tensors(self) -> dict[str, Tensor]:
         """All their state, by name; writing into these tensors restores it."""
@@ -202,6 +217,12 @@ def lr_scale(step: int, config: TrainConfig) -> float:
     if step < warmup:
         return (step + 1) / warmup
     return (config.steps - step) / (config.steps - warmup)
+
+
+def momentum_at(step: int, config: TrainConfig) -> float:
+    """Muon's momentum: from muon_momentum_start to muon_momentum over momentum_warmup_steps."""
+    share = min(1.0, step / max(1, config.momentum_warmup_steps))
+    return config.muon_momentum_start + share * (config.muon_momentum - config.muon_momentum_start)
 
 
 class WeightAverage:
