@@ -152,7 +152,7 @@ def run_prepare(args: argparse.Namespace) -> None:
     corpus = prepare(args.data, records=args.records)
     about = corpus.describe()
     print(
-        f"{about['name']}: {about['characters']:,} characters, {about['symbols']} symbols; "
+        f"{about['name']}: {about['characters']:,} characters, {about['symbols']:,} symbols; "
         f"{about['train_characters']:,} train, {about['val_characters']:,} validate\n"
         f"SHA-256 {corpus.sha256}, encoded in {cache_dir() / 'corpora'}"
     )
