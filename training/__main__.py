@@ -16,6 +16,7 @@ import argparse
 import dataclasses
 import difflib
 import os
+import signal
 import sys
 from pathlib import Path
 from types import NoneType
@@ -339,6 +340,10 @@ def main() -> int:
     except InterruptedRun as stop:
         print(stop, file=sys.stderr)
         return 128 + stop.number
+    except BrokenPipeError:
+        # Whoever read the output, say `head`, has enough; nor must the interpreter flush what is left at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except refusals as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
