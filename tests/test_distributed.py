@@ -69,10 +69,20 @@ def test_two_processes_train_as_one_does_and_so_do_parts_of_a_batch(text, tmp_pa
     assert all(torch.equal(two[name], torchrun_two[name]) for name in two), "however the two are started"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_two_processes_that_are_stopped_go_on_to_the_same_bytes(text, tmp_path, number):
-    flags = ["--data", str(text), *TINY, *RUN, "--processes", "2", "--dropout", "0.1", "--save-seconds", "0"]
-    call(train(*flags, "--out", str(tmp_path / "unbroken")), tmp_path)
+STOPPED = [*TINY, *RUN, "--dtype", "float32", "--processes", "2", "--dropout", "0.1", "--save-seconds", "0"]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("unbroken")
+    (folder / "text.txt").write_text(TEXT)
+    call(train("--data", str(folder / "text.txt"), *STOPPED, "--out", str(folder / "out")), folder)
+    return folder / "out"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_two_processes_that_are_stopped_go_on_to_the_same_bytes(unbroken, text, tmp_path, number):
+    flags = ["--data", str(text), *STOPPED]
     out = tmp_path / "out"
     process = subprocess.Popen(train(*flags, "--out", str(out)), env=environment(tmp_path), stderr=subprocess.PIPE)
     while not (out / "last").is_dir() or json.loads((out / "last/state.json").read_text())["progress"]["step"] < 7:
@@ -82,7 +92,7 @@ def test_two_processes_that_are_stopped_go_on_to_the_same_bytes(text, tmp_path, 
     _, error = process.communicate(timeout=60)
     assert process.returncode == (-number if number == signal.SIGKILL else 128 + number), error
     call(train("--resume", "--out", str(out)), tmp_path)
-    expected, found = weights(tmp_path / "unbroken/last"), weights(out / "last")
+    expected, found = weights(unbroken / "last"), weights(out / "last")
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 

@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry
 
 from service.metrics import Metrics
 from service.settings import Settings
+from training.__main__ import build_parser
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -39,6 +40,13 @@ def test_every_metric_and_its_meaning():
     for family in registry.collect():
         expected[family.name + ("_total" if family.type == "counter" else "")] = family.documentation
     assert table("Metrics") == expected
+
+
+def test_every_flag_of_train_exists():
+    commands = next(action for action in build_parser()._actions if action.dest == "command")
+    flags = set(commands.choices["train"]._option_string_actions)
+    named = {flag for row in table("Train on your own text") for flag in re.findall(r"--[a-z-]+", row)}
+    assert {"--init-from", "--ema-decay"} <= named <= flags
 
 
 def test_the_tree_is_the_tree():

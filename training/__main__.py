@@ -16,6 +16,7 @@ import argparse
 import dataclasses
 import difflib
 import os
+import signal
 import sys
 from pathlib import Path
 from types import NoneType
@@ -152,7 +153,7 @@ def run_prepare(args: argparse.Namespace) -> None:
     corpus = prepare(args.data, records=args.records)
     about = corpus.describe()
     print(
-        f"{about['name']}: {about['characters']:,} characters, {about['symbols']} symbols; "
+        f"{about['name']}: {about['characters']:,} characters, {about['symbols']:,} symbols; "
         f"{about['train_characters']:,} train, {about['val_characters']:,} validate\n"
         f"SHA-256 {corpus.sha256}, encoded in {cache_dir() / 'corpora'}"
     )
@@ -349,6 +350,10 @@ def main() -> int:
     except InterruptedRun as stop:
         print(stop, file=sys.stderr)
         return 128 + stop.number
+    except BrokenPipeError:
+        # Whoever read the output, say `head`, has enough; nor must the interpreter flush what is left at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except refusals as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -17,6 +17,8 @@ from training.config import TrainConfig
 from training.evaluate import bits
 from training.state import Progress
 
+MANY_SYMBOLS = 1000  # more than all alphabets in one text
+
 
 class ProgressView:
     """A bar on a terminal; a line per evaluation everywhere."""
@@ -59,6 +61,18 @@ class ProgressView:
         )
         if "sample" in record:
             self.console.print(record["sample"], style="dim", markup=False, soft_wrap=True)
+
+
+def warn_of_symbols(console: Console, config: TrainConfig, vocab_size: int, num_parameters: int) -> None:
+    """Say what a vocabulary of thousands costs; nothing about a smaller one."""
+    if vocab_size < MANY_SYMBOLS:
+        return
+    console.print(
+        f"{vocab_size:,} different characters: embedding and head are {2 * vocab_size * config.n_embd:,} of the "
+        f"{num_parameters:,} parameters, and the logits of a step {config.tokens_per_step * vocab_size * 4 / 1e6:,.0f} "
+        "MB. That is as it must be for Chinese, Japanese or Korean; other texts are better cleaned of stray characters",
+        soft_wrap=True,
+    )
 
 
 def print_report(

@@ -40,7 +40,7 @@ from service.model.sampling import SamplingParams
 from training.board import Board
 from training.config import ConfigError, TrainConfig
 from training.data import Corpus, WindowSampler, prepare, recode
-from training.display import ProgressView, draw_curves, print_report, read_log
+from training.display import ProgressView, draw_curves, print_report, read_log, warn_of_symbols
 from training.distributed import World, launch
 from training.evaluate import baselines, streamed_loss, whole_loss
 from training.finetune import Origin, begin_from, describe_origin
@@ -131,13 +131,14 @@ class Run:
         """
         config, progress = self.config, self.progress
         console.print(
-            f"{self.corpus.name}: {len(self.corpus.ids):,} characters, {self.corpus.symbols} symbols; "
+            f"{self.corpus.name}: {len(self.corpus.ids):,} characters, {self.corpus.symbols:,} symbols; "
             f"{self.model.num_parameters:,} parameters, {config.dtype} on {config.device}, {config.threads} threads in "
             f"{config.processes} processes; {config.steps - progress.step} steps of "
             f"{config.tokens_per_step:,} characters",
             markup=False,
             soft_wrap=True,
         )
+        warn_of_symbols(console, config, self.model.config.vocab_size, self.model.num_parameters)
         self.world.sum_(torch.zeros(1))  # all have read what the first save replaces
         view = ProgressView(console, config)
         with self.storage(), self.open_log(), stop_signal() as self.received, view:
