@@ -44,7 +44,7 @@ test: $(VENV)/.installed-test ## install what the tests need and run them; ARGS=
 chaos-train: $(VENV)/.installed-test ## stop runs and saves at random moments, 116 times, and compare what comes out
 	$(BIN)/python -m pytest -m chaos --capture=no --durations=0 $(ARGS)
 
-# Building llama.cpp takes some ten minutes of a core; it is left out of the other environments for that.
+# Building llama.cpp takes some nine minutes of a core: the other targets do without.
 test-slow: export CMAKE_ARGS ?= -DLLAVA_BUILD=OFF
 test-slow: $(VENV)/.installed-test,llama ## build llama.cpp and compare its logits with ours
 	$(BIN)/python -m pytest -m slow $(ARGS)

@@ -281,7 +281,9 @@ def test_stopped_at_random_moments_a_run_ends_with_the_same_bytes(unbroken, tmp_
     points = sorted(chance.randrange(steps) for _ in range(stops))
     began = time.monotonic()
     while points or not is_finished(out):
-        command = start if is_finished(out) or not (out / "last").exists() else ["--resume"]
+        if is_finished(out):  # sooner than all stops were made: another one
+            shutil.rmtree(out)
+        command = ["--resume"] if (out / "last").exists() else start
         process = subprocess.Popen(
             [sys.executable, "-m", "training", "train", "--out", str(out), *command], cwd=ROOT, stderr=subprocess.PIPE
         )
@@ -302,12 +304,12 @@ def test_stopped_at_random_moments_a_run_ends_with_the_same_bytes(unbroken, tmp_
             Checkpoint.read(out / "last").load_model()
         if process.returncode != 0:
             point = points.pop(0)
-            where = where or ", ".join(p.name.split("-")[0] for p in out.glob(".*.saving-*")) or "between saves"
-            print(
-                f"{number.name} {stops - len(points)} of {stops}, after step {point}: {where}, "
-                f"{time.monotonic() - began:.0f} s",
-                flush=True,
-            )
+            if not where:
+                amid = [path.name.split("-")[0] for path in out.glob(".*.saving-*")]
+                how = "saved" if process.returncode > 0 else ", ".join(amid) or "between saves"
+                where = f"past step {point}, {how}"
+            made, seconds = stops - len(points), time.monotonic() - began
+            print(f"{number.name} {made} of {stops}: {where}, {seconds:.0f} s", flush=True)
         elif is_finished(out):
             assert sha256(out / "last" / "state.safetensors") == sha256(expected / "last" / "state.safetensors")
             assert weights(out) == weights(expected)
