@@ -23,6 +23,7 @@ def option(default: Any, help: str) -> Any:
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Dtype = Literal["auto", "float32", "bfloat16"]
+Weights = Literal["float32", "float16"]
 
 
 # The settings that a checkpoint fixes for whoever goes on from its weights: GPTConfig's, but for the vocabulary and
@@ -89,6 +90,7 @@ class TrainConfig:
     save_seconds: float = option(30.0, "most seconds of work that a kill can lose")
     keep_every: int = option(0, "steps between checkpoints that stay, OUT/step-00000500 and so on; 0: none")
     sample_chars: int = option(200, "characters of the sample at each evaluation; 0: none")
+    weights: Weights = option("float32", "dtype of the saved weights; in float16, best is half as large")
     tensorboard: bool = option(False, "write the log as TensorBoard's event files too, to OUT/tensorboard")
 
     # the machine

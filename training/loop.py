@@ -309,7 +309,7 @@ class Run:
             return
         description = self.describe(losses)
         description["step"] = step
-        save_checkpoint(self.out / name, model, self.corpus.tokenizer, description)
+        save_checkpoint(self.out / name, model, self.corpus.tokenizer, description, dtype=self.config.weights)
 
     def describe(self, losses: dict[str, Any]) -> dict[str, Any]:
         """training.json: what made these weights."""
@@ -477,6 +477,9 @@ def resume(out: Path, given: dict[str, Any], console: Console, *, data: tuple[st
 def _drive(out: Path, console: Console, job_for: Callable[[World], Job | None]) -> None:
     """Train in the processes that torchrun started, or in as many as the job asks for, started here."""
     with World.join() as world, exclusive(out) if world.is_main else contextlib.nullcontext():
+        if world.is_main:
+            for half_written in out.glob(".*.saving-*"):  # by a run that was killed: this one has the folder alone
+                shutil.rmtree(half_written)
         job = world.broadcast(job_for(world) if world.is_main else None)
         if job is None:
             return

@@ -111,16 +111,21 @@ class Saved:
         for name, tensor in tensors.items():
             tensor.detach().copy_(held[name])
         torch.set_rng_state(held[f"generator.cpu.{rank}"])
-        if f"generator.cuda.{rank}" in held and torch.cuda.is_available():
-            torch.cuda.set_rng_state(held[f"generator.cuda.{rank}"])
+        for kind, module in _accelerators().items():
+            if f"generator.{kind}.{rank}" in held:
+                module.set_rng_state(held[f"generator.{kind}.{rank}"])
 
 
 def generator_states() -> dict[str, Tensor]:
     """Of torch's generators in this process."""
     states = {"generator.cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["generator.cuda"] = torch.cuda.get_rng_state()
-    return states
+    return states | {f"generator.{kind}": module.get_rng_state() for kind, module in _accelerators().items()}
+
+
+def _accelerators() -> dict[str, Any]:
+    """The modules of the accelerators that this machine has."""
+    here = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    return {kind: getattr(torch, kind) for kind in here if here[kind]}
 
 
 def refuse_changes(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
