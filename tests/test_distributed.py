@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import call
 
 from service.model.checkpoint import Checkpoint
 from training.distributed import World
@@ -28,15 +29,15 @@ def text(tmp_path) -> Path:
     return tmp_path / "text.txt"
 
 
-def train(*flags: str, run: tuple[str, ...] = ("-m",)) -> list[str]:
-    return [sys.executable, *run, "training", "train", *flags]
+def train(*flags: str, start: tuple[str, ...] = ("-m",)) -> list[str]:
+    return [sys.executable, *start, "training", "train", *flags]
 
 
 def environment(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
 
 
-def call(command: list[str], tmp_path: Path, code: int = 0) -> str:
+def run(command: list[str], tmp_path: Path, code: int = 0) -> str:
     done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=240)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -51,14 +52,15 @@ def losses(out: Path) -> list[float]:
     return [record["train_loss"] for record in records if record["event"] == "train"]
 
 
-def test_two_processes_train_as_one_does_and_so_do_parts_of_a_batch(text, tmp_path):
+def test_two_processes_train_as_one_does_and_so_do_parts_of_a_batch(text, tmp_path, monkeypatch):
     """The same windows in every batch, so the same losses but for the order of sums; dropout is what differs."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     same = ["--data", str(text), *TINY, *RUN, "--dtype", "float32"]
     ways = {"one": [], "two": ["--processes", "2"], "parts": ["--accumulate", "4"]}
     for name, flags in ways.items():
-        call(train(*same, *flags, "--out", str(tmp_path / name)), tmp_path)
+        assert call(["train", *same, *flags, "--out", tmp_path / name]) == 0
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m")
-    call(train(*same, "--out", str(tmp_path / "torchrun"), run=torchrun), tmp_path)
+    run(train(*same, "--out", str(tmp_path / "torchrun"), start=torchrun), tmp_path)
     one = losses(tmp_path / "one")
     assert one[-1] < one[0] - 0.3, "it learns"
     for name in ("two", "parts", "torchrun"):
@@ -69,20 +71,20 @@ def test_two_processes_train_as_one_does_and_so_do_parts_of_a_batch(text, tmp_pa
     assert all(torch.equal(two[name], torchrun_two[name]) for name in two), "however the two are started"
 
 
-STOPPED = [*TINY, *RUN, "--dtype", "float32", "--processes", "2", "--dropout", "0.1", "--save-seconds", "0"]
+STOPPED = [*TINY, *RUN, "--dtype", "float32", "--processes", "2", "--dropout", "0.1"]
 
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("unbroken")
     (folder / "text.txt").write_text(TEXT)
-    call(train("--data", str(folder / "text.txt"), *STOPPED, "--out", str(folder / "out")), folder)
+    run(train("--data", str(folder / "text.txt"), *STOPPED, "--out", str(folder / "out")), folder)
     return folder / "out"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_two_processes_that_are_stopped_go_on_to_the_same_bytes(unbroken, text, tmp_path, number):
-    flags = ["--data", str(text), *STOPPED]
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.chaos), signal.SIGKILL])
+def test_two_processes_that_are_stopped_go_on_to_the_same_bytes(unbroken, text, tmp_path, monkeypatch, number):
+    flags = ["--data", str(text), *STOPPED, "--save-seconds", "0"]
     out = tmp_path / "out"
     process = subprocess.Popen(train(*flags, "--out", str(out)), env=environment(tmp_path), stderr=subprocess.PIPE)
     while not (out / "last").is_dir() or json.loads((out / "last/state.json").read_text())["progress"]["step"] < 7:
@@ -91,7 +93,8 @@ def test_two_processes_that_are_stopped_go_on_to_the_same_bytes(unbroken, text, 
     process.send_signal(number)
     _, error = process.communicate(timeout=60)
     assert process.returncode == (-number if number == signal.SIGKILL else 128 + number), error
-    call(train("--resume", "--out", str(out)), tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert call(["train", "--resume", "--out", out]) == 0
     expected, found = weights(unbroken / "last"), weights(out / "last")
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
@@ -114,7 +117,7 @@ def test_a_process_that_dies_ends_the_run_with_a_word(text, tmp_path):
 def test_what_does_not_divide_is_refused(text, tmp_path):
     flags = ["--data", str(text), *TINY, *RUN, "--processes", "3", "--out", str(tmp_path / "out")]
     message = "batch_size must be a multiple of processes x accumulate, got 8, 3 and 1"
-    assert message in call(train(*flags), tmp_path, code=1)
+    assert message in run(train(*flags), tmp_path, code=1)
 
 
 @pytest.mark.parametrize(("n", "unit", "size"), [(100, 7, 3), (5, 8, 2), (0, 4, 2), (64, 1, 5)])
