@@ -1,13 +1,15 @@
 # The service: HTTP on port 8000, the checkpoint in /checkpoint. Training stays outside.
 #
 #   docker build -t chargpt .
-#   docker run --rm -p 127.0.0.1:8000:8000 -v ./checkpoints/quick/best:/checkpoint:ro --read-only --tmpfs /tmp chargpt
+#   docker run --rm -p 127.0.0.1:8000:8000 --read-only --tmpfs /tmp chargpt
 #
+# -v DIR:/checkpoint:ro serves another checkpoint than the bundled one.
 # Settings are variables, such as -e CHARGPT_LOG_LEVEL=debug, or flags after the image's name. At build:
-#   --build-context checkpoint=DIR   makes a checkpoint part of the image
+#   --build-context checkpoint=DIR   puts another checkpoint into the image
 #   --build-context wheels=DIR       wheels to use before any index
 #   --build-arg TORCH_INDEX_URL=URL  where the build of torch comes from; empty: pip's own index, with CUDA
 FROM scratch AS checkpoint
+COPY service/checkpoints/tinyshakespeare /
 FROM scratch AS wheels
 
 FROM python:3.11-slim-bookworm AS dependencies
@@ -31,6 +33,7 @@ RUN --mount=type=cache,target=/root/.cache/pip --mount=type=bind,from=wheels,tar
 
 FROM dependencies AS package
 COPY service service
+RUN rm -r service/checkpoints
 # pyproject.toml names the package training too; an empty folder installs nothing.
 RUN --mount=type=cache,target=/root/.cache/pip \
     mkdir training \

@@ -4,8 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 DATA ?= tinyshakespeare
 PRESET ?= cpu
-QUICK := checkpoints/quick
-CHECKPOINT ?= $(QUICK)/best
+BUNDLED := service/checkpoints/tinyshakespeare
+CHECKPOINT ?= $(BUNDLED)
 
 # PyPI's torch for Linux brings gigabytes of CUDA. Without an NVIDIA GPU the CPU build is asked for by its "+cpu",
 # which no other build satisfies: first where pip is configured to look (a mirror, PIP_FIND_LINKS), which takes a
@@ -17,7 +17,7 @@ BIN := $(VENV)/bin
 RUN := $(VENV)/.installed-service,training
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help serve train test test-slow chaos-train bench-train lint clean
+.PHONY: help serve train bundled test test-slow chaos-train bench-train lint clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -26,17 +26,17 @@ help: ## list these commands
 	@echo "Variables: CHECKPOINT=DIR to serve, DATA=FILE and PRESET=quick|cpu|gpu to train, ARGS='more flags',"
 	@echo "PYTHON, VENV, and TORCH and TORCH_INDEX_URL for another build of torch."
 
-# The quick checkpoint is made only when it is the one to serve.
-serve: $(RUN) $(if $(filter $(QUICK)/%,$(CHECKPOINT)),$(QUICK)/loss.png) ## install, train a small model if there is none yet, serve on 127.0.0.1:8000
+serve: $(RUN) ## install, serve CHECKPOINT (default: the bundled one) on 127.0.0.1:8000
 	$(BIN)/python -m service --checkpoint '$(CHECKPOINT)' $(ARGS)
-
-# loss.png is what a run writes last, so one that was interrupted is made again.
-$(QUICK)/loss.png: | $(RUN)
-	@echo "Training a small model on $(DATA)"
-	$(BIN)/python -m training train --preset quick --data '$(DATA)' --out $(QUICK) --overwrite
 
 train: $(RUN) ## train PRESET (default cpu) on DATA into checkpoints/PRESET; ARGS=--resume goes on
 	$(BIN)/python -m training train --preset $(PRESET) --data '$(DATA)' --out checkpoints/$(PRESET) $(ARGS)
+
+bundled: $(RUN) ## train the bundled checkpoint anew: tiny Shakespeare, preset cpu, some four minutes
+	$(BIN)/python -m training train --preset cpu --weights float16 --out checkpoints/bundled --overwrite
+	rm -rf $(BUNDLED)
+	mkdir -p $(BUNDLED)
+	cp checkpoints/bundled/best/* $(BUNDLED)
 
 test: $(VENV)/.installed-test ## install what the tests need and run them; ARGS='-k model' picks some
 	$(BIN)/python -m pytest $(ARGS)

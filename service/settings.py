@@ -13,6 +13,9 @@ from typing import Literal
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+# Trained on tiny Shakespeare; `make bundled` trains it anew.
+BUNDLED = Path(__file__).parent / "checkpoints" / "tinyshakespeare"
+
 
 class Settings(BaseSettings):
     """Serve a character-level GPT checkpoint over HTTP."""
@@ -21,7 +24,7 @@ class Settings(BaseSettings):
         env_prefix="CHARGPT_", cli_prog_name="python -m service", cli_kebab_case=True, cli_avoid_json=True
     )
 
-    checkpoint: Path = Field(description="folder of the checkpoint to serve")
+    checkpoint: Path = Field(BUNDLED, description="folder of the checkpoint to serve; the bundled one by default")
     model_name: str = Field("chargpt", min_length=1, description="name of the model in requests, answers and metrics")
     host: Literal["127.0.0.1", "0.0.0.0", "::"] = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=1024, le=65535, description="TCP port to listen on")

@@ -19,6 +19,7 @@ import torch
 from helpers import save_random
 
 from service.model.sampling import SamplingParams
+from service.settings import BUNDLED
 
 ROOT = Path(__file__).parents[1]
 ENGINE_TOOL = ROOT.parent / "shared" / "tools" / "docker-engine"
@@ -160,7 +161,13 @@ def test_the_image_holds_the_service_alone(engine, image):
     assert [Path(file).name for file in files] == ["engine.py"]
 
 
-def test_a_missing_checkpoint_is_said(engine, image):
+def test_without_a_volume_it_has_the_bundled_checkpoint(engine, image):
+    files = engine.containers.run(image, ["/checkpoint"], entrypoint="ls", remove=True).decode().split()
+    assert files == sorted(path.name for path in BUNDLED.iterdir())
+
+
+def test_a_missing_checkpoint_is_said(engine, image, tmp_path):
+    volumes = {str(tmp_path): {"bind": "/checkpoint", "mode": "ro"}}
     with pytest.raises(docker.errors.ContainerError, match="/checkpoint") as caught:
-        engine.containers.run(image, remove=True)
+        engine.containers.run(image, volumes=volumes, remove=True)
     assert caught.value.exit_status == 2

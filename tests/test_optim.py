@@ -7,7 +7,7 @@ import torch
 
 from service.model.gpt import GPT, GPTConfig
 from training.config import TrainConfig
-from training.optim import Muon, Optimizers, WeightAverage, hidden_matrices, lr_scale, momentum_at, orthogonalize
+from training.optim import Muon, Optimizers, WeightAverage, hidden_matrices, lr_scale, orthogonalize
 
 
 def with_gradients(seed: int = 0) -> GPT:
@@ -70,11 +70,11 @@ def test_two_steps_of_muon_are_nesterov_momentum_through_an_svd():
         for name in expected
         if name.startswith("blocks") and name.split(".", 2)[2] in parts
     }
-    muon = Muon(hidden_matrices(model), decay, row_decay)
+    muon = Muon(hidden_matrices(model), momentum, decay, row_decay)
     for turn in range(2):
         for parameter in model.parameters():
             parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(turn))
-        muon.step(lr, momentum)
+        muon.step(lr)
         for i in range(2):
             for suffix, sizes in parts.items():
                 name = f"blocks.{i}.{suffix}"
@@ -155,15 +155,9 @@ def test_the_average_follows_its_recurrence():
     assert not torch.equal(average.model.head.weight, model.head.weight)
 
 
-def test_the_momentum_rises_at_the_start():
-    config = TrainConfig(muon_momentum_start=0.8, muon_momentum=0.9, momentum_warmup_steps=10)
-    assert [momentum_at(step, config) for step in (0, 5, 10, 1000)] == pytest.approx([0.8, 0.85, 0.9, 0.9])
-    assert momentum_at(0, TrainConfig(muon_momentum=0.9, momentum_warmup_steps=0)) != 0.9
-
-
 def test_rows_of_an_update_become_even_over_time_and_keep_their_norm():
     generator = torch.Generator().manual_seed(5)
-    muon = Muon([(torch.zeros(6, 8), [6])], weight_decay=0.0, row_decay=0.5)
+    muon = Muon([(torch.zeros(6, 8), [6])], momentum=0.9, weight_decay=0.0, row_decay=0.5)
     uneven = torch.tensor([1.0, 2, 3, 4, 5, 0])[None, :, None]
     strength = torch.zeros(1, 6, 1)
     for _ in range(20):

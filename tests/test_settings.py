@@ -13,7 +13,6 @@ def test_a_flag_beats_a_variable_beats_the_default(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "--checkpoint (CHARGPT_CHECKPOINT): Field required"),
         (["--checkpoint", "x", "--port", "80"], "--port (CHARGPT_PORT): Input should be greater than or equal to 1024"),
         (["--checkpoint", "x", "--drain-seconds", "nan"], "--drain-seconds (CHARGPT_DRAIN_SECONDS): "),
         (["--checkpoint", "x", "--nonsense", "1"], "unrecognized arguments: --nonsense 1"),

@@ -52,7 +52,7 @@ class TrainConfig:
     extend_vocabulary: bool = option(False, "add the text's characters that the checkpoint of init_from lacks")
 
     # the model (GPTConfig)
-    block_size: int = option(128, "characters a query sees, itself included; the training length")
+    block_size: int = option(256, "characters a query sees, itself included; the training length")
     n_layer: int = option(6, "blocks")
     n_head: int = option(4, "query heads")
     n_kv_head: int = option(2, "key/value heads; divides n_head")
@@ -63,23 +63,21 @@ class TrainConfig:
     dropout: float = option(0.0, "share of each residual branch dropped in training, in [0, 1)")
 
     # the optimisation
-    steps: int = option(2700, "optimizer steps")
+    steps: int = option(1952, "optimizer steps")
     batch_size: int = option(8, "windows of block_size characters per step")
     muon_lr: float = option(0.03, "peak learning rate of the hidden matrices (Muon)")
     adamw_lr: float = option(0.003, "peak learning rate of embedding, head and norms (AdamW)")
-    muon_momentum: float = option(0.95, "Nesterov momentum of Muon, in [0, 1)")
-    muon_momentum_start: float = option(0.85, "the same at the first step")
-    momentum_warmup_steps: int = option(300, "steps from the one to the other")
+    muon_momentum: float = option(0.93, "Nesterov momentum of Muon, in [0, 1)")
     muon_beta2: float = option(0.95, "decay of the strength of each row of Muon's updates, in [0, 1)")
     adamw_beta1: float = option(0.9, "decay of AdamW's first moment, in [0, 1)")
     adamw_beta2: float = option(0.99, "decay of AdamW's second moment, in [0, 1)")
-    weight_decay: float = option(0.0, "of the hidden matrices, decoupled, times the learning rate")
+    weight_decay: float = option(0.2, "of the hidden matrices, decoupled, times the learning rate")
     warmup_steps: int = option(50, "steps of linear warm-up; then linear decay to 0 at the last step")
     grad_clip: float = option(1.0, "largest norm of the gradient; 0: no clipping")
     ema_decay: float = option(0.0, "evaluate and keep an exponential average of the weights, in [0, 1); 0: none")
 
     # what is reported and kept
-    eval_every: int = option(675, "steps between evaluations")
+    eval_every: int = option(488, "steps between evaluations")
     eval_chars: int = option(
         1_000_000, "most validation characters an evaluation scores, 0: all; the report scores all"
     )
@@ -109,7 +107,6 @@ class TrainConfig:
             "steps": (1, 10**9),
             "batch_size": (1, 10**6),
             "warmup_steps": (0, 10**9),
-            "momentum_warmup_steps": (0, 10**9),
             "eval_every": (1, 10**9),
             "patience": (0, 10**9),
             "log_every": (1, 10**9),
@@ -132,7 +129,6 @@ class TrainConfig:
                 raise ConfigError(f"{name} must be in [{low:g}, {high:g}], got {getattr(self, name)}")
         for name in (
             "muon_momentum",
-            "muon_momentum_start",
             "muon_beta2",
             "adamw_beta1",
             "adamw_beta2",
@@ -189,7 +185,17 @@ class TrainConfig:
 
 # What was tried to get here, and what it gave: RECIPE.md.
 PRESETS: dict[str, dict[str, Any]] = {
-    "quick": dict(n_layer=4, block_size=64, batch_size=16, muon_lr=0.04, steps=400, eval_every=200, eval_chars=30_000),
+    "quick": dict(
+        n_layer=4,
+        block_size=64,
+        batch_size=16,
+        muon_lr=0.04,
+        muon_momentum=0.9,
+        weight_decay=0.0,
+        steps=400,
+        eval_every=200,
+        eval_chars=30_000,
+    ),
     "cpu": dict(),
     "gpu": dict(
         n_layer=6,
@@ -201,6 +207,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         steps=2000,
         eval_every=250,
         muon_lr=0.02,
+        muon_momentum=0.95,
         dropout=0.2,
         weight_decay=0.3,
         ema_decay=0.995,

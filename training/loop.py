@@ -47,7 +47,7 @@ from training.finetune import Origin, begin_from, describe_origin
 from training.fused import FusedForward
 from training.optim import FlatGradients, Optimizers, WeightAverage, lr_scale
 from training.sample import sample_texts
-from training.speed import flops_per_character, matmul_peak
+from training.speed import flops_per_character, keep_freed_memory, matmul_peak
 from training.state import Progress, ResumeError, Saved, generator_states, pack, refuse_changes
 
 
@@ -496,6 +496,7 @@ def _work(job: Job, console: Console | None = None) -> None:
 
 
 def _train(job: Job, world: World, console: Console | None) -> None:
+    keep_freed_memory()
     corpus = prepare(job.data, records=job.config.records)
     if job.resumed:
         saved = Saved.read(job.out / "last")

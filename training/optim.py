@@ -82,12 +82,14 @@ class Muon:
     def __init__(
         self,
         matrices: Iterable[tuple[Tensor, list[int]]],
+        momentum: float,
         weight_decay: float,
         row_decay: float,
         dtype: torch.dtype = torch.float32,
         world: World | None = None,
     ):
-        self.weight_decay, self.row_decay, self.dtype, self.world = weight_decay, row_decay, dtype, world or World()
+        self.momentum, self.weight_decay, self.row_decay = momentum, weight_decay, row_decay
+        self.dtype, self.world = dtype, world or World()
         parts: dict[tuple[int, int], list[tuple[Tensor, slice]]] = {}
         for parameter, sizes in matrices:
             start = 0
@@ -101,14 +103,14 @@ class Muon:
         self._updates_of = self._updates.split(lengths, dim=1)
 
     @torch.no_grad()
-    def step(self, lr: float, momentum: float) -> None:
+    def step(self, lr: float) -> None:
         rank = self.world.rank
         for shape, updates in zip(self._shapes.values(), self._updates_of, strict=True):
             if shape.mine:
                 gradient = torch.stack([_gradient(parameter)[rows] for parameter, rows in shape.mine])
                 average = shape.momentum[rank, : len(shape.mine)]
-                average.lerp_(gradient, 1.0 - momentum)
-                update = orthogonalize(gradient.lerp_(average, momentum), self.dtype)
+                average.lerp_(gradient, 1.0 - self.momentum)
+                update = orthogonalize(gradient.lerp_(average, self.momentum), self.dtype)
                 update = self.even_rows(update, shape.strength[rank, : len(shape.mine)])
                 updates[rank, : update.numel()] = update.flatten()
         self.world.exchange(self._updates)
@@ -178,7 +180,7 @@ class Optimizers:
         hidden = {id(parameter) for parameter, _ in matrices}
         self._others = {name: p for name, p in model.named_parameters() if id(p) not in hidden}
         dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-        self.muon = Muon(matrices, config.weight_decay, config.muon_beta2, dtype, world)
+        self.muon = Muon(matrices, config.muon_momentum, config.weight_decay, config.muon_beta2, dtype, world)
         self.adamw = torch.optim.AdamW(
             self._others.values(),
             lr=0.0,
@@ -200,7 +202,7 @@ class Optimizers:
         for group in self.adamw.param_groups:
             group["lr"] = self.config.adamw_lr * scale
         self.adamw.step()
-        self.muon.step(self.config.muon_lr * scale, momentum_at(step, self.config))
+        self.muon.step(self.config.muon_lr * scale)
 
     def tensors(self) -> dict[str, Tensor]:
         """All their state, by name; writing into these tensors restores it."""
@@ -217,12 +219,6 @@ def lr_scale(step: int, config: TrainConfig) -> float:
     if step < warmup:
         return (step + 1) / warmup
     return (config.steps - step) / (config.steps - warmup)
-
-
-def momentum_at(step: int, config: TrainConfig) -> float:
-    """Muon's momentum: from muon_momentum_start to muon_momentum over momentum_warmup_steps."""
-    share = min(1.0, step / max(1, config.momentum_warmup_steps))
-    return config.muon_momentum_start + share * (config.muon_momentum - config.muon_momentum_start)
 
 
 class WeightAverage:

@@ -1,12 +1,19 @@
-"""How much of a machine's arithmetic a run uses: what a character costs, and what the machine can do at most."""
+"""A run and its machine: how much of what the machine can do it uses, and what keeps it from using more."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import time
 from typing import Any
 
 import torch
 from torch import nn
+
+# mallopt(3): the parameter's number and what to set it to, in bytes.
+M_TRIM_THRESHOLD = (-1, 1 << 30)
+M_TOP_PAD = (-2, 1 << 26)
+M_MMAP_THRESHOLD = (-3, 1 << 30)
 
 
 def flops_per_character(model: Any) -> int:
@@ -50,3 +57,14 @@ def matmul_peak(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.
 def _wait_for(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+def keep_freed_memory() -> None:
+    """Have the C library keep the memory of freed tensors for the next ones, where it can be told to (glibc).
+
+    It gives large blocks back to the system at once, and each step of a run would ask for them again, page by page.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        for parameter, value in M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD:
+            mallopt(parameter, value)

@@ -50,7 +50,14 @@ from training.speed import flops_per_character, matmul_peak
 from . import nanogpt
 
 # What the run of equal CPU time changes in the preset cpu, besides the steps.
-EQUAL: dict[str, Any] = {}
+EQUAL: dict[str, Any] = {
+    "n_layer": 4,
+    "block_size": 128,
+    "batch_size": 8,
+    "muon_lr": 0.035,
+    "muon_momentum": 0.9,
+    "weight_decay": 0.0,
+}
 
 # What each part must reach: the bounds of the mean over its seeds. nanoGPT's says whether the baseline is a fair one.
 TARGETS: dict[str, dict[str, tuple[float, float]]] = {
