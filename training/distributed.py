@@ -1,7 +1,8 @@
 """Processes that train one model together, each on its share of every batch, equal in all else at every step.
 
-On a CPU two processes of one thread are faster than one of two: they wait for each other once a step, not at every
-operation. A run starts such processes itself (`launch`); on several GPUs or machines torchrun does (`World.join`).
+On a CPU two processes of one thread wait for each other once a step, two threads of one process at every operation: as
+fast where the cores are quiet, faster where they are not (RECIPE.md). A run starts such processes itself (`launch`); on
+several GPUs or machines torchrun does (`World.join`).
 
 Knows nothing of models: it sums and exchanges tensors. gloo between CPUs, NCCL between GPUs.
 """
@@ -98,7 +99,7 @@ class World:
 def _lost() -> Iterator[None]:
     try:
         yield
-    except (RuntimeError, dist.DistError) as error:
+    except (RuntimeError, ValueError) as error:  # torch's; a ValueError where one of torchrun's variables is missing
         raise LostProcessError(f"a process of this run has ended or cannot be reached: {error}") from None
 
 
