@@ -15,6 +15,7 @@ from helpers import VOCABULARY, call, random_model
 from service.model.checkpoint import Checkpoint, save_checkpoint
 from service.model.sampling import SamplingParams
 from service.model.tokenizer import CharTokenizer
+from training.config import TrainConfig
 from training.evaluate import streamed_loss, whole_loss
 
 ROOT = Path(__file__).parent.parent
@@ -95,7 +96,8 @@ def test_a_text_that_cannot_be_trained_on(text, tmp_path, refuse, command, conte
 def test_a_text_shorter_than_two_windows(text, tmp_path, refuse):
     text.write_text("to be or not to be, that is the question")
     error = refuse("train", "--data", text, "--out", tmp_path / "out")
-    assert "the training split holds 36 characters; block_size 128 needs at least 256: pass a longer text" in error
+    W = TrainConfig().block_size
+    assert f"the training split holds 36 characters; block_size {W} needs at least {2 * W}: pass a longer text" in error
 
 
 @pytest.mark.parametrize("symbols", [999, 3000])

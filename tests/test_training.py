@@ -656,5 +656,5 @@ def test_help_says_units_and_defaults_without_loading_torch():
     code = "import sys; from training.__main__ import build_parser as b; b(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
     text = " ".join(training("train", "--help").stdout.split())
-    assert "--steps INT optimizer steps (default 2700" in text
+    assert f"--steps INT optimizer steps (default {TrainConfig().steps}" in text
     assert "most seconds of work that a kill can lose (default 30.0)" in text
