@@ -41,7 +41,7 @@ bundled: $(RUN) ## train the bundled checkpoint anew: tiny Shakespeare, preset c
 test: $(VENV)/.installed-test ## install what the tests need and run them; ARGS='-k model' picks some
 	$(BIN)/python -m pytest $(ARGS)
 
-chaos-train: $(VENV)/.installed-test ## stop runs and saves at random moments, 116 times, and compare what comes out
+chaos-train: $(VENV)/.installed-test ## stop runs and saves at random moments, 117 times, and compare what comes out
 	$(BIN)/python -m pytest -m chaos --capture=no --durations=0 $(ARGS)
 
 # Building llama.cpp takes some nine minutes of a core: the other targets do without.

@@ -362,6 +362,10 @@ def main() -> int:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main())
+        status = main()
+        from training.distributed import leave
+
+        leave(status)
+        sys.exit(status)
     except KeyboardInterrupt:  # also while torch is being imported
         sys.exit(130)

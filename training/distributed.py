@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -31,6 +32,8 @@ class LostProcessError(RuntimeError):
 class World:
     """The processes of a run and this one's place among them."""
 
+    joined = False  # whether this process has ever been one of several
+
     def __init__(self, rank: int = 0, size: int = 1):
         self.rank, self.size = rank, size
 
@@ -46,6 +49,7 @@ class World:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         with _lost():
             dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=TIMEOUT)
+        cls.joined = True
         try:
             yield cls(dist.get_rank(), size)
         finally:
@@ -139,7 +143,19 @@ def launch(processes: int, work: Callable[..., None], *args: Any) -> Iterator[No
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
+def leave(status: int) -> None:
+    """End this process at once if it has been one of several; otherwise nothing.
+
+    gloo can leave a thread behind for a moment, which aborts an interpreter that ends in the usual way meanwhile.
+    """
+    if World.joined:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
 def _child(rank: int, work: Callable[..., None], args: tuple[Any, ...]) -> None:
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     with contextlib.suppress(LostProcessError):  # the main process says what happened, where it still can
         work(*args)
+    leave(0)
