@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from service.model.sampling import SamplingParams, SamplingRows, sample, uniforms
+from service.model.sampling import History, SamplingParams, SamplingRows, sample, uniforms
 
 if TYPE_CHECKING:
     from service.model.kv_cache import CacheRows
@@ -242,7 +242,10 @@ class GPT(nn.Module):
             raise ValueError("the prompt must hold at least one id")
         ids = list(prompt)
         rows = SamplingRows([params])
+        history = History(self.config.vocab_size, prompt) if params.needs_history else None
         for u in torch.from_numpy(uniforms(params.seed, 0, max_tokens)):
             logits = self(torch.tensor([ids], device=self.head.weight.device))[:, -1]  # (1, V)
-            ids.append(int(sample(logits.cpu(), rows, u[None]).ids))
+            ids.append(int(sample(logits.cpu(), rows, u[None], histories=[history]).ids))
+            if history is not None:
+                history.append(ids[-1])
         return ids[len(prompt) :]
