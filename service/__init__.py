@@ -2,8 +2,13 @@
 
 A map, in the order a request passes:
 
-    server.py      HTTP process: routes, streaming, probes; builds the LitServe server
-    protocol.py    what requests, answers and errors look like
+    server.py      builds the LitServe server: starts, supervises and ends the processes
+    api.py         HTTP process: the routes, from a request's body to its answer
+    protocol.py    what requests and errors look like
+    regex.py       patterns that an answer must match, or ends at, to automata
+    run.py         the sequences of one request, from submission to pieces of text
+    answers.py     what answers and events look like
+    client.py      submits sequences to the inference processes and gathers what they send
     transport.py   frames between the HTTP processes and the inference processes
     worker.py      inference process: the loop that takes arrivals and sends deltas
     engine.py      submit / abort / step over character ids

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from service.transport import Abort, Delta, Refused, SocketTransport, Step, Submit, WorkerLost
@@ -25,11 +25,13 @@ class Generation:
     _arrived: list[tuple[int, Delta | Refused]] = field(default_factory=list)
     _event: asyncio.Event = field(default_factory=asyncio.Event)
     _open: dict[int, int] = field(default_factory=dict)  # sequence id -> number, of those that run
+    _later: deque[tuple[int, Submit]] = field(default_factory=deque)  # (number, request) of those that wait here
+    _deadline: float = 0.0  # on the event loop's clock
 
     @property
     def is_finished(self) -> bool:
         """Every sequence has ended and everything was taken."""
-        return not self._open and not self._arrived
+        return not self._open and not self._later and not self._arrived
 
     async def take(self) -> list[tuple[int, Delta | Refused]]:
         """All (sequence number, delta) that have arrived since the last call; waits for the first."""
@@ -38,10 +40,8 @@ class Generation:
         arrived, self._arrived = self._arrived, []
         return arrived
 
-    def put(self, id: int, delta: Delta | Refused) -> None:
-        self._arrived.append((self._open[id], delta))
-        if isinstance(delta, Refused) or delta.finish_reason is not None:
-            del self._open[id]
+    def put(self, number: int, delta: Delta | Refused) -> None:
+        self._arrived.append((number, delta))
         self._event.set()
 
 
@@ -61,27 +61,40 @@ class EngineClient:
     def is_ready(self) -> bool:
         return bool(self._transport.connected_workers)
 
-    def submit(self, requests: list[Submit]) -> Generation | None:
-        """Run sequences; their ids are set here. None where no worker is there to take them."""
-        workers = self._transport.connected_workers
-        if not workers:
+    def submit(self, requests: list[Submit], window: int | None = None) -> Generation | None:
+        """Run sequences, at most `window` of them at once; their ids are set here.
+
+        None where no worker is there to take them.
+        """
+        if not self.is_ready:
             return None
-        generation = Generation()
-        for number, request in enumerate(requests):
-            worker = min(workers, key=lambda w: self._load[w] + self._load_elsewhere[w])
-            request.id = self._consumer_id << 48 | next(self._numbers)
-            self._running[request.id] = (generation, worker)
-            self._load[worker] += 1
-            generation._open[request.id] = number
-            self._transport.send_to_worker(request, worker)
+        loop = asyncio.get_running_loop()
         timeout = max(request.timeout_seconds for request in requests)
-        self._late[generation] = asyncio.get_running_loop().call_later(
-            timeout + LATE_SECONDS, self.abort, generation, "timeout"
-        )
+        generation = Generation(_later=deque(enumerate(requests)), _deadline=loop.time() + timeout)
+        self._late[generation] = loop.call_later(timeout + LATE_SECONDS, self.abort, generation, "timeout")
+        for _ in requests[:window]:
+            self._start_next(generation)
         return generation
 
+    def _start_next(self, generation: Generation) -> None:
+        number, request = generation._later.popleft()
+        workers = self._transport.connected_workers
+        if not workers:
+            generation.put(number, Delta(request.id, [], "error"))
+            return
+        worker = min(workers, key=lambda w: self._load[w] + self._load_elsewhere[w])
+        request.id = self._consumer_id << 48 | next(self._numbers)
+        request.timeout_seconds = max(0.0, generation._deadline - asyncio.get_running_loop().time())
+        self._running[request.id] = (generation, worker)
+        self._load[worker] += 1
+        generation._open[request.id] = number
+        self._transport.send_to_worker(request, worker)
+
     def abort(self, generation: Generation, reason: str = "abort") -> None:
-        """End what still runs of a generation."""
+        """End what still runs of a generation, and what has not begun."""
+        while generation._later:
+            number, request = generation._later.pop()
+            generation.put(number, Delta(request.id, [], reason))
         for id in list(generation._open):
             worker = self._running[id][1]
             self._transport.send_to_worker(Abort(id), worker)
@@ -113,9 +126,12 @@ class EngineClient:
         if id not in self._running:  # aborted here; its last frames were under way
             return
         generation, worker = self._running[id]
-        generation.put(id, delta)
-        if id not in generation._open:
-            del self._running[id]
-            self._load[worker] -= 1
-            if not generation._open:
-                self._late.pop(generation).cancel()
+        generation.put(generation._open[id], delta)
+        if not isinstance(delta, Refused) and delta.finish_reason is None:
+            return
+        del self._running[id], generation._open[id]
+        self._load[worker] -= 1
+        if generation._later:
+            self._start_next(generation)
+        elif not generation._open:
+            self._late.pop(generation).cancel()

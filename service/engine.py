@@ -16,13 +16,14 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from service.model.gpt import GPT
 from service.model.kv_cache import KVCache
-from service.model.sampling import Draws, SamplingRows, sample
-from service.scheduler import FinishReason, Prefill, Scheduler, Sequence
+from service.model.sampling import Draws, History, SamplingRows, sample
+from service.scheduler import FinishReason, Logprob, Prefill, Scheduler, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -33,10 +34,20 @@ class Delta:
 
     sequence: Sequence
     ids: list[int]
+    logprobs: list[Logprob]  # of the ids, if asked for
+    prompt_logprobs: list[Logprob]  # of further characters of the prompt, if asked for
 
     @property
     def finish_reason(self) -> FinishReason | None:
         return self.sequence.finish_reason
+
+
+@dataclass
+class _Choosing:
+    """What the choice of a sequence's next character depends on, besides its parameters and the logits."""
+
+    draws: Draws
+    history: History | None  # where a penalty needs it
 
 
 @dataclass
@@ -73,7 +84,7 @@ class Engine:
         weight = model.head.weight
         self._device = weight.device
         self._cache = KVCache(model.config, max_running, weight.device, weight.dtype)
-        self._draws: dict[int, Draws] = {}
+        self._choosing: dict[int, _Choosing] = {}  # by sequence id
         self._ended: list[Delta] = []  # outside of a step; given with the next one
         self._rows: tuple[list[int], SamplingRows] = ([], SamplingRows([]))
         # MPS has no fp64.
@@ -94,7 +105,9 @@ class Engine:
         sequence.arrived_at = self.clock()
         sequence.num_prefilled = self._first_needed(sequence)
         self.scheduler.add(sequence)
-        self._draws[sequence.id] = Draws(sequence.params.seed)
+        params = sequence.params
+        history = History(self.config.vocab_size, sequence.prompt) if params.needs_history else None
+        self._choosing[sequence.id] = _Choosing(Draws(params.seed), history)
 
     def abort(self, id: int, reason: FinishReason = "abort") -> None:
         """End a sequence now; nothing happens where it has ended already."""
@@ -128,10 +141,10 @@ class Engine:
         for sequence in touched:
             if sequence.is_finished:
                 self.scheduler.remove(sequence)
-                del self._draws[sequence.id]
-            ids = sequence.take_new_ids()
-            if ids or sequence.is_finished:
-                deltas.append(Delta(sequence, ids))
+                del self._choosing[sequence.id]
+            delta = self._delta(sequence)
+            if delta.ids or delta.prompt_logprobs or sequence.is_finished:
+                deltas.append(delta)
         self.stats.seconds = self.clock() - now
         return deltas
 
@@ -150,12 +163,17 @@ class Engine:
         return list(completions.values())
 
     def _first_needed(self, sequence: Sequence) -> int:
-        """Where a prompt's prefill begins: older characters cannot reach the last position's logits."""
-        return max(0, len(sequence.prompt) - self.config.receptive_field)
+        """Where a prompt's prefill begins: older characters cannot reach the logits that matter."""
+        first = sequence.score_from or len(sequence.prompt)  # the first id whose logits are needed
+        return max(0, first - self.config.receptive_field)
 
     def _end(self, sequence: Sequence) -> None:
-        del self._draws[sequence.id]
-        self._ended.append(Delta(sequence, sequence.take_new_ids()))
+        del self._choosing[sequence.id]
+        self._ended.append(self._delta(sequence))
+
+    @staticmethod
+    def _delta(sequence: Sequence) -> Delta:
+        return Delta(sequence, *sequence.take_new(), sequence.take_prompt_logprobs())
 
     def _move_slots(self) -> None:
         for source, target in self.scheduler.moves:
@@ -182,17 +200,34 @@ class Engine:
             idx[b, : piece.count] = torch.tensor(sequence.prompt[start : start + piece.count])
         cache = self._cache.prefill([piece.slot for piece in pieces], counts)
         logits = self.model(idx.to(self._device), cache)  # (B, T, V)
-        logits = logits[torch.arange(len(pieces)), torch.tensor(counts) - 1]  # (B, V)
         self.stats.num_prefill_tokens = sum(counts)
-        done = []
+        touched, done = [], []
         for b, piece in enumerate(pieces):
+            sequence = piece.sequence
+            if sequence.score_from is not None:
+                self._score(piece, logits[b])
             self.scheduler.prefilled(piece)
-            if piece.sequence.num_prefilled == len(piece.sequence.prompt):
+            if sequence.num_prefilled == len(sequence.prompt) and not sequence.is_finished:
                 done.append(b)
-        sequences = [pieces[b].sequence for b in done]
-        if sequences:
-            self._append(sequences, logits[done])
-        return sequences
+            touched.append(sequence)
+        if done:
+            last = torch.tensor([counts[b] - 1 for b in done])
+            self._append([pieces[b].sequence for b in done], logits[torch.tensor(done), last])  # (B', V)
+        now = self.clock()
+        for sequence in touched:
+            if sequence.num_prefilled == len(sequence.prompt):
+                sequence.prefilled_at = now
+        return touched
+
+    def _score(self, piece: Prefill, logits: Tensor) -> None:
+        """Take the log-probabilities of a prompt's ids from the logits (T, V) of one of its pieces."""
+        sequence, start = piece.sequence, piece.sequence.num_prefilled
+        assert sequence.score_from is not None
+        first = max(start + 1, sequence.score_from)  # id number i is predicted at place i−1
+        last = min(start + piece.count + 1, len(sequence.prompt))
+        if first < last:
+            rows = logits[first - 1 - start : last - 1 - start].cpu().double()
+            sequence.prompt_logprobs += _logprobs(rows, sequence.prompt[first:last], sequence)
 
     def _append(self, sequences: list[Sequence], logits: Tensor) -> None:
         """Choose and append one id for each sequence; logits (B, V)."""
@@ -201,27 +236,49 @@ class Engine:
         if self._rows[0] != who:
             self._rows = (who, SamplingRows([sequence.params for sequence in sequences]))
         rows = self._rows[1]
-        u = torch.tensor([self._draws[s.id][s.num_completion_tokens] for s in sequences], dtype=torch.float64)
+        choosing = [self._choosing[id] for id in who]
+        histories = [state.history for state in choosing]
+        numbers = [sequence.num_completion_tokens for sequence in sequences]
+        u = torch.tensor([state.draws[n] for state, n in zip(choosing, numbers, strict=True)], dtype=torch.float64)
+        allowed = self._allowed(sequences)
         finite = logits.isfinite().all(dim=1).tolist()
-        ids, certain = sample(logits, rows, u, self.tolerance)
-        now = self.clock()
+        ids, certain = sample(logits, rows, u, self.tolerance, histories, allowed)
         for b, (sequence, id, sure) in enumerate(zip(sequences, ids.tolist(), certain.tolist(), strict=True)):
             if not finite[b]:
                 logger.error("sequence %d: the model gave logits that are not finite", sequence.id)
                 sequence.finish_reason = "error"
                 continue
             if not sure:
-                id = self._decide_exactly(sequence, u[b : b + 1])
-            if sequence.first_token_at is None:
-                sequence.first_token_at = now
-            sequence.append(id)
+                id = self._decide_exactly(
+                    sequence, u[b : b + 1], histories[b : b + 1], None if allowed is None else allowed[b : b + 1]
+                )
+            history = histories[b]
+            if history is not None:
+                history.append(id)
+            logprob = None
+            if sequence.logprobs is not None:
+                (logprob,) = _logprobs(logits[b : b + 1], [id], sequence)
+            sequence.append(id, logprob)
 
-    def _decide_exactly(self, sequence: Sequence, u: Tensor) -> int:
+    def _allowed(self, sequences: list[Sequence]) -> Tensor | None:
+        """(B, V) bool: the ids that each sequence's pattern lets come next; None: all of all."""
+        masks = [sequence.allowed() for sequence in sequences]
+        if all(mask is None for mask in masks):
+            return None
+        allowed = np.ones((len(sequences), self.config.vocab_size), dtype=bool)
+        for b, mask in enumerate(masks):
+            if mask is not None:
+                allowed[b] = mask
+        return torch.from_numpy(allowed)
+
+    def _decide_exactly(
+        self, sequence: Sequence, u: Tensor, histories: list[History | None], allowed: Tensor | None
+    ) -> int:
         """The id that the fp64 model chooses."""
         self.stats.num_exact += 1
         idx = torch.tensor([sequence.ids[-self.config.receptive_field :]], device=self._exact.head.weight.device)
         logits = self._exact(idx)[:, -1].cpu()
-        return int(sample(logits, SamplingRows([sequence.params]), u).ids)
+        return int(sample(logits, SamplingRows([sequence.params]), u, 0.0, histories, allowed).ids)
 
     @torch.inference_mode()
     def _measure_tolerance(self) -> float:
@@ -238,5 +295,21 @@ class Engine:
         for t in range(length, length + steps):
             logits.append(self.model(idx[:, t : t + 1], self._cache.decode(rows)))
         error = torch.cat(logits, dim=1).cpu().double() - exact
-        error -= error.mean(dim=-1, keepdim=True)  # a shift of all logits changes nothing
-        return float(4 * error.abs().max())
+        # A shift of all logits changes nothing, save where a repetition penalty looks at the logits themselves.
+        shifted = error - error.mean(dim=-1, keepdim=True)
+        return float(4 * torch.maximum(error.abs(), shifted.abs()).max())
+
+
+def _logprobs(logits: Tensor, ids: list[int], sequence: Sequence) -> list[Logprob]:
+    """The log-probabilities (nats) of `ids` (N,) under logits (N, V), each with those that the sequence asks for."""
+    logprobs = logits.log_softmax(dim=1)
+    values = logprobs.gather(1, torch.tensor(ids)[:, None])[:, 0].tolist()
+    if not sequence.logprobs and not sequence.logprob_ids:
+        return [Logprob(value, [], []) for value in values]
+    if sequence.logprob_ids:
+        top_ids = torch.tensor(sequence.logprob_ids).expand(len(ids), -1)
+        top_values = logprobs.gather(1, top_ids)
+    else:
+        assert sequence.logprobs is not None
+        top_values, top_ids = logprobs.topk(min(sequence.logprobs, logits.size(1)), dim=1)
+    return [Logprob(*row) for row in zip(values, top_ids.tolist(), top_values.tolist(), strict=True)]

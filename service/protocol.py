@@ -1,23 +1,27 @@
-"""What requests, answers and errors look like on the wire.
+"""What requests and errors look like on the wire.
 
 Knows nothing of models or processes. Requests are pydantic models, so that every bound is stated once and
-shown in /docs; answers are small enough to be built by hand.
+shown in /docs; what depends on the served model or its settings is checked in api.py.
 """
 
 from __future__ import annotations
 
-import time
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationError, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
-MAX_TEMPERATURE = 100.0  # both as in service.model.sampling, which would load torch
+MAX_TEMPERATURE = 100.0  # these two as in service.model.sampling, which would load torch
 MAX_SEED = 2**64 - 1
-
-_json = msgspec.json.encode
+MAX_CHOICES = 1000
 
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
+Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
+Id = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+UnknownCharacters = Literal["refuse", "replace", "drop"]
 
 
 class ApiError(Exception):
@@ -51,182 +55,301 @@ class ApiError(Exception):
     @property
     def body(self) -> bytes:
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        return _json({"error": error})
+        return msgspec.json.encode({"error": error})
 
     @property
     def headers(self) -> dict[str, str]:
         return {} if self.retry_after_seconds is None else {"Retry-After": str(self.retry_after_seconds)}
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-    include_usage: bool = Field(False, description="end the stream with a chunk that holds the usage")
-
-
-class GenerationRequest(BaseModel):
-    """What the two generation routes have in common. Unknown fields are ignored, wrong ones refused."""
+class Body(BaseModel):
+    """A request body. Unknown fields are ignored, wrong ones refused; null stands for a field's default."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
-    prompt: str | list[str] | list[int] | list[list[int]] = Field(
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        fields = cls.model_fields
+        return {
+            name: value
+            for name, value in data.items()
+            if value is not None or name not in fields or fields[name].is_required()
+        }
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        schema = handler.resolve_ref_schema(handler(core_schema))
+        for name, field in schema["properties"].items():
+            if name not in schema.get("required", ()) and {"type": "null"} not in field.get("anyOf", ()):
+                about = {key: field.pop(key) for key in ("title", "description", "default", "examples") if key in field}
+                branches = field["anyOf"] if "anyOf" in field else [field]
+                schema["properties"][name] = {"anyOf": [*branches, {"type": "null"}], **about}
+        return schema
+
+
+class StreamOptions(Body):
+    """How a stream tells the usage."""
+
+    include_usage: bool = Field(False, description="end the stream with a chunk that holds the usage")
+    continuous_usage_stats: bool = Field(False, description="tell the usage so far in every chunk")
+
+
+class ModelRequest(Body):
+    """What all routes that run the model have in common."""
+
+    model: str | None = Field(
+        None, max_length=1000, description="name of the served model, as /v1/models gives it", examples=["chargpt"]
+    )
+    unknown_characters: UnknownCharacters | None = Field(
+        None,
+        description="what to do with a character that the model does not know: refuse the request, replace it or drop "
+        "it; the answer says how many were touched. Default: the server's setting",
+    )
+    replacement_character: Annotated[str, Field(min_length=1, max_length=1)] | None = Field(
+        None, description="what replaces an unknown character. Default: the server's setting", examples=[" "]
+    )
+    priority: int = Field(
+        0, ge=-1000, le=1000, description="lower goes first when requests have to wait; equal ones in order of arrival"
+    )
+    timeout_seconds: float | None = Field(
+        None, gt=0, le=86_400, description="time the request may take; the server has an upper bound"
+    )
+
+
+Prompt = str | list[Id]
+
+
+class GenerationRequest(ModelRequest):
+    """What the two generation routes have in common."""
+
+    prompt: str | list[str] | list[Id] | list[list[Id]] = Field(
         "",
         description="text to continue, or a list of texts; ids are accepted too. "
         "An empty text stands for the beginning of a text: a line break that is not part of the answer",
         examples=["ROMEO:"],
     )
-    model: str | None = Field(None, max_length=1000, description="name of the served model, as /v1/models gives it")
-    max_tokens: int = Field(16, ge=1, description="most characters to generate; the server has an upper bound")
+    suffix: str | None = Field(
+        None,
+        description="text that comes after the answer: `best_of` middles are sampled and cut where the suffix is "
+        "likely to begin, and those after which the suffix is likeliest are given",
+        examples=["\n\nJULIET:"],
+    )
+    max_tokens: int = Field(16, ge=0, description="most characters to generate; the server has an upper bound")
+    min_tokens: int = Field(0, ge=0, description="the answer has at least this many characters: no stop before")
+    ignore_eos: bool = Field(False, description="accepted and without effect: there is no end-of-text character")
+    n: int = Field(1, ge=1, le=10_000, description="answers per prompt; the server bounds prompts × n")
+    best_of: int | None = Field(
+        None,
+        ge=1,
+        le=10_000,
+        description="sample this many per prompt and give the `n` with the highest mean log-probability, or with "
+        "`suffix` those that fit it best. Default: n, with `suffix` 8",
+    )
+    seed: Seed | list[Seed] | None = Field(
+        None,
+        description="same seed, same text; a list has one for each prompt. Answer j of a prompt uses seed + j. "
+        "Drawn when absent, and told in the answer",
+        examples=[1],
+    )
+
     temperature: float = Field(1.0, ge=0, le=MAX_TEMPERATURE, description="0: always the most likely character")
     top_k: int = Field(0, ge=-1, le=2**31 - 1, description="sample from the k likeliest characters; 0 or -1: from all")
     top_p: float = Field(
         1.0, gt=0, le=1, description="sample from the smallest set of likeliest characters with this probability"
     )
-    seed: int | None = Field(None, ge=0, le=MAX_SEED, description="same seed, same text; drawn when absent")
-    stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = Field(
-        None, description="the text ends before the first of these"
+    min_p: float = Field(
+        0.0, ge=0, le=1, description="sample from characters at least this probable, relative to the likeliest"
     )
+    typical_p: float = Field(
+        1.0, gt=0, le=1, description="sample from the most typical characters with this probability (Meister 2022)"
+    )
+    repetition_penalty: float = Field(
+        1.0, gt=0, le=100, description="above 1: makes what the prompt or the answer holds less likely (Keskar 2019)"
+    )
+    presence_penalty: float = Field(
+        0.0, ge=-2, le=2, description="subtracted from the logit of each character that the answer holds"
+    )
+    frequency_penalty: float = Field(
+        0.0, ge=-2, le=2, description="subtracted from a character's logit once for each time the answer holds it"
+    )
+    logit_bias: (
+        Annotated[dict[str, Bias], Field(max_length=10_000)]
+        | Annotated[list[Annotated[list[str | Id | Bias], Field(min_length=2, max_length=2)]], Field(max_length=10_000)]
+    ) = Field(
+        default_factory=dict,
+        description="added to logits, -100 to 100. An object's key is an id in decimals (as OpenAI has it) or any "
+        'other single character; a list of pairs tells "5", the character, from 5, the id',
+        examples=[{"e": -100, "\n": 2.5}, [["e", -100], [5, 1.0]]],
+    )
+
+    stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = Field(
+        None, description="the text ends before the first of these", examples=[["\n\n", "ROMEO:"]]
+    )
+    stop_regex: str | None = Field(
+        None, min_length=1, description="the text ends before the first match of this regular expression",
+        examples=["\n[A-Z]+:"],
+    )  # fmt: skip
+    include_stop_str_in_output: bool = Field(False, description="the text ends after the stop instead of before it")
+
+    regex: str | None = Field(
+        None,
+        min_length=1,
+        description="the whole answer matches this regular expression: literals, classes, groups, alternatives and "
+        "repetition; it ends where the model would leave the pattern, if the pattern may end there",
+        examples=["[A-Z][a-z]+( [A-Z][a-z]+)?"],
+    )
+    choice: Annotated[list[StopString], Field(min_length=1, max_length=MAX_CHOICES)] | None = Field(
+        None, description="the answer is one of these texts", examples=[["yes", "no"]]
+    )
+    allowed_characters: str | None = Field(
+        None, min_length=1, description="the answer holds only these characters", examples=["ACGT"]
+    )
+
+    logprobs: int | None = Field(
+        None,
+        ge=0,
+        description="tell the log-probability of each character, by the model alone, and of the likeliest so many; "
+        "up to the vocabulary's size",
+    )
+    echo: bool = Field(
+        False, description="the answer begins with the prompt, whose log-probabilities are told too if asked for"
+    )
+
     stream: bool = Field(False, description="send the text as server-sent events while it is made")
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions = StreamOptions.model_construct()
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> GenerationRequest:
+        def refuse(param: str, message: str) -> None:
+            raise ApiError(400, f"{param}: {message}", param=param)
+
+        if self.regex is not None and self.choice is not None:
+            refuse("regex", "cannot be combined with choice")
+        for name in ("regex", "choice"):
+            if getattr(self, name) is None:
+                continue
+            for other in ("stop", "stop_regex", "suffix"):
+                if getattr(self, other):
+                    refuse(name, f"cannot be combined with {other}, which would cut the answer short of a match")
+        if self.min_tokens > self.max_tokens:
+            refuse("min_tokens", f"must be at most max_tokens, {self.max_tokens}, got {self.min_tokens}")
+        if self.best_of is not None and self.best_of < self.n:
+            refuse("best_of", f"must be at least n, {self.n}, got {self.best_of}")
+        if self.best_of is not None and self.best_of > self.n and self.stream and not self.suffix:
+            refuse("best_of", f"cannot be streamed when above n, {self.n}, got {self.best_of}")
+        if self.suffix and self.logprobs is not None:
+            refuse("logprobs", "cannot be combined with suffix")
+        if isinstance(self.seed, list) and len(self.seed) != len(self.prompts):
+            refuse("seed", f"a list has one seed for each of the {len(self.prompts)} prompts, got {len(self.seed)}")
+        return self
 
     @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
-    def prompts(self) -> list[str | list[int]]:
+    def prompts(self) -> list[Prompt]:
         """The prompts, each a text or a list of ids."""
         match self.prompt:
             case str() | [int(), *_]:
                 return [self.prompt]  # type: ignore[list-item]
         return self.prompt  # type: ignore[return-value]
 
+    @property
+    def num_candidates(self) -> int:
+        """Sequences per prompt."""
+        if self.best_of is not None:
+            return self.best_of
+        return max(self.n, 8) if self.suffix else self.n
+
 
 class GenerateRequest(GenerationRequest):
     """Body of POST /generate."""
 
-    max_tokens: int = Field(256, ge=1, description="most characters to generate; the server has an upper bound")
-
-
-# Fields of OpenAI's completions that would change the answer, and the values at which they do not.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1, None),
-    "best_of": (1, None),
-    "echo": (False, None),
-    "logprobs": (None,),
-    "suffix": ("", None),
-    "frequency_penalty": (0, None),
-    "presence_penalty": (0, None),
-    "logit_bias": ({}, None),
-}
+    max_tokens: int = Field(256, ge=0, description="most characters to generate; the server has an upper bound")
 
 
 class CompletionRequest(GenerationRequest):
     """Body of POST /v1/completions: https://platform.openai.com/docs/api-reference/completions/create."""
 
-    model_config = ConfigDict(extra="allow")
 
-    def model_post_init(self, context: Any) -> None:
-        for name, value in (self.model_extra or {}).items():
-            if name in NEUTRAL and value not in NEUTRAL[name]:
-                raise ApiError(400, f"{name} is not supported, got {value!r}", param=name, code="unsupported_field")
+class ScoreRequest(ModelRequest):
+    """Body of POST /v1/score: `texts`, or `continuations` of a `prefix`."""
+
+    texts: str | list[str] | None = Field(
+        None,
+        description="texts to score, each character but the first given all before it",
+        examples=[["To be, or not to be"]],
+    )
+    prefix: str = Field("", description="what stands before each continuation; empty: the beginning of a text")
+    continuations: list[str] | None = Field(
+        None, description="texts to score, every character, after the prefix", examples=[[" be", " bee", " qqq"]]
+    )
+    characters: bool = Field(True, description="tell the nats of each character, not the sums alone")
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> ScoreRequest:
+        if (self.texts is None) == (self.continuations is None):
+            raise ApiError(400, "texts: either texts or continuations must be given", param="texts")
+        return self
 
 
-Request = TypeVar("Request", bound=GenerationRequest)
+class NextRequest(ModelRequest):
+    """Body of POST /v1/next."""
+
+    prompt: str | list[str] = Field("", description="text, or a list of texts", examples=["ROMEO"])
 
 
-def parse(kind: type[Request], body: bytes) -> Request:
-    """The request in a JSON body.
+class TokenizeRequest(ModelRequest):
+    """Body of POST /tokenize."""
+
+    prompt: str = Field(description="text to encode", examples=["ROMEO:"])
+
+
+class DetokenizeRequest(ModelRequest):
+    """Body of POST /detokenize."""
+
+    tokens: list[Id] = Field(description="ids to decode", examples=[[30, 27, 25]])
+
+
+AnyRequest = TypeVar("AnyRequest", bound=ModelRequest)
+
+# What a union or a list should be, instead of what pydantic tells of each of its branches.
+EXPECTED = {
+    "prompt": "a text, a list of texts, or one or more lists of ids",
+    "stop": "a text or a list of at most 16, of 1 to 1000 characters each",
+    "seed": f"an integer from 0 to {MAX_SEED}, or a list with one for each prompt",
+    "logit_bias": "an object of characters or ids, or a list of pairs of a character or an id, with -100 to 100 each",
+    "texts": "a text or a list of texts",
+}
+
+
+def parse(kind: type[AnyRequest], body: bytes | dict[str, Any]) -> AnyRequest:
+    """The request in a JSON body, or in the fields of a query, whose values are texts.
 
     Raises:
         ApiError: 400, with the field, what was given and what is allowed.
     """
     try:
+        if isinstance(body, dict):
+            return kind.model_validate(body, strict=False)
         return kind.model_validate_json(body)
     except ValidationError as error:
         problem = error.errors(include_url=False, include_context=False)[0]
         place, message, given = problem["loc"], problem["msg"], problem["input"]
         if problem["type"] == "json_invalid":
             raise ApiError(400, f"the body is not JSON: {message}", code="invalid_json") from None
-        if place[:1] == ("prompt",):  # a union; pydantic tells of each of its branches
-            place, message = ("prompt",), "Input should be a text, a list of texts, or one or more lists of ids"
-        elif place[:1] == ("stop",):
-            place, message = ("stop",), "Input should be a text or a list of at most 16, of 1 to 1000 characters each"
+        shown = f", got {_shortened(given)}"
+        if place and place[0] in EXPECTED:
+            place, shown = place[:1], ""
+            message = f"Input should be {EXPECTED[str(place[0])]}"
         param = ".".join(map(str, place)) or None
-        shown = "" if place in (("prompt",), ("stop",)) else f", got {_shortened(given)}"
         raise ApiError(400, f"{param or 'body'}: {message}{shown}", param=param) from None
 
 
 def _shortened(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 100 else text[:100] + "…"
-
-
-class Usage(NamedTuple):
-    prompt_tokens: int
-    completion_tokens: int
-
-    def json(self) -> bytes:
-        return b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}' % (*self, sum(self))
-
-
-class Answer:
-    """One request's answer, whole or as server-sent events, in the native form.
-
-    An event: `{"index", "text", "finish_reason", "seed"}`; the last one: `{"id", "model", "usage"}`.
-    """
-
-    DONE = b"data: [DONE]\n\n"
-
-    def __init__(self, request_id: str, model: str, seeds: list[int], include_usage: bool):
-        self.identity = b'"id":%b,"model":%b' % (_json(request_id), _json(model))
-        self.seeds = seeds
-        self.include_usage = include_usage
-
-    def choice(self, index: int, text: str, finish_reason: str | None) -> bytes:
-        """The JSON of a part of sequence `index`, or of all of it."""
-        return b'{"index":%d,"text":%b,"finish_reason":%b,"seed":%d}' % (
-            index,
-            _json(text),
-            _json(finish_reason),
-            self.seeds[index],
-        )
-
-    def event(self, index: int, text: str, finish_reason: str | None) -> bytes:
-        return b"data: %b\n\n" % self.choice(index, text, finish_reason)
-
-    def last_event(self, usage: Usage) -> bytes:
-        return b'data: {%b,"usage":%b}\n\n' % (self.identity, usage.json())
-
-    def whole(self, choices: list[bytes], usage: Usage) -> bytes:
-        return b'{%b,"choices":[%b],"usage":%b}' % (self.identity, b",".join(choices), usage.json())
-
-
-class CompletionAnswer(Answer):
-    """The form of OpenAI's completions; each choice also carries its seed."""
-
-    def __init__(self, request_id: str, model: str, seeds: list[int], include_usage: bool):
-        super().__init__(request_id, model, seeds, include_usage)
-        self.identity = b'"id":%b,"object":"text_completion","created":%d,"model":%b' % (
-            _json(f"cmpl-{request_id}"),
-            int(time.time()),
-            _json(model),
-        )
-        self._after_choice = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
-
-    def choice(self, index: int, text: str, finish_reason: str | None) -> bytes:
-        return b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":%b,"seed":%d}' % (
-            index,
-            _json(text),
-            _json(finish_reason),
-            self.seeds[index],
-        )
-
-    def event(self, index: int, text: str, finish_reason: str | None) -> bytes:
-        choice = self.choice(index, text, finish_reason)
-        return b'data: {%b,"choices":[%b%b' % (self.identity, choice, self._after_choice)
-
-    def last_event(self, usage: Usage) -> bytes:
-        if not self.include_usage:
-            return b""
-        return b'data: {%b,"choices":[],"usage":%b}\n\n' % (self.identity, usage.json())

@@ -629,3 +629,10 @@ def _minimised(classes: np.ndarray, table: np.ndarray, accepting: np.ndarray, di
     return Automaton(
         column[classes].astype(np.uint16), np.ascontiguousarray(table[:, representatives]), accepting, distance
     )
+
+
+def any_of(allowed: frozenset[str], characters: Sequence[str]) -> Automaton:
+    """Any text of the allowed characters, at least one of which the vocabulary has."""
+    classes = np.array([c not in allowed for c in characters], dtype=np.uint16)
+    table = np.array([[0, -1][: int(classes.max()) + 1]], dtype=np.int16)
+    return Automaton(classes, table, np.array([True]), np.zeros(1, dtype=np.int32))

@@ -1,7 +1,7 @@
 """Who runs: a queue, a fixed number of cache slots, and a budget of prompt characters per step.
 
-Bookkeeping over ids, in plain Python: no torch, no text, no HTTP, no clock of its own (the engine passes
-the time in). A sequence is added once and ends once, with exactly one finish reason.
+Bookkeeping over ids: no torch, no text, no HTTP, no clock of its own (the engine passes the time in). A sequence
+is added once and ends once, with exactly one finish reason.
 """
 
 from __future__ import annotations
@@ -9,9 +9,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
+    import numpy as np
+
+    from service.model.automaton import Guide, StopPattern
     from service.model.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
@@ -64,18 +67,35 @@ def _failure_links(stop: tuple[int, ...]) -> list[int]:
     return links
 
 
+class Logprob(NamedTuple):
+    """What the model thought of one character: nats, by its own logits."""
+
+    value: float  # log-probability of the character
+    top_ids: list[int]  # others that were asked for, likeliest first
+    top_values: list[float]
+
+
 @dataclass(eq=False)
 class Sequence:
     """One prompt and what follows it."""
 
     id: int
     prompt: list[int]  # at least one id
-    max_tokens: int  # at least 1
+    max_tokens: int  # 0: the prompt is run, for its log-probabilities
     params: SamplingParams
     stop: tuple[tuple[int, ...], ...] = ()  # the text ends before the first of these
     deadline: float | None = None  # on the engine's clock; None: never
     priority: int = 0  # lower goes first
     arrived_at: float = 0.0
+
+    stop_pattern: StopPattern | None = None  # or before the first match of this
+    include_stop: bool = False  # after the stop, that is, instead of before it
+    min_tokens: int = 0  # no stop leaves less than this
+    guide: Guide | None = None  # the text must match
+    may_leave: bool = True  # an id that leaves the pattern where it may end ends the text; False: it is not allowed
+    logprobs: int | None = None  # give each character's log-probability and so many of the likeliest; None: do not
+    logprob_ids: tuple[int, ...] = ()  # give those of these ids instead of the likeliest
+    score_from: int | None = None  # give the log-probabilities of the prompt too, from this place on (at least 1)
 
     ids: list[int] = field(default_factory=list, init=False)  # prompt, then completion
     num_prefilled: int = field(default=0, init=False)  # prompt ids in the cache
@@ -83,12 +103,17 @@ class Sequence:
     num_cut: int = field(default=0, init=False)  # ids at the end that belong to a stop sequence
     finish_reason: FinishReason | None = field(default=None, init=False)
     scheduled_at: float | None = field(default=None, init=False)
-    first_token_at: float | None = field(default=None, init=False)
+    prefilled_at: float | None = field(default=None, init=False)  # the first character is chosen then too
+    completion_logprobs: list[Logprob] = field(default_factory=list, init=False)
+    prompt_logprobs: list[Logprob] = field(default_factory=list, init=False)  # not given away yet
 
     def __post_init__(self) -> None:
-        assert self.prompt and self.max_tokens >= 1, "validated before it gets here"
+        assert self.prompt and self.max_tokens >= 0, "validated before it gets here"
+        assert self.score_from is None or (self.score_from >= 1 and self.logprobs is not None)
         self.ids = list(self.prompt)
-        self._stops = StopMatcher(self.stop)
+        self._stops: list[StopMatcher | StopPattern] = [StopMatcher(self.stop)] if self.stop else []
+        if self.stop_pattern is not None:
+            self._stops.append(self.stop_pattern)
 
     @property
     def num_completion_tokens(self) -> int:
@@ -98,27 +123,50 @@ class Sequence:
     def is_finished(self) -> bool:
         return self.finish_reason is not None
 
-    def append(self, id: int) -> None:
-        """Take the next id of the completion; ends the sequence at a stop or at its length."""
+    def allowed(self) -> np.ndarray | None:
+        """(V,) bool: the ids that may come next, of which there is at least one; None: all."""
+        if self.guide is None:
+            return None
+        must_go_on = not self.may_leave or self.num_completion_tokens < self.min_tokens
+        return self.guide.allowed(self.max_tokens - self.num_completion_tokens, must_go_on)
+
+    def append(self, id: int, logprob: Logprob | None = None) -> None:
+        """Take the next id of the completion; ends the sequence at a stop, at its length or where its pattern ends."""
+        if self.guide is not None and not self.guide.push(id):
+            self.finish_reason = "stop"
+            return
         self.ids.append(id)
-        matched = self._stops.push(id)
-        if matched is not None:
-            self.num_cut = matched
+        if logprob is not None:
+            self.completion_logprobs.append(logprob)
+        matched = max((stop.push(id) or 0 for stop in self._stops), default=0)
+        num_cut = 0 if self.include_stop else matched
+        if matched and self.num_completion_tokens - num_cut >= self.min_tokens:
+            self.num_cut = num_cut
+            self.finish_reason = "stop"
+        elif self.guide is not None and self.guide.must_end:
             self.finish_reason = "stop"
         elif self.num_completion_tokens == self.max_tokens:
             self.finish_reason = "length"
 
-    def take_new_ids(self) -> list[int]:
-        """Completion ids not given away before; those that may begin a stop sequence stay until that is ruled out."""
+    def take_new(self) -> tuple[list[int], list[Logprob]]:
+        """Completion ids not given away before, and their log-probabilities if asked for.
+
+        Those that may begin a stop sequence stay until that is ruled out.
+        """
+        end = len(self.ids)
         if self.finish_reason == "stop":
-            end = len(self.ids) - self.num_cut
-        elif self.is_finished:
-            end = len(self.ids)
-        else:
-            end = len(self.ids) - self._stops.held
+            end -= self.num_cut
+        elif not self.is_finished:
+            end -= max((stop.held for stop in self._stops), default=0)
         start = len(self.prompt) + self.num_emitted
-        self.num_emitted += max(0, end - start)
-        return self.ids[start:end]
+        end = max(start, end)
+        logprobs = self.completion_logprobs[self.num_emitted : self.num_emitted + end - start]
+        self.num_emitted += end - start
+        return self.ids[start:end], logprobs
+
+    def take_prompt_logprobs(self) -> list[Logprob]:
+        taken, self.prompt_logprobs = self.prompt_logprobs, []
+        return taken
 
 
 @dataclass
@@ -208,7 +256,10 @@ class Scheduler:
             heapq.heapify(self._waiting)
 
     def schedule(self, now: float) -> list[Prefill]:
-        """Admit the waiting into free slots, and share out this step's prefill budget, first come first served."""
+        """Admit the waiting into free slots, and share out this step's prefill budget, first come first served.
+
+        What is only scored comes after what is to be continued: a stream's first character is waited for.
+        """
         while self._waiting and self.num_running < self.max_running:
             _, _, sequence = heapq.heappop(self._waiting)
             if not sequence.is_finished:
@@ -216,7 +267,10 @@ class Scheduler:
                 self.prefilling.append(sequence)
         budget = self.prefill_budget
         pieces = []
-        in_order = sorted(enumerate(self.prefilling, len(self.decoding)), key=lambda item: item[1].scheduled_at or 0.0)
+        in_order = sorted(
+            enumerate(self.prefilling, len(self.decoding)),
+            key=lambda item: (item[1].max_tokens == 0, item[1].scheduled_at or 0.0),
+        )
         for slot, sequence in in_order:
             count = min(len(sequence.prompt) - sequence.num_prefilled, budget)
             if count == 0:
@@ -226,10 +280,14 @@ class Scheduler:
         return pieces
 
     def prefilled(self, piece: Prefill) -> None:
-        """Note that a piece has run; when it was the last of its prompt, the sequence decodes from now on."""
+        """Note that a piece has run; after the last of its prompt a sequence decodes, or ends if it is only scored."""
         sequence = piece.sequence
         sequence.num_prefilled += piece.count
-        if sequence.num_prefilled == len(sequence.prompt):
+        if sequence.num_prefilled < len(sequence.prompt):
+            return
+        if sequence.max_tokens == 0:
+            sequence.finish_reason = "length"
+        else:
             i = self.prefilling.index(sequence)
             first = len(self.decoding)
             if i > 0:

@@ -42,9 +42,21 @@ class Settings(BaseSettings):
     prefill_budget: int = Field(512, ge=1, le=1_000_000, description="prompt characters per engine step")
     max_prompt_characters: int = Field(100_000, ge=1, le=100_000_000, description="longest prompt accepted")
     max_tokens: int = Field(16_384, ge=1, le=100_000_000, description="longest completion accepted, in characters")
-    max_prompts: int = Field(128, ge=1, le=10_000, description="most prompts in one request")
+    max_prompts: int = Field(128, ge=1, le=10_000, description="most sequences in one request: prompts × n or best_of")
+    max_score_texts: int = Field(10_000, ge=1, le=1_000_000, description="most texts in one request of /v1/score")
+    max_regex_characters: int = Field(1000, ge=1, le=10_000, description="longest regex and stop_regex accepted")
     max_body_bytes: int = Field(4 << 20, ge=1024, le=1 << 30, description="largest request body accepted, in bytes")
 
+    unknown_characters: Literal["refuse", "replace", "drop"] = Field(
+        "refuse", description="what to do with characters that the model does not know, where a request does not say"
+    )
+    replacement_character: str = Field(
+        " ", min_length=1, max_length=1, description="what replaces them, where a request does not say"
+    )
+
+    keep_alive_seconds: float = Field(
+        15, gt=0, le=3600, allow_inf_nan=False, description="after so long without an event a stream gets a comment"
+    )
     request_timeout_seconds: float = Field(
         300, gt=0, le=86_400, allow_inf_nan=False, description="time a request may take, in the queue and running"
     )

@@ -36,18 +36,39 @@ class Hello(msgspec.Struct, array_like=True, tag=True):
     consumer_id: int
 
 
+class Sampling(msgspec.Struct, array_like=True):
+    """The fields of service.model.sampling.SamplingParams, which would load torch."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+
 class Submit(msgspec.Struct, array_like=True, tag=True):
-    """A sequence to run. `id` is unique among all HTTP processes."""
+    """A sequence to run; fields as those of service.scheduler.Sequence. `id` is unique among all HTTP processes."""
 
     id: int
     prompt: list[int]
     max_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
-    stop: list[list[int]]
+    sampling: Sampling
     timeout_seconds: float
+    stop: tuple[tuple[int, ...], ...] = ()
+    stop_pattern: bytes | None = None  # a packed Automaton
+    include_stop: bool = False
+    min_tokens: int = 0
+    constraint: bytes | None = None  # a packed Automaton
+    may_leave: bool = True
+    logprobs: int | None = None
+    logprob_ids: tuple[int, ...] = ()
+    score_from: int | None = None
+    priority: int = 0
 
 
 class Abort(msgspec.Struct, array_like=True, tag=True):
@@ -62,14 +83,25 @@ class Refused(msgspec.Struct, array_like=True, tag=True):
     retry_after_seconds: int
 
 
+class Logprobs(msgspec.Struct, array_like=True):
+    """The log-probabilities of some ids, in nats: of each, and of `len(top_ids) / len(values)` others of its place."""
+
+    values: list[float]
+    top_ids: list[int]
+    top_values: list[float]
+
+
 class Delta(msgspec.Struct, array_like=True):
-    """New ids of a sequence; the last one has a finish reason, the first one the times until then."""
+    """New ids of a sequence; the last one has a finish reason, one of them the times until the first character."""
 
     id: int
     ids: list[int]
     finish_reason: str | None = None
     queue_seconds: float | None = None
     prefill_seconds: float | None = None
+    decode_seconds: float | None = None  # with the finish reason
+    logprobs: Logprobs | None = None  # of the ids
+    prompt_logprobs: Logprobs | None = None  # of further characters of the prompt
 
 
 class Step(msgspec.Struct, array_like=True, tag=True):

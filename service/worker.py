@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 import signal
 from collections import deque
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from litserve import LitAPI
 from litserve.loops.base import LitLoop
 
@@ -89,6 +91,7 @@ class EngineLoop(LitLoop):
         self._transport: SocketTransport | None = None
         self._stopping = False
         self._consumer: dict[int, int] = {}  # sequence id -> HTTP process
+        self._timed: set[int] = set()  # sequences whose times until the first character were told
         self._drain = DrainRate()
 
     def run(
@@ -110,14 +113,20 @@ class EngineLoop(LitLoop):
         for delta in engine.step():
             sequence = delta.sequence
             frame = frames.Delta(sequence.id, delta.ids, delta.finish_reason)
-            if sequence.first_token_at is not None and sequence.num_emitted == len(delta.ids):
-                assert sequence.scheduled_at is not None
-                frame.queue_seconds = sequence.scheduled_at - sequence.arrived_at
-                frame.prefill_seconds = sequence.first_token_at - sequence.scheduled_at
+            frame.logprobs, frame.prompt_logprobs = _logprobs(delta.logprobs), _logprobs(delta.prompt_logprobs)
+            if sequence.prefilled_at is not None:
+                if sequence.id not in self._timed:
+                    self._timed.add(sequence.id)
+                    assert sequence.scheduled_at is not None
+                    frame.queue_seconds = sequence.scheduled_at - sequence.arrived_at
+                    frame.prefill_seconds = sequence.prefilled_at - sequence.scheduled_at
+                if delta.finish_reason is not None:
+                    frame.decode_seconds = engine.clock() - sequence.prefilled_at
             consumer_id = self._consumer[sequence.id]
             outgoing.setdefault(consumer_id, []).append(frame)
             if delta.finish_reason is not None:
                 del self._consumer[sequence.id]
+                self._timed.discard(sequence.id)
                 self._drain.ended(engine.clock())
         for consumer_id, deltas in outgoing.items():
             transport.send(frames.Step(deltas, len(engine.scheduler)), consumer_id)
@@ -132,18 +141,29 @@ class EngineLoop(LitLoop):
         self._set_gauges(lit_api)
 
     def _take(self, engine: Any, transport: SocketTransport, message: Any, consumer_id: int) -> None:
+        from service.model.automaton import Automaton, Guide, StopPattern
         from service.model.sampling import SamplingParams
         from service.scheduler import QueueFullError, Sequence
 
         match message:
             case frames.Submit():
+                stop_pattern, constraint = message.stop_pattern, message.constraint
                 sequence = Sequence(
                     message.id,
                     message.prompt,
                     message.max_tokens,
-                    SamplingParams(message.temperature, message.top_k, message.top_p, message.seed),
-                    stop=tuple(map(tuple, message.stop)),
+                    SamplingParams(**msgspec.structs.asdict(message.sampling)),
+                    stop=message.stop,
                     deadline=engine.clock() + message.timeout_seconds,
+                    priority=message.priority,
+                    stop_pattern=None if stop_pattern is None else StopPattern(Automaton.unpack(stop_pattern)),
+                    include_stop=message.include_stop,
+                    min_tokens=message.min_tokens,
+                    guide=None if constraint is None else Guide(Automaton.unpack(constraint)),
+                    may_leave=message.may_leave,
+                    logprobs=message.logprobs,
+                    logprob_ids=message.logprob_ids,
+                    score_from=message.score_from,
                 )
                 try:
                     engine.submit(sequence)
@@ -168,6 +188,13 @@ class EngineLoop(LitLoop):
         self._stopping = True
         assert self._transport is not None
         self._transport.wake()
+
+
+def _logprobs(rows: list[Any]) -> frames.Logprobs | None:
+    if not rows:
+        return None
+    values, top_ids, top_values = zip(*rows, strict=True)
+    return frames.Logprobs(list(values), list(chain(*top_ids)), list(chain(*top_values)))
 
 
 class DrainRate:

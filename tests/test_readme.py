@@ -25,6 +25,8 @@ def test_every_setting_and_its_default():
     for name, field in Settings.model_fields.items():
         if name == "checkpoint":
             default = "the bundled one"
+        elif name == "replacement_character":
+            default = "a space"
         elif field.default_factory is not None:
             default = "CPUs of the machine or container"
         else:

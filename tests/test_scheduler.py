@@ -35,7 +35,7 @@ def test_ids_that_may_begin_a_stop_are_held_back_until_that_is_ruled_out():
     given_away = []
     for id, expected in [(1, [1]), (7, []), (8, []), (7, [7, 8]), (8, []), (5, [7, 8, 5]), (7, []), (8, []), (9, [])]:
         s.append(id)
-        new = s.take_new_ids()
+        new = s.take_new()[0]
         assert new == expected
         given_away += new
     assert s.finish_reason == "stop"
@@ -45,10 +45,10 @@ def test_ids_that_may_begin_a_stop_are_held_back_until_that_is_ruled_out():
 def test_held_ids_are_given_when_the_length_ends_the_sequence():
     s = sequence(0, max_tokens=2, stop=((7, 8, 9),))
     s.append(7)
-    assert s.take_new_ids() == []
+    assert s.take_new()[0] == []
     s.append(8)
     assert s.finish_reason == "length"
-    assert s.take_new_ids() == [7, 8]
+    assert s.take_new()[0] == [7, 8]
 
 
 # -- slots --

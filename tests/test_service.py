@@ -155,14 +155,14 @@ BAD = [
     (b'{"prompt": "\\ud800"}', 400, None),
     (b'{"prompt": ' + b"[" * 50_000, 400, None),
     ({"prompt": 5}, 400, "prompt"),
-    ({"prompt": None}, 400, "prompt"),
+    ({"prompt": {}}, 400, "prompt"),
     ({"prompt": []}, 400, "prompt"),
     ({"prompt": ["a"] * 41}, 400, "prompt"),
     ({"prompt": ["a", 5]}, 400, "prompt"),
     ({"prompt": [[-1]]}, 400, "prompt"),
     ({"prompt": [10_000]}, 400, "prompt"),
     ({"prompt": "Caf\u00e9"}, 400, "prompt"),
-    ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
+    ({"prompt": "a", "max_tokens": -1}, 400, "max_tokens"),
     ({"prompt": "a", "max_tokens": 16_385}, 400, "max_tokens"),
     ({"prompt": "a", "max_tokens": 10**40}, 400, "max_tokens"),
     ({"prompt": "a", "max_tokens": "5"}, 400, "max_tokens"),
@@ -182,8 +182,54 @@ BAD = [
     ({"prompt": "a", "stop": ["x" * 1001]}, 400, "stop"),
     ({"prompt": "a", "stream": "yes"}, 400, "stream"),
     ({"prompt": "a", "stream_options": {"include_usage": 1}}, 400, "stream_options.include_usage"),
-    ({"prompt": "a", "n": 2}, 400, "n"),
-    ({"prompt": "a", "logprobs": 5}, 400, "logprobs"),
+    ({"prompt": "a", "seed": [1, 2]}, 400, "seed"),
+    ({"prompt": "a", "seed": [-1]}, 400, "seed"),
+    ({"prompt": "a", "n": 0}, 400, "n"),
+    ({"prompt": "a", "n": 41}, 400, "n"),
+    ({"prompt": ["a"] * 5, "n": 9}, 400, "n"),
+    ({"prompt": "a", "best_of": 41}, 400, "best_of"),
+    ({"prompt": "a", "n": 3, "best_of": 2}, 400, "best_of"),
+    ({"prompt": "a", "best_of": 2, "stream": True}, 400, "best_of"),
+    ({"prompt": "a", "logprobs": -1}, 400, "logprobs"),
+    ({"prompt": "a", "logprobs": len(VOCABULARY) + 1}, 400, "logprobs"),
+    ({"prompt": "a", "logprobs": True}, 400, "logprobs"),
+    ({"prompt": "a", "suffix": "b", "logprobs": 1}, 400, "logprobs"),
+    ({"prompt": "a", "suffix": "\u6f22"}, 400, "suffix"),
+    ({"prompt": "a", "min_p": 1.01}, 400, "min_p"),
+    ({"prompt": "a", "typical_p": 0}, 400, "typical_p"),
+    ({"prompt": "a", "repetition_penalty": 0}, 400, "repetition_penalty"),
+    ({"prompt": "a", "presence_penalty": 2.01}, 400, "presence_penalty"),
+    ({"prompt": "a", "frequency_penalty": -2.01}, 400, "frequency_penalty"),
+    ({"prompt": "a", "min_tokens": 17}, 400, "min_tokens"),
+    ({"prompt": "a", "priority": 1001}, 400, "priority"),
+    ({"prompt": "a", "timeout_seconds": 0}, 400, "timeout_seconds"),
+    ({"prompt": "a", "logit_bias": {"a": 100.1}}, 400, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"ab": 1}}, 400, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"\u6f22": 1}}, 400, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"10000": 1}}, 400, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"9" * 5000: 1}}, 400, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"\n": 1, "0": 1}}, 400, "logit_bias"),
+    ({"prompt": "a", "logit_bias": [["a", "b"]]}, 400, "logit_bias"),
+    ({"prompt": "a", "logit_bias": [[1.5, 1]]}, 400, "logit_bias"),
+    ({"prompt": "a", "logit_bias": [["a"]]}, 400, "logit_bias"),
+    ({"prompt": "a", "regex": "a(b"}, 400, "regex"),
+    ({"prompt": "a", "regex": "^a$"}, 400, "regex"),
+    ({"prompt": "a", "regex": "a" * 1001}, 400, "regex"),
+    ({"prompt": "a", "regex": "a{17}"}, 400, "regex"),
+    ({"prompt": "a", "regex": "\u6f22"}, 400, "regex"),
+    ({"prompt": "a", "regex": "(a|b)*a(a|b){20}"}, 400, "regex"),
+    ({"prompt": "a", "regex": "a", "choice": ["a"]}, 400, "regex"),
+    ({"prompt": "a", "regex": "a", "stop": "b"}, 400, "regex"),
+    ({"prompt": "a", "choice": ["a"], "stop_regex": "b"}, 400, "choice"),
+    ({"prompt": "a", "choice": []}, 400, "choice"),
+    ({"prompt": "a", "choice": ["\u6f22"]}, 400, "choice"),
+    ({"prompt": "a", "allowed_characters": ""}, 400, "allowed_characters"),
+    ({"prompt": "a", "allowed_characters": "a\u6f22"}, 400, "allowed_characters"),
+    ({"prompt": "a", "stop_regex": "b*"}, 400, "stop_regex"),
+    ({"prompt": "a", "stop_regex": "("}, 400, "stop_regex"),
+    ({"prompt": "a", "unknown_characters": "keep"}, 400, "unknown_characters"),
+    ({"prompt": "a", "unknown_characters": "replace", "replacement_character": "\u6f22"}, 400, "replacement_character"),
+    ({"prompt": "a", "replacement_character": "ab"}, 400, "replacement_character"),
     ({"prompt": "a", "model": "gpt-4"}, 404, "model"),
     ({"prompt": "a" * 200_000}, 413, None),
 ]
@@ -208,6 +254,7 @@ def test_an_unknown_character_is_named(server):
 
 def test_every_limit_at_its_edge(server):
     for options in (
+        {"max_tokens": 0},
         {"max_tokens": 1},
         {"temperature": 0},
         {"temperature": 100},
@@ -217,6 +264,20 @@ def test_every_limit_at_its_edge(server):
         {"seed": 2**64 - 1},
         {"stop": ["x" * 1000] * 16},
         {"prompt": ["a"] * 40},
+        {"prompt": ["a"] * 5, "n": 8},
+        {"prompt": None},
+        {"logprobs": len(VOCABULARY)},
+        {"min_p": 1},
+        {"typical_p": 1e-12},
+        {"repetition_penalty": 100},
+        {"repetition_penalty": 1e-12},
+        {"presence_penalty": -2, "frequency_penalty": 2},
+        {"logit_bias": {c: -100 for c in VOCABULARY}},
+        {"min_tokens": 2},
+        {"priority": -1000},
+        {"regex": "a" * 2},
+        {"regex": "[a-z]{0,999}"},
+        {"choice": ["a" * 1000, "b"]},
     ):
         response = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 2} | options)
         assert response.status_code == 200, (options, response.text)
@@ -230,7 +291,7 @@ def test_a_chunked_body_is_bounded_too(server):
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "status"), [("GET", "/nothing", 404), ("GET", "/generate", 405), ("POST", "/readyz", 405)]
+    ("method", "path", "status"), [("GET", "/nothing", 404), ("PUT", "/generate", 405), ("POST", "/readyz", 405)]
 )
 def test_wrong_routes_and_methods(server, method, path, status):
     response = httpx.request(method, server.url + path)
@@ -264,7 +325,7 @@ def test_metrics_count_exactly(server):
     with concurrent.futures.ThreadPoolExecutor(10) as pool:
         for response in pool.map(lambda body: httpx.post(f"{server.url}/generate", json=body), bodies):
             assert response.status_code == 200
-    httpx.post(f"{server.url}/generate", json={"prompt": "a", "max_tokens": 0})
+    httpx.post(f"{server.url}/generate", json={"prompt": "a", "max_tokens": -1})
     server.wait_until_metric("chargpt_num_requests_running", 0)
     after = server.metrics()
 

@@ -125,6 +125,11 @@ class Checkpoint:
             )
         return cls(path, hyperparameters, tokenizer, _parse(path / "training.json"), digest)
 
+    @property
+    def receptive_field(self) -> int:
+        """As GPTConfig's, without torch."""
+        return int(self.hyperparameters["n_layer"] * (self.hyperparameters["block_size"] - 1) + 1)
+
     def load_model(self, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> GPT:
         """The network, in evaluation mode; fp32 unless `dtype` says otherwise.
 

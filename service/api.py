@@ -1,0 +1,790 @@
+"""The routes of the HTTP process: what each request means, from the parsed body to the answer.
+
+A request is bounded, validated and encoded here, goes to a worker once (Run), and its pieces are written as they
+come. LitServe calls this a spec: its place for an API of one's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import math
+import multiprocessing
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+import msgspec
+from fastapi import Request
+from litserve import LitServer
+from litserve.specs.base import LitSpec
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from service.answers import Answer, CompletionAnswer, Receipt, Usage
+from service.client import EngineClient
+from service.metrics import Metrics, exposition
+from service.model.checkpoint import Checkpoint
+from service.model.tokenizer import CharTokenizer, UnknownCharacterError
+from service.protocol import (
+    MAX_SEED,
+    ApiError,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerateRequest,
+    GenerationRequest,
+    ModelRequest,
+    NextRequest,
+    ScoreRequest,
+    TokenizeRequest,
+    parse,
+)
+from service.regex import RegexError, any_of, compile_choice, compile_regex
+from service.run import CharacterLogprob, Piece, Ranked, Run
+from service.settings import Settings
+from service.transport import Sampling, SocketTransport, Submit
+
+MAX_STOP_STATES = 256  # of stop_regex, each of which may cost time at each character
+MAX_SHOWN = 20  # unknown characters that an error names
+
+
+class HttpState:
+    """What the main process and the HTTP processes share: plain memory, made before the fork."""
+
+    def __init__(self, num_processes: int):
+        self._draining = multiprocessing.RawValue("b", 0)
+        self._busy = multiprocessing.RawArray("l", num_processes)  # requests that run in each process
+
+    @property
+    def is_draining(self) -> bool:
+        return bool(self._draining.value)
+
+    def start_draining(self) -> None:
+        self._draining.value = 1
+
+    @property
+    def num_busy(self) -> int:
+        return sum(self._busy)
+
+    @contextlib.contextmanager
+    def busy(self, process: int) -> Iterator[None]:
+        self._busy[process] += 1
+        try:
+            yield
+        finally:
+            self._busy[process] -= 1
+
+
+class Encoder:
+    """The texts of one request to ids; counts the characters that the vocabulary lacks and what became of them."""
+
+    def __init__(self, tokenizer: CharTokenizer, settings: Settings, body: ModelRequest):
+        self.tokenizer = tokenizer
+        self.policy = body.unknown_characters or settings.unknown_characters
+        self.replacement = body.replacement_character or settings.replacement_character
+        self.replaced = self.dropped = 0
+        if self.policy == "replace" and self.replacement not in tokenizer:
+            message = f"replacement_character: {self.replacement!r} is not in the vocabulary either"
+            raise ApiError(400, message, param="replacement_character")
+
+    def encode(self, text: str, param: str, place: int | None = None) -> list[int]:
+        """The ids of a text, `param` of the request or, with `place`, one of several.
+
+        Raises:
+            ApiError: 400, it holds characters that the model does not know, and they are to be refused.
+        """
+        try:
+            return self.tokenizer.encode(text)
+        except UnknownCharacterError:
+            unknown = [(i, c) for i, c in enumerate(text) if c not in self.tokenizer]
+        if self.policy == "refuse":
+            name = param if place is None else f"{param}.{place}"
+            raise ApiError(400, f"{name}: {_named(unknown)}", param=param, code="unknown_character")
+        if self.policy == "drop":
+            self.dropped += len(unknown)
+            return self.tokenizer.encode("".join([c for c in text if c in self.tokenizer]))
+        self.replaced += len(unknown)
+        return self.tokenizer.encode("".join([c if c in self.tokenizer else self.replacement for c in text]))
+
+
+def _named(unknown: list[tuple[int, str]]) -> str:
+    """Unknown characters with their code points and offsets."""
+    shown = [f"{c!r} (U+{ord(c):04X}) at offset {i}" for i, c in unknown[:MAX_SHOWN]]
+    if len(unknown) == 1:
+        return f"character {shown[0]} is not in the vocabulary"
+    more = f" and {len(unknown) - MAX_SHOWN} more" if len(unknown) > MAX_SHOWN else ""
+    return f"characters {', '.join(shown)}{more} are not in the vocabulary"
+
+
+class Compiled(NamedTuple):
+    """A pattern as the inference process takes it."""
+
+    packed: bytes
+    min_length: int
+    matches_nothing_too: bool
+
+
+class Api(LitSpec):
+    """All routes, and what they need."""
+
+    def __init__(self, settings: Settings, checkpoint: Checkpoint, state: HttpState):
+        super().__init__()
+        self.api_path = "/generate"
+        self.settings = settings
+        self.checkpoint = checkpoint
+        self.tokenizer = checkpoint.tokenizer
+        self.state = state
+        self.client: EngineClient | None = None  # these two from `running`, in an HTTP process
+        self.metrics: Metrics | None = None
+        self.devices: list[str] = []  # from build_server
+        self._created = int(time.time())
+        self._compile = functools.lru_cache(maxsize=256)(self._compile_anew)
+        for path, endpoint, method in (
+            ("/generate", self.generate, "POST"),
+            ("/generate", self.generate_for_event_source, "GET"),
+            ("/v1/completions", self.completions, "POST"),
+            ("/v1/score", self.score, "POST"),
+            ("/v1/next", self.next, "POST"),
+            ("/tokenize", self.tokenize, "POST"),
+            ("/detokenize", self.detokenize, "POST"),
+            ("/v1/models", self.models, "GET"),
+            ("/v1/models/{model}", self.model, "GET"),
+            ("/info", self.info, "GET"),
+            ("/livez", self.livez, "GET"),
+            ("/readyz", self.readyz, "GET"),
+            ("/health", self.readyz, "GET"),
+            ("/metrics", self.prometheus, "GET"),
+        ):
+            self.add_endpoint(path, endpoint, [method])
+
+    @property
+    def stream(self) -> bool:  # LitServe would compress the answers of an API that does not stream
+        return True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"api_path": self.api_path}  # all that LitServe needs of it in the worker
+
+    def setup(self, server: LitServer) -> None:
+        """LitServe would hand over its own queues here; `running` takes the transport instead."""
+
+    @asynccontextmanager
+    async def running(self, transport: SocketTransport) -> AsyncIterator[None]:
+        """The life of an HTTP process."""
+        self.metrics = Metrics(self.settings.model_name, CollectorRegistry())
+        self.client = EngineClient(transport, self.response_queue_id)
+        task = asyncio.create_task(self.client.run())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    # -- generation --
+
+    async def generate(self, request: Request) -> Response:
+        """Continue a text."""
+        return await self._generate(request, parse(GenerateRequest, await request.body()), Answer)
+
+    async def generate_for_event_source(self, request: Request) -> Response:
+        """Continue a text as server-sent events, for a browser's EventSource: fields in the query, always a stream."""
+        if request.headers.get("last-event-id") == EVENT_SOURCE_END:
+            return Response(status_code=204)  # EventSource would ask again and again
+        fields: dict[str, Any] = dict(request.query_params)
+        if "stop" in fields:
+            fields["stop"] = request.query_params.getlist("stop")
+        body = parse(GenerateRequest, fields | {"stream": "true"})
+        return await self._generate(request, body, Answer, for_event_source=True)
+
+    async def completions(self, request: Request) -> Response:
+        """Continue a text, as OpenAI's completions."""
+        return await self._generate(request, parse(CompletionRequest, await request.body()), CompletionAnswer)
+
+    async def _generate(
+        self, request: Request, body: GenerationRequest, form: type[Answer], for_event_source: bool = False
+    ) -> Response:
+        arrived_at = time.monotonic()
+        self._check_model(body)
+        prompts, k = body.prompts, body.num_candidates
+        if not prompts or len(prompts) * k > self.settings.max_prompts:
+            given = f"got {len(prompts)}" if k == 1 else f"got {len(prompts)} × {k}"
+            message = f"1 to {self.settings.max_prompts} sequences (prompts × n or best_of) are allowed, {given}"
+            param = "prompt" if k == 1 else "n" if body.best_of is None else "best_of"
+            raise ApiError(400, f"{param}: {message}", param=param)
+        if body.max_tokens > self.settings.max_tokens:
+            message = f"max_tokens: at most {self.settings.max_tokens}, got {body.max_tokens}"
+            raise ApiError(400, message, param="max_tokens")
+        vocab_size = self.tokenizer.vocab_size
+        if body.logprobs is not None and body.logprobs > vocab_size:
+            message = f"logprobs: at most the vocabulary's {vocab_size} characters, got {body.logprobs}"
+            raise ApiError(400, message, param="logprobs")
+        encoder = Encoder(self.tokenizer, self.settings, body)
+        ids = [
+            self._prompt_ids(encoder, prompt, i if isinstance(body.prompt, list) else None)
+            for i, prompt in enumerate(prompts)
+        ]
+        suffix = encoder.encode(body.suffix, "suffix") if body.suffix else []
+        match body.seed:
+            case None:
+                seeds = [secrets.randbits(53) for _ in prompts]
+            case int():
+                seeds = [body.seed] * len(prompts)
+            case _:
+                seeds = body.seed
+        template = await self._template(body)
+        if suffix:
+            template.logprobs, template.logprob_ids = 0, (suffix[0],)
+        elif k > body.n and template.logprobs is None:
+            template.logprobs = 0  # to rank them by
+        sampling = self._sampling(body)
+        scored = body.echo and template.logprobs is not None
+        submits = [
+            msgspec.structs.replace(
+                template,
+                prompt=prompt or self._beginning("prompt"),
+                sampling=msgspec.structs.replace(sampling, seed=(seed + j) % (MAX_SEED + 1)),
+                score_from=1 if scored and len(prompt) > 1 else None,
+            )
+            for prompt, seed in zip(ids, seeds, strict=True)
+            for j in range(k)
+        ]
+        echo = [self.tokenizer.decode(prompt) for prompt in ids for _ in range(k)] if body.echo else None
+        job: Run | Ranked
+        if suffix or k > body.n:
+            job = Ranked(
+                lambda submits, echo: self._run(submits, arrived_at, echo=echo),
+                submits,
+                n=body.n,
+                num_candidates=k,
+                suffix=suffix,
+                echo=echo,
+                give_logprobs=body.logprobs is not None,
+                receptive_field=self.checkpoint.receptive_field,
+            )
+        else:
+            job = self._run(submits, arrived_at, echo=echo)
+        answer = form(
+            request.scope["chargpt.request_id"],
+            self.settings.model_name,
+            Receipt(self.checkpoint.digest, seeds, encoder.replaced, encoder.dropped),
+            lambda id: self.tokenizer.characters[id],
+            include_usage=body.stream_options.include_usage,
+            continuous_usage=body.stream_options.continuous_usage_stats,
+        )
+        return GenerationResponse(
+            self,
+            job,
+            answer,
+            arrived_at,
+            num_prompt_tokens=sum(map(len, ids)),
+            stream=body.stream,
+            end=b"id: %b\n" % EVENT_SOURCE_END.encode() + Answer.DONE if for_event_source else Answer.DONE,
+        )
+
+    def _run(
+        self, submits: list[Submit], arrived_at: float, *, echo: list[str] | None = None, window: int | None = None
+    ) -> Run:
+        if self.state.is_draining:
+            raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after_seconds=1)
+        assert self.client is not None and self.metrics is not None
+        return Run(self.client, self.metrics, self.tokenizer, submits, arrived_at, echo=echo, window=window)
+
+    def _check_model(self, body: ModelRequest) -> None:
+        if body.model is not None:
+            self._check_name(body.model)
+
+    def _check_name(self, name: str) -> None:
+        if name != self.settings.model_name:
+            message = f"model {name!r} is not served here; {self.settings.model_name!r} is"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def _prompt_ids(self, encoder: Encoder, prompt: str | list[int], place: int | None) -> list[int]:
+        """The ids of a prompt, within all limits; `place` is its index where several were sent."""
+        name = "prompt" if place is None else f"prompt.{place}"
+        if len(prompt) > self.settings.max_prompt_characters:
+            message = f"{name}: at most {self.settings.max_prompt_characters} characters, got {len(prompt)}"
+            raise ApiError(400, message, param="prompt")
+        if isinstance(prompt, list):
+            self._check_ids(prompt, "prompt", name)
+            return prompt
+        return encoder.encode(prompt, "prompt", place)
+
+    def _check_ids(self, ids: list[int], param: str, name: str | None = None) -> None:
+        wrong = next((id for id in ids if id >= self.tokenizer.vocab_size), None)
+        if wrong is not None:
+            message = f"{name or param}: ids are 0 to {self.tokenizer.vocab_size - 1}, got {wrong}"
+            raise ApiError(400, message, param=param)
+
+    def _beginning(self, param: str) -> list[int]:
+        """What an empty text stands for: the beginning of a text."""
+        if "\n" not in self.tokenizer:
+            raise ApiError(400, f"{param}: must not be empty, as this model knows no line break", param=param)
+        return self.tokenizer.encode("\n")
+
+    def _timeout(self, body: ModelRequest) -> float:
+        longest = self.settings.request_timeout_seconds
+        return longest if body.timeout_seconds is None else min(body.timeout_seconds, longest)
+
+    def _sampling(self, body: GenerationRequest) -> Sampling:
+        return Sampling(
+            temperature=body.temperature,
+            top_k=max(0, body.top_k),
+            top_p=body.top_p,
+            min_p=body.min_p,
+            typical_p=body.typical_p,
+            repetition_penalty=body.repetition_penalty,
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            logit_bias=self._logit_bias(body),
+        )
+
+    def _logit_bias(self, body: GenerationRequest) -> tuple[tuple[int, float], ...]:
+        """Pairs of an id and its bias."""
+        biases: dict[int, float] = {}
+        given = body.logit_bias
+        for key, bias in given.items() if isinstance(given, dict) else given:
+            if isinstance(given, dict) and isinstance(key, str) and key.isascii() and key.isdigit():
+                id = int(key) if len(key) <= 10 else self.tokenizer.vocab_size
+            elif isinstance(key, str) and key in self.tokenizer:
+                id = self.tokenizer.encode(key)[0]
+            else:
+                id = key if isinstance(key, int) else self.tokenizer.vocab_size
+            if id >= self.tokenizer.vocab_size or isinstance(bias, str) or not -100 <= bias <= 100:
+                message = (
+                    "must name characters of the vocabulary or ids of "
+                    f"0 to {self.tokenizer.vocab_size - 1}, with biases of -100 to 100, got {key!r}: {bias!r}"
+                )
+                raise ApiError(400, f"logit_bias: {message}", param="logit_bias")
+            if id in biases:
+                raise ApiError(400, f"logit_bias: names {key!r}, id {id}, twice", param="logit_bias")
+            biases[id] = float(bias)
+        return tuple(biases.items())
+
+    async def _template(self, body: GenerationRequest) -> Submit:
+        """What the sequences of a request have in common."""
+        submit = Submit(
+            0,
+            [],
+            body.max_tokens,
+            Sampling(),
+            self._timeout(body),
+            # A stop string with a character that the model does not have can never appear.
+            stop=tuple(tuple(self.tokenizer.encode(s)) for s in body.stops if all(c in self.tokenizer for c in s)),
+            include_stop=body.include_stop_str_in_output,
+            min_tokens=body.min_tokens,
+            logprobs=body.logprobs,
+            priority=2 * body.priority,
+        )
+        allowed = None if body.allowed_characters is None else self._allowed_characters(body.allowed_characters)
+        if body.stop_regex is not None:
+            stop_pattern = await self._compiled("stop_regex", body.stop_regex, None)
+            if stop_pattern.matches_nothing_too:
+                raise ApiError(400, "stop_regex: must not match the empty text", param="stop_regex")
+            submit.stop_pattern = stop_pattern.packed
+        if body.regex is not None or body.choice is not None:
+            param = "regex" if body.choice is None else "choice"
+            constraint = await self._compiled(param, body.regex or tuple(body.choice or ()), allowed)
+            if constraint.min_length > body.max_tokens:
+                raise ApiError(
+                    400,
+                    f"{param}: the shortest match has {constraint.min_length} characters, more than max_tokens, "
+                    f"{body.max_tokens}",
+                    param=param,
+                )
+            submit.constraint = constraint.packed
+        elif allowed is not None:
+            submit.constraint = any_of(allowed, self.tokenizer.characters).pack()
+            submit.may_leave = False
+        return submit
+
+    def _allowed_characters(self, text: str) -> frozenset[str]:
+        unknown = [(i, c) for i, c in enumerate(text) if c not in self.tokenizer]
+        if unknown:
+            message = f"allowed_characters: {_named(unknown)}"
+            raise ApiError(400, message, param="allowed_characters", code="unknown_character")
+        return frozenset(text)
+
+    async def _compiled(self, param: str, pattern: str | tuple[str, ...], allowed: frozenset[str] | None) -> Compiled:
+        compiled = await asyncio.to_thread(self._compile, param, pattern, allowed)
+        if isinstance(compiled, RegexError):
+            raise ApiError(400, f"{param}: {compiled}", param=param, code="invalid_pattern")
+        return compiled
+
+    def _compile_anew(
+        self, param: str, pattern: str | tuple[str, ...], allowed: frozenset[str] | None
+    ) -> Compiled | RegexError:
+        characters = self.tokenizer.characters
+        try:
+            if isinstance(pattern, tuple):
+                automaton = compile_choice(pattern, characters, allowed=allowed)
+            else:
+                limits: dict[str, int] = {"max_characters": self.settings.max_regex_characters}
+                if param == "stop_regex":
+                    limits["max_states"] = MAX_STOP_STATES
+                automaton = compile_regex(pattern, characters, allowed=allowed, **limits)
+        except RegexError as error:
+            return error
+        return Compiled(automaton.pack(), automaton.min_length, bool(automaton.accepting[0]))
+
+    # -- the model's opinion --
+
+    async def score(self, request: Request) -> Response:
+        """The log-likelihood of texts, or of continuations of a prefix, character by character."""
+        arrived_at = time.monotonic()
+        body = parse(ScoreRequest, await request.body())
+        self._check_model(body)
+        encoder = Encoder(self.tokenizer, self.settings, body)
+        if body.texts is not None:
+            param, texts, before = "texts", [body.texts] if isinstance(body.texts, str) else body.texts, []
+        else:
+            param, texts = "continuations", body.continuations or []
+            before = encoder.encode(body.prefix, "prefix") or self._beginning("prefix")
+        if not 1 <= len(texts) <= self.settings.max_score_texts:
+            message = f"{param}: 1 to {self.settings.max_score_texts} texts are allowed, got {len(texts)}"
+            raise ApiError(400, message, param=param)
+        places = [i if isinstance(body.texts, list) or not body.texts else None for i in range(len(texts))]
+        ids = [encoder.encode(text, param, place) for text, place in zip(texts, places, strict=True)]
+        first = max(1, len(before))  # the first place that is scored
+        # Those of like length go together, and after what is to be continued.
+        order = sorted((i for i in range(len(ids)) if len(before) + len(ids[i]) > first), key=lambda i: len(ids[i]))
+        submits = [
+            Submit(
+                0, before + ids[i], 0, Sampling(), self._timeout(body),
+                logprobs=0, score_from=first, priority=2 * body.priority + 1,
+            )
+            for i in order
+        ]  # fmt: skip
+        window = max(1, self.settings.max_running_requests // 4)
+        run = self._run(submits, arrived_at, window=window) if submits else None
+
+        async def answer() -> dict[str, Any]:
+            if run is not None:
+                async for _ in run:
+                    pass
+            nats: list[list[float]] = [[] for _ in ids]
+            for place, i in enumerate(order):
+                assert run is not None
+                nats[i] = [-(c.logprob or 0.0) for c in run.prompt_logprobs(place)]
+            sums = [math.fsum(values) for values in nats]
+            ranks = {i: rank for rank, i in enumerate(sorted(range(len(sums)), key=lambda i: (sums[i], i)), 1)}
+            data = []
+            for i, values in enumerate(nats):
+                mean = sums[i] / len(values) if values else None
+                item: dict[str, Any] = {
+                    "index": i,
+                    "characters": len(values),
+                    "nats": sums[i],
+                    "nats_per_character": mean,
+                    "bits_per_character": None if mean is None else mean / math.log(2),
+                    "perplexity": None if mean is None else math.exp(mean),
+                }
+                if body.continuations is not None:
+                    item["rank"] = ranks[i]
+                if body.characters:
+                    unscored: list[float | None] = [None] if not before and ids[i] else []
+                    item["character_nats"] = unscored + [round(value, 7) for value in values]
+                data.append(item)
+            return {"object": "list", "data": data, "usage": self._prompt_usage(len(before) + sum(map(len, ids)))}
+
+        return JobResponse(self, run, answer, request.scope["chargpt.request_id"], encoder, arrived_at)
+
+    async def next(self, request: Request) -> Response:
+        """The distribution of the next character, and its entropy."""
+        arrived_at = time.monotonic()
+        body = parse(NextRequest, await request.body())
+        self._check_model(body)
+        encoder = Encoder(self.tokenizer, self.settings, body)
+        prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        if not 1 <= len(prompts) <= self.settings.max_prompts:
+            message = f"prompt: 1 to {self.settings.max_prompts} prompts are allowed, got {len(prompts)}"
+            raise ApiError(400, message, param="prompt")
+        ids = [
+            self._prompt_ids(encoder, prompt, i if isinstance(body.prompt, list) else None)
+            for i, prompt in enumerate(prompts)
+        ]
+        submits = [
+            Submit(
+                0, prompt or self._beginning("prompt"), 1, Sampling(temperature=0.0), self._timeout(body),
+                logprobs=self.tokenizer.vocab_size, priority=2 * body.priority,
+            )
+            for prompt in ids
+        ]  # fmt: skip
+        run = self._run(submits, arrived_at)
+
+        async def answer() -> dict[str, Any]:
+            data: list[dict[str, Any]] = [{} for _ in ids]
+            async for pieces in run:
+                for piece in pieces:
+                    data[piece.number] = {"index": piece.number} | self._distribution((piece.logprobs or [])[0])
+            return {"object": "list", "data": data, "usage": self._prompt_usage(sum(map(len, ids)))}
+
+        return JobResponse(self, run, answer, request.scope["chargpt.request_id"], encoder, arrived_at)
+
+    def _distribution(self, row: CharacterLogprob) -> dict[str, Any]:
+        entropy = -math.fsum(math.exp(value) * value for _, value in row.top)
+        return {
+            "entropy_nats": entropy,
+            "entropy_bits": entropy / math.log(2),
+            "distribution": [
+                {
+                    "character": self.tokenizer.characters[id],
+                    "id": id,
+                    "probability": math.exp(value),
+                    "logprob": value,
+                }
+                for id, value in row.top
+            ],
+        }
+
+    @staticmethod
+    def _prompt_usage(num_prompt_tokens: int) -> dict[str, int]:
+        return {"prompt_tokens": num_prompt_tokens, "completion_tokens": 0, "total_tokens": num_prompt_tokens}
+
+    # -- information --
+
+    async def tokenize(self, request: Request) -> Response:
+        """The ids of a text, one for each character."""
+        body = parse(TokenizeRequest, await request.body())
+        self._check_model(body)
+        encoder = Encoder(self.tokenizer, self.settings, body)
+        tokens = encoder.encode(body.prompt, "prompt")
+        return json_response(
+            {
+                "count": len(tokens),
+                "max_model_len": self.settings.max_prompt_characters,
+                "tokens": tokens,
+                "replaced_characters": encoder.replaced,
+                "dropped_characters": encoder.dropped,
+            }
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of ids."""
+        body = parse(DetokenizeRequest, await request.body())
+        self._check_model(body)
+        self._check_ids(body.tokens, "tokens")
+        return json_response({"prompt": self.tokenizer.decode(body.tokens)})
+
+    async def models(self) -> Response:
+        """The served model, as OpenAI lists models."""
+        return JSONResponse({"object": "list", "data": [self._model_card]})
+
+    async def model(self, model: str) -> Response:
+        """The served model."""
+        self._check_name(model)
+        return JSONResponse(self._model_card)
+
+    @property
+    def _model_card(self) -> dict[str, Any]:
+        return {
+            "id": self.settings.model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "chargpt",
+            "max_model_len": self.settings.max_prompt_characters,
+        }
+
+    async def info(self) -> Response:
+        """What is served: the checkpoint, its losses, the limits, versions and devices."""
+        settings, checkpoint = self.settings, self.checkpoint
+        return JSONResponse(
+            {
+                "model": {
+                    "name": settings.model_name,
+                    "checkpoint_sha256": checkpoint.digest,
+                    "config": checkpoint.hyperparameters,
+                    "vocabulary": "".join(checkpoint.tokenizer.characters),
+                    "training": checkpoint.training,
+                },
+                "limits": {
+                    name: getattr(settings, name)
+                    for name in (
+                        "max_prompts",
+                        "max_prompt_characters",
+                        "max_tokens",
+                        "max_score_texts",
+                        "max_regex_characters",
+                        "max_body_bytes",
+                        "max_running_requests",
+                        "max_queued_requests",
+                        "request_timeout_seconds",
+                    )
+                },
+                "unknown_characters": settings.unknown_characters,
+                "devices": self.devices,
+                "versions": {name: version(name) for name in ("chargpt", "torch", "litserve")},
+            }
+        )
+
+    # -- probes --
+
+    async def livez(self) -> Response:
+        """200 while this process answers."""
+        return JSONResponse({"status": "alive"})
+
+    async def readyz(self) -> Response:
+        """200 while requests are accepted, 503 while starting, without a worker, or shutting down."""
+        if self.state.is_draining:
+            status = "draining"
+        elif self.client is None or not self.client.is_ready:
+            status = "no worker"
+        else:
+            return JSONResponse({"status": "ready"})
+        return JSONResponse({"status": status}, status_code=503)
+
+    async def prometheus(self) -> Response:
+        """The metrics of all processes in Prometheus' text format."""
+        text = await asyncio.to_thread(exposition)
+        return Response(text, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
+
+
+EVENT_SOURCE_END = "done"  # the id of the last event, with which EventSource asks again
+
+
+def json_response(content: Any, headers: list[tuple[bytes, bytes]] | None = None) -> Response:
+    response = Response(msgspec.json.encode(content), media_type="application/json")
+    response.raw_headers += headers or []
+    return response
+
+
+class _Watched(Response):
+    """Answers while a job runs; a client that leaves ends the job."""
+
+    def __init__(self, api: Api, job: Run | Ranked | None):
+        self.api, self.job = api, job
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            self._abort()
+
+        watcher = asyncio.create_task(watch())
+        try:
+            with self.api.state.busy(self.api.response_queue_id):
+                await self.answer(scope, receive, send)
+        finally:
+            watcher.cancel()
+            self._abort()
+
+    def _abort(self) -> None:
+        if self.job is not None:
+            self.job.abort()
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise NotImplementedError
+
+
+class JobResponse(_Watched):
+    """One JSON object, with the request's id, the model's name and the receipt."""
+
+    def __init__(self, api: Api, run: Run | None, content: Any, request_id: str, encoder: Encoder, arrived_at: float):
+        super().__init__(api, run)
+        self.run, self.content = run, content
+        self.head = {"id": request_id, "model": api.settings.model_name}
+        self.receipt = Receipt(api.checkpoint.digest, [], encoder.replaced, encoder.dropped)
+        self.arrived_at = arrived_at
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        content = self.head | await self.content()
+        headers = []
+        if self.run is not None:
+            content["chargpt"] = msgspec.Raw(self.receipt.json(self.run.timing))
+            headers = self.receipt.headers(self.run.timing, time.monotonic() - self.arrived_at)
+        await json_response(content, headers)(scope, receive, send)
+
+
+class GenerationResponse(_Watched):
+    """A generation's answer, whole or streamed."""
+
+    def __init__(
+        self,
+        api: Api,
+        job: Run | Ranked,
+        answer: Answer,
+        arrived_at: float,
+        *,
+        num_prompt_tokens: int,
+        stream: bool,
+        end: bytes,
+    ):
+        super().__init__(api, job)
+        self.generation, self.form = job, answer
+        self.arrived_at = arrived_at
+        self.num_prompt_tokens = num_prompt_tokens
+        self.stream = stream
+        self.end = end
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(self.num_prompt_tokens, self.generation.num_completion_tokens)
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await (self._stream(send) if self.stream else self._whole(scope, receive, send))
+
+    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        parts: dict[int, list[Piece]] = {}
+        async for pieces in self.generation:
+            for piece in pieces:
+                parts.setdefault(piece.number, []).append(piece)
+        timing = self.generation.timing
+        body = self.form.whole([_joined(parts[number]) for number in sorted(parts)], self.usage, timing)
+        response = Response(body, media_type="application/json")
+        response.raw_headers += self.form.receipt.headers(timing, time.monotonic() - self.arrived_at)
+        await response(scope, receive, send)
+
+    async def _stream(self, send: Send) -> None:
+        loop = asyncio.get_running_loop()
+        last_write: float | None = None  # None: the headers are not out
+
+        async def write(data: bytes, more_body: bool = True) -> None:
+            nonlocal last_write
+            if last_write is None:  # the first delta decides the status
+                headers = [
+                    (b"content-type", b"text/event-stream; charset=utf-8"),
+                    (b"cache-control", b"no-store"),
+                    *self.form.receipt.headers(self.generation.timing, None),
+                ]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+            last_write = loop.time()
+            await send({"type": "http.response.body", "body": data, "more_body": more_body})
+
+        async def keep_alive(interval: float) -> None:
+            while True:
+                rest = interval if last_write is None else last_write + interval - loop.time()
+                if rest <= 0:
+                    await write(Answer.KEEP_ALIVE)
+                    rest = interval
+                await asyncio.sleep(rest)
+
+        keeper = asyncio.create_task(keep_alive(self.api.settings.keep_alive_seconds))
+        try:
+            async for pieces in self.generation:
+                timing = self.generation.timing if self.generation.is_finished else None
+                given = [piece for piece in pieces if piece.text or piece.finish_reason]
+                data = b"".join(
+                    [self.form.event(piece, self.usage, timing if piece is given[-1] else None) for piece in given]
+                )
+                if data:
+                    await write(data)
+            end = self.form.last_event(self.usage, self.generation.timing)
+        except ApiError as error:
+            if last_write is None:
+                raise
+            end = b"data: %b\n\n" % error.body
+        finally:
+            keeper.cancel()
+        await write(end + self.end, more_body=False)
+
+
+def _joined(pieces: list[Piece]) -> Piece:
+    """The whole of a choice."""
+    last = pieces[-1]
+    logprobs = None if last.logprobs is None else [row for piece in pieces for row in piece.logprobs or ()]
+    return last._replace(text="".join([piece.text for piece in pieces]), logprobs=logprobs)
