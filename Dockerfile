@@ -56,5 +56,5 @@ USER 10001
 EXPOSE 8000
 # http.client, as urllib would go through a proxy that the environment names.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --start-interval=1s CMD ["python", "-Ic", \
-  "import http.client, os, sys; c = http.client.HTTPConnection('127.0.0.1', os.environ['CHARGPT_PORT'], timeout=4); c.request('GET', '/readyz'); sys.exit(c.getresponse().status != 200)"]
+  "import http.client as h, os, ssl, sys; e = os.environ; tls = {'context': ssl._create_unverified_context()} if e.get('CHARGPT_TLS_CERTIFICATE') else {}; c = (h.HTTPSConnection if tls else h.HTTPConnection)('127.0.0.1', e['CHARGPT_PORT'], timeout=4, **tls); c.request('GET', '/readyz'); sys.exit(c.getresponse().status != 200)"]
 ENTRYPOINT ["python", "-m", "service"]

@@ -3,6 +3,7 @@
 A map, in the order a request passes:
 
     server.py      builds the LitServe server: starts, supervises and ends the processes
+    edge.py        HTTP process: request ids, API keys, bounds on bodies, before any route
     api.py         HTTP process: the routes, from a request's body to its answer
     protocol.py    what requests and errors look like
     regex.py       patterns that an answer must match, or ends at, to automata

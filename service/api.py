@@ -145,9 +145,8 @@ class Api(LitSpec):
         self.devices: list[str] = []  # from build_server
         self._created = int(time.time())
         self._compile = functools.lru_cache(maxsize=256)(self._compile_anew)
+        self.add_endpoint("/generate", self.generate, ["GET", "POST"])
         for path, endpoint, method in (
-            ("/generate", self.generate, "POST"),
-            ("/generate", self.generate_for_event_source, "GET"),
             ("/v1/completions", self.completions, "POST"),
             ("/v1/score", self.score, "POST"),
             ("/v1/next", self.next, "POST"),
@@ -188,11 +187,9 @@ class Api(LitSpec):
     # -- generation --
 
     async def generate(self, request: Request) -> Response:
-        """Continue a text."""
-        return await self._generate(request, parse(GenerateRequest, await request.body()), Answer)
-
-    async def generate_for_event_source(self, request: Request) -> Response:
-        """Continue a text as server-sent events, for a browser's EventSource: fields in the query, always a stream."""
+        """Continue a text. GET takes the fields from the query and streams, for a browser's EventSource."""
+        if request.method == "POST":
+            return await self._generate(request, parse(GenerateRequest, await request.body()), Answer)
         if request.headers.get("last-event-id") == EVENT_SOURCE_END:
             return Response(status_code=204)  # EventSource would ask again and again
         fields: dict[str, Any] = dict(request.query_params)

@@ -9,10 +9,8 @@ import logging
 import multiprocessing
 import os
 import signal
-import string
 import threading
 import time
-import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
@@ -23,11 +21,10 @@ from fastapi import FastAPI, Request
 from litserve import LitServer
 from litserve.utils import WorkerSetupStatus
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.api import Api, HttpState
+from service.edge import Edge, error_response
 from service.metrics import forget_process
 from service.model.checkpoint import Checkpoint
 from service.protocol import ApiError
@@ -40,68 +37,6 @@ logger = logging.getLogger(__name__)
 
 class WorkerStartError(Exception):
     """Every inference process failed before it was ready."""
-
-
-class Edge:
-    """The outermost layer of the application: request ids, the bound on bodies, the count of answers, last errors."""
-
-    SAFE = frozenset(string.ascii_letters + string.digits + "-_.:")
-
-    def __init__(self, app: ASGIApp, spec: Api):
-        self.app = app
-        self.spec = spec
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        headers = dict(scope["headers"])
-        given = headers.get(b"x-request-id", b"").decode("latin-1")
-        request_id = given if 0 < len(given) <= 128 and self.SAFE.issuperset(given) else uuid.uuid4().hex
-        scope["chargpt.request_id"] = request_id
-        limit = self.spec.settings.max_body_bytes
-        status: int | None = None
-        received = 0
-
-        async def counted_receive() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > limit:
-                raise ApiError(413, f"the body may have at most {limit} bytes", code="body_too_large")
-            return message
-
-        async def identified_send(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
-            await send(message)
-
-        try:
-            length = headers.get(b"content-length", b"0")
-            if length.isdigit() and int(length) > limit:
-                message = f"the body may have at most {limit} bytes, got {int(length)}"
-                error = ApiError(413, message, code="body_too_large")
-                await error_response(error)(scope, receive, identified_send)
-            else:
-                await self.app(scope, counted_receive, identified_send)
-        except ClientDisconnect:
-            status = 499  # nginx' number for a client that left
-        except Exception:
-            logger.exception("request %s failed", request_id)
-            if status is not None:
-                raise
-            await error_response(ApiError(500, "internal error"))(scope, receive, identified_send)
-        finally:
-            route = scope.get("route")
-            handler = route.path if route is not None else "other"
-            if self.spec.metrics is not None and status is not None:
-                self.spec.metrics.http_request(handler, scope["method"], status)
-
-
-def error_response(error: ApiError) -> Response:
-    return Response(error.body, error.status, headers=error.headers, media_type="application/json")
 
 
 class Server(LitServer):
@@ -130,7 +65,7 @@ class Server(LitServer):
             workers_per_device=settings.workers_per_device,
             timeout=False,
             restart_workers=True,
-            middlewares=[(Edge, {"spec": self.spec})],
+            middlewares=[(Edge, {"settings": settings, "metrics": lambda: self.spec.metrics})],
         )
         self.spec.devices = [str(device) for device in self._inference_workers_config_for_api(api.api_path)]
         self.uvicorn_graceful_timeout = 1  # we drain before uvicorn is told to stop
@@ -141,7 +76,10 @@ class Server(LitServer):
             return error_response(error)
 
         async def on_http_error(request: Request, error: Any) -> Response:
-            return error_response(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+            message = f"{request.method} {request.url.path}: {error.detail}"
+            response = error_response(ApiError(error.status_code, message))
+            response.headers.update(error.headers or {})  # Allow, of a 405
+            return response
 
         self.app.add_exception_handler(ApiError, on_api_error)
         self.app.add_exception_handler(HTTPException, on_http_error)
@@ -178,6 +116,9 @@ class Server(LitServer):
                 access_log=False,
                 log_config=None,
                 server_header=False,
+                # Both, even if None: otherwise LitServe looks for a certificate in variables of its own.
+                ssl_certfile=self.settings.tls_certificate,
+                ssl_keyfile=self.settings.tls_key,
             )
         except KeyboardInterrupt:
             logger.info("stopped while starting")

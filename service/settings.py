@@ -6,15 +6,21 @@ Read once, by `python -m service`. A bad value ends the program with its name, i
 from __future__ import annotations
 
 import os
+import re
+import ssl
 import sys
+from hashlib import sha256
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import Field, PrivateAttr, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 # Trained on tiny Shakespeare; `make bundled` trains it anew.
 BUNDLED = Path(__file__).parent / "checkpoints" / "tinyshakespeare"
+
+# What browsers send as Origin: lower case, no path, no port that the scheme has anyway.
+ORIGIN = re.compile(r"(?!http:.*:80$|https:.*:443$)[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 
 
 class Settings(BaseSettings):
@@ -28,6 +34,19 @@ class Settings(BaseSettings):
     model_name: str = Field("chargpt", min_length=1, description="name of the model in requests, answers and metrics")
     host: Literal["127.0.0.1", "0.0.0.0", "::"] = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=1024, le=65535, description="TCP port to listen on")
+    root_path: str = Field("", description="path before the routes where a proxy adds one, such as /chargpt")
+    tls_certificate: Path | None = Field(
+        None, description="PEM file of the certificate and its chain; speaks HTTPS, TLS 1.2 at least, with --tls-key"
+    )
+    tls_key: Path | None = Field(None, description="PEM file of the certificate's private key, without a password")
+    api_keys_file: Path | None = Field(
+        None, description="file of API keys, one per line; needed on every route but the probes once it is given"
+    )
+    public_metrics: bool = Field(False, description="answer /metrics without an API key")
+    public_docs: bool = Field(False, description="answer /docs and /openapi.json without an API key")
+    cors_origins: Annotated[list[str], NoDecode] = Field(
+        [], description="origins whose web pages may ask, comma-separated, such as https://example.org; * for all"
+    )
 
     accelerator: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="kind of device to run the model on")
     devices: int = Field(1, ge=1, le=64, description="how many devices of that kind; each gets its own process")
@@ -57,6 +76,9 @@ class Settings(BaseSettings):
     keep_alive_seconds: float = Field(
         15, gt=0, le=3600, allow_inf_nan=False, description="after so long without an event a stream gets a comment"
     )
+    body_timeout_seconds: float = Field(
+        30, gt=0, le=3600, allow_inf_nan=False, description="time a request's body may take to arrive"
+    )
     request_timeout_seconds: float = Field(
         300, gt=0, le=86_400, allow_inf_nan=False, description="time a request may take, in the queue and running"
     )
@@ -64,6 +86,95 @@ class Settings(BaseSettings):
         30, ge=0, le=3600, allow_inf_nan=False, description="time running requests have to finish after SIGTERM"
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
+
+    _api_key_digests: tuple[bytes, ...] = PrivateAttr(())
+
+    @property
+    def api_key_digests(self) -> tuple[bytes, ...]:
+        """SHA-256 of each key; empty: none is needed."""
+        return self._api_key_digests
+
+    @field_validator("root_path")
+    @classmethod
+    def _check_root_path(cls, path: str) -> str:
+        if not re.fullmatch(r"(/[A-Za-z0-9._~-]+)*", path):
+            raise ValueError("Path should begin with /, not end with /, and be of letters, digits, -, ., _, ~ and /")
+        return path
+
+    @field_validator("tls_key")
+    @classmethod
+    def _check_tls(cls, key: Path | None, info: ValidationInfo) -> Path | None:
+        if "tls_certificate" not in info.data:  # wrong itself
+            return key
+        certificate = info.data["tls_certificate"]
+        if (certificate is None) != (key is None):
+            raise ValueError(f"should be given exactly where --tls-certificate is, which is {certificate}")
+        if certificate is None or key is None:
+            return key
+        for path in (certificate, key):
+            try:
+                path.open().close()
+            except OSError as error:
+                raise ValueError(f"cannot read {path}: {error.strerror}") from None
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, _refuse_password)
+        except ssl.SSLError as error:
+            reason = error.reason or error
+            raise ValueError(f"{certificate} and {key} are no certificate and its key in PEM ({reason})") from None
+        return key
+
+    @field_validator("cors_origins", mode="before")
+    @classmethod
+    def _split_origins(cls, given: object) -> object:
+        return [part.strip() for part in given.split(",") if part.strip()] if isinstance(given, str) else given
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _check_origins(cls, origins: list[str]) -> list[str]:
+        if origins == ["*"]:
+            return origins
+        for origin in origins:
+            if not ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"{origin!r} is no origin as browsers send it: scheme://host or scheme://host:port, in lower case, "
+                    "no path, no port that the scheme has anyway; or * alone"
+                )
+        return origins
+
+    @model_validator(mode="after")
+    def _read_api_keys(self) -> Settings:
+        # Here and not beside its field: read once, as the file may be a pipe, and no key becomes a setting's value.
+        if self.api_keys_file is not None:
+            self._api_key_digests = read_api_key_digests(self.api_keys_file)
+        return self
+
+
+def _refuse_password() -> str:
+    raise ValueError("the private key should not need a password")
+
+
+def read_api_key_digests(path: Path) -> tuple[bytes, ...]:
+    """SHA-256 of each key in a file: one per line; blank lines and lines that start with # are skipped.
+
+    Raises:
+        ValueError: the file cannot be read, has no key, or a line is none; the line is not shown.
+    """
+    name = f"--api-keys-file (CHARGPT_API_KEYS_FILE): {path}"
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise ValueError(f"{name} cannot be read: {error.strerror}") from None
+    digests = []
+    for number, line in enumerate(lines, 1):
+        key = line.removesuffix(b"\r")
+        if not key.strip() or key.startswith(b"#"):
+            continue
+        if len(key) < 8 or not all(0x21 <= byte <= 0x7E for byte in key):
+            raise ValueError(f"{name}, line {number}: a key should be at least 8 printable ASCII characters, no blanks")
+        digests.append(sha256(key).digest())
+    if not digests:
+        raise ValueError(f"{name} has no key")
+    return tuple(digests)
 
 
 def available_cpus() -> int:
@@ -93,9 +204,13 @@ def read_settings(arguments: list[str] | None = None) -> Settings:
     except ValidationError as error:
         lines = []
         for problem in error.errors():
+            message = problem["msg"].removeprefix("Value error, ")
+            if not problem["loc"]:  # of no single setting; the message says which
+                lines.append(message)
+                continue
             name = str(problem["loc"][0])
             flag = "--" + name.replace("_", "-")
             given = "" if problem["type"] == "missing" else f", got {problem['input']!r}"
-            lines.append(f"{flag} (CHARGPT_{name.upper()}): {problem['msg']}{given}")
+            lines.append(f"{flag} (CHARGPT_{name.upper()}): {message}{given}")
         print("python -m service: bad settings", *lines, sep="\n  ", file=sys.stderr)
         raise SystemExit(2) from None

@@ -297,6 +297,7 @@ def test_wrong_routes_and_methods(server, method, path, status):
     response = httpx.request(method, server.url + path)
     assert response.status_code == status
     assert path in response.json()["error"]["message"]
+    assert (status == 405) == ("allow" in response.headers)
 
 
 def test_request_ids(server):

@@ -1,3 +1,6 @@
+import shutil
+import subprocess
+
 import pytest
 
 from service.settings import Settings, read_settings
@@ -33,3 +36,123 @@ def test_help_describes_every_setting(capsys):
     for name, field in Settings.model_fields.items():
         assert f"--{name.replace('_', '-')} " in text
         assert field.description in text
+
+
+def refused(arguments, capsys):
+    """What a bad setting ends the program with."""
+    with pytest.raises(SystemExit) as exit:
+        read_settings(arguments)
+    assert exit.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_a_list_is_a_flag_given_often_or_with_commas_or_a_variable(monkeypatch):
+    expected = ["https://a.example.org", "http://[::1]:8080"]
+    both = ",".join(expected)
+    assert read_settings([]).cors_origins == []
+    assert read_settings(["--cors-origins", both]).cors_origins == expected
+    assert read_settings([f"--cors-origins={origin}" for origin in expected]).cors_origins == expected
+    monkeypatch.setenv("CHARGPT_CORS_ORIGINS", both.replace(",", " , "))
+    assert read_settings([]).cors_origins == expected
+    assert read_settings(["--cors-origins", "*"]).cors_origins == ["*"]
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "example.org",
+        "https://example.org/",
+        "https://example.org/app",
+        "https://Example.org",
+        "https://*.example.org",
+        "https://user@example.org",
+        "https://example.org:443",
+        "http://example.org:80",
+        "https://example.org:port",
+        "//example.org",
+        "https://",
+        "null",
+        "*",
+    ],
+)
+def test_what_is_no_origin_is_named(origin, capsys):
+    message = refused(["--cors-origins", f"http://localhost:3000,{origin}"], capsys)
+    assert f"--cors-origins (CHARGPT_CORS_ORIGINS): {origin!r} is no origin" in message
+
+
+@pytest.mark.parametrize("path", ["chargpt", "/chargpt/", "/", "//a", "/a b", "/a?b", "/a#b", "https://example.org/a"])
+def test_a_root_path_begins_with_a_slash_and_ends_without(path, capsys):
+    assert read_settings(["--root-path", "/a/b-1"]).root_path == "/a/b-1"
+    message = refused(["--root-path", path], capsys)
+    assert "--root-path (CHARGPT_ROOT_PATH): Path should begin with /, not end with /" in message
+    assert message.rstrip().endswith(f"got {path!r}")
+
+
+@pytest.mark.parametrize(
+    ("content", "place"),
+    [
+        (b"", " has no key"),
+        (b"# none\n\n  \n", " has no key"),
+        (b"long-enough\n# but\nSECRET7\n", ", line 3: "),
+        (b"SECRET SECRET", ", line 1: "),
+        (b"\n\nSECRET-SECRET ", ", line 3: "),
+        (b"SECRET-SECRET\x00", ", line 1: "),
+        (b"SECRET-SECRET\x7f", ", line 1: "),
+        ("SECRET-SECRET-é".encode(), ", line 1: "),
+        (b"long-enough\r\nSECRET\r\n", ", line 2: "),
+    ],
+)
+def test_a_bad_file_of_keys_is_named_with_its_line_and_no_key(content, place, tmp_path, capsys):
+    path = tmp_path / "keys.txt"
+    path.write_bytes(content)
+    message = refused(["--api-keys-file", str(path)], capsys)
+    assert f"--api-keys-file (CHARGPT_API_KEYS_FILE): {path}{place}" in message
+    assert "SECRET" not in message
+    assert "long-enough" not in message
+
+
+def test_a_file_of_keys_that_cannot_be_read_is_named(tmp_path, capsys):
+    message = refused(["--api-keys-file", str(tmp_path / "none")], capsys)
+    assert f"{tmp_path / 'none'} cannot be read: No such file or directory" in message
+    assert f"{tmp_path} cannot be read: Is a directory" in refused(["--api-keys-file", str(tmp_path)], capsys)
+
+
+def test_no_key_is_in_what_settings_show(tmp_path):
+    (tmp_path / "keys.txt").write_text("SECRET-SECRET\nSECRET-SECRET-2")
+    settings = read_settings(["--api-keys-file", str(tmp_path / "keys.txt")])
+    assert [len(digest) for digest in settings.api_key_digests] == [32, 32]
+    assert "SECRET" not in repr(settings) + settings.model_dump_json()
+    assert "digest" not in repr(settings) + settings.model_dump_json()
+
+
+def test_a_certificate_and_its_key_are_loaded_at_start(tmp_path, capsys):
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("the openssl command, which makes the certificate, is not installed")
+
+    def make(name, *protection):
+        certificate, key = tmp_path / f"{name}.pem", tmp_path / f"{name}-key.pem"
+        command = [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", *protection]
+        subprocess.run(
+            [*command, "-keyout", key, "-out", certificate, "-subj", "/CN=x"], check=True, capture_output=True
+        )
+        return str(certificate), str(key)
+
+    certificate, key = make("one", "-noenc")
+    _, other = make("other", "-noenc")
+    _, locked = make("locked", "-passout", "pass:SECRET")
+    settings = read_settings(["--tls-certificate", certificate, "--tls-key", key])
+    assert (str(settings.tls_certificate), str(settings.tls_key)) == (certificate, key)
+    none = str(tmp_path / "none.pem")
+    for arguments, message in (
+        (["--tls-certificate", certificate], f"exactly where --tls-certificate is, which is {certificate}, got None"),
+        (["--tls-key", key], "exactly where --tls-certificate is, which is None, got "),
+        (["--tls-certificate", none, "--tls-key", key], f"cannot read {none}: No such file or directory"),
+        (["--tls-certificate", certificate, "--tls-key", none], f"cannot read {none}: No such file or directory"),
+        (["--tls-certificate", certificate, "--tls-key", other], "(KEY_VALUES_MISMATCH)"),
+        (["--tls-certificate", key, "--tls-key", key], f"{key} and {key} are no certificate and its key in PEM"),
+        (["--tls-certificate", certificate, "--tls-key", locked], "the private key should not need a password"),
+    ):
+        text = refused(arguments, capsys)
+        assert "--tls-key (CHARGPT_TLS_KEY): " in text
+        assert message in text
