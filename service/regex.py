@@ -158,7 +158,7 @@ def compile_choice(
     for state, children in enumerate(rows):
         table[state, list(children)] = list(children.values())
     accepting = [node in ends for node in states]
-    return Automaton(classes, table, np.array(accepting), _distances(rows, accepting))
+    return _with_fewest_classes(classes, table, np.array(accepting), _distances(rows, accepting))
 
 
 # -- the vocabulary and its sets of characters --
@@ -184,16 +184,16 @@ class _Alphabet:
 
     def named(self, name: str) -> np.ndarray:
         """\\d, \\w, \\s and their opposites, by their letter."""
+        if name.isupper():
+            opposite: np.ndarray = ~self.named(name.lower())
+            return opposite
         if name not in self._named:
             if name == "d":
                 members = [c.isdecimal() for c in self._characters]
             elif name == "w":
                 members = [c.isalnum() or c == "_" for c in self._characters]
-            elif name == "s":
-                members = [c.isspace() for c in self._characters]
             else:
-                self._named[name] = ~self.named(name.lower())
-                return self._named[name]
+                members = [c.isspace() for c in self._characters]
             self._named[name] = np.array(members)
         return self._named[name]
 
@@ -202,11 +202,11 @@ class _Alphabet:
         if isinstance(members, str):
             known = self._ids.get(members)
         else:
-            members = members & self._usable
-            count = np.count_nonzero(members)
-            known = None if count == 0 else int(members.argmax())
+            usable: np.ndarray = members & self._usable
+            count = np.count_nonzero(usable)
             if count > 1:
-                return self._numbered(np.packbits(members).tobytes(), members)
+                return self._numbered(np.packbits(usable).tobytes(), usable)
+            known = int(usable.argmax()) if count else None
         return None if known is None else self._numbered(known, known)
 
     def _numbered(self, key: int | bytes, members: int | np.ndarray) -> int:
@@ -382,7 +382,7 @@ class _Parser:
             members = symbol if symbol != "." else ~self._alphabet.between("\n", "\n")
         number = self._alphabet.number(members)
         if number is None:
-            self.empty.append(f"{self._pattern[start : self._at]!r} at offset {start}")
+            self.empty.append(f"'{self._pattern[start : self._at]}' at offset {start}")
             return None
         return _Set(number)
 
@@ -423,9 +423,9 @@ class _Parser:
                 high = self._class_item(start)
                 found = self._pattern[at : self._at]
                 if not isinstance(low, str) or not isinstance(high, str):
-                    raise RegexError(f"found the range {found!r}: it must be from one character to another", at)
+                    raise RegexError(f"found the range '{found}': it must be from one character to another", at)
                 if high < low:
-                    raise RegexError(f"found the range {found!r}, whose end comes before its beginning", at)
+                    raise RegexError(f"found the range '{found}', whose end comes before its beginning", at)
                 members |= self._alphabet.between(low, high)
             else:
                 members |= self._alphabet.between(low, low) if isinstance(low, str) else low
@@ -609,7 +609,7 @@ def _distances(rows: list[dict[int, int]], accepting: list[bool]) -> np.ndarray:
 
 
 def _minimised(classes: np.ndarray, table: np.ndarray, accepting: np.ndarray, distance: np.ndarray) -> Automaton:
-    """Merge states that nothing tells apart (Moore 1956), then classes.
+    """Merge states that nothing tells apart (Moore 1956).
 
     To begin from the distances, which equal states share, takes few rounds where patterns are usual. Where it would
     take many, the states stay as they are.
@@ -624,6 +624,13 @@ def _minimised(classes: np.ndarray, table: np.ndarray, accepting: np.ndarray, di
             accepting, distance = accepting[members], distance[members]
             break
         count = block.max() + 1
+    return _with_fewest_classes(classes, table, accepting, distance)
+
+
+def _with_fewest_classes(
+    classes: np.ndarray, table: np.ndarray, accepting: np.ndarray, distance: np.ndarray
+) -> Automaton:
+    """Merge classes that no state tells apart."""
     column = _number_rows(np.ascontiguousarray(table.T))
     representatives = np.unique(column, return_index=True)[1]
     return Automaton(

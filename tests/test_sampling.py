@@ -1,54 +1,172 @@
+import itertools
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.generation import logits_process
 
-from service.model.sampling import Draws, SamplingParams, SamplingRows, sample, uniforms
+from service.model.gpt import GPT, GPTConfig
+from service.model.sampling import Draws, History, SamplingParams, SamplingRows, sample, uniforms
+from tests.sampler import distribution, draw
 
+PROMPT, COMPLETION = [2, 5, 5, 1], [0, 5, 5, 5]
 
-def probabilities(logits, params):
-    """An independent sampler's distribution, in NumPy, one row: (V,)."""
-    z = logits / params.temperature
-    order = sorted(range(len(z)), key=lambda i: (-z[i], i))
-    if params.top_k:
-        order = order[: params.top_k]
-    p = np.exp([z[i] - z[order[0]] for i in order])
-    p /= p.sum()
-    kept, mass = [], 0.0
-    for i, weight in zip(order, p, strict=True):
-        kept.append((i, weight))
-        mass += weight
-        if params.top_p < 1 and mass >= params.top_p:
-            break
-    out = np.zeros(len(z))
-    for i, weight in kept:
-        out[i] = weight
-    return out / out.sum()
-
-
+BIASED = SamplingParams(logit_bias=((0, 1.5), (3, -2.0), (5, -100.0)))
+ALL = SamplingParams(
+    0.8,
+    top_k=9,
+    top_p=0.97,
+    min_p=0.01,
+    typical_p=0.9,
+    repetition_penalty=1.3,
+    presence_penalty=0.4,
+    frequency_penalty=0.2,
+    logit_bias=((0, 1.5), (3, 2.0), (4, -100.0)),
+)
 PARAMS = [
     SamplingParams(),
-    SamplingParams(temperature=0.5),
-    SamplingParams(temperature=1.7, top_k=5),
+    SamplingParams(0.5),
+    SamplingParams(1.7, top_k=5),
     SamplingParams(top_p=0.6),
-    SamplingParams(temperature=0.8, top_k=9, top_p=0.7),
+    SamplingParams(0.8, top_k=9, top_p=0.7),
     SamplingParams(top_k=1),
     SamplingParams(top_k=1000),
     SamplingParams(top_p=1e-9),
+    SamplingParams(min_p=0.1),
+    SamplingParams(min_p=1.0),
+    SamplingParams(typical_p=0.5),
+    SamplingParams(1.5, typical_p=0.9),
+    SamplingParams(typical_p=1e-9),
+    SamplingParams(repetition_penalty=1.4),
+    SamplingParams(0.7, repetition_penalty=0.5),
+    SamplingParams(presence_penalty=1.1),
+    SamplingParams(presence_penalty=-0.6),
+    SamplingParams(frequency_penalty=0.7),
+    SamplingParams(frequency_penalty=-0.5),
+    BIASED,
+    ALL,
+    SamplingParams(0.9, min_p=0.05, typical_p=0.8),
+    SamplingParams(1.2, top_k=4, typical_p=0.7, repetition_penalty=2.0),
+    SamplingParams(1.3, top_p=0.9, min_p=0.1, frequency_penalty=0.3),
 ]
 
 
-@pytest.mark.parametrize("params", PARAMS, ids=str)
-def test_draws_follow_the_distribution(params):
+def history_of(V, prompt, completion):
+    history = History(V, [i % V for i in prompt])
+    for i in completion:
+        history.append(i % V)
+    return history
+
+
+def random_params(rng, V):
+    """Each parameter at its default half of the time, anywhere within its bounds or near what is typical else."""
+
+    def maybe(default, *others):
+        return others[rng.integers(len(others))] if rng.random() < 0.5 else default
+
+    biased = rng.choice(V, size=rng.integers(0, min(V, 5) + 1), replace=False)
+    return SamplingParams(
+        maybe(1.0, 0.0, rng.uniform(0.1, 2), rng.uniform(0, 100)),
+        maybe(0, int(rng.integers(1, V + 2))),
+        maybe(1.0, rng.uniform(1e-9, 1), rng.uniform(0.8, 1)),
+        min_p=maybe(0.0, rng.uniform(0, 0.2), rng.uniform(0, 1), 1.0),
+        typical_p=maybe(1.0, rng.uniform(1e-9, 1), rng.uniform(0.8, 1)),
+        repetition_penalty=maybe(1.0, rng.uniform(0.7, 1.5), rng.uniform(0.01, 100)),
+        presence_penalty=maybe(0.0, rng.uniform(-2, 2)),
+        frequency_penalty=maybe(0.0, rng.uniform(-2, 2)),
+        logit_bias=maybe((), tuple((int(i), rng.choice([100.0, -100.0, rng.normal()])) for i in biased)),
+    )
+
+
+def random_logits(rng, V):
+    logits = rng.normal(size=V) * rng.choice([0.3, 2.0, 8.0])
+    return logits.round() if rng.random() < 0.25 else logits  # with ties
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_draw_is_that_of_an_independent_sampler(seed):
+    """Random parameters, texts, masks and vocabularies, in batches: the same id for the same u."""
+    rng = np.random.default_rng(seed)
+    for V in (1, 2, 3, 80, *rng.integers(1, 81, size=8)):
+        B = 32
+        params = [random_params(rng, V) for _ in range(B)]
+        logits = np.stack([random_logits(rng, V) for _ in range(B)])
+        texts = [[rng.integers(V, size=rng.integers(0, 9)).tolist() for _ in range(2)] for _ in range(B)]
+        allowed = rng.random((B, V)) < rng.choice([0.1, 0.9, 1.0], size=(B, 1))
+        allowed[range(B), rng.integers(V, size=B)] = True
+        if rng.random() < 0.3:
+            allowed = None
+        expected = [
+            distribution(logits[b], params[b], *texts[b], None if allowed is None else allowed[b]) for b in range(B)
+        ]
+        histories = [history_of(V, *texts[b]) if params[b].needs_history else None for b in range(B)]
+        mask = None if allowed is None else torch.from_numpy(allowed)
+        rows = SamplingRows(params)
+        for u in (np.zeros(B), *rng.random((4, B))):
+            ids = sample(torch.from_numpy(logits), rows, torch.from_numpy(u), 0.0, histories, mask).ids
+            assert ids.tolist() == [draw(p, x) for p, x in zip(expected, u, strict=True)]
+        last = torch.full((B,), 1 - 2**-53, dtype=torch.float64)  # here even the order of a sum tells
+        ids = sample(torch.from_numpy(logits), rows, last, 0.0, histories, mask).ids.tolist()
+        assert all(p[id] > 0 for p, id in zip(expected, ids, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_probabilities_are_those_of_transformers(seed):
+    """Its processors, one after the other: our id changes where their CDF does, within 1e-12."""
+    rng = np.random.default_rng(seed)
+    V = int(rng.integers(2, 81))
+    params = SamplingParams(
+        rng.uniform(0.3, 2),
+        int(rng.integers(2, V + 1)) if seed % 2 else 0,
+        rng.uniform(0.5, 1) if seed % 3 else 1.0,
+        min_p=rng.uniform(0, 0.2) if seed % 5 < 3 else 0.0,
+        typical_p=rng.uniform(0.2, 1) if seed % 7 < 5 else 1.0,
+        repetition_penalty=rng.uniform(0.5, 2) if seed % 4 else 1.0,
+    )
+    text = rng.integers(V, size=(1, 20))
+    logits = torch.from_numpy(rng.normal(size=(1, V)) * 3)
+    scores = logits.clone()
+    for processor in (
+        logits_process.RepetitionPenaltyLogitsProcessor(params.repetition_penalty),
+        logits_process.TemperatureLogitsWarper(params.temperature),
+        logits_process.TopKLogitsWarper(params.top_k or V),
+        logits_process.TopPLogitsWarper(params.top_p),
+        logits_process.MinPLogitsWarper(params.min_p),
+        *([logits_process.TypicalLogitsWarper(params.typical_p)] if params.typical_p < 1 else []),
+    ):
+        scores = processor(torch.from_numpy(text), scores)
+    p = scores.softmax(dim=1)[0]
+    end = p.cumsum(dim=0)
+    ids = (p > 4e-12).nonzero()[:, 0]
+    assert (scores > -torch.inf).sum() == len(ids)
+    u = torch.cat((end[ids] - p[ids] + 1e-12, end[ids] - 1e-12))
+    histories = [history_of(V, text[0, :12], text[0, 12:])] * len(u)
+    chosen = sample(logits.expand(len(u), V), SamplingRows([params] * len(u)), u, 0.0, histories).ids
+    assert torch.equal(chosen, torch.cat((ids, ids)))
+
+
+ALLOWED = np.arange(12) % 3 != 1
+
+
+@pytest.mark.parametrize(
+    ("params", "allowed"),
+    [*((params, None) for params in PARAMS), (SamplingParams(), ALLOWED), (ALL, ALLOWED)],
+    ids=str,
+)
+def test_draws_follow_the_distribution(params, allowed):
     """Chi-square over 100 000 draws against an independent sampler."""
-    V, n = 12, 100_000
+    V, n, B = 12, 100_000, 5_000
     logits = np.random.default_rng(0).normal(size=V) * 2
-    expected = probabilities(logits, params) * n
-    u = torch.from_numpy(uniforms(7, 0, n))
-    rows = SamplingRows([params] * n)
-    ids = sample(torch.from_numpy(logits).expand(n, V), rows, u).ids
-    seen = np.bincount(ids, minlength=V)
+    expected = distribution(logits, params, PROMPT, COMPLETION, allowed) * n
+    rows, histories = SamplingRows([params] * B), [history_of(V, PROMPT, COMPLETION)] * B
+    mask = None if allowed is None else torch.from_numpy(allowed).expand(B, V)
+    seen = np.zeros(V)
+    for u in torch.from_numpy(uniforms(7, 0, n)).split(B):
+        ids = sample(torch.from_numpy(logits).expand(B, V), rows, u, 0.0, histories, mask).ids
+        seen += np.bincount(ids, minlength=V)
+    assert seen.sum() == n
     assert seen[expected == 0].sum() == 0
     likely = expected > 0
     chi2 = ((seen - expected)[likely] ** 2 / expected[likely]).sum()
@@ -64,12 +182,96 @@ def test_temperature_zero_is_greedy_and_ignores_the_seed():
         assert torch.equal(ids, logits.argmax(1))
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 0),
+        ({"logit_bias": ((3, 3.5),)}, 3),
+        ({"repetition_penalty": 1.4}, 2),
+        ({"repetition_penalty": 1.4, "logit_bias": ((2, -0.1),)}, 0),
+        ({"repetition_penalty": 2.0, "logit_bias": ((3, 3.5),)}, 2),
+        ({"presence_penalty": 0.3}, 0),
+        ({"presence_penalty": 0.6}, 2),
+        ({"presence_penalty": 2.0, "logit_bias": ((3, 3.5),)}, 3),
+        ({"frequency_penalty": 0.25}, 1),
+        ({"frequency_penalty": 1.9, "presence_penalty": 2.0}, 2),
+    ],
+)
+def test_greedy_comes_after_bias_mask_and_penalties(changes, expected):
+    logits = torch.tensor([[2.0, 1.8, 1.5, -1.0, 9.0]])
+    allowed = torch.tensor([[True, True, True, True, False]])
+    history = history_of(5, [4, 3], [0, 0, 1])
+    rows = SamplingRows([SamplingParams(temperature=0, **changes)])
+    assert sample(logits, rows, torch.tensor([0.5]), 0.0, [history], allowed).ids == expected
+    assert (
+        expected
+        == distribution(
+            logits[0].numpy(), SamplingParams(temperature=0, **changes), [4, 3], [0, 0, 1], allowed[0]
+        ).argmax()
+    )
+
+
 def test_rows_do_not_touch_each_other():
-    logits = torch.randn(len(PARAMS), 30, generator=torch.Generator().manual_seed(0))
-    u = torch.from_numpy(uniforms(3, 0, len(PARAMS)))
-    together = sample(logits, SamplingRows(PARAMS), u).ids
-    alone = [sample(logits[i : i + 1], SamplingRows([p]), u[i : i + 1]).ids for i, p in enumerate(PARAMS)]
-    assert torch.equal(together, torch.cat(alone))
+    """A row's id and certainty are the same in any batch; without history, mask and the rest, to the bit."""
+    rng = np.random.default_rng(0)
+    V = 30
+    params = [*PARAMS, *(random_params(rng, V) for _ in range(100))]
+    B = len(params)
+    logits, u = torch.from_numpy(rng.normal(size=(B, V)) * 2), torch.from_numpy(rng.random(B))
+    histories = [
+        history_of(V, rng.integers(V, size=9), rng.integers(V, size=9)) if p.needs_history else None for p in params
+    ]
+    for allowed in (None, torch.from_numpy(rng.random((B, V)) < 0.5)):
+        together = sample(logits, SamplingRows(params), u, 1e-3, histories, allowed)
+        untouched = logits.clone()
+        for i in range(B):
+            masked = None if allowed is None else allowed[i : i + 1]
+            alone = sample(
+                logits[i : i + 1], SamplingRows(params[i : i + 1]), u[i : i + 1], 1e-3, histories[i : i + 1], masked
+            )
+            assert (together.ids[i], together.certain[i]) == (alone.ids[0], alone.certain[0]), params[i]
+        assert torch.equal(logits, untouched)
+
+
+def test_what_is_not_allowed_is_never_chosen_and_its_logit_does_not_matter():
+    rng = np.random.default_rng(1)
+    V, B = 9, 2000
+    params = [random_params(rng, V) for _ in range(B)]
+    histories = [history_of(V, PROMPT, COMPLETION)] * B
+    logits, u = torch.from_numpy(rng.normal(size=(B, V)) * 3), torch.from_numpy(rng.random(B))
+    allowed = torch.from_numpy(rng.random((B, V)) < 0.4)
+    allowed[:, 3] |= ~allowed.any(dim=1)
+    choice = sample(logits, SamplingRows(params), u, 1e-4, histories, allowed)
+    assert allowed[range(B), choice.ids].all()
+    alone = allowed.sum(dim=1) == 1
+    assert choice.certain[alone].all()
+    other = logits.masked_fill(~allowed, 1e9)
+    for moved in (other, -other):
+        moved = moved.where(~allowed, logits)
+        again = sample(moved, SamplingRows(params), u, 1e-4, histories, allowed)
+        assert torch.equal(again.ids, choice.ids)
+        assert torch.equal(again.certain, choice.certain)
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-320, 1e-300, 1e-9, 1e-6, 1e-5])
+def test_near_temperature_zero_the_likeliest_is_chosen_and_certain_where_it_leads(temperature):
+    logits = torch.tensor([[1.0, 3.0, 2.0], [1.0, 3.0, 3.0 - 1e-5], [1.0, 3.0, 2.9]], dtype=torch.float64)
+    params = SamplingParams(temperature, top_p=0.9, min_p=0.1, typical_p=0.9, repetition_penalty=1.0 + 1e-9)
+    histories = [history_of(3, [], [])] * 3
+    choice = sample(logits, SamplingRows([params] * 3), torch.full((3,), 0.3).double(), 1e-4, histories)
+    assert choice.certain.tolist() == [True, False, True]
+    assert choice.ids[0] == choice.ids[2] == 1
+
+
+@pytest.mark.parametrize("repetition_penalty", [5e-324, 1e-310, 1e-300, 1e-3, 100.0])
+def test_an_extreme_repetition_penalty_leaves_a_choice(repetition_penalty):
+    """A penalty near 0 once could have made logits infinite and their differences NaN."""
+    logits = torch.tensor([[3.0, 2.0, -1.0, 1.0]])
+    allowed = torch.tensor([[False, True, True, True]])
+    params = SamplingParams(repetition_penalty=repetition_penalty, min_p=0.5, typical_p=0.5)
+    choice = sample(logits, SamplingRows([params]), torch.tensor([0.1]), 1e-5, [history_of(4, [0, 1, 2], [])], allowed)
+    expected = 1 if repetition_penalty < 1 else 3
+    assert choice.ids.tolist() == [expected]
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2000), st.integers(0, 50))
@@ -86,21 +288,105 @@ def test_draws_are_uniform():
     assert ((counts - 1000) ** 2 / 1000).sum() < 99 + 5 * np.sqrt(2 * 99)
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_choice_called_certain_survives_the_tolerance(seed):
-    """Move every logit by as much as the tolerance allows, at random: a certain id must stay."""
-    generator = torch.Generator().manual_seed(seed)
-    tolerance = 0.05
-    B, V = 512, 8
-    logits = torch.randn(B, V, generator=generator, dtype=torch.float64) * 2
-    params = [PARAMS[i % len(PARAMS)] for i in range(B - 8)] + [SamplingParams(temperature=0)] * 8
-    rows, u = SamplingRows(params), torch.rand(B, generator=generator, dtype=torch.float64)
-    ids, certain = sample(logits, rows, u, tolerance)
-    assert B // 2 < certain.sum() < B
-    for _ in range(20):
-        noise = (torch.rand(B, V, generator=generator, dtype=torch.float64) - 0.5) * 0.99 * tolerance
-        moved = sample(logits + noise, rows, u).ids
-        assert torch.equal(moved[certain], ids[certain])
+def certainty_batch(seed, V, B, temperatures=(1.0,)):
+    """Random rows for the certainty tests: PARAMS at several temperatures, greedy ones, random ones."""
+    rng = np.random.default_rng(seed)
+    fields = [p.__dict__ for p in PARAMS if all(id < V for id, _ in p.logit_bias)]
+    params = []
+    for b in range(B):
+        if b % 4 == 3:
+            params.append(random_params(rng, V))
+        else:
+            field = fields[b % len(fields)]
+            factor = rng.choice([*temperatures, 0.0], p=[*(0.95 / len(temperatures) for _ in temperatures), 0.05])
+            params.append(SamplingParams(**field | {"temperature": float(field["temperature"] * factor)}))
+    logits = torch.from_numpy(rng.normal(size=(B, V)) * rng.choice([0.5, 2.0, 5.0], size=(B, 1)))
+    histories = [history_of(V, rng.integers(V, size=3), rng.integers(V, size=3)) for _ in range(B)]
+    allowed = torch.from_numpy(rng.random((B, V)) < 0.85)
+    allowed[: B // 2] = True
+    allowed[:, 0] |= ~allowed.any(dim=1)
+    return rng, params, logits, torch.from_numpy(rng.random(B)), histories, allowed
+
+
+def vertices(V, tolerance):
+    """All ways to give each logit an error of ± half the tolerance: (2^V, V), and a little less than that."""
+    signs = torch.tensor(list(itertools.product((-0.5, 0.5), repeat=V)), dtype=torch.float64)
+    return signs * tolerance * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("tolerance", [1e-3, 0.05, 1.0])
+@pytest.mark.parametrize("V", [1, 2, 3, 7])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_choice_called_certain_survives_the_tolerance(seed, V, tolerance):
+    """Move every logit by as much as the tolerance allows, to every vertex and at random: a certain id must stay."""
+    B = 1024
+    rng, params, logits, u, histories, allowed = certainty_batch(seed, V, B, (1.0, 1.0, 1.0, 0.01, 1e-5))
+    rows = SamplingRows(params)
+    ids, certain = sample(logits, rows, u, tolerance, histories, allowed)
+    assert certain.sum() > B // (20 if tolerance == 1.0 else 2)
+    assert V == 1 or certain.sum() < B
+    noise = [
+        *vertices(V, tolerance),
+        *((torch.rand(B, V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) - 0.5) * tolerance,),
+    ]
+    # A common error of all logits is allowed too, but with a repetition penalty no logit's may exceed the tolerance.
+    for i, e in enumerate(noise):
+        shift = tolerance * (0.0, 0.5, -0.5)[i % 3]
+        moved = sample(logits + e + shift, rows, u, 0.0, histories, allowed).ids
+        wrong = (moved != ids) & certain
+        assert not wrong.any(), [params[b] for b in wrong.nonzero()[:, 0]]
+
+
+def test_few_choices_are_uncertain_at_a_usual_tolerance():
+    """Else the engine would spend its time on exact logits."""
+    V, B = 65, 4000
+    rng = np.random.default_rng(0)
+    logits = torch.from_numpy(rng.normal(size=(B, V)) * 3)
+    u = torch.from_numpy(rng.random(B))
+    histories = [history_of(V, rng.integers(V, size=20), rng.integers(V, size=20)) for _ in range(B)]
+    for params in (
+        SamplingParams(),
+        SamplingParams(0.8, top_k=20, top_p=0.9),
+        SamplingParams(min_p=0.05),
+        SamplingParams(typical_p=0.9),
+        SamplingParams(repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.2),
+    ):
+        certain = sample(logits, SamplingRows([params] * B), u, 1e-4, histories).certain
+        assert (~certain).float().mean() < 0.01, params
+        assert sample(logits, SamplingRows([params] * B), u, 0.0, histories).certain.all()
+
+
+def test_a_history_tells_the_prompt_from_the_completion():
+    history = History(5, [1, 1, 4])
+    history.append(2)
+    history.append(4)
+    history.append(2)
+    assert history.seen.tolist() == [False, True, True, False, True]
+    assert history.counts.tolist() == [0, 0, 2, 0, 1]
+    assert history.counts.dtype == torch.float64
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_generate_penalises_what_it_wrote(temperature):
+    """Each id is the one that the independent sampler draws after the text so far."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(9, block_size=8, n_layer=1, n_embd=16, n_head=2)).double()
+    torch.nn.init.normal_(model.head.weight)
+    params = SamplingParams(
+        temperature,
+        seed=3,
+        repetition_penalty=1.2,
+        presence_penalty=0.5,
+        frequency_penalty=0.4,
+        logit_bias=((1, -1.0),),
+    )
+    prompt, completion = [1, 2, 3], []
+    for u in uniforms(3, 0, 30):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + completion]))[0, -1].numpy()
+        completion.append(draw(distribution(logits, params, prompt, completion), u))
+    assert model.generate(prompt, 30, params) == completion
+    assert model.generate(prompt, 30, SamplingParams(temperature, seed=3)) != completion
 
 
 @pytest.mark.parametrize(
@@ -114,8 +400,30 @@ def test_a_choice_called_certain_survives_the_tolerance(seed):
         ("top_p", 1.1),
         ("seed", -1),
         ("seed", 2**64),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("min_p", float("nan")),
+        ("typical_p", 0.0),
+        ("typical_p", 1.1),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", 100.5),
+        ("repetition_penalty", float("nan")),
+        ("presence_penalty", -2.1),
+        ("presence_penalty", float("nan")),
+        ("frequency_penalty", 2.1),
+        ("frequency_penalty", float("inf")),
+        ("logit_bias", ((-1, 0.0),)),
+        ("logit_bias", ((3, 1.0), (3, 2.0))),
+        ("logit_bias", ((3, 100.5),)),
+        ("logit_bias", ((3, float("nan")),)),
     ],
 )
 def test_bad_parameters_name_themselves(field, value):
     with pytest.raises(ValueError, match=rf"{field} must be .*, got"):
         SamplingParams(**{field: value})
+
+
+def test_a_bias_for_an_id_beyond_the_vocabulary_is_refused():
+    rows = SamplingRows([SamplingParams(), SamplingParams(logit_bias=((4, 1.0), (5, 1.0)))])
+    with pytest.raises(ValueError, match="logit_bias must be of ids below 5, got id 5"):
+        sample(torch.zeros(2, 5), rows, torch.zeros(2))

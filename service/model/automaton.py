@@ -184,7 +184,7 @@ class StopPattern:
         self._class_of = automaton.classes.item
         self._next = automaton.table.item
         self._accepting = automaton.accepting.tolist()
-        self._goes_on: list[bool] = (automaton.table >= 0).any(axis=1).tolist()
+        self._goes_on = (automaton.table.max(axis=1) >= 0).tolist()
         self._position = 0  # ids taken
         # Where each attempt that is still alive began, by its state: the earliest of those that share it, earliest
         # first (a dict keeps its order).

@@ -135,41 +135,41 @@ class SamplingRows:
     """The parameters of B rows as tensors; made once and used for every step in which the rows stay the same."""
 
     def __init__(self, params: Sequence[SamplingParams], device: torch.device | str = "cpu"):
-        def column(values: list[Any]) -> Tensor:
-            return torch.tensor(values, device=device)[:, None]  # (B, 1)
+        def column(values: list[Any], dtype: torch.dtype = torch.float64) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)[:, None]  # (B, 1)
 
         self.any_greedy = any(p.temperature == 0.0 for p in params)
         self.any_ranked = any(p.top_k or p.top_p < 1.0 or p.min_p for p in params)
         self.any_min_p = any(p.min_p for p in params)
         self.any_typical = any(p.typical_p < 1.0 for p in params)
-        self.greedy = column([p.temperature == 0.0 for p in params])
-        self.temperature = column([p.temperature or 1.0 for p in params]).double()
+        self.greedy = column([p.temperature == 0.0 for p in params], torch.bool)
+        self.temperature = column([p.temperature or 1.0 for p in params])
         if self.any_ranked:
-            self.top_k = column([p.top_k or 2**31 for p in params])
-            self.top_p = column([p.top_p for p in params]).double()
+            self.top_k = column([p.top_k or 2**31 for p in params], torch.int64)
+            self.top_p = column([p.top_p for p in params])
         if self.any_min_p:
-            self.log_min_p = column([p.min_p for p in params]).double().log()
+            self.log_min_p = column([p.min_p for p in params]).log()
         if self.any_typical:
-            self.typical_p = column([p.typical_p for p in params]).double()
+            self.typical_p = column([p.typical_p for p in params])
 
         # Entry by entry: (row, id, bias).
         entries = [(b, id, bias) for b, p in enumerate(params) for id, bias in p.logit_bias]
         self.max_biased_id = max((id for _, id, _ in entries), default=-1)
         if entries:
             self.biased = tuple(torch.tensor([entry[i] for entry in entries], device=device) for i in (0, 1))
-            self.bias = torch.tensor([entry[2] for entry in entries], device=device).double()
+            self.bias = torch.tensor([entry[2] for entry in entries], dtype=torch.float64, device=device)
 
         self.penalised = [b for b, p in enumerate(params) if p.needs_history]
         if self.penalised:
             few = [params[b] for b in self.penalised]
             self.which = torch.tensor(self.penalised, device=device)
-            self.repetition = column([p.repetition_penalty for p in few]).double()
-            self.presence = column([p.presence_penalty for p in few]).double()
-            self.frequency = column([p.frequency_penalty for p in few]).double()
+            self.repetition = column([p.repetition_penalty for p in few])
+            self.presence = column([p.presence_penalty for p in few])
+            self.frequency = column([p.frequency_penalty for p in few])
 
         # How many times as large an error of a logit can become: a penalty r multiplies or divides by r.
         gain = [min(max(p.repetition_penalty, 1.0 / p.repetition_penalty), MAX_LOGIT) for p in params]
-        self.gain = column(gain).double()
+        self.gain = column(gain)
         self.max_gain = max((g / (p.temperature or 1.0) for g, p in zip(gain, params, strict=True)), default=1.0)
 
 

@@ -1,0 +1,86 @@
+"""An independent sampler: NumPy, one row, explicit loops, written from the definitions of its parameters.
+
+What `service.model.sampling.sample` must do. It knows nothing of rounding, tolerances or batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from service.model.sampling import SamplingParams
+
+
+def distribution(
+    logits: np.ndarray,
+    params: SamplingParams,
+    prompt: Sequence[int] = (),
+    completion: Sequence[int] = (),
+    allowed: np.ndarray | None = None,
+) -> np.ndarray:
+    """The probability of each id (V,) after `prompt` and `completion`; logits (V,), allowed (V,) bool."""
+    x = {i: float(logits[i]) for i in range(len(logits))}  # the ids that are left, in id order
+    for i, bias in params.logit_bias:
+        x[i] += bias
+    if allowed is not None:
+        x = {i: value for i, value in x.items() if allowed[i]}
+    for i in x:
+        if i in prompt or i in completion:
+            x[i] = x[i] / params.repetition_penalty if x[i] > 0 else x[i] * params.repetition_penalty
+        count = list(completion).count(i)
+        x[i] -= params.frequency_penalty * count
+        if count > 0:
+            x[i] -= params.presence_penalty
+    out = np.zeros(len(logits))
+    if params.temperature == 0:
+        out[max(x, key=lambda i: (x[i], -i))] = 1.0
+        return out
+    x = {i: value / params.temperature for i, value in x.items()}
+    if params.top_k:
+        x = {i: x[i] for i in sorted(x, key=lambda i: (-x[i], i))[: params.top_k]}
+    if params.top_p < 1:
+        x = smallest_set(x, sorted(x, key=lambda i: (-x[i], i)), params.top_p)
+    if params.min_p > 0:
+        p = softmax(x)
+        x = {i: x[i] for i in x if p[i] >= params.min_p * max(p.values())}
+    if params.typical_p < 1:
+        p = softmax(x)
+        log_total = math.log(sum(math.exp(value - max(x.values())) for value in x.values()))
+        surprise = {i: max(x.values()) + log_total - x[i] for i in x}  # −log p
+        entropy = sum(p[i] * surprise[i] for i in x)
+        x = smallest_set(x, sorted(x, key=lambda i: (abs(surprise[i] - entropy), i)), params.typical_p)
+    for i, weight in softmax(x).items():
+        out[i] = weight
+    return out
+
+
+def draw(p: np.ndarray, u: float) -> int:
+    """The first id up to which more than u of the probability lies; u in [0, 1)."""
+    total, last = 0.0, 0
+    for i in range(len(p)):
+        total += p[i]
+        if p[i] > 0:
+            last = i
+            if total > u:
+                break
+    return last
+
+
+def softmax(x: dict[int, float]) -> dict[int, float]:
+    top = max(x.values())
+    weights = {i: math.exp(value - top) for i, value in x.items()}
+    total = sum(weights.values())
+    return {i: weight / total for i, weight in weights.items()}
+
+
+def smallest_set(x: dict[int, float], order: list[int], mass: float) -> dict[int, float]:
+    """The first of `order` that have `mass` of the probability together."""
+    p, kept, total = softmax(x), set(), 0.0
+    for i in order:
+        kept.add(i)
+        total += p[i]
+        if total >= mass:
+            break
+    return {i: value for i, value in x.items() if i in kept}
