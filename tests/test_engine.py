@@ -1,13 +1,18 @@
 import copy
 import random
+import re
 
+import numpy as np
 import pytest
 import torch
-from helpers import random_model
+from helpers import VOCABULARY, random_model
 
 from service.engine import Engine
-from service.model.sampling import SamplingParams
+from service.model.automaton import Guide, StopPattern
+from service.model.sampling import History, SamplingParams, SamplingRows, sample, uniforms
+from service.regex import any_of, compile_choice, compile_regex
 from service.scheduler import QueueFullError, Sequence
+from training.evaluate import streamed_loss
 
 
 @pytest.fixture(scope="module")
@@ -171,3 +176,153 @@ def test_a_failing_forward_ends_its_sequences_and_the_engine_goes_on(model, exac
     assert "failed" in caplog.text
     s = request(5)
     assert engine.generate([s]) == [exact.generate(s.prompt, s.max_tokens, s.params)]
+
+
+# -- constraints, stops, log-probabilities --
+
+PATTERNS = ["[A-Z][a-z]+( [a-z]+){0,3}", "a+b+", "(ab|cd)*", "[^a-m]{3,7}", "x{40}", "(.|\n)*"]
+STOP_PATTERNS = ["[A-Z][a-z]", "e.?e", "[.!?]+", "a(bc)*d"]
+
+
+def elaborate(id):
+    """A sequence with all that can be asked for, which depends on its number alone."""
+    r = random.Random(1000 + id)
+    prompt = [r.randrange(len(VOCABULARY)) for _ in range(r.choice([1, 2, 7, 8, 9, 30]))]
+    params = SamplingParams(
+        r.choice([0.0, 0.5, 1.0, 1.5]),
+        seed=r.randrange(2**64),
+        min_p=r.choice([0.0, 0.0, 0.1]),
+        typical_p=r.choice([1.0, 1.0, 0.8]),
+        repetition_penalty=r.choice([1.0, 1.0, 1.3]),
+        presence_penalty=r.choice([0.0, 0.0, 1.0]),
+        frequency_penalty=r.choice([0.0, 0.0, -0.5]),
+        logit_bias=r.choice([(), ((3, 2.0), (40, -100.0))]),
+    )
+    options = {"logprobs": r.choice([None, 0, 5]), "min_tokens": r.choice([0, 0, 5])}
+    match r.randrange(5):
+        case 0:
+            options["guide"] = Guide(compile_regex(r.choice(PATTERNS), VOCABULARY))
+        case 1:
+            options["guide"] = Guide(compile_choice(["yes", "no", "yesterday"], VOCABULARY))
+        case 2:
+            options |= {"guide": Guide(any_of(frozenset("aeiou x"), VOCABULARY)), "may_leave": False}
+        case 3:
+            options["stop_pattern"] = StopPattern(compile_regex(r.choice(STOP_PATTERNS), VOCABULARY))
+            options["include_stop"] = r.random() < 0.5
+    if options["logprobs"] is not None and r.random() < 0.5 and len(prompt) > 1:
+        options["score_from"] = r.randrange(1, len(prompt))
+    return Sequence(id, prompt, r.choice([1, 40, 45]) if "guide" not in options else 40, params, **options)
+
+
+@torch.no_grad()
+def uncached(exact, sequence):
+    """The same, without a cache, alone: its ids, its log-probabilities, those of its prompt."""
+    history = History(exact.config.vocab_size, sequence.prompt)
+    rows, logprobs = SamplingRows([sequence.params]), []
+    while not sequence.is_finished:
+        row = exact(torch.tensor([sequence.ids]))[:, -1]
+        mask = sequence.allowed()
+        allowed = None if mask is None else torch.from_numpy(mask.copy())[None]
+        u = torch.from_numpy(uniforms(sequence.params.seed, sequence.num_completion_tokens, 1))
+        id = int(sample(row, rows, u, 0.0, [history], allowed).ids)
+        history.append(id)
+        logprobs.append(row.log_softmax(1)[0])
+        sequence.append(id)
+    ids = sequence.take_new()[0]
+    of_prompt = exact(torch.tensor([sequence.prompt])).log_softmax(2)[0]
+    return ids, logprobs[: len(ids)], of_prompt
+
+
+def test_whatever_is_asked_for_equals_the_uncached_reference(model, exact):
+    engine = Engine(model, max_running=7, prefill_budget=13)
+    sequences = [elaborate(i) for i in range(80)]
+    texts, logprobs, prompts = ({s.id: [] for s in sequences} for _ in range(3))
+    for s in sequences:
+        engine.submit(s)
+    while engine.has_work:
+        for delta in engine.step():
+            texts[delta.sequence.id] += delta.ids
+            logprobs[delta.sequence.id] += delta.logprobs
+            prompts[delta.sequence.id] += delta.prompt_logprobs
+    reasons = set()
+    for s in sequences:
+        again = elaborate(s.id)
+        ids, expected, of_prompt = uncached(exact, again)
+        assert (texts[s.id], s.finish_reason) == (ids, again.finish_reason), s.id
+        reasons.add(s.finish_reason)
+        if s.logprobs is None:
+            assert not logprobs[s.id] and not prompts[s.id]
+            continue
+        assert len(logprobs[s.id]) == len(ids)
+        for id, logprob, row in zip(ids, logprobs[s.id], expected, strict=True):
+            assert logprob.value == pytest.approx(float(row[id]), abs=1e-4)
+            assert logprob.top_values == pytest.approx(row.topk(s.logprobs).values.tolist(), abs=1e-4)
+            assert row[logprob.top_ids].tolist() == pytest.approx(logprob.top_values, abs=1e-4)
+        if s.score_from is not None:
+            places = range(s.score_from, len(s.prompt))
+            assert [p.value for p in prompts[s.id]] == pytest.approx(
+                [float(of_prompt[i - 1, s.prompt[i]]) for i in places], abs=1e-4
+            )
+    assert reasons == {"stop", "length"}
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_constrained_text_always_matches(model, pattern, seed):
+    """Whatever the budget and the temperature: there are no dead ends."""
+    automaton = compile_regex(pattern, VOCABULARY)
+    r = random.Random(seed)
+    sequences = [
+        Sequence(i, [i], budget, SamplingParams(r.choice([0.0, 1.0, 100.0]), seed=seed), guide=Guide(automaton))
+        for i, budget in enumerate([max(1, automaton.min_length) + n for n in (0, 1, 2, 5, 30)])
+    ]
+    for s, ids in zip(sequences, Engine(model).generate(sequences), strict=True):
+        text = "".join(VOCABULARY[id] for id in ids)
+        assert re.fullmatch(pattern, text), text
+        assert len(ids) <= s.max_tokens
+
+
+def test_the_answer_has_at_least_min_tokens(model, exact):
+    s = request(3)
+    text = exact.generate(s.prompt, 40, s.params)
+    first = text.index(text[4])
+    (stopped,) = Engine(model).generate([Sequence(0, s.prompt, 40, s.params, stop=((text[4],),))])
+    assert stopped == text[:first]
+    (later,) = Engine(model).generate([Sequence(0, s.prompt, 40, s.params, stop=((text[4],),), min_tokens=first + 1)])
+    again = [i for i in range(first + 1, 40) if text[i] == text[4]]
+    assert later == text[: again[0] if again else 40]
+
+
+def test_scoring_any_length_equals_evaluating(model):
+    """Pieces of prefill in random sizes, far beyond the receptive field, beside a running text."""
+    ids = np.random.default_rng(0).integers(len(VOCABULARY), size=700)
+    engine = Engine(model, max_running=3, prefill_budget=37)
+    scored = Sequence(0, ids.tolist(), 0, SamplingParams(), logprobs=0, score_from=1)
+    engine.submit(Sequence(1, [5], 10, SamplingParams()))
+    engine.submit(scored)
+    values, steps = [], 0
+    while engine.has_work:
+        for delta in engine.step():
+            values += [logprob.value for logprob in delta.prompt_logprobs]
+        steps += 1
+    assert scored.finish_reason == "length"
+    assert steps >= 700 // 37
+    assert len(values) == 699
+    assert -np.mean(values) == pytest.approx(streamed_loss(model, ids), abs=1e-5)
+    late = Sequence(2, ids.tolist(), 0, SamplingParams(), logprobs=0, score_from=600)
+    engine.submit(late)
+    first_needed = late.num_prefilled
+    assert first_needed == 600 - model.config.receptive_field  # older characters are not run at all
+    tail = []
+    while engine.has_work:
+        for delta in engine.step():
+            tail += [logprob.value for logprob in delta.prompt_logprobs]
+    assert tail == pytest.approx(values[599:], abs=1e-4)
+
+
+def test_what_is_scored_does_not_hold_up_what_is_continued(model):
+    engine = Engine(model, max_running=4, prefill_budget=10)
+    engine.submit(Sequence(0, [1] * 500, 0, SamplingParams(), logprobs=0, score_from=1))
+    engine.step()
+    engine.submit(Sequence(1, [1] * 10, 1, SamplingParams()))
+    assert [delta.sequence.id for delta in engine.step() if delta.finish_reason] == [1]
