@@ -1,0 +1,582 @@
+"""What the routes give, over real sockets: held against transformers, the trainer's evaluation, Python's re, replay."""
+
+import concurrent.futures
+import itertools
+import json
+import math
+import random
+import re
+import time
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import torch
+from helpers import VOCABULARY, RunningServer, save_random
+from transformers import AutoModelForCausalLM
+
+from training.evaluate import streamed_loss
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_random(tmp_path_factory.mktemp("api") / "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint):
+    with RunningServer(checkpoint.path, keep_alive_seconds=0.2, max_score_texts=3000, max_tokens=2000) as server:
+        server.wait_until_ready()
+        yield server
+        assert server.stop() == 0
+        assert "Traceback" not in server.output()
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def post(client):
+    def post(path, **body):
+        response = client.post(path, json=body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    return post
+
+
+@pytest.fixture(scope="module")
+def peer(checkpoint):
+    """transformers' Qwen3 from the same folder: the log-probabilities (T, V) of what follows each character."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=torch.float64)
+
+    def logprobs(text):
+        with torch.no_grad():
+            return model(torch.tensor([checkpoint.tokenizer.encode(text)])).logits[0].log_softmax(-1)
+
+    return logprobs
+
+
+def refused(client, path, **body):
+    response = client.post(path, json=body)
+    assert response.status_code == 400, response.text
+    return response.json()["error"]
+
+
+def events(response):
+    lines = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+# -- log-probabilities --
+
+
+def test_log_probabilities_of_prompt_and_answer_are_those_of_transformers(post, checkpoint, peer):
+    prompt, V = "Hello there, you", len(VOCABULARY)
+    answer = post("/v1/completions", prompt=prompt, max_tokens=20, seed=4, echo=True, logprobs=V)
+    (choice,) = answer["choices"]
+    text, told = choice["text"], choice["logprobs"]
+    assert text.startswith(prompt) and len(text) == len(prompt) + 20
+    assert told["tokens"] == list(text)
+    assert told["text_offset"] == list(range(len(text)))
+    assert told["token_logprobs"][0] is None and told["top_logprobs"][0] is None
+    expected = peer(text)
+    ids = checkpoint.tokenizer.encode(text)
+    for i in range(1, len(text)):
+        assert told["token_logprobs"][i] == pytest.approx(float(expected[i - 1, ids[i]]), abs=2e-5)
+        assert told["top_logprobs"][i] == pytest.approx(
+            dict(zip(VOCABULARY, expected[i - 1].tolist(), strict=True)), abs=2e-5
+        )
+    assert answer["usage"] == {"prompt_tokens": 16, "completion_tokens": 20, "total_tokens": 36}
+
+
+def test_the_given_character_is_always_among_the_likeliest(post):
+    (choice,) = post("/generate", prompt="ab", max_tokens=50, seed=1, logprobs=1, temperature=3)["choices"]
+    sizes = set()
+    for character, top in zip(choice["text"], choice["logprobs"]["top_logprobs"], strict=True):
+        assert character in top
+        sizes.add(len(top))
+    assert sizes == {1, 2}
+    (alone,) = post("/generate", prompt="ab", max_tokens=5, seed=1, logprobs=0)["choices"]
+    assert [len(top) for top in alone["logprobs"]["top_logprobs"]] == [1] * 5
+    (without,) = post("/generate", prompt="ab", max_tokens=5, seed=1)["choices"]
+    assert "logprobs" not in without
+
+
+def test_log_probabilities_do_not_depend_on_how_one_samples(post):
+    options = {"prompt": "abc", "max_tokens": 1, "logprobs": 5}
+    plain = post("/generate", **options, seed=1)["choices"][0]["logprobs"]["top_logprobs"][0]
+    odd = post("/generate", **options, seed=1, temperature=0, top_k=2, logit_bias={"x": 50})
+    assert odd["choices"][0]["text"] == "x"
+    others = odd["choices"][0]["logprobs"]["top_logprobs"][0]
+    assert {c: others[c] for c in plain if c in others} == pytest.approx(
+        {c: plain[c] for c in plain if c in others}, abs=1e-4
+    )
+
+
+def test_max_tokens_zero_scores_alone(post, checkpoint, peer):
+    text = "To be, or not to be"
+    answer = post("/v1/completions", prompt=[text, "a", ""], max_tokens=0, echo=True, logprobs=0)
+    assert [choice["text"] for choice in answer["choices"]] == [text, "a", ""]
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["length"] * 3
+    told = answer["choices"][0]["logprobs"]["token_logprobs"]
+    ids, expected = checkpoint.tokenizer.encode(text), peer(text)
+    assert told[1:] == pytest.approx([float(expected[i - 1, ids[i]]) for i in range(1, len(ids))], abs=2e-5)
+    assert answer["choices"][1]["logprobs"]["token_logprobs"] == [None]
+    assert answer["choices"][2]["logprobs"]["token_logprobs"] == []
+    assert answer["usage"]["completion_tokens"] == 0
+
+
+def test_a_stream_with_echo_and_log_probabilities_adds_up_to_the_whole(client, post):
+    options = {"prompt": ["Hello", "x"], "max_tokens": 30, "seed": 2, "echo": True, "logprobs": 3, "n": 2, "stop": "e"}
+    whole = post("/v1/completions", **options)["choices"]
+    with client.stream("POST", "/v1/completions", json=options | {"stream": True}) as response:
+        parts = events(response)
+    for choice in whole:
+        mine = [c for part in parts for c in part["choices"] if c["index"] == choice["index"]]
+        assert "".join(c["text"] for c in mine) == choice["text"]
+        for name in ("tokens", "text_offset"):
+            assert [item for c in mine for item in c["logprobs"][name]] == choice["logprobs"][name]
+        values = [v or 0.0 for c in mine for v in c["logprobs"]["token_logprobs"]]
+        assert values == pytest.approx([v or 0.0 for v in choice["logprobs"]["token_logprobs"]], abs=1e-4)
+        assert [c["seed"] for c in mine] == [choice["seed"]] * len(mine)
+
+
+# -- several answers --
+
+
+def test_n_answers_have_the_seeds_that_follow(post):
+    several = post("/v1/completions", prompt=["ab", "cd"], max_tokens=10, seed=7, n=3)["choices"]
+    assert [choice["index"] for choice in several] == list(range(6))
+    assert [choice["seed"] for choice in several] == [7, 8, 9] * 2
+    for choice in several:
+        prompt = ["ab", "cd"][choice["index"] // 3]
+        (alone,) = post("/v1/completions", prompt=prompt, max_tokens=10, seed=choice["seed"])["choices"]
+        assert alone["text"] == choice["text"]
+
+
+def test_best_of_gives_those_with_the_highest_mean_log_probability(post):
+    options = {"prompt": "ab", "max_tokens": 12, "seed": 3, "stop": "e", "logprobs": 0}
+    candidates = post("/generate", **options, n=10)["choices"]
+
+    def mean(choice):
+        values = choice["logprobs"]["token_logprobs"]
+        return sum(values) / len(values) if values else 0.0
+
+    first_of = {choice["text"]: choice for choice in reversed(candidates)}
+    expected = sorted(first_of.values(), key=mean, reverse=True)[:3]
+    best = post("/generate", **options, n=3, best_of=10)
+    assert [choice["text"] for choice in best["choices"]] == [choice["text"] for choice in expected]
+    assert [choice["seed"] for choice in best["choices"]] == [choice["seed"] for choice in expected]
+    assert [choice["index"] for choice in best["choices"]] == [0, 1, 2]
+    assert best["usage"]["completion_tokens"] == sum(len(choice["text"]) for choice in candidates)
+    echoed = post("/generate", **options, n=3, best_of=10, echo=True)["choices"]
+    assert [choice["text"] for choice in echoed] == ["ab" + choice["text"] for choice in expected]
+
+
+# -- scoring --
+
+
+def test_a_score_is_the_trainers_evaluation(post, checkpoint):
+    """Far longer than the receptive field, and equal to `python -m training evaluate`."""
+    r = random.Random(0)
+    text = "".join(r.choices(VOCABULARY, k=3000))
+    (item,) = post("/v1/score", texts=text)["data"]
+    ids = np.array(checkpoint.tokenizer.encode(text))
+    assert item["characters"] == 2999
+    assert item["nats_per_character"] == pytest.approx(streamed_loss(checkpoint.load_model(), ids), abs=1e-5)
+    assert item["bits_per_character"] == pytest.approx(item["nats_per_character"] / math.log(2))
+    assert item["perplexity"] == pytest.approx(math.exp(item["nats_per_character"]))
+    assert item["nats"] == pytest.approx(math.fsum(item["character_nats"][1:]), abs=1e-3)
+    assert item["character_nats"][0] is None and len(item["character_nats"]) == 3000
+
+
+def test_thousands_of_texts_in_one_request(post, peer, checkpoint):
+    r = random.Random(1)
+    texts = ["".join(r.choices(VOCABULARY, k=r.randrange(12))) for _ in range(2500)]
+    answer = post("/v1/score", texts=texts, characters=False)
+    assert [item["index"] for item in answer["data"]] == list(range(2500))
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, texts))
+    for i in range(0, 2500, 83):
+        ids, item = checkpoint.tokenizer.encode(texts[i]), answer["data"][i]
+        assert item["characters"] == max(0, len(ids) - 1)
+        assert "character_nats" not in item and "rank" not in item
+        if len(ids) > 1:
+            expected = -sum(float(peer(texts[i])[k - 1, ids[k]]) for k in range(1, len(ids)))
+            assert item["nats"] == pytest.approx(expected, abs=1e-4)
+        else:
+            assert (item["nats"], item["perplexity"]) == (0, None)
+
+
+def test_continuations_are_ranked(post, peer, checkpoint):
+    prefix, continuations = "To be, or ", ["not", "n", "", "xyz", "not to be"]
+    answer = post("/v1/score", prefix=prefix, continuations=continuations)
+    nats = []
+    for continuation in continuations:
+        ids, rows = checkpoint.tokenizer.encode(continuation), peer(prefix + continuation)
+        nats.append(-sum(float(rows[len(prefix) + i - 1, id]) for i, id in enumerate(ids)))
+    assert [item["nats"] for item in answer["data"]] == pytest.approx(nats, abs=1e-4)
+    assert [len(item["character_nats"]) for item in answer["data"]] == [3, 1, 0, 3, 9]
+    order = sorted(range(5), key=nats.__getitem__)
+    assert [order.index(i) + 1 for i in range(5)] == [item["rank"] for item in answer["data"]]
+    (first,) = post("/v1/score", continuations=["a"])["data"]
+    assert first["nats"] == pytest.approx(-float(peer("\n")[0, VOCABULARY.index("a")]), abs=1e-4)
+
+
+def test_scores_are_refused_with_a_reason(client):
+    assert "either" in refused(client, "/v1/score")["message"]
+    assert "either" in refused(client, "/v1/score", texts=["a"], continuations=["b"])["message"]
+    assert refused(client, "/v1/score", texts=[])["param"] == "texts"
+    assert "1 to 3000 texts" in refused(client, "/v1/score", texts=["a"] * 3001)["message"]
+    assert refused(client, "/v1/score", texts=["ok", "é"])["message"].startswith("texts.1: character 'é' (U+00E9)")
+    assert refused(client, "/v1/score", prefix="é", continuations=["a"])["param"] == "prefix"
+
+
+def test_the_distribution_of_the_next_character(post, peer):
+    answer = post("/v1/next", prompt=["Hello", ""])
+    for item, text in zip(answer["data"], ["Hello", "\n"], strict=True):
+        expected = peer(text)[-1]
+        told = item["distribution"]
+        assert [entry["logprob"] for entry in told] == pytest.approx(
+            expected.sort(descending=True).values.tolist(), abs=2e-5
+        )
+        assert {entry["character"] for entry in told} == set(VOCABULARY)
+        assert all(VOCABULARY[entry["id"]] == entry["character"] for entry in told)
+        assert sum(entry["probability"] for entry in told) == pytest.approx(1)
+        assert item["entropy_nats"] == pytest.approx(float(-(expected.exp() * expected).sum()), abs=1e-5)
+        assert item["entropy_bits"] == pytest.approx(item["entropy_nats"] / math.log(2))
+
+
+# -- constraints and stops --
+
+
+@pytest.mark.parametrize("pattern", ["[A-Z][a-z]+", "(ab|c)+d?", "x{3,5}\\n", "[^a-z]*"])
+def test_every_answer_matches_its_regex(post, pattern):
+    for max_tokens in (6, 9, 60):
+        answer = post("/generate", prompt="a", regex=pattern, n=30, max_tokens=max_tokens, temperature=2)
+        for choice in answer["choices"]:
+            assert re.fullmatch(pattern, choice["text"]), choice
+            assert len(choice["text"]) <= max_tokens
+            assert choice["finish_reason"] in ("stop", "length")
+
+
+def test_choices_come_as_often_as_the_model_says(post, peer, checkpoint):
+    """An answer among "a" and "bb" is drawn from the model's own probabilities, renormalised at each character."""
+    rows = peer("Hello")[-1].exp()
+    a, b = (float(rows[VOCABULARY.index(c)]) for c in "ab")
+    seen = [0, 0]
+    for start in range(0, 2000, 100):
+        answer = post("/generate", prompt="Hello", choice=["a", "bb"], n=100, max_tokens=2, seed=start)
+        for choice in answer["choices"]:
+            assert (choice["text"], choice["finish_reason"]) in (("a", "stop"), ("bb", "stop"))
+            seen[choice["text"] == "bb"] += 1
+    expected = 2000 * a / (a + b)
+    assert abs(seen[0] - expected) < 5 * math.sqrt(expected * b / (a + b))
+
+
+def test_allowed_characters_alone_and_with_a_pattern(post):
+    (choice,) = post("/generate", prompt="a", allowed_characters="xyz", max_tokens=300, seed=1)["choices"]
+    assert set(choice["text"]) == set("xyz") and len(choice["text"]) == 300
+    (choice,) = post("/generate", prompt="a", allowed_characters="xyz", regex="[a-z]{20}", max_tokens=20)["choices"]
+    assert re.fullmatch("[xyz]{20}", choice["text"])
+
+
+def test_stops_by_pattern_never_show_before_they_are_ruled_out(client, post, checkpoint):
+    free = post("/generate", prompt="a", max_tokens=400, seed=5)["choices"][0]["text"]
+    for pattern in ("[A-Z][a-z]", "[.!?]", "e[a-z]*E"):
+        found = next(((i, j) for j in range(1, 401) for i in range(j) if re.fullmatch(pattern, free[i:j])), (400, 400))
+        options = {"prompt": "a", "max_tokens": 400, "seed": 5, "stop_regex": pattern, "stream": True}
+        for include, end in ((False, found[0]), (True, found[1])):
+            with client.stream("POST", "/generate", json=options | {"include_stop_str_in_output": include}) as response:
+                parts = events(response)
+            assert "".join(part.get("text", "") for part in parts) == free[:end]
+            assert parts[-2]["finish_reason"] == ("stop" if found[0] < 400 else "length")
+
+
+def test_min_tokens_and_ignore_eos(post):
+    free = post("/generate", prompt="a", max_tokens=100, seed=5)["choices"][0]["text"]
+    options = {"prompt": "a", "max_tokens": 100, "seed": 5, "stop": free[3], "ignore_eos": True}
+    assert post("/generate", **options)["choices"][0]["text"] == free[: free.index(free[3])]
+    later = post("/generate", **options, min_tokens=50)["choices"][0]["text"]
+    end = free.find(free[3], 50)
+    assert later == (free[:end] if end >= 0 else free)
+
+
+@pytest.mark.parametrize(
+    "pattern", ["(a|b)*a(a|b){20}", "((a{0,300}){0,300}){0,300}", "(" * 500, "(x+x+)+" * 140 + "y{90000}"]
+)
+def test_a_hostile_pattern_is_refused_within_100_ms(client, pattern):
+    fastest = 1.0
+    for _ in range(5):  # other programs use the machine too
+        start = time.monotonic()
+        error = refused(client, "/generate", prompt="a", regex=pattern)
+        fastest = min(fastest, time.monotonic() - start)
+        assert error["code"] == "invalid_pattern", error
+    assert fastest < 0.1
+
+
+# -- infilling --
+
+
+def test_infilled_middles_are_those_after_which_the_suffix_is_likeliest(post):
+    prompt, suffix = "Hello", " there, you"
+    options = {"prompt": prompt, "suffix": suffix, "max_tokens": 8, "seed": 3, "best_of": 12}
+    best = post("/v1/completions", **options, n=5)["choices"]
+    assert len({choice["text"] for choice in best}) == 5
+    sampled = post("/v1/completions", prompt=prompt, max_tokens=8, seed=3, n=12)["choices"]
+    by_seed = {choice["seed"]: choice["text"] for choice in sampled}
+
+    def fit(middles):
+        prefix_scores = [
+            post("/v1/score", prefix=prompt + m, continuations=[suffix])["data"][0]["nats"] for m in middles
+        ]
+        return np.array(prefix_scores)
+
+    for choice in best:
+        assert by_seed[choice["seed"]].startswith(choice["text"])
+        assert (choice["finish_reason"] == "stop") == (len(choice["text"]) < 8)
+    given = fit([choice["text"] for choice in best])
+    assert (np.diff(given) >= -1e-3).all()  # the best first
+    assert given.max() <= fit(set(by_seed.values()) - {choice["text"] for choice in best}).min() + 1e-3
+    again = post("/v1/completions", **options, n=5)["choices"]
+    assert again == best
+    (echoed,) = post("/v1/completions", **options, echo=True)["choices"]
+    assert echoed["text"] == prompt + best[0]["text"]
+
+
+def test_an_infilled_stream_comes_at_once(client, post):
+    options = {"prompt": "ab", "suffix": "cd", "max_tokens": 5, "seed": 3, "n": 2}
+    whole = post("/generate", **options)["choices"]
+    with client.stream("POST", "/generate", json=options | {"stream": True}) as response:
+        *parts, last = events(response)
+    assert [part["text"] for part in parts] == [choice["text"] for choice in whole]
+    assert last["chargpt"]["seeds"] == [3]
+
+
+# -- characters outside the vocabulary --
+
+
+def test_unknown_characters_are_refused_replaced_or_dropped(client, post):
+    text = "na\u00efve caf\u00e9 \u6f22"
+    error = refused(client, "/generate", prompt=text)
+    assert error["code"] == "unknown_character"
+    for shown in ("'ï' (U+00EF) at offset 2", "'é' (U+00E9) at offset 9", "'漢' (U+6F22) at offset 11"):
+        assert shown in error["message"]
+    options = {"max_tokens": 5, "seed": 1, "echo": True}
+    dropped = post("/generate", prompt=text, unknown_characters="drop", **options)
+    assert dropped["choices"][0]["text"].startswith("nave caf ")
+    assert (dropped["chargpt"]["replaced_characters"], dropped["chargpt"]["dropped_characters"]) == (0, 3)
+    replaced = post("/generate", prompt=text, unknown_characters="replace", replacement_character="x", **options)
+    assert replaced["choices"][0]["text"].startswith("naxve cafx x")
+    assert (replaced["chargpt"]["replaced_characters"], replaced["chargpt"]["dropped_characters"]) == (3, 0)
+    assert post("/tokenize", prompt="\u00e9a", unknown_characters="drop")["count"] == 1
+    many = refused(client, "/generate", prompt="\u00e9" * 1000)["message"]
+    assert "and 980 more" in many and len(many) < 1000
+
+
+def test_a_setting_chooses_what_happens_to_unknown_characters(checkpoint):
+    with RunningServer(checkpoint.path, unknown_characters="replace", replacement_character="?") as server:
+        server.wait_until_ready()
+        answer = httpx.post(f"{server.url}/generate", json={"prompt": "\u00e9a", "max_tokens": 1, "echo": True}).json()
+        assert answer["choices"][0]["text"].startswith("?a")
+        assert answer["chargpt"]["replaced_characters"] == 1
+        body = {"prompt": "\u00e9", "unknown_characters": "refuse"}
+        assert httpx.post(f"{server.url}/generate", json=body).status_code == 400
+        assert server.stop() == 0
+
+
+# -- small routes --
+
+
+def test_tokenize_and_detokenize(client, post, checkpoint):
+    text = "Hello there\n"
+    answer = post("/tokenize", prompt=text)
+    assert answer["tokens"] == checkpoint.tokenizer.encode(text)
+    assert (answer["count"], answer["max_model_len"]) == (12, 100_000)
+    assert post("/detokenize", tokens=answer["tokens"]) == {"prompt": text}
+    assert refused(client, "/detokenize", tokens=[0, len(VOCABULARY)])["param"] == "tokens"
+    assert refused(client, "/detokenize", tokens=[-1])["param"] == "tokens.0"
+    assert refused(client, "/tokenize")["param"] == "prompt"
+
+
+def test_a_model_by_name(client):
+    assert client.get("/v1/models/chargpt").json()["id"] == "chargpt"
+    response = client.get("/v1/models/other")
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_logit_bias_by_character_and_by_id(post):
+    options = {"prompt": "a", "max_tokens": 5, "temperature": 0}
+    x = VOCABULARY.index("x")
+    for bias in ({"x": 100}, {str(x): 100}, [["x", 100]], [[x, 100.0]]):
+        assert post("/generate", **options, logit_bias=bias)["choices"][0]["text"] == "xxxxx"
+
+
+# -- streams --
+
+
+def test_usage_in_every_chunk_or_at_the_end(client):
+    body = {"prompt": "abc", "max_tokens": 12, "seed": 1, "stream": True}
+    for path in ("/v1/completions", "/generate"):
+        options = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+        with client.stream("POST", path, json=body | options) as response:
+            parts = events(response)
+        seen = [part["usage"]["completion_tokens"] for part in parts]
+        assert seen == sorted(seen) and seen[0] >= 1 and seen[-1] == 12
+        texts = itertools.accumulate(len(p["choices"][0]["text"] if "choices" in p else p["text"]) for p in parts[:-1])
+        assert list(texts) == seen[:-1]
+
+
+def test_a_silent_stream_is_kept_alive(client):
+    """From the first X on everything may belong to the stop: nothing can be sent until the length is reached."""
+    free = client.post("/generate", json={"prompt": "a", "max_tokens": 2000, "seed": 9}).json()["choices"][0]["text"]
+    body = {"prompt": "a", "max_tokens": 2000, "seed": 9, "stop_regex": "X(.|\n)*qqqqqqqqqqqq", "stream": True}
+    with client.stream("POST", "/generate", json=body) as response:
+        lines = list(response.iter_lines())
+    assert ": keep-alive" in lines
+    texts = [json.loads(line[6:]).get("text", "") for line in lines if line.startswith("data: {")]
+    assert "".join(texts) == free
+    assert len(texts[-2]) > 100  # all that was held
+
+
+def test_get_streams_for_event_source(client, post):
+    whole = post("/generate", prompt="a b,c", max_tokens=9, seed=3, stop=["q", "z"])["choices"][0]["text"]
+    query = {"prompt": "a b,c", "max_tokens": 9, "seed": 3, "stop": ["q", "z"], "temperature": "1.0"}
+    with client.stream("GET", "/generate", params=query) as response:
+        assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+        lines = list(response.iter_lines())
+    texts = [json.loads(line[6:]).get("text", "") for line in lines if line.startswith("data: {")]
+    assert "".join(texts) == whole
+    assert lines[-3:] == ["id: done", "data: [DONE]", ""]
+    assert client.get("/generate", params=query, headers={"Last-Event-ID": "done"}).status_code == 204
+    response = client.get("/generate", params={"prompt": "a", "max_tokens": "many"})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "max_tokens")
+
+
+# -- priority, receipts --
+
+
+def test_lower_priority_numbers_go_first(checkpoint):
+    with RunningServer(checkpoint.path, max_running_requests=1) as server:
+        server.wait_until_ready()
+        ended = []
+
+        def ask(priority, max_tokens):
+            body = {"prompt": "a", "max_tokens": max_tokens, "priority": priority}
+            assert httpx.post(f"{server.url}/generate", json=body, timeout=60).status_code == 200
+            ended.append(priority)
+
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            jobs = [pool.submit(ask, 0, 1500)]
+            server.wait_until_metric("chargpt_num_requests_running", 1)
+            for waiting, priority in enumerate((5, 7, -3, 1), 1):
+                jobs.append(pool.submit(ask, priority, 30))
+                server.wait_until_metric("chargpt_num_requests_waiting", waiting)
+            concurrent.futures.wait(jobs)
+        assert ended == [0, -3, 1, 5, 7]
+        assert server.stop() == 0
+
+
+def test_a_request_may_shorten_its_own_time(client):
+    response = client.post("/generate", json={"prompt": "a", "max_tokens": 2000, "timeout_seconds": 0.05})
+    assert (response.status_code, response.json()["error"]["code"]) == (504, "timeout")
+
+
+def test_headers_tell_what_the_receipt_tells(client, checkpoint):
+    response = client.post("/generate", json={"prompt": ["ab", "c"], "max_tokens": 20})
+    receipt, headers = response.json()["chargpt"], response.headers
+    assert headers["x-checkpoint"] == receipt["checkpoint_sha256"] == checkpoint.digest
+    assert headers["x-seed"] == ",".join(map(str, receipt["seeds"]))
+    timing = receipt["timing"]
+    assert float(headers["x-queue-time"]) == pytest.approx(1000 * timing["queue_seconds"], abs=2e-3)
+    assert float(headers["x-prefill-time"]) == pytest.approx(1000 * timing["prefill_seconds"], abs=2e-3)
+    inference = timing["prefill_seconds"] + timing["decode_seconds"]
+    assert float(headers["x-inference-time"]) == pytest.approx(1000 * inference, abs=4e-3)
+    assert float(headers["x-total-time"]) >= float(headers["x-inference-time"])
+    assert float(headers["x-time-per-token"]) == pytest.approx(1000 * timing["seconds_per_character"], abs=1e-3)
+    with client.stream("POST", "/v1/completions", json={"prompt": "a", "max_tokens": 3, "stream": True}) as response:
+        assert {"x-checkpoint", "x-seed", "x-queue-time", "x-prefill-time"} <= set(response.headers)
+        assert "x-total-time" not in response.headers
+        *_, last = events(response)
+    assert last["choices"][0]["finish_reason"] == "length"
+    assert last["chargpt"]["checkpoint_sha256"] == checkpoint.digest
+
+
+def any_request(r):
+    """A request with some of everything; no seed, so that one is drawn."""
+    body = {
+        "prompt": ["".join(r.choices(VOCABULARY, k=r.randrange(30))) for _ in range(r.choice([1, 1, 1, 3]))],
+        "max_tokens": r.randrange(1, 25),
+        "temperature": r.choice([0.0, 0.7, 1.0, 2.0]),
+        "top_k": r.choice([0, 5, 30]),
+        "top_p": r.choice([1.0, 0.8]),
+        "min_p": r.choice([0.0, 0.05]),
+        "typical_p": r.choice([1.0, 0.9]),
+        "repetition_penalty": r.choice([1.0, 1.2]),
+        "presence_penalty": r.choice([0.0, 0.5]),
+        "n": r.choice([1, 1, 2]),
+        "stream": False,
+    }
+    match r.randrange(7):
+        case 0:
+            body |= {"regex": "[A-Z]?[a-z]+", "min_tokens": 1}
+        case 1:
+            body |= {"choice": ["yes", "no"], "max_tokens": 3}
+        case 2:
+            body |= {"stop_regex": "[A-Z]{2}", "stop": ["e"]}
+        case 3:
+            body |= {"suffix": "abc", "best_of": 4}
+        case 4:
+            body |= {"best_of": 4}
+        case 5:
+            body["stream"] = True
+    return body
+
+
+def answer_of(client, path, body):
+    """The (text, finish reason, seed) of each choice, and the receipt's seeds."""
+    with client.stream("POST", path, json=body) as response:
+        assert response.status_code == 200, response.read()
+        if not body["stream"]:
+            answer = json.loads(response.read())
+            choices = [(c["text"], c["finish_reason"], c["seed"]) for c in answer["choices"]]
+            return choices, answer["chargpt"]["seeds"]
+        parts = events(response)
+    texts = {}
+    for part in parts:
+        for choice in part["choices"] if "choices" in part else [part] if "index" in part else []:
+            text, _, _ = texts.get(choice["index"], ("", None, None))
+            texts[choice["index"]] = text + choice["text"], choice["finish_reason"], choice["seed"]
+    return [texts[i] for i in sorted(texts)], parts[-1]["chargpt"]["seeds"]
+
+
+def test_a_thousand_receipts_replay_to_the_same_bytes(client):
+    r = random.Random(11)
+    requests = [(r.choice(["/generate", "/v1/completions"]), any_request(r)) for _ in range(1000)]
+    with concurrent.futures.ThreadPoolExecutor(24) as pool:
+        first = list(pool.map(lambda request: answer_of(client, *request), requests))
+        order = r.sample(range(1000), 1000)  # again, in other company
+
+        def replay(i):
+            path, body = requests[i]
+            return answer_of(client, path, body | {"seed": first[i][1]})
+
+        again = dict(zip(order, pool.map(replay, order), strict=True))
+    different = [i for i in range(1000) if again[i] != first[i]]
+    assert not different, [(requests[i], first[i], again[i]) for i in different[:3]]
+    assert len({seed for _, seeds in first for seed in seeds}) == sum(len(seeds) for _, seeds in first)
+
+
+def test_the_sdk_sees_the_receipt_and_takes_a_list_of_seeds(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as sdk:
+        options = {"model": "chargpt", "prompt": ["ab", "ab"], "max_tokens": 12}
+        first = sdk.completions.create(**options)
+        seeds = first.model_extra["chargpt"]["seeds"]
+        again = sdk.completions.create(**options, extra_body={"seed": seeds})
+        assert [c.text for c in again.choices] == [c.text for c in first.choices]
+        assert first.choices[0].text != first.choices[1].text
