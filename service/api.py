@@ -146,21 +146,25 @@ class Api(LitSpec):
         self._created = int(time.time())
         self._compile = functools.lru_cache(maxsize=256)(self._compile_anew)
         self.add_endpoint("/generate", self.generate, ["GET", "POST"])
-        for path, endpoint, method in (
-            ("/v1/completions", self.completions, "POST"),
-            ("/v1/score", self.score, "POST"),
-            ("/v1/next", self.next, "POST"),
-            ("/tokenize", self.tokenize, "POST"),
-            ("/detokenize", self.detokenize, "POST"),
-            ("/v1/models", self.models, "GET"),
-            ("/v1/models/{model}", self.model, "GET"),
-            ("/info", self.info, "GET"),
-            ("/livez", self.livez, "GET"),
-            ("/readyz", self.readyz, "GET"),
-            ("/health", self.readyz, "GET"),
-            ("/metrics", self.prometheus, "GET"),
+        for path, endpoint in (
+            ("/v1/completions", self.completions),
+            ("/v1/score", self.score),
+            ("/v1/next", self.next),
+            ("/tokenize", self.tokenize),
+            ("/detokenize", self.detokenize),
         ):
-            self.add_endpoint(path, endpoint, [method])
+            self.add_endpoint(path, endpoint, ["POST"])
+        for path, endpoint in (
+            ("/tokenizer_info", self.tokenizer_info),
+            ("/v1/models", self.models),
+            ("/v1/models/{model}", self.model),
+            ("/info", self.info),
+            ("/livez", self.livez),
+            ("/readyz", self.readyz),
+            ("/health", self.readyz),
+            ("/metrics", self.prometheus),
+        ):
+            self.add_endpoint(path, endpoint, ["GET", "HEAD"])
 
     @property
     def stream(self) -> bool:  # LitServe would compress the answers of an API that does not stream
@@ -566,6 +570,19 @@ class Api(LitSpec):
         self._check_model(body)
         self._check_ids(body.tokens, "tokens")
         return json_response({"prompt": self.tokenizer.decode(body.tokens)})
+
+    async def tokenizer_info(self) -> Response:
+        """What lm-evaluation-harness wants to know of a tokenizer that it reaches over HTTP, as vLLM tells it."""
+        beginning = "\n" if "\n" in self.tokenizer else None
+        return json_response(
+            {
+                "tokenizer_class": "CharTokenizer",
+                "vocab_size": self.tokenizer.vocab_size,
+                "bos_token": beginning,
+                "eos_token": None,
+                "pad_token": None,
+            }
+        )
 
     async def models(self) -> Response:
         """The served model, as OpenAI lists models."""

@@ -169,7 +169,7 @@ class GenerationRequest(ModelRequest):
         1.0, gt=0, le=1, description="sample from the most typical characters with this probability (Meister 2022)"
     )
     repetition_penalty: float = Field(
-        1.0, gt=0, le=100, description="above 1: makes what the prompt or the answer holds less likely (Keskar 2019)"
+        1.0, ge=0.01, le=100, description="above 1: makes what the prompt or the answer holds less likely (Keskar 2019)"
     )
     presence_penalty: float = Field(
         0.0, ge=-2, le=2, description="subtracted from the logit of each character that the answer holds"

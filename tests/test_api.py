@@ -402,6 +402,9 @@ def test_tokenize_and_detokenize(client, post, checkpoint):
     assert refused(client, "/detokenize", tokens=[0, len(VOCABULARY)])["param"] == "tokens"
     assert refused(client, "/detokenize", tokens=[-1])["param"] == "tokens.0"
     assert refused(client, "/tokenize")["param"] == "prompt"
+    info = client.get("/tokenizer_info").json()
+    assert (info["vocab_size"], info["bos_token"], info["eos_token"]) == (len(VOCABULARY), "\n", None)
+    assert client.head("/metrics").status_code == 200
 
 
 def test_a_model_by_name(client):

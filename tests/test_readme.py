@@ -1,12 +1,16 @@
 """What the README says of settings, metrics and files, held against the code."""
 
+import json
 import re
 from pathlib import Path
 
+import pytest
+from helpers import RunningServer
 from prometheus_client import CollectorRegistry
+from readme_examples import examples, run
 
 from service.metrics import Metrics
-from service.settings import Settings
+from service.settings import BUNDLED, Settings
 from training.__main__ import build_parser
 
 ROOT = Path(__file__).parents[1]
@@ -68,3 +72,30 @@ def test_every_make_target_and_flag_exists():
     makefile = (ROOT / "Makefile").read_text()
     for target in set(re.findall(r"\bmake ([a-z-]+)", README)):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+@pytest.fixture(scope="module")
+def server():
+    with RunningServer(BUNDLED) as server:
+        server.wait_until_ready()
+        yield server
+
+
+def joined(output):
+    """The text that the events of a stream make up, which may come in any pieces; and the other lines."""
+    text, rest = "", []
+    for line in output.split("\n"):
+        if line.startswith('data: {"index"'):
+            text += json.loads(line.removeprefix("data: "))["text"]
+        elif line:
+            rest.append(line)
+    return text, rest
+
+
+@pytest.mark.parametrize("command,output", examples(), ids=[command[:90] for command, _ in examples()])
+def test_an_example_gives_what_the_readme_says(server, command, output):
+    assert joined(run(command, server.url)) == joined(output)
+
+
+def test_all_examples_are_tried():
+    assert len(examples()) == README.count("$ curl") - README.count("$ curl -s https") >= 15
