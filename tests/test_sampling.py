@@ -327,14 +327,31 @@ def test_a_choice_called_certain_survives_the_tolerance(seed, V, tolerance):
     assert V == 1 or certain.sum() < B
     noise = [
         *vertices(V, tolerance),
-        *((torch.rand(B, V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) - 0.5) * tolerance,),
+        *(torch.from_numpy((rng.random((10, B, V)) - 0.5) * tolerance)),
     ]
-    # A common error of all logits is allowed too, but with a repetition penalty no logit's may exceed the tolerance.
+    # An error that all logits share is allowed too; with a repetition penalty, as long as none exceeds the tolerance.
     for i, e in enumerate(noise):
         shift = tolerance * (0.0, 0.5, -0.5)[i % 3]
         moved = sample(logits + e + shift, rows, u, 0.0, histories, allowed).ids
         wrong = (moved != ids) & certain
         assert not wrong.any(), [params[b] for b in wrong.nonzero()[:, 0]]
+
+
+@pytest.mark.parametrize("tolerance", [1e-3, 0.05, 1.0])
+def test_a_typical_set_is_uncertain_where_the_entropy_could_turn_it_over(tolerance):
+    """One id against 1999 that have as much probability together: all keys are equal, and move with the entropy."""
+    V, B = 2000, 201
+    logits = torch.zeros(B, V, dtype=torch.float64)
+    logits[:, 1:] -= np.log(V - 1) + torch.linspace(-10, 10, B, dtype=torch.float64)[:, None] * tolerance
+    rows, u = SamplingRows([SamplingParams(typical_p=0.1)] * B), torch.full((B,), 0.5, dtype=torch.float64)
+    ids, certain = sample(logits, rows, u, tolerance)
+    assert (ids[certain] == 0).any() and (~certain).any()
+    for sign in (-1.0, 1.0):
+        noise = torch.full((V,), -0.5 * sign * tolerance, dtype=torch.float64)
+        noise[0] *= -1.0
+        moved = sample(logits + noise, rows, u).ids
+        assert (moved != ids).any()
+        assert torch.equal((moved == 0)[certain], (ids == 0)[certain])
 
 
 def test_few_choices_are_uncertain_at_a_usual_tolerance():
