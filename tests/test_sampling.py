@@ -274,6 +274,23 @@ def test_an_extreme_repetition_penalty_leaves_a_choice(repetition_penalty):
     assert choice.ids.tolist() == [expected]
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_row_that_is_not_finite_is_not_certain_and_leaves_the_others_alone(value):
+    """The engine samples all rows at once and gives up those of a broken model afterwards."""
+    V = 6
+    params = [*PARAMS, SamplingParams(0.0), SamplingParams(0.5, top_k=2, top_p=0.5, min_p=0.5, typical_p=0.5)]
+    B = 2 * len(params)
+    logits, u = torch.randn(B, V, generator=torch.Generator().manual_seed(0)), torch.full((B,), 0.4)
+    rows, histories = SamplingRows(params * 2), [history_of(V, [1, 2], [3])] * B
+    fine = sample(logits, rows, u, 1e-4, histories)
+    logits[: B // 2] = value
+    choice = sample(logits, rows, u, 1e-4, histories)
+    assert not choice.certain[: B // 2].any()
+    assert ((choice.ids >= 0) & (choice.ids < V)).all()
+    assert torch.equal(choice.ids[B // 2 :], fine.ids[B // 2 :])
+    assert torch.equal(choice.certain[B // 2 :], fine.certain[B // 2 :])
+
+
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2000), st.integers(0, 50))
 @settings(max_examples=50, deadline=None)
 def test_a_draw_depends_on_seed_and_number_alone(seed, start, count):
