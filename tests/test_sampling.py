@@ -274,6 +274,23 @@ def test_an_extreme_repetition_penalty_leaves_a_choice(repetition_penalty):
     assert choice.ids.tolist() == [expected]
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_row_that_is_not_finite_is_not_certain_and_leaves_the_others_alone(value):
+    """The engine samples all rows at once and gives up those of a broken model afterwards."""
+    V = 6
+    params = [*PARAMS, SamplingParams(0.0), SamplingParams(0.5, top_k=2, top_p=0.5, min_p=0.5, typical_p=0.5)]
+    B = 2 * len(params)
+    logits, u = torch.randn(B, V, generator=torch.Generator().manual_seed(0)), torch.full((B,), 0.4)
+    rows, histories = SamplingRows(params * 2), [history_of(V, [1, 2], [3])] * B
+    fine = sample(logits, rows, u, 1e-4, histories)
+    logits[: B // 2] = value
+    choice = sample(logits, rows, u, 1e-4, histories)
+    assert not choice.certain[: B // 2].any()
+    assert ((choice.ids >= 0) & (choice.ids < V)).all()
+    assert torch.equal(choice.ids[B // 2 :], fine.ids[B // 2 :])
+    assert torch.equal(choice.certain[B // 2 :], fine.certain[B // 2 :])
+
+
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2000), st.integers(0, 50))
 @settings(max_examples=50, deadline=None)
 def test_a_draw_depends_on_seed_and_number_alone(seed, start, count):
@@ -327,14 +344,31 @@ def test_a_choice_called_certain_survives_the_tolerance(seed, V, tolerance):
     assert V == 1 or certain.sum() < B
     noise = [
         *vertices(V, tolerance),
-        *((torch.rand(B, V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) - 0.5) * tolerance,),
+        *(torch.from_numpy((rng.random((10, B, V)) - 0.5) * tolerance)),
     ]
-    # A common error of all logits is allowed too, but with a repetition penalty no logit's may exceed the tolerance.
+    # An error that all logits share is allowed too; with a repetition penalty, as long as none exceeds the tolerance.
     for i, e in enumerate(noise):
         shift = tolerance * (0.0, 0.5, -0.5)[i % 3]
         moved = sample(logits + e + shift, rows, u, 0.0, histories, allowed).ids
         wrong = (moved != ids) & certain
         assert not wrong.any(), [params[b] for b in wrong.nonzero()[:, 0]]
+
+
+@pytest.mark.parametrize("tolerance", [1e-3, 0.05, 1.0])
+def test_a_typical_set_is_uncertain_where_the_entropy_could_turn_it_over(tolerance):
+    """One id against 1999 that have as much probability together: all keys are equal, and move with the entropy."""
+    V, B = 2000, 201
+    logits = torch.zeros(B, V, dtype=torch.float64)
+    logits[:, 1:] -= np.log(V - 1) + torch.linspace(-10, 10, B, dtype=torch.float64)[:, None] * tolerance
+    rows, u = SamplingRows([SamplingParams(typical_p=0.1)] * B), torch.full((B,), 0.5, dtype=torch.float64)
+    ids, certain = sample(logits, rows, u, tolerance)
+    assert (ids[certain] == 0).any() and (~certain).any()
+    for sign in (-1.0, 1.0):
+        noise = torch.full((V,), -0.5 * sign * tolerance, dtype=torch.float64)
+        noise[0] *= -1.0
+        moved = sample(logits + noise, rows, u).ids
+        assert (moved != ids).any()
+        assert torch.equal((moved == 0)[certain], (ids == 0)[certain])
 
 
 def test_few_choices_are_uncertain_at_a_usual_tolerance():

@@ -205,7 +205,8 @@ def sample(
     Probabilities are renormalised after each. Of ids that tie, the lower goes first. All is computed in fp64.
 
     logits (B, V); u (B,) fp64 uniform draws; histories: one per row, needed where the parameters'
-    `needs_history` holds; allowed (B, V) bool, in each row an id at least. `tolerance`, in nats, bounds how
+    `needs_history` holds; allowed (B, V) bool, in each row one id at least. A row whose logits are not finite
+    gets some id, which is not certain, and leaves the others alone. `tolerance`, in nats, bounds how
     far the errors of two logits of a row lie apart, which bounds the error of the log-odds between any two
     sets of ids; where a row has a repetition penalty, which an error common to all its logits does not leave
     alone, it must bound each logit's own error as well.
@@ -258,9 +259,9 @@ def _reach(p: Tensor, odds: Tensor) -> Tensor:
     """How far an error e of its log-odds can move a probability, at most; odds is exp(e) − 1.
 
     p becomes p·q / (1 − p + p·q) with q within exp(±e), which is no further than (exp(e) − 1)·p·(1 − p).
-    1 − p is what rounding leaves of it, so what sums over V ids can lose is added to it.
+    1 − p is what rounding leaves of it, so more than sums over some thousand ids can lose is added to it.
     """
-    return odds * p * (1.0 + p.size(-1) * 2.0**-52 - p)
+    return odds * p * (1.0 + 1e-12 - p)
 
 
 def _penalise(z: Tensor, rows: SamplingRows, histories: Sequence[History | None]) -> Tensor:
@@ -308,7 +309,7 @@ def _keep_likeliest(
     if rows.any_min_p:
         # … a ratio to the likeliest, whose own is 1 whoever that is, lies too near min_p, …
         near[:, 1:] |= ((sorted_z - rows.log_min_p).abs() < error)[:, 1:] & kept_by_rank[:, 1:]
-        kept_by_rank = kept_by_rank & (sorted_z >= rows.log_min_p)
+        kept_by_rank = kept_by_rank & ~(sorted_z < rows.log_min_p)  # NaN stays: each row keeps an id
     # … or the last kept logit and the first dropped one lie too near; -inf − -inf, of ids not allowed, does not.
     count = kept_by_rank.sum(dim=1, keepdim=True)  # (B, 1)
     gap = sorted_z.gather(1, count - 1) - sorted_z.gather(1, count.clamp(max=V - 1))
