@@ -154,7 +154,7 @@ class Api(LitSpec):
             ("/detokenize", self.detokenize),
         ):
             self.add_endpoint(path, endpoint, ["POST"])
-        for path, endpoint in (
+        for path, question in (
             ("/tokenizer_info", self.tokenizer_info),
             ("/v1/models", self.models),
             ("/v1/models/{model}", self.model),
@@ -164,7 +164,7 @@ class Api(LitSpec):
             ("/health", self.readyz),
             ("/metrics", self.prometheus),
         ):
-            self.add_endpoint(path, endpoint, ["GET", "HEAD"])
+            self.add_endpoint(path, question, ["GET", "HEAD"])
 
     @property
     def stream(self) -> bool:  # LitServe would compress the answers of an API that does not stream

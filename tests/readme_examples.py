@@ -1,6 +1,6 @@
 """The README's curl examples: what their output looks like once all that varies is left out.
 
-    python tests/readme_examples.py http://localhost:8000    writes the outputs into the README anew
+python tests/readme_examples.py http://localhost:8000    writes the outputs into the README anew
 """
 
 import re
@@ -9,18 +9,20 @@ import sys
 from pathlib import Path
 
 README = Path(__file__).parents[1] / "README.md"
-EXAMPLE = re.compile(r"```console\n\$ (curl -s[^\n]* localhost:8000[^\n]*|curl -sN? \"localhost:8000[^\n]*)\n(.*?)```", re.DOTALL)
+EXAMPLE = re.compile(
+    r"```console\n\$ (curl -s[^\n]* localhost:8000[^\n]*|curl -sN? \"localhost:8000[^\n]*)\n(.*?)```", re.DOTALL
+)
 
 
 def elided(output: str) -> str:
-    """An output with … for ids, times, hashes and digits after the third decimal."""
+    """An output with … for ids, times, hashes and digits after the second decimal."""
     output = output.replace("\r", "")
     output = re.sub(r'"id":"(cmpl-)?[0-9a-f]{32}"', r'"id":"\1…"', output)
     output = re.sub(r'"created":\d+', '"created":…', output)
     output = re.sub(r'("checkpoint_sha256":"|x-checkpoint: )[0-9a-f]{64}', r"\1…", output)
     output = re.sub(r'("[a-z]+_seconds":|"seconds_per_character":)[0-9.e-]+', r"\1…", output)
     output = re.sub(r"(?m)^((?:x-[a-z-]+-time|x-time-per-token|date|content-length): ).*", r"\1…", output)
-    return re.sub(r"(\d\.\d{3})\d+(?:e-\d+)?", r"\1…", output)
+    return re.sub(r"(\d\.\d\d)\d+(?:e-\d+)?", r"\1…", output)
 
 
 def run(command: str, url: str) -> str:
