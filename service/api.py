@@ -19,11 +19,11 @@ from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import msgspec
-from fastapi import Request
 from litserve import LitServer
 from litserve.specs.base import LitSpec
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
@@ -164,7 +164,7 @@ class Api(LitSpec):
             ("/health", self.readyz),
             ("/metrics", self.prometheus),
         ):
-            self.add_endpoint(path, question, ["GET", "HEAD"])
+            self.add_endpoint(path, question, ["GET"])
 
     @property
     def stream(self) -> bool:  # LitServe would compress the answers of an API that does not stream
@@ -181,12 +181,8 @@ class Api(LitSpec):
         """The life of an HTTP process."""
         self.metrics = Metrics(self.settings.model_name, CollectorRegistry())
         self.client = EngineClient(transport, self.response_queue_id)
-        task = asyncio.create_task(self.client.run())
-        try:
+        async with self.client.connected():
             yield
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
 
     # -- generation --
 
@@ -268,7 +264,8 @@ class Api(LitSpec):
                 receptive_field=self.checkpoint.receptive_field,
             )
         else:
-            job = self._run(submits, arrived_at, echo=echo)
+            interval = self._stream_interval(body) if body.stream else None
+            job = self._run(submits, arrived_at, echo=echo, interval=interval)
         answer = form(
             request.scope["chargpt.request_id"],
             self.settings.model_name,
@@ -287,13 +284,14 @@ class Api(LitSpec):
             end=b"id: %b\n" % EVENT_SOURCE_END.encode() + Answer.DONE if for_event_source else Answer.DONE,
         )
 
-    def _run(
-        self, submits: list[Submit], arrived_at: float, *, echo: list[str] | None = None, window: int | None = None
-    ) -> Run:
+    def _stream_interval(self, body: GenerationRequest) -> float:
+        return self.settings.stream_interval_seconds if body.stream_interval is None else body.stream_interval
+
+    def _run(self, submits: list[Submit], arrived_at: float, **options: Any) -> Run:
         if self.state.is_draining:
             raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after_seconds=1)
         assert self.client is not None and self.metrics is not None
-        return Run(self.client, self.metrics, self.tokenizer, submits, arrived_at, echo=echo, window=window)
+        return Run(self.client, self.metrics, self.tokenizer, submits, arrived_at, **options)
 
     def _check_model(self, body: ModelRequest) -> None:
         if body.model is not None:
@@ -571,7 +569,7 @@ class Api(LitSpec):
         self._check_ids(body.tokens, "tokens")
         return json_response({"prompt": self.tokenizer.decode(body.tokens)})
 
-    async def tokenizer_info(self) -> Response:
+    async def tokenizer_info(self, request: Request) -> Response:
         """What lm-evaluation-harness wants to know of a tokenizer that it reaches over HTTP, as vLLM tells it."""
         beginning = "\n" if "\n" in self.tokenizer else None
         return json_response(
@@ -584,13 +582,13 @@ class Api(LitSpec):
             }
         )
 
-    async def models(self) -> Response:
+    async def models(self, request: Request) -> Response:
         """The served model, as OpenAI lists models."""
         return JSONResponse({"object": "list", "data": [self._model_card]})
 
-    async def model(self, model: str) -> Response:
+    async def model(self, request: Request) -> Response:
         """The served model."""
-        self._check_name(model)
+        self._check_name(request.path_params["model"])
         return JSONResponse(self._model_card)
 
     @property
@@ -603,7 +601,7 @@ class Api(LitSpec):
             "max_model_len": self.settings.max_prompt_characters,
         }
 
-    async def info(self) -> Response:
+    async def info(self, request: Request) -> Response:
         """What is served: the checkpoint, its losses, the limits, versions and devices."""
         settings, checkpoint = self.settings, self.checkpoint
         return JSONResponse(
@@ -637,11 +635,11 @@ class Api(LitSpec):
 
     # -- probes --
 
-    async def livez(self) -> Response:
+    async def livez(self, request: Request) -> Response:
         """200 while this process answers."""
         return JSONResponse({"status": "alive"})
 
-    async def readyz(self) -> Response:
+    async def readyz(self, request: Request) -> Response:
         """200 while requests are accepted, 503 while starting, without a worker, or shutting down."""
         if self.state.is_draining:
             status = "draining"
@@ -651,7 +649,7 @@ class Api(LitSpec):
             return JSONResponse({"status": "ready"})
         return JSONResponse({"status": status}, status_code=503)
 
-    async def prometheus(self) -> Response:
+    async def prometheus(self, request: Request) -> Response:
         """The metrics of all processes in Prometheus' text format."""
         text = await asyncio.to_thread(exposition)
         return Response(text, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})

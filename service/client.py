@@ -8,8 +8,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections import Counter, deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from service.transport import Abort, Delta, Refused, SocketTransport, Step, Submit, WorkerLost
 
@@ -18,31 +22,78 @@ logger = logging.getLogger(__name__)
 LATE_SECONDS = 5.0  # after its deadline a sequence of which the worker says nothing is given up here
 
 
+class Arrival(NamedTuple):
+    """What came of one sequence, and when, by time.monotonic()."""
+
+    number: int
+    delta: Delta | Refused
+    at: float
+
+
 @dataclass(eq=False)
 class Generation:
-    """The sequences of one request, numbered from 0; deltas gather here until they are taken."""
+    """The sequences of one request, numbered from 0; deltas gather here until they are taken.
 
-    _arrived: list[tuple[int, Delta | Refused]] = field(default_factory=list)
-    _event: asyncio.Event = field(default_factory=asyncio.Event)
+    They are given at once where a sequence begins or fails, and at the very end; in between so that `interval`
+    seconds lie between two takes, or not at all where it is None.
+    """
+
+    interval: float | None = None
+    _arrived: list[Arrival] = field(default_factory=list)
     _open: dict[int, int] = field(default_factory=dict)  # sequence id -> number, of those that run
     _later: deque[tuple[int, Submit]] = field(default_factory=deque)  # (number, request) of those that wait here
-    _deadline: float = 0.0  # on the event loop's clock
+    _deadline: float = 0.0  # by time.monotonic()
+    _is_urgent: bool = False
+    _taken_at: float = 0.0
+    _waiter: asyncio.Future[None] | None = None
+    _timer: asyncio.TimerHandle | None = None
 
     @property
     def is_finished(self) -> bool:
         """Every sequence has ended and everything was taken."""
         return not self._open and not self._later and not self._arrived
 
-    async def take(self) -> list[tuple[int, Delta | Refused]]:
-        """All (sequence number, delta) that have arrived since the last call; waits for the first."""
-        await self._event.wait()
-        self._event.clear()
+    async def take(self) -> list[Arrival]:
+        """All that has arrived since the last call, once it is time."""
+        if not self._is_urgent:
+            self._waiter = asyncio.get_running_loop().create_future()
+            if self._arrived:
+                self._set_timer()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+                if self._timer is not None:
+                    self._timer.cancel()
+                    self._timer = None
+        self._is_urgent = False
+        self._taken_at = time.monotonic()
         arrived, self._arrived = self._arrived, []
         return arrived
 
-    def put(self, number: int, delta: Delta | Refused) -> None:
-        self._arrived.append((number, delta))
-        self._event.set()
+    def put(self, number: int, delta: Delta | Refused, at: float) -> None:
+        self._arrived.append(Arrival(number, delta, at))
+        if self._is_due(delta):
+            self._is_urgent = True
+            self._wake()
+        elif self._waiter is not None and self._timer is None:
+            self._set_timer()
+
+    def _is_due(self, delta: Delta | Refused) -> bool:
+        if not self._open and not self._later:
+            return True
+        if isinstance(delta, Refused) or delta.finish_reason not in (None, "stop", "length"):
+            return True
+        return self.interval is not None and delta.queue_seconds is not None
+
+    def _set_timer(self) -> None:
+        if self.interval is not None:
+            rest = self._taken_at + self.interval - time.monotonic()
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, rest), self._wake)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 class EngineClient:
@@ -61,30 +112,34 @@ class EngineClient:
     def is_ready(self) -> bool:
         return bool(self._transport.connected_workers)
 
-    def submit(self, requests: list[Submit], window: int | None = None) -> Generation | None:
+    def submit(
+        self, requests: list[Submit], *, interval: float | None = None, window: int | None = None
+    ) -> Generation | None:
         """Run sequences, at most `window` of them at once; their ids are set here.
 
         None where no worker is there to take them.
         """
         if not self.is_ready:
             return None
-        loop = asyncio.get_running_loop()
         timeout = max(request.timeout_seconds for request in requests)
-        generation = Generation(_later=deque(enumerate(requests)), _deadline=loop.time() + timeout)
-        self._late[generation] = loop.call_later(timeout + LATE_SECONDS, self.abort, generation, "timeout")
+        generation = Generation(interval, _later=deque(enumerate(requests)), _deadline=time.monotonic() + timeout)
+        self._late[generation] = asyncio.get_running_loop().call_later(
+            timeout + LATE_SECONDS, self.abort, generation, "timeout"
+        )
         for _ in requests[:window]:
             self._start_next(generation)
         return generation
 
     def _start_next(self, generation: Generation) -> None:
         number, request = generation._later.popleft()
+        now = time.monotonic()
         workers = self._transport.connected_workers
         if not workers:
-            generation.put(number, Delta(request.id, [], "error"))
+            generation.put(number, Delta(request.id, [], "error"), now)
             return
         worker = min(workers, key=lambda w: self._load[w] + self._load_elsewhere[w])
         request.id = self._consumer_id << 48 | next(self._numbers)
-        request.timeout_seconds = max(0.0, generation._deadline - asyncio.get_running_loop().time())
+        request.timeout_seconds = max(0.0, generation._deadline - now)
         self._running[request.id] = (generation, worker)
         self._load[worker] += 1
         generation._open[request.id] = number
@@ -92,46 +147,53 @@ class EngineClient:
 
     def abort(self, generation: Generation, reason: str = "abort") -> None:
         """End what still runs of a generation, and what has not begun."""
+        now = time.monotonic()
         while generation._later:
             number, request = generation._later.pop()
-            generation.put(number, Delta(request.id, [], reason))
+            generation.put(number, Delta(request.id, [], reason), now)
         for id in list(generation._open):
             worker = self._running[id][1]
             self._transport.send_to_worker(Abort(id), worker)
-            self._put(id, Delta(id, [], reason))
+            self._put(Delta(id, [], reason), now)
 
-    async def run(self) -> None:
-        """Hand out what the workers send, for ever."""
-        self._transport.connect(self._consumer_id)
+    @asynccontextmanager
+    async def connected(self) -> AsyncIterator[None]:
+        """Talk to the workers, for as long as the HTTP process lives."""
+        self._transport.connect(self._consumer_id, self._received)
         try:
-            while True:
-                worker, frame = await self._transport.areceive(consumer_id=self._consumer_id)
-                match frame:
-                    case Step(deltas, load):
-                        for delta in deltas:
-                            self._put(delta.id, delta)
-                        self._load_elsewhere[worker] = max(0, load - self._load[worker])
-                    case Refused(id):
-                        self._put(id, frame)
-                    case WorkerLost():
-                        lost = [id for id, (_, where) in self._running.items() if where == worker]
-                        for id in lost:
-                            self._put(id, Delta(id, [], "error"))
-                        if lost:
-                            logger.error("worker %d was lost with %d sequences", worker, len(lost))
+            yield
         finally:
             await self._transport.disconnect()
 
-    def _put(self, id: int, delta: Delta | Refused) -> None:
-        if id not in self._running:  # aborted here; its last frames were under way
+    def _received(self, worker: int, frame: Step | Refused | WorkerLost) -> None:
+        now = time.monotonic()
+        match frame:
+            case Step(deltas, load):
+                for delta in deltas:
+                    self._put(delta, now)
+                self._load_elsewhere[worker] = max(0, load - self._load[worker])
+            case Refused():
+                self._put(frame, now)
+            case WorkerLost():
+                lost = [id for id, (_, where) in self._running.items() if where == worker]
+                for id in lost:
+                    self._put(Delta(id, [], "error"), now)
+                if lost:
+                    logger.error("worker %d was lost with %d sequences", worker, len(lost))
+
+    def _put(self, delta: Delta | Refused, now: float) -> None:
+        running = self._running.get(delta.id)
+        if running is None:  # aborted here; its last frames were under way
             return
-        generation, worker = self._running[id]
-        generation.put(generation._open[id], delta)
-        if not isinstance(delta, Refused) and delta.finish_reason is None:
+        generation, worker = running
+        if isinstance(delta, Delta) and delta.finish_reason is None:
+            generation.put(generation._open[delta.id], delta, now)
             return
-        del self._running[id], generation._open[id]
+        number = generation._open.pop(delta.id)
+        del self._running[delta.id]
         self._load[worker] -= 1
         if generation._later:
             self._start_next(generation)
         elif not generation._open:
             self._late.pop(generation).cancel()
+        generation.put(number, delta, now)

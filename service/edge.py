@@ -17,7 +17,7 @@ from hashlib import sha256
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.routing import Match
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.metrics import Metrics
@@ -53,6 +53,7 @@ class Edge:
         self.settings = settings
         self.metrics = metrics
         self._inner: ASGIApp = self._guard
+        self._paths: set[str] = set()  # of the routes without a parameter
         if settings.cors_origins:
             self._inner = CORSMiddleware(
                 self._guard,
@@ -70,9 +71,7 @@ class Edge:
         request_id = given if 0 < len(given) <= 128 and self.SAFE.issuperset(given) else uuid.uuid4().hex
         scope["chargpt.request_id"] = request_id
         self._place_below_root(scope)
-        matching = (route for route in scope["app"].routes if route.matches(scope)[0] is not Match.NONE)
-        handler = getattr(next(matching, None), "path", None) or "other"
-        scope["chargpt.handler"] = handler
+        handler = scope["chargpt.handler"] = self._handler(scope)
         status: int | None = None
 
         async def identified_send(message: Message) -> None:
@@ -90,6 +89,16 @@ class Edge:
             metrics = self.metrics()
             if metrics is not None and status is not None:
                 metrics.http_request(handler, scope["method"], status)
+
+    def _handler(self, scope: Scope) -> str:
+        """The path of the route that the request is for, as metrics name it."""
+        path, routes = scope["path"], scope["app"].routes
+        if not self._paths:
+            self._paths = {route.path for route in routes if isinstance(route, Route) and "{" not in route.path}
+        if path in self._paths:
+            return str(path)
+        matching = (route for route in routes if route.matches(scope)[0] is not Match.NONE)
+        return getattr(next(matching, None), "path", None) or "other"
 
     def _place_below_root(self, scope: Scope) -> None:
         """Give the path as the client sent it, whether or not the proxy took the prefix away, as ASGI wants it.

@@ -7,7 +7,10 @@ named by PROMETHEUS_MULTIPROC_DIR, which must be set before this module is impor
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from bisect import bisect_left
+
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
 # 0.1 ms to 87 s, a factor of about 1.5 to 2 a bucket: fit for a small model.
@@ -19,6 +22,15 @@ COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 
 LABELS = ["model_name"]
+
+
+class Histogram(prometheus_client.Histogram):
+    """Takes equal values together: at some 2 µs a value, one for each character would be dear."""
+
+    def observe_many(self, amount: float, count: int) -> None:
+        """As `count` times observe(amount)."""
+        self._sum.inc(amount * count)
+        self._buckets[bisect_left(self._upper_bounds, amount)].inc(count)
 
 
 class Metrics:

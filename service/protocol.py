@@ -222,6 +222,14 @@ class GenerationRequest(ModelRequest):
 
     stream: bool = Field(False, description="send the text as server-sent events while it is made")
     stream_options: StreamOptions = StreamOptions.model_construct()
+    stream_interval: float | None = Field(
+        None,
+        ge=0,
+        le=60,
+        description="seconds between two events of a stream, in which characters gather; the first one comes at once. "
+        "Default: the server's setting",
+        examples=[0.1],
+    )
 
     @model_validator(mode="after")
     def _fields_agree(self) -> GenerationRequest:

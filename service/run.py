@@ -51,7 +51,8 @@ class SequenceRecord:
 
     num_prompt_tokens: int
     num_completion_tokens: int = 0
-    last_at: float | None = None  # when the latest character was written
+    last_at: float | None = None  # when the latest character came
+    is_begun: bool = False  # its first character was written
     queue_seconds: float = 0.0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
@@ -62,7 +63,8 @@ class SequenceRecord:
 class Run:
     """Sequences that run now. Iterating gives what has gathered, a list of pieces at a time.
 
-    `echo`: the prompts' texts, where the answer is to begin with them; `window`: how many run at once.
+    `echo`: the prompts' texts, where the answer is to begin with them; `interval`: for how many seconds characters
+    gather, None: to the end; `window`: how many sequences run at once.
 
     Raises:
         ApiError: no inference process is ready; or while iterating: a sequence was refused, timed out or failed;
@@ -78,6 +80,7 @@ class Run:
         arrived_at: float,
         *,
         echo: list[str] | None = None,
+        interval: float | None = None,
         window: int | None = None,
     ):
         self._client, self._metrics, self._tokenizer = client, metrics, tokenizer
@@ -86,7 +89,7 @@ class Run:
         self._records = [SequenceRecord(len(submit.prompt)) for submit in submits]
         for record, text in zip(self._records, echo or (), strict=False):
             record.echo = text
-        generation = client.submit(submits, window)
+        generation = client.submit(submits, interval=interval, window=window)
         if generation is None:
             raise ApiError(503, "no inference process is ready", code="not_ready", retry_after_seconds=1)
         self._generation = generation
@@ -125,14 +128,14 @@ class Run:
             ids: dict[int, list[int]] = {}
             ends: dict[int, str] = {}
             logprobs: dict[int, list[CharacterLogprob]] = {}
-            for number, delta in arrived:
+            for number, delta, at in arrived:
                 if isinstance(delta, Refused):
                     failure = failure or ApiError(
                         429, delta.message, code="queue_full", retry_after_seconds=delta.retry_after_seconds
                     )
                     self._metrics.request_rejected("queue_full")
                     continue
-                self._note(self._records[number], delta)
+                self._note(self._records[number], delta, at)
                 if delta.prompt_logprobs is not None:
                     self._note_prompt(number, delta.prompt_logprobs)
                 if delta.ids or delta.finish_reason is not None:
@@ -147,13 +150,23 @@ class Run:
                 yield pieces
             else:
                 self._client.abort(self._generation)
-            for number, new in ids.items():
-                self._observe(self._records[number], len(new), ends.get(number))
+            for number in ids:
+                self._written(self._records[number], ends.get(number))
         if failure is not None:
             raise failure
 
-    def _note(self, record: SequenceRecord, delta: Delta) -> None:
-        record.num_completion_tokens += len(delta.ids)
+    def _note(self, record: SequenceRecord, delta: Delta, at: float) -> None:
+        count = len(delta.ids)
+        if count:
+            record.num_completion_tokens += count
+            self._metrics.generation_tokens.inc(count)
+            if record.last_at is None:
+                record.last_at = at
+                count -= 1
+            # Characters that came together share the time since the ones before.
+            if count:
+                self._metrics.inter_token_latency.observe_many((at - record.last_at) / count, count)
+            record.last_at = at
         if delta.queue_seconds is not None and delta.prefill_seconds is not None:
             record.queue_seconds, record.prefill_seconds = delta.queue_seconds, delta.prefill_seconds
             self._metrics.request_queue_time.observe(delta.queue_seconds)
@@ -191,19 +204,12 @@ class Run:
         """Those of a sequence's prompt from `score_from` on, once it has ended."""
         return self._records[number].prompt_logprobs
 
-    def _observe(self, record: SequenceRecord, count: int, finish_reason: str | None) -> None:
-        """Called when `count` characters have been written."""
+    def _written(self, record: SequenceRecord, finish_reason: str | None) -> None:
+        """Note that what there was of a sequence has been written."""
         now = time.monotonic()
-        if count:
-            self._metrics.generation_tokens.inc(count)
-            # Characters that came together share the time since the ones before.
-            if record.last_at is None:
-                self._metrics.time_to_first_token.observe(now - self._arrived_at)
-                record.last_at = now
-                count -= 1
-            for _ in range(count):
-                self._metrics.inter_token_latency.observe((now - record.last_at) / count)
-            record.last_at = now
+        if record.last_at is not None and not record.is_begun:
+            record.is_begun = True
+            self._metrics.time_to_first_token.observe(now - self._arrived_at)
         if finish_reason is not None:
             self._metrics.e2e_request_latency.observe(now - self._arrived_at)
             self._metrics.request_generation_tokens.observe(record.num_completion_tokens)

@@ -22,6 +22,7 @@ from litserve import LitServer
 from litserve.utils import WorkerSetupStatus
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Route
 
 from service.api import Api, HttpState
 from service.edge import Edge, error_response
@@ -135,8 +136,10 @@ class Server(LitServer):
     def _register_internal_endpoints(self) -> None:
         """LitServe's own /, /health and /info; the spec has ours."""
 
-    def setup_auth(self, lit_api: Any = None) -> Any:
-        return lambda: None
+    def _register_spec_endpoints(self, lit_api: Any) -> None:
+        """As plain routes: FastAPI's resolve dependencies and answer models for each request, and there are none."""
+        for path, endpoint, methods in self.spec.endpoints:
+            self.app.router.routes.append(Route(path, endpoint, methods=methods))
 
     def _init_manager(self, num_api_servers: int) -> Any:
         """LitServe's manager process with what is left for it: the workers' setup status and the shutdown event."""

@@ -73,6 +73,9 @@ class Settings(BaseSettings):
         " ", min_length=1, max_length=1, description="what replaces them, where a request does not say"
     )
 
+    stream_interval_seconds: float = Field(
+        0.02, ge=0, le=60, allow_inf_nan=False, description="time for which a stream's characters gather to one event"
+    )
     keep_alive_seconds: float = Field(
         15, gt=0, le=3600, allow_inf_nan=False, description="after so long without an event a stream gets a comment"
     )

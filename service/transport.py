@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import selectors
@@ -19,8 +20,9 @@ import signal
 import socket
 import struct
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from litserve.transport.base import MessageTransport
@@ -179,10 +181,13 @@ class SocketTransport(MessageTransport):
 
     # -- HTTP process --
 
-    def connect(self, consumer_id: int) -> None:
-        """Keep a connection to every worker; must be called in the event loop."""
+    def connect(self, consumer_id: int, received: Callable[[int, FromWorker | WorkerLost], None]) -> None:
+        """Keep a connection to every worker, and give each frame with the worker's number to `received`.
+
+        Must be called in the event loop.
+        """
         sockets = [self.folder / f"{worker_id}.sock" for worker_id in range(self.num_workers)]
-        self._http = _HttpSide(sockets, consumer_id)
+        self._http = _HttpSide(sockets, consumer_id, received)
 
     @property
     def connected_workers(self) -> list[int]:
@@ -193,12 +198,9 @@ class SocketTransport(MessageTransport):
         assert self._http is not None
         self._http.send(item, worker_id)
 
-    async def areceive(
-        self, timeout: float | None = None, consumer_id: int | None = None
-    ) -> tuple[int, FromWorker | WorkerLost]:
-        """The next frame and the worker it came from."""
-        assert self._http is not None
-        return await asyncio.wait_for(self._http.received.get(), timeout)
+    async def areceive(self, timeout: float | None = None, consumer_id: int | None = None) -> Any:
+        """LitServe's way to receive, one frame at a time; `connect` hands them out with nothing in between."""
+        raise NotImplementedError("frames go to what connect() was given")
 
     async def disconnect(self) -> None:
         if self._http is not None:
@@ -322,47 +324,74 @@ class _WorkerSide:
 class _HttpSide:
     RETRY_SECONDS = 0.05
 
-    def __init__(self, sockets: list[Path], consumer_id: int):
-        self.received: asyncio.Queue[tuple[int, FromWorker | WorkerLost]] = asyncio.Queue()
+    def __init__(self, sockets: list[Path], consumer_id: int, received: Callable[[int, FromWorker | WorkerLost], None]):
         self._consumer_id = consumer_id
-        self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._received = received
+        self._connections: dict[int, _Frames] = {}
         self._tasks = [asyncio.create_task(self._keep(i, path)) for i, path in enumerate(sockets)]
 
     @property
     def connected(self) -> list[int]:
-        return list(self._writers)
+        return list(self._connections)
 
     def send(self, item: Submit | Abort, worker_id: int) -> None:
-        writer = self._writers.get(worker_id)
-        if writer is not None:
-            writer.write(_frame(item))
+        connection = self._connections.get(worker_id)
+        if connection is not None:
+            connection.transport.write(_frame(item))
 
     async def _keep(self, worker_id: int, path: Path) -> None:
-        """Connect, read until the worker goes, and begin again."""
+        """Connect, wait until the worker goes, and begin again."""
+        loop = asyncio.get_running_loop()
+        received = functools.partial(self._received, worker_id)
         while True:
             try:
-                reader, writer = await asyncio.open_unix_connection(str(path))
+                _, connection = await loop.create_unix_connection(lambda: _Frames(received), str(path))
             except OSError:  # not there yet, or not there now
                 await asyncio.sleep(self.RETRY_SECONDS)
                 continue
-            writer.write(_frame(Hello(self._consumer_id)))
-            self._writers[worker_id] = writer
+            connection.transport.write(_frame(Hello(self._consumer_id)))
+            self._connections[worker_id] = connection
             try:
-                while True:
-                    (length,) = _HEADER.unpack(await reader.readexactly(_HEADER.size))
-                    frame = _decode_from_worker(await reader.readexactly(length))
-                    self.received.put_nowait((worker_id, frame))
-            except (OSError, asyncio.IncompleteReadError):
+                await connection.ended
                 logger.warning("the connection to worker %d has ended", worker_id)
             finally:
-                del self._writers[worker_id]
-                writer.close()
-                self.received.put_nowait((worker_id, WorkerLost()))
+                del self._connections[worker_id]
+                connection.transport.close()
+                received(WorkerLost())
 
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+class _Frames(asyncio.Protocol):
+    """Frames from one worker, each handed out as soon as it is whole."""
+
+    def __init__(self, received: Callable[[FromWorker], None]):
+        self._received = received
+        self._unparsed = b""
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.transport: asyncio.WriteTransport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.WriteTransport, transport)  # uvloop's own class
+
+    def data_received(self, data: bytes) -> None:
+        data = self._unparsed + data if self._unparsed else data
+        start, view = 0, memoryview(data)
+        while len(data) - start >= _HEADER.size:
+            (length,) = _HEADER.unpack_from(data, start)
+            end = start + _HEADER.size + length
+            if len(data) < end:
+                break
+            self._received(_decode_from_worker(view[start + _HEADER.size : end]))
+            start = end
+        self._unparsed = data[start:]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
 
 
 def die_with_parent(number: int = signal.SIGTERM) -> None:
