@@ -23,6 +23,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -495,12 +496,14 @@ class _Positions:
     def __init__(self, tree: _Node, budget: _Budget):
         self.sets: list[int] = []  # position -> number of its set of characters
         self.follow: list[int] = []
+        self._weaker: list[int] = []  # position -> those from which nothing can follow that cannot from it too
         self._budget = budget
         nullable, self.start, last = self._add(tree)
         self.end = 1 << len(self.sets)
         self._link(last, self.end)
         if nullable:
             self.start |= self.end
+        self._has_weaker = sum(1 << position for position, weaker in enumerate(self._weaker) if weaker)
 
     def _add(self, node: _Node) -> tuple[bool, int, int]:
         """Add a tree's positions: whether the empty text matches it, and where its other texts begin and end."""
@@ -509,6 +512,7 @@ class _Positions:
             bit = 1 << len(self.sets)
             self.sets.append(node.number)
             self.follow.append(0)
+            self._weaker.append(0)
             return False, bit, bit
         if isinstance(node, _Repeat):
             return self._add_repeat(node)
@@ -531,13 +535,33 @@ class _Positions:
         """
         low, copies = node.low, max(node.low, 1) if node.high is None else node.high
         nullable, first, last = True, 0, 0  # of the copies so far
+        starts = []
         for i in reversed(range(copies)):
+            starts.append(len(self.sets))
             part_nullable, part_first, part_last = self._add(node.part)
             low = 0 if part_nullable else low
             self._link(part_last, part_first if node.high is None and i == copies - 1 else first)
             last |= part_last if nullable else 0
             first, nullable = part_first, i >= low
+        # Where the repeat may end after any copy, an early one leaves as much open as a late one, and more. Without an
+        # upper bound it is the other way round: a late one has less to come still.
+        if node.high is None:
+            order = list(reversed(starts))
+        else:
+            order = starts[: copies - max(low - 1, 0)]
+        self._budget.spend(len(order) * node.part.size)
+        for weak, strong in pairwise(order):
+            for offset in range(node.part.size):
+                self._weaker[strong + offset] |= 1 << (weak + offset) | self._weaker[weak + offset]
         return nullable, first, last
+
+    def without_weaker(self, state: int) -> int:
+        """The same language from fewer positions: `(a|ab){1,99}` needs not know every count that is possible."""
+        doubtful = state & self._has_weaker
+        self._budget.spend(doubtful.bit_count())
+        for position in _bits(doubtful):
+            state &= ~self._weaker[position]
+        return state
 
     def _link(self, last: int, first: int) -> None:
         if first:
@@ -579,13 +603,14 @@ def _determinise(
         for number, following in after_set.items():
             for symbol in classes_of_set[number]:
                 after[symbol] = after.get(symbol, 0) | following
+        reduced = {following: positions.without_weaker(following) for following in set(after.values())}
         row = {}
         for symbol, following in after.items():
-            next_state = numbers.setdefault(following, len(states))
+            next_state = numbers.setdefault(reduced[following], len(states))
             if next_state == len(states):
                 if next_state == limit:
                     raise RegexError(f"the pattern needs more than {limit} states; simplify it")
-                states.append(following)
+                states.append(reduced[following])
             row[symbol] = next_state
         rows.append(row)
     return rows, [bool(state & positions.end) for state in states]

@@ -156,10 +156,10 @@ class Guide:
         good = after < remaining  # the text goes on and can be completed
         if automaton.accepting[self._state] and not (must_go_on and good.any()):
             good |= after == _LEAVES
-            if good.all():
-                return None, False
             if not good.any():
                 return None, True
+        if good.all():
+            return None, False
         mask = good[automaton.classes]  # (V,)
         mask.flags.writeable = False
         return mask, False
