@@ -15,7 +15,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from importlib.metadata import version
 from multiprocessing.managers import SyncManager
 from typing import Any
 
@@ -25,11 +24,13 @@ from litserve.utils import WorkerSetupStatus
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.api import Api, HttpState
 from service.metrics import forget_process
 from service.model.checkpoint import Checkpoint
+from service.openapi import documentation
 from service.protocol import ApiError
 from service.settings import Settings
 from service.transport import SocketTransport, die_with_parent
@@ -131,17 +132,24 @@ class Server(LitServer):
             timeout=False,
             restart_workers=True,
             middlewares=[(Edge, {"spec": self.spec})],
+            disable_openapi_url=True,  # FastAPI's document would say nothing, and its page load scripts from elsewhere
         )
+        self.app.router.routes += documentation(settings, checkpoint)
         self.spec.devices = [str(device) for device in self._inference_workers_config_for_api(api.api_path)]
         self.uvicorn_graceful_timeout = 1  # we drain before uvicorn is told to stop
-        self.app.title = "chargpt"
-        self.app.version = version("chargpt")
 
         async def on_api_error(request: Request, error: Any) -> Response:
             return error_response(error)
 
         async def on_http_error(request: Request, error: Any) -> Response:
-            return error_response(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+            response = error_response(
+                ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+            )
+            if error.status_code == 405:  # of the first route of this path alone, Starlette would say
+                matching = [route for route in self.app.routes if route.matches(request.scope)[0] is Match.PARTIAL]
+                methods = {method for route in matching for method in getattr(route, "methods", None) or ()}
+                response.headers["Allow"] = ", ".join(sorted(methods))
+            return response
 
         self.app.add_exception_handler(ApiError, on_api_error)
         self.app.add_exception_handler(HTTPException, on_http_error)
