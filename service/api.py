@@ -213,9 +213,12 @@ class Api(LitSpec):
             message = f"1 to {self.settings.max_prompts} sequences (prompts × n or best_of) are allowed, {given}"
             param = "prompt" if k == 1 else "n" if body.best_of is None else "best_of"
             raise ApiError(400, f"{param}: {message}", param=param)
-        if body.max_tokens > self.settings.max_tokens:
-            message = f"max_tokens: at most {self.settings.max_tokens}, got {body.max_tokens}"
-            raise ApiError(400, message, param="max_tokens")
+        if "max_tokens" not in body.model_fields_set:
+            body.max_tokens = min(body.max_tokens, self.settings.max_tokens)
+        for param in ("max_tokens", "min_tokens"):
+            if getattr(body, param) > self.settings.max_tokens:
+                message = f"{param}: at most {self.settings.max_tokens}, got {getattr(body, param)}"
+                raise ApiError(400, message, param=param)
         vocab_size = self.tokenizer.vocab_size
         if body.logprobs is not None and body.logprobs > vocab_size:
             message = f"logprobs: at most the vocabulary's {vocab_size} characters, got {body.logprobs}"
@@ -353,7 +356,7 @@ class Api(LitSpec):
                 id = self.tokenizer.encode(key)[0]
             else:
                 id = key if isinstance(key, int) else self.tokenizer.vocab_size
-            if id >= self.tokenizer.vocab_size or isinstance(bias, str) or not -100 <= bias <= 100:
+            if id >= self.tokenizer.vocab_size:
                 message = (
                     "must name characters of the vocabulary or ids of "
                     f"0 to {self.tokenizer.vocab_size - 1}, with biases of -100 to 100, got {key!r}: {bias!r}"
@@ -361,7 +364,7 @@ class Api(LitSpec):
                 raise ApiError(400, f"logit_bias: {message}", param="logit_bias")
             if id in biases:
                 raise ApiError(400, f"logit_bias: names {key!r}, id {id}, twice", param="logit_bias")
-            biases[id] = float(bias)
+            biases[id] = bias
         return tuple(biases.items())
 
     async def _template(self, body: GenerationRequest) -> Submit:

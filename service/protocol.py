@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, Strict, ValidationError, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -17,10 +17,16 @@ MAX_TEMPERATURE = 100.0  # these two as in service.model.sampling, which would l
 MAX_SEED = 2**64 - 1
 MAX_CHOICES = 1000
 
+Character = Annotated[str, Field(min_length=1, max_length=1)]
+# A text of the model's characters. The document says by this format what a pattern of thousands would hide.
+Text = Annotated[str, Field(json_schema_extra={"format": "vocabulary"})]
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
+Pattern = Annotated[str, Field(min_length=1, json_schema_extra={"format": "regex"})]
+ChoiceString = Annotated[Text, Field(min_length=1, max_length=1000)]
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 Id = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+BiasPair = Annotated[tuple[Character | Id, Bias], Strict(False)]  # JSON has no tuples: a list will do
 UnknownCharacters = Literal["refuse", "replace", "drop"]
 
 
@@ -95,8 +101,12 @@ class Body(BaseModel):
 class StreamOptions(Body):
     """How a stream tells the usage."""
 
-    include_usage: bool = Field(False, description="end the stream with a chunk that holds the usage")
-    continuous_usage_stats: bool = Field(False, description="tell the usage so far in every chunk")
+    include_usage: bool = Field(
+        False,
+        description="end the stream of /v1/completions with a chunk that holds the usage; /generate always does",
+        examples=[True],
+    )
+    continuous_usage_stats: bool = Field(False, description="tell the usage so far in every event", examples=[True])
 
 
 class ModelRequest(Body):
@@ -109,46 +119,69 @@ class ModelRequest(Body):
         None,
         description="what to do with a character that the model does not know: refuse the request, replace it or drop "
         "it; the answer says how many were touched. Default: the server's setting",
+        examples=["replace"],
     )
-    replacement_character: Annotated[str, Field(min_length=1, max_length=1)] | None = Field(
+    replacement_character: Character | None = Field(
         None, description="what replaces an unknown character. Default: the server's setting", examples=[" "]
     )
     priority: int = Field(
-        0, ge=-1000, le=1000, description="lower goes first when requests have to wait; equal ones in order of arrival"
+        0,
+        ge=-1000,
+        le=1000,
+        description="lower goes first when requests have to wait; equal ones in order of arrival",
+        examples=[10],
     )
     timeout_seconds: float | None = Field(
-        None, gt=0, le=86_400, description="time the request may take; the server has an upper bound"
+        None,
+        gt=0,
+        le=86_400,
+        description="time the request may take, waiting and running; the server's own bound holds where it is less",
+        examples=[30],
     )
 
 
 Prompt = str | list[Id]
 
 
+def _max_tokens(default: int) -> Any:
+    return Field(
+        default,
+        ge=0,
+        description="most characters to generate. Where the server allows fewer than the default, that is the default",
+        examples=[80],
+    )
+
+
 class GenerationRequest(ModelRequest):
     """What the two generation routes have in common."""
 
-    prompt: str | list[str] | list[Id] | list[list[Id]] = Field(
+    prompt: Text | list[Text] | list[Id] | list[list[Id]] = Field(
         "",
         description="text to continue, or a list of texts; ids are accepted too. "
         "An empty text stands for the beginning of a text: a line break that is not part of the answer",
         examples=["ROMEO:"],
     )
-    suffix: str | None = Field(
+    suffix: Text | None = Field(
         None,
         description="text that comes after the answer: `best_of` middles are sampled and cut where the suffix is "
         "likely to begin, and those after which the suffix is likeliest are given",
         examples=["\n\nJULIET:"],
     )
-    max_tokens: int = Field(16, ge=0, description="most characters to generate; the server has an upper bound")
-    min_tokens: int = Field(0, ge=0, description="the answer has at least this many characters: no stop before")
-    ignore_eos: bool = Field(False, description="accepted and without effect: there is no end-of-text character")
-    n: int = Field(1, ge=1, le=10_000, description="answers per prompt; the server bounds prompts × n")
+    max_tokens: int = _max_tokens(16)
+    min_tokens: int = Field(
+        0, ge=0, description="the answer has at least this many characters: no stop before", examples=[20]
+    )
+    ignore_eos: bool = Field(
+        False, description="accepted and without effect: there is no end-of-text character", examples=[True]
+    )
+    n: int = Field(1, ge=1, le=10_000, description="answers per prompt; the server bounds prompts × n", examples=[2])
     best_of: int | None = Field(
         None,
         ge=1,
         le=10_000,
         description="sample this many per prompt and give the `n` with the highest mean log-probability, or with "
-        "`suffix` those that fit it best. Default: n, with `suffix` 8",
+        "`suffix` those that fit it best; the server bounds prompts × best_of. Default: n, with `suffix` 8",
+        examples=[4],
     )
     seed: Seed | list[Seed] | None = Field(
         None,
@@ -157,29 +190,64 @@ class GenerationRequest(ModelRequest):
         examples=[1],
     )
 
-    temperature: float = Field(1.0, ge=0, le=MAX_TEMPERATURE, description="0: always the most likely character")
-    top_k: int = Field(0, ge=-1, le=2**31 - 1, description="sample from the k likeliest characters; 0 or -1: from all")
+    temperature: float = Field(
+        1.0,
+        ge=0,
+        le=MAX_TEMPERATURE,
+        description="logits are divided by it: below 1 the likely gets likelier. 0: always the most likely character",
+        examples=[0.8],
+    )
+    top_k: int = Field(
+        0,
+        ge=-1,
+        le=2**31 - 1,
+        description="sample from the k likeliest characters; 0 or -1: from all",
+        examples=[20],
+    )
     top_p: float = Field(
-        1.0, gt=0, le=1, description="sample from the smallest set of likeliest characters with this probability"
+        1.0,
+        gt=0,
+        le=1,
+        description="sample from the smallest set of likeliest characters with this probability",
+        examples=[0.9],
     )
     min_p: float = Field(
-        0.0, ge=0, le=1, description="sample from characters at least this probable, relative to the likeliest"
+        0.0,
+        ge=0,
+        le=1,
+        description="sample from characters at least this probable, relative to the likeliest",
+        examples=[0.05],
     )
     typical_p: float = Field(
-        1.0, gt=0, le=1, description="sample from the most typical characters with this probability (Meister 2022)"
+        1.0,
+        gt=0,
+        le=1,
+        description="sample from the most typical characters with this probability (Meister 2022)",
+        examples=[0.95],
     )
     repetition_penalty: float = Field(
-        1.0, ge=0.01, le=100, description="above 1: makes what the prompt or the answer holds less likely (Keskar 2019)"
+        1.0,
+        ge=0.01,
+        le=100,
+        description="above 1: makes what the prompt or the answer holds less likely (Keskar 2019)",
+        examples=[1.1],
     )
     presence_penalty: float = Field(
-        0.0, ge=-2, le=2, description="subtracted from the logit of each character that the answer holds"
+        0.0,
+        ge=-2,
+        le=2,
+        description="subtracted from the logit of each character that the answer holds",
+        examples=[0.5],
     )
     frequency_penalty: float = Field(
-        0.0, ge=-2, le=2, description="subtracted from a character's logit once for each time the answer holds it"
+        0.0,
+        ge=-2,
+        le=2,
+        description="subtracted from a character's logit once for each time the answer holds it",
+        examples=[0.1],
     )
     logit_bias: (
-        Annotated[dict[str, Bias], Field(max_length=10_000)]
-        | Annotated[list[Annotated[list[str | Id | Bias], Field(min_length=2, max_length=2)]], Field(max_length=10_000)]
+        Annotated[dict[str, Bias], Field(max_length=10_000)] | Annotated[list[BiasPair], Field(max_length=10_000)]
     ) = Field(
         default_factory=dict,
         description="added to logits, -100 to 100. An object's key is an id in decimals (as OpenAI has it) or any "
@@ -190,23 +258,25 @@ class GenerationRequest(ModelRequest):
     stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = Field(
         None, description="the text ends before the first of these", examples=[["\n\n", "ROMEO:"]]
     )
-    stop_regex: str | None = Field(
-        None, min_length=1, description="the text ends before the first match of this regular expression",
-        examples=["\n[A-Z]+:"],
-    )  # fmt: skip
-    include_stop_str_in_output: bool = Field(False, description="the text ends after the stop instead of before it")
-
-    regex: str | None = Field(
+    stop_regex: Pattern | None = Field(
         None,
-        min_length=1,
+        description="the text ends before the first match of this regular expression, which must not match nothing",
+        examples=["\n[A-Z]+:"],
+    )
+    include_stop_str_in_output: bool = Field(
+        False, description="the text ends after the stop instead of before it", examples=[True]
+    )
+
+    regex: Pattern | None = Field(
+        None,
         description="the whole answer matches this regular expression: literals, classes, groups, alternatives and "
         "repetition; it ends where the model would leave the pattern, if the pattern may end there",
         examples=["[A-Z][a-z]+( [A-Z][a-z]+)?"],
     )
-    choice: Annotated[list[StopString], Field(min_length=1, max_length=MAX_CHOICES)] | None = Field(
+    choice: Annotated[list[ChoiceString], Field(min_length=1, max_length=MAX_CHOICES)] | None = Field(
         None, description="the answer is one of these texts", examples=[["yes", "no"]]
     )
-    allowed_characters: str | None = Field(
+    allowed_characters: Text | None = Field(
         None, min_length=1, description="the answer holds only these characters", examples=["ACGT"]
     )
 
@@ -215,13 +285,20 @@ class GenerationRequest(ModelRequest):
         ge=0,
         description="tell the log-probability of each character, by the model alone, and of the likeliest so many; "
         "up to the vocabulary's size",
+        examples=[3],
     )
     echo: bool = Field(
-        False, description="the answer begins with the prompt, whose log-probabilities are told too if asked for"
+        False,
+        description="the answer begins with the prompt, whose log-probabilities are told too if asked for",
+        examples=[True],
     )
 
-    stream: bool = Field(False, description="send the text as server-sent events while it is made")
-    stream_options: StreamOptions = StreamOptions.model_construct()
+    stream: bool = Field(False, description="send the text as server-sent events while it is made", examples=[True])
+    stream_options: StreamOptions = Field(
+        StreamOptions.model_construct(),
+        description="how a stream tells the usage; without effect on a whole answer",
+        examples=[{"include_usage": True}],
+    )
     stream_interval: float | None = Field(
         None,
         ge=0,
@@ -279,7 +356,7 @@ class GenerationRequest(ModelRequest):
 class GenerateRequest(GenerationRequest):
     """Body of POST /generate."""
 
-    max_tokens: int = Field(256, ge=0, description="most characters to generate; the server has an upper bound")
+    max_tokens: int = _max_tokens(256)
 
 
 class CompletionRequest(GenerationRequest):
@@ -289,16 +366,20 @@ class CompletionRequest(GenerationRequest):
 class ScoreRequest(ModelRequest):
     """Body of POST /v1/score: `texts`, or `continuations` of a `prefix`."""
 
-    texts: str | list[str] | None = Field(
+    texts: Text | list[Text] | None = Field(
         None,
         description="texts to score, each character but the first given all before it",
         examples=[["To be, or not to be"]],
     )
-    prefix: str = Field("", description="what stands before each continuation; empty: the beginning of a text")
-    continuations: list[str] | None = Field(
+    prefix: Text = Field(
+        "",
+        description="what stands before each continuation; empty: the beginning of a text",
+        examples=["To be or not to"],
+    )
+    continuations: list[Text] | None = Field(
         None, description="texts to score, every character, after the prefix", examples=[[" be", " bee", " qqq"]]
     )
-    characters: bool = Field(True, description="tell the nats of each character, not the sums alone")
+    characters: bool = Field(True, description="tell the nats of each character, not the sums alone", examples=[False])
 
     @model_validator(mode="after")
     def _one_of_two(self) -> ScoreRequest:
@@ -310,13 +391,17 @@ class ScoreRequest(ModelRequest):
 class NextRequest(ModelRequest):
     """Body of POST /v1/next."""
 
-    prompt: str | list[str] = Field("", description="text, or a list of texts", examples=["ROMEO"])
+    prompt: Text | list[Text] = Field(
+        "",
+        description="text whose next character is asked for, or a list of texts; empty: the beginning of a text",
+        examples=["ROMEO"],
+    )
 
 
 class TokenizeRequest(ModelRequest):
     """Body of POST /tokenize."""
 
-    prompt: str = Field(description="text to encode", examples=["ROMEO:"])
+    prompt: Text = Field(description="text to encode", examples=["ROMEO:"])
 
 
 class DetokenizeRequest(ModelRequest):

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from importlib.metadata import version
 from multiprocessing.managers import SyncManager
 from typing import Any
 
@@ -28,6 +27,7 @@ from service.api import Api, HttpState
 from service.edge import Edge, error_response
 from service.metrics import forget_process
 from service.model.checkpoint import Checkpoint
+from service.openapi import documentation
 from service.protocol import ApiError
 from service.settings import Settings
 from service.transport import SocketTransport, die_with_parent
@@ -67,11 +67,11 @@ class Server(LitServer):
             timeout=False,
             restart_workers=True,
             middlewares=[(Edge, {"settings": settings, "metrics": lambda: self.spec.metrics})],
+            disable_openapi_url=True,  # FastAPI's document would say nothing, and its page load scripts from elsewhere
         )
+        self.app.router.routes += documentation(settings, checkpoint)
         self.spec.devices = [str(device) for device in self._inference_workers_config_for_api(api.api_path)]
         self.uvicorn_graceful_timeout = 1  # we drain before uvicorn is told to stop
-        self.app.title = "chargpt"
-        self.app.version = version("chargpt")
 
         async def on_api_error(request: Request, error: Any) -> Response:
             return error_response(error)
