@@ -179,10 +179,12 @@ class Api(LitSpec):
     @asynccontextmanager
     async def running(self, transport: SocketTransport) -> AsyncIterator[None]:
         """The life of an HTTP process."""
-        self.metrics = Metrics(self.settings.model_name, CollectorRegistry())
+        loop = asyncio.get_running_loop()
+        self.metrics = Metrics(self.settings.model_name, CollectorRegistry(), later=loop.call_later)
         self.client = EngineClient(transport, self.response_queue_id)
         async with self.client.connected():
             yield
+        self.metrics.flush()
 
     # -- generation --
 
@@ -654,6 +656,8 @@ class Api(LitSpec):
 
     async def prometheus(self, request: Request) -> Response:
         """The metrics of all processes in Prometheus' text format."""
+        if self.metrics is not None:
+            self.metrics.flush()
         text = await asyncio.to_thread(exposition)
         return Response(text, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 

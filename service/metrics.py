@@ -7,10 +7,13 @@ named by PROMETHEUS_MULTIPROC_DIR, which must be set before this module is impor
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import prometheus_client
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
 # 0.1 ms to 87 s, a factor of about 1.5 to 2 a bucket: fit for a small model.
@@ -23,28 +26,119 @@ LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000,
 
 LABELS = ["model_name"]
 
+PendingKind = TypeVar("PendingKind", bound="_Pending")
 
-class Histogram(prometheus_client.Histogram):
-    """Takes equal values together: at some 2 µs a value, one for each character would be dear."""
 
-    def observe_many(self, amount: float, count: int) -> None:
-        """As `count` times observe(amount)."""
-        self._sum.inc(amount * count)
-        self._buckets[bisect_left(self._upper_bounds, amount)].inc(count)
+class _Pending:
+    """What was observed and not yet written: a write to a shared file costs ten times as much as an addition."""
+
+    def __init__(self, changed: Callable[[], None]):
+        self._changed = changed  # to be called when there is something to write
+
+    def flush(self) -> None:
+        raise NotImplementedError
+
+
+class Histogram(_Pending):
+    def __init__(self, shared: prometheus_client.Histogram, changed: Callable[[], None]):
+        super().__init__(changed)
+        self._shared = shared
+        self._bounds: list[float] = shared._upper_bounds
+        self._counts: dict[int, int] = {}  # bucket -> observations
+        self._sum = 0.0
+
+    def observe(self, amount: float, count: int = 1) -> None:
+        """`count` observations of the same amount."""
+        bucket = bisect_left(self._bounds, amount)
+        self._counts[bucket] = self._counts.get(bucket, 0) + count
+        self._sum += amount * count
+        self._changed()
+
+    def flush(self) -> None:
+        for bucket, count in self._counts.items():
+            self._shared._buckets[bucket].inc(count)
+        if self._counts:
+            self._shared._sum.inc(self._sum)
+        self._counts.clear()
+        self._sum = 0.0
+
+
+class Counter(_Pending):
+    def __init__(self, shared: prometheus_client.Counter, changed: Callable[[], None]):
+        super().__init__(changed)
+        self._shared = shared
+        self._count = 0
+
+    def inc(self, count: int = 1) -> None:
+        self._count += count
+        self._changed()
+
+    def flush(self) -> None:
+        if self._count:
+            self._shared.inc(self._count)
+            self._count = 0
+
+
+class Gauge(_Pending):
+    def __init__(self, shared: prometheus_client.Gauge, changed: Callable[[], None]):
+        super().__init__(changed)
+        self._shared = shared
+        self._value = self._written = -1.0
+
+    def set(self, value: float) -> None:
+        self._value = value
+        self._changed()
+
+    def flush(self) -> None:
+        if self._value != self._written:
+            self._shared.set(self._value)
+            self._written = self._value
 
 
 class Metrics:
-    """All series of one served model; `registry` is where they are declared, not where they are read."""
+    """All series of one served model; `registry` is where they are declared, not where they are read.
 
-    def __init__(self, model_name: str, registry: CollectorRegistry):
+    Values are gathered in this process and written for the others to see by `flush`. `later` is asked to call it
+    soon, once after the last; without it the owner calls it.
+    """
+
+    FLUSH_SECONDS = 0.05
+
+    def __init__(
+        self,
+        model_name: str,
+        registry: CollectorRegistry,
+        later: Callable[[float, Callable[[], None]], Any] = lambda seconds, flush: None,
+    ):
+        self._pending: list[_Pending] = []
+        self._later = later
+        self._is_changed = False
+
+        def kept(pending: PendingKind) -> PendingKind:
+            self._pending.append(pending)
+            return pending
+
         def histogram(name: str, help: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
-            return Histogram(name, help, LABELS, buckets=buckets, registry=registry).labels(model_name)
+            shared = prometheus_client.Histogram(name, help, LABELS, buckets=buckets, registry=registry)
+            return kept(Histogram(shared.labels(model_name), self._changed))
 
         def counter(name: str, help: str) -> Counter:
-            return Counter(name, help, LABELS, registry=registry).labels(model_name)
+            shared = prometheus_client.Counter(name, help, LABELS, registry=registry)
+            return kept(Counter(shared.labels(model_name), self._changed))
 
         def gauge(name: str, help: str) -> Gauge:
-            return Gauge(name, help, LABELS, registry=registry, multiprocess_mode="livesum").labels(model_name)
+            shared = prometheus_client.Gauge(name, help, LABELS, registry=registry, multiprocess_mode="livesum")
+            return kept(Gauge(shared.labels(model_name), self._changed))
+
+        def labelled(name: str, help: str, *labels: str) -> Callable[..., Counter]:
+            """A counter with further labels, whose values come with use."""
+            shared = prometheus_client.Counter(name, help, [*LABELS, *labels], registry=registry)
+
+            @functools.cache
+            def child(*values: str) -> Counter:
+                return kept(Counter(shared.labels(model_name, *values), self._changed))
+
+            return child
 
         # Observed by the HTTP processes, one sequence (a prompt and its completion) at a time.
         self.time_to_first_token = histogram(
@@ -66,18 +160,13 @@ class Metrics:
         self.request_generation_tokens = histogram(
             "chargpt_request_generation_tokens", "Characters of a completion", LENGTHS
         )
-        self._request_success = Counter(
-            "chargpt_request_success", "Sequences that ended, by reason", [*LABELS, "finished_reason"],
-            registry=registry,
-        )  # fmt: skip
-        self._admission_rejections = Counter(
-            "chargpt_admission_rejections", "Sequences that were not accepted, by reason", [*LABELS, "reason"],
-            registry=registry,
-        )  # fmt: skip
-        self._http_requests = Counter(
-            "chargpt_http_requests", "HTTP requests answered", [*LABELS, "handler", "method", "status"],
-            registry=registry,
-        )  # fmt: skip
+        self._request_success = labelled(
+            "chargpt_request_success", "Sequences that ended, by reason", "finished_reason"
+        )
+        self._admission_rejections = labelled(
+            "chargpt_admission_rejections", "Sequences that were not accepted, by reason", "reason"
+        )
+        self._http_requests = labelled("chargpt_http_requests", "HTTP requests answered", "handler", "method", "status")
 
         # Observed by the inference processes.
         self.num_requests_running = gauge("chargpt_num_requests_running", "Sequences that hold a cache slot")
@@ -90,16 +179,26 @@ class Metrics:
         self.exact_choices = counter(
             "chargpt_exact_choices", "Characters chosen from fp64 logits because rounding could have mattered"
         )
-        self._model_name = model_name
 
     def request_ended(self, finished_reason: str) -> None:
-        self._request_success.labels(self._model_name, finished_reason).inc()
+        self._request_success(finished_reason).inc()
 
     def request_rejected(self, reason: str) -> None:
-        self._admission_rejections.labels(self._model_name, reason).inc()
+        self._admission_rejections(reason).inc()
 
     def http_request(self, handler: str, method: str, status: int) -> None:
-        self._http_requests.labels(self._model_name, handler, method, str(status)).inc()
+        self._http_requests(handler, method, str(status)).inc()
+
+    def _changed(self) -> None:
+        if not self._is_changed:
+            self._is_changed = True
+            self._later(self.FLUSH_SECONDS, self.flush)
+
+    def flush(self) -> None:
+        """Write what was observed since the last time, for all processes to read."""
+        self._is_changed = False
+        for pending in self._pending:
+            pending.flush()
 
 
 def exposition() -> bytes:

@@ -165,7 +165,7 @@ class Run:
                 count -= 1
             # Characters that came together share the time since the ones before.
             if count:
-                self._metrics.inter_token_latency.observe_many((at - record.last_at) / count, count)
+                self._metrics.inter_token_latency.observe((at - record.last_at) / count, count)
             record.last_at = at
         if delta.queue_seconds is not None and delta.prefill_seconds is not None:
             record.queue_seconds, record.prefill_seconds = delta.queue_seconds, delta.prefill_seconds

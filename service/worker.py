@@ -93,6 +93,7 @@ class EngineLoop(LitLoop):
         self._consumer: dict[int, int] = {}  # sequence id -> HTTP process
         self._timed: set[int] = set()  # sequences whose times until the first character were told
         self._drain = DrainRate()
+        self._flush_at = 0.0
 
     def run(
         self, lit_api: EngineAPI, device: str, worker_id: int, request_queue: Any, transport: SocketTransport, *_: Any
@@ -104,6 +105,9 @@ class EngineLoop(LitLoop):
             signal.signal(signal.SIGTERM, self._stop)
         if self._stopping and not transport.is_connected:
             raise SystemExit(0)
+        if not engine.has_work or engine.clock() >= self._flush_at:
+            metrics.flush()
+            self._flush_at = engine.clock() + metrics.FLUSH_SECONDS
         for consumer_id, message in transport.receive(block=not engine.has_work):
             self._take(engine, transport, message, consumer_id)
         if not engine.has_work:
