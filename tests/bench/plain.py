@@ -1,0 +1,62 @@
+"""The yardstick of the path: FastAPI and uvicorn in one process, which send the bytes that the service sends.
+
+    python -m tests.bench.plain --port 8000 --answers FILE
+
+What a FastAPI program without any engine reaches here: a validated body, a JSON answer or a stream of events, uvloop
+and httptools. FILE is JSON: `whole`, an answer of one character; `first` and `last`, what a stream begins and ends
+with beside its events; `event`, one of its events, whose text TEXT stands for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import uvicorn
+from fastapi import FastAPI, Response
+from fastapi.responses import StreamingResponse
+from pydantic import BaseModel
+
+
+class Request(BaseModel):
+    prompt: str
+    max_tokens: int
+    stream: bool = False
+    characters: int = 1  # in an event
+
+
+def build_app(answers: dict[str, str]) -> FastAPI:
+    app = FastAPI()
+    whole, event, last = (answers[name] for name in ("whole", "event", "last"))
+
+    @app.post("/generate")
+    async def generate(request: Request) -> Response:
+        if not request.stream:
+            return Response(whole, media_type="application/json")
+
+        async def events() -> AsyncIterator[str]:
+            for start in range(0, request.max_tokens, request.characters):
+                count = min(request.characters, request.max_tokens - start)
+                yield event.replace("TEXT", "a" * count)
+                await asyncio.sleep(0)  # the other streams' turn, as if it had to wait for its next character
+            yield last
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    @app.get("/readyz")
+    async def readyz() -> Response:
+        return Response()
+
+    return app
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--answers", type=Path, required=True)
+    args = parser.parse_args()
+    app = build_app(json.loads(args.answers.read_text(encoding="utf-8")))
+    uvicorn.run(app, port=args.port, loop="uvloop", http="httptools", log_level="warning", access_log=False)

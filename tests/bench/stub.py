@@ -1,0 +1,104 @@
+"""The real service around an engine that has every character ready: what is left is the path.
+
+    python -m tests.bench.stub --checkpoint DIR --port 8000        flags as of python -m service
+
+    CHARGPT_STUB_CHARACTERS       characters of a sequence in each step (default 1)
+    CHARGPT_STUB_STEP_SECONDS     the least time between the beginnings of two steps (default 0: none)
+
+All but the engine is the service as `python -m service` runs it: its entry point, its processes, its worker loop.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+from service import worker
+from service.scheduler import QueueFullError
+
+
+class StubEngine:
+    """Has the Engine's interface; runs all sequences at once, whatever max_running says."""
+
+    clock = staticmethod(time.monotonic)
+    tolerance = 0.0
+
+    def __init__(self, model: Any, *, max_running: int = 32, max_waiting: int = 1024, **_: Any):
+        from service.engine import Delta, StepStats
+
+        self._delta = Delta
+        self.stats = StepStats()
+        self.model, self.config = model, model.config
+        self.limit = max_running + max_waiting
+        self.scheduler = self  # the little that is asked of it: len, num_running, num_waiting
+        self.num_waiting = 0
+        self.characters = int(os.environ.get("CHARGPT_STUB_CHARACTERS", "1"))
+        self.step_seconds = float(os.environ.get("CHARGPT_STUB_STEP_SECONDS", "0"))
+        self._next_step = 0.0
+        # Ready ids, at every number of them that a step can give.
+        letters = [1 + i % (self.config.vocab_size - 1) for i in range(self.characters)]
+        self._ready = [letters[:n] for n in range(self.characters + 1)]
+        self._left: dict[int, tuple[Any, int]] = {}  # sequence id -> the sequence, characters still to come
+        self._ended: list[Any] = []
+
+    def __len__(self) -> int:
+        return len(self._left)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._left)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._left or self._ended)
+
+    def submit(self, sequence: Any) -> None:
+        if len(self._left) >= self.limit:
+            raise QueueFullError(self.limit)
+        sequence.arrived_at = sequence.scheduled_at = sequence.prefilled_at = self.clock()
+        self._left[sequence.id] = (sequence, sequence.max_tokens)
+
+    def abort(self, id: int, reason: Any = "abort") -> None:
+        sequence, _ = self._left.pop(id, (None, 0))
+        if sequence is not None:
+            sequence.finish_reason = reason
+            self._ended.append(self._delta(sequence, [], [], []))
+
+    def step(self) -> list[Any]:
+        now = self.clock()
+        if self.step_seconds:
+            time.sleep(max(0.0, self._next_step - now))
+            now = self.clock()
+            self._next_step = now + self.step_seconds
+        deltas, self._ended = self._ended, []
+        for id, (sequence, left) in list(self._left.items()):
+            ids = self._ready[min(left, self.characters)]
+            left -= len(ids)
+            if left:
+                self._left[id] = (sequence, left)
+            else:
+                del self._left[id]
+                sequence.finish_reason = "length"
+            deltas.append(self._delta(sequence, ids, [], []))
+        self.stats.num_decode_rows = len(deltas)
+        self.stats.seconds = self.clock() - now
+        return deltas
+
+
+class StubAPI(worker.EngineAPI):
+    """The real one, but for the engine."""
+
+    def setup(self, device: str) -> None:
+        import service.engine
+
+        service.engine.Engine = StubEngine  # type: ignore[misc, assignment]
+        super().setup(device)
+
+
+if __name__ == "__main__":
+    worker.EngineAPI = StubAPI  # type: ignore[misc]  # before the server takes it from there
+    from service.__main__ import main
+
+    sys.exit(main())
