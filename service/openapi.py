@@ -23,6 +23,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from service.answers import Answer, CompletionAnswer, Receipt, Usage
+from service.api import EVENT_SOURCE_END
 from service.model.checkpoint import Checkpoint
 from service.model.tokenizer import CharTokenizer
 from service.protocol import (
@@ -506,11 +507,22 @@ def _json(model: type[BaseModel], **examples: Any) -> dict[str, Any]:
 
 
 def _stream(example: bytes, *events: type[BaseModel]) -> dict[str, Any]:
-    """OpenAPI 3.1 has no word for events: the schema of their JSON stands where 3.2 would have it, with x- before."""
+    """OpenAPI 3.1 has no word for events: their schema is given as 3.2 would have it, but with x- before."""
+    content = {
+        "contentMediaType": "application/json",
+        "contentSchema": {"anyOf": [*map(_schema, events), _schema(Error)]},
+    }
     return {
         "text/event-stream": {
             "schema": {"type": "string"},
-            "x-itemSchema": {"anyOf": [*map(_schema, events), _schema(Error)]},
+            "x-itemSchema": {
+                "type": "object",
+                "properties": {
+                    "data": {"type": "string", "anyOf": [{"const": "[DONE]"}, content]},
+                    "id": {"const": EVENT_SOURCE_END},
+                },
+                "required": ["data"],
+            },
             "examples": {"stream": {"value": example.decode()}},
         }
     }
@@ -727,8 +739,16 @@ def _bound_lists(field: dict[str, Any], max_items: int) -> None:
     for branch in field["anyOf"]:
         if branch["type"] == "array":
             branch["minItems"] = 1
-            if branch["items"]["type"] != "integer":
-                branch["maxItems"] = max_items
+            branch.setdefault("maxItems", max_items)
+
+
+def _bound_ids(field: dict[str, Any], max_items: int) -> None:
+    """Put a bound on lists of ids."""
+    for branch in field["anyOf"]:
+        if branch["type"] == "array" and branch["items"]["type"] == "array":
+            branch = branch["items"]
+        if branch["type"] == "array" and branch["items"]["type"] == "integer":
+            branch["maxItems"] = max_items
 
 
 def _serve(schemas: dict[str, Any], settings: Settings, tokenizer: CharTokenizer) -> None:
@@ -744,11 +764,16 @@ def _serve(schemas: dict[str, Any], settings: Settings, tokenizer: CharTokenizer
                 case "prompt":
                     if request is not TokenizeRequest:
                         _bound(field, "string", maxLength=settings.max_prompt_characters)
-                        _bound(field, "array", maxItems=settings.max_prompt_characters)
+                        _bound_ids(field, settings.max_prompt_characters)
                         _bound_lists(field, settings.max_prompts)
                     _bound(field, "integer", maximum=tokenizer.vocab_size - 1)
-                case "tokens" | "logit_bias":
+                case "tokens":
                     _bound(field, "integer", maximum=tokenizer.vocab_size - 1)
+                case "logit_bias":
+                    _bound(field, "integer", maximum=tokenizer.vocab_size - 1)
+                    for branch in field["anyOf"]:
+                        for key in {"maxProperties", "maxItems"} & branch.keys():
+                            branch[key] = tokenizer.vocab_size
                 case "texts" | "continuations":
                     _bound_lists(field, settings.max_score_texts)
                 case "max_tokens" | "min_tokens":

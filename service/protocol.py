@@ -295,7 +295,7 @@ class GenerationRequest(ModelRequest):
 
     stream: bool = Field(False, description="send the text as server-sent events while it is made", examples=[True])
     stream_options: StreamOptions = Field(
-        StreamOptions.model_construct(),
+        default_factory=lambda: StreamOptions(),
         description="how a stream tells the usage; without effect on a whole answer",
         examples=[{"include_usage": True}],
     )
