@@ -13,16 +13,18 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple
+
+import msgspec
 
 from service.transport import Abort, Delta, Refused, SocketTransport, Step, Submit, WorkerLost
 
 logger = logging.getLogger(__name__)
 
 LATE_SECONDS = 5.0  # after its deadline a sequence of which the worker says nothing is given up here
+FAILURES = frozenset({"abort", "timeout", "error"})
 
 
-class Arrival(NamedTuple):
+class Arrival(msgspec.Struct, gc=False):
     """What came of one sequence, and when, by time.monotonic()."""
 
     number: int
@@ -82,9 +84,9 @@ class Generation:
     def _is_due(self, delta: Delta | Refused) -> bool:
         if not self._open and not self._later:
             return True
-        if isinstance(delta, Refused) or delta.finish_reason not in (None, "stop", "length"):
+        if isinstance(delta, Refused) or delta.finish_reason in FAILURES:
             return True
-        return self.interval is not None and delta.queue_seconds is not None
+        return delta.queue_seconds is not None and self.interval is not None
 
     def _set_timer(self) -> None:
         if self.interval is not None:

@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable
 from hashlib import sha256
 
+from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -150,11 +151,12 @@ class Edge:
                 await self.app(scope, bounded_receive, noticed_send)
         except ClientDisconnect:
             raise
-        except Exception:
-            logger.exception("request %s failed", scope["chargpt.request_id"])
+        except Exception as error:
+            if is_started or not isinstance(error, ApiError | HTTPException):
+                logger.exception("request %s failed", scope["chargpt.request_id"])
             if is_started:
                 raise
-            await error_response(ApiError(500, "internal error"))(scope, receive, send)
+            await error_response(_as_api_error(error, scope))(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         """What can be said from the headers alone, before the body is read."""
@@ -188,8 +190,18 @@ class Edge:
         return any(matches) and scheme.lower() == b"bearer"
 
 
+def _as_api_error(error: Exception, scope: Scope) -> ApiError:
+    match error:
+        case ApiError():
+            return error
+        case HTTPException():  # the router's, of a wrong path or method
+            message = f"{scope['method']} {scope['path']}: {error.detail}"
+            return ApiError(error.status_code, message, headers=error.headers)
+    return ApiError(500, "internal error")
+
+
 def error_response(error: ApiError) -> Response:
-    headers = dict(error.headers)
+    headers = error.headers
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     elif error.status == 408:

@@ -6,6 +6,7 @@ shown in /docs; what depends on the served model or its settings is checked in a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -44,13 +45,16 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after_seconds: int | None = None,
+        headers: Mapping[str, str] | None = None,
     ):
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
-        self.retry_after_seconds = retry_after_seconds
+        self.headers = dict(headers or {})
+        if retry_after_seconds is not None:
+            self.headers["Retry-After"] = str(retry_after_seconds)
 
     @property
     def type(self) -> str:
@@ -64,10 +68,6 @@ class ApiError(Exception):
     def body(self) -> bytes:
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {} if self.retry_after_seconds is None else {"Retry-After": str(self.retry_after_seconds)}
 
 
 class Body(BaseModel):
@@ -295,7 +295,7 @@ class GenerationRequest(ModelRequest):
 
     stream: bool = Field(False, description="send the text as server-sent events while it is made", examples=[True])
     stream_options: StreamOptions = Field(
-        default_factory=lambda: StreamOptions(),
+        default_factory=lambda: StreamOptions.model_validate({}),
         description="how a stream tells the usage; without effect on a whole answer",
         examples=[{"include_usage": True}],
     )

@@ -128,14 +128,15 @@ class Run:
             ids: dict[int, list[int]] = {}
             ends: dict[int, str] = {}
             logprobs: dict[int, list[CharacterLogprob]] = {}
-            for number, delta, at in arrived:
+            for arrival in arrived:
+                number, delta = arrival.number, arrival.delta
                 if isinstance(delta, Refused):
                     failure = failure or ApiError(
                         429, delta.message, code="queue_full", retry_after_seconds=delta.retry_after_seconds
                     )
                     self._metrics.request_rejected("queue_full")
                     continue
-                self._note(self._records[number], delta, at)
+                self._note(self._records[number], delta, arrival.at)
                 if delta.prompt_logprobs is not None:
                     self._note_prompt(number, delta.prompt_logprobs)
                 if delta.ids or delta.finish_reason is not None:

@@ -11,26 +11,26 @@ import os
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from multiprocessing.managers import SyncManager
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 from litserve import LitServer
 from litserve.utils import WorkerSetupStatus
-from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from service.api import Api, HttpState
-from service.edge import Edge, error_response
+from service.edge import Edge
 from service.metrics import forget_process
 from service.model.checkpoint import Checkpoint
 from service.openapi import documentation
-from service.protocol import ApiError
 from service.settings import Settings
-from service.transport import SocketTransport, die_with_parent
+from service.transport import SocketTransport, die_with_parent, rest_garbage_collector
 from service.worker import EngineAPI, EngineLoop, configure_logging
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,17 @@ logger = logging.getLogger(__name__)
 
 class WorkerStartError(Exception):
     """Every inference process failed before it was ready."""
+
+
+class Endpoint:
+    """An ASGI application of one route; starlette would wrap a function for exceptions, which Edge answers."""
+
+    def __init__(self, answer: Callable[[Request], Awaitable[Response]]):
+        self.answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await self.answer(Request(scope, receive, send))
+        await response(scope, receive, send)
 
 
 class Server(LitServer):
@@ -66,24 +77,14 @@ class Server(LitServer):
             workers_per_device=settings.workers_per_device,
             timeout=False,
             restart_workers=True,
-            middlewares=[(Edge, {"settings": settings, "metrics": lambda: self.spec.metrics})],
             disable_openapi_url=True,  # FastAPI's document would say nothing, and its page load scripts from elsewhere
         )
         self.app.router.routes += documentation(settings, checkpoint, root_path=settings.root_path)
         self.spec.devices = [str(device) for device in self._inference_workers_config_for_api(api.api_path)]
         self.uvicorn_graceful_timeout = 1  # we drain before uvicorn is told to stop
 
-        async def on_api_error(request: Request, error: Any) -> Response:
-            return error_response(error)
-
-        async def on_http_error(request: Request, error: Any) -> Response:
-            message = f"{request.method} {request.url.path}: {error.detail}"
-            response = error_response(ApiError(error.status_code, message))
-            response.headers.update(error.headers or {})  # Allow, of a 405
-            return response
-
-        self.app.add_exception_handler(ApiError, on_api_error)
-        self.app.add_exception_handler(HTTPException, on_http_error)
+        # In place of FastAPI's own layers, which no route here needs.
+        self.app.middleware_stack = Edge(self.app.router, settings, lambda: self.spec.metrics)
 
     def serve(self) -> None:
         """Serve until SIGTERM or Ctrl-C; running requests finish first.
@@ -139,7 +140,7 @@ class Server(LitServer):
     def _register_spec_endpoints(self, lit_api: Any) -> None:
         """As plain routes: FastAPI's resolve dependencies and answer models for each request, and there are none."""
         for path, endpoint, methods in self.spec.endpoints:
-            self.app.router.routes.append(Route(path, endpoint, methods=methods))
+            self.app.router.routes.append(Route(path, Endpoint(endpoint), methods=methods))
 
     def _init_manager(self, num_api_servers: int) -> Any:
         """LitServe's manager process with what is left for it: the workers' setup status and the shutdown event."""
@@ -155,6 +156,7 @@ class Server(LitServer):
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         die_with_parent()
         async with self.spec.running(self._transport):
+            rest_garbage_collector()
             yield
 
     def verify_worker_status(self) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import logging
 import os
 import selectors
@@ -32,13 +33,13 @@ logger = logging.getLogger(__name__)
 MAX_UNSENT_BYTES = 64 << 20  # to one HTTP process; past it that process counts as hung
 
 
-class Hello(msgspec.Struct, array_like=True, tag=True):
+class Hello(msgspec.Struct, gc=False, array_like=True, tag=True):
     """First frame of a connection: which HTTP process this is."""
 
     consumer_id: int
 
 
-class Sampling(msgspec.Struct, array_like=True):
+class Sampling(msgspec.Struct, gc=False, array_like=True):
     """The fields of service.model.sampling.SamplingParams, which would load torch."""
 
     temperature: float = 1.0
@@ -53,7 +54,7 @@ class Sampling(msgspec.Struct, array_like=True):
     logit_bias: tuple[tuple[int, float], ...] = ()
 
 
-class Submit(msgspec.Struct, array_like=True, tag=True):
+class Submit(msgspec.Struct, gc=False, array_like=True, tag=True):
     """A sequence to run; fields as those of service.scheduler.Sequence. `id` is unique among all HTTP processes."""
 
     id: int
@@ -73,11 +74,11 @@ class Submit(msgspec.Struct, array_like=True, tag=True):
     priority: int = 0
 
 
-class Abort(msgspec.Struct, array_like=True, tag=True):
+class Abort(msgspec.Struct, gc=False, array_like=True, tag=True):
     id: int
 
 
-class Refused(msgspec.Struct, array_like=True, tag=True):
+class Refused(msgspec.Struct, gc=False, array_like=True, tag=True):
     """A submitted sequence that the worker has no room for."""
 
     id: int
@@ -85,7 +86,7 @@ class Refused(msgspec.Struct, array_like=True, tag=True):
     retry_after_seconds: int
 
 
-class Logprobs(msgspec.Struct, array_like=True):
+class Logprobs(msgspec.Struct, gc=False, array_like=True):
     """The log-probabilities of some ids, in nats: of each, and of `len(top_ids) / len(values)` others of its place."""
 
     values: list[float]
@@ -93,7 +94,7 @@ class Logprobs(msgspec.Struct, array_like=True):
     top_values: list[float]
 
 
-class Delta(msgspec.Struct, array_like=True):
+class Delta(msgspec.Struct, gc=False, array_like=True):
     """New ids of a sequence; the last one has a finish reason, one of them the times until the first character."""
 
     id: int
@@ -106,18 +107,18 @@ class Delta(msgspec.Struct, array_like=True):
     prompt_logprobs: Logprobs | None = None  # of further characters of the prompt
 
 
-class Step(msgspec.Struct, array_like=True, tag=True):
+class Step(msgspec.Struct, gc=False, array_like=True, tag=True):
     """All that one engine step has for one HTTP process."""
 
     deltas: list[Delta]
     load: int  # sequences the worker holds, running and waiting
 
 
-class WorkerLost(msgspec.Struct, array_like=True, tag=True):
+class WorkerLost(msgspec.Struct, gc=False, array_like=True, tag=True):
     """Made by the HTTP side itself when a connection ends: what ran there is gone."""
 
 
-class ConsumerLost(msgspec.Struct, array_like=True, tag=True):
+class ConsumerLost(msgspec.Struct, gc=False, array_like=True, tag=True):
     """Made by the worker itself when a connection ends: nobody waits for what came from there."""
 
 
@@ -337,7 +338,7 @@ class _HttpSide:
     def send(self, item: Submit | Abort, worker_id: int) -> None:
         connection = self._connections.get(worker_id)
         if connection is not None:
-            connection.transport.write(_frame(item))
+            connection.send(_frame(item))
 
     async def _keep(self, worker_id: int, path: Path) -> None:
         """Connect, wait until the worker goes, and begin again."""
@@ -349,7 +350,7 @@ class _HttpSide:
             except OSError:  # not there yet, or not there now
                 await asyncio.sleep(self.RETRY_SECONDS)
                 continue
-            connection.transport.write(_frame(Hello(self._consumer_id)))
+            connection.send(_frame(Hello(self._consumer_id)))
             self._connections[worker_id] = connection
             try:
                 await connection.ended
@@ -371,11 +372,22 @@ class _Frames(asyncio.Protocol):
     def __init__(self, received: Callable[[FromWorker], None]):
         self._received = received
         self._unparsed = b""
+        self._unsent: list[bytes] = []
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.transport: asyncio.WriteTransport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.WriteTransport, transport)  # uvloop's own class
+
+    def send(self, frame: bytes) -> None:
+        """Send a frame, with the others of this turn of the event loop: each write wakes the worker."""
+        if not self._unsent:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._unsent.append(frame)
+
+    def _flush(self) -> None:
+        self.transport.write(b"".join(self._unsent))
+        self._unsent.clear()
 
     def data_received(self, data: bytes) -> None:
         data = self._unparsed + data if self._unparsed else data
@@ -392,6 +404,13 @@ class _Frames(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         if not self.ended.done():
             self.ended.set_result(None)
+
+
+def rest_garbage_collector() -> None:
+    """Leave alone what start-up made, and look for cycles rarely: requests make next to none."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 def die_with_parent(number: int = signal.SIGTERM) -> None:

@@ -18,7 +18,7 @@ from litserve import LitAPI
 from litserve.loops.base import LitLoop
 
 from service import transport as frames
-from service.transport import SocketTransport, die_with_parent
+from service.transport import SocketTransport, die_with_parent, rest_garbage_collector
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +71,7 @@ class EngineAPI(LitAPI):
         self.metrics = Metrics(self.model_name, CollectorRegistry())
         self.metrics.num_requests_running.set(0)
         self.metrics.num_requests_waiting.set(0)
+        rest_garbage_collector()
         logger.info(
             "serving %s on %s: %d parameters, %d slots, %d threads, rounding tolerance %.1e",
             self.checkpoint, device, model.num_parameters, self.max_running, self.threads, self.engine.tolerance,
