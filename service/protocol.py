@@ -295,7 +295,7 @@ class GenerationRequest(ModelRequest):
 
     stream: bool = Field(False, description="send the text as server-sent events while it is made", examples=[True])
     stream_options: StreamOptions = Field(
-        default_factory=lambda: StreamOptions(),
+        default_factory=StreamOptions.model_construct,
         description="how a stream tells the usage; without effect on a whole answer",
         examples=[{"include_usage": True}],
     )
