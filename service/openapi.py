@@ -24,6 +24,7 @@ from starlette.staticfiles import StaticFiles
 
 from service.answers import Answer, CompletionAnswer, Receipt, Usage
 from service.api import EVENT_SOURCE_END
+from service.edge import PROBES
 from service.model.checkpoint import Checkpoint
 from service.model.tokenizer import CharTokenizer
 from service.protocol import (
@@ -65,7 +66,7 @@ class ErrorDetails(BaseModel):
     """What is wrong."""
 
     message: str = Field(description="the field, what was given and what is allowed, in words")
-    type: Literal["invalid_request_error", "rate_limit_error", "server_error"]
+    type: Literal["invalid_request_error", "authentication_error", "rate_limit_error", "server_error"]
     param: str | None = Field(description="the field of the request, with dots where it is within another")
     code: str | None = Field(description="what went wrong, for programs")
 
@@ -265,6 +266,16 @@ class DetokenizeAnswer(BaseModel):
     prompt: str
 
 
+class TokenizerInfo(BaseModel):
+    """Answer of GET /tokenizer_info."""
+
+    tokenizer_class: Literal["CharTokenizer"]
+    vocab_size: int
+    bos_token: str | None = Field(description="what an empty prompt stands for: a line break, if the model knows it")
+    eos_token: None
+    pad_token: None
+
+
 class ModelCard(BaseModel):
     """The served model, as OpenAI describes models."""
 
@@ -327,7 +338,7 @@ REQUESTS: tuple[type[BaseModel], ...] = (
 )  # fmt: skip
 ANSWERS: tuple[type[BaseModel], ...] = (
     GenerateAnswer, GenerateEvent, GenerateEnd, Completion, CompletionChunk, ScoreAnswer, NextAnswer, TokenizeAnswer,
-    DetokenizeAnswer, ModelList, ModelCard, Info, Status, Error,
+    DetokenizeAnswer, TokenizerInfo, ModelList, ModelCard, Info, Status, Error,
 )  # fmt: skip
 
 # -- errors and headers --
@@ -469,11 +480,11 @@ class Operation(NamedTuple):
     examples: dict[str, Any] | None = None  # of the request
     parameters: Sequence[dict[str, Any]] = ()
 
-    @property
-    def object(self) -> dict[str, Any]:
+    def object(self, settings: Settings) -> dict[str, Any]:
         """As it stands in the document."""
-        is_probe = self.path in ("/livez", "/readyz", "/health")
-        failures = (*self.failures, "Failed") if is_probe else (*self.failures, "Unauthorized", "Failed")
+        is_public = self.path in PROBES or (self.path == "/metrics" and settings.public_metrics)
+        security: list[dict[str, Any]] = [{"key": []}] if settings.api_key_digests else [{}, {"key": []}]
+        failures = (*self.failures, "Failed") if is_public else (*self.failures, "Unauthorized", "Failed")
         responses = self.responses | {
             str(FAILURES[name].examples[0].status): _ref("responses", name) for name in failures
         }
@@ -483,7 +494,7 @@ class Operation(NamedTuple):
             "summary": self.summary,
             "parameters": [*self.parameters, _ref("parameters", "X-Request-Id")],
             "responses": dict(sorted(responses.items())),
-            "security": [] if is_probe else [{}, {"key": []}],
+            "security": [] if is_public else security,
         }
         if self.description:
             operation["description"] = self.description
@@ -658,6 +669,13 @@ def _operations(settings: Settings, checkpoint: Checkpoint, query: list[dict[str
         BODY, request=DetokenizeRequest, examples={"ids": {"tokens": tokens}},
     )  # fmt: skip
 
+    special: dict[str, Any] = {"tokenizer_class": "CharTokenizer", "vocab_size": tokenizer.vocab_size}
+    special |= {"bos_token": "\n" if "\n" in tokenizer else None, "eos_token": None, "pad_token": None}
+    yield Operation(
+        "get", "/tokenizer_info", "get_tokenizer_info", "characters", "Describe the tokenizer, as vLLM does",
+        {"200": _response("For lm-evaluation-harness.", _json(TokenizerInfo, the_tokenizer=special))},
+    )  # fmt: skip
+
     card = {"id": model, "object": "model", "created": 1795201052, "owned_by": "chargpt"}
     card |= {"max_model_len": settings.max_prompt_characters}
     yield Operation(
@@ -803,8 +821,8 @@ def _query(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"name": name, "in": "query", "description": field["description"], "schema": schema}
 
 
-def build_document(settings: Settings, checkpoint: Checkpoint, *, root_path: str = "") -> dict[str, Any]:
-    """OpenAPI 3.1 of a server with these settings; `root_path`: what a proxy puts before the paths."""
+def build_document(settings: Settings, checkpoint: Checkpoint) -> dict[str, Any]:
+    """OpenAPI 3.1 of a server with these settings."""
     models: list[tuple[type[BaseModel], JsonSchemaMode]] = [(model, "validation") for model in (*REQUESTS, *ANSWERS)]
     reference = _ref("schemas", "{model}")["$ref"]
     schemas = models_json_schema(models, ref_template=reference, schema_generator=_Schemas)[1]["$defs"]
@@ -816,7 +834,7 @@ def build_document(settings: Settings, checkpoint: Checkpoint, *, root_path: str
         vocabulary = f"These are, as JSON:\n\n    {shown}"
     paths: dict[str, dict[str, Any]] = {}
     for operation in _operations(settings, checkpoint, list(_query(schemas["GenerateRequest"]["properties"]))):
-        paths.setdefault(operation.path, {})[operation.method] = operation.object
+        paths.setdefault(operation.path, {})[operation.method] = operation.object(settings)
     failures = {
         name: _response(
             failure.meaning,
@@ -830,10 +848,10 @@ def build_document(settings: Settings, checkpoint: Checkpoint, *, root_path: str
         "info": {
             "title": settings.model_name,
             "summary": "A character-level GPT",
-            "description": DESCRIPTION.format(vocabulary=vocabulary).replace("\\\n", ""),
+            "description": DESCRIPTION.format(vocabulary=vocabulary),
             "version": version("chargpt"),
         },
-        "servers": [{"url": root_path or "/"}],
+        "servers": [{"url": settings.root_path or "/"}],
         "tags": [{"name": name, "description": description} for name, description in TAGS.items()],
         "paths": paths,
         "components": {
@@ -872,9 +890,9 @@ class _Assets(StaticFiles):
         return response
 
 
-def documentation(settings: Settings, checkpoint: Checkpoint, *, root_path: str = "") -> list[BaseRoute]:
+def documentation(settings: Settings, checkpoint: Checkpoint) -> list[BaseRoute]:
     """The routes of the document and its page, which refers to the others by relative paths: any prefix will do."""
-    body = msgspec.json.encode(build_document(settings, checkpoint, root_path=root_path))
+    body = msgspec.json.encode(build_document(settings, checkpoint))
     release = version("fastapi-swagger")
     page = get_swagger_ui_html(
         openapi_url="openapi.json",
