@@ -79,7 +79,7 @@ class Server(LitServer):
             restart_workers=True,
             disable_openapi_url=True,  # FastAPI's document would say nothing, and its page load scripts from elsewhere
         )
-        self.app.router.routes += documentation(settings, checkpoint, root_path=settings.root_path)
+        self.app.router.routes += documentation(settings, checkpoint)
         self.spec.devices = [str(device) for device in self._inference_workers_config_for_api(api.api_path)]
         self.uvicorn_graceful_timeout = 1  # we drain before uvicorn is told to stop
 
