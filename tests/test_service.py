@@ -293,7 +293,7 @@ def test_a_chunked_body_is_bounded_too(server):
 @pytest.mark.parametrize(
     ("method", "path", "status", "allowed"),
     [
-        ("GET", "/nothing", 404, None),
+        ("GET", "/nothing", 404, ""),
         ("PUT", "/generate", 405, "GET, HEAD, POST"),
         ("POST", "/readyz", 405, "GET, HEAD"),
         ("GET", "/tokenize", 405, "POST"),
@@ -303,7 +303,7 @@ def test_wrong_routes_and_methods(server, method, path, status, allowed):
     response = httpx.request(method, server.url + path)
     assert response.status_code == status
     assert path in response.json()["error"]["message"]
-    assert response.headers.get("allow") == allowed
+    assert set(response.headers.get("allow", "").split(", ")) == set(allowed.split(", "))
 
 
 def test_request_ids(server):
