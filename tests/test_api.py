@@ -575,6 +575,28 @@ def test_a_thousand_receipts_replay_to_the_same_bytes(client):
     assert len({seed for _, seeds in first for seed in seeds}) == sum(len(seeds) for _, seeds in first)
 
 
+def test_four_engines_behind_two_http_processes_give_what_one_gives(checkpoint, client):
+    r = random.Random(12)
+    requests = [(r.choice(["/generate", "/v1/completions"]), any_request(r)) for _ in range(300)]
+    for _, body in requests:
+        body["seed"] = r.randrange(2**64)
+    with concurrent.futures.ThreadPoolExecutor(24) as pool:
+        expected = list(pool.map(lambda request: answer_of(client, *request), requests))
+    with RunningServer(checkpoint.path, http_processes=2, workers_per_device=2, max_running_requests=8) as server:
+        server.wait_until_ready()
+
+        def ask(request):
+            with httpx.Client(base_url=server.url, timeout=60) as own:  # a connection of its own, to either process
+                return answer_of(own, *request)
+
+        with concurrent.futures.ThreadPoolExecutor(24) as pool:
+            assert list(pool.map(ask, requests)) == expected
+        server.wait_until_metric("chargpt_num_requests_running", 0)
+        ended = sum(v for (name, _), v in server.metrics().items() if name == "chargpt_request_success_total")
+        assert ended >= sum(len(answer[0]) for answer in expected)
+        assert server.stop() == 0
+
+
 def test_the_sdk_sees_the_receipt_and_takes_a_list_of_seeds(server):
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as sdk:
         options = {"model": "chargpt", "prompt": ["ab", "ab"], "max_tokens": 12}
