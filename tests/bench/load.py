@@ -63,7 +63,9 @@ class Outcome:
 def post(path: str, body: dict[str, Any]) -> bytes:
     """The bytes of a request."""
     content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+    )
     return head.encode() + b"\r\n\r\n" + content
 
 
@@ -258,9 +260,7 @@ def ceiling(seconds: float = 1.0) -> dict[str, float]:
     request = post("/generate", {"prompt": "a", "max_tokens": 1})
     body = b'{"id":"0123456789abcdef","choices":[{"index":0,"text":"a","finish_reason":"length"}]}'
     whole = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
-    outcome = with_ready_bytes(
-        whole, lambda port: run(port, at_once(request, 10**9), connections=32, seconds=seconds)
-    )
+    outcome = with_ready_bytes(whole, lambda port: run(port, at_once(request, 10**9), connections=32, seconds=seconds))
     figures = {
         "requests_per_second": len(outcome.ended) / outcome.seconds,
         "requests_per_cpu_second": len(outcome.ended) / outcome.cpu_seconds,
@@ -268,9 +268,7 @@ def ceiling(seconds: float = 1.0) -> dict[str, float]:
     event = b'data: {"index":0,"text":"a","finish_reason":null,"seed":1}\n\n'
     # One event a packet is the dearest: as when a server writes each character by itself.
     stream = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(event), event)
-    outcome = with_ready_bytes(
-        stream, lambda port: run(port, at_once(request, 10**9), connections=32, seconds=seconds)
-    )
+    outcome = with_ready_bytes(stream, lambda port: run(port, at_once(request, 10**9), connections=32, seconds=seconds))
     return figures | {
         "events_per_second": outcome.num_events / outcome.seconds,
         "events_per_cpu_second": outcome.num_events / outcome.cpu_seconds,
