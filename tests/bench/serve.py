@@ -29,20 +29,22 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from service.model.gpt import GPTConfig
 from service.settings import available_cpus
 from training.loop import machine
 
 from . import engine, load
 from .report import draw, markdown, write_table
 from .servers import Server, ServerError
-from .shapes import SAMPLING, SHAPES, Work, mixed_work, save_shape
+from .shapes import SAMPLING, SHAPES, Work, mixed_work, save_random
 from .train import BenchError, in_child, revision
 
 CONNECTIONS = 64
@@ -53,13 +55,73 @@ PARTS = ("engine", "path", "whole", "growth")
 FAILURES = (BenchError, ServerError, load.LoadError, OSError)
 
 
+@dataclass(frozen=True)
+class Plan:
+    """How much is measured."""
+
+    repeats: int  # of the path, and of the queue
+    rows: dict[str, tuple[int, ...]]  # of each shape
+    steps_past: float  # a text goes on after block_size, in its share
+    engine_repeats: int
+    path_seconds: float  # of each measurement there
+    streams: tuple[int, ...]
+    paced_length: int
+    requests: int  # over the whole service
+    longest: int  # text of those
+    whole_repeats: int
+    stock_repeats: int
+    idle_seconds: float
+    starts: int  # beyond the first
+    long_rows: int
+    lengths: tuple[int, ...]  # of texts, times block_size
+    queue_steps: int
+
+
+FULL = Plan(
+    repeats=5,
+    rows={"S": (1, 8, 32, 128), "M": (1, 8, 32, 128)},
+    steps_past=0.25,
+    engine_repeats=3,
+    path_seconds=3.0,
+    streams=(1, 32, 64, 256),
+    paced_length=400,
+    requests=256,
+    longest=384,
+    whole_repeats=3,
+    stock_repeats=3,
+    idle_seconds=5.0,
+    starts=4,
+    long_rows=8,
+    lengths=(1, 10, 100),
+    queue_steps=200,
+)
+QUICK = Plan(
+    repeats=2,
+    rows={"S": (1, 8, 32), "M": (8,)},
+    steps_past=0.1,
+    engine_repeats=2,
+    path_seconds=1.0,
+    streams=(1, 64, 256),
+    paced_length=100,
+    requests=96,
+    longest=160,
+    whole_repeats=2,
+    stock_repeats=1,
+    idle_seconds=2.0,
+    starts=0,
+    long_rows=1,
+    lengths=(1, 10),
+    queue_steps=40,
+)
+GPU_ROWS = (512, 1024)
+
+
 class Bench:
     """What was asked for, and the figures so far."""
 
-    def __init__(self, quick: bool, threads: int, out: Path):
-        self.quick, self.threads, self.out = quick, threads, out
+    def __init__(self, plan: Plan, shapes: dict[str, GPTConfig], threads: int, out: Path):
+        self.plan, self.shapes, self.threads, self.out = plan, shapes, threads, out
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.repeats = 2 if quick else 5
         self.started = time.perf_counter()
         self.folders: dict[str, Path] = {}  # checkpoint of each shape
         self.results: dict[str, Any] = {
@@ -71,10 +133,11 @@ class Bench:
             "versions": {"python": platform.python_version()}
             | {name: version(name) for name in ("torch", "transformers", "litserve", "fastapi", "uvicorn")},
             "settings": {
-                "quick": quick,
+                "plan": asdict(plan),
+                "quick": plan is QUICK,
                 "threads": threads,
                 "device": self.device,
-                "repeats": self.repeats,
+                "shapes": {name: asdict(config) for name, config in shapes.items()},
                 "sampling": SAMPLING,
             },
             "errors": {},  # part: why it failed
@@ -84,7 +147,7 @@ class Bench:
         """Every part that was asked for; one that fails leaves its reason in the results."""
         self.out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="chargpt-bench-") as folder:
-            self.folders = {name: save_shape(name, Path(folder)) for name in SHAPES}
+            self.folders = {name: save_random(config, Path(folder) / name) for name, config in self.shapes.items()}
             self.results["load_generator"] = load.ceiling(0.5)
             for part in parts:
                 self.say(f"{part} …")
@@ -106,25 +169,20 @@ class Bench:
     # -- the parts --
 
     def engine(self) -> dict[str, Any]:
-        rows = {"S": [1, 8, 32], "M": [8]} if self.quick else dict.fromkeys(SHAPES, [1, 8, 32, 128])
-        if self.device == "cuda":
-            rows = {name: [*counts, 512, 1024] for name, counts in rows.items()}
-        shapes = {}
-        for name, counts in rows.items():
-            W = SHAPES[name].block_size
-            shapes[name] = self.child(
-                engine.measure_shape,
-                self.folders[name],
-                counts,
-                length=W + (16 if self.quick else W // 4),
-                repeats=2 if self.quick else 3,
-            )
-        memory = {name: self.child(engine.measure_memory, self.folders[name], 32) for name in rows}
+        shapes, memory = {}, {}
+        for name, rows in self.plan.rows.items():
+            if self.device == "cuda":
+                rows += GPU_ROWS
+            folder, W = self.folders[name], self.shapes[name].block_size
+            length = round(W * (1 + self.plan.steps_past))
+            repeats = self.plan.engine_repeats
+            shapes[name] = self.child(engine.measure_shape, folder, list(rows), length=length, repeats=repeats)
+            memory[name] = self.child(engine.measure_memory, folder, 32)
         return {"shapes": shapes, "memory": memory}
 
     def path(self) -> dict[str, Any]:
-        streams = [1, 64, 256] if self.quick else [1, 32, 64, 256]
-        figures: dict[str, Any] = {"seconds": 1.0 if self.quick else 3.0, "streams": streams}
+        streams = list(self.plan.streams)
+        figures: dict[str, Any] = {"streams": streams}
         with contextlib.ExitStack() as stack:
             ours = stack.enter_context(self.server("tests.bench.stub", "stub"))
             paced = stack.enter_context(
@@ -149,21 +207,21 @@ class Bench:
                 figures[name] = {"requests": [], "first": [], "streams": {str(n): [] for n in streams}}
             figures["plain"]["same_events"] = {str(n): [] for n in streams}
             figures["paced"] = []
-            for number in range(self.repeats):
+            for _ in range(self.plan.repeats):
                 for name, server in servers.items():
                     with running(server):
-                        self.path_once(figures, name, server, warm=number == 0)
+                        self.path_once(figures, name, server)
                 with running(paced):
-                    figures["paced"].append(paced_once(paced, 64, 100 if self.quick else 400))
+                    figures["paced"].append(paced_once(paced, 64, self.plan.paced_length))
                 rates = [figures[name]["requests"][-1]["per_second"] for name in servers]
                 self.say("requests/s, " + ", ".join(f"{n} {r:,.0f}" for n, r in zip(servers, rates, strict=True)))
         return figures
 
-    def path_once(self, figures: dict[str, Any], name: str, server: Server, warm: bool) -> None:
-        mine, seconds = figures[name], figures["seconds"]
+    def path_once(self, figures: dict[str, Any], name: str, server: Server) -> None:
+        mine, seconds = figures[name], self.plan.path_seconds
         whole = load.post("/whole" if name == "stock" else "/generate", {"prompt": "a", "max_tokens": 1})
-        if warm:
-            load.run(server.port, load.at_once(whole, 10**9), connections=32, seconds=seconds)
+        # It was paused, or has just started.
+        load.run(server.port, load.at_once(whole, 10**9), connections=32, seconds=min(0.5, seconds))
         with server.busy() as cores:
             outcome = load.run(server.port, load.at_once(whole, 10**9), connections=32, seconds=seconds)
         rate = len(outcome.ended) / outcome.seconds
@@ -174,7 +232,7 @@ class Bench:
         single = load.post("/generate", stream)
         outcome = load.run(server.port, ((at, single, None) for at in pauses), connections=1, marker=marker)
         mine["first"].append(percentiles(outcome.times_to_first))
-        total = round((5_000 if name == "stock" else 100_000) * seconds)
+        total = round((5_000 if name == "stock" else 150_000) * seconds)
         for count in figures["streams"]:
             each = max(1, min(16_000, total // count))
             body = stream | {"max_tokens": each}
@@ -182,14 +240,12 @@ class Bench:
             if name == "plain":  # and once with events as long as ours had on average
                 ours = figures["ours"]["streams"][str(count)][-1]
                 body["characters"] = max(1, round(ours["characters_per_event"]))
+                body["max_tokens"] *= body["characters"]
                 mine["same_events"][str(count)].append(streams_once(server, body, count, marker))
 
     def whole(self) -> dict[str, Any]:
-        count, longest = (96, 160) if self.quick else (256, 384)
-        work = mixed_work(count, longest=longest, arriving=0.5)
+        work = mixed_work(self.plan.requests, longest=self.plan.longest, arriving=0.5)
         figures: dict[str, Any] = {
-            "requests": count,
-            "longest": longest,
             "characters": sum(item.max_tokens for item in work),
             "connections": CONNECTIONS,
         }
@@ -204,17 +260,17 @@ class Bench:
                 for name, server in servers.items():
                     with running(server):
                         load_work(server, name, work[:16])
-                        time.sleep(1)
+                        time.sleep(0.5)
                         with server.busy() as cores:
-                            time.sleep(3)
+                            time.sleep(self.plan.idle_seconds)
                     figures[name] = {"idle_cores": cores, "runs": []}
                 figures["engine"] = []
-                for _ in range(2 if self.quick else 3):
+                for number in range(self.plan.whole_repeats):
                     with running(ours):
                         figures["ours"]["runs"].append(load_work(ours, "ours", work))
                     alone = self.child(engine.measure_work, self.folders["S"], work, CONNECTIONS)
                     figures["engine"].append(alone["characters_per_second"])
-                    if not self.quick or not figures["stock"]["runs"]:
+                    if number < self.plan.stock_repeats:
                         with running(stock):
                             figures["stock"]["runs"].append(load_work(stock, "stock", work))
                     rates = [figures[name]["runs"][-1]["characters_per_second"] for name in servers]
@@ -222,7 +278,7 @@ class Bench:
                 for name, server in servers.items():
                     with running(server):
                         figures[name]["pss_bytes"] = server.pss_bytes()
-        for _ in range(0 if self.quick else 4):
+        for _ in range(self.plan.starts):
             with self.server("service", "service") as again:
                 starts["ours"].append(again.wait_until_ready())
             with self.stock() as again:
@@ -232,18 +288,12 @@ class Bench:
         return figures
 
     def growth(self) -> dict[str, Any]:
-        W = SHAPES["S"].block_size
-        lengths = [W, 10 * W] if self.quick else [W, 10 * W, 100 * W]
+        folder, W = self.folders["S"], self.shapes["S"].block_size
+        lengths = [n * W for n in self.plan.lengths]
+        options = {"steps": self.plan.queue_steps, "repeats": self.plan.repeats}
         return {
-            "lengths": self.child(engine.measure_lengths, self.folders["S"], 1 if self.quick else 8, lengths),
-            "queue": self.child(
-                engine.measure_queue,
-                self.folders["S"],
-                8,
-                [1, 100, 1000],
-                steps=40 if self.quick else 200,
-                repeats=self.repeats,
-            ),
+            "lengths": self.child(engine.measure_lengths, folder, self.plan.long_rows, lengths),
+            "queue": self.child(engine.measure_queue, folder, 8, [1, 100, 1000], **options),
         }
 
     # -- what they need --
@@ -308,7 +358,9 @@ def paced_once(server: Server, count: int, length: int) -> dict[str, float]:
     request = load.post("/generate", {"prompt": "a", "max_tokens": length, "stream": True})
     with server.busy() as cores:
         outcome = load.run(server.port, load.at_once(request, count), connections=count, keep=True)
-    gaps = [gap for reply in outcome.ended for gap in gaps_of(reply)]
+    for reply in outcome.replies:
+        check_length(reply, ours_text, length)
+    gaps = [gap for reply in outcome.replies for gap in gaps_of(reply)]
     events = outcome.num_events
     return {
         "characters_per_event": count * length / events,
@@ -342,12 +394,11 @@ def load_work(server: Server, name: str, work: list[Work]) -> dict[str, Any]:
     text = ours_text if name == "ours" else stock_text
     per_character = []
     for reply in outcome.replies:
-        given = len(text(b"".join(data for _, data in load.dechunked(reply.parts))))
-        if given != reply.asked.max_tokens:
-            raise load.LoadError(f"{name} gave {given} characters of {reply.asked.max_tokens}")
+        length = reply.asked.max_tokens
+        check_length(reply, text, length)
         assert reply.first_at is not None and reply.ended_at is not None
-        if given > 1:
-            per_character.append((reply.ended_at - reply.first_at) / (given - 1))
+        if length > 1:
+            per_character.append((reply.ended_at - reply.first_at) / (length - 1))
     return {
         "characters_per_second": sum(item.max_tokens for item in work) / outcome.seconds,
         "first": percentiles(outcome.times_to_first),
@@ -355,6 +406,16 @@ def load_work(server: Server, name: str, work: list[Work]) -> dict[str, Any]:
         "per_character": percentiles(per_character),
         "cores": cores,
     }
+
+
+def check_length(reply: load.Reply, text: Callable[[bytes], str], length: int) -> None:
+    """
+    Raises:
+        LoadError: the answer's text has another length.
+    """
+    given = len(text(b"".join(data for _, data in load.dechunked(reply.parts))))
+    if given != length:
+        raise load.LoadError(f"a text of {given} characters, not {length}")
 
 
 def ours_text(body: bytes) -> str:
@@ -441,7 +502,7 @@ def main() -> int:
             return 1
         return 0
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # in the engines' processes, as python -m service has it
-    bench = Bench(args.quick, args.threads, args.out)
+    bench = Bench(QUICK if args.quick else FULL, SHAPES, args.threads, args.out)
     if bench.results["load_average"] > 0.5:
         bench.say(f"the machine is busy (load {bench.results['load_average']:.1f}): times will be too long")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C

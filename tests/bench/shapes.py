@@ -44,10 +44,9 @@ def random_model(config: GPTConfig, seed: int = 0) -> GPT:
     return model.eval().requires_grad_(False)
 
 
-def save_shape(name: str, folder: Path) -> Path:
-    """The checkpoint of a shape in `folder`; ours and the peers' alike."""
-    path = folder / name
-    save_checkpoint(path, random_model(SHAPES[name]), CharTokenizer(VOCABULARY), {"losses": {}})
+def save_random(config: GPTConfig, path: Path) -> Path:
+    """The checkpoint folder of a shape, for ours and the peers alike."""
+    save_checkpoint(path, random_model(config), CharTokenizer(VOCABULARY), {"losses": {}})
     return path
 
 
