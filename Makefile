@@ -17,7 +17,8 @@ BIN := $(VENV)/bin
 RUN := $(VENV)/.installed-service,training
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help serve train bundled test test-slow chaos-train bench-train lint clean
+.PHONY: help serve train bundled test test-slow chaos-train bench bench-quick bench-table bench-train \
+  lint clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -48,6 +49,15 @@ chaos-train: $(VENV)/.installed-test ## stop runs and saves at random moments, 1
 test-slow: export CMAKE_ARGS ?= -DLLAVA_BUILD=OFF
 test-slow: $(VENV)/.installed-test,llama ## build llama.cpp and compare its logits with ours
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+bench: $(VENV)/.installed-test ## measure the service beside what a user would build instead, some twenty minutes: out/bench
+	$(BIN)/python -m tests.bench.serve $(ARGS)
+
+bench-quick: $(VENV)/.installed-test ## the same in under three minutes, with fewer shapes, rows and repeats
+	$(BIN)/python -m tests.bench.serve --quick $(ARGS)
+
+bench-table: $(VENV)/.installed-test ## put the tables of out/bench/serve.json into the README
+	$(BIN)/python -m tests.bench.serve --table README.md $(ARGS)
 
 bench-train: $(RUN) ## train beside nanoGPT's CPU recipe, each preset over three seeds: figures into out/bench-train
 	$(BIN)/python -m tests.bench.train $(ARGS)

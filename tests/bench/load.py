@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-EVENT = b"data: "  # begins a server-sent event
+EVENT = b'"text":'  # one in each event of a stream of the service, none in what follows the last
 END = b"0\r\n\r\n"  # of a chunked body
 RECEIVE_BYTES = 1 << 18
+PATIENCE_SECONDS = 120.0
 
 
 class LoadError(RuntimeError):
@@ -148,7 +149,7 @@ def run(
     order. Ends when all are answered, or after `seconds`, which leaves those under way without an end.
 
     Raises:
-        LoadError: a connection was closed or an answer is not 200.
+        LoadError: a connection was closed, an answer is not 200, or nothing came for PATIENCE_SECONDS.
         OSError: the server cannot be reached.
     """
     selector = selectors.DefaultSelector()
@@ -172,11 +173,13 @@ def run(
                 replies.append(client.reply)
                 under_way += 1
                 upcoming = next(queue, None)
-            timeout = None if seconds is None else seconds - now
+            timeout = PATIENCE_SECONDS if seconds is None else min(PATIENCE_SECONDS, seconds - now)
             if upcoming is not None and resting:
-                wait = upcoming[0] - now
-                timeout = wait if timeout is None else min(wait, timeout)
-            for key, _ in selector.select(timeout):
+                timeout = min(timeout, upcoming[0] - now)
+            ready = selector.select(timeout)
+            if not ready and timeout == PATIENCE_SECONDS:
+                raise LoadError(f"nothing came for {timeout:g} s, with {under_way} requests under way")
+            for key, _ in ready:
                 client = key.data
                 if client.read():
                     client.reply = None

@@ -1,0 +1,360 @@
+"""The engine by itself: characters a second, where a step's time goes, its memory, how its cost grows; and its peer.
+
+In process: no sockets, no text. Beside it transformers' `generate` on the same folder, and the roofline: the time
+that this machine needs at least to read what a step reads, or to multiply what it multiplies.
+
+Each `measure_…` is to run in a fresh process; `repeats` alternate between ours and the peer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+import service.engine
+from service.engine import Engine
+from service.model.checkpoint import Checkpoint
+from service.model.gpt import GPT, GPTConfig
+from service.scheduler import Sequence
+
+from .shapes import PROMPT, SAMPLING, Work, prompt, sampling
+
+
+def measure_shape(
+    folder: Path, all_rows: list[int], *, length: int, threads: int, repeats: int, device: str
+) -> dict[str, Any]:
+    """`at_rows` for each number of rows, with the shape's own facts."""
+    torch.set_num_threads(threads)
+    model = Checkpoint.read(folder).load_model(device)
+    measured = []
+    for rows in all_rows:
+        measured.append(at_rows(model, folder, rows, length=length, repeats=repeats, device=device))
+        ours, peer = (statistics.median(measured[-1][name]) for name in ("characters_per_second", "peer"))
+        print(f"{folder.name}, {rows} rows: {ours:,.0f} characters/s, transformers {peer:,.0f}", file=sys.stderr)
+    dtype = str(model.head.weight.dtype).removeprefix("torch.")
+    return {"parameters": model.num_parameters, "dtype": dtype, "length": length, "rows": measured}
+
+
+def at_rows(model: GPT, folder: Path, rows: int, *, length: int, repeats: int, device: str) -> dict[str, Any]:
+    """Figures of `rows` sequences of PROMPT + `length` characters; characters a second of ours and of transformers."""
+    ours: list[dict[str, float]] = []
+    theirs: list[float] = []
+    options = best_generate(folder, rows, device)
+    generate = Generate(folder, device, **options)
+    generate.seconds(rows, 4)
+    for _ in range(repeats):
+        ours.append(run_engine(model, rows, length))
+        theirs.append(rows * length / generate.seconds(rows, length))
+    rates = [run["characters_per_second"] for run in ours]
+    steps = [run["step_seconds"] for run in ours]
+    roof = roofline(model, rows, min(PROMPT + length, model.config.block_size), device)
+    return {
+        "rows": rows,
+        "characters_per_second": rates,
+        "step_seconds": steps,
+        "roofline": roof,
+        "roofline_share": [roof["seconds"] / step for step in steps],
+        "phases": phases(model, rows, length, device),
+        "peer": theirs,
+        "peer_options": options,
+        "ratio": [rate / peer for rate, peer in zip(rates, theirs, strict=True)],
+    }
+
+
+def sequences(rows: int, length: int, deadline: float | None = None) -> list[Sequence]:
+    """Equal prompts' lengths, no stops, each row with parameters and a seed of its own."""
+    return [Sequence(row, prompt(PROMPT, row), length, sampling(row), deadline=deadline) for row in range(rows)]
+
+
+def run_engine(model: GPT, rows: int, length: int) -> dict[str, float]:
+    """One run from the prompts to the last character; a step's time is the median of those past block_size."""
+    engine = Engine(model, max_running=rows, max_waiting=rows, prefill_budget=max(512, PROMPT * rows))
+    engine.generate(sequences(rows, 4))  # what only a first step costs
+    for sequence in sequences(rows, length):
+        engine.submit(sequence)
+    given, steps = 0, []
+    started = last = time.perf_counter()
+    while engine.has_work:
+        given += sum(len(delta.ids) for delta in engine.step())
+        now = time.perf_counter()
+        steps.append((now - last, engine.stats.num_decode_rows))
+        last = now
+    if given != rows * length:
+        raise RuntimeError(f"the engine gave {given} characters of {rows} × {length}")
+    full = [seconds for seconds, decoded in steps if decoded == rows]
+    past = full[max(0, model.config.block_size - PROMPT) :] or full
+    return {"characters_per_second": given / (last - started), "step_seconds": statistics.median(past)}
+
+
+# Where the time goes
+
+
+class Phases:
+    """Seconds spent in wrapped functions, each without those that it calls."""
+
+    def __init__(self, synchronize: Callable[[], None]):
+        self.seconds: dict[str, float] = {}
+        self._inside: list[float] = []  # seconds spent in wrapped calls of each call that is open
+        self._synchronize = synchronize
+
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self.phase(name):
+                return function(*args, **kwargs)
+
+        return call
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self._inside.append(0.0)
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._synchronize()
+            seconds = time.perf_counter() - started
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds - self._inside.pop()
+            if self._inside:
+                self._inside[-1] += seconds
+
+
+def phases(model: GPT, rows: int, length: int, device: str) -> dict[str, float]:
+    """Seconds of each phase in a run of `run_engine`'s work, and in all.
+
+    Wrapped from outside, by these names: Engine.scheduler.schedule, Engine.model (a forward over one character a row
+    is decode, else prefill), Engine._exact (the fp64 model), service.engine.sample; `rest` is Python around them.
+    """
+    engine = Engine(model, max_running=rows, max_waiting=rows, prefill_budget=max(512, PROMPT * rows))
+    engine.generate(sequences(rows, 4))
+    timer = Phases(torch.accelerator.synchronize if device != "cpu" else lambda: None)
+    forward = engine.model.forward
+
+    def named_forward(idx: Any, *args: Any) -> Any:
+        with timer.phase("decode" if idx.size(1) == 1 else "prefill"):
+            return forward(idx, *args)
+
+    sample = service.engine.sample
+    engine.scheduler.schedule = timer.timed("schedule", engine.scheduler.schedule)  # type: ignore[method-assign]
+    engine._exact.forward = timer.timed("exact", engine._exact.forward)  # type: ignore[method-assign]
+    engine.model.forward = named_forward  # type: ignore[method-assign]
+    service.engine.sample = timer.timed("sampling", sample)
+    try:
+        with timer.phase("rest"):
+            engine.generate(sequences(rows, length))
+    finally:
+        service.engine.sample = sample
+        del engine.model.forward
+    return timer.seconds | {"all": sum(timer.seconds.values())}
+
+
+# The roofline
+
+
+def roofline(model: GPT, rows: int, length: int, device: str, seconds: float = 0.2) -> dict[str, float]:
+    """The least time of a decode step over `rows` texts of `length` characters in the cache, by rates measured here.
+
+    Memory: the weights once, and the keys and values in use, at the rate at which as many bytes can be read again and
+    again. Arithmetic: all products, at the rate of the model's own matrices times `rows` columns.
+    """
+    config = model.config
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    weight = model.head.weight
+    size = weight.element_size()
+    norms = sum(p.numel() for p in model.parameters() if p.ndim == 1)
+    weights = (sum(m.weight.numel() for m in linears) + norms + rows * config.n_embd) * size
+    cached = 2 * config.n_layer * config.n_kv_head * config.head_dim * length * rows * size
+    linear = 2 * rows * sum(m.weight.numel() for m in linears)
+    attention = 4 * rows * config.n_layer * config.n_embd * length
+    read = read_rate(weights + cached, weight.dtype, device, seconds)
+    products = linear / sum(product_seconds(m, rows, seconds / len(linears)) for m in linears)
+    memory_seconds, product_time = (weights + cached) / read, (linear + attention) / products
+    return {
+        "weight_bytes": weights,
+        "cache_bytes": cached,
+        "operations": linear + attention,
+        "bytes_per_second": read,
+        "operations_per_second": products,
+        "memory_seconds": memory_seconds,
+        "product_seconds": product_time,
+        "seconds": max(memory_seconds, product_time),
+    }
+
+
+def fastest(call: Callable[[], Any], seconds: float, device: str) -> float:
+    """The shortest time that `call` takes, of runs of several for `seconds`: a shared machine only ever adds."""
+    synchronize = torch.accelerator.synchronize if device != "cpu" else lambda: None
+    repeats, best = 1, float("inf")
+    deadline = time.perf_counter() + seconds
+    while True:
+        synchronize()
+        started = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        synchronize()
+        now = time.perf_counter()
+        best = min(best, (now - started) / repeats)
+        if now - started < seconds / 8:
+            repeats *= 2
+        elif now > deadline:
+            return best
+
+
+@torch.inference_mode()
+def read_rate(num_bytes: int, dtype: torch.dtype, device: str, seconds: float) -> float:
+    """Bytes a second when as many are read again and again, from whatever cache they fit into."""
+    data = torch.ones(max(1, num_bytes // dtype.itemsize), dtype=dtype, device=device)
+    return data.nbytes / fastest(data.sum, seconds, device)
+
+
+@torch.inference_mode()
+def product_seconds(linear: nn.Linear, rows: int, seconds: float) -> float:
+    x = torch.randn(rows, linear.in_features, device=linear.weight.device, dtype=linear.weight.dtype)
+    out = torch.empty(rows, linear.out_features, device=x.device, dtype=x.dtype)
+    weight = linear.weight.t()
+    return fastest(lambda: torch.mm(x, weight, out=out), seconds, x.device.type)
+
+
+# The peer
+
+
+class Generate:
+    """transformers' `generate` over a batch of equal prompts' lengths."""
+
+    def __init__(self, folder: Path, device: str, dtype: str, cache: str | None):
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device).eval()
+        self.options = {} if cache is None else {"cache_implementation": cache}
+        self.device = device
+
+    @torch.inference_mode()
+    def seconds(self, rows: int, length: int) -> float:
+        """Of `length` further characters for each of `rows` prompts."""
+        idx = torch.tensor([prompt(PROMPT, row) for row in range(rows)], device=self.device)
+        started = time.perf_counter()
+        ids = self.model.generate(
+            idx,
+            attention_mask=torch.ones_like(idx),
+            do_sample=True,
+            max_new_tokens=length,
+            min_new_tokens=length,
+            pad_token_id=0,
+            **SAMPLING[0],
+            **self.options,
+        ).cpu()
+        seconds = time.perf_counter() - started
+        if ids.shape != (rows, PROMPT + length):
+            raise RuntimeError(f"generate gave {tuple(ids.shape)}, not {(rows, PROMPT + length)}")
+        return seconds
+
+
+def best_generate(folder: Path, rows: int, device: str, length: int = 12) -> dict[str, Any]:
+    """The fastest of transformers' dtypes and caches here; those that it refuses are left out."""
+    times: dict[tuple[str, str | None], float] = {}
+    for dtype, cache in itertools.product(("float32", "bfloat16"), (None, "static")):
+        generate = Generate(folder, device, dtype, cache)
+        generate.seconds(rows, 4)
+        times[dtype, cache] = min(generate.seconds(rows, length) for _ in range(2))
+    dtype, cache = min(times, key=times.__getitem__)
+    return {"dtype": dtype, "cache": cache}
+
+
+# Memory
+
+
+def measure_memory(folder: Path, slots: int, *, threads: int, device: str) -> dict[str, float]:
+    """Bytes of the cache against the formula of KVCache's docstring, of the weights, and of the process in all."""
+    torch.set_num_threads(threads)
+    before = psutil.Process().memory_info().rss
+    model = Checkpoint.read(folder).load_model(device)
+    engine = Engine(model, max_running=slots, prefill_budget=max(512, PROMPT * slots))
+    engine.generate(sequences(slots, model.config.block_size))
+    cache = engine._cache
+    return {
+        "slots": slots,
+        "cache_bytes": cache.keys.nbytes + cache.values.nbytes,
+        "formula_bytes": cache_formula(model.config, slots, cache.keys.element_size()),
+        "bytes_per_slot": cache_formula(model.config, 1, cache.keys.element_size()) / 2,
+        "weight_bytes": sum(p.nbytes for p in model.parameters()),
+        "exact_weight_bytes": sum(p.nbytes for p in engine._exact.parameters()),
+        "process_bytes": psutil.Process().memory_info().rss - before,  # over what it had with torch alone
+    }
+
+
+def cache_formula(config: GPTConfig, slots: int, element_size: int) -> int:
+    return 2 * config.n_layer * (slots + 1) * config.n_kv_head * config.block_size * config.head_dim * element_size
+
+
+# Growth
+
+
+def measure_lengths(
+    folder: Path, rows: int, lengths: list[int], *, threads: int, device: str
+) -> dict[str, list[float]]:
+    """Seconds of a step when texts are `lengths` characters long: the median of the steps around each."""
+    torch.set_num_threads(threads)
+    model = Checkpoint.read(folder).load_model(device)
+    around = model.config.block_size // 2
+    engine = Engine(model, max_running=rows)
+    for sequence in sequences(rows, lengths[-1] + around - PROMPT):
+        engine.submit(sequence)
+    steps = []
+    while engine.has_work:
+        engine.step()
+        steps.append(engine.stats.seconds)
+    medians = [statistics.median(steps[max(0, n - PROMPT - around) : n - PROMPT + around]) for n in lengths]
+    return {"lengths": [float(n) for n in lengths], "step_seconds": medians}
+
+
+def measure_queue(
+    folder: Path, rows: int, queued: list[int], *, steps: int, repeats: int, threads: int, device: str
+) -> dict[str, list[Any]]:
+    """Seconds of a step over `rows` sequences while so many wait; repeats alternate between the numbers."""
+    torch.set_num_threads(threads)
+    model = Checkpoint.read(folder).load_model(device)
+    seconds: dict[int, list[float]] = {count: [] for count in queued}
+    for _, count in itertools.product(range(repeats), queued):
+        engine = Engine(model, max_running=rows, max_waiting=count)
+        deadline = engine.clock() + 3600
+        for sequence in sequences(rows + count, 10 * steps, deadline):
+            engine.submit(sequence)
+        taken = []
+        for _ in range(steps + 4):
+            engine.step()
+            taken.append(engine.stats.seconds)
+        seconds[count].append(statistics.median(taken[4:]))
+    return {"queued": queued, "step_seconds": list(seconds.values())}
+
+
+# The same work as over HTTP
+
+
+def measure_work(folder: Path, work: list[Work], slots: int, *, threads: int, device: str) -> dict[str, float]:
+    """Characters a second of the engine by itself when `work` comes at its moments."""
+    torch.set_num_threads(threads)
+    checkpoint = Checkpoint.read(folder)
+    engine = Engine(checkpoint.load_model(device), max_running=slots, max_waiting=len(work))
+    engine.generate(sequences(slots, 4))
+    encode = checkpoint.tokenizer.encode
+    waiting = [
+        (item.at, Sequence(i, encode(item.prompt), item.max_tokens, sampling(i))) for i, item in enumerate(work)
+    ][::-1]
+    given, started = 0, time.perf_counter()
+    while waiting or engine.has_work:
+        while waiting and waiting[-1][0] <= time.perf_counter() - started:
+            engine.submit(waiting.pop()[1])
+        if engine.has_work:
+            given += sum(len(delta.ids) for delta in engine.step())
+    return {"characters_per_second": given / (time.perf_counter() - started)}

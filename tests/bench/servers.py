@@ -1,0 +1,114 @@
+"""The servers that are measured: started, watched and ended from outside, each a process group of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+
+
+class ServerError(RuntimeError):
+    """A server did not start; holds the end of its log."""
+
+
+class Server:
+    """`python -m MODULE` on a free port of 127.0.0.1."""
+
+    def __init__(self, module: str, log: Path, ready: str, environment: dict[str, str] | None = None, **flags: object):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        given = [
+            f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in flags.items()
+        ]
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._log = log
+        self._ready = f"http://127.0.0.1:{self.port}{ready}"
+        self._started = time.perf_counter()
+        with log.open("w") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module, f"--port={self.port}", *given],
+                cwd=ROOT,
+                env=os.environ | (environment or {}),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._processes: list[psutil.Process] = []
+
+    def wait_until_ready(self, timeout: float = 120) -> float:
+        """Seconds from its start until it said that it is ready.
+
+        Raises:
+            ServerError: it ended or did not become ready.
+        """
+        while time.perf_counter() - self._started < timeout:
+            if self.process.poll() is not None:
+                break
+            with contextlib.suppress(URLError, OSError):
+                if urlopen(self._ready, timeout=5).status == 200:
+                    seconds = time.perf_counter() - self._started
+                    main = psutil.Process(self.process.pid)
+                    self._processes = [main, *main.children(recursive=True)]
+                    return seconds
+            time.sleep(0.01)
+        raise ServerError(f"{self._log} ends with:\n{self._log.read_text(errors='replace')[-2000:]}")
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """CPU time so far: of the inference processes (`worker`) and of the others (`http`)."""
+        seconds = {"worker": 0.0, "http": 0.0}
+        for process in self._processes:
+            times = process.cpu_times()
+            is_worker = "spawn_main" in " ".join(process.cmdline())
+            seconds["worker" if is_worker else "http"] += times.user + times.system
+        return seconds
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[dict[str, float]]:
+        """Fills in, at its end, the cores that the server was busy on: {"worker", "http", "seconds"}."""
+        figures: dict[str, float] = {}
+        before, started = self.cpu_seconds(), time.perf_counter()
+        yield figures
+        seconds = time.perf_counter() - started
+        figures |= {role: (after - before[role]) / seconds for role, after in self.cpu_seconds().items()}
+        figures["seconds"] = seconds
+
+    def pss_bytes(self) -> int:
+        """Proportional set size of all its processes: what they share counts once."""
+        return sum(process.memory_full_info().pss for process in self._processes)
+
+    def pause(self) -> None:
+        """Stop all its processes, so that an idle loop of theirs costs the others nothing."""
+        os.killpg(self.process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.killpg(self.process.pid, signal.SIGCONT)
+
+    def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.resume()
+        self.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(15)
+        with contextlib.suppress(ProcessLookupError):  # a stock LitServe leaves its children behind
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()

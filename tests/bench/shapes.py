@@ -1,0 +1,81 @@
+"""The two shapes that are measured, with random weights, and the work that is asked of them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from service.model.checkpoint import save_checkpoint
+from service.model.gpt import GPT, GPTConfig
+from service.model.sampling import SamplingParams
+from service.model.tokenizer import CharTokenizer
+
+# The characters of tiny Shakespeare.
+VOCABULARY = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+SHAPES = {
+    "S": GPTConfig(len(VOCABULARY), block_size=128, n_layer=6, n_head=4, n_kv_head=2, n_embd=128),
+    "M": GPTConfig(len(VOCABULARY), block_size=256, n_layer=6, n_head=6, n_kv_head=2, n_embd=384),
+}
+PROMPT = 16  # characters
+
+# What stands for a user's choices: transformers has one setting for a whole batch, and gets the first.
+SAMPLING: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.8, "top_k": 40, "top_p": 0.95},
+    {"temperature": 1.0, "top_k": 0, "top_p": 0.9},
+    {"temperature": 0.7, "top_k": 20, "top_p": 1.0},
+    {"temperature": 1.2, "top_k": 10, "top_p": 0.8},
+)
+
+
+def random_model(config: GPTConfig, seed: int = 0) -> GPT:
+    """Weights large enough that every part matters and a text does not soon repeat itself."""
+    model = GPT(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.3 * noise if parameter.ndim == 1 else 1.5 * parameter.size(1) ** -0.5 * noise)
+        # Logits of a spread of about 2 nats, as a trained model's: most rows have several characters to choose from.
+        model.head.weight.mul_(1.3)
+    return model.eval().requires_grad_(False)
+
+
+def save_random(config: GPTConfig, path: Path) -> Path:
+    """The checkpoint folder of a shape, for ours and the peers alike."""
+    save_checkpoint(path, random_model(config), CharTokenizer(VOCABULARY), {"losses": {}})
+    return path
+
+
+def sampling(row: int) -> SamplingParams:
+    return SamplingParams(**SAMPLING[row % len(SAMPLING)], seed=row)
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(len(VOCABULARY)), k=length)
+
+
+@dataclass(frozen=True)
+class Work:
+    """One request: a prompt and how much is to follow."""
+
+    prompt: str
+    max_tokens: int
+    at: float  # seconds from the beginning before which it is not asked
+
+
+def mixed_work(count: int, *, longest: int, arriving: float, seed: int = 0) -> list[Work]:
+    """Requests of mixed lengths: prompts of 4 to 64 characters, texts of longest/16 to `longest`, short ones oftener.
+
+    They come at random moments of the first `arriving` seconds.
+    """
+    chance = random.Random(seed)
+    moments = sorted(chance.uniform(0, arriving) for _ in range(count))
+    letters = VOCABULARY[13:]
+    return [
+        Work("".join(chance.choices(letters, k=chance.randint(4, 64))), round(longest * 16 ** -chance.random()), at)
+        for at in moments
+    ]
