@@ -52,17 +52,17 @@ char_classes = st.builds(
 
 
 # re itself takes exponentially long where there are many ways to match the same: hence few groups, and counts of groups
-# have a test of their own.
+# and loops in loops have tests of their own.
 counts = ["{0}", "{1}", "{2}", "{3}", "{0,}", "{1,}", "{2,}", "{0,1}", "{0,2}", "{1,3}", "{2,2}", "{0,0}", "{1,2}?"]
 loops = ["", "", "", "*", "+", "?", "*?", "+?", "??"]
 
 
-def groups(parts, branches):
+def groups(parts, quantifiers):
     return st.builds(
         lambda opening, body, quantifier: f"{opening}{body}){quantifier}",
         st.sampled_from(["(", "(?:"]),
-        alternations(parts, branches),
-        st.sampled_from(loops),
+        alternations(parts, 2),
+        st.sampled_from(quantifiers),
     )
 
 
@@ -72,7 +72,7 @@ def alternations(parts, branches):
 
 
 atoms = st.builds(str.__add__, st.sampled_from(ATOMS) | char_classes, st.sampled_from(loops) | st.sampled_from(counts))
-patterns = alternations(atoms | groups(atoms | groups(atoms, 2), 2), 3)
+patterns = alternations(atoms | groups(atoms | groups(atoms, ["", "?", "??"]), loops), 3)
 
 
 def compiled(pattern):
@@ -89,11 +89,11 @@ def compiled(pattern):
 
 
 @given(patterns, st.data())
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250, deadline=None, derandomize=True)  # one in thousands takes re many seconds
 def test_the_language_is_that_of_fullmatch(pattern, data):
     automaton, reference = compiled(pattern)
     texts = ["".join(c) for length in range(3) for c in itertools.product(VOCABULARY, repeat=length)]
-    texts += data.draw(st.lists(st.text(VOCABULARY, min_size=3, max_size=6), max_size=20))
+    texts += data.draw(st.lists(st.text(VOCABULARY, min_size=3, max_size=5), max_size=20))
     texts += ["".join(c) for c in itertools.product("ab1", repeat=4)]
     if automaton is None:
         assert not any(reference.fullmatch(text) for text in texts)
@@ -104,7 +104,7 @@ def test_the_language_is_that_of_fullmatch(pattern, data):
     chance = data.draw(st.randoms(use_true_random=False))
     for _ in range(10):
         state, text = 0, ""
-        while len(text) < 6 and not (automaton.accepting[state] and chance.random() < 0.2):
+        while len(text) < 5 and not (automaton.accepting[state] and chance.random() < 0.2):
             onward = np.flatnonzero(automaton.table[state][automaton.classes] >= 0)
             if not onward.size:
                 break
@@ -195,6 +195,7 @@ def test_named_classes_are_those_of_re_over_all_of_unicode(name):
         ),
         (r"(\w+ ?){2,60}", ["ab", "a b", "a " * 60, "a" * 99], ["a", "a  b", "a " * 61]),
         (r"(\w\w? ?){5,}", ["abcde", "ab cd ef gh ij", "a" * 99], ["abcd", "ab c d ", "a  bcdef"]),
+        (r"(((a*)*b?)+c|(d+|e*)*)*f", ["f", "cf", "aabbacddef", "ddeedecf"], ["", "abf", "caf", "ff"]),
         (r"(?:(?:a|b){2}){2,3}?", ["abab", "ababab"], ["ab", "ababa", "abababab"]),
     ],
 )
