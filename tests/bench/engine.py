@@ -144,9 +144,9 @@ def phases(model: GPT, rows: int, length: int, device: str) -> dict[str, float]:
             return forward(idx, *args)
 
     sample = service.engine.sample
-    engine.scheduler.schedule = timer.timed("schedule", engine.scheduler.schedule)  # type: ignore[method-assign]
-    engine._exact.forward = timer.timed("exact", engine._exact.forward)  # type: ignore[method-assign]
-    engine.model.forward = named_forward  # type: ignore[method-assign]
+    engine.scheduler.schedule = timer.timed("schedule", engine.scheduler.schedule)
+    engine._exact.forward = timer.timed("exact", engine._exact.forward)
+    engine.model.forward = named_forward
     service.engine.sample = timer.timed("sampling", sample)
     try:
         with timer.phase("rest"):
