@@ -24,8 +24,9 @@ from service.model.kv_cache import KVCache
 TINY = GPTConfig(len(shapes.VOCABULARY), block_size=16, n_layer=2, n_head=4, n_kv_head=2, n_embd=16)
 TINY_PLAN = replace(
     serve.QUICK,
+    repeats=1,
     rows={"S": (1, 3)},
-    path_seconds=0.5,
+    path_seconds=0.4,
     streams=(1, 64),
     paced_length=10,
     requests=24,

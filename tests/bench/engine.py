@@ -29,6 +29,8 @@ from service.scheduler import Sequence
 
 from .shapes import PROMPT, SAMPLING, Work, prompt, sampling
 
+SHORT_SECONDS = 3e-4  # of a run whose time is taken; well below a time slice of the system
+
 
 def measure_shape(
     folder: Path, all_rows: list[int], *, length: int, threads: int, repeats: int, device: str
@@ -144,9 +146,9 @@ def phases(model: GPT, rows: int, length: int, device: str) -> dict[str, float]:
             return forward(idx, *args)
 
     sample = service.engine.sample
-    engine.scheduler.schedule = timer.timed("schedule", engine.scheduler.schedule)  # type: ignore[method-assign]
-    engine._exact.forward = timer.timed("exact", engine._exact.forward)  # type: ignore[method-assign]
-    engine.model.forward = named_forward  # type: ignore[method-assign]
+    engine.scheduler.schedule = timer.timed("schedule", engine.scheduler.schedule)
+    engine._exact.forward = timer.timed("exact", engine._exact.forward)
+    engine.model.forward = named_forward
     service.engine.sample = timer.timed("sampling", sample)
     try:
         with timer.phase("rest"):
@@ -191,22 +193,31 @@ def roofline(model: GPT, rows: int, length: int, device: str, seconds: float = 0
 
 
 def fastest(call: Callable[[], Any], seconds: float, device: str) -> float:
-    """The shortest time that `call` takes, of runs of several for `seconds`: a shared machine only ever adds."""
+    """The shortest time that `call` takes, on all of torch's threads or on one.
+
+    Taken of many short runs, as a shared machine only ever adds to one, and most to those of several threads.
+    """
     synchronize = torch.accelerator.synchronize if device != "cpu" else lambda: None
-    repeats, best = 1, float("inf")
-    deadline = time.perf_counter() + seconds
-    while True:
-        synchronize()
-        started = time.perf_counter()
-        for _ in range(repeats):
-            call()
-        synchronize()
-        now = time.perf_counter()
-        best = min(best, (now - started) / repeats)
-        if now - started < seconds / 8:
-            repeats *= 2
-        elif now > deadline:
-            return best
+    threads = torch.get_num_threads()
+    best = float("inf")
+    for count in {1, threads} if device == "cpu" else {threads}:
+        torch.set_num_threads(count)
+        repeats, deadline = 1, time.perf_counter() + seconds
+        while True:
+            synchronize()
+            started = time.perf_counter()
+            for _ in range(repeats):
+                call()
+            synchronize()
+            now = time.perf_counter()
+            if now - started < SHORT_SECONDS:  # too short for the clock
+                repeats *= 2
+                continue
+            best = min(best, (now - started) / repeats)
+            if now > deadline:
+                break
+    torch.set_num_threads(threads)
+    return best
 
 
 @torch.inference_mode()

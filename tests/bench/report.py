@@ -77,7 +77,7 @@ def service_rows(results: dict[str, Any]) -> list[list[str]]:
             rows.append(
                 [f"streamed characters/s, stub engine, {count} streams (ours {each} an event, the others 1)"]
                 + [figure(rates[name]) for name in names]
-                + [figure(ratios(rates["ours"], rates["plain"]), "{:.1f} ×") + " of plain"]
+                + [figure(ratios(rates["ours"], rates["plain"]), "{:.0f} %", 100) + " of plain"]
                 + list(TARGETS["streams"] if count == "64" else (NONE, NONE))
             )
         for p in ("p50", "p99"):
@@ -104,7 +104,7 @@ def service_rows(results: dict[str, Any]) -> list[list[str]]:
         for key, label in (
             ("first", "time to first character"),
             ("gap", "between two writes"),
-            ("per_character", "a character"),
+            ("per_character", "each character after the first"),
         ):
             for p in ("p50", "p95", "p99"):
                 values = {name: [run[key][p] for run in runs[name]] for name in runs}
@@ -115,9 +115,7 @@ def service_rows(results: dict[str, Any]) -> list[list[str]]:
                     + list(TARGETS["whole_first"] if (key, p) == ("first", "p95") else (NONE, NONE))
                 )
         alone = figure(ratios(rate["ours"], whole["engine"]), "{:.0f} %", 100)
-        rows.append(
-            ["the same over HTTP, of the engine alone", NONE, NONE, figure(rate["ours"]), alone, *TARGETS["alone"]]
-        )
+        rows.append(["the same, of the engine alone", NONE, NONE, figure(rate["ours"]), alone, *TARGETS["alone"]])
         idle = {name: [sum(whole[name]["idle_cores"][part] for part in ("http", "worker"))] for name in runs}
         for label, values, form, scale, target in (
             ("idle, share of a core", idle, "{:.1f} %", 100, TARGETS["idle"]),
@@ -233,7 +231,7 @@ def draw(results: dict[str, Any], png: Path) -> None:
             values = [statistics.median(run[key]) for run in runs]
             left.plot(rows, values, style, color=colors[name], ms=4, label=f"{name}, {label}")
         roof = [run["rows"] / run["roofline"]["seconds"] for run in runs]
-        left.plot(rows, roof, ":", color=colors[name], label=f"{name}, roofline")
+        left.plot(rows, roof, ".:", color=colors[name], label=f"{name}, roofline")
         labels += [f"{name} {run['rows']}" for run in runs]
         stacks += [run["phases"] for run in runs]
     bottom = [0.0] * len(stacks)

@@ -100,6 +100,8 @@ class Server:
     def close(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self.resume()
+        # While its main thread still wakes up the kernel would give the signal to another one, which heeds none.
+        time.sleep(0.1)
         self.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(15)

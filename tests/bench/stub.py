@@ -93,12 +93,12 @@ class StubAPI(worker.EngineAPI):
     def setup(self, device: str) -> None:
         import service.engine
 
-        service.engine.Engine = StubEngine  # type: ignore[misc, assignment]
+        service.engine.Engine = StubEngine
         super().setup(device)
 
 
 if __name__ == "__main__":
-    worker.EngineAPI = StubAPI  # type: ignore[misc]  # before the server takes it from there
+    worker.EngineAPI = StubAPI  # before the server takes it from there
     from service.__main__ import main
 
     sys.exit(main())
