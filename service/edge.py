@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import os
 import string
-import uuid
 from collections.abc import Callable
 from hashlib import sha256
 
@@ -69,7 +69,7 @@ class Edge:
             await self.app(scope, receive, send)
             return
         given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
-        request_id = given if 0 < len(given) <= 128 and self.SAFE.issuperset(given) else uuid.uuid4().hex
+        request_id = given if 0 < len(given) <= 128 and self.SAFE.issuperset(given) else os.urandom(16).hex()
         scope["chargpt.request_id"] = request_id
         self._place_below_root(scope)
         handler = scope["chargpt.handler"] = self._handler(scope)

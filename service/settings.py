@@ -51,10 +51,13 @@ class Settings(BaseSettings):
     accelerator: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="kind of device to run the model on")
     devices: int = Field(1, ge=1, le=64, description="how many devices of that kind; each gets its own process")
     workers_per_device: int = Field(1, ge=1, le=64, description="inference processes per device")
-    threads: int = Field(
-        default_factory=lambda: available_cpus(), ge=1, le=1024, description="CPU threads of each inference process"
-    )
     http_processes: int = Field(1, ge=1, le=64, description="processes that speak HTTP")
+    threads: int = Field(
+        default_factory=lambda others: cpus_left(others),
+        ge=1,
+        le=1024,
+        description="CPU threads of each inference process; by itself what the HTTP processes leave of the CPUs",
+    )
 
     max_running_requests: int = Field(64, ge=1, le=4096, description="sequences that run at once, per worker")
     max_queued_requests: int = Field(1024, ge=0, le=1_000_000, description="sequences that may wait, per worker")
@@ -178,6 +181,13 @@ def read_api_key_digests(path: Path) -> tuple[bytes, ...]:
     if not digests:
         raise ValueError(f"{name} has no key")
     return tuple(digests)
+
+
+def cpus_left(others: dict[str, Any]) -> int:
+    """CPUs for each inference process, beside one for each HTTP process: threads that wait for each other at every
+    operation must not wait for a CPU as well."""
+    workers = others.get("devices", 1) * others.get("workers_per_device", 1)
+    return max(1, (available_cpus() - others.get("http_processes", 1)) // workers)
 
 
 def available_cpus() -> int:

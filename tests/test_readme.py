@@ -32,7 +32,7 @@ def test_every_setting_and_its_default():
         elif name == "replacement_character":
             default = "a space"
         elif field.default_factory is not None:
-            default = "CPUs of the machine or container"
+            default = "CPUs that the HTTP processes leave"
         else:
             default = f"{field.default:g}" if isinstance(field.default, float) else str(field.default)
         expected[f"--{name.replace('_', '-')}"] = default
