@@ -11,7 +11,7 @@ import ssl
 import sys
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -21,6 +21,29 @@ BUNDLED = Path(__file__).parent / "checkpoints" / "tinyshakespeare"
 
 # What browsers send as Origin: lower case, no path, no port that the scheme has anyway.
 ORIGIN = re.compile(r"(?!http:.*:80$|https:.*:443$)[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
+
+
+def cpus_left(others: dict[str, Any]) -> int:
+    """CPUs for each inference process, beside one for each HTTP process: threads that wait for each other at every
+    operation must not wait for a CPU as well."""
+    workers = others.get("devices", 1) * others.get("workers_per_device", 1)
+    return max(1, (available_cpus() - others.get("http_processes", 1)) // workers)
+
+
+def available_cpus() -> int:
+    """CPUs this process may use: its affinity, or a container's quota (cgroup v2 or v1) if that is less."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        try:
+            quota = Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us").read_text().strip()
+            period = Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us").read_text().strip()
+        except OSError:
+            return cpus
+    if quota in ("max", "-1"):
+        return cpus
+    return max(1, min(cpus, int(quota) // int(period)))
 
 
 class Settings(BaseSettings):
@@ -53,7 +76,7 @@ class Settings(BaseSettings):
     workers_per_device: int = Field(1, ge=1, le=64, description="inference processes per device")
     http_processes: int = Field(1, ge=1, le=64, description="processes that speak HTTP")
     threads: int = Field(
-        default_factory=lambda others: cpus_left(others),
+        default_factory=cpus_left,
         ge=1,
         le=1024,
         description="CPU threads of each inference process; by itself what the HTTP processes leave of the CPUs",
@@ -183,29 +206,6 @@ def read_api_key_digests(path: Path) -> tuple[bytes, ...]:
     return tuple(digests)
 
 
-def cpus_left(others: dict[str, Any]) -> int:
-    """CPUs for each inference process, beside one for each HTTP process: threads that wait for each other at every
-    operation must not wait for a CPU as well."""
-    workers = others.get("devices", 1) * others.get("workers_per_device", 1)
-    return max(1, (available_cpus() - others.get("http_processes", 1)) // workers)
-
-
-def available_cpus() -> int:
-    """CPUs this process may use: its affinity, or a container's quota (cgroup v2 or v1) if that is less."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except (OSError, ValueError):
-        try:
-            quota = Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us").read_text().strip()
-            period = Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us").read_text().strip()
-        except OSError:
-            return cpus
-    if quota in ("max", "-1"):
-        return cpus
-    return max(1, min(cpus, int(quota) // int(period)))
-
-
 def read_settings(arguments: list[str] | None = None) -> Settings:
     """Settings from flags, then variables, then defaults.
 
@@ -217,6 +217,8 @@ def read_settings(arguments: list[str] | None = None) -> Settings:
     except ValidationError as error:
         lines = []
         for problem in error.errors():
+            if problem["type"] == "default_factory_not_called":  # only because of another problem
+                continue
             message = problem["msg"].removeprefix("Value error, ")
             if not problem["loc"]:  # of no single setting; the message says which
                 lines.append(message)
