@@ -40,6 +40,17 @@ class WorkerStartError(Exception):
     """Every inference process failed before it was ready."""
 
 
+class PolledEvent(threading.Event):
+    """Looks up now and then while it waits: a signal that the kernel gives to another thread does not wake this one."""
+
+    POLL_SECONDS = 0.25
+
+    def wait(self, timeout: float | None = None) -> bool:
+        while timeout is None and not super().wait(self.POLL_SECONDS):
+            pass
+        return super().wait(timeout)
+
+
 class Endpoint:
     """An ASGI application of one route; starlette would wrap a function for exceptions, which Edge answers."""
 
@@ -143,11 +154,11 @@ class Server(LitServer):
             self.app.router.routes.append(Route(path, Endpoint(endpoint), methods=methods))
 
     def _init_manager(self, num_api_servers: int) -> Any:
-        """LitServe's manager process with what is left for it: the workers' setup status and the shutdown event."""
+        """LitServe's manager process with what is left for it: the workers' setup status."""
         manager = SyncManager()
         manager.start(ignore_signals)
         self.workers_setup_status = manager.dict()
-        self._shutdown_event = manager.Event()
+        self._shutdown_event = PolledEvent()
         self.litapi_request_queues = {self.spec.api_path: None}
         self._transport = SocketTransport(len(self.spec.devices))
         return manager
@@ -183,11 +194,7 @@ class Server(LitServer):
             time.sleep(0.02)
         if self.state.num_busy:
             logger.warning("%d requests did not finish in time", self.state.num_busy)
-        # End the monitor, which would start the workers again. From a thread of its own: the signal came while
-        # this one waited for the event, and its connection to the manager still does.
-        setter = threading.Thread(target=self._shutdown_event.set)
-        setter.start()
-        setter.join()
+        self._shutdown_event.set()  # ends the monitor, which would start the workers again
         self.uvicorn_graceful_timeout = 10  # until the HTTP processes, which end what is left, are killed
         super()._perform_graceful_shutdown(manager, uvicorn_workers, shutdown_reason)
         logger.info("all processes have ended")

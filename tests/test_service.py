@@ -503,6 +503,16 @@ def test_what_does_not_finish_in_time_ends_with_a_clean_error(checkpoint):
             assert stream.result()[1].endswith(b"data: [DONE]\n\n")
 
 
+def test_sigterm_reaches_a_server_that_was_paused(checkpoint):
+    """Right after SIGCONT the kernel may give the signal to a thread that does not wake the main one."""
+    with RunningServer(checkpoint.path) as server:
+        server.wait_until_ready()
+        server.process.send_signal(signal.SIGSTOP)
+        time.sleep(0.2)
+        server.process.send_signal(signal.SIGCONT)
+        assert server.stop(timeout=15) == 0
+
+
 def test_a_killed_main_process_leaves_no_orphans(checkpoint):
     with RunningServer(checkpoint.path) as server:
         server.wait_until_ready()
