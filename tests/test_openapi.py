@@ -262,19 +262,26 @@ def test_every_bound_of_the_document_is_enforced_and_no_narrower(server, documen
 
 # -- schemathesis --
 
-CASES = int(os.environ.get("CHARGPT_OPENAPI_CASES", 20))  # drawn for each route, besides those at bounds
+CASES = int(os.environ.get("CHARGPT_OPENAPI_CASES", 16))  # drawn for each route, besides those at bounds
 REGEXES = ["[a-z]+", "(yes|no)", "[^a]{2,5}", "a*b", "\\w+ \\w+"]
 schemathesis.openapi.format("vocabulary", st.text(st.sampled_from(VOCABULARY), max_size=20))
 schemathesis.openapi.format("regex", st.sampled_from(REGEXES))
 
 
 def closed(document):
-    """A copy that has no room for what it does not say: more fields of an answer, events of another kind."""
+    """A copy for schemathesis, which has no room for what it does not say: more fields of an answer, other events.
+
+    It tries a field's bounds beside the examples of all others: those of requests become null, the default.
+    """
     document = json.loads(json.dumps(document))
     requests = {request.__name__ for request in REQUESTS} | {"StreamOptions"}
     for name, schema in document["components"]["schemas"].items():
         if name not in requests:
             schema["additionalProperties"] = False
+            continue
+        for field in schema["properties"].values():
+            if {"type": "null"} in field.get("anyOf", ()):
+                field["examples"] = [None]
     for *_, operation in operations(document):
         for response in operation["responses"].values():
             for media_type in response.get("content", {}).values():
@@ -285,7 +292,7 @@ def closed(document):
 
 def made_to_agree(path, fields):
     """Right fields without what the schema cannot know to be wrong: such as exclude each other, 1.0 for 1."""
-    fields = {name: value for name, value in json.loads(json.dumps(fields), parse_float=number).items()}
+    fields = json.loads(json.dumps(fields), parse_float=number)
     fields = {name: value for name, value in fields.items() if value is not None}
     if "model" in fields:
         fields["model"] = "chargpt"
@@ -353,7 +360,7 @@ def test_schemathesis_finds_no_answer_that_the_document_does_not_describe(server
     @schema.hook
     def filter_failure(context, failure, case, response):
         fields = case.body if isinstance(case.body, dict) else case.query or {}
-        if response.status_code == 504:  # what was asked for
+        if failure.title == "Server error" and response.status_code == 504:  # as asked for
             return not 0 < float(fields.get("timeout_seconds") or 0) < 1
         # The format says what the model knows, not what is refused.
         return not ("violates `format`" in failure.message and fields.get("unknown_characters") in ("replace", "drop"))
@@ -374,9 +381,12 @@ def test_schemathesis_finds_no_answer_that_the_document_does_not_describe(server
     assert not failures, "\n\n".join(told)
     assert {status for _, status in answered if status >= 500} <= {504}
     assert answered.total() >= 2000
-    for operation in {operation for operation, _ in plausible}:
-        statuses = {status: count for (label, status), count in plausible.items() if label == operation}
-        assert statuses[200] >= 0.75 * sum(statuses.values()), (operation, statuses)
+    assert {label for label, _ in plausible} == {f"{method.upper()} {path}" for method, path, _ in operations(document)}
+    for label in {label for label, _ in plausible}:
+        statuses = {status: count for (other, status), count in plausible.items() if other == label}
+        assert statuses.get(200, 0) >= 0.5 * sum(statuses.values()), (label, statuses)
+    right = sum(count for (_, status), count in plausible.items() if status == 200)
+    assert right >= 0.8 * plausible.total()
 
 
 # -- a generated client --
