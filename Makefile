@@ -40,7 +40,7 @@ bundled: $(RUN) ## train the bundled checkpoint anew: tiny Shakespeare, preset c
 	cp checkpoints/bundled/best/* $(BUNDLED)
 
 test: $(VENV)/.installed-test ## install what the tests need and run them; ARGS='-k model' picks some
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
 
 chaos-train: $(VENV)/.installed-test ## stop runs and saves at random moments, 117 times, and compare what comes out
 	$(BIN)/python -m pytest -m chaos --capture=no --durations=0 $(ARGS)

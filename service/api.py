@@ -164,7 +164,7 @@ class Api(LitSpec):
             ("/health", self.readyz),
             ("/metrics", self.prometheus),
         ):
-            self.add_endpoint(path, question, ["GET"])
+            self.add_endpoint(path, question, ["GET", "HEAD"])
 
     @property
     def stream(self) -> bool:  # LitServe would compress the answers of an API that does not stream
@@ -209,7 +209,10 @@ class Api(LitSpec):
     ) -> Response:
         arrived_at = time.monotonic()
         self._check_model(body)
-        prompts, k = body.prompts, body.num_candidates
+        prompts = body.prompts
+        k = body.best_of or body.n
+        if body.suffix and body.best_of is None:
+            k = max(k, min(SUFFIX_CANDIDATES, self.settings.max_prompts // max(1, len(prompts))))
         if not prompts or len(prompts) * k > self.settings.max_prompts:
             given = f"got {len(prompts)}" if k == 1 else f"got {len(prompts)} × {k}"
             message = f"1 to {self.settings.max_prompts} sequences (prompts × n or best_of) are allowed, {given}"
@@ -662,6 +665,7 @@ class Api(LitSpec):
         return Response(text, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
 
+SUFFIX_CANDIDATES = 8  # sampled for each prompt, where neither the request nor a limit says otherwise
 EVENT_SOURCE_END = "done"  # the id of the last event, with which EventSource asks again
 
 

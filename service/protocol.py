@@ -345,13 +345,6 @@ class GenerationRequest(ModelRequest):
                 return [self.prompt]  # type: ignore[list-item]
         return self.prompt  # type: ignore[return-value]
 
-    @property
-    def num_candidates(self) -> int:
-        """Sequences per prompt."""
-        if self.best_of is not None:
-            return self.best_of
-        return max(self.n, 8) if self.suffix else self.n
-
 
 class GenerateRequest(GenerationRequest):
     """Body of POST /generate."""

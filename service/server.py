@@ -151,7 +151,9 @@ class Server(LitServer):
     def _register_spec_endpoints(self, lit_api: Any) -> None:
         """As plain routes: FastAPI's resolve dependencies and answer models for each request, and there are none."""
         for path, endpoint, methods in self.spec.endpoints:
-            self.app.router.routes.append(Route(path, Endpoint(endpoint), methods=methods))
+            route = Route(path, Endpoint(endpoint), methods=methods)
+            route.methods = set(methods)  # HEAD comes with GET, and would run a whole generation
+            self.app.router.routes.append(route)
 
     def _init_manager(self, num_api_servers: int) -> Any:
         """LitServe's manager process with what is left for it: the workers' setup status."""

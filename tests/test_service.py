@@ -294,7 +294,7 @@ def test_a_chunked_body_is_bounded_too(server):
     ("method", "path", "status", "allowed"),
     [
         ("GET", "/nothing", 404, ""),
-        ("PUT", "/generate", 405, "GET, HEAD, POST"),
+        ("PUT", "/generate", 405, "GET, POST"),
         ("POST", "/readyz", 405, "GET, HEAD"),
         ("GET", "/tokenize", 405, "POST"),
     ],
@@ -374,6 +374,26 @@ def test_a_client_that_leaves_frees_its_slot(server, stream):
     server.wait_until_metric("chargpt_num_requests_running", 0)
     assert time.monotonic() - left_at < 2
     server.wait_until_metric("chargpt_request_success_total", aborted + 1, finished_reason="abort")
+
+
+def test_a_reader_that_is_slow_holds_up_itself_alone(server, exact):
+    body = {"prompt": "a", "max_tokens": 16_000, "stream": True, "seed": 1, "stream_interval": 0}
+    request = json.dumps(body).encode()
+    head = b"POST /generate HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(request)
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect(("127.0.0.1", server.port))
+        slow.sendall(head + request)
+        for _ in range(5):  # beside it, while it does not read at all
+            answer = httpx.post(f"{server.url}/generate", json={"prompt": "b", "max_tokens": 200, "seed": 2}).json()
+            assert answer["choices"][0]["text"][:20] == exact("b", 20, seed=2)
+        server.wait_until_metric("chargpt_num_requests_running", 0, timeout=60)
+        received = b"".join(iter(lambda: slow.recv(1 << 16), b""))
+    pieces = [line.removeprefix(b"data: ") for line in received.split(b"\n") if line.startswith(b'data: {"index"')]
+    text = "".join(json.loads(piece)["text"] for piece in pieces)
+    assert len(text) == 16_000
+    assert text[:20] == exact("a", 20, seed=1)
+    assert received.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
 def test_an_idle_server_rests(server):
