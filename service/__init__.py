@@ -9,6 +9,7 @@ A map, in the order a request passes:
     regex.py       patterns that an answer must match, or ends at, to automata
     run.py         the sequences of one request, from submission to pieces of text
     answers.py     what answers and events look like
+    responses.py   how they go out, whole or streamed
     openapi.py     the OpenAPI document and /docs
     client.py      submits sequences to the inference processes and gathers what they send
     transport.py   frames between the HTTP processes and the inference processes

@@ -13,7 +13,7 @@ import math
 import multiprocessing
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from typing import Any, NamedTuple
@@ -25,9 +25,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
 
-from service.answers import Answer, CompletionAnswer, Receipt, Usage
+from service.answers import Answer, CompletionAnswer, Receipt
 from service.client import EngineClient
 from service.metrics import Metrics, exposition
 from service.model.checkpoint import Checkpoint
@@ -46,11 +45,14 @@ from service.protocol import (
     parse,
 )
 from service.regex import RegexError, any_of, compile_choice, compile_regex
-from service.run import CharacterLogprob, Piece, Ranked, Run
+from service.responses import GenerationResponse, JobResponse
+from service.run import CharacterLogprob, Ranked, Run
 from service.settings import Settings
 from service.transport import Sampling, SocketTransport, Submit
 
 MAX_STOP_STATES = 256  # of stop_regex, each of which may cost time at each character
+SUFFIX_CANDIDATES = 8  # sampled for each prompt, where neither the request nor a limit says otherwise
+EVENT_SOURCE_END = "done"  # the id of the last event, with which EventSource asks again
 MAX_SHOWN = 20  # unknown characters that an error names
 
 
@@ -120,6 +122,10 @@ def _named(unknown: list[tuple[int, str]]) -> str:
         return f"character {shown[0]} is not in the vocabulary"
     more = f" and {len(unknown) - MAX_SHOWN} more" if len(unknown) > MAX_SHOWN else ""
     return f"characters {', '.join(shown)}{more} are not in the vocabulary"
+
+
+def json_response(content: Any) -> Response:
+    return Response(msgspec.json.encode(content), media_type="application/json")
 
 
 class Compiled(NamedTuple):
@@ -209,51 +215,30 @@ class Api(LitSpec):
     ) -> Response:
         arrived_at = time.monotonic()
         self._check_model(body)
-        prompts = body.prompts
-        k = body.best_of or body.n
-        if body.suffix and body.best_of is None:
-            k = max(k, min(SUFFIX_CANDIDATES, self.settings.max_prompts // max(1, len(prompts))))
-        if not prompts or len(prompts) * k > self.settings.max_prompts:
-            given = f"got {len(prompts)}" if k == 1 else f"got {len(prompts)} × {k}"
-            message = f"1 to {self.settings.max_prompts} sequences (prompts × n or best_of) are allowed, {given}"
-            param = "prompt" if k == 1 else "n" if body.best_of is None else "best_of"
-            raise ApiError(400, f"{param}: {message}", param=param)
-        if "max_tokens" not in body.model_fields_set:
-            body.max_tokens = min(body.max_tokens, self.settings.max_tokens)
-        for param in ("max_tokens", "min_tokens"):
-            if getattr(body, param) > self.settings.max_tokens:
-                message = f"{param}: at most {self.settings.max_tokens}, got {getattr(body, param)}"
-                raise ApiError(400, message, param=param)
-        vocab_size = self.tokenizer.vocab_size
-        if body.logprobs is not None and body.logprobs > vocab_size:
-            message = f"logprobs: at most the vocabulary's {vocab_size} characters, got {body.logprobs}"
-            raise ApiError(400, message, param="logprobs")
+        prompts, k = body.prompts, self._num_candidates(body)
+        self._check_limits(body, k)
         encoder = Encoder(self.tokenizer, self.settings, body)
         ids = [
             self._prompt_ids(encoder, prompt, i if isinstance(body.prompt, list) else None)
             for i, prompt in enumerate(prompts)
         ]
         suffix = encoder.encode(body.suffix, "suffix") if body.suffix else []
-        match body.seed:
-            case None:
-                seeds = [secrets.randbits(53) for _ in prompts]
-            case int():
-                seeds = [body.seed] * len(prompts)
-            case _:
-                seeds = body.seed
-        template = await self._template(body)
+        if body.suffix and not suffix:
+            raise ApiError(400, "suffix: none of its characters is in the vocabulary", param="suffix")
+        seeds = body.seed
+        if not isinstance(seeds, list):
+            seeds = [secrets.randbits(53) if seeds is None else seeds for _ in prompts]
+        template, sampling = await self._template(body), self._sampling(body)
         if suffix:
             template.logprobs, template.logprob_ids = 0, (suffix[0],)
         elif k > body.n and template.logprobs is None:
             template.logprobs = 0  # to rank them by
-        sampling = self._sampling(body)
-        scored = body.echo and template.logprobs is not None
         submits = [
             msgspec.structs.replace(
                 template,
                 prompt=prompt or self._beginning("prompt"),
                 sampling=msgspec.structs.replace(sampling, seed=(seed + j) % (MAX_SEED + 1)),
-                score_from=1 if scored and len(prompt) > 1 else None,
+                score_from=1 if body.echo and template.logprobs is not None and len(prompt) > 1 else None,
             )
             for prompt, seed in zip(ids, seeds, strict=True)
             for j in range(k)
@@ -272,28 +257,64 @@ class Api(LitSpec):
                 receptive_field=self.checkpoint.receptive_field,
             )
         else:
-            interval = self._stream_interval(body) if body.stream else None
-            job = self._run(submits, arrived_at, echo=echo, interval=interval)
+            interval = (
+                body.stream_interval if body.stream_interval is not None else self.settings.stream_interval_seconds
+            )
+            job = self._run(submits, arrived_at, echo=echo, interval=interval if body.stream else None)
         answer = form(
             request.scope["chargpt.request_id"],
             self.settings.model_name,
-            Receipt(self.checkpoint.digest, seeds, encoder.replaced, encoder.dropped),
+            self._receipt(encoder, seeds),
             lambda id: self.tokenizer.characters[id],
             include_usage=body.stream_options.include_usage,
             continuous_usage=body.stream_options.continuous_usage_stats,
         )
         return GenerationResponse(
-            self,
             job,
+            self._busy(),
             answer,
             arrived_at,
             num_prompt_tokens=sum(map(len, ids)),
             stream=body.stream,
             end=b"id: %b\n" % EVENT_SOURCE_END.encode() + Answer.DONE if for_event_source else Answer.DONE,
+            keep_alive_seconds=self.settings.keep_alive_seconds,
         )
 
-    def _stream_interval(self, body: GenerationRequest) -> float:
-        return self.settings.stream_interval_seconds if body.stream_interval is None else body.stream_interval
+    def _busy(self) -> contextlib.AbstractContextManager[None]:
+        return self.state.busy(self.response_queue_id)
+
+    def _receipt(self, encoder: Encoder, seeds: Sequence[int] = ()) -> Receipt:
+        return Receipt(self.checkpoint.digest, list(seeds), encoder.replaced, encoder.dropped)
+
+    def _identity(self, request: Request) -> dict[str, Any]:
+        return {"id": request.scope["chargpt.request_id"], "model": self.settings.model_name}
+
+    def _num_candidates(self, body: GenerationRequest) -> int:
+        """How many sequences are sampled for each prompt."""
+        if body.best_of is not None:
+            return body.best_of
+        if not body.suffix:
+            return body.n
+        return max(body.n, min(SUFFIX_CANDIDATES, self.settings.max_prompts // max(1, len(body.prompts))))
+
+    def _check_limits(self, body: GenerationRequest, num_candidates: int) -> None:
+        """Hold a request to what this server and its model allow."""
+        settings, count = self.settings, len(body.prompts)
+        if not 1 <= count * num_candidates <= settings.max_prompts:
+            param = "prompt" if num_candidates == 1 else "n" if body.best_of is None else "best_of"
+            given = f"{count}" if num_candidates == 1 else f"{count} × {num_candidates}"
+            message = f"1 to {settings.max_prompts} sequences (prompts × n or best_of) are allowed, got {given}"
+            raise ApiError(400, f"{param}: {message}", param=param)
+        if "max_tokens" not in body.model_fields_set:
+            body.max_tokens = min(body.max_tokens, settings.max_tokens)
+        for param in ("max_tokens", "min_tokens"):
+            if getattr(body, param) > settings.max_tokens:
+                message = f"{param}: at most {settings.max_tokens}, got {getattr(body, param)}"
+                raise ApiError(400, message, param=param)
+        vocab_size = self.tokenizer.vocab_size
+        if body.logprobs is not None and body.logprobs > vocab_size:
+            message = f"logprobs: at most the vocabulary's {vocab_size} characters, got {body.logprobs}"
+            raise ApiError(400, message, param="logprobs")
 
     def _run(self, submits: list[Submit], arrived_at: float, **options: Any) -> Run:
         if self.state.is_draining:
@@ -496,9 +517,13 @@ class Api(LitSpec):
                     unscored: list[float | None] = [None] if not before and ids[i] else []
                     item["character_nats"] = unscored + [round(value, 7) for value in values]
                 data.append(item)
-            return {"object": "list", "data": data, "usage": self._prompt_usage(len(before) + sum(map(len, ids)))}
+            return self._identity(request) | {
+                "object": "list",
+                "data": data,
+                "usage": self._prompt_usage(len(before) + sum(map(len, ids))),
+            }
 
-        return JobResponse(self, run, answer, request.scope["chargpt.request_id"], encoder, arrived_at)
+        return JobResponse(run, self._busy(), answer, self._receipt(encoder), arrived_at)
 
     async def next(self, request: Request) -> Response:
         """The distribution of the next character, and its entropy."""
@@ -528,9 +553,13 @@ class Api(LitSpec):
             async for pieces in run:
                 for piece in pieces:
                     data[piece.number] = {"index": piece.number} | self._distribution((piece.logprobs or [])[0])
-            return {"object": "list", "data": data, "usage": self._prompt_usage(sum(map(len, ids)))}
+            return self._identity(request) | {
+                "object": "list",
+                "data": data,
+                "usage": self._prompt_usage(sum(map(len, ids))),
+            }
 
-        return JobResponse(self, run, answer, request.scope["chargpt.request_id"], encoder, arrived_at)
+        return JobResponse(run, self._busy(), answer, self._receipt(encoder), arrived_at)
 
     def _distribution(self, row: CharacterLogprob) -> dict[str, Any]:
         entropy = -math.fsum(math.exp(value) * value for _, value in row.top)
@@ -663,162 +692,3 @@ class Api(LitSpec):
             self.metrics.flush()
         text = await asyncio.to_thread(exposition)
         return Response(text, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
-
-
-SUFFIX_CANDIDATES = 8  # sampled for each prompt, where neither the request nor a limit says otherwise
-EVENT_SOURCE_END = "done"  # the id of the last event, with which EventSource asks again
-
-
-def json_response(content: Any) -> Response:
-    return Response(msgspec.json.encode(content), media_type="application/json")
-
-
-async def send_json(send: Send, body: bytes, headers: list[tuple[bytes, bytes]]) -> None:
-    """A whole answer, without the half of its time that starlette's Response would take."""
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *headers]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
-
-
-class _Watched(Response):
-    """Answers while a job runs; a client that leaves ends the job."""
-
-    WATCH_AFTER_SECONDS = 0.02  # most answers are out by then, and need no task that watches
-
-    def __init__(self, api: Api, job: Run | Ranked | None):
-        self.api, self.job = api, job
-        self.background = None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watchers: list[asyncio.Task[None]] = []
-        loop = asyncio.get_running_loop()
-        timer = loop.call_later(
-            self.WATCH_AFTER_SECONDS, lambda: watchers.append(loop.create_task(self._watch(receive)))
-        )
-        try:
-            with self.api.state.busy(self.api.response_queue_id):
-                await self.answer(send)
-        finally:
-            timer.cancel()
-            for watcher in watchers:
-                watcher.cancel()
-            self._abort()
-
-    async def _watch(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self._abort()
-
-    def _abort(self) -> None:
-        if self.job is not None:
-            self.job.abort()
-
-    async def answer(self, send: Send) -> None:
-        raise NotImplementedError
-
-
-class JobResponse(_Watched):
-    """One JSON object, with the request's id, the model's name and the receipt."""
-
-    def __init__(self, api: Api, run: Run | None, content: Any, request_id: str, encoder: Encoder, arrived_at: float):
-        super().__init__(api, run)
-        self.run, self.content = run, content
-        self.head = {"id": request_id, "model": api.settings.model_name}
-        self.receipt = Receipt(api.checkpoint.digest, [], encoder.replaced, encoder.dropped)
-        self.arrived_at = arrived_at
-
-    async def answer(self, send: Send) -> None:
-        content = self.head | await self.content()
-        headers: list[tuple[bytes, bytes]] = []
-        if self.run is not None:
-            content["chargpt"] = msgspec.Raw(self.receipt.json(self.run.timing))
-            headers = self.receipt.headers(self.run.timing, time.monotonic() - self.arrived_at)
-        await send_json(send, msgspec.json.encode(content), headers)
-
-
-class GenerationResponse(_Watched):
-    """A generation's answer, whole or streamed."""
-
-    def __init__(
-        self,
-        api: Api,
-        job: Run | Ranked,
-        answer: Answer,
-        arrived_at: float,
-        *,
-        num_prompt_tokens: int,
-        stream: bool,
-        end: bytes,
-    ):
-        super().__init__(api, job)
-        self.generation, self.form = job, answer
-        self.arrived_at = arrived_at
-        self.num_prompt_tokens = num_prompt_tokens
-        self.stream = stream
-        self.end = end
-
-    @property
-    def usage(self) -> Usage:
-        return Usage(self.num_prompt_tokens, self.generation.num_completion_tokens)
-
-    async def answer(self, send: Send) -> None:
-        await (self._stream(send) if self.stream else self._whole(send))
-
-    async def _whole(self, send: Send) -> None:
-        parts: dict[int, list[Piece]] = {}
-        async for pieces in self.generation:
-            for piece in pieces:
-                parts.setdefault(piece.number, []).append(piece)
-        timing = self.generation.timing
-        body = self.form.whole([_joined(parts[number]) for number in sorted(parts)], self.usage, timing)
-        await send_json(send, body, self.form.receipt.headers(timing, time.monotonic() - self.arrived_at))
-
-    async def _stream(self, send: Send) -> None:
-        loop = asyncio.get_running_loop()
-        last_write: float | None = None  # None: the headers are not out
-
-        async def write(data: bytes, more_body: bool = True) -> None:
-            nonlocal last_write
-            if last_write is None:  # the first delta decides the status
-                headers = [
-                    (b"content-type", b"text/event-stream; charset=utf-8"),
-                    (b"cache-control", b"no-store"),
-                    *self.form.receipt.headers(self.generation.timing, None),
-                ]
-                await send({"type": "http.response.start", "status": 200, "headers": headers})
-            last_write = loop.time()
-            await send({"type": "http.response.body", "body": data, "more_body": more_body})
-
-        async def keep_alive(interval: float) -> None:
-            while True:
-                rest = interval if last_write is None else last_write + interval - loop.time()
-                if rest <= 0:
-                    await write(Answer.KEEP_ALIVE)
-                    rest = interval
-                await asyncio.sleep(rest)
-
-        keeper = asyncio.create_task(keep_alive(self.api.settings.keep_alive_seconds))
-        try:
-            async for pieces in self.generation:
-                timing = self.generation.timing if self.generation.is_finished else None
-                given = [piece for piece in pieces if piece.text or piece.finish_reason]
-                data = b"".join(
-                    [self.form.event(piece, self.usage, timing if piece is given[-1] else None) for piece in given]
-                )
-                if data:
-                    await write(data)
-            end = self.form.last_event(self.usage, self.generation.timing)
-        except ApiError as error:
-            if last_write is None:
-                raise
-            end = b"data: %b\n\n" % error.body
-        finally:
-            keeper.cancel()
-        await write(end + self.end, more_body=False)
-
-
-def _joined(pieces: list[Piece]) -> Piece:
-    """The whole of a choice."""
-    last = pieces[-1]
-    logprobs = None if last.logprobs is None else [row for piece in pieces for row in piece.logprobs or ()]
-    return last._replace(text="".join([piece.text for piece in pieces]), logprobs=logprobs)

@@ -375,6 +375,8 @@ def test_unknown_characters_are_refused_replaced_or_dropped(client, post):
     assert replaced["choices"][0]["text"].startswith("naxve cafx x")
     assert (replaced["chargpt"]["replaced_characters"], replaced["chargpt"]["dropped_characters"]) == (3, 0)
     assert post("/tokenize", prompt="\u00e9a", unknown_characters="drop")["count"] == 1
+    error = refused(client, "/generate", prompt="a", suffix="\u00e9", unknown_characters="drop")
+    assert (error["param"], error["message"]) == ("suffix", "suffix: none of its characters is in the vocabulary")
     many = refused(client, "/generate", prompt="\u00e9" * 1000)["message"]
     assert "and 980 more" in many and len(many) < 1000
 
