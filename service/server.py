@@ -129,6 +129,7 @@ class Server(LitServer):
                 access_log=False,
                 log_config=None,
                 server_header=False,
+                timeout_keep_alive=self.settings.idle_connection_seconds,
                 # Both, even if None: otherwise LitServe looks for a certificate in variables of its own.
                 ssl_certfile=self.settings.tls_certificate,
                 ssl_keyfile=self.settings.tls_key,

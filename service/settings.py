@@ -108,6 +108,9 @@ class Settings(BaseSettings):
     body_timeout_seconds: float = Field(
         30, gt=0, le=3600, allow_inf_nan=False, description="time a request's body may take to arrive"
     )
+    idle_connection_seconds: int = Field(
+        75, ge=1, le=3600, description="time for which a connection is kept open between two requests"
+    )
     request_timeout_seconds: float = Field(
         300, gt=0, le=86_400, allow_inf_nan=False, description="time a request may take, in the queue and running"
     )

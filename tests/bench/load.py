@@ -74,11 +74,14 @@ class _Client:
     """One connection, one request at a time."""
 
     def __init__(self, port: int, marker: bytes, keep: bool):
-        self.sock = socket.create_connection(("127.0.0.1", port))
+        self.port, self.marker, self.keep = port, marker, keep
+        self.reply: Reply | None = None  # None: it rests
+        self.connect()
+
+    def connect(self) -> None:
+        self.sock = socket.create_connection(("127.0.0.1", self.port))
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock.setblocking(False)
-        self.marker, self.keep = marker, keep
-        self.reply: Reply | None = None  # None: it rests
 
     def ask(self, request: bytes, asked: Any) -> None:
         self._head = b""  # until the header is whole
@@ -95,9 +98,9 @@ class _Client:
         data = self.sock.recv(RECEIVE_BYTES)
         now = time.perf_counter()
         reply = self.reply
-        if not data or reply is None:
-            where = "before its answer" if reply is None else f"after {reply.num_bytes} bytes of {reply.asked}"
-            raise LoadError(f"the server closed a connection {where}")
+        assert reply is not None
+        if not data:
+            raise LoadError(f"the server closed a connection after {reply.num_bytes} bytes of {reply.asked}")
         reply.num_bytes += len(data)
         if not self._in_body:
             data = self._head + data
@@ -181,7 +184,12 @@ def run(
                 raise LoadError(f"nothing came for {timeout:g} s, with {under_way} requests under way")
             for key, _ in ready:
                 client = key.data
-                if client.read():
+                if client.reply is None:  # the server has closed a connection that rested for too long
+                    selector.unregister(client.sock)
+                    client.sock.close()
+                    client.connect()
+                    selector.register(client.sock, selectors.EVENT_READ, client)
+                elif client.read():
                     client.reply = None
                     under_way -= 1
                     if upcoming is not None and upcoming[0] <= time.perf_counter() - started:
