@@ -37,6 +37,7 @@ EXPOSED_HEADERS = (
     "X-Time-Per-Token",
     "X-Total-Time",
     "X-Checkpoint",
+    "X-Seed",
 )
 
 
