@@ -437,6 +437,19 @@ def test_usage_in_every_chunk_or_at_the_end(client):
         assert list(texts) == seen[:-1]
 
 
+def test_characters_gather_for_the_interval_that_a_request_asks_for(client):
+    """The first at once, the others together: the stream is over long before the interval is."""
+    body = {"prompt": "a", "max_tokens": 60, "seed": 2, "stream": True}
+    pieces = {}
+    for interval in (60, 0):
+        with client.stream("POST", "/generate", json=body | {"stream_interval": interval}) as response:
+            pieces[interval] = [part["text"] for part in events(response) if "text" in part]
+    assert len(pieces[60]) == 2
+    assert len(pieces[60][0]) < len(pieces[60][1])
+    assert len(pieces[0]) > 2
+    assert "".join(pieces[0]) == "".join(pieces[60])
+
+
 def test_a_silent_stream_is_kept_alive(client):
     """From the first X on everything may belong to the stop: nothing can be sent until the length is reached."""
     free = client.post("/generate", json={"prompt": "a", "max_tokens": 2000, "seed": 9}).json()["choices"][0]["text"]
