@@ -277,7 +277,7 @@ class Engine:
         """The id that the fp64 model chooses."""
         self.stats.num_exact += 1
         idx = torch.tensor([sequence.ids[-self.config.receptive_field :]], device=self._exact.head.weight.device)
-        logits = self._exact(idx)[:, -1].cpu()
+        logits = self._exact.last_logits(idx).cpu()
         return int(sample(logits, SamplingRows([sequence.params]), u, 0.0, histories, allowed).ids)
 
     @torch.inference_mode()

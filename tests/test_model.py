@@ -194,3 +194,10 @@ def test_moving_a_slot_moves_its_text():
     cache.move(2, 0)
     logits = model(idx[[1, 0], 12:13], cache.decode(2))
     torch.testing.assert_close(logits[:, 0], model(idx[:, :13])[[1, 0], 12], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("T", [1, 7, 8, 9, 22, 23, 40, 100])
+def test_the_last_logits_are_those_of_the_whole_forward(T):
+    model = random_model(torch.float64, block_size=8, n_layer=4)
+    idx = torch.randint(50, (3, T), generator=torch.Generator().manual_seed(T))
+    assert torch.allclose(model.last_logits(idx), model(idx)[:, -1], rtol=0, atol=1e-12)

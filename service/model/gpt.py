@@ -228,6 +228,19 @@ class GPT(nn.Module):
             x = block(x, rope, cache)
         return self.head(self.norm(x))
 
+    def last_logits(self, idx: Tensor) -> Tensor:
+        """Logits (B, V) after idx (B, T), as forward's without a cache at the last position, for half the work.
+
+        After block l the last (n_layer − 1 − l) · (W − 1) + 1 characters are all that the last one can still see.
+        """
+        x = self.embed(idx)  # (B, T, C)
+        cos, sin = rope_angles(torch.arange(idx.size(1), device=idx.device), self.config, x.dtype)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, (cos, sin), None)
+            seen = (self.config.n_layer - 1 - layer) * (self.config.block_size - 1) + 1
+            x, cos, sin = x[:, -seen:], cos[-seen:], sin[-seen:]
+        return self.head(self.norm(x[:, -1]))
+
     @torch.no_grad()
     def generate(self, prompt: list[int], max_tokens: int, params: SamplingParams) -> list[int]:
         """`max_tokens` ids that follow `prompt`: one full forward per character, no cache.
