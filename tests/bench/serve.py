@@ -38,7 +38,7 @@ from typing import Any
 import torch
 
 from service.model.gpt import GPTConfig
-from service.settings import available_cpus
+from service.settings import cpus_left
 from training.loop import machine
 
 from . import engine, load
@@ -472,7 +472,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--only", type=part_list, default=list(PARTS), metavar="PARTS", help=f"of {','.join(PARTS)} (default: all)"
     )
-    parser.add_argument("--threads", type=int, default=available_cpus(), help="of each engine (default: %(default)s)")
+    parser.add_argument(
+        "--threads", type=int, default=cpus_left({}), help="of each engine (default: %(default)s, as the service)"
+    )
     parser.add_argument("--out", type=Path, default=Path("out/bench"), metavar="DIR", help="(default: %(default)s)")
     parser.add_argument(
         "--table", type=Path, metavar="FILE", help="measure nothing; put OUT/serve.json's table into FILE"
