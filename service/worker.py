@@ -6,6 +6,7 @@ to get. It blocks while there is nothing to do. Knows ids and frames; no text, n
 
 from __future__ import annotations
 
+import functools
 import logging
 import signal
 from collections import deque
@@ -146,7 +147,7 @@ class EngineLoop(LitLoop):
         self._set_gauges(lit_api)
 
     def _take(self, engine: Any, transport: SocketTransport, message: Any, consumer_id: int) -> None:
-        from service.model.automaton import Automaton, Guide, StopPattern
+        from service.model.automaton import Guide, StopPattern
         from service.model.sampling import SamplingParams
         from service.scheduler import QueueFullError, Sequence
 
@@ -161,10 +162,10 @@ class EngineLoop(LitLoop):
                     stop=message.stop,
                     deadline=engine.clock() + message.timeout_seconds,
                     priority=message.priority,
-                    stop_pattern=None if stop_pattern is None else StopPattern(Automaton.unpack(stop_pattern)),
+                    stop_pattern=None if stop_pattern is None else StopPattern(_automaton(stop_pattern)),
                     include_stop=message.include_stop,
                     min_tokens=message.min_tokens,
-                    guide=None if constraint is None else Guide(Automaton.unpack(constraint)),
+                    guide=None if constraint is None else Guide(_automaton(constraint)),
                     may_leave=message.may_leave,
                     logprobs=message.logprobs,
                     logprob_ids=message.logprob_ids,
@@ -193,6 +194,14 @@ class EngineLoop(LitLoop):
         self._stopping = True
         assert self._transport is not None
         self._transport.wake()
+
+
+@functools.lru_cache(maxsize=64)
+def _automaton(packed: bytes) -> Any:
+    """One for all sequences with the same pattern, which share its masks."""
+    from service.model.automaton import Automaton
+
+    return Automaton.unpack(packed)
 
 
 def _logprobs(rows: list[Any]) -> frames.Logprobs | None:
