@@ -28,7 +28,7 @@ from service.scheduler import FinishReason, Logprob, Prefill, Scheduler, Sequenc
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Delta:
     """What a step gives of one sequence: new ids, and the reason if it ended."""
 

@@ -138,12 +138,14 @@ class Sequence:
         self.ids.append(id)
         if logprob is not None:
             self.completion_logprobs.append(logprob)
-        matched = max((stop.push(id) or 0 for stop in self._stops), default=0)
-        num_cut = 0 if self.include_stop else matched
-        if matched and self.num_completion_tokens - num_cut >= self.min_tokens:
-            self.num_cut = num_cut
-            self.finish_reason = "stop"
-        elif self.guide is not None and self.guide.must_end:
+        if self._stops:
+            matched = max(stop.push(id) or 0 for stop in self._stops)
+            num_cut = 0 if self.include_stop else matched
+            if matched and self.num_completion_tokens - num_cut >= self.min_tokens:
+                self.num_cut = num_cut
+                self.finish_reason = "stop"
+                return
+        if self.guide is not None and self.guide.must_end:
             self.finish_reason = "stop"
         elif self.num_completion_tokens == self.max_tokens:
             self.finish_reason = "length"
@@ -156,8 +158,8 @@ class Sequence:
         end = len(self.ids)
         if self.finish_reason == "stop":
             end -= self.num_cut
-        elif not self.is_finished:
-            end -= max((stop.held for stop in self._stops), default=0)
+        elif self._stops and not self.is_finished:
+            end -= max(stop.held for stop in self._stops)
         start = len(self.prompt) + self.num_emitted
         end = max(start, end)
         logprobs = self.completion_logprobs[self.num_emitted : self.num_emitted + end - start]

@@ -137,20 +137,20 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         hs = config.head_dim
         self.config, self.layer = config, layer
-        self.sizes = [config.n_embd, config.n_kv_head * hs, config.n_kv_head * hs]
-        self.qkv = nn.Linear(config.n_embd, sum(self.sizes), bias=False)  # query, key and value rows in turn
+        # Query, key and value rows in turn.
+        self.qkv = nn.Linear(config.n_embd, (config.n_head + 2 * config.n_kv_head) * hs, bias=False)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.q_norm = RMSNorm(hs, config.norm_eps)  # QK-norm (Henry et al. 2020)
         self.k_norm = RMSNorm(hs, config.norm_eps)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: CacheRows | None) -> Tensor:
-        hs = self.config.head_dim
-        q, k, v = (
-            part.unflatten(-1, (-1, hs)).transpose(1, 2)  # (B, heads, T, hs)
-            for part in self.qkv(x).split(self.sizes, dim=-1)
-        )
-        q = rotate(self.q_norm(q), *rope).to(v.dtype)
-        k = rotate(self.k_norm(k), *rope).to(v.dtype)
+        nh, nkv, hs = self.config.n_head, self.config.n_kv_head, self.config.head_dim
+        qkv = self.qkv(x).unflatten(-1, (-1, hs)).transpose(1, 2)  # (B, nh + 2·nkv, T, hs)
+        qk, v = qkv.split([nh + nkv, nkv], dim=1)
+        # Queries and keys together: half the operations, each of which costs more than its arithmetic in decode.
+        weight = torch.cat((self.q_norm.weight.expand(nh, 1, hs), self.k_norm.weight.expand(nkv, 1, hs)))
+        qk = F.rms_norm(qk, (hs,), None, self.config.norm_eps) * weight.to(qk.dtype)
+        q, k = rotate(qk, *rope).to(v.dtype).split([nh, nkv], dim=1)
         if cache is None:
             y = banded_attention(q, k, v, self.config.block_size)
         else:
