@@ -137,8 +137,8 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         hs = config.head_dim
         self.config, self.layer = config, layer
-        # Query, key and value rows in turn.
-        self.qkv = nn.Linear(config.n_embd, (config.n_head + 2 * config.n_kv_head) * hs, bias=False)
+        self.sizes = [config.n_embd, config.n_kv_head * hs, config.n_kv_head * hs]
+        self.qkv = nn.Linear(config.n_embd, sum(self.sizes), bias=False)  # query, key and value rows in turn
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.q_norm = RMSNorm(hs, config.norm_eps)  # QK-norm (Henry et al. 2020)
         self.k_norm = RMSNorm(hs, config.norm_eps)
