@@ -133,7 +133,7 @@ class Compiled(NamedTuple):
 
     packed: bytes
     min_length: int
-    matches_nothing_too: bool
+    matches_empty: bool
 
 
 class Api(LitSpec):
@@ -411,7 +411,7 @@ class Api(LitSpec):
         allowed = None if body.allowed_characters is None else self._allowed_characters(body.allowed_characters)
         if body.stop_regex is not None:
             stop_pattern = await self._compiled("stop_regex", body.stop_regex, None)
-            if stop_pattern.matches_nothing_too:
+            if stop_pattern.matches_empty:
                 raise ApiError(400, "stop_regex: must not match the empty text", param="stop_regex")
             submit.stop_pattern = stop_pattern.packed
         if body.regex is not None or body.choice is not None:

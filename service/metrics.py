@@ -8,6 +8,7 @@ named by PROMETHEUS_MULTIPROC_DIR, which must be set before this module is impor
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -29,14 +30,15 @@ LABELS = ["model_name"]
 PendingKind = TypeVar("PendingKind", bound="_Pending")
 
 
-class _Pending:
+class _Pending(ABC):
     """What was observed and not yet written: a write to a shared file costs ten times as much as an addition."""
 
     def __init__(self, changed: Callable[[], None]):
         self._changed = changed  # to be called when there is something to write
 
+    @abstractmethod
     def flush(self) -> None:
-        raise NotImplementedError
+        """Write it."""
 
 
 class Histogram(_Pending):

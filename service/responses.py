@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -27,7 +28,7 @@ async def send_json(send: Send, body: bytes, headers: list[tuple[bytes, bytes]])
     await send({"type": "http.response.body", "body": body})
 
 
-class _Watched(Response):
+class _Watched(Response, ABC):
     """Answers while a job runs; a client that leaves ends the job."""
 
     WATCH_AFTER_SECONDS = 0.02  # most answers are out by then, and need no task that watches
@@ -60,8 +61,9 @@ class _Watched(Response):
         if self.job is not None:
             self.job.abort()
 
+    @abstractmethod
     async def answer(self, send: Send) -> None:
-        raise NotImplementedError
+        """Send all of the answer."""
 
 
 class JobResponse(_Watched):
