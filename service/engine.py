@@ -5,7 +5,8 @@ owns it calls `step` for as long as `has_work`.
 
 What a seed means is defined by `GPT.generate` in fp64. The engine computes in faster arithmetic and decides
 the rare choices that its rounding could change (see sampling.py) from an fp64 forward over the text so far,
-so its text is that one, whatever else is in the batch.
+so its text is that one, whatever else is in the batch. That forward takes as long as several steps, so it goes on in a
+thread beside them, and the sequence waits for it outside of the batch.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import copy
 import logging
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,6 +54,17 @@ class _Choosing:
 
 
 @dataclass
+class _Decision:
+    """A choice that waits for logits (1, V) from the fp64 model, and what else it depends on."""
+
+    sequence: Sequence
+    logits: Tensor  # (1, V) fp64, of the faster arithmetic: what log-probabilities are taken from
+    u: Tensor  # (1,)
+    allowed: Tensor | None  # (1, V)
+    exact: Future[Tensor] | None = None  # (1, V); None: not begun
+
+
+@dataclass
 class StepStats:
     """What the last step did."""
 
@@ -85,6 +99,8 @@ class Engine:
         self._device = weight.device
         self._cache = KVCache(model.config, max_running, weight.device, weight.dtype)
         self._choosing: dict[int, _Choosing] = {}  # by sequence id
+        self._undecided: dict[int, _Decision] = {}  # by sequence id
+        self._beside = ThreadPoolExecutor(1, "exact", torch.set_num_threads, (1,))
         self._ended: list[Delta] = []  # outside of a step; given with the next one
         self._rows: tuple[list[int], SamplingRows] = ([], SamplingRows([]))
         # MPS has no fp64.
@@ -117,14 +133,15 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Delta]:
-        """One turn: expire, schedule, decode one character of each running sequence, prefill, sample, update."""
+        """One turn: expire, schedule, decide, decode one character of each running sequence, prefill, update."""
         now = self.clock()
         self.stats = StepStats()
         for sequence in self.scheduler:
             if sequence.deadline is not None and now >= sequence.deadline:
                 self.abort(sequence.id, "timeout")
         pieces = self.scheduler.schedule(now)
-        touched: list[Sequence] = []
+        scheduler = self.scheduler
+        touched = dict.fromkeys(self._decide(busy=bool(scheduler.decoding or pieces)))
         for run, sequences in (
             (self._decode, list(self.scheduler.decoding)),
             (lambda: self._prefill(pieces), [piece.sequence for piece in pieces]),
@@ -132,7 +149,7 @@ class Engine:
             if not sequences:
                 continue
             try:
-                touched += run()
+                touched |= dict.fromkeys(run())
             except Exception:  # one failing forward must not end the engine
                 logger.exception("a forward over %d sequences failed", len(sequences))
                 for sequence in sequences:
@@ -169,6 +186,9 @@ class Engine:
 
     def _end(self, sequence: Sequence) -> None:
         del self._choosing[sequence.id]
+        decision = self._undecided.pop(sequence.id, None)
+        if decision is not None and decision.exact is not None:
+            decision.exact.cancel()
         self._ended.append(self._delta(sequence))
 
     @staticmethod
@@ -192,13 +212,14 @@ class Engine:
     def _prefill(self, pieces: list[Prefill]) -> list[Sequence]:
         self._move_slots()
         counts = [piece.count for piece in pieces]
+        slots = [self.scheduler.slot(piece.sequence) for piece in pieces]
         idx = torch.zeros(len(pieces), max(counts), dtype=torch.long)  # (B, T), padded on the right
         for b, piece in enumerate(pieces):
             sequence, start = piece.sequence, piece.sequence.num_prefilled
             if start == self._first_needed(sequence):
-                self._cache.clear(piece.slot)
+                self._cache.clear(slots[b])
             idx[b, : piece.count] = torch.tensor(sequence.prompt[start : start + piece.count])
-        cache = self._cache.prefill([piece.slot for piece in pieces], counts)
+        cache = self._cache.prefill(slots, counts)
         logits = self.model(idx.to(self._device), cache)  # (B, T, V)
         self.stats.num_prefill_tokens = sum(counts)
         touched, done = [], []
@@ -207,7 +228,7 @@ class Engine:
             if sequence.score_from is not None:
                 self._score(piece, logits[b])
             self.scheduler.prefilled(piece)
-            if sequence.num_prefilled == len(sequence.prompt) and not sequence.is_finished:
+            if not sequence.num_prompt_left and not sequence.is_finished:
                 done.append(b)
             touched.append(sequence)
         if done:
@@ -215,7 +236,7 @@ class Engine:
             self._append([pieces[b].sequence for b in done], logits[torch.tensor(done), last])  # (B', V)
         now = self.clock()
         for sequence in touched:
-            if sequence.num_prefilled == len(sequence.prompt):
+            if not sequence.num_prompt_left:
                 sequence.prefilled_at = now
         return touched
 
@@ -244,21 +265,26 @@ class Engine:
         finite = logits.isfinite().all(dim=1).tolist()
         ids, certain = sample(logits, rows, u, self.tolerance, histories, allowed)
         for b, (sequence, id, sure) in enumerate(zip(sequences, ids.tolist(), certain.tolist(), strict=True)):
+            row = slice(b, b + 1)
             if not finite[b]:
                 logger.error("sequence %d: the model gave logits that are not finite", sequence.id)
                 sequence.finish_reason = "error"
-                continue
-            if not sure:
-                id = self._decide_exactly(
-                    sequence, u[b : b + 1], histories[b : b + 1], None if allowed is None else allowed[b : b + 1]
-                )
-            history = histories[b]
-            if history is not None:
-                history.append(id)
-            logprob = None
-            if sequence.logprobs is not None:
-                (logprob,) = _logprobs(logits[b : b + 1], [id], sequence)
-            sequence.append(id, logprob)
+            elif sure:
+                self._take(sequence, id, logits[row])
+            else:
+                self.scheduler.set_aside(sequence)
+                mask = None if allowed is None else allowed[row]
+                self._undecided[sequence.id] = _Decision(sequence, logits[row], u[row], mask)
+
+    def _take(self, sequence: Sequence, id: int, logits: Tensor) -> None:
+        """Append the id that was chosen; logits (1, V)."""
+        history = self._choosing[sequence.id].history
+        if history is not None:
+            history.append(id)
+        logprob = None
+        if sequence.logprobs is not None:
+            (logprob,) = _logprobs(logits, [id], sequence)
+        sequence.append(id, logprob)
 
     def _allowed(self, sequences: list[Sequence]) -> Tensor | None:
         """(B, V) bool: the ids that each sequence's pattern lets come next; None: all of all."""
@@ -271,14 +297,45 @@ class Engine:
                 allowed[b] = mask
         return torch.from_numpy(allowed)
 
-    def _decide_exactly(
-        self, sequence: Sequence, u: Tensor, histories: list[History | None], allowed: Tensor | None
-    ) -> int:
-        """The id that the fp64 model chooses."""
-        self.stats.num_exact += 1
+    def _decide(self, busy: bool) -> list[Sequence]:
+        """Make the choices whose fp64 logits are there; those sequences decode again.
+
+        The engine's own thread runs a forward where nothing else is to be done, or the other falls behind.
+        """
+        undecided = list(self._undecided.values())
+        for decision in undecided if busy else []:
+            if decision.exact is None:
+                decision.exact = self._beside.submit(self._exact_logits, decision.sequence)
+        if undecided and (not busy or len(undecided) > 2):
+            last = undecided[-1]
+            if last.exact is None or last.exact.cancel():
+                last.exact = _run(self._exact_logits, last.sequence)
+            elif not busy:
+                wait_for([last.exact])
+        decided = []
+        for decision in undecided:
+            if decision.exact is None or not decision.exact.done():
+                continue
+            sequence = decision.sequence
+            if error := decision.exact.exception():
+                logger.error("an fp64 forward failed", exc_info=error)
+                self.abort(sequence.id, "error")
+                continue
+            del self._undecided[sequence.id]
+            rows, histories = SamplingRows([sequence.params]), [self._choosing[sequence.id].history]
+            exact = sample(decision.exact.result(), rows, decision.u, 0.0, histories, decision.allowed)
+            self._take(sequence, int(exact.ids), decision.logits)
+            if not sequence.is_finished:
+                self.scheduler.take_back(sequence)
+            decided.append(sequence)
+        self.stats.num_exact = len(decided)
+        return decided
+
+    @torch.inference_mode()
+    def _exact_logits(self, sequence: Sequence) -> Tensor:
+        """(1, V): what the fp64 model says comes next."""
         idx = torch.tensor([sequence.ids[-self.config.receptive_field :]], device=self._exact.head.weight.device)
-        logits = self._exact.last_logits(idx).cpu()
-        return int(sample(logits, SamplingRows([sequence.params]), u, 0.0, histories, allowed).ids)
+        return self._exact.last_logits(idx).cpu()
 
     @torch.inference_mode()
     def _measure_tolerance(self) -> float:
@@ -298,6 +355,16 @@ class Engine:
         # A shift of all logits changes nothing, save where a repetition penalty looks at the logits themselves.
         shifted = error - error.mean(dim=-1, keepdim=True)
         return float(4 * torch.maximum(error.abs(), shifted.abs()).max())
+
+
+def _run(function: Callable[[Sequence], Tensor], sequence: Sequence) -> Future[Tensor]:
+    """A call made here and now, as an executor gives it."""
+    future: Future[Tensor] = Future()
+    try:
+        future.set_result(function(sequence))
+    except Exception as error:
+        future.set_exception(error)
+    return future
 
 
 def _logprobs(logits: Tensor, ids: list[int], sequence: Sequence) -> list[Logprob]:

@@ -103,7 +103,7 @@ class Sequence:
     num_cut: int = field(default=0, init=False)  # ids at the end that belong to a stop sequence
     finish_reason: FinishReason | None = field(default=None, init=False)
     scheduled_at: float | None = field(default=None, init=False)
-    prefilled_at: float | None = field(default=None, init=False)  # the first character is chosen then too
+    prefilled_at: float | None = field(default=None, init=False)
     completion_logprobs: list[Logprob] = field(default_factory=list, init=False)
     prompt_logprobs: list[Logprob] = field(default_factory=list, init=False)  # not given away yet
 
@@ -118,6 +118,11 @@ class Sequence:
     @property
     def num_completion_tokens(self) -> int:
         return len(self.ids) - len(self.prompt)
+
+    @property
+    def num_prompt_left(self) -> int:
+        """Ids of the prompt that are not in the cache yet."""
+        return len(self.prompt) - self.num_prefilled
 
     @property
     def is_finished(self) -> bool:
@@ -176,12 +181,11 @@ class Prefill:
     """A piece of a prompt to run in this step."""
 
     sequence: Sequence
-    slot: int
     count: int  # ids
 
 
 class Scheduler:
-    """Slots 0 … len(decoding)−1 hold the sequences that decode, the next ones those whose prompt still runs.
+    """Slots 0 … len(decoding)−1 hold the sequences that decode, the next ones those that do not yet or not now.
 
     So a decode step is one slice of the cache, whoever came and went. `moves` are the slot copies that keep it
     so; the engine carries them out before its next forward.
@@ -192,7 +196,7 @@ class Scheduler:
         self.max_waiting = max_waiting
         self.prefill_budget = prefill_budget  # prompt ids per step
         self.decoding: list[Sequence] = []  # by slot
-        self.prefilling: list[Sequence] = []  # by slot, after the decoding ones
+        self.aside: list[Sequence] = []  # by slot, after the decoding ones: the prompt still runs, or `set_aside`
         self.moves: list[tuple[int, int]] = []  # (source slot, target slot), in order
         self._waiting: list[tuple[int, int, Sequence]] = []  # heap of (priority, order of arrival, sequence)
         self._arrivals = 0
@@ -210,7 +214,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self.decoding) + len(self.prefilling)
+        return len(self.decoding) + len(self.aside)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence.
@@ -242,15 +246,15 @@ class Scheduler:
             if last is not sequence:
                 self.decoding[hole] = last
                 self.moves.append((len(self.decoding), hole))
-            # The prefilling ones start one slot earlier now: the last of them goes into the hole.
-            if self.prefilling:
+            # Those aside start one slot earlier now: the last of them goes into the hole.
+            if self.aside:
                 self.moves.append((self.num_running, len(self.decoding)))
-                self.prefilling.insert(0, self.prefilling.pop())
-        elif sequence in self.prefilling:
-            hole = self.prefilling.index(sequence)
-            last = self.prefilling.pop()
+                self.aside.insert(0, self.aside.pop())
+        elif sequence in self.aside:
+            hole = self.aside.index(sequence)
+            last = self.aside.pop()
             if last is not sequence:
-                self.prefilling[hole] = last
+                self.aside[hole] = last
                 self.moves.append((self.num_running, len(self.decoding) + hole))
         elif len(self._waiting) > 2 * self.num_waiting + 64:
             # A waiting one stays in the heap until it comes up; many that left are swept out together.
@@ -266,36 +270,54 @@ class Scheduler:
             _, _, sequence = heapq.heappop(self._waiting)
             if not sequence.is_finished:
                 sequence.scheduled_at = now
-                self.prefilling.append(sequence)
+                self.aside.append(sequence)
         budget = self.prefill_budget
         pieces = []
-        in_order = sorted(
-            enumerate(self.prefilling, len(self.decoding)),
-            key=lambda item: (item[1].max_tokens == 0, item[1].scheduled_at or 0.0),
-        )
-        for slot, sequence in in_order:
-            count = min(len(sequence.prompt) - sequence.num_prefilled, budget)
+        prefilling = [sequence for sequence in self.aside if sequence.num_prompt_left]
+        for sequence in sorted(prefilling, key=lambda it: (it.max_tokens == 0, it.scheduled_at or 0.0)):
+            count = min(sequence.num_prompt_left, budget)
             if count == 0:
                 break
-            pieces.append(Prefill(sequence, slot, count))
+            pieces.append(Prefill(sequence, count))
             budget -= count
         return pieces
+
+    def slot(self, sequence: Sequence) -> int:
+        """Where a running sequence's keys and values lie once the moves are made."""
+        if sequence in self.decoding:
+            return self.decoding.index(sequence)
+        return len(self.decoding) + self.aside.index(sequence)
 
     def prefilled(self, piece: Prefill) -> None:
         """Note that a piece has run; after the last of its prompt a sequence decodes, or ends if it is only scored."""
         sequence = piece.sequence
         sequence.num_prefilled += piece.count
-        if sequence.num_prefilled < len(sequence.prompt):
+        if sequence.num_prompt_left:
             return
         if sequence.max_tokens == 0:
             sequence.finish_reason = "length"
         else:
-            i = self.prefilling.index(sequence)
-            first = len(self.decoding)
-            if i > 0:
-                # Three copies swap it with the one in the first prefilling slot, through the spare slot.
-                spare = self.max_running
-                self.moves += [(first, spare), (first + i, first), (spare, first + i)]
-                self.prefilling[i] = self.prefilling[0]
-            self.prefilling.pop(0)
-            self.decoding.append(sequence)
+            self.take_back(sequence)
+
+    def set_aside(self, sequence: Sequence) -> None:
+        """Keep a decoding sequence out of the decode steps until `take_back`; its slot stays its own."""
+        last = len(self.decoding) - 1
+        i = self.decoding.index(sequence)
+        self._swap(i, last)
+        self.decoding[i] = self.decoding[last]
+        self.decoding.pop()
+        self.aside.insert(0, sequence)
+
+    def take_back(self, sequence: Sequence) -> None:
+        """Let a sequence decode from the next step on."""
+        first = len(self.decoding)
+        i = self.aside.index(sequence)
+        self._swap(first, first + i)
+        self.aside[i] = self.aside[0]
+        self.aside.pop(0)
+        self.decoding.append(sequence)
+
+    def _swap(self, a: int, b: int) -> None:
+        """Exchange what two slots hold, through the spare slot."""
+        if a != b:
+            self.moves += [(a, self.max_running), (b, a), (self.max_running, b)]

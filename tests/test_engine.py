@@ -1,6 +1,7 @@
 import copy
 import random
 import re
+import threading
 
 import numpy as np
 import pytest
@@ -35,10 +36,16 @@ def request(id, seed=None, **options):
     return Sequence(id, prompt, r.choice([1, 3, 10, 40]), params, **options)
 
 
-def test_every_text_equals_the_uncached_reference(model, exact):
-    """In a full batch, with chunked prompts, arrivals at random times: the fp32 engine gives the fp64 model's text."""
+@pytest.mark.parametrize("tolerance", [None, 0.1])
+def test_every_text_equals_the_uncached_reference(model, exact, tolerance):
+    """In a full batch, with chunked prompts, arrivals at random times: the fp32 engine gives the fp64 model's text.
+
+    With so large a tolerance many choices wait for fp64 logits, several at once.
+    """
     engine = Engine(model, max_running=5, prefill_budget=13)
+    engine.tolerance = tolerance or engine.tolerance
     r = random.Random(0)
+    exact_choices = 0
     todo = [request(i) for i in range(40)]
     texts = {s.id: [] for s in todo}
     while todo or engine.has_work:
@@ -46,9 +53,11 @@ def test_every_text_equals_the_uncached_reference(model, exact):
             engine.submit(todo.pop())
         for delta in engine.step():
             texts[delta.sequence.id] += delta.ids
+        exact_choices += engine.stats.num_exact
     for i, text in texts.items():
         s = request(i)
         assert text == exact.generate(s.prompt, s.max_tokens, s.params), i
+    assert tolerance is None or exact_choices > 50
 
 
 def test_near_ties_are_decided_by_the_exact_model():
@@ -72,6 +81,71 @@ def test_near_ties_are_decided_by_the_exact_model():
     assert exact_choices > 0
     for i, text in texts.items():
         assert text == large.generate([i], 12, SamplingParams(temperature=0.0))
+
+
+@pytest.fixture
+def held(model, monkeypatch):
+    """An engine in which sequence 1 waits for its first character's fp64 logits, and those wait for `held.go`."""
+    engine = Engine(model, max_running=2)
+    engine.go = threading.Event()
+    last_logits = engine._exact.last_logits
+
+    def slow(idx):
+        assert engine.go.wait(30)
+        return last_logits(idx)
+
+    monkeypatch.setattr(engine._exact, "last_logits", slow)
+    usual, engine.tolerance = engine.tolerance, 100.0
+    engine.submit(Sequence(1, [1, 2, 3], 6, SamplingParams(seed=1), deadline=engine.clock() + 1000))
+    engine.step()
+    engine.tolerance = usual
+    engine.submit(Sequence(2, [4, 5], 30, SamplingParams(seed=2)))
+    yield engine
+    engine.go.set()
+
+
+def collect(engine, texts, steps=1000):
+    """Texts and endings of up to so many steps."""
+    endings = {}
+    for _ in range(steps):
+        for delta in engine.step() if engine.has_work else []:
+            texts.setdefault(delta.sequence.id, []).extend(delta.ids)
+            if delta.finish_reason:
+                endings[delta.sequence.id] = delta.finish_reason
+    return endings
+
+
+def test_the_others_go_on_while_one_waits_for_its_decision(held, exact):
+    texts = {}
+    assert collect(held, texts, 20) == {}
+    assert 1 not in texts
+    assert len(texts[2]) == 20
+    held.go.set()
+    assert collect(held, texts) == {1: "length", 2: "length"}
+    assert texts[1] == exact.generate([1, 2, 3], 6, SamplingParams(seed=1))
+    assert texts[2] == exact.generate([4, 5], 30, SamplingParams(seed=2))
+
+
+def test_one_that_waits_for_its_decision_can_be_aborted(held, exact):
+    texts = {}
+    collect(held, texts, 3)
+    held.abort(1)
+    s = Sequence(3, [6], 4, SamplingParams(seed=3))
+    held.submit(s)  # into the slot that is free now
+    assert collect(held, texts) == {1: "abort", 2: "length", 3: "length"}
+    assert texts[2] == exact.generate([4, 5], 30, SamplingParams(seed=2))
+    assert texts[3] == exact.generate([6], 4, SamplingParams(seed=3))
+
+
+def test_a_failing_decision_ends_its_sequence_alone(held, exact, monkeypatch, caplog):
+    def fail(idx):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(held._exact, "last_logits", fail)
+    texts = {}
+    assert collect(held, texts) == {1: "error", 2: "length"}
+    assert texts[2] == exact.generate([4, 5], 30, SamplingParams(seed=2))
+    assert "no memory" in caplog.text
 
 
 def test_the_tolerance_covers_the_rounding_error(model, exact):
@@ -178,6 +252,26 @@ def test_a_failing_forward_ends_its_sequences_and_the_engine_goes_on(model, exac
     assert engine.generate([s]) == [exact.generate(s.prompt, s.max_tokens, s.params)]
 
 
+def test_a_failing_decode_step_does_not_touch_a_prompt_that_still_runs(model, exact, monkeypatch):
+    engine = Engine(model, max_running=3, prefill_budget=10)
+    lost = [Sequence(i, [i], 50, SamplingParams(seed=i)) for i in range(2)]
+    for s in lost:
+        engine.submit(s)
+    engine.step()
+    engine.submit(Sequence(2, list(range(30)), 20, SamplingParams(seed=2)))  # in two pieces
+    engine.step()
+    decode = engine._cache.decode
+
+    def fail(rows):
+        monkeypatch.setattr(engine._cache, "decode", decode)
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(engine._cache, "decode", fail)
+    texts = {}
+    assert collect(engine, texts) == {0: "error", 1: "error", 2: "length"}
+    assert texts[2] == exact.generate(list(range(30)), 20, SamplingParams(seed=2))
+
+
 # -- constraints, stops, log-probabilities --
 
 PATTERNS = ["[A-Z][a-z]+( [a-z]+){0,3}", "a+b+", "(ab|cd)*", "[^a-m]{3,7}", "x{40}", "(.|\n)*"]
@@ -233,8 +327,10 @@ def uncached(exact, sequence):
     return ids, logprobs[: len(ids)], of_prompt
 
 
-def test_whatever_is_asked_for_equals_the_uncached_reference(model, exact):
+@pytest.mark.parametrize("tolerance", [None, 0.1])
+def test_whatever_is_asked_for_equals_the_uncached_reference(model, exact, tolerance):
     engine = Engine(model, max_running=7, prefill_budget=13)
+    engine.tolerance = tolerance or engine.tolerance
     sequences = [elaborate(i) for i in range(80)]
     texts, logprobs, prompts = ({s.id: [] for s in sequences} for _ in range(3))
     for s in sequences:

@@ -70,7 +70,7 @@ class Slots:
         s = self.scheduler
         for slot, sequence in enumerate(s.decoding):
             assert self.content[slot] == sequence.id
-        for slot, sequence in enumerate(s.prefilling, len(s.decoding)):
+        for slot, sequence in enumerate(s.aside, len(s.decoding)):
             assert sequence.num_prefilled == 0 or self.content[slot] == sequence.id
         assert s.num_running <= s.max_running
 
@@ -78,7 +78,7 @@ class Slots:
 @given(st.integers(0, 10_000))
 @settings(max_examples=150, deadline=None)
 def test_random_lives_never_share_a_slot(seed):
-    """Arrivals, prompts in pieces, endings and aborts in any order: each sequence keeps a slot of its own content."""
+    """Arrivals, prompts in pieces, waits, endings and aborts in any order: each sequence keeps its slot's content."""
     r = random.Random(seed)
     scheduler = Scheduler(max_running=r.randint(1, 6), max_waiting=20, prefill_budget=r.randint(1, 12))
     slots = Slots(scheduler)
@@ -91,12 +91,18 @@ def test_random_lives_never_share_a_slot(seed):
             if r.random() < 0.05:
                 assert scheduler.finish(s.id, "abort") is s
                 ended.append(s.id)
+        for s in list(scheduler.decoding):
+            if r.random() < 0.1:
+                scheduler.set_aside(s)
+        for s in list(scheduler.aside):
+            if not s.num_prompt_left and r.random() < 0.3:
+                scheduler.take_back(s)
         pieces = scheduler.schedule(float(step))
         assert sum(p.count for p in pieces) <= scheduler.prefill_budget
         slots.apply_moves()
         slots.check()
         for p in pieces:
-            slots.content[p.slot] = p.sequence.id
+            slots.content[scheduler.slot(p.sequence)] = p.sequence.id
         decoded = list(scheduler.decoding)
         for p in pieces:
             scheduler.prefilled(p)
@@ -120,11 +126,11 @@ def test_the_queue_is_bounded_and_in_order():
     with pytest.raises(QueueFullError, match="2 sequences are waiting already"):
         scheduler.add(sequence(3))
     scheduler.schedule(0.0)
-    assert [s.id for s in scheduler.prefilling] == [0]
+    assert [s.id for s in scheduler.aside] == [0]
     scheduler.finish(0, "abort")
     scheduler.add(sequence(4, priority=-1))
     scheduler.schedule(1.0)
-    assert [s.id for s in scheduler.prefilling] == [4]
+    assert [s.id for s in scheduler.aside] == [4]
 
 
 def test_a_long_prompt_is_spread_over_steps():

@@ -65,19 +65,22 @@ class GPTConfig:
 
 
 class RMSNorm(nn.Module):
-    """Zhang & Sennrich 2019; computed in fp32 at least."""
-
     def __init__(self, dim: int, eps: float):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim))
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
+        return rms_norm(x, self.weight, self.eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Zhang & Sennrich 2019; computed in fp32 at least."""
+    return torch.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
 
 
 def rope_angles(positions: Tensor, config: GPTConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and signed sin for `positions` (B, T) or (T,): each (..., T, hs), as `rotate` takes them.
+    """cos and signed sin for `positions` (...): each (..., hs), as `rotate` takes them.
 
     Angles are computed in fp64, so that they stay exact at any text length (Su et al. 2021, in the
     half-split layout of Hugging Face).
@@ -92,7 +95,7 @@ def rope_angles(positions: Tensor, config: GPTConfig, dtype: torch.dtype) -> tup
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (B, n, T, hs) turned by its angles; cos and signed sin broadcast over the heads."""
+    """x (B, T, n, hs) turned by its angles; cos and signed sin (…, T, 1, hs) broadcast over the heads."""
     return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, dims=-1), sin)
 
 
@@ -142,21 +145,25 @@ class CausalSelfAttention(nn.Module):
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.q_norm = RMSNorm(hs, config.norm_eps)  # QK-norm (Henry et al. 2020)
         self.k_norm = RMSNorm(hs, config.norm_eps)
+        self.weights = (self.qkv.weight, self.q_norm.weight, self.k_norm.weight, self.proj.weight)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: CacheRows | None) -> Tensor:
+        B, T, C = x.size()
         nh, nkv, hs = self.config.n_head, self.config.n_kv_head, self.config.head_dim
-        qkv = self.qkv(x).unflatten(-1, (-1, hs)).transpose(1, 2)  # (B, nh + 2·nkv, T, hs)
-        qk, v = qkv.split([nh + nkv, nkv], dim=1)
-        # Queries and keys together: half the operations, each of which costs more than its arithmetic in decode.
-        weight = torch.cat((self.q_norm.weight.expand(nh, 1, hs), self.k_norm.weight.expand(nkv, 1, hs)))
-        qk = F.rms_norm(qk, (hs,), None, self.config.norm_eps) * weight.to(qk.dtype)
-        q, k = rotate(qk, *rope).to(v.dtype).split([nh, nkv], dim=1)
+        qkv_weight, q_gain, k_gain, proj_weight = self.weights
+        qkv = F.linear(x, qkv_weight).view(B, T, nh + 2 * nkv, hs)
+        qk, v = qkv[:, :, : nh + nkv], qkv[:, :, nh + nkv :].transpose(1, 2)
+        # Queries and keys together: half the operations.
+        gain = torch.cat((q_gain,) * nh + (k_gain,) * nkv).view(-1, hs)
+        qk = torch.rms_norm(qk, (hs,), None, self.config.norm_eps) * gain.to(qk.dtype)
+        qk = rotate(qk, *rope).to(v.dtype).transpose(1, 2)  # (B, nh + nkv, T, hs)
+        q, k = qk[:, :nh], qk[:, nh:]
         if cache is None:
             y = banded_attention(q, k, v, self.config.block_size)
         else:
             k, v = cache.update_and_fetch(self.layer, k, v)
             y = attend(q, k, v, attn_mask=cache.mask)
-        return self.proj(y.transpose(1, 2).flatten(2))
+        return F.linear(y.transpose(1, 2).reshape(B, T, C), proj_weight)
 
 
 class SwiGLU(nn.Module):
@@ -167,24 +174,36 @@ class SwiGLU(nn.Module):
         assert config.n_inner is not None  # as __post_init__ leaves it
         self.gate_up = nn.Linear(config.n_embd, 2 * config.n_inner, bias=False)  # gate rows, then up rows
         self.proj = nn.Linear(config.n_inner, config.n_embd, bias=False)
+        self.weights = (self.gate_up.weight, self.proj.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.proj(F.silu(gate) * up)
+        gate_up_weight, proj_weight = self.weights
+        gate, up = F.linear(x, gate_up_weight).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, proj_weight)
 
 
 class Block(nn.Module):
+    """In decode, to call a module costs as much as a small product, so what runs in each layer calls few of them.
+
+    `weights` are the parameters of the modules below, in a tuple that is read without nn.Module's search for them.
+    """
+
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
         self.attn_norm = RMSNorm(config.n_embd, config.norm_eps)
         self.attn = CausalSelfAttention(config, layer)
         self.mlp_norm = RMSNorm(config.n_embd, config.norm_eps)
         self.mlp = SwiGLU(config)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout, self.eps = config.dropout, config.norm_eps
+        self.weights = (self.attn_norm.weight, self.mlp_norm.weight)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: CacheRows | None) -> Tensor:
-        x = x + self.dropout(self.attn(self.attn_norm(x), rope, cache))
-        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+        attn_gain, mlp_gain = self.weights
+        x = x + self._dropped(self.attn.forward(rms_norm(x, attn_gain, self.eps), rope, cache))
+        return x + self._dropped(self.mlp.forward(rms_norm(x, mlp_gain, self.eps)))
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout) if self.training else x
 
 
 class GPT(nn.Module):
@@ -222,8 +241,8 @@ class GPT(nn.Module):
         if cache is None:
             positions = torch.arange(idx.size(1), device=idx.device)
         else:
-            positions = cache.positions[:, None]  # (B, 1, T): broadcasts over the heads
-        rope = rope_angles(positions, self.config, x.dtype)
+            positions = cache.positions  # (B, T)
+        rope = rope_angles(positions[..., None], self.config, x.dtype)  # (…, T, 1, hs): broadcasts over the heads
         for block in self.blocks:
             x = block(x, rope, cache)
         return self.head(self.norm(x))
@@ -234,7 +253,7 @@ class GPT(nn.Module):
         After block l the last (n_layer − 1 − l) · (W − 1) + 1 characters are all that the last one can still see.
         """
         x = self.embed(idx)  # (B, T, C)
-        cos, sin = rope_angles(torch.arange(idx.size(1), device=idx.device), self.config, x.dtype)
+        cos, sin = rope_angles(torch.arange(idx.size(1), device=idx.device)[:, None], self.config, x.dtype)
         for layer, block in enumerate(self.blocks):
             x = block(x, (cos, sin), None)
             seen = (self.config.n_layer - 1 - layer) * (self.config.block_size - 1) + 1

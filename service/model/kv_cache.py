@@ -19,7 +19,8 @@ from service.model.gpt import GPTConfig
 class CacheRows:
     """What one forward sees of the cache: which slot each row writes to and reads from.
 
-    positions (B, T) int64; mask broadcasts against (B, nh, T, S') scores, True where a query sees a key.
+    positions (B, T) int64; mask broadcasts against (B, nh, T, S') scores and is added to them: 0 where a query sees a
+    key, −∞ elsewhere. (Each layer's attention would turn a mask of booleans into this.)
     """
 
     positions: Tensor
@@ -75,7 +76,8 @@ class _DecodeRows(CacheRows):
         self.index = position % cache.window
         # The ring's W entries are exactly the band p−W < j ≤ p; while it fills, only the first p+1 are.
         self.filled = min(max(cache.lengths[:rows]) + 1, cache.window)
-        self.mask = (torch.arange(self.filled, device=device) <= position[:, None])[:, None, None]
+        seen = torch.arange(self.filled, device=device) <= position[:, None]
+        self.mask = _additive(seen[:, None, None], cache.keys.dtype)
         for slot in range(rows):
             cache.lengths[slot] += 1
 
@@ -114,7 +116,8 @@ class _PrefillRows(CacheRows):
         distance = self.positions[:, :, None] - key_position[:, None]  # (B, T, S')
         seen = (distance >= 0) & (distance < W) & key_exists[:, None]
         # A padding query sees itself, so that its softmax has something to sum.
-        self.mask = (seen | ((distance == 0) & ~key_exists[:, None]))[:, None]
+        seen |= (distance == 0) & ~key_exists[:, None]
+        self.mask = _additive(seen[:, None], cache.keys.dtype)
         for slot, n in zip(slots, counts, strict=True):
             cache.lengths[slot] += n
 
@@ -127,3 +130,7 @@ class _PrefillRows(CacheRows):
         keys[self.target, :, self.index] = k.transpose(1, 2)
         values[self.target, :, self.index] = v.transpose(1, 2)
         return fetched_k, fetched_v
+
+
+def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))

@@ -134,7 +134,8 @@ def phases(model: GPT, rows: int, length: int, device: str) -> dict[str, float]:
     """Seconds of each phase in a run of `run_engine`'s work, and in all.
 
     Wrapped from outside, by these names: Engine.scheduler.schedule, Engine.model (a forward over one character a row
-    is decode, else prefill), Engine._exact (the fp64 model), service.engine.sample; `rest` is Python around them.
+    is decode, else prefill), Engine._decide (what fp64 decisions take of the engine's own thread; most of it goes on
+    beside), service.engine.sample; `rest` is Python around them.
     """
     engine = Engine(model, max_running=rows, max_waiting=rows, prefill_budget=max(512, PROMPT * rows))
     engine.generate(sequences(rows, 4))
@@ -147,7 +148,7 @@ def phases(model: GPT, rows: int, length: int, device: str) -> dict[str, float]:
 
     sample = service.engine.sample
     engine.scheduler.schedule = timer.timed("schedule", engine.scheduler.schedule)
-    engine._exact.last_logits = timer.timed("exact", engine._exact.last_logits)
+    engine._decide = timer.timed("exact", engine._decide)
     engine.model.forward = named_forward
     service.engine.sample = timer.timed("sampling", sample)
     try:
