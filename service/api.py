@@ -22,13 +22,13 @@ import msgspec
 from litserve import LitServer
 from litserve.specs.base import LitSpec
 from prometheus_client import CollectorRegistry
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from service.answers import Answer, CompletionAnswer, Receipt
 from service.client import EngineClient
-from service.metrics import Metrics, exposition
+from service.exposition import Exposition
+from service.metrics import Metrics
 from service.model.checkpoint import Checkpoint
 from service.model.tokenizer import CharTokenizer, UnknownCharacterError
 from service.protocol import (
@@ -61,6 +61,7 @@ class HttpState:
 
     def __init__(self, num_processes: int):
         self._draining = multiprocessing.RawValue("b", 0)
+        self._restarts = multiprocessing.RawValue("l", 0)
         self._busy = multiprocessing.RawArray("l", num_processes)  # requests that run in each process
 
     @property
@@ -69,6 +70,13 @@ class HttpState:
 
     def start_draining(self) -> None:
         self._draining.value = 1
+
+    @property
+    def num_worker_restarts(self) -> int:
+        return int(self._restarts.value)
+
+    def worker_restarted(self) -> None:
+        self._restarts.value += 1
 
     @property
     def num_busy(self) -> int:
@@ -150,6 +158,10 @@ class Api(LitSpec):
         self.metrics: Metrics | None = None
         self.devices: list[str] = []  # from build_server
         self._created = int(time.time())
+        self._exposition = Exposition(
+            settings.model_name, checkpoint, vllm_names=settings.metrics_vllm_names,
+            restarts=lambda: state.num_worker_restarts,
+        )  # fmt: skip
         self._compile = functools.lru_cache(maxsize=256)(self._compile_anew)
         self.add_endpoint("/generate", self.generate, ["GET", "POST"])
         for path, endpoint in (
@@ -186,7 +198,8 @@ class Api(LitSpec):
     async def running(self, transport: SocketTransport) -> AsyncIterator[None]:
         """The life of an HTTP process."""
         loop = asyncio.get_running_loop()
-        self.metrics = Metrics(self.settings.model_name, CollectorRegistry(), later=loop.call_later)
+        process = f"http-{self.response_queue_id}"
+        self.metrics = Metrics(self.settings.model_name, CollectorRegistry(), process, later=loop.call_later)
         self.client = EngineClient(transport, self.response_queue_id)
         async with self.client.connected():
             yield
@@ -213,7 +226,7 @@ class Api(LitSpec):
     async def _generate(
         self, request: Request, body: GenerationRequest, form: type[Answer], for_event_source: bool = False
     ) -> Response:
-        arrived_at = time.monotonic()
+        arrived_at = request.scope["chargpt.arrived_at"]
         self._check_model(body)
         prompts, k = body.prompts, self._num_candidates(body)
         self._check_limits(body, k)
@@ -247,7 +260,7 @@ class Api(LitSpec):
         job: Run | Ranked
         if suffix or k > body.n:
             job = Ranked(
-                lambda submits, echo: self._run(submits, arrived_at, echo=echo),
+                lambda submits, echo: self._run(request, submits, echo=echo),
                 submits,
                 n=body.n,
                 num_candidates=k,
@@ -260,7 +273,7 @@ class Api(LitSpec):
             interval = (
                 body.stream_interval if body.stream_interval is not None else self.settings.stream_interval_seconds
             )
-            job = self._run(submits, arrived_at, echo=echo, interval=interval if body.stream else None)
+            job = self._run(request, submits, echo=echo, interval=interval if body.stream else None)
         answer = form(
             request.scope["chargpt.request_id"],
             self.settings.model_name,
@@ -284,6 +297,9 @@ class Api(LitSpec):
         return self.state.busy(self.response_queue_id)
 
     def _receipt(self, encoder: Encoder, seeds: Sequence[int] = ()) -> Receipt:
+        if self.metrics is not None:
+            self.metrics.unknown_characters("replace", encoder.replaced)
+            self.metrics.unknown_characters("drop", encoder.dropped)
         return Receipt(self.checkpoint.digest, list(seeds), encoder.replaced, encoder.dropped)
 
     def _identity(self, request: Request) -> dict[str, Any]:
@@ -316,11 +332,15 @@ class Api(LitSpec):
             message = f"logprobs: at most the vocabulary's {vocab_size} characters, got {body.logprobs}"
             raise ApiError(400, message, param="logprobs")
 
-    def _run(self, submits: list[Submit], arrived_at: float, **options: Any) -> Run:
-        if self.state.is_draining:
-            raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after_seconds=1)
+    def _run(self, request: Request, submits: list[Submit], **options: Any) -> Run:
         assert self.client is not None and self.metrics is not None
-        return Run(self.client, self.metrics, self.tokenizer, submits, arrived_at, **options)
+        if self.state.is_draining:
+            self.metrics.request_rejected("shutting_down", len(submits))
+            raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after_seconds=1)
+        request_id, arrived_at = request.scope["chargpt.request_id"], request.scope["chargpt.arrived_at"]
+        return Run(
+            self.client, self.metrics, self.tokenizer, submits, arrived_at, request_id=request_id, **options
+        )  # fmt: skip
 
     def _check_model(self, body: ModelRequest) -> None:
         if body.model is not None:
@@ -463,7 +483,7 @@ class Api(LitSpec):
 
     async def score(self, request: Request) -> Response:
         """The log-likelihood of texts, or of continuations of a prefix, character by character."""
-        arrived_at = time.monotonic()
+        arrived_at = request.scope["chargpt.arrived_at"]
         body = parse(ScoreRequest, await request.body())
         self._check_model(body)
         encoder = Encoder(self.tokenizer, self.settings, body)
@@ -488,7 +508,7 @@ class Api(LitSpec):
             for i in order
         ]  # fmt: skip
         window = max(1, self.settings.max_running_requests // 4)
-        run = self._run(submits, arrived_at, window=window) if submits else None
+        run = self._run(request, submits, window=window) if submits else None
 
         async def answer() -> dict[str, Any]:
             if run is not None:
@@ -527,7 +547,7 @@ class Api(LitSpec):
 
     async def next(self, request: Request) -> Response:
         """The distribution of the next character, and its entropy."""
-        arrived_at = time.monotonic()
+        arrived_at = request.scope["chargpt.arrived_at"]
         body = parse(NextRequest, await request.body())
         self._check_model(body)
         encoder = Encoder(self.tokenizer, self.settings, body)
@@ -546,7 +566,7 @@ class Api(LitSpec):
             )
             for prompt in ids
         ]  # fmt: skip
-        run = self._run(submits, arrived_at)
+        run = self._run(request, submits)
 
         async def answer() -> dict[str, Any]:
             data: list[dict[str, Any]] = [{} for _ in ids]
@@ -687,8 +707,8 @@ class Api(LitSpec):
         return JSONResponse({"status": status}, status_code=503)
 
     async def prometheus(self, request: Request) -> Response:
-        """The metrics of all processes in Prometheus' text format."""
+        """The metrics of all processes in Prometheus' text format, or in OpenMetrics where Accept asks for it."""
         if self.metrics is not None:
             self.metrics.flush()
-        text = await asyncio.to_thread(exposition)
-        return Response(text, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
+        text, content_type = await asyncio.to_thread(self._exposition.page, request.headers.get("accept", ""))
+        return Response(text, headers={"Content-Type": content_type})

@@ -86,7 +86,7 @@ class Generation:
             return True
         if isinstance(delta, Refused) or delta.finish_reason in FAILURES:
             return True
-        return delta.queue_seconds is not None and self.interval is not None
+        return delta.prefilled_at is not None and self.interval is not None
 
     def _set_timer(self) -> None:
         if self.interval is not None:

@@ -11,6 +11,7 @@ import hmac
 import logging
 import os
 import string
+import time
 from collections.abc import Callable
 from hashlib import sha256
 
@@ -75,6 +76,10 @@ class Edge:
         self._place_below_root(scope)
         handler = scope["chargpt.handler"] = self._handler(scope)
         status: int | None = None
+        started_at = scope["chargpt.arrived_at"] = time.monotonic()
+        metrics = self.metrics()
+        if metrics is not None:
+            metrics.http_requests_in_progress.inc()
 
         async def identified_send(message: Message) -> None:
             nonlocal status
@@ -88,9 +93,10 @@ class Edge:
         except ClientDisconnect:
             status = 499  # nginx' number for a client that left
         finally:
-            metrics = self.metrics()
-            if metrics is not None and status is not None:
-                metrics.http_request(handler, scope["method"], status)
+            if metrics is not None:
+                metrics.http_requests_in_progress.dec()
+                if status is not None:
+                    metrics.http_request(handler, scope["method"], status, time.monotonic() - started_at)
 
     def _handler(self, scope: Scope) -> str:
         """The path of the route that the request is for, as metrics name it."""
@@ -137,6 +143,8 @@ class Edge:
             if received > limit:
                 raise ApiError(413, f"the body may have at most {limit} bytes", code="body_too_large")
             is_read = not message.get("more_body", False)
+            if is_read:
+                scope["chargpt.arrived_at"] = time.monotonic()
             return message
 
         async def noticed_send(message: Message) -> None:

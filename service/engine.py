@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -69,6 +69,8 @@ class StepStats:
     """What the last step did."""
 
     seconds: float = 0.0
+    ended_at: float = 0.0  # by the engine's clock
+    phases: dict[str, float] = field(default_factory=dict)  # seconds; schedule, decide, decode, prefill, sample
     num_prefill_tokens: int = 0
     num_decode_rows: int = 0
     num_exact: int = 0  # choices made from fp64 logits
@@ -100,6 +102,7 @@ class Engine:
         self._cache = KVCache(model.config, max_running, weight.device, weight.dtype)
         self._choosing: dict[int, _Choosing] = {}  # by sequence id
         self._undecided: dict[int, _Decision] = {}  # by sequence id
+        self._lap_at = 0.0
         self._beside = ThreadPoolExecutor(1, "exact", torch.set_num_threads, (1,))
         self._ended: list[Delta] = []  # outside of a step; given with the next one
         self._rows: tuple[list[int], SamplingRows] = ([], SamplingRows([]))
@@ -134,14 +137,15 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Delta]:
         """One turn: expire, schedule, decide, decode one character of each running sequence, prefill, update."""
-        now = self.clock()
+        started = now = self._lap_at = self.clock()
         self.stats = StepStats()
         for sequence in self.scheduler:
             if sequence.deadline is not None and now >= sequence.deadline:
                 self.abort(sequence.id, "timeout")
         pieces = self.scheduler.schedule(now)
-        scheduler = self.scheduler
-        touched = dict.fromkeys(self._decide(busy=bool(scheduler.decoding or pieces)))
+        self._lap("schedule")
+        touched = dict.fromkeys(self._decide(busy=bool(self.scheduler.decoding or pieces)))
+        self._lap("decide")
         for run, sequences in (
             (self._decode, list(self.scheduler.decoding)),
             (lambda: self._prefill(pieces), [piece.sequence for piece in pieces]),
@@ -162,8 +166,15 @@ class Engine:
             delta = self._delta(sequence)
             if delta.ids or delta.prompt_logprobs or sequence.is_finished:
                 deltas.append(delta)
-        self.stats.seconds = self.clock() - now
+        self._lap("schedule")
+        self.stats.seconds, self.stats.ended_at = self._lap_at - started, self._lap_at
         return deltas
+
+    def _lap(self, phase: str) -> None:
+        """Note the time since the last lap as one of `phase`."""
+        now = self.clock()
+        self.stats.phases[phase] = self.stats.phases.get(phase, 0.0) + now - self._lap_at
+        self._lap_at = now
 
     def generate(self, sequences: Iterable[Sequence]) -> list[list[int]]:
         """Run sequences to their ends and return their completions, in order (offline use).
@@ -204,9 +215,11 @@ class Engine:
         self._move_slots()
         sequences = list(self.scheduler.decoding)
         idx = torch.tensor([[sequence.ids[-1]] for sequence in sequences], device=self._device)  # (B, 1)
-        logits = self.model(idx, self._cache.decode(len(sequences)))[:, -1]  # (B, V)
+        logits = self.model(idx, self._cache.decode(len(sequences)))[:, -1].cpu()  # (B, V)
         self.stats.num_decode_rows = len(sequences)
+        self._lap("decode")
         self._append(sequences, logits)
+        self._lap("sample")
         return sequences
 
     def _prefill(self, pieces: list[Prefill]) -> list[Sequence]:
@@ -220,24 +233,24 @@ class Engine:
                 self._cache.clear(slots[b])
             idx[b, : piece.count] = torch.tensor(sequence.prompt[start : start + piece.count])
         cache = self._cache.prefill(slots, counts)
-        logits = self.model(idx.to(self._device), cache)  # (B, T, V)
+        logits = self.model(idx.to(self._device), cache).cpu()  # (B, T, V)
         self.stats.num_prefill_tokens = sum(counts)
+        self._lap("prefill")
         touched, done = [], []
         for b, piece in enumerate(pieces):
             sequence = piece.sequence
             if sequence.score_from is not None:
                 self._score(piece, logits[b])
             self.scheduler.prefilled(piece)
-            if not sequence.num_prompt_left and not sequence.is_finished:
-                done.append(b)
+            if not sequence.num_prompt_left:
+                sequence.prefilled_at = self._lap_at
+                if not sequence.is_finished:
+                    done.append(b)
             touched.append(sequence)
         if done:
             last = torch.tensor([counts[b] - 1 for b in done])
             self._append([pieces[b].sequence for b in done], logits[torch.tensor(done), last])  # (B', V)
-        now = self.clock()
-        for sequence in touched:
-            if not sequence.num_prompt_left:
-                sequence.prefilled_at = now
+        self._lap("sample")
         return touched
 
     def _score(self, piece: Prefill, logits: Tensor) -> None:
@@ -247,12 +260,12 @@ class Engine:
         first = max(start + 1, sequence.score_from)  # id number i is predicted at place i−1
         last = min(start + piece.count + 1, len(sequence.prompt))
         if first < last:
-            rows = logits[first - 1 - start : last - 1 - start].cpu().double()
+            rows = logits[first - 1 - start : last - 1 - start].double()
             sequence.prompt_logprobs += _logprobs(rows, sequence.prompt[first:last], sequence)
 
     def _append(self, sequences: list[Sequence], logits: Tensor) -> None:
         """Choose and append one id for each sequence; logits (B, V)."""
-        logits = logits.cpu().double()
+        logits = logits.double()
         who = [sequence.id for sequence in sequences]
         if self._rows[0] != who:
             self._rows = (who, SamplingRows([sequence.params for sequence in sequences]))

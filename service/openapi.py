@@ -88,9 +88,9 @@ class UsageCounts(BaseModel):
 class ReceiptTiming(BaseModel):
     """What it took; of several sequences the longest."""
 
-    queue_seconds: float = Field(description="until a cache slot was free")
-    prefill_seconds: float = Field(description="from there to the first character chosen")
-    decode_seconds: float = Field(description="from there to the last")
+    queue_seconds: float = Field(description="from the request's arrival until a cache slot was free")
+    prefill_seconds: float = Field(description="from there until the prompt had run")
+    decode_seconds: float = Field(description="from there to the last character")
     seconds_per_character: float | None = Field(description="decode over the characters after the first; null: none")
 
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from service.client import EngineClient
+from service.client import FAILURES, EngineClient
 from service.metrics import Metrics
 from service.model.tokenizer import CharTokenizer
 from service.protocol import ApiError
@@ -39,9 +39,9 @@ class Piece(NamedTuple):
 class Timing(NamedTuple):
     """Seconds; of several sequences the longest."""
 
-    queue: float  # until a cache slot was free
-    prefill: float  # from there to the first character chosen
-    decode: float  # from there to the last
+    queue: float  # from the request's arrival until a cache slot was free
+    prefill: float  # from there until the prompt had run
+    decode: float  # from there to the last character
     per_character: float | None  # decode over the characters after the first
 
 
@@ -53,9 +53,10 @@ class SequenceRecord:
     num_completion_tokens: int = 0
     last_at: float | None = None  # when the latest character came
     is_begun: bool = False  # its first character was written
-    queue_seconds: float = 0.0
+    queue_seconds: float | None = None
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    prefilled_at: float = 0.0
     echo: str = ""  # still to be given before the first character
     prompt_logprobs: list[CharacterLogprob] = field(default_factory=list)  # likewise
 
@@ -79,18 +80,20 @@ class Run:
         submits: list[Submit],
         arrived_at: float,
         *,
+        request_id: str,
         echo: list[str] | None = None,
         interval: float | None = None,
         window: int | None = None,
     ):
         self._client, self._metrics, self._tokenizer = client, metrics, tokenizer
-        self._arrived_at = arrived_at
+        self._arrived_at, self._request_id = arrived_at, request_id
         self._submits = submits
         self._records = [SequenceRecord(len(submit.prompt)) for submit in submits]
         for record, text in zip(self._records, echo or (), strict=False):
             record.echo = text
         generation = client.submit(submits, interval=interval, window=window)
         if generation is None:
+            metrics.request_rejected("not_ready", len(submits))
             raise ApiError(503, "no inference process is ready", code="not_ready", retry_after_seconds=1)
         self._generation = generation
 
@@ -111,7 +114,7 @@ class Run:
         decode = sum(record.decode_seconds for record in self._records)
         later = sum(max(0, record.num_completion_tokens - 1) for record in self._records)
         return Timing(
-            max(record.queue_seconds for record in self._records),
+            max(record.queue_seconds or 0.0 for record in self._records),
             max(record.prefill_seconds for record in self._records),
             max(record.decode_seconds for record in self._records),
             decode / later if later else None,
@@ -168,14 +171,14 @@ class Run:
             if count:
                 self._metrics.inter_token_latency.observe((at - record.last_at) / count, count)
             record.last_at = at
-        if delta.queue_seconds is not None and delta.prefill_seconds is not None:
-            record.queue_seconds, record.prefill_seconds = delta.queue_seconds, delta.prefill_seconds
-            self._metrics.request_queue_time.observe(delta.queue_seconds)
-            self._metrics.request_prefill_time.observe(delta.prefill_seconds)
+        if delta.scheduled_at is not None and delta.prefilled_at is not None:
+            record.queue_seconds = delta.scheduled_at - self._arrived_at
+            record.prefill_seconds = delta.prefilled_at - delta.scheduled_at
+            record.prefilled_at = delta.prefilled_at
             self._metrics.prompt_tokens.inc(record.num_prompt_tokens)
             self._metrics.request_prompt_tokens.observe(record.num_prompt_tokens)
-        if delta.decode_seconds is not None:
-            record.decode_seconds = delta.decode_seconds
+        if delta.ended_at is not None and record.queue_seconds is not None:
+            record.decode_seconds = delta.ended_at - record.prefilled_at
 
     def _note_prompt(self, number: int, logprobs: Logprobs) -> None:
         submit, known = self._submits[number], self._records[number].prompt_logprobs
@@ -207,14 +210,28 @@ class Run:
 
     def _written(self, record: SequenceRecord, finish_reason: str | None) -> None:
         """Note that what there was of a sequence has been written."""
+        metrics, id = self._metrics, self._request_id
         now = time.monotonic()
-        if record.last_at is not None and not record.is_begun:
+        is_first = record.last_at is not None and not record.is_begun
+        if record.queue_seconds is not None and (is_first or (finish_reason is not None and not record.is_begun)):
+            metrics.request_queue_time.observe(record.queue_seconds, request_id=id)
+            metrics.request_prefill_time.observe(record.prefill_seconds, request_id=id)
+        if is_first:
             record.is_begun = True
-            self._metrics.time_to_first_token.observe(now - self._arrived_at)
-        if finish_reason is not None:
-            self._metrics.e2e_request_latency.observe(now - self._arrived_at)
-            self._metrics.request_generation_tokens.observe(record.num_completion_tokens)
-            self._metrics.request_ended(finish_reason)
+            metrics.time_to_first_token.observe(now - self._arrived_at, request_id=id)
+            metrics.request_first_decode_time.observe(now - record.prefilled_at, request_id=id)
+        if finish_reason is None:
+            return
+        metrics.request_ended(finish_reason)
+        metrics.request_generation_tokens.observe(record.num_completion_tokens)
+        if finish_reason in FAILURES:
+            return
+        metrics.e2e_request_latency.observe(now - self._arrived_at, request_id=id)
+        metrics.request_decode_time.observe(record.decode_seconds, request_id=id)
+        metrics.request_inference_time.observe(record.prefill_seconds + record.decode_seconds, request_id=id)
+        if record.num_completion_tokens > 1:
+            per_character = record.decode_seconds / (record.num_completion_tokens - 1)
+            metrics.request_time_per_output_token.observe(per_character, request_id=id)
 
 
 def _failure(finish_reason: str) -> ApiError | None:

@@ -186,6 +186,7 @@ class Server(LitServer):
         dead = self.inference_workers[worker_id].pid
         logger.error("worker %d (process %d) died and is started again", worker_id, dead)
         forget_process(dead)
+        self.state.worker_restarted()
         return super().launch_single_inference_worker(lit_api, worker_id)
 
     def _perform_graceful_shutdown(self, manager: Any, uvicorn_workers: Any, shutdown_reason: str = "normal") -> None:

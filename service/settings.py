@@ -117,6 +117,7 @@ class Settings(BaseSettings):
     drain_seconds: float = Field(
         30, ge=0, le=3600, allow_inf_nan=False, description="time running requests have to finish after SIGTERM"
     )
+    metrics_vllm_names: bool = Field(False, description="give /metrics under vLLM's own names too")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
 
     _api_key_digests: tuple[bytes, ...] = PrivateAttr(())

@@ -95,14 +95,14 @@ class Logprobs(msgspec.Struct, gc=False, array_like=True):
 
 
 class Delta(msgspec.Struct, gc=False, array_like=True):
-    """New ids of a sequence; the last one has a finish reason, one of them the times until the first character."""
+    """New ids of a sequence; the last one has a finish reason, one of them the times before the first character."""
 
     id: int
     ids: list[int]
     finish_reason: str | None = None
-    queue_seconds: float | None = None
-    prefill_seconds: float | None = None
-    decode_seconds: float | None = None  # with the finish reason
+    scheduled_at: float | None = None  # the times by time.monotonic(), which all processes of a machine share
+    prefilled_at: float | None = None
+    ended_at: float | None = None  # with the finish reason
     logprobs: Logprobs | None = None  # of the ids
     prompt_logprobs: Logprobs | None = None  # of further characters of the prompt
 

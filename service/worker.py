@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import signal
 from collections import deque
 from itertools import chain
@@ -69,9 +70,11 @@ class EngineAPI(LitAPI):
             max_waiting=self.max_waiting,
             prefill_budget=self.prefill_budget,
         )
-        self.metrics = Metrics(self.model_name, CollectorRegistry())
+        self.metrics = Metrics(self.model_name, CollectorRegistry(), f"worker-{os.environ['LITSERVE_WORKER_ID']}")
         self.metrics.num_requests_running.set(0)
         self.metrics.num_requests_waiting.set(0)
+        self.metrics.cache_slots.set(self.max_running)
+        self.metrics.cache_slots_in_use.set(0)
         rest_garbage_collector()
         logger.info(
             "serving %s on %s: %d parameters, %d slots, %d threads, rounding tolerance %.1e",
@@ -107,13 +110,20 @@ class EngineLoop(LitLoop):
             signal.signal(signal.SIGTERM, self._stop)
         if self._stopping and not transport.is_connected:
             raise SystemExit(0)
-        if not engine.has_work or engine.clock() >= self._flush_at:
+        began = engine.clock()
+        is_idle = not engine.has_work
+        if is_idle or began >= self._flush_at:
             metrics.flush()
-            self._flush_at = engine.clock() + metrics.FLUSH_SECONDS
-        for consumer_id, message in transport.receive(block=not engine.has_work):
+            self._flush_at = began + metrics.FLUSH_SECONDS
+        for consumer_id, message in transport.receive(block=is_idle):
+            if is_idle:
+                now = engine.clock()
+                metrics.engine_idle.inc(now - began)
+                began, is_idle = now, False
             self._take(engine, transport, message, consumer_id)
         if not engine.has_work:
             return
+        receiving = engine.clock() - began
 
         outgoing: dict[int, list[frames.Delta]] = {}
         for delta in engine.step():
@@ -123,11 +133,9 @@ class EngineLoop(LitLoop):
             if sequence.prefilled_at is not None:
                 if sequence.id not in self._timed:
                     self._timed.add(sequence.id)
-                    assert sequence.scheduled_at is not None
-                    frame.queue_seconds = sequence.scheduled_at - sequence.arrived_at
-                    frame.prefill_seconds = sequence.prefilled_at - sequence.scheduled_at
+                    frame.scheduled_at, frame.prefilled_at = sequence.scheduled_at, sequence.prefilled_at
                 if delta.finish_reason is not None:
-                    frame.decode_seconds = engine.clock() - sequence.prefilled_at
+                    frame.ended_at = engine.clock()
             consumer_id = self._consumer[sequence.id]
             outgoing.setdefault(consumer_id, []).append(frame)
             if delta.finish_reason is not None:
@@ -139,8 +147,12 @@ class EngineLoop(LitLoop):
 
         stats = engine.stats
         metrics.iteration_seconds.observe(stats.seconds)
+        for phase, seconds in stats.phases.items():
+            metrics.iteration_phase(phase).observe(seconds)
+        metrics.iteration_phase("transport").observe(receiving + engine.clock() - stats.ended_at)
         if stats.num_decode_rows:
             metrics.iteration_batch_size.observe(stats.num_decode_rows)
+            metrics.iteration_batch_utilization.observe(stats.num_decode_rows / lit_api.max_running)
         metrics.iteration_tokens.observe(stats.num_decode_rows + stats.num_prefill_tokens)
         if stats.num_exact:
             metrics.exact_choices.inc(stats.num_exact)
@@ -188,6 +200,7 @@ class EngineLoop(LitLoop):
         scheduler = lit_api.engine.scheduler
         lit_api.metrics.num_requests_running.set(scheduler.num_running)
         lit_api.metrics.num_requests_waiting.set(scheduler.num_waiting)
+        lit_api.metrics.cache_slots_in_use.set(scheduler.num_running)
 
     def _stop(self, *_: Any) -> None:
         """SIGTERM: end when no HTTP process is connected any more; they end first."""

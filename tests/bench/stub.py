@@ -83,7 +83,8 @@ class StubEngine:
                 sequence.finish_reason = "length"
             deltas.append(self._delta(sequence, ids, [], []))
         self.stats.num_decode_rows = len(deltas)
-        self.stats.seconds = self.clock() - now
+        self.stats.ended_at = self.clock()
+        self.stats.seconds = self.stats.ended_at - now
         return deltas
 
 
