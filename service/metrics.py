@@ -173,13 +173,13 @@ class Metrics:
             "chargpt_time_to_first_token_seconds", "From a request's arrival until its first character is written"
         )
         self.request_queue_time = histogram(
-            "chargpt_request_queue_time_seconds", "Of that, until the sequence got a cache slot"
+            "chargpt_request_queue_time_seconds", "From a request's arrival until the sequence got a cache slot"
         )
         self.request_prefill_time = histogram(
-            "chargpt_request_prefill_time_seconds", "Of that, from there until its prompt had run"
+            "chargpt_request_prefill_time_seconds", "From the cache slot until the prompt had run"
         )
         self.request_first_decode_time = histogram(
-            "chargpt_request_first_decode_time_seconds", "Of that, from there until the first character is written"
+            "chargpt_request_first_decode_time_seconds", "From the prompt's end until the first character is written"
         )
         self.inter_token_latency = histogram(
             "chargpt_inter_token_latency_seconds", "Between two characters of a sequence; one value per character"
@@ -230,14 +230,16 @@ class Metrics:
         self.num_preemptions = counter("chargpt_num_preemptions", "Sequences that lost their slot: there are none")
         self.iteration_batch_size = histogram("chargpt_iteration_batch_size", "Sequences in a decode step", COUNTS)
         self.iteration_batch_utilization = histogram(
-            "chargpt_iteration_batch_utilization_ratio", "The same, over the cache slots there are", RATIOS
+            "chargpt_iteration_batch_utilization_ratio", "Sequences in a decode step, over the slots there are", RATIOS
         )
         self.iteration_tokens = histogram(
             "chargpt_iteration_tokens_total", "Characters run in an engine step, prompts included", COUNTS
         )
         self.iteration_seconds = histogram("chargpt_iteration_seconds", "Duration of an engine step")
         self.iteration_phase = histograms(
-            "chargpt_iteration_phase_seconds", "The same of its phases, and of the frames between steps", "phase"
+            "chargpt_iteration_phase_seconds",
+            "Duration of a phase of an engine step; transport: of the frames between two",
+            "phase",
         )
         self.engine_idle = counter("chargpt_engine_idle_seconds", "Time in which an engine had nothing to do")
         self.exact_choices = counter(
