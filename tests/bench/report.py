@@ -206,6 +206,8 @@ def footnotes(results: dict[str, Any]) -> list[str]:
     if "load_generator" in results:
         ceiling = results["load_generator"]["requests_per_cpu_second"]
         lines.append(f"The load generator shares the cores with what it measures; by itself {ceiling:,.0f} requests/s.")
+    for part, source in results.get("kept", {}).items():
+        lines.append(f"The part {part} is of revision {source['revision']}, {source['date'][:10]}.")
     return lines + [f"failed: {part}, {reason}" for part, reason in results["errors"].items()]
 
 

@@ -145,7 +145,29 @@ class Bench:
                 "sampling": SAMPLING,
             },
             "errors": {},  # part: why it failed
+            "kept": {},  # part: revision and date of an earlier run, whose figures these are
         }
+
+    def keep(self, parts: list[str]) -> None:
+        """Take over what OUT/serve.json has of parts that are not measured now.
+
+        Raises:
+            OSError, ValueError: there is no such file, or it is not one of ours.
+            BenchError: it was measured otherwise.
+        """
+        earlier = json.loads((self.out / "serve.json").read_text(encoding="utf-8"))
+        now = json.loads(json.dumps(self.results))  # in which tuples are lists
+        for name in ("machine", "settings", "versions"):
+            mine, other = (
+                {key: value for key, value in results[name].items() if key != "plan"} for results in (now, earlier)
+            )
+            if mine != other:
+                raise BenchError(f"{self.out / 'serve.json'} has another {name}: {other}, now {mine}")
+        for part in earlier.keys() & set(PARTS) - set(parts):
+            self.results[part] = earlier[part]
+            self.results["kept"][part] = earlier.get("kept", {}).get(
+                part, {"revision": earlier["revision"], "date": earlier["date"]}
+            )
 
     def run(self, parts: list[str]) -> None:
         """Every part that was asked for; one that fails leaves its reason in the results."""
@@ -495,6 +517,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--only", type=part_list, default=list(PARTS), metavar="PARTS", help=f"of {','.join(PARTS)} (default: all)"
     )
+    parser.add_argument("--keep", action="store_true", help="the other parts stay as OUT/serve.json has them")
     parser.add_argument(
         "--threads", type=int, default=cpus_left({}), help="of each engine (default: %(default)s, as the service)"
     )
@@ -530,6 +553,12 @@ def main() -> int:
     bench = Bench(QUICK if args.quick else FULL, SHAPES, args.threads, args.out)
     if bench.results["load_average"] > 0.5:
         bench.say(f"the machine is busy (load {bench.results['load_average']:.1f}): times will be too long")
+    if args.keep:
+        try:
+            bench.keep(args.only)
+        except (OSError, ValueError, BenchError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C
     try:
         bench.run(args.only)
