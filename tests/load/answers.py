@@ -80,9 +80,7 @@ class Stream:
         check_text(self.ask, self.text, self.finish_reason, self.usage, self.vocabulary)
 
 
-def check_text(
-    ask: Ask, text: str, finish_reason: str | None, usage: dict[str, Any] | None, vocabulary: str
-) -> None:
+def check_text(ask: Ask, text: str, finish_reason: str | None, usage: dict[str, Any] | None, vocabulary: str) -> None:
     most, stop = ask.body["max_tokens"], ask.body.get("stop")
     if finish_reason == "length":
         if len(text) != most:

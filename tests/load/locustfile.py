@@ -35,7 +35,7 @@ from geventhttpclient.response import HTTPParseError, HTTPSocketPoolResponse
 from locust import User, events, task
 from locust.env import Environment
 from locust.exception import StopUser
-from locust.runners import MasterRunner, WorkerRunner
+from locust.runners import LocalRunner
 from locust.stats import StatsEntry, bucket_response_time
 
 from tests.load.answers import EVENT_END, Stream, Wrong, check_opinion, check_status, check_whole
@@ -63,25 +63,26 @@ def add_options(parser: Any) -> None:
     add("--whole", type=float, default=Mix.whole, metavar="SHARE", help="of answers in one piece")
     add("--leaving", type=float, default=Mix.leaving, metavar="SHARE", help="of clients that leave in mid-stream")
     add("--opinions", type=float, default=Mix.opinions, metavar="SHARE", help="of /v1/score and /v1/next")
-    parser.add_argument("--api-key", default="", metavar="KEY", is_secret=True, help="sent as Authorization: Bearer KEY")
+    parser.add_argument(
+        "--api-key", default="", metavar="KEY", is_secret=True, help="sent as Authorization: Bearer KEY"
+    )
     add("--folder", default="out/load", metavar="DIR", help="where summary.json and requests.csv go")
 
 
 class Load:
-    """What all users of this process have in common."""
+    """What all users have in common."""
 
     def __init__(self, environment: Environment):
         self.environment = environment
         self.options = options = environment.parsed_options
         self.log = Log()
-        self.cpu = time.process_time()
         self.started = time.perf_counter()
-        self.is_started = False
-        self.step = max(1, options.processes or 1)  # each process asks the requests that the others do not
         self.taken = 0
         url = urlsplit(environment.host or "")
         if not url.hostname:
-            raise ValueError(f"--host must be the address of a service, as http://127.0.0.1:8000, got {environment.host}")
+            raise ValueError(
+                f"--host must be the address of a service, as http://127.0.0.1:8000, got {environment.host}"
+            )
         self.prefix = url.path.rstrip("/")
         self.headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
         self.client = HTTPClient.from_url(
@@ -112,17 +113,12 @@ class Load:
         except (*NETWORK_ERRORS, Wrong, ValueError) as error:
             raise ValueError(f"{self.environment.host}/info: {error}") from error
 
-    @property
-    def process(self) -> int:
-        return max(0, getattr(self.environment.runner, "worker_index", 0))
-
     def next(self) -> Ask | None:
         """The next request, None: there are to be no more."""
         if self.options.requests and self.taken >= self.options.requests:
             return None
-        number = self.taken * self.step + self.process
         self.taken += 1
-        return self.mix.ask(number)
+        return self.mix.ask(self.taken - 1)
 
     # -- one request --
 
@@ -202,7 +198,17 @@ class Load:
         """A row of Locust's tables that is none of requests: it does not count in their sum."""
         return self.environment.stats.get(ask.path, what)
 
-    # -- the load generator itself --
+    # -- the run --
+
+    def begin(self, **_: Any) -> None:
+        self.started = time.perf_counter()
+        if self.options.requests:
+            gevent.spawn(self._end_after_the_last)
+
+    def _end_after_the_last(self) -> None:
+        while len(self.log.records) < self.options.requests:
+            gevent.sleep(0.05)
+        self.environment.runner.quit()
 
     def watch(self) -> None:
         """Note how busy this process is, second by second."""
@@ -210,6 +216,26 @@ class Load:
             at, cpu = time.perf_counter(), time.process_time()
             gevent.sleep(1.0)
             self.log.busy(time.process_time() - cpu, time.perf_counter() - at)
+
+    def write(self, **_: Any) -> None:
+        """Leave the figures in the folder; decide on the exit status."""
+        options = self.options
+        about = {
+            "url": self.environment.host,
+            "loop": "open" if options.arrivals else "closed",
+            "users": None if options.arrivals else options.num_users,
+            "arrivals_per_second": options.arrivals or None,
+            "mix": vars(self.mix),
+        }
+        self.log.write(Path(options.folder), about)
+        if not self.log.records or self.log.failures():
+            self.environment.process_exit_code = 1
+
+    def tell(self, **_: Any) -> None:
+        print(f"\n{self.log.told()}")
+        for warning in self.log.warnings(bool(self.options.arrivals)):
+            print(f"WARNING: {warning}")
+        print(f"in {self.options.folder}: summary.json, requests.csv", flush=True)
 
 
 class Seen:
@@ -232,10 +258,16 @@ def _log_many(entry: StatsEntry, milliseconds: float, count: int) -> None:
     entry.response_times[bucket_response_time(milliseconds)] += more
 
 
-load: Load  # of this process, from its start
+class Client(User):
+    """What users of both loops have in common."""
+
+    abstract = True
+
+    def on_start(self) -> None:
+        self.load: Load = self.environment.load
 
 
-class ClosedLoop(User):
+class ClosedLoop(Client):
     """Asks, reads to the end, asks again."""
 
     def wait_time(self) -> float:
@@ -243,21 +275,20 @@ class ClosedLoop(User):
 
     @task
     def ask(self) -> None:
-        ask = load.next()
+        ask = self.load.next()
         if ask is None:
             raise StopUser
-        load.send(ask)
+        self.load.send(ask)
 
 
-class OpenLoop(User):
+class OpenLoop(Client):
     """Sends at the moments of a Poisson process, and waits for no answer."""
 
     def on_start(self) -> None:
-        rate = load.options.arrivals / load.step  # Poisson processes add up to one
-        self.chance = random.Random(f"{load.mix.seed} arrivals {load.process}")
-        self.moments = itertools.accumulate(
-            (self.chance.expovariate(rate) for _ in itertools.count()), initial=time.perf_counter()
-        )
+        super().on_start()
+        chance, rate = random.Random(f"{self.load.mix.seed} arrivals"), self.load.options.arrivals
+        gaps = (chance.expovariate(rate) for _ in itertools.count())
+        self.moments = itertools.accumulate(gaps, initial=time.perf_counter())
         self.due = next(self.moments)
         self.under_way = Pool()
 
@@ -266,15 +297,13 @@ class OpenLoop(User):
 
     @task
     def ask(self) -> None:
-        if self.due > time.perf_counter():  # Locust begins with a task, not with waiting
-            return
-        ask = load.next()
+        ask = self.load.next()
         if ask is None:
             raise StopUser
         if len(self.under_way) >= MAX_UNDER_WAY:
             logger.error("%d requests are under way: the server is too far behind to go on", MAX_UNDER_WAY)
             raise StopUser
-        self.under_way.spawn(load.send, ask, self.due)
+        self.under_way.spawn(self.load.send, ask, self.due)
         self.due = next(self.moments)
 
     def on_stop(self) -> None:
@@ -283,64 +312,22 @@ class OpenLoop(User):
 
 @events.init.add_listener
 def prepare(environment: Environment, runner: Any, **_: Any) -> None:
-    global load
     options = environment.parsed_options
+    environment.stop_timeout = environment.stop_timeout or STOP_SECONDS
     try:
-        if options.requests and options.processes:
-            raise ValueError("--requests cannot be combined with --processes")
+        if not isinstance(runner, LocalRunner):  # whose workers do not wait for what is under way at the end
+            raise ValueError("one process: start several for more, each with a --mix-seed and a --folder of its own")
+        if options.arrivals < 0 or options.requests < 0:
+            raise ValueError(f"--arrivals {options.arrivals:g} and --requests {options.requests} must be at least 0")
         load = Load(environment)
     except ValueError as error:
         print(f"chargpt: {error}", file=sys.stderr)
         sys.exit(2)
-    environment.stop_timeout = environment.stop_timeout or STOP_SECONDS
+    environment.load = load
+    environment.user_classes = [OpenLoop if options.arrivals else ClosedLoop]
     if options.arrivals:
-        environment.user_classes = [OpenLoop]
-        options.num_users = options.spawn_rate = load.step
-    else:
-        environment.user_classes = [ClosedLoop]
-    if not isinstance(runner, MasterRunner):
-        gevent.spawn(load.watch)
-    if isinstance(runner, WorkerRunner):
-        environment.events.report_to_master.add_listener(lambda data, **_: data.update(load=load.log.drain()))
-    environment.events.worker_report.add_listener(lambda data, **_: load.log.merge(data["load"]))
-
-
-@events.test_start.add_listener
-def begin(environment: Environment, **_: Any) -> None:
-    load.started = time.perf_counter()
-    if load.options.requests:
-        gevent.spawn(end_after_the_last, environment)
-
-
-def end_after_the_last(environment: Environment) -> None:
-    """End a run of a number of requests once they have all been answered."""
-    while len(load.log.records) < load.options.requests:
-        gevent.sleep(0.05)
-    environment.runner.quit()
-
-
-@events.quitting.add_listener
-def report(environment: Environment, **_: Any) -> None:
-    if isinstance(environment.runner, WorkerRunner):
-        return
-    options = load.options
-    about = {
-        "url": environment.host,
-        "loop": "open" if options.arrivals else "closed",
-        "users": None if options.arrivals else options.num_users,
-        "arrivals_per_second": options.arrivals or None,
-        "mix": vars(load.mix),
-    }
-    load.log.write(Path(options.folder), about)
-    if not load.log.records or load.log.failures():
-        environment.process_exit_code = 1
-
-
-@events.quit.add_listener
-def tell(**_: Any) -> None:
-    if isinstance(load.environment.runner, WorkerRunner):
-        return
-    print(f"\n{load.log.told()}")
-    for warning in load.log.warnings(bool(load.options.arrivals)):
-        print(f"WARNING: {warning}")
-    print(f"in {load.options.folder}: summary.json, requests.csv")
+        options.num_users = 1
+    environment.events.test_start.add_listener(load.begin)
+    environment.events.quitting.add_listener(load.write)
+    environment.events.quit.add_listener(load.tell)
+    gevent.spawn(load.watch)

@@ -70,34 +70,18 @@ def quantile(values: Iterable[float], q: float) -> float:
 
 
 class Log:
-    """What one process of the load generator saw, or several together."""
+    """All that the load generator saw."""
 
     def __init__(self) -> None:
         self.records: list[Record] = []
         self.gaps = Spread()  # between two characters of a stream
         self.cpu_seconds = 0.0
-        self.busiest = 0.0  # share of a core in the busiest second of a process
+        self.busiest = 0.0  # share of a core in the busiest second
 
     def busy(self, cpu_seconds: float, seconds: float) -> None:
-        """Note the CPU time that this process took in some time."""
+        """Note the CPU time that the load generator took in some time."""
         self.cpu_seconds += cpu_seconds
         self.busiest = max(self.busiest, cpu_seconds / seconds)
-
-    def drain(self) -> dict[str, Any]:
-        """What has come since the last time, to be sent to another process."""
-        gaps, sent = self.gaps, dict(vars(self))
-        self.records, self.gaps, self.cpu_seconds, self.busiest = [], Spread(), 0.0, 0.0
-        return sent | {"gaps": [list(gaps.bins.items()), gaps.count, gaps.sum]}
-
-    def merge(self, sent: dict[str, Any]) -> None:
-        """Add what another process has drained."""
-        self.records += [Record(*record) for record in sent["records"]]
-        bins, count, total = sent["gaps"]
-        self.gaps.bins.update({place: number for place, number in bins})
-        self.gaps.count += count
-        self.gaps.sum += total
-        self.cpu_seconds += sent["cpu_seconds"]
-        self.busiest = max(self.busiest, sent["busiest"])
 
     def summary(self) -> dict[str, Any]:
         """Seconds, characters and counts; None where there was nothing to measure."""
@@ -136,11 +120,13 @@ class Log:
         if self.busiest >= BUSY:
             found.append(
                 f"the load generator was busy for {self.busiest:.0%} of a second: its times are too long. "
-                "Spread it over processes (--processes N) or ask for less"
+                "Share the load among several, each with a --mix-seed of its own"
             )
         late = quantile((record.late for record in self.records), 0.99)
         if is_open and late > LATE_SECONDS:
-            found.append(f"one in a hundred arrivals was sent over {late * 1e3:.0f} ms late: this is not the rate asked for")
+            found.append(
+                f"one in a hundred arrivals was sent over {late * 1e3:.0f} ms late: this is not the rate asked for"
+            )
         return found
 
     def write(self, folder: Path, about: dict[str, Any]) -> None:
@@ -170,7 +156,9 @@ class Log:
             ("between characters", "between_characters_seconds"),
         ):
             figures = summary[name]
-            shown = "".join("        –" if figures[_name(q)] is None else f"{figures[_name(q)] * 1e3:9.1f}" for q in QUANTILES)
+            shown = "".join(
+                "        –" if figures[_name(q)] is None else f"{figures[_name(q)] * 1e3:9.1f}" for q in QUANTILES
+            )
             lines.append(f"{title:24}{shown}{figures['count']:10,}")
         mean = summary["cpu_seconds"] / summary["seconds"] if summary["seconds"] else 0.0
         late = summary["late_seconds"]
