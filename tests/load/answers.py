@@ -9,7 +9,7 @@ import json
 import math
 from typing import Any
 
-from tests.load.mix import Ask
+from .mix import Ask
 
 EVENT_END = b"\n\n"
 SHOWN = 200  # characters of an answer that a message quotes
