@@ -22,6 +22,7 @@ from service.metrics import SECONDS
 from service.settings import BUNDLED
 
 ROOT = Path(__file__).parents[1]
+SHORT = ("--median-completion", 24, "--longest", 160)
 
 
 def locust(url, folder, *flags, status=0):
@@ -283,7 +284,7 @@ def assert_quantiles_agree(name, scraped, values):
 
 
 def test_of_streams_alone_every_count_agrees_and_the_times_do(server, tmp_path):
-    flags = ("--users", 12, "--requests", 90, "--longest", 200, "--whole", 0, "--leaving", 0, "--opinions", 0)
+    flags = ("--users", 12, "--requests", 90, *SHORT, "--whole", 0, "--leaving", 0, "--opinions", 0)
     rows, scraped = loaded(server, tmp_path, *flags)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert [row.number for row in rows] == list(range(90)) and {row.shape for row in rows} == {"stream"}
@@ -305,7 +306,7 @@ def test_of_streams_alone_every_count_agrees_and_the_times_do(server, tmp_path):
 
 
 def test_of_all_kinds_together_requests_endings_and_times_agree(server, tmp_path):
-    flags = ("--users", 12, "--requests", 90, "--longest", 200, "--mix-seed", 5)
+    flags = ("--users", 12, "--requests", 90, *SHORT, "--mix-seed", 5)
     rows, scraped = loaded(server, tmp_path, *flags, "--whole", 0.3, "--leaving", 0.2, "--opinions", 0.2)
     assert {row.shape for row in rows} == {"stream", "whole", "opinion"}
     assert scraped.by("chargpt_http_requests_total", "handler", method="POST") == Counter(row.path for row in rows)
@@ -316,7 +317,7 @@ def test_of_all_kinds_together_requests_endings_and_times_agree(server, tmp_path
     assert scraped.value("chargpt_prompt_tokens_total") == sum(row.prompt for row in rows)
     # What was made for those that left, and what they read of it, are two things.
     surplus = scraped.value("chargpt_generation_tokens_total") - sum(row.characters for row in rows)
-    assert 0 <= surplus <= endings["abort"] * 200
+    assert 0 <= surplus <= endings["abort"] * 160
     first = [row.first for row in rows if row.first is not None]
     assert_quantiles_agree("chargpt_time_to_first_token_seconds", scraped, first)
     complete = [row.last for row in rows if row.last is not None]
@@ -328,7 +329,7 @@ def test_of_all_kinds_together_requests_endings_and_times_agree(server, tmp_path
 
 
 def test_arrivals_are_those_of_the_seed_and_wait_for_no_answer(server, tmp_path):
-    summary, rows, printed = locust(server.url, tmp_path, "--arrivals", 100, "--requests", 40, "--mix-seed", 3)
+    summary, rows, printed = locust(server.url, tmp_path, "--arrivals", 100, "--requests", 40, *SHORT, "--mix-seed", 3)
     due = [row.sent_at - row.late for row in rows]
     chance = random.Random("3 arrivals")
     expected = [chance.expovariate(100) for _ in rows[1:]]
@@ -344,7 +345,7 @@ def test_arrivals_are_those_of_the_seed_and_wait_for_no_answer(server, tmp_path)
 def test_refused_requests_are_failures_and_the_load_ends_with_status_1(tmp_path):
     with RunningServer(BUNDLED, max_running_requests=1, max_queued_requests=1) as server:
         server.wait_until_ready()
-        flags = ("--users", 8, "--requests", 40, "--longest", 100, "--leaving", 0)
+        flags = ("--users", 8, "--requests", 40, *SHORT, "--leaving", 0)
         summary, rows, printed = locust(server.url, tmp_path, *flags, status=1)
         refused = server.metric("chargpt_admission_rejections_total", reason="queue_full")
     assert summary["endings"]["failed"] == refused == sum(row.ending == "failed" for row in rows) > 0
@@ -378,7 +379,7 @@ def test_the_command_starts_a_server_loads_it_and_leaves_reports(tmp_path):
         "locust",
     ]
     done = subprocess.run(
-        [*command, "--", "--requests", "30", "--users", "4", "--longest", "60"],
+        [*command, "--", "--requests", "30", "--users", "4", "--median-completion", "16"],
         cwd=ROOT, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -58,11 +58,14 @@ def tokenizer(url: str, checkpoint: Path, out: Path) -> Path:
 
 
 def locust(url: str, out: Path, arguments: list[str]) -> None:
+    report = out / "report.html"
+    report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "locust", "-f", "tests/load/locustfile.py", "--headless", "--host", url]
     command += ["--users", "16", "--spawn-rate", "16", "--run-time", "1m", "--only-summary", "--loglevel", "WARNING"]
-    command += ["--folder", str(out), "--html", str(out / "report.html"), "--csv", str(out / "locust")]
+    command += ["--folder", str(out), "--html", str(report), "--csv", str(out / "locust")]
     status = call(command + arguments)
-    print(f"report: {out / 'report.html'}")
+    if report.exists():
+        print(f"report: {report}")
     sys.exit(status)
 
 
