@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -169,6 +170,7 @@ def main() -> None:
                         help="where guidellm and aiperf are")  # fmt: skip
     parser.add_argument("arguments", nargs="*", help="after --: more flags for the tool, which come last")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started ends too
     given.out = given.out.resolve()
     given.out.mkdir(parents=True, exist_ok=True)
     try:
