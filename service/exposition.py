@@ -16,10 +16,10 @@ from typing import Any
 
 import msgspec
 import psutil
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, exposition
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.exposition import choose_encoder
 from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar as SampleExemplar
 from prometheus_client.samples import Sample
@@ -66,11 +66,13 @@ class Exposition(Collector):
         self.restarts = restarts
 
     def page(self, accept: str) -> tuple[bytes, str]:
-        """The text and its content type: OpenMetrics with exemplars where `accept` asks for it, else format 0.0.4."""
+        """The text and its type: OpenMetrics 1.0, with exemplars, where `accept` asks for any version, else 0.0.4."""
         registry = CollectorRegistry()
         registry.register(self)
-        encode, content_type = choose_encoder(accept)
-        return encode(registry), content_type
+        if "application/openmetrics-text" in accept:
+            # By default prometheus-client 0.26 turns the colon in the names of samples into an underscore.
+            return openmetrics.generate_latest(registry, openmetrics.ALLOWUTF8), openmetrics.CONTENT_TYPE_LATEST
+        return exposition.generate_latest(registry), exposition.CONTENT_TYPE_PLAIN_0_0_4
 
     def describe(self) -> Iterable[Metric]:
         return []  # or registering would collect

@@ -59,28 +59,36 @@ class Exemplar(NamedTuple):
 class Histogram(_Pending):
     def __init__(self, shared: prometheus_client.Histogram, changed: Callable[[], None]):
         super().__init__(changed)
+        self.name: str = shared._name
         self._shared = shared
         self._bounds: list[float] = shared._upper_bounds
-        self._counts: dict[int, int] = {}  # bucket -> observations
-        self._sum = 0.0
+        self._observed: list[tuple[float, int, str | None]] = []
         self.exemplars: dict[float, Exemplar] = {}  # by the bucket's upper bound
 
     def observe(self, amount: float, count: int = 1, request_id: str | None = None) -> None:
         """`count` observations of the same amount, of the request that is named."""
-        bucket = bisect_left(self._bounds, amount)
-        self._counts[bucket] = self._counts.get(bucket, 0) + count
-        self._sum += amount * count
-        if request_id is not None:
-            self.exemplars[self._bounds[bucket]] = Exemplar(request_id, amount, time.time())
-        self._changed()
+        if not self._observed:
+            self._changed()
+        self._observed.append((amount, count, request_id))
 
     def flush(self) -> None:
-        for bucket, count in self._counts.items():
-            self._shared._buckets[bucket].inc(count)
-        if self._counts:
-            self._shared._sum.inc(self._sum)
-        self._counts.clear()
-        self._sum = 0.0
+        if not self._observed:
+            return
+        total, counts, latest = 0.0, [0] * len(self._bounds), {}
+        for amount, count, request_id in self._observed:
+            bucket = bisect_left(self._bounds, amount)
+            counts[bucket] += count
+            total += amount * count
+            if request_id is not None:
+                latest[bucket] = (request_id, amount)
+        self._observed.clear()
+        self._shared._sum.inc(total)
+        for bucket, count in enumerate(counts):
+            if count:
+                self._shared._buckets[bucket].inc(count)
+        now = time.time()
+        for bucket, (request_id, amount) in latest.items():
+            self.exemplars[self._bounds[bucket]] = Exemplar(request_id, amount, now)
 
 
 class Counter(_Pending):
@@ -90,8 +98,9 @@ class Counter(_Pending):
         self._count = 0.0
 
     def inc(self, count: float = 1) -> None:
+        if not self._count:
+            self._changed()
         self._count += count
-        self._changed()
 
     def flush(self) -> None:
         if self._count:
@@ -173,13 +182,13 @@ class Metrics:
             "chargpt_time_to_first_token_seconds", "From a request's arrival until its first character is written"
         )
         self.request_queue_time = histogram(
-            "chargpt_request_queue_time_seconds", "Of that, until the sequence got a cache slot"
+            "chargpt_request_queue_time_seconds", "From a request's arrival until the sequence got a cache slot"
         )
         self.request_prefill_time = histogram(
-            "chargpt_request_prefill_time_seconds", "Of that, from there until its prompt had run"
+            "chargpt_request_prefill_time_seconds", "From the cache slot until the prompt had run"
         )
         self.request_first_decode_time = histogram(
-            "chargpt_request_first_decode_time_seconds", "Of that, from there until the first character is written"
+            "chargpt_request_first_decode_time_seconds", "From the prompt's end until the first character is written"
         )
         self.inter_token_latency = histogram(
             "chargpt_inter_token_latency_seconds", "Between two characters of a sequence; one value per character"
@@ -230,14 +239,16 @@ class Metrics:
         self.num_preemptions = counter("chargpt_num_preemptions", "Sequences that lost their slot: there are none")
         self.iteration_batch_size = histogram("chargpt_iteration_batch_size", "Sequences in a decode step", COUNTS)
         self.iteration_batch_utilization = histogram(
-            "chargpt_iteration_batch_utilization_ratio", "The same, over the cache slots there are", RATIOS
+            "chargpt_iteration_batch_utilization_ratio", "Sequences in a decode step, over the slots there are", RATIOS
         )
         self.iteration_tokens = histogram(
             "chargpt_iteration_tokens_total", "Characters run in an engine step, prompts included", COUNTS
         )
         self.iteration_seconds = histogram("chargpt_iteration_seconds", "Duration of an engine step")
         self.iteration_phase = histograms(
-            "chargpt_iteration_phase_seconds", "The same of its phases, and of the frames between steps", "phase"
+            "chargpt_iteration_phase_seconds",
+            "Duration of a phase of an engine step; transport: of the frames between two",
+            "phase",
         )
         self.engine_idle = counter("chargpt_engine_idle_seconds", "Time in which an engine had nothing to do")
         self.exact_choices = counter(
@@ -281,7 +292,7 @@ class Metrics:
     def _write_exemplars(self) -> None:
         """Put them beside the values, which prometheus-client's files have no place for."""
         found = {
-            pending._shared._name: {str(bound): exemplar for bound, exemplar in pending.exemplars.items()}
+            pending.name: {str(bound): exemplar for bound, exemplar in pending.exemplars.items()}
             for pending in self._pending
             if isinstance(pending, Histogram) and pending.exemplars
         }

@@ -236,8 +236,9 @@ def test_growth_is_measured_at_the_lengths_and_queues_asked_for(tiny):
 
 def test_a_tiny_run_gives_every_figure_table_and_picture(tmp_path, monkeypatch, capsys):
     bench = serve.Bench(TINY_PLAN, {"S": TINY}, 1, tmp_path / "out")
-    bench.run(["path", "whole"])
+    bench.run(["path", "whole", "metrics"])
     assert bench.results["errors"] == {}
+    assert [len(runs) for runs in bench.results["metrics"].values()] == [1, 1]
     path, whole = bench.results["path"], bench.results["whole"]
     for name in ("ours", "plain", "stock"):
         assert len(path[name]["requests"]) == TINY_PLAN.repeats and path[name]["requests"][0]["per_second"] > 0
@@ -257,6 +258,14 @@ def test_a_tiny_run_gives_every_figure_table_and_picture(tmp_path, monkeypatch, 
     assert {len(row) for row in rows} == {7}
     assert any(row[0].startswith(" whole service, S, 64 streams") for row in rows)
     assert (tmp_path / "out" / "serve.png").read_bytes().startswith(b"\x89PNG")
+
+    later = serve.Bench(TINY_PLAN, {"S": TINY}, 1, tmp_path / "out")
+    later.keep(["whole"])
+    assert later.results["path"] == path and "whole" not in later.results
+    assert later.results["kept"]["path"] == {"revision": saved["revision"], "date": saved["date"]}
+    other = serve.Bench(TINY_PLAN, {"S": TINY}, 2, tmp_path / "out")
+    with pytest.raises(serve.BenchError, match="has another settings"):
+        other.keep(["whole"])
 
     readme = tmp_path / "README.md"
     readme.write_text("before\n<!-- bench -->\nold\n<!-- /bench -->\nafter\n")
@@ -309,7 +318,7 @@ def test_the_stub_serves_the_checkpoint_s_characters(tiny):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--only", "gpu"], "there is no part 'gpu'; allowed are engine, path, whole, growth"),
+        (["--only", "gpu"], "there is no part 'gpu'; allowed are engine, path, whole, metrics, growth"),
         (["--threads", "0"], "--threads must be in [1, 1024], got 0"),
     ],
 )

@@ -4,9 +4,11 @@ import json
 import re
 from pathlib import Path
 
+import httpx
 import pytest
 from helpers import RunningServer
 from prometheus_client import CollectorRegistry
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from readme_examples import examples, run
 
 from service.metrics import Metrics
@@ -17,11 +19,16 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
+def rows(section):
+    """The cells of each row of a section's tables."""
+    text = README.split(f"\n## {section}\n")[1].split("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("| `")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+
+
 def table(section):
     """The first two cells of each row of a section's table."""
-    text = README.split(f"\n## {section}\n")[1].split("\n## ")[0]
-    rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| `")]
-    return {row[0].strip(" `"): row[1].strip() for row in rows}
+    return {row[0].strip("`"): row[1] for row in rows(section)}
 
 
 def test_every_setting_and_its_default():
@@ -37,15 +44,6 @@ def test_every_setting_and_its_default():
             default = f"{field.default:g}" if isinstance(field.default, float) else str(field.default)
         expected[f"--{name.replace('_', '-')}"] = default
     assert table("Settings") == expected
-
-
-def test_every_metric_and_its_meaning():
-    registry = CollectorRegistry()
-    Metrics("m", registry)
-    expected = {}
-    for family in registry.collect():
-        expected[family.name + ("_total" if family.type == "counter" else "")] = family.documentation
-    assert table("Metrics") == expected
 
 
 def test_every_flag_of_train_exists():
@@ -79,6 +77,24 @@ def server():
     with RunningServer(BUNDLED) as server:
         server.wait_until_ready()
         yield server
+
+
+def test_every_metric_with_its_meaning_kind_and_labels(server):
+    """Of the series that come with use the declarations are asked, of the others a server."""
+    registry = CollectorRegistry()
+    Metrics("m", registry, "test")
+    page = httpx.get(f"{server.url}/metrics", headers={"Accept": "application/openmetrics-text"}).text
+    families = {family.name: family for family in [*registry.collect(), *text_string_to_metric_families(page)]}
+    labels = {collector._name: collector._labelnames for collector in registry._collector_to_names}
+    expected = {}
+    for name, family in families.items():
+        known = set(labels.get(name, ())).union(*(sample.labels for sample in family.samples))
+        expected[name + ("_total" if family.type == "counter" else "")] = [
+            family.documentation,
+            family.type,
+            ", ".join(f"`{label}`" for label in sorted(known - {"model_name", "le"})),
+        ]
+    assert {row[0].strip("`"): [*row[1:], ""][:3] for row in rows("Metrics")} == expected
 
 
 def joined(output):

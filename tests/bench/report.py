@@ -23,6 +23,7 @@ TARGETS = {
     "whole_first": ("a tenth", NONE),
     "alone": ("70 %", "90 %"),
     "idle": ("< 2 %", "< 0.5 %"),
+    "metrics": ("98 %", NONE),
     "start": ("< 8 s", "< 4 s"),
 }
 
@@ -49,7 +50,7 @@ def table(rows: list[list[str]]) -> list[str]:
 def markdown(results: dict[str, Any]) -> str:
     """All tables of a run, and where they come from."""
     lines: list[str] = []
-    if "path" in results or "whole" in results:
+    if results.keys() & {"path", "whole", "metrics"}:
         lines += table(service_rows(results))
     if "engine" in results:
         lines += table(engine_rows(results["engine"]))
@@ -131,6 +132,13 @@ def service_rows(results: dict[str, Any]) -> list[list[str]]:
             rows.append(
                 [label, figure(values["stock"], form, scale), NONE, figure(values["ours"], form, scale), NONE, *target]
             )
+    if "metrics" in results:
+        rate = {name: [run["characters_per_second"] for run in runs] for name, runs in results["metrics"].items()}
+        share = figure(ratios(rate["ours"], rate["unmeasured"]), "{:.1f} %", 100)
+        rows.append(
+            ["whole service, S, 64 short streams, characters/s, beside itself without metrics"]
+            + [NONE, NONE, figure(rate["ours"]), f"{share} of {figure(rate['unmeasured'])}", *TARGETS["metrics"]]
+        )
     return rows
 
 
@@ -198,6 +206,8 @@ def footnotes(results: dict[str, Any]) -> list[str]:
     if "load_generator" in results:
         ceiling = results["load_generator"]["requests_per_cpu_second"]
         lines.append(f"The load generator shares the cores with what it measures; by itself {ceiling:,.0f} requests/s.")
+    for part, source in results.get("kept", {}).items():
+        lines.append(f"The part {part} is of revision {source['revision']}, {source['date'][:10]}.")
     return lines + [f"failed: {part}, {reason}" for part, reason in results["errors"].items()]
 
 

@@ -9,6 +9,7 @@
     path     the real service around a stub engine, beside plain FastAPI and a stock LitServe without a model
     whole    the real service under mixed lengths and arrivals, beside a stock LitServe with transformers underneath,
              and beside the engine alone
+    metrics  the real service beside itself without its metrics
     growth   what a character costs in long texts and behind long queues; memory
 
 Writes OUT/serve.json, OUT/serve.md, OUT/serve.png and the servers' logs, after each part anew. A ratio is of
@@ -51,7 +52,7 @@ CONNECTIONS = 64
 PACE_SECONDS = 0.01  # between two steps of the paced stub: 64 streams then make 6,400 events a second
 STOCK_EVENT = b'{"text": "a"'
 
-PARTS = ("engine", "path", "whole", "growth")
+PARTS = ("engine", "path", "whole", "metrics", "growth")
 FAILURES = (BenchError, ServerError, load.LoadError, OSError)
 
 
@@ -70,6 +71,7 @@ class Plan:
     longest: int  # text of those
     whole_repeats: int
     stock_repeats: int
+    metrics_repeats: int
     idle_seconds: float
     starts: int  # beyond the first
     long_rows: int
@@ -89,6 +91,7 @@ FULL = Plan(
     longest=384,
     whole_repeats=3,
     stock_repeats=3,
+    metrics_repeats=8,
     idle_seconds=5.0,
     starts=4,
     long_rows=8,
@@ -107,6 +110,7 @@ QUICK = Plan(
     longest=160,
     whole_repeats=2,
     stock_repeats=1,
+    metrics_repeats=1,
     idle_seconds=2.0,
     starts=0,
     long_rows=1,
@@ -141,7 +145,29 @@ class Bench:
                 "sampling": SAMPLING,
             },
             "errors": {},  # part: why it failed
+            "kept": {},  # part: revision and date of an earlier run, whose figures these are
         }
+
+    def keep(self, parts: list[str]) -> None:
+        """Take over what OUT/serve.json has of parts that are not measured now.
+
+        Raises:
+            OSError, ValueError: there is no such file, or it is not one of ours.
+            BenchError: it was measured otherwise.
+        """
+        earlier = json.loads((self.out / "serve.json").read_text(encoding="utf-8"))
+        now = json.loads(json.dumps(self.results))  # in which tuples are lists
+        for name in ("machine", "settings", "versions"):
+            mine, other = (
+                {key: value for key, value in results[name].items() if key != "plan"} for results in (now, earlier)
+            )
+            if mine != other:
+                raise BenchError(f"{self.out / 'serve.json'} has another {name}: {other}, now {mine}")
+        for part in earlier.keys() & set(PARTS) - set(parts):
+            self.results[part] = earlier[part]
+            self.results["kept"][part] = earlier.get("kept", {}).get(
+                part, {"revision": earlier["revision"], "date": earlier["date"]}
+            )
 
     def run(self, parts: list[str]) -> None:
         """Every part that was asked for; one that fails leaves its reason in the results."""
@@ -285,6 +311,25 @@ class Bench:
                 starts["stock"].append(again.wait_until_ready())
         for name, seconds in starts.items():
             figures[name]["start_seconds"] = seconds
+        return figures
+
+    def metrics(self) -> dict[str, Any]:
+        """Short runs in turns: what is looked for is less than what the machine's speed drifts by."""
+        work = mixed_work(2 * CONNECTIONS, longest=64, arriving=0.0)
+        figures: dict[str, Any] = {}
+        with contextlib.ExitStack() as stack:
+            servers = {}
+            for name, module in (("ours", "service"), ("unmeasured", "tests.bench.unmeasured")):
+                servers[name] = stack.enter_context(self.server(module, name, max_running_requests=CONNECTIONS))
+                servers[name].wait_until_ready()
+                servers[name].pause()
+                figures[name] = []
+            for number in range(-1, self.plan.metrics_repeats):
+                for name, server in servers.items():
+                    with running(server):
+                        run = load_work(server, "ours", work)
+                    if number >= 0:  # the first one warms up
+                        figures[name].append(run)
         return figures
 
     def growth(self) -> dict[str, Any]:
@@ -472,6 +517,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--only", type=part_list, default=list(PARTS), metavar="PARTS", help=f"of {','.join(PARTS)} (default: all)"
     )
+    parser.add_argument("--keep", action="store_true", help="the other parts stay as OUT/serve.json has them")
     parser.add_argument(
         "--threads", type=int, default=cpus_left({}), help="of each engine (default: %(default)s, as the service)"
     )
@@ -507,6 +553,12 @@ def main() -> int:
     bench = Bench(QUICK if args.quick else FULL, SHAPES, args.threads, args.out)
     if bench.results["load_average"] > 0.5:
         bench.say(f"the machine is busy (load {bench.results['load_average']:.1f}): times will be too long")
+    if args.keep:
+        try:
+            bench.keep(args.only)
+        except (OSError, ValueError, BenchError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C
     try:
         bench.run(args.only)
