@@ -69,6 +69,18 @@ def test_the_configuration_and_the_rules_are_valid():
     check("amtool", "check-config", PROMETHEUS / "alertmanager.yml")
 
 
+def test_the_compose_file_is_valid_and_mounts_what_there_is():
+    compose = ("docker", "compose")
+    if shutil.which("docker") is None or subprocess.run([*compose, "version"], capture_output=True).returncode:
+        pytest.skip("docker compose is not installed")
+    services = json.loads(check(*compose, "-f", DEPLOY / "compose.yaml", "config", "--format=json"))["services"]
+    mounted = [v["source"] for service in services.values() for v in service.get("volumes", []) if v["type"] == "bind"]
+    assert mounted and all(Path(path).exists() for path in [*mounted, services["chargpt"]["build"]["context"]])
+    provider = yaml.safe_load((DEPLOY / "grafana" / "provisioning" / "dashboards" / "chargpt.yml").read_text())
+    targets = {volume["target"] for volume in services["grafana"]["volumes"]}
+    assert {provider["providers"][0]["options"]["path"], "/etc/grafana/provisioning"} <= targets
+
+
 @needs("promtool")
 @pytest.mark.parametrize("tests", ["rules_test.yml", "budgets_test.yml"])
 def test_each_alert_fires_when_it_must_and_not_when_it_must_not(tests):
@@ -311,14 +323,14 @@ class Program:
             self.process.wait()
 
 
-def start_prometheus(folder, server, alertmanager_port, *, scheme="http", **scraping):
-    """Prometheus with the configuration of deploy/, short intervals and addresses of this test."""
-    config = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
+def start_prometheus(folder, config, port, alertmanager_port=1):
+    """Prometheus with a configuration that has the intervals and addresses of this test."""
     config["global"] = {"scrape_interval": "400ms", "evaluation_interval": "500ms"}
     config["rule_files"] = [str(RULES)]
     config["alerting"]["alertmanagers"][0]["static_configs"][0]["targets"] = [f"127.0.0.1:{alertmanager_port}"]
-    config["scrape_configs"][0]["static_configs"][0]["targets"] = [f"127.0.0.1:{server.port}"]
+    config["scrape_configs"][0]["static_configs"][0]["targets"] = [f"127.0.0.1:{port}"]
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+    check("promtool", "check", "config", folder / "prometheus.yml")
     port = free_port()
     command = [
         "prometheus", f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data",
@@ -341,8 +353,8 @@ class Load:
         self.sent.add(id)
         return {"X-Request-Id": id}
 
-    def ask(self, path="/generate", patience=60, **body):
-        return httpx.post(self.server.url + path, json=body, headers=self._headers(), timeout=patience)
+    def ask(self, path="/generate", **body):
+        return httpx.post(self.server.url + path, json=body, headers=self._headers(), timeout=60)
 
     def stream(self, num_lines=None, meanwhile=lambda: None, **body):
         """Read a stream to its end, or only some lines and leave."""
@@ -354,13 +366,17 @@ class Load:
             meanwhile()
             return list(itertools.islice(lines, num_lines))
 
+    def leave_while_sending(self):
+        with socket.create_connection(("127.0.0.1", self.server.port)) as connection:
+            connection.sendall(b"POST /generate HTTP/1.1\r\nHost: here\r\nContent-Length: 100\r\n\r\n{")
+            time.sleep(0.1)
+
     def round(self):
         """A second or two."""
         calls = [self._pool.submit(self.stream, max_tokens=40 * i) for i in (1, 2, 3)]
         calls += [self._pool.submit(self.ask, prompt="JULIET:\n" * i, max_tokens=60) for i in (1, 20)]
         concurrent.futures.wait(calls)
-        with pytest.raises(httpx.ReadTimeout):
-            self.ask(prompt="To be", max_tokens=16_000, patience=0.2)
+        self.leave_while_sending()
         calls = [
             self._pool.submit(self.stream, 1, max_tokens=16_000),
             self._pool.submit(self.ask, "/v1/score", texts=["To be", "or not to be"]),
@@ -381,6 +397,13 @@ class Load:
         assert self.ask(prompt="To be").status_code == 503
 
 
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("deploy") / "checkpoint"
+    save_checkpoint(folder, random_model(), CharTokenizer(VOCABULARY), {"losses": {"whole": 3.5}})
+    return folder
+
+
 class Monitored(typing.NamedTuple):
     server: RunningServer
     prometheus: Program
@@ -390,26 +413,27 @@ class Monitored(typing.NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def monitored(tmp_path_factory):
+def monitored(checkpoint, tmp_path_factory):
     """A service that Prometheus has scraped while everything happened to it that can."""
     folder = tmp_path_factory.mktemp("deploy")
-    save_checkpoint(folder / "checkpoint", random_model(), CharTokenizer(VOCABULARY), {"losses": {"whole": 3.5}})
+    config = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
     port = free_port()
     command = [
         "prometheus-alertmanager", f"--config.file={PROMETHEUS}/alertmanager.yml", f"--storage.path={folder}/alerts",
         f"--web.listen-address=127.0.0.1:{port}", "--cluster.listen-address=",
     ]  # fmt: skip
     with (
-        RunningServer(folder / "checkpoint", max_running_requests=4, max_queued_requests=4) as server,
+        RunningServer(checkpoint, max_running_requests=4, max_queued_requests=4) as server,
         Program(command, port, folder / "alertmanager.log") as alertmanager,
-        start_prometheus(folder, server, port) as prometheus,
+        start_prometheus(folder, config, server.port, port) as prometheus,
     ):
-        for program in (server, alertmanager, prometheus):
+        server.wait_until_ready(timeout=180)
+        for program in (alertmanager, prometheus):
             program.wait_until_ready()
         load = Load(server)
         load.round()
         load.kill_the_worker()
-        server.wait_until_ready()
+        server.wait_until_ready(timeout=180)
         load.round()
         page = httpx.get(f"{server.url}/metrics").text
         yield Monitored(server, prometheus, alertmanager, load, page)
@@ -450,15 +474,21 @@ def test_every_panel_shows_something_under_load(monitored):
 
 @real
 def test_the_failures_that_clients_saw_are_what_the_panels_count(monitored):
-    wanted = {
-        'chargpt_request_success_total{finished_reason="abort"}', 'chargpt_request_success_total{finished_reason="error"}',
-        'chargpt_request_success_total{finished_reason="timeout"}', 'chargpt_admission_rejections_total{reason="queue_full"}',
-        'chargpt_admission_rejections_total{reason="not_ready"}', 'chargpt_http_requests_total{status="499"}',
-        'chargpt_unknown_characters_total{policy="replace"}', 'chargpt_unknown_characters_total{policy="drop"}',
-        'chargpt_worker_restarts_total > 0', 'model_name:chargpt_failures:ratio_rate5m{slo="sequences"} > 0',
-        'model_name:chargpt_failures:ratio_rate3d{slo="answers"} > 0',
-    }  # fmt: skip
-    assert wait_for_data(monitored.prometheus, wanted) == []
+    counters = {
+        "chargpt_request_success_total": {"finished_reason": ("stop", "length", "abort", "timeout", "error")},
+        "chargpt_admission_rejections_total": {"reason": ("queue_full", "not_ready")},
+        "chargpt_http_requests_total": {"status": ("200", "400", "429", "499", "503", "504")},
+        "chargpt_unknown_characters_total": {"policy": ("replace", "drop")},
+        "model_name:chargpt_failures:ratio_rate5m": {"slo": ("sequences", "answers")},
+        "model_name:chargpt_failures:ratio_rate3d": {"slo": ("sequences", "answers")},
+    }
+    wanted = [
+        f'{name}{{{label}="{value}"}} > 0'
+        for name, labels in counters.items()
+        for label, values in labels.items()
+        for value in values
+    ]
+    assert wait_for_data(monitored.prometheus, [*wanted, "chargpt_worker_restarts_total > 0"]) == []
 
 
 @real
@@ -542,3 +572,27 @@ def test_prometheus_reads_the_page_without_a_complaint(monitored):
     assert not [
         line for line in monitored.prometheus.log.read_text().splitlines() if re.search("level=(warn|err)", line)
     ]
+
+
+@needs("prometheus", "promtool", "openssl")
+def test_what_the_configuration_has_as_comments_scrapes_a_service_with_keys_and_tls(checkpoint, tmp_path, monkeypatch):
+    certificate, key = tmp_path / "ca.pem", tmp_path / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-noenc"]
+    command += ["-keyout", key, "-out", certificate, "-days", "2", "-subj", "/CN=localhost"]
+    check(*command, "-addext", "subjectAltName=IP:127.0.0.1")
+    (tmp_path / "api-key").write_text("only-for-this-test\n")
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))  # httpx trusts it
+
+    text = (PROMETHEUS / "prometheus.yml").read_text()
+    head, tail = text.split("    # scheme: https")
+    config = yaml.safe_load(head + re.sub(r"(?m)^    # ", "    ", "    # scheme: https" + tail))
+    settings = {"api_keys_file": tmp_path / "api-key", "tls_certificate": certificate, "tls_key": key}
+    with (
+        RunningServer(checkpoint, **settings) as server,
+        start_prometheus(tmp_path, config, server.port) as prometheus,
+    ):
+        server.url = f"https://127.0.0.1:{server.port}"
+        server.wait_until_ready(timeout=180)
+        assert httpx.get(f"{server.url}/metrics").status_code == 401
+        prometheus.wait_until_ready()
+        assert wait_for_data(prometheus, ['up{job="chargpt"} == 1', "chargpt_cache_slots"]) == []
