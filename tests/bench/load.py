@@ -35,10 +35,10 @@ class Reply:
     sent_at: float
     first_at: float | None = None  # when the first event was read, of a body without events its first byte
     ended_at: float | None = None  # None: it was still under way
-    is_refused: bool = False  # it was answered 429
     num_bytes: int = 0
     num_events: int = 0
     parts: list[tuple[float, bytes]] = field(default_factory=list)  # (time, what was read), if kept
+    is_refused: bool = False  # it was answered 429
 
 
 @dataclass

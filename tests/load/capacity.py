@@ -123,7 +123,8 @@ class Replica:
     """One service with one engine, and the work that it gets."""
 
     step_seconds: tuple[tuple[int, float], ...]  # (rows, seconds of a decode step over so many), by rows
-    prefill_seconds: float  # that a prompt adds to the step in which it is run
+    prefill_seconds: float  # that a prompt adds to the step in which it is run, and
+    prefill_more_seconds: float  # each further one in the same step
     characters: float  # of an answer, on average
     slots: int = 64
     waiting: int | None = 1024
@@ -150,8 +151,9 @@ class Replica:
         A sequence holds its slot for as many turns as it has characters: its prompt runs in the first, which gives the
         first character, while the others decode.
         """
-        decoding = running * (self.characters - 1) / self.characters
-        return self.step(decoding) + running / self.characters * self.prefill_seconds
+        prompts = running / self.characters  # a turn; how many come together is by chance
+        prefill = (self.prefill_seconds - self.prefill_more_seconds) * -math.expm1(-prompts)
+        return self.step(running - prompts) + prefill + self.prefill_more_seconds * prompts
 
     def rate(self, running: float) -> float:
         """Requests that end in a second while so many run."""
@@ -361,6 +363,7 @@ def replica_of(results: dict[str, Any], waiting: int | None = None) -> Replica:
     return Replica(
         tuple((int(rows), float(seconds)) for rows, seconds in measured["step_seconds"]),
         measured["prefill_seconds"],
+        measured["prefill_more_seconds"],
         results["systems"]["ours"]["saturation"]["mean_characters"],
         settings["slots"],
         settings["waiting"] if waiting is None else waiting,
@@ -411,7 +414,8 @@ def replica_rows(results: dict[str, Any], replica: Replica) -> list[list[str]]:
         found.append([str(rows), f"{1e3 * seconds:.2f}", f"{rows / seconds:,.0f}", ""])
     measured = results["systems"]["ours"]["saturation"]
     facts = (
-        f"a prompt adds {1e3 * replica.prefill_seconds:.1f} ms to a step",
+        f"a prompt adds {1e3 * replica.prefill_seconds:.1f} ms to a step, each further one "
+        f"{1e3 * replica.prefill_more_seconds:.1f} ms",
         f"an answer has {replica.characters:.0f} characters on average",
         f"saturated, by the model: {replica.saturation:.1f} requests/s, "
         f"{replica.saturation * replica.characters:,.0f} characters/s",
@@ -451,9 +455,8 @@ def fleet_rows(replica: Replica) -> list[list[str]]:
     found[0] += [f"{rate:,} requests/s" for rate in RATES]
     for goal in GOALS:
         each = goodput(replica, goal)
-        row = [
-            f"{100 * goal.quantile:.0f} % in {1e3 * goal.first_seconds:.0f} ms, {1e3 * goal.character_seconds:.0f} ms"
-        ]
+        first, character = 1e3 * goal.first_seconds, 1e3 * goal.character_seconds
+        row = [f"{100 * goal.quantile:.0f} % in {first:.0f} ms, {character:.0f} ms"]
         row.append(f"{each:.1f}" if each else "it holds at no rate")
         for rate in RATES:
             if each:
@@ -525,11 +528,15 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--sweep", type=Path, default=file, metavar="FILE", help="(default: %(default)s)")
     parser.add_argument("--rate", type=float, metavar="R", help="requests a second to be carried")
     parser.add_argument("--characters", type=float, metavar="N", help="of an answer, on average (default: the sweep's)")
-    parser.add_argument("--first", type=float, default=goal.first_seconds, metavar="SECONDS", help="%(default)s")
+    for name, seconds in (("--first", goal.first_seconds), ("--character", goal.character_seconds)):
+        parser.add_argument(name, type=float, default=seconds, metavar="SECONDS", help="the goal's (%(default)s)")
     parser.add_argument(
-        "--character", type=float, default=goal.character_seconds, metavar="SECONDS", help="%(default)s"
+        "--quantile",
+        type=float,
+        default=goal.quantile,
+        metavar="Q",
+        help="share of requests that keep it (%(default)s)",
     )
-    parser.add_argument("--quantile", type=float, default=goal.quantile, metavar="Q", help="%(default)s")
     parser.add_argument("--write", type=Path, metavar="FILE", help="put all tables into FILE")
     args = parser.parse_args()
     if args.rate is None and args.write is None:
@@ -565,8 +572,7 @@ def answer(replica: Replica, goal: Goal, rate: float) -> str:
     return "\n".join(
         (
             f"one replica: {replica.saturation:.1f} requests/s at most, {each:.1f} at the goal",
-            f"{rate:g} requests/s: {needed.with_headroom} replicas, with {100 * HEADROOM:.0f} % of that for each and one "
-            "more to lose",
+            f"{rate:g} requests/s: {needed.with_headroom} replicas, at {100 * HEADROOM:.0f} % of that and one to lose",
             f"without either: {needed.at_random} where a balancer picks at random, {needed.at_best} at the very least",
         )
     )

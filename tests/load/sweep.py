@@ -31,6 +31,7 @@ import random
 import shlex
 import shutil
 import signal
+import statistics
 import sys
 import tempfile
 import time
@@ -456,17 +457,20 @@ def measure_engine(folder: Path, rows: tuple[int, ...], length: int, threads: in
                 break
         steps.append([count, count * seconds / given])
     runner = Engine(model, max_running=4)
-    prompts = []
-    for number in range(24):
-        ids = random.Random(number).choices(range(model.config.vocab_size), k=MEAN_PROMPT)
+    prompts: dict[int, list[float]] = {1: [], 4: []}  # seconds of a step over so many
+    for number, together in itertools.product(range(24), prompts):
+        chance = random.Random(number)
+        ids = [chance.choices(range(model.config.vocab_size), k=MEAN_PROMPT) for _ in range(together)]
         started = time.perf_counter()
-        runner.generate([Sequence(number, ids, 1, sampling(number))])
-        prompts.append(time.perf_counter() - started)
+        runner.generate([Sequence(i, prompt, 1, sampling(i)) for i, prompt in enumerate(ids)])
+        prompts[together].append(time.perf_counter() - started)
+    one, four = (statistics.median(prompts[together]) for together in (1, 4))
     parts = engine.phases(model, rows[-1], length, device)
     host = sum(parts.get(name, 0.0) for name in ("sampling", "schedule", "rest"))
     return {
         "step_seconds": steps,
-        "prefill_seconds": sorted(prompts)[len(prompts) // 2],
+        "prefill_seconds": one,
+        "prefill_more_seconds": max(0.0, (four - one) / 3),
         "host_seconds_per_character": host / (rows[-1] * length),
         "operations": count_operations(model),
         "parameters": model.num_parameters,
