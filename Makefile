@@ -22,7 +22,7 @@ RUN := $(VENV)/.installed-service,training
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help serve train bundled test test-slow chaos-train bench bench-quick bench-table bench-train \
-  load load-guidellm load-aiperf lint clean
+  load load-guidellm load-aiperf load-sweep lint clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -63,6 +63,9 @@ bench-quick: $(VENV)/.installed-test ## the same in under three minutes, with fe
 
 bench-table: $(VENV)/.installed-test ## put the tables of out/bench/serve.json into the README
 	$(BIN)/python -m tests.bench.serve --table README.md $(ARGS)
+
+load-sweep: $(VENV)/.installed-test ## latency against offered load, beside stock LitServe, some fourteen minutes: out/load-sweep
+	$(BIN)/python -m tests.load.sweep $(ARGS)
 
 bench-train: $(RUN) ## train beside nanoGPT's CPU recipe, each preset over three seeds: figures into out/bench-train
 	$(BIN)/python -m tests.bench.train $(ARGS)
