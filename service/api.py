@@ -46,7 +46,7 @@ from service.protocol import (
 )
 from service.regex import RegexError, any_of, compile_choice, compile_regex
 from service.responses import GenerationResponse, JobResponse
-from service.run import CharacterLogprob, Ranked, Run
+from service.run import CharacterLogprob, Ranked, Run, Work
 from service.settings import Settings
 from service.transport import Sampling, SocketTransport, Submit
 
@@ -257,6 +257,7 @@ class Api(LitSpec):
             for j in range(k)
         ]
         echo = [self.tokenizer.decode(prompt) for prompt in ids for _ in range(k)] if body.echo else None
+        request.scope["chargpt.work"] = Work(sum(map(len, ids)))
         job: Run | Ranked
         if suffix or k > body.n:
             job = Ranked(
@@ -338,9 +339,11 @@ class Api(LitSpec):
             self.metrics.request_rejected("shutting_down", len(submits))
             raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after_seconds=1)
         request_id, arrived_at = request.scope["chargpt.request_id"], request.scope["chargpt.arrived_at"]
-        return Run(
-            self.client, self.metrics, self.tokenizer, submits, arrived_at, request_id=request_id, **options
-        )  # fmt: skip
+        for submit in submits:
+            submit.request_id = request_id
+        run = Run(self.client, self.metrics, self.tokenizer, submits, arrived_at, request_id=request_id, **options)
+        request.scope["chargpt.work"].runs.append(run)
+        return run
 
     def _check_model(self, body: ModelRequest) -> None:
         if body.model is not None:
@@ -507,6 +510,8 @@ class Api(LitSpec):
             )
             for i in order
         ]  # fmt: skip
+        num_prompt_tokens = len(before) + sum(map(len, ids))
+        request.scope["chargpt.work"] = Work(num_prompt_tokens)
         window = max(1, self.settings.max_running_requests // 4)
         run = self._run(request, submits, window=window) if submits else None
 
@@ -540,7 +545,7 @@ class Api(LitSpec):
             return self._identity(request) | {
                 "object": "list",
                 "data": data,
-                "usage": self._prompt_usage(len(before) + sum(map(len, ids))),
+                "usage": self._prompt_usage(num_prompt_tokens),
             }
 
         return JobResponse(run, self._busy(), answer, self._receipt(encoder), arrived_at)
@@ -566,6 +571,7 @@ class Api(LitSpec):
             )
             for prompt in ids
         ]  # fmt: skip
+        request.scope["chargpt.work"] = Work(sum(map(len, ids)))
         run = self._run(request, submits)
 
         async def answer() -> dict[str, Any]:

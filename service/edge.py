@@ -22,13 +22,17 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service.logs import request_id as current_request_id
 from service.metrics import Metrics
 from service.protocol import ApiError
+from service.run import Work
 from service.settings import Settings
 
 logger = logging.getLogger(__name__)
+access_logger = logging.getLogger("service.access")
 
 PROBES = frozenset({"/livez", "/readyz", "/health"})  # whoever asks these can hold no key
+QUIET = PROBES | {"/metrics"}  # asked all the time
 EXPOSED_HEADERS = (
     "X-Request-Id",
     "Retry-After",
@@ -73,6 +77,7 @@ class Edge:
         given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
         request_id = given if 0 < len(given) <= 128 and self.SAFE.issuperset(given) else os.urandom(16).hex()
         scope["chargpt.request_id"] = request_id
+        current_request_id.set(request_id)  # for good: the server runs each request in a context of its own
         self._place_below_root(scope)
         handler = scope["chargpt.handler"] = self._handler(scope)
         status: int | None = None
@@ -93,10 +98,14 @@ class Edge:
         except ClientDisconnect:
             status = 499  # nginx' number for a client that left
         finally:
+            seconds = time.monotonic() - started_at
             if metrics is not None:
                 metrics.http_requests_in_progress.dec()
                 if status is not None:
-                    metrics.http_request(handler, scope["method"], status, time.monotonic() - started_at)
+                    metrics.http_request(handler, scope["method"], status, seconds)
+            level = logging.DEBUG if handler in QUIET else logging.INFO
+            if access_logger.isEnabledFor(level):
+                _log_access(level, scope, status, seconds)
 
     def _handler(self, scope: Scope) -> str:
         """The path of the route that the request is for, as metrics name it."""
@@ -197,6 +206,24 @@ class Edge:
         digest = sha256(key.strip(b" ")).digest()
         matches = [hmac.compare_digest(digest, known) for known in self.settings.api_key_digests]
         return any(matches) and scheme.lower() == b"bearer"
+
+
+def _log_access(level: int, scope: Scope, status: int | None, seconds: float) -> None:
+    """One line for a request: the route's path, but no query, which may hold a prompt."""
+    method, handler = scope["method"], scope["chargpt.handler"]
+    fields = {"method": method, "handler": handler, "status": status, "seconds": round(seconds, 6)}
+    message = f"{method} {handler} {status} in {1000 * seconds:.1f} ms"
+    work: Work | None = scope.get("chargpt.work")
+    if work is not None:
+        characters, endings = work.num_completion_tokens, work.endings
+        fields |= {"prompt_characters": work.num_prompt_tokens, "completion_characters": characters}
+        fields["endings"] = endings
+        message += f", {work.num_prompt_tokens} + {characters} characters"
+        message += "".join(f", {reason} × {count}" for reason, count in endings.items())
+    # Without logging's search for the line that logs, which takes as long as all the rest.
+    record = access_logger.makeRecord(access_logger.name, level, __file__, 0, message, (), None)
+    record.fields = fields
+    access_logger.handle(record)
 
 
 def _as_api_error(error: Exception, scope: Scope) -> ApiError:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -46,6 +47,23 @@ class Timing(NamedTuple):
 
 
 @dataclass
+class Work:
+    """What a request asked of the model and the runs that it took, for its log line and its span."""
+
+    num_prompt_tokens: int
+    runs: list[Run] = field(default_factory=list)  # the first one gives the answer, or what is chosen from
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return self.runs[0].num_completion_tokens if self.runs else 0
+
+    @property
+    def endings(self) -> dict[str, int]:
+        """How many of its sequences ended for each reason."""
+        return self.runs[0].endings if self.runs else {}
+
+
+@dataclass
 class SequenceRecord:
     """What the HTTP process knows of one sequence."""
 
@@ -57,6 +75,8 @@ class SequenceRecord:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     prefilled_at: float = 0.0
+    ended_at: float | None = None
+    finish_reason: str | None = None
     echo: str = ""  # still to be given before the first character
     prompt_logprobs: list[CharacterLogprob] = field(default_factory=list)  # likewise
 
@@ -108,6 +128,10 @@ class Run:
     @property
     def num_completion_tokens(self) -> int:
         return sum(record.num_completion_tokens for record in self._records)
+
+    @property
+    def endings(self) -> dict[str, int]:
+        return dict(Counter(record.finish_reason for record in self._records if record.finish_reason is not None))
 
     @property
     def timing(self) -> Timing:
@@ -177,6 +201,8 @@ class Run:
             record.prefilled_at = delta.prefilled_at
             self._metrics.prompt_tokens.inc(record.num_prompt_tokens)
             self._metrics.request_prompt_tokens.observe(record.num_prompt_tokens)
+        if delta.finish_reason is not None:
+            record.finish_reason, record.ended_at = delta.finish_reason, delta.ended_at or at
         if delta.ended_at is not None and record.queue_seconds is not None:
             record.decode_seconds = delta.ended_at - record.prefilled_at
 

@@ -16,6 +16,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PrivateAttr, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from service.logs import LogFormat
+
 # Trained on tiny Shakespeare; `make bundled` trains it anew.
 BUNDLED = Path(__file__).parent / "checkpoints" / "tinyshakespeare"
 
@@ -119,6 +121,7 @@ class Settings(BaseSettings):
     )
     metrics_vllm_names: bool = Field(False, description="give /metrics under vLLM's own names too")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
+    log_format: LogFormat = Field("auto", description="how: json or text lines; by itself text on a terminal alone")
 
     _api_key_digests: tuple[bytes, ...] = PrivateAttr(())
 
