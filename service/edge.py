@@ -22,6 +22,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service.logs import log_fields
 from service.logs import request_id as current_request_id
 from service.metrics import Metrics
 from service.protocol import ApiError
@@ -212,18 +213,12 @@ def _log_access(level: int, scope: Scope, status: int | None, seconds: float) ->
     """One line for a request: the route's path, but no query, which may hold a prompt."""
     method, handler = scope["method"], scope["chargpt.handler"]
     fields = {"method": method, "handler": handler, "status": status, "seconds": round(seconds, 6)}
-    message = f"{method} {handler} {status} in {1000 * seconds:.1f} ms"
     work: Work | None = scope.get("chargpt.work")
     if work is not None:
-        characters, endings = work.num_completion_tokens, work.endings
-        fields |= {"prompt_characters": work.num_prompt_tokens, "completion_characters": characters}
-        fields["endings"] = endings
-        message += f", {work.num_prompt_tokens} + {characters} characters"
-        message += "".join(f", {reason} × {count}" for reason, count in endings.items())
-    # Without logging's search for the line that logs, which takes as long as all the rest.
-    record = access_logger.makeRecord(access_logger.name, level, __file__, 0, message, (), None)
-    record.fields = fields
-    access_logger.handle(record)
+        fields["prompt_characters"] = work.num_prompt_tokens
+        fields["completion_characters"] = work.num_completion_tokens
+        fields["endings"] = work.endings
+    log_fields(access_logger, level, f"{method} {handler} {status}", fields)
 
 
 def _as_api_error(error: Exception, scope: Scope) -> ApiError:
