@@ -48,7 +48,7 @@ def configure_logging(level: str, log_format: LogFormat, requests: Mapping[int, 
     for handler in root.handlers[:]:
         if isinstance(handler, LineHandler):
             root.removeHandler(handler)
-    root.addHandler(LineHandler(json_line if is_json else text_line, requests or {}))
+    root.addHandler(LineHandler(json_line if is_json else text_line, {} if requests is None else requests))
     root.setLevel(level.upper())
     adopt_litserve()
     # What no line shows need not be found out for each.

@@ -351,9 +351,8 @@ def requests_with_the_marker(key):
                 yield "POST", path, {"json": body | {field: value}, "headers": headers}
         for content in (json.dumps(body)[:-1], b"\xff" + MARKER.encode(), f'"{MARKER}"', f'{{"{MARKER}":'):
             yield "POST", path, {"content": content, "headers": headers}
-        for name in ("Authorization", "X-Request-Id", "Content-Length", "Content-Type", "Origin", "Last-Event-Id"):
-            wrong = headers | {name: MARKER}
-            yield "POST", path, {"json": body, "headers": wrong | ({"X-Request-Id": "ok"} if "Id" not in name else {})}
+        for name in ("Authorization", "Content-Length", "Content-Type", "Origin", "Last-Event-Id"):
+            yield "POST", path, {"json": body, "headers": headers | {name: MARKER}}
     for field in [*GenerateRequest.model_fields, MARKER]:
         for prompt in ("a", MARKER):
             yield "GET", "/generate", {"params": {"prompt": prompt, "max_tokens": 2, field: MARKER}, "headers": headers}
@@ -402,7 +401,6 @@ def test_nothing_that_a_client_sends_reaches_the_log(broken_checkpoint, tmp_path
         """)
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.getcwd()}")
-    monkeypatch.setenv("PYTHONDEVMODE", "0")
     options = {"http_processes": 2, "log_level": "debug", "log_format": log_format}
     with RunningServer(broken_checkpoint.path, api_keys_file=tmp_path / "keys.txt", **options) as server:
         server.wait_until_ready()
@@ -413,11 +411,7 @@ def test_nothing_that_a_client_sends_reaches_the_log(broken_checkpoint, tmp_path
                     statuses.add(client.request(method, path, **options).status_code)
                 except httpx.TransportError:  # a Content-Length that is no number
                     statuses.add(None)
-        for raw in (
-            f"{MARKER} / HTTP/1.1\r\n\r\n",
-            f"GET /{MARKER} {MARKER}\r\n\r\n",
-            f"GET / HTTP/1.1\r\n{MARKER}\r\n",
-        ):
+        for start in (f"{MARKER} / HTTP/1.1", f"GET /{MARKER} {MARKER}", f"GET / HTTP/1.1\r\n{MARKER}"):
             with socket.create_connection(("127.0.0.1", server.port)) as connection:
                 connection.sendall(f"{start}\r\n\r\n".encode())
                 connection.settimeout(5)
@@ -426,5 +420,4 @@ def test_nothing_that_a_client_sends_reaches_the_log(broken_checkpoint, tmp_path
         assert server.stop() == 0
         output = server.output()
     assert MARKER not in output and "secretmarker" not in output.lower()
-    assert output.count("RuntimeError") == output.count("service.edge") >= 1
-    assert "not finite" in output and "GET /generate 200" in output
+    assert "in choke" in output and "not finite" in output and "GET /generate 200" in output
