@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from litserve import LitServer
@@ -49,6 +49,9 @@ from service.responses import GenerationResponse, JobResponse
 from service.run import CharacterLogprob, Ranked, Run, Work
 from service.settings import Settings
 from service.transport import Sampling, SocketTransport, Submit
+
+if TYPE_CHECKING:
+    from service.tracing import Tracer
 
 MAX_STOP_STATES = 256  # of stop_regex, each of which may cost time at each character
 SUFFIX_CANDIDATES = 8  # sampled for each prompt, where neither the request nor a limit says otherwise
@@ -156,6 +159,7 @@ class Api(LitSpec):
         self.state = state
         self.client: EngineClient | None = None  # these two from `running`, in an HTTP process
         self.metrics: Metrics | None = None
+        self.tracer: Tracer | None = None  # likewise, if traces are wanted
         self.devices: list[str] = []  # from build_server
         self._created = int(time.time())
         self._exposition = Exposition(
@@ -201,9 +205,15 @@ class Api(LitSpec):
         process = f"http-{self.response_queue_id}"
         self.metrics = Metrics(self.settings.model_name, CollectorRegistry(), process, later=loop.call_later)
         self.client = EngineClient(transport, self.response_queue_id)
+        if self.settings.otlp_traces_endpoint is not None:
+            from service.tracing import Tracer  # loads OpenTelemetry
+
+            self.tracer = Tracer(self.settings.otlp_traces_endpoint, self.settings.model_name, process)
         async with self.client.connected():
             yield
         self.metrics.flush()
+        if self.tracer is not None:
+            await asyncio.to_thread(self.tracer.shutdown)
 
     # -- generation --
 

@@ -14,6 +14,7 @@ import string
 import time
 from collections.abc import Callable
 from hashlib import sha256
+from typing import TYPE_CHECKING
 
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -28,6 +29,9 @@ from service.metrics import Metrics
 from service.protocol import ApiError
 from service.run import Work
 from service.settings import Settings
+
+if TYPE_CHECKING:
+    from service.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("service.access")
@@ -48,7 +52,7 @@ EXPOSED_HEADERS = (
 
 
 class Edge:
-    """Answers what must not come further itself. `metrics` gives them once the HTTP process has them.
+    """Answers what must not come further itself. `metrics` and `tracer` give theirs once the HTTP process has them.
 
     From outside in: the request's id and the count, cross-origin requests, then `_guard`. So an answer of any of
     them has an id, is counted, and can be read by the web pages that may ask.
@@ -56,10 +60,16 @@ class Edge:
 
     SAFE = frozenset(string.ascii_letters + string.digits + "-_.:")
 
-    def __init__(self, app: ASGIApp, settings: Settings, metrics: Callable[[], Metrics | None]):
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: Settings,
+        metrics: Callable[[], Metrics | None],
+        tracer: Callable[[], Tracer | None] = lambda: None,
+    ):
         self.app = app
         self.settings = settings
-        self.metrics = metrics
+        self.metrics, self.tracer = metrics, tracer
         self._inner: ASGIApp = self._guard
         self._paths: set[str] = set()  # of the routes without a parameter
         if settings.cors_origins:
@@ -107,6 +117,9 @@ class Edge:
             level = logging.DEBUG if handler in QUIET else logging.INFO
             if access_logger.isEnabledFor(level):
                 _log_access(level, scope, status, seconds)
+            tracer = self.tracer()
+            if tracer is not None:
+                tracer.request(scope, status, started_at, started_at + seconds)
 
     def _handler(self, scope: Scope) -> str:
         """The path of the route that the request is for, as metrics name it."""

@@ -97,7 +97,7 @@ class Server(LitServer):
         self.uvicorn_graceful_timeout = 1  # we drain before uvicorn is told to stop
 
         # In place of FastAPI's own layers, which no route here needs.
-        self.app.middleware_stack = Edge(self.app.router, settings, lambda: self.spec.metrics)
+        self.app.middleware_stack = Edge(self.app.router, settings, lambda: self.spec.metrics, lambda: self.spec.tracer)
 
     def serve(self) -> None:
         """Serve until SIGTERM or Ctrl-C; running requests finish first.
