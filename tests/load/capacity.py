@@ -111,7 +111,8 @@ class Chain:
         if seconds == 0:
             return float(found.sum())
         k = np.arange(len(found))
-        log_poisson = -rate * seconds + k * math.log(rate * seconds) - np.array([math.lgamma(i + 1) for i in k])
+        factorials = np.concatenate([[0.0], np.cumsum(np.log(k[1:]))])  # their logs
+        log_poisson = -rate * seconds + k * math.log(rate * seconds) - factorials
         return float(found @ np.minimum(np.cumsum(np.exp(log_poisson)), 1.0))
 
 
@@ -137,40 +138,40 @@ class Replica:
         if self.characters < 1:
             raise ValueError(f"characters should be at least 1, got {self.characters}")
 
-    def step(self, rows: float) -> float:
+    def step(self, rows: float | Floats) -> Floats:
         """Seconds of a decode step: a line between what was measured, the last one beyond it."""
-        points = ((0, 0.0), *self.step_seconds)
-        for (below, low), (above, high) in zip(points, points[1:], strict=False):
-            if rows <= above or above == points[-1][0]:
-                return low + (high - low) * (rows - below) / (above - below)
-        raise AssertionError
+        points = np.array([(0, 0.0), *self.step_seconds])
+        (below, low), (above, high) = points[-2:]
+        beyond = np.maximum(np.asarray(rows) - above, 0) * (high - low) / (above - below)
+        return np.interp(rows, points[:, 0], points[:, 1]) + beyond
 
-    def turn(self, running: float) -> float:
+    def turn(self, running: float | Floats) -> Floats:
         """Seconds between two characters while so many run, the prompts of those that replace them included.
 
         A sequence holds its slot for as many turns as it has characters: its prompt runs in the first, which gives the
         first character, while the others decode.
         """
         prompts = running / self.characters  # a turn; how many come together is by chance
-        prefill = (self.prefill_seconds - self.prefill_more_seconds) * -math.expm1(-prompts)
+        prefill = (self.prefill_seconds - self.prefill_more_seconds) * -np.expm1(-prompts)
         return self.step(running - prompts) + prefill + self.prefill_more_seconds * prompts
 
-    def rate(self, running: float) -> float:
+    def rate(self, running: float | Floats) -> Floats:
         """Requests that end in a second while so many run."""
         return running / (self.characters * self.turn(running))
 
     @property
     def saturation(self) -> float:
         """Requests a second that it can do at most."""
-        return self.rate(self.slots)
+        return float(self.rate(self.slots))
 
     def chain(self, arrivals: float, replicas: int = 1) -> Chain:
         """The queue at `arrivals` requests a second.
 
-        Several replicas are one queue that keeps all of them equally busy: the best that any balancing can do.
+        Several replicas are one queue that keeps all of them equally busy: the best that any balancing can do. It is
+        without bound, as what a goal allows to wait is far from any.
         """
-        rates = [replicas * self.rate(n / replicas) for n in range(1, replicas * self.slots + 1)]
-        return Chain(arrivals, rates, None if self.waiting is None else replicas * self.waiting)
+        rates = replicas * self.rate(np.arange(1, replicas * self.slots + 1) / replicas)
+        return Chain(arrivals, rates, self.waiting if replicas == 1 else None)
 
     def forecast(self, arrivals: float, replicas: int = 1) -> Forecast:
         return Forecast(self, self.chain(arrivals, replicas), replicas)
@@ -196,14 +197,10 @@ class Forecast:
         """
         replica, chain = self.replica, self.chain
         left = seconds - replica.path_seconds - replica.prefill_seconds
-        late = 0.0
-        for found, chance in enumerate(chain.at_arrival):
-            step = replica.step(found / self.replicas)
-            rest = replica.turn(found / self.replicas)
-            share = (left - step) / rest if rest else math.inf if left >= step else -math.inf
-            late += chance * min(max(1 - share, 0.0), 1.0)
-        left -= replica.step(replica.slots)
-        return late + (chain.wait_exceeds(left) if left > 0 else chain.wait_exceeds(0))
+        found = np.arange(chain.slots) / self.replicas  # in the system of a replica
+        rest = np.maximum(replica.turn(found), 1e-12)  # none, if there is nobody
+        late = float(chain.at_arrival @ np.clip(1 - (left - replica.step(found)) / rest, 0.0, 1.0))
+        return late + chain.wait_exceeds(max(0.0, left - float(replica.step(replica.slots))))
 
     def first(self, quantile: float) -> float:
         """Seconds to the first character."""
@@ -217,12 +214,9 @@ class Forecast:
 
         A request's own mean is over all that it meets while it runs, so its high quantiles are somewhat lower.
         """
-        total = 0.0
-        for found, chance in enumerate(self.chain.at_arrival):
-            total += chance
-            if total >= quantile:
-                return self.replica.turn(max(1.0, (found + 1) / self.replicas))
-        return self.replica.turn(self.replica.slots)
+        found = int(np.searchsorted(np.cumsum(self.chain.at_arrival), quantile))
+        rows = self.replica.slots if found == self.chain.slots else max(1.0, (found + 1) / self.replicas)
+        return float(self.replica.turn(rows))
 
 
 def bisect(is_below: Callable[[float], bool], low: float, high: float, rounds: int = 40) -> float:
@@ -286,9 +280,13 @@ def fleet(replica: Replica, goal: Goal, rate: float) -> Fleet:
     if not each:
         raise ValueError(f"{goal} does not hold at any rate")
     at_random = math.ceil(rate / each)
-    at_best = max(1, math.ceil(rate / replica.saturation))
-    while at_best < at_random and not _carries(replica, goal, rate, at_best):
-        at_best += 1
+    too_few, at_best = math.ceil(rate / replica.saturation) - 1, at_random
+    while at_best - too_few > 1:
+        middle = (too_few + at_best) // 2
+        if _carries(replica, goal, rate, middle):
+            at_best = middle
+        else:
+            too_few = middle
     return Fleet(at_random, at_best, math.ceil(rate / (HEADROOM * each)) + 1)
 
 

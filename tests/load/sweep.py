@@ -85,7 +85,7 @@ class Plan:
 
 FULL = Plan(
     shares=(0.05, 0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0),
-    bisections=3,
+    bisections=2,
     longest=160,
     saturation_seconds=16.0,
     warm_seconds=4.0,
@@ -264,7 +264,7 @@ class Sweep:
             | {name: version(name) for name in ("torch", "transformers", "litserve")},
             "settings": {
                 "plan": asdict(plan),
-                "quick": plan is QUICK,
+                "quick": plan is not FULL,
                 "threads": threads,
                 "device": self.device,
                 "slots": SLOTS,
@@ -653,8 +653,8 @@ def publish(results: dict[str, Any], out: Path, root: Path) -> None:
         OSError: one cannot be read or written.
     """
     shares = None if results["settings"]["quick"] else README_SHARES
-    report.put(markdown(results, shares), root / "README.md", "load-sweep")
     capacity.write_tables(results, root / "deploy" / "CAPACITY.md")
+    report.put(markdown(results, shares), root / "README.md", "load-sweep")
     shutil.copy(out / "sweep.png", root / "deploy" / PICTURE)
 
 
