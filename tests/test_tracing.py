@@ -243,7 +243,9 @@ def test_concurrent_requests_have_a_trace_each(server, collector):
         assert about["gen_ai.usage.input_tokens"] == len(body["prompt"])
         assert about["gen_ai.usage.output_tokens"] == body["max_tokens"] * body["n"]
         assert about["gen_ai.response.finish_reasons"] == ["length"] * body["n"]
-        assert before - 10_000_000 <= span.start_time_unix_nano <= span.end_time_unix_nano <= after + 10_000_000
+        # The answer may be read before the server's task that wrote it goes on.
+        assert before - 10_000_000 <= span.start_time_unix_nano <= after + 10_000_000
+        assert span.start_time_unix_nano <= span.end_time_unix_nano
         assert sorted(phase.name for phase in phases) == ["decode", "prefill", "queue"]
         for phase in phases:
             assert span.start_time_unix_nano <= phase.start_time_unix_nano <= phase.end_time_unix_nano
@@ -286,11 +288,11 @@ def test_what_failed_is_marked_and_what_was_refused_is_not(server, collector, bo
 
 
 def test_no_text_of_a_request_is_in_a_span(server, collector):
-    body = {"prompt": MARKER, "choice": [MARKER], "stop": [MARKER + "s"], MARKER: MARKER}
+    body = {"prompt": MARKER, "stop": [MARKER + "s"], MARKER: MARKER}
     good, _, _ = ask(server, "/generate", body, Authorization=MARKER)
     bad, _, _ = ask(server, "/generate", body | {"model": MARKER}, Cookie=MARKER)
     query = httpx.get(f"{server.url}/generate", params={"prompt": MARKER, "max_tokens": 2})
-    assert (good.status_code, bad.status_code, query.status_code) == (200, 404, 200)
+    assert (good.status_code, bad.status_code, query.status_code) == (200, 404, 200), good.text
     for response in (good, bad, query):
         resource, span, phases = collector.request(response.headers["x-request-id"])
         assert MARKER.encode() not in b"".join(each.SerializeToString() for each in (span, *phases))
