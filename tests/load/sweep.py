@@ -219,7 +219,7 @@ def holds(rung: dict[str, Any], goal: capacity.Goal) -> bool:
         not rung["refused"]
         and rung["first"] is not None
         and rung["first"][p] <= goal.first_seconds
-        and rung["per_character"][p] <= goal.character_seconds
+        and (rung["per_character"] is None or rung["per_character"][p] <= goal.character_seconds)
     )
 
 
