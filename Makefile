@@ -21,7 +21,7 @@ BIN := $(VENV)/bin
 RUN := $(VENV)/.installed-service,training
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help serve train bundled test test-slow chaos-train bench bench-quick bench-table bench-train \
+.PHONY: help serve train bundled test test-slow test-tools chaos-train bench bench-quick bench-table bench-train \
   load load-guidellm load-aiperf load-sweep lint clean
 .DEFAULT_GOAL := help
 
@@ -54,6 +54,9 @@ chaos-train: $(VENV)/.installed-test ## stop runs and saves at random moments, 1
 test-slow: export CMAKE_ARGS ?= -DLLAVA_BUILD=OFF
 test-slow: $(VENV)/.installed-test,llama ## build llama.cpp and compare its logits with ours
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+test-tools: $(VENV)/.installed-test ## run the benchmark and the load sweep on tiny models and check what they give
+	$(BIN)/python -m pytest -m tools $(ARGS)
 
 bench: $(VENV)/.installed-test ## measure the service beside what a user would build instead, some twenty minutes: out/bench
 	$(BIN)/python -m tests.bench.serve $(ARGS)

@@ -6,7 +6,7 @@ import pytest
 # The models here are tiny: a second thread would only spin, and fight with the servers that the tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-ON_DEMAND = ("chaos", "slow")
+ON_DEMAND = ("chaos", "slow", "tools")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -234,6 +234,8 @@ def test_growth_is_measured_at_the_lengths_and_queues_asked_for(tiny):
 # All of it, tiny
 
 
+@pytest.mark.tools
+@pytest.mark.timeout(900)
 def test_a_tiny_run_gives_every_figure_table_and_picture(tmp_path, monkeypatch, capsys):
     bench = serve.Bench(TINY_PLAN, {"S": TINY}, 1, tmp_path / "out")
     bench.run(["path", "whole", "metrics"])

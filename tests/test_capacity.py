@@ -356,6 +356,8 @@ def test_refusals_of_a_real_server_are_counted_and_its_connections_go_on(tmp_pat
         assert rung["unfinished"] == 0
 
 
+@pytest.mark.tools
+@pytest.mark.timeout(900)
 def test_a_tiny_sweep_counts_every_request_of_both_and_gives_tables_and_picture(tmp_path):
     out = tmp_path / "out"
     run = sweep.Sweep(TINY_PLAN, TINY, 1, capacity.Goal(), out)
