@@ -13,18 +13,23 @@ CHECKPOINT ?= $(BUNDLED)
 TORCH ?= $(shell [ "$$(uname -s)" != Linux ] || nvidia-smi -L >/dev/null 2>&1 || echo torch==2.13.0+cpu)
 TORCH_INDEX_URL ?= https://download.pytorch.org/whl/cpu
 
+# GuideLLM and AIPerf bring some three gigabytes and versions of their own: a second environment.
+LOAD_VENV ?= $(VENV)/load-tools
+LOAD_TOOLS := guidellm==0.8.1 aiperf==0.13.0
+
 BIN := $(VENV)/bin
 RUN := $(VENV)/.installed-service,training
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help serve train bundled test test-slow chaos-train bench bench-quick bench-table bench-train \
-  lint clean
+  load load-guidellm load-aiperf load-sweep lint clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 	@echo
-	@echo "Variables: CHECKPOINT=DIR to serve, DATA=FILE and PRESET=quick|cpu|gpu to train, ARGS='more flags',"
+	@echo "Variables: CHECKPOINT=DIR to serve, URL=http://… of a service to load, DATA=FILE and PRESET=quick|cpu|gpu to"
+	@echo "train, ARGS='more flags',"
 	@echo "PYTHON, VENV, and TORCH and TORCH_INDEX_URL for another build of torch."
 
 serve: $(RUN) ## install, serve CHECKPOINT (default: the bundled one) on 127.0.0.1:8000
@@ -59,8 +64,31 @@ bench-quick: $(VENV)/.installed-test ## the same in under three minutes, with fe
 bench-table: $(VENV)/.installed-test ## put the tables of out/bench/serve.json into the README
 	$(BIN)/python -m tests.bench.serve --table README.md $(ARGS)
 
+load-sweep: $(VENV)/.installed-test ## latency against offered load, beside stock LitServe, some fourteen minutes: out/load-sweep
+	$(BIN)/python -m tests.load.sweep $(ARGS)
+
 bench-train: $(RUN) ## train beside nanoGPT's CPU recipe, each preset over three seeds: figures into out/bench-train
 	$(BIN)/python -m tests.bench.train $(ARGS)
+
+LOAD = $(BIN)/python -m tests.load --checkpoint '$(CHECKPOINT)' $(if $(URL),--url '$(URL)')
+
+load: $(VENV)/.installed-test ## a minute of mixed load by Locust on URL, or on a server of CHECKPOINT: out/load
+	$(LOAD) locust -- $(ARGS)
+
+load-guidellm: $(VENV)/.installed-test $(LOAD_VENV)/.installed ## the same server under GuideLLM, in an environment of its own
+	$(LOAD) --bin '$(LOAD_VENV)/bin' guidellm -- $(ARGS)
+
+load-aiperf: $(VENV)/.installed-test $(LOAD_VENV)/.installed ## the same server under AIPerf, in that environment
+	$(LOAD) --bin '$(LOAD_VENV)/bin' aiperf -- $(ARGS)
+
+# In one command with torch, which both would otherwise take from PyPI with CUDA.
+$(LOAD_VENV)/.installed: Makefile | $(VENV)/.installed-test
+	@echo "Installing $(LOAD_TOOLS) into $(LOAD_VENV): some minutes the first time"
+	@$(PYTHON) -m venv '$(LOAD_VENV)'
+	@$(if $(TORCH),'$(LOAD_VENV)/bin/pip' install --quiet --no-deps '$(TORCH)' 2>/dev/null || \
+	  '$(LOAD_VENV)/bin/pip' install --no-deps --index-url '$(TORCH_INDEX_URL)' '$(TORCH)')
+	@'$(LOAD_VENV)/bin/pip' install --quiet $(LOAD_TOOLS) $(TORCH)
+	@touch $@
 
 lint: $(VENV)/.installed-dev ## check style and types
 	$(BIN)/ruff check .

@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from litserve import LitServer
@@ -46,9 +46,12 @@ from service.protocol import (
 )
 from service.regex import RegexError, any_of, compile_choice, compile_regex
 from service.responses import GenerationResponse, JobResponse
-from service.run import CharacterLogprob, Ranked, Run
+from service.run import CharacterLogprob, Ranked, Run, Work
 from service.settings import Settings
 from service.transport import Sampling, SocketTransport, Submit
+
+if TYPE_CHECKING:
+    from service.tracing import Tracer
 
 MAX_STOP_STATES = 256  # of stop_regex, each of which may cost time at each character
 SUFFIX_CANDIDATES = 8  # sampled for each prompt, where neither the request nor a limit says otherwise
@@ -156,6 +159,7 @@ class Api(LitSpec):
         self.state = state
         self.client: EngineClient | None = None  # these two from `running`, in an HTTP process
         self.metrics: Metrics | None = None
+        self.tracer: Tracer | None = None  # likewise, if traces are wanted
         self.devices: list[str] = []  # from build_server
         self._created = int(time.time())
         self._exposition = Exposition(
@@ -201,9 +205,15 @@ class Api(LitSpec):
         process = f"http-{self.response_queue_id}"
         self.metrics = Metrics(self.settings.model_name, CollectorRegistry(), process, later=loop.call_later)
         self.client = EngineClient(transport, self.response_queue_id)
+        if self.settings.otlp_traces_endpoint is not None:
+            from service.tracing import Tracer  # loads OpenTelemetry
+
+            self.tracer = Tracer(self.settings.otlp_traces_endpoint, self.settings.model_name, process)
         async with self.client.connected():
             yield
         self.metrics.flush()
+        if self.tracer is not None:
+            await asyncio.to_thread(self.tracer.shutdown)
 
     # -- generation --
 
@@ -257,6 +267,7 @@ class Api(LitSpec):
             for j in range(k)
         ]
         echo = [self.tokenizer.decode(prompt) for prompt in ids for _ in range(k)] if body.echo else None
+        request.scope["chargpt.work"] = Work(sum(map(len, ids)))
         job: Run | Ranked
         if suffix or k > body.n:
             job = Ranked(
@@ -338,9 +349,11 @@ class Api(LitSpec):
             self.metrics.request_rejected("shutting_down", len(submits))
             raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after_seconds=1)
         request_id, arrived_at = request.scope["chargpt.request_id"], request.scope["chargpt.arrived_at"]
-        return Run(
-            self.client, self.metrics, self.tokenizer, submits, arrived_at, request_id=request_id, **options
-        )  # fmt: skip
+        for submit in submits:
+            submit.request_id = request_id
+        run = Run(self.client, self.metrics, self.tokenizer, submits, arrived_at, request_id=request_id, **options)
+        request.scope["chargpt.work"].runs.append(run)
+        return run
 
     def _check_model(self, body: ModelRequest) -> None:
         if body.model is not None:
@@ -507,6 +520,8 @@ class Api(LitSpec):
             )
             for i in order
         ]  # fmt: skip
+        num_prompt_tokens = len(before) + sum(map(len, ids))
+        request.scope["chargpt.work"] = Work(num_prompt_tokens)
         window = max(1, self.settings.max_running_requests // 4)
         run = self._run(request, submits, window=window) if submits else None
 
@@ -540,7 +555,7 @@ class Api(LitSpec):
             return self._identity(request) | {
                 "object": "list",
                 "data": data,
-                "usage": self._prompt_usage(len(before) + sum(map(len, ids))),
+                "usage": self._prompt_usage(num_prompt_tokens),
             }
 
         return JobResponse(run, self._busy(), answer, self._receipt(encoder), arrived_at)
@@ -566,6 +581,7 @@ class Api(LitSpec):
             )
             for prompt in ids
         ]  # fmt: skip
+        request.scope["chargpt.work"] = Work(sum(map(len, ids)))
         run = self._run(request, submits)
 
         async def answer() -> dict[str, Any]:

@@ -14,6 +14,7 @@ import string
 import time
 from collections.abc import Callable
 from hashlib import sha256
+from typing import TYPE_CHECKING
 
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -22,13 +23,21 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service.logs import log_fields
+from service.logs import request_id as current_request_id
 from service.metrics import Metrics
 from service.protocol import ApiError
+from service.run import Work
 from service.settings import Settings
 
+if TYPE_CHECKING:
+    from service.tracing import Tracer
+
 logger = logging.getLogger(__name__)
+access_logger = logging.getLogger("service.access")
 
 PROBES = frozenset({"/livez", "/readyz", "/health"})  # whoever asks these can hold no key
+QUIET = PROBES | {"/metrics"}  # asked all the time
 EXPOSED_HEADERS = (
     "X-Request-Id",
     "Retry-After",
@@ -43,7 +52,7 @@ EXPOSED_HEADERS = (
 
 
 class Edge:
-    """Answers what must not come further itself. `metrics` gives them once the HTTP process has them.
+    """Answers what must not come further itself. `metrics` and `tracer` give theirs once the HTTP process has them.
 
     From outside in: the request's id and the count, cross-origin requests, then `_guard`. So an answer of any of
     them has an id, is counted, and can be read by the web pages that may ask.
@@ -51,10 +60,16 @@ class Edge:
 
     SAFE = frozenset(string.ascii_letters + string.digits + "-_.:")
 
-    def __init__(self, app: ASGIApp, settings: Settings, metrics: Callable[[], Metrics | None]):
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: Settings,
+        metrics: Callable[[], Metrics | None],
+        tracer: Callable[[], Tracer | None] = lambda: None,
+    ):
         self.app = app
         self.settings = settings
-        self.metrics = metrics
+        self.metrics, self.tracer = metrics, tracer
         self._inner: ASGIApp = self._guard
         self._paths: set[str] = set()  # of the routes without a parameter
         if settings.cors_origins:
@@ -73,6 +88,7 @@ class Edge:
         given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
         request_id = given if 0 < len(given) <= 128 and self.SAFE.issuperset(given) else os.urandom(16).hex()
         scope["chargpt.request_id"] = request_id
+        current_request_id.set(request_id)  # for good: the server runs each request in a context of its own
         self._place_below_root(scope)
         handler = scope["chargpt.handler"] = self._handler(scope)
         status: int | None = None
@@ -93,10 +109,17 @@ class Edge:
         except ClientDisconnect:
             status = 499  # nginx' number for a client that left
         finally:
+            seconds = time.monotonic() - started_at
             if metrics is not None:
                 metrics.http_requests_in_progress.dec()
                 if status is not None:
-                    metrics.http_request(handler, scope["method"], status, time.monotonic() - started_at)
+                    metrics.http_request(handler, scope["method"], status, seconds)
+            level = logging.DEBUG if handler in QUIET else logging.INFO
+            if access_logger.isEnabledFor(level):
+                _log_access(level, scope, status, seconds)
+            tracer = self.tracer()
+            if tracer is not None:
+                tracer.request(scope, status, started_at, started_at + seconds)
 
     def _handler(self, scope: Scope) -> str:
         """The path of the route that the request is for, as metrics name it."""
@@ -197,6 +220,18 @@ class Edge:
         digest = sha256(key.strip(b" ")).digest()
         matches = [hmac.compare_digest(digest, known) for known in self.settings.api_key_digests]
         return any(matches) and scheme.lower() == b"bearer"
+
+
+def _log_access(level: int, scope: Scope, status: int | None, seconds: float) -> None:
+    """One line for a request: the route's path, but no query, which may hold a prompt."""
+    method, handler = scope["method"], scope["chargpt.handler"]
+    fields = {"method": method, "handler": handler, "status": status, "seconds": round(seconds, 6)}
+    work: Work | None = scope.get("chargpt.work")
+    if work is not None:
+        fields["prompt_characters"] = work.num_prompt_tokens
+        fields["completion_characters"] = work.num_completion_tokens
+        fields["endings"] = work.endings
+    log_fields(access_logger, level, f"{method} {handler} {status}", fields)
 
 
 def _as_api_error(error: Exception, scope: Scope) -> ApiError:

@@ -155,7 +155,8 @@ class Engine:
             try:
                 touched |= dict.fromkeys(run())
             except Exception:  # one failing forward must not end the engine
-                logger.exception("a forward over %d sequences failed", len(sequences))
+                ids = [sequence.id for sequence in sequences]
+                logger.exception("a forward over %d sequences failed", len(ids), extra={"sequences": ids})
                 for sequence in sequences:
                     self.abort(sequence.id, "error")
         deltas, self._ended = self._ended, []
@@ -280,7 +281,8 @@ class Engine:
         for b, (sequence, id, sure) in enumerate(zip(sequences, ids.tolist(), certain.tolist(), strict=True)):
             row = slice(b, b + 1)
             if not finite[b]:
-                logger.error("sequence %d: the model gave logits that are not finite", sequence.id)
+                about = {"sequences": [sequence.id]}
+                logger.error("sequence %d: the model gave logits that are not finite", sequence.id, extra=about)
                 sequence.finish_reason = "error"
             elif sure:
                 self._take(sequence, id, logits[row])
@@ -331,7 +333,7 @@ class Engine:
                 continue
             sequence = decision.sequence
             if error := decision.exact.exception():
-                logger.error("an fp64 forward failed", exc_info=error)
+                logger.error("an fp64 forward failed", exc_info=error, extra={"sequences": [sequence.id]})
                 self.abort(sequence.id, "error")
                 continue
             del self._undecided[sequence.id]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -46,6 +47,23 @@ class Timing(NamedTuple):
 
 
 @dataclass
+class Work:
+    """What a request asked of the model and the runs that it took, for its log line and its span."""
+
+    num_prompt_tokens: int
+    runs: list[Run] = field(default_factory=list)  # the first one gives the answer, or what is chosen from
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return self.runs[0].num_completion_tokens if self.runs else 0
+
+    @property
+    def endings(self) -> dict[str, int]:
+        """How many of its sequences ended for each reason."""
+        return self.runs[0].endings if self.runs else {}
+
+
+@dataclass
 class SequenceRecord:
     """What the HTTP process knows of one sequence."""
 
@@ -57,6 +75,9 @@ class SequenceRecord:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     prefilled_at: float = 0.0
+    ended_at: float | None = None
+    finish_reason: str | None = None
+    first_token_seconds: float | None = None
     echo: str = ""  # still to be given before the first character
     prompt_logprobs: list[CharacterLogprob] = field(default_factory=list)  # likewise
 
@@ -88,6 +109,7 @@ class Run:
         self._client, self._metrics, self._tokenizer = client, metrics, tokenizer
         self._arrived_at, self._request_id = arrived_at, request_id
         self._submits = submits
+        self._submitted_at = time.monotonic()
         self._records = [SequenceRecord(len(submit.prompt)) for submit in submits]
         for record, text in zip(self._records, echo or (), strict=False):
             record.echo = text
@@ -108,6 +130,39 @@ class Run:
     @property
     def num_completion_tokens(self) -> int:
         return sum(record.num_completion_tokens for record in self._records)
+
+    @property
+    def endings(self) -> dict[str, int]:
+        return dict(Counter(record.finish_reason for record in self._records if record.finish_reason is not None))
+
+    @property
+    def submits(self) -> list[Submit]:
+        return self._submits
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from the request's arrival until a first character was written."""
+        return min((r.first_token_seconds for r in self._records if r.first_token_seconds is not None), default=None)
+
+    @property
+    def phases(self) -> list[tuple[str, float, float]]:
+        """Each phase with the times, by time.monotonic(), at which a first sequence began it and a last one ended it.
+
+        Only of sequences whose prompts have run, as of others no more is known.
+        """
+        begun = [record for record in self._records if record.queue_seconds is not None]
+        if not begun:
+            return []
+        scheduled = [record.prefilled_at - record.prefill_seconds for record in begun]
+        prefilled = [record.prefilled_at for record in begun]
+        phases = [
+            ("queue", self._submitted_at, max(scheduled)),
+            ("prefill", min(scheduled), max(prefilled)),
+        ]
+        if self.num_completion_tokens:
+            ended = [record.ended_at or record.last_at or record.prefilled_at for record in begun]
+            phases.append(("decode", min(prefilled), max(ended)))
+        return phases
 
     @property
     def timing(self) -> Timing:
@@ -177,6 +232,8 @@ class Run:
             record.prefilled_at = delta.prefilled_at
             self._metrics.prompt_tokens.inc(record.num_prompt_tokens)
             self._metrics.request_prompt_tokens.observe(record.num_prompt_tokens)
+        if delta.finish_reason is not None:
+            record.finish_reason, record.ended_at = delta.finish_reason, delta.ended_at or at
         if delta.ended_at is not None and record.queue_seconds is not None:
             record.decode_seconds = delta.ended_at - record.prefilled_at
 
@@ -218,7 +275,8 @@ class Run:
             metrics.request_prefill_time.observe(record.prefill_seconds, request_id=id)
         if is_first:
             record.is_begun = True
-            metrics.time_to_first_token.observe(now - self._arrived_at, request_id=id)
+            record.first_token_seconds = now - self._arrived_at
+            metrics.time_to_first_token.observe(record.first_token_seconds, request_id=id)
             metrics.request_first_decode_time.observe(now - record.prefilled_at, request_id=id)
         if finish_reason is None:
             return

@@ -26,12 +26,13 @@ from starlette.types import Receive, Scope, Send
 
 from service.api import Api, HttpState
 from service.edge import Edge
+from service.logs import adopt_litserve, configure_logging
 from service.metrics import forget_process
 from service.model.checkpoint import Checkpoint
 from service.openapi import documentation
 from service.settings import Settings
 from service.transport import SocketTransport, die_with_parent, rest_garbage_collector
-from service.worker import EngineAPI, EngineLoop, configure_logging
+from service.worker import EngineAPI, EngineLoop
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ class Server(LitServer):
             max_waiting=settings.max_queued_requests,
             prefill_budget=settings.prefill_budget,
             log_level=settings.log_level,
+            log_format=settings.log_format,
             spec=self.spec,
             loop=EngineLoop(),
         )
@@ -95,7 +97,7 @@ class Server(LitServer):
         self.uvicorn_graceful_timeout = 1  # we drain before uvicorn is told to stop
 
         # In place of FastAPI's own layers, which no route here needs.
-        self.app.middleware_stack = Edge(self.app.router, settings, lambda: self.spec.metrics)
+        self.app.middleware_stack = Edge(self.app.router, settings, lambda: self.spec.metrics, lambda: self.spec.tracer)
 
     def serve(self) -> None:
         """Serve until SIGTERM or Ctrl-C; running requests finish first.
@@ -158,6 +160,7 @@ class Server(LitServer):
 
     def _init_manager(self, num_api_servers: int) -> Any:
         """LitServe's manager process with what is left for it: the workers' setup status."""
+        adopt_litserve()
         manager = SyncManager()
         manager.start(ignore_signals)
         self.workers_setup_status = manager.dict()
@@ -217,5 +220,5 @@ def build_server(settings: Settings) -> Server:
     Raises:
         CheckpointError: the folder is not a checkpoint that can be trusted.
     """
-    configure_logging(settings.log_level)
+    configure_logging(settings.log_level, settings.log_format)
     return Server(settings, Checkpoint.read(settings.checkpoint))

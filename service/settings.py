@@ -10,11 +10,14 @@ import re
 import ssl
 import sys
 from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from service.logs import LogFormat
 
 # Trained on tiny Shakespeare; `make bundled` trains it anew.
 BUNDLED = Path(__file__).parent / "checkpoints" / "tinyshakespeare"
@@ -119,6 +122,10 @@ class Settings(BaseSettings):
     )
     metrics_vllm_names: bool = Field(False, description="give /metrics under vLLM's own names too")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
+    log_format: LogFormat = Field("auto", description="how: json or text lines; by itself text on a terminal alone")
+    otlp_traces_endpoint: str | None = Field(
+        None, description="URL that OpenTelemetry traces go to, by OTLP over HTTP; needs the extra tracing"
+    )
 
     _api_key_digests: tuple[bytes, ...] = PrivateAttr(())
 
@@ -155,6 +162,22 @@ class Settings(BaseSettings):
             reason = error.reason or error
             raise ValueError(f"{certificate} and {key} are no certificate and its key in PEM ({reason})") from None
         return key
+
+    @field_validator("otlp_traces_endpoint")
+    @classmethod
+    def _check_traces(cls, endpoint: str | None) -> str | None:
+        if endpoint is None:
+            return None
+        if not re.fullmatch(r"https?://[^/@?#\s]+/[^?#\s]*", endpoint):
+            raise ValueError("should be a whole URL without a user or query, such as http://localhost:4318/v1/traces")
+        for module in ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"):
+            try:
+                found = find_spec(module)
+            except ModuleNotFoundError:  # not even the package that it would be in
+                found = None
+            if found is None:
+                raise ValueError(f"needs the extra tracing: pip install 'chargpt[tracing]' (there is no {module})")
+        return endpoint
 
     @field_validator("cors_origins", mode="before")
     @classmethod

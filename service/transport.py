@@ -72,6 +72,7 @@ class Submit(msgspec.Struct, gc=False, array_like=True, tag=True):
     logprob_ids: tuple[int, ...] = ()
     score_from: int | None = None
     priority: int = 0
+    request_id: str = ""  # for the log
 
 
 class Abort(msgspec.Struct, gc=False, array_like=True, tag=True):

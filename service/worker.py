@@ -20,6 +20,7 @@ from litserve import LitAPI
 from litserve.loops.base import LitLoop
 
 from service import transport as frames
+from service.logs import LogFormat, configure_logging
 from service.transport import SocketTransport, die_with_parent, rest_garbage_collector
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class EngineAPI(LitAPI):
         max_waiting: int,
         prefill_budget: int,
         log_level: str,
+        log_format: LogFormat,
         **lit_options: Any,
     ):
         super().__init__(**lit_options)
@@ -47,11 +49,11 @@ class EngineAPI(LitAPI):
         self.max_running = max_running
         self.max_waiting = max_waiting
         self.prefill_budget = prefill_budget
-        self.log_level = log_level
+        self.log_level, self.log_format = log_level, log_format
 
     def setup(self, device: str) -> None:
         die_with_parent()
-        configure_logging(self.log_level)
+        configure_logging(self.log_level, self.log_format, self.loop.request_ids)
         # A terminal's Ctrl-C reaches this process too, but running sequences are to finish.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
@@ -82,12 +84,6 @@ class EngineAPI(LitAPI):
         )  # fmt: skip
 
 
-def configure_logging(level: str) -> None:
-    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s")
-    for name in ("litserve", "litserve.server"):  # it logs prompts at DEBUG
-        logging.getLogger(name).setLevel(max(logging.INFO, logging.getLogger().level))
-
-
 class EngineLoop(LitLoop):
     """LitServe calls `run` for ever; one call is one turn."""
 
@@ -96,9 +92,17 @@ class EngineLoop(LitLoop):
         self._transport: SocketTransport | None = None
         self._stopping = False
         self._consumer: dict[int, int] = {}  # sequence id -> HTTP process
+        self.request_ids: dict[int, str] = {}  # by sequence id, for the log
         self._timed: set[int] = set()  # sequences whose times until the first character were told
         self._drain = DrainRate()
         self._flush_at = 0.0
+
+    def __call__(self, *arguments: Any) -> None:
+        try:
+            super().__call__(*arguments)
+        except Exception:  # multiprocessing would print it
+            logger.critical("uncaught exception", exc_info=True)
+            raise SystemExit(1) from None
 
     def run(
         self, lit_api: EngineAPI, device: str, worker_id: int, request_queue: Any, transport: SocketTransport, *_: Any
@@ -139,7 +143,7 @@ class EngineLoop(LitLoop):
             consumer_id = self._consumer[sequence.id]
             outgoing.setdefault(consumer_id, []).append(frame)
             if delta.finish_reason is not None:
-                del self._consumer[sequence.id]
+                del self._consumer[sequence.id], self.request_ids[sequence.id]
                 self._timed.discard(sequence.id)
                 self._drain.ended(engine.clock())
         for consumer_id, deltas in outgoing.items():
@@ -190,6 +194,7 @@ class EngineLoop(LitLoop):
                     transport.send(frames.Refused(message.id, str(error), seconds), consumer_id)
                 else:
                     self._consumer[message.id] = consumer_id
+                    self.request_ids[message.id] = message.request_id
             case frames.Abort():
                 engine.abort(message.id)
             case frames.ConsumerLost():

@@ -38,6 +38,7 @@ class Reply:
     num_bytes: int = 0
     num_events: int = 0
     parts: list[tuple[float, bytes]] = field(default_factory=list)  # (time, what was read), if kept
+    is_refused: bool = False  # it was answered 429
 
 
 @dataclass
@@ -46,7 +47,8 @@ class Outcome:
 
     seconds: float
     cpu_seconds: float  # of the load generator itself
-    replies: list[Reply]
+    replies: list[Reply]  # in the order in which they were asked
+    started_at: float = 0.0  # on time.perf_counter; what `when` of a request counts from
 
     @property
     def ended(self) -> list[Reply]:
@@ -73,8 +75,8 @@ def post(path: str, body: dict[str, Any]) -> bytes:
 class _Client:
     """One connection, one request at a time."""
 
-    def __init__(self, port: int, marker: bytes, keep: bool):
-        self.port, self.marker, self.keep = port, marker, keep
+    def __init__(self, port: int, marker: bytes, keep: bool, refusals: bool):
+        self.port, self.marker, self.keep, self.refusals = port, marker, keep, refusals
         self.reply: Reply | None = None  # None: it rests
         self.connect()
 
@@ -82,6 +84,15 @@ class _Client:
         self.sock = socket.create_connection(("127.0.0.1", self.port))
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock.setblocking(False)
+
+    def is_closed(self) -> bool:
+        """Whether the server has closed the connection while it rested."""
+        try:
+            return not self.sock.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except ConnectionResetError:
+            return True
 
     def ask(self, request: bytes, asked: Any) -> None:
         self._head = b""  # until the header is whole
@@ -108,7 +119,8 @@ class _Client:
             if not separator:
                 self._head = data
                 return False
-            if not head.startswith(b"HTTP/1.1 200"):
+            reply.is_refused = self.refusals and head.startswith(b"HTTP/1.1 429")
+            if not head.startswith(b"HTTP/1.1 200") and not reply.is_refused:
                 raise LoadError(f"{reply.asked} was answered {data[:500]!r}")
             self._in_body = True
             at = head.lower().find(b"\r\ncontent-length:")
@@ -118,7 +130,7 @@ class _Client:
         if self.keep:
             reply.parts.append((now, data))
         if self._rest >= 0:
-            if reply.first_at is None and data:
+            if reply.first_at is None and data and not reply.is_refused:
                 reply.first_at = now
             self._rest -= len(data)
             done = self._rest == 0
@@ -145,24 +157,40 @@ def run(
     seconds: float | None = None,
     marker: bytes = EVENT,
     keep: bool = False,
+    refusals: bool = False,
 ) -> Outcome:
     """Ask a server on 127.0.0.1, with at most `connections` requests under way.
 
     requests: (when, bytes, what it is); `when` is the earliest moment in seconds from the beginning, they are asked in
-    order. Ends when all are answered, or after `seconds`, which leaves those under way without an end.
+    order. Ends when all are answered, or after `seconds`, which leaves those under way without an end. With `refusals`
+    429 is an answer like others.
 
     Raises:
         LoadError: a connection was closed, an answer is not 200, or nothing came for PATIENCE_SECONDS.
         OSError: the server cannot be reached.
     """
     selector = selectors.DefaultSelector()
-    clients = [_Client(port, marker, keep) for _ in range(connections)]
+    clients = [_Client(port, marker, keep, refusals) for _ in range(connections)]
     for client in clients:
         selector.register(client.sock, selectors.EVENT_READ, client)
     resting, under_way = clients[::-1], 0
     queue = iter(requests)
     upcoming = next(queue, None)
     replies: list[Reply] = []
+
+    def connect_again(client: _Client) -> None:
+        selector.unregister(client.sock)
+        client.sock.close()
+        client.connect()
+        selector.register(client.sock, selectors.EVENT_READ, client)
+
+    def ask(client: _Client, request: bytes, asked: Any) -> None:
+        if client.is_closed():
+            connect_again(client)
+        client.ask(request, asked)
+        assert client.reply is not None
+        replies.append(client.reply)
+
     cpu_started, started = time.process_time(), time.perf_counter()
     try:
         while upcoming is not None or under_way:
@@ -170,10 +198,7 @@ def run(
             if seconds is not None and now >= seconds:
                 break
             while upcoming is not None and resting and upcoming[0] <= now:
-                client = resting.pop()
-                client.ask(upcoming[1], upcoming[2])
-                assert client.reply is not None
-                replies.append(client.reply)
+                ask(resting.pop(), upcoming[1], upcoming[2])
                 under_way += 1
                 upcoming = next(queue, None)
             timeout = PATIENCE_SECONDS if seconds is None else min(PATIENCE_SECONDS, seconds - now)
@@ -185,21 +210,17 @@ def run(
             for key, _ in ready:
                 client = key.data
                 if client.reply is None:  # the server has closed a connection that rested for too long
-                    selector.unregister(client.sock)
-                    client.sock.close()
-                    client.connect()
-                    selector.register(client.sock, selectors.EVENT_READ, client)
+                    connect_again(client)
                 elif client.read():
                     client.reply = None
                     under_way -= 1
                     if upcoming is not None and upcoming[0] <= time.perf_counter() - started:
-                        client.ask(upcoming[1], upcoming[2])
-                        replies.append(client.reply)
+                        ask(client, upcoming[1], upcoming[2])
                         under_way += 1
                         upcoming = next(queue, None)
                     else:
                         resting.append(client)
-        return Outcome(time.perf_counter() - started, time.process_time() - cpu_started, replies)
+        return Outcome(time.perf_counter() - started, time.process_time() - cpu_started, replies, started)
     finally:
         selector.close()
         for client in clients:

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-BEGIN, END = "<!-- bench -->", "<!-- /bench -->"
 NONE = "–"
 
 # What is asked of this service: (must, aim), each the least value, or with "<" the largest.
@@ -215,14 +214,24 @@ def write_table(results: dict[str, Any], path: Path) -> None:
     """Put the tables between the markers of a file.
 
     Raises:
+        ValueError: as `put`.
+    """
+    put(markdown(results), path, "bench")
+
+
+def put(content: str, path: Path, name: str) -> None:
+    """Put lines between a file's markers <!-- NAME --> and <!-- /NAME -->.
+
+    Raises:
         ValueError: the file has not both markers, once and in order.
     """
+    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
     text = path.read_text(encoding="utf-8")
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end or BEGIN in rest or END in before + after:
-        raise ValueError(f"{path} should have one line {BEGIN} and after it one line {END}")
-    path.write_text(f"{before}{BEGIN}\n{markdown(results)}{END}{after}", encoding="utf-8")
+    before, found, rest = text.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed or begin in rest or end in before + after:
+        raise ValueError(f"{path} should have one line {begin} and after it one line {end}")
+    path.write_text(f"{before}{begin}\n{content}{end}{after}", encoding="utf-8")
 
 
 def draw(results: dict[str, Any], png: Path) -> None:

@@ -1,0 +1,580 @@
+"""Capacity on paper: what a replica carries, from the seconds of its steps, and how many replicas a load needs.
+
+    python -m tests.load.capacity --rate 500                          replicas for 500 requests a second
+    python -m tests.load.capacity --rate 500 --first 0.5 --character 0.02
+    python -m tests.load.capacity --write deploy/CAPACITY.md          the tables of that file
+
+Figures of the engine come from OUT/sweep.json (`make load-sweep`). The model is a birth-death chain over the number of
+sequences in a replica: Poisson arrivals, and endings at a rate that depends on how many run. It knows nothing of HTTP
+but a constant time for its path, and nothing of how the engine works but what a step takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from service.model.gpt import GPT, GPTConfig
+from tests.bench import report
+from tests.bench.shapes import SHAPES
+
+Floats = NDArray[np.float64]
+
+LEAST_RATE = 1e-6  # requests a second; a goal that does not hold there holds nowhere
+
+
+# The queue
+
+
+class Chain:
+    """A birth-death chain: Poisson arrivals at `arrivals` a second, rates[n − 1] endings a second while n run.
+
+    As many run as there are rates; further ones wait in order, `waiting` of them at most (None: without bound), and who
+    comes then is refused. M/M/1, M/M/c and M/M/c/K are special cases. Lengths are exponential; while nobody waits only
+    their mean matters, as whoever runs shares the machine.
+
+    Raises:
+        ValueError: a rate is not positive, or the queue is without bound and the arrivals exceed the last rate.
+    """
+
+    def __init__(self, arrivals: float, rates: Sequence[float] | Floats, waiting: int | None = None):
+        self.arrivals, self.rates, self.waiting = arrivals, np.asarray(rates, dtype=np.float64), waiting
+        if arrivals <= 0 or not len(self.rates) or self.rates.min() <= 0:
+            raise ValueError(f"rates should be positive, got {arrivals} and {self.rates}")
+        self.load = arrivals / self.rates[-1]
+        if waiting is None and self.load >= 1:
+            raise ValueError(f"{arrivals:g} requests/s never end at {self.rates[-1]:g} requests/s")
+        running = np.concatenate([[0.0], np.cumsum(np.log(arrivals / self.rates))])  # log of the weights
+        if waiting is None:
+            running -= running.max()
+            weights = np.exp(running)
+            tail = weights[-1] * self.load / (1 - self.load)  # of all states in which somebody waits
+        else:
+            queued = running[-1] + math.log(self.load) * np.arange(1, waiting + 1)
+            highest = max(running.max(), queued.max(initial=-np.inf))
+            weights, behind = np.exp(running - highest), np.exp(queued - highest)
+            tail = behind.sum()
+            self._queued: Floats = behind / (weights.sum() + tail)  # of 1, 2, … that wait
+        total = weights.sum() + tail
+        self.running: Floats = weights / total  # [n]: the probability of n in the system, to the number of slots
+        self.waits = float(tail / total)  # the probability that somebody waits
+
+    @property
+    def slots(self) -> int:
+        return len(self.rates)
+
+    @property
+    def refused(self) -> float:
+        """The share of arrivals that finds the queue full."""
+        if self.waiting is None:
+            return 0.0
+        return float(self._queued[-1] if self.waiting else self.running[-1])
+
+    @property
+    def throughput(self) -> float:
+        """Requests a second that end."""
+        return self.arrivals * (1 - self.refused)
+
+    @property
+    def mean_running(self) -> float:
+        return float(self.running @ np.arange(self.slots + 1) + self.waits * self.slots)
+
+    @property
+    def mean_waiting(self) -> float:
+        if self.waiting is None:
+            return self.waits / (1 - self.load)
+        return float(self._queued @ np.arange(1, self.waiting + 1))
+
+    @property
+    def at_arrival(self) -> Floats:
+        """[n]: the probability that an accepted arrival finds n in the system, where n < slots; the rest waits."""
+        return self.running[:-1] / (1 - self.refused)
+
+    def wait_exceeds(self, seconds: float) -> float:
+        """The probability that an accepted arrival waits longer for a slot (≥ 0 seconds)."""
+        rate = float(self.rates[-1])
+        if self.waiting is None:
+            waits = float(self.running[-1]) + self.waits
+            return waits * math.exp(-(rate - self.arrivals) * seconds)
+        # With k before it in the queue an arrival waits for k + 1 endings: longer than t, if t sees at most k of them.
+        found = np.concatenate([self.running[-1:], self._queued])[:-1] / (1 - self.refused)
+        if seconds == 0:
+            return float(found.sum())
+        k = np.arange(len(found))
+        factorials = np.concatenate([[0.0], np.cumsum(np.log(k[1:]))])  # their logs
+        log_poisson = -rate * seconds + k * math.log(rate * seconds) - factorials
+        return float(found @ np.minimum(np.cumsum(np.exp(log_poisson)), 1.0))
+
+
+# A replica
+
+
+@dataclass(frozen=True)
+class Replica:
+    """One service with one engine, and the work that it gets."""
+
+    step_seconds: tuple[tuple[int, float], ...]  # (rows, seconds of a decode step over so many), by rows
+    prefill_seconds: float  # that a prompt adds to the step in which it is run, and
+    prefill_more_seconds: float  # each further one in the same step
+    characters: float  # of an answer, on average
+    slots: int = 64
+    waiting: int | None = 1024
+    path_seconds: float = 0.0015  # of the first character outside of the engine: HTTP, validation, frames
+
+    def __post_init__(self) -> None:
+        rows = [rows for rows, _ in self.step_seconds]
+        if not rows or rows != sorted(set(rows)) or rows[0] < 1:
+            raise ValueError(f"step_seconds should go by rows, from 1 on, got {self.step_seconds}")
+        if self.characters < 1:
+            raise ValueError(f"characters should be at least 1, got {self.characters}")
+
+    def step(self, rows: float | Floats) -> Floats:
+        """Seconds of a decode step: a line between what was measured, the last one beyond it."""
+        points = np.array([(0, 0.0), *self.step_seconds])
+        (below, low), (above, high) = points[-2:]
+        beyond = np.maximum(np.asarray(rows) - above, 0) * (high - low) / (above - below)
+        return np.interp(rows, points[:, 0], points[:, 1]) + beyond
+
+    def turn(self, running: float | Floats) -> Floats:
+        """Seconds between two characters while so many run, the prompts of those that replace them included.
+
+        A sequence holds its slot for as many turns as it has characters: its prompt runs in the first, which gives the
+        first character, while the others decode.
+        """
+        prompts = running / self.characters  # a turn; how many come together is by chance
+        prefill = (self.prefill_seconds - self.prefill_more_seconds) * -np.expm1(-prompts)
+        return self.step(running - prompts) + prefill + self.prefill_more_seconds * prompts
+
+    def rate(self, running: float | Floats) -> Floats:
+        """Requests that end in a second while so many run."""
+        return running / (self.characters * self.turn(running))
+
+    @property
+    def saturation(self) -> float:
+        """Requests a second that it can do at most."""
+        return float(self.rate(self.slots))
+
+    def chain(self, arrivals: float, replicas: int = 1) -> Chain:
+        """The queue at `arrivals` requests a second.
+
+        Several replicas are one queue that keeps all of them equally busy: the best that any balancing can do. It is
+        without bound, as what a goal allows to wait is far from any.
+        """
+        rates = replicas * self.rate(np.arange(1, replicas * self.slots + 1) / replicas)
+        return Chain(arrivals, rates, self.waiting if replicas == 1 else None)
+
+    def forecast(self, arrivals: float, replicas: int = 1) -> Forecast:
+        return Forecast(self, self.chain(arrivals, replicas), replicas)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What clients see of a replica, or of several with one queue, at some rate."""
+
+    replica: Replica
+    chain: Chain
+    replicas: int = 1
+
+    @property
+    def characters_per_second(self) -> float:
+        return self.chain.throughput * self.replica.characters
+
+    def first_exceeds(self, seconds: float) -> float:
+        """The probability that an accepted request's first character comes later.
+
+        Who finds a free slot waits for the rest of a turn that goes on, any part of it alike, and for one of its own;
+        who waits is let in between two turns.
+        """
+        replica, chain = self.replica, self.chain
+        left = seconds - replica.path_seconds - replica.prefill_seconds
+        found = np.arange(chain.slots) / self.replicas  # in the system of a replica
+        rest = np.maximum(replica.turn(found), 1e-12)  # none, if there is nobody
+        late = float(chain.at_arrival @ np.clip(1 - (left - replica.step(found)) / rest, 0.0, 1.0))
+        return late + chain.wait_exceeds(max(0.0, left - float(replica.step(replica.slots))))
+
+    def first(self, quantile: float) -> float:
+        """Seconds to the first character."""
+        high = 1e-3
+        while self.first_exceeds(high) > 1 - quantile:
+            high *= 2
+        return bisect(lambda seconds: self.first_exceeds(seconds) > 1 - quantile, 0.0, high)
+
+    def character(self, quantile: float) -> float:
+        """Seconds of each further character: of a turn with as many as an arrival finds, itself included.
+
+        A request's own mean is over all that it meets while it runs, so its high quantiles are somewhat lower.
+        """
+        found = int(np.searchsorted(np.cumsum(self.chain.at_arrival), quantile))
+        rows = self.replica.slots if found == self.chain.slots else max(1.0, (found + 1) / self.replicas)
+        return float(self.replica.turn(rows))
+
+
+def bisect(is_below: Callable[[float], bool], low: float, high: float, rounds: int = 40) -> float:
+    """Where `is_below` turns from true to false; the true side."""
+    for _ in range(rounds):
+        middle = (low + high) / 2
+        low, high = (middle, high) if is_below(middle) else (low, middle)
+    return low
+
+
+# What is asked of it
+
+
+@dataclass(frozen=True)
+class Goal:
+    """Of requests: `quantile` of them get their first character and each further one, on average, within these."""
+
+    first_seconds: float = 0.2
+    character_seconds: float = 0.05
+    quantile: float = 0.95
+    refused: float = 0.001  # share; a bounded queue is never quite sure to have room
+
+    def __post_init__(self) -> None:
+        if min(self.first_seconds, self.character_seconds) <= 0 or not 0 < self.quantile < 1:
+            raise ValueError(f"a goal should have positive seconds and a quantile between 0 and 1, got {self}")
+
+    def holds(self, forecast: Forecast) -> bool:
+        return (
+            forecast.chain.refused <= self.refused
+            and forecast.character(self.quantile) <= self.character_seconds
+            and forecast.first_exceeds(self.first_seconds) <= 1 - self.quantile
+        )
+
+
+def goodput(replica: Replica, goal: Goal, replicas: int = 1) -> float:
+    """The highest rate, in requests a second, at which a goal holds; 0 where it never does."""
+    limit = replicas * replica.saturation * (1 - 1e-9)
+    if not goal.holds(replica.forecast(LEAST_RATE, replicas)):
+        return 0.0
+    return bisect(lambda rate: goal.holds(replica.forecast(rate, replicas)), LEAST_RATE, limit)
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Replicas for a load."""
+
+    at_random: int  # where each request goes to any of them by chance: each is a queue of its own
+    at_best: int  # where all are one queue; a balancer that asks for the least loaded comes close to it
+    with_headroom: int  # what to run: at random, at HEADROOM of what a replica carries, and one more
+
+
+HEADROOM = 0.8  # the share of a replica's goodput that is planned with; the rest is for peaks and restarts
+
+
+def fleet(replica: Replica, goal: Goal, rate: float) -> Fleet:
+    """
+    Raises:
+        ValueError: the goal does not hold at any rate.
+    """
+    each = goodput(replica, goal)
+    if not each:
+        raise ValueError(f"{goal} does not hold at any rate")
+    at_random = math.ceil(rate / each)
+    too_few, at_best = math.ceil(rate / replica.saturation) - 1, at_random
+    while at_best - too_few > 1:
+        middle = (too_few + at_best) // 2
+        if _carries(replica, goal, rate, middle):
+            at_best = middle
+        else:
+            too_few = middle
+    return Fleet(at_random, at_best, math.ceil(rate / (HEADROOM * each)) + 1)
+
+
+def _carries(replica: Replica, goal: Goal, rate: float, replicas: int) -> bool:
+    return rate < replicas * replica.saturation and goal.holds(replica.forecast(rate, replicas))
+
+
+# A card
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU on paper."""
+
+    name: str
+    bytes_per_second: float
+    operations_per_second: float  # fp32, as the service computes
+    memory_bytes: float
+    launch_seconds: float  # of an operation that the host gives it: an assumption
+
+
+# NVIDIA's data sheet of the H200 SXM: 4.8 TB/s, 67 TFLOP/s in fp32 outside of the tensor cores, 141 GB.
+H200 = Card("H200", 4.8e12, 67e12, 141e9, 5e-6)
+
+
+@dataclass(frozen=True)
+class StepOnCard:
+    """The least seconds of a decode step on a card, by what bounds it. A calculation."""
+
+    rows: int
+    memory_seconds: float  # to read the weights once, and the keys and values of each row
+    product_seconds: float
+    launch_seconds: float  # as long as each operation is launched by itself
+    host_seconds: float  # sampling and Python, which stay on the CPU
+
+    @property
+    def card_seconds(self) -> float:
+        """The roofline: what a step that is one launch (a CUDA graph) would need at least."""
+        return max(self.memory_seconds, self.product_seconds)
+
+    @property
+    def seconds(self) -> float:
+        """As the engine is: it launches each operation, waits for the logits, then samples on the host."""
+        return max(self.card_seconds, self.launch_seconds) + self.host_seconds
+
+
+def step_on_card(
+    config: GPTConfig, parameters: int, rows: int, card: Card, *, operations: int, host_seconds: float
+) -> StepOnCard:
+    """Of `rows` sequences with full windows. operations: launched in a step; host_seconds: a row, on the CPU."""
+    products = 2 * parameters + 4 * config.n_layer * config.n_embd * config.block_size  # a row
+    return StepOnCard(
+        rows,
+        (4 * parameters + rows * slot_bytes(config)) / card.bytes_per_second,
+        rows * products / card.operations_per_second,
+        operations * card.launch_seconds,
+        rows * host_seconds,
+    )
+
+
+def slot_bytes(config: GPTConfig, element_size: int = 4) -> int:
+    """Keys and values of one cache slot (service/model/kv_cache.py)."""
+    return 2 * config.n_layer * config.n_kv_head * config.block_size * config.head_dim * element_size
+
+
+# Measured figures, and the tables made of them
+
+
+def replica_of(results: dict[str, Any], waiting: int | None = None) -> Replica:
+    """The service that a sweep measured; `waiting`: its queue, by itself the sweep's."""
+    measured, settings = results["engine"], results["settings"]
+    return Replica(
+        tuple((int(rows), float(seconds)) for rows, seconds in measured["step_seconds"]),
+        measured["prefill_seconds"],
+        measured["prefill_more_seconds"],
+        results["systems"]["ours"]["saturation"]["mean_characters"],
+        settings["slots"],
+        settings["waiting"] if waiting is None else waiting,
+    )
+
+
+# What other parts were measured to do, by `make bench` on 2 cores (the README's table, "over HTTP").
+HTTP_CHARACTERS = 430_000  # a second that an HTTP process streams, 64 streams around a stub engine
+EVENT_SECONDS = 49e-6  # of an HTTP process for an event of a stream
+INTERVAL_SECONDS = 0.02  # --stream-interval-seconds: a stream has an event in each, if it has characters
+
+GOALS = (Goal(0.1, 0.015), Goal(), Goal(1.0, 0.1))
+RATES = (10, 100, 1_000, 10_000)  # requests a second
+CARD_ROWS = (64, 256, 1024, 4096)
+CHARACTER_RATES = (10_000, 100_000, 1_000_000, 10_000_000)  # a second
+
+
+def write_tables(results: dict[str, Any], path: Path) -> None:
+    """Put all tables that a sweep's results give into a file, each between its markers.
+
+    Raises:
+        ValueError: the file has not the markers of one.
+        OSError: it cannot be read or written.
+    """
+    for name, content in tables(results).items():
+        report.put(content, path, name)
+
+
+def tables(results: dict[str, Any]) -> dict[str, str]:
+    replica = replica_of(results)
+    return {
+        name: "\n".join(report.table(rows))
+        for name, rows in (
+            ("capacity-replica", replica_rows(results, replica)),
+            ("capacity-check", check_rows(results, replica)),
+            ("capacity-replicas", fleet_rows(replace(replica, waiting=1024))),
+            ("capacity-card", card_rows(results["engine"])),
+            ("capacity-characters", character_rows(results["engine"], replica)),
+        )
+    }
+
+
+def replica_rows(results: dict[str, Any], replica: Replica) -> list[list[str]]:
+    """Measured: the engine's steps, and what that makes of a full batch."""
+    cores = results["machine"]["cores"]
+    found = [["rows", "ms a step", "characters/s of the engine", f"one replica on {cores} cores"]]
+    for rows, seconds in replica.step_seconds:
+        found.append([str(rows), f"{1e3 * seconds:.2f}", f"{rows / seconds:,.0f}", ""])
+    measured = results["systems"]["ours"]["saturation"]
+    facts = (
+        f"a prompt adds {1e3 * replica.prefill_seconds:.1f} ms to a step, each further one "
+        f"{1e3 * replica.prefill_more_seconds:.1f} ms",
+        f"an answer has {replica.characters:.0f} characters on average",
+        f"saturated, by the model: {replica.saturation:.1f} requests/s, "
+        f"{replica.saturation * replica.characters:,.0f} characters/s",
+        f"saturated, measured over HTTP: {measured['requests_per_second']:.1f} requests/s, "
+        f"{measured['characters_per_second']:,.0f} characters/s",
+        f"goodput, by the model: {goodput(replica, Goal(**results['goal'])):.1f} requests/s",
+    )
+    for row, fact in zip(found[1:], facts, strict=False):
+        row[3] = fact
+    return found + [["", "", "", fact] for fact in facts[len(found) - 1 :]]
+
+
+def check_rows(results: dict[str, Any], replica: Replica) -> list[list[str]]:
+    """The model beside the sweep: at each rate that was offered, measured → model."""
+    found = [["offered, requests/s", "characters/s", "first character, ms, p50", "p95"]]
+    found[0] += ["a request's mean a character, ms, p50", "p95", "refused"]
+    errors: list[list[float]] = [[] for _ in range(5)]
+    for rung in sorted(results["systems"]["ours"]["rungs"], key=lambda rung: rung["rate"]):
+        if rung["first"] is None or rung["per_character"] is None:
+            continue
+        forecast = replica.forecast(rung["rate"])
+        pairs = [(rung["characters_per_second"], forecast.characters_per_second)]
+        for name, predict in (("first", forecast.first), ("per_character", forecast.character)):
+            pairs += [(1e3 * rung[name][f"p{p}"], 1e3 * predict(p / 100)) for p in (50, 95)]
+        for column, (measured, predicted) in zip(errors, pairs, strict=True):
+            column.append(predicted / measured - 1 if measured else math.inf)
+        shown = [f"{a:,.{0 if a > 20 else 1}f} → {b:,.{0 if b > 20 else 1}f}" for a, b in pairs]
+        refused = f"{100 * rung['refused'] / max(1, rung['due']):.0f} % → {100 * forecast.chain.refused:.0f} %"
+        found.append([f"{rung['rate']:.3g}", *shown, refused])
+    middle = [f"{100 * float(np.median(np.abs(column))):.0f} %" if column else report.NONE for column in errors]
+    return [*found, ["median error of the model", *middle, ""]]
+
+
+def fleet_rows(replica: Replica) -> list[list[str]]:
+    """Replicas by goal and rate."""
+    found = [["goal: first character, mean of each further one", "goodput of one, requests/s"]]
+    found[0] += [f"{rate:,} requests/s" for rate in RATES]
+    for goal in GOALS:
+        each = goodput(replica, goal)
+        first, character = 1e3 * goal.first_seconds, 1e3 * goal.character_seconds
+        row = [f"{100 * goal.quantile:.0f} % in {first:.0f} ms, {character:.0f} ms"]
+        row.append(f"{each:.1f}" if each else "it holds at no rate")
+        for rate in RATES:
+            if each:
+                needed = fleet(replica, goal, rate)
+                row.append(f"{needed.with_headroom:,} ({needed.at_best:,}–{needed.at_random:,})")
+            else:
+                row.append(report.NONE)
+        found.append(row)
+    return found
+
+
+def shape_on_card(name: str, rows: int, measured: dict[str, Any], card: Card = H200) -> StepOnCard:
+    """A step of one of the benchmark's shapes; what it launches and leaves to the host as measured on shape S."""
+    config = SHAPES[name]
+    with torch.device("meta"):
+        parameters = GPT(config).num_parameters
+    return step_on_card(
+        config, parameters, rows, card,
+        operations=measured["operations"], host_seconds=measured["host_seconds_per_character"],
+    )  # fmt: skip
+
+
+def card_rows(measured: dict[str, Any]) -> list[list[str]]:
+    """A card's steps: calculated, not measured."""
+    found = [["shape, rows", "reads, ms", "products, ms", "launches, ms", "host, ms", "one engine, characters/s"]]
+    found[0] += ["as one launch, sampling on the card, characters/s", "cache"]
+    for name, config in SHAPES.items():
+        for rows in CARD_ROWS:
+            step = shape_on_card(name, rows, measured)
+            parts = (step.memory_seconds, step.product_seconds, step.launch_seconds, step.host_seconds)
+            found.append(
+                [f"{name}, {rows:,}", *(f"{1e3 * seconds:.3f}" for seconds in parts)]
+                + [f"{rows / step.seconds:,.0f}", f"{rows / step.card_seconds:,.0f}"]
+                + [f"{rows * slot_bytes(config) / 1e9:.2f} GB"]
+            )
+    return found
+
+
+def character_rows(measured: dict[str, Any], replica: Replica) -> list[list[str]]:
+    """What it takes to give so many characters a second: on CPUs, and around one card."""
+    rows = 1024
+    step = shape_on_card("S", rows, measured)
+    each = rows / step.seconds
+    found = [["characters/s", "replicas on CPUs", f"engines of {rows:,} rows on cards", "of a card's time"]]
+    found[0] += ["streams at once", "HTTP processes", "events/s", "slots' memory"]
+    for rate in CHARACTER_RATES:
+        streams = rate * step.seconds
+        events = streams / max(INTERVAL_SECONDS, step.seconds)
+        processes = max(events * EVENT_SECONDS, rate / HTTP_CHARACTERS)
+        found.append(
+            [f"{rate:,}", f"{math.ceil(rate / (replica.saturation * replica.characters)):,}"]
+            + [f"{math.ceil(rate / each):,}", f"{100 * rate / rows * step.card_seconds:.2g} %", f"{streams:,.0f}"]
+            + [f"{math.ceil(processes):,}", f"{events:,.0f}", f"{streams * slot_bytes(SHAPES['S']) / 1e9:.2g} GB"]
+        )
+    return found
+
+
+# The command
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.load.capacity",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    goal, file = Goal(), Path("out/load-sweep/sweep.json")
+    parser.add_argument("--sweep", type=Path, default=file, metavar="FILE", help="(default: %(default)s)")
+    parser.add_argument("--rate", type=float, metavar="R", help="requests a second to be carried")
+    parser.add_argument("--characters", type=float, metavar="N", help="of an answer, on average (default: the sweep's)")
+    for name, seconds in (("--first", goal.first_seconds), ("--character", goal.character_seconds)):
+        parser.add_argument(name, type=float, default=seconds, metavar="SECONDS", help="the goal's (%(default)s)")
+    parser.add_argument(
+        "--quantile",
+        type=float,
+        default=goal.quantile,
+        metavar="Q",
+        help="share of requests that keep it (%(default)s)",
+    )
+    parser.add_argument("--write", type=Path, metavar="FILE", help="put all tables into FILE")
+    args = parser.parse_args()
+    if args.rate is None and args.write is None:
+        parser.error("either --rate or --write")
+    if args.rate is not None and not 0 < args.rate < math.inf:
+        parser.error(f"--rate must be positive, got {args.rate:g}")
+    return args
+
+
+def main() -> int:
+    args = parse_args()
+    try:
+        results = json.loads(args.sweep.read_text(encoding="utf-8"))
+        if args.write is not None:
+            write_tables(results, args.write)
+        if args.rate is not None:
+            replica = replica_of(results, waiting=1024)
+            if args.characters is not None:
+                replica = replace(replica, characters=args.characters)
+            print(answer(replica, Goal(args.first, args.character, args.quantile), args.rate))
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def answer(replica: Replica, goal: Goal, rate: float) -> str:
+    """
+    Raises:
+        ValueError: the goal does not hold at any rate.
+    """
+    needed, each = fleet(replica, goal, rate), goodput(replica, goal)
+    return "\n".join(
+        (
+            f"one replica: {replica.saturation:.1f} requests/s at most, {each:.1f} at the goal",
+            f"{rate:g} requests/s: {needed.with_headroom} replicas, at {100 * HEADROOM:.0f} % of that and one to lose",
+            f"without either: {needed.at_random} where a balancer picks at random, {needed.at_best} at the very least",
+        )
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

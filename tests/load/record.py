@@ -1,0 +1,180 @@
+"""What was seen: every request, the time between characters, and how busy the load generator was with it.
+
+Knows nothing of Locust and HTTP.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+QUANTILES = (0.5, 0.95, 0.99)
+BUSY = 0.9  # of a core in one second: above it what is measured is the load generator
+LATE_SECONDS = 0.01  # after its moment that one in a hundred arrivals may be sent
+LEFT, FAILED = "left", "failed"
+
+
+class Record(NamedTuple):
+    """One request and its answer. Seconds; None: it did not come to that."""
+
+    number: int
+    sent_at: float  # since the beginning
+    path: str
+    shape: str  # stream, whole or opinion
+    prompt_characters: int
+    characters: int  # read
+    first: float | None  # from sending it until its first character was read; in one piece: until the answer was
+    last: float | None  # the same, its last character; None of one that left or failed
+    ending: str  # the finish reason, LEFT or FAILED
+    late: float = 0.0  # by how much it was sent after its moment
+    wrong: str = ""  # why it failed
+
+    @property
+    def is_complete(self) -> bool:
+        return self.ending not in (LEFT, FAILED)
+
+
+class Spread:
+    """Many durations in little room: exact count and sum, quantiles to 1 %."""
+
+    WIDTH = math.log(1.01)
+
+    def __init__(self) -> None:
+        self.bins: Counter[int | None] = Counter()  # None: 0 seconds
+        self.count = 0
+        self.sum = 0.0
+
+    def add(self, seconds: float, count: int = 1) -> None:
+        self.bins[math.ceil(math.log(seconds) / self.WIDTH) if seconds > 0 else None] += count
+        self.count += count
+        self.sum += seconds * count
+
+    def quantile(self, q: float) -> float:
+        rank, seen = math.ceil(q * self.count), 0
+        for place in sorted(self.bins, key=lambda place: -math.inf if place is None else place):
+            seen += self.bins[place]
+            if seen >= rank:
+                return 0.0 if place is None else math.exp(place * self.WIDTH)
+        return math.nan
+
+
+def quantile(values: Iterable[float], q: float) -> float:
+    """The smallest value that a share of `q` does not exceed; not a number of no values."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(q * len(ordered)) - 1)] if ordered else math.nan
+
+
+class Log:
+    """All that the load generator saw."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self.gaps = Spread()  # between two characters of a stream
+        self.cpu_seconds = 0.0
+        self.busiest = 0.0  # share of a core in the busiest second
+
+    def busy(self, cpu_seconds: float, seconds: float) -> None:
+        """Note the CPU time that the load generator took in some time."""
+        self.cpu_seconds += cpu_seconds
+        self.busiest = max(self.busiest, cpu_seconds / seconds)
+
+    def summary(self) -> dict[str, Any]:
+        """Seconds, characters and counts; None where there was nothing to measure."""
+        records, complete = self.records, [record for record in self.records if record.is_complete]
+        # From the first request to the last answer: what came after the last request belongs to the rate.
+        seconds = max((r.sent_at + (r.last or r.first or 0.0) for r in records), default=0.0)
+        streams = [r.first for r in records if r.shape == "stream" and r.first is not None]
+        answers = [record.last for record in complete if record.last is not None]
+        characters = sum(record.characters for record in records)
+        return {
+            "seconds": seconds,
+            "requests": len(records),
+            "requests_per_second": len(records) / seconds if seconds else None,
+            "endings": dict(sorted(Counter(record.ending for record in records).items())),
+            "prompt_characters": sum(record.prompt_characters for record in records),
+            "characters": characters,
+            "characters_per_second": characters / seconds if seconds else None,
+            "first_character_seconds": _figures(streams),
+            "answer_seconds": _figures(answers),
+            "between_characters_seconds": {
+                "count": self.gaps.count,
+                "sum": self.gaps.sum,
+                **{_name(q): self.gaps.quantile(q) if self.gaps.count else None for q in QUANTILES},
+            },
+            "late_seconds": _figures(record.late for record in records),
+            "cpu_seconds": self.cpu_seconds,
+            "busiest_second": self.busiest,
+        }
+
+    def failures(self) -> Counter[str]:
+        return Counter(f"{record.path} {record.shape}: {record.wrong}" for record in self.records if record.wrong)
+
+    def warnings(self, is_open: bool) -> list[str]:
+        """Why the figures are rather of the load generator than of the server."""
+        found = []
+        if self.busiest >= BUSY:
+            found.append(
+                f"the load generator was busy for {self.busiest:.0%} of a second: its times are too long. "
+                "Share the load among several, each with a --mix-seed of its own"
+            )
+        late = quantile((record.late for record in self.records), 0.99)
+        if is_open and late > LATE_SECONDS:
+            found.append(
+                f"one in a hundred arrivals was sent over {late * 1e3:.0f} ms late: this is not the rate asked for"
+            )
+        return found
+
+    def write(self, folder: Path, about: dict[str, Any]) -> None:
+        """requests.csv, a row for each request, and summary.json."""
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "requests.csv").open("w", newline="", encoding="utf-8") as file:
+            rows = csv.writer(file)
+            rows.writerow(Record._fields)
+            rows.writerows(sorted(self.records))
+        content = json.dumps(about | self.summary(), indent=1)
+        (folder / "summary.json").write_text(content + "\n", encoding="utf-8")
+
+    def told(self) -> str:
+        """The summary, for people."""
+        summary = self.summary()
+        endings = ", ".join(f"{name} {count:,}" for name, count in summary["endings"].items())
+        rate, speed = summary["requests_per_second"] or 0.0, summary["characters_per_second"] or 0.0
+        lines = [
+            f"requests     {summary['requests']:,} in {summary['seconds']:.1f} s, {rate:,.1f}/s: {endings}",
+            f"characters   {summary['characters']:,}, {speed:,.0f}/s; of prompts {summary['prompt_characters']:,}",
+            "",
+            f"{'ms':24}{'p50':>9}{'p95':>9}{'p99':>9}{'values':>10}",
+        ]
+        for title, name in (
+            ("first character, streams", "first_character_seconds"),
+            ("whole answer", "answer_seconds"),
+            ("between characters", "between_characters_seconds"),
+        ):
+            figures = summary[name]
+            shown = "".join(
+                "        –" if figures[_name(q)] is None else f"{figures[_name(q)] * 1e3:9.1f}" for q in QUANTILES
+            )
+            lines.append(f"{title:24}{shown}{figures['count']:10,}")
+        mean = summary["cpu_seconds"] / summary["seconds"] if summary["seconds"] else 0.0
+        late = summary["late_seconds"]
+        lines += [
+            "",
+            f"the load generator took {mean:.0%} of a core, {self.busiest:.0%} in its busiest second"
+            + (f"; arrivals were late by {late['p99'] * 1e3:.1f} ms at p99" if late["p99"] else ""),
+        ]
+        lines += [f"FAILED {count} times, {wrong}" for wrong, count in self.failures().most_common(10)]
+        return "\n".join(lines)
+
+
+def _name(q: float) -> str:
+    return f"p{q * 100:g}"
+
+
+def _figures(values: Iterable[float]) -> dict[str, Any]:
+    ordered = sorted(values)
+    return {"count": len(ordered), **{_name(q): quantile(ordered, q) if ordered else None for q in QUANTILES}}

@@ -1,0 +1,731 @@
+"""Latency and throughput under offered load, beside a stock LitServe: requests come when they come, answered or not.
+
+    make load-sweep                     some fourteen minutes on a quiet machine
+    make load-sweep ARGS=--quick        under three minutes; fewer and shorter rungs
+    make load-sweep ARGS=--publish      and put table and picture into the README, and the tables into CAPACITY.md
+    make load-sweep ARGS=--tables       measure nothing; publish what OUT/sweep.json holds
+
+Each system's saturation is found first: requests/s while CROWD clients ask again as soon as they are answered. Then a
+ladder of rates, as shares of it, with Poisson arrivals: the same requests with the same gaps for both, stretched to the
+rate. Both take turns at each rung. A rung is a warm-up, a window and a cool-down under the same load; its figures are
+of the requests that were due in the window, and every one of them is counted: as ended, refused (429) or unfinished.
+Latencies count from the moment at which a request was due, not from when it was sent. What was unfinished when a rung
+ended counts with the time until then: its latency is at least that.
+
+Goodput is the highest rate at which the goal holds, as it does at all lower rates of the ladder.
+
+Writes OUT/sweep.json, OUT/sweep.md, OUT/sweep.png and the servers' logs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import itertools
+import json
+import math
+import os
+import platform
+import random
+import shlex
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from service.model.gpt import GPTConfig
+from service.settings import cpus_left
+from tests.bench import engine, load, report
+from tests.bench.serve import percentiles, running
+from tests.bench.servers import ROOT, Server, ServerError
+from tests.bench.shapes import PROMPT, SAMPLING, SHAPES, Work, mixed_work, sampling, save_random
+from tests.bench.train import BenchError, in_child, revision
+from training.loop import machine
+
+from . import capacity
+
+SYSTEMS = ("ours", "stock")
+NAMES = {"ours": "this service", "stock": "stock LitServe"}
+SLOTS = 64  # as the stock service's batch
+WAITING = 64  # sequences that our service queues here; then it refuses. The stock service queues without bound.
+CROWD = 96  # clients that find the saturation: more than slots, so that a batch is always full
+CONNECTIONS = 1000  # at most
+BUSY_CORES = 0.8  # of the load generator: above, it may be what is slow
+LATE_SECONDS = 0.01  # at the 99th percentile, by which requests may be sent after they were due
+MEAN_PROMPT = 34  # characters of a prompt of mixed_work, on average
+FAILURES = (BenchError, ServerError, load.LoadError, OSError)
+PICTURE = "load-sweep.png"  # in deploy
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is measured."""
+
+    shares: tuple[float, ...]  # of the saturation
+    bisections: int  # between the highest rate that holds the goal and the next
+    longest: int  # answer, in characters
+    saturation_seconds: float
+    warm_seconds: float
+    window_seconds: float
+    cool_seconds: float
+    least_requests: int  # due in a window, which grows up to threefold for it
+    engine_rows: tuple[int, ...]
+    engine_length: int
+
+
+FULL = Plan(
+    shares=(0.05, 0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0),
+    bisections=2,
+    longest=160,
+    saturation_seconds=16.0,
+    warm_seconds=4.0,
+    window_seconds=13.0,
+    cool_seconds=6.0,
+    least_requests=30,
+    engine_rows=(1, 2, 4, 8, 16, 32, 64),
+    engine_length=160,
+)
+QUICK = Plan(
+    shares=(0.05, 0.5, 0.9, 2.0),
+    bisections=0,
+    longest=80,
+    saturation_seconds=6.0,
+    warm_seconds=1.5,
+    window_seconds=4.0,
+    cool_seconds=2.5,
+    least_requests=10,
+    engine_rows=(1, 8, 64),
+    engine_length=60,
+)
+
+
+# The work
+
+
+def poisson_work(longest: int, seed: int = 0) -> Iterator[Work]:
+    """Requests of mixed lengths without end, that come at a rate of 1 a second on average; always the same ones."""
+    chance, at = random.Random(seed), 0.0
+    for number in itertools.count():
+        at += chance.expovariate(1.0)
+        [item] = mixed_work(1, longest=longest, arriving=0.0, seed=number)
+        yield Work(item.prompt, item.max_tokens, at)
+
+
+def at_rate(longest: int, rate: float, seconds: float) -> list[Work]:
+    """Those that are due within `seconds` when they come at `rate` a second."""
+    due = (Work(item.prompt, item.max_tokens, item.at / rate) for item in poisson_work(longest))
+    return list(itertools.takewhile(lambda item: item.at < seconds, due))
+
+
+def asked(system: str, number: int, item: Work) -> bytes:
+    body: dict[str, Any] = {"prompt": item.prompt, "max_tokens": item.max_tokens}
+    if system == "ours":
+        body |= {"stream": True, "seed": number, **SAMPLING[number % len(SAMPLING)]}
+    return load.post("/generate", body)
+
+
+def moments(system: str, reply: load.Reply) -> list[tuple[float, int]]:
+    """When a reader got characters, and how many."""
+    separator = b"\n\n" if system == "ours" else b"\n"
+    got, unparsed = [], b""
+    for at, data in load.dechunked(reply.parts):
+        *events, unparsed = (unparsed + data).split(separator)
+        count = 0
+        for event in events:
+            event = event.removeprefix(b"data: ")
+            if event.startswith(b"{"):
+                count += len(json.loads(event).get("text", ""))
+        if count:
+            got.append((at, count))
+    return got
+
+
+# A rung
+
+
+def summary(system: str, due: list[Work], outcome: load.Outcome, begin: float, end: float) -> dict[str, Any]:
+    """Figures of the requests that were due between two moments, in seconds from the beginning.
+
+    outcome: of all of `due`, asked in order; those that were not reached are unfinished.
+
+    Raises:
+        LoadError: an answer that ended has another length than was asked for.
+    """
+    closed = outcome.started_at + outcome.seconds
+    counts = {"due": 0, "ended": 0, "refused": 0, "unfinished": 0}
+    first, whole, per_character, between, late = [], [], [], [], []
+    open_first = characters = ended_within = 0
+    for item, reply in itertools.zip_longest(due, outcome.replies):
+        got = [] if reply is None or reply.is_refused else moments(system, reply)
+        if reply is not None and reply.ended_at is not None and not reply.is_refused:
+            given = sum(count for _, count in got)
+            if given != item.max_tokens:
+                raise load.LoadError(f"{NAMES[system]} gave a text of {given} characters, not {item.max_tokens}")
+            ended_within += begin <= reply.ended_at - outcome.started_at < end
+        characters += sum(count for at, count in got if begin <= at - outcome.started_at < end)
+        if not begin <= item.at < end:
+            continue
+        counts["due"] += 1
+        due_at = outcome.started_at + item.at
+        if reply is not None:
+            late.append(reply.sent_at - due_at)
+            if reply.is_refused:
+                counts["refused"] += 1
+                continue
+        is_ended = reply is not None and reply.ended_at is not None
+        counts["ended" if is_ended else "unfinished"] += 1
+        # What has not come yet has taken at least until now.
+        first.append((got[0][0] if got else closed) - due_at)
+        open_first += not got
+        whole.append((reply.ended_at if reply is not None and reply.ended_at is not None else closed) - due_at)
+        if got and item.max_tokens > 1:
+            last = got[-1][0] if is_ended else closed
+            per_character.append((last - got[0][0]) / max(1, sum(count for _, count in got) - 1))
+        if got:  # characters that came together share the time since the ones before, as in the service's histogram
+            between += [0.0] * (got[0][1] - 1)
+            for (before, _), (at, count) in zip(got, got[1:], strict=False):
+                between += [(at - before) / count] * count
+    return {
+        "window_seconds": end - begin,
+        **counts,
+        "without_first": open_first,
+        "characters_per_second": characters / (end - begin),
+        "requests_per_second": ended_within / (end - begin),
+        **{
+            name: percentiles(values) if values else None
+            for name, values in (
+                ("first", first), ("between", between), ("per_character", per_character), ("whole", whole)
+            )
+        },
+        "late_p99": percentiles(late)["p99"] if late else None,
+        "load_cores": outcome.cpu_seconds / outcome.seconds,
+    }  # fmt: skip
+
+
+def holds(rung: dict[str, Any], goal: capacity.Goal) -> bool:
+    """Whether a rung kept a goal. What is unfinished counts with the least that it takes."""
+    p = f"p{round(100 * goal.quantile)}"
+    return (
+        not rung["refused"]
+        and rung["first"] is not None
+        and rung["first"][p] <= goal.first_seconds
+        and (rung["per_character"] is None or rung["per_character"][p] <= goal.character_seconds)
+    )
+
+
+def goodput(rungs: list[dict[str, Any]], goal: capacity.Goal) -> tuple[float, float | None]:
+    """(the highest rate up to which all rungs keep a goal, the next rung's rate); 0 where the first does not."""
+    best = 0.0
+    for rung in sorted(rungs, key=lambda rung: rung["rate"]):
+        if not holds(rung, goal):
+            return best, rung["rate"]
+        best = rung["rate"]
+    return best, None
+
+
+def warnings(rung: dict[str, Any]) -> list[str]:
+    """What makes a rung's figures doubtful."""
+    found = []
+    if rung["load_cores"] > BUSY_CORES:
+        found.append(f"the load generator was busy on {rung['load_cores']:.2f} cores")
+    if rung["late_p99"] is not None and rung["late_p99"] > LATE_SECONDS:
+        found.append(f"requests were sent up to {1e3 * rung['late_p99']:.0f} ms after they were due (p99)")
+    return found
+
+
+# The sweep
+
+
+class Sweep:
+    """What was asked for, and the figures so far."""
+
+    def __init__(self, plan: Plan, config: GPTConfig, threads: int, goal: capacity.Goal, out: Path):
+        self.plan, self.config, self.threads, self.goal, self.out = plan, config, threads, goal, out
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.started = time.perf_counter()
+        self.servers: dict[str, Server] = {}
+        self.results: dict[str, Any] = {
+            "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+            "command": shlex.join(["python", "-m", "tests.load.sweep", *sys.argv[1:]]),
+            "revision": revision(),
+            "machine": machine(torch.device(self.device)),
+            "load_average": os.getloadavg()[0],
+            "versions": {"python": platform.python_version()}
+            | {name: version(name) for name in ("torch", "transformers", "litserve")},
+            "settings": {
+                "plan": asdict(plan),
+                "quick": plan is not FULL,
+                "threads": threads,
+                "device": self.device,
+                "slots": SLOTS,
+                "waiting": WAITING,
+                "shape": asdict(config),
+            },
+            "goal": asdict(goal),
+            "warnings": [],
+        }
+
+    def run(self) -> None:
+        """
+        Raises:
+            BenchError, ServerError, LoadError, OSError: something did not answer as it should.
+        """
+        self.out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="chargpt-sweep-") as folder:
+            self.folder = save_random(self.config, Path(folder) / "S")
+            self.results["load_generator"] = load.ceiling(0.5)
+            self.say("the engine's steps …")
+            self.results["engine"] = in_child(
+                measure_engine, self.folder, self.plan.engine_rows, self.plan.engine_length, self.threads, self.device
+            )
+            with contextlib.ExitStack() as stack:
+                stack.callback(self.close)
+                for system in SYSTEMS:
+                    self.servers[system] = self.start(system)
+                    self.servers[system].pause()
+                self.measure()
+        self.results["seconds"] = time.perf_counter() - self.started
+        self.write()
+        draw(self.results, self.out / "sweep.png")
+
+    def measure(self) -> None:
+        systems: dict[str, dict[str, Any]] = {}
+        for system in SYSTEMS:
+            systems[system] = {"saturation": self.saturation(system), "rungs": []}
+            self.say(f"{NAMES[system]} does {systems[system]['saturation']['requests_per_second']:.2f} requests/s")
+        self.results["systems"] = systems
+        for share in self.plan.shares:
+            for system in SYSTEMS:
+                self.rung(system, share * systems[system]["saturation"]["requests_per_second"])
+        for _ in range(self.plan.bisections):
+            for system in SYSTEMS:
+                below, above = goodput(systems[system]["rungs"], self.goal)
+                if above is not None and below:
+                    self.rung(system, (below + above) / 2)
+
+    def saturation(self, system: str) -> dict[str, float]:
+        """Characters and requests a second while CROWD clients always want more."""
+        plan = self.plan
+        work = poisson_work(plan.longest)
+        requests = ((0.0, asked(system, i, item), item) for i, item in enumerate(work))
+        with running(self.servers[system]), self.servers[system].busy() as cores:
+            outcome = load.run(
+                self.servers[system].port, requests, connections=CROWD, seconds=plan.saturation_seconds, keep=True
+            )
+        begin = outcome.started_at + plan.saturation_seconds / 3
+        closed = outcome.started_at + outcome.seconds
+        given = sum(count for reply in outcome.replies for at, count in moments(system, reply) if begin <= at < closed)
+        lengths = [item.max_tokens for item in itertools.islice(poisson_work(plan.longest), 5000)]
+        length = sum(lengths) / len(lengths)
+        self.restart(system)
+        rate = given / (closed - begin)
+        return {
+            "characters_per_second": rate,
+            "requests_per_second": rate / length,
+            "mean_characters": length,
+            "load_cores": outcome.cpu_seconds / outcome.seconds,
+            **{f"{role}_cores": cores[role] for role in ("worker", "http")},
+        }
+
+    def rung(self, system: str, rate: float) -> None:
+        plan = self.plan
+        window = min(max(plan.window_seconds, plan.least_requests / rate), 3 * plan.window_seconds)
+        end = plan.warm_seconds + window
+        seconds = end + plan.cool_seconds
+        due = at_rate(plan.longest, rate, seconds)
+        requests = [(item.at, asked(system, i, item), item) for i, item in enumerate(due)]
+        server = self.servers[system]
+        with running(server), server.busy() as cores:
+            outcome = load.run(
+                server.port,
+                requests,
+                connections=min(len(requests), CONNECTIONS) or 1,
+                seconds=seconds,
+                keep=True,
+                refusals=True,
+            )
+        saturation = self.results["systems"][system]["saturation"]["requests_per_second"]
+        rung = {
+            "rate": rate,
+            "share": rate / saturation,
+            **summary(system, due, outcome, plan.warm_seconds, end),
+            "cores": cores,
+        }
+        self.results["systems"][system]["rungs"].append(rung)
+        first = rung["first"]
+        self.say(
+            f"{NAMES[system]}, {rate:.2f} requests/s: {rung['characters_per_second']:,.0f} characters/s, "
+            f"first p95 {'–' if first is None else format(1e3 * first['p95'], ',.0f')} ms, "
+            f"{rung['refused']} refused, {rung['unfinished']} unfinished of {rung['due']}"
+        )
+        for reason in warnings(rung):
+            self.results["warnings"].append(f"{NAMES[system]} at {rate:.2f} requests/s: {reason}")
+            self.say(f"  doubtful: {reason}")
+        self.write()
+        if len(outcome.ended) < len(due):
+            self.restart(system)
+
+    # -- what they need --
+
+    def start(self, system: str) -> Server:
+        logs = self.out / "logs"
+        if system == "ours":
+            server = Server(
+                "service",
+                logs / "ours.log",
+                "/readyz",
+                checkpoint=self.folder,
+                threads=self.threads,
+                log_level="warning",
+                max_running_requests=SLOTS,
+                max_queued_requests=WAITING,
+            )
+        else:
+            server = Server(
+                "tests.bench.stock", logs / "stock.log", "/health", checkpoint=self.folder, threads=self.threads
+            )
+        try:
+            server.wait_until_ready()
+            # What only a first batch costs.
+            requests = [
+                (0.0, asked(system, i, item), item) for i, item in enumerate(itertools.islice(poisson_work(32), 16))
+            ]
+            load.run(server.port, requests, connections=16)
+        except BaseException:
+            server.close()
+            raise
+        return server
+
+    def restart(self, system: str) -> None:
+        """A fresh one after clients have left: a stock LitServe goes on with what they asked for."""
+        with contextlib.suppress(ProcessLookupError):
+            if system == "stock":  # its shutdown would wait for that, too
+                os.killpg(self.servers[system].process.pid, signal.SIGKILL)
+        self.servers[system].close()
+        self.servers[system] = self.start(system)
+        self.servers[system].pause()
+
+    def close(self) -> None:
+        for server in self.servers.values():
+            server.close()
+
+    def say(self, text: str) -> None:
+        print(f"[{time.perf_counter() - self.started:5.0f} s] {text}", file=sys.stderr, flush=True)
+
+    def write(self) -> None:
+        (self.out / "sweep.json").write_text(json.dumps(self.results, indent=1) + "\n", encoding="utf-8")
+        (self.out / "sweep.md").write_text(markdown(self.results), encoding="utf-8")
+
+
+# The engine by itself, for the queueing model
+
+
+def measure_engine(folder: Path, rows: tuple[int, ...], length: int, threads: int, device: str) -> dict[str, Any]:
+    """Seconds of a decode step at numbers of rows, of a prompt, and of what of a step stays on the host.
+
+    A step's seconds are rows over the characters that a second gives, so sequences that wait for an fp64 decision are
+    in it.
+    """
+    from service.engine import Engine
+    from service.model.checkpoint import Checkpoint
+    from service.scheduler import Sequence
+
+    torch.set_num_threads(threads)
+    model = Checkpoint.read(folder).load_model(device)
+    steps = []
+    for count in rows:
+        runner = Engine(model, max_running=count, prefill_budget=max(512, PROMPT * count))
+        runner.generate(engine.sequences(count, 4))
+        for sequence in engine.sequences(count, length):
+            runner.submit(sequence)
+        runner.step()  # the prompts
+        given, started, seconds = 0, time.perf_counter(), 0.0
+        while runner.has_work:
+            given += sum(len(delta.ids) for delta in runner.step())
+            seconds = time.perf_counter() - started
+            if given >= count * (length - 8):  # before the first of them ends
+                break
+        steps.append([count, count * seconds / given])
+    runner = Engine(model, max_running=4)
+    prompts: dict[int, list[float]] = {1: [], 4: []}  # seconds of a step over so many
+    for number, together in itertools.product(range(24), prompts):
+        chance = random.Random(number)
+        ids = [chance.choices(range(model.config.vocab_size), k=MEAN_PROMPT) for _ in range(together)]
+        started = time.perf_counter()
+        runner.generate([Sequence(i, prompt, 1, sampling(i)) for i, prompt in enumerate(ids)])
+        prompts[together].append(time.perf_counter() - started)
+    one, four = (statistics.median(prompts[together]) for together in (1, 4))
+    parts = engine.phases(model, rows[-1], length, device)
+    host = sum(parts.get(name, 0.0) for name in ("sampling", "schedule", "rest"))
+    return {
+        "step_seconds": steps,
+        "prefill_seconds": one,
+        "prefill_more_seconds": max(0.0, (four - one) / 3),
+        "host_seconds_per_character": host / (rows[-1] * length),
+        "operations": count_operations(model),
+        "parameters": model.num_parameters,
+    }
+
+
+def count_operations(model: Any) -> int:
+    """Operations that torch launches in a decode step; views, which launch none, left out."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from service.model.kv_cache import KVCache
+
+    class Counter(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += not function.is_view
+            return function(*args, **(kwargs or {}))
+
+    cache = KVCache(model.config, 2, model.head.weight.device, model.head.weight.dtype)
+    with torch.no_grad(), Counter() as counter:
+        model(torch.zeros(2, 1, dtype=torch.long, device=model.head.weight.device), cache.decode(2))
+    return counter.count
+
+
+# What it looks like
+
+README_SHARES = (0.05, 0.5, 0.8, 0.9, 1.0, 1.5, 2.0)
+
+
+def rows(results: dict[str, Any], shares: tuple[float, ...] | None = None) -> list[list[str]]:
+    """A row for each rung by system and rate, or of the ladder at `shares` alone."""
+    found = [["offered, requests/s", "of its saturation", "characters/s", "requests/s"]]
+    found[0] += ["first character, ms", "between characters, ms", "mean a character, ms", "whole, ms"]
+    found[0] += ["due", "refused", "unfinished", "goal"]
+    goal = capacity.Goal(**results["goal"])
+    for system, figures in results["systems"].items():
+        for rung in sorted(figures["rungs"], key=lambda rung: rung["rate"]):
+            if shares is not None and not any(math.isclose(rung["share"], share) for share in shares):
+                continue
+            latencies = [three(rung[name]) for name in ("first", "between", "per_character", "whole")]
+            found.append(
+                [f"{NAMES[system]}, {rung['rate']:.3g}", f"{100 * rung['share']:.0f} %"]
+                + [f"{rung['characters_per_second']:,.0f}", f"{rung['requests_per_second']:.3g}", *latencies]
+                + [str(rung[name]) for name in ("due", "refused", "unfinished")]
+                + ["kept" if holds(rung, goal) else "missed"]
+            )
+    return found
+
+
+def three(seconds: dict[str, float] | None) -> str:
+    """The 50th, 95th and 99th percentile in ms."""
+    if seconds is None:
+        return report.NONE
+    return " / ".join(f"{1e3 * value:,.{0 if value > 0.02 else 1}f}" for value in seconds.values())
+
+
+def verdict(results: dict[str, Any]) -> list[list[str]]:
+    """Saturation and goodput of both."""
+    goal, replica = capacity.Goal(**results["goal"]), capacity.replica_of(results)
+    found = [["", *(NAMES[system] for system in SYSTEMS), "ratio", "model of this service"]]
+    saturations = [results["systems"][system]["saturation"] for system in SYSTEMS]
+    for label, key, predicted in (
+        ("saturation, requests/s", "requests_per_second", replica.saturation),
+        ("saturation, characters/s", "characters_per_second", replica.saturation * replica.characters),
+    ):
+        ours, stock = (figures[key] for figures in saturations)
+        found.append([label, f"{ours:,.1f}", f"{stock:,.1f}", f"{ours / stock:.1f} ×", f"{predicted:,.1f}"])
+    best = [goodput(results["systems"][system]["rungs"], goal)[0] for system in SYSTEMS]
+    found.append(
+        ["goodput, requests/s", *(f"{rate:.3g}" if rate else "none" for rate in best)]
+        + [f"{best[0] / best[1]:.1f} ×" if best[1] else report.NONE, f"{capacity.goodput(replica, goal):.3g}"]
+    )
+    return found
+
+
+def markdown(results: dict[str, Any], shares: tuple[float, ...] | None = None) -> str:
+    """The tables of a run, and where they come from; of rungs at `shares`, if they are named."""
+    return (
+        "\n".join(
+            [
+                *report.table(verdict(results)),
+                *report.table(rows(results, shares)),
+                *("- " + line for line in footnotes(results)),
+            ]
+        )
+        + "\n"
+    )
+
+
+def footnotes(results: dict[str, Any]) -> list[str]:
+    about, settings, goal = results["machine"], results["settings"], results["goal"]
+    plan, versions, length = settings["plan"], results["versions"], results["systems"]["ours"]["saturation"]
+    cores = max(rung["load_cores"] for figures in results["systems"].values() for rung in figures["rungs"])
+    lines = [
+        f"The goal: {100 * goal['quantile']:.0f} % of the requests have their first character after "
+        f"{1e3 * goal['first_seconds']:.0f} ms and each further one after {1e3 * goal['character_seconds']:.0f} ms on "
+        "average, and none is refused. Latencies are the 50th / 95th / 99th percentile, from the moment at which a "
+        "request was due; what was unfinished counts with the time until then.",
+        f"Prompts of 4 to 64 characters, answers of {plan['longest'] // 16} to {plan['longest']}, "
+        f"{length['mean_characters']:.0f} on average; windows of {plan['window_seconds']:g} s and more after "
+        f"{plan['warm_seconds']:g} s. This service has {settings['slots']} slots and a queue of "
+        f"{settings['waiting']} (`--max-queued-requests`), the stock service batches of 64 and a queue without bound.",
+        f"{about['cpu']}, {about['cores']} cores; {settings['threads']} threads an engine; load "
+        f"{results['load_average']:.2f} at the start; {results['date'][:10]}; torch {versions['torch']}, transformers "
+        f"{versions['transformers']}, LitServe {versions['litserve']}; revision {results['revision']}"
+        f"{'; the quick form' if settings['quick'] else ''}.",
+        f"The load generator shares the cores with what it measures and took up to {100 * cores:.0f} % of one.",
+    ]
+    return lines + [f"doubtful: {reason}" for reason in results["warnings"]]
+
+
+COLORS = {"ours": "tab:blue", "stock": "tab:orange"}
+STYLES = {"p50": "-", "p95": "--", "p99": ":"}
+
+
+def draw(results: dict[str, Any], png: Path) -> None:
+    """Against the offered rate: characters/s, and three latencies; both systems, the goal, goodput, and the model."""
+    from matplotlib.figure import Figure
+    from PIL import Image
+
+    goal, replica = capacity.Goal(**results["goal"]), capacity.replica_of(results)
+    picture = Figure(figsize=(12, 8), layout="constrained")
+    (given, first), (between, mean) = picture.subplots(2, 2)
+    for system, figures in results["systems"].items():
+        color, rungs = COLORS[system], sorted(figures["rungs"], key=lambda rung: rung["rate"])
+        if not rungs:
+            continue
+        rates = [rung["rate"] for rung in rungs]
+        given.plot(rates, [r["characters_per_second"] for r in rungs], "o-", color=color, ms=4, label=NAMES[system])
+        for axes, key in ((first, "first"), (between, "between"), (mean, "per_character")):
+            for p, dashes in STYLES.items():
+                values = [math.nan if rung[key] is None else 1e3 * rung[key][p] for rung in rungs]
+                axes.plot(rates, values, dashes, marker=".", color=color, label=f"{NAMES[system]}, {p}")
+        saturation = figures["saturation"]["requests_per_second"]
+        best = goodput(rungs, goal)[0]
+        for axes in (given, first, between, mean):
+            axes.axvline(saturation, color=color, lw=1, alpha=0.4)
+            if best:
+                axes.axvspan(best * 0.985, best * 1.015, color=color, alpha=0.5, lw=0)
+    ours = [rung["rate"] for rung in results["systems"]["ours"]["rungs"]]
+    if ours:
+        rates = [min(ours) * (max(ours) / min(ours)) ** (i / 39) for i in range(40)]
+        forecasts = [replica.forecast(rate) for rate in rates]
+        style: dict[str, Any] = {"color": "black", "lw": 1}
+        given.plot(rates, [f.characters_per_second for f in forecasts], **style, label="model of this service")
+        for axes, name in ((first, "first"), (mean, "character")):
+            for p in ("p50", "p95"):
+                values = [1e3 * getattr(forecast, name)(int(p[1:]) / 100) for forecast in forecasts]
+                axes.plot(rates, values, STYLES[p], **style, label=f"model, {p}")
+    for axes, limit in ((first, goal.first_seconds), (mean, goal.character_seconds)):
+        axes.axhline(1e3 * limit, color="tab:green", lw=1.5, label=f"goal for {100 * goal.quantile:.0f} %")
+    for axes, title, y in (
+        (given, "Throughput", "characters/s"),
+        (first, "Time to first character", "ms"),
+        (between, "Between two characters", "ms"),
+        (mean, "A request's mean time a character", "ms"),
+    ):
+        axes.set(title=title, xlabel="offered, requests/s", ylabel=y, xscale="log", yscale="log")
+        axes.grid(alpha=0.3)
+    about = results["machine"]
+    picture.suptitle(
+        f"{about['cpu']}, {about['cores']} cores, {results['date'][:10]}; thin line: saturation, bar: goodput",
+        fontsize=9,
+    )
+    handles = {
+        label: line for axes in (given, mean) for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    picture.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5, fontsize=8)
+    with tempfile.TemporaryFile() as drawn:
+        picture.savefig(drawn, dpi=90)
+        Image.open(drawn).quantize(64).save(png, optimize=True)  # a third of the bytes
+
+
+def publish(results: dict[str, Any], out: Path, root: Path) -> None:
+    """Put table and picture into the README of a folder, and the tables into its deploy/CAPACITY.md.
+
+    Raises:
+        ValueError: a file has not the markers.
+        OSError: one cannot be read or written.
+    """
+    shares = None if results["settings"]["quick"] else README_SHARES
+    capacity.write_tables(results, root / "deploy" / "CAPACITY.md")
+    report.put(markdown(results, shares), root / "README.md", "load-sweep")
+    shutil.copy(out / "sweep.png", root / "deploy" / PICTURE)
+
+
+# The command
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.load.sweep",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    goal = capacity.Goal()
+    parser.add_argument("--quick", action="store_true", help="under three minutes")
+    parser.add_argument(
+        "--first", type=float, default=goal.first_seconds, metavar="SECONDS", help="the goal's (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--character",
+        type=float,
+        default=goal.character_seconds,
+        metavar="SECONDS",
+        help="the goal's (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--threads", type=int, default=cpus_left({}), help="of each engine (default: %(default)s, as the service)"
+    )
+    out = Path("out/load-sweep")
+    parser.add_argument("--out", type=Path, default=out, metavar="DIR", help="(default: %(default)s)")
+    parser.add_argument("--publish", action="store_true", help="and put the figures into README.md and deploy/")
+    parser.add_argument("--tables", action="store_true", help="measure nothing; publish OUT/sweep.json")
+    args = parser.parse_args()
+    if not 1 <= args.threads <= 1024:
+        parser.error(f"--threads must be in [1, 1024], got {args.threads}")
+    if not (0 < args.first < math.inf and 0 < args.character < math.inf):
+        parser.error(f"--first and --character must be positive, got {args.first:g} and {args.character:g}")
+    return args
+
+
+def main() -> int:
+    args = parse_args()
+    try:
+        if not args.tables:
+            measure(args)
+        results = json.loads((args.out / "sweep.json").read_text(encoding="utf-8"))
+        if args.tables:
+            draw(results, args.out / "sweep.png")
+        else:
+            print(markdown(results))
+        if args.tables or args.publish:
+            publish(results, args.out, ROOT)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    except (*FAILURES, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def measure(args: argparse.Namespace) -> None:
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # in the engines' processes, as python -m service has it
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C
+    goal = capacity.Goal(args.first, args.character)
+    sweep = Sweep(QUICK if args.quick else FULL, SHAPES["S"], args.threads, goal, args.out)
+    if sweep.results["load_average"] > 0.5:
+        sweep.say(f"the machine is busy (load {sweep.results['load_average']:.1f}): latencies will be too long")
+    sweep.run()
+    sweep.say(f"figures: {args.out / 'sweep.json'}, .md, .png")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,381 @@
+"""The spans that a real service sends, as an OTLP receiver gets them."""
+
+import collections
+import concurrent.futures
+import contextlib
+import http.server
+import json
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import httpx
+import pytest
+from helpers import RunningServer, save_random
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+
+MARKER = "SecretMarker"
+
+
+class Collector:
+    """Takes spans as a collector does, and keeps them."""
+
+    def __init__(self):
+        self.spans = []  # (resource attributes, span)
+        collector = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self):
+                assert (self.path, self.headers["Content-Type"]) == ("/v1/traces", "application/x-protobuf")
+                body = ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["Content-Length"])))
+                for part in body.resource_spans:
+                    resource = attributes(part.resource)
+                    collector.spans += [(resource, span) for scope in part.scope_spans for span in scope.spans]
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *_):
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/v1/traces"
+        threading.Thread(target=self.server.serve_forever).start()
+
+    def requests(self):
+        """By request id: the resource and the span of a request, and its phases by their names."""
+        found = {}
+        phases = collections.defaultdict(list)
+        for resource, span in list(self.spans):
+            if span.kind == Span.SPAN_KIND_SERVER:
+                id = attributes(span)["gen_ai.request.id"]
+                assert id not in found, "one span for a request"
+                found[id] = (resource, span)
+            else:
+                phases[span.trace_id, span.parent_span_id].append(span)
+        return {id: (*found[id], phases[found[id][1].trace_id, found[id][1].span_id]) for id in found}
+
+    def request(self, id):
+        """Waits for the span of a request: it is sent some time after the answer."""
+        deadline = time.monotonic() + 15
+        while id not in (requests := self.requests()):
+            assert time.monotonic() < deadline, f"no span of {id} among {requests.keys()}"
+            time.sleep(0.05)
+        return requests[id]
+
+    def close(self):
+        self.server.shutdown()
+        self.server.server_close()
+
+
+def attributes(owner):
+    def value(v):
+        kind = v.WhichOneof("value")
+        return [value(each) for each in v.array_value.values] if kind == "array_value" else getattr(v, kind)
+
+    return {pair.key: value(pair.value) for pair in owner.attributes}
+
+
+@contextlib.contextmanager
+def collecting():
+    collector = Collector()
+    try:
+        yield collector
+    finally:
+        collector.close()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_random(tmp_path_factory.mktemp("tracing") / "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def collector():
+    with collecting() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint, collector):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")  # ms
+        options = {"http_processes": 2, "max_queued_requests": 300, "max_prompts": 400}
+        server = RunningServer(checkpoint.path, otlp_traces_endpoint=collector.url, **options)
+    with server:
+        server.wait_until_ready()
+        yield server
+        assert server.stop() == 0
+        assert "Traceback" not in server.output()
+
+
+def ask(server, path, body, **headers):
+    before = time.time_ns()
+    response = httpx.post(server.url + path, json=body, headers=headers, timeout=30)
+    return response, before, time.time_ns()
+
+
+def test_a_generation_is_a_span_with_its_phases_at_their_true_times(server, collector):
+    body = {"prompt": "abcde", "max_tokens": 300, "temperature": 0.5, "top_p": 0.9, "seed": 1}
+    response, before, after = ask(server, "/generate", body)
+    resource, span, phases = collector.request(response.headers["x-request-id"])
+    assert resource["service.name"] == "chargpt"
+    assert span.name == "text_completion chargpt"
+    assert (span.parent_span_id, span.status.code) == (b"", Status.STATUS_CODE_UNSET)
+    found = attributes(span)
+    timing = response.json()["chargpt"]["timing"]
+    latencies = {name.rsplit(".", 1)[1]: found.pop(name) for name in list(found) if ".latency." in name}
+    assert found == {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "chargpt",
+        "gen_ai.request.model": "chargpt",
+        "gen_ai.request.id": response.headers["x-request-id"],
+        "gen_ai.request.max_tokens": 300,
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.top_p": 0.9,
+        "gen_ai.usage.input_tokens": 5,
+        "gen_ai.usage.output_tokens": 300,
+        "gen_ai.usage.num_sequences": 1,
+        "gen_ai.response.finish_reasons": ["length"],
+        "http.request.method": "POST",
+        "http.route": "/generate",
+        "http.response.status_code": 200,
+    }
+    for name, ours in (("queue", "queue"), ("model_prefill", "prefill"), ("model_decode", "decode")):
+        assert latencies[f"time_in_{name}"] == pytest.approx(timing[f"{ours}_seconds"], abs=1e-6)
+    inference = timing["prefill_seconds"] + timing["decode_seconds"]
+    assert latencies["time_in_model_inference"] == pytest.approx(inference, abs=2e-6)
+    assert 0 < latencies["time_to_first_token"] <= latencies["e2e"] <= (after - before) / 1e9
+    assert latencies["e2e"] == pytest.approx((span.end_time_unix_nano - span.start_time_unix_nano) / 1e9, abs=1e-5)
+
+    # One after the other, within the request, which is within what the client saw.
+    assert [phase.name for phase in sorted(phases, key=lambda p: p.start_time_unix_nano)] == [
+        "queue",
+        "prefill",
+        "decode",
+    ]
+    queue, prefill, decode = sorted(phases, key=lambda p: p.start_time_unix_nano)
+    places = [before, span.start_time_unix_nano, queue.start_time_unix_nano]
+    places += [queue.end_time_unix_nano, prefill.end_time_unix_nano, decode.end_time_unix_nano]
+    places += [span.end_time_unix_nano, after]
+    assert all(b - a > -10_000_000 for a, b in zip(places, places[1:], strict=False))  # the client's clock is coarser
+    assert abs(prefill.start_time_unix_nano - queue.end_time_unix_nano) < 10_000
+    assert abs(decode.start_time_unix_nano - prefill.end_time_unix_nano) < 10_000
+    for phase, name in ((prefill, "prefill"), (decode, "decode")):
+        seconds = (phase.end_time_unix_nano - phase.start_time_unix_nano) / 1e9
+        assert seconds == pytest.approx(timing[f"{name}_seconds"], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "name", "reasons", "tokens", "phases"),
+    [
+        ("/v1/completions", {"prompt": ["a", "bc"], "n": 2}, "text_completion", ["length"] * 4, (3, 64), "qpd"),
+        ("/generate", {"prompt": "a", "choice": ["bcd"]}, "text_completion", ["stop"], (1, 3), "qpd"),
+        ("/generate", {"prompt": "a", "max_tokens": 4, "stream": True}, "text_completion", ["length"], (1, 4), "qpd"),
+        (
+            "/generate",
+            {"prompt": "a", "max_tokens": 4, "suffix": "b", "best_of": 2},
+            "text_completion",
+            ["length"] * 2,
+            (1, 8),
+            "qpdqp",  # to sample, then to score
+        ),
+        ("/v1/score", {"texts": ["abc", "de"]}, "score", ["length"] * 2, (5, 0), "qp"),
+        ("/v1/next", {"prompt": ["a", "bc"]}, "next", ["length"] * 2, (3, 2), "qpd"),
+    ],
+)
+def test_every_kind_of_request_has_its_span(server, collector, path, body, name, reasons, tokens, phases):
+    response, _, _ = ask(server, path, body)
+    assert response.status_code == 200
+    _, span, found = collector.request(response.headers["x-request-id"])
+    assert span.name == f"{name} chargpt"
+    about = attributes(span)
+    assert about["http.route"] == path
+    assert about["gen_ai.response.finish_reasons"] == reasons
+    assert (about["gen_ai.usage.input_tokens"], about["gen_ai.usage.output_tokens"]) == tokens
+    assert sorted(phase.name[0] for phase in found) == sorted(phases)
+
+
+def test_what_asks_nothing_of_the_model_has_no_span(server, collector):
+    for path in ("/info", "/v1/models", "/metrics", "/nothing"):
+        httpx.get(server.url + path, headers={"X-Request-Id": f"no{path.replace('/', '-')}"})
+    ask(server, "/tokenize", {"prompt": "a"}, **{"X-Request-Id": "no-tokenize"})
+    response, _, _ = ask(server, "/generate", {"prompt": "a", "max_tokens": 1})
+    collector.request(response.headers["x-request-id"])
+    assert not [id for id in collector.requests() if id.startswith("no-")]
+
+
+def test_the_span_continues_the_trace_of_the_client(server, collector):
+    trace, parent = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+    sampled = {"traceparent": f"00-{trace}-{parent}-01", "tracestate": "some=thing"}
+    response, _, _ = ask(server, "/generate", {"prompt": "a", "max_tokens": 1}, **sampled)
+    _, span, phases = collector.request(response.headers["x-request-id"])
+    assert (span.trace_id.hex(), span.parent_span_id.hex(), span.trace_state) == (trace, parent, "some=thing")
+    assert {phase.trace_id.hex() for phase in phases} == {trace}
+
+    # The client says that it does not sample; a header that is none begins a new trace.
+    not_sampled = {"traceparent": f"00-{trace}-{parent}-00"}
+    unsampled, _, _ = ask(server, "/generate", {"prompt": "a", "max_tokens": 1}, **not_sampled)
+    response, _, _ = ask(server, "/generate", {"prompt": "a", "max_tokens": 1}, traceparent=MARKER)
+    _, span, _ = collector.request(response.headers["x-request-id"])
+    assert span.trace_id.hex() != trace and span.parent_span_id == b""
+    time.sleep(0.5)
+    assert unsampled.headers["x-request-id"] not in collector.requests()
+
+
+def test_concurrent_requests_have_a_trace_each(server, collector):
+    def one(number):
+        body = {"prompt": "a" * (number % 50 + 1), "max_tokens": number % 7 + 1, "n": number % 3 + 1}
+        response, before, after = ask(server, "/generate", body, Connection="close")
+        assert response.status_code == 200
+        return response.headers["x-request-id"], body, before, after
+
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        asked = list(pool.map(one, range(80)))
+    traces, processes = set(), set()
+    for id, body, before, after in asked:
+        resource, span, phases = collector.request(id)
+        about = attributes(span)
+        assert about["gen_ai.usage.input_tokens"] == len(body["prompt"])
+        assert about["gen_ai.usage.output_tokens"] == body["max_tokens"] * body["n"]
+        assert about["gen_ai.response.finish_reasons"] == ["length"] * body["n"]
+        # The answer may be read before the server's task that wrote it goes on.
+        assert before - 10_000_000 <= span.start_time_unix_nano <= after + 10_000_000
+        assert span.start_time_unix_nano <= span.end_time_unix_nano
+        assert sorted(phase.name for phase in phases) == ["decode", "prefill", "queue"]
+        for phase in phases:
+            assert span.start_time_unix_nano <= phase.start_time_unix_nano <= phase.end_time_unix_nano
+            assert phase.end_time_unix_nano <= span.end_time_unix_nano
+        traces.add(span.trace_id)
+        processes.add(resource["service.instance.id"].rsplit("-", 1)[0])
+    assert len(traces) == len(asked)
+    assert processes == {"http-0", "http-1"}
+
+
+def test_a_client_that_leaves_is_an_ending_and_no_error(server, collector):
+    body = {"prompt": "a", "max_tokens": 16_000, "stream": True}
+    with httpx.stream("POST", f"{server.url}/generate", json=body) as response:
+        next(response.iter_lines())
+    _, span, phases = collector.request(response.headers["x-request-id"])
+    about = attributes(span)
+    assert about["gen_ai.response.finish_reasons"] == ["abort"]
+    assert 0 < about["gen_ai.usage.output_tokens"] < 16_000
+    assert span.status.code == Status.STATUS_CODE_UNSET
+    assert sorted(phase.name for phase in phases) == ["decode", "prefill", "queue"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "error"),
+    [
+        ({"prompt": "a", "max_tokens": 16_000, "timeout_seconds": 0.1}, 504, "timeout"),
+        ({"prompt": "a", "max_tokens": 16_000, "timeout_seconds": 0.1, "stream": True}, 200, "timeout"),
+        ({"prompt": "a", "temperature": -1}, 400, None),
+        ({"prompt": "a", "n": 400}, 429, None),
+    ],
+)
+def test_what_failed_is_marked_and_what_was_refused_is_not(server, collector, body, status, error):
+    response, _, _ = ask(server, "/generate", body)
+    assert response.status_code == status
+    _, span, _ = collector.request(response.headers["x-request-id"])
+    about = attributes(span)
+    assert about["http.response.status_code"] == status
+    assert about.get("error.type") == error
+    assert span.status.code == (Status.STATUS_CODE_UNSET if error is None else Status.STATUS_CODE_ERROR)
+
+
+def test_no_text_of_a_request_is_in_a_span(server, collector):
+    body = {"prompt": MARKER, "stop": [MARKER + "s"], MARKER: MARKER}
+    good, _, _ = ask(server, "/generate", body, Authorization=MARKER)
+    bad, _, _ = ask(server, "/generate", body | {"model": MARKER}, Cookie=MARKER)
+    query = httpx.get(f"{server.url}/generate", params={"prompt": MARKER, "max_tokens": 2})
+    assert (good.status_code, bad.status_code, query.status_code) == (200, 404, 200), good.text
+    for response in (good, bad, query):
+        resource, span, phases = collector.request(response.headers["x-request-id"])
+        assert MARKER.encode() not in b"".join(each.SerializeToString() for each in (span, *phases))
+        assert MARKER not in json.dumps(resource)
+
+
+def test_the_last_spans_are_sent_at_the_end_and_the_service_has_the_name_it_is_given(checkpoint, monkeypatch):
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "600000")
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
+    with collecting() as collector, RunningServer(checkpoint.path, otlp_traces_endpoint=collector.url) as server:
+        server.wait_until_ready()
+        response, _, _ = ask(server, "/generate", {"prompt": "a", "max_tokens": 1})
+        assert not collector.spans
+        assert server.stop() == 0
+        resource, _, _ = collector.requests()[response.headers["x-request-id"]]
+        assert resource["service.name"] == "mine"
+
+
+def test_the_standard_variable_says_what_is_sampled(checkpoint, monkeypatch):
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
+    with collecting() as collector, RunningServer(checkpoint.path, otlp_traces_endpoint=collector.url) as server:
+        server.wait_until_ready()
+        ask(server, "/generate", {"prompt": "a", "max_tokens": 1})
+        parent = {"traceparent": f"00-{'1' * 32}-{'2' * 16}-01"}
+        response, _, _ = ask(server, "/generate", {"prompt": "a", "max_tokens": 1}, **parent)
+        assert server.stop() == 0
+        assert collector.requests().keys() == {response.headers["x-request-id"]}
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_a_collector_that_is_away_or_silent_holds_up_nothing(checkpoint, monkeypatch, is_silent):
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "8")
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "4")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        if is_silent:
+            listener.listen()  # connections are taken, and nothing is ever answered
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/traces"
+        with RunningServer(checkpoint.path, otlp_traces_endpoint=url) as server:
+            server.wait_until_ready()
+            with concurrent.futures.ThreadPoolExecutor(8) as pool:
+                body = {"prompt": "a", "max_tokens": 2}
+                answers = pool.map(lambda _: ask(server, "/generate", body)[0].status_code, range(100))
+                assert set(answers) == {200}
+            assert server.stop() == 0
+            for line in map(json.loads, server.output().splitlines()):
+                assert line["message"]
+
+
+def without_opentelemetry(tmp_path):
+    """A path of modules on which the extra looks as if it were not installed."""
+    (tmp_path / "sitecustomize.py").write_text(
+        textwrap.dedent("""
+            import sys
+            class Missing:
+                def find_spec(self, name, path=None, target=None):
+                    if name in ("opentelemetry.sdk", "opentelemetry.exporter"):
+                        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+            sys.meta_path.insert(0, Missing())
+        """)
+    )
+    return f"{tmp_path}:{os.getcwd()}"
+
+
+def test_without_the_extra_the_service_runs_and_the_setting_is_refused(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", without_opentelemetry(tmp_path))
+    with RunningServer(checkpoint.path) as server:
+        server.wait_until_ready()
+        assert ask(server, "/generate", {"prompt": "a", "max_tokens": 1})[0].status_code == 200
+    command = [sys.executable, "-m", "service", "--otlp-traces-endpoint=http://localhost:4318/v1/traces"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "--otlp-traces-endpoint (CHARGPT_OTLP_TRACES_ENDPOINT): needs the extra tracing" in done.stderr
+    assert "pip install 'chargpt[tracing]'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["localhost:4318", "http://localhost:4318", "grpc://localhost/v1", "http://a:b@host/v1/traces", ""]
+)
+def test_an_endpoint_that_is_no_whole_url_is_refused(endpoint):
+    command = [sys.executable, "-m", "service", f"--otlp-traces-endpoint={endpoint}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "--otlp-traces-endpoint (CHARGPT_OTLP_TRACES_ENDPOINT): should be a whole URL" in done.stderr
+    assert "http://localhost:4318/v1/traces" in done.stderr
