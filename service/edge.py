@@ -110,6 +110,8 @@ class Edge:
             status = 499  # nginx' number for a client that left
         finally:
             seconds = time.monotonic() - started_at
+            if scope.get("chargpt.client_left"):
+                status = 499
             if metrics is not None:
                 metrics.http_requests_in_progress.dec()
                 if status is not None:

@@ -231,6 +231,12 @@ class Metrics:
         )  # fmt: skip
         self.http_requests_in_progress = gauge("chargpt_http_requests_in_progress", "HTTP requests being answered")
 
+        # From 0 on: the rate of a series that begins at 1 misses its first event.
+        for reason in ("stop", "length", "abort", "timeout", "error"):
+            self._request_success(reason)
+        for reason in ("queue_full", "shutting_down", "not_ready"):
+            self._admission_rejections(reason)
+
         # Observed by the inference processes.
         self.num_requests_running = gauge("chargpt_num_requests_running", "Sequences that hold a cache slot")
         self.num_requests_waiting = gauge("chargpt_num_requests_waiting", "Sequences in the queue")

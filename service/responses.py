@@ -41,7 +41,7 @@ class _Watched(Response, ABC):
         watchers: list[asyncio.Task[None]] = []
         loop = asyncio.get_running_loop()
         timer = loop.call_later(
-            self.WATCH_AFTER_SECONDS, lambda: watchers.append(loop.create_task(self._watch(receive)))
+            self.WATCH_AFTER_SECONDS, lambda: watchers.append(loop.create_task(self._watch(scope, receive)))
         )
         try:
             with self.busy:
@@ -52,9 +52,10 @@ class _Watched(Response, ABC):
                 watcher.cancel()
             self._abort()
 
-    async def _watch(self, receive: Receive) -> None:
+    async def _watch(self, scope: Scope, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
+        scope["chargpt.client_left"] = self.job is not None and not self.job.is_finished
         self._abort()
 
     def _abort(self) -> None:

@@ -224,7 +224,7 @@ class Run:
                 count -= 1
             # Characters that came together share the time since the ones before.
             if count:
-                self._metrics.inter_token_latency.observe((at - record.last_at) / count, count)
+                self._metrics.inter_token_latency.observe((at - record.last_at) / count, count, self._request_id)
             record.last_at = at
         if delta.scheduled_at is not None and delta.prefilled_at is not None:
             record.queue_seconds = delta.scheduled_at - self._arrived_at

@@ -30,6 +30,7 @@ from litserve.transport.base import MessageTransport
 
 logger = logging.getLogger(__name__)
 
+IDLE_SECONDS = 1.0  # a blocking receive ends after so long, so that whoever counts idle time can
 MAX_UNSENT_BYTES = 64 << 20  # to one HTTP process; past it that process counts as hung
 
 
@@ -172,7 +173,7 @@ class SocketTransport(MessageTransport):
             self._worker.wake()
 
     def receive(self, block: bool) -> list[tuple[int, ToWorker | ConsumerLost]]:
-        """What has arrived, with the HTTP process it came from; waits for something if `block`."""
+        """What has arrived, with the HTTP process it came from; waits for something, for IDLE_SECONDS, if `block`."""
         assert self._worker is not None
         return self._worker.receive(block)
 
@@ -250,7 +251,7 @@ class _WorkerSide:
             self._wake_write.send(b"\0")
 
     def receive(self, block: bool) -> list[tuple[int, ToWorker | ConsumerLost]]:
-        for key, events in self._selector.select(None if block else 0):
+        for key, events in self._selector.select(IDLE_SECONDS if block else 0):
             if key.fileobj is self._listener:
                 sock, _ = self._listener.accept()
                 sock.setblocking(False)
@@ -387,7 +388,8 @@ class _Frames(asyncio.Protocol):
         self._unsent.append(frame)
 
     def _flush(self) -> None:
-        self.transport.write(b"".join(self._unsent))
+        if not self.transport.is_closing():  # else the worker is gone, of which `ended` tells
+            self.transport.write(b"".join(self._unsent))
         self._unsent.clear()
 
     def data_received(self, data: bytes) -> None:

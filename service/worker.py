@@ -119,11 +119,12 @@ class EngineLoop(LitLoop):
         if is_idle or began >= self._flush_at:
             metrics.flush()
             self._flush_at = began + metrics.FLUSH_SECONDS
-        for consumer_id, message in transport.receive(block=is_idle):
-            if is_idle:
-                now = engine.clock()
-                metrics.engine_idle.inc(now - began)
-                began, is_idle = now, False
+        messages = transport.receive(block=is_idle)
+        if is_idle:
+            waited_until = engine.clock()
+            metrics.engine_idle.inc(waited_until - began)
+            began = waited_until
+        for consumer_id, message in messages:
             self._take(engine, transport, message, consumer_id)
         if not engine.has_work:
             return

@@ -5,6 +5,7 @@ import contextlib
 import json
 import signal
 import socket
+import time
 
 import httpx
 import psutil
@@ -130,6 +131,7 @@ def test_each_ending_has_its_reason_and_gauges_return_to_zero(server):
     assert grown("chargpt_request_generation_tokens_count") == 5
     assert grown("chargpt_http_requests_total", handler="/generate", method="POST", status="400") == 2
     assert grown("chargpt_http_requests_total", handler="/generate", method="POST", status="504") == 1
+    assert grown("chargpt_http_requests_total", handler="/generate", method="POST", status="499") == 2
     duration = grown("chargpt_http_request_duration_seconds_count", handler="/generate", method="POST")
     assert duration == sum(
         grown(name, **dict(labels)) for name, labels in grown.after
@@ -282,3 +284,13 @@ def test_what_is_served_is_told(server):
     assert labels["chargpt_checkpoint_info"]["checkpoint_sha256"] == info["model"]["checkpoint_sha256"]
     assert labels["chargpt_build_info"]["torch"] == info["versions"]["torch"]
     assert server.metric("chargpt_checkpoint_validation_loss") == LOSS
+
+
+def test_idle_time_is_told_while_it_lasts(server):
+    settled(server)
+    before = server.metric("chargpt_engine_idle_seconds_total")
+    deadline = time.monotonic() + 20
+    while (idle := server.metric("chargpt_engine_idle_seconds_total") - before) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert idle <= 2 * (time.monotonic() - deadline + 20) + 2.5  # of two workers, each a second late at most
