@@ -21,6 +21,10 @@ from service.model.tokenizer import CharTokenizer
 
 DATA = Path(os.environ.get("CHARGPT_DATA_DIR") or Path(__file__).parents[2] / "shared" / "data")
 CORPUS = DATA / "tinyshakespeare.txt"
+# What httpx.get and the like are, a connection for each request, but for the system's certificates: those read all of
+# them each time, in 25 ms.
+web = httpx.Client(limits=httpx.Limits(max_connections=None, max_keepalive_connections=0))
+
 VOCABULARY = sorted("\n !'.,:;?" + string.ascii_letters)
 
 
@@ -70,14 +74,21 @@ class RunningServer:
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
         command = [sys.executable, "-m", "service", f"--checkpoint={checkpoint}", f"--port={self.port}", *flags]
         self.log = tempfile.TemporaryFile("w+")
+        self._client: httpx.Client | None = None
         self.process = subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT)
+
+    def _get(self, path: str) -> httpx.Response:
+        """On a connection of its own; httpx.get would read all certificates of the system for each request."""
+        if self._client is None:
+            self._client = httpx.Client(limits=httpx.Limits(max_connections=None, max_keepalive_connections=0))
+        return self._client.get(self.url + path)
 
     def wait_until_ready(self, timeout: float = 60) -> None:
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             assert self.process.poll() is None, self.output()
             try:
-                if httpx.get(f"{self.url}/readyz").status_code == 200:
+                if self._get("/readyz").status_code == 200:
                     return
             except httpx.TransportError:
                 pass
@@ -99,7 +110,7 @@ class RunningServer:
     def metrics(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
         """Samples as Prometheus' own parser reads them: (name, labels without model_name) -> value."""
         samples = {}
-        for family in text_string_to_metric_families(httpx.get(f"{self.url}/metrics").text):
+        for family in text_string_to_metric_families(self._get("/metrics").text):
             for sample in family.samples:
                 labels = frozenset(item for item in sample.labels.items() if item[0] != "model_name")
                 samples[sample.name, labels] = sample.value
@@ -127,6 +138,8 @@ class RunningServer:
             self.process.kill()
         self.process.wait()
         self.log.close()
+        if self._client is not None:
+            self._client.close()
 
     def __enter__(self) -> "RunningServer":
         return self

@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 from fastapi import FastAPI
-from helpers import RunningServer, save_random
+from helpers import RunningServer, save_random, web
 
 from service.edge import EXPOSED_HEADERS, Edge
 from service.settings import Settings
@@ -118,7 +118,7 @@ def https_server(checkpoint, keys_file, certificate):
 
 @pytest.mark.parametrize(("method", "path"), PROTECTED)
 def test_without_a_key_every_route_but_the_probes_is_closed(server, method, path):
-    response = httpx.request(method, server.url + path)
+    response = web.request(method, server.url + path)
     assert response.status_code == 401
     error = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -129,18 +129,18 @@ def test_without_a_key_every_route_but_the_probes_is_closed(server, method, path
 
 @pytest.mark.parametrize("path", ["/livez", "/readyz", "/health", "/metrics"])
 def test_the_probes_and_what_a_setting_opens_need_no_key(server, path):
-    assert httpx.get(server.url + path).status_code == 200
-    assert httpx.get(f"{server.url}/chargpt{path}").status_code == 200
+    assert web.get(server.url + path).status_code == 200
+    assert web.get(f"{server.url}/chargpt{path}").status_code == 200
 
 
 @pytest.mark.parametrize("key", KEYS, ids=["first", "odd", "long"])
 def test_every_key_opens(server, key):
     for scheme in ("Bearer", "bearer", "BEARER", "Bearer  "):
         headers = {"Authorization": f"{scheme} {key}"}
-        assert httpx.get(f"{server.url}/info", headers=headers).status_code == 200, scheme
-    assert httpx.get(f"{server.url}/nothing", headers=bearer(key)).status_code == 404
-    assert httpx.put(f"{server.url}/generate", headers=bearer(key)).status_code == 405
-    assert httpx.get(f"{server.url}/docs", headers=bearer(key)).status_code == 200
+        assert web.get(f"{server.url}/info", headers=headers).status_code == 200, scheme
+    assert web.get(f"{server.url}/nothing", headers=bearer(key)).status_code == 404
+    assert web.put(f"{server.url}/generate", headers=bearer(key)).status_code == 405
+    assert web.get(f"{server.url}/docs", headers=bearer(key)).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_every_key_opens(server, key):
     ],
 )
 def test_what_is_no_key_does_not_open_and_is_not_shown(server, authorization):
-    response = httpx.get(f"{server.url}/info", headers={"Authorization": authorization})
+    response = web.get(f"{server.url}/info", headers={"Authorization": authorization})
     assert response.status_code == 401
     assert KEYS[0][:-1] not in response.text
 
@@ -207,7 +207,7 @@ def test_the_key_is_checked_before_the_body_is_read(server, length):
 
 
 def test_info_says_nothing_of_keys(server):
-    text = httpx.get(f"{server.url}/info", headers=bearer(KEYS[0])).text
+    text = web.get(f"{server.url}/info", headers=bearer(KEYS[0])).text
     assert "keys" not in text
     assert not any(key in text for key in KEYS)
 
@@ -219,7 +219,7 @@ def test_refused_requests_are_counted_by_route(server):
     asked = [("/generate", "POST", "401"), ("other", "GET", "401"), ("/readyz", "POST", "405")]
     before = [count(*labels) for labels in asked]
     for path, (_, method, status) in zip(["/chargpt/generate", "/nothing", "/readyz"], asked, strict=True):
-        assert httpx.request(method, server.url + path).status_code == int(status)
+        assert web.request(method, server.url + path).status_code == int(status)
     assert [count(*labels) for labels in asked] == [n + 1 for n in before]
 
 
@@ -228,7 +228,7 @@ def test_refused_requests_are_counted_by_route(server):
 
 def preflight(url, origin, **headers):
     given = {"Origin": origin, "Access-Control-Request-Method": "POST"} | headers
-    return httpx.options(url, headers=given)
+    return web.options(url, headers=given)
 
 
 @pytest.mark.parametrize("origin", [ORIGIN, "http://localhost:3000"])
@@ -247,7 +247,7 @@ def test_an_origin_that_is_not_listed_is_not_allowed(server, origin):
     response = preflight(f"{server.url}/generate", origin)
     assert response.status_code == 400
     assert "access-control-allow-origin" not in response.headers
-    response = httpx.get(f"{server.url}/info", headers={"Origin": origin} | bearer(KEYS[0]))
+    response = web.get(f"{server.url}/info", headers={"Origin": origin} | bearer(KEYS[0]))
     assert "access-control-allow-origin" not in response.headers
     assert "Origin" in response.headers["vary"]
 
@@ -255,7 +255,7 @@ def test_an_origin_that_is_not_listed_is_not_allowed(server, origin):
 def test_errors_can_be_read_by_web_pages_too(server):
     def ask(method, path, status, key=KEYS[0], **body):
         headers = {"Origin": ORIGIN} | bearer(key)
-        response = httpx.request(method, server.url + path, headers=headers, timeout=20, **body)
+        response = web.request(method, server.url + path, headers=headers, timeout=20, **body)
         assert response.status_code == status
         assert response.headers["access-control-allow-origin"] == ORIGIN
         assert response.headers["access-control-expose-headers"] == ", ".join(EXPOSED_HEADERS)
@@ -304,14 +304,14 @@ def test_an_error_of_our_own_is_an_answer_like_any_other(caplog):
 def test_routes_answer_with_and_without_the_prefix(server):
     for prefix in ("", "/chargpt"):
         body = {"prompt": "abc", "max_tokens": 4, "seed": 1}
-        response = httpx.post(f"{server.url}{prefix}/generate", json=body, headers=bearer(KEYS[0]))
+        response = web.post(f"{server.url}{prefix}/generate", json=body, headers=bearer(KEYS[0]))
         assert response.json()["usage"]["completion_tokens"] == 4
-        document = httpx.get(f"{server.url}{prefix}/openapi.json", headers=bearer(KEYS[0])).json()
+        document = web.get(f"{server.url}{prefix}/openapi.json", headers=bearer(KEYS[0])).json()
         assert document["servers"] == [{"url": "/chargpt"}]
-        page = httpx.get(f"{server.url}{prefix}/docs", headers=bearer(KEYS[0])).text
+        page = web.get(f"{server.url}{prefix}/docs", headers=bearer(KEYS[0])).text
         assert "url: 'openapi.json'" in page  # beside the page, wherever that is
     for path in ("/chargptgenerate", "/chargpt", "/chargpt/", "/chargpt/chargpt/generate", "/other/generate"):
-        assert httpx.get(server.url + path, headers=bearer(KEYS[0])).status_code == 404, path
+        assert web.get(server.url + path, headers=bearer(KEYS[0])).status_code == 404, path
 
 
 @pytest.mark.parametrize("root_path", ["/v1", "/generate", "/deep/er"])

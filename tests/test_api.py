@@ -13,7 +13,7 @@ import numpy as np
 import openai
 import pytest
 import torch
-from helpers import VOCABULARY, RunningServer, save_random
+from helpers import VOCABULARY, RunningServer, save_random, web
 from transformers import AutoModelForCausalLM
 
 from training.evaluate import streamed_loss
@@ -384,11 +384,11 @@ def test_unknown_characters_are_refused_replaced_or_dropped(client, post):
 def test_a_setting_chooses_what_happens_to_unknown_characters(checkpoint):
     with RunningServer(checkpoint.path, unknown_characters="replace", replacement_character="?") as server:
         server.wait_until_ready()
-        answer = httpx.post(f"{server.url}/generate", json={"prompt": "\u00e9a", "max_tokens": 1, "echo": True}).json()
+        answer = web.post(f"{server.url}/generate", json={"prompt": "\u00e9a", "max_tokens": 1, "echo": True}).json()
         assert answer["choices"][0]["text"].startswith("?a")
         assert answer["chargpt"]["replaced_characters"] == 1
         body = {"prompt": "\u00e9", "unknown_characters": "refuse"}
-        assert httpx.post(f"{server.url}/generate", json=body).status_code == 400
+        assert web.post(f"{server.url}/generate", json=body).status_code == 400
         assert server.stop() == 0
 
 
@@ -486,7 +486,7 @@ def test_lower_priority_numbers_go_first(checkpoint):
 
         def ask(priority, max_tokens):
             body = {"prompt": "a", "max_tokens": max_tokens, "priority": priority}
-            assert httpx.post(f"{server.url}/generate", json=body, timeout=60).status_code == 200
+            assert web.post(f"{server.url}/generate", json=body, timeout=60).status_code == 200
             ended.append(priority)
 
         with concurrent.futures.ThreadPoolExecutor(8) as pool:

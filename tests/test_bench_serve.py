@@ -173,6 +173,14 @@ def test_the_shapes_are_those_of_the_issue_and_their_texts_vary():
     assert len(texts) == 8 and min(len(set(text)) for text in texts) > 5
 
 
+def test_the_median_s_interval_is_the_order_statistics_of_the_tables():
+    """Conover, table A3: for 10 and 20 values the 2nd and 9th, the 6th and 15th hold it with at least 95 %."""
+    assert report.interval([7.0]) == (7.0, 7.0)
+    assert report.interval([3, 1, 2]) == (1, 3)
+    assert report.interval(list(range(1, 11))) == (2, 9)
+    assert report.interval(list(range(20, 0, -1))) == (6, 15)
+
+
 # The engine's figures
 
 
@@ -241,6 +249,7 @@ def test_a_tiny_run_gives_every_figure_table_and_picture(tmp_path, monkeypatch, 
     bench.run(["path", "whole", "metrics"])
     assert bench.results["errors"] == {}
     assert [len(runs) for runs in bench.results["metrics"].values()] == [1, 1]
+    assert all(0 < run["cpu_seconds_per_character"] < 1 for runs in bench.results["metrics"].values() for run in runs)
     path, whole = bench.results["path"], bench.results["whole"]
     for name in ("ours", "plain", "stock"):
         assert len(path[name]["requests"]) == TINY_PLAN.repeats and path[name]["requests"][0]["per_second"] > 0

@@ -37,7 +37,7 @@ TINY_PLAN = replace(
     engine_length=24,
 )
 REPLICA = capacity.Replica(
-    ((1, 0.0018), (8, 0.0026), (32, 0.0046), (64, 0.0073)), 0.003, 0.001, 50.0, slots=64, waiting=64
+    ((1, 0.0018), (8, 0.0026), (32, 0.0046), (64, 0.0073)), 0.003, 0.001, 0.004, 50.0, slots=64, waiting=64
 )
 
 
@@ -171,7 +171,8 @@ def simulated_engine(replica: capacity.Replica, arrivals: float, count: int, see
     running: list[list[float]] = []  # [arrived, first at, characters left, characters]
     firsts, means, ended = [], [], 0
     while ended < count:
-        if not running and not queue:
+        is_idle = not running and not queue
+        if is_idle:
             now = max(now, next_arrival)
         while next_arrival <= now:
             if len(queue) < replica.waiting:
@@ -187,7 +188,8 @@ def simulated_engine(replica: capacity.Replica, arrivals: float, count: int, see
             new.append([queue.popleft(), 0.0, length, length])
         now += replica.step(len(running))
         if new:
-            now += replica.prefill_seconds + (len(new) - 1) * replica.prefill_more_seconds
+            now += replica.idle_prefill_seconds if is_idle else replica.prefill_seconds
+            now += (len(new) - 1) * replica.prefill_more_seconds
         for sequence in new:
             sequence[1] = now
             firsts.append(now - sequence[0] + replica.path_seconds)

@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 import torch
-from helpers import RunningServer
+from helpers import RunningServer, web
 
 from service.settings import BUNDLED
 
@@ -126,7 +126,7 @@ def test_guidellm_finds_the_server_and_its_model(server):
 
 def test_guidellm_reads_a_stream(server):
     """It joins the texts, keeps the last usage, and takes the first id; whatever has `error` is a failure."""
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=GUIDELLM_STREAM, headers=GUIDELLM_HEADERS) as answer:
+    with web.stream("POST", f"{server.url}/v1/completions", json=GUIDELLM_STREAM, headers=GUIDELLM_HEADERS) as answer:
         assert answer.status_code == 200
         chunks = data_lines(answer)
     assert not any("error" in chunk for chunk in chunks)
@@ -142,7 +142,7 @@ def test_guidellm_reads_a_stream(server):
 
 
 def test_guidellm_reads_a_whole_answer(server):
-    answer = httpx.post(f"{server.url}/v1/completions", json=GUIDELLM_WHOLE, headers=GUIDELLM_HEADERS)
+    answer = web.post(f"{server.url}/v1/completions", json=GUIDELLM_WHOLE, headers=GUIDELLM_HEADERS)
     answer.raise_for_status()
     body = answer.json()
     assert body["id"]
@@ -192,7 +192,7 @@ def test_aiperf_finds_the_model_and_the_metrics(server):
 def test_aiperf_reads_a_stream(server):
     """A chunk with a text is a time, the last usage the count; an object that is no text_completion is passed over."""
     headers = AIPERF_HEADERS | {"Accept": "text/event-stream"}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=AIPERF_STREAM, headers=headers) as answer:
+    with web.stream("POST", f"{server.url}/v1/completions", json=AIPERF_STREAM, headers=headers) as answer:
         assert answer.status_code == 200
         assert answer.headers["content-type"].startswith("text/event-stream")
         assert answer.headers["x-request-id"] == AIPERF_HEADERS["X-Request-ID"]
@@ -206,7 +206,7 @@ def test_aiperf_reads_a_stream(server):
 
 def test_aiperf_reads_a_whole_answer(server):
     headers = AIPERF_HEADERS | {"Accept": "application/json"}
-    answer = httpx.post(f"{server.url}/v1/completions", json=AIPERF_WHOLE, headers=headers)
+    answer = web.post(f"{server.url}/v1/completions", json=AIPERF_WHOLE, headers=headers)
     assert answer.status_code == 200
     assert answer.json()["object"] == "text_completion"
     assert len(answer.json()["choices"][0]["text"]) == 24
@@ -253,7 +253,7 @@ def test_harness_loglikelihoods_are_those_of_transformers(server, tokenizer, row
     texts = [context + continuation for context, continuation in pairs]
     prompts = [tokenizer.encode(text) for text in texts] if prompts_are == "ids" else texts
     body = HARNESS_LOGLIKELIHOOD | {"prompt": prompts}
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=HARNESS_HEADERS)
+    answer = web.post(f"{server.url}/v1/completions", json=body, headers=HARNESS_HEADERS)
     answer.raise_for_status()
     read = harness_reads(answer.json(), [len(context) for context, _ in pairs])
     for (context, continuation), (loglikelihood, is_greedy) in zip(pairs, read, strict=True):
@@ -266,18 +266,18 @@ def test_harness_loglikelihoods_are_those_of_transformers(server, tokenizer, row
 def test_harness_generates(server, tokenizer, greedy):
     contexts = ["KING RICHARD ", "ROMEO:\nWhat "]
     body = HARNESS_GENERATE | {"prompt": [tokenizer.encode(context) for context in contexts]}
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=HARNESS_HEADERS).json()
+    answer = web.post(f"{server.url}/v1/completions", json=body, headers=HARNESS_HEADERS).json()
     texts = {choice["index"]: choice["text"] for choice in answer["choices"]}
     assert texts == {i: greedy(context, 20).partition("\n\n")[0] for i, context in enumerate(contexts)}
 
 
 def test_harness_takes_the_servers_tokenizer(server, tokenizer):
     body = {"prompt": "ROMEO:\n", "add_special_tokens": False}
-    answer = httpx.post(f"{server.url}/tokenize", json=body, headers=HARNESS_HEADERS).json()
+    answer = web.post(f"{server.url}/tokenize", json=body, headers=HARNESS_HEADERS).json()
     assert answer["tokens"] == tokenizer.encode("ROMEO:\n")
     assert answer["count"] == 7
     assert answer["max_model_len"] >= 7
-    answer = httpx.post(f"{server.url}/detokenize", json={"tokens": answer["tokens"]}, headers=HARNESS_HEADERS)
+    answer = web.post(f"{server.url}/detokenize", json={"tokens": answer["tokens"]}, headers=HARNESS_HEADERS)
     assert answer.json()["prompt"] == "ROMEO:\n"
 
 
@@ -564,7 +564,7 @@ def event_source(browser, server, query):
 def test_event_source_gets_the_text_and_does_not_begin_again(browser, server):
     prompt = "ROMEO:\nWhat & why?"
     body = {"prompt": prompt, "max_tokens": 40, "seed": 1, "temperature": 0.8}
-    expected = httpx.post(f"{server.url}/generate", json=body).json()["choices"][0]
+    expected = web.post(f"{server.url}/generate", json=body).json()["choices"][0]
     seen, exchanges = event_source(browser, server, str(httpx.QueryParams(body)))
     assert (seen["text"], seen["finish_reason"]) == (expected["text"], "length")
     assert seen["end"] == "done"

@@ -12,11 +12,10 @@ import time
 from pathlib import Path
 
 import docker
-import httpx
 import openai
 import pytest
 import torch
-from helpers import save_random
+from helpers import save_random, web
 
 from service.model.sampling import SamplingParams
 from service.settings import BUNDLED
@@ -107,7 +106,7 @@ def exact(checkpoint, prompt, max_tokens, **params):
 
 def test_the_container_gives_the_text_of_the_seed(container, checkpoint):
     body = {"prompt": "Hello", "max_tokens": 60, "temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 7}
-    answer = httpx.post(f"{url_of(container)}/generate", json=body).json()
+    answer = web.post(f"{url_of(container)}/generate", json=body).json()
     expected = exact(checkpoint, "Hello", 60, temperature=0.8, top_k=20, top_p=0.9, seed=7)
     assert answer["choices"] == [{"index": 0, "text": expected, "finish_reason": "length", "seed": 7}]
 
@@ -128,13 +127,13 @@ def test_the_container_has_no_rights(container):
 def test_a_stream_outlives_sigterm(container, checkpoint):
     url = url_of(container)
     body = {"prompt": "Hello", "max_tokens": 2000, "seed": 1, "stream": True}
-    with httpx.stream("POST", f"{url}/generate", json=body, timeout=60) as response:
+    with web.stream("POST", f"{url}/generate", json=body, timeout=60) as response:
         lines = response.iter_lines()
         data = [next(lines)]
         container.kill("SIGTERM")  # as `docker stop`, but without SIGKILL later
-        while httpx.get(f"{url}/readyz").status_code != 503:  # still answers, and takes no more requests
+        while web.get(f"{url}/readyz").status_code != 503:  # still answers, and takes no more requests
             time.sleep(0.01)
-        refused = httpx.post(f"{url}/generate", json=body)
+        refused = web.post(f"{url}/generate", json=body)
         data += lines
     assert refused.status_code == 503
     *pieces, _, done = [line.removeprefix("data: ") for line in data if line]

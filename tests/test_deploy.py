@@ -23,7 +23,7 @@ import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
-from helpers import VOCABULARY, RunningServer, random_model
+from helpers import VOCABULARY, RunningServer, random_model, web
 
 from service.metrics import SECONDS
 from service.model.checkpoint import save_checkpoint
@@ -301,13 +301,13 @@ class Program:
         deadline = time.monotonic() + 30
         while True:
             with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{self.url}/-/ready").status_code == 200:
+                if web.get(f"{self.url}/-/ready").status_code == 200:
                     return
             assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.05)
 
     def get(self, path, **params):
-        answer = httpx.get(f"{self.url}/api/{path}", params=params, timeout=30)
+        answer = web.get(f"{self.url}/api/{path}", params=params, timeout=30)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
@@ -354,13 +354,13 @@ class Load:
         return {"X-Request-Id": id}
 
     def ask(self, path="/generate", **body):
-        return httpx.post(self.server.url + path, json=body, headers=self._headers(), timeout=60)
+        return web.post(self.server.url + path, json=body, headers=self._headers(), timeout=60)
 
     def stream(self, num_lines=None, meanwhile=lambda: None, **body):
         """Read a stream to its end, or only some lines and leave."""
         body = {"prompt": "ROMEO:", "stream": True} | body
         url = f"{self.server.url}/generate"
-        with httpx.stream("POST", url, json=body, headers=self._headers(), timeout=60) as answer:
+        with web.stream("POST", url, json=body, headers=self._headers(), timeout=60) as answer:
             lines = answer.iter_lines()
             next(lines)
             meanwhile()
@@ -435,7 +435,7 @@ def monitored(checkpoint, tmp_path_factory):
         load.kill_the_worker()
         server.wait_until_ready(timeout=180)
         load.round()
-        page = httpx.get(f"{server.url}/metrics").text
+        page = web.get(f"{server.url}/metrics").text
         yield Monitored(server, prometheus, alertmanager, load, page)
 
 
@@ -593,6 +593,6 @@ def test_what_the_configuration_has_as_comments_scrapes_a_service_with_keys_and_
     ):
         server.url = f"https://127.0.0.1:{server.port}"
         server.wait_until_ready(timeout=180)
-        assert httpx.get(f"{server.url}/metrics").status_code == 401
+        assert web.get(f"{server.url}/metrics").status_code == 401
         prometheus.wait_until_ready()
         assert wait_for_data(prometheus, ['up{job="chargpt"} == 1', "chargpt_cache_slots"]) == []

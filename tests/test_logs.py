@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 import torch
-from helpers import VOCABULARY, RunningServer, random_model, save_random
+from helpers import VOCABULARY, RunningServer, random_model, save_random, web
 
 from service.logs import MAX_LINE_BYTES
 from service.model.checkpoint import Checkpoint, save_checkpoint
@@ -93,7 +93,7 @@ def server(checkpoint):
 
 def test_every_line_of_a_service_is_an_object_that_says_when_where_and_what(server):
     for _ in range(20):
-        assert httpx.post(f"{server.url}/generate", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+        assert web.post(f"{server.url}/generate", json={"prompt": "a", "max_tokens": 2}).status_code == 200
     lines = lines_of(server.output())
     now = datetime.datetime.now(datetime.UTC)
     pids = {}
@@ -110,7 +110,7 @@ def test_every_line_of_a_service_is_an_object_that_says_when_where_and_what(serv
 
 def test_a_request_has_one_line_with_what_it_cost(server):
     def ask(path, body, **fields):
-        response = httpx.post(server.url + path, json=body)
+        response = web.post(server.url + path, json=body)
         (line,) = lines_about(server, response.headers["x-request-id"], logger="service.access")
         assert line["level"] == "INFO"
         assert (line["method"], line["handler"], line["status"]) == ("POST", path, response.status_code)
@@ -130,11 +130,11 @@ def test_a_request_has_one_line_with_what_it_cost(server):
 
 def test_a_client_that_leaves_and_one_that_waits_too_long_have_their_endings(server):
     body = {"prompt": "a", "max_tokens": 16_000, "stream": True}
-    with httpx.stream("POST", f"{server.url}/generate", json=body) as response:
+    with web.stream("POST", f"{server.url}/generate", json=body) as response:
         next(response.iter_lines())
     (line,) = lines_about(server, response.headers["x-request-id"], logger="service.access")
     assert line["endings"] == {"abort": 1} and line["completion_characters"] > 0
-    response = httpx.post(f"{server.url}/generate", json=body | {"timeout_seconds": 0.05, "stream": False})
+    response = web.post(f"{server.url}/generate", json=body | {"timeout_seconds": 0.05, "stream": False})
     (line,) = lines_about(server, response.headers["x-request-id"], logger="service.access")
     assert line["endings"] == {"timeout": 1} and line["status"] == response.status_code == 504
 
@@ -148,7 +148,7 @@ def test_a_line_names_the_route_alone_and_probes_are_quiet(server):
         ("/livez", "/livez", "DEBUG"),
         ("/metrics", "/metrics", "DEBUG"),
     ):
-        response = httpx.get(server.url + path)
+        response = web.get(server.url + path)
         (line,) = lines_about(server, response.headers["x-request-id"], logger="service.access")
         assert (line["handler"], line["level"], line["method"]) == (handler, level, "GET")
 
@@ -166,7 +166,7 @@ def test_the_end_of_a_service_is_told_in_the_same_form(checkpoint):
 def test_the_level_is_the_least_that_is_written(checkpoint):
     with RunningServer(checkpoint.path, log_level="warning") as server:
         server.wait_until_ready()
-        assert httpx.post(f"{server.url}/generate", json={"prompt": "a"}).status_code == 200
+        assert web.post(f"{server.url}/generate", json={"prompt": "a"}).status_code == 200
         assert server.stop() == 0
         assert server.output() == ""
 
@@ -174,7 +174,7 @@ def test_the_level_is_the_least_that_is_written(checkpoint):
 def test_a_line_of_a_worker_names_the_request_of_its_sequence(broken_checkpoint):
     with RunningServer(broken_checkpoint.path) as server:
         server.wait_until_ready()
-        response = httpx.post(f"{server.url}/generate", json={"prompt": ["aZ", "Zb"]}, headers={"X-Request-Id": "mine"})
+        response = web.post(f"{server.url}/generate", json={"prompt": ["aZ", "Zb"]}, headers={"X-Request-Id": "mine"})
         assert response.status_code == 500
         lines = lines_about(server, "mine", count=2, logger="service.engine")
         assert {(line["process"], line["level"]) for line in lines} == {("worker-0", "ERROR")}

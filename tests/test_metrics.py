@@ -7,10 +7,9 @@ import signal
 import socket
 import time
 
-import httpx
 import psutil
 import pytest
-from helpers import VOCABULARY, RunningServer, random_model
+from helpers import VOCABULARY, RunningServer, random_model, web
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from service.exposition import VLLM_NAMES
@@ -40,7 +39,7 @@ def server(checkpoint):
 
 
 def generate(server, **body):
-    return httpx.post(f"{server.url}/generate", json={"prompt": "ab", "max_tokens": 5} | body, timeout=60)
+    return web.post(f"{server.url}/generate", json={"prompt": "ab", "max_tokens": 5} | body, timeout=60)
 
 
 def generate_all(server, bodies):
@@ -105,7 +104,7 @@ def test_a_character_is_one_observation_and_a_single_one_none(server):
 
 def test_what_is_only_scored_has_no_first_character(server):
     with Grown(server) as grown:
-        answer = httpx.post(f"{server.url}/v1/score", json={"texts": ["abc", "abcd"]})
+        answer = web.post(f"{server.url}/v1/score", json={"texts": ["abc", "abcd"]})
         assert answer.status_code == 200
     assert grown("chargpt_time_to_first_token_seconds_count") == 0
     assert grown("chargpt_request_queue_time_seconds_count") == 2
@@ -123,7 +122,7 @@ def test_each_ending_has_its_reason_and_gauges_return_to_zero(server):
         with left_open(server, stream_interval=0):
             assert server.metric("chargpt_kv_cache_usage_perc") == 1 / 8
         assert generate(server, temperature=-1).status_code == 400
-        httpx.post(f"{server.url}/generate", content=b"{")
+        web.post(f"{server.url}/generate", content=b"{")
     endings = {reason: 1 for reason in ("stop", "length", "timeout")} | {"abort": 2, "error": 0}
     for reason, count in endings.items():
         assert grown("chargpt_request_success_total", finished_reason=reason) == count, reason
@@ -211,12 +210,12 @@ def test_open_metrics_names_a_request_of_each_bucket(server):
     ids = [f"exemplar-{i}" for i in range(5)]
     for id in ids:
         body = {"prompt": "a", "max_tokens": 3}
-        httpx.post(f"{server.url}/generate", json=body, headers={"X-Request-Id": id})
+        web.post(f"{server.url}/generate", json=body, headers={"X-Request-Id": id})
     server.wait_until_metric("chargpt_num_requests_running", 0)
     found = set()
     for _ in range(100):  # an HTTP process writes its own once a second
         generate(server)
-        page = httpx.get(f"{server.url}/metrics", headers=OPEN_METRICS)
+        page = web.get(f"{server.url}/metrics", headers=OPEN_METRICS)
         families = {family.name: family for family in text_string_to_metric_families(page.text)}
         for sample in families["chargpt_e2e_request_latency_seconds"].samples:
             if sample.exemplar:
@@ -227,7 +226,7 @@ def test_open_metrics_names_a_request_of_each_bucket(server):
             break
     assert found & set(ids)
     assert page.headers["content-type"] == "application/openmetrics-text; version=1.0.0; charset=utf-8"
-    plain = httpx.get(f"{server.url}/metrics")
+    plain = web.get(f"{server.url}/metrics")
     assert plain.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     assert "exemplar-" not in plain.text
 
@@ -235,7 +234,7 @@ def test_open_metrics_names_a_request_of_each_bucket(server):
 def test_the_same_values_under_the_names_of_vllm(server):
     generate_all(server, [{"seed": i} for i in range(4)])
     settled(server)
-    page = httpx.get(f"{server.url}/metrics", headers=OPEN_METRICS).text
+    page = web.get(f"{server.url}/metrics", headers=OPEN_METRICS).text
     families = {family.name: family for family in text_string_to_metric_families(page)}
     compared = 0
     for ours, theirs in VLLM_NAMES.items():
@@ -279,7 +278,7 @@ def test_the_processes_are_those_of_the_system(server):
 
 
 def test_what_is_served_is_told(server):
-    info = httpx.get(f"{server.url}/info").json()
+    info = web.get(f"{server.url}/info").json()
     labels = {name: dict(labels) for name, labels in server.metrics() if name.endswith("_info")}
     assert labels["chargpt_checkpoint_info"]["checkpoint_sha256"] == info["model"]["checkpoint_sha256"]
     assert labels["chargpt_build_info"]["torch"] == info["versions"]["torch"]

@@ -17,7 +17,7 @@ import jsonschema
 import pytest
 import schemathesis
 import schemathesis.engine
-from helpers import VOCABULARY, RunningServer, random_model, save_random
+from helpers import VOCABULARY, RunningServer, random_model, save_random, web
 from hypothesis import strategies as st
 from openapi_spec_validator import OpenAPIV31SpecValidator
 from playwright.sync_api import sync_playwright
@@ -49,14 +49,14 @@ def server(checkpoint):
     with RunningServer(checkpoint.path, **LIMITS) as server:
         server.wait_until_ready()
         yield server
-        assert httpx.get(f"{server.url}/readyz").status_code == 200
+        assert web.get(f"{server.url}/readyz").status_code == 200
         assert server.stop() == 0
         assert "Traceback" not in server.output()
 
 
 @pytest.fixture(scope="module")
 def document(server):
-    return httpx.get(f"{server.url}/openapi.json").raise_for_status().json()
+    return web.get(f"{server.url}/openapi.json").raise_for_status().json()
 
 
 def operations(document):
@@ -129,7 +129,7 @@ def test_every_example_of_a_request_is_answered(server, document):
             .get("application/json", {"examples": {}})["examples"]
             .values()
         ):
-            response = httpx.request(method, server.url + path, json=example["value"])
+            response = web.request(method, server.url + path, json=example["value"])
             assert response.status_code == 200, (path, example, response.text)
 
 
@@ -438,15 +438,13 @@ def test_a_generated_client_speaks_to_the_server(server, document, checkpoint, t
 
 def test_assets_are_cached_and_the_page_is_not(server):
     for path in ("/docs", "/openapi.json"):
-        assert httpx.get(server.url + path).headers["cache-control"] == "no-cache"
-    asset = httpx.get(f"{server.url}/docs/assets/swagger-ui-bundle.js")
+        assert web.get(server.url + path).headers["cache-control"] == "no-cache"
+    asset = web.get(f"{server.url}/docs/assets/swagger-ui-bundle.js")
     assert "immutable" in asset.headers["cache-control"]
-    again = httpx.get(
-        f"{server.url}/docs/assets/swagger-ui-bundle.js", headers={"If-None-Match": asset.headers["etag"]}
-    )
+    again = web.get(f"{server.url}/docs/assets/swagger-ui-bundle.js", headers={"If-None-Match": asset.headers["etag"]})
     assert (again.status_code, again.content) == (304, b"")
     for path in ("/redoc", "/docs/assets/nothing", "/docs/assets/%2e%2e/main.py"):
-        response = httpx.get(server.url + path)
+        response = web.get(server.url + path)
         assert (response.status_code, response.json()["error"]["param"]) == (404, None)
 
 

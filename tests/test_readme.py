@@ -4,9 +4,8 @@ import json
 import re
 from pathlib import Path
 
-import httpx
 import pytest
-from helpers import RunningServer
+from helpers import RunningServer, web
 from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from readme_examples import examples, run
@@ -83,7 +82,7 @@ def test_every_metric_with_its_meaning_kind_and_labels(server):
     """Of the series that come with use the declarations are asked, of the others a server."""
     registry = CollectorRegistry()
     Metrics("m", registry, "test")
-    page = httpx.get(f"{server.url}/metrics", headers={"Accept": "application/openmetrics-text"}).text
+    page = web.get(f"{server.url}/metrics", headers={"Accept": "application/openmetrics-text"}).text
     families = {family.name: family for family in [*registry.collect(), *text_string_to_metric_families(page)]}
     labels = {collector._name: collector._labelnames for collector in registry._collector_to_names}
     expected = {}

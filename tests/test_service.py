@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 import torch
-from helpers import VOCABULARY, RunningServer, save_random, wait_until_gone
+from helpers import VOCABULARY, RunningServer, save_random, wait_until_gone, web
 
 from service.model.sampling import SamplingParams
 
@@ -62,10 +62,10 @@ def events(response):
 def test_generate_gives_the_text_of_the_seed(server, exact):
     body = {"prompt": "Hello", "max_tokens": 30, "temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 7}
     expected = exact("Hello", 30, temperature=0.8, top_k=20, top_p=0.9, seed=7)
-    answer = httpx.post(f"{server.url}/generate", json=body).json()
+    answer = web.post(f"{server.url}/generate", json=body).json()
     assert answer["choices"] == [{"index": 0, "text": expected, "finish_reason": "length", "seed": 7}]
     assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 30, "total_tokens": 35}
-    with httpx.stream("POST", f"{server.url}/generate", json=body | {"stream": True}) as response:
+    with web.stream("POST", f"{server.url}/generate", json=body | {"stream": True}) as response:
         assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
         *pieces, last, done = events(response)
     assert done == "[DONE]"
@@ -112,7 +112,7 @@ def test_ids_are_prompts_too(client, checkpoint, exact):
 
 
 def test_an_empty_prompt_is_the_beginning_of_a_text(server, exact):
-    answer = httpx.post(f"{server.url}/generate", json={"max_tokens": 8, "seed": 2}).json()
+    answer = web.post(f"{server.url}/generate", json={"max_tokens": 8, "seed": 2}).json()
     assert answer["choices"][0]["text"] == exact("\n", 8, seed=2)
     assert answer["usage"]["prompt_tokens"] == 0
 
@@ -133,16 +133,16 @@ def test_stop_strings_end_the_text_and_are_never_streamed(client, exact):
 
 
 def test_a_seed_is_drawn_and_told_when_none_is_given(server):
-    first = httpx.post(f"{server.url}/generate", json={"prompt": ["a", "a"], "max_tokens": 20}).json()["choices"]
+    first = web.post(f"{server.url}/generate", json={"prompt": ["a", "a"], "max_tokens": 20}).json()["choices"]
     assert first[0]["seed"] != first[1]["seed"]
     for choice in first:
-        again = httpx.post(f"{server.url}/generate", json={"prompt": "a", "max_tokens": 20, "seed": choice["seed"]})
+        again = web.post(f"{server.url}/generate", json={"prompt": "a", "max_tokens": 20, "seed": choice["seed"]})
         assert again.json()["choices"][0]["text"] == choice["text"]
 
 
 def test_unknown_fields_are_ignored(server):
     body = {"prompt": "a", "max_tokens": 3, "user": "me", "nonsense": {"a": 1}}
-    assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200
+    assert web.post(f"{server.url}/v1/completions", json=body).status_code == 200
 
 
 # -- refusals --
@@ -238,7 +238,7 @@ BAD = [
 @pytest.mark.parametrize(("body", "status", "param"), BAD, ids=[str(body)[:50] for body, *_ in BAD])
 def test_bad_input_is_refused_with_a_reason(server, body, status, param):
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    response = httpx.post(f"{server.url}/v1/completions", content=content)
+    response = web.post(f"{server.url}/v1/completions", content=content)
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (status, param), error
     assert set(error) == {"message", "type", "param", "code"}
@@ -248,7 +248,7 @@ def test_bad_input_is_refused_with_a_reason(server, body, status, param):
 
 
 def test_an_unknown_character_is_named(server):
-    message = httpx.post(f"{server.url}/generate", json={"prompt": ["ok", "na\u00efve"]}).json()["error"]["message"]
+    message = web.post(f"{server.url}/generate", json={"prompt": ["ok", "na\u00efve"]}).json()["error"]["message"]
     assert message == "prompt.1: character 'ï' (U+00EF) at offset 2 is not in the vocabulary"
 
 
@@ -279,13 +279,13 @@ def test_every_limit_at_its_edge(server):
         {"regex": "[a-z]{0,999}"},
         {"choice": ["a" * 1000, "b"]},
     ):
-        response = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 2} | options)
+        response = web.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 2} | options)
         assert response.status_code == 200, (options, response.text)
 
 
 def test_a_chunked_body_is_bounded_too(server):
     chunks = (b"x" * 10_000 for _ in range(100))
-    response = httpx.post(f"{server.url}/generate", content=chunks)
+    response = web.post(f"{server.url}/generate", content=chunks)
     assert response.status_code == 413
     assert response.json()["error"]["code"] == "body_too_large"
 
@@ -300,16 +300,16 @@ def test_a_chunked_body_is_bounded_too(server):
     ],
 )
 def test_wrong_routes_and_methods(server, method, path, status, allowed):
-    response = httpx.request(method, server.url + path)
+    response = web.request(method, server.url + path)
     assert response.status_code == status
     assert path in response.json()["error"]["message"]
     assert set(response.headers.get("allow", "").split(", ")) == set(allowed.split(", "))
 
 
 def test_request_ids(server):
-    response = httpx.get(f"{server.url}/livez", headers={"X-Request-Id": "my-id.1"})
+    response = web.get(f"{server.url}/livez", headers={"X-Request-Id": "my-id.1"})
     assert response.headers["x-request-id"] == "my-id.1"
-    response = httpx.get(f"{server.url}/livez", headers={"X-Request-Id": 'no spaces or "quotes"'})
+    response = web.get(f"{server.url}/livez", headers={"X-Request-Id": 'no spaces or "quotes"'})
     assert len(response.headers["x-request-id"]) == 32
 
 
@@ -317,12 +317,12 @@ def test_request_ids(server):
 
 
 def test_info_and_models(server, client, checkpoint):
-    info = httpx.get(f"{server.url}/info").json()
+    info = web.get(f"{server.url}/info").json()
     assert info["model"]["checkpoint_sha256"] == checkpoint.digest
     assert info["model"]["vocabulary"] == "".join(VOCABULARY)
     assert info["limits"]["max_prompts"] == 40
     assert [model.id for model in client.models.list()] == ["chargpt"]
-    assert httpx.get(f"{server.url}/livez").status_code == 200
+    assert web.get(f"{server.url}/livez").status_code == 200
 
 
 def test_metrics_count_exactly(server):
@@ -330,9 +330,9 @@ def test_metrics_count_exactly(server):
     before = server.metrics()
     bodies = [{"prompt": "ab" * i, "max_tokens": 3 * i, "seed": i, "stream": i % 2 == 0} for i in range(1, 11)]
     with concurrent.futures.ThreadPoolExecutor(10) as pool:
-        for response in pool.map(lambda body: httpx.post(f"{server.url}/generate", json=body), bodies):
+        for response in pool.map(lambda body: web.post(f"{server.url}/generate", json=body), bodies):
             assert response.status_code == 200
-    httpx.post(f"{server.url}/generate", json={"prompt": "a", "max_tokens": -1})
+    web.post(f"{server.url}/generate", json={"prompt": "a", "max_tokens": -1})
     server.wait_until_metric("chargpt_num_requests_running", 0)
     after = server.metrics()
 
@@ -385,7 +385,7 @@ def test_a_reader_that_is_slow_holds_up_itself_alone(server, exact):
         slow.connect(("127.0.0.1", server.port))
         slow.sendall(head + request)
         for _ in range(5):  # beside it, while it does not read at all
-            answer = httpx.post(f"{server.url}/generate", json={"prompt": "b", "max_tokens": 200, "seed": 2}).json()
+            answer = web.post(f"{server.url}/generate", json={"prompt": "b", "max_tokens": 200, "seed": 2}).json()
             assert answer["choices"][0]["text"][:20] == exact("b", 20, seed=2)
         server.wait_until_metric("chargpt_num_requests_running", 0, timeout=60)
         received = b"".join(iter(lambda: slow.recv(1 << 16), b""))
@@ -408,8 +408,8 @@ def test_no_prompt_reaches_the_log(checkpoint):
     with RunningServer(checkpoint.path, log_level="debug") as server:
         server.wait_until_ready()
         body = {"prompt": "MARKERmarker", "max_tokens": 5}
-        assert httpx.post(f"{server.url}/generate", json=body).status_code == 200
-        assert httpx.post(f"{server.url}/generate", json=body | {"temperature": -1}).status_code == 400
+        assert web.post(f"{server.url}/generate", json=body).status_code == 200
+        assert web.post(f"{server.url}/generate", json=body | {"temperature": -1}).status_code == 400
         assert server.stop() == 0
         assert "MARKER" not in server.output()
         assert server.output()
@@ -424,7 +424,7 @@ def test_two_http_processes_and_two_workers_are_one_service(checkpoint, exact):
 
         def ask(i):
             body = {"prompt": "x" * (1 + i % 20), "max_tokens": 1 + i % 30, "seed": i, "stream": i % 3 == 0}
-            response = httpx.post(f"{server.url}/generate", json=body)
+            response = web.post(f"{server.url}/generate", json=body)
             assert response.status_code == 200
             if not body["stream"]:
                 return response.json()["choices"][0]["text"]
@@ -450,7 +450,7 @@ def test_a_full_queue_refuses_with_429(checkpoint):
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             running = [pool.submit(httpx.post, f"{server.url}/generate", json=long, timeout=60) for _ in range(2)]
             server.wait_until_metric("chargpt_num_requests_waiting", 1)
-            response = httpx.post(f"{server.url}/generate", json=long)
+            response = web.post(f"{server.url}/generate", json=long)
             assert response.status_code == 429
             assert 1 <= int(response.headers["retry-after"]) <= 60
             assert response.json()["error"]["type"] == "rate_limit_error"
@@ -463,9 +463,9 @@ def test_a_request_that_takes_too_long_ends_with_504(checkpoint):
     with RunningServer(checkpoint.path, request_timeout_seconds=0.3) as server:
         server.wait_until_ready()
         long = {"prompt": "a", "max_tokens": 16_000}
-        response = httpx.post(f"{server.url}/generate", json=long)
+        response = web.post(f"{server.url}/generate", json=long)
         assert response.status_code == 504
-        with httpx.stream("POST", f"{server.url}/generate", json=long | {"stream": True}) as response:
+        with web.stream("POST", f"{server.url}/generate", json=long | {"stream": True}) as response:
             assert response.status_code == 200
             *_, last, done = events(response)
         assert json.loads(last)["error"]["code"] == "timeout"
@@ -482,19 +482,19 @@ def test_sigterm_lets_running_streams_finish_and_refuses_new_ones(checkpoint, ex
 
         def ask(i):
             body = {"prompt": "a", "max_tokens": 800, "seed": i, "stream": True}
-            with httpx.stream("POST", f"{server.url}/generate", json=body, timeout=60) as response:
+            with web.stream("POST", f"{server.url}/generate", json=body, timeout=60) as response:
                 return "".join(json.loads(e).get("text", "") for e in events(response) if e != "[DONE]")
 
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             running = [pool.submit(ask, i) for i in range(8)]
             server.wait_until_metric("chargpt_num_requests_running", 8)
             server.process.send_signal(signal.SIGTERM)
-            refused = httpx.post(f"{server.url}/generate", json={"prompt": "a"})
+            refused = web.post(f"{server.url}/generate", json={"prompt": "a"})
             while refused.status_code == 200:  # the signal is on its way
-                refused = httpx.post(f"{server.url}/generate", json={"prompt": "a", "max_tokens": 1})
+                refused = web.post(f"{server.url}/generate", json={"prompt": "a", "max_tokens": 1})
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-            assert httpx.get(f"{server.url}/readyz").status_code == 503
-            assert httpx.get(f"{server.url}/livez").status_code == 200
+            assert web.get(f"{server.url}/readyz").status_code == 503
+            assert web.get(f"{server.url}/livez").status_code == 200
             for i, text in enumerate(running):
                 assert len(text.result()) == 800
                 assert text.result()[:20] == exact("a", 20, seed=i)
@@ -509,7 +509,7 @@ def test_what_does_not_finish_in_time_ends_with_a_clean_error(checkpoint):
         long = {"prompt": "a", "max_tokens": 16_000}
 
         def ask(stream):
-            with httpx.stream("POST", f"{server.url}/generate", json=long | {"stream": stream}, timeout=60) as response:
+            with web.stream("POST", f"{server.url}/generate", json=long | {"stream": stream}, timeout=60) as response:
                 return response.status_code, response.read()
 
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
@@ -554,7 +554,7 @@ def test_a_killed_worker_ends_its_requests_and_is_replaced(checkpoint, exact):
             assert whole.result().json()["error"]["code"] == "engine_error"
         server.wait_until_ready()
         deadline = time.monotonic() + 30
-        while (answer := httpx.post(f"{server.url}/generate", json={"prompt": "a", "max_tokens": 9, "seed": 1})) and (
+        while (answer := web.post(f"{server.url}/generate", json={"prompt": "a", "max_tokens": 9, "seed": 1})) and (
             answer.status_code != 200
         ):
             assert answer.status_code in (500, 503)

@@ -13,9 +13,8 @@ import textwrap
 import threading
 import time
 
-import httpx
 import pytest
-from helpers import RunningServer, save_random
+from helpers import RunningServer, save_random, web
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
@@ -115,7 +114,7 @@ def server(checkpoint, collector):
 
 def ask(server, path, body, **headers):
     before = time.time_ns()
-    response = httpx.post(server.url + path, json=body, headers=headers, timeout=30)
+    response = web.post(server.url + path, json=body, headers=headers, timeout=30)
     return response, before, time.time_ns()
 
 
@@ -202,7 +201,7 @@ def test_every_kind_of_request_has_its_span(server, collector, path, body, name,
 
 def test_what_asks_nothing_of_the_model_has_no_span(server, collector):
     for path in ("/info", "/v1/models", "/metrics", "/nothing"):
-        httpx.get(server.url + path, headers={"X-Request-Id": f"no{path.replace('/', '-')}"})
+        web.get(server.url + path, headers={"X-Request-Id": f"no{path.replace('/', '-')}"})
     ask(server, "/tokenize", {"prompt": "a"}, **{"X-Request-Id": "no-tokenize"})
     response, _, _ = ask(server, "/generate", {"prompt": "a", "max_tokens": 1})
     collector.request(response.headers["x-request-id"])
@@ -258,7 +257,7 @@ def test_concurrent_requests_have_a_trace_each(server, collector):
 
 def test_a_client_that_leaves_is_an_ending_and_no_error(server, collector):
     body = {"prompt": "a", "max_tokens": 16_000, "stream": True}
-    with httpx.stream("POST", f"{server.url}/generate", json=body) as response:
+    with web.stream("POST", f"{server.url}/generate", json=body) as response:
         next(response.iter_lines())
     _, span, phases = collector.request(response.headers["x-request-id"])
     about = attributes(span)
@@ -291,7 +290,7 @@ def test_no_text_of_a_request_is_in_a_span(server, collector):
     body = {"prompt": MARKER, "stop": [MARKER + "s"], MARKER: MARKER}
     good, _, _ = ask(server, "/generate", body, Authorization=MARKER)
     bad, _, _ = ask(server, "/generate", body | {"model": MARKER}, Cookie=MARKER)
-    query = httpx.get(f"{server.url}/generate", params={"prompt": MARKER, "max_tokens": 2})
+    query = web.get(f"{server.url}/generate", params={"prompt": MARKER, "max_tokens": 2})
     assert (good.status_code, bad.status_code, query.status_code) == (200, 404, 200), good.text
     for response in (good, bad, query):
         resource, span, phases = collector.request(response.headers["x-request-id"])

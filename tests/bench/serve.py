@@ -91,7 +91,7 @@ FULL = Plan(
     longest=384,
     whole_repeats=3,
     stock_repeats=3,
-    metrics_repeats=8,
+    metrics_repeats=48,
     idle_seconds=5.0,
     starts=4,
     long_rows=8,
@@ -110,7 +110,7 @@ QUICK = Plan(
     longest=160,
     whole_repeats=2,
     stock_repeats=1,
-    metrics_repeats=1,
+    metrics_repeats=2,
     idle_seconds=2.0,
     starts=0,
     long_rows=1,
@@ -314,8 +314,9 @@ class Bench:
         return figures
 
     def metrics(self) -> dict[str, Any]:
-        """Short runs in turns: what is looked for is less than what the machine's speed drifts by."""
+        """Many short runs in turns: what is looked for is less than what the machine's speed drifts by."""
         work = mixed_work(2 * CONNECTIONS, longest=64, arriving=0.0)
+        characters = sum(item.max_tokens for item in work)
         figures: dict[str, Any] = {}
         with contextlib.ExitStack() as stack:
             servers = {}
@@ -328,6 +329,8 @@ class Bench:
                 for name, server in servers.items():
                     with running(server):
                         run = load_work(server, "ours", work)
+                    cores = run["cores"]
+                    run["cpu_seconds_per_character"] = (cores["worker"] + cores["http"]) * cores["seconds"] / characters
                     if number >= 0:  # the first one warms up
                         figures[name].append(run)
         return figures

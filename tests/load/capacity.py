@@ -124,8 +124,9 @@ class Replica:
     """One service with one engine, and the work that it gets."""
 
     step_seconds: tuple[tuple[int, float], ...]  # (rows, seconds of a decode step over so many), by rows
-    prefill_seconds: float  # that a prompt adds to the step in which it is run, and
-    prefill_more_seconds: float  # each further one in the same step
+    prefill_seconds: float  # that a prompt adds to a turn of a full batch, and
+    prefill_more_seconds: float  # each further one in the same turn
+    idle_prefill_seconds: float  # of a prompt that wakes an engine with nothing to do: its caches are cold
     characters: float  # of an answer, on average
     slots: int = 64
     waiting: int | None = 1024
@@ -151,9 +152,14 @@ class Replica:
         A sequence holds its slot for as many turns as it has characters: its prompt runs in the first, which gives the
         first character, while the others decode.
         """
-        prompts = running / self.characters  # a turn; how many come together is by chance
-        prefill = (self.prefill_seconds - self.prefill_more_seconds) * -np.expm1(-prompts)
-        return self.step(running - prompts) + prefill + self.prefill_more_seconds * prompts
+        prompts = running / self.characters  # a turn
+        return self.step(running - prompts) + self.prefill(prompts)
+
+    def prefill(self, prompts: float | Floats) -> Floats:
+        """Seconds that so many prompts add to a turn, on average; how many come together is by chance (Poisson)."""
+        return (self.prefill_seconds - self.prefill_more_seconds) * -np.expm1(-prompts) + (
+            self.prefill_more_seconds * np.asarray(prompts)
+        )
 
     def rate(self, running: float | Floats) -> Floats:
         """Requests that end in a second while so many run."""
@@ -196,11 +202,13 @@ class Forecast:
         who waits is let in between two turns.
         """
         replica, chain = self.replica, self.chain
-        left = seconds - replica.path_seconds - replica.prefill_seconds
         found = np.arange(chain.slots) / self.replicas  # in the system of a replica
+        prefill = np.where(found == 0, replica.idle_prefill_seconds, replica.prefill_seconds)
+        left = seconds - replica.path_seconds - prefill
         rest = np.maximum(replica.turn(found), 1e-12)  # none, if there is nobody
         late = float(chain.at_arrival @ np.clip(1 - (left - replica.step(found)) / rest, 0.0, 1.0))
-        return late + chain.wait_exceeds(max(0.0, left - float(replica.step(replica.slots))))
+        left_of_waiting = seconds - replica.path_seconds - replica.prefill_seconds - float(replica.step(replica.slots))
+        return late + chain.wait_exceeds(max(0.0, left_of_waiting))
 
     def first(self, quantile: float) -> float:
         """Seconds to the first character."""
@@ -362,6 +370,7 @@ def replica_of(results: dict[str, Any], waiting: int | None = None) -> Replica:
         tuple((int(rows), float(seconds)) for rows, seconds in measured["step_seconds"]),
         measured["prefill_seconds"],
         measured["prefill_more_seconds"],
+        measured["idle_prefill_seconds"],
         results["systems"]["ours"]["saturation"]["mean_characters"],
         settings["slots"],
         settings["waiting"] if waiting is None else waiting,
@@ -412,8 +421,9 @@ def replica_rows(results: dict[str, Any], replica: Replica) -> list[list[str]]:
         found.append([str(rows), f"{1e3 * seconds:.2f}", f"{rows / seconds:,.0f}", ""])
     measured = results["systems"]["ours"]["saturation"]
     facts = (
-        f"a prompt adds {1e3 * replica.prefill_seconds:.1f} ms to a step, each further one "
-        f"{1e3 * replica.prefill_more_seconds:.1f} ms",
+        f"a prompt adds {1e3 * replica.prefill_seconds:.1f} ms to a full batch's turn, each further one "
+        f"{1e3 * replica.prefill_more_seconds:.1f} ms; in an idle engine it takes "
+        f"{1e3 * replica.idle_prefill_seconds:.1f} ms",
         f"an answer has {replica.characters:.0f} characters on average",
         f"saturated, by the model: {replica.saturation:.1f} requests/s, "
         f"{replica.saturation * replica.characters:,.0f} characters/s",

@@ -62,6 +62,7 @@ CROWD = 96  # clients that find the saturation: more than slots, so that a batch
 CONNECTIONS = 1000  # at most
 BUSY_CORES = 0.8  # of the load generator: above, it may be what is slow
 LATE_SECONDS = 0.01  # at the 99th percentile, by which requests may be sent after they were due
+IDLE_SECONDS = 0.15  # of an engine, before a prompt that finds it so
 MEAN_PROMPT = 34  # characters of a prompt of mixed_work, on average
 FAILURES = (BenchError, ServerError, load.LoadError, OSError)
 PICTURE = "load-sweep.png"  # in deploy
@@ -285,8 +286,15 @@ class Sweep:
             self.folder = save_random(self.config, Path(folder) / "S")
             self.results["load_generator"] = load.ceiling(0.5)
             self.say("the engine's steps …")
+            plan = self.plan
             self.results["engine"] = in_child(
-                measure_engine, self.folder, self.plan.engine_rows, self.plan.engine_length, self.threads, self.device
+                measure_engine,
+                self.folder,
+                plan.engine_rows,
+                plan.engine_length,
+                plan.longest,
+                self.threads,
+                self.device,
             )
             with contextlib.ExitStack() as stack:
                 stack.callback(self.close)
@@ -430,7 +438,9 @@ class Sweep:
 # The engine by itself, for the queueing model
 
 
-def measure_engine(folder: Path, rows: tuple[int, ...], length: int, threads: int, device: str) -> dict[str, Any]:
+def measure_engine(
+    folder: Path, rows: tuple[int, ...], length: int, longest: int, threads: int, device: str
+) -> dict[str, Any]:
     """Seconds of a decode step at numbers of rows, of a prompt, and of what of a step stays on the host.
 
     A step's seconds are rows over the characters that a second gives, so sequences that wait for an fp64 decision are
@@ -442,8 +452,9 @@ def measure_engine(folder: Path, rows: tuple[int, ...], length: int, threads: in
 
     torch.set_num_threads(threads)
     model = Checkpoint.read(folder).load_model(device)
-    steps = []
-    for count in rows:
+
+    def step(count: int) -> float:
+        """Seconds of a step over so many rows."""
         runner = Engine(model, max_running=count, prefill_budget=max(512, PROMPT * count))
         runner.generate(engine.sequences(count, 4))
         for sequence in engine.sequences(count, length):
@@ -455,23 +466,61 @@ def measure_engine(folder: Path, rows: tuple[int, ...], length: int, threads: in
             seconds = time.perf_counter() - started
             if given >= count * (length - 8):  # before the first of them ends
                 break
-        steps.append([count, count * seconds / given])
-    runner = Engine(model, max_running=4)
-    prompts: dict[int, list[float]] = {1: [], 4: []}  # seconds of a step over so many
-    for number, together in itertools.product(range(24), prompts):
-        chance = random.Random(number)
-        ids = [chance.choices(range(model.config.vocab_size), k=MEAN_PROMPT) for _ in range(together)]
-        started = time.perf_counter()
-        runner.generate([Sequence(i, prompt, 1, sampling(i)) for i, prompt in enumerate(ids)])
-        prompts[together].append(time.perf_counter() - started)
-    one, four = (statistics.median(prompts[together]) for together in (1, 4))
-    parts = engine.phases(model, rows[-1], length, device)
+        return count * seconds / given
+
+    def request(number: int, item: Work) -> Sequence:
+        ids = random.Random(number).choices(range(model.config.vocab_size), k=len(item.prompt))
+        return Sequence(number, ids, item.max_tokens, sampling(number))
+
+    def turn(count: int) -> tuple[float, float]:
+        """Seconds between two characters, and prompts in that time, while each that ends is replaced by the next."""
+        runner = Engine(model, max_running=count)
+        requests = (request(number, item) for number, item in enumerate(poisson_work(longest)))
+        for sequence in itertools.islice(requests, count):
+            runner.submit(sequence)
+        for seconds in (full_seconds, 3 * full_seconds):  # to warm up, and to measure
+            given = ended = 0
+            started = time.perf_counter()
+            while time.perf_counter() - started < seconds:
+                for delta in runner.step():
+                    given += len(delta.ids)
+                    if delta.finish_reason is not None:
+                        ended += 1
+                        runner.submit(next(requests))
+        turns = given / count
+        return (time.perf_counter() - started) / turns, ended / turns
+
+    def prompts(together: int, pause: float) -> float:
+        """Seconds of a step over so many prompts, and nothing else; `pause` seconds of sleep before each."""
+        runner, seconds = Engine(model, max_running=together), []
+        item = Work(" " * MEAN_PROMPT, 1, 0.0)
+        for number in range(24):
+            sequences = [request(number * together + i, item) for i in range(together)]
+            time.sleep(pause)
+            started = time.perf_counter()
+            runner.generate(sequences)
+            seconds.append(time.perf_counter() - started)
+        return statistics.median(seconds)
+
+    steps = [[count, step(count)] for count in rows]
+    full_seconds = longest * steps[-1][1]  # of the longest answer in a full batch
+    one, four = (prompts(together, 0.0) for together in (1, 4))
+    alone = capacity.Replica(tuple(map(tuple, steps)), one, max(0.0, (four - one) / 3), one, 1.0)
+    # In a full batch a prompt costs more than by itself: what both read leaves the other's caches. Measured in turns.
+    full, added, expected = rows[-1], [], []
+    for _ in range(3):
+        before, (seconds, begun) = step(full), turn(full)
+        added.append(seconds - before)
+        expected.append(float(alone.prefill(begun)))
+    scale = max(1.0, statistics.median(a / b for a, b in zip(added, expected, strict=True)))
+    parts = engine.phases(model, full, length, device)
     host = sum(parts.get(name, 0.0) for name in ("sampling", "schedule", "rest"))
     return {
         "step_seconds": steps,
-        "prefill_seconds": one,
-        "prefill_more_seconds": max(0.0, (four - one) / 3),
-        "host_seconds_per_character": host / (rows[-1] * length),
+        "prefill_seconds": scale * alone.prefill_seconds,
+        "prefill_more_seconds": scale * alone.prefill_more_seconds,
+        "idle_prefill_seconds": prompts(1, IDLE_SECONDS),
+        "host_seconds_per_character": host / (full * length),
         "operations": count_operations(model),
         "parameters": model.num_parameters,
     }
