@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -64,15 +65,20 @@ class Exposition(Collector):
         self.model_name, self.checkpoint = model_name, checkpoint
         self.vllm_names = vllm_names
         self.restarts = restarts
+        self._lock = threading.Lock()
 
     def page(self, accept: str) -> tuple[bytes, str]:
-        """The text and its type: OpenMetrics 1.0, with exemplars, where `accept` asks for any version, else 0.0.4."""
+        """The text and its type: OpenMetrics 1.0, with exemplars, where `accept` asks for any version, else 0.0.4.
+
+        One at a time: of two scrapes that overlap, the one that ends later would have the lower counters.
+        """
         registry = CollectorRegistry()
         registry.register(self)
-        if "application/openmetrics-text" in accept:
-            # By default prometheus-client 0.26 turns the colon in the names of samples into an underscore.
-            return openmetrics.generate_latest(registry, openmetrics.ALLOWUTF8), openmetrics.CONTENT_TYPE_LATEST
-        return exposition.generate_latest(registry), exposition.CONTENT_TYPE_PLAIN_0_0_4
+        with self._lock:
+            if "application/openmetrics-text" in accept:
+                # By default prometheus-client 0.26 turns the colon in the names of samples into an underscore.
+                return openmetrics.generate_latest(registry, openmetrics.ALLOWUTF8), openmetrics.CONTENT_TYPE_LATEST
+            return exposition.generate_latest(registry), exposition.CONTENT_TYPE_PLAIN_0_0_4
 
     def describe(self) -> Iterable[Metric]:
         return []  # or registering would collect

@@ -521,7 +521,7 @@ def test_the_shares_of_the_workers_time_are_shares(monitored):
 def test_an_exemplar_leads_to_a_request_that_a_client_sent(monitored):
     now = time.time()
     expressions = {filled_in(t["expr"]) for panel in panels() for t in panel["targets"] if t.get("exemplar")}
-    assert len(expressions) == 24
+    assert len(expressions) == 28
     for expression in expressions:  # Grafana asks with the panel's own
         answer = monitored.prometheus.get("v1/query_exemplars", query=expression, start=now - 300, end=now + 60)
         found = {exemplar["labels"]["request_id"] for series in answer["data"] for exemplar in series["exemplars"]}
@@ -593,6 +593,6 @@ def test_what_the_configuration_has_as_comments_scrapes_a_service_with_keys_and_
     ):
         server.url = f"https://127.0.0.1:{server.port}"
         server.wait_until_ready(timeout=180)
-        assert web.get(f"{server.url}/metrics").status_code == 401
+        assert httpx.get(f"{server.url}/metrics").status_code == 401
         prometheus.wait_until_ready()
         assert wait_for_data(prometheus, ['up{job="chargpt"} == 1', "chargpt_cache_slots"]) == []

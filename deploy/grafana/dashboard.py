@@ -255,10 +255,9 @@ def build() -> Dashboard:
     )  # fmt: skip
     for stem, title, description in LATENCIES:
         name = f"chargpt_{stem}_seconds"
-        named = stem != "inter_token_latency"  # whose observations are too many to name requests
         show(
-            lines(title, description, SECONDS, quantiles(name), exemplars=named),
-            heat(title, description, SECONDS, name, exemplars=named),
+            lines(title, description, SECONDS, quantiles(name), exemplars=True),
+            heat(title, description, SECONDS, name),
         )
 
     row("Engine")
