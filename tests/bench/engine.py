@@ -315,19 +315,24 @@ def cache_formula(config: GPTConfig, slots: int, element_size: int) -> int:
 def measure_lengths(
     folder: Path, rows: int, lengths: list[int], *, threads: int, device: str
 ) -> dict[str, list[float]]:
-    """Seconds of a step when texts are `lengths` characters long: the median of the steps around each."""
+    """Seconds of a step when texts are `lengths` characters long: medians of block_size steps from there on, in turns."""
     torch.set_num_threads(threads)
     model = Checkpoint.read(folder).load_model(device)
-    around = model.config.block_size // 2
-    engine = Engine(model, max_running=rows)
-    for sequence in sequences(rows, lengths[-1] + around - PROMPT):
-        engine.submit(sequence)
-    steps = []
-    while engine.has_work:
+    engines = []
+    for length in lengths:
+        engine = Engine(model, max_running=rows)
+        for sequence in sequences(rows, length + 2 * model.config.block_size):
+            engine.submit(sequence)
+        for _ in range(length - PROMPT):
+            engine.step()
+        engines.append(engine)
+    steps: list[list[float]] = [[] for _ in lengths]
+    for _, (engine, seconds) in itertools.product(
+        range(model.config.block_size), list(zip(engines, steps, strict=True))
+    ):
         engine.step()
-        steps.append(engine.stats.seconds)
-    medians = [statistics.median(steps[max(0, n - PROMPT - around) : n - PROMPT + around]) for n in lengths]
-    return {"lengths": [float(n) for n in lengths], "step_seconds": medians}
+        seconds.append(engine.stats.seconds)
+    return {"lengths": [float(n) for n in lengths], "step_seconds": [statistics.median(seconds) for seconds in steps]}
 
 
 def measure_queue(
