@@ -315,7 +315,7 @@ def cache_formula(config: GPTConfig, slots: int, element_size: int) -> int:
 def measure_lengths(
     folder: Path, rows: int, lengths: list[int], *, threads: int, device: str
 ) -> dict[str, list[float]]:
-    """Seconds of a step when texts are `lengths` characters long: medians of block_size steps from there on, in turns."""
+    """Seconds of a step in texts that are `lengths` characters long: medians of block_size steps each, in turns."""
     torch.set_num_threads(threads)
     model = Checkpoint.read(folder).load_model(device)
     engines = []

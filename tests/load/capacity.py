@@ -378,8 +378,8 @@ def replica_of(results: dict[str, Any], waiting: int | None = None) -> Replica:
 
 
 # What other parts were measured to do, by `make bench` on 2 cores (the README's table, "over HTTP").
-HTTP_CHARACTERS = 430_000  # a second that an HTTP process streams, 64 streams around a stub engine
-EVENT_SECONDS = 49e-6  # of an HTTP process for an event of a stream
+HTTP_CHARACTERS = 340_000  # a second that an HTTP process streams, 64 streams around a stub engine
+EVENT_SECONDS = 67e-6  # of an HTTP process for an event of a stream
 INTERVAL_SECONDS = 0.02  # --stream-interval-seconds: a stream has an event in each, if it has characters
 
 GOALS = (Goal(0.1, 0.015), Goal(), Goal(1.0, 0.1))
