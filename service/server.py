@@ -9,6 +9,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -18,6 +19,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from litserve import LitServer
+from litserve.connector import check_cuda_with_nvidia_smi
 from litserve.utils import WorkerSetupStatus
 from starlette.requests import Request
 from starlette.responses import Response
@@ -85,7 +87,7 @@ class Server(LitServer):
         )
         super().__init__(
             api,
-            accelerator=settings.accelerator,
+            accelerator=choose_accelerator(settings.accelerator),
             devices=settings.devices,
             workers_per_device=settings.workers_per_device,
             timeout=False,
@@ -205,6 +207,24 @@ class Server(LitServer):
         self.uvicorn_graceful_timeout = 10  # until the HTTP processes, which end what is left, are killed
         super()._perform_graceful_shutdown(manager, uvicorn_workers, shutdown_reason)
         logger.info("all processes have ended")
+
+
+def choose_accelerator(asked: str) -> str:
+    """What `auto` is here: cuda where there is a GPU and torch is built for it, else cpu; a Mac's is LitServe's to say.
+
+    LitServe's own choice imports torch into this process, which does without it, and where it did not so takes the CPU
+    though there is a GPU.
+    """
+    if asked != "auto" or sys.platform == "darwin":
+        return asked
+    if not check_cuda_with_nvidia_smi():
+        return "cpu"
+    import torch
+
+    if torch.version.cuda is None:
+        logger.warning("there is a GPU, but torch %s is built without CUDA: serving on the CPU", torch.__version__)
+        return "cpu"
+    return "cuda"
 
 
 def ignore_signals() -> None:

@@ -599,13 +599,12 @@ def test_four_engines_behind_two_http_processes_give_what_one_gives(checkpoint, 
         expected = list(pool.map(lambda request: answer_of(client, *request), requests))
     with RunningServer(checkpoint.path, http_processes=2, workers_per_device=2, max_running_requests=8) as server:
         server.wait_until_ready()
-
-        def ask(request):
-            with httpx.Client(base_url=server.url, timeout=60) as own:  # a connection of its own, to either process
-                return answer_of(own, *request)
-
-        with concurrent.futures.ThreadPoolExecutor(24) as pool:
-            assert list(pool.map(ask, requests)) == expected
+        apart = httpx.Limits(max_connections=None, max_keepalive_connections=0)  # each request to either process
+        with (
+            httpx.Client(base_url=server.url, timeout=60, limits=apart) as either,
+            concurrent.futures.ThreadPoolExecutor(24) as pool,
+        ):
+            assert list(pool.map(lambda request: answer_of(either, *request), requests)) == expected
         server.wait_until_metric("chargpt_num_requests_running", 0)
         ended = sum(v for (name, _), v in server.metrics().items() if name == "chargpt_request_success_total")
         assert ended >= sum(len(answer[0]) for answer in expected)

@@ -274,7 +274,7 @@ def test_each_latency_is_shown_by_quantiles_and_as_heat_map_with_exemplars():
                 shown.setdefault(name, set()).add(quantile[1] if quantile else panel["type"])
     latencies = (
         "time_to_first_token", "request_queue_time", "request_prefill_time", "request_first_decode_time",
-        "request_time_per_output_token", "e2e_request_latency",
+        "request_time_per_output_token", "e2e_request_latency", "inter_token_latency",
     )  # fmt: skip
     assert shown == {f"chargpt_{name}_seconds": {"0.5", "0.95", "0.99", "heatmap"} for name in latencies}
 

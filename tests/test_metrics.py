@@ -120,7 +120,7 @@ def test_each_ending_has_its_reason_and_gauges_return_to_zero(server):
         with left_open(server):
             pass
         with left_open(server, stream_interval=0):
-            assert server.metric("chargpt_kv_cache_usage_perc") == 1 / 8
+            server.wait_until_metric("chargpt_kv_cache_usage_perc", 1 / 8)
         assert generate(server, temperature=-1).status_code == 400
         web.post(f"{server.url}/generate", content=b"{")
     endings = {reason: 1 for reason in ("stop", "length", "timeout")} | {"abort": 2, "error": 0}

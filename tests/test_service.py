@@ -13,8 +13,10 @@ import openai
 import pytest
 import torch
 from helpers import VOCABULARY, RunningServer, save_random, wait_until_gone, web
+from litserve.connector import check_cuda_with_nvidia_smi
 
 from service.model.sampling import SamplingParams
+from service.server import choose_accelerator
 
 
 @pytest.fixture(scope="module")
@@ -585,6 +587,31 @@ def test_a_worker_that_cannot_start_ends_the_service_with_a_reason(checkpoint):
     done = run("--checkpoint", str(checkpoint.path), "--accelerator", "cuda")
     assert done.returncode == 1
     assert done.stderr.endswith("python -m service: no inference process could start; its log says why\n")
+
+
+@pytest.mark.parametrize(("built_for", "chosen"), [("13.0", "cuda"), (None, "cpu")])
+def test_where_a_gpu_is_it_is_chosen_if_torch_can_use_it(tmp_path, monkeypatch, caplog, built_for, chosen):
+    if sys.platform != "linux":
+        pytest.skip("auto is LitServe's to choose")
+    fake = tmp_path / "nvidia-smi"
+    fake.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200 (UUID: GPU-1)'\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(torch.version, "cuda", built_for)
+    check_cuda_with_nvidia_smi.cache_clear()
+    assert choose_accelerator("auto") == chosen
+    assert choose_accelerator("mps") == "mps"
+    assert ("is built without CUDA: serving on the CPU" in caplog.text) == (chosen == "cpu")
+    monkeypatch.setenv("PATH", "")
+    check_cuda_with_nvidia_smi.cache_clear()
+    assert choose_accelerator("auto") == "cpu"
+    check_cuda_with_nvidia_smi.cache_clear()
+
+
+def test_only_a_worker_loads_torch(server):
+    """It is half of the time that a start takes."""
+    with_torch = {p.pid for p in server.processes() if any("libtorch" in part.path for part in p.memory_maps())}
+    assert with_torch == {server.worker().pid}
 
 
 def test_a_port_in_use_ends_with_a_reason(checkpoint):
