@@ -432,6 +432,7 @@ def monitored(checkpoint, tmp_path_factory):
             program.wait_until_ready()
         load = Load(server)
         load.round()
+        assert wait_for_data(prometheus, ["chargpt_worker_restarts_total"]) == []  # or there is nothing to grow from
         load.kill_the_worker()
         server.wait_until_ready(timeout=180)
         load.round()

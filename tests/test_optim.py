@@ -98,7 +98,8 @@ def test_every_parameter_has_one_optimizer():
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizers = Optimizers(model, TrainConfig(warmup_steps=1))
     muon = {id(p) for p, _ in hidden_matrices(model)}
-    adamw = {id(p) for group in optimizers.adamw.param_groups for p in group["params"]}
+    parameters = dict(model.named_parameters())
+    adamw = {id(p) for name, p in parameters.items() if f"adamw.{name}.exp_avg" in optimizers.tensors()}
     assert muon | adamw == {id(p) for p in model.parameters()} and not muon & adamw
     assert {name for name, p in model.named_parameters() if id(p) in muon} == {
         f"blocks.{i}.{name}.weight" for i in range(2) for name in ("attn.qkv", "attn.proj", "mlp.gate_up", "mlp.proj")

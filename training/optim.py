@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from service.model.gpt import GPT, CausalSelfAttention, SwiGLU
 from training.config import TrainConfig
@@ -181,35 +182,45 @@ class Optimizers:
         self._others = {name: p for name, p in model.named_parameters() if id(p) not in hidden}
         dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
         self.muon = Muon(matrices, config.muon_momentum, config.weight_decay, config.muon_beta2, dtype, world)
-        self.adamw = torch.optim.AdamW(
-            self._others.values(),
-            lr=0.0,
-            betas=(config.adamw_beta1, config.adamw_beta2),
-            weight_decay=0.0,
-            fused=True,
-        )
-        # Made now rather than at the first step, so that there is always something to restore into.
-        for parameter in self._others.values():
-            self.adamw.state[parameter] = {
+        self._adamw = {
+            name: {
                 "step": torch.zeros((), device=parameter.device),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
+            for name, parameter in self._others.items()
+        }
 
+    @torch.no_grad()
     def step(self, step: int) -> None:
         """Update from the gradients, at the learning rate of step number `step` (the first is 0)."""
         scale = lr_scale(step, self.config)
-        for group in self.adamw.param_groups:
-            group["lr"] = self.config.adamw_lr * scale
-        self.adamw.step()
+        parameters: list[Tensor] = list(self._others.values())
+        states = self._adamw.values()
+        # The function under torch.optim.AdamW: the class imports torch's compiler, which takes over a second.
+        adamw(
+            parameters,
+            [_gradient(parameter) for parameter in parameters],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=True,
+            amsgrad=False,
+            beta1=self.config.adamw_beta1,
+            beta2=self.config.adamw_beta2,
+            lr=self.config.adamw_lr * scale,
+            weight_decay=0.0,
+            eps=1e-8,
+            maximize=False,
+        )
         self.muon.step(self.config.muon_lr * scale)
 
     def tensors(self) -> dict[str, Tensor]:
         """All their state, by name; writing into these tensors restores it."""
         state = self.muon.tensors()
-        for name, parameter in self._others.items():
-            for key, value in self.adamw.state[parameter].items():
-                state[f"adamw.{name}.{key}"] = value
+        for name, tensors in self._adamw.items():
+            state |= {f"adamw.{name}.{key}": tensor for key, tensor in tensors.items()}
         return state
 
 
