@@ -73,7 +73,7 @@ class RunningServer:
         settings = {"threads": 1} | settings
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
         command = [sys.executable, "-m", "service", f"--checkpoint={checkpoint}", f"--port={self.port}", *flags]
-        self.log = tempfile.TemporaryFile("w+")
+        self.log = tempfile.TemporaryFile()
         self._client: httpx.Client | None = None
         self.process = subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT)
 
@@ -96,8 +96,8 @@ class RunningServer:
         raise TimeoutError(self.output())
 
     def output(self) -> str:
-        self.log.seek(0)
-        return self.log.read()
+        log = self.log.fileno()  # not by seek, which would move where the server writes
+        return os.pread(log, os.fstat(log).st_size, 0).decode()
 
     def processes(self) -> list[psutil.Process]:
         main = psutil.Process(self.process.pid)
