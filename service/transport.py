@@ -35,7 +35,7 @@ MAX_UNSENT_BYTES = 64 << 20  # to one HTTP process; past it that process counts 
 
 
 class Hello(msgspec.Struct, gc=False, array_like=True, tag=True):
-    """First frame of a connection: which HTTP process this is."""
+    """First frame of a connection: which HTTP process this is. The worker sends it back, as a sign that it reads."""
 
     consumer_id: int
 
@@ -130,7 +130,7 @@ FromWorker = Step | Refused
 _HEADER = struct.Struct("<I")
 _encode = msgspec.msgpack.Encoder().encode
 _decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
-_decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
+_decode_from_worker = msgspec.msgpack.Decoder(Hello | FromWorker).decode
 
 
 def _frame(message: ToWorker | FromWorker) -> bytes:
@@ -266,7 +266,7 @@ class _WorkerSide:
         messages, self._messages = self._messages, []
         return messages
 
-    def send(self, item: FromWorker, consumer_id: int) -> None:
+    def send(self, item: Hello | FromWorker, consumer_id: int) -> None:
         connection = self._connections.get(consumer_id)
         if connection is None:
             return
@@ -296,6 +296,7 @@ class _WorkerSide:
             if isinstance(message, Hello):
                 connection.consumer_id = message.consumer_id
                 self._connections[message.consumer_id] = connection
+                self.send(message, message.consumer_id)
             elif connection.consumer_id is not None:
                 self._messages.append((connection.consumer_id, message))
         del unparsed[:start]
@@ -353,14 +354,17 @@ class _HttpSide:
                 await asyncio.sleep(self.RETRY_SECONDS)
                 continue
             connection.send(_frame(Hello(self._consumer_id)))
-            self._connections[worker_id] = connection
             try:
-                await connection.ended
-                logger.warning("the connection to worker %d has ended", worker_id)
+                # A process that is being killed may still have the socket that takes connections.
+                await asyncio.wait([connection.greeted, connection.ended], return_when=asyncio.FIRST_COMPLETED)
+                if connection.greeted.done():
+                    self._connections[worker_id] = connection
+                    await connection.ended
+                    logger.warning("the connection to worker %d has ended", worker_id)
             finally:
-                del self._connections[worker_id]
                 connection.transport.close()
-                received(WorkerLost())
+                if self._connections.pop(worker_id, None) is not None:
+                    received(WorkerLost())
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -375,6 +379,7 @@ class _Frames(asyncio.Protocol):
         self._received = received
         self._unparsed = b""
         self._unsent: list[bytes] = []
+        self.greeted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.transport: asyncio.WriteTransport
 
@@ -400,8 +405,12 @@ class _Frames(asyncio.Protocol):
             end = start + _HEADER.size + length
             if len(data) < end:
                 break
-            self._received(_decode_from_worker(view[start + _HEADER.size : end]))
+            frame = _decode_from_worker(view[start + _HEADER.size : end])
             start = end
+            if isinstance(frame, Hello):
+                self.greeted.set_result(None)
+            else:
+                self._received(frame)
         self._unparsed = data[start:]
 
     def connection_lost(self, error: Exception | None) -> None:
