@@ -31,6 +31,7 @@ TINY_PLAN = replace(
     requests=24,
     longest=32,
     whole_repeats=1,
+    metrics_repeats=1,
     idle_seconds=0.1,
     queue_steps=5,
 )
