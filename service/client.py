@@ -6,12 +6,12 @@ Knows ids and frames; no text, no HTTP.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import msgspec
@@ -21,6 +21,7 @@ from service.transport import Abort, Delta, Refused, SocketTransport, Step, Subm
 logger = logging.getLogger(__name__)
 
 LATE_SECONDS = 5.0  # after its deadline a sequence of which the worker says nothing is given up here
+CONNECT_SECONDS = 5.0  # that a starting HTTP process waits for a first worker
 FAILURES = frozenset({"abort", "timeout", "error"})
 
 
@@ -158,11 +159,18 @@ class EngineClient:
             self._transport.send_to_worker(Abort(id), worker)
             self._put(Delta(id, [], reason), now)
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
-        """Talk to the workers, for as long as the HTTP process lives."""
+        """Talk to the workers, for as long as the HTTP process lives; entered once one of them answers.
+
+        Workers are loaded before HTTP processes start. Without one after CONNECT_SECONDS, requests are answered 503.
+        """
         self._transport.connect(self._consumer_id, self._received)
         try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CONNECT_SECONDS):
+                    while not self.is_ready:
+                        await asyncio.sleep(0.005)
             yield
         finally:
             await self._transport.disconnect()

@@ -423,6 +423,7 @@ def test_no_prompt_reaches_the_log(checkpoint):
 def test_two_http_processes_and_two_workers_are_one_service(checkpoint, exact):
     with RunningServer(checkpoint.path, http_processes=2, workers_per_device=2, threads=1) as server:
         server.wait_until_ready()
+        assert {web.get(f"{server.url}/readyz").status_code for _ in range(40)} == {200}, "whichever process answers"
 
         def ask(i):
             body = {"prompt": "x" * (1 + i % 20), "max_tokens": 1 + i % 30, "seed": i, "stream": i % 3 == 0}
