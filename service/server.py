@@ -212,8 +212,8 @@ class Server(LitServer):
 def choose_accelerator(asked: str) -> str:
     """What `auto` is here: cuda where there is a GPU and torch is built for it, else cpu; a Mac's is LitServe's to say.
 
-    LitServe's own choice imports torch into this process, which does without it, and where it did not so takes the CPU
-    though there is a GPU.
+    LitServe's own choice imports torch into this process, which does without it; or finds a GPU without that, and then
+    takes the CPU, as torch is not imported.
     """
     if asked != "auto" or sys.platform == "darwin":
         return asked

@@ -1,5 +1,7 @@
 """Small real things that several test files need."""
 
+import contextlib
+import io
 import os
 import socket
 import string
@@ -7,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import httpx
@@ -60,6 +62,21 @@ def call(arguments: Iterable[object]) -> int | str | None:
         return stop.code
     finally:
         sys.argv = before
+
+
+def refusal(main: Callable[[], int], arguments: list[str]) -> str:
+    """What a command says of arguments that it refuses, without a process of its own."""
+    before, sys.argv = sys.argv, ["command", *arguments]
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            main()
+    except SystemExit as stop:
+        assert stop.code == 2
+        return said.getvalue()
+    finally:
+        sys.argv = before
+    raise AssertionError(f"{arguments} are not refused")
 
 
 class RunningServer:
