@@ -20,7 +20,7 @@ A map, in the order a request passes:
     metrics.py     every metric
     settings.py    every setting
 
-Import rule: `service.model` imports torch, safetensors and itself; `service.engine` and
-`service.scheduler` add nothing to that; `training` imports `service.model` and `service.engine`;
+Import rule: `service.model` imports torch, safetensors and itself; `service.engine.engine` and
+`service.engine.scheduler` add nothing to that; `training` imports `service.model` and `service.engine.engine`;
 `service` never imports `training`. `tests/test_imports.py` holds it.
 """

@@ -26,15 +26,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from service.api import Api, HttpState
-from service.edge import Edge
-from service.logs import adopt_litserve, configure_logging
-from service.metrics import forget_process
+from service.engine.worker import EngineAPI, EngineLoop
+from service.http.app import Api, HttpState
+from service.http.middleware import Edge
+from service.http.openapi import documentation
 from service.model.checkpoint import Checkpoint
-from service.openapi import documentation
+from service.observe.logs import adopt_litserve, configure_logging
+from service.observe.metrics import forget_process
 from service.settings import Settings
-from service.transport import SocketTransport, die_with_parent, rest_garbage_collector
-from service.worker import EngineAPI, EngineLoop
+from service.sockets import SocketTransport, die_with_parent, rest_garbage_collector
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PrivateAttr, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from service.logs import LogFormat
+from service.observe.logs import LogFormat
 
 # Trained on tiny Shakespeare; `make bundled` trains it anew.
 BUNDLED = Path(__file__).parent / "checkpoints" / "tinyshakespeare"

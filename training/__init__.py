@@ -16,5 +16,5 @@ A map, in the order a run passes:
 
 and of a checkpoint: sample.py, score.py, report.py and export.py, one for each command.
 
-Import rule: `service.model` and, for sampling, `service.engine`; nothing else of `service`.
+Import rule: `service.model` and, for sampling, `service.engine.engine`; nothing else of `service`.
 """

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from service.engine import Engine
+from service.engine.engine import Engine
+from service.engine.scheduler import Sequence as Request
 from service.model.gpt import GPT
 from service.model.sampling import MAX_SEED, SamplingParams
-from service.scheduler import Sequence as Request
 
 MAX_RUNNING = 128
 TRIES_PER_TEXT = 100  # of different texts, before there are taken to be no more

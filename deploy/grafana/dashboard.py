@@ -2,7 +2,7 @@
 
 Made here and not by hand because a latency is three quantiles and a heat-map each time, and because the names and
 values of Grafana's JSON are then those of its own schema: grafana-foundation-sdk is made from that of Grafana 11.6,
-and mypy holds this file against it. Knows the series of service/metrics.py and the rules of deploy/prometheus.
+and mypy holds this file against it. Knows the series of service/observe/metrics.py and the rules of deploy/prometheus.
 """
 
 from __future__ import annotations

@@ -21,11 +21,11 @@ import psutil
 import torch
 from torch import nn
 
-import service.engine
-from service.engine import Engine
+import service.engine.engine
+from service.engine.engine import Engine
+from service.engine.scheduler import Sequence
 from service.model.checkpoint import Checkpoint
 from service.model.gpt import GPT, GPTConfig
-from service.scheduler import Sequence
 
 from .shapes import PROMPT, SAMPLING, Work, prompt, sampling
 
@@ -135,7 +135,7 @@ def phases(model: GPT, rows: int, length: int, device: str) -> dict[str, float]:
 
     Wrapped from outside, by these names: Engine.scheduler.schedule, Engine.model (a forward over one character a row
     is decode, else prefill), Engine._decide (what fp64 decisions take of the engine's own thread; most of it goes on
-    beside), service.engine.sample; `rest` is Python around them.
+    beside), service.engine.engine.sample; `rest` is Python around them.
     """
     engine = Engine(model, max_running=rows, max_waiting=rows, prefill_budget=max(512, PROMPT * rows))
     engine.generate(sequences(rows, 4))
@@ -146,16 +146,16 @@ def phases(model: GPT, rows: int, length: int, device: str) -> dict[str, float]:
         with timer.phase("decode" if idx.size(1) == 1 else "prefill"):
             return forward(idx, *args)
 
-    sample = service.engine.sample
+    sample = service.engine.engine.sample
     engine.scheduler.schedule = timer.timed("schedule", engine.scheduler.schedule)
     engine._decide = timer.timed("exact", engine._decide)
     engine.model.forward = named_forward
-    service.engine.sample = timer.timed("sampling", sample)
+    service.engine.engine.sample = timer.timed("sampling", sample)
     try:
         with timer.phase("rest"):
             engine.generate(sequences(rows, length))
     finally:
-        service.engine.sample = sample
+        service.engine.engine.sample = sample
         del engine.model.forward
     return timer.seconds | {"all": sum(timer.seconds.values())}
 

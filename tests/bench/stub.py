@@ -15,8 +15,8 @@ import sys
 import time
 from typing import Any
 
-from service import worker
-from service.scheduler import QueueFullError
+from service.engine import worker
+from service.engine.scheduler import QueueFullError
 
 
 class StubEngine:
@@ -26,7 +26,7 @@ class StubEngine:
     tolerance = 0.0
 
     def __init__(self, model: Any, *, max_running: int = 32, max_waiting: int = 1024, **_: Any):
-        from service.engine import Delta, StepStats
+        from service.engine.engine import Delta, StepStats
 
         self._delta = Delta
         self.stats = StepStats()
@@ -92,9 +92,9 @@ class StubAPI(worker.EngineAPI):
     """The real one, but for the engine."""
 
     def setup(self, device: str) -> None:
-        import service.engine
+        import service.engine.engine
 
-        service.engine.Engine = StubEngine
+        service.engine.engine.Engine = StubEngine
         super().setup(device)
 
 

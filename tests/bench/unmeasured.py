@@ -10,11 +10,11 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from service import worker
+from service.engine import worker
 
 
 def observe_nothing() -> None:
-    from service import metrics
+    from service.observe import metrics
 
     def nothing(*_: Any, **__: Any) -> None:
         pass

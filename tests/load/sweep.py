@@ -446,9 +446,9 @@ def measure_engine(
     A step's seconds are rows over the characters that a second gives, so sequences that wait for an fp64 decision are
     in it.
     """
-    from service.engine import Engine
+    from service.engine.engine import Engine
+    from service.engine.scheduler import Sequence
     from service.model.checkpoint import Checkpoint
-    from service.scheduler import Sequence
 
     torch.set_num_threads(threads)
     model = Checkpoint.read(folder).load_model(device)

@@ -1,0 +1,1 @@
+"""The inference process: the loop that LitServe turns, continuous batching, and who runs when."""

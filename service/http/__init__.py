@@ -1,0 +1,1 @@
+"""The HTTP process: routes, requests and answers, and the client of the inference processes. No torch."""

@@ -1,0 +1,212 @@
+"""What /metrics answers: the values of all processes added up, and what only whoever asks can tell.
+
+That is the processes' memory and time, what is served, and ratios of sums. Series may appear a second time under
+vLLM's names. Knows Prometheus' formats; observes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+from prometheus_client import CollectorRegistry, exposition
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar as SampleExemplar
+from prometheus_client.samples import Sample
+
+from service.model.checkpoint import Checkpoint
+from service.observe import metrics
+
+# vLLM 0.33's series that a sequence or a step of ours has too, and what prometheus-fastapi-instrumentator counts there.
+VLLM_NAMES = {
+    f"chargpt_{stem}": f"vllm:{stem}"
+    for stem in (
+        "time_to_first_token_seconds",
+        "inter_token_latency_seconds",
+        "request_time_per_output_token_seconds",
+        "e2e_request_latency_seconds",
+        "request_queue_time_seconds",
+        "request_prefill_time_seconds",
+        "request_decode_time_seconds",
+        "request_inference_time_seconds",
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+        "prompt_tokens",
+        "generation_tokens",
+        "request_prompt_tokens",
+        "request_generation_tokens",
+        "request_success",
+        "iteration_tokens_total",
+        "num_preemptions",
+        "admission_rejections",
+    )
+} | {
+    "chargpt_http_requests": "http_requests",
+    "chargpt_http_request_duration_seconds": "http_request_duration_seconds",
+}
+
+
+class Exposition(Collector):
+    """All series of a served checkpoint. `restarts` says how many workers were started again."""
+
+    def __init__(self, model_name: str, checkpoint: Checkpoint, *, vllm_names: bool, restarts: Callable[[], int]):
+        self.model_name, self.checkpoint = model_name, checkpoint
+        self.vllm_names = vllm_names
+        self.restarts = restarts
+        self._lock = threading.Lock()
+
+    def page(self, accept: str) -> tuple[bytes, str]:
+        """The text and its type: OpenMetrics 1.0, with exemplars, where `accept` asks for any version, else 0.0.4.
+
+        One at a time: of two scrapes that overlap, the one that ends later would have the lower counters.
+        """
+        registry = CollectorRegistry()
+        registry.register(self)
+        with self._lock:
+            if "application/openmetrics-text" in accept:
+                # By default prometheus-client 0.26 turns the colon in the names of samples into an underscore.
+                return openmetrics.generate_latest(registry, openmetrics.ALLOWUTF8), openmetrics.CONTENT_TYPE_LATEST
+            return exposition.generate_latest(registry), exposition.CONTENT_TYPE_PLAIN_0_0_4
+
+    def describe(self) -> Iterable[Metric]:
+        return []  # or registering would collect
+
+    def collect(self) -> Iterator[Metric]:
+        registry = CollectorRegistry()
+        families = {family.name: family for family in MultiProcessCollector(registry).collect()}
+        started = families["chargpt_process_start_time_seconds"]
+        pids = {sample.labels["process"]: int(sample.labels["pid"]) for sample in started.samples}
+        pids["main"] = os.getppid()
+        started.samples = [
+            sample._replace(labels={name: value for name, value in sample.labels.items() if name != "pid"})
+            for sample in started.samples
+        ]
+        for family in (*self._ratios(families), *self._processes(pids), *self._identity()):
+            families[family.name] = family
+        _attach_exemplars(families, _read_exemplars(Path(os.environ["PROMETHEUS_MULTIPROC_DIR"])))
+        yield from families.values()
+        if self.vllm_names:
+            for ours, theirs in VLLM_NAMES.items():
+                if ours in families:
+                    yield _renamed(families[ours], theirs)
+
+    def _gauge(self, name: str, help: str, *labels: str) -> GaugeMetricFamily:
+        return GaugeMetricFamily(name, help, labels=[*metrics.LABELS, *labels])
+
+    def _ratios(self, families: dict[str, Metric]) -> Iterator[Metric]:
+        usage = self._gauge("chargpt_kv_cache_usage_perc", "Share of the cache slots that is in use, 0 to 1")
+        slots = sum(sample.value for sample in families["chargpt_cache_slots"].samples)
+        if slots:  # none while no worker is there
+            used = sum(sample.value for sample in families["chargpt_cache_slots_in_use"].samples)
+            usage.add_metric([self.model_name], used / slots)
+        yield usage
+
+    def _processes(self, pids: dict[str, int]) -> Iterator[Metric]:
+        memory = self._gauge("chargpt_process_resident_memory_bytes", "Resident memory of a process", "process")
+        files = self._gauge("chargpt_process_open_fds", "Open file descriptors of a process", "process")
+        threads = self._gauge("chargpt_process_threads", "Threads of a process", "process")
+        cpu = CounterMetricFamily(
+            "chargpt_process_cpu_seconds", "CPU time of a process, user and system",
+            labels=[*metrics.LABELS, "process"],
+        )  # fmt: skip
+        for name, pid in sorted(pids.items()):
+            labels = [self.model_name, name]
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+                process = psutil.Process(pid)
+                with process.oneshot():
+                    times = process.cpu_times()
+                    memory.add_metric(labels, process.memory_info().rss)
+                    files.add_metric(labels, process.num_fds())
+                    threads.add_metric(labels, process.num_threads())
+                    cpu.add_metric(labels, times.user + times.system)
+        yield from (memory, files, threads, cpu)
+
+    def _identity(self) -> Iterator[Metric]:
+        yield self._info(
+            "chargpt_build_info", "What runs: 1, with versions as labels",
+            {"version": version("chargpt"), "python": platform.python_version()}
+            | {name: version(name) for name in ("torch", "litserve")},
+        )  # fmt: skip
+        shape = self.checkpoint.hyperparameters
+        yield self._info(
+            "chargpt_checkpoint_info", "What is served: 1, with the checkpoint's hash and sizes as labels",
+            {"checkpoint_sha256": self.checkpoint.digest}
+            | {name: str(shape[name]) for name in ("block_size", "n_layer", "n_embd", "vocab_size")},
+        )  # fmt: skip
+        loss = self._gauge("chargpt_checkpoint_validation_loss", "Nats per character, where training noted it")
+        known = self.checkpoint.training.get("losses", {}).get("whole")
+        if known is not None:
+            loss.add_metric([self.model_name], known)
+        yield loss
+        restarts = CounterMetricFamily(
+            "chargpt_worker_restarts", "Workers that died and were started again", labels=metrics.LABELS
+        )
+        restarts.add_metric([self.model_name], self.restarts())
+        yield restarts
+
+    def _info(self, name: str, help: str, labels: dict[str, str]) -> Metric:
+        family = self._gauge(name, help, *labels)
+        family.add_metric([self.model_name, *labels.values()], 1)
+        return family
+
+
+def _read_exemplars(folder: Path) -> dict[str, dict[float, metrics.Exemplar]]:
+    """The latest of each bucket over all processes: by the histogram's name and the bucket's upper bound."""
+    latest: dict[str, dict[float, metrics.Exemplar]] = {}
+    for path in folder.glob(metrics.EXEMPLARS.format("*")):
+        content: dict[str, dict[str, Any]] = msgspec.json.decode(path.read_bytes())
+        for name, buckets in content.items():
+            known = latest.setdefault(name, {})
+            for bound, values in buckets.items():
+                exemplar = metrics.Exemplar(*values)
+                if float(bound) not in known or exemplar.timestamp > known[float(bound)].timestamp:
+                    known[float(bound)] = exemplar
+    return latest
+
+
+def _attach_exemplars(families: dict[str, Metric], exemplars: dict[str, dict[float, metrics.Exemplar]]) -> None:
+    for name, buckets in exemplars.items():
+        samples = families[name].samples
+        for i, sample in enumerate(samples):
+            exemplar = buckets.get(float(sample.labels.get("le", "nan")))
+            if sample.name.endswith("_bucket") and exemplar is not None:
+                labels = {"request_id": exemplar.request_id}
+                samples[i] = sample._replace(exemplar=SampleExemplar(labels, exemplar.value, exemplar.timestamp))
+
+
+def _renamed(family: Metric, name: str) -> Metric:
+    """A series as vLLM names it: of engine 0, as all engines are added up here."""
+    renamed = Metric(name, family.documentation, family.type)
+    extra = {"engine": "0"} if name.startswith("vllm:") else {}
+    for sample in family.samples:
+        labels = sample.labels | extra
+        if name.startswith("http_"):
+            del labels["model_name"]
+            if "status" in labels:
+                labels["status"] = labels["status"][0] + "xx"
+        renamed.samples.append(Sample(name + sample.name.removeprefix(family.name), labels, *sample[2:]))
+    if name == "http_requests":
+        renamed.samples = _added_up(renamed.samples)
+    return renamed
+
+
+def _added_up(samples: list[Sample]) -> list[Sample]:
+    """Samples of equal labels as one."""
+    totals: dict[tuple[str, frozenset[tuple[str, str]]], Sample] = {}
+    for sample in samples:
+        key = (sample.name, frozenset(sample.labels.items()))
+        before = totals.get(key)
+        totals[key] = sample if before is None else before._replace(value=before.value + sample.value)
+    return list(totals.values())

@@ -1,0 +1,251 @@
+import itertools
+import re
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from service.constrain.automaton import MAX_CELLS, Automaton, Guide, StopPattern
+from service.constrain.regex import compile_choice, compile_regex
+
+VOCABULARY = "abc"
+# Two vocabularies are one where every character goes on in the pattern: nothing is left to end the text with.
+PATTERNS = [
+    "a", "a*", "a+b", "(ab|c)*", "(aa)*", "(aaa|bb)*c?", "a{2,4}", "(a|b)*abb", "(...)*", "(..|a.)*", ".*", "a?b?c?",
+    "(abc|abd|ab)*", "a(b|cc(a|bbb))*", "(a|ab)(c|bcd)?", "(abc)?", "b|(a{3})*", "[^a]+a", "((a|b)(b|c)){1,2}",
+    "", "d?",
+]  # fmt: skip
+
+
+def automaton_of(pattern, vocabulary=VOCABULARY):
+    return compile_regex(pattern, vocabulary)
+
+
+def follow(automaton, text, vocabulary=VOCABULARY):
+    """The guide after a text that stays in the pattern; None where it does not."""
+    guide = Guide(automaton)
+    return guide if all(guide.push(vocabulary.index(c)) for c in text) else None
+
+
+# -- guides --
+
+
+def check_allowed(guide, prefix, language, remaining, must_go_on):
+    """Against all texts that match with at most `remaining` characters more; returns the ids that may come next."""
+    good = {i for i, c in enumerate(VOCABULARY) if any(t.startswith(prefix + c) for t in language)}
+    ids = set(range(len(VOCABULARY)))
+    mask = guide.allowed(remaining, must_go_on)
+    mine = ids if mask is None else set(np.flatnonzero(mask))
+    if mask is not None:
+        assert (mask.dtype, mask.shape, mask.flags.writeable) == (np.bool_, (len(VOCABULARY),), False)
+        assert not mask.all()
+    assert mine, "no dead end"
+    if prefix not in language:
+        assert mine == good
+    elif must_go_on and good:
+        assert mine == good
+    else:
+        leaving = {i for i in ids if follow(guide.automaton, prefix + VOCABULARY[i]) is None}
+        assert mine == good | leaving or (mask is None and not good | leaving)
+    return mine, good
+
+
+@given(st.sampled_from(PATTERNS), st.integers(1, 6), st.integers(0, 6), st.randoms(use_true_random=False))
+@settings(max_examples=500, deadline=None)
+def test_a_guided_text_matches_within_its_budget_whatever_is_chosen(pattern, max_tokens, min_tokens, chance):
+    automaton = automaton_of(pattern)
+    reference = re.compile(pattern)
+    texts = ("".join(t) for n in range(max_tokens + 1) for t in itertools.product(VOCABULARY, repeat=n))
+    language = {t for t in texts if reference.fullmatch(t)}
+    assert (automaton.min_length <= max_tokens) == bool(language)
+    if not language:
+        return
+    guide, text, cut_short = Guide(automaton), "", False
+    while len(text) < max_tokens and not guide.must_end:
+        assert guide.may_end == (text in language)
+        mine, good = check_allowed(guide, text, language, max_tokens - len(text), len(text) < min_tokens)
+        id = chance.choice(sorted(mine))
+        taken = guide.push(id)
+        assert taken == (id in good)
+        if not taken:
+            cut_short = not good
+            break
+        text += VOCABULARY[id]
+    assert text in language and guide.may_end
+    if len(text) < min(min_tokens, max_tokens):
+        assert cut_short or guide.must_end
+        assert not any(t.startswith(text) and t != text for t in language)
+
+
+@given(st.sampled_from(PATTERNS), st.integers(0, 5), st.randoms(use_true_random=False))
+def test_a_guide_may_end_where_the_text_matches_and_must_where_nothing_follows(pattern, length, chance):
+    text = "".join(chance.choices(VOCABULARY, k=length))
+    guide = follow(automaton_of(pattern), text)
+    reference = re.compile(pattern)
+    longer = ["".join(t) for n in range(1, 6) for t in itertools.product(VOCABULARY, repeat=n)]
+    goes_on = any(reference.fullmatch(text + t) for t in longer)
+    if guide is None:
+        assert not reference.fullmatch(text) and not goes_on
+    else:
+        assert guide.may_end == bool(reference.fullmatch(text))
+        assert guide.must_end == (guide.may_end and not goes_on)
+
+
+def test_an_id_that_leaves_is_not_taken():
+    guide = Guide(automaton_of("ab*"))
+    assert not guide.push(1)
+    assert guide.push(0) and guide.push(1)
+    assert not guide.push(0)
+    assert guide.may_end and not guide.must_end and guide.push(1)
+
+
+def test_a_text_that_cannot_go_on_within_its_budget_ends_whatever_is_chosen():
+    """Any two characters stay in the pattern, and with one left no two can come: there is no id to leave with."""
+    guide = Guide(automaton_of("(..)*"))
+    assert guide.allowed(3) is None
+    assert guide.push(0) and guide.push(0)
+    for must_go_on in (False, True):
+        assert guide.allowed(1, must_go_on) is None
+        assert not any(guide.push(id) for id in range(3))
+    assert guide.may_end
+    assert guide.allowed(2) is None and guide.push(2)  # with more it could
+
+
+def test_masks_of_a_long_text_are_shared():
+    automaton = automaton_of("(ab)*c")
+    first, second = Guide(automaton), Guide(automaton)
+    assert first.allowed(1000) is second.allowed(900)
+    assert first.allowed(2).tolist() == [False, False, True]
+
+
+# -- stop patterns --
+
+STOPS = [
+    "a",
+    "ab",
+    "a+",
+    "ab*c",
+    "(ab|b)c",
+    "abab",
+    "a.{2}b",
+    "(a|b){3}",
+    "c.*a",
+    "(abc|bc)+",
+    "aab|ab|b{3}",
+    "[^a]a*b",
+]
+
+
+@given(st.sampled_from(STOPS), st.text(VOCABULARY, max_size=25))
+@settings(max_examples=500, deadline=None)
+def test_a_stop_pattern_finds_every_match_and_had_held_it(pattern, text):
+    automaton, reference = automaton_of(pattern), re.compile(pattern)
+    stop = StopPattern(automaton)
+    given_away = 0
+    held = []
+    for end in range(1, len(text) + 1):
+        found = stop.push(VOCABULARY.index(text[end - 1]))
+        lengths = [end - start for start in range(end) if reference.fullmatch(text, start, end)]
+        assert found == max(lengths, default=None)
+        if found is not None:
+            assert all(h >= before - (end - found) for before, h in held if before > end - found)
+        # What is held is the longest end of the text that a match can begin with.
+        guides = [(length, follow(automaton, text[end - length : end])) for length in range(1, end + 1)]
+        assert stop.held == max((n for n, guide in guides if guide is not None and not guide.must_end), default=0)
+        held.append((end, stop.held))
+        assert end - stop.held >= given_away, "nothing is taken back"
+        given_away = end - stop.held
+
+
+def test_an_empty_match_stops_nothing():
+    stop = StopPattern(automaton_of("a*"))
+    assert [stop.push(id) for id in (1, 0, 0, 1)] == [None, 1, 2, None]
+
+
+def test_many_attempts_stay_as_many_as_states():
+    automaton = automaton_of("(a|b)*c")
+    stop = StopPattern(automaton)
+    for n in range(1, 3000):
+        assert stop.push(n % 2) is None
+        assert stop.held == n and len(stop._starts) <= len(automaton.table)
+    assert stop.push(2) == 3000
+
+
+# -- packed --
+
+
+@pytest.mark.parametrize("pattern", PATTERNS + STOPS)
+def test_a_packed_automaton_comes_back_the_same(pattern):
+    automaton = automaton_of(pattern)
+    again = Automaton.unpack(automaton.pack())
+    for name in ("classes", "table", "accepting", "distance"):
+        ours, theirs = getattr(automaton, name), getattr(again, name)
+        assert ours.dtype == theirs.dtype and np.array_equal(ours, theirs)
+
+
+def test_packed_automata_are_small():
+    large = [chr(c) for c in range(0x4E00, 0x4E00 + 5000)]
+    assert len(compile_regex("[一-龥]{3,900}", large).pack()) < 4000
+    assert len(compile_choice(["".join(large[i : i + 10]) for i in range(0, 500, 5)], large).pack()) < 20_000
+
+
+def packed(classes=(0, 1), table=((1, -1), (-1, -1)), accepting=(False, True), distance=(1, 0)):
+    """What another program might send."""
+    arrays = (np.array(classes, "<u2"), np.array(table, "<i2"), np.array(accepting, "u1"), np.array(distance, "<i4"))
+    body = b"".join(array.tobytes() for array in arrays)
+    return struct.pack("<III", len(classes), *np.shape(table)) + zlib.compress(body)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "at least 12 bytes, got 0"),
+        (packed()[:11], "at least 12 bytes, got 11"),
+        (
+            packed()[:-1],
+            "2 states and 2 classes of 2 ids take 22 bytes|2 states .* take 18 bytes|take .* bytes exactly",
+        ),
+        (packed() + b"x", "bytes exactly"),
+        (struct.pack("<III", 3, 2, 2) + packed()[12:], "bytes exactly"),
+        (struct.pack("<III", 1, 2, 1) + packed()[12:], "bytes exactly"),
+        (packed()[:12] + b"not zlib at all", "damaged"),
+        (struct.pack("<III", 2, 0, 2) + packed()[12:], "0 states and 2 classes of 2 ids are no automaton"),
+        (struct.pack("<III", 2, 40_000, 2) + packed()[12:], "40000 states"),
+        (struct.pack("<III", 2, 2, 3) + packed()[12:], "3 classes of 2 ids are no automaton"),
+        (struct.pack("<III", 1 << 16, 1 << 14, 1 << 16), f"{MAX_CELLS} cells at most"),
+        (struct.pack("<III", 2, 2, 2) + zlib.compress(bytes(10_000_000)), "bytes exactly"),
+        (packed(classes=(0, 2)), "each of 2 classes must have an id"),
+        (packed(classes=(0, 0)), "each of 2 classes must have an id"),
+        (packed(table=((2, -1), (-1, -1))), r"next state must be in \[-1, 1\], got -1 … 2"),
+        (packed(table=((1, -2), (-1, -1))), r"next state must be in \[-1, 1\], got -2 … 1"),
+        (packed(distance=(-1, 0)), r"distance must be in \[0, 1\]"),
+        (packed(distance=(2, 0)), r"distance must be in \[0, 1\]"),
+        (packed(distance=(0, 0)), "distances do not fit"),
+        (packed(accepting=(False, False)), "distances do not fit"),
+        (packed(table=((0, -1), (-1, -1))), "distances do not fit"),  # the end cannot be reached
+    ],
+)
+def test_bytes_that_are_no_automaton_are_refused(data, message):
+    with pytest.raises(ValueError, match=message):
+        Automaton.unpack(data)
+    assert Automaton.unpack(packed()).min_length == 1
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_any_change_of_the_bytes_is_noticed_or_harmless(data):
+    whole = bytearray(automaton_of("(a|bc)+c?").pack())
+    for _ in range(data.draw(st.integers(1, 3))):
+        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        automaton = Automaton.unpack(bytes(whole))
+    except ValueError:
+        return
+    guide = Guide(automaton)
+    for remaining in range(automaton.min_length + 5, 0, -1):
+        mask = guide.allowed(remaining)
+        guide.push(0 if mask is None else int(mask.argmax()))
+    assert guide.may_end

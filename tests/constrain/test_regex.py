@@ -1,0 +1,436 @@
+import itertools
+import re
+import sys
+import time
+import warnings
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from service.constrain.automaton import MAX_CELLS, Automaton, Guide
+from service.constrain.regex import MAX_NESTING, MAX_POSITIONS, RegexError, compile_choice, compile_regex
+
+VOCABULARY = list("ab1_ \n.-é٣\u00a0]")  # letters, digits and spaces beyond ASCII too
+PRINTABLE = ["\n", *map(chr, range(32, 127))]
+LARGE = [*PRINTABLE, *map(chr, range(0xA1, 0x250)), *map(chr, range(0x4E00, 0x4E00 + 4500))]
+
+
+def accepts(automaton, text, vocabulary=VOCABULARY):
+    guide = Guide(automaton)
+    return all(guide.push(vocabulary.index(c)) for c in text) and guide.may_end
+
+
+# -- patterns of the subset --
+
+CLASS_ITEMS = [
+    *"ab1_ .z",
+    r"\d",
+    r"\w",
+    r"\s",
+    r"\D",
+    r"\W",
+    r"\S",
+    r"\n",
+    r"\]",
+    r"\-",
+    r"\x61",
+    "a-b",
+    "1-b",
+    r"\.-1",
+]
+ATOMS = [*"aab11_ -é٣z]", ".", r"\d", r"\w", r"\s", r"\D", r"\W", r"\S", r"\n", r"\.", r"\x61", r"\u00e9", r"\]", "()"]
+
+char_classes = st.builds(
+    lambda negated, first, items, last: f"[{'^' * negated}{first}{''.join(items)}{last}]",
+    st.booleans(),
+    st.sampled_from(["", "]", "-"]),
+    st.lists(st.sampled_from(CLASS_ITEMS), min_size=1, max_size=3),
+    st.sampled_from(["", "-", "^"]),
+)
+
+
+# re itself takes exponentially long where there are many ways to match the same: hence few groups, and counts of groups
+# and loops in loops have tests of their own.
+counts = ["{0}", "{1}", "{2}", "{3}", "{0,}", "{1,}", "{2,}", "{0,1}", "{0,2}", "{1,3}", "{2,2}", "{0,0}", "{1,2}?"]
+loops = ["", "", "", "*", "+", "?", "*?", "+?", "??"]
+
+
+def groups(parts, quantifiers):
+    return st.builds(
+        lambda opening, body, quantifier: f"{opening}{body}){quantifier}",
+        st.sampled_from(["(", "(?:"]),
+        alternations(parts, 2),
+        st.sampled_from(quantifiers),
+    )
+
+
+def alternations(parts, branches):
+    sequences = st.lists(parts, max_size=3).map("".join)
+    return st.lists(sequences, min_size=1, max_size=branches).map("|".join)
+
+
+atoms = st.builds(str.__add__, st.sampled_from(ATOMS) | char_classes, st.sampled_from(loops) | st.sampled_from(counts))
+patterns = alternations(atoms | groups(atoms | groups(atoms, ["", "?", "??"]), loops), 3)
+
+
+def compiled(pattern):
+    """(automaton, Python's own); the automaton is None where nothing can match. Too large an example is left out."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of classes that may mean something else one day
+        reference = re.compile(pattern)
+    try:
+        return compile_regex(pattern, VOCABULARY), reference
+    except RegexError as error:
+        assume(not re.search("states; simplify|steps to compile|written out", str(error)))
+        assert "nothing can match" in str(error)
+        return None, reference
+
+
+@given(patterns, st.data())
+@settings(max_examples=250, deadline=None, derandomize=True)  # one in thousands takes re many seconds
+def test_the_language_is_that_of_fullmatch(pattern, data):
+    automaton, reference = compiled(pattern)
+    texts = ["".join(c) for length in range(3) for c in itertools.product(VOCABULARY, repeat=length)]
+    texts += data.draw(st.lists(st.text(VOCABULARY, min_size=3, max_size=5), max_size=20))
+    texts += ["".join(c) for c in itertools.product("ab1", repeat=4)]
+    if automaton is None:
+        assert not any(reference.fullmatch(text) for text in texts)
+        return
+    for text in texts:
+        assert accepts(automaton, text) == bool(reference.fullmatch(text)), text
+    # Random walks find the long texts that match, and spoilt ones those that nearly do.
+    chance = data.draw(st.randoms(use_true_random=False))
+    for _ in range(10):
+        state, text = 0, ""
+        while len(text) < 5 and not (automaton.accepting[state] and chance.random() < 0.2):
+            onward = np.flatnonzero(automaton.table[state][automaton.classes] >= 0)
+            if not onward.size:
+                break
+            id = chance.choice(onward.tolist())
+            state, text = int(automaton.table[state, automaton.classes[id]]), text + VOCABULARY[id]
+        assert bool(automaton.accepting[state]) == bool(reference.fullmatch(text)), text
+        at = chance.randrange(len(text) + 1)
+        spoilt = text[:at] + chance.choice(["", *VOCABULARY]) + text[at + chance.randrange(2) :]
+        assert accepts(automaton, spoilt) == bool(reference.fullmatch(spoilt)), spoilt
+
+
+counted_parts = st.lists(
+    st.sampled_from(["a", "ab", "ba?", "a+b", "[ab]", "aa", "b", "(?:ba){1,2}", "a{3}"]), min_size=1, max_size=3
+)
+counted = st.builds(
+    lambda parts, low, more: f"(?:{'|'.join(parts)}){{{low},{'' if more is None else low + more}}}",
+    counted_parts,
+    st.integers(0, 4),
+    st.none() | st.integers(0, 4),
+)
+
+
+@given(counted, st.sampled_from(["", "b", "a?", "ab"]), st.sampled_from(["", "{2}", "{1,2}"]))
+@settings(max_examples=150, deadline=None)
+def test_counts_of_what_can_be_counted_in_several_ways(pattern, tail, outer):
+    pattern = f"(?:{pattern}{tail}){outer}"
+    automaton, reference = compiled(pattern)
+    for text in map("".join, itertools.chain(*(itertools.product("ab", repeat=n) for n in range(8)))):
+        assert accepts(automaton, text) == bool(reference.fullmatch(text)), text
+
+
+@given(patterns)
+@settings(max_examples=100, deadline=None)
+def test_automata_are_trimmed_and_minimal(pattern):
+    automaton, _ = compiled(pattern)
+    assume(automaton is not None and len(automaton.table) <= 60)
+    states, classes = automaton.table.shape
+    assert (automaton.classes.dtype, automaton.table.dtype) == (np.uint16, np.int16)
+    assert (automaton.accepting.dtype, automaton.distance.dtype) == (np.bool_, np.int32)
+    reached, queue = {0}, [0]
+    for state in queue:
+        new = {int(s) for s in automaton.table[state] if s >= 0} - reached
+        reached |= new
+        queue += new
+    assert reached == set(range(states))
+    for state in range(states):
+        onward = [automaton.distance[s] for s in automaton.table[state] if s >= 0]
+        assert automaton.distance[state] == (0 if automaton.accepting[state] else 1 + min(onward))
+    assert len({tuple(column) for column in automaton.table.T.tolist()}) == classes == len(set(automaton.classes))
+    # Table filling: what a text tells apart, until nothing new is.
+    apart = automaton.accepting[:, None] != automaton.accepting[None]
+    table = np.where(automaton.table < 0, states, automaton.table)  # a dead state at the end
+    apart = np.pad(apart, (0, 1), constant_values=True)
+    apart[-1, -1] = False
+    table = np.vstack([table, np.full((1, classes), states)])
+    for _ in range(states + 1):
+        apart = apart | apart[table[:, None], table[None]].any(axis=2)
+    assert (apart | np.eye(states + 1, dtype=bool)).all()
+
+
+@pytest.mark.parametrize("name", ["d", "D", "w", "W", "s", "S"])
+def test_named_classes_are_those_of_re_over_all_of_unicode(name):
+    characters = [chr(c) for c in range(sys.maxunicode + 1) if not 0xD800 <= c <= 0xDFFF]
+    reference = re.compile("\\" + name)
+    for start in range(0, len(characters), 60_000):
+        some = characters[start : start + 60_000]
+        try:
+            automaton = compile_regex("\\" + name, some)
+            ours = automaton.table[0, automaton.classes] >= 0
+        except RegexError:
+            ours = np.zeros(len(some), dtype=bool)
+        assert ours.tolist() == [reference.match(c) is not None for c in some]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matching", "others"),
+    [
+        (r"[A-Z][a-z]+(, [A-Z][a-z]+)*\.", ["Ann.", "Ann, Bob."], ["Ann", "Ann,Bob.", "ann."]),
+        (r"\d{4}-\d{2}-\d{2}", ["2024-05-06"], ["2024-5-6", "2024-05-061"]),
+        (r"[\w.+-]+@[\w-]+(\.[\w-]+)+", ["a.b+c@d-e.fg"], ["a@b", "@b.c", "a@b.c."]),
+        (r"(\d{1,3}\.){3}\d{1,3}", ["1.22.333.4"], ["1.2.3", "1.2.3.4444"]),
+        (r'\{"name": "[^"\\]*", "age": \d+}', ['{"name": "", "age": 7}'], ['{"name": """, "age": 7}']),
+        (r"(a|b)*a(a|b){5}", ["abbbbb", "bbabbbbb"], ["bbbbbb", "abbbbbb"]),
+        (
+            r"([A-Z][a-z]?|[cnops]|[=#()]|\d){1,100}",
+            ["CCl", "C" * 50 + "Cl" * 50],
+            ["", "l", "C" * 101, "CC" + "Cl" * 99],
+        ),
+        (r"(\w+ ?){2,60}", ["ab", "a b", "a " * 60, "a" * 99], ["a", "a  b", "a " * 61]),
+        (r"(\w\w? ?){5,}", ["abcde", "ab cd ef gh ij", "a" * 99], ["abcd", "ab c d ", "a  bcdef"]),
+        (r"(((a*)*b?)+c|(d+|e*)*)*f", ["f", "cf", "aabbacddef", "ddeedecf"], ["", "abf", "caf", "ff"]),
+        (r"(?:(?:a|b){2}){2,3}?", ["abab", "ababab"], ["ab", "ababa", "abababab"]),
+    ],
+)
+def test_usual_patterns(pattern, matching, others):
+    automaton = compile_regex(pattern, PRINTABLE)
+    for text in matching + others:
+        assert accepts(automaton, text, PRINTABLE) == (text in matching), text
+    assert automaton.min_length <= min(map(len, matching))
+
+
+# -- the vocabulary --
+
+
+def test_branches_with_characters_that_the_vocabulary_lacks_are_left_out():
+    automaton = compile_regex("(abc|abd|(c?a)+|b(cc){0,99}|x{1000})", ["a", "b", "d"])
+    texts = ["".join(c) for length in range(4) for c in itertools.product("abd", repeat=length)]
+    assert [text for text in texts if accepts(automaton, text, "abd")] == ["a", "b", "aa", "aaa", "abd"]
+
+
+def test_only_allowed_characters_occur():
+    automaton = compile_regex(r".[^a]\w*", VOCABULARY, allowed=frozenset("ab\n"))
+    texts = {t for t in map("".join, itertools.product(VOCABULARY, repeat=3)) if accepts(automaton, t)}
+    assert texts == {"aba", "abb", "bba", "bbb", "a\na", "a\nb", "b\na", "b\nb"}
+
+
+def test_where_nothing_can_match_the_characters_that_lack_are_named():
+    with pytest.raises(RegexError, match="no character of the vocabulary fits 'é' at offset 1, '.x-z.' at offset 4$"):
+        compile_regex(r"aéb|[x-z]b", ["a", "b"])
+    with pytest.raises(RegexError, match="no allowed character of the vocabulary fits 'b' at offset 1"):
+        compile_regex("ab", ["a", "b"], allowed=frozenset("a"))
+    with pytest.raises(RegexError, match="fits '.\\^.x00-.uffff.' at offset 0$"):
+        compile_regex(r"[^\x00-\uffff]", VOCABULARY)
+
+
+def test_the_empty_text_alone_may_match():
+    for pattern in ("", "()", "a{0}", "z*", "(|){5}"):
+        automaton = compile_regex(pattern, VOCABULARY)
+        assert accepts(automaton, "") and Guide(automaton).must_end and automaton.min_length == 0
+
+
+# -- what is refused --
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("ab^c", r"offset 2: found '\^', which is an anchor: the whole text always matches, leave it out"),
+        ("abc$", r"offset 3: found '\$', which is an anchor"),
+        (r"\bword", r"offset 0: found '\\b', which is an anchor"),
+        (r"a\Z", r"offset 1: found '\\Z', which is an anchor"),
+        (r"[\b]", r"offset 1: found '\\b', which is no escape; there are \\d \\D"),
+        (r"a\q", r"offset 1: found '\\q', which is no escape; there are \\d \\D"),
+        (r"(a)\1", r"offset 3: found '\\1', which is a backreference"),
+        (r"\0", r"offset 0: found '\\0', which is octal: write \\x00"),
+        (r"a\x6", r"offset 1: found '\\x6': \\x takes 2 hexadecimal digits"),
+        (r"\u00g0", r"offset 0: found '\\u00g0': \\u takes 4 hexadecimal digits"),
+        (r"\U00110000", r"offset 0: found '\\U00110000'"),
+        (r"a\x٣٣", r"hexadecimal digits"),
+        ("ab\\", r"offset 2: found '\\' at the end"),
+        ("a(?=b)", r"offset 1: found a lookahead, '\(\?=', which is not supported"),
+        ("a(?!b)", "offset 1: found a lookahead"),
+        ("(?<=a)b", "offset 0: found a lookbehind"),
+        ("(?<!a)b", "offset 0: found a lookbehind"),
+        ("(?P<x>a)", "offset 0: found a named group"),
+        ("(?P<x>a)(?P=x)", "offset 0: found a named group"),
+        ("(?>a)", "offset 0: found an atomic group"),
+        ("(?i)a", r"offset 0: found '\(\?i': flags are not supported; groups are \(...\) and \(\?:...\)"),
+        ("(?#a)", "offset 0: found a comment"),
+        ("(?", r"offset 0: found '\(\?'"),
+        ("(a)(?(1)b|c)", "offset 3: found a conditional group"),
+        ("a*+", "offset 2: found a possessive quantifier"),
+        ("a{2}+", "offset 4: found a possessive quantifier"),
+        ("a**", r"offset 2: found '\*' after a quantifier"),
+        ("a*??", r"offset 3: found '\?' after a quantifier"),
+        ("a{2}{3}", r"offset 4: found '\{' after a quantifier"),
+        ("*a", r"offset 0: found '\*' with nothing to repeat; a literal one is written \\\*"),
+        ("a|+", r"offset 2: found '\+' with nothing to repeat"),
+        ("(?:?)", r"offset 3: found '\?' with nothing to repeat"),
+        ("{3}", r"offset 0: found '\{' with nothing to repeat; a literal one is written \\\{"),
+        ("a{", r"offset 1: found '\{' without a count: \{m\}, \{m,\} or \{m,n\}; a literal one is written \\\{"),
+        ("a{,3}", r"offset 1: found '\{' without a count"),
+        ("a{٣}", r"offset 1: found '\{' without a count"),
+        ("a{3,2}", r"offset 1: found \{3,2\}: the second number must not be less than the first"),
+        ("a(b(c)", r"offset 1: found '\(' without its '\)'; a literal one is written \\\("),
+        ("ab)c", r"offset 2: found '\)' without its '\('; a literal one is written \\\)"),
+        ("a[bc", r"offset 1: found '\[' without its '\]'"),
+        ("[]", r"offset 0: found '\[' without its '\]'"),
+        ("[^]", r"offset 0: found '\[' without its '\]'"),
+        ("[[:alpha:]]", r"offset 1: found '\[' in a class; a literal one is written \\\["),
+        ("[b-a]", "offset 1: found the range 'b-a', whose end comes before its beginning"),
+        (r"[a-\d]", r"offset 1: found the range 'a-\\d': it must be from one character to another"),
+        (r"[\w-z]", r"offset 1: found the range"),
+    ],
+)
+def test_what_is_not_of_the_subset_is_refused_with_its_place(pattern, message):
+    with pytest.raises(RegexError, match=message) as caught:
+        compile_regex(pattern, PRINTABLE)
+    assert str(caught.value).startswith(f"offset {caught.value.offset}: ")
+
+
+@given(st.text(r"ab1\[](){}|*+?^-.,$:!=<>dwsx ", max_size=12))
+@settings(max_examples=1500, deadline=None)
+def test_any_text_is_a_pattern_with_the_meaning_it_has_for_re_or_is_refused(pattern):
+    try:
+        automaton = compile_regex(pattern, VOCABULARY)
+    except RegexError:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        reference = re.compile(pattern)
+    for text in map("".join, itertools.chain(*(itertools.product(VOCABULARY, repeat=n) for n in range(3)))):
+        assert accepts(automaton, text) == bool(reference.fullmatch(text)), text
+
+
+def test_bounds_are_named():
+    with pytest.raises(RegexError, match="at most 5 characters, got 6"):
+        compile_regex("aaaaaa", VOCABULARY, max_characters=5)
+    with pytest.raises(RegexError, match="needs more than 10 states"):
+        compile_regex("a{10}", VOCABULARY, max_states=10)
+    assert len(compile_regex("a{9}", VOCABULARY, max_states=10).table) == 10
+    with pytest.raises(
+        RegexError, match=f"offset 7: .* has 3000 characters and classes, at most {MAX_POSITIONS} may be"
+    ):
+        compile_regex("ab(ab1){1000}", VOCABULARY)
+    with pytest.raises(RegexError, match="takes more than 50 steps"):
+        compile_regex("a{40}", VOCABULARY, max_work=50)
+    compile_regex("(" * MAX_NESTING + "a" + ")" * MAX_NESTING, VOCABULARY)
+    with pytest.raises(RegexError, match=f"offset {MAX_NESTING}: groups are nested more than {MAX_NESTING} deep"):
+        compile_regex("(" * (MAX_NESTING + 1) + "a" + ")" * (MAX_NESTING + 1), VOCABULARY)
+
+
+HAN = LARGE[-1000:]
+HOSTILE = [
+    "(a|b)*a(a|b){20}",
+    "(a*)*b",
+    "(((a{1,100}){1,100}){1,100})",
+    "(.*a){50}",
+    "(.*.*a){30}",
+    "[^a]{1000}",
+    "[^a]{999}",
+    "(a?){500}a{500}",
+    "(a?b?){400}",
+    "(" + "|".join(HAN[:200]) + "|.){1,9}" + "(" + "|".join(HAN[:200]) + "|.+){1,5}",
+    r"(([^ab]+|a\w+){1,30} ?){1,30}",
+    "((a|||||||||||||||){100}){20}",
+    "(x+x+)+y",
+    "(" * 500 + ")" * 500,
+    "(" * 1000,
+    "[" * 1000,
+    "\\" * 999,
+    "|".join("abcdefghij" * 50),
+    "|" * 1000,
+    "|".join(HAN[:500]),
+    "".join(HAN),
+    "".join(HAN[:999]),
+    ".*" + "".join(HAN[:990]),
+    "(a|" + "".join(HAN[:990]) + ")*",
+    "(.?" + "".join(HAN[:990]) + "){2}",
+    "(a{0,300}){0,300}",
+    "a{99999999999999999999}",
+    "a{" + "9" * 990 + "}",
+    "(){1000000000}",
+    "(((((((){1000}){1000}){1000}){1000}){1000}){1000}){1000}",
+    "[" + "".join(f"{a}-{b}" for a, b in zip(HAN[:330], HAN[330:660], strict=True)) + "]{0,2}",
+    "[" + "".join(f"{a}-{b}" for a, b in zip(HAN[:660:2], HAN[1:660:2], strict=True)) + "]{2}",
+    r"[" + r"\w\s" * 240 + "]",
+    r"(\w*\d\w*){10}",
+    "".join(f"[^{c}]?" for c in HAN[:200]),
+    "".join(f"[^{c}]*" for c in HAN[:200]),
+    "".join(f"[^{c}]" for c in HAN[:250]),
+    "(" + "|".join(f"[^{c}]{c}" for c in HAN[:140]) + ")*",
+    "(.*" + ".*".join(HAN[:300]) + ")*",
+    "a?" * 500,
+    ".*" * 500,
+    "(a*b*){400}",
+    "".join(f"{c}?" for c in HAN[:400]),
+    "(" + "".join(f"{c}?" for c in HAN[:40]) + "){40}",
+    "(" + "(" * 45 + "a*" + ")*" * 45 + "){2000}",
+    "(" * 45 + "a?b?c?d?e?f?g?" * 40 + ")*" * 45,
+    "(" * 45 + "a?" * 400 + "|b)*" * 45,
+    "(.{1,30}a){30}",
+    "(.a|.b|.c|.d){0,200}",
+    r"[\s\S]*a[\s\S]{8}b",
+]
+
+
+@pytest.mark.parametrize("pattern", HOSTILE, ids=lambda pattern: f"{pattern[:30]} … {len(pattern)}")
+def test_a_hostile_pattern_gets_its_answer_within_100_ms_of_cpu(pattern):
+    answers, seconds = [], []
+    for _ in range(3):
+        start = time.process_time()
+        try:
+            answers.append(compile_regex(pattern, LARGE))
+        except RegexError as error:
+            answers.append(str(error))
+        seconds.append(time.process_time() - start)
+    assert min(seconds) < 0.1
+    if isinstance(answers[0], Automaton):
+        assert len(answers[0].table) <= 1000 and answers[0].table.size <= MAX_CELLS
+        assert answers[0].pack() == answers[1].pack() == answers[2].pack()
+    else:
+        assert answers[0] == answers[1] == answers[2]
+
+
+# -- choices --
+
+
+@given(st.lists(st.text("ab1", max_size=5), min_size=1, max_size=12))
+@settings(deadline=None)
+def test_exactly_the_choices_match(choices):
+    automaton = compile_choice(choices, VOCABULARY)
+    for text in map("".join, itertools.chain(*(itertools.product("ab1", repeat=n) for n in range(6)))):
+        assert accepts(automaton, text) == (text in choices)
+    assert automaton.min_length == min(map(len, choices))
+    again = Automaton.unpack(automaton.pack())
+    assert (again.table == automaton.table).all()
+    # The smallest automaton there is: as many states as the pattern's.
+    assert automaton.table.shape == compile_regex("|".join(choices), VOCABULARY).table.shape
+
+
+def test_choices_that_use_the_whole_vocabulary():
+    automaton = compile_choice(["ab", "ba"], ["a", "b"])
+    assert automaton.table.shape == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("choices", "options", "message"),
+    [
+        ([], {}, "at least one choice is needed, got none"),
+        (["a", "bz"], {}, r"choice 1 has 'z' \(U\+007A\) at offset 1, which is not in the vocabulary"),
+        (["ab"], {"allowed": frozenset("a")}, r"choice 0 has 'b' \(U\+0062\) at offset 1, which is not allowed"),
+        (["aaa", "bbb"], {"max_characters": 5}, "at most 5 characters together, got 6"),
+        (["ab1", "ba_"], {"max_states": 5}, "need 6 states of 5 classes; at most 5 states"),
+    ],
+)
+def test_bad_choices_are_refused(choices, options, message):
+    with pytest.raises(RegexError, match=message):
+        compile_choice(choices, VOCABULARY, **options)

@@ -1,0 +1,172 @@
+"""The image: built from the Dockerfile, run with the fewest rights, asked over HTTP, ended by SIGTERM.
+
+Needs a Docker engine that answers, or as root the tool that starts one beside the repository.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import docker
+import openai
+import pytest
+import torch
+from helpers import save_random, web
+
+from service.model.sampling import SamplingParams
+from service.settings import BUNDLED
+
+ROOT = Path(__file__).parents[2]
+ENGINE_TOOL = ROOT.parent / "shared" / "tools" / "docker-engine"
+
+pytestmark = [pytest.mark.container, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """A client of the Docker engine."""
+    with contextlib.ExitStack() as stack:
+        if not _engine_answers():
+            if os.geteuid() != 0 or not ENGINE_TOOL.is_file():
+                pytest.skip("no Docker engine answers, and none can be started here")
+            if subprocess.run([ENGINE_TOOL, "status"], capture_output=True).returncode != 0:
+                stack.callback(subprocess.run, [ENGINE_TOOL, "down"], check=True)
+            up = subprocess.run([ENGINE_TOOL, "up"], stdout=subprocess.PIPE, text=True)
+            if up.returncode != 0:
+                pytest.skip("no Docker engine answers, and starting one failed")
+            monkeypatch = stack.enter_context(pytest.MonkeyPatch.context())
+            monkeypatch.setenv("DOCKER_HOST", up.stdout.strip().removeprefix("export DOCKER_HOST="))
+        yield stack.enter_context(contextlib.closing(docker.from_env()))
+
+
+def _engine_answers():
+    docker = shutil.which("docker")
+    return docker is not None and subprocess.run([docker, "version"], capture_output=True).returncode == 0
+
+
+@pytest.fixture(scope="module")
+def image(engine):
+    tag = "chargpt:test"
+    command = ["docker", "build", "--progress", "plain", "--tag", tag]
+    wheels = os.environ.get("PIP_FIND_LINKS")
+    if wheels and Path(wheels).is_dir():  # torch from there, not from the internet
+        command += ["--build-context", f"wheels={wheels}", "--build-arg", "TORCH_INDEX_URL="]
+    subprocess.run([*command, ROOT], check=True)
+    return tag
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_random(tmp_path_factory.mktemp("container") / "checkpoint")
+
+
+@pytest.fixture
+def starting(engine, image, checkpoint):
+    """A container that has just been started."""
+    container = engine.containers.run(
+        image,
+        detach=True,
+        read_only=True,
+        tmpfs={"/tmp": ""},
+        cap_drop=["ALL"],
+        security_opt=["no-new-privileges"],
+        environment={"CHARGPT_THREADS": "1"},  # as in the other tests: the model is tiny
+        volumes={str(checkpoint.path): {"bind": "/checkpoint", "mode": "ro"}},
+        ports={"8000/tcp": ("127.0.0.1", None)},
+    )
+    yield container
+    container.remove(force=True)
+
+
+@pytest.fixture
+def container(starting):
+    """A healthy container."""
+    deadline = time.monotonic() + 120
+    while starting.health != "healthy":
+        assert starting.status in ("created", "running") and time.monotonic() < deadline, starting.logs().decode()
+        time.sleep(0.2)
+        starting.reload()
+    return starting
+
+
+def url_of(container):
+    return f"http://127.0.0.1:{container.ports['8000/tcp'][0]['HostPort']}"
+
+
+def exact(checkpoint, prompt, max_tokens, **params):
+    """What a seed means: the uncached model in fp64, outside the container."""
+    model = checkpoint.load_model(dtype=torch.float64)
+    ids = model.generate(checkpoint.tokenizer.encode(prompt), max_tokens, SamplingParams(**params))
+    return checkpoint.tokenizer.decode(ids)
+
+
+def test_the_container_gives_the_text_of_the_seed(container, checkpoint):
+    body = {"prompt": "Hello", "max_tokens": 60, "temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 7}
+    answer = web.post(f"{url_of(container)}/generate", json=body).json()
+    expected = exact(checkpoint, "Hello", 60, temperature=0.8, top_k=20, top_p=0.9, seed=7)
+    assert answer["choices"] == [{"index": 0, "text": expected, "finish_reason": "length", "seed": 7}]
+
+    with openai.OpenAI(base_url=f"{url_of(container)}/v1", api_key="none", max_retries=0) as client:
+        completion = client.completions.create(model="chargpt", prompt=["To be", "or not"], max_tokens=40, seed=3)
+    texts = [choice.text for choice in completion.choices]
+    assert texts == [exact(checkpoint, prompt, 40, seed=3) for prompt in ("To be", "or not")]
+
+
+def test_the_container_has_no_rights(container):
+    status = dict(line.split(":\t") for line in container.exec_run("cat /proc/1/status").output.decode().splitlines())
+    assert set(status["Uid"].split()) == set(status["Gid"].split()) == {"10001"}
+    assert {int(status[name], 16) for name in ("CapEff", "CapPrm", "CapBnd")} == {0}
+    assert status["NoNewPrivs"] == "1"
+    assert container.exec_run("touch /venv/file").exit_code != 0
+
+
+def test_a_stream_outlives_sigterm(container, checkpoint):
+    url = url_of(container)
+    body = {"prompt": "Hello", "max_tokens": 2000, "seed": 1, "stream": True}
+    with web.stream("POST", f"{url}/generate", json=body, timeout=60) as response:
+        lines = response.iter_lines()
+        data = [next(lines)]
+        container.kill("SIGTERM")  # as `docker stop`, but without SIGKILL later
+        while web.get(f"{url}/readyz").status_code != 503:  # still answers, and takes no more requests
+            time.sleep(0.01)
+        refused = web.post(f"{url}/generate", json=body)
+        data += lines
+    assert refused.status_code == 503
+    *pieces, _, done = [line.removeprefix("data: ") for line in data if line]
+    assert done == "[DONE]"
+    pieces = [json.loads(piece) for piece in pieces]
+    text = "".join(piece["text"] for piece in pieces)
+    assert (len(text), pieces[-1]["finish_reason"]) == (2000, "length")
+    assert text.startswith(exact(checkpoint, "Hello", 200, seed=1))
+    assert container.wait(timeout=30)["StatusCode"] == 0
+
+
+def test_sigterm_ends_it_while_it_loads(starting):
+    """It is PID 1, which ignores the signals that it has no handler for."""
+    time.sleep(1)
+    starting.stop(timeout=20)
+    assert starting.wait()["StatusCode"] == 0, starting.logs().decode()
+
+
+def test_the_image_holds_the_service_alone(engine, image):
+    """Neither training nor tests, whatever installed it."""
+    looked_for = ["service/engine/engine.py", "training/loop.py", Path(__file__).relative_to(ROOT)]
+    look = ["/", "-xdev", "-false", *(word for file in looked_for for word in ("-o", "-path", f"*/{file}"))]
+    files = engine.containers.run(image, look, entrypoint="find", user="root", remove=True).decode().split()
+    assert [Path(file).name for file in files] == ["engine.py"]
+
+
+def test_without_a_volume_it_has_the_bundled_checkpoint(engine, image):
+    files = engine.containers.run(image, ["/checkpoint"], entrypoint="ls", remove=True).decode().split()
+    assert files == sorted(path.name for path in BUNDLED.iterdir())
+
+
+def test_a_missing_checkpoint_is_said(engine, image, tmp_path):
+    volumes = {str(tmp_path): {"bind": "/checkpoint", "mode": "ro"}}
+    with pytest.raises(docker.errors.ContainerError, match="/checkpoint") as caught:
+        engine.containers.run(image, volumes=volumes, remove=True)
+    assert caught.value.exit_status == 2

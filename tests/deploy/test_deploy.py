@@ -1,0 +1,599 @@
+"""deploy/prometheus and deploy/grafana, with the real Prometheus and Alertmanager and Grafana's own models."""
+
+import concurrent.futures
+import contextlib
+import enum
+import itertools
+import json
+import math
+import re
+import runpy
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import types
+import typing
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
+from helpers import VOCABULARY, RunningServer, random_model, web
+
+from service.model.checkpoint import save_checkpoint
+from service.model.tokenizer import CharTokenizer
+from service.observe.metrics import SECONDS
+from service.settings import Settings
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+PROMETHEUS, RULES = DEPLOY / "prometheus", DEPLOY / "prometheus" / "rules.yml"
+DASHBOARD = DEPLOY / "grafana" / "dashboards" / "chargpt.json"
+RUNBOOK = (DEPLOY / "RUNBOOK.md").read_text(encoding="utf-8")
+
+
+def needs(*programs):
+    missing = [program for program in programs if shutil.which(program) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} is not installed")
+
+
+def check(*command):
+    """The output of a program that must succeed."""
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def rules():
+    return [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
+
+
+def alerts():
+    return [rule for rule in rules() if "alert" in rule]
+
+
+def panels():
+    return [panel for panel in json.loads(DASHBOARD.read_text())["panels"] if panel["type"] != "row"]
+
+
+# -- what can be said without a server --
+
+
+@needs("promtool", "amtool")
+def test_the_configuration_and_the_rules_are_valid():
+    assert "40 rules found" in check("promtool", "check", "config", PROMETHEUS / "prometheus.yml")
+    check("amtool", "check-config", PROMETHEUS / "alertmanager.yml")
+
+
+def test_the_compose_file_is_valid_and_mounts_what_there_is():
+    compose = ("docker", "compose")
+    if shutil.which("docker") is None or subprocess.run([*compose, "version"], capture_output=True).returncode:
+        pytest.skip("docker compose is not installed")
+    services = json.loads(check(*compose, "-f", DEPLOY / "compose.yaml", "config", "--format=json"))["services"]
+    mounted = [v["source"] for service in services.values() for v in service.get("volumes", []) if v["type"] == "bind"]
+    assert mounted and all(Path(path).exists() for path in [*mounted, services["chargpt"]["build"]["context"]])
+    provider = yaml.safe_load((DEPLOY / "grafana" / "provisioning" / "dashboards" / "chargpt.yml").read_text())
+    targets = {volume["target"] for volume in services["grafana"]["volumes"]}
+    assert {provider["providers"][0]["options"]["path"], "/etc/grafana/provisioning"} <= targets
+
+
+@needs("promtool")
+@pytest.mark.parametrize("tests", ["rules_test.yml", "budgets_test.yml"])
+def test_each_alert_fires_when_it_must_and_not_when_it_must_not(tests):
+    check("promtool", "test", "rules", PROMETHEUS / tests)
+
+
+def test_the_tests_of_the_rules_make_each_alert_fire_and_run_all_groups():
+    texts = [(PROMETHEUS / tests).read_text() for tests in ("rules_test.yml", "budgets_test.yml")]
+    fired = {
+        (case["alertname"], label)
+        for text in texts
+        for test in yaml.safe_load(text)["tests"]
+        for case in test.get("alert_rule_test", [])
+        for alert in case["exp_alerts"]
+        for label in (alert["exp_labels"].get("window"),)
+    }
+    # of the windows of ChargptFailures the longer ones are shown by ALERTS in budgets_test.yml
+    fired |= {("ChargptFailures", window) for window in re.findall(r'slo="sequences", window="(\w+)"', texts[1])}
+    assert fired == {(rule["alert"], rule["labels"].get("window")) for rule in alerts()}
+    groups = [group["name"] for group in yaml.safe_load(RULES.read_text())["groups"]]
+    assert [yaml.safe_load(text)["group_eval_order"] for text in texts] == [groups, groups]
+
+
+def test_a_recorded_share_is_of_the_window_in_its_name():
+    recorded = [rule for rule in rules() if rule.get("record", "").startswith("model_name:")]
+    for rule in recorded:
+        window = rule["record"].partition("ratio_rate")[2]
+        assert set(re.findall(r"\[(\w+)\]", rule["expr"])) == {window}, rule
+    shapes = {(rule["labels"]["slo"], re.sub(r"\[\w+\]", "[…]", rule["expr"])) for rule in recorded}
+    assert len(shapes) == 3 and len(recorded) == 21
+
+
+def test_a_threshold_of_the_rules_is_a_bound_of_a_bucket():
+    bounds = {float(bound) for rule in rules() for bound in re.findall(r'le="([^"]*)"', rule["expr"])}
+    assert bounds and bounds <= set(map(float, SECONDS))
+
+
+def test_each_alert_says_how_bad_it_is_what_it_is_and_where_the_runbook_has_it():
+    headings = set(re.findall(r"^## (\w+)$", RUNBOOK, re.MULTILINE))
+    for rule in alerts():
+        assert rule["labels"]["severity"] in ("page", "ticket")
+        assert set(rule["annotations"]) == {"summary", "description", "runbook"}
+        assert "{{" in rule["annotations"]["summary"] + rule["annotations"]["description"] or "absent" in rule["expr"]
+        assert rule["annotations"]["runbook"] == f"deploy/RUNBOOK.md#{rule['alert'].lower()}"
+    assert headings >= {rule["alert"] for rule in alerts()}
+
+
+def test_the_runbook_names_settings_and_rules_that_there_are():
+    flags = set(re.findall(r"`(--[a-z-]+)", RUNBOOK))
+    assert flags and flags <= {f"--{name.replace('_', '-')}" for name in Settings.model_fields}
+    named = {heading for heading in re.findall(r"^## (Chargpt\w+)$", RUNBOOK, re.MULTILINE)}
+    assert named <= {rule["alert"] for rule in alerts()}
+
+
+# -- the dashboard --
+
+
+def test_the_committed_dashboard_is_what_its_program_makes():
+    assert DASHBOARD.read_text(encoding="utf-8") == runpy.run_path(str(DEPLOY / "grafana" / "dashboard.py"))["text"]()
+
+
+def faults(value, expected, where="dashboard"):
+    """Where a value of grafana-foundation-sdk is not of the type that Grafana's schema gives it."""
+    origin, arguments = typing.get_origin(expected), typing.get_args(expected)
+    if expected is object or expected is typing.Any:
+        return []
+    if origin in (typing.Union, types.UnionType):
+        found = [faults(value, option, where) for option in arguments]
+        return [] if [] in found else [fault for faults_ in found for fault in faults_][:3]
+    if expected is type(None):
+        return [] if value is None else [f"{where}: {value!r} should be null"]
+    if origin is typing.Literal:
+        return [] if value in arguments else [f"{where}: {value!r} should be one of {arguments}"]
+    if origin is list:
+        if not isinstance(value, list):
+            return [f"{where}: {value!r} should be a list"]
+        return [fault for i, item in enumerate(value) for fault in faults(item, arguments[0], f"{where}[{i}]")]
+    if origin is dict:
+        if not isinstance(value, dict):
+            return [f"{where}: {value!r} should be an object"]
+        return [fault for key, item in value.items() for fault in faults(item, arguments[1], f"{where}.{key}")]
+    if issubclass(expected, enum.Enum):
+        allowed = [member.value for member in expected]
+        return [] if value in allowed else [f"{where}: {value!r} should be one of {allowed}"]
+    if expected is float:
+        return [] if isinstance(value, (int, float)) else [f"{where}: {value!r} should be a number"]
+    if isinstance(value, dict) and hasattr(expected, "from_json"):  # Panel.from_json leaves these as they are
+        given, value = value, expected.from_json(value)
+        if unknown := lost(given, json.loads(json.dumps(value, cls=JSONEncoder)), where):
+            return unknown
+    if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
+        return [f"{where}: {value!r} should be of {expected.__name__}"]
+    if not hasattr(value, "to_json"):
+        return []
+    hints = typing.get_type_hints(type(value))
+    return [
+        fault
+        for name, hint in hints.items()
+        for fault in faults(getattr(value, name), hint, f"{where}.{name}")
+    ]  # fmt: skip
+
+
+def deviations(document):
+    """What Grafana 11.6's schema does not know in a dashboard, or knows as something else."""
+    register_default_plugins()
+    model = Dashboard.from_json(json.loads(json.dumps(document)))
+    found = faults(model, Dashboard)
+    for panel in model.panels or []:
+        for part in (getattr(panel, "options", None), getattr(panel, "field_config", None)):
+            if part is not None:
+                found += faults(part, type(part), panel.title)
+        custom = getattr(getattr(getattr(panel, "field_config", None), "defaults", None), "custom", None)
+        if custom is not None:
+            found += faults(custom, type(custom), panel.title)
+        for target in getattr(panel, "targets", None) or []:
+            found += faults(target, type(target), panel.title)
+    back = json.loads(json.dumps(model, cls=JSONEncoder))
+    return found + lost(document, back)
+
+
+def lost(given, kept, where="dashboard"):
+    """What has not come through the models: fields that they do not know."""
+    if isinstance(given, dict) and isinstance(kept, dict):
+        unknown = [f"{where}.{key} is not known" for key in given.keys() - kept.keys()]
+        return unknown + [
+            fault for key in given.keys() & kept.keys() for fault in lost(given[key], kept[key], f"{where}.{key}")
+        ]
+    if isinstance(given, list) and isinstance(kept, list) and len(given) == len(kept):
+        return [fault for i in range(len(given)) for fault in lost(given[i], kept[i], f"{where}[{i}]")]
+    return [] if given == kept else [f"{where}: {given!r} came back as {kept!r}"]
+
+
+def test_the_dashboard_is_of_grafanas_schema():
+    assert deviations(json.loads(DASHBOARD.read_text())) == []
+
+
+def heat_map(document):
+    return next(panel for panel in document["panels"] if panel["type"] == "heatmap")
+
+
+def facts(document):
+    return next(panel for panel in document["panels"] if panel["type"] == "table")
+
+
+@pytest.mark.parametrize(
+    "spoil,fault",
+    [
+        (lambda d: d.update(titel="x"), "dashboard.titel is not known"),
+        (lambda d: d.update(refresh=15), "dashboard.refresh"),
+        (lambda d: d["panels"][0]["gridPos"].update(w="4"), "dashboard.panels[0].grid_pos.w"),
+        (lambda d: d["panels"][0]["targets"][0].update(expression="up"), "targets[0].expression is not known"),
+        (lambda d: heat_map(d)["options"]["color"].update(mode="loud"), "mode: 'loud' should be one of"),
+        (lambda d: heat_map(d)["options"].update(colour={}), "options.colour is not known"),
+        (lambda d: facts(d)["transformations"][0].update(option={}), "transformations[0].option is not known"),
+        (lambda d: d["templating"]["list"][0].update(type="data source"), "type_val: 'data source'"),
+    ],
+)
+def test_the_check_against_grafanas_schema_finds_what_is_wrong(spoil, fault):
+    document = json.loads(DASHBOARD.read_text())
+    spoil(document)
+    assert any(fault in found for found in deviations(document)), deviations(document)
+
+
+def test_the_panels_have_names_ids_and_places_of_their_own():
+    document = json.loads(DASHBOARD.read_text())
+    ids = [panel["id"] for panel in document["panels"]]
+    assert len(ids) == len(set(ids))
+    assert all(panel["title"] and panel["description"] and panel["targets"] for panel in panels())
+    covered = set()
+    for panel in document["panels"]:
+        place = panel["gridPos"]
+        cells = set(
+            itertools.product(range(place["x"], place["x"] + place["w"]), range(place["y"], place["y"] + place["h"]))
+        )
+        assert not cells & covered and place["x"] + place["w"] <= 24, panel["title"]
+        covered |= cells
+    variables = {variable["name"] for variable in document["templating"]["list"]}
+    used = set(re.findall(r"\$\{?(\w+)", json.dumps(document))) - {"__rate_interval", "__all"}
+    assert used == variables == {"datasource", "model_name", "instance"}
+    sources = {json.dumps(source) for source in (t["datasource"] for p in panels() for t in (p, *p["targets"]))}
+    assert sources == {'{"type": "prometheus", "uid": "${datasource}"}'}
+
+
+def test_each_latency_is_shown_by_quantiles_and_as_heat_map_with_exemplars():
+    shown = {}
+    for panel in panels():
+        for target in panel["targets"]:
+            if target.get("exemplar"):
+                name = re.search(r"(chargpt_\w+)_bucket", target["expr"])[1]
+                quantile = re.match(r"histogram_quantile\(([0-9.]+)", target["expr"])
+                shown.setdefault(name, set()).add(quantile[1] if quantile else panel["type"])
+    latencies = (
+        "time_to_first_token", "request_queue_time", "request_prefill_time", "request_first_decode_time",
+        "request_time_per_output_token", "e2e_request_latency", "inter_token_latency",
+    )  # fmt: skip
+    assert shown == {f"chargpt_{name}_seconds": {"0.5", "0.95", "0.99", "heatmap"} for name in latencies}
+
+
+# -- real programs --
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Program:
+    """A program with an HTTP port that says when it is ready, as Prometheus and Alertmanager do."""
+
+    def __init__(self, command, port, log):
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = log
+        with log.open("w") as file:
+            self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+
+    def wait_until_ready(self):
+        deadline = time.monotonic() + 30
+        while True:
+            with contextlib.suppress(httpx.TransportError):
+                if web.get(f"{self.url}/-/ready").status_code == 200:
+                    return
+            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.05)
+
+    def get(self, path, **params):
+        answer = web.get(f"{self.url}/api/{path}", params=params, timeout=30)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.terminate()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def start_prometheus(folder, config, port, alertmanager_port=1):
+    """Prometheus with a configuration that has the intervals and addresses of this test."""
+    config["global"] = {"scrape_interval": "400ms", "evaluation_interval": "500ms"}
+    config["rule_files"] = [str(RULES)]
+    config["alerting"]["alertmanagers"][0]["static_configs"][0]["targets"] = [f"127.0.0.1:{alertmanager_port}"]
+    config["scrape_configs"][0]["static_configs"][0]["targets"] = [f"127.0.0.1:{port}"]
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+    check("promtool", "check", "config", folder / "prometheus.yml")
+    port = free_port()
+    command = [
+        "prometheus", f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data",
+        f"--web.listen-address=127.0.0.1:{port}", "--enable-feature=exemplar-storage",
+    ]  # fmt: skip
+    return Program(command, port, folder / "prometheus.log")
+
+
+class Load:
+    """Requests of every kind and fate, each with an id of its own."""
+
+    def __init__(self, server):
+        self.server = server
+        self.sent = set()
+        self._numbers = itertools.count()
+        self._pool = concurrent.futures.ThreadPoolExecutor(24)
+
+    def _headers(self):
+        id = f"sent-{next(self._numbers)}"
+        self.sent.add(id)
+        return {"X-Request-Id": id}
+
+    def ask(self, path="/generate", **body):
+        return web.post(self.server.url + path, json=body, headers=self._headers(), timeout=60)
+
+    def stream(self, num_lines=None, meanwhile=lambda: None, **body):
+        """Read a stream to its end, or only some lines and leave."""
+        body = {"prompt": "ROMEO:", "stream": True} | body
+        url = f"{self.server.url}/generate"
+        with web.stream("POST", url, json=body, headers=self._headers(), timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            meanwhile()
+            return list(itertools.islice(lines, num_lines))
+
+    def leave_while_sending(self):
+        with socket.create_connection(("127.0.0.1", self.server.port)) as connection:
+            connection.sendall(b"POST /generate HTTP/1.1\r\nHost: here\r\nContent-Length: 100\r\n\r\n{")
+            time.sleep(0.1)
+
+    def round(self):
+        """A second or two."""
+        calls = [self._pool.submit(self.stream, max_tokens=40 * i) for i in (1, 2, 3)]
+        calls += [self._pool.submit(self.ask, prompt="JULIET:\n" * i, max_tokens=60) for i in (1, 20)]
+        concurrent.futures.wait(calls)
+        self.leave_while_sending()
+        calls = [
+            self._pool.submit(self.stream, 1, max_tokens=16_000),
+            self._pool.submit(self.ask, "/v1/score", texts=["To be", "or not to be"]),
+            self._pool.submit(self.ask, "/v1/completions", prompt="To be", stop_regex="[A-Za-z]"),
+            self._pool.submit(self.ask, prompt="naïve", unknown_characters="replace", max_tokens=5),
+            self._pool.submit(self.ask, prompt="naïve", unknown_characters="drop", max_tokens=5),
+        ]
+        concurrent.futures.wait(calls)
+        assert self.ask(prompt="naïve").status_code == 400
+        assert self.ask(prompt="To be", max_tokens=16_000, timeout_seconds=0.1).status_code == 504
+        crowd = [self._pool.submit(self.ask, prompt="To be", max_tokens=200) for _ in range(20)]
+        assert {call.result().status_code for call in crowd} == {200, 429}
+
+    def kill_the_worker(self):
+        """Under a stream; then ask where there is none."""
+        lines = self.stream(max_tokens=16_000, meanwhile=lambda: self.server.worker().send_signal(signal.SIGKILL))
+        assert any("engine_error" in line for line in lines), lines
+        assert self.ask(prompt="To be").status_code == 503
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("deploy") / "checkpoint"
+    save_checkpoint(folder, random_model(), CharTokenizer(VOCABULARY), {"losses": {"whole": 3.5}})
+    return folder
+
+
+class Monitored(typing.NamedTuple):
+    server: RunningServer
+    prometheus: Program
+    alertmanager: Program
+    load: Load
+    page: str  # as curl gets it
+
+
+@pytest.fixture(scope="module")
+def monitored(checkpoint, tmp_path_factory):
+    """A service that Prometheus has scraped while everything happened to it that can."""
+    folder = tmp_path_factory.mktemp("deploy")
+    config = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
+    port = free_port()
+    command = [
+        "prometheus-alertmanager", f"--config.file={PROMETHEUS}/alertmanager.yml", f"--storage.path={folder}/alerts",
+        f"--web.listen-address=127.0.0.1:{port}", "--cluster.listen-address=",
+    ]  # fmt: skip
+    with (
+        RunningServer(checkpoint, max_running_requests=4, max_queued_requests=4) as server,
+        Program(command, port, folder / "alertmanager.log") as alertmanager,
+        start_prometheus(folder, config, server.port, port) as prometheus,
+    ):
+        server.wait_until_ready(timeout=180)
+        for program in (alertmanager, prometheus):
+            program.wait_until_ready()
+        load = Load(server)
+        load.round()
+        assert wait_for_data(prometheus, ["chargpt_worker_restarts_total"]) == []  # or there is nothing to grow from
+        load.kill_the_worker()
+        server.wait_until_ready(timeout=180)
+        load.round()
+        page = web.get(f"{server.url}/metrics").text
+        yield Monitored(server, prometheus, alertmanager, load, page)
+
+
+real = needs("prometheus", "prometheus-alertmanager", "promtool")
+
+
+def values(prometheus, expression):
+    result = prometheus.get("v1/query", query=expression)["data"]["result"]
+    return [float(series["value"][1]) for series in result]
+
+
+def wait_for_data(prometheus, expressions):
+    """A number at least for each; what has none after a while."""
+    deadline = time.monotonic() + 60
+    while True:
+        expressions = [
+            expression
+            for expression in expressions
+            if not any(math.isfinite(value) for value in values(prometheus, expression))
+        ]
+        if not expressions or time.monotonic() > deadline:
+            return expressions
+        time.sleep(0.2)
+
+
+def filled_in(expression):
+    return re.sub(r"\$(model_name|instance)\b", ".*", expression).replace("$__rate_interval", "2m")
+
+
+@real
+def test_every_panel_shows_something_under_load(monitored):
+    expressions = [filled_in(target["expr"]) for panel in panels() for target in panel["targets"]]
+    assert len(expressions) > 90
+    assert wait_for_data(monitored.prometheus, expressions) == []
+
+
+@real
+def test_the_failures_that_clients_saw_are_what_the_panels_count(monitored):
+    counters = {
+        "chargpt_request_success_total": {"finished_reason": ("stop", "length", "abort", "timeout", "error")},
+        "chargpt_admission_rejections_total": {"reason": ("queue_full", "not_ready")},
+        "chargpt_http_requests_total": {"status": ("200", "400", "429", "499", "503", "504")},
+        "chargpt_unknown_characters_total": {"policy": ("replace", "drop")},
+        "model_name:chargpt_failures:ratio_rate5m": {"slo": ("sequences", "answers")},
+        "model_name:chargpt_failures:ratio_rate3d": {"slo": ("sequences", "answers")},
+    }
+    wanted = [
+        f'{name}{{{label}="{value}"}} > 0'
+        for name, labels in counters.items()
+        for label, values in labels.items()
+        for value in values
+    ]
+    assert wait_for_data(monitored.prometheus, [*wanted, "chargpt_worker_restarts_total > 0"]) == []
+
+
+@real
+def test_every_rule_has_data(monitored):
+    """What a recording rule records, and every series that an alert looks at, whether or not it fires."""
+    selectors = {
+        selector
+        for rule in rules()
+        for selector in re.findall(r"\b(?:model_name:|chargpt[_:]|up\b)[\w:]*(?:\{[^}]*\})?", rule["expr"])
+    }
+    recorded = {f'{rule["record"]}{{slo="{rule["labels"]["slo"]}"}}' for rule in rules() if "record" in rule}
+    assert len(recorded) == 24 and 'up{job="chargpt"}' in selectors
+    assert wait_for_data(monitored.prometheus, selectors | recorded) == []
+    for group in monitored.prometheus.get("v1/rules")["data"]["groups"]:
+        assert [(rule["name"], rule.get("lastError")) for rule in group["rules"] if rule["health"] != "ok"] == []
+
+
+@real
+def test_the_shares_of_the_workers_time_are_shares(monitored):
+    titles = ("Where the workers' time goes", "Device and scheduler", "Batch utilisation", "Cache slots in use")
+    for panel in panels():
+        if panel["title"] in titles:
+            for target in panel["targets"]:
+                if target.get("format") != "heatmap":
+                    found = values(monitored.prometheus, filled_in(target["expr"]))
+                    assert found and all(0 <= value <= 1.01 for value in found), (target["expr"], found)
+
+
+@real
+def test_an_exemplar_leads_to_a_request_that_a_client_sent(monitored):
+    now = time.time()
+    expressions = {filled_in(t["expr"]) for panel in panels() for t in panel["targets"] if t.get("exemplar")}
+    assert len(expressions) == 28
+    for expression in expressions:  # Grafana asks with the panel's own
+        answer = monitored.prometheus.get("v1/query_exemplars", query=expression, start=now - 300, end=now + 60)
+        found = {exemplar["labels"]["request_id"] for series in answer["data"] for exemplar in series["exemplars"]}
+        assert found and found <= monitored.load.sent, expression
+
+
+@real
+def test_a_killed_worker_is_an_alert_at_the_alertmanager(monitored):
+    deadline = time.monotonic() + 60
+    while True:
+        found = [
+            alert
+            for alert in monitored.alertmanager.get("v2/alerts")
+            if alert["labels"]["alertname"] == "ChargptWorkerRestarted"
+        ]
+        if found:
+            break
+        assert time.monotonic() < deadline, monitored.prometheus.get("v1/alerts")
+        time.sleep(0.2)
+    [alert] = found
+    assert alert["labels"]["instance"] == f"127.0.0.1:{monitored.server.port}"
+    assert alert["labels"]["severity"] == "ticket" and alert["labels"]["model_name"] == "chargpt"
+    assert [receiver["name"] for receiver in alert["receivers"]] == ["tickets"]
+    assert alert["annotations"]["summary"].startswith(f"A worker of 127.0.0.1:{monitored.server.port} died")
+    assert alert["annotations"]["runbook"] == "deploy/RUNBOOK.md#chargptworkerrestarted"
+
+
+# What promtool says of the page, and why it stays so.
+LINT = {
+    'chargpt_iteration_tokens_total non-counter metrics should not have "_total" suffix',  # vLLM's name
+}
+
+
+@real
+def test_promtool_finds_nothing_else_in_the_page(monitored):
+    done = subprocess.run(["promtool", "check", "metrics"], input=monitored.page, capture_output=True, text=True)
+    assert set((done.stdout + done.stderr).splitlines()) == LINT
+
+
+@real
+def test_prometheus_reads_the_page_without_a_complaint(monitored):
+    [target] = monitored.prometheus.get("v1/targets")["data"]["activeTargets"]
+    assert (target["health"], target["lastError"]) == ("up", "")
+    kinds = {name: found[0]["type"] for name, found in monitored.prometheus.get("v1/metadata")["data"].items()}
+    assert kinds["chargpt_iteration_tokens_total"] == kinds["chargpt_inter_token_latency_seconds"] == "histogram"
+    assert kinds["chargpt_generation_tokens"] == "counter"  # as OpenMetrics names the family of …_total
+    assert wait_for_data(monitored.prometheus, ['chargpt_iteration_tokens_total_bucket{le="+Inf"} > 0']) == []
+    assert not [
+        line for line in monitored.prometheus.log.read_text().splitlines() if re.search("level=(warn|err)", line)
+    ]
+
+
+@needs("prometheus", "promtool", "openssl")
+def test_what_the_configuration_has_as_comments_scrapes_a_service_with_keys_and_tls(checkpoint, tmp_path, monkeypatch):
+    certificate, key = tmp_path / "ca.pem", tmp_path / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-noenc"]
+    command += ["-keyout", key, "-out", certificate, "-days", "2", "-subj", "/CN=localhost"]
+    check(*command, "-addext", "subjectAltName=IP:127.0.0.1")
+    (tmp_path / "api-key").write_text("only-for-this-test\n")
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))  # httpx trusts it
+
+    text = (PROMETHEUS / "prometheus.yml").read_text()
+    head, tail = text.split("    # scheme: https")
+    config = yaml.safe_load(head + re.sub(r"(?m)^    # ", "    ", "    # scheme: https" + tail))
+    settings = {"api_keys_file": tmp_path / "api-key", "tls_certificate": certificate, "tls_key": key}
+    with (
+        RunningServer(checkpoint, **settings) as server,
+        start_prometheus(tmp_path, config, server.port) as prometheus,
+    ):
+        server.url = f"https://127.0.0.1:{server.port}"
+        server.wait_until_ready(timeout=180)
+        assert httpx.get(f"{server.url}/metrics").status_code == 401
+        prometheus.wait_until_ready()
+        assert wait_for_data(prometheus, ['up{job="chargpt"} == 1', "chargpt_cache_slots"]) == []

@@ -1,0 +1,400 @@
+"""Who may ask, from where and how, over real sockets: API keys, other origins, a proxy's path, slow bodies, TLS."""
+
+import asyncio
+import json
+import logging
+import shutil
+import socket
+import ssl
+import subprocess
+import time
+
+import httpx
+import openai
+import pytest
+from fastapi import FastAPI
+from helpers import RunningServer, save_random, web
+
+from service.http.middleware import EXPOSED_HEADERS, Edge
+from service.settings import Settings
+
+KEYS = ["first-key-0123", 'odd~!"%&/()=#', "last" * 50]
+ORIGIN = "https://app.example.org"
+PROTECTED = [
+    ("GET", "/info"),
+    ("GET", "/v1/models"),
+    ("POST", "/generate"),
+    ("POST", "/v1/completions"),
+    ("GET", "/docs"),
+    ("GET", "/docs/nothing"),
+    ("GET", "/openapi.json"),
+    ("GET", "/nothing"),
+    ("GET", "/generate"),
+    ("OPTIONS", "/generate"),
+    ("GET", "/readyz/"),
+    ("GET", "/livez/../info"),
+]
+
+
+def bearer(key):
+    return {"Authorization": f"Bearer {key}"}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_random(tmp_path_factory.mktemp("access") / "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def keys_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("keys") / "keys.txt"
+    path.write_bytes(
+        b"# of the first team\n%b\r\n\n   \n%b\n#%b\n%b" % (*map(str.encode, KEYS[:2]), b"x" * 9, KEYS[2].encode())
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint, keys_file):
+    settings = {
+        "api_keys_file": keys_file,
+        "public_metrics": "true",
+        "cors_origins": f"http://localhost:3000,{ORIGIN}",
+        "root_path": "/chargpt",
+        "body_timeout_seconds": 0.5,
+        "request_timeout_seconds": 3,
+        "max_body_bytes": 100_000,
+        "log_level": "debug",
+    }
+    with RunningServer(checkpoint.path, **settings) as server:
+        server.wait_until_ready()
+        yield server
+        command_lines = " ".join(" ".join(process.cmdline()) for process in server.processes())
+        assert server.stop() == 0
+        assert "Traceback" not in server.output()
+        for key in KEYS:
+            assert key not in server.output() + command_lines
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    return make_certificate(tmp_path_factory.mktemp("tls"))
+
+
+def make_certificate(folder):
+    """A self-signed certificate for 127.0.0.1 and its key."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("the openssl command, which makes the certificate, is not installed")
+    certificate, key = folder / "cert.pem", folder / "key.pem"
+    command = [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-noenc"]
+    command += ["-keyout", key, "-out", certificate, "-days", "2", "-subj", "/CN=localhost"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run(command, check=True, capture_output=True)
+    return certificate, key
+
+
+@pytest.fixture(scope="module")
+def https_server(checkpoint, keys_file, certificate):
+    settings = {
+        "api_keys_file": keys_file,
+        "public_docs": "true",
+        "cors_origins": "*",
+        "tls_certificate": certificate[0],
+        "tls_key": certificate[1],
+        "http_processes": 2,
+    }
+    with RunningServer(checkpoint.path, **settings) as server, pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))  # httpx trusts it
+        server.url = f"https://127.0.0.1:{server.port}"
+        server.wait_until_ready()
+        yield server
+        assert server.stop() == 0
+        assert "Traceback" not in server.output()
+
+
+# -- keys --
+
+
+@pytest.mark.parametrize(("method", "path"), PROTECTED)
+def test_without_a_key_every_route_but_the_probes_is_closed(server, method, path):
+    response = web.request(method, server.url + path)
+    assert response.status_code == 401
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+    assert response.headers["www-authenticate"] == "Bearer"
+    assert len(response.headers["x-request-id"]) == 32
+
+
+@pytest.mark.parametrize("path", ["/livez", "/readyz", "/health", "/metrics"])
+def test_the_probes_and_what_a_setting_opens_need_no_key(server, path):
+    assert web.get(server.url + path).status_code == 200
+    assert web.get(f"{server.url}/chargpt{path}").status_code == 200
+
+
+@pytest.mark.parametrize("key", KEYS, ids=["first", "odd", "long"])
+def test_every_key_opens(server, key):
+    for scheme in ("Bearer", "bearer", "BEARER", "Bearer  "):
+        headers = {"Authorization": f"{scheme} {key}"}
+        assert web.get(f"{server.url}/info", headers=headers).status_code == 200, scheme
+    assert web.get(f"{server.url}/nothing", headers=bearer(key)).status_code == 404
+    assert web.put(f"{server.url}/generate", headers=bearer(key)).status_code == 405
+    assert web.get(f"{server.url}/docs", headers=bearer(key)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "authorization",
+    [
+        "",
+        "Bearer",
+        KEYS[0],
+        f"Basic {KEYS[0]}",
+        f"Bearer {KEYS[0][:-1]}",
+        f"Bearer {KEYS[0]}4",
+        f"Bearer {KEYS[0].upper()}",
+        f"Bearer {KEYS[0]} {KEYS[2]}",
+        f"Bearer {KEYS[0]},{KEYS[2]}",
+        "Bearer # of the first team",
+        f"Bearer {'x' * 9}",
+        f"Bearer {'x' * 30_000}",
+        b"Bearer \xff\xfe",
+    ],
+)
+def test_what_is_no_key_does_not_open_and_is_not_shown(server, authorization):
+    response = web.get(f"{server.url}/info", headers={"Authorization": authorization})
+    assert response.status_code == 401
+    assert KEYS[0][:-1] not in response.text
+
+
+def test_the_openai_sdk_takes_a_key(server):
+    options = {"model": "chargpt", "prompt": "abc", "max_tokens": 5}
+    base_url = f"{server.url}/chargpt/v1"
+    with openai.OpenAI(base_url=base_url, api_key=KEYS[1], max_retries=0) as client:
+        assert len(client.completions.create(**options).choices[0].text) == 5
+    with openai.OpenAI(base_url=base_url, api_key="wrong-key", max_retries=0) as client:
+        with pytest.raises(openai.AuthenticationError) as error:
+            client.completions.create(**options)
+    assert error.value.code == "invalid_api_key"
+    assert error.value.request_id
+
+
+def exchange(server, head, *pieces):
+    """Send these as they are, a piece every 0.1 s; the whole answer, until the server closes the connection."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        connection.sendall(head)
+        connection.settimeout(0.1)
+        answer = b""
+        for piece in pieces or [b""] * 200:
+            try:
+                if piece:
+                    connection.sendall(piece)
+                while data := connection.recv(65536):
+                    answer += data
+                return answer
+            except TimeoutError:
+                pass
+            except ConnectionError:
+                return answer
+        raise AssertionError(f"the connection stays open after {answer!r}")
+
+
+@pytest.mark.parametrize("length", [1000, 1_000_000])
+def test_the_key_is_checked_before_the_body_is_read(server, length):
+    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {length}\r\n"
+    answer = exchange(server, f"{head}Expect: 100-continue\r\n\r\n".encode())
+    assert answer.startswith(b"HTTP/1.1 401 ")  # and no 100, which reading would have sent
+
+
+def test_info_says_nothing_of_keys(server):
+    text = web.get(f"{server.url}/info", headers=bearer(KEYS[0])).text
+    assert "keys" not in text
+    assert not any(key in text for key in KEYS)
+
+
+def test_refused_requests_are_counted_by_route(server):
+    def count(handler, method, status):
+        return server.metric("chargpt_http_requests_total", handler=handler, method=method, status=status)
+
+    asked = [("/generate", "POST", "401"), ("other", "GET", "401"), ("/readyz", "POST", "405")]
+    before = [count(*labels) for labels in asked]
+    for path, (_, method, status) in zip(["/chargpt/generate", "/nothing", "/readyz"], asked, strict=True):
+        assert web.request(method, server.url + path).status_code == int(status)
+    assert [count(*labels) for labels in asked] == [n + 1 for n in before]
+
+
+# -- web pages of other origins --
+
+
+def preflight(url, origin, **headers):
+    given = {"Origin": origin, "Access-Control-Request-Method": "POST"} | headers
+    return web.options(url, headers=given)
+
+
+@pytest.mark.parametrize("origin", [ORIGIN, "http://localhost:3000"])
+def test_a_preflight_needs_no_key(server, origin):
+    asked = {"Access-Control-Request-Headers": "authorization,content-type,x-stainless-os"}
+    response = preflight(f"{server.url}/v1/completions", origin, **asked)
+    assert response.status_code == 200
+    assert response.headers["access-control-allow-origin"] == origin
+    assert "POST" in response.headers["access-control-allow-methods"]
+    assert response.headers["access-control-allow-headers"] == asked["Access-Control-Request-Headers"]
+    assert response.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example.org", "http://app.example.org", "null", f"{ORIGIN}:8443"])
+def test_an_origin_that_is_not_listed_is_not_allowed(server, origin):
+    response = preflight(f"{server.url}/generate", origin)
+    assert response.status_code == 400
+    assert "access-control-allow-origin" not in response.headers
+    response = web.get(f"{server.url}/info", headers={"Origin": origin} | bearer(KEYS[0]))
+    assert "access-control-allow-origin" not in response.headers
+    assert "Origin" in response.headers["vary"]
+
+
+def test_errors_can_be_read_by_web_pages_too(server):
+    def ask(method, path, status, key=KEYS[0], **body):
+        headers = {"Origin": ORIGIN} | bearer(key)
+        response = web.request(method, server.url + path, headers=headers, timeout=20, **body)
+        assert response.status_code == status
+        assert response.headers["access-control-allow-origin"] == ORIGIN
+        assert response.headers["access-control-expose-headers"] == ", ".join(EXPOSED_HEADERS)
+        assert response.headers["x-request-id"]
+        return response.json()
+
+    ask("GET", "/info", 200)
+    ask("GET", "/info", 401, key="wrong-key")
+    ask("GET", "/nothing", 404)
+    ask("POST", "/generate", 400, json={"prompt": "漢"})
+    ask("POST", "/generate", 413, content=b"x" * 100_001)
+    ask("POST", "/generate", 413, content=(b"x" * 60_000 for _ in range(2)))
+    assert ask("POST", "/generate", 504, json={"prompt": "a", "max_tokens": 16_000})["error"]["code"] == "timeout"
+
+
+def test_an_error_of_our_own_is_an_answer_like_any_other(caplog):
+    app = FastAPI()
+    app.add_middleware(Edge, settings=Settings(cors_origins=[ORIGIN]), metrics=lambda: None)
+
+    @app.get("/broken")
+    async def broken():
+        raise ZeroDivisionError("a secret of the code")
+
+    async def ask():
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.get("/broken", headers={"Origin": ORIGIN, "X-Request-Id": "mine"})
+
+    with caplog.at_level(logging.ERROR, "service.http.middleware"):
+        response = asyncio.run(ask())
+    assert response.status_code == 500
+    assert response.json()["error"] == {
+        "message": "internal error",
+        "type": "server_error",
+        "param": None,
+        "code": None,
+    }
+    assert response.headers["x-request-id"] == "mine"
+    assert response.headers["access-control-allow-origin"] == ORIGIN
+    assert "request mine failed" in caplog.text
+
+
+# -- a proxy's path --
+
+
+def test_routes_answer_with_and_without_the_prefix(server):
+    for prefix in ("", "/chargpt"):
+        body = {"prompt": "abc", "max_tokens": 4, "seed": 1}
+        response = web.post(f"{server.url}{prefix}/generate", json=body, headers=bearer(KEYS[0]))
+        assert response.json()["usage"]["completion_tokens"] == 4
+        document = web.get(f"{server.url}{prefix}/openapi.json", headers=bearer(KEYS[0])).json()
+        assert document["servers"] == [{"url": "/chargpt"}]
+        page = web.get(f"{server.url}{prefix}/docs", headers=bearer(KEYS[0])).text
+        assert "url: 'openapi.json'" in page  # beside the page, wherever that is
+    for path in ("/chargptgenerate", "/chargpt", "/chargpt/", "/chargpt/chargpt/generate", "/other/generate"):
+        assert web.get(server.url + path, headers=bearer(KEYS[0])).status_code == 404, path
+
+
+@pytest.mark.parametrize("root_path", ["/v1", "/generate", "/deep/er"])
+def test_a_prefix_may_look_like_a_route(root_path):
+    app = FastAPI()
+    app.add_middleware(Edge, settings=Settings(root_path=root_path), metrics=lambda: None)
+    for path in ("/generate", "/v1/models"):
+        app.add_api_route(path, lambda path=path: path)
+
+    async def ask(path):
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            return (await client.get(path)).json()
+
+    for path in ("/generate", "/v1/models"):
+        assert asyncio.run(ask(path)) == path
+        assert asyncio.run(ask(root_path + path)) == path
+
+
+# -- slow bodies --
+
+
+def test_a_body_that_trickles_in_is_not_waited_for(server):
+    head = "POST /generate HTTP/1.1\r\nHost: x\r\nX-Request-Id: slow\r\n"
+    head += f"Authorization: Bearer {KEYS[0]}\r\nContent-Length: 90000\r\n\r\n"
+    answer = exchange(server, head.encode(), *[b" "] * 100)
+    top, body = answer.split(b"\r\n\r\n", 1)
+    assert top.startswith(b"HTTP/1.1 408 ")
+    assert b"connection: close" in top.lower()
+    assert b"x-request-id: slow" in top
+    error = json.loads(body)["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "body_timeout")
+    assert "0.5 seconds" in error["message"]
+
+
+def test_after_the_body_its_time_is_over_and_a_client_that_leaves_is_noticed(server):
+    body = json.dumps({"prompt": "a", "max_tokens": 16_000}).encode()
+    head = (
+        f"POST /generate HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEYS[0]}\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    aborted = server.metric("chargpt_request_success_total", finished_reason="abort")
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(head.encode() + body)
+        server.wait_until_metric("chargpt_num_requests_running", 1)
+        time.sleep(0.7)
+    server.wait_until_metric("chargpt_request_success_total", aborted + 1, finished_reason="abort")
+
+
+# -- TLS --
+
+
+def test_both_processes_speak_tls(https_server):
+    body = {"prompt": "abc", "max_tokens": 5, "seed": 1}
+    texts = set()
+    for _ in range(20):
+        response = httpx.post(f"{https_server.url}/generate", json=body, headers=bearer(KEYS[2]))
+        texts.add(response.json()["choices"][0]["text"])
+    assert len(texts) == 1
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"http://127.0.0.1:{https_server.port}/livez")
+    with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+        httpx.get(f"{https_server.url}/livez", verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))  # trusts nobody
+
+
+@pytest.mark.filterwarnings("ignore:ssl.TLSVersion.TLSv1")
+def test_tls_1_2_is_the_least(https_server, certificate):
+    def handshake(least, most):
+        context = ssl.create_default_context(cafile=certificate[0])
+        context.set_ciphers("ALL:@SECLEVEL=0")  # or this side would refuse
+        context.minimum_version, context.maximum_version = least, most
+        with socket.create_connection(("127.0.0.1", https_server.port), timeout=20) as connection:
+            with context.wrap_socket(connection, server_hostname="127.0.0.1") as secure:
+                return secure.version()
+
+    version = ssl.TLSVersion
+    assert handshake(version.TLSv1_2, version.TLSv1_2) == "TLSv1.2"
+    assert handshake(version.TLSv1_3, version.TLSv1_3) == "TLSv1.3"
+    with pytest.raises(ssl.SSLError, match="PROTOCOL_VERSION|UNEXPECTED_EOF"):  # both are the server's doing
+        handshake(version.TLSv1, version.TLSv1_1)
+
+
+def test_documents_are_open_where_a_setting_says_so_and_metrics_are_not(https_server):
+    for path, status in (("/docs", 200), ("/openapi.json", 200), ("/metrics", 401), ("/info", 401)):
+        response = httpx.get(https_server.url + path, headers={"Origin": "https://anyone.example.org"})
+        assert response.status_code == status
+        assert response.headers["access-control-allow-origin"] == "*"
+    assert httpx.get(f"{https_server.url}/metrics", headers=bearer(KEYS[0])).status_code == 200

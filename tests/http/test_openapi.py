@@ -1,0 +1,475 @@
+"""The OpenAPI document: held against the application, and a running server against the document.
+
+schemathesis makes requests of it, right and wrong ones; a client is generated from it; a browser shows it.
+"""
+
+import importlib
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+
+import httpx
+import jsonschema
+import pytest
+import schemathesis
+import schemathesis.engine
+from helpers import VOCABULARY, RunningServer, random_model, save_random, web
+from hypothesis import strategies as st
+from openapi_spec_validator import OpenAPIV31SpecValidator
+from playwright.sync_api import sync_playwright
+from schemathesis.engine import events
+from schemathesis.generation.meta import TestPhase
+
+from service.http.openapi import REQUESTS, build_document
+from service.model.checkpoint import Checkpoint, save_checkpoint
+from service.model.tokenizer import CharTokenizer
+from service.server import Server
+from service.settings import Settings
+
+LIMITS = {
+    "max_tokens": 16,
+    "max_prompts": 8,
+    "max_score_texts": 50,
+    "max_prompt_characters": 500,
+    "max_regex_characters": 100,
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_random(tmp_path_factory.mktemp("openapi") / "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint):
+    with RunningServer(checkpoint.path, **LIMITS) as server:
+        server.wait_until_ready()
+        yield server
+        assert web.get(f"{server.url}/readyz").status_code == 200
+        assert server.stop() == 0
+        assert "Traceback" not in server.output()
+
+
+@pytest.fixture(scope="module")
+def document(server):
+    return web.get(f"{server.url}/openapi.json").raise_for_status().json()
+
+
+def operations(document):
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            yield method, path, operation
+
+
+# -- what it says --
+
+
+def test_the_document_is_openapi_3_1_and_names_exactly_the_routes_of_the_application(checkpoint, document):
+    OpenAPIV31SpecValidator(document).validate()
+    routes = Server(Settings(checkpoint=checkpoint.path), checkpoint).app.routes
+    own = {"/openapi.json", "/docs", "/docs/assets"}
+    assert own <= {route.path for route in routes}
+    expected = {
+        (route.path, method.lower()) for route in routes if route.path not in own for method in route.methods - {"HEAD"}
+    }
+    assert {(path, method) for method, path, _ in operations(document)} == expected
+
+
+def test_every_field_of_a_request_has_a_meaning_and_an_example(document):
+    requests = {request.__name__ for request in REQUESTS}
+    bodies = [o["requestBody"]["content"]["application/json"] for *_, o in operations(document) if "requestBody" in o]
+    assert {body["schema"]["$ref"].split("/")[-1] for body in bodies} == requests
+    for name in requests | {"StreamOptions"}:
+        for field, schema in document["components"]["schemas"][name]["properties"].items():
+            assert schema["description"] and schema["examples"], (name, field)
+    for *_, operation in operations(document):
+        assert operation["summary"]
+        for parameter in operation["parameters"]:
+            assert "$ref" in parameter or parameter["description"]
+
+
+def every_example(node):
+    """Pairs of a schema and an example of it."""
+    match node:
+        case {"schema": schema, "examples": dict(examples)} if "x-itemSchema" not in node:
+            yield from ((schema, example["value"]) for example in examples.values())
+        case {"examples": list(examples)}:
+            yield from ((node, example) for example in examples)
+    for part in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        yield from every_example(part)
+
+
+@pytest.mark.parametrize("characters", [VOCABULARY, "CNO()=123", [chr(0x4E00 + i) for i in range(5000)]])
+def test_every_example_fits_its_schema_and_the_vocabulary(tmp_path, characters):
+    save_checkpoint(tmp_path / "c", random_model(vocab_size=len(characters)), CharTokenizer(characters), {})
+    options = {"checkpoint": tmp_path / "c", "max_tokens": 3, "max_prompts": 4, "model_name": "other"}
+    document = build_document(Settings(**options), Checkpoint.read(tmp_path / "c"))
+    OpenAPIV31SpecValidator(document).validate()
+    assert len(json.dumps(document)) < 120_000
+    examples = list(every_example(document))
+    assert len(examples) > 150
+    for schema, example in examples:
+        jsonschema.Draft202012Validator(schema | {"components": document["components"]}).validate(example)
+    for *_, operation in operations(document):
+        for body in operation.get("requestBody", {}).get("content", {}).values():
+            for example in body["examples"].values():
+                texts = [example["value"].get(name, "") for name in ("prompt", "suffix", "prefix", "texts", "choice")]
+                assert set("".join("".join(text) for text in texts)) <= set(characters)
+
+
+def test_every_example_of_a_request_is_answered(server, document):
+    for method, path, operation in operations(document):
+        for example in (
+            operation.get("requestBody", {})
+            .get("content", {})
+            .get("application/json", {"examples": {}})["examples"]
+            .values()
+        ):
+            response = web.request(method, server.url + path, json=example["value"])
+            assert response.status_code == 200, (path, example, response.text)
+
+
+def test_keys_are_asked_for_as_the_settings_say(checkpoint, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("some-key-0123")
+
+    def security(**options):
+        document = build_document(Settings(checkpoint=checkpoint.path, **options), checkpoint)
+        return {path: operation["security"] for _, path, operation in operations(document)}
+
+    assert security()["/info"] == [{}, {"key": []}]
+    assert security(api_keys_file=keys)["/info"] == security(api_keys_file=keys)["/metrics"] == [{"key": []}]
+    assert security(api_keys_file=keys, public_metrics=True)["/metrics"] == []
+    assert security(api_keys_file=keys)["/livez"] == security()["/readyz"] == security()["/health"] == []
+
+
+# -- bounds --
+
+LETTERS = "".join(c for c in VOCABULARY if c.isalpha())
+
+
+def sample(name, schema, number=0):
+    """A value that the server takes; others for other numbers."""
+    match schema:
+        case {"type": "integer" | "number"}:
+            return number % len(VOCABULARY)
+        case {"type": "string"}:
+            return LETTERS[number % len(LETTERS)] * schema.get("minLength", 1)
+        case {"type": "array", "prefixItems": parts}:
+            return [number % len(VOCABULARY), 0] if name == "logit_bias" else [sample(name, part) for part in parts]
+        case {"type": "array"}:
+            return [sample(name, schema["items"], number)]
+        case {"anyOf": branches}:
+            return sample(name, branches[0], number)
+    raise AssertionError(schema)
+
+
+def text_of(name, length):
+    if name not in ("regex", "stop_regex") or length < 3:
+        return "a" * length
+    return "a" * (2 - length % 2) + "|a" * ((length - 1) // 2)  # matches of one or two characters, for any max_tokens
+
+
+def edges(name, schema):
+    """(what, a value at a bound of the schema, one beyond it), for each bound at any depth."""
+    for branch in schema.get("anyOf", ()):
+        yield from edges(name, branch)
+    step = 1 if schema.get("type") == "integer" else 1e-6
+    for bound, sign in ("minimum", -1), ("maximum", 1):
+        if bound in schema:
+            yield bound, schema[bound], schema[bound] + sign * step
+    if "exclusiveMinimum" in schema:
+        least = schema["exclusiveMinimum"]
+        yield "exclusiveMinimum", math.nextafter(least, math.inf), least
+    for bound, sign in ("minLength", -1), ("maxLength", 1):
+        if bound in schema:
+            yield bound, text_of(name, schema[bound]), text_of(name, schema[bound] + sign)
+    for bound, sign in ("minItems", -1), ("maxItems", 1):
+        if bound in schema:
+            items = schema.get("items") or {"anyOf": schema["prefixItems"]}
+            if "prefixItems" in schema:
+                yield bound, ["a", 0], ["a", 0][: 2 + sign] + [0] * sign
+            else:
+                at = [sample(name, items, i) for i in range(schema[bound])]
+                yield bound, at, [*at, at[0]] if sign > 0 else at[:-1]
+    if "maxProperties" in schema:
+        at = {c: 0 for c in VOCABULARY[: schema["maxProperties"]]}
+        yield "maxProperties", at, at | {"0": 0}
+    if "items" in schema:
+        first = [] if name == "logit_bias" else [sample(name, schema["items"], 1)]
+        for what, at, beyond in edges(name, schema["items"]):
+            yield what, [*first, at], [*first, beyond]
+    for i, part in enumerate(schema.get("prefixItems", ())):
+        for what, at, beyond in edges(name, part):
+            yield what, ["a", 0][:i] + [at] + ["a", 0][i + 1 :], ["a", 0][:i] + [beyond] + ["a", 0][i + 1 :]
+    if isinstance(schema.get("additionalProperties"), dict):
+        for what, at, beyond in edges(name, schema["additionalProperties"]):
+            yield what, {"a": at}, {"a": beyond}
+
+
+def surroundings(path, name, value):
+    """The other fields that a value needs to be taken."""
+    if path in ("/generate", "/v1/completions"):
+        several = len(value) if name == "seed" and isinstance(value, list) else 1
+        ranked = {"n": max(1, min(value, LIMITS["max_prompts"]))} if name == "best_of" else {}  # a stream ranks nothing
+        return ranked | {
+            "prompt": "a" if several == 1 else ["a"] * max(1, min(several, LIMITS["max_prompts"])),
+            "max_tokens": LIMITS["max_tokens"] if name in ("min_tokens", "choice") else 1,
+        }
+    if path == "/v1/score":
+        return {} if name in ("texts", "continuations") else {"texts": "ab"}
+    return {"tokens": [1]} if path == "/detokenize" else {"prompt": "a"}
+
+
+BOUNDED = ["/generate", "/v1/completions", "/v1/score", "/v1/next", "/tokenize", "/detokenize", "query"]
+
+
+@pytest.mark.parametrize("path", BOUNDED)
+def test_every_bound_of_the_document_is_enforced_and_no_narrower(server, document, path):
+    if path == "query":
+        parameters = document["paths"]["/generate"]["get"]["parameters"]
+        fields = {p["name"]: p["schema"] for p in parameters if p.get("in") == "query"}
+    else:
+        reference = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+        fields = document["components"]["schemas"][reference.split("/")[-1]]["properties"]
+
+    with httpx.Client(base_url=server.url, timeout=30) as client:
+
+        def ask(name, value):
+            if path == "query":
+                return client.get("/generate", params=surroundings("/generate", name, value) | {name: value})
+            return client.post(path, json=surroundings(path, name, value) | {name: value})
+
+        count = 0
+        for name, schema in fields.items():
+            for what, at, beyond in edges(name, schema):
+                count += 1
+                response = ask(name, at)
+                # 404: a model's name of that length is not served; 504: the least time is over at once
+                assert response.status_code in {"model": (404,), "timeout_seconds": (200, 504)}.get(name, (200,)), (
+                    name, what, at, response.text,
+                )  # fmt: skip
+                response = ask(name, beyond)
+                assert response.status_code == 400, (name, what, beyond, response.text[:200])
+                assert response.json()["error"]["param"].split(".")[0] == name, (what, response.text)
+    assert count >= 7
+    print(f"{path}: {count} bounds")
+
+
+# -- schemathesis --
+
+CASES = int(os.environ.get("CHARGPT_OPENAPI_CASES", 16))  # drawn for each route, besides those at bounds
+REGEXES = ["[a-z]+", "(yes|no)", "[^a]{2,5}", "a*b", "\\w+ \\w+"]
+schemathesis.openapi.format("vocabulary", st.text(st.sampled_from(VOCABULARY), max_size=20))
+schemathesis.openapi.format("regex", st.sampled_from(REGEXES))
+
+
+def closed(document):
+    """A copy for schemathesis, which has no room for what it does not say: more fields of an answer, other events.
+
+    It tries a field's bounds beside the examples of all others: those of requests become null, the default.
+    """
+    document = json.loads(json.dumps(document))
+    requests = {request.__name__ for request in REQUESTS} | {"StreamOptions"}
+    for name, schema in document["components"]["schemas"].items():
+        if name not in requests:
+            schema["additionalProperties"] = False
+            continue
+        for field in schema["properties"].values():
+            if {"type": "null"} in field.get("anyOf", ()):
+                field["examples"] = [None]
+    for *_, operation in operations(document):
+        for response in operation["responses"].values():
+            for media_type in response.get("content", {}).values():
+                if "x-itemSchema" in media_type:
+                    media_type["schema"] = media_type.pop("x-itemSchema")  # schemathesis takes it for that of events
+    return document
+
+
+def made_to_agree(path, fields):
+    """Right fields without what the schema cannot know to be wrong: such as exclude each other, 1.0 for 1."""
+    fields = json.loads(json.dumps(fields), parse_float=number)
+    fields = {name: value for name, value in fields.items() if value is not None}
+    if "model" in fields:
+        fields["model"] = "chargpt"
+    if "replacement_character" in fields:
+        fields["replacement_character"] = " "
+    if "timeout_seconds" in fields:
+        fields["timeout_seconds"] = 60
+    if path == "/v1/score":
+        if "continuations" in fields or "texts" not in fields:
+            fields = {"continuations": ["a"]} | fields
+            fields.pop("texts", None)
+        return fields
+    if path not in ("/generate", "/v1/completions"):
+        return fields
+    prompt = fields.get("prompt", "")
+    room = LIMITS["max_prompts"] // (1 if isinstance(prompt, str) or isinstance(prompt[0], int) else len(prompt))
+    fields |= {name: min(fields[name], room) for name in ("n", "best_of") if name in fields}
+    if fields.get("best_of", 8) < fields.get("n", 1) or path == "/generate" and fields.get("stream", True):
+        fields.pop("best_of", None)
+    if "min_tokens" in fields:
+        fields["max_tokens"] = LIMITS["max_tokens"]
+    if isinstance(fields.get("logit_bias"), dict):
+        fields["logit_bias"] = dict(zip(VOCABULARY, fields["logit_bias"].values(), strict=False))
+    elif "logit_bias" in fields:
+        fields["logit_bias"] = [[c, bias] for c, (_, bias) in zip(VOCABULARY, fields["logit_bias"], strict=False)]
+    excluded = {
+        "choice": ("regex", "stop", "stop_regex", "suffix", "allowed_characters", "max_tokens", "min_tokens"),
+        "regex": ("stop", "stop_regex", "suffix", "allowed_characters", "max_tokens", "min_tokens"),
+        "suffix": ("logprobs", "best_of", "n", "prompt"),
+    }
+    for name, others in excluded.items():
+        if fields.get(name):
+            fields = {other: value for other, value in fields.items() if other not in others}
+    if isinstance(fields.get("seed"), list):
+        fields["seed"] = fields["seed"][0]
+    return fields
+
+
+def number(text):
+    value = float(text)
+    return int(value) if value.is_integer() and abs(value) < 2**53 else value
+
+
+def test_schemathesis_finds_no_answer_that_the_document_does_not_describe(server, document):
+    config = {
+        "base-url": server.url,
+        "seed": 1,
+        "continue-on-failure": True,
+        "generation": {"max-examples": CASES, "deterministic": True, "database": "none"},
+        "checks": {"positive_data_acceptance": {"enabled": False}},  # the vocabulary and fields that exclude others
+        "phases": {"stateful": {"enabled": False}},
+    }
+    schema = schemathesis.openapi.from_dict(closed(document), config=schemathesis.Config.from_dict(config))
+    answered, plausible, failures = Counter(), Counter(), []
+
+    @schema.hook
+    def map_case(context, case):
+        if case.meta.generation.mode.is_positive and case.meta.phase.name == TestPhase.FUZZING:
+            if isinstance(case.body, dict):
+                case.body = made_to_agree(case.path, case.body)
+            if case.query:
+                case.query = made_to_agree(case.path, case.query)
+        return case
+
+    @schema.hook
+    def filter_failure(context, failure, case, response):
+        fields = case.body if isinstance(case.body, dict) else case.query or {}
+        if failure.title == "Server error" and response.status_code == 504:  # as asked for
+            return not 0 < float(fields.get("timeout_seconds") or 0) < 1
+        # The format says what the model knows, not what is refused.
+        return not ("violates `format`" in failure.message and fields.get("unknown_characters") in ("replace", "drop"))
+
+    for event in schemathesis.engine.from_schema(schema).execute():
+        assert not isinstance(event, events.NonFatalError | events.FatalError), event
+        if not isinstance(event, events.ScenarioFinished):
+            continue
+        for id, node in event.recorder.cases.items():
+            status = event.recorder.interactions[id].response.status_code
+            answered[node.value.operation.label, status] += 1
+            if node.value.meta.generation.mode.is_positive and event.phase.name == "FUZZING":
+                plausible[node.value.operation.label, status] += 1
+        for checks in event.recorder.checks.values():
+            failures += [check.failure_info for check in checks if check.failure_info is not None]
+    print(f"{answered.total()} cases:", *sorted(answered.items()), sep="\n")
+    told = [f"{info.failure.title}: {info.failure.message}\n{info.code_sample}"[:2000] for info in failures]
+    assert not failures, "\n\n".join(told)
+    assert {status for _, status in answered if status >= 500} <= {504}
+    assert answered.total() >= 2000
+    assert {label for label, _ in plausible} == {f"{method.upper()} {path}" for method, path, _ in operations(document)}
+    for label in {label for label, _ in plausible}:
+        statuses = {status: count for (other, status), count in plausible.items() if other == label}
+        assert statuses.get(200, 0) >= 0.5 * sum(statuses.values()), (label, statuses)
+    right = sum(count for (_, status), count in plausible.items() if status == 200)
+    assert right >= 0.8 * plausible.total()
+
+
+# -- a generated client --
+
+
+def test_a_generated_client_speaks_to_the_server(server, document, checkpoint, tmp_path, monkeypatch):
+    (tmp_path / "openapi.json").write_text(json.dumps(document))
+    (tmp_path / "config.json").write_text('{"post_hooks": []}')  # nobody reads it, so nothing needs to format it
+    command = [sys.executable, "-m", "openapi_python_client", "generate", "--meta", "none", "--fail-on-warning"]
+    files = ["--path", "openapi.json", "--config", "config.json", "--output-path", "generated_client"]
+    done = subprocess.run([*command, *files], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    monkeypatch.syspath_prepend(tmp_path)
+    models = importlib.import_module("generated_client.models")
+
+    def call(name, **options):
+        with importlib.import_module("generated_client").Client(base_url=server.url) as client:
+            return importlib.import_module(f"generated_client.api.{name}").sync(client=client, **options)
+
+    encoded = call("characters.tokenize", body=models.TokenizeRequest(prompt="Hello"))
+    assert encoded.tokens == checkpoint.tokenizer.encode("Hello")
+    assert call("characters.detokenize", body=models.DetokenizeRequest(tokens=encoded.tokens)).prompt == "Hello"
+
+    body = models.GenerateRequest(
+        prompt=["Hello", "bye"], max_tokens=9, seed=[1, 2], logprobs=2, logit_bias=[["e", -1.0]]
+    )
+    answer = call("text.generate", body=body)
+    assert [(choice.index, len(choice.text), choice.seed) for choice in answer.choices] == [(0, 9, 1), (1, 9, 2)]
+    assert answer.choices[0].logprobs.text_offset == list(range(9))
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (8, 18)
+    assert answer.chargpt.seeds == [1, 2]
+    completion = call("text.create_completion", body=models.CompletionRequest(prompt="Hello", max_tokens=9, seed=1))
+    assert completion.object_ == "text_completion" and len(completion.choices[0].text) == 9
+
+    scores = call("likelihood.score", body=models.ScoreRequest(prefix="Hel", continuations=["lo", "p", "met"]))
+    assert sorted(score.rank for score in scores.data) == [1, 2, 3]
+    following = call("likelihood.next_character", body=models.NextRequest(prompt="Hel")).data[0]
+    assert math.isclose(sum(next.probability for next in following.distribution), 1, rel_tol=1e-5)
+
+    error = call("text.generate", body=models.GenerateRequest(prompt="Hello", temperature=101)).error
+    assert (error.param, error.type_) == ("temperature", "invalid_request_error")
+    assert call("information.get_model", model="other").error.code == "model_not_found"
+    assert call("information.get_info").limits.max_tokens == LIMITS["max_tokens"]
+    assert call("operation.readyz").status == "ready"
+
+
+# -- /docs --
+
+
+def test_assets_are_cached_and_the_page_is_not(server):
+    for path in ("/docs", "/openapi.json"):
+        assert web.get(server.url + path).headers["cache-control"] == "no-cache"
+    asset = web.get(f"{server.url}/docs/assets/swagger-ui-bundle.js")
+    assert "immutable" in asset.headers["cache-control"]
+    again = web.get(f"{server.url}/docs/assets/swagger-ui-bundle.js", headers={"If-None-Match": asset.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+    for path in ("/redoc", "/docs/assets/nothing", "/docs/assets/%2e%2e/main.py"):
+        response = web.get(server.url + path)
+        assert (response.status_code, response.json()["error"]["param"]) == (404, None)
+
+
+def test_the_page_works_in_a_browser_and_loads_nothing_from_elsewhere(server, document):
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("there is no Chromium on this machine")
+    asked, complaints = [], []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page()
+        page.on("request", lambda request: asked.append(request.url))
+        page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.goto(f"{server.url}/docs")
+        page.wait_for_selector(".opblock")
+        assert page.locator(".opblock").count() == len(list(operations(document)))
+        for method, path, _ in operations(document):
+            assert page.locator(f".opblock-{method} [data-path='{path}']").count() == 1
+        block = page.locator("#operations-text-generate")
+        block.locator(".opblock-summary-control").click()
+        block.locator(".execute").click()
+        block.locator(".live-responses-table .response-col_status").first.wait_for()
+        assert "200" in block.locator(".live-responses-table .response .response-col_status").first.inner_text()
+        browser.close()
+    assert complaints == []
+    assert f"{server.url}/generate" in asked
+    assert all(url.startswith((f"{server.url}/", "data:")) for url in asked), asked

@@ -1,0 +1,423 @@
+"""What the processes of a real service write to stderr, line by line."""
+
+import datetime
+import json
+import os
+import pty
+import re
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+
+import httpx
+import psutil
+import pytest
+import torch
+from helpers import VOCABULARY, RunningServer, random_model, save_random, web
+
+from service.http.schemas import (
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerateRequest,
+    NextRequest,
+    ScoreRequest,
+    TokenizeRequest,
+)
+from service.model.checkpoint import Checkpoint, save_checkpoint
+from service.model.tokenizer import CharTokenizer
+from service.observe.logs import MAX_LINE_BYTES
+
+ALWAYS = {"timestamp", "level", "logger", "process", "pid", "message"}
+MARKER = "SecretMarker"
+BODIES = {
+    "/generate": (GenerateRequest, {"prompt": MARKER, "max_tokens": 3}),
+    "/v1/completions": (CompletionRequest, {"prompt": [MARKER, "a"], "max_tokens": 3}),
+    "/v1/score": (ScoreRequest, {"texts": [MARKER, "abc"]}),
+    "/v1/next": (NextRequest, {"prompt": MARKER}),
+    "/tokenize": (TokenizeRequest, {"prompt": MARKER}),
+    "/detokenize": (DetokenizeRequest, {"tokens": [VOCABULARY.index(c) for c in MARKER]}),
+}
+
+
+def lines_of(output):
+    """The lines of a service whose log is JSON; all of them."""
+    return [json.loads(line) for line in output.splitlines()]
+
+
+def lines_about(server, request_id, count=1, **fields):
+    """Lines of a request that have these values; waits for them, as an answer goes out before its line."""
+    deadline = time.monotonic() + 10
+    while True:
+        found = [
+            line
+            for line in lines_of(server.output())
+            if request_id == line.get("request_id") and fields.items() <= line.items()
+        ]
+        if len(found) >= count:
+            return found
+        assert time.monotonic() < deadline, server.output()
+        time.sleep(0.02)
+
+
+def python(code, **options):
+    """A program that logs; its stderr."""
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, **options)
+    assert done.stdout == ""
+    return done.stderr
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_random(tmp_path_factory.mktemp("logs") / "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def broken_checkpoint(tmp_path_factory):
+    """A prompt with a Z in it fails: its embedding is infinite."""
+    folder = tmp_path_factory.mktemp("broken") / "checkpoint"
+    model = random_model()
+    with torch.no_grad():
+        model.embed.weight[VOCABULARY.index("Z")] = torch.inf
+    save_checkpoint(folder, model, CharTokenizer(VOCABULARY), {"losses": {}})
+    return Checkpoint.read(folder)
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint):
+    with RunningServer(checkpoint.path, http_processes=2, workers_per_device=2, log_level="debug") as server:
+        server.wait_until_ready()
+        yield server
+
+
+def test_every_line_of_a_service_is_an_object_that_says_when_where_and_what(server):
+    for _ in range(20):
+        assert web.post(f"{server.url}/generate", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+    lines = lines_of(server.output())
+    now = datetime.datetime.now(datetime.UTC)
+    pids = {}
+    for line in lines:
+        assert line.keys() >= ALWAYS
+        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line["timestamp"])
+        assert abs(now - datetime.datetime.fromisoformat(line["timestamp"])) < datetime.timedelta(minutes=5)
+        pids.setdefault(line["process"], set()).add(line["pid"])
+    assert pids.keys() == {"main", "http-0", "http-1", "worker-0", "worker-1"}
+    assert {len(each) for each in pids.values()} == {1}
+    assert {process.pid for process in server.processes()} >= {pid for each in pids.values() for pid in each}
+    assert {line["logger"] for line in lines} >= {"uvicorn.error", "service.engine.worker", "service.access"}
+
+
+def test_a_request_has_one_line_with_what_it_cost(server):
+    def ask(path, body, **fields):
+        response = web.post(server.url + path, json=body)
+        (line,) = lines_about(server, response.headers["x-request-id"], logger="service.access")
+        assert line["level"] == "INFO"
+        assert (line["method"], line["handler"], line["status"]) == ("POST", path, response.status_code)
+        assert 0 < line["seconds"] < 30
+        assert {name: line.get(name) for name in fields} == fields
+
+    ask("/generate", {"prompt": "abc", "max_tokens": 7, "n": 2}, prompt_characters=3, completion_characters=14)
+    ask("/generate", {"prompt": "abc", "max_tokens": 7, "n": 2}, endings={"length": 2})
+    ask("/generate", {"prompt": "a", "choice": ["bcd"]}, completion_characters=3, endings={"stop": 1})
+    ask("/v1/completions", {"prompt": ["a", "bc"], "max_tokens": 4}, prompt_characters=3, completion_characters=8)
+    ask("/v1/completions", {"prompt": "a", "suffix": "b", "max_tokens": 4, "best_of": 3}, endings={"length": 3})
+    ask("/v1/score", {"prefix": "ab", "continuations": ["c", "de"]}, prompt_characters=5, endings={"length": 2})
+    ask("/v1/next", {"prompt": ["a", "b"]}, prompt_characters=2, completion_characters=2)
+    ask("/tokenize", {"prompt": "abc"}, prompt_characters=None, endings=None)
+    ask("/generate", {"prompt": "漢"}, prompt_characters=None)
+
+
+def test_a_client_that_leaves_and_one_that_waits_too_long_have_their_endings(server):
+    body = {"prompt": "a", "max_tokens": 16_000, "stream": True}
+    with web.stream("POST", f"{server.url}/generate", json=body) as response:
+        next(response.iter_lines())
+    (line,) = lines_about(server, response.headers["x-request-id"], logger="service.access")
+    assert line["endings"] == {"abort": 1} and line["completion_characters"] > 0
+    response = web.post(f"{server.url}/generate", json=body | {"timeout_seconds": 0.05, "stream": False})
+    (line,) = lines_about(server, response.headers["x-request-id"], logger="service.access")
+    assert line["endings"] == {"timeout": 1} and line["status"] == response.status_code == 504
+
+
+def test_a_line_names_the_route_alone_and_probes_are_quiet(server):
+    for path, handler, level in (
+        ("/v1/models/chargpt?x=1", "/v1/models/{model}", "INFO"),
+        ("/generate?prompt=a&max_tokens=1", "/generate", "INFO"),
+        ("/no/such/route", "other", "INFO"),
+        ("/readyz", "/readyz", "DEBUG"),
+        ("/livez", "/livez", "DEBUG"),
+        ("/metrics", "/metrics", "DEBUG"),
+    ):
+        response = web.get(server.url + path)
+        (line,) = lines_about(server, response.headers["x-request-id"], logger="service.access")
+        assert (line["handler"], line["level"], line["method"]) == (handler, level, "GET")
+
+
+def test_the_end_of_a_service_is_told_in_the_same_form(checkpoint):
+    with RunningServer(checkpoint.path, log_level="info") as server:
+        server.wait_until_ready()
+        assert server.stop() == 0
+        lines = lines_of(server.output())
+    assert {"litserve.server", "uvicorn.error", "service.server"} <= {line["logger"] for line in lines}
+    assert "/readyz" not in {line.get("handler") for line in lines}
+    assert lines[-1]["message"] == "all processes have ended"
+
+
+def test_the_level_is_the_least_that_is_written(checkpoint):
+    with RunningServer(checkpoint.path, log_level="warning") as server:
+        server.wait_until_ready()
+        assert web.post(f"{server.url}/generate", json={"prompt": "a"}).status_code == 200
+        assert server.stop() == 0
+        assert server.output() == ""
+
+
+def test_a_line_of_a_worker_names_the_request_of_its_sequence(broken_checkpoint):
+    with RunningServer(broken_checkpoint.path) as server:
+        server.wait_until_ready()
+        response = web.post(f"{server.url}/generate", json={"prompt": ["aZ", "Zb"]}, headers={"X-Request-Id": "mine"})
+        assert response.status_code == 500
+        lines = lines_about(server, "mine", count=2, logger="service.engine.engine")
+        assert {(line["process"], line["level"]) for line in lines} == {("worker-0", "ERROR")}
+        assert all("not finite" in line["message"] for line in lines)
+        (line,) = lines_about(server, "mine", logger="service.access")
+        assert line["status"] == 500 and line["endings"]["error"] >= 1
+
+
+def test_a_line_about_several_sequences_names_all_their_requests():
+    code = """
+        import logging
+        from service.observe.logs import configure_logging
+        configure_logging("info", "json", {1: "a", 2: "b", 3: "b"})
+        for sequences in ([1, 2, 3, 4], [2, 3], [4]):
+            logging.getLogger("x").error("some", extra={"sequences": sequences})
+    """
+    both, one, none = lines_of(python(code))
+    assert both["request_ids"] == ["a", "b"] and "request_id" not in both
+    assert one["request_id"] == "b" and "request_ids" not in one
+    assert none.keys() == ALWAYS | {"request_ids"} and none["request_ids"] == []
+
+
+def test_what_ends_a_worker_is_one_line(checkpoint):
+    with RunningServer(checkpoint.path) as server:
+        server.wait_until_ready()
+        worker = server.worker()
+        (path,) = {c.laddr for c in worker.net_connections("unix") if str(c.laddr).endswith(".sock")}
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(path)
+            connection.sendall(b"\x03\0\0\0bad")  # a frame that is none
+            assert psutil.wait_procs([worker], timeout=10)[0]
+        lines = [line for line in lines_of(server.output()) if "exception" in line]
+    (line,) = lines
+    assert (line["process"], line["pid"], line["level"]) == ("worker-0", worker.pid, "CRITICAL")
+    assert line["exception"].startswith("Traceback (most recent call last):\n")
+    assert "msgspec.ValidationError" in line["exception"]
+
+
+def test_what_nobody_catches_and_what_python_warns_of_are_lines():
+    code = """
+        import gc, logging, threading, warnings
+        from service.observe.logs import configure_logging
+        configure_logging("info", "json")
+        class Bad:
+            def __del__(self):
+                raise KeyError("in del")
+        Bad()
+        thread = threading.Thread(target=lambda: 1 / 0, name="beside")
+        thread.start()
+        thread.join()
+        warnings.warn("look out")
+        logging.getLogger("x").info("%d of these", "none")
+        raise ValueError("too late") from OSError(2, "no file")
+    """
+    unraisable, thread, warning, misfit, uncaught = lines_of(python(code))
+    assert unraisable["level"] == "ERROR" and "KeyError: 'in del'" in unraisable["exception"]
+    assert thread["message"] == "uncaught exception in beside" and "ZeroDivisionError" in thread["exception"]
+    assert (warning["logger"], warning["level"]) == ("py.warnings", "WARNING") and "look out" in warning["message"]
+    assert (misfit["logger"], misfit["level"]) == ("x", "ERROR") and "TypeError" in misfit["exception"]
+    assert uncaught["level"] == "CRITICAL"
+    assert "ValueError: too late" in uncaught["exception"] and "no file" in uncaught["exception"]
+
+
+def test_an_http_process_tells_where_an_exception_came_from_and_not_its_text():
+    code = """
+        import asyncio, logging, multiprocessing
+        from service.observe.logs import configure_logging
+        multiprocessing.current_process().name = "LitServer-3"
+        configure_logging("info", "json")
+
+        async def fail():
+            raise ValueError("a secret")
+
+        async def main():
+            task = asyncio.create_task(fail())
+            await asyncio.sleep(0.01)
+            del task  # asyncio logs what nobody looked at
+
+        asyncio.run(main())
+        try:
+            try:
+                asyncio.run(fail())
+            except ValueError as error:
+                raise RuntimeError("another secret") from error
+        except RuntimeError:
+            logging.getLogger("x").exception("it failed")
+        logging.getLogger("x").error("no space", exc_info=OSError(28, "No space left on device"))
+    """
+    output = python(code)
+    assert "secret" not in output.replace(f"raise ValueError({'a secret'!r})", "")
+    never, failed, system = lines_of(output)
+    assert {never["process"], failed["process"]} == {"http-3"}
+    assert never["message"] == "Task exception was never retrieved" and "ValueError" in never["exception"]
+    assert "in fail\n" in failed["exception"]
+    assert re.search(r"ValueError\n.*RuntimeError\n$", failed["exception"], re.DOTALL)
+    assert "No space left on device" in system["exception"]
+
+
+def test_lines_of_several_processes_stay_whole_in_a_pipe_that_is_full():
+    code = """
+        import logging, multiprocessing
+        from service.observe.logs import configure_logging
+
+        def deep(n):
+            return deep(n - 1) + deep(n - 1) if n else 1 / 0
+
+        def write(number):
+            configure_logging("info", "json")
+            log = logging.getLogger(f"writer {number}")
+            for i in range(200):
+                log.info("é" * (i * 20), extra={"fields": {"i": i}})
+                try:
+                    deep(i % 40)
+                except ZeroDivisionError:
+                    log.exception("failed", extra={"fields": {"i": i}})
+
+        context = multiprocessing.get_context("fork")
+        writers = [context.Process(target=write, args=(n,)) for n in range(4)]
+        for each in writers:
+            each.start()
+        for each in writers:
+            each.join()
+    """
+    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stderr=subprocess.PIPE)
+    time.sleep(1)  # the writers fill the pipe, and wait
+    output = process.communicate()[1].decode()
+    lines = lines_of(output)
+    assert max(len(line.encode()) for line in output.splitlines(keepends=True)) <= MAX_LINE_BYTES
+    assert sorted((line["logger"], line["i"], line["message"] == "failed") for line in lines) == [
+        (f"writer {n}", i, failed) for n in range(4) for i in range(200) for failed in (False, True)
+    ]
+    for line in lines:
+        if line["message"] == "failed":
+            assert line["exception"].startswith("Traceback") and line["exception"].endswith("division by zero\n")
+
+
+@pytest.mark.parametrize("log_format", ["auto", "text", "json"])
+def test_on_a_terminal_lines_are_for_people_unless_asked_otherwise(log_format):
+    code = f"""
+        import logging
+        from service.observe.logs import configure_logging, request_id
+        configure_logging("info", {log_format!r})
+        logging.getLogger("a.b").info("hello")
+        request_id.set("mine")
+        try:
+            1 / 0
+        except ZeroDivisionError:
+            logging.getLogger("a.b").exception("oh")
+    """
+    ours, theirs = pty.openpty()
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], stderr=theirs, check=True)
+    os.close(theirs)
+    with os.fdopen(ours, "rb") as terminal:
+        output = terminal.read1(100_000).decode().replace("\r\n", "\n")
+    if log_format == "json":
+        assert [line["message"] for line in lines_of(output)] == ["hello", "oh"]
+        return
+    first, second, *trace = output.splitlines()
+    assert re.fullmatch(r"\d\d:\d\d:\d\d\.\d{3} INFO main a\.b: hello", first)
+    assert re.fullmatch(r"\d\d:\d\d:\d\d\.\d{3} ERROR main a\.b: oh \[mine\]", second)
+    assert trace[0] == "Traceback (most recent call last):" and trace[-1] == "ZeroDivisionError: division by zero"
+
+
+# -- what is never logged --
+
+
+def requests_with_the_marker(key):
+    """Every field of every route, with the marker as it may be and as it may not."""
+    headers = {"Authorization": f"Bearer {key}", "Cookie": MARKER, "User-Agent": MARKER, "X-Request-Id": f"{MARKER}!"}
+    for path, (model, body) in BODIES.items():
+        yield "POST", path, {"json": body, "headers": headers}
+        for field in [*model.model_fields, MARKER]:
+            for value in (MARKER, [MARKER], [[MARKER]], {MARKER: MARKER}, {MARKER: 1}, [{MARKER: 1}]):
+                yield "POST", path, {"json": body | {field: value}, "headers": headers}
+        for content in (json.dumps(body)[:-1], b"\xff" + MARKER.encode(), f'"{MARKER}"', f'{{"{MARKER}":'):
+            yield "POST", path, {"content": content, "headers": headers}
+        for name in ("Authorization", "Content-Length", "Content-Type", "Origin", "Last-Event-Id"):
+            yield "POST", path, {"json": body, "headers": headers | {name: MARKER}}
+    for field in [*GenerateRequest.model_fields, MARKER]:
+        for prompt in ("a", MARKER):
+            yield "GET", "/generate", {"params": {"prompt": prompt, "max_tokens": 2, field: MARKER}, "headers": headers}
+    for path in (
+        f"/v1/models/{MARKER}",
+        f"/{MARKER}",
+        f"/info?{MARKER}={MARKER}",
+        f"/livez/../{MARKER}",
+        f"/%{MARKER}",
+    ):
+        yield "GET", path, {"headers": headers}
+        yield "POST", path, {"headers": headers, "content": MARKER}
+    valid = {"prompt": MARKER, "max_tokens": 40}
+    for more in (
+        {"choice": [MARKER]},  # what it answers is the marker
+        {"choice": [MARKER], "stream": True},
+        {"regex": MARKER},
+        {"regex": MARKER + "("},
+        {"stop_regex": MARKER},
+        {"stop": [MARKER], "echo": True},
+        {"suffix": MARKER, "n": 2},
+        {"allowed_characters": MARKER, "logprobs": 3},
+        {"logit_bias": {"S": 1}},
+        {"stream": True, "timeout_seconds": 0.01, "max_tokens": 10_000},
+        {"prompt": f"{MARKER}Z"},  # makes the engine fail
+        {"prompt": f"{MARKER}Z", "stream": True},
+        {"prompt": f"{MARKER}\n"},  # makes the HTTP process fail, with the prompt in the exception's text
+        {"prompt": f"{MARKER}漢", "unknown_characters": "replace"},
+    ):
+        yield "POST", "/generate", {"json": valid | more, "headers": headers}
+
+
+@pytest.mark.parametrize("log_format", ["json", "text"])
+def test_nothing_that_a_client_sends_reaches_the_log(broken_checkpoint, tmp_path, monkeypatch, log_format):
+    key = f"{MARKER}-is-a-key"
+    (tmp_path / "keys.txt").write_text(key)
+    (tmp_path / "sitecustomize.py").write_text(  # run by each process: a bug that names what it chokes on
+        textwrap.dedent("""
+            from service.model.tokenizer import CharTokenizer
+            encode = CharTokenizer.encode
+            def choke(self, text):
+                if len(text) > 5 and text.endswith("\\n"):
+                    raise RuntimeError(f"cannot encode {text!r}")
+                return encode(self, text)
+            CharTokenizer.encode = choke
+        """)
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.getcwd()}")
+    options = {"http_processes": 2, "log_level": "debug", "log_format": log_format}
+    with RunningServer(broken_checkpoint.path, api_keys_file=tmp_path / "keys.txt", **options) as server:
+        server.wait_until_ready()
+        statuses = set()
+        with httpx.Client(base_url=server.url, timeout=30) as client:
+            for method, path, options in requests_with_the_marker(key):
+                try:
+                    statuses.add(client.request(method, path, **options).status_code)
+                except httpx.TransportError:  # a Content-Length that is no number
+                    statuses.add(None)
+        for start in (f"{MARKER} / HTTP/1.1", f"GET /{MARKER} {MARKER}", f"GET / HTTP/1.1\r\n{MARKER}"):
+            with socket.create_connection(("127.0.0.1", server.port)) as connection:
+                connection.sendall(f"{start}\r\n\r\n".encode())
+                connection.settimeout(5)
+                assert connection.recv(1000)
+        assert {200, 400, 401, 404, 500} <= statuses
+        assert server.stop() == 0
+        output = server.output()
+    assert MARKER not in output and "secretmarker" not in output.lower()
+    assert "in choke" in output and "not finite" in output and "GET /generate 200" in output

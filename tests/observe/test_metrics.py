@@ -1,0 +1,295 @@
+"""What /metrics says, by a real server of two HTTP processes and two workers."""
+
+import concurrent.futures
+import contextlib
+import json
+import signal
+import socket
+import time
+
+import psutil
+import pytest
+from helpers import VOCABULARY, RunningServer, random_model, web
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+from service.model.checkpoint import save_checkpoint
+from service.model.tokenizer import CharTokenizer
+from service.observe.exposition import VLLM_NAMES
+
+OPEN_METRICS = {"Accept": "application/openmetrics-text; version=1.0.0, text/plain; q=0.5"}
+LOSS = 1.25
+GAUGES = ("chargpt_num_requests_running", "chargpt_num_requests_waiting", "chargpt_cache_slots_in_use")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("metrics") / "checkpoint"
+    save_checkpoint(folder, random_model(), CharTokenizer(VOCABULARY), {"losses": {"whole": LOSS}})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint):
+    with RunningServer(
+        checkpoint, http_processes=2, workers_per_device=2, max_running_requests=4, metrics_vllm_names=True
+    ) as server:
+        server.wait_until_ready()
+        yield server
+        assert server.stop() == 0
+
+
+def generate(server, **body):
+    return web.post(f"{server.url}/generate", json={"prompt": "ab", "max_tokens": 5} | body, timeout=60)
+
+
+def generate_all(server, bodies):
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        return list(pool.map(lambda body: generate(server, **body), bodies))
+
+
+def settled(server):
+    """The metrics once nothing runs; what a worker observes last comes with its next flush."""
+    for gauge in GAUGES:
+        server.wait_until_metric(gauge, 0)
+    return server.metrics()
+
+
+class Grown:
+    """By how much series grow from here on."""
+
+    def __init__(self, server):
+        self.server, self.before = server, settled(server)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.after = settled(self.server)
+
+    def __call__(self, name, **labels):
+        key = (name, frozenset(labels.items()))
+        return self.after.get(key, 0) - self.before.get(key, 0)
+
+
+@contextlib.contextmanager
+def left_open(server, **body):
+    """A request whose client waits for the first byte of the answer; it leaves when this ends."""
+    content = json.dumps({"prompt": "a", "max_tokens": 16_000, "stream": True} | body).encode()
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(content) + content)
+        assert b" 200 " in connection.recv(100)
+        yield
+
+
+def test_the_parts_add_up_to_the_time_to_first_token(server):
+    with Grown(server) as grown:
+        generate_all(server, [{"max_tokens": 1 + i % 7, "stream": i % 2 == 0, "seed": i} for i in range(40)])
+    parts = ("request_queue_time", "request_prefill_time", "request_first_decode_time")
+    assert [grown(f"chargpt_{part}_seconds_count") for part in parts] == [40, 40, 40]
+    assert grown("chargpt_time_to_first_token_seconds_count") == 40
+    total = sum(grown(f"chargpt_{part}_seconds_sum") for part in parts)
+    assert total == pytest.approx(grown("chargpt_time_to_first_token_seconds_sum"), abs=1e-6)
+    inference = grown("chargpt_request_prefill_time_seconds_sum") + grown("chargpt_request_decode_time_seconds_sum")
+    assert inference == pytest.approx(grown("chargpt_request_inference_time_seconds_sum"), abs=1e-6)
+
+
+def test_a_character_is_one_observation_and_a_single_one_none(server):
+    with Grown(server) as grown:
+        generate_all(server, [{"max_tokens": n} for n in (1, 1, 1, 30, 30)])
+    assert grown("chargpt_inter_token_latency_seconds_count") == 2 * 29
+    assert grown("chargpt_request_time_per_output_token_seconds_count") == 2
+    assert grown("chargpt_generation_tokens_total") == 63
+    assert grown("chargpt_request_generation_tokens_sum") == 63
+
+
+def test_what_is_only_scored_has_no_first_character(server):
+    with Grown(server) as grown:
+        answer = web.post(f"{server.url}/v1/score", json={"texts": ["abc", "abcd"]})
+        assert answer.status_code == 200
+    assert grown("chargpt_time_to_first_token_seconds_count") == 0
+    assert grown("chargpt_request_queue_time_seconds_count") == 2
+    assert grown("chargpt_request_success_total", finished_reason="length") == 2
+
+
+def test_each_ending_has_its_reason_and_gauges_return_to_zero(server):
+    with Grown(server) as grown:
+        stopped = generate(server, max_tokens=400, stop_regex="[a-z]").json()
+        assert stopped["choices"][0]["finish_reason"] == "stop"
+        assert generate(server).status_code == 200
+        assert generate(server, max_tokens=16_000, timeout_seconds=0.2).status_code == 504
+        with left_open(server):
+            pass
+        with left_open(server, stream_interval=0):
+            server.wait_until_metric("chargpt_kv_cache_usage_perc", 1 / 8)
+        assert generate(server, temperature=-1).status_code == 400
+        web.post(f"{server.url}/generate", content=b"{")
+    endings = {reason: 1 for reason in ("stop", "length", "timeout")} | {"abort": 2, "error": 0}
+    for reason, count in endings.items():
+        assert grown("chargpt_request_success_total", finished_reason=reason) == count, reason
+    assert grown("chargpt_e2e_request_latency_seconds_count") == 2
+    assert grown("chargpt_request_generation_tokens_count") == 5
+    assert grown("chargpt_http_requests_total", handler="/generate", method="POST", status="400") == 2
+    assert grown("chargpt_http_requests_total", handler="/generate", method="POST", status="504") == 1
+    assert grown("chargpt_http_requests_total", handler="/generate", method="POST", status="499") == 2
+    duration = grown("chargpt_http_request_duration_seconds_count", handler="/generate", method="POST")
+    assert duration == sum(
+        grown(name, **dict(labels)) for name, labels in grown.after
+        if name == "chargpt_http_requests_total" and ("handler", "/generate") in labels
+    )  # fmt: skip
+    assert server.metric("chargpt_http_requests_in_progress") == 1  # the scrape itself
+    assert server.metric("chargpt_kv_cache_usage_perc") == 0
+
+
+def test_what_is_not_accepted_has_its_reason(checkpoint):
+    with RunningServer(checkpoint, max_running_requests=1, max_queued_requests=0) as server:
+        server.wait_until_ready()
+        with left_open(server):
+            assert generate(server).status_code == 429
+            server.process.send_signal(signal.SIGTERM)
+            while (answer := generate(server, prompt=["a", "b"], max_tokens=1)).status_code == 429:
+                pass
+            assert answer.json()["error"]["code"] == "shutting_down"
+            assert server.metric("chargpt_admission_rejections_total", reason="shutting_down") == 2
+            assert server.metric("chargpt_admission_rejections_total", reason="queue_full") >= 1
+        assert server.process.wait(30) == 0
+
+
+def test_counters_survive_a_worker_and_its_gauges_do_not(checkpoint):
+    with RunningServer(checkpoint, max_running_requests=4) as server:
+        server.wait_until_ready()
+        generate_all(server, [{"seed": i} for i in range(8)])
+        before = settled(server)
+        started = server.metric("chargpt_process_start_time_seconds", process="worker-0")
+        with left_open(server):
+            server.worker().kill()
+            server.wait_until_metric("chargpt_request_success_total", 1, finished_reason="error")
+        server.wait_until_metric("chargpt_worker_restarts_total", 1)
+        server.wait_until_ready()
+        assert generate(server).status_code == 200
+        after = settled(server)
+        for key, value in before.items():
+            if key[0].endswith(("_total", "_count", "_sum", "_bucket")) and "process" not in dict(key[1]):
+                assert after[key] >= value, key
+        assert (
+            after["chargpt_iteration_seconds_count", frozenset()]
+            > before["chargpt_iteration_seconds_count", frozenset()]
+        )
+        assert after["chargpt_cache_slots", frozenset()] == 4
+        assert server.metric("chargpt_process_start_time_seconds", process="worker-0") > started
+        server.worker().kill()
+        while (answer := generate(server)).status_code != 503:
+            assert answer.status_code in (200, 500)
+        assert answer.json()["error"]["code"] == "not_ready"
+        assert server.metric("chargpt_admission_rejections_total", reason="not_ready") >= 1
+
+
+def test_the_phases_are_the_steps(server):
+    with Grown(server) as grown:
+        generate_all(server, [{"max_tokens": 60, "seed": i} for i in range(12)])
+    phases = {dict(labels)["phase"] for name, labels in grown.after if name == "chargpt_iteration_phase_seconds_sum"}
+    assert phases == {"schedule", "decide", "decode", "prefill", "sample", "transport"}
+    total = sum(grown("chargpt_iteration_phase_seconds_sum", phase=phase) for phase in phases - {"transport"})
+    assert total == pytest.approx(grown("chargpt_iteration_seconds_sum"), rel=1e-6)
+    steps = grown("chargpt_iteration_seconds_count")
+    assert grown("chargpt_iteration_phase_seconds_count", phase="schedule") == steps
+    rows = grown("chargpt_iteration_batch_size_sum")
+    assert rows == 12 * 59  # each first one comes from a prefill
+    assert grown("chargpt_iteration_batch_utilization_ratio_sum") == pytest.approx(rows / 4)
+    assert grown("chargpt_iteration_tokens_total_sum") == rows + 12 * 2
+
+
+def test_unknown_characters_are_counted(server):
+    with Grown(server) as grown:
+        generate(server, prompt="a€b€", unknown_characters="drop")
+        generate(server, prompt="a€b", unknown_characters="replace", replacement_character="b")
+    assert grown("chargpt_unknown_characters_total", policy="drop") == 2
+    assert grown("chargpt_unknown_characters_total", policy="replace") == 1
+
+
+def test_open_metrics_names_a_request_of_each_bucket(server):
+    ids = [f"exemplar-{i}" for i in range(5)]
+    for id in ids:
+        body = {"prompt": "a", "max_tokens": 3}
+        web.post(f"{server.url}/generate", json=body, headers={"X-Request-Id": id})
+    server.wait_until_metric("chargpt_num_requests_running", 0)
+    found = set()
+    for _ in range(100):  # an HTTP process writes its own once a second
+        generate(server)
+        page = web.get(f"{server.url}/metrics", headers=OPEN_METRICS)
+        families = {family.name: family for family in text_string_to_metric_families(page.text)}
+        for sample in families["chargpt_e2e_request_latency_seconds"].samples:
+            if sample.exemplar:
+                assert sample.name.endswith("_bucket")
+                assert sample.exemplar.value <= float(sample.labels["le"])
+                found.add(sample.exemplar.labels["request_id"])
+        if found & set(ids):
+            break
+    assert found & set(ids)
+    assert page.headers["content-type"] == "application/openmetrics-text; version=1.0.0; charset=utf-8"
+    plain = web.get(f"{server.url}/metrics")
+    assert plain.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert "exemplar-" not in plain.text
+
+
+def test_the_same_values_under_the_names_of_vllm(server):
+    generate_all(server, [{"seed": i} for i in range(4)])
+    settled(server)
+    page = web.get(f"{server.url}/metrics", headers=OPEN_METRICS).text
+    families = {family.name: family for family in text_string_to_metric_families(page)}
+    compared = 0
+    for ours, theirs in VLLM_NAMES.items():
+        if theirs.startswith("http_") or ours not in families:
+            continue
+        assert families[ours].type == families[theirs].type
+        for sample, other in zip(families[ours].samples, families[theirs].samples, strict=True):
+            assert other.labels == sample.labels | {"engine": "0"}
+            assert other.value == sample.value
+            assert other.name == theirs + sample.name.removeprefix(ours)
+            compared += 1
+    assert compared > 300
+    names = {sample.name for family in families.values() for sample in family.samples}
+    # what dashboards, autoscalers and gateways ask for
+    assert {
+        "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc",
+        "vllm:time_to_first_token_seconds_bucket", "vllm:inter_token_latency_seconds_bucket",
+        "vllm:e2e_request_latency_seconds_bucket", "vllm:request_success_total", "vllm:prompt_tokens_total",
+        "vllm:generation_tokens_total", "vllm:iteration_tokens_total_bucket", "http_requests_total",
+        "http_request_duration_seconds_bucket",
+    } <= names  # fmt: skip
+    counts = {tuple(sorted(sample.labels.items())): sample.value for sample in families["http_requests"].samples}
+    assert len(counts) == len(families["http_requests"].samples)
+    assert counts[("handler", "/generate"), ("method", "POST"), ("status", "2xx")] >= 4
+
+
+def test_the_processes_are_those_of_the_system(server):
+    names = {"main", "http-0", "http-1", "worker-0", "worker-1"}
+    metrics = server.metrics()
+    memory = {
+        dict(labels)["process"]: value
+        for (name, labels), value in metrics.items()
+        if name == "chargpt_process_resident_memory_bytes"
+    }
+    assert set(memory) == names
+    main = psutil.Process(server.process.pid)
+    assert memory["main"] == pytest.approx(main.memory_info().rss, rel=0.2)
+    times = main.cpu_times()
+    cpu = metrics["chargpt_process_cpu_seconds_total", frozenset({("process", "main")})]
+    assert 0 < cpu <= times.user + times.system + 1
+
+
+def test_what_is_served_is_told(server):
+    info = web.get(f"{server.url}/info").json()
+    labels = {name: dict(labels) for name, labels in server.metrics() if name.endswith("_info")}
+    assert labels["chargpt_checkpoint_info"]["checkpoint_sha256"] == info["model"]["checkpoint_sha256"]
+    assert labels["chargpt_build_info"]["torch"] == info["versions"]["torch"]
+    assert server.metric("chargpt_checkpoint_validation_loss") == LOSS
+
+
+def test_idle_time_is_told_while_it_lasts(server):
+    settled(server)
+    before = server.metric("chargpt_engine_idle_seconds_total")
+    deadline = time.monotonic() + 20
+    while (idle := server.metric("chargpt_engine_idle_seconds_total") - before) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert idle <= 2 * (time.monotonic() - deadline + 20) + 2.5  # of two workers, each a second late at most
