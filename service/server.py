@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from multiprocessing.managers import SyncManager
 from typing import Any
@@ -20,16 +20,12 @@ from typing import Any
 from fastapi import FastAPI
 from litserve import LitServer
 from litserve.connector import check_cuda_with_nvidia_smi
+from litserve.specs.base import LitSpec
 from litserve.utils import WorkerSetupStatus
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from service.engine.worker import EngineAPI, EngineLoop
-from service.http.app import Api, HttpState
-from service.http.middleware import Edge
-from service.http.openapi import documentation
+from service.http.app import App
+from service.http.context import Service, SharedState
 from service.model.checkpoint import Checkpoint
 from service.observe.logs import adopt_litserve, configure_logging
 from service.observe.metrics import forget_process
@@ -55,15 +51,19 @@ class PolledEvent(threading.Event):
         return super().wait(timeout)
 
 
-class Endpoint:
-    """An ASGI application of one route; starlette would wrap a function for exceptions, which Edge answers."""
+class Spec(LitSpec):
+    """LitServe's place for an API of one's own; it registers nothing itself, as the routes are added by the server."""
 
-    def __init__(self, answer: Callable[[Request], Awaitable[Response]]):
-        self.answer = answer
+    def __init__(self) -> None:
+        super().__init__()
+        self.api_path = "/generate"
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response = await self.answer(Request(scope, receive, send))
-        await response(scope, receive, send)
+    @property
+    def stream(self) -> bool:
+        return True  # LitServe would compress the answers of an API that does not stream
+
+    def setup(self, server: LitServer) -> None:
+        """LitServe would hand over its queues here; `Server.lifespan` connects the transport instead."""
 
 
 class Server(LitServer):
@@ -71,8 +71,10 @@ class Server(LitServer):
 
     def __init__(self, settings: Settings, checkpoint: Checkpoint):
         self.settings = settings
-        self.state = HttpState(settings.http_processes)
-        self.spec = Api(settings, checkpoint, self.state)
+        self.state = SharedState(settings.http_processes)
+        self.service = Service(settings, checkpoint, self.state)
+        self.http = App(self.service)
+        self.spec = Spec()
         self.must_hurry = False  # a second signal: do not wait for running requests
         api = EngineAPI(
             checkpoint.path,
@@ -95,12 +97,12 @@ class Server(LitServer):
             restart_workers=True,
             disable_openapi_url=True,  # FastAPI's document would say nothing, and its page load scripts from elsewhere
         )
-        self.app.router.routes += documentation(settings, checkpoint)
-        self.spec.devices = [str(device) for device in self._inference_workers_config_for_api(api.api_path)]
+        self.app.router.routes += self.http.routes()
+        self.service.devices = [str(device) for device in self._inference_workers_config_for_api(api.api_path)]
         self.uvicorn_graceful_timeout = 1  # we drain before uvicorn is told to stop
 
         # In place of FastAPI's own layers, which no route here needs.
-        self.app.middleware_stack = Edge(self.app.router, settings, lambda: self.spec.metrics, lambda: self.spec.tracer)
+        self.app.middleware_stack = self.http.middleware(self.app.router)
 
     def serve(self) -> None:
         """Serve until SIGTERM or Ctrl-C; running requests finish first.
@@ -155,11 +157,7 @@ class Server(LitServer):
         """LitServe's own /, /health and /info; the spec has ours."""
 
     def _register_spec_endpoints(self, lit_api: Any) -> None:
-        """As plain routes: FastAPI's resolve dependencies and answer models for each request, and there are none."""
-        for path, endpoint, methods in self.spec.endpoints:
-            route = Route(path, Endpoint(endpoint), methods=methods)
-            route.methods = set(methods)  # HEAD comes with GET, and would run a whole generation
-            self.app.router.routes.append(route)
+        """As FastAPI routes; ours are plain ones, added by __init__."""
 
     def _init_manager(self, num_api_servers: int) -> Any:
         """LitServe's manager process with what is left for it: the workers' setup status."""
@@ -169,13 +167,13 @@ class Server(LitServer):
         self.workers_setup_status = manager.dict()
         self._shutdown_event = PolledEvent()
         self.litapi_request_queues = {self.spec.api_path: None}
-        self._transport = SocketTransport(len(self.spec.devices))
+        self._transport = SocketTransport(len(self.service.devices))
         return manager
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         die_with_parent()
-        async with self.spec.running(self._transport):
+        async with self.http.running(self._transport, self.spec.response_queue_id):
             relax_garbage_collector()
             yield
 

@@ -74,7 +74,7 @@ def test_every_import_follows_an_arrow(path):
         if part == "service.engine" and {target, imported.split(".")[0]} & WORKER_ONLY:
             assert module == "service.engine.worker", f"{module} imports {imported}"
         if imported.split(".")[0] == "litserve":
-            assert module in ("service.engine.worker", "service.sockets", "service.server", "service.http.app"), module
+            assert module in ("service.engine.worker", "service.sockets", "service.server"), module
 
 
 def loaded_by(module):

@@ -1,6 +1,6 @@
-"""The HTTP process's side of the engine: submit sequences, gather their deltas, abort them.
+"""The HTTP process's side of the engine: one Generation per request runs its sequences and turns ids into text.
 
-Knows ids and frames; no text, no HTTP.
+Knows frames, text and metrics; nothing of routes or of how an answer is written.
 """
 
 from __future__ import annotations
@@ -12,56 +12,179 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
-import msgspec
-
+from service.http.schemas import ApiError, Timing
+from service.model.tokenizer import CharTokenizer
+from service.observe.metrics import Metrics
 from service.sockets import SocketTransport, WorkerLost
-from service.wire import Abort, Delta, FinishReason, Refused, Step, Submit, sequence_id
+from service.wire import Abort, Delta, FinishReason, Logprobs, Refused, Step, Submit, sequence_id
 
 logger = logging.getLogger(__name__)
 
-LATE_SECONDS = 5.0  # after its deadline a sequence of which the worker says nothing is given up here
-CONNECT_SECONDS = 5.0  # that a starting HTTP process waits for a first worker
+LATE_SECONDS = 5.0  # a sequence of which the worker reports nothing is given up this long after its deadline
+CONNECT_SECONDS = 5.0  # how long a starting HTTP process waits for a first worker
 FAILURES = frozenset({"abort", "timeout", "error"})
 
+# (log-probability of a character, None if nothing precedes it; [(id, log-probability) of each alternative])
+LogprobRow = tuple[float | None, list[tuple[int, float]]]
 
-class Arrival(msgspec.Struct, gc=False):
-    """What came of one sequence, and when, by time.monotonic()."""
+
+class Piece(NamedTuple):
+    """New text of one sequence."""
 
     number: int
-    delta: Delta | Refused
-    at: float
+    seed: int
+    text: str
+    finish_reason: str | None = None
+    logprobs: list[LogprobRow] | None = None  # of the text's characters, if requested
 
 
-@dataclass(eq=False)
+class SequenceState:
+    """One sequence of a request. Times are by time.monotonic(), durations in seconds."""
+
+    __slots__ = (
+        "number", "submit", "worker", "echo", "prompt_logprobs", "new_ids", "new_logprobs", "num_completion_tokens",
+        "num_taken", "last_at", "is_first_written", "queue_seconds", "prefill_seconds", "decode_seconds",
+        "prefilled_at", "ended_at", "finish_reason", "first_token_seconds",
+    )  # fmt: skip
+
+    def __init__(self, number: int, submit: Submit, echo: str):
+        self.number = number
+        self.submit = submit
+        self.worker = -1
+        self.echo = echo  # to be emitted before the first character
+        self.prompt_logprobs = Logprobs()
+        self.new_ids: list[int] = []  # arrived, not taken yet
+        self.new_logprobs = Logprobs()
+        self.num_completion_tokens = 0
+        self.num_taken = 0
+        self.last_at: float | None = None  # arrival of the latest character
+        self.is_first_written = False
+        self.queue_seconds: float | None = None  # None: the prompt has not run
+        self.prefill_seconds = 0.0
+        self.decode_seconds = 0.0
+        self.prefilled_at = 0.0
+        self.ended_at: float | None = None
+        self.finish_reason: FinishReason | None = None
+        self.first_token_seconds: float | None = None
+
+
 class Generation:
-    """The sequences of one request, numbered from 0; deltas gather here until they are taken.
+    """The sequences of one request. Iterating gives their new text, a list of pieces at a time.
 
-    They are given at once where a sequence begins or fails, and at the very end; in between so that `interval`
-    seconds lie between two takes, or not at all where it is None.
+    Pieces come at once when a sequence begins, and at the very end; in between at least `interval` seconds apart, or
+    not at all if it is None.
+
+    Raises:
+        ApiError: while iterating: a sequence was refused, timed out or failed; the others are aborted.
     """
 
-    interval: float | None = None
-    _arrived: list[Arrival] = field(default_factory=list)
-    _open: dict[int, int] = field(default_factory=dict)  # sequence id -> number, of those that run
-    _later: deque[tuple[int, Submit]] = field(default_factory=deque)  # (number, request) of those that wait here
-    _deadline: float = 0.0  # by time.monotonic()
-    _is_urgent: bool = False
-    _taken_at: float = 0.0
-    _waiter: asyncio.Future[None] | None = None
-    _timer: asyncio.TimerHandle | None = None
+    def __init__(
+        self,
+        client: EngineClient,
+        submits: list[Submit],
+        arrived_at: float,
+        *,
+        echo: list[str] | None = None,
+        interval: float | None = None,
+    ):
+        self._client, self._metrics, self._tokenizer = client, client.metrics, client.tokenizer
+        self._arrived_at = arrived_at
+        self._interval = interval
+        self._submitted_at = time.monotonic()
+        self.timeout_seconds = max(submit.timeout_seconds for submit in submits)
+        self.deadline = self._submitted_at + self.timeout_seconds
+        self.sequences = [
+            SequenceState(i, submit, text)
+            for i, (submit, text) in enumerate(zip(submits, echo or itertools.repeat(""), strict=False))
+        ]
+        self.pending = deque(self.sequences)  # not submitted yet
+        self.open: set[int] = set()  # ids of the sequences that run
+        self._touched: dict[SequenceState, None] = {}  # with news that were not taken, in order of arrival
+        self._failure: ApiError | None = None
+        self._is_urgent = False
+        self._taken_at = 0.0
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def abort(self) -> None:
+        """End whatever still runs."""
+        self._client.abort(self, "abort")
 
     @property
     def is_finished(self) -> bool:
         """Every sequence has ended and everything was taken."""
-        return not self._open and not self._later and not self._arrived
+        return not self.open and not self.pending and not self._touched
 
-    async def take(self) -> list[Arrival]:
-        """All that has arrived since the last call, once it is time."""
+    @property
+    def num_completion_tokens(self) -> int:
+        return sum(sequence.num_completion_tokens for sequence in self.sequences)
+
+    @property
+    def endings(self) -> dict[str, int]:
+        return dict(Counter(it.finish_reason for it in self.sequences if it.finish_reason is not None))
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from the request's arrival until a first character was written."""
+        known = (it.first_token_seconds for it in self.sequences if it.first_token_seconds is not None)
+        return min(known, default=None)
+
+    @property
+    def phases(self) -> list[tuple[str, float, float]]:
+        """Each phase with the times at which the first sequence began it and the last one ended it.
+
+        Only of sequences whose prompts have run: of others no more is known.
+        """
+        begun = [it for it in self.sequences if it.queue_seconds is not None]
+        if not begun:
+            return []
+        scheduled = [it.prefilled_at - it.prefill_seconds for it in begun]
+        prefilled = [it.prefilled_at for it in begun]
+        phases = [
+            ("queue", self._submitted_at, max(scheduled)),
+            ("prefill", min(scheduled), max(prefilled)),
+        ]
+        if self.num_completion_tokens:
+            ended = [it.ended_at or it.last_at or it.prefilled_at for it in begun]
+            phases.append(("decode", min(prefilled), max(ended)))
+        return phases
+
+    @property
+    def timing(self) -> Timing:
+        queue = prefill = decode = longest_decode = 0.0
+        later = 0  # characters after the first of each sequence
+        for it in self.sequences:
+            queue = max(queue, it.queue_seconds or 0.0)
+            prefill = max(prefill, it.prefill_seconds)
+            longest_decode = max(longest_decode, it.decode_seconds)
+            decode += it.decode_seconds
+            later += max(0, it.num_completion_tokens - 1)
+        per_character = round(decode / later, 9) if later else None
+        return Timing(round(queue, 6), round(prefill, 6), round(longest_decode, 6), per_character)
+
+    async def __aiter__(self) -> AsyncIterator[list[Piece]]:
+        while not self.is_finished:
+            try:
+                await self._until_due()
+            except asyncio.CancelledError:  # by uvicorn, when the time to drain is over
+                raise ApiError(503, "server has shut down", code="shutting_down") from None
+            touched, self._touched = self._touched, {}
+            pieces = [self._take(sequence) for sequence in touched]
+            if self._failure is None:
+                yield pieces
+            else:
+                self.abort()
+            for sequence, piece in zip(touched, pieces, strict=True):
+                self._written(sequence, piece.finish_reason)
+        if self._failure is not None:
+            raise self._failure
+
+    async def _until_due(self) -> None:
         if not self._is_urgent:
             self._waiter = asyncio.get_running_loop().create_future()
-            if self._arrived:
+            if self._touched:
                 self._set_timer()
             try:
                 await self._waiter
@@ -72,99 +195,197 @@ class Generation:
                     self._timer = None
         self._is_urgent = False
         self._taken_at = time.monotonic()
-        arrived, self._arrived = self._arrived, []
-        return arrived
-
-    def put(self, number: int, delta: Delta | Refused, at: float) -> None:
-        self._arrived.append(Arrival(number, delta, at))
-        if self._is_due(delta):
-            self._is_urgent = True
-            self._wake()
-        elif self._waiter is not None and self._timer is None:
-            self._set_timer()
-
-    def _is_due(self, delta: Delta | Refused) -> bool:
-        if not self._open and not self._later:
-            return True
-        if isinstance(delta, Refused) or delta.finish_reason in FAILURES:
-            return True
-        return delta.prefilled_at is not None and self.interval is not None
 
     def _set_timer(self) -> None:
-        if self.interval is not None:
-            rest = self._taken_at + self.interval - time.monotonic()
+        if self._interval is not None:
+            rest = self._taken_at + self._interval - time.monotonic()
             self._timer = asyncio.get_running_loop().call_later(max(0.0, rest), self._wake)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
+    def receive(self, sequence: SequenceState, delta: Delta, now: float) -> None:
+        """Take in a delta; the client calls this, after it has updated `open` and `pending`."""
+        count = len(delta.ids)
+        if count:
+            sequence.num_completion_tokens += count
+            sequence.new_ids += delta.ids
+            if delta.logprobs is not None:
+                sequence.new_logprobs.extend(delta.logprobs)
+            self._metrics.generation_tokens.inc(count)
+            if sequence.last_at is None:
+                sequence.last_at = now
+                count -= 1
+            if count:  # characters that arrived together share the time since the ones before
+                seconds = (now - sequence.last_at) / count
+                self._metrics.inter_token_latency.observe(seconds, count, sequence.submit.request_id)
+            sequence.last_at = now
+        if delta.prompt_logprobs is not None:
+            sequence.prompt_logprobs.extend(delta.prompt_logprobs)
+        if delta.scheduled_at is not None and delta.prefilled_at is not None:
+            sequence.queue_seconds = delta.scheduled_at - self._arrived_at
+            sequence.prefill_seconds = delta.prefilled_at - delta.scheduled_at
+            sequence.prefilled_at = delta.prefilled_at
+            self._metrics.prompt_tokens.inc(len(sequence.submit.prompt))
+            self._metrics.request_prompt_tokens.observe(len(sequence.submit.prompt))
+        reason = delta.finish_reason
+        if reason is not None:
+            sequence.finish_reason, sequence.ended_at = reason, delta.ended_at or now
+            if delta.ended_at is not None and sequence.queue_seconds is not None:
+                sequence.decode_seconds = delta.ended_at - sequence.prefilled_at
+            self._failure = self._failure or self._failed(reason)
+        if delta.ids or reason is not None:
+            self._touched[sequence] = None
+        is_first = delta.prefilled_at is not None and self._interval is not None
+        self._notify(is_urgent=is_first or reason in FAILURES)
+
+    def refuse(self, refused: Refused) -> None:
+        """The worker's queue is full."""
+        self._metrics.request_rejected("queue_full")
+        self._failure = self._failure or ApiError(
+            429, refused.message, code="queue_full", retry_after_seconds=refused.retry_after_seconds
+        )
+        self._notify(is_urgent=True)
+
+    def _notify(self, is_urgent: bool) -> None:
+        if is_urgent or (not self.open and not self.pending):
+            self._is_urgent = True
+            self._wake()
+        elif self._waiter is not None and self._timer is None:
+            self._set_timer()
+
+    def _failed(self, reason: FinishReason) -> ApiError | None:
+        if reason == "timeout":
+            return ApiError(504, f"request timed out after {self.timeout_seconds:g} s", code="timeout")
+        if reason == "error":
+            return ApiError(500, "inference failed on this request", code="engine_error")
+        return None
+
+    def _take(self, sequence: SequenceState) -> Piece:
+        ids, sequence.new_ids = sequence.new_ids, []
+        text = self._tokenizer.decode(ids)
+        rows: list[LogprobRow] | None = None
+        if sequence.submit.logprobs is not None:
+            rows = list(sequence.new_logprobs.rows())
+            sequence.new_logprobs = Logprobs()
+            if sequence.echo:
+                rows = [(None, []), *sequence.prompt_logprobs.rows(), *rows]
+        text, sequence.echo = sequence.echo + text, ""
+        sequence.num_taken += len(ids)
+        return Piece(sequence.number, sequence.submit.sampling.seed, text, sequence.finish_reason, rows)
+
+    def prompt_logprobs(self, number: int) -> list[float]:
+        """Of a sequence's prompt from `score_from` on, once it has ended."""
+        return self.sequences[number].prompt_logprobs.values
+
+    def _written(self, sequence: SequenceState, finish_reason: str | None) -> None:
+        """Observe that a piece was written."""
+        metrics, id, now = self._metrics, sequence.submit.request_id, time.monotonic()
+        is_first = sequence.num_taken > 0 and not sequence.is_first_written
+        is_only = finish_reason is not None and not sequence.is_first_written
+        if sequence.queue_seconds is not None and (is_first or is_only):
+            metrics.request_queue_time.observe(sequence.queue_seconds, request_id=id)
+            metrics.request_prefill_time.observe(sequence.prefill_seconds, request_id=id)
+        if is_first:
+            sequence.is_first_written = True
+            sequence.first_token_seconds = now - self._arrived_at
+            metrics.time_to_first_token.observe(sequence.first_token_seconds, request_id=id)
+            metrics.request_first_decode_time.observe(now - sequence.prefilled_at, request_id=id)
+        if finish_reason is None:
+            return
+        metrics.request_ended(finish_reason)
+        metrics.request_generation_tokens.observe(sequence.num_completion_tokens)
+        if finish_reason in FAILURES:
+            return
+        metrics.e2e_request_latency.observe(now - self._arrived_at, request_id=id)
+        metrics.request_decode_time.observe(sequence.decode_seconds, request_id=id)
+        metrics.request_inference_time.observe(sequence.prefill_seconds + sequence.decode_seconds, request_id=id)
+        if sequence.num_completion_tokens > 1:
+            per_character = sequence.decode_seconds / (sequence.num_completion_tokens - 1)
+            metrics.request_time_per_output_token.observe(per_character, request_id=id)
+
 
 class EngineClient:
-    """Talks to every worker; a sequence goes to the one that holds the fewest."""
+    """Connected to every worker; a sequence goes to the one with the fewest."""
 
-    def __init__(self, transport: SocketTransport, consumer_id: int):
+    def __init__(self, transport: SocketTransport, consumer_id: int, metrics: Metrics, tokenizer: CharTokenizer):
+        self.metrics, self.tokenizer = metrics, tokenizer
         self._transport = transport
         self._consumer_id = consumer_id
         self._numbers = itertools.count()
-        self._running: dict[int, tuple[Generation, int]] = {}  # sequence id -> its generation and worker
-        self._load: Counter[int] = Counter()  # sequences sent to each worker from here, not ended yet
-        self._load_elsewhere: Counter[int] = Counter()  # what the worker holds for other HTTP processes
+        self._running: dict[int, tuple[Generation, SequenceState]] = {}  # by sequence id
+        self._load: Counter[int] = Counter()  # sequences of this process in each worker
+        self._load_elsewhere: Counter[int] = Counter()  # sequences of other HTTP processes in each worker
         self._late: dict[Generation, asyncio.TimerHandle] = {}
 
     @property
     def is_ready(self) -> bool:
         return bool(self._transport.connected_workers)
 
-    def submit(
-        self, requests: list[Submit], *, interval: float | None = None, window: int | None = None
-    ) -> Generation | None:
+    def start(
+        self,
+        submits: list[Submit],
+        arrived_at: float,
+        *,
+        echo: list[str] | None = None,
+        interval: float | None = None,
+        window: int | None = None,
+    ) -> Generation:
         """Run sequences, at most `window` of them at once; their ids are set here.
 
-        None where no worker is there to take them.
+        echo: each prompt's text, if the answer is to begin with it.
+
+        Raises:
+            ApiError: 503, no worker is connected.
         """
         if not self.is_ready:
-            return None
-        timeout = max(request.timeout_seconds for request in requests)
-        generation = Generation(interval, _later=deque(enumerate(requests)), _deadline=time.monotonic() + timeout)
+            self.metrics.request_rejected("not_ready", len(submits))
+            raise ApiError(503, "no inference process is ready", code="not_ready", retry_after_seconds=1)
+        generation = Generation(self, submits, arrived_at, echo=echo, interval=interval)
         self._late[generation] = asyncio.get_running_loop().call_later(
-            timeout + LATE_SECONDS, self.abort, generation, "timeout"
+            generation.timeout_seconds + LATE_SECONDS, self.abort, generation, "timeout"
         )
-        for _ in requests[:window]:
-            self._start_next(generation)
+        for _ in submits[:window]:
+            self._submit_next(generation)
         return generation
 
-    def _start_next(self, generation: Generation) -> None:
-        number, request = generation._later.popleft()
-        now = time.monotonic()
+    def _submit_next(self, generation: Generation) -> None:
+        sequence = generation.pending.popleft()
+        submit, now = sequence.submit, time.monotonic()
         workers = self._transport.connected_workers
         if not workers:
-            generation.put(number, Delta(request.id, [], "error"), now)
+            generation.receive(sequence, Delta(submit.id, [], "error"), now)
             return
-        worker = min(workers, key=lambda w: self._load[w] + self._load_elsewhere[w])
-        request.id = sequence_id(self._consumer_id, next(self._numbers))
-        request.timeout_seconds = max(0.0, generation._deadline - now)
-        self._running[request.id] = (generation, worker)
-        self._load[worker] += 1
-        generation._open[request.id] = number
-        self._transport.send_to_worker(request, worker)
+        sequence.worker = min(workers, key=lambda w: self._load[w] + self._load_elsewhere[w])
+        submit.id = sequence_id(self._consumer_id, next(self._numbers))
+        submit.timeout_seconds = max(0.0, generation.deadline - now)
+        self._running[submit.id] = (generation, sequence)
+        generation.open.add(submit.id)
+        self._load[sequence.worker] += 1
+        self._transport.send_to_worker(submit, sequence.worker)
 
-    def abort(self, generation: Generation, reason: FinishReason = "abort") -> None:
-        """End what still runs of a generation, and what has not begun."""
+    def abort(self, generation: Generation, reason: FinishReason) -> None:
+        """End what still runs of a generation, and what was not submitted yet."""
         now = time.monotonic()
-        while generation._later:
-            number, request = generation._later.pop()
-            generation.put(number, Delta(request.id, [], reason), now)
-        for id in list(generation._open):
-            worker = self._running[id][1]
-            self._transport.send_to_worker(Abort(id), worker)
-            self._put(Delta(id, [], reason), now)
+        while generation.pending:
+            sequence = generation.pending.pop()
+            generation.receive(sequence, Delta(sequence.submit.id, [], reason), now)
+        for id in list(generation.open):
+            self._transport.send_to_worker(Abort(id), self._running[id][1].worker)
+            self._received_delta(Delta(id, [], reason), now)
+        self._forget(generation)
+
+    def _forget(self, generation: Generation) -> None:
+        timer = self._late.pop(generation, None)
+        if timer is not None:
+            timer.cancel()
 
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
-        """Talk to the workers, for as long as the HTTP process lives; entered once one of them answers.
+        """Stay connected to the workers; entered once one of them answers.
 
-        Workers are loaded before HTTP processes start. Without one after CONNECT_SECONDS, requests are answered 503.
+        Workers are loaded before HTTP processes start. Without one within CONNECT_SECONDS, requests are answered 503.
         """
         self._transport.connect(self._consumer_id, self._received)
         try:
@@ -176,35 +397,38 @@ class EngineClient:
         finally:
             await self._transport.disconnect()
 
-    def _received(self, worker: int, frame: Step | Refused | WorkerLost) -> None:
+    def _received(self, worker: int, message: Step | Refused | WorkerLost) -> None:
         now = time.monotonic()
-        match frame:
+        match message:
             case Step(deltas, load):
                 for delta in deltas:
-                    self._put(delta, now)
+                    self._received_delta(delta, now)
                 self._load_elsewhere[worker] = max(0, load - self._load[worker])
             case Refused():
-                self._put(frame, now)
+                running = self._end(message.id)
+                if running is not None:
+                    running[0].refuse(message)
             case WorkerLost():
-                lost = [id for id, (_, where) in self._running.items() if where == worker]
+                lost = [id for id, (_, sequence) in self._running.items() if sequence.worker == worker]
                 for id in lost:
-                    self._put(Delta(id, [], "error"), now)
+                    self._received_delta(Delta(id, [], "error"), now)
                 if lost:
-                    logger.error("worker %d was lost with %d sequences", worker, len(lost))
+                    logger.error("lost worker %d with %d sequences", worker, len(lost))
 
-    def _put(self, delta: Delta | Refused, now: float) -> None:
-        running = self._running.get(delta.id)
-        if running is None:  # aborted here; its last frames were under way
-            return
-        generation, worker = running
-        if isinstance(delta, Delta) and delta.finish_reason is None:
-            generation.put(generation._open[delta.id], delta, now)
-            return
-        number = generation._open.pop(delta.id)
-        del self._running[delta.id]
-        self._load[worker] -= 1
-        if generation._later:
-            self._start_next(generation)
-        elif not generation._open:
-            self._late.pop(generation).cancel()
-        generation.put(number, delta, now)
+    def _received_delta(self, delta: Delta, now: float) -> None:
+        running = self._running.get(delta.id) if delta.finish_reason is None else self._end(delta.id)
+        if running is not None:  # otherwise aborted here, and its last frames were under way
+            running[0].receive(running[1], delta, now)
+
+    def _end(self, id: int) -> tuple[Generation, SequenceState] | None:
+        """Forget a sequence that has ended, and submit the next one of its generation."""
+        running = self._running.pop(id, None)
+        if running is not None:
+            generation, sequence = running
+            generation.open.discard(id)
+            self._load[sequence.worker] -= 1
+            if generation.pending:
+                self._submit_next(generation)
+            elif not generation.open:
+                self._forget(generation)
+        return running

@@ -1,7 +1,7 @@
-"""The outermost layer of the application: what every request passes and every answer carries.
+"""What every request passes before its route, and every answer after it.
 
-Request ids, API keys, requests from web pages of other origins, the path that a proxy puts in front, the bounds on
-bodies, the count of answers, last errors. Knows nothing of texts and models, and of the routes only their paths.
+Request ids, API keys, cross-origin rules, a proxy's path prefix, limits on bodies, metrics and the access log, and
+the answers to errors. Of the routes it knows the paths alone; of a request's text it logs nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import string
 import time
 from collections.abc import Callable
 from hashlib import sha256
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -23,7 +23,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.http.run import Work
+from service.http.context import RequestContext
 from service.http.schemas import ApiError
 from service.observe.logs import log_fields
 from service.observe.logs import request_id as current_request_id
@@ -36,26 +36,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("service.access")
 
-PROBES = frozenset({"/livez", "/readyz", "/health"})  # whoever asks these can hold no key
-QUIET = PROBES | {"/metrics"}  # asked all the time
+CLIENT_CLOSED_REQUEST = 499  # nginx's number for a client that left
+PROBES = frozenset({"/livez", "/readyz", "/health"})  # never need an API key
+QUIET = PROBES | {"/metrics"}  # logged at level debug
 EXPOSED_HEADERS = (
-    "X-Request-Id",
-    "Retry-After",
-    "X-Queue-Time",
-    "X-Prefill-Time",
-    "X-Inference-Time",
-    "X-Time-Per-Token",
-    "X-Total-Time",
-    "X-Checkpoint",
-    "X-Seed",
-)
+    "X-Request-Id", "Retry-After", "X-Queue-Time", "X-Prefill-Time", "X-Inference-Time", "X-Time-Per-Token",
+    "X-Total-Time", "X-Checkpoint", "X-Seed",
+)  # fmt: skip
 
 
-class Edge:
-    """Answers what must not come further itself. `metrics` and `tracer` give theirs once the HTTP process has them.
+class RequestMiddleware:
+    """The outermost layer. `metrics` and `tracer` give theirs once the HTTP process has them.
 
-    From outside in: the request's id and the count, cross-origin requests, then `_guard`. So an answer of any of
-    them has an id, is counted, and can be read by the web pages that may ask.
+    From outside in: request id, metrics and log; cross-origin rules; then `_guard`. So every answer has an id, is
+    counted, and can be read by the web pages that may.
     """
 
     SAFE = frozenset(string.ascii_letters + string.digits + "-_.:")
@@ -77,7 +71,7 @@ class Edge:
                 self._guard,
                 allow_origins=settings.cors_origins,
                 allow_methods=("GET", "POST"),
-                allow_headers=("*",),  # the openai SDK has many of its own
+                allow_headers=("*",),  # the openai SDK sends many of its own
                 expose_headers=EXPOSED_HEADERS,
             )
 
@@ -87,12 +81,11 @@ class Edge:
             return
         given = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
         request_id = given if 0 < len(given) <= 128 and self.SAFE.issuperset(given) else os.urandom(16).hex()
-        scope["chargpt.request_id"] = request_id
-        current_request_id.set(request_id)  # for good: the server runs each request in a context of its own
-        self._place_below_root(scope)
-        handler = scope["chargpt.handler"] = self._handler(scope)
+        current_request_id.set(request_id)  # never reset: uvicorn runs each request in a context of its own
+        self._add_root_path(scope)
+        started_at = time.monotonic()
+        context = scope["chargpt"] = RequestContext(request_id, self._route(scope), started_at)
         status: int | None = None
-        started_at = scope["chargpt.arrived_at"] = time.monotonic()
         metrics = self.metrics()
         if metrics is not None:
             metrics.http_requests_in_progress.inc()
@@ -107,24 +100,24 @@ class Edge:
         try:
             await self._inner(scope, receive, identified_send)
         except ClientDisconnect:
-            status = 499  # nginx' number for a client that left
+            status = CLIENT_CLOSED_REQUEST
         finally:
             seconds = time.monotonic() - started_at
-            if scope.get("chargpt.client_left"):
-                status = 499
+            if context.client_left:
+                status = CLIENT_CLOSED_REQUEST
             if metrics is not None:
                 metrics.http_requests_in_progress.dec()
                 if status is not None:
-                    metrics.http_request(handler, scope["method"], status, seconds)
-            level = logging.DEBUG if handler in QUIET else logging.INFO
+                    metrics.http_request(context.route, scope["method"], status, seconds)
+            level = logging.DEBUG if context.route in QUIET else logging.INFO
             if access_logger.isEnabledFor(level):
-                _log_access(level, scope, status, seconds)
+                _log_access(level, scope["method"], context, status, seconds)
             tracer = self.tracer()
             if tracer is not None:
-                tracer.request(scope, status, started_at, started_at + seconds)
+                tracer.request(scope, context, status, started_at, started_at + seconds)
 
-    def _handler(self, scope: Scope) -> str:
-        """The path of the route that the request is for, as metrics name it."""
+    def _route(self, scope: Scope) -> str:
+        """The path of the matching route, or "other"."""
         path, routes = scope["path"], scope["app"].routes
         if not self._paths:
             self._paths = {route.path for route in routes if isinstance(route, Route) and "{" not in route.path}
@@ -133,21 +126,22 @@ class Edge:
         matching = (route for route in routes if route.matches(scope)[0] is not Match.NONE)
         return getattr(next(matching, None), "path", None) or "other"
 
-    def _place_below_root(self, scope: Scope) -> None:
-        """Give the path as the client sent it, whether or not the proxy took the prefix away, as ASGI wants it.
+    def _add_root_path(self, scope: Scope) -> None:
+        """Make the path start with the root path, as ASGI wants it, whether or not the proxy removed the prefix.
 
-        uvicorn's own root_path would put the prefix before a path that still has it.
+        uvicorn's own root_path setting would add the prefix to a path that still has it.
         """
         root, path = self.settings.root_path, scope["path"]
         if not root:
             return
         scope["root_path"] = root
-        is_kept = path == root or path.startswith(root + "/")
-        # Below a root such as /v1 a route's own path looks as if it had the prefix.
-        if not is_kept or any(path == getattr(route, "path", None) for route in scope["app"].routes):
+        has_prefix = path == root or path.startswith(root + "/")
+        # With a root such as /v1, a route's own path looks as if it had the prefix.
+        if not has_prefix or any(path == getattr(route, "path", None) for route in scope["app"].routes):
             scope["path"] = root + path
 
     async def _guard(self, scope: Scope, receive: Receive, send: Send) -> None:
+        context = RequestContext.of(scope)
         limit, seconds = self.settings.max_body_bytes, self.settings.body_timeout_seconds
         deadline = asyncio.get_running_loop().time() + seconds
         received = 0
@@ -155,92 +149,89 @@ class Edge:
 
         async def bounded_receive() -> Message:
             nonlocal received, is_read
-            if is_read:  # what is left to wait for is that the client leaves
+            if is_read:  # only http.disconnect can follow
                 return await receive()
             try:
                 async with asyncio.timeout_at(deadline):
                     message = await receive()
             except TimeoutError:
-                raise ApiError(
-                    408, f"the body may take at most {seconds:g} seconds to arrive", code="body_timeout"
-                ) from None
+                raise ApiError(408, f"body not received within {seconds:g} s", code="body_timeout") from None
             received += len(message.get("body", b""))
             if received > limit:
-                raise ApiError(413, f"the body may have at most {limit} bytes", code="body_too_large")
+                raise ApiError(413, f"body must have at most {limit} bytes", code="body_too_large")
             is_read = not message.get("more_body", False)
             if is_read:
-                scope["chargpt.arrived_at"] = time.monotonic()
+                context.arrived_at = time.monotonic()
             return message
 
-        async def noticed_send(message: Message) -> None:
+        async def observed_send(message: Message) -> None:
             nonlocal is_started
             is_started = True
             await send(message)
 
         try:
-            refusal = self._refusal(scope)
+            refusal = self._refusal(scope, context.route)
             if refusal is not None:
-                await error_response(refusal)(scope, receive, noticed_send)
+                await error_response(refusal)(scope, receive, observed_send)
             else:
-                await self.app(scope, bounded_receive, noticed_send)
+                await self.app(scope, bounded_receive, observed_send)
         except ClientDisconnect:
             raise
         except Exception as error:
             if is_started or not isinstance(error, ApiError | HTTPException):
-                logger.exception("request %s failed", scope["chargpt.request_id"])
+                logger.exception("request %s failed", context.request_id)
             if is_started:
                 raise
             await error_response(_as_api_error(error, scope))(scope, receive, send)
 
-    def _refusal(self, scope: Scope) -> ApiError | None:
-        """What can be said from the headers alone, before the body is read."""
+    def _refusal(self, scope: Scope, route: str) -> ApiError | None:
+        """What the headers alone rule out, before the body is read."""
         headers = dict(scope["headers"])
-        if self.settings.api_key_digests and not self._is_public(scope["chargpt.handler"]):
+        if self.settings.api_key_digests and not self._is_public(route):
             authorization = headers.get(b"authorization")
             if authorization is None:
-                message = "an API key is needed, as Authorization: Bearer KEY"
+                message = "an API key is required: Authorization: Bearer KEY"
                 return ApiError(401, message, code="invalid_api_key")
             if not self._has_key(authorization):
-                return ApiError(401, "the API key in Authorization is not one of ours", code="invalid_api_key")
+                return ApiError(401, "the API key in Authorization is not valid", code="invalid_api_key")
         length = headers.get(b"content-length", b"0")
         limit = self.settings.max_body_bytes
         if length.isdigit() and int(length) > limit:
-            message = f"the body may have at most {limit} bytes, got {int(length)}"
+            message = f"body must have at most {limit} bytes, got {int(length)}"
             return ApiError(413, message, code="body_too_large")
         return None
 
-    def _is_public(self, handler: str) -> bool:
-        if handler == "/metrics":
+    def _is_public(self, route: str) -> bool:
+        if route == "/metrics":
             return self.settings.public_metrics
-        if handler in ("/docs", "/openapi.json") or handler.startswith("/docs/"):
+        if route in ("/docs", "/openapi.json") or route.startswith("/docs/"):
             return self.settings.public_docs
-        return handler in PROBES
+        return route in PROBES
 
     def _has_key(self, authorization: bytes) -> bool:
-        """In a time that tells nothing of the keys: digests are compared, with all of them."""
+        """In constant time: compares digests, with those of all keys."""
         scheme, _, key = authorization.partition(b" ")
         digest = sha256(key.strip(b" ")).digest()
         matches = [hmac.compare_digest(digest, known) for known in self.settings.api_key_digests]
         return any(matches) and scheme.lower() == b"bearer"
 
 
-def _log_access(level: int, scope: Scope, status: int | None, seconds: float) -> None:
-    """One line for a request: the route's path, but no query, which may hold a prompt."""
-    method, handler = scope["method"], scope["chargpt.handler"]
-    fields = {"method": method, "handler": handler, "status": status, "seconds": round(seconds, 6)}
-    work: Work | None = scope.get("chargpt.work")
-    if work is not None:
-        fields["prompt_characters"] = work.num_prompt_tokens
-        fields["completion_characters"] = work.num_completion_tokens
-        fields["endings"] = work.endings
-    log_fields(access_logger, level, f"{method} {handler} {status}", fields)
+def _log_access(level: int, method: str, context: RequestContext, status: int | None, seconds: float) -> None:
+    """One line per request: the path of the route, not the query, which may contain a prompt."""
+    fields: dict[str, Any] = {"method": method, "handler": context.route, "status": status}
+    fields["seconds"] = round(seconds, 6)
+    if context.num_prompt_tokens is not None:
+        fields["prompt_characters"] = context.num_prompt_tokens
+        fields["completion_characters"] = context.num_completion_tokens
+        fields["endings"] = context.endings
+    log_fields(access_logger, level, f"{method} {context.route} {status}", fields)
 
 
 def _as_api_error(error: Exception, scope: Scope) -> ApiError:
     match error:
         case ApiError():
             return error
-        case HTTPException():  # the router's, of a wrong path or method
+        case HTTPException():  # the router's: unknown path or wrong method
             message = f"{scope['method']} {scope['path']}: {error.detail}"
             return ApiError(error.status_code, message, headers=error.headers)
     return ApiError(500, "internal error")
@@ -251,5 +242,5 @@ def error_response(error: ApiError) -> Response:
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     elif error.status == 408:
-        headers["Connection"] = "close"  # otherwise the rest of the body would be waited for
+        headers["Connection"] = "close"  # otherwise the server would wait for the rest of the body
     return Response(error.body, error.status, headers=headers, media_type="application/json")

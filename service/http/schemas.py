@@ -1,41 +1,52 @@
-"""What requests and errors look like on the wire.
+"""Request bodies, answers and errors: what goes over the wire, each stated once and shown in /docs.
 
-Knows nothing of models or processes. Requests are pydantic models, so that every bound is stated once and
-shown in /docs; what depends on the served model or its settings is checked in api.py.
+Requests are pydantic models, which explain what is wrong with a field; answers are msgspec structs, which encode in
+a fraction of a microsecond. Bounds that depend on the served model or its settings are checked by the routes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, Strict, ValidationError, model_validator
+from msgspec import UNSET, Meta, UnsetType
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    Strict,
+    ValidationError,
+    create_model,
+    model_validator,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-MAX_TEMPERATURE = 100.0  # these two as in service.model.sampling, which would load torch
-MAX_SEED = 2**64 - 1
+from service.model.params import MAX_BIAS, MAX_SEED, SAMPLING_META, SamplingParams
+
 MAX_CHOICES = 1000
 
 Character = Annotated[str, Field(min_length=1, max_length=1)]
-# A text of the model's characters. The document says by this format what a pattern of thousands would hide.
+# A text of the model's characters: this format stands for a pattern that would list thousands of them.
 Text = Annotated[str, Field(json_schema_extra={"format": "vocabulary"})]
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 Pattern = Annotated[str, Field(min_length=1, json_schema_extra={"format": "regex"})]
 ChoiceString = Annotated[Text, Field(min_length=1, max_length=1000)]
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 Id = Annotated[int, Field(ge=0, le=2**31 - 1)]
-Bias = Annotated[float, Field(ge=-100, le=100)]
-BiasPair = Annotated[tuple[Character | Id, Bias], Strict(False)]  # JSON has no tuples: a list will do
+Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
+BiasPair = Annotated[tuple[Character | Id, Bias], Strict(False)]  # JSON has no tuples: accept a list
 UnknownCharacters = Literal["refuse", "replace", "drop"]
+ErrorType = Literal["invalid_request_error", "authentication_error", "rate_limit_error", "server_error"]
+
+
+# -- errors --
 
 
 class ApiError(Exception):
-    """An answer that is an error, in OpenAI's body.
-
-    https://platform.openai.com/docs/guides/error-codes
-    """
+    """An error to answer with, in OpenAI\'s body: https://platform.openai.com/docs/guides/error-codes."""
 
     def __init__(
         self,
@@ -57,7 +68,7 @@ class ApiError(Exception):
             self.headers["Retry-After"] = str(retry_after_seconds)
 
     @property
-    def type(self) -> str:
+    def type(self) -> ErrorType:
         if self.status == 401:
             return "authentication_error"
         if self.status == 429:
@@ -66,12 +77,14 @@ class ApiError(Exception):
 
     @property
     def body(self) -> bytes:
-        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        return msgspec.json.encode({"error": error})
+        return msgspec.json.encode(Error(ErrorDetails(self.message, self.type, self.param, self.code)))
+
+
+# -- requests --
 
 
 class Body(BaseModel):
-    """A request body. Unknown fields are ignored, wrong ones refused; null stands for a field's default."""
+    """A request body. Unknown fields are ignored, invalid ones refused; null means a field's default."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -99,43 +112,43 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """How a stream tells the usage."""
+    """How a stream reports usage."""
 
     include_usage: bool = Field(
         False,
-        description="end the stream of /v1/completions with a chunk that holds the usage; /generate always does",
+        description="end a stream of /v1/completions with a usage chunk; /generate always does",
         examples=[True],
     )
-    continuous_usage_stats: bool = Field(False, description="tell the usage so far in every event", examples=[True])
+    continuous_usage_stats: bool = Field(False, description="report the usage so far in every event", examples=[True])
 
 
 class ModelRequest(Body):
-    """What all routes that run the model have in common."""
+    """Fields that all routes which use the model share."""
 
     model: str | None = Field(
         None, max_length=1000, description="name of the served model, as /v1/models gives it", examples=["chargpt"]
     )
     unknown_characters: UnknownCharacters | None = Field(
         None,
-        description="what to do with a character that the model does not know: refuse the request, replace it or drop "
-        "it; the answer says how many were touched. Default: the server's setting",
+        description="for characters absent from the vocabulary: refuse the request, replace them or drop them; the "
+        "answer counts them. Default: the server's setting",
         examples=["replace"],
     )
     replacement_character: Character | None = Field(
-        None, description="what replaces an unknown character. Default: the server's setting", examples=[" "]
+        None, description="replacement for an unknown character. Default: the server's setting", examples=[" "]
     )
     priority: int = Field(
         0,
         ge=-1000,
         le=1000,
-        description="lower goes first when requests have to wait; equal ones in order of arrival",
+        description="requests in the queue start in order of priority, lowest number first, then in order of arrival",
         examples=[10],
     )
     timeout_seconds: float | None = Field(
         None,
         gt=0,
         le=86_400,
-        description="time the request may take, waiting and running; the server's own bound holds where it is less",
+        description="time limit for waiting and running together; the server's own limit applies if it is lower",
         examples=[30],
     )
 
@@ -147,111 +160,79 @@ def _max_tokens(default: int) -> Any:
     return Field(
         default,
         ge=0,
-        description="most characters to generate. Where the server allows fewer than the default, that is the default",
+        description="maximum number of characters to generate. The default is lowered to the server's limit",
         examples=[80],
     )
 
 
-class GenerationRequest(ModelRequest):
-    """What the two generation routes have in common."""
+if TYPE_CHECKING:
+
+    class SamplingFields(ModelRequest):
+        """The fields of SamplingParams, without `seed` and `logit_bias`, which have other forms in a request."""
+
+else:
+    SamplingFields = create_model(
+        "SamplingFields",
+        __base__=ModelRequest,
+        **{
+            name: (
+                type(getattr(SamplingParams(), name)),
+                Field(
+                    getattr(SamplingParams(), name),
+                    ge=meta.ge, gt=meta.gt, le=meta.le, description=meta.description, examples=meta.examples,
+                ),
+            )
+            for name, meta in SAMPLING_META.items()
+        },
+    )  # fmt: skip
+
+
+class GenerationRequest(SamplingFields):
+    """Fields that the two generation routes share."""
 
     prompt: Text | list[Text] | list[Id] | list[list[Id]] = Field(
         "",
-        description="text to continue, or a list of texts; ids are accepted too. "
-        "An empty text stands for the beginning of a text: a line break that is not part of the answer",
+        description="text to continue, or a list of texts, or ids. "
+        "An empty text means the beginning of a document: a line break that is not part of the answer",
         examples=["ROMEO:"],
     )
     suffix: Text | None = Field(
         None,
-        description="text that comes after the answer: `best_of` middles are sampled and cut where the suffix is "
-        "likely to begin, and those after which the suffix is likeliest are given",
+        description="text that follows the answer (infill): `best_of` candidates are sampled, cut where the suffix is "
+        "likely to begin, and ranked by the likelihood of the suffix after them",
         examples=["\n\nJULIET:"],
     )
     max_tokens: int = _max_tokens(16)
     min_tokens: int = Field(
-        0, ge=0, description="the answer has at least this many characters: no stop before", examples=[20]
+        0, ge=0, description="minimum number of characters: stops before this are ignored", examples=[20]
     )
     ignore_eos: bool = Field(
-        False, description="accepted and without effect: there is no end-of-text character", examples=[True]
+        False,
+        description="accepted for compatibility; has no effect, as there is no end-of-text character",
+        examples=[True],
     )
-    n: int = Field(1, ge=1, le=10_000, description="answers per prompt; the server bounds prompts × n", examples=[2])
+    n: int = Field(1, ge=1, le=10_000, description="answers per prompt; the server limits prompts × n", examples=[2])
     best_of: int | None = Field(
         None,
         ge=1,
         le=10_000,
-        description="sample this many per prompt and give the `n` with the highest mean log-probability, or with "
-        "`suffix` those that fit it best; the server bounds prompts × best_of. Default: n, with `suffix` 8",
+        description="sample this many per prompt and return the `n` with the highest mean log-probability, or with "
+        "`suffix` those after which it is likeliest; the server limits prompts × best_of. Default: n; with `suffix`, 8",
         examples=[4],
     )
     seed: Seed | list[Seed] | None = Field(
         None,
-        description="same seed, same text; a list has one for each prompt. Answer j of a prompt uses seed + j. "
-        "Drawn when absent, and told in the answer",
+        description="the same seed gives the same text; a list has one per prompt. Answer j of a prompt uses seed + j. "
+        "Default: random, reported in the answer",
         examples=[1],
     )
 
-    temperature: float = Field(
-        1.0,
-        ge=0,
-        le=MAX_TEMPERATURE,
-        description="logits are divided by it: below 1 the likely gets likelier. 0: always the most likely character",
-        examples=[0.8],
-    )
-    top_k: int = Field(
-        0,
-        ge=-1,
-        le=2**31 - 1,
-        description="sample from the k likeliest characters; 0 or -1: from all",
-        examples=[20],
-    )
-    top_p: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="sample from the smallest set of likeliest characters with this probability",
-        examples=[0.9],
-    )
-    min_p: float = Field(
-        0.0,
-        ge=0,
-        le=1,
-        description="sample from characters at least this probable, relative to the likeliest",
-        examples=[0.05],
-    )
-    typical_p: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="sample from the most typical characters with this probability (Meister 2022)",
-        examples=[0.95],
-    )
-    repetition_penalty: float = Field(
-        1.0,
-        ge=0.01,
-        le=100,
-        description="above 1: makes what the prompt or the answer holds less likely (Keskar 2019)",
-        examples=[1.1],
-    )
-    presence_penalty: float = Field(
-        0.0,
-        ge=-2,
-        le=2,
-        description="subtracted from the logit of each character that the answer holds",
-        examples=[0.5],
-    )
-    frequency_penalty: float = Field(
-        0.0,
-        ge=-2,
-        le=2,
-        description="subtracted from a character's logit once for each time the answer holds it",
-        examples=[0.1],
-    )
     logit_bias: (
         Annotated[dict[str, Bias], Field(max_length=10_000)] | Annotated[list[BiasPair], Field(max_length=10_000)]
     ) = Field(
         default_factory=dict,
-        description="added to logits, -100 to 100. An object's key is an id in decimals (as OpenAI has it) or any "
-        'other single character; a list of pairs tells "5", the character, from 5, the id',
+        description="added to logits, -100 to 100. The keys of an object are ids in decimal (as in OpenAI's API) or "
+        'any other single character; a list of pairs distinguishes "5", the character, from 5, the id',
         examples=[{"e": -100, "\n": 2.5}, [["e", -100], [5, 1.0]]],
     )
 
@@ -260,50 +241,51 @@ class GenerationRequest(ModelRequest):
     )
     stop_regex: Pattern | None = Field(
         None,
-        description="the text ends before the first match of this regular expression, which must not match nothing",
+        description="the text ends before the first match of this regular expression, which must not match the empty "
+        "text",
         examples=["\n[A-Z]+:"],
     )
-    include_stop_str_in_output: bool = Field(
-        False, description="the text ends after the stop instead of before it", examples=[True]
-    )
+    include_stop_str_in_output: bool = Field(False, description="keep the stop at the end of the text", examples=[True])
 
     regex: Pattern | None = Field(
         None,
-        description="the whole answer matches this regular expression: literals, classes, groups, alternatives and "
-        "repetition; it ends where the model would leave the pattern, if the pattern may end there",
+        description="the whole answer matches this regular expression: literals, classes, groups, alternation and "
+        "repetition. It ends where the model would leave the pattern, if the pattern may end there",
         examples=["[A-Z][a-z]+( [A-Z][a-z]+)?"],
     )
     choice: Annotated[list[ChoiceString], Field(min_length=1, max_length=MAX_CHOICES)] | None = Field(
         None, description="the answer is one of these texts", examples=[["yes", "no"]]
     )
     allowed_characters: Text | None = Field(
-        None, min_length=1, description="the answer holds only these characters", examples=["ACGT"]
+        None, min_length=1, description="the answer contains only these characters", examples=["ACGT"]
     )
 
     logprobs: int | None = Field(
         None,
         ge=0,
-        description="tell the log-probability of each character, by the model alone, and of the likeliest so many; "
-        "up to the vocabulary's size",
+        description="report the log-probability of each character under the unmodified model, and of this many of the "
+        "likeliest; at most the size of the vocabulary",
         examples=[3],
     )
     echo: bool = Field(
         False,
-        description="the answer begins with the prompt, whose log-probabilities are told too if asked for",
+        description="begin the answer with the prompt, and its log-probabilities if requested",
         examples=[True],
     )
 
-    stream: bool = Field(False, description="send the text as server-sent events while it is made", examples=[True])
+    stream: bool = Field(
+        False, description="send the text as server-sent events while it is generated", examples=[True]
+    )
     stream_options: StreamOptions = Field(
         default_factory=lambda: StreamOptions.model_validate({}),
-        description="how a stream tells the usage; without effect on a whole answer",
+        description="how a stream reports usage; no effect on a whole answer",
         examples=[{"include_usage": True}],
     )
     stream_interval: float | None = Field(
         None,
         ge=0,
         le=60,
-        description="seconds between two events of a stream, in which characters gather; the first one comes at once. "
+        description="seconds for which characters gather between two events of a stream; the first is sent at once. "
         "Default: the server's setting",
         examples=[0.1],
     )
@@ -320,18 +302,21 @@ class GenerationRequest(ModelRequest):
                 continue
             for other in ("stop", "stop_regex", "suffix"):
                 if getattr(self, other):
-                    refuse(name, f"cannot be combined with {other}, which would cut the answer short of a match")
+                    refuse(name, f"cannot be combined with {other}, which could end the answer before a match")
         if self.min_tokens > self.max_tokens:
-            refuse("min_tokens", f"must be at most max_tokens, {self.max_tokens}, got {self.min_tokens}")
+            refuse("min_tokens", f"must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
         if self.best_of is not None and self.best_of < self.n:
-            refuse("best_of", f"must be at least n, {self.n}, got {self.best_of}")
+            refuse("best_of", f"must be at least n ({self.n}), got {self.best_of}")
         if self.best_of is not None and self.best_of > self.n and self.stream and not self.suffix:
-            refuse("best_of", f"cannot be streamed when above n, {self.n}, got {self.best_of}")
+            refuse("best_of", f"cannot be streamed if greater than n ({self.n}), got {self.best_of}")
         if self.suffix and self.logprobs is not None:
             refuse("logprobs", "cannot be combined with suffix")
         if isinstance(self.seed, list) and len(self.seed) != len(self.prompts):
-            refuse("seed", f"a list has one seed for each of the {len(self.prompts)} prompts, got {len(self.seed)}")
+            refuse("seed", f"a list must have one seed per prompt ({len(self.prompts)}), got {len(self.seed)}")
         return self
+
+    def sampling(self, logit_bias: tuple[tuple[int, float], ...]) -> SamplingParams:
+        return SamplingParams(**{name: getattr(self, name) for name in SAMPLING_META}, logit_bias=logit_bias)
 
     @property
     def stops(self) -> list[str]:
@@ -361,23 +346,23 @@ class ScoreRequest(ModelRequest):
 
     texts: Text | list[Text] | None = Field(
         None,
-        description="texts to score, each character but the first given all before it",
+        description="texts to score: each character but the first, given those before it",
         examples=[["To be, or not to be"]],
     )
     prefix: Text = Field(
         "",
-        description="what stands before each continuation; empty: the beginning of a text",
+        description="text before each continuation; empty: the beginning of a document",
         examples=["To be or not to"],
     )
     continuations: list[Text] | None = Field(
-        None, description="texts to score, every character, after the prefix", examples=[[" be", " bee", " qqq"]]
+        None, description="texts to score after the prefix: every character", examples=[[" be", " bee", " qqq"]]
     )
-    characters: bool = Field(True, description="tell the nats of each character, not the sums alone", examples=[False])
+    characters: bool = Field(True, description="report the nats of each character, not only the sums", examples=[False])
 
     @model_validator(mode="after")
     def _one_of_two(self) -> ScoreRequest:
         if (self.texts is None) == (self.continuations is None):
-            raise ApiError(400, "texts: either texts or continuations must be given", param="texts")
+            raise ApiError(400, "texts: give either texts or continuations", param="texts")
         return self
 
 
@@ -386,7 +371,7 @@ class NextRequest(ModelRequest):
 
     prompt: Text | list[Text] = Field(
         "",
-        description="text whose next character is asked for, or a list of texts; empty: the beginning of a text",
+        description="text before the character, or a list of texts; empty: the beginning of a document",
         examples=["ROMEO"],
     )
 
@@ -405,18 +390,18 @@ class DetokenizeRequest(ModelRequest):
 
 AnyRequest = TypeVar("AnyRequest", bound=ModelRequest)
 
-# What a union or a list should be, instead of what pydantic tells of each of its branches.
+# What a union or a list must be, in place of one pydantic message per branch.
 EXPECTED = {
     "prompt": "a text, a list of texts, or one or more lists of ids",
     "stop": "a text or a list of at most 16, of 1 to 1000 characters each",
-    "seed": f"an integer from 0 to {MAX_SEED}, or a list with one for each prompt",
-    "logit_bias": "an object of characters or ids, or a list of pairs of a character or an id, with -100 to 100 each",
+    "seed": f"an integer from 0 to {MAX_SEED}, or a list with one per prompt",
+    "logit_bias": "an object of biases (-100 to 100) by character or id, or a list of [character or id, bias] pairs",
     "texts": "a text or a list of texts",
 }
 
 
 def parse(kind: type[AnyRequest], body: bytes | dict[str, Any]) -> AnyRequest:
-    """The request in a JSON body, or in the fields of a query, whose values are texts.
+    """The request in a JSON body, or in the fields of a query, whose values are strings.
 
     Raises:
         ApiError: 400, with the field, what was given and what is allowed.
@@ -429,7 +414,7 @@ def parse(kind: type[AnyRequest], body: bytes | dict[str, Any]) -> AnyRequest:
         problem = error.errors(include_url=False, include_context=False)[0]
         place, message, given = problem["loc"], problem["msg"], problem["input"]
         if problem["type"] == "json_invalid":
-            raise ApiError(400, f"the body is not JSON: {message}", code="invalid_json") from None
+            raise ApiError(400, f"body is not valid JSON: {message}", code="invalid_json") from None
         shown = f", got {_shortened(given)}"
         if place and place[0] in EXPECTED:
             place, shown = place[:1], ""
@@ -441,3 +426,298 @@ def parse(kind: type[AnyRequest], body: bytes | dict[str, Any]) -> AnyRequest:
 def _shortened(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 100 else text[:100] + "…"
+
+
+# -- answers --
+
+FinishReason = Annotated[
+    Literal["stop", "length"],
+    Meta(description="stop: at a stop, or where the pattern ends; length: at max_tokens, or no longer match exists"),
+]
+StreamedFinishReason = Annotated[
+    Literal["stop", "length"] | None, Meta(description="as in a whole answer; null: more is to come")
+]
+Index = Annotated[int, Meta(description="prompt number × n + answer number")]
+ChoiceSeed = Annotated[int, Meta(description="this prompt alone with this `seed` gives the same text again")]
+RequestId = Annotated[str, Meta(description="the request's id")]
+
+
+class ErrorDetails(msgspec.Struct):
+    message: Annotated[str, Meta(description="the field, what was given and what is allowed, in words")]
+    type: ErrorType
+    param: Annotated[str | None, Meta(description="the field of the request, dotted if it is nested")]
+    code: Annotated[str | None, Meta(description="what went wrong, for programs")]
+
+
+class Error(msgspec.Struct):
+    """The body of every error, as in OpenAI's API."""
+
+    error: ErrorDetails
+
+
+class Usage(msgspec.Struct, gc=False):
+    """Characters: a token is a character everywhere."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+    @classmethod
+    def of(cls, prompt_tokens: int, completion_tokens: int = 0) -> Usage:
+        return cls(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens)
+
+
+class Timing(msgspec.Struct, gc=False):
+    """Where the time went; with several sequences, the longest time is reported."""
+
+    queue_seconds: Annotated[float, Meta(description="from the request's arrival to a cache slot")]
+    prefill_seconds: Annotated[float, Meta(description="from the cache slot to the first character chosen")]
+    decode_seconds: Annotated[float, Meta(description="from the first character to the last")]
+    seconds_per_character: Annotated[
+        float | None, Meta(description="decode time per character after the first; null: there is none")
+    ]
+
+
+class Receipt(msgspec.Struct):
+    """How to get the same answer again: the same body with these seeds on this checkpoint; and what it took."""
+
+    checkpoint_sha256: Annotated[str, Meta(description="of the checkpoint's manifest; also in /info")]
+    seeds: Annotated[list[int], Meta(description="one per prompt; empty if nothing is sampled")]
+    timing: Timing
+    replaced_characters: Annotated[int, Meta(description="unknown characters of the request that were replaced")]
+    dropped_characters: Annotated[int, Meta(description="unknown characters of the request that were dropped")]
+
+
+class TokenLogprobs(msgspec.Struct):
+    """Log-probabilities in nats under the unmodified model, as in OpenAI's API."""
+
+    tokens: Annotated[list[str], Meta(description="the characters")]
+    token_logprobs: Annotated[list[float | None], Meta(description="null: the first character of a document")]
+    top_logprobs: Annotated[
+        list[dict[str, float] | None], Meta(description="the likeliest characters, and the one in the text")
+    ]
+    text_offset: Annotated[list[int], Meta(description="of each character in the choice's text")]
+
+
+class GenerateChoice(msgspec.Struct):
+    """One text."""
+
+    index: Index
+    text: str
+    finish_reason: FinishReason
+    seed: ChoiceSeed
+    logprobs: Annotated[TokenLogprobs | UnsetType, Meta(description="if requested")] = UNSET
+
+
+class GenerateAnswer(msgspec.Struct):
+    """Whole answer of POST /generate."""
+
+    id: RequestId
+    model: str
+    choices: list[GenerateChoice]
+    usage: Usage
+    chargpt: Receipt
+
+
+class GenerateEvent(msgspec.Struct):
+    """Event of a stream of /generate: new characters of one choice."""
+
+    index: Index
+    text: str
+    finish_reason: StreamedFinishReason
+    seed: ChoiceSeed
+    logprobs: Annotated[TokenLogprobs | UnsetType, Meta(description="of these characters, if requested")] = UNSET
+    usage: Annotated[Usage | UnsetType, Meta(description="so far, with continuous_usage_stats")] = UNSET
+
+
+class GenerateEnd(msgspec.Struct):
+    """Last event of a stream of /generate before `[DONE]`."""
+
+    id: RequestId
+    model: str
+    usage: Usage
+    chargpt: Receipt
+
+
+class CompletionChoice(msgspec.Struct):
+    """One text, as in OpenAI's API; `seed` is added."""
+
+    index: Index
+    text: str
+    logprobs: TokenLogprobs | None
+    finish_reason: FinishReason
+    seed: ChoiceSeed
+
+
+class Completion(msgspec.Struct):
+    """Whole answer of POST /v1/completions, as in OpenAI's API; `chargpt` is added."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: Annotated[int, Meta(description="Unix time in seconds")]
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    chargpt: Receipt
+
+
+class ChunkChoice(msgspec.Struct):
+    """New characters of one choice."""
+
+    index: Index
+    text: str
+    logprobs: TokenLogprobs | None
+    finish_reason: StreamedFinishReason
+    seed: ChoiceSeed
+
+
+class CompletionChunk(msgspec.Struct):
+    """Event of a stream of /v1/completions, as in OpenAI's API."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: Annotated[int, Meta(description="Unix time in seconds")]
+    model: str
+    choices: Annotated[list[ChunkChoice], Meta(description="one, or none in the final usage chunk")]
+    usage: Annotated[Usage | None | UnsetType, Meta(description="with include_usage, null until the final chunk")] = (
+        UNSET
+    )
+    chargpt: Annotated[Receipt | UnsetType, Meta(description="with the last choice to end")] = UNSET
+
+
+class Score(msgspec.Struct):
+    """How likely one text is. Nats are negative log-likelihoods: fewer nats, likelier text."""
+
+    index: int
+    characters: Annotated[int, Meta(description="characters scored")]
+    nats: float
+    nats_per_character: Annotated[float | None, Meta(description="like the next two, null if nothing was scored")]
+    bits_per_character: float | None
+    perplexity: Annotated[float | None, Meta(description="per character: e to the nats per character")]
+    rank: Annotated[int | UnsetType, Meta(description="among continuations: 1 is the likeliest")] = UNSET
+    character_nats: Annotated[
+        list[float | None] | UnsetType, Meta(description="null: the first character of a document")
+    ] = UNSET
+
+
+class ScoreAnswer(msgspec.Struct):
+    """Answer of POST /v1/score."""
+
+    id: RequestId
+    model: str
+    object: Literal["list"]
+    data: list[Score]
+    usage: Usage
+    chargpt: Annotated[Receipt | UnsetType, Meta(description="absent if there was nothing to score")] = UNSET
+
+
+class NextCharacter(msgspec.Struct):
+    """A possible next character."""
+
+    character: str
+    id: int
+    probability: float
+    logprob: float
+
+
+class Next(msgspec.Struct):
+    """The distribution of the character after one prompt."""
+
+    index: int
+    entropy_nats: float
+    entropy_bits: float
+    distribution: Annotated[list[NextCharacter], Meta(description="the whole vocabulary, likeliest first")]
+
+
+class NextAnswer(msgspec.Struct):
+    """Answer of POST /v1/next."""
+
+    id: RequestId
+    model: str
+    object: Literal["list"]
+    data: list[Next]
+    usage: Usage
+    chargpt: Receipt
+
+
+class TokenizeAnswer(msgspec.Struct):
+    """Answer of POST /tokenize."""
+
+    count: int
+    max_model_len: Annotated[int, Meta(description="longest prompt accepted")]
+    tokens: list[int]
+    replaced_characters: int
+    dropped_characters: int
+
+
+class DetokenizeAnswer(msgspec.Struct):
+    """Answer of POST /detokenize."""
+
+    prompt: str
+
+
+class TokenizerInfo(msgspec.Struct):
+    """Answer of GET /tokenizer_info, as in vLLM's API; lm-evaluation-harness reads it."""
+
+    tokenizer_class: Literal["CharTokenizer"]
+    vocab_size: int
+    bos_token: Annotated[str | None, Meta(description="what an empty prompt means: a line break, if in the vocabulary")]
+    eos_token: None
+    pad_token: None
+
+
+class ModelCard(msgspec.Struct):
+    """The served model, as in OpenAI's API."""
+
+    id: str
+    object: Literal["model"]
+    created: Annotated[int, Meta(description="when the service started, Unix time in seconds")]
+    owned_by: str
+    max_model_len: Annotated[int, Meta(description="longest prompt accepted")]
+
+
+class ModelList(msgspec.Struct):
+    """Answer of GET /v1/models."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class ServedModel(msgspec.Struct):
+    """The checkpoint."""
+
+    name: str
+    checkpoint_sha256: str
+    config: Annotated[dict[str, Any], Meta(description="hyperparameters of the network")]
+    vocabulary: Annotated[str, Meta(description="every character; its index is its id")]
+    training: Annotated[dict[str, Any], Meta(description="training.json: recipe, data and losses")]
+
+
+class Limits(msgspec.Struct):
+    """Settings that limit requests."""
+
+    max_prompts: int
+    max_prompt_characters: int
+    max_tokens: int
+    max_score_texts: int
+    max_regex_characters: int
+    max_body_bytes: int
+    max_running_requests: int
+    max_queued_requests: int
+    request_timeout_seconds: float
+
+
+class Info(msgspec.Struct):
+    """Answer of GET /info."""
+
+    model: ServedModel
+    limits: Limits
+    unknown_characters: UnknownCharacters
+    devices: list[str]
+    versions: dict[str, str]
+
+
+class Status(msgspec.Struct):
+    """Answer of a probe."""
+
+    status: Literal["alive", "ready", "draining", "no worker"]

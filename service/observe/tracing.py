@@ -24,7 +24,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.types import Scope
 
 if TYPE_CHECKING:
-    from service.http.run import Work
+    from service.http.context import RequestContext
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +55,11 @@ class Tracer:
         self._tracer = self._provider.get_tracer("chargpt")
         self._propagator = TraceContextTextMapPropagator()
 
-    def request(self, scope: Scope, status: int | None, started_at: float, ended_at: float) -> None:
+    def request(
+        self, scope: Scope, context: RequestContext, status: int | None, started_at: float, ended_at: float
+    ) -> None:
         """Make the span of a request that is over, if it asked the model; times by time.monotonic()."""
-        operation = OPERATIONS.get(scope["chargpt.handler"])
+        operation = OPERATIONS.get(context.route)
         if operation is None:
             return
         offset = time.time_ns() - time.monotonic_ns()
@@ -74,29 +76,27 @@ class Tracer:
                 "gen_ai.operation.name": operation,
                 "gen_ai.provider.name": "chargpt",
                 "gen_ai.request.model": self._model_name,
-                "gen_ai.request.id": scope["chargpt.request_id"],
+                "gen_ai.request.id": context.request_id,
                 "http.request.method": scope["method"],
-                "http.route": scope["chargpt.handler"],
+                "http.route": context.route,
             },
             start_time=unix(started_at),
         )
         if span.is_recording():
             if status is not None:
                 span.set_attribute("http.response.status_code", status)
-            work: Work | None = scope.get("chargpt.work")
-            endings = {} if work is None else work.endings
-            failure = next((reason for reason in FAILURES if reason in endings), None)
+            failure = next((reason for reason in FAILURES if reason in context.endings), None)
             if failure is None and status is not None and status >= 500:
                 failure = str(status)
             if failure is not None:
                 span.set_attribute("error.type", failure)
                 span.set_status(StatusCode.ERROR)
-            if work is not None:
-                span.set_attributes(_attributes(work, ended_at - started_at))
-                context = set_span_in_context(span)
-                for run in work.runs:
-                    for name, began, ended in run.phases:
-                        phase = self._tracer.start_span(name, context, start_time=unix(began))
+            if context.num_prompt_tokens is not None:
+                span.set_attributes(_attributes(context, ended_at - started_at))
+                parent = set_span_in_context(span)
+                for generation in context.generations:
+                    for name, began, ended in generation.phases:
+                        phase = self._tracer.start_span(name, parent, start_time=unix(began))
                         phase.end(unix(min(ended, ended_at)))
         span.end(unix(ended_at))
 
@@ -110,31 +110,31 @@ class Tracer:
             self._exporter.shutdown()
 
 
-def _attributes(work: Work, seconds: float) -> dict[str, Any]:
+def _attributes(context: RequestContext, seconds: float) -> dict[str, Any]:
     """What a request asked and got: OpenTelemetry's names, and vLLM's for what those lack."""
     attributes: dict[str, Any] = {
-        "gen_ai.usage.input_tokens": work.num_prompt_tokens,
-        "gen_ai.usage.output_tokens": work.num_completion_tokens,
-        "gen_ai.response.finish_reasons": [reason for reason, count in work.endings.items() for _ in range(count)],
+        "gen_ai.usage.input_tokens": context.num_prompt_tokens,
+        "gen_ai.usage.output_tokens": context.num_completion_tokens,
+        "gen_ai.response.finish_reasons": [reason for reason, count in context.endings.items() for _ in range(count)],
         "gen_ai.latency.e2e": seconds,
     }
-    if not work.runs:
+    if not context.generations:
         return attributes
-    run = work.runs[0]
-    timing = run.timing
+    generation = context.generations[0]
+    timing, first = generation.timing, generation.sequences[0].submit
     attributes |= {
-        "gen_ai.usage.num_sequences": len(run.submits),
-        "gen_ai.request.max_tokens": run.submits[0].max_tokens,
-        "gen_ai.request.temperature": run.submits[0].sampling.temperature,
-        "gen_ai.request.top_p": run.submits[0].sampling.top_p,
+        "gen_ai.usage.num_sequences": len(generation.sequences),
+        "gen_ai.request.max_tokens": first.max_tokens,
+        "gen_ai.request.temperature": first.sampling.temperature,
+        "gen_ai.request.top_p": first.sampling.top_p,
     }
-    if run.phases:
+    if generation.phases:
         attributes |= {
-            "gen_ai.latency.time_in_queue": timing.queue,
-            "gen_ai.latency.time_in_model_prefill": timing.prefill,
-            "gen_ai.latency.time_in_model_decode": timing.decode,
-            "gen_ai.latency.time_in_model_inference": timing.prefill + timing.decode,
+            "gen_ai.latency.time_in_queue": timing.queue_seconds,
+            "gen_ai.latency.time_in_model_prefill": timing.prefill_seconds,
+            "gen_ai.latency.time_in_model_decode": timing.decode_seconds,
+            "gen_ai.latency.time_in_model_inference": timing.prefill_seconds + timing.decode_seconds,
         }
-    if run.time_to_first_token is not None:
-        attributes["gen_ai.latency.time_to_first_token"] = run.time_to_first_token
+    if generation.time_to_first_token is not None:
+        attributes["gen_ai.latency.time_to_first_token"] = generation.time_to_first_token
     return attributes

@@ -15,7 +15,7 @@ import pytest
 from fastapi import FastAPI
 from helpers import RunningServer, save_random, web
 
-from service.http.middleware import EXPOSED_HEADERS, Edge
+from service.http.middleware import EXPOSED_HEADERS, RequestMiddleware
 from service.settings import Settings
 
 KEYS = ["first-key-0123", 'odd~!"%&/()=#', "last" * 50]
@@ -273,7 +273,7 @@ def test_errors_can_be_read_by_web_pages_too(server):
 
 def test_an_error_of_our_own_is_an_answer_like_any_other(caplog):
     app = FastAPI()
-    app.add_middleware(Edge, settings=Settings(cors_origins=[ORIGIN]), metrics=lambda: None)
+    app.add_middleware(RequestMiddleware, settings=Settings(cors_origins=[ORIGIN]), metrics=lambda: None)
 
     @app.get("/broken")
     async def broken():
@@ -317,7 +317,7 @@ def test_routes_answer_with_and_without_the_prefix(server):
 @pytest.mark.parametrize("root_path", ["/v1", "/generate", "/deep/er"])
 def test_a_prefix_may_look_like_a_route(root_path):
     app = FastAPI()
-    app.add_middleware(Edge, settings=Settings(root_path=root_path), metrics=lambda: None)
+    app.add_middleware(RequestMiddleware, settings=Settings(root_path=root_path), metrics=lambda: None)
     for path in ("/generate", "/v1/models"):
         app.add_api_route(path, lambda path=path: path)
 
@@ -343,7 +343,7 @@ def test_a_body_that_trickles_in_is_not_waited_for(server):
     assert b"x-request-id: slow" in top
     error = json.loads(body)["error"]
     assert (error["type"], error["code"]) == ("invalid_request_error", "body_timeout")
-    assert "0.5 seconds" in error["message"]
+    assert "within 0.5 s" in error["message"]
 
 
 def test_after_the_body_its_time_is_over_and_a_client_that_leaves_is_noticed(server):

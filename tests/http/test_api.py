@@ -232,7 +232,7 @@ def test_scores_are_refused_with_a_reason(client):
     assert "either" in refused(client, "/v1/score")["message"]
     assert "either" in refused(client, "/v1/score", texts=["a"], continuations=["b"])["message"]
     assert refused(client, "/v1/score", texts=[])["param"] == "texts"
-    assert "1 to 3000 texts" in refused(client, "/v1/score", texts=["a"] * 3001)["message"]
+    assert "must be in [1, 3000], got 3001" in refused(client, "/v1/score", texts=["a"] * 3001)["message"]
     assert refused(client, "/v1/score", texts=["ok", "é"])["message"].startswith("texts.1: character 'é' (U+00E9)")
     assert refused(client, "/v1/score", prefix="é", continuations=["a"])["param"] == "prefix"
 

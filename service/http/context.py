@@ -1,0 +1,151 @@
+"""What the parts of the HTTP process pass to each other: the state of one request, and what all requests share."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from starlette.types import Scope
+
+from service.http.client import EngineClient, Generation
+from service.http.patterns import PatternCompiler
+from service.http.schemas import ApiError
+from service.model.checkpoint import Checkpoint
+from service.observe.exposition import Exposition
+from service.observe.metrics import Metrics
+from service.settings import Settings
+from service.wire import Submit
+
+if TYPE_CHECKING:
+    from service.observe.tracing import Tracer
+
+
+@dataclass(eq=False)
+class RequestContext:
+    """The state of one request, from the middleware to its log line and span."""
+
+    request_id: str
+    route: str  # path of the matching route, as metrics name it
+    arrived_at: float  # when the body was complete, by time.monotonic()
+    num_prompt_tokens: int | None = None  # None: the request does not run the model
+    generations: list[Generation] = field(default_factory=list)  # the first gives the answer, or candidates for it
+    client_left: bool = False
+
+    @classmethod
+    def of(cls, scope: Scope) -> RequestContext:
+        context: RequestContext = scope["chargpt"]
+        return context
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return self.generations[0].num_completion_tokens if self.generations else 0
+
+    @property
+    def endings(self) -> dict[str, int]:
+        """How many sequences of the answer ended for each reason."""
+        return self.generations[0].endings if self.generations else {}
+
+    def client_has_left(self) -> None:
+        """End whatever still runs."""
+        self.client_left = any(not generation.is_finished for generation in self.generations)
+        self.abort()
+
+    def abort(self) -> None:
+        for generation in self.generations:
+            generation.abort()
+
+
+class SharedState:
+    """What the main process and the HTTP processes share: plain memory, allocated before the fork."""
+
+    def __init__(self, num_processes: int):
+        self._draining = multiprocessing.RawValue("b", 0)
+        self._restarts = multiprocessing.RawValue("l", 0)
+        self._busy = multiprocessing.RawArray("l", num_processes)  # requests running in each process
+
+    @property
+    def is_draining(self) -> bool:
+        return bool(self._draining.value)
+
+    def start_draining(self) -> None:
+        self._draining.value = 1
+
+    @property
+    def num_worker_restarts(self) -> int:
+        return int(self._restarts.value)
+
+    def worker_restarted(self) -> None:
+        self._restarts.value += 1
+
+    @property
+    def num_busy(self) -> int:
+        return sum(self._busy)
+
+    @contextlib.contextmanager
+    def busy(self, process: int) -> Iterator[None]:
+        self._busy[process] += 1
+        try:
+            yield
+        finally:
+            self._busy[process] -= 1
+
+
+class Service:
+    """What the routes need: the served checkpoint, the settings, and in an HTTP process the connected client."""
+
+    client: EngineClient  # these three from App.running, in an HTTP process
+    metrics: Metrics | None = None
+    tracer: Tracer | None = None
+
+    def __init__(self, settings: Settings, checkpoint: Checkpoint, state: SharedState):
+        self.settings = settings
+        self.checkpoint = checkpoint
+        self.tokenizer = checkpoint.tokenizer
+        self.state = state
+        self.devices: list[str] = []  # from the server
+        self.process_id = 0  # of this HTTP process
+        self.started_at = int(time.time())
+        self.patterns = PatternCompiler(checkpoint.tokenizer.characters, settings.max_regex_characters)
+        self.exposition = Exposition(
+            settings.model_name, checkpoint, vllm_names=settings.metrics_vllm_names,
+            restarts=lambda: state.num_worker_restarts,
+        )  # fmt: skip
+
+    @property
+    def is_ready(self) -> bool:
+        return self.metrics is not None and self.client.is_ready
+
+    def busy(self) -> contextlib.AbstractContextManager[None]:
+        """Count a request as running, so that a shutdown waits for it."""
+        return self.state.busy(self.process_id)
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name != self.settings.model_name:
+            message = f"model {name!r} is not served here; the served model is {self.settings.model_name!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def timeout(self, seconds: float | None) -> float:
+        longest = self.settings.request_timeout_seconds
+        return longest if seconds is None else min(seconds, longest)
+
+    def start(self, context: RequestContext, submits: list[Submit], **options: Any) -> Generation:
+        """Run sequences for a request; options as those of EngineClient.start.
+
+        Raises:
+            ApiError: 503, the server is shutting down, or no worker is connected.
+        """
+        assert self.metrics is not None
+        if self.state.is_draining:
+            self.metrics.request_rejected("shutting_down", len(submits))
+            raise ApiError(503, "server is shutting down", code="shutting_down", retry_after_seconds=1)
+        for submit in submits:
+            submit.request_id = context.request_id
+        generation = self.client.start(submits, context.arrived_at, **options)
+        context.generations.append(generation)
+        if context.client_left:
+            generation.abort()
+        return generation

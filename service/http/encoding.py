@@ -1,0 +1,105 @@
+"""The texts and ids of one request to ids of the vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from service.http.context import Service
+from service.http.schemas import ApiError, ModelRequest, Prompt, Receipt, Timing
+from service.model.tokenizer import UnknownCharacterError
+
+MAX_LISTED = 20  # unknown characters that an error names
+
+
+class Encoder:
+    """Encodes texts as the request or the settings say, and counts the unknown characters replaced or dropped.
+
+    Raises:
+        ApiError: 400, the replacement character is not in the vocabulary.
+    """
+
+    def __init__(self, service: Service, body: ModelRequest):
+        self.service = service
+        self.tokenizer = service.tokenizer
+        self.policy = body.unknown_characters or service.settings.unknown_characters
+        self.replacement = body.replacement_character or service.settings.replacement_character
+        self.replaced = self.dropped = 0
+        if self.policy == "replace" and self.replacement not in self.tokenizer:
+            message = f"replacement_character: {self.replacement!r} is not in the vocabulary"
+            raise ApiError(400, message, param="replacement_character")
+
+    def encode(self, text: str, param: str, index: int | None = None) -> list[int]:
+        """The ids of a text: the request's field `param`, or with `index` one of several in it.
+
+        Raises:
+            ApiError: 400, the text has unknown characters, which are to be refused.
+        """
+        try:
+            return self.tokenizer.encode(text)
+        except UnknownCharacterError:
+            unknown = [(i, c) for i, c in enumerate(text) if c not in self.tokenizer]
+        if self.policy == "refuse":
+            raise unknown_characters(unknown, param, index)
+        if self.policy == "drop":
+            self.dropped += len(unknown)
+            return self.tokenizer.encode("".join([c for c in text if c in self.tokenizer]))
+        self.replaced += len(unknown)
+        return self.tokenizer.encode("".join([c if c in self.tokenizer else self.replacement for c in text]))
+
+    def encode_prompts(self, prompts: list[Prompt], is_list: bool) -> list[list[int]]:
+        """The ids of the field `prompt`, within the server's limits; `is_list`: errors give a prompt's index.
+
+        Raises:
+            ApiError: 400, a prompt is too long or has unknown characters or ids.
+        """
+        limit = self.service.settings.max_prompt_characters
+        ids = []
+        for i, prompt in enumerate(prompts):
+            index, name = (i, f"prompt.{i}") if is_list else (None, "prompt")
+            if len(prompt) > limit:
+                raise ApiError(400, f"{name}: at most {limit} characters, got {len(prompt)}", param="prompt")
+            if isinstance(prompt, list):
+                check_ids(self.service, prompt, "prompt", name)
+                ids.append(prompt)
+            else:
+                ids.append(self.encode(prompt, "prompt", index))
+        return ids
+
+    def receipt(self, timing: Timing, seeds: Iterable[int] = ()) -> Receipt:
+        return Receipt(self.service.checkpoint.digest, list(seeds), timing, self.replaced, self.dropped)
+
+    def count_unknown(self) -> None:
+        """Add the unknown characters of an accepted request to the metrics."""
+        if self.service.metrics is not None:
+            self.service.metrics.unknown_characters("replace", self.replaced)
+            self.service.metrics.unknown_characters("drop", self.dropped)
+
+
+def check_ids(service: Service, ids: list[int], param: str, name: str | None = None) -> None:
+    wrong = next((id for id in ids if id >= service.tokenizer.vocab_size), None)
+    if wrong is not None:
+        message = f"{name or param}: ids must be in [0, {service.tokenizer.vocab_size - 1}], got {wrong}"
+        raise ApiError(400, message, param=param)
+
+
+def document_start(service: Service, param: str) -> list[int]:
+    """What an empty text means.
+
+    Raises:
+        ApiError: 400, the vocabulary has no line break.
+    """
+    if "\n" not in service.tokenizer:
+        raise ApiError(400, f"{param}: must not be empty, as the vocabulary has no line break", param=param)
+    return service.tokenizer.encode("\n")
+
+
+def unknown_characters(unknown: list[tuple[int, str]], param: str, index: int | None = None) -> ApiError:
+    """The error that names (offset, character) pairs with their code points."""
+    listed = [f"{c!r} (U+{ord(c):04X}) at offset {i}" for i, c in unknown[:MAX_LISTED]]
+    if len(unknown) == 1:
+        message = f"character {listed[0]} is not in the vocabulary"
+    else:
+        more = f" and {len(unknown) - MAX_LISTED} more" if len(unknown) > MAX_LISTED else ""
+        message = f"characters {', '.join(listed)}{more} are not in the vocabulary"
+    name = param if index is None else f"{param}.{index}"
+    return ApiError(400, f"{name}: {message}", param=param, code="unknown_character")

@@ -1,0 +1,312 @@
+"""POST /generate, GET /generate and POST /v1/completions: parse, encode, submit, write."""
+
+from __future__ import annotations
+
+import functools
+import secrets
+from collections.abc import AsyncIterable, AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from service.http.client import LogprobRow, Piece
+from service.http.context import RequestContext, Service
+from service.http.encoding import Encoder, document_start, unknown_characters
+from service.http.schemas import ApiError, CompletionRequest, GenerateRequest, GenerationRequest, parse
+from service.http.stream import DONE, CompletionForm, Form, NativeForm, RunningAnswer, write_stream, write_whole
+from service.model.params import MAX_SEED
+from service.wire import Submit
+
+SUFFIX_CANDIDATES = 8  # sampled per prompt, if the request does not say and limits allow
+SUFFIX_CUTS = 3  # positions at which a candidate for an infill may end, besides its own end
+EVENT_SOURCE_END = "done"  # id of the last event, with which EventSource reconnects
+
+
+async def generate(service: Service, request: Request) -> Response:
+    """Continue a text."""
+    return await _answer(service, request, parse(GenerateRequest, await request.body()), NativeForm)
+
+
+async def generate_events(service: Service, request: Request) -> Response:
+    """Continue a text, for a browser's EventSource: always a stream, with its fields in the query."""
+    if request.headers.get("last-event-id") == EVENT_SOURCE_END:
+        return Response(status_code=204)  # otherwise EventSource would reconnect for ever
+    fields: dict[str, Any] = dict(request.query_params)
+    if "stop" in fields:
+        fields["stop"] = request.query_params.getlist("stop")
+    body = parse(GenerateRequest, fields | {"stream": "true"})
+    return await _answer(service, request, body, NativeForm, done=b"id: %b\n" % EVENT_SOURCE_END.encode() + DONE)
+
+
+async def completions(service: Service, request: Request) -> Response:
+    """Continue a text, as OpenAI's completions."""
+    return await _answer(service, request, parse(CompletionRequest, await request.body()), CompletionForm)
+
+
+async def _answer(
+    service: Service, request: Request, body: GenerationRequest, form_class: type[Form], done: bytes = DONE
+) -> Response:
+    context = RequestContext.of(request.scope)
+    service.check_model(body.model)
+    candidates = _num_candidates(service, body)
+    _check_limits(service, body, candidates)
+
+    encoder = Encoder(service, body)
+    prompts = encoder.encode_prompts(body.prompts, isinstance(body.prompt, list))
+    suffix = encoder.encode(body.suffix, "suffix") if body.suffix else []
+    if body.suffix and not suffix:
+        raise ApiError(400, "suffix: none of its characters is in the vocabulary", param="suffix")
+    seeds = body.seed
+    if not isinstance(seeds, list):
+        seeds = [secrets.randbits(53) if seeds is None else seeds for _ in prompts]
+
+    submits = await _submits(service, body, prompts, seeds, candidates)
+    echo = [service.tokenizer.decode(prompt) for prompt in prompts for _ in range(candidates)] if body.echo else None
+    context.num_prompt_tokens = sum(map(len, prompts))
+    encoder.count_unknown()
+
+    pieces: AsyncIterable[list[Piece]]
+    if suffix:
+        pieces = _infill(service, context, submits, body.n, candidates, suffix, echo)
+    elif candidates > body.n:
+        pieces = _best_of(service, context, submits, body, candidates, echo)
+    else:
+        default = service.settings.stream_interval_seconds
+        interval = default if body.stream_interval is None else body.stream_interval
+        pieces = service.start(context, submits, echo=echo, interval=interval if body.stream else None)
+
+    form = form_class(
+        context,
+        service.settings.model_name,
+        service.tokenizer.characters,
+        functools.partial(encoder.receipt, seeds=seeds),
+        include_usage=body.stream_options.include_usage,
+        continuous_usage=body.stream_options.continuous_usage_stats,
+    )
+    write = functools.partial(write_whole, context=context, pieces=pieces, form=form)
+    if body.stream:
+        keep_alive = service.settings.keep_alive_seconds
+        options: dict[str, Any] = {"done": done, "keep_alive_seconds": keep_alive}
+        write = functools.partial(write_stream, context=context, pieces=pieces, form=form, **options)
+    return RunningAnswer(context, service.busy(), write)
+
+
+def _num_candidates(service: Service, body: GenerationRequest) -> int:
+    """Sequences sampled per prompt."""
+    if body.best_of is not None:
+        return body.best_of
+    if not body.suffix:
+        return body.n
+    return max(body.n, min(SUFFIX_CANDIDATES, service.settings.max_prompts // max(1, len(body.prompts))))
+
+
+def _check_limits(service: Service, body: GenerationRequest, candidates: int) -> None:
+    """Limits of this server and its model."""
+    settings, count = service.settings, len(body.prompts)
+    if not 1 <= count * candidates <= settings.max_prompts:
+        param = "prompt" if candidates == 1 else "n" if body.best_of is None else "best_of"
+        given = f"{count}" if candidates == 1 else f"{count} × {candidates}"
+        message = f"sequences per request (prompts × n or best_of) must be in [1, {settings.max_prompts}], got {given}"
+        raise ApiError(400, f"{param}: {message}", param=param)
+    if "max_tokens" not in body.model_fields_set:
+        body.max_tokens = min(body.max_tokens, settings.max_tokens)
+    for param in ("max_tokens", "min_tokens"):
+        if getattr(body, param) > settings.max_tokens:
+            raise ApiError(400, f"{param}: at most {settings.max_tokens}, got {getattr(body, param)}", param=param)
+    vocab_size = service.tokenizer.vocab_size
+    if body.logprobs is not None and body.logprobs > vocab_size:
+        message = f"logprobs: at most {vocab_size}, the size of the vocabulary, got {body.logprobs}"
+        raise ApiError(400, message, param="logprobs")
+
+
+async def _submits(
+    service: Service, body: GenerationRequest, prompts: list[list[int]], seeds: list[int], candidates: int
+) -> list[Submit]:
+    """The sequences of a request: `candidates` for each prompt, with consecutive seeds."""
+    tokenizer = service.tokenizer
+    shared = Submit(
+        0,
+        [],
+        body.max_tokens,
+        body.sampling(_logit_bias(service, body)),
+        service.timeout(body.timeout_seconds),
+        # A stop string with an unknown character can never appear.
+        stop=tuple(tuple(tokenizer.encode(s)) for s in body.stops if all(c in tokenizer for c in s)),
+        include_stop=body.include_stop_str_in_output,
+        min_tokens=body.min_tokens,
+        logprobs=body.logprobs,
+        priority=2 * body.priority,
+    )
+    await _constrain(service, body, shared)
+    if candidates > body.n and shared.logprobs is None:
+        shared.logprobs = 0  # to rank the candidates
+    return [
+        msgspec.structs.replace(
+            shared,
+            prompt=prompt or document_start(service, "prompt"),
+            sampling=msgspec.structs.replace(shared.sampling, seed=(seed + j) % (MAX_SEED + 1)),
+            score_from=1 if body.echo and shared.logprobs is not None and len(prompt) > 1 else None,
+        )
+        for prompt, seed in zip(prompts, seeds, strict=True)
+        for j in range(candidates)
+    ]
+
+
+async def _constrain(service: Service, body: GenerationRequest, submit: Submit) -> None:
+    """Set the patterns that a request asks for."""
+    allowed = None
+    if body.allowed_characters is not None:
+        unknown = [(i, c) for i, c in enumerate(body.allowed_characters) if c not in service.tokenizer]
+        if unknown:
+            raise unknown_characters(unknown, "allowed_characters")
+        allowed = frozenset(body.allowed_characters)
+    if body.stop_regex is not None:
+        stop_pattern = await service.patterns.compile("stop_regex", body.stop_regex)
+        if stop_pattern.matches_empty:
+            raise ApiError(400, "stop_regex: must not match the empty text", param="stop_regex")
+        submit.stop_pattern = stop_pattern.packed
+    if body.regex is not None or body.choice is not None:
+        param = "regex" if body.choice is None else "choice"
+        constraint = await service.patterns.compile(param, body.regex or tuple(body.choice or ()), allowed)
+        if constraint.min_length > body.max_tokens:
+            message = f"the shortest match has {constraint.min_length} characters, max_tokens is {body.max_tokens}"
+            raise ApiError(400, f"{param}: {message}", param=param)
+        submit.constraint = constraint.packed
+    elif allowed is not None:
+        submit.constraint = service.patterns.any_of(allowed)
+        submit.may_leave = False
+
+
+def _logit_bias(service: Service, body: GenerationRequest) -> tuple[tuple[int, float], ...]:
+    """Pairs of an id and its bias."""
+    tokenizer, given = service.tokenizer, body.logit_bias
+    biases: dict[int, float] = {}
+    for key, bias in given.items() if isinstance(given, dict) else given:
+        if isinstance(given, dict) and isinstance(key, str) and key.isascii() and key.isdigit():
+            id = int(key) if len(key) <= 10 else tokenizer.vocab_size
+        elif isinstance(key, str) and key in tokenizer:
+            id = tokenizer.encode(key)[0]
+        else:
+            id = key if isinstance(key, int) else tokenizer.vocab_size
+        if id >= tokenizer.vocab_size:
+            message = (
+                f"must be of characters of the vocabulary or ids in [0, {tokenizer.vocab_size - 1}], "
+                f"with biases in [-100, 100], got {key!r}: {bias!r}"
+            )
+            raise ApiError(400, f"logit_bias: {message}", param="logit_bias")
+        if id in biases:
+            raise ApiError(400, f"logit_bias: {key!r}, id {id}, is named twice", param="logit_bias")
+        biases[id] = bias
+    return tuple(biases.items())
+
+
+# -- best_of and suffix: sample candidates, rank them, answer with the best --
+
+
+@dataclass
+class Candidate:
+    """One of the texts sampled for a prompt."""
+
+    number: int  # of its sequence
+    seed: int
+    text: str = ""
+    finish_reason: str | None = None
+    logprobs: list[LogprobRow] = field(default_factory=list)
+    score: float = 0.0
+
+
+async def _sample_candidates(
+    service: Service, context: RequestContext, submits: list[Submit], echo: list[str] | None
+) -> list[Candidate]:
+    candidates = [Candidate(i, submit.sampling.seed) for i, submit in enumerate(submits)]
+    async for pieces in service.start(context, submits, echo=echo):
+        for piece in pieces:
+            candidate = candidates[piece.number]
+            candidate.text += piece.text
+            candidate.finish_reason = piece.finish_reason
+            candidate.logprobs += piece.logprobs or []
+    return candidates
+
+
+async def _best_of(
+    service: Service,
+    context: RequestContext,
+    submits: list[Submit],
+    body: GenerationRequest,
+    num_candidates: int,
+    echo: list[str] | None,
+) -> AsyncIterator[list[Piece]]:
+    """The `n` texts of each prompt with the highest mean log-probability."""
+    candidates = await _sample_candidates(service, context, submits, echo)
+    for candidate in candidates:
+        values = [value or 0.0 for value, _ in candidate.logprobs[len(echo[candidate.number]) if echo else 0 :]]
+        candidate.score = sum(values) / len(values) if values else 0.0
+    yield _best(candidates, body.n, num_candidates, give_logprobs=body.logprobs is not None)
+
+
+async def _infill(
+    service: Service,
+    context: RequestContext,
+    submits: list[Submit],
+    n: int,
+    num_candidates: int,
+    suffix: list[int],
+    echo: list[str] | None,
+) -> AsyncIterator[list[Piece]]:
+    """The `n` texts of each prompt after which the suffix is likeliest.
+
+    Each candidate is also cut where the suffix's first character is likeliest to come next; all are ranked by
+    log p(suffix | prompt, middle).
+    """
+    suffix = suffix[: service.checkpoint.receptive_field]
+    for submit in submits:
+        submit.logprobs, submit.logprob_ids, submit.score_from = 0, (suffix[0],), None
+    sampled = await _sample_candidates(service, context, submits, None)
+    if context.client_left:
+        return
+    middles = [middle for candidate in sampled for middle in _cut(candidate, submits[candidate.number].min_tokens)]
+    scoring: dict[tuple[int, str], Submit] = {}  # (prompt, text): equal texts are scored once, and alike
+    for middle in middles:
+        submit = submits[middle.number]
+        before = submit.prompt + service.tokenizer.encode(middle.text)
+        scoring[middle.number // num_candidates, middle.text] = Submit(
+            0, before + suffix, 0, submit.sampling, submit.timeout_seconds,
+            logprobs=0, score_from=len(before), priority=submit.priority,
+        )  # fmt: skip
+    generation = service.start(context, list(scoring.values()))
+    async for _ in generation:
+        pass
+    scores = {key: sum(generation.prompt_logprobs(i)) for i, key in enumerate(scoring)}
+    for middle in middles:
+        middle.score = scores[middle.number // num_candidates, middle.text]
+        middle.text = (echo[middle.number] if echo else "") + middle.text
+    yield _best(middles, n, num_candidates, give_logprobs=False)
+
+
+def _cut(candidate: Candidate, min_tokens: int) -> list[Candidate]:
+    """A candidate as it is, and cut where the suffix is likely to begin."""
+    chances = [top[0][1] for _, top in candidate.logprobs]  # of the suffix's first character at each position
+    cuts = sorted(range(min_tokens, len(chances)), key=lambda i: -chances[i])[:SUFFIX_CUTS]
+    return [candidate, *(Candidate(candidate.number, candidate.seed, candidate.text[:i], "stop") for i in sorted(cuts))]
+
+
+def _best(candidates: list[Candidate], n: int, num_candidates: int, give_logprobs: bool) -> list[Piece]:
+    """The n best of each prompt; repetitions of a text come last."""
+    by_prompt: dict[int, list[Candidate]] = {}
+    for candidate in candidates:
+        by_prompt.setdefault(candidate.number // num_candidates, []).append(candidate)
+    pieces = []
+    for prompt, its in sorted(by_prompt.items()):
+        seen: set[str] = set()
+        ranked = []
+        for i, candidate in enumerate(its):
+            ranked.append((candidate.text in seen, -round(candidate.score, 4), i))
+            seen.add(candidate.text)
+        for place, (_, _, i) in enumerate(sorted(ranked)[:n]):
+            best = its[i]
+            logprobs = best.logprobs if give_logprobs else None
+            pieces.append(Piece(prompt * n + place, best.seed, best.text, best.finish_reason, logprobs))
+    return pieces

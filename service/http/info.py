@@ -1,0 +1,114 @@
+"""Routes that do not run the model: characters to ids and back, what is served, probes and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from importlib.metadata import version
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from service.http.context import Service
+from service.http.encoding import Encoder, check_ids
+from service.http.schemas import (
+    DetokenizeAnswer,
+    DetokenizeRequest,
+    Info,
+    Limits,
+    ModelCard,
+    ModelList,
+    ServedModel,
+    Status,
+    TokenizeAnswer,
+    TokenizeRequest,
+    TokenizerInfo,
+    parse,
+)
+
+
+def _json(content: msgspec.Struct, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")
+
+
+async def tokenize(service: Service, request: Request) -> Response:
+    """Encode a text."""
+    body = parse(TokenizeRequest, await request.body())
+    service.check_model(body.model)
+    encoder = Encoder(service, body)
+    tokens = encoder.encode(body.prompt, "prompt")
+    encoder.count_unknown()
+    longest = service.settings.max_prompt_characters
+    return _json(TokenizeAnswer(len(tokens), longest, tokens, encoder.replaced, encoder.dropped))
+
+
+async def detokenize(service: Service, request: Request) -> Response:
+    """Decode ids."""
+    body = parse(DetokenizeRequest, await request.body())
+    service.check_model(body.model)
+    check_ids(service, body.tokens, "tokens")
+    return _json(DetokenizeAnswer(service.tokenizer.decode(body.tokens)))
+
+
+async def tokenizer_info(service: Service, request: Request) -> Response:
+    """Describe the tokenizer, as vLLM does."""
+    beginning = "\n" if "\n" in service.tokenizer else None
+    return _json(TokenizerInfo("CharTokenizer", service.tokenizer.vocab_size, beginning, None, None))
+
+
+def _model_card(service: Service) -> ModelCard:
+    settings = service.settings
+    return ModelCard(settings.model_name, "model", service.started_at, "chargpt", settings.max_prompt_characters)
+
+
+async def models(service: Service, request: Request) -> Response:
+    """List the served model, as OpenAI does."""
+    return _json(ModelList("list", [_model_card(service)]))
+
+
+async def model(service: Service, request: Request) -> Response:
+    """Describe the served model, as OpenAI does."""
+    service.check_model(request.path_params["model"])
+    return _json(_model_card(service))
+
+
+async def info(service: Service, request: Request) -> Response:
+    """Describe what is served: the checkpoint, its losses, limits, versions and devices."""
+    settings, checkpoint = service.settings, service.checkpoint
+    return _json(
+        Info(
+            ServedModel(
+                settings.model_name,
+                checkpoint.digest,
+                checkpoint.hyperparameters,
+                "".join(checkpoint.tokenizer.characters),
+                checkpoint.training,
+            ),
+            Limits(**{name: getattr(settings, name) for name in Limits.__struct_fields__}),
+            settings.unknown_characters,
+            service.devices,
+            {name: version(name) for name in ("chargpt", "torch", "litserve")},
+        )
+    )
+
+
+async def livez(service: Service, request: Request) -> Response:
+    """Whether this HTTP process answers."""
+    return _json(Status("alive"))
+
+
+async def readyz(service: Service, request: Request) -> Response:
+    """Whether requests are accepted: not while starting, without a worker, or shutting down."""
+    if service.state.is_draining:
+        return _json(Status("draining"), 503)
+    if not service.is_ready:
+        return _json(Status("no worker"), 503)
+    return _json(Status("ready"))
+
+
+async def prometheus(service: Service, request: Request) -> Response:
+    """Metrics of all processes, in Prometheus' text format, or in OpenMetrics if Accept asks for it."""
+    if service.metrics is not None:
+        service.metrics.flush()
+    text, content_type = await asyncio.to_thread(service.exposition.page, request.headers.get("accept", ""))
+    return Response(text, headers={"Content-Type": content_type})
