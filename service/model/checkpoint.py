@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from service.model.config import GPTConfig
 from service.model.tokenizer import CharTokenizer
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ class Checkpoint:
         import torch
         from safetensors.torch import load
 
-        from service.model.gpt import GPT, GPTConfig
+        from service.model.gpt import GPT
 
         tensors = load(_verified(self.path, WEIGHTS, _parse(self.path / MANIFEST)))
         names = weight_names(self.hyperparameters["n_layer"])

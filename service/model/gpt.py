@@ -9,59 +9,13 @@ Letters: B rows, T characters, C n_embd, nh n_head, nkv n_kv_head, hs head_dim, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from service.model.config import GPTConfig
+from service.model.kv_cache import CacheRows
 from service.model.sampling import History, SamplingParams, SamplingRows, sample, uniforms
-
-if TYPE_CHECKING:
-    from service.model.kv_cache import CacheRows
-
-
-@dataclass(frozen=True)
-class GPTConfig:
-    """Shape of a model.
-
-    Raises:
-        ValueError: a size is not positive, or `n_embd`, `n_head`, `n_kv_head` do not divide as they must.
-    """
-
-    vocab_size: int
-    block_size: int = 128  # W: how many keys a query sees, itself included
-    n_layer: int = 6
-    n_head: int = 4
-    n_kv_head: int = 2  # each key/value head serves n_head / n_kv_head query heads (Ainslie et al. 2023)
-    n_embd: int = 128
-    n_inner: int | None = None  # width of the SwiGLU; None: 8/3 of n_embd, rounded up to a multiple of 8
-    rope_theta: float = 10_000.0
-    norm_eps: float = 1e-6
-    dropout: float = 0.0  # on the residual branches, in training only
-
-    def __post_init__(self) -> None:
-        if self.n_inner is None:
-            object.__setattr__(self, "n_inner", (8 * self.n_embd + 23) // 24 * 8)
-        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_inner"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.n_embd % (2 * self.n_head):
-            raise ValueError(f"n_embd / n_head must be an even number, got n_embd={self.n_embd}, n_head={self.n_head}")
-        if self.n_head % self.n_kv_head:
-            raise ValueError(f"n_kv_head must divide n_head, got n_kv_head={self.n_kv_head}, n_head={self.n_head}")
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
-
-    @property
-    def head_dim(self) -> int:
-        return self.n_embd // self.n_head
-
-    @property
-    def receptive_field(self) -> int:
-        """Characters, the last included, on which the last position's logits depend: L·(W−1)+1."""
-        return self.n_layer * (self.block_size - 1) + 1
 
 
 class RMSNorm(nn.Module):

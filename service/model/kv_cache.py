@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from service.model.gpt import GPTConfig
+from service.model.config import GPTConfig
 
 
 class CacheRows:

@@ -25,7 +25,8 @@ import service.engine.engine
 from service.engine.engine import Engine
 from service.engine.scheduler import Sequence
 from service.model.checkpoint import Checkpoint
-from service.model.gpt import GPT, GPTConfig
+from service.model.config import GPTConfig
+from service.model.gpt import GPT
 
 from .shapes import PROMPT, SAMPLING, Work, prompt, sampling
 

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from service.model.gpt import GPTConfig, banded_attention
+from service.model.config import GPTConfig
+from service.model.gpt import banded_attention
 from service.model.kv_cache import KVCache
 
 

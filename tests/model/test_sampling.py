@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation import logits_process
 
-from service.model.gpt import GPT, GPTConfig
+from service.model.config import GPTConfig
+from service.model.gpt import GPT
 from service.model.sampling import Draws, History, SamplingParams, SamplingRows, sample, uniforms
 from tests.sampler import distribution, draw
 
