@@ -1,4 +1,4 @@
-"""Shape of a model, without torch."""
+"""The shape of a model; loads without torch."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Shape of a model.
+    """Hyperparameters of a GPT.
 
     Raises:
-        ValueError: a size is not positive, or `n_embd`, `n_head`, `n_kv_head` do not divide as they must.
+        ValueError: a size is not positive, or `n_embd`, `n_head` and `n_kv_head` are not divisible as required.
     """
 
     vocab_size: int
-    block_size: int = 128  # W: how many keys a query sees, itself included
+    block_size: int = 128  # W: the number of keys that a query sees, its own included
     n_layer: int = 6
     n_head: int = 4
     n_kv_head: int = 2  # each key/value head serves n_head / n_kv_head query heads (Ainslie et al. 2023)
@@ -22,7 +22,7 @@ class GPTConfig:
     n_inner: int | None = None  # width of the SwiGLU; None: 8/3 of n_embd, rounded up to a multiple of 8
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-6
-    dropout: float = 0.0  # on the residual branches, in training only
+    dropout: float = 0.0  # of the residual branches, in training only
 
     def __post_init__(self) -> None:
         if self.n_inner is None:
@@ -43,5 +43,5 @@ class GPTConfig:
 
     @property
     def receptive_field(self) -> int:
-        """Characters, the last included, on which the last position's logits depend: L·(W−1)+1."""
+        """Number of trailing characters on which the last position's logits depend: n_layer · (W − 1) + 1."""
         return self.n_layer * (self.block_size - 1) + 1
