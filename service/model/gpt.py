@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from service.model.config import GPTConfig
 from service.model.kv_cache import CacheRows
-from service.model.sampling import History, SamplingParams, SamplingRows, sample, uniforms
+from service.model.params import SamplingParams
+from service.model.sampling import History, SamplingRows, sample, uniforms
 
 
 class RMSNorm(nn.Module):
