@@ -20,8 +20,6 @@ from torch.nn import functional as F
 
 from service.model.params import SamplingParams
 
-MAX_LOGIT = 1e300  # what a repetition penalty may make of a logit: a penalty near 0 must not make it infinite
-
 
 def uniforms(seed: int, start: int, count: int) -> np.ndarray:
     """Draws start … start+count−1 of a seed: (count,) float64 in [0, 1).
@@ -105,7 +103,7 @@ class SamplingRows:
             self.frequency = column([p.frequency_penalty for p in few])
 
         # The largest factor on a logit's error: a penalty r multiplies or divides by r.
-        gain = [min(max(p.repetition_penalty, 1.0 / p.repetition_penalty), MAX_LOGIT) for p in params]
+        gain = [max(p.repetition_penalty, 1.0 / p.repetition_penalty) for p in params]
         self.gain = column(gain)
         self.max_gain = max((g / (p.temperature or 1.0) for g, p in zip(gain, params, strict=True)), default=1.0)
 
@@ -206,7 +204,7 @@ def _penalise(z: Tensor, rows: SamplingRows, histories: Sequence[History | None]
     seen = torch.stack([history.seen for history in few]).to(z.device)
     counts = torch.stack([history.counts for history in few]).to(z.device)
     x = z[rows.which]
-    repeated = torch.where(x > 0.0, x / rows.repetition, x * rows.repetition).clamp(max=MAX_LOGIT)
+    repeated = torch.where(x > 0.0, x / rows.repetition, x * rows.repetition)
     x = torch.where(seen, repeated, x)
     x = x - (rows.frequency * counts + rows.presence * (counts > 0.0))
     return z.index_copy(0, rows.which, x)
