@@ -18,7 +18,8 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from service.model.checkpoint import Checkpoint, save_checkpoint
-from service.model.gpt import GPT, GPTConfig
+from service.model.config import GPTConfig
+from service.model.gpt import GPT
 from service.model.tokenizer import CharTokenizer
 
 DATA = Path(os.environ.get("CHARGPT_DATA_DIR") or Path(__file__).parents[2] / "shared" / "data")

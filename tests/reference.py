@@ -1,7 +1,7 @@
-"""An independent GPT in explicit loops, written from the papers alone: one number at a time, fp64, no torch, no cache.
+"""An independent GPT, written from the papers as explicit loops over scalars: fp64, no torch, no cache.
 
-It reads a checkpoint folder's files itself and shares no code with `service`, so that an error in the model, the
-key names or the configuration cannot hide in both.
+It reads the checkpoint files itself and shares no code with `service`, so that the two cannot share an error in the
+model, the tensor names or the configuration.
 """
 
 import json
@@ -21,7 +21,7 @@ def rms_norm(x, weight, eps):
 
 
 def rope(x, position, theta):
-    """Turn the pairs (x[i], x[i + n/2]) by position · theta^(−2i/n)."""
+    """Rotate the pairs (x[i], x[i + n/2]) by position · theta^(−2i/n)."""
     n = len(x)
     out = list(x)
     for i in range(n // 2):
@@ -46,7 +46,7 @@ def attention(q, k, v, window):
     out = []
     for p in range(len(q)):
         seen = [j for j in range(len(k)) if p - window < j <= p]
-        # the scale stands before the softmax
+        # scaled before the softmax
         scores = [sum(a * b for a, b in zip(q[p], k[j], strict=True)) / math.sqrt(len(q[p])) for j in seen]
         weights = softmax(scores)
         out.append([sum(w * v[j][d] for w, j in zip(weights, seen, strict=True)) for d in range(len(v[0]))])
@@ -54,7 +54,7 @@ def attention(q, k, v, window):
 
 
 def logits(folder, ids):
-    """Logits (len(ids), vocab_size) as nested lists, for a checkpoint folder in Qwen3's layout."""
+    """Logits (len(ids), vocab_size), as nested lists, of a checkpoint folder in the Qwen3 layout."""
     folder = Path(folder)
     config = json.loads((folder / "config.json").read_text())
     w = load_file(folder / "model.safetensors")

@@ -1,6 +1,6 @@
-"""An independent sampler: NumPy, one row, explicit loops, written from the definitions of its parameters.
+"""An independent sampler, written from the definitions of the parameters: NumPy, one row, explicit loops.
 
-What `service.model.sampling.sample` must do. It knows nothing of rounding, tolerances or batches.
+The reference for `service.model.sampling.sample`, without rounding errors, tolerances or batches.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def distribution(
     allowed: np.ndarray | None = None,
 ) -> np.ndarray:
     """The probability of each id (V,) after `prompt` and `completion`; logits (V,), allowed (V,) bool."""
-    x = {i: float(logits[i]) for i in range(len(logits))}  # the ids that are left, in id order
+    x = {i: float(logits[i]) for i in range(len(logits))}  # the remaining ids, in id order
     for i, bias in params.logit_bias:
         x[i] += bias
     if allowed is not None:
@@ -57,7 +57,7 @@ def distribution(
 
 
 def draw(p: np.ndarray, u: float) -> int:
-    """The first id up to which more than u of the probability lies; u in [0, 1)."""
+    """The first id at which the cumulative probability exceeds u; u in [0, 1)."""
     total, last = 0.0, 0
     for i in range(len(p)):
         total += p[i]
@@ -76,7 +76,7 @@ def softmax(x: dict[int, float]) -> dict[int, float]:
 
 
 def smallest_set(x: dict[int, float], order: list[int], mass: float) -> dict[int, float]:
-    """The first of `order` that have `mass` of the probability together."""
+    """The shortest prefix of `order` with at least `mass` of the probability."""
     p, kept, total = softmax(x), set(), 0.0
     for i in order:
         kept.add(i)

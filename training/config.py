@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-if TYPE_CHECKING:
-    from service.model.gpt import GPTConfig
+from service.model.config import GPTConfig
 
 
 class ConfigError(ValueError):
@@ -171,8 +170,6 @@ class TrainConfig:
         Raises:
             ConfigError: the sizes do not fit together.
         """
-        from service.model.gpt import GPTConfig
-
         try:
             shape = {name: getattr(self, name) for name in SHAPE}
             return GPTConfig(vocab_size=vocab_size, dropout=self.dropout, **shape)

@@ -1,1 +1,1 @@
-"""Patterns that a completion must match or stops at: regular expressions, and the automata that they become."""
+"""Constrained generation and stop patterns: regular expressions compiled to automata over character ids."""

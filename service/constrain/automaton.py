@@ -1,7 +1,7 @@
-"""Deterministic automata over character ids: what a constrained text may go on with, and where a stop pattern ends.
+"""Deterministic finite automata (DFAs) over character ids: guides for constrained text, and stop patterns.
 
-Knows nothing of regular expressions, text or HTTP (`service.constrain.regex` makes automata), nor of logits; loads
-without torch.
+Independent of regular expressions (`service.constrain.regex` compiles them), text, logits and HTTP; loads without
+torch.
 """
 
 from __future__ import annotations
@@ -14,35 +14,35 @@ import numpy as np
 
 MAX_STATES = 2**15 - 1  # int16
 MAX_CELLS = 2**20  # states times classes
-MASK_CACHE_BYTES = 2**20  # of one automaton
+MASK_CACHE_BYTES = 2**20  # per automaton
 
 _HEADER = struct.Struct("<III")  # ids, states, classes
-_LEAVES = np.iinfo(np.int32).max  # stands for the distance to an accepting state where an id leaves the language
+_UNREACHABLE = np.iinfo(np.int32).max  # distance from the dead state
 
 
 @dataclass(frozen=True, eq=False)
 class Automaton:
-    """A trimmed deterministic automaton over character ids.
+    """A trimmed DFA over character ids.
 
-    State 0 is the start; every state is reachable and live: an accepting one can be reached from it. Every class
-    has at least one id.
+    State 0 is the start; every state is reachable and live (can reach an accepting one). Every class has at least one
+    id.
     """
 
-    classes: np.ndarray  # (V,) uint16: the class of each id; ids that behave alike share one
-    table: np.ndarray  # (states, classes) int16: the next state; -1: the id leaves the language
+    classes: np.ndarray  # (V,) uint16: the equivalence class of each id
+    table: np.ndarray  # (states, classes) int16: the next state; −1: the dead state, outside the language
     accepting: np.ndarray  # (states,) bool
-    distance: np.ndarray  # (states,) int32: fewest further characters until an accepting state; 0 where accepting
+    distance: np.ndarray  # (states,) int32: fewest characters to an accepting state
     _masks: dict[tuple[int, int, bool], tuple[np.ndarray | None, bool]] = field(
         default_factory=dict, init=False, repr=False
     )
 
     @property
     def min_length(self) -> int:
-        """Characters of the shortest text that matches."""
+        """Characters of the shortest matching text."""
         return int(self.distance[0])
 
     def pack(self) -> bytes:
-        """As bytes for another process, a tenth or less of the arrays' size."""
+        """Serialise for another process, to a tenth of the arrays' size or less."""
         header = _HEADER.pack(len(self.classes), *self.table.shape)
         arrays = (
             self.classes.astype("<u2"),
@@ -54,18 +54,18 @@ class Automaton:
 
     @classmethod
     def unpack(cls, data: bytes) -> Automaton:
-        """What `pack` gave.
+        """The inverse of `pack`.
 
         Raises:
-            ValueError: these bytes are no automaton; says what is wrong with them.
+            ValueError: the data is truncated, damaged or not a valid automaton.
         """
         if len(data) < _HEADER.size:
             raise ValueError(f"a packed automaton has at least {_HEADER.size} bytes, got {len(data)}")
         ids, states, classes = _HEADER.unpack_from(data)
         if not (0 < states <= MAX_STATES and 0 < classes <= min(ids, 2**16) and states * classes <= MAX_CELLS):
             raise ValueError(
-                f"{states} states and {classes} classes of {ids} ids are no automaton: "
-                f"1 to {MAX_STATES} states, 1 to 65536 classes and no more than ids, {MAX_CELLS} cells at most"
+                f"an automaton must have 1 to {MAX_STATES} states, 1 to 65536 classes, at most one per id, and at most "
+                f"{MAX_CELLS} cells, got {states} states, {classes} classes and {ids} ids"
             )
         widths = {"classes": 2 * ids, "table": 2 * states * classes, "accepting": states, "distance": 4 * states}
         size = sum(widths.values())
@@ -75,7 +75,7 @@ class Automaton:
         except zlib.error as error:
             raise ValueError(f"the arrays of a packed automaton are damaged: {error}") from None
         if len(body) != size or not inflater.eof or inflater.unused_data:
-            raise ValueError(f"{states} states and {classes} classes of {ids} ids take {size} bytes exactly")
+            raise ValueError(f"{states} states and {classes} classes of {ids} ids must take exactly {size} bytes")
         parts, start = {}, 0
         for name, width in widths.items():
             parts[name] = body[start : start + width]
@@ -92,31 +92,31 @@ class Automaton:
     def _validate(self) -> None:
         states, classes = self.table.shape
         if self.classes.max() >= classes or not np.bincount(self.classes, minlength=classes).all():
-            raise ValueError(f"each of {classes} classes must have an id, and each id one of these classes")
+            raise ValueError(f"each id must be in one of {classes} classes, and no class may be empty")
         if self.table.min() < -1 or self.table.max() >= states:
-            raise ValueError(f"a next state must be in [-1, {states - 1}], got {self.table.min()} … {self.table.max()}")
+            raise ValueError(f"next states must be in [-1, {states - 1}], got {self.table.min()} … {self.table.max()}")
         if (self.distance < 0).any() or (self.distance >= states).any():
-            raise ValueError(f"a distance must be in [0, {states - 1}]")
-        # Distances that agree with those of the next states everywhere are the right ones, and every state is live.
-        after = np.append(self.distance, _LEAVES)[self.table].min(axis=1).astype(np.int64) + 1
-        if (np.where(self.accepting, 0, after) != self.distance).any():
-            raise ValueError("the distances do not fit the table and the accepting states")
+            raise ValueError(f"distances must be in [0, {states - 1}]")
+        # Distances that are consistent with those of the next states are correct, and prove that every state is live.
+        next_distance = np.append(self.distance, _UNREACHABLE)[self.table].min(axis=1).astype(np.int64)
+        if (np.where(self.accepting, 0, next_distance + 1) != self.distance).any():
+            raise ValueError("the distances are inconsistent with the table and the accepting states")
 
 
 class Guide:
-    """One sequence's way through an automaton: which ids may come next, and where the text ends.
+    """One sequence's path through an automaton: the ids allowed next, and where the text ends.
 
-    A character-level model has no symbol for the end of a text; leaving the pattern plays that role. Where the text
-    matches already, any id may be chosen, and one that leaves the pattern ends the text, without that id.
+    A character-level model has no end-of-text token. Instead, in an accepting state every id outside the pattern is
+    allowed, and choosing one ends the text without that id.
     """
 
     def __init__(self, automaton: Automaton):
         self.automaton = automaton
         self._state = 0
-        self._must_end_here = False  # by the budget: an id that stays in the pattern ends the text too
+        self._out_of_budget = False  # no id that stays in the pattern can be completed: any id ends the text
         self._class_of = automaton.classes.item
         self._next = automaton.table.item
-        self._far = int(automaton.distance.max()) + 2  # no budget from here on rules anything out
+        self._ample = int(automaton.distance.max()) + 2  # from this budget on, completion excludes no id
 
     @property
     def may_end(self) -> bool:
@@ -125,38 +125,37 @@ class Guide:
 
     @property
     def must_end(self) -> bool:
-        """Whether the text so far matches and no character can follow."""
+        """Whether the text so far matches and no longer text with this beginning does."""
         return self.may_end and bool((self.automaton.table[self._state] < 0).all())
 
-    def allowed(self, remaining: int, must_go_on: bool = False) -> np.ndarray | None:
-        """The ids that may come next: (V,) bool, read-only and shared; None: any.
+    def allowed(self, remaining: int, must_continue: bool = False) -> np.ndarray | None:
+        """The allowed next ids: (V,) bool, read-only and shared; None: all.
 
-        `remaining` characters, this one included, may still be generated. An id that stays in the pattern is allowed
-        only where the text can be completed after it; so as long as each id is one that was allowed, the text
-        matches by the time nothing remains, and at least one id is allowed every time.
+        `remaining`: characters that may still be generated, this one included. An id in the pattern is allowed only if
+        the text can be completed after it. So at least one id is always allowed, and as long as only allowed ids are
+        chosen, the text matches when nothing remains.
 
-        With `must_go_on` (fewer characters than wanted so far) ids that leave the pattern are not allowed either,
-        unless no other can follow. Where every id would stay in the pattern and none can be completed, the answer
-        is None, and `push` refuses whatever is chosen.
+        With `must_continue` (the text is still too short) ids outside the pattern are allowed only if no other is. If
+        all ids stay in the pattern and none can be completed, the result is None and `push` refuses any id.
         """
-        assert self.automaton.distance[self._state] <= remaining > 0, "no text of this pattern is that short"
-        key = (self._state, min(remaining, self._far), must_go_on)
+        assert self.automaton.distance[self._state] <= remaining > 0, "no matching text is that short"
+        key = (self._state, min(remaining, self._ample), must_continue)
         masks = self.automaton._masks
         found = masks.get(key)
         if found is None:
-            found = self._find_allowed(remaining, must_go_on)
+            found = self._find_allowed(remaining, must_continue)
             if len(masks) * len(self.automaton.classes) < MASK_CACHE_BYTES:
                 masks[key] = found
-        mask, self._must_end_here = found
+        mask, self._out_of_budget = found
         return mask
 
-    def _find_allowed(self, remaining: int, must_go_on: bool) -> tuple[np.ndarray | None, bool]:
-        """(mask, whether the text must end here)."""
+    def _find_allowed(self, remaining: int, must_continue: bool) -> tuple[np.ndarray | None, bool]:
+        """(mask, out of budget)."""
         automaton = self.automaton
-        after = np.append(automaton.distance, _LEAVES)[automaton.table[self._state]]  # (classes,)
-        good = after < remaining  # the text goes on and can be completed
-        if automaton.accepting[self._state] and not (must_go_on and good.any()):
-            good |= after == _LEAVES
+        distance = np.append(automaton.distance, _UNREACHABLE)[automaton.table[self._state]]  # (classes,)
+        good = distance < remaining
+        if automaton.accepting[self._state] and not (must_continue and good.any()):
+            good |= distance == _UNREACHABLE
             if not good.any():
                 return None, True
         if good.all():
@@ -166,29 +165,27 @@ class Guide:
         return mask, False
 
     def push(self, id: int) -> bool:
-        """Take the id chosen after `allowed`; False: it leaves the pattern, and is not taken."""
+        """Advance by the id chosen after `allowed`; False: it ends the text and is not part of it."""
         state = self._next(self._state, self._class_of(id))
-        if state < 0 or self._must_end_here:
+        if state < 0 or self._out_of_budget:
             return False
         self._state = state
         return True
 
 
 class StopPattern:
-    """Looks for the matches of an automaton anywhere in a stream of ids, one id at a time.
+    """Finds an automaton's matches anywhere in a stream of ids; a match has at least one id.
 
-    A match has at least one id. `held` ids at the end of the stream could be the beginning of one, so they may not be
-    given away yet.
+    The last `held` ids of the stream may be the start of a match, so they must not be emitted yet.
     """
 
     def __init__(self, automaton: Automaton):
         self._class_of = automaton.classes.item
         self._next = automaton.table.item
         self._accepting = automaton.accepting.tolist()
-        self._goes_on = (automaton.table.max(axis=1) >= 0).tolist()
-        self._position = 0  # ids taken
-        # Where each attempt that is still alive began, by its state: the earliest of those that share it, earliest
-        # first (a dict keeps its order).
+        self._extensible = (automaton.table.max(axis=1) >= 0).tolist()
+        self._position = 0  # ids seen
+        # The state of each partial match -> its start; of those in one state the earliest. In order of the starts.
         self._starts: dict[int, int] = {}
 
     @property
@@ -196,7 +193,7 @@ class StopPattern:
         return self._position - next(iter(self._starts.values()), self._position)
 
     def push(self, id: int) -> int | None:
-        """Take one id; the length of the match that it completes (the longest of several), or None."""
+        """Read one id; returns the length of the longest match that ends with it, or None."""
         symbol, step = self._class_of(id), self._next
         self._starts.setdefault(0, self._position)
         self._position += 1
@@ -208,7 +205,7 @@ class StopPattern:
                 continue
             if found is None and self._accepting[state]:
                 found = self._position - start
-            if self._goes_on[state]:
+            if self._extensible[state]:
                 starts.setdefault(state, start)
         self._starts = starts
         return found

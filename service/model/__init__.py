@@ -1,4 +1,4 @@
-"""The artifact that training makes and the service serves: network, cache, sampler, tokenizer, checkpoint.
+"""What training produces and the service serves: the model, its cache, sampling, tokenizer and checkpoint format.
 
-Imports nothing by itself, so that a process that needs only the tokenizer does not load torch.
+Imports nothing, so that a process that needs only the tokenizer does not load torch.
 """

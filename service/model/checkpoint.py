@@ -1,13 +1,13 @@
-"""A checkpoint: a plain Hugging Face model folder that transformers loads as it is.
+"""A checkpoint: a plain Hugging Face model folder, which transformers loads unchanged.
 
     config.json            model_type qwen3, a sliding window of W in every layer, and a `chargpt` section
     model.safetensors      weights under Qwen3's names
-    tokenizer.json         one character, one id; with tokenizer_config.json, what AutoTokenizer reads
+    tokenizer.json         one character, one id; AutoTokenizer reads it with tokenizer_config.json
     training.json          recipe, seed, data hash, losses, versions
-    manifest.json          SHA-256 and size of each other file
+    manifest.json          SHA-256 and size of every other file
 
-Saving is atomic, loading verifies. Only JSON and safetensors are read, never pickle. Torch is imported where
-tensors are touched, so that a process that only describes a checkpoint does not load it.
+Saving is atomic, loading verifies the manifest. Only JSON and safetensors are read, never pickle. Only functions
+that handle tensors import torch, so that reading a checkpoint's description does not load it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from service.model.config import GPTConfig
 from service.model.tokenizer import CharTokenizer
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ FORMAT_VERSION = 1
 WEIGHTS = "model.safetensors"
 MANIFEST = "manifest.json"
 
-# GPTConfig field -> Hugging Face's name in config.json
+# GPTConfig field -> key in config.json
 CONFIG_NAMES = {
     "vocab_size": "vocab_size",
     "block_size": "sliding_window",
@@ -49,7 +50,7 @@ CONFIG_NAMES = {
     "norm_eps": "rms_norm_eps",
 }
 
-# Parameter -> Hugging Face's names; several: ours holds their rows one after the other.
+# Our parameter -> tensors in model.safetensors; ours concatenates the rows of several.
 OUTER_NAMES = {
     "embed.weight": ["model.embed_tokens.weight"],
     "norm.weight": ["model.norm.weight"],
@@ -68,11 +69,11 @@ BLOCK_NAMES = {
 
 
 class CheckpointError(ValueError):
-    """A folder is not a checkpoint that can be trusted; says which file and why."""
+    """A checkpoint is missing, altered or unsupported; the message names the file."""
 
 
 def weight_names(n_layer: int) -> dict[str, list[str]]:
-    """Every parameter of a model of `n_layer` blocks -> its names in `model.safetensors`."""
+    """Every parameter of a model of `n_layer` blocks -> its tensors in model.safetensors."""
     names = dict(OUTER_NAMES)
     for i in range(n_layer):
         for ours, theirs in BLOCK_NAMES.items():
@@ -82,20 +83,20 @@ def weight_names(n_layer: int) -> dict[str, list[str]]:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified folder, without its weights."""
+    """A verified checkpoint folder, without the weights."""
 
     path: Path
     hyperparameters: dict[str, Any]  # the fields of GPTConfig
     tokenizer: CharTokenizer
     training: dict[str, Any]  # training.json
-    digest: str  # SHA-256 of manifest.json, and so of all the files
+    digest: str  # SHA-256 of manifest.json, which covers all files
 
     @classmethod
     def read(cls, path: str | Path) -> Checkpoint:
-        """Verify every file of the manifest and read all but the weights.
+        """Verify every file in the manifest, and read all but the weights.
 
         Raises:
-            CheckpointError: something is missing, altered, or of an unknown version.
+            CheckpointError: a file is missing or altered, or the format is unsupported.
         """
         path = Path(path)
         if not path.is_dir():
@@ -116,30 +117,30 @@ class Checkpoint:
             hyperparameters = {ours: config[theirs] for ours, theirs in CONFIG_NAMES.items()}
             vocab = _parse(path / "tokenizer.json")["model"]["vocab"]
         except KeyError as error:
-            raise CheckpointError(f"{path}: key {error} is missing in config.json or tokenizer.json") from None
+            raise CheckpointError(f"{path}: config.json or tokenizer.json lacks the key {error}") from None
         tokenizer = CharTokenizer(sorted(vocab, key=vocab.__getitem__))
         if tokenizer.vocab_size != hyperparameters["vocab_size"]:
             raise CheckpointError(
-                f"{path}: the tokenizer has {tokenizer.vocab_size} characters, config.json says "
-                f"vocab_size {hyperparameters['vocab_size']}"
+                f"{path}: vocab_size in config.json is {hyperparameters['vocab_size']}, but the tokenizer has "
+                f"{tokenizer.vocab_size} characters"
             )
         return cls(path, hyperparameters, tokenizer, _parse(path / "training.json"), digest)
 
     @property
     def receptive_field(self) -> int:
-        """As GPTConfig's, without torch."""
-        return int(self.hyperparameters["n_layer"] * (self.hyperparameters["block_size"] - 1) + 1)
+        """See GPTConfig."""
+        return GPTConfig(**self.hyperparameters).receptive_field
 
     def load_model(self, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> GPT:
-        """The network, in evaluation mode; fp32 unless `dtype` says otherwise.
+        """The model in evaluation mode, fp32 by default.
 
         Raises:
-            CheckpointError: the weights are altered, or a tensor is missing, superfluous or of another shape.
+            CheckpointError: the weights are altered, or tensors are missing, unknown or of the wrong shape.
         """
         import torch
         from safetensors.torch import load
 
-        from service.model.gpt import GPT, GPTConfig
+        from service.model.gpt import GPT
 
         tensors = load(_verified(self.path, WEIGHTS, _parse(self.path / MANIFEST)))
         names = weight_names(self.hyperparameters["n_layer"])
@@ -157,7 +158,7 @@ class Checkpoint:
 
 
 def named_tensors(model: GPT) -> dict[str, torch.Tensor]:
-    """The model's weights under Hugging Face's names, in fp32 on the CPU."""
+    """The weights under Hugging Face's names, fp32, on the CPU."""
     config = model.config
     state = model.state_dict()
     tensors = {}
@@ -179,11 +180,10 @@ def save_checkpoint(
     extra: Mapping[str, bytes] | None = None,
     dtype: Literal["float32", "float16"] = "float32",
 ) -> None:
-    """Write a checkpoint folder at `path`, replacing the one there in one step.
+    """Write a checkpoint folder, atomically replacing any previous one.
 
-    `training` becomes training.json; `extra` adds files (name -> content) that the manifest covers too; `dtype` is
-    that of the weights in the file.
-    A failure, a full disk or a kill at any moment leaves the previous folder as it was.
+    `training` becomes training.json; `extra` adds files (name -> content), which the manifest covers too; `dtype` is
+    that of the stored weights. A failure, a full disk or a kill leaves the previous folder intact.
 
     Raises:
         OSError: the disk is full or not writable.
@@ -213,31 +213,31 @@ def save_checkpoint(
                     file.flush()
                     os.fsync(file.fileno())
     except OSError as error:
-        error.filename = error.filename or str(path)  # a write that fails does not say where
+        error.filename = error.filename or str(path)  # failed writes do not set it
         raise
 
 
 @contextlib.contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
-    """A new folder beside `path` that takes its place in one step when the block ends without an error.
+    """A temporary folder that atomically replaces `path` when the block succeeds.
 
-    On Linux the two are exchanged atomically. Where the system or file system cannot do that, the old folder
-    is renamed first, and a kill between the two renames leaves only `<name>.previous`.
-    Of several processes that do this at once, each succeeds, and the last one's folder stays.
+    On Linux the two folders are exchanged. Where the system or file system lacks that call, the old folder is renamed
+    first, and a kill between the two renames leaves only `<name>.previous`.
+    Concurrent processes all succeed; the last one's folder remains.
     """
     path = path.absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{path.name}.saving-"
-    for stray in path.parent.glob(f"{glob.escape(prefix)}*"):
-        if not _is_of_another_process(stray.name.removeprefix(prefix)):
-            shutil.rmtree(stray, ignore_errors=True)
+    for leftover in path.parent.glob(f"{glob.escape(prefix)}*"):
+        if not _is_other_process(leftover.name.removeprefix(prefix)):
+            shutil.rmtree(leftover, ignore_errors=True)
     new = path.parent / f"{prefix}{os.getpid()}"
     new.mkdir()
     try:
         yield new
         _fsync_folder(new)
         try:
-            new.rename(path)  # there is none yet
+            new.rename(path)  # the first save
         except OSError:
             if not path.exists():
                 raise
@@ -252,19 +252,19 @@ def replacing_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(new, ignore_errors=True)
 
 
-def _is_of_another_process(pid: str) -> bool:
-    """Whether a process of this number runs and is not this one (a container's number is the same each time)."""
+def _is_other_process(pid: str) -> bool:
+    """Whether another process with this PID is alive. (In a container, our own PID may be that of a killed save.)"""
     try:
         os.kill(int(pid), 0)
     except (ValueError, ProcessLookupError):
         return False
     except PermissionError:
-        pass  # another user's
+        pass  # it belongs to another user
     return int(pid) != os.getpid()
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Swap two names atomically (renameat2, Linux); False where that does not exist."""
+    """Atomically exchange two paths (renameat2, Linux); False where this is not supported."""
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     except AttributeError:
@@ -297,7 +297,7 @@ def _hf_config(model: GPT) -> dict[str, Any]:
         "use_sliding_window": True,
         "max_window_layers": 0,
         "layer_types": ["sliding_attention"] * config.n_layer,
-        # Texts have no bound of their own: attention is banded and positions are relative.
+        # Nominal: attention is banded and positions are relative, so texts are unbounded.
         "max_position_embeddings": 131072,
         "hidden_act": "silu",
         "attention_bias": False,
@@ -308,7 +308,7 @@ def _hf_config(model: GPT) -> dict[str, Any]:
 
 
 def _hf_tokenizer(tokenizer: CharTokenizer) -> dict[str, Any]:
-    """One code point, one id, with the parts of Hugging Face's tokenizers; an unknown character raises there too."""
+    """One code point, one id, in the format of Hugging Face's tokenizers; there too unknown characters raise."""
     return {
         "version": "1.0",
         "truncation": None,
@@ -326,7 +326,7 @@ def _hf_tokenizer(tokenizer: CharTokenizer) -> dict[str, Any]:
         "model": {
             "type": "WordLevel",
             "vocab": {character: i for i, character in enumerate(tokenizer.characters)},
-            "unk_token": "",  # a name no character has
+            "unk_token": "",  # not a character, so never in the vocabulary
         },
     }
 
@@ -348,12 +348,12 @@ def _parse(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"{file}: not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{file}: must hold a JSON object")
+        raise CheckpointError(f"{file}: not a JSON object")
     return value
 
 
 def _verified(path: Path, name: str, manifest: Mapping[str, Any]) -> bytes:
-    """The content of a file that the manifest lists."""
+    """A file's content, checked against the manifest."""
     listed = manifest.get("files", {}).get(name)
     if listed is None:
         raise CheckpointError(f"{path / MANIFEST}: {name} is not listed")

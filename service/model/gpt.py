@@ -1,68 +1,22 @@
 """A character-level GPT in the Qwen3 layout: RoPE, RMSNorm, QK-norm, SwiGLU, grouped KV heads, no biases.
 
-One attention rule holds in training, prefill and decode: a query at position p sees the keys at
-p - W < j <= p, itself included, with W = `block_size`. The cache is an argument; `cache=None` is the
-only switch. The model knows no optimizer, no files, no text.
+One attention rule holds in training, prefill and decode: a query at position p sees the keys at p − W < j ≤ p, with
+W = `block_size`. The cache is an argument; `cache=None` is the only switch. The model knows nothing about optimizers,
+files or text.
 
 Letters: B rows, T characters, C n_embd, nh n_head, nkv n_kv_head, hs head_dim, W block_size, V vocab_size.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from service.model.config import GPTConfig
+from service.model.kv_cache import CacheRows
 from service.model.params import SamplingParams
 from service.model.sampling import History, SamplingRows, sample, uniforms
-
-if TYPE_CHECKING:
-    from service.model.kv_cache import CacheRows
-
-
-@dataclass(frozen=True)
-class GPTConfig:
-    """Shape of a model.
-
-    Raises:
-        ValueError: a size is not positive, or `n_embd`, `n_head`, `n_kv_head` do not divide as they must.
-    """
-
-    vocab_size: int
-    block_size: int = 128  # W: how many keys a query sees, itself included
-    n_layer: int = 6
-    n_head: int = 4
-    n_kv_head: int = 2  # each key/value head serves n_head / n_kv_head query heads (Ainslie et al. 2023)
-    n_embd: int = 128
-    n_inner: int | None = None  # width of the SwiGLU; None: 8/3 of n_embd, rounded up to a multiple of 8
-    rope_theta: float = 10_000.0
-    norm_eps: float = 1e-6
-    dropout: float = 0.0  # on the residual branches, in training only
-
-    def __post_init__(self) -> None:
-        if self.n_inner is None:
-            object.__setattr__(self, "n_inner", (8 * self.n_embd + 23) // 24 * 8)
-        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_inner"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.n_embd % (2 * self.n_head):
-            raise ValueError(f"n_embd / n_head must be an even number, got n_embd={self.n_embd}, n_head={self.n_head}")
-        if self.n_head % self.n_kv_head:
-            raise ValueError(f"n_kv_head must divide n_head, got n_kv_head={self.n_kv_head}, n_head={self.n_head}")
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
-
-    @property
-    def head_dim(self) -> int:
-        return self.n_embd // self.n_head
-
-    @property
-    def receptive_field(self) -> int:
-        """Characters, the last included, on which the last position's logits depend: L·(W−1)+1."""
-        return self.n_layer * (self.block_size - 1) + 1
 
 
 class RMSNorm(nn.Module):
@@ -81,10 +35,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rope_angles(positions: Tensor, config: GPTConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and signed sin for `positions` (...): each (..., hs), as `rotate` takes them.
+    """cos and signed sin for `positions` (…), each (…, hs), for `rotate`.
 
-    Angles are computed in fp64, so that they stay exact at any text length (Su et al. 2021, in the
-    half-split layout of Hugging Face).
+    Su et al. 2021, in Hugging Face's half-split layout. Angles are fp64, to stay accurate at any text length.
     """
     hs = config.head_dim
     device = torch.device("cpu") if positions.device.type == "mps" else positions.device  # MPS has no fp64
@@ -96,15 +49,15 @@ def rope_angles(positions: Tensor, config: GPTConfig, dtype: torch.dtype) -> tup
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (B, T, n, hs) turned by its angles; cos and signed sin (…, T, 1, hs) broadcast over the heads."""
+    """Rotate x (B, T, n, hs); cos and signed sin (…, T, 1, hs) broadcast over the heads."""
     return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, dims=-1), sin)
 
 
 def banded_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """Causal attention in which a query sees at most `window` keys, itself included.
+    """Causal attention in which a query sees at most `window` keys, its own included.
 
-    q (B, nh, T, hs), k and v (B, nkv, T, hs) -> (B, nh, T, hs). Texts longer than the window go in blocks
-    of `window` queries, each against its own block and the one before it, so the cost is O(T · window).
+    q (B, nh, T, hs), k and v (B, nkv, T, hs) -> (B, nh, T, hs). Longer texts are split into blocks of `window`
+    queries, each of which attends to its own block and the previous one: O(T · window).
     """
     B, nh, T, hs = q.size()
     if T <= window:
@@ -112,9 +65,9 @@ def banded_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     n = -(-T // window)  # blocks
     pad = n * window - T
     q, k, v = (F.pad(x, (0, 0, 0, pad)).unflatten(2, (n, window)) for x in (q, k, v))  # (B, heads, n, W, hs)
-    # Block i's keys are blocks i-1 and i; before the first there is an empty one.
+    # Block i attends to blocks i − 1 and i; the first is preceded by padding.
     k, v = (torch.cat((F.pad(x, (0, 0, 0, 0, 1, 0))[:, :, :-1], x), dim=3) for x in (k, v))  # (.., n, 2W, hs)
-    query = torch.arange(window, device=q.device)[:, None] + window  # place within the 2W keys
+    query = torch.arange(window, device=q.device)[:, None] + window  # index within the 2W keys
     key = torch.arange(2 * window, device=q.device)
     band = (key <= query) & (key > query - window)  # (W, 2W)
     mask = band.repeat(n, 1, 1)
@@ -127,7 +80,7 @@ def banded_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
     """softmax(q·kᵀ / √hs) · v over grouped heads; q (B, nh, T, hs), k and v (B, nkv, S, hs) -> (B, nh, T, hs)."""
     if q.size(2) == 1 and not is_causal:
-        # One query per row: those that share a key go as one matrix, half again as fast on a CPU.
+        # Decode: query heads that share a key head form one matrix, which is 1.5 times as fast on a CPU.
         B, nh, _, hs = q.size()
         y = F.scaled_dot_product_attention(q.reshape(B, k.size(1), -1, hs), k, v, attn_mask=attn_mask)
         return y.reshape(B, nh, 1, hs)
@@ -142,7 +95,7 @@ class CausalSelfAttention(nn.Module):
         hs = config.head_dim
         self.config, self.layer = config, layer
         self.sizes = [config.n_embd, config.n_kv_head * hs, config.n_kv_head * hs]
-        self.qkv = nn.Linear(config.n_embd, sum(self.sizes), bias=False)  # query, key and value rows in turn
+        self.qkv = nn.Linear(config.n_embd, sum(self.sizes), bias=False)  # rows of queries, then keys, then values
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.q_norm = RMSNorm(hs, config.norm_eps)  # QK-norm (Henry et al. 2020)
         self.k_norm = RMSNorm(hs, config.norm_eps)
@@ -154,7 +107,7 @@ class CausalSelfAttention(nn.Module):
         qkv_weight, q_gain, k_gain, proj_weight = self.weights
         qkv = F.linear(x, qkv_weight).view(B, T, nh + 2 * nkv, hs)
         qk, v = qkv[:, :, : nh + nkv], qkv[:, :, nh + nkv :].transpose(1, 2)
-        # Queries and keys together: half the operations.
+        # Queries and keys in one tensor: half as many operations.
         gain = torch.cat((q_gain,) * nh + (k_gain,) * nkv).view(-1, hs)
         qk = torch.rms_norm(qk, (hs,), None, self.config.norm_eps) * gain.to(qk.dtype)
         qk = rotate(qk, *rope).to(v.dtype).transpose(1, 2)  # (B, nh + nkv, T, hs)
@@ -172,7 +125,7 @@ class SwiGLU(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        assert config.n_inner is not None  # as __post_init__ leaves it
+        assert config.n_inner is not None  # set by __post_init__
         self.gate_up = nn.Linear(config.n_embd, 2 * config.n_inner, bias=False)  # gate rows, then up rows
         self.proj = nn.Linear(config.n_inner, config.n_embd, bias=False)
         self.weights = (self.gate_up.weight, self.proj.weight)
@@ -184,9 +137,10 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """In decode, to call a module costs as much as a small product, so what runs in each layer calls few of them.
+    """One pre-norm transformer layer.
 
-    `weights` are the parameters of the modules below, in a tuple that is read without nn.Module's search for them.
+    In decode, calling a module costs as much as a small matrix product. The layers therefore call `forward` and
+    functionals directly, on the parameters in the tuple `weights`, which avoids nn.Module's attribute lookup.
     """
 
     def __init__(self, config: GPTConfig, layer: int):
@@ -200,10 +154,10 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: CacheRows | None) -> Tensor:
         attn_gain, mlp_gain = self.weights
-        x = x + self._dropped(self.attn.forward(rms_norm(x, attn_gain, self.eps), rope, cache))
-        return x + self._dropped(self.mlp.forward(rms_norm(x, mlp_gain, self.eps)))
+        x = x + self._dropout(self.attn.forward(rms_norm(x, attn_gain, self.eps), rope, cache))
+        return x + self._dropout(self.mlp.forward(rms_norm(x, mlp_gain, self.eps)))
 
-    def _dropped(self, x: Tensor) -> Tensor:
+    def _dropout(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout) if self.training else x
 
 
@@ -219,7 +173,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Unit-variance embedding, 1/√C hidden matrices, zero output projections: each block starts as the identity."""
+        """Embedding of std 1, hidden matrices of std 1/√C, output projections 0: each block starts as the identity."""
         nn.init.normal_(self.embed.weight)
         nn.init.normal_(self.head.weight, std=0.001)
         for name, weight in self.blocks.named_parameters():
@@ -235,8 +189,8 @@ class GPT(nn.Module):
     def forward(self, idx: Tensor, cache: CacheRows | None = None) -> Tensor:
         """Character ids idx (B, T) -> logits (B, T, V).
 
-        Without a cache, row b's characters stand at positions 0…T−1. With one, at `cache.positions[b]`,
-        and their keys and values are written to it.
+        Without a cache, every row starts at position 0. With one, row b is at `cache.positions[b]`, and its keys and
+        values are written to the cache.
         """
         x = self.embed(idx)  # (B, T, C)
         if cache is None:
@@ -249,9 +203,9 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
     def last_logits(self, idx: Tensor) -> Tensor:
-        """Logits (B, V) after idx (B, T), as forward's without a cache at the last position, for half the work.
+        """Logits (B, V) of the last position of idx (B, T), as from `forward` without a cache, in about half the work.
 
-        After block l the last (n_layer − 1 − l) · (W − 1) + 1 characters are all that the last one can still see.
+        After block l, only the last (n_layer − 1 − l) · (W − 1) + 1 positions still affect the last one.
         """
         x = self.embed(idx)  # (B, T, C)
         cos, sin = rope_angles(torch.arange(idx.size(1), device=idx.device)[:, None], self.config, x.dtype)
@@ -263,16 +217,15 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, prompt: list[int], max_tokens: int, params: SamplingParams) -> list[int]:
-        """`max_tokens` ids that follow `prompt`: one full forward per character, no cache.
+        """Generate `max_tokens` ids after `prompt`, by one full forward without a cache per character.
 
-        This is the definition of what a seed means; run it in fp64 (`model.double()`). The engine gives the
-        same ids.
+        In fp64 (`model.double()`) this defines the text of a seed; the engine generates the same ids.
 
         Raises:
             ValueError: the prompt is empty.
         """
         if not prompt:
-            raise ValueError("the prompt must hold at least one id")
+            raise ValueError("the prompt must have at least one id")
         ids = list(prompt)
         rows = SamplingRows([params])
         history = History(self.config.vocab_size, prompt) if params.needs_history else None

@@ -1,7 +1,7 @@
-"""Keys and values of running sequences: preallocated slots, each a ring of the last W positions.
+"""KV cache: preallocated slots, each a ring buffer of the last W positions of a sequence.
 
-A key at position p lies at ring index p mod W, so a text of any length takes the same memory and a decode
-step costs the same at any length. Knows nothing of requests or of who holds a slot.
+Position p is stored at ring index p mod W, so that memory and the cost of a decode step do not depend on text length.
+The cache knows nothing about requests or the assignment of slots.
 
 Letters as in gpt.py; S slots, L layers.
 """
@@ -13,29 +13,29 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from service.model.gpt import GPTConfig
+from service.model.config import GPTConfig
 
 
 class CacheRows:
-    """What one forward sees of the cache: which slot each row writes to and reads from.
+    """The rows of one forward: their positions, their mask, and access to their slots.
 
-    positions (B, T) int64; mask broadcasts against (B, nh, T, S') scores and is added to them: 0 where a query sees a
-    key, −∞ elsewhere. (Each layer's attention would turn a mask of booleans into this.)
+    positions (B, T) int64; mask broadcasts to scores (B, nh, T, S') and is added to them: 0 where a query sees a key,
+    −∞ elsewhere. (Each layer would have to convert a boolean mask to this form.)
     """
 
     positions: Tensor
     mask: Tensor
 
     def update_and_fetch(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write this forward's k and v (B, nkv, T, hs) and return all that its queries attend to (B, nkv, S', hs)."""
+        """Write k and v (B, nkv, T, hs); returns the keys and values to attend to, (B, nkv, S', hs) each."""
         raise NotImplementedError
 
 
 class KVCache:
     """`slots` rings of `config.block_size` keys and values each.
 
-    Bytes: 2 · n_layer · (slots + 1) · n_kv_head · block_size · head_dim · element size; the spare slot, number
-    `slots`, takes the writes of padding and helps to swap two others.
+    Bytes: 2 · n_layer · (slots + 1) · n_kv_head · block_size · head_dim · element size. The spare slot, number `slots`,
+    takes the writes of padding, and is scratch space for swaps.
     """
 
     def __init__(self, config: GPTConfig, slots: int, device: torch.device | str, dtype: torch.dtype):
@@ -44,10 +44,10 @@ class KVCache:
         shape = (config.n_layer, slots + 1, config.n_kv_head, self.window, config.head_dim)
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
         self.values = torch.zeros(shape, device=device, dtype=dtype)
-        self.lengths = [0] * (slots + 1)  # characters seen by each slot, without bound
+        self.lengths = [0] * (slots + 1)  # characters seen by each slot; may exceed W
 
     def clear(self, slot: int) -> None:
-        """Forget what `slot` held."""
+        """Empty a slot."""
         self.lengths[slot] = 0
 
     def move(self, source: int, target: int) -> None:
@@ -58,11 +58,11 @@ class KVCache:
         self.lengths[target] = self.lengths[source]
 
     def decode(self, rows: int) -> CacheRows:
-        """One further character for each of the slots 0 … rows−1."""
+        """Append one character to each of the slots 0 … rows − 1."""
         return _DecodeRows(self, rows)
 
     def prefill(self, slots: Sequence[int], counts: Sequence[int]) -> CacheRows:
-        """`counts[b]` further characters for slot `slots[b]`; rows are padded on the right to the longest."""
+        """Append `counts[b]` characters to slot `slots[b]`; rows are right-padded to the longest."""
         return _PrefillRows(self, slots, counts)
 
 
@@ -74,7 +74,7 @@ class _DecodeRows(CacheRows):
         self.cache = cache
         self.row = torch.arange(rows, device=device)
         self.index = position % cache.window
-        # The ring's W entries are exactly the band p−W < j ≤ p; while it fills, only the first p+1 are.
+        # A full ring holds exactly the band p − W < j ≤ p; before that, only its first p + 1 entries are valid.
         self.filled = min(max(cache.lengths[:rows]) + 1, cache.window)
         seen = torch.arange(self.filled, device=device) <= position[:, None]
         self.mask = _additive(seen[:, None, None], cache.keys.dtype)
@@ -99,7 +99,7 @@ class _PrefillRows(CacheRows):
         self.positions = start + offset  # (B, T)
         self.cache = cache
         self.slots = torch.tensor(slots, device=device)
-        # Only the last W characters of a row stay in its ring; the rest, and padding, go to the spare slot.
+        # Only the last W characters of a row are kept in its ring; others and padding go to the spare slot.
         stays = (offset < count) & (offset >= count - W)
         self.target = torch.where(stays, self.slots[:, None], cache.slots)  # (B, T)
         self.index = self.positions % W
@@ -108,14 +108,14 @@ class _PrefillRows(CacheRows):
         key_exists = offset < count
         self.has_past = bool((start > 0).any())
         if self.has_past:
-            # Ring entry i holds the latest position before `start` that is i mod W.
+            # Ring index i holds the latest position before `start` that is congruent to i mod W.
             ring = torch.arange(W, device=device)
-            past = start - 1 - (start - 1 - ring) % W  # (B, W); negative: nothing there yet
+            past = start - 1 - (start - 1 - ring) % W  # (B, W); negative: empty
             key_position = torch.cat((past, key_position), dim=1)
             key_exists = torch.cat((past >= 0, key_exists), dim=1)
         distance = self.positions[:, :, None] - key_position[:, None]  # (B, T, S')
         seen = (distance >= 0) & (distance < W) & key_exists[:, None]
-        # A padding query sees itself, so that its softmax has something to sum.
+        # A padding query sees itself, so that its softmax is defined.
         seen |= (distance == 0) & ~key_exists[:, None]
         self.mask = _additive(seen[:, None], cache.keys.dtype)
         for slot, n in zip(slots, counts, strict=True):

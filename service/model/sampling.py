@@ -1,11 +1,10 @@
-"""From logits to ids: one vectorised sampler over rows, with a counter-based generator per row.
+"""Sample ids from logits: a vectorised sampler over rows, with a counter-based random generator per row.
 
-Knows nothing of models or caches. A row's draw depends on its seed and position alone, so it is the same
-whatever else is in the batch.
+Independent of models and caches. A row's draw depends only on its seed and position, not on the rest of the batch.
 
-Fast arithmetic (fp32, batched kernels) gives logits that differ in the last bits from batch to batch. The
-sampler therefore also says of each row whether its choice survives such errors up to a `tolerance`; the
-caller decides the few others from exact logits. That is what makes "same seed, same text" hold.
+Logits from fast arithmetic (fp32, batched kernels) differ in the last bits from batch to batch. The sampler therefore
+reports for each row whether errors up to a `tolerance` could change the choice; the caller decides such rows from exact
+logits. Hence the same seed gives the same text.
 """
 
 from __future__ import annotations
@@ -21,14 +20,12 @@ from torch.nn import functional as F
 
 from service.model.params import SamplingParams
 
-MAX_LOGIT = 1e300  # what a repetition penalty may make of a logit: a penalty near 0 must not make it infinite
-
 
 def uniforms(seed: int, start: int, count: int) -> np.ndarray:
-    """Draws number start … start+count−1 of a seed: (count,) float64 in [0, 1).
+    """Draws start … start+count−1 of a seed: (count,) float64 in [0, 1).
 
-    Philox 4×64 (Salmon et al. 2011) is a function of key and counter, so any draw can be had without the
-    ones before it; a counter yields four.
+    Philox 4×64 (Salmon et al. 2011) is a function of key and counter, so draws are random access; a counter value
+    yields four.
     """
     generator = np.random.Philox(key=seed)
     generator.advance(start // 4)
@@ -37,7 +34,7 @@ def uniforms(seed: int, start: int, count: int) -> np.ndarray:
 
 
 class Draws:
-    """The draws of one seed, by number, computed in blocks."""
+    """The draws of one seed, by index; computed in blocks."""
 
     BLOCK = 256
 
@@ -53,24 +50,24 @@ class Draws:
 
 
 class History:
-    """Which characters a sequence holds, for the penalties; kept on the CPU."""
+    """Character counts of a sequence, for the penalties; on the CPU."""
 
     def __init__(self, vocab_size: int, prompt: Sequence[int]):
-        # The tensors share the arrays' memory: NumPy writes one element ten times as fast.
+        # The tensors share the arrays' memory: NumPy sets an element ten times as fast.
         self._seen = np.zeros(vocab_size, dtype=bool)
         self._counts = np.zeros(vocab_size)
         self._seen[list(prompt)] = True
         self.seen = torch.from_numpy(self._seen)  # (V,) bool: in prompt or completion
-        self.counts = torch.from_numpy(self._counts)  # (V,) float64: how often in the completion
+        self.counts = torch.from_numpy(self._counts)  # (V,) float64: occurrences in the completion
 
     def append(self, id: int) -> None:
-        """Take in the completion's next character."""
+        """Add the completion's next id."""
         self._seen[id] = True
         self._counts[id] += 1.0
 
 
 class SamplingRows:
-    """The parameters of B rows as tensors; made once and used for every step in which the rows stay the same."""
+    """The parameters of B rows as tensors, for all steps until the rows change."""
 
     def __init__(self, params: Sequence[SamplingParams], device: torch.device | str = "cpu"):
         def column(values: list[Any], dtype: torch.dtype = torch.float64) -> Tensor:
@@ -90,7 +87,7 @@ class SamplingRows:
         if self.any_typical:
             self.typical_p = column([p.typical_p for p in params])
 
-        # Entry by entry: (row, id, bias).
+        # (row, id, bias)
         entries = [(b, id, bias) for b, p in enumerate(params) for id, bias in p.logit_bias]
         self.max_biased_id = max((id for _, id, _ in entries), default=-1)
         if entries:
@@ -105,8 +102,8 @@ class SamplingRows:
             self.presence = column([p.presence_penalty for p in few])
             self.frequency = column([p.frequency_penalty for p in few])
 
-        # How many times as large an error of a logit can become: a penalty r multiplies or divides by r.
-        gain = [min(max(p.repetition_penalty, 1.0 / p.repetition_penalty), MAX_LOGIT) for p in params]
+        # The largest factor on a logit's error: a penalty r multiplies or divides by r.
+        gain = [max(p.repetition_penalty, 1.0 / p.repetition_penalty) for p in params]
         self.gain = column(gain)
         self.max_gain = max((g / (p.temperature or 1.0) for g, p in zip(gain, params, strict=True)), default=1.0)
 
@@ -124,42 +121,40 @@ def sample(
     histories: Sequence[History | None] | None = None,
     allowed: Tensor | None = None,
 ) -> Choice:
-    """One id per row, by the inverse of the CDF, in id order, at u.
+    """Sample one id per row: the inverse CDF, in id order, at u.
 
-    In this order, each on what the one before left:
+    The distribution, step by step:
 
-    1. `logit_bias` is added.
-    2. `allowed`: other ids cannot be chosen.
-    3. `repetition_penalty` r: the logits of ids in prompt or completion, x > 0 becomes x/r, others x·r
-       (Keskar et al. 2019, as transformers and vLLM).
-    4. `frequency_penalty` times an id's count in the completion, and `presence_penalty` where the count is
-       not 0, are subtracted (OpenAI).
-    5. `temperature` divides; 0 takes the likeliest id now.
+    1. Add `logit_bias`.
+    2. Exclude ids that are not in `allowed`.
+    3. `repetition_penalty` r, for ids in prompt or completion: a logit x > 0 becomes x/r, any other x·r (Keskar et al.
+       2019, as transformers and vLLM).
+    4. Subtract `frequency_penalty` times an id's count in the completion, and `presence_penalty` if the count is not 0
+       (OpenAI).
+    5. Divide by `temperature`; 0 returns the most likely id here.
     6. `top_k` (Fan et al. 2018).
-    7. `top_p` (Holtzman et al. 2020); the id that reaches it is kept.
+    7. `top_p` (Holtzman et al. 2020): the id that reaches the sum is kept.
     8. `min_p` (Nguyen et al. 2024).
-    9. `typical_p` (Meister et al. 2022): the ids in the order of |−log p − H|; the one that reaches it is kept.
+    9. `typical_p` (Meister et al. 2022): ids ordered by |−log p − H|; the id that reaches the sum is kept.
 
-    Probabilities are renormalised after each. Of ids that tie, the lower goes first. All is computed in fp64.
+    Probabilities are renormalised after each step. Ties go to the lower id. All arithmetic is fp64.
 
-    logits (B, V); u (B,) fp64 uniform draws; histories: one per row, needed where the parameters'
-    `needs_history` holds; allowed (B, V) bool, in each row one id at least. A row whose logits are not finite
-    gets some id, which is not certain, and leaves the others alone. `tolerance`, in nats, bounds how
-    far the errors of two logits of a row lie apart, which bounds the error of the log-odds between any two
-    sets of ids; where a row has a repetition penalty, which an error common to all its logits does not leave
-    alone, it must bound each logit's own error as well.
+    logits (B, V); u (B,) fp64 uniform draws; histories: one per row, required where `needs_history` holds; allowed
+    (B, V) bool, at least one id per row. A row with logits that are not finite gets an arbitrary id, never certain, and
+    does not affect other rows. `tolerance`, in nats, bounds the difference between the errors of any two logits of a
+    row; with a repetition penalty it must also bound the error of each logit.
 
     Raises:
-        ValueError: a bias is for an id beyond the vocabulary.
+        ValueError: a bias is for an id outside the vocabulary.
     """
     z = logits.double()  # (B, V)
     V = z.size(1)
     if rows.max_biased_id >= V:
-        raise ValueError(f"logit_bias must be of ids below {V}, got id {rows.max_biased_id}")
+        raise ValueError(f"logit_bias ids must be below {V}, got {rows.max_biased_id}")
     if rows.max_biased_id >= 0:
         z = z.index_put(rows.biased, rows.bias, accumulate=True)
     if rows.penalised:
-        assert histories is not None, "rows with penalties need their histories"
+        assert histories is not None, "rows with penalties need histories"
         z = _penalise(z, rows, histories)
     if allowed is not None:
         z = z.masked_fill(~allowed, -torch.inf)
@@ -203,20 +198,20 @@ def _reach(p: Tensor, odds: Tensor) -> Tensor:
 
 
 def _penalise(z: Tensor, rows: SamplingRows, histories: Sequence[History | None]) -> Tensor:
-    """Logits (B, V) with the penalties of those rows that have some."""
+    """Logits (B, V) after penalties."""
     few = [history for b in rows.penalised if (history := histories[b]) is not None]
     assert len(few) == len(rows.penalised), "a row with penalties needs its history"
     seen = torch.stack([history.seen for history in few]).to(z.device)
     counts = torch.stack([history.counts for history in few]).to(z.device)
     x = z[rows.which]
-    repeated = torch.where(x > 0.0, x / rows.repetition, x * rows.repetition).clamp(max=MAX_LOGIT)
+    repeated = torch.where(x > 0.0, x / rows.repetition, x * rows.repetition)
     x = torch.where(seen, repeated, x)
     x = x - (rows.frequency * counts + rows.presence * (counts > 0.0))
     return z.index_copy(0, rows.which, x)
 
 
 def _truncate(z: Tensor, weights: Tensor, rows: SamplingRows, error: Tensor, odds: Tensor) -> tuple[Tensor, Tensor]:
-    """Which ids the parameters keep (B, V), and for which rows that is certain (B,)."""
+    """(ids kept (B, V), certain (B,))."""
     if not rows.any_ranked:
         return _keep_typical(z, weights, weights > 0.0, rows, error, odds)
     kept, certain = _keep_likeliest(z, weights, rows, error, odds)
@@ -229,7 +224,7 @@ def _truncate(z: Tensor, weights: Tensor, rows: SamplingRows, error: Tensor, odd
 def _keep_likeliest(
     z: Tensor, weights: Tensor, rows: SamplingRows, error: Tensor, odds: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What top_k, top_p and min_p keep: the first ids by rank.
+    """top_k, top_p and min_p, which keep a prefix of the ranking.
 
     The value at a rank moves no further than an error does, whoever holds the rank. So it is enough that the
     number of ranks kept is certain and that nobody can cross its end.
@@ -258,7 +253,7 @@ def _keep_likeliest(
 def _keep_typical(
     z: Tensor, weights: Tensor, kept: Tensor, rows: SamplingRows, error: Tensor, odds: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What typical_p keeps of `kept` (B, V), all of which have a weight."""
+    """typical_p, among the ids in `kept` (B, V), whose weights are positive."""
     V = z.size(1)
     p = weights * kept
     p = p / p.sum(dim=1, keepdim=True)

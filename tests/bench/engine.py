@@ -24,7 +24,8 @@ from torch import nn
 import service.engine.runner
 from service.engine.engine import Engine
 from service.model.checkpoint import Checkpoint
-from service.model.gpt import GPT, GPTConfig
+from service.model.config import GPTConfig
+from service.model.gpt import GPT
 from service.wire import Submit
 
 from .shapes import PROMPT, SAMPLING, Work, prompt, sampling

@@ -38,7 +38,7 @@ from typing import Any
 
 import torch
 
-from service.model.gpt import GPTConfig
+from service.model.config import GPTConfig
 from service.settings import cpus_left
 from training.loop import machine
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from service.model.checkpoint import save_checkpoint
-from service.model.gpt import GPT, GPTConfig
+from service.model.config import GPTConfig
+from service.model.gpt import GPT
 from service.model.params import SamplingParams
 from service.model.tokenizer import CharTokenizer
 

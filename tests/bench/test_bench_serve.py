@@ -17,7 +17,7 @@ from helpers import random_model, refusal
 
 from bench import engine, load, report, serve, shapes
 from service.model.checkpoint import Checkpoint
-from service.model.gpt import GPTConfig
+from service.model.config import GPTConfig
 from service.model.kv_cache import KVCache
 
 TINY = GPTConfig(len(shapes.VOCABULARY), block_size=16, n_layer=2, n_head=4, n_kv_head=2, n_embd=16)

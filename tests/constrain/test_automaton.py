@@ -12,7 +12,7 @@ from service.constrain.automaton import MAX_CELLS, Automaton, Guide, StopPattern
 from service.constrain.regex import compile_choice, compile_regex
 
 VOCABULARY = "abc"
-# Two vocabularies are one where every character goes on in the pattern: nothing is left to end the text with.
+# In some, every character of the vocabulary stays in the pattern, so none can end the text.
 PATTERNS = [
     "a", "a*", "a+b", "(ab|c)*", "(aa)*", "(aaa|bb)*c?", "a{2,4}", "(a|b)*abb", "(...)*", "(..|a.)*", ".*", "a?b?c?",
     "(abc|abd|ab)*", "a(b|cc(a|bbb))*", "(a|ab)(c|bcd)?", "(abc)?", "b|(a{3})*", "[^a]+a", "((a|b)(b|c)){1,2}",
@@ -25,7 +25,7 @@ def automaton_of(pattern, vocabulary=VOCABULARY):
 
 
 def follow(automaton, text, vocabulary=VOCABULARY):
-    """The guide after a text that stays in the pattern; None where it does not."""
+    """The guide after `text`; None where the text leaves the pattern."""
     guide = Guide(automaton)
     return guide if all(guide.push(vocabulary.index(c)) for c in text) else None
 
@@ -33,11 +33,11 @@ def follow(automaton, text, vocabulary=VOCABULARY):
 # -- guides --
 
 
-def check_allowed(guide, prefix, language, remaining, must_go_on):
-    """Against all texts that match with at most `remaining` characters more; returns the ids that may come next."""
+def check_allowed(guide, prefix, language, remaining, must_continue):
+    """Compare with the language, cut to `remaining` more characters; returns (allowed ids, those in the pattern)."""
     good = {i for i, c in enumerate(VOCABULARY) if any(t.startswith(prefix + c) for t in language)}
     ids = set(range(len(VOCABULARY)))
-    mask = guide.allowed(remaining, must_go_on)
+    mask = guide.allowed(remaining, must_continue)
     mine = ids if mask is None else set(np.flatnonzero(mask))
     if mask is not None:
         assert (mask.dtype, mask.shape, mask.flags.writeable) == (np.bool_, (len(VOCABULARY),), False)
@@ -45,7 +45,7 @@ def check_allowed(guide, prefix, language, remaining, must_go_on):
     assert mine, "no dead end"
     if prefix not in language:
         assert mine == good
-    elif must_go_on and good:
+    elif must_continue and good:
         assert mine == good
     else:
         leaving = {i for i in ids if follow(guide.automaton, prefix + VOCABULARY[i]) is None}
@@ -55,7 +55,7 @@ def check_allowed(guide, prefix, language, remaining, must_go_on):
 
 @given(st.sampled_from(PATTERNS), st.integers(1, 6), st.integers(0, 6), st.randoms(use_true_random=False))
 @settings(max_examples=500, deadline=None)
-def test_a_guided_text_matches_within_its_budget_whatever_is_chosen(pattern, max_tokens, min_tokens, chance):
+def test_guided_texts_match_within_their_budget(pattern, max_tokens, min_tokens, chance):
     automaton = automaton_of(pattern)
     reference = re.compile(pattern)
     texts = ("".join(t) for n in range(max_tokens + 1) for t in itertools.product(VOCABULARY, repeat=n))
@@ -81,20 +81,20 @@ def test_a_guided_text_matches_within_its_budget_whatever_is_chosen(pattern, max
 
 
 @given(st.sampled_from(PATTERNS), st.integers(0, 5), st.randoms(use_true_random=False))
-def test_a_guide_may_end_where_the_text_matches_and_must_where_nothing_follows(pattern, length, chance):
+def test_may_end_and_must_end(pattern, length, chance):
     text = "".join(chance.choices(VOCABULARY, k=length))
     guide = follow(automaton_of(pattern), text)
     reference = re.compile(pattern)
     longer = ["".join(t) for n in range(1, 6) for t in itertools.product(VOCABULARY, repeat=n)]
-    goes_on = any(reference.fullmatch(text + t) for t in longer)
+    can_continue = any(reference.fullmatch(text + t) for t in longer)
     if guide is None:
-        assert not reference.fullmatch(text) and not goes_on
+        assert not reference.fullmatch(text) and not can_continue
     else:
         assert guide.may_end == bool(reference.fullmatch(text))
-        assert guide.must_end == (guide.may_end and not goes_on)
+        assert guide.must_end == (guide.may_end and not can_continue)
 
 
-def test_an_id_that_leaves_is_not_taken():
+def test_an_id_outside_the_pattern_is_not_taken():
     guide = Guide(automaton_of("ab*"))
     assert not guide.push(1)
     assert guide.push(0) and guide.push(1)
@@ -102,16 +102,16 @@ def test_an_id_that_leaves_is_not_taken():
     assert guide.may_end and not guide.must_end and guide.push(1)
 
 
-def test_a_text_that_cannot_go_on_within_its_budget_ends_whatever_is_chosen():
-    """Any two characters stay in the pattern, and with one left no two can come: there is no id to leave with."""
+def test_a_text_that_cannot_be_completed_further_ends_with_any_id():
+    """Every character stays in the pattern, which needs two more, but only one remains."""
     guide = Guide(automaton_of("(..)*"))
     assert guide.allowed(3) is None
     assert guide.push(0) and guide.push(0)
-    for must_go_on in (False, True):
-        assert guide.allowed(1, must_go_on) is None
+    for must_continue in (False, True):
+        assert guide.allowed(1, must_continue) is None
         assert not any(guide.push(id) for id in range(3))
     assert guide.may_end
-    assert guide.allowed(2) is None and guide.push(2)  # with more it could
+    assert guide.allowed(2) is None and guide.push(2)  # a larger budget allows it
 
 
 def test_masks_of_a_long_text_are_shared():
@@ -141,10 +141,10 @@ STOPS = [
 
 @given(st.sampled_from(STOPS), st.text(VOCABULARY, max_size=25))
 @settings(max_examples=500, deadline=None)
-def test_a_stop_pattern_finds_every_match_and_had_held_it(pattern, text):
+def test_stop_patterns_find_every_match_and_hold_it_back(pattern, text):
     automaton, reference = automaton_of(pattern), re.compile(pattern)
     stop = StopPattern(automaton)
-    given_away = 0
+    emitted = 0
     held = []
     for end in range(1, len(text) + 1):
         found = stop.push(VOCABULARY.index(text[end - 1]))
@@ -152,20 +152,20 @@ def test_a_stop_pattern_finds_every_match_and_had_held_it(pattern, text):
         assert found == max(lengths, default=None)
         if found is not None:
             assert all(h >= before - (end - found) for before, h in held if before > end - found)
-        # What is held is the longest end of the text that a match can begin with.
+        # Held: the longest suffix that can be the start of a match.
         guides = [(length, follow(automaton, text[end - length : end])) for length in range(1, end + 1)]
         assert stop.held == max((n for n, guide in guides if guide is not None and not guide.must_end), default=0)
         held.append((end, stop.held))
-        assert end - stop.held >= given_away, "nothing is taken back"
-        given_away = end - stop.held
+        assert end - stop.held >= emitted, "emitted ids are final"
+        emitted = end - stop.held
 
 
-def test_an_empty_match_stops_nothing():
+def test_empty_matches_do_not_count():
     stop = StopPattern(automaton_of("a*"))
     assert [stop.push(id) for id in (1, 0, 0, 1)] == [None, 1, 2, None]
 
 
-def test_many_attempts_stay_as_many_as_states():
+def test_partial_matches_are_at_most_as_many_as_states():
     automaton = automaton_of("(a|b)*c")
     stop = StopPattern(automaton)
     for n in range(1, 3000):
@@ -174,11 +174,11 @@ def test_many_attempts_stay_as_many_as_states():
     assert stop.push(2) == 3000
 
 
-# -- packed --
+# -- serialisation --
 
 
 @pytest.mark.parametrize("pattern", PATTERNS + STOPS)
-def test_a_packed_automaton_comes_back_the_same(pattern):
+def test_pack_round_trip(pattern):
     automaton = automaton_of(pattern)
     again = Automaton.unpack(automaton.pack())
     for name in ("classes", "table", "accepting", "distance"):
@@ -193,7 +193,7 @@ def test_packed_automata_are_small():
 
 
 def packed(classes=(0, 1), table=((1, -1), (-1, -1)), accepting=(False, True), distance=(1, 0)):
-    """What another program might send."""
+    """A packed automaton with these arrays, valid or not."""
     arrays = (np.array(classes, "<u2"), np.array(table, "<i2"), np.array(accepting, "u1"), np.array(distance, "<i4"))
     body = b"".join(array.tobytes() for array in arrays)
     return struct.pack("<III", len(classes), *np.shape(table)) + zlib.compress(body)
@@ -206,29 +206,29 @@ def packed(classes=(0, 1), table=((1, -1), (-1, -1)), accepting=(False, True), d
         (packed()[:11], "at least 12 bytes, got 11"),
         (
             packed()[:-1],
-            "2 states and 2 classes of 2 ids take 22 bytes|2 states .* take 18 bytes|take .* bytes exactly",
+            "2 states and 2 classes of 2 ids must take exactly 22 bytes",
         ),
-        (packed() + b"x", "bytes exactly"),
-        (struct.pack("<III", 3, 2, 2) + packed()[12:], "bytes exactly"),
-        (struct.pack("<III", 1, 2, 1) + packed()[12:], "bytes exactly"),
+        (packed() + b"x", "must take exactly"),
+        (struct.pack("<III", 3, 2, 2) + packed()[12:], "must take exactly"),
+        (struct.pack("<III", 1, 2, 1) + packed()[12:], "must take exactly"),
         (packed()[:12] + b"not zlib at all", "damaged"),
-        (struct.pack("<III", 2, 0, 2) + packed()[12:], "0 states and 2 classes of 2 ids are no automaton"),
+        (struct.pack("<III", 2, 0, 2) + packed()[12:], "got 0 states, 2 classes and 2 ids"),
         (struct.pack("<III", 2, 40_000, 2) + packed()[12:], "40000 states"),
-        (struct.pack("<III", 2, 2, 3) + packed()[12:], "3 classes of 2 ids are no automaton"),
-        (struct.pack("<III", 1 << 16, 1 << 14, 1 << 16), f"{MAX_CELLS} cells at most"),
-        (struct.pack("<III", 2, 2, 2) + zlib.compress(bytes(10_000_000)), "bytes exactly"),
-        (packed(classes=(0, 2)), "each of 2 classes must have an id"),
-        (packed(classes=(0, 0)), "each of 2 classes must have an id"),
-        (packed(table=((2, -1), (-1, -1))), r"next state must be in \[-1, 1\], got -1 … 2"),
-        (packed(table=((1, -2), (-1, -1))), r"next state must be in \[-1, 1\], got -2 … 1"),
-        (packed(distance=(-1, 0)), r"distance must be in \[0, 1\]"),
-        (packed(distance=(2, 0)), r"distance must be in \[0, 1\]"),
-        (packed(distance=(0, 0)), "distances do not fit"),
-        (packed(accepting=(False, False)), "distances do not fit"),
-        (packed(table=((0, -1), (-1, -1))), "distances do not fit"),  # the end cannot be reached
+        (struct.pack("<III", 2, 2, 3) + packed()[12:], "got 2 states, 3 classes and 2 ids"),
+        (struct.pack("<III", 1 << 16, 1 << 14, 1 << 16), f"at most {MAX_CELLS} cells, got 16384 states"),
+        (struct.pack("<III", 2, 2, 2) + zlib.compress(bytes(10_000_000)), "must take exactly"),
+        (packed(classes=(0, 2)), "each id must be in one of 2 classes"),
+        (packed(classes=(0, 0)), "each id must be in one of 2 classes"),
+        (packed(table=((2, -1), (-1, -1))), r"next states must be in \[-1, 1\], got -1 … 2"),
+        (packed(table=((1, -2), (-1, -1))), r"next states must be in \[-1, 1\], got -2 … 1"),
+        (packed(distance=(-1, 0)), r"distances must be in \[0, 1\]"),
+        (packed(distance=(2, 0)), r"distances must be in \[0, 1\]"),
+        (packed(distance=(0, 0)), "distances are inconsistent"),
+        (packed(accepting=(False, False)), "distances are inconsistent"),
+        (packed(table=((0, -1), (-1, -1))), "distances are inconsistent"),  # no accepting state is reachable
     ],
 )
-def test_bytes_that_are_no_automaton_are_refused(data, message):
+def test_invalid_packed_automata_are_refused(data, message):
     with pytest.raises(ValueError, match=message):
         Automaton.unpack(data)
     assert Automaton.unpack(packed()).min_length == 1
@@ -236,7 +236,7 @@ def test_bytes_that_are_no_automaton_are_refused(data, message):
 
 @given(st.data())
 @settings(max_examples=300, deadline=None)
-def test_any_change_of_the_bytes_is_noticed_or_harmless(data):
+def test_altered_bytes_are_refused_or_harmless(data):
     whole = bytearray(automaton_of("(a|bc)+c?").pack())
     for _ in range(data.draw(st.integers(1, 3))):
         whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))

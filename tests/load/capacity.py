@@ -24,7 +24,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from service.model.gpt import GPT, GPTConfig
+from service.model.config import GPTConfig
+from service.model.gpt import GPT
 from tests.bench import report
 from tests.bench.shapes import SHAPES
 

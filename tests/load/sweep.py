@@ -43,7 +43,7 @@ from typing import Any
 
 import torch
 
-from service.model.gpt import GPTConfig
+from service.model.config import GPTConfig
 from service.settings import cpus_left
 from tests.bench import engine, load, report
 from tests.bench.serve import percentiles, running

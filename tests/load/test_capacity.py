@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from helpers import RunningServer, refusal
 
-from service.model.gpt import GPTConfig
+from service.model.config import GPTConfig
 from service.model.kv_cache import KVCache
 from tests.bench import load, shapes
 from tests.load import capacity, sweep

@@ -1,4 +1,4 @@
-"""The checkpoint that the repository ships: what it says of itself is so."""
+"""The bundled checkpoint: its description is true."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ def bundled() -> Checkpoint:
     return Checkpoint.read(BUNDLED)
 
 
-def test_it_is_small_and_what_is_served_by_default(bundled):
+def test_small_and_served_by_default(bundled):
     assert sum(path.stat().st_size for path in BUNDLED.iterdir()) < 3_000_000
     assert Settings().checkpoint == BUNDLED
     assert bundled.load_model().num_parameters == bundled.training["parameters"]
 
 
-def test_it_names_its_text_its_recipe_and_its_command(bundled):
+def test_names_its_text_recipe_and_command(bundled):
     about = bundled.training
     assert about["data"]["sha256"] == TINYSHAKESPEARE_SHA256
     assert TrainConfig(**about["recipe"]) == TrainConfig.from_preset("cpu", weights="float16"), "make bundled"
     assert "train --preset cpu --weights float16" in about["command"]
 
 
-@pytest.mark.skipif(not CORPUS.exists(), reason="no tiny Shakespeare here")
-def test_its_losses_are_what_it_says(bundled, monkeypatch, tmp_path):
+@pytest.mark.skipif(not CORPUS.exists(), reason="needs the tiny Shakespeare corpus")
+def test_recorded_losses_are_reproduced(bundled, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     corpus = prepare(str(CORPUS))
     model, losses = bundled.load_model(), bundled.training["losses"]
@@ -42,8 +42,8 @@ def test_its_losses_are_what_it_says(bundled, monkeypatch, tmp_path):
     assert losses["whole"] < 1.45 and losses["streamed"] < 1.42
 
 
-def test_it_knows_how_shakespeare_goes_on(bundled):
-    """Without the corpus: lines that it was not trained on."""
+def test_predicts_unseen_shakespeare(bundled):
+    """Lines outside the training corpus; runs without it."""
     lines = (
         "Shall I compare thee to a summer's day?\nThou art more lovely and more temperate:\n"
         "Rough winds do shake the darling buds of May,\nAnd summer's lease hath all too short a date;\n"

@@ -1,3 +1,4 @@
+import hashlib
 import json
 import os
 import subprocess
@@ -26,7 +27,7 @@ def test_round_trip(tmp_path):
     assert (tmp_path / "ck" / "state.bin").read_bytes() == b"\0\1"
 
 
-def test_half_precision_takes_half_the_space(tmp_path):
+def test_half_precision_halves_the_file(tmp_path):
     from transformers import AutoModelForCausalLM
 
     model = random_model()
@@ -42,7 +43,7 @@ def test_half_precision_takes_half_the_space(tmp_path):
         torch.testing.assert_close(loaded(idx), theirs(idx).logits, rtol=0, atol=1e-5)
 
 
-def test_hugging_face_loads_the_tokenizer_as_it_is(tmp_path):
+def test_transformers_loads_the_tokenizer_unchanged(tmp_path):
     from transformers import AutoTokenizer
 
     characters = sorted({*"ab \n\r\t'\"\\", "é", "€", "漢", "😀", "\u0301", "\0"})
@@ -57,7 +58,7 @@ def test_hugging_face_loads_the_tokenizer_as_it_is(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "training.json"])
-def test_one_flipped_byte_is_refused(tmp_path, name):
+def test_a_flipped_byte_is_refused(tmp_path, name):
     save_random(tmp_path / "ck")
     file = tmp_path / "ck" / name
     data = bytearray(file.read_bytes())
@@ -85,7 +86,7 @@ def test_weights_altered_after_reading_are_refused(tmp_path):
         checkpoint.load_model()
 
 
-def test_unknown_versions_and_strange_folders_are_refused(tmp_path):
+def test_unknown_versions_and_invalid_folders_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match="not a folder"):
         Checkpoint.read(tmp_path / "nothing")
     with pytest.raises(CheckpointError, match=r"manifest\.json: cannot be read"):
@@ -97,8 +98,6 @@ def test_unknown_versions_and_strange_folders_are_refused(tmp_path):
     config.write_text(json.dumps(changed))
     manifest = tmp_path / "ck" / "manifest.json"
     listed = json.loads(manifest.read_text())
-    import hashlib
-
     listed["files"]["config.json"] = {
         "sha256": hashlib.sha256(config.read_bytes()).hexdigest(),
         "size": config.stat().st_size,
@@ -111,7 +110,7 @@ def test_unknown_versions_and_strange_folders_are_refused(tmp_path):
 def test_a_failed_save_leaves_the_previous_checkpoint(tmp_path):
     before = save_random(tmp_path / "ck")
     with pytest.raises(OSError, match="No such file"):
-        # a name that cannot be written, after the good files have been
+        # written last, and fails
         save_checkpoint(tmp_path / "ck", random_model(seed=1), CharTokenizer(VOCABULARY), {}, {"no/such/folder": b""})
     assert Checkpoint.read(tmp_path / "ck").digest == before.digest
     assert os.listdir(tmp_path) == ["ck"]
@@ -133,16 +132,16 @@ for i in itertools.count():
 
 @pytest.mark.parametrize("kills", [4, pytest.param(50, marks=[pytest.mark.chaos, pytest.mark.timeout(1800)])])
 def test_killed_while_saving(tmp_path, chance, kills):
-    """SIGKILL at random moments of a save: the folder holds the last save or the one before, whole, and nothing else
-    is left once there was another save."""
+    """SIGKILL at random moments of a save leaves a complete folder, the last save or the one before. The next save
+    removes all leftovers."""
     folder = tmp_path / "ck"
     script = SAVER.format(tests=str(Path(__file__).parents[1]), folder=str(folder))
-    amid = 0
+    interrupted = 0
     for kill in range(kills):
         process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         process.stdout.readline()
-        assert set(os.listdir(tmp_path)) <= {"ck", f".ck.saving-{process.pid}"}, "strays of the process before"
+        assert set(os.listdir(tmp_path)) <= {"ck", f".ck.saving-{process.pid}"}, "leftovers of the previous process"
         time.sleep(chance.uniform(0, 0.2))
         process.kill()
         reported = [0, *map(int, process.communicate()[0].split())][-1]
@@ -151,8 +150,8 @@ def test_killed_while_saving(tmp_path, chance, kills):
         assert saved in (reported, reported + 1)
         for name, value in random_model(seed=saved % 2).state_dict().items():
             assert torch.equal(checkpoint.load_model().state_dict()[name], value)
-        amid += len(os.listdir(tmp_path)) > 1
-        print(f"kill {kill + 1} of {kills} in save {reported + 1}; {amid} left a folder half written", flush=True)
+        interrupted += len(os.listdir(tmp_path)) > 1
+        print(f"kill {kill + 1} of {kills} in save {reported + 1}; {interrupted} left a partial folder", flush=True)
     save_random(folder)
     assert os.listdir(tmp_path) == ["ck"]
 
@@ -162,27 +161,27 @@ import sys
 from pathlib import Path
 from service.model.checkpoint import replacing_folder
 with replacing_folder(Path(sys.argv[1])) as new:
-    (new / "whose").write_text("slow")
-    print("begun", flush=True)
+    (new / "writer").write_text("slow")
+    print("started", flush=True)
     sys.stdin.readline()
 """
 
 
 @pytest.mark.parametrize("first", [True, False])
 def test_two_processes_save_at_once(tmp_path, first):
-    """One begins and ends while another is in the middle of its save: neither takes the other's files away."""
+    """One save starts and finishes during another: neither removes the other's files."""
     path = tmp_path / "folder"
     if not first:
         path.mkdir()
-        (path / "whose").write_text("nobody's")
+        (path / "writer").write_text("earlier")
     command = [sys.executable, "-c", SLOW_SAVER, path]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as slow:
         assert slow.stdin is not None and slow.stdout is not None
-        assert slow.stdout.readline() == "begun\n"
+        assert slow.stdout.readline() == "started\n"
         with replacing_folder(path) as new:
-            (new / "whose").write_text("quick")
-        assert (path / "whose").read_text() == "quick"
+            (new / "writer").write_text("quick")
+        assert (path / "writer").read_text() == "quick"
         slow.communicate("end\n", timeout=60)
     assert slow.returncode == 0
-    assert (path / "whose").read_text() == "slow"
+    assert (path / "writer").read_text() == "slow"
     assert os.listdir(tmp_path) == ["folder"]

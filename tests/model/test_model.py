@@ -6,9 +6,9 @@ import torch
 from helpers import random_model, save_random
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn import functional as F
 
-from service.model.gpt import GPTConfig, banded_attention
+from service.model.config import GPTConfig
+from service.model.gpt import banded_attention
 from service.model.kv_cache import KVCache
 
 
@@ -65,7 +65,7 @@ def test_scaled_scores_have_unit_variance():
     assert (raw / math.sqrt(hs)).var().item() == pytest.approx(1, rel=0.1)
 
 
-def test_the_scale_stands_before_the_softmax():
+def test_scores_are_scaled_before_the_softmax():
     q, k, v = torch.randn(3, 1, 1, 6, 16, dtype=torch.float64).unbind(0)
     mask = torch.full((6, 6), -math.inf, dtype=torch.float64).triu(1)
     before = (q @ k.mT / math.sqrt(16) + mask).softmax(-1) @ v
@@ -93,8 +93,8 @@ def test_a_later_character_changes_no_earlier_logit(changed):
 def test_a_query_sees_exactly_its_window(T):
     W = 7
     k = torch.zeros(1, 1, T, 4, dtype=torch.float64)
-    v = torch.eye(T, dtype=torch.float64)[None, None]  # the output is then the attention weights
-    seen = banded_attention(k, k, F.pad(v, (0, 0)), window=W)[0, 0] > 0
+    v = torch.eye(T, dtype=torch.float64)[None, None]  # so that the output is the attention weights
+    seen = banded_attention(k, k, v, window=W)[0, 0] > 0
     p, j = torch.arange(T)[:, None], torch.arange(T)
     assert torch.equal(seen, (j <= p) & (j > p - W))
     assert seen.sum(1).tolist() == [min(p + 1, W) for p in range(T)]
@@ -129,11 +129,11 @@ def test_bad_shapes_are_refused(fields, message):
 
 
 def cached_logits(model, idx, pieces):
-    """Logits of rows of idx (B, T) through a cache, in (rows, count) pieces: prefill for many, decode for one each."""
+    """Logits of idx (B, T) through a cache, one forward per piece: {row: count} for a prefill, or "decode"."""
     cache = KVCache(model.config, len(idx), "cpu", model.head.weight.dtype)
     done = [0] * len(idx)
     out = [[] for _ in idx]
-    for piece in pieces:  # {row: count}
+    for piece in pieces:
         if piece == "decode":
             x = torch.stack([idx[b, done[b] : done[b] + 1] for b in range(len(idx))])
             counts = dict.fromkeys(range(len(idx)), 1)
@@ -152,8 +152,8 @@ def cached_logits(model, idx, pieces):
 
 @given(st.data())
 @settings(max_examples=40, deadline=None)
-def test_cached_equals_one_uncached_forward(data):
-    """Rows at positions of their own, prompts shorter and longer than W in any pieces, texts of five windows."""
+def test_cached_logits_equal_one_uncached_forward(data):
+    """Rows at different positions, prompts shorter and longer than W in random pieces, texts of five windows."""
     model = random_model(torch.float64, block_size=6)
     W = 6
     rows = data.draw(st.integers(1, 3))
@@ -186,7 +186,7 @@ def test_greedy_fp32_through_the_cache_equals_the_uncached_forward():
     assert text == slow
 
 
-def test_moving_a_slot_moves_its_text():
+def test_moving_a_slot_moves_its_sequence():
     model = random_model(torch.float64)
     idx = ids(2, 30)
     cache = KVCache(model.config, 3, "cpu", torch.float64)
@@ -197,7 +197,7 @@ def test_moving_a_slot_moves_its_text():
 
 
 @pytest.mark.parametrize("T", [1, 7, 8, 9, 22, 23, 40, 100])
-def test_the_last_logits_are_those_of_the_whole_forward(T):
+def test_last_logits_equal_those_of_the_full_forward(T):
     model = random_model(torch.float64, block_size=8, n_layer=4)
     idx = torch.randint(50, (3, T), generator=torch.Generator().manual_seed(T))
     assert torch.allclose(model.last_logits(idx), model(idx)[:, -1], rtol=0, atol=1e-12)

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation import logits_process
 
-from service.model.gpt import GPT, GPTConfig
+from service.model.config import GPTConfig
+from service.model.gpt import GPT
 from service.model.params import SamplingParams
 from service.model.sampling import Draws, History, SamplingRows, sample, uniforms
 from tests.sampler import distribution, draw
@@ -63,7 +64,7 @@ def history_of(V, prompt, completion):
 
 
 def random_params(rng, V):
-    """Each parameter at its default half of the time, anywhere within its bounds or near what is typical else."""
+    """Each parameter has its default value half of the time, otherwise a typical or an arbitrary valid one."""
 
     def maybe(default, *others):
         return others[rng.integers(len(others))] if rng.random() < 0.5 else default
@@ -88,8 +89,8 @@ def random_logits(rng, V):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_every_draw_is_that_of_an_independent_sampler(seed):
-    """Random parameters, texts, masks and vocabularies, in batches: the same id for the same u."""
+def test_draws_equal_those_of_an_independent_sampler(seed):
+    """Batches of random parameters, texts, masks and vocabularies: the same u gives the same id."""
     rng = np.random.default_rng(seed)
     for V in (1, 2, 3, 80, *rng.integers(1, 81, size=8)):
         B = 32
@@ -109,14 +110,14 @@ def test_every_draw_is_that_of_an_independent_sampler(seed):
         for u in (np.zeros(B), *rng.random((4, B))):
             ids = sample(torch.from_numpy(logits), rows, torch.from_numpy(u), 0.0, histories, mask).ids
             assert ids.tolist() == [draw(p, x) for p, x in zip(expected, u, strict=True)]
-        last = torch.full((B,), 1 - 2**-53, dtype=torch.float64)  # here even the order of a sum tells
+        last = torch.full((B,), 1 - 2**-53, dtype=torch.float64)  # here the order of summation matters
         ids = sample(torch.from_numpy(logits), rows, last, 0.0, histories, mask).ids.tolist()
         assert all(p[id] > 0 for p, id in zip(expected, ids, strict=True))
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_probabilities_are_those_of_transformers(seed):
-    """Its processors, one after the other: our id changes where their CDF does, within 1e-12."""
+def test_probabilities_equal_those_of_transformers(seed):
+    """Our id changes where the CDF of its chained processors does, within 1e-12."""
     rng = np.random.default_rng(seed)
     V = int(rng.integers(2, 81))
     params = SamplingParams(
@@ -158,7 +159,7 @@ ALLOWED = np.arange(12) % 3 != 1
     ids=str,
 )
 def test_draws_follow_the_distribution(params, allowed):
-    """Chi-square over 100 000 draws against an independent sampler."""
+    """Chi-square test of 100,000 draws against an independent sampler."""
     V, n, B = 12, 100_000, 5_000
     logits = np.random.default_rng(0).normal(size=V) * 2
     expected = distribution(logits, params, PROMPT, COMPLETION, allowed) * n
@@ -213,8 +214,8 @@ def test_greedy_comes_after_bias_mask_and_penalties(changes, expected):
     )
 
 
-def test_rows_do_not_touch_each_other():
-    """A row's id and certainty are the same in any batch; without history, mask and the rest, to the bit."""
+def test_rows_are_independent():
+    """A row's id and certainty are the same alone and in a batch, and the logits stay unmodified."""
     rng = np.random.default_rng(0)
     V = 30
     params = [*PARAMS, *(random_params(rng, V) for _ in range(100))]
@@ -225,17 +226,17 @@ def test_rows_do_not_touch_each_other():
     ]
     for allowed in (None, torch.from_numpy(rng.random((B, V)) < 0.5)):
         together = sample(logits, SamplingRows(params), u, 1e-3, histories, allowed)
-        untouched = logits.clone()
+        unmodified = logits.clone()
         for i in range(B):
             masked = None if allowed is None else allowed[i : i + 1]
             alone = sample(
                 logits[i : i + 1], SamplingRows(params[i : i + 1]), u[i : i + 1], 1e-3, histories[i : i + 1], masked
             )
             assert (together.ids[i], together.certain[i]) == (alone.ids[0], alone.certain[0]), params[i]
-        assert torch.equal(logits, untouched)
+        assert torch.equal(logits, unmodified)
 
 
-def test_what_is_not_allowed_is_never_chosen_and_its_logit_does_not_matter():
+def test_excluded_ids_are_never_chosen_and_their_logits_do_not_matter():
     rng = np.random.default_rng(1)
     V, B = 9, 2000
     params = [random_params(rng, V) for _ in range(B)]
@@ -256,7 +257,7 @@ def test_what_is_not_allowed_is_never_chosen_and_its_logit_does_not_matter():
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-320, 1e-300, 1e-9, 1e-6, 1e-5])
-def test_near_temperature_zero_the_likeliest_is_chosen_and_certain_where_it_leads(temperature):
+def test_near_temperature_zero_a_clear_leader_is_chosen_and_certain(temperature):
     logits = torch.tensor([[1.0, 3.0, 2.0], [1.0, 3.0, 3.0 - 1e-5], [1.0, 3.0, 2.9]], dtype=torch.float64)
     params = SamplingParams(temperature, top_p=0.9, min_p=0.1, typical_p=0.9, repetition_penalty=1.0 + 1e-9)
     histories = [history_of(3, [], [])] * 3
@@ -266,7 +267,7 @@ def test_near_temperature_zero_the_likeliest_is_chosen_and_certain_where_it_lead
 
 
 @pytest.mark.parametrize("repetition_penalty", [0.01, 100.0])
-def test_an_extreme_repetition_penalty_leaves_a_choice(repetition_penalty):
+def test_extreme_repetition_penalties_leave_a_choice(repetition_penalty):
     """At both bounds."""
     logits = torch.tensor([[3.0, 2.0, -1.0, 1.0]])
     allowed = torch.tensor([[False, True, True, True]])
@@ -277,8 +278,8 @@ def test_an_extreme_repetition_penalty_leaves_a_choice(repetition_penalty):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_row_that_is_not_finite_is_not_certain_and_leaves_the_others_alone(value):
-    """The engine samples all rows at once and gives up those of a broken model afterwards."""
+def test_non_finite_rows_are_not_certain_and_do_not_affect_others(value):
+    """The engine samples all rows at once, and fails those with non-finite logits afterwards."""
     V = 6
     params = [*PARAMS, SamplingParams(0.0), SamplingParams(0.5, top_k=2, top_p=0.5, min_p=0.5, typical_p=0.5)]
     B = 2 * len(params)
@@ -295,7 +296,7 @@ def test_a_row_that_is_not_finite_is_not_certain_and_leaves_the_others_alone(val
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2000), st.integers(0, 50))
 @settings(max_examples=50, deadline=None)
-def test_a_draw_depends_on_seed_and_number_alone(seed, start, count):
+def test_a_draw_depends_on_seed_and_index_alone(seed, start, count):
     piece = uniforms(seed, start, count)
     assert np.array_equal(piece, uniforms(seed, 0, start + count)[start:])
     draws = Draws(seed)
@@ -328,7 +329,7 @@ def certainty_batch(seed, V, B, temperatures=(1.0,)):
 
 
 def vertices(V, tolerance):
-    """All ways to give each logit an error of ± half the tolerance: (2^V, V), and a little less than that."""
+    """All combinations of errors of ± half the tolerance, slightly reduced: (2^V, V)."""
     signs = torch.tensor(list(itertools.product((-0.5, 0.5), repeat=V)), dtype=torch.float64)
     return signs * tolerance * (1 - 1e-9)
 
@@ -336,8 +337,8 @@ def vertices(V, tolerance):
 @pytest.mark.parametrize("tolerance", [1e-3, 0.05, 1.0])
 @pytest.mark.parametrize("V", [1, 2, 3, 7])
 @pytest.mark.parametrize("seed", range(2))
-def test_a_choice_called_certain_survives_the_tolerance(seed, V, tolerance):
-    """Move every logit by as much as the tolerance allows, to every vertex and at random: a certain id must stay."""
+def test_certain_choices_survive_the_tolerance(seed, V, tolerance):
+    """Perturb the logits within the tolerance, at every vertex and at random: certain ids must not change."""
     B = 1024
     rng, params, logits, u, histories, allowed = certainty_batch(seed, V, B, (1.0, 1.0, 1.0, 0.01, 1e-5))
     rows = SamplingRows(params)
@@ -348,7 +349,7 @@ def test_a_choice_called_certain_survives_the_tolerance(seed, V, tolerance):
         *vertices(V, tolerance),
         *(torch.from_numpy((rng.random((10, B, V)) - 0.5) * tolerance)),
     ]
-    # An error that all logits share is allowed too; with a repetition penalty, as long as none exceeds the tolerance.
+    # A common error of all logits is allowed too; with a repetition penalty, if no error exceeds the tolerance.
     for i, e in enumerate(noise):
         shift = tolerance * (0.0, 0.5, -0.5)[i % 3]
         moved = sample(logits + e + shift, rows, u, 0.0, histories, allowed).ids
@@ -357,8 +358,8 @@ def test_a_choice_called_certain_survives_the_tolerance(seed, V, tolerance):
 
 
 @pytest.mark.parametrize("tolerance", [1e-3, 0.05, 1.0])
-def test_a_typical_set_is_uncertain_where_the_entropy_could_turn_it_over(tolerance):
-    """One id against 1999 that have as much probability together: all keys are equal, and move with the entropy."""
+def test_a_typical_set_is_uncertain_if_the_entropy_can_change_it(tolerance):
+    """One id against 1999 with the same total probability: all keys are equal and shift with the entropy."""
     V, B = 2000, 201
     logits = torch.zeros(B, V, dtype=torch.float64)
     logits[:, 1:] -= np.log(V - 1) + torch.linspace(-10, 10, B, dtype=torch.float64)[:, None] * tolerance
@@ -373,8 +374,8 @@ def test_a_typical_set_is_uncertain_where_the_entropy_could_turn_it_over(toleran
         assert torch.equal((moved == 0)[certain], (ids == 0)[certain])
 
 
-def test_few_choices_are_uncertain_at_a_usual_tolerance():
-    """Else the engine would spend its time on exact logits."""
+def test_few_choices_are_uncertain_at_typical_tolerances():
+    """Otherwise the engine would spend its time on exact logits."""
     V, B = 65, 4000
     rng = np.random.default_rng(0)
     logits = torch.from_numpy(rng.normal(size=(B, V)) * 3)
@@ -392,7 +393,7 @@ def test_few_choices_are_uncertain_at_a_usual_tolerance():
         assert sample(logits, SamplingRows([params] * B), u, 0.0, histories).certain.all()
 
 
-def test_a_history_tells_the_prompt_from_the_completion():
+def test_history_distinguishes_prompt_and_completion():
     history = History(5, [1, 1, 4])
     history.append(2)
     history.append(4)
@@ -403,8 +404,8 @@ def test_a_history_tells_the_prompt_from_the_completion():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_generate_penalises_what_it_wrote(temperature):
-    """Each id is the one that the independent sampler draws after the text so far."""
+def test_generate_penalises_its_own_output(temperature):
+    """Each id equals the draw of the independent sampler."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(9, block_size=8, n_layer=1, n_embd=16, n_head=2)).double()
     torch.nn.init.normal_(model.head.weight)
@@ -454,12 +455,12 @@ def test_generate_penalises_what_it_wrote(temperature):
         ("logit_bias", ((3, float("nan")),)),
     ],
 )
-def test_bad_parameters_name_themselves(field, value):
+def test_invalid_parameters_are_named(field, value):
     with pytest.raises(ValueError, match=rf"{field} must be .*, got"):
         SamplingParams(**{field: value})
 
 
-def test_a_bias_for_an_id_beyond_the_vocabulary_is_refused():
+def test_a_bias_outside_the_vocabulary_is_refused():
     rows = SamplingRows([SamplingParams(), SamplingParams(logit_bias=((4, 1.0), (5, 1.0)))])
-    with pytest.raises(ValueError, match="logit_bias must be of ids below 5, got id 5"):
+    with pytest.raises(ValueError, match="logit_bias ids must be below 5, got 5"):
         sample(torch.zeros(2, 5), rows, torch.zeros(2))

@@ -20,7 +20,7 @@ def test_round_trip_over_any_unicode(text):
 
 
 @given(any_text, st.characters(exclude_categories=["Cs"]), st.integers(0, 20))
-def test_an_unknown_character_is_named_with_its_place(text, unknown, offset):
+def test_unknown_characters_are_named_with_their_offset(text, unknown, offset):
     tokenizer = CharTokenizer.from_text(text.replace(unknown, "") or "\0\1"[unknown == "\0"])
     known = tokenizer.characters[0]
     for encode in (tokenizer.encode, tokenizer.encode_array):
@@ -31,19 +31,19 @@ def test_an_unknown_character_is_named_with_its_place(text, unknown, offset):
         assert f"offset {offset}" in str(caught.value)
 
 
-def test_extended_vocabularies_keep_their_order():
+def test_unsorted_vocabularies_keep_their_order():
     tokenizer = CharTokenizer(["b", "a", "€"])
     assert tokenizer.encode("a€b") == [1, 2, 0]
     assert tokenizer.encode_array("a€b").tolist() == [1, 2, 0]
 
 
 @pytest.mark.parametrize("vocabulary", [[], ["ab"], ["a", "a"], ["\ud800"], [""]])
-def test_bad_vocabularies_are_refused(vocabulary):
+def test_invalid_vocabularies_are_refused(vocabulary):
     with pytest.raises(ValueError, match="vocabulary"):
         CharTokenizer(vocabulary)
 
 
-@pytest.mark.skipif(not CORPUS.exists(), reason="the tiny Shakespeare corpus is not here")
+@pytest.mark.skipif(not CORPUS.exists(), reason="needs the tiny Shakespeare corpus")
 def test_tiny_shakespeare():
     text = CORPUS.read_text(encoding="utf-8")
     tokenizer = CharTokenizer.from_text(text)

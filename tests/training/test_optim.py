@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from service.model.gpt import GPT, GPTConfig
+from service.model.config import GPTConfig
+from service.model.gpt import GPT
 from training.config import TrainConfig
 from training.optim import Muon, Optimizers, WeightAverage, hidden_matrices, lr_scale, orthogonalize
 

@@ -3,7 +3,8 @@ import torch
 from bench.nanogpt import NanoGPT, Recipe
 from torch.utils.flop_counter import FlopCounterMode
 
-from service.model.gpt import GPT, GPTConfig
+from service.model.config import GPTConfig
+from service.model.gpt import GPT
 from training.speed import flops_per_character
 
 

@@ -26,7 +26,8 @@ from rich.console import Console
 from torch.nn import functional as F
 
 from service.model.checkpoint import Checkpoint
-from service.model.gpt import GPT, GPTConfig
+from service.model.config import GPTConfig
+from service.model.gpt import GPT
 from training import loop
 from training.config import PRESETS, ConfigError, TrainConfig
 from training.data import prepare
