@@ -148,7 +148,7 @@ def build_document(settings: Settings, tokenizer: CharTokenizer, operations: Ite
     requests = [it.request for it in operations if it.request is not None]
     events = [event for it in operations for event in it.events]
     schemas = _schemas(requests, [*events, *(it.answer for it in operations if it.answer is not None)])
-    _add_limits(schemas, [request.__name__ for request in requests], settings, tokenizer)
+    _add_limits(schemas, requests, settings, tokenizer)
     paths: dict[str, dict[str, Any]] = {}
     for operation in operations:
         described = _operation(operation, schemas, settings, tokenizer)
@@ -260,7 +260,8 @@ def _answer(operation: Operation) -> dict[str, Any]:
 
 def _event_stream(events: tuple[type[msgspec.Struct], ...]) -> dict[str, Any]:
     """OpenAPI 3.1 cannot describe events: their schema is given as 3.2 does, with the prefix x-."""
-    references = [_ref("schemas", event.__name__) for event in (*events, Error)]
+    named: list[type[msgspec.Struct]] = [*events, Error]
+    references = [_ref("schemas", event.__name__) for event in named]
     data = {"contentMediaType": "application/json", "contentSchema": {"anyOf": references}}
     return {
         "schema": {"type": "string"},
@@ -335,12 +336,14 @@ def _in_vocabulary(value: Any, tokenizer: CharTokenizer) -> Any:
     return value
 
 
-def _add_limits(schemas: dict[str, Any], requests: list[str], settings: Settings, tokenizer: CharTokenizer) -> None:
+def _add_limits(
+    schemas: dict[str, Any], requests: list[type[BaseModel]], settings: Settings, tokenizer: CharTokenizer
+) -> None:
     """State what the routes check against the settings and the vocabulary; make the examples valid here."""
     last_id, V = tokenizer.vocab_size - 1, tokenizer.vocab_size
     longest, most = settings.max_prompt_characters, settings.max_prompts
     for request in requests:
-        fields = schemas[request]["properties"]
+        fields = schemas[request.__name__]["properties"]
         fields |= {"prompt": fields.pop("prompt")} if "prompt" in fields else {}
         for name, field in fields.items():
             if field.get("default", ...) is None:  # the description says what the default is
@@ -348,7 +351,7 @@ def _add_limits(schemas: dict[str, Any], requests: list[str], settings: Settings
             match name:
                 case "model":
                     field["examples"] = [settings.model_name]
-                case "prompt" if request != "TokenizeRequest":
+                case "prompt" if request is not TokenizeRequest:
                     _bound(field, "string", maxLength=longest)
                     _bound(field, "integer", maximum=last_id)
                     for branch in _lists(field):
