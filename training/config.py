@@ -88,7 +88,7 @@ class TrainConfig:
     save_seconds: float = option(30.0, "seconds between saves; a killed run loses at most this much work")
     keep_every: int = option(0, "steps between checkpoints kept as OUT/step-00000500 and so on; 0: none")
     sample_chars: int = option(200, "characters of the sample at each evaluation; 0: none")
-    weights: Weights = option("float32", "dtype of the weights in OUT/best and OUT/step-…; float16 halves their size")
+    weights: Weights = option("float32", "dtype of the weights in OUT/best and OUT/step-*; float16 halves their size")
     tensorboard: bool = option(False, "also write TensorBoard event files to OUT/tensorboard")
 
     # the machine
