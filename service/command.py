@@ -17,7 +17,7 @@ COMMANDS = {
     "evaluate": "measure a checkpoint's loss on a text",
     "sample": "generate texts from a checkpoint",
     "score": "print the log-likelihood of each line of a text",
-    "report": "measure how much of the generated text is copied from the training text",
+    "report": "measure how much generated text is copied from the training text",
     "export": "convert a checkpoint to GGUF or ONNX",
 }
 HELP = "\n".join(
