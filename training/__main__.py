@@ -111,7 +111,9 @@ def build_parser() -> Parser:
     p.add_argument("--prompt", help="text to continue; a line break if none is given")
     p.add_argument("--temperature", type=float, default=1.0, help="sampling temperature; 0: greedy")
     p.add_argument("--top-k", type=int, default=0, help="sample from the k likeliest characters; 0: all")
-    p.add_argument("--top-p", type=float, default=1.0, help="sample from the likeliest characters up to this mass")
+    p.add_argument(
+        "--top-p", type=float, default=1.0, help="sample from the likeliest characters up to this total probability"
+    )
     p.add_argument(
         "--stop", action="append", default=[], help=r"end a text before this string; repeatable; \n is a line break"
     )

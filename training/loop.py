@@ -435,7 +435,7 @@ def start(config: TrainConfig, out: Path, console: Console, *, overwrite: bool =
         return Job(config, resolved, config.data, out, resumed=False)
 
     out.mkdir(parents=True, exist_ok=True)
-    _launch(out, console, prepare_job)
+    _run_job(out, console, prepare_job)
 
 
 def resume(out: Path, given: dict[str, Any], console: Console, *, data: tuple[str, ...] | None = None) -> None:
@@ -474,10 +474,10 @@ def resume(out: Path, given: dict[str, Any], console: Console, *, data: tuple[st
 
     if not (out / "last").is_dir():
         raise ResumeError(f"nothing to resume: {out / 'last'} does not exist")
-    _launch(out, console, prepare_job)
+    _run_job(out, console, prepare_job)
 
 
-def _launch(out: Path, console: Console, prepare_job: Callable[[World], Job | None]) -> None:
+def _run_job(out: Path, console: Console, prepare_job: Callable[[World], Job | None]) -> None:
     """Train in the processes that torchrun started, or start the job's processes here."""
     with World.join() as world, exclusive(out) if world.is_main else contextlib.nullcontext():
         if world.is_main:

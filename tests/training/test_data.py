@@ -93,7 +93,7 @@ print(corpus.tokenizer.decode(corpus.ids[:20]), flush=True)
     try:
         assert [process.stdout.readline() for process in processes] == ["scanned\n"] * 3
         for process in processes:
-            process.stdin.write("go on\n")
+            process.stdin.write("continue\n")
             process.stdin.flush()
         found = [process.communicate(timeout=60)[0] for process in processes]
     finally:
