@@ -8,6 +8,8 @@ python -m training sample --checkpoint DIR/best --prompt "ROMEO:" -n 3
 python -m training score --checkpoint DIR/best --data FILE > scores.jsonl
 python -m training report --checkpoint DIR/best
 python -m training export --checkpoint DIR/best --to gguf --out model.gguf
+
+`chargpt train` and so on run the same commands.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
-from training.config import PRESETS, SHAPE, ConfigError, Device, TrainConfig
+from training.config import DATA_HELP, PRESETS, SHAPE, ConfigError, Device, TrainConfig
+from training.messages import plural, program
 
 if TYPE_CHECKING:
     from service.model.checkpoint import Checkpoint
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Says each default, but not that a switch is off."""
+    """Shows every default, except for switches that are off."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default is None or action.default is False:
@@ -40,7 +43,7 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Names what is allowed; no abbreviations, so that a new flag never changes what an old command means."""
+    """Refuses abbreviated flags, so that adding a flag never changes what an existing command means."""
 
     def __init__(self, **options: Any):
         super().__init__(allow_abbrev=False, formatter_class=Formatter, **options)
@@ -51,13 +54,13 @@ class Parser(argparse.ArgumentParser):
             parser: argparse.ArgumentParser = parsed.parser
             flags = [flag for action in parser._actions for flag in action.option_strings]
             close = difflib.get_close_matches(unknown[0], flags, n=1)
-            meant = f"; did you mean {close[0]}?" if close else ""
-            parser.error(f"unknown argument {unknown[0]}{meant} Allowed are: {', '.join(flags)}")
+            hint = f"; did you mean {close[0]}?" if close else "."
+            parser.error(f"unknown argument {unknown[0]}{hint} Allowed: {', '.join(flags)}")
         return parsed
 
 
 def add_config_flags(parser: argparse.ArgumentParser) -> None:
-    """One flag per field of TrainConfig; a flag that is not given is not in the result."""
+    """One flag per field of TrainConfig; a flag that is not given is absent from the namespace."""
     hints = get_type_hints(TrainConfig)
     for field in dataclasses.fields(TrainConfig):
         kind = hints[field.name]
@@ -79,7 +82,7 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def build_parser() -> Parser:
-    parser = Parser(prog="python -m training", description="Turn a text into a checkpoint.")
+    parser = Parser(prog=program(), description="Train a character-level GPT on a text.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, run: Any, help: str) -> Parser:
@@ -87,74 +90,81 @@ def build_parser() -> Parser:
         added.set_defaults(run=run, parser=added)
         return added
 
-    data_help = "UTF-8 text files, plain or gzip, or folders of them, or the name tinyshakespeare"
-    p = command("prepare", run_prepare, "encode a text once into the cache; train does it too")
-    p.add_argument("--data", nargs="+", default=["tinyshakespeare"], help=data_help)
-    p.add_argument("--records", action="store_true", help="each line is a record; one in ten validates")
+    p = command("prepare", run_prepare, "encode a text into the cache; train does this too")
+    p.add_argument("--data", nargs="+", default=["tinyshakespeare"], help=DATA_HELP)
+    p.add_argument("--records", action="store_true", help="each line is a record; every tenth goes to validation")
 
-    p = command("train", run_train, "train a model; every loss is nats per character")
+    p = command("train", run_train, "train a model; losses are in nats per character")
     p.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="the run's folder")
-    p.add_argument("--preset", choices=PRESETS, help="what the other flags start from (default: cpu)")
-    p.add_argument("--resume", action="store_true", help="go on where the run in --out stopped, settings and all")
+    p.add_argument("--preset", choices=PRESETS, help="defaults of the other flags (default: cpu)")
+    p.add_argument("--resume", action="store_true", help="continue the run in --out, with its settings")
     p.add_argument("--overwrite", action="store_true", help="replace the run in --out")
     add_config_flags(p)
 
-    p = command("evaluate", run_evaluate, "score a text with a checkpoint")
-    p.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="a checkpoint folder")
-    p.add_argument("--data", nargs="+", help=f"{data_help}; all is scored (default: the run's own validation split)")
-    add_machine_flags(p)
+    p = command("evaluate", run_evaluate, "measure a checkpoint's loss on a text")
+    add_model_flags(p)
+    p.add_argument("--data", nargs="+", help=f"{DATA_HELP} (default: the validation split of the training text)")
 
-    p = command("sample", run_sample, "write texts with a checkpoint")
-    p.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="a checkpoint folder")
-    p.add_argument("--prompt", help="what each text goes on from; a line end if none is given")
-    p.add_argument("-n", type=int, default=1, help="texts")
-    p.add_argument("--max-tokens", type=int, default=500, help="characters of each text")
-    p.add_argument("--temperature", type=float, default=1.0, help="0: the likeliest character each time")
-    p.add_argument("--top-k", type=int, default=0, help="draw among the k likeliest; 0: all")
-    p.add_argument("--top-p", type=float, default=1.0, help="draw among the likeliest with this probability together")
-    p.add_argument("--seed", type=int, default=0, help="of the first text; the next ones take the next seeds")
+    p = command("sample", run_sample, "generate texts from a checkpoint")
+    add_model_flags(p)
+    add_sampling_flags(p, n=1, max_tokens=500)
+    p.add_argument("--prompt", help="text to continue; a line break if none is given")
+    p.add_argument("--temperature", type=float, default=1.0, help="sampling temperature; 0: greedy")
+    p.add_argument("--top-k", type=int, default=0, help="sample from the k likeliest characters; 0: all")
     p.add_argument(
-        "--stop", action="append", default=[], help=r"a text ends before this; may be repeated; \n is a line break"
+        "--top-p", type=float, default=1.0, help="sample from the likeliest characters up to this total probability"
     )
-    p.add_argument("--unique", action="store_true", help="leave out what was written before")
     p.add_argument(
-        "--format", choices=("text", "jsonl"), default="text", help="texts alone, or objects with their seeds"
+        "--stop", action="append", default=[], help=r"end a text before this string; repeatable; \n is a line break"
     )
-    add_machine_flags(p)
+    p.add_argument("--unique", action="store_true", help="skip duplicate texts")
+    p.add_argument("--format", choices=("text", "jsonl"), default="text", help="plain texts, or JSON lines with seeds")
 
     p = command("score", run_score, "print the log-likelihood of each line of a text, as JSON lines")
-    p.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="a checkpoint folder")
-    p.add_argument("--data", type=Path, required=True, metavar="FILE", help="a UTF-8 text file, one record a line")
-    add_machine_flags(p)
+    add_model_flags(p)
+    p.add_argument("--data", type=Path, required=True, metavar="FILE", help="a UTF-8 text file, one record per line")
 
-    p = command("report", run_report, "how much of what a model writes is copied from its training text")
-    p.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="a checkpoint folder")
-    p.add_argument("--data", nargs="+", help=f"the training text: {data_help} (default: the run's own)")
-    p.add_argument("-n", type=int, default=20, help="texts to write")
-    p.add_argument("--max-tokens", type=int, default=5000, help="characters of each text")
-    p.add_argument("--seed", type=int, default=0, help="of the first text; the next ones take the next seeds")
-    add_machine_flags(p)
+    p = command("report", run_report, "measure how much generated text is copied from the training text")
+    add_model_flags(p)
+    add_sampling_flags(p, n=20, max_tokens=5000)
+    p.add_argument("--data", nargs="+", help=f"the training text: {DATA_HELP} (default: where the run read it)")
 
-    p = command("export", run_export, "write a checkpoint in another program's format")
-    p.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="a checkpoint folder")
-    p.add_argument("--to", choices=("gguf", "onnx"), required=True, help="llama.cpp's format, or onnxruntime's")
+    p = command("export", run_export, "convert a checkpoint to GGUF or ONNX")
+    add_checkpoint_flag(p)
+    p.add_argument("--to", choices=("gguf", "onnx"), required=True, help="gguf: llama.cpp; onnx: onnxruntime")
     p.add_argument("--out", type=Path, required=True, metavar="FILE", help="the file to write")
     return parser
 
 
-def add_machine_flags(parser: argparse.ArgumentParser) -> None:
+def add_checkpoint_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="a checkpoint folder")
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """The checkpoint and where it runs, read by `load_model`."""
+    add_checkpoint_flag(parser)
     parser.add_argument("--device", choices=get_args(Device), default="auto", help="auto: cuda, else mps, else cpu")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: OMP_NUM_THREADS, else one per core")
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser, *, n: int, max_tokens: int) -> None:
+    parser.add_argument("-n", type=int, default=n, help="number of texts")
+    parser.add_argument("--max-tokens", type=int, default=max_tokens, help="characters per text")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first text; each further text adds 1")
+
+
+def check_sampling_flags(args: argparse.Namespace) -> None:
+    if args.n < 1 or args.max_tokens < 1:
+        raise ConfigError(f"-n and --max-tokens must be at least 1, got {args.n} and {args.max_tokens}")
 
 
 def run_prepare(args: argparse.Namespace) -> None:
     from training.data import cache_dir, prepare
 
     corpus = prepare(args.data, records=args.records)
-    about = corpus.describe()
     print(
-        f"{about['name']}: {about['characters']:,} characters, {about['symbols']:,} symbols; "
-        f"{about['train_characters']:,} train, {about['val_characters']:,} validate\n"
+        f"{corpus.name}: {plural(len(corpus.ids), 'character')}, {plural(corpus.symbols, 'symbol')}; "
+        f"{len(corpus.train):,} for training, {len(corpus.val):,} for validation\n"
         f"SHA-256 {corpus.sha256}, encoded in {cache_dir() / 'corpora'}"
     )
 
@@ -163,24 +173,24 @@ def run_train(args: argparse.Namespace) -> None:
     from rich.console import Console
 
     from training import loop
-    from training.finetune import shape_of
+    from training.finetune import checkpoint_shape
 
     names = {field.name for field in dataclasses.fields(TrainConfig)}
     given = {name: value for name, value in vars(args).items() if name in names}
     console = Console(stderr=True, highlight=False)
     if args.resume and args.overwrite:
-        raise ConfigError("--resume goes on with a run, --overwrite replaces it: pass one of them")
+        raise ConfigError("--resume continues a run, --overwrite replaces it; pass only one of them")
     if args.resume:
         data = given.pop("data", None)
         if args.preset:
             wanted = TrainConfig.from_preset(args.preset, **given).as_dict()
-            # Not the preset's shape but that of a checkpoint, which need not be there any more.
+            # The shape is the checkpoint's, not the preset's, and the checkpoint may be gone by now.
             fixed = set(SHAPE) - set(given) if "init_from" in given else set()
             given = {name: value for name, value in wanted.items() if name not in {"data", *fixed}}
         loop.resume(args.out, given, console, data=data)
     else:
         if "init_from" in given:
-            given = shape_of(given["init_from"]) | given
+            given = checkpoint_shape(given["init_from"]) | given
         config = TrainConfig.from_preset(args.preset or "cpu", **given)
         loop.start(config, args.out, console, overwrite=args.overwrite)
 
@@ -191,11 +201,11 @@ def run_evaluate(args: argparse.Namespace) -> None:
 
     checkpoint, model = load_model(args)
     if args.data is None:
-        corpus = run_corpus(checkpoint, None)
+        corpus = training_corpus(checkpoint, None)
         ids, scored = corpus.val, f"validation split of {corpus.name}"
     else:
         ids, scored = encode_files(find_texts(args.data), checkpoint.tokenizer), " ".join(args.data)
-    print(f"{scored}: {len(ids):,} characters, all but the first scored")
+    print(f"{scored}: {plural(len(ids), 'character')}, all but the first scored")
     for name, loss in ("whole", whole_loss(model, ids)), ("streamed", streamed_loss(model, ids)):
         print(f"{name:<9} {loss:.4f} nats  {bits(loss):.4f} bits per character")
 
@@ -209,10 +219,9 @@ def run_sample(args: argparse.Namespace) -> None:
     from service.model.params import SamplingParams
     from training.sample import ExhaustedError, sample_texts
 
-    if args.n < 1 or args.max_tokens < 1:
-        raise ConfigError(f"-n and --max-tokens must be at least 1, got {args.n} and {args.max_tokens}")
+    check_sampling_flags(args)
     if args.prompt == "":
-        raise ConfigError("--prompt must hold at least one character")
+        raise ConfigError("--prompt must not be empty")
     try:
         params = SamplingParams(args.temperature, args.top_k, args.top_p, args.seed)
     except ValueError as error:
@@ -222,19 +231,18 @@ def run_sample(args: argparse.Namespace) -> None:
     prompt = tokenizer.encode("\n" if args.prompt is None else args.prompt)
     stop = tuple(tuple(tokenizer.encode(text.replace("\\n", "\n"))) for text in args.stop)
     if () in stop:
-        raise ConfigError("--stop must hold at least one character")
+        raise ConfigError("--stop must not be empty")
     texts = sample_texts(model, prompt, args.n, args.max_tokens, params, stop=stop, unique=args.unique)
     console = Console(stderr=True)
     shown = track(texts, "texts", total=args.n, console=console, disable=not console.is_terminal or args.n == 1)
-    begin = args.prompt or ""
-    between = "\n" if args.stop else "\n\n"
+    separator = "\n" if args.stop else "\n\n"
     try:
         for number, (seed, ids) in enumerate(shown):
-            text = begin + tokenizer.decode(ids)
+            text = (args.prompt or "") + tokenizer.decode(ids)
             if args.format == "jsonl":
                 print(json.dumps({"text": text, "seed": seed}, ensure_ascii=False))
             else:
-                print(between if number else "", text, sep="", end="")
+                print(separator if number else "", text, sep="", end="")
         if args.format == "text":
             print()
     except ExhaustedError as error:
@@ -261,19 +269,18 @@ def run_report(args: argparse.Namespace) -> None:
     from training.report import describe_copies
     from training.sample import sample_texts
 
-    if args.n < 1 or args.max_tokens < 1:
-        raise ConfigError(f"-n and --max-tokens must be at least 1, got {args.n} and {args.max_tokens}")
+    check_sampling_flags(args)
     checkpoint, model = load_model(args)
-    corpus = run_corpus(checkpoint, args.data)
+    corpus = training_corpus(checkpoint, args.data)
     prompt = [int(corpus.val[0])]
     texts = sample_texts(model, prompt, args.n, args.max_tokens, SamplingParams(seed=args.seed))
-    written = np.concatenate([np.array(ids, corpus.ids.dtype) for _, ids in texts])
-    held_out = corpus.val[: len(written)]
+    generated = np.concatenate([np.array(ids, corpus.ids.dtype) for _, ids in texts])
+    held_out = corpus.val[: len(generated)]
     print_copies(
         Console(highlight=False),
         {
-            "written by the model": describe_copies(written, corpus.train, corpus.tokenizer),
-            "the validation split": describe_copies(held_out, corpus.train, corpus.tokenizer),
+            "generated": describe_copies(generated, corpus.train, corpus.tokenizer),
+            "validation split": describe_copies(held_out, corpus.train, corpus.tokenizer),
         },
     )
 
@@ -285,28 +292,28 @@ def run_export(args: argparse.Namespace) -> None:
     try:
         export(Checkpoint.read(args.checkpoint), args.to, args.out)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"--to {args.to} needs the package {error.name}: pip install 'chargpt[export]'") from None
+        raise ConfigError(f"--to {args.to} needs the package {error.name}; pip install 'chargpt[export]'") from None
     print(f"{args.out}: {args.out.stat().st_size:,} bytes")
 
 
-def run_corpus(checkpoint: Checkpoint, data: list[str] | None) -> Corpus:
-    """The text a checkpoint was trained on, in its vocabulary: at `data`, or where the run found it.
+def training_corpus(checkpoint: Checkpoint, data: list[str] | None) -> Corpus:
+    """The text a checkpoint was trained on, in its vocabulary, read from `data` or from where the run read it.
 
     Raises:
-        ConfigError: the checkpoint does not say, or it is another text.
+        ConfigError: the checkpoint does not record its training text, or `data` is a different one.
     """
     from training.data import prepare, recode
 
     if data is None:
         if "recipe" not in checkpoint.training:
-            raise ConfigError(f"{checkpoint.path / 'training.json'} does not say what the text was: pass --data")
+            raise ConfigError(f"{checkpoint.path / 'training.json'} does not record the training text; pass --data")
         data = checkpoint.training["recipe"]["data"]
     corpus = prepare(data, records=checkpoint.training.get("recipe", {}).get("records", False))
     expected = checkpoint.training.get("data", {}).get("sha256")
     if corpus.sha256 != expected:
         raise ConfigError(
-            f"{' '.join(data)} is not the text that {checkpoint.path} was trained on: "
-            f"SHA-256 {corpus.sha256}, not {expected}"
+            f"{' '.join(data)} is not the training text of {checkpoint.path}: "
+            f"SHA-256 {corpus.sha256}, expected {expected}"
         )
     return recode(corpus, checkpoint.tokenizer)
 
@@ -324,8 +331,9 @@ def load_model(args: argparse.Namespace) -> tuple[Checkpoint, GPT]:
 
 
 def main() -> int:
-    # GNU OpenMP's threads spin while they wait, which slows a step where another program wants the core; this many
-    # turns cost nothing alone (RECIPE.md). Read when torch is imported.
+    """Exit status: 0, 1 for a refusal, 2 for a bad command line, 128 + n after signal n."""
+    # Threads of GNU OpenMP spin while waiting, which slows a step when another program needs the core; this many
+    # spins cost nothing otherwise (RECIPE.md). Read when torch is imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     args = build_parser().parse_args()
     from service.model.checkpoint import CheckpointError
@@ -351,7 +359,7 @@ def main() -> int:
         print(stop, file=sys.stderr)
         return 128 + stop.number
     except BrokenPipeError:
-        # Whoever read the output, say `head`, has enough; nor must the interpreter flush what is left at exit.
+        # The reader, `head` for example, closed the pipe; keep the interpreter from flushing into it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except refusals as error:
@@ -363,9 +371,9 @@ def main() -> int:
 if __name__ == "__main__":
     try:
         status = main()
-        from training.distributed import leave
+        from training.distributed import exit_if_distributed
 
-        leave(status)
+        exit_if_distributed(status)
         sys.exit(status)
-    except KeyboardInterrupt:  # also while torch is being imported
+    except KeyboardInterrupt:  # also during the import of torch
         sys.exit(130)

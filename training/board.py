@@ -1,7 +1,6 @@
-"""The log as TensorBoard reads it: event files, made of the same records.
+"""TensorBoard event files, written from the records of the log.
 
-The log is what counts. A run that goes on writes the files anew from it, so that no step is there twice, whenever
-the run was stopped.
+A resumed run rewrites the files from the log, so that no step appears twice.
 """
 
 from __future__ import annotations
@@ -14,26 +13,26 @@ from typing import Any
 
 
 class Board:
-    """Event files in `folder`, of `records` first.
+    """Event files in `folder`, beginning with `records`.
 
-    Each number is a scalar under its name in the log; its time is that of training, without pauses.
+    Scalars have their names in the log. Wall times count training only, not the pauses between resumed runs.
     """
 
     def __init__(self, folder: Path, records: Iterable[dict[str, Any]], elapsed_seconds: float):
-        from torch.utils.tensorboard import SummaryWriter  # seconds, and a package that not everyone has
+        from torch.utils.tensorboard import SummaryWriter  # optional, and takes seconds to import
 
         shutil.rmtree(folder, ignore_errors=True)
-        # purge_step: a TensorBoard that looks on drops what it has read of the old files.
+        # purge_step makes a running TensorBoard drop what it read from the old files.
         self.writer = SummaryWriter(str(folder), purge_step=0, flush_secs=10)
-        self.begun = time.time() - elapsed_seconds
+        self.start = time.time() - elapsed_seconds
         for record in records:
             self.add(record)
 
     def add(self, record: dict[str, Any]) -> None:
-        when = self.begun + record["elapsed_seconds"]
+        when = self.start + record["elapsed_seconds"]
         for name, value in record.items():
             if name == "sample":
-                indented = "    " + value.replace("\n", "\n    ")  # Markdown's way to leave it as it is
+                indented = "    " + value.replace("\n", "\n    ")  # a Markdown code block
                 self.writer.add_text(name, indented, record["step"], walltime=when)
             elif name not in ("event", "step", "elapsed_seconds"):
                 self.writer.add_scalar(name, value, record["step"], walltime=when)

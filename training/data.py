@@ -1,8 +1,8 @@
-"""From a text to windows of ids: prepare once, memory-map for ever, draw without replacement.
+"""Text to training windows: encode once into a cache, memory-map, draw windows without replacement.
 
-A corpus is encoded in chunks into one file of 1, 2 or 4 bytes per character, in a cache folder named by the
-text's SHA-256, so a text larger than memory prepares and trains in constant memory. A text is a file, several, or
-a folder of them, plain or gzip. Knows nothing of models.
+A text is one or more files or folders, plain or gzip. It is encoded in chunks into 1, 2 or 4 bytes per character, in
+a cache folder named by its SHA-256, so that a text larger than memory trains in constant memory. Knows nothing about
+models.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ import numpy as np
 
 from service.model.checkpoint import replacing_folder
 from service.model.tokenizer import CharTokenizer, UnknownCharacterError
+from training.messages import plural
 
 FORMAT_VERSION = 2
 CHUNK_BYTES = 1 << 22
-TRAIN_SHARE = 0.9  # of a text the first 90 % train, the rest validates; nothing is shuffled
-VAL_EVERY = 10  # of records, one in ten validates, wherever it stands
-MAX_SYMBOLS = 1 << 16  # more than all of Unicode's scripts in use; past it the text is hardly one of characters
-
-MIN_CHARACTERS = 20  # so that the validation split has one to predict
+TRAIN_SHARE = 0.9  # the first 90 % of a text is the training split, the rest the validation split
+VAL_EVERY = 10  # with records, every tenth goes to the validation split
+MAX_SYMBOLS = 1 << 16  # more than any script has; a text with more is probably not text
+MIN_CHARACTERS = 20  # leaves the validation split one character to predict
 
 TINYSHAKESPEARE = "tinyshakespeare"
 TINYSHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -42,20 +42,20 @@ TINYSHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca5
 
 
 class DataError(ValueError):
-    """A text that cannot be trained on, or cannot be had; says why and what to do."""
+    """A text that cannot be found, read or trained on; the message says why and what to do."""
 
 
 def cache_dir() -> Path:
-    """Where downloads and encoded corpora are kept: $XDG_CACHE_HOME/chargpt, or ~/.cache/chargpt."""
+    """The folder of downloads and encoded corpora: $XDG_CACHE_HOME/chargpt, or ~/.cache/chargpt."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "chargpt"
 
 
 def find_texts(data: Sequence[str]) -> list[Path]:
-    """The files that `--data` means: of a folder all those below it, by name, but hidden ones.
+    """The files of `--data`; a folder stands for all files below it, sorted, except hidden ones.
 
     Raises:
-        DataError: there is no such file, a folder has none, or as `find_text`.
+        DataError: a folder has no files, or as `find_text`.
     """
     files = []
     for name in data:
@@ -63,7 +63,7 @@ def find_texts(data: Sequence[str]) -> list[Path]:
             below = (path.relative_to(name) for path in Path(name).rglob("*") if path.is_file())
             found = [Path(name) / path for path in sorted(below) if not any(p.startswith(".") for p in path.parts)]
             if not found:
-                raise DataError(f"the folder {name} holds no file")
+                raise DataError(f"the folder {name} has no files")
             files += found
         else:
             files.append(find_text(name))
@@ -71,33 +71,31 @@ def find_texts(data: Sequence[str]) -> list[Path]:
 
 
 def find_text(data: str) -> Path:
-    """The file of a name; the one known name is looked up, or downloaded once.
+    """The file at path `data`; tinyshakespeare is taken from $CHARGPT_DATA_DIR or downloaded once.
 
     Raises:
-        DataError: there is no such file, the download failed, or its SHA-256 is not the known one.
+        DataError: the file does not exist, the download failed, or tinyshakespeare has the wrong SHA-256.
     """
     if data != TINYSHAKESPEARE or Path(data).is_file():
         if not Path(data).is_file():
             raise DataError(
-                f"no text at {data}; --data takes UTF-8 files, plain or gzip, folders of them, "
+                f"no file or folder {data}; --data takes UTF-8 files, plain or gzip, folders of them, "
                 f"or the name {TINYSHAKESPEARE}"
             )
         return Path(data)
     name = f"{TINYSHAKESPEARE}.txt"
-    given = os.environ.get("CHARGPT_DATA_DIR")
-    for folder in [Path(given)] if given else []:
-        if (folder / name).is_file():
-            return _checked(folder / name)
-    file = cache_dir() / name
-    if not file.is_file():
-        _download(TINYSHAKESPEARE_URL, file)
-    return _checked(file)
-
-
-def _checked(file: Path) -> Path:
-    found = hashlib.sha256(file.read_bytes()).hexdigest()
-    if found != TINYSHAKESPEARE_SHA256:
-        raise DataError(f"{file} is not {TINYSHAKESPEARE}: SHA-256 {found}, not {TINYSHAKESPEARE_SHA256}; delete it")
+    folder = os.environ.get("CHARGPT_DATA_DIR")
+    if folder and (Path(folder) / name).is_file():
+        file = Path(folder) / name
+    else:
+        file = cache_dir() / name
+        if not file.is_file():
+            _download(TINYSHAKESPEARE_URL, file)
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    if digest != TINYSHAKESPEARE_SHA256:
+        raise DataError(
+            f"{file} is not {TINYSHAKESPEARE}: SHA-256 {digest}, expected {TINYSHAKESPEARE_SHA256}; delete the file"
+        )
     return file
 
 
@@ -109,8 +107,7 @@ def _download(url: str, file: Path) -> None:
     except (urllib.error.URLError, OSError) as error:
         reason = getattr(error, "reason", None) or error
         raise DataError(
-            f"{url} cannot be downloaded ({reason}). Without internet pass a text file: --data FILE; "
-            f"or put the file at {file}"
+            f"cannot download {url} ({reason}); pass a text of your own with --data FILE, or save the file as {file}"
         ) from None
     file.parent.mkdir(parents=True, exist_ok=True)
     part.write_bytes(content)
@@ -119,15 +116,15 @@ def _download(url: str, file: Path) -> None:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A prepared text: its ids in a vocabulary, memory-mapped."""
+    """An encoded text, memory-mapped."""
 
     name: str
-    sha256: str  # of the text's bytes, unpacked
-    tokenizer: CharTokenizer  # the text's own characters, sorted, or a vocabulary that holds them
-    symbols: int  # different characters of the text
-    ids: np.ndarray  # (characters,) uint8, uint16 or uint32: what trains, then what validates
+    sha256: str  # of the text in UTF-8, uncompressed
+    tokenizer: CharTokenizer  # the text's own characters, sorted, or a vocabulary that includes them
+    symbols: int  # number of distinct characters of the text
+    ids: np.ndarray  # (characters,) uint8, uint16 or uint32: the training split, then the validation split
     num_train: int
-    records: int | None  # how many, where the text is one record a line
+    records: int | None  # number of records; None: the text is not split into records
 
     @property
     def train(self) -> np.ndarray:
@@ -150,27 +147,27 @@ class Corpus:
 
 
 def prepare(data: str | Sequence[str], *, records: bool = False) -> Corpus:
-    """The corpus of `--data`, encoded on first use and from the cache afterwards.
+    """The corpus of `--data`, encoded on first use and read from the cache afterwards.
 
-    `records`: each line is one, the line break its end. One in VAL_EVERY validates, and each split begins with a
-    line break, so that every record follows one.
+    With `records`, each line is a record that ends with its line break. One in VAL_EVERY goes to the validation
+    split. Each split begins with a line break, so that every record follows one.
 
     Raises:
-        DataError: no such file, not UTF-8, not a text that can be trained on.
+        DataError: a file is missing or not UTF-8, or the text is too short or has too many distinct characters.
     """
     files = find_texts([data] if isinstance(data, str) else data)
     name = files[0].name if len(files) == 1 else f"{files[0].name} and {len(files) - 1} more"
     sha256 = _sha256(files)
-    folder = _folder(sha256, records)
+    folder = _cache_folder(sha256, records)
     if not folder.is_dir():
         characters, count = _scan(files)
         if len(characters) < 2:
-            found = f"only the character {characters[0]!r}" if characters else "nothing"
-            raise DataError(f"{name} holds {found}; a text needs at least two different characters")
+            content = f"contains only the character {characters[0]!r}" if characters else "is empty"
+            raise DataError(f"{name} {content}; a text needs at least 2 distinct characters")
         if count < MIN_CHARACTERS:
-            raise DataError(f"{name} holds {count} characters; a text needs at least {MIN_CHARACTERS}")
+            raise DataError(f"{name} has {count} characters; a text needs at least {MIN_CHARACTERS}")
         if len(characters) > MAX_SYMBOLS:
-            raise DataError(f"{name} holds {len(characters):,} different characters, more than {MAX_SYMBOLS:,}")
+            raise DataError(f"{name} has {len(characters):,} distinct characters; at most {MAX_SYMBOLS:,} are allowed")
         if records:
             characters = sorted({*characters, "\n"})
         _encode(files, CharTokenizer(characters), sha256, folder, records)
@@ -181,16 +178,16 @@ def prepare(data: str | Sequence[str], *, records: bool = False) -> Corpus:
 
 
 def recode(corpus: Corpus, tokenizer: CharTokenizer) -> Corpus:
-    """The same text in a vocabulary made elsewhere, looked up id by id on first use and from the cache afterwards.
+    """The same text in another vocabulary, mapped id by id on first use and read from the cache afterwards.
 
     Raises:
-        UnknownCharacterError: the vocabulary lacks a character of the text.
+        UnknownCharacterError: a character of the text is not in the vocabulary.
     """
     if tokenizer.characters == corpus.tokenizer.characters:
         return corpus
     dtype = id_dtype(tokenizer.vocab_size)
     table = tokenizer.encode_array("".join(corpus.tokenizer.characters)).astype(dtype)
-    folder = _folder(corpus.sha256, corpus.records is not None, tokenizer)
+    folder = _cache_folder(corpus.sha256, corpus.records is not None, tokenizer)
     if not folder.is_dir():
         with replacing_folder(folder) as new, open(new / "ids.bin", "wb") as file:
             for start in range(0, len(corpus.ids), CHUNK_BYTES):
@@ -200,8 +197,8 @@ def recode(corpus: Corpus, tokenizer: CharTokenizer) -> Corpus:
     return replace(corpus, tokenizer=tokenizer, ids=np.memmap(folder / "ids.bin", dtype=dtype, mode="r"))
 
 
-def _folder(sha256: str, records: bool, tokenizer: CharTokenizer | None = None) -> Path:
-    """Where a text lies encoded; `tokenizer`: in another vocabulary than its own."""
+def _cache_folder(sha256: str, records: bool, tokenizer: CharTokenizer | None = None) -> Path:
+    """`tokenizer`: the vocabulary, if it is not the text's own."""
     name = f"{sha256}-v{FORMAT_VERSION}{'-records' if records else ''}"
     if tokenizer:
         name += f"-{hashlib.sha256(''.join(tokenizer.characters).encode()).hexdigest()[:16]}"
@@ -209,30 +206,30 @@ def _folder(sha256: str, records: bool, tokenizer: CharTokenizer | None = None) 
 
 
 def id_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The smallest type that holds every id, little-endian."""
+    """The smallest unsigned type that fits every id, little-endian."""
     return np.dtype("u1" if vocab_size <= 1 << 8 else "<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
 def read_text(files: Sequence[Path]) -> Iterator[str]:
-    """Texts one after the other, in pieces, character for character: line ends stay as they are.
+    """The concatenated files, in chunks; line breaks are not translated.
 
-    Where a file but the last does not end with a line break, one is put.
+    A line break is inserted between files where one is missing.
 
     Raises:
-        DataError: a file is not UTF-8, and at which byte; or one named .gz is not gzip.
+        DataError: a file is not UTF-8 (gives the byte offset), or one named .gz is not gzip.
     """
     for file in files:
         decoder = codecs.getincrementaldecoder("utf-8")()
         start, last = 0, "\n"
         for chunk in itertools.chain(_read_bytes(file), [b""]):
-            held = len(decoder.getstate()[0])  # bytes of a character that the last chunk broke off
+            pending = len(decoder.getstate()[0])  # bytes of a character that the last chunk cut in two
             try:
                 text = decoder.decode(chunk, final=not chunk)
             except UnicodeDecodeError as error:
-                offset = start - held + error.start
+                offset = start - pending + error.start
                 raise DataError(
                     f"{file} is not UTF-8: byte 0x{error.object[error.start]:02X} at offset {offset}"
-                    f" ({error.reason}); convert it first, e.g. iconv -f LATIN1 -t UTF-8"
+                    f" ({error.reason}); convert it first, for example with iconv -f LATIN1 -t UTF-8"
                 ) from None
             start += len(chunk)
             if text:
@@ -248,14 +245,14 @@ def _read_bytes(file: Path) -> Iterator[bytes]:
             while chunk := binary.read(CHUNK_BYTES):
                 yield chunk
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DataError(f"{file} is not a whole gzip file: {error}") from None
+        raise DataError(f"{file} is not a complete gzip file: {error}") from None
 
 
 def read_lines(file: Path) -> Iterator[str]:
-    """The lines of a text, without the line break (\\n) that ends each.
+    """The lines of a text, split at \\n alone and without it.
 
     Raises:
-        DataError: the file is not UTF-8; says at which byte.
+        DataError: the file is not UTF-8; gives the byte offset.
     """
     rest = ""
     for text in read_text([file]):
@@ -266,11 +263,11 @@ def read_lines(file: Path) -> Iterator[str]:
 
 
 def encode_files(files: Sequence[Path], tokenizer: CharTokenizer) -> np.ndarray:
-    """The ids of texts in a vocabulary made elsewhere: (characters,) in `id_dtype`.
+    """The ids of the concatenated files: (characters,) in `id_dtype`.
 
     Raises:
-        DataError: a file is not UTF-8, or all hold fewer than two characters.
-        UnknownCharacterError: a text holds a character that the vocabulary lacks.
+        DataError: a file is not UTF-8, or all together have fewer than two characters.
+        UnknownCharacterError: a character is not in the vocabulary; gives its offset in the concatenated text.
     """
     pieces, start = [np.empty(0, id_dtype(tokenizer.vocab_size))], 0
     for text in read_text(files):
@@ -280,7 +277,7 @@ def encode_files(files: Sequence[Path], tokenizer: CharTokenizer) -> np.ndarray:
             raise UnknownCharacterError(error.character, start + error.offset) from None
         start += len(text)
     if start < 2:
-        raise DataError(f"{files[0]} holds {start} characters; scoring needs at least two")
+        raise DataError(f"{files[0]} has {plural(start, 'character')}; scoring needs at least 2")
     return np.concatenate(pieces)
 
 
@@ -317,7 +314,7 @@ def _encode(files: Sequence[Path], tokenizer: CharTokenizer, sha256: str, folder
                 written += len(ids)
                 if records:
                     ends = ids == break_id
-                    number = num_records + np.cumsum(ends) - ends  # of the record that each character belongs to
+                    number = num_records + np.cumsum(ends) - ends  # record number of each character
                     validates = number % VAL_EVERY == VAL_EVERY - 1
                     train.write(ids[~validates].tobytes())
                     val.write(ids[validates].tobytes())
@@ -325,7 +322,7 @@ def _encode(files: Sequence[Path], tokenizer: CharTokenizer, sha256: str, folder
                     last = text[-1]
                 else:
                     train.write(ids.tobytes())
-            if last != "\n":  # the last record has its end too
+            if last != "\n":  # the last record needs its line break too
                 split = val if num_records % VAL_EVERY == VAL_EVERY - 1 else train
                 split.write(np.array([break_id], dtype).tobytes())
                 num_records += 1
@@ -335,9 +332,9 @@ def _encode(files: Sequence[Path], tokenizer: CharTokenizer, sha256: str, folder
             train.flush()
             os.fsync(train.fileno())
         if digest.hexdigest() != sha256:
-            raise DataError(f"{files[0]} or another file changed while it was read; run again")
+            raise DataError(f"{files[0]} or another file changed while being read; try again")
         if records and num_records < VAL_EVERY:
-            raise DataError(f"{files[0]} holds {num_records} records; --records needs at least {VAL_EVERY}")
+            raise DataError(f"{files[0]} has {plural(num_records, 'record')}; --records needs at least {VAL_EVERY}")
         about = {
             "sha256": sha256,
             "characters": tokenizer.characters,
@@ -348,11 +345,11 @@ def _encode(files: Sequence[Path], tokenizer: CharTokenizer, sha256: str, folder
 
 
 class WindowSampler:
-    """Every window of the text once per epoch, in an order and at a phase that (seed, epoch) fix.
+    """Draws every window of the text once per epoch, in an order determined by the seed.
 
-    Which window comes when is a pure function of its number, so `position`, the count of windows given so
-    far, is all there is to save. The text is cut into windows of `block_size` from a random phase on; up to
-    `block_size` characters at each end are left out of an epoch, others in the next.
+    A window's place is a pure function of its number, so the only state is `position`, the number of windows drawn.
+    Each epoch cuts the text into consecutive windows from a random phase in [0, block_size), so the characters left
+    out at both ends, at most block_size each, differ from epoch to epoch.
 
     Raises:
         DataError: the text is shorter than two windows.
@@ -360,16 +357,16 @@ class WindowSampler:
 
     def __init__(self, ids: np.ndarray, block_size: int, seed: int, position: int = 0):
         self.ids, self.block_size, self.seed, self.position = ids, block_size, seed, position
-        # One character more than the inputs, for the last target, at any phase in [0, block_size).
+        # Leaves room for any phase and for the last target, one character past the inputs.
         self.windows_per_epoch = (len(ids) - block_size) // block_size
         if self.windows_per_epoch < 1:
             raise DataError(
-                f"the training split holds {len(ids)} characters; block_size {block_size} needs at least "
-                f"{2 * block_size}: pass a longer text or a smaller block_size"
+                f"the training split has {plural(len(ids), 'character')}; block_size {block_size} needs at least "
+                f"{2 * block_size:,}: pass a longer text or a smaller block_size"
             )
 
     def starts(self, numbers: np.ndarray) -> np.ndarray:
-        """Where windows number `numbers` (B,) begin: (B,) int64."""
+        """Start offsets of the windows with these numbers: (B,) -> (B,) int64."""
         epoch, place = np.divmod(numbers.astype(np.uint64), np.uint64(self.windows_per_epoch))
         key = _mix(np.uint64(self.seed) + _mix(epoch))
         phase = _mix(key) % np.uint64(self.block_size)
@@ -377,7 +374,7 @@ class WindowSampler:
         return (phase + window * np.uint64(self.block_size)).astype(np.int64)
 
     def next_batch(self, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and targets, the inputs shifted by one: each (batch_size, block_size) int64."""
+        """Inputs, and targets one character ahead: each (batch_size, block_size) int64."""
         starts = self.starts(np.arange(self.position, self.position + batch_size))
         self.position += batch_size
         windows = self.ids[starts[:, None] + np.arange(self.block_size + 1)].astype(np.int64)
@@ -385,7 +382,7 @@ class WindowSampler:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """A bijection of 64-bit numbers that looks random (SplitMix64's finaliser, Steele et al. 2014)."""
+    """A pseudo-random bijection of 64-bit integers: SplitMix64's finalizer (Steele et al. 2014)."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -394,10 +391,9 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def _permute(x: np.ndarray, n: int, key: np.ndarray) -> np.ndarray:
-    """Where a permutation of 0 … n−1, chosen by `key` (B,), puts each of x (B,): no table, constant memory.
+    """Apply to each of x (B,) the pseudo-random permutation of 0 … n−1 that its `key` (B,) selects, without a table.
 
-    A Feistel network permutes the numbers below the next power of four; whoever lands at n or above walks on
-    (Black & Rogaway 2002).
+    A Feistel network over the next power of four, with cycle walking back below n (Black & Rogaway 2002).
     """
     half = np.uint64(((n - 1).bit_length() + 1) // 2)
     low = (np.uint64(1) << half) - np.uint64(1)
@@ -405,8 +401,8 @@ def _permute(x: np.ndarray, n: int, key: np.ndarray) -> np.ndarray:
     todo = np.arange(len(x))
     while todo.size:
         left, right = x[todo] >> half, x[todo] & low
-        for turn in range(6):
-            left, right = right, left ^ (_mix(right ^ _mix(key[todo] + np.uint64(turn))) & low)
+        for i in range(6):
+            left, right = right, left ^ (_mix(right ^ _mix(key[todo] + np.uint64(i))) & low)
         x[todo] = (left << half) | right
         todo = todo[x[todo] >= n]
     return x

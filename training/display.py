@@ -1,4 +1,4 @@
-"""What a run shows: the bar while it trains, a line per evaluation, the closing table, the curves."""
+"""Output of a run: the progress bar, a line per evaluation, the final report, the curves."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from rich.table import Table
 
 from training.config import TrainConfig
 from training.evaluate import bits
+from training.messages import plural
 from training.state import Progress
 
-MANY_SYMBOLS = 1000  # more than all alphabets in one text
+LARGE_VOCABULARY = 1000  # more characters than a text in any alphabetic script has
 
 
 class ProgressView:
-    """A bar on a terminal; a line per evaluation everywhere."""
+    """A progress bar on terminals, and a line per evaluation everywhere."""
 
     def __init__(self, console: Console, config: TrainConfig):
         self.console, self.config = console, config
@@ -43,12 +44,12 @@ class ProgressView:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.bar.stop()
 
-    def stepped(self, progress: Progress, loss: float) -> None:
+    def show_step(self, progress: Progress, loss: float) -> None:
         self.loss = loss if math.isnan(self.loss) else 0.95 * self.loss + 0.05 * loss
         rate = progress.step * self.config.tokens_per_step / progress.elapsed_seconds
         self.bar.update(self.task, completed=progress.step, figures=f"loss {self.loss:.3f} · {rate:,.0f} characters/s")
 
-    def evaluated(self, progress: Progress, record: dict[str, Any]) -> None:
+    def show_evaluation(self, progress: Progress, record: dict[str, Any]) -> None:
         val = record["val_loss"]
         best = " (best)" if progress.best_step == progress.step else ""
         train = "" if math.isnan(self.loss) else f"  train {self.loss:.4f}"
@@ -63,14 +64,14 @@ class ProgressView:
             self.console.print(record["sample"], style="dim", markup=False, soft_wrap=True)
 
 
-def warn_of_symbols(console: Console, config: TrainConfig, vocab_size: int, num_parameters: int) -> None:
-    """Say what a vocabulary of thousands costs; nothing about a smaller one."""
-    if vocab_size < MANY_SYMBOLS:
+def warn_if_vocabulary_is_large(console: Console, config: TrainConfig, vocab_size: int, num_parameters: int) -> None:
+    if vocab_size < LARGE_VOCABULARY:
         return
     console.print(
-        f"{vocab_size:,} different characters: embedding and head are {2 * vocab_size * config.n_embd:,} of the "
-        f"{num_parameters:,} parameters, and the logits of a step {config.tokens_per_step * vocab_size * 4 / 1e6:,.0f} "
-        "MB. That is as it must be for Chinese, Japanese or Korean; other texts are better cleaned of stray characters",
+        f"warning: the vocabulary has {vocab_size:,} characters, so embedding and head take "
+        f"{2 * vocab_size * config.n_embd:,} of the {num_parameters:,} parameters, and the logits of a step "
+        f"{config.tokens_per_step * vocab_size * 4 / 1e6:,.0f} MB. This is normal for Chinese, Japanese and Korean; "
+        "in other texts, remove stray characters first",
         soft_wrap=True,
     )
 
@@ -83,44 +84,44 @@ def print_report(
     speed: dict[str, float],
     out: Path,
 ) -> None:
-    """The losses of the best weights beside what mere counting reaches, and where everything lies."""
+    """The losses of the best weights beside the baselines, overfitting, speed, and the paths of the results."""
     labels = {
-        "uniform": "uniform: every symbol alike",
-        "unigram": "unigram: by frequency",
-        "bigram": "bigram: by the character before",
+        "uniform": "uniform baseline",
+        "unigram": "unigram baseline",
+        "bigram": "bigram baseline",
         "whole": f"this model, windows of {config.block_size}",
         "streamed": "this model, streamed",
     }
-    table = Table("validation split, every character", "nats", "bits")
+    table = Table("loss per character, validation split", "nats", "bits")
     for name, label in labels.items():
         table.add_row(label, f"{losses[name]:.4f}", f"{bits(losses[name]):.4f}")
     console.print(table)
     records = read_log(out / "log.jsonl")
     val = {r["step"]: r["val_loss"] for r in records if r["event"] == "evaluation"}
-    table = Table("step", "train", "validation", title="as the run went", title_justify="left")
+    table = Table("step", "training loss", "validation loss")
     best, last = progress.best_step, max(val)
     train = {step: train_loss_until(records, step, config.eval_every) for step in (best, last) if step is not None}
     for step, loss in train.items():
-        name = f"{step}, the best" if step == best else f"{step}, the last"
+        name = f"{step} (best)" if step == best else f"{step} (last)"
         table.add_row(name, "" if math.isnan(loss) else f"{loss:.4f}", f"{val[step]:.4f}")
     console.print(table)
     if progress.step < config.steps:
         console.print(
-            f"stopped at step {progress.step} of {config.steps}: no lower validation loss in {config.patience} "
-            f"evaluations since step {best}",
+            f"stopped early at step {progress.step} of {config.steps}: the validation loss has not improved in "
+            f"{plural(config.patience, 'evaluation')} since step {best}",
             soft_wrap=True,
         )
     if best is not None and val[last] > val[best] and train[last] < train[best]:
         console.print(
-            f"overfitting: after step {best} the validation loss rose by {val[last] - val[best]:.4f} while the "
-            f"training loss fell by {train[best] - train[last]:.4f}. The checkpoint is the one of step {best}. "
-            "More text helps, or a smaller model, fewer steps, --dropout, --weight-decay; --patience saves the time",
+            f"overfitting: since step {best} the validation loss has risen by {val[last] - val[best]:.4f} and the "
+            f"training loss has fallen by {train[best] - train[last]:.4f}; the checkpoint is from step {best}. Train "
+            "on more text, a smaller model, fewer steps, or with --dropout or --weight-decay; --patience stops early",
             soft_wrap=True,
         )
     console.print(
         f"{progress.step * config.tokens_per_step:,} characters in {progress.elapsed_seconds:.0f} s of training: "
-        f"{speed['characters_per_second']:,.0f} a second, {speed['peak_share']:.0%} of the "
-        f"{speed['matmul_peak_flops'] / 1e9:,.0f} GFLOP/s that matrix products reach here; "
+        f"{speed['characters_per_second']:,.0f} characters/s, {speed['peak_share']:.0%} of this machine's measured "
+        f"matrix-product peak of {speed['matmul_peak_flops'] / 1e9:,.0f} GFLOP/s; "
         f"best at step {progress.best_step}\ncheckpoint {out / 'best'}   curves {out / 'loss.png'}   "
         f"log {out / 'log.jsonl'}",
         markup=False,
@@ -129,7 +130,7 @@ def print_report(
 
 
 def print_copies(console: Console, texts: dict[str, dict[str, Any]]) -> None:
-    """What texts copy from the training text, a column each."""
+    """The figures of `report.describe_copies`, one column per text."""
     table = Table("", *texts)
     for name in next(iter(texts.values())):
         values = [figures[name] for figures in texts.values()]
@@ -142,14 +143,14 @@ def read_log(log: Path) -> list[dict[str, Any]]:
 
 
 def train_loss_until(records: list[dict[str, Any]], step: int, steps: int) -> float:
-    """Mean training loss over the `steps` up to `step`, as far as it was logged; nan if it was not."""
+    """Mean logged training loss over the `steps` up to `step`; nan if none was logged."""
     losses = [r["train_loss"] for r in records if r["event"] == "train" and step - steps < r["step"] <= step]
     return sum(losses) / len(losses) if losses else math.nan
 
 
 def draw_curves(log: Path, png: Path) -> None:
-    """Training and validation loss, learning rate and baselines from a log, as a picture."""
-    from matplotlib.figure import Figure  # half a second that only the end of a run pays
+    """Plot training and validation loss, learning rate and baselines."""
+    from matplotlib.figure import Figure  # takes half a second to import
 
     records = read_log(log)
     train = [r for r in records if r["event"] == "train"]
@@ -160,7 +161,7 @@ def draw_curves(log: Path, png: Path) -> None:
     axes.plot([r["step"] for r in val], [r["val_loss"] for r in val], "o-", label="validation", color="tab:orange")
     if val:
         best = min(val, key=lambda r: r["val_loss"])
-        label = f"best, step {best['step']}: {best['val_loss']:.3f}"
+        label = f"best {best['val_loss']:.3f} at step {best['step']}"
         axes.plot(best["step"], best["val_loss"], "*", label=label, color="tab:green", ms=14, ls="none")
     for end in (r for r in records if r["event"] == "end"):
         for name, style in (("uniform", ":"), ("unigram", "-."), ("bigram", "--")):
@@ -171,7 +172,7 @@ def draw_curves(log: Path, png: Path) -> None:
     axes.grid(alpha=0.3)
     rate = axes.twinx()
     rate.plot([r["step"] for r in train], [r["muon_lr"] for r in train], color="tab:red", lw=0.8, label="learning rate")
-    rate.set_ylabel("muon_lr")
+    rate.set_ylabel("learning rate (muon_lr)")
     rate.set_ylim(bottom=0)
     lines = [*axes.get_lines(), *rate.get_lines()]
     axes.legend(lines, [str(line.get_label()) for line in lines], loc="upper right")

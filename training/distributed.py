@@ -1,10 +1,10 @@
-"""Processes that train one model together, each on its share of every batch, equal in all else at every step.
+"""Data-parallel training: every process holds the whole model and takes a share of each batch.
 
-On a CPU two processes of one thread wait for each other once a step, two threads of one process at every operation: as
-fast where the cores are quiet, faster where they are not (RECIPE.md). A run starts such processes itself (`launch`); on
-several GPUs or machines torchrun does (`World.join`).
+On a CPU, two single-threaded processes synchronize once a step, two threads at every operation: equally fast on idle
+cores, faster on busy ones (RECIPE.md). A run starts such processes itself (`launch`); on several GPUs or machines
+torchrun does (`World.join`).
 
-Knows nothing of models: it sums and exchanges tensors. gloo between CPUs, NCCL between GPUs.
+Knows nothing about models; it reduces and gathers tensors, over gloo between CPUs and NCCL between GPUs.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# One process may evaluate or write while the others wait; one that died is noticed by its closed connection.
+# Others wait while the main process evaluates or saves; a dead process is detected by its closed connection.
 TIMEOUT = timedelta(days=1)
 
 
 class LostProcessError(RuntimeError):
-    """Another process of the run has ended, or cannot be reached."""
+    """Another process of the run has died or is unreachable."""
 
 
 class World:
-    """The processes of a run and this one's place among them."""
+    """The processes of a run; a world of size 1 communicates with nobody."""
 
-    joined = False  # whether this process has ever been one of several
+    joined = False  # whether this process has ever been in a world of several
 
     def __init__(self, rank: int = 0, size: int = 1):
         self.rank, self.size = rank, size
@@ -40,14 +40,18 @@ class World:
     @classmethod
     @contextlib.contextmanager
     def join(cls) -> Iterator[World]:
-        """The world that torchrun's (or `launch`'s) variables describe; without them, this process alone."""
+        """The world described by the environment variables of torchrun or `launch`; without them, of size 1.
+
+        Raises:
+            LostProcessError: a variable is missing, or another process is unreachable.
+        """
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:
             yield cls()
             return
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        with _lost():
+        with _lost_process():
             dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=TIMEOUT)
         cls.joined = True
         try:
@@ -57,61 +61,61 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that writes and speaks."""
+        """Whether this process writes files and prints."""
         return self.rank == 0
 
-    def share(self, n: int, unit: int = 1) -> tuple[int, int]:
-        """First and end of this process's part of 0…n, in whole units but for the last."""
+    def shard(self, n: int, unit: int = 1) -> tuple[int, int]:
+        """Start and end of this process's part of range(n), a multiple of `unit` long unless it ends at n."""
         units = -(-n // unit)
         first, end = (units * rank // self.size * unit for rank in (self.rank, self.rank + 1))
         return min(first, n), min(end, n)
 
-    def sum_(self, tensor: Tensor) -> Tensor:
-        """`tensor` summed over all processes, in place; the same bits in each."""
+    def all_reduce_(self, tensor: Tensor) -> Tensor:
+        """Sum `tensor` over all processes, in place and to the same bits in each."""
         if self.size > 1:
-            with _lost():
+            with _lost_process():
                 dist.all_reduce(tensor)
         return tensor
 
-    def exchange(self, parts: Tensor) -> Tensor:
-        """`parts` (size, …), of which this process has filled in parts[rank], filled in by all."""
+    def all_gather_(self, parts: Tensor) -> Tensor:
+        """Fill `parts` (size, …) in place with row r of process r; this process has set its own row."""
         if self.size > 1:
-            with _lost():
+            with _lost_process():
                 dist.all_gather_single(parts.view(-1), parts[self.rank].flatten().clone())
         return parts
 
     def broadcast(self, value: Any) -> Any:
-        """The main process's value, in all."""
+        """The main process's value, in every process."""
         if self.size == 1:
             return value
         values = [value]
-        with _lost():
+        with _lost_process():
             dist.broadcast_object_list(values)
         return values[0]
 
     def gather(self, value: Any) -> list[Any] | None:
-        """Every process's value, by rank, in the main process; None in the others."""
+        """The values of all processes, by rank, in the main process; None in the others."""
         if self.size == 1:
             return [value]
         values = [None] * self.size if self.is_main else None
-        with _lost():
+        with _lost_process():
             dist.gather_object(value, values)
         return values
 
 
 @contextlib.contextmanager
-def _lost() -> Iterator[None]:
+def _lost_process() -> Iterator[None]:
     try:
         yield
-    except (RuntimeError, ValueError) as error:  # torch's; a ValueError where one of torchrun's variables is missing
-        raise LostProcessError(f"a process of this run has ended or cannot be reached: {error}") from None
+    except (RuntimeError, ValueError) as error:  # torch raises ValueError if one of torchrun's variables is missing
+        raise LostProcessError(f"a process of this run has died or is unreachable: {error}") from None
 
 
 @contextlib.contextmanager
 def launch(processes: int, work: Callable[..., None], *args: Any) -> Iterator[None]:
-    """Call work(*args) in `processes` - 1 new processes, while this one does the same as rank 0 of their world.
+    """Call work(*args) in `processes` - 1 child processes; the caller does the same work as rank 0.
 
-    They end with this one, however it ends.
+    The children are killed when the context ends, and die with this process.
     """
     if processes == 1:
         yield
@@ -120,7 +124,7 @@ def launch(processes: int, work: Callable[..., None], *args: Any) -> Iterator[No
     variables = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store above serves, rank 0 need not make one
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 uses the store above instead of creating one
         "WORLD_SIZE": str(processes),
         "RANK": "0",
         "LOCAL_RANK": "0",
@@ -143,10 +147,10 @@ def launch(processes: int, work: Callable[..., None], *args: Any) -> Iterator[No
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def leave(status: int) -> None:
-    """End this process at once if it has been one of several; otherwise nothing.
+def exit_if_distributed(status: int) -> None:
+    """End this process without interpreter shutdown if it has been in a world of several.
 
-    gloo can leave a thread behind for a moment, which aborts an interpreter that ends in the usual way meanwhile.
+    A gloo thread can outlive its process group for a moment and would abort an interpreter that shuts down then.
     """
     if World.joined:
         sys.stdout.flush()
@@ -156,6 +160,6 @@ def leave(status: int) -> None:
 
 def _child(rank: int, work: Callable[..., None], args: tuple[Any, ...]) -> None:
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
-    with contextlib.suppress(LostProcessError):  # the main process says what happened, where it still can
+    with contextlib.suppress(LostProcessError):  # reported by the main process, if it is still alive
         work(*args)
-    leave(0)
+    exit_if_distributed(0)

@@ -1,7 +1,7 @@
-"""Fine-tuning: a run that begins with the weights of a checkpoint, in its shape and its vocabulary.
+"""Fine-tuning: a run that starts from the weights, shape and vocabulary of a checkpoint.
 
-The vocabulary keeps the checkpoint's order, and characters that the text has not; what it lacks is refused or, on
-request, added at its end. So every id of the checkpoint means the same character in the run's own checkpoints.
+Every id keeps its character: the vocabulary retains the checkpoint's order, including characters absent from the new
+text. New characters are refused or, on request, appended.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from service.model.checkpoint import MANIFEST, WEIGHTS, Checkpoint
 from service.model.tokenizer import CharTokenizer
 from training.config import SHAPE, ConfigError, TrainConfig
 
-LISTED = 20  # characters that a refusal names
+MAX_LISTED = 20  # characters named in an error message
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What a run begins with."""
+    """What a fine-tuning run starts from."""
 
-    tokenizer: CharTokenizer  # the run's
-    weights: dict[str, Tensor]  # of the run's model, by name
-    lineage: dict[str, Any]  # where they come from, for training.json
+    tokenizer: CharTokenizer  # the run's, new characters included
+    weights: dict[str, Tensor]  # the run's initial weights, by name
+    lineage: dict[str, Any]  # provenance of the weights, for training.json
 
 
-def shape_of(path: str) -> dict[str, Any]:
-    """The settings that the checkpoint at `path` fixes.
+def checkpoint_shape(path: str) -> dict[str, Any]:
+    """The SHAPE settings of the checkpoint at `path`.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -40,36 +40,36 @@ def shape_of(path: str) -> dict[str, Any]:
     return {name: hyperparameters[name] for name in SHAPE}
 
 
-def begin_from(config: TrainConfig, characters: Sequence[str]) -> Origin:
-    """What a run of `config` on a text of these characters begins with: the checkpoint at `config.init_from`.
+def load_origin(config: TrainConfig, characters: Sequence[str]) -> Origin:
+    """The checkpoint at `config.init_from`, adapted to a text of these characters.
 
     Raises:
         CheckpointError: it cannot be read.
-        ConfigError: its shape is not the config's; or it lacks characters, and is not to be extended.
+        ConfigError: its shape differs from the config's, or characters are missing and extend_vocabulary is not set.
     """
     assert config.init_from is not None
     checkpoint = Checkpoint.read(config.init_from)
     shape = config.model_config(checkpoint.tokenizer.vocab_size)
     differences = [
-        f"{name} is {checkpoint.hyperparameters[name]} there, {getattr(shape, name)} was asked for"
+        f"{name} is {checkpoint.hyperparameters[name]}, got {getattr(shape, name)}"
         for name in SHAPE
         if checkpoint.hyperparameters[name] != getattr(shape, name)
     ]
     if differences:
         raise ConfigError(
-            f"a run from {config.init_from} keeps its shape: {'; '.join(differences)}. "
-            "Leave it out, or train without --init-from"
+            f"the shape of {config.init_from} cannot be changed: {'; '.join(differences)}. "
+            "Omit these settings, or train without --init-from"
         )
-    known = checkpoint.tokenizer
-    added = [c for c in characters if c not in known]
+    vocabulary = checkpoint.tokenizer
+    added = [c for c in characters if c not in vocabulary]
     if added and not config.extend_vocabulary:
-        listed = ", ".join(f"{c!r} (U+{ord(c):04X})" for c in added[:LISTED])
-        more = f" and {len(added) - LISTED:,} more" if len(added) > LISTED else ""
-        unused = known.vocab_size - (len(characters) - len(added))
+        listed = ", ".join(f"{c!r} (U+{ord(c):04X})" for c in added[:MAX_LISTED])
+        more = f" and {len(added) - MAX_LISTED:,} more" if len(added) > MAX_LISTED else ""
+        unused = vocabulary.vocab_size - (len(characters) - len(added))
         raise ConfigError(
-            f"{config.init_from} lacks {len(added):,} of the text's {len(characters):,} characters: {listed}{more}. "
-            f"Take them out of the text, or pass --extend-vocabulary to add them. (It has {unused:,} that the text "
-            "has not; those it keeps.)"
+            f"the vocabulary of {config.init_from} lacks {len(added):,} of the text's {len(characters):,} characters: "
+            f"{listed}{more}. Remove them from the text, or pass --extend-vocabulary to add them. "
+            f"(Characters of the vocabulary absent from the text, which are kept: {unused:,})"
         )
     weights = checkpoint.load_model().state_dict()
     if added:
@@ -84,17 +84,17 @@ def begin_from(config: TrainConfig, characters: Sequence[str]) -> Origin:
         "step": about.get("step"),
         "data": about.get("data"),
         "added_characters": "".join(added),
-        "init_from": about.get("init_from"),  # its own
+        "init_from": about.get("init_from"),  # the checkpoint's own lineage
     }
-    return Origin(CharTokenizer(known.characters + added), weights, lineage)
+    return Origin(CharTokenizer(vocabulary.characters + added), weights, lineage)
 
 
 def new_rows(weights: dict[str, Tensor], count: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Embedding and head with `count` rows more; the old ones stay.
+    """Embedding and head with `count` rows appended.
 
-    A new head row is the mean of the old ones: its logit is the mean logit, below the log of the mean probability,
-    so that the old characters lose little. A new embedding row is drawn around the mean, as far from it as the old
-    ones are, so that two new characters differ from the start (Hewitt 2021).
+    New head rows are the mean row: their logit is the mean logit, which takes little probability from the existing
+    characters. New embedding rows are sampled from the mean and variance of the existing ones, so that two new
+    characters differ from the start (Hewitt 2021).
     """
     embed, head = weights["embed.weight"], weights["head.weight"]
     std, mean = torch.std_mean(embed, dim=0, correction=0)
@@ -106,9 +106,8 @@ def new_rows(weights: dict[str, Tensor], count: int, generator: torch.Generator)
 
 
 def describe_origin(config: TrainConfig, origin: Origin) -> str:
-    """What a run begins with, in a line."""
     added = len(origin.lineage["added_characters"])
     return (
-        f"begins with {config.init_from}: {', '.join(f'{name} {getattr(config, name)}' for name in SHAPE[:5])}, "
-        f"{origin.tokenizer.vocab_size - added:,} characters" + (f" and {added:,} new ones" if added else "")
+        f"starting from {config.init_from}: {', '.join(f'{name} {getattr(config, name)}' for name in SHAPE[:5])}, "
+        f"{origin.tokenizer.vocab_size - added:,} characters" + (f" plus {added:,} new" if added else "")
     )

@@ -1,8 +1,8 @@
-"""Optimizers: Muon for the hidden matrices, AdamW for embedding, head and norms; and the schedule they share.
+"""Muon for the hidden matrices, AdamW for embedding, head and norms, and their learning-rate schedule.
 
-Muon (Jordan et al. 2024) replaces each matrix's momentum by the nearest orthogonal matrix, so that all
-directions learn at one pace. The model keeps several matrices in one parameter (query, key and value rows;
-gate and up rows): each is orthogonalised by itself, and all of one shape in one batch.
+Muon (Jordan et al. 2024) replaces each matrix's momentum by the nearest semi-orthogonal matrix. Parameters that pack
+several matrices (query, key and value; gate and up) are split, and each matrix is orthogonalized separately, in one
+batch with all others of its shape.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from service.model.gpt import GPT, CausalSelfAttention, SwiGLU
 from training.config import TrainConfig
 from training.distributed import World
 
-# Quintic x <- a·x + b·x³ + c·x⁵, applied to all singular values; one triple per iteration, each the best for
-# the interval that the one before leaves (Amsel et al. 2025, "The Polar Express").
+# Coefficients (a, b, c) of x <- a·x + b·x³ + c·x⁵, applied to all singular values, one triple per iteration. Each is
+# optimal for the interval that the previous iteration leaves (Amsel et al. 2025, "The Polar Express").
 POLAR_EXPRESS = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
@@ -27,17 +27,17 @@ POLAR_EXPRESS = (
     (3.3184196573706015, -2.488488024314874, 0.51004894012372),
     (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
 )
-# A value that rounding pushes past the interval's end would grow without bound: leave that much room.
+# Safety factor: a singular value that rounding pushes past the interval's end would diverge.
 MARGIN = 1.02
 
 
 def orthogonalize(matrices: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """About U·Vᵀ of each of `matrices` (n, rows, cols) = U·S·Vᵀ, in `dtype`, by five Newton-Schulz iterations in it.
+    """Approximate U·Vᵀ of each of `matrices` (n, rows, cols) = U·S·Vᵀ by five Newton-Schulz iterations in `dtype`.
 
-    Singular values of a thousandth of the matrix's norm or more come out near 1, smaller ones between 0 and 1.
+    Singular values of at least a thousandth of the matrix's norm come out near 1, smaller ones between 0 and 1.
     """
     tall = matrices.size(1) > matrices.size(2)
-    x = matrices.mT if tall else matrices  # the smaller side makes the smaller Gram matrix
+    x = matrices.mT if tall else matrices  # the Gram matrix of the smaller side is cheaper
     x = (x / (x.norm(dim=(1, 2), keepdim=True) * MARGIN + 1e-7)).to(dtype)
     for a, b, c in POLAR_EXPRESS:
         gram = x @ x.mT
@@ -47,7 +47,7 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype = torch.float32) -> Tenso
 
 
 def hidden_matrices(model: GPT) -> list[tuple[Tensor, list[int]]]:
-    """Each hidden parameter of the blocks, and the rows of the matrices that it holds one after the other."""
+    """The weight matrices of the blocks, each with the row counts of the matrices packed in it."""
     found: list[tuple[Tensor, list[int]]] = []
     for module in model.modules():
         if isinstance(module, CausalSelfAttention):
@@ -58,26 +58,24 @@ def hidden_matrices(model: GPT) -> list[tuple[Tensor, list[int]]]:
     return found
 
 
-class _Shape:
-    """All matrices of one shape, in equal parts to each process; the last ones have fewer."""
+class _Group:
+    """All matrices of one shape, sharded over the processes."""
 
     def __init__(self, parts: list[tuple[Tensor, slice]], rows: int, cols: int, world: World):
-        self.parts = parts  # rows of a parameter, each a matrix
+        self.parts = parts  # one matrix each: a parameter and its rows
         self.scale = max(1.0, rows / cols) ** 0.5
         each = -(-len(parts) // world.size)
         self.mine = parts[world.rank * each : (world.rank + 1) * each]
-        # Of other processes' matrices as of the last `collect`.
+        # The shards of other processes are as of the last `collect`.
         self.momentum = parts[0][0].new_zeros(world.size, each, rows, cols)
-        self.strength = parts[0][0].new_zeros(world.size, each, rows, 1)  # mean square of each row's updates
+        self.strength = parts[0][0].new_zeros(world.size, each, rows, 1)  # running mean square of each row's updates
 
 
 class Muon:
-    """Nesterov momentum, orthogonalised, each row to an even strength, with decoupled weight decay.
+    """Orthogonalized Nesterov momentum with normalized rows (NorMuon, Li et al. 2025) and decoupled weight decay.
 
-    Rows of U·Vᵀ, the weights of one neuron each, differ in strength; they are divided by the root of a running mean
-    of their squares, and the whole is given its norm back (NorMuon, Li et al. 2025). It is then scaled by
-    √max(1, rows / cols), so that an update changes the output of a matrix by as much whatever its shape. Each
-    process of a world does its part of the matrices, and all exchange the updates.
+    Updates are scaled by √max(1, rows / cols), so that they change a matrix's output equally whatever its shape. Each
+    process computes the updates of its shard of the matrices; an all-gather distributes them.
     """
 
     def __init__(
@@ -97,8 +95,8 @@ class Muon:
             for rows in sizes:
                 parts.setdefault((rows, parameter.size(1)), []).append((parameter, slice(start, start + rows)))
                 start += rows
-        self._shapes = {shape: _Shape(some, *shape, self.world) for shape, some in parts.items()}
-        lengths = [shape.momentum[0].numel() for shape in self._shapes.values()]
+        self._groups = {shape: _Group(some, *shape, self.world) for shape, some in parts.items()}
+        lengths = [group.momentum[0].numel() for group in self._groups.values()]
         device = next(iter(parts.values()))[0][0].device
         self._updates = torch.zeros(self.world.size, sum(lengths), dtype=dtype, device=device)
         self._updates_of = self._updates.split(lengths, dim=1)
@@ -106,24 +104,25 @@ class Muon:
     @torch.no_grad()
     def step(self, lr: float) -> None:
         rank = self.world.rank
-        for shape, updates in zip(self._shapes.values(), self._updates_of, strict=True):
-            if shape.mine:
-                gradient = torch.stack([_gradient(parameter)[rows] for parameter, rows in shape.mine])
-                average = shape.momentum[rank, : len(shape.mine)]
+        for group, updates in zip(self._groups.values(), self._updates_of, strict=True):
+            if group.mine:
+                gradient = torch.stack([_gradient(parameter)[rows] for parameter, rows in group.mine])
+                average = group.momentum[rank, : len(group.mine)]
                 average.lerp_(gradient, 1.0 - self.momentum)
                 update = orthogonalize(gradient.lerp_(average, self.momentum), self.dtype)
-                update = self.even_rows(update, shape.strength[rank, : len(shape.mine)])
+                update = self.normalize_rows(update, group.strength[rank, : len(group.mine)])
                 updates[rank, : update.numel()] = update.flatten()
-        self.world.exchange(self._updates)
-        for shape, updates in zip(self._shapes.values(), self._updates_of, strict=True):
-            each = updates.reshape(-1, *shape.momentum.shape[2:])
-            for (parameter, rows), update in zip(shape.parts, each, strict=False):
+        self.world.all_gather_(self._updates)
+        for group, updates in zip(self._groups.values(), self._updates_of, strict=True):
+            each = updates.reshape(-1, *group.momentum.shape[2:])
+            for (parameter, rows), update in zip(group.parts, each, strict=False):
                 if self.weight_decay:
                     parameter[rows].mul_(1.0 - lr * self.weight_decay)
-                parameter[rows].add_(update, alpha=-lr * shape.scale)
+                parameter[rows].add_(update, alpha=-lr * group.scale)
 
-    def even_rows(self, update: Tensor, strength: Tensor) -> Tensor:
-        """update (n, rows, cols) with rows of even strength, of the same norm; `strength` (n, rows, 1) is updated."""
+    def normalize_rows(self, update: Tensor, strength: Tensor) -> Tensor:
+        """Divide the rows of `update` (n, rows, cols) by the root of `strength` (n, rows, 1), their running mean
+        square, which is updated in place; the norm of each matrix is preserved."""
         row_norms = torch.linalg.vector_norm(update, dim=-1, keepdim=True, dtype=strength.dtype)
         strength.lerp_(row_norms.square() / update.size(-1), 1.0 - self.row_decay)
         factors = (strength + 1e-12).rsqrt()
@@ -131,15 +130,15 @@ class Muon:
         return update * (factors * norm / (changed + 1e-12)).to(update.dtype)
 
     def collect(self) -> None:
-        """Bring every process's part of the state to all, for `tensors`."""
+        """Gather the state of all processes, before `tensors` is saved."""
         for state in self.tensors().values():
-            self.world.exchange(state.flatten(1))
+            self.world.all_gather_(state.flatten(1))
 
     def tensors(self) -> dict[str, Tensor]:
-        """All its state, by name; writing into these tensors restores it."""
-        shapes = {f"muon.{rows}x{cols}": shape for (rows, cols), shape in self._shapes.items()}
-        momentum = {f"{name}.momentum": shape.momentum for name, shape in shapes.items()}
-        return momentum | {f"{name}.strength": shape.strength for name, shape in shapes.items()}
+        """The state by name; copying into these tensors restores it."""
+        groups = {f"muon.{rows}x{cols}": group for (rows, cols), group in self._groups.items()}
+        momentum = {f"{name}.momentum": group.momentum for name, group in groups.items()}
+        return momentum | {f"{name}.strength": group.strength for name, group in groups.items()}
 
 
 def _gradient(parameter: Tensor) -> Tensor:
@@ -148,9 +147,9 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 class FlatGradients:
-    """All gradients of a model in one tensor, of which each parameter's `grad` is a view.
+    """All gradients of a model in one tensor; each parameter's `grad` is a view of it.
 
-    `extra` numbers more lie behind them, for what is to be summed over processes along with them.
+    `extra` more numbers follow them, reduced over the processes in the same call.
     """
 
     def __init__(self, model: GPT, extra: int):
@@ -164,7 +163,7 @@ class FlatGradients:
         self.all.zero_()
 
     def clip_(self, max_norm: float) -> Tensor:
-        """Scale the gradients down to a norm of `max_norm`, if that is not 0; the norm before."""
+        """Clip the gradients to the norm `max_norm`, 0: no clipping. Returns the norm before."""
         gradients = self.all[: len(self.all) - len(self.extra)]
         norm = gradients.norm()
         if max_norm:
@@ -173,7 +172,7 @@ class FlatGradients:
 
 
 class Optimizers:
-    """Muon and AdamW over all parameters of a model, on one schedule."""
+    """Muon and AdamW for all parameters of a model, on one schedule."""
 
     def __init__(self, model: GPT, config: TrainConfig, world: World | None = None):
         self.config = config
@@ -193,11 +192,11 @@ class Optimizers:
 
     @torch.no_grad()
     def step(self, step: int) -> None:
-        """Update from the gradients, at the learning rate of step number `step` (the first is 0)."""
+        """Update the parameters, at the learning rate of step number `step`, counted from 0."""
         scale = lr_scale(step, self.config)
         parameters: list[Tensor] = list(self._others.values())
         states = self._adamw.values()
-        # The function under torch.optim.AdamW: the class imports torch's compiler, which takes over a second.
+        # Functional, because torch.optim.AdamW imports torch's compiler, which takes over a second.
         adamw(
             parameters,
             [_gradient(parameter) for parameter in parameters],
@@ -217,7 +216,7 @@ class Optimizers:
         self.muon.step(self.config.muon_lr * scale)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All their state, by name; writing into these tensors restores it."""
+        """The state by name; copying into these tensors restores it."""
         state = self.muon.tensors()
         for name, tensors in self._adamw.items():
             state |= {f"adamw.{name}.{key}": tensor for key, tensor in tensors.items()}
@@ -225,7 +224,7 @@ class Optimizers:
 
 
 def lr_scale(step: int, config: TrainConfig) -> float:
-    """Share of the peak learning rate: linear from 0 over the warm-up, then linear to 0 after the last step."""
+    """Fraction of the peak learning rate: linear warmup, then linear decay that reaches 0 after the last step."""
     warmup = min(config.warmup_steps, config.steps)
     if step < warmup:
         return (step + 1) / warmup
@@ -233,7 +232,7 @@ def lr_scale(step: int, config: TrainConfig) -> float:
 
 
 class WeightAverage:
-    """An exponential average of a model's weights, in a model of its own (Polyak & Juditsky 1992)."""
+    """An exponential moving average of a model's weights, held in a copy of the model."""
 
     def __init__(self, model: GPT, decay: float):
         self.decay = decay
@@ -242,11 +241,11 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take in the weights after step number `step`; early on, the average is over few steps."""
+        """Add the weights after step number `step`; the decay is smaller for early steps."""
         decay = min(self.decay, (1 + step) / (10 + step))
         target: list[Tensor] = list(self.model.parameters())
         torch._foreach_lerp_(target, self.source, 1.0 - decay)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All its state, by name; writing into these tensors restores it."""
+        """The state by name; copying into these tensors restores it."""
         return {f"average.{name}": parameter for name, parameter in self.model.named_parameters()}

@@ -1,6 +1,6 @@
-"""How much of what a model writes is copied from its training text, and how varied it is.
+"""Memorization and diversity: how much of a text is copied from the training text, and how often it repeats itself.
 
-Everything works on arrays of ids in pieces, so the training text may be larger than memory.
+The training text is processed in chunks and may be larger than memory.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import numpy as np
 
 from service.model.tokenizer import CharTokenizer
 
-PIECE = 1 << 22  # training characters hashed at a time
-# Polynomial hashes modulo 2⁶⁴ with an odd base; whatever they find is compared character by character.
+CHUNK = 1 << 22  # training characters hashed at a time
+# Polynomial hashes modulo 2⁶⁴ with an odd base; matches are verified character by character.
 BASE = np.uint64(0x9E3779B97F4A7C15)
 INVERSE = np.uint64(pow(int(BASE), -1, 1 << 64))
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A passage of a text that stands in the training text too."""
+    """A passage of a text that also occurs in the training text."""
 
     length: int
     start: int  # in the text
@@ -29,21 +29,21 @@ class Copy:
 
 
 def describe_copies(text: np.ndarray, train: np.ndarray, tokenizer: CharTokenizer) -> dict[str, Any]:
-    """Every figure of one text, by name."""
+    """The row labels and values of the command's table."""
     copy = longest_copy(text, train)
     return {
         "characters": len(text),
         "longest copied passage": copy.length,
-        "the passage": tokenizer.decode(text[copy.start : copy.start + copy.length].tolist()),
+        "copied text": tokenizer.decode(text[copy.start : copy.start + copy.length].tolist()),
         "share of 50-grams copied": copied_share(text, train),
         **{f"distinct-{n}": distinct_n(text, n) for n in (1, 3, 10)},
     }
 
 
 def longest_copy(text: np.ndarray, train: np.ndarray) -> Copy:
-    """The longest passage of `text` (n,) that `train` (N,) holds; length 0 where they share no symbol.
+    """The longest passage of `text` (n,) that occurs in `train` (N,); length 0 if they share no character.
 
-    A binary search over the length: O((n + N) · log n · log N).
+    Binary search over the length, in O((n + N) · log n · log N).
     """
     best = Copy(0, 0, 0)
     low, high = 1, min(len(text), len(train))
@@ -54,7 +54,7 @@ def longest_copy(text: np.ndarray, train: np.ndarray) -> Copy:
             high = length - 1
         else:
             start, train_start = found
-            while (  # it may go on for longer
+            while (  # extend the match to the right
                 start + length < len(text)
                 and train_start + length < len(train)
                 and text[start + length] == train[train_start + length]
@@ -66,19 +66,19 @@ def longest_copy(text: np.ndarray, train: np.ndarray) -> Copy:
 
 
 def copied_share(text: np.ndarray, train: np.ndarray, length: int = 50) -> float:
-    """The share of all passages of `length` characters of `text` that stand in `train`; 0 for a shorter text."""
+    """The share of the `length`-grams of `text` that occur in `train`; 0 for a shorter text."""
     total = len(text) - length + 1
     if total < 1:
         return 0.0
     unique, which = np.unique(_hashes(text, length), return_inverse=True)
-    copied = np.zeros(len(unique), dtype=bool)  # of each different passage
+    copied = np.zeros(len(unique), dtype=bool)  # per distinct n-gram
     for i, _ in _copies(text, train, length):
         copied[which[i]] = True
     return float(copied[which].mean())
 
 
 def distinct_n(text: np.ndarray, n: int) -> float:
-    """Different n-grams over all n-grams of a text (Li et al. 2016); 1: nothing is repeated."""
+    """Distinct n-grams over all n-grams of a text (Li et al. 2016); 1: no n-gram repeats."""
     if len(text) < n:
         return 1.0
     windows = np.lib.stride_tricks.sliding_window_view(text, n)
@@ -86,25 +86,20 @@ def distinct_n(text: np.ndarray, n: int) -> float:
 
 
 def _copies(text: np.ndarray, train: np.ndarray, length: int) -> Iterator[tuple[int, int]]:
-    """Places (in text, in train) of passages of `length` that are the same, for each piece of `train` one of each."""
+    """Offsets (in text, in train) of common passages of `length`, each distinct one once per chunk of `train`."""
     hashes, first = np.unique(_hashes(text, length), return_index=True)
-    for start, piece in _pieces(train, length):
-        place = np.searchsorted(hashes, piece).clip(max=len(hashes) - 1)
-        found = np.flatnonzero(hashes[place] == piece)
+    for start in range(0, len(train) - length + 1, CHUNK):
+        chunk = _hashes(train[start : start + CHUNK + length - 1], length)
+        place = np.searchsorted(hashes, chunk).clip(max=len(hashes) - 1)
+        found = np.flatnonzero(hashes[place] == chunk)
         for which, k in zip(*np.unique(place[found], return_index=True), strict=True):
             i, j = int(first[which]), start + int(found[k])
             if np.array_equal(text[i : i + length], train[j : j + length]):
                 yield i, j
 
 
-def _pieces(train: np.ndarray, length: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Hashes of all passages of `length` of the training text, piece by piece, with the place of the first."""
-    for start in range(0, len(train) - length + 1, PIECE):
-        yield start, _hashes(train[start : start + PIECE + length - 1], length)
-
-
 def _hashes(ids: np.ndarray, length: int) -> np.ndarray:
-    """Hash of each window of `length` ids: (len(ids) − length + 1,) uint64."""
+    """Rolling hash of each window of `length` ids: (len(ids) − length + 1,) uint64."""
     n = len(ids)
     inverse_powers = np.cumprod(np.concatenate(([np.uint64(1)], np.full(n - 1, INVERSE))), dtype=np.uint64)
     powers = np.cumprod(np.concatenate(([np.uint64(1)], np.full(n - 1, BASE))), dtype=np.uint64)

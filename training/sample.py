@@ -1,6 +1,6 @@
-"""Texts by the thousand: many continuations of one prompt, batched through the engine.
+"""Bulk sampling: many continuations of one prompt, batched through the engine.
 
-Ids only; text number i is drawn with seed `params.seed + i`, so any of them can be had again alone.
+Text i has seed `params.seed + i`, so each can be reproduced alone. Knows nothing about characters, only ids.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from service.engine.engine import Engine
 from service.model.gpt import GPT
 from service.model.params import MAX_SEED, SamplingParams
 from service.wire import Submit
+from training.messages import plural
 
 MAX_RUNNING = 128
-TRIES_PER_TEXT = 100  # of different texts, before there are taken to be no more
+REPEATS_PER_TEXT = 100  # consecutive repeats per requested text before giving up
 
 
 class ExhaustedError(Exception):
-    """Fewer different texts turned up than were asked for."""
+    """`unique` found fewer distinct texts than requested."""
 
 
 def sample_texts(
@@ -32,44 +33,45 @@ def sample_texts(
     stop: tuple[tuple[int, ...], ...] = (),
     unique: bool = False,
 ) -> Iterator[tuple[int, list[int]]]:
-    """(seed, completion) of `count` texts, in the order of their seeds; with `unique`, of the first of each.
+    """(seed, completion) of `count` texts, in seed order; with `unique`, repeated texts are skipped.
 
     Raises:
-        ExhaustedError: `unique`, and the last TRIES_PER_TEXT · count texts were all known already.
+        ExhaustedError: with `unique`, after more than REPEATS_PER_TEXT · count consecutive repeats.
     """
     running = min(count, MAX_RUNNING)
     engine = Engine(model, max_running=running, max_waiting=running)
-    number = given = 0  # the next to submit, and to give
-    barren = 0  # texts since the last new one
+    submitted = emitted = 0  # texts, repeats included
+    repeats = 0  # since the last new text
     completions: dict[int, list[int]] = {}
     finished: set[int] = set()
     seen: set[tuple[int, ...]] = set()
-    wanted = count
-    while wanted:
-        while len(engine.scheduler) < 2 * running and (unique or number < count):
-            seed = (params.seed + number) & MAX_SEED
-            request = Submit(number, list(prompt), max_tokens, msgspec.structs.replace(params, seed=seed), stop=stop)
-            engine.submit(request)
-            completions[number] = []
-            number += 1
+    remaining = count
+    while remaining:
+        while len(engine.scheduler) < 2 * running and (unique or submitted < count):
+            seed = (params.seed + submitted) & MAX_SEED
+            sampling = msgspec.structs.replace(params, seed=seed)
+            engine.submit(Submit(submitted, list(prompt), max_tokens, sampling, stop=stop))
+            completions[submitted] = []
+            submitted += 1
         for delta in engine.step():
             completions[delta.id] += delta.ids
             if delta.finish_reason is not None:
                 finished.add(delta.id)
-        while given in finished and wanted:
-            ids = completions.pop(given)
-            finished.remove(given)
-            given += 1
+        while emitted in finished and remaining:
+            ids = completions.pop(emitted)
+            finished.remove(emitted)
+            seed = (params.seed + emitted) & MAX_SEED
+            emitted += 1
             if unique:
                 key = tuple(ids)
-                barren = barren + 1 if key in seen else 0
-                if barren > TRIES_PER_TEXT * count:
+                repeats = repeats + 1 if key in seen else 0
+                if repeats > REPEATS_PER_TEXT * count:
                     raise ExhaustedError(
-                        f"{len(seen)} different texts were found, {count} were asked for: raise the temperature, "
-                        "or ask for fewer"
+                        f"found only {plural(len(seen), 'distinct text')} of {count:,} requested; raise the "
+                        "temperature or request fewer"
                     )
                 if key in seen:
                     continue
                 seen.add(key)
-            wanted -= 1
-            yield (params.seed + given - 1) & MAX_SEED, ids
+            remaining -= 1
+            yield seed, ids

@@ -1,6 +1,6 @@
 """The log-likelihood of each line of a text, in batches.
 
-A line is scored as the training text shows it: after a line break, and with the line break that ends it.
+A line is scored in its usual context: preceded by a line break, and including the line break that ends it.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from training.data import DataError
 from training.evaluate import bits
 
 BATCH_CHARS = 1 << 14  # characters per forward, padding included
-LINES = 4096  # sorted by length together
+LINES = 4096  # per group that is sorted by length
 
 
 def score_lines(model: GPT, tokenizer: CharTokenizer, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """For each line, in order: its text, characters (the line break that ends it counts), nats, and rates.
+    """The record of each line, in order; `characters` counts the line break that ends it.
 
     Raises:
-        DataError: a line holds a character that the model does not know, or the model knows no line break.
+        DataError: a line has a character that is not in the vocabulary, or the vocabulary has no line break.
     """
     if "\n" not in tokenizer:
-        raise DataError("this model's vocabulary has no line break, so it has no likelihood of a line")
+        raise DataError("score needs a model whose vocabulary includes the line break; this one does not")
     group: list[tuple[str, list[int]]] = []
     number = 0
     for line in lines:
@@ -36,7 +36,7 @@ def score_lines(model: GPT, tokenizer: CharTokenizer, lines: Iterable[str]) -> I
         try:
             group.append((line, tokenizer.encode(f"\n{line}\n")))
         except UnknownCharacterError as error:
-            place = f"line {number}, character {error.offset}"  # the line break before it shifts by one
+            place = f"line {number}, character {error.offset}"  # from 1, as a line break precedes the line
             raise DataError(f"{place}: {error.character!r} is not in the vocabulary") from None
         if len(group) == LINES:
             yield from _score_group(model, group)
@@ -66,9 +66,9 @@ def _score_group(model: GPT, group: list[tuple[str, list[int]]]) -> Iterator[dic
 
 @torch.no_grad()
 def _nats(model: GPT, rows: list[list[int]]) -> Tensor:
-    """Summed loss of each row's ids but the first: (len(rows),) fp64."""
+    """Summed loss of each row, without its first id: (len(rows),) fp64."""
     padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(ids) for ids in rows], batch_first=True, padding_value=-1)
-    idx, targets = padded[:, :-1].clamp(min=0), padded[:, 1:]  # (B, T); what is padded on the right is never seen
+    idx, targets = padded[:, :-1].clamp(min=0), padded[:, 1:]  # (B, T); padding on the right is never attended to
     device = model.head.weight.device
     logits = model(idx.to(device)).float().cpu()
     losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none")

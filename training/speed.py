@@ -1,4 +1,4 @@
-"""A run and its machine: how much of what the machine can do it uses, and what keeps it from using more."""
+"""Training speed: FLOPs per character, the machine's matrix-product peak, and the allocator setting that raises it."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from typing import Any
 import torch
 from torch import nn
 
-# mallopt(3): the parameter's number and what to set it to, in bytes.
+# mallopt(3): parameter number and value in bytes.
 M_TRIM_THRESHOLD = (-1, 1 << 30)
 M_TOP_PAD = (-2, 1 << 26)
 M_MMAP_THRESHOLD = (-3, 1 << 30)
 
 
 def flops_per_character(model: Any) -> int:
-    """Floating-point operations of the matrix products of a forward and backward, per character.
+    """FLOPs per character of the matrix products of a forward and backward.
 
-    Counted as by Chowdhery et al. 2022 (PaLM), appendix B: all T² scores of attention, nothing of the optimizer.
-    `model` is any whose `config` has n_layer, n_embd and block_size.
+    Counted as in PaLM (Chowdhery et al. 2022), appendix B: all T² attention scores, without the optimizer.
+    `model` is any module whose `config` has n_layer, n_embd and block_size.
     """
     config = model.config
     linear: int = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
-    scores: int = config.n_layer * config.n_embd * config.block_size  # and as many to weigh the values
+    scores: int = config.n_layer * config.n_embd * config.block_size  # q·k; weights·v takes as many
     return 3 * (2 * linear + 2 * 2 * scores)
 
 
 def matmul_peak(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.1) -> float:
-    """FLOP/s of the fastest product of square matrices found; takes `seconds` for each of three sizes, or more.
+    """The highest measured FLOP/s of square matrix products, at torch's number of threads.
 
-    On a CPU with as many threads as torch has been set to.
+    Takes at least `seconds` for each of three sizes.
     """
     best = 0.0
     for n in (512, 1024, 2048) if device.type == "cpu" else (2048, 4096, 8192):
@@ -40,29 +40,29 @@ def matmul_peak(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.
         repeats = 1
         deadline = time.perf_counter() + seconds
         while True:
-            _wait_for(device)
+            _synchronize(device)
             started = time.perf_counter()
             for _ in range(repeats):
                 a @ b
-            _wait_for(device)
+            _synchronize(device)
             now = time.perf_counter()
             best = max(best, 2 * n**3 * repeats / (now - started))
             if now > deadline:
                 break
-            if now - started < 0.01:  # too short for the clock and, on a GPU, for the launches to hide
+            if now - started < 0.01:  # too short to hide the clock's resolution and kernel launches
                 repeats *= 2
     return best
 
 
-def _wait_for(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep the memory of freed tensors for the next ones, where it can be told to (glibc).
+    """Make glibc's allocator keep freed memory for reuse; does nothing with other C libraries.
 
-    It gives large blocks back to the system at once, and each step of a run would ask for them again, page by page.
+    By default it returns large blocks to the kernel, and each step would fault them in again.
     """
     with contextlib.suppress(OSError, AttributeError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt

@@ -1,10 +1,9 @@
-"""What a run needs to go on exactly where it stopped: two more files in the folder OUT/last, and no pickle.
+"""What a run needs to resume exactly where it stopped: two files added to the checkpoint OUT/last, without pickle.
 
-    state.json          config, counters, best loss so far, generators, length of the log
-    state.safetensors   optimizers' tensors, average of the weights, torch's generators
+    state.json          settings, counters, best loss, length of the log
+    state.safetensors   optimizer state, weight average, random-generator states
 
-The weights are the checkpoint's own. Tensors are written and read by name into the live objects, so the one
-who holds a tensor is the one who names it.
+Tensors are copied by name into the live objects, whose `tensors` methods name them.
 """
 
 from __future__ import annotations
@@ -29,29 +28,29 @@ TENSORS = "state.safetensors"
 
 
 class ResumeError(ValueError):
-    """A run that cannot go on, or must not be overwritten; says why and what to do."""
+    """A run that cannot be resumed or must not be overwritten; the message says why and what to do."""
 
 
 @dataclass
 class Progress:
-    """How far a run is. `step` counts the optimizer steps taken."""
+    """Counters of a run."""
 
-    step: int = 0
-    position: int = 0  # windows drawn: the sampler's cursor
-    evaluated_step: int | None = None  # the last one after which there was an evaluation
+    step: int = 0  # optimizer steps taken
+    position: int = 0  # windows drawn by the sampler
+    evaluated_step: int | None = None  # step of the last evaluation
     best_step: int | None = None
     best_val_loss: float | None = None
-    elapsed_seconds: float = 0.0  # of steps, before and after every resume
-    cpu_seconds: float = 0.0  # of the processors in them, over all processes; without the last step's
-    loss_sum: float = 0.0  # of the training losses since the last line of the log
+    elapsed_seconds: float = 0.0  # spent in steps, over all resumes
+    cpu_seconds: float = 0.0  # CPU time of these steps except the last, over all processes
+    loss_sum: float = 0.0  # training losses since the last log line
     loss_steps: int = 0
-    log_bytes: int = 0  # what the log held at the save; later lines are of work that is done again
+    log_bytes: int = 0  # length of the log at the save; later lines are cut off by a resumed run
     finished: bool = False
 
 
 def pack(
     config: TrainConfig,
-    found: Mapping[str, Any],
+    resolved: Mapping[str, Any],
     data: Mapping[str, Any],
     progress: Progress,
     tensors: Mapping[str, Tensor],
@@ -59,78 +58,77 @@ def pack(
 ) -> dict[str, bytes]:
     """The files to add to a checkpoint.
 
-    `found` is what the config's "auto" came to, `data` describes the corpus, `tensors` are the live ones by name,
-    `generators` the states of torch's generators in each process.
+    `resolved`: the settings that replace "auto"; `data`: `Corpus.describe()`; `tensors`: the live tensors by name;
+    `generators`: `generator_states()` of each process.
     """
     state = {
         "format_version": FORMAT_VERSION,
         "config": config.as_dict(),
-        "found": dict(found),
+        "found": dict(resolved),
         "data": dict(data),
         "progress": asdict(progress),
     }
-    of_ranks = {f"{name}.{rank}": state for rank, states in enumerate(generators) for name, state in states.items()}
-    held = {name: tensor.detach().cpu().contiguous() for name, tensor in {**tensors, **of_ranks}.items()}
-    return {STATE: (json.dumps(state, indent=2) + "\n").encode(), TENSORS: save(held)}
+    by_rank = {f"{name}.{rank}": state for rank, states in enumerate(generators) for name, state in states.items()}
+    saved = {name: tensor.detach().cpu().contiguous() for name, tensor in {**tensors, **by_rank}.items()}
+    return {STATE: (json.dumps(state, indent=2) + "\n").encode(), TENSORS: save(saved)}
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A run as it was saved."""
+    """A saved run."""
 
     checkpoint: Checkpoint
     config: TrainConfig
-    found: dict[str, Any]
+    resolved: dict[str, Any]
     data: dict[str, Any]
     progress: Progress
 
     @classmethod
     def read(cls, path: Path) -> Saved:
-        """Verify and read all but the tensors.
+        """Verify the folder and read everything but the tensors.
 
         Raises:
             CheckpointError: a file is missing or altered.
-            ResumeError: the folder is a checkpoint, but not one of a run that can go on, or of another version.
+            ResumeError: the checkpoint has no state, or one of another format version.
         """
         checkpoint = Checkpoint.read(path)
         try:
             state = json.loads((path / STATE).read_bytes())
         except FileNotFoundError:
-            raise ResumeError(f"{path} holds weights but no {STATE}: it cannot be resumed") from None
+            raise ResumeError(f"{path} cannot be resumed: it has weights but no {STATE}") from None
         if state["format_version"] != FORMAT_VERSION:
-            raise ResumeError(
-                f"{path / STATE}: format_version is {state['format_version']}, this program reads {FORMAT_VERSION}"
-            )
+            raise ResumeError(f"{path / STATE}: format_version must be {FORMAT_VERSION}, got {state['format_version']}")
         config, progress = TrainConfig(**state["config"]), Progress(**state["progress"])
         return cls(checkpoint, config, state["found"], state["data"], progress)
 
     def restore(self, model: GPT, tensors: Mapping[str, Tensor], rank: int) -> None:
-        """Write what was saved into `model`, the tensors of the same names, and torch's generators of a process."""
+        """Copy the saved state into `model`, into `tensors` by name, and into the generators of process `rank`."""
         model.load_state_dict(self.checkpoint.load_model().state_dict())
-        held = load((self.checkpoint.path / TENSORS).read_bytes())
+        saved = load((self.checkpoint.path / TENSORS).read_bytes())
         for name, tensor in tensors.items():
-            tensor.detach().copy_(held[name])
-        torch.set_rng_state(held[f"generator.cpu.{rank}"])
+            tensor.detach().copy_(saved[name])
+        torch.set_rng_state(saved[f"generator.cpu.{rank}"])
         for kind, module in _accelerators().items():
-            if f"generator.{kind}.{rank}" in held:
-                module.set_rng_state(held[f"generator.{kind}.{rank}"])
+            if f"generator.{kind}.{rank}" in saved:
+                module.set_rng_state(saved[f"generator.{kind}.{rank}"])
 
 
 def generator_states() -> dict[str, Tensor]:
-    """Of torch's generators in this process."""
+    """The states of torch's random generators in this process, by name."""
     states = {"generator.cpu": torch.get_rng_state()}
     return states | {f"generator.{kind}": module.get_rng_state() for kind, module in _accelerators().items()}
 
 
 def _accelerators() -> dict[str, Any]:
-    """The modules of the accelerators that this machine has."""
-    here = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    return {kind: getattr(torch, kind) for kind in here if here[kind]}
+    """torch.cuda and torch.mps, where available."""
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    return {kind: getattr(torch, kind) for kind in available if available[kind]}
 
 
-def refuse_changes(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Raise ResumeError where `wanted` (some settings) differs from what the run was started with."""
-    different = {name: (saved[name], value) for name, value in wanted.items() if saved[name] != value}
-    if different:
-        listed = "; ".join(f"{name} was {was!r}, now {now!r}" for name, (was, now) in different.items())
-        raise ResumeError(f"a resumed run keeps its settings: {listed}. Leave them out, or start another run")
+def refuse_changes(saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raise ResumeError if a setting in `given` differs from the saved one."""
+    changed = [f"{name} was {saved[name]!r}, got {value!r}" for name, value in given.items() if saved[name] != value]
+    if changed:
+        raise ResumeError(
+            f"settings cannot be changed on resume: {'; '.join(changed)}. Omit them, or start another run"
+        )

@@ -1,4 +1,4 @@
-"""TensorBoard's own reader finds in the event files what the log says, once."""
+"""TensorBoard event files, read by TensorBoard itself, against the log."""
 
 import json
 import random
@@ -29,7 +29,7 @@ def config(tmp_path, monkeypatch):
 
 
 def scalars(out):
-    """Name -> (step, value), as TensorBoard reads them."""
+    """Name -> [(step, value)]."""
     events = EventAccumulator(str(out / "tensorboard"))
     events.Reload()
     times = [event.wall_time for name in NAMES for event in events.Scalars(name)]
@@ -43,26 +43,26 @@ def logged(out):
 
 
 @pytest.mark.parametrize("stop_at", [None, 1, 4, 9])
-def test_the_event_files_are_the_log(tmp_path, monkeypatch, config, stop_at):
-    """Also of a run that died and went on; at 4, between the line of a step and the evaluation after it."""
+def test_event_files_equal_the_log(tmp_path, monkeypatch, config, stop_at):
+    """Also after a crash and a resume; at 4, the crash is between a step's log line and its evaluation."""
     out = tmp_path / "out"
     if stop_at is not None:
         with monkeypatch.context() as patch:
             step, evaluate = Run.step, Run.evaluate
 
-            def dies(run):
+            def crash_in_step(run):
                 if run.progress.step == stop_at:
                     raise MemoryError
                 return step(run)
 
-            def evaluates_and_dies(run):
+            def crash_after_evaluation(run):
                 evaluate(run)
                 raise MemoryError
 
             if stop_at == 4:
-                patch.setattr(Run, "evaluate", evaluates_and_dies)
+                patch.setattr(Run, "evaluate", crash_after_evaluation)
             else:
-                patch.setattr(Run, "step", dies)
+                patch.setattr(Run, "step", crash_in_step)
             with pytest.raises(MemoryError):
                 loop.start(config, out, Console(quiet=True))
         loop.resume(out, {}, Console(quiet=True))
@@ -75,8 +75,8 @@ def test_the_event_files_are_the_log(tmp_path, monkeypatch, config, stop_at):
     assert len(list((out / "tensorboard").iterdir())) == 1
 
 
-def test_without_the_package_nothing_begins(tmp_path, monkeypatch, capsys):
+def test_missing_tensorboard_is_reported_before_training(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     assert call(["train", "--tensorboard", "--out", tmp_path / "out"]) == 1
-    error = "error: tensorboard needs the package of that name: pip install 'chargpt[tensorboard]'"
+    error = "error: tensorboard needs the package tensorboard; pip install 'chargpt[tensorboard]'"
     assert error in capsys.readouterr().err and not (tmp_path / "out").exists()

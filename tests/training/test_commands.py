@@ -1,4 +1,4 @@
-"""The commands as a user types them, on a small random checkpoint: what they print, write and refuse."""
+"""The commands on a small random checkpoint: output, files and error messages."""
 
 import hashlib
 import json
@@ -18,13 +18,14 @@ from service.model.tokenizer import CharTokenizer
 from training.config import TrainConfig
 from training.evaluate import streamed_loss, whole_loss
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TEXT = "The cat sat on the mat.\nA dog, too!\n" * 20
 MODEL = random_model()
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path, monkeypatch):
+def restore(tmp_path, monkeypatch):
+    """A cache per test; torch's thread count is restored."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     threads = torch.get_num_threads()
     yield
@@ -39,7 +40,7 @@ def text(tmp_path):
 
 @pytest.fixture
 def checkpoint(tmp_path, text):
-    """Random weights that say they were trained on the text."""
+    """Random weights, recorded as trained on the text."""
     training = {
         "recipe": {"data": [str(text)], "records": False},
         "data": {"sha256": hashlib.sha256(TEXT.encode()).hexdigest()},
@@ -49,8 +50,8 @@ def checkpoint(tmp_path, text):
 
 
 @pytest.fixture
-def say(capsys):
-    """Run a command that must succeed; what it printed."""
+def output_of(capsys):
+    """Run a command that must succeed; returns its standard output."""
 
     def run(*arguments):
         assert call(arguments) == 0, capsys.readouterr().err
@@ -60,8 +61,8 @@ def say(capsys):
 
 
 @pytest.fixture
-def refuse(capsys):
-    """Run a command that must be refused, without a traceback and without output; what it said."""
+def error_of(capsys):
+    """Run a command that must fail without a traceback or output; returns its standard error."""
 
     def run(*arguments, code=1):
         assert call(arguments) == code
@@ -79,70 +80,70 @@ def refuse(capsys):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "text.txt holds nothing; a text needs at least two different characters"),
-        (b"zzzzzzzz" * 99, "text.txt holds only the character 'z'; a text needs at least two different characters"),
-        (b"abc", "text.txt holds 3 characters; a text needs at least 20"),
+        (b"", "text.txt is empty; a text needs at least 2 distinct characters"),
+        (b"zzzzzzzz" * 99, "text.txt contains only the character 'z'; a text needs at least 2 distinct characters"),
+        (b"abc", "text.txt has 3 characters; a text needs at least 20"),
         ("a schön text, in Latin-1".encode("latin1"), "is not UTF-8: byte 0xF6 at offset 5 (invalid start byte)"),
-        ("".join(map(chr, range(0x10000, 0x20002))).encode(), "holds 65,538 different characters, more than 65,536"),
+        ("".join(map(chr, range(0x10000, 0x20002))).encode(), "has 65,538 distinct characters; at most 65,536 are"),
     ],
 )
-def test_a_text_that_cannot_be_trained_on(text, tmp_path, refuse, command, content, message):
+def test_unusable_texts_are_refused(text, tmp_path, error_of, command, content, message):
     text.write_bytes(content)
     where = ["--out", tmp_path / "out"] if command == "train" else []
-    assert message in refuse(command, "--data", text, *where)
+    assert message in error_of(command, "--data", text, *where)
     assert not (tmp_path / "out" / "last").exists()
 
 
-def test_a_text_shorter_than_two_windows(text, tmp_path, refuse):
+def test_texts_shorter_than_two_windows_are_refused(text, tmp_path, error_of):
     text.write_text("to be or not to be, that is the question")
-    error = refuse("train", "--data", text, "--out", tmp_path / "out")
+    error = error_of("train", "--data", text, "--out", tmp_path / "out")
     W = TrainConfig().block_size
-    assert f"the training split holds 36 characters; block_size {W} needs at least {2 * W}: pass a longer text" in error
+    assert f"the training split has 36 characters; block_size {W} needs at least {2 * W}: pass a longer text" in error
 
 
 @pytest.mark.parametrize("symbols", [999, 3000])
-def test_thousands_of_symbols_are_trained_with_a_word_about_their_cost(text, tmp_path, capsys, symbols):
+def test_large_vocabularies_train_with_a_warning(text, tmp_path, capsys, symbols):
     text.write_text("".join(map(chr, range(0x4E00, 0x4E00 + symbols))))
     shape = ["--block-size", 8, "--n-layer", 1, "--n-head", 1, "--n-kv-head", 1, "--n-embd", 4, "--batch-size", 2]
     few = ["--steps", 1, "--sample-chars", 0, "--threads", 1, "--dtype", "float32"]
     assert call(["train", "--data", text, "--out", tmp_path / "out", *shape, *few]) == 0
-    said = " ".join(capsys.readouterr().err.split())
+    error = " ".join(capsys.readouterr().err.split())
     parameters = Checkpoint.read(tmp_path / "out" / "best").load_model().num_parameters
-    cost = f"3,000 different characters: embedding and head are 24,000 of the {parameters:,} parameters"
-    assert (cost in said) == (symbols == 3000) and ("different characters" in said) == (symbols == 3000)
+    warning = f"has 3,000 characters, so embedding and head take 24,000 of the {parameters:,} parameters"
+    assert (warning in error) == (symbols == 3000) and ("warning: the vocabulary" in error) == (symbols == 3000)
 
 
 # evaluate
 
 
-def test_evaluate_gives_both_losses_of_any_text(checkpoint, text, tmp_path, say, refuse):
+def test_evaluate_prints_both_losses_of_any_text(checkpoint, text, tmp_path, output_of, error_of):
     def expected(text):
         ids = np.array(CharTokenizer(VOCABULARY).encode(text))
         losses = {"whole": whole_loss(MODEL, ids), "streamed": streamed_loss(MODEL, ids)}
         return [f"{k:<9} {v:.4f} nats  {v / math.log(2):.4f} bits per character" for k, v in losses.items()]
 
-    first, *lines = say("evaluate", "--checkpoint", checkpoint, "--data", text).splitlines()
+    first, *lines = output_of("evaluate", "--checkpoint", checkpoint, "--data", text).splitlines()
     assert first == f"{text}: {len(TEXT)} characters, all but the first scored" and lines == expected(TEXT)
-    first, *lines = say("evaluate", "--checkpoint", checkpoint).splitlines()
+    first, *lines = output_of("evaluate", "--checkpoint", checkpoint).splitlines()
     assert first == "validation split of text.txt: 72 characters, all but the first scored"
     assert lines == expected(TEXT[-72:])
     (tmp_path / "more.txt").write_text("Yes\nNo 7")
     message = "character '7' (U+0037) at offset 727 is not in the vocabulary"
-    assert message in refuse("evaluate", "--checkpoint", checkpoint, "--data", text, tmp_path / "more.txt")
+    assert message in error_of("evaluate", "--checkpoint", checkpoint, "--data", text, tmp_path / "more.txt")
     text.write_text(TEXT + "more")
-    error = refuse("evaluate", "--checkpoint", checkpoint)
-    assert f"{text} is not the text that {checkpoint} was trained on: SHA-256" in error
+    error = error_of("evaluate", "--checkpoint", checkpoint)
+    assert f"{text} is not the training text of {checkpoint}: SHA-256" in error
 
 
 # score
 
 
-def test_score_prints_an_object_for_each_line(checkpoint, tmp_path, say, refuse):
+def test_score_prints_an_object_per_line(checkpoint, tmp_path, output_of, error_of):
     lines = ["The cat", "", "To be, or not to be?"]
     (tmp_path / "lines.txt").write_text("\n".join(lines))
     records = [
         json.loads(line)
-        for line in say("score", "--checkpoint", checkpoint, "--data", tmp_path / "lines.txt").splitlines()
+        for line in output_of("score", "--checkpoint", checkpoint, "--data", tmp_path / "lines.txt").splitlines()
     ]
     assert [r["text"] for r in records] == lines
     for record in records:
@@ -151,17 +152,17 @@ def test_score_prints_an_object_for_each_line(checkpoint, tmp_path, say, refuse)
         assert record["nats"] == pytest.approx(nats, rel=1e-5)
         assert record["nats_per_character"] == pytest.approx(nats / record["characters"], rel=1e-5)
     (tmp_path / "lines.txt").write_text("good\nbäd\n")
-    assert refuse("score", "--checkpoint", checkpoint, "--data", tmp_path / "lines.txt").startswith(
+    assert error_of("score", "--checkpoint", checkpoint, "--data", tmp_path / "lines.txt").startswith(
         "error: line 2, character 2: 'ä' is not in the vocabulary"
     )
-    assert "nowhere.txt" in refuse("score", "--checkpoint", checkpoint, "--data", tmp_path / "nowhere.txt")
-    assert "required: --data" in refuse("score", "--checkpoint", checkpoint, code=2)
+    assert "nowhere.txt" in error_of("score", "--checkpoint", checkpoint, "--data", tmp_path / "nowhere.txt")
+    assert "required: --data" in error_of("score", "--checkpoint", checkpoint, code=2)
 
 
 # sample
 
 
-def test_sample_writes_the_texts_of_the_seeds(checkpoint, say):
+def test_sample_text_depends_on_its_seed_alone(checkpoint, output_of):
     exact, tokenizer = random_model(torch.float64), CharTokenizer(VOCABULARY)
     command = ["sample", "--checkpoint", checkpoint, "--prompt", "The ", "--max-tokens", 12, "-n", 3, "--seed", 7]
     expected = [
@@ -169,23 +170,25 @@ def test_sample_writes_the_texts_of_the_seeds(checkpoint, say):
         for seed in (7, 8, 9)
     ]
     command += ["--temperature", 0.8, "--top-k", 9]
-    records = [json.loads(line) for line in say(*command, "--format", "jsonl").splitlines()]
+    records = [json.loads(line) for line in output_of(*command, "--format", "jsonl").splitlines()]
     assert records == [{"text": text, "seed": seed} for text, seed in zip(expected, (7, 8, 9), strict=True)]
-    assert say(*command) == "\n\n".join(expected) + "\n"
+    assert output_of(*command) == "\n\n".join(expected) + "\n"
 
 
-def test_sample_gives_different_records_that_end_at_a_stop(checkpoint, say, refuse, capsys):
+def test_sample_unique_and_stop(checkpoint, output_of, error_of, capsys):
     command = ["sample", "--checkpoint", checkpoint, "--unique", "--format", "jsonl", "--max-tokens", 3]
-    texts = [json.loads(line)["text"] for line in say(*command, "--stop", r"\n", "--stop", "e", "-n", 40).splitlines()]
+    texts = [
+        json.loads(line)["text"] for line in output_of(*command, "--stop", r"\n", "--stop", "e", "-n", 40).splitlines()
+    ]
     assert len(set(texts)) == len(texts) == 40 and not any("\n" in text or "e" in text for text in texts)
-    error = refuse(*command, "-n", 3, "--stop", "")
-    assert error == "error: --stop must hold at least one character\n"
+    error = error_of(*command, "-n", 3, "--stop", "")
+    assert error == "error: --stop must not be empty\n"
     assert call([*command, "--top-k", 1, "-n", 2]) == 1
-    assert "error: 1 different texts were found, 2 were asked for" in capsys.readouterr().err
+    assert "error: found only 1 distinct text of 2 requested; raise the temperature" in capsys.readouterr().err
 
 
-def test_who_has_read_enough_may_leave(checkpoint):
-    """As in `sample | head`: the command ends at once and quietly."""
+def test_a_closed_pipe_ends_the_command_silently(checkpoint):
+    """As in `sample | head`."""
     command = [sys.executable, "-W", "error", "-m", "training", "sample", "--checkpoint", checkpoint, "-n", "10000"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.readline()
@@ -196,24 +199,24 @@ def test_who_has_read_enough_may_leave(checkpoint):
 # report
 
 
-def test_report_sets_what_is_copied_beside_the_validation_split(checkpoint, text, say, refuse):
-    said = say("report", "--checkpoint", checkpoint, "-n", 2, "--max-tokens", 100)
+def test_report_compares_generated_text_with_the_validation_split(checkpoint, text, output_of, error_of):
+    output = output_of("report", "--checkpoint", checkpoint, "-n", 2, "--max-tokens", 100)
     rows = {
-        cells[1].strip(): [c.strip() for c in cells[2:4]] for cells in (r.split("│") for r in said.splitlines()[3:-1])
+        cells[1].strip(): [c.strip() for c in cells[2:4]] for cells in (r.split("│") for r in output.splitlines()[3:-1])
     }
     assert rows["characters"] == ["200", "72"]
-    # The text repeats itself, so its end is a copy of its beginning.
+    # The text is periodic, so the validation split occurs in the training split.
     assert rows["longest copied passage"][1] == "72" and rows["share of 50-grams copied"] == ["0", "1"]
     assert int(rows["longest copied passage"][0]) < 20
-    assert say("report", "--checkpoint", checkpoint, "--data", text, "-n", 2, "--max-tokens", 100) == said
+    assert output_of("report", "--checkpoint", checkpoint, "--data", text, "-n", 2, "--max-tokens", 100) == output
     text.write_text(TEXT + "more")
-    assert "is not the text that" in refuse("report", "--checkpoint", checkpoint, "--data", text)
-    assert "at least 1, got 0 and 5000" in refuse("report", "--checkpoint", checkpoint, "-n", 0)
+    assert "is not the training text of" in error_of("report", "--checkpoint", checkpoint, "--data", text)
+    assert "at least 1, got 0 and 5000" in error_of("report", "--checkpoint", checkpoint, "-n", 0)
 
 
-def test_report_needs_to_know_the_text(checkpoint, tmp_path, refuse):
+def test_report_without_a_recorded_text_needs_data(checkpoint, tmp_path, error_of):
     save_checkpoint(tmp_path / "other", MODEL, CharTokenizer(VOCABULARY), {})
-    assert "training.json does not say what the text was: pass --data" in refuse(
+    assert "training.json does not record the training text; pass --data" in error_of(
         "report", "--checkpoint", tmp_path / "other"
     )
 
@@ -221,21 +224,21 @@ def test_report_needs_to_know_the_text(checkpoint, tmp_path, refuse):
 # export
 
 
-@pytest.mark.filterwarnings("ignore")  # the exporter's own
+@pytest.mark.filterwarnings("ignore")  # from torch's exporter
 @pytest.mark.parametrize(("format", "magic"), [("gguf", b"GGUF"), ("onnx", b"")])
-def test_export_writes_a_file_and_says_how_large(checkpoint, tmp_path, say, format, magic):
+def test_export_writes_one_file_and_prints_its_size(checkpoint, tmp_path, output_of, format, magic):
     file = tmp_path / "new" / f"model.{format}"
-    said = say("export", "--checkpoint", checkpoint, "--to", format, "--out", file)
-    assert said.splitlines()[-1] == f"{file}: {file.stat().st_size:,} bytes" and file.read_bytes().startswith(magic)
+    output = output_of("export", "--checkpoint", checkpoint, "--to", format, "--out", file)
+    assert output.splitlines()[-1] == f"{file}: {file.stat().st_size:,} bytes" and file.read_bytes().startswith(magic)
     assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
-def test_export_without_the_format_or_its_package(checkpoint, tmp_path, refuse, monkeypatch):
+def test_export_refuses_unknown_formats_and_missing_packages(checkpoint, tmp_path, error_of, monkeypatch):
     command = ["export", "--checkpoint", checkpoint, "--out", tmp_path / "model", "--to"]
-    assert "invalid choice: 'pickle' (choose from" in refuse(*command, "pickle", code=2)
+    assert "invalid choice: 'pickle' (choose from" in error_of(*command, "pickle", code=2)
     monkeypatch.setitem(sys.modules, "gguf", None)
-    error = refuse(*command, "gguf")
-    assert error == "error: --to gguf needs the package gguf: pip install 'chargpt[export]'\n"
+    error = error_of(*command, "gguf")
+    assert error == "error: --to gguf needs the package gguf; pip install 'chargpt[export]'\n"
     assert not (tmp_path / "model").exists()
     (checkpoint / "model.safetensors").unlink()
-    assert "model.safetensors: cannot be read: No such file" in refuse(*command, "gguf")
+    assert "model.safetensors: cannot be read: No such file" in error_of(*command, "gguf")

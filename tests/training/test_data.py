@@ -1,4 +1,4 @@
-"""From a text to windows: exact ids, clear refusals, constant memory, an order that depends on the seed alone."""
+"""Encoding, splits, the cache, memory use, and the window order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from service.model.tokenizer import CharTokenizer, UnknownCharacterError
 from training import data
 from training.data import DataError, WindowSampler, encode_files, find_text, id_dtype, prepare, read_text, recode
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -31,9 +31,8 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def tiny_shakespeare() -> Path:
-    """The real corpus, where this machine has it."""
     if not CORPUS.is_file():
-        pytest.skip(f"{CORPUS} is not here")
+        pytest.skip(f"{CORPUS} does not exist")
     return CORPUS
 
 
@@ -53,7 +52,7 @@ def test_prepare_keeps_every_character(tmp_path):
     assert len(corpus.train) == int(len(text) * 0.9)
 
 
-def test_tiny_shakespeare_is_as_known(tiny_shakespeare):
+def test_tiny_shakespeare(tiny_shakespeare):
     corpus = prepare(str(tiny_shakespeare))
     assert corpus.sha256 == data.TINYSHAKESPEARE_SHA256
     assert len(corpus.ids) == 1_115_394
@@ -73,8 +72,8 @@ def test_a_text_is_encoded_once(tmp_path, monkeypatch):
     assert np.array_equal(prepare(str(moved)).ids, first.ids)
 
 
-def test_several_processes_prepare_one_text_at_once(tmp_path):
-    """They wait for each other before they encode, so that all find an empty cache."""
+def test_concurrent_processes_prepare_the_same_text(tmp_path):
+    """They wait for each other before encoding, so that all find an empty cache."""
     file = text_file(tmp_path, "to be or not to be, that is the question\n" * 50_000)
     code = """
 import sys
@@ -94,7 +93,7 @@ print(corpus.tokenizer.decode(corpus.ids[:20]), flush=True)
     try:
         assert [process.stdout.readline() for process in processes] == ["scanned\n"] * 3
         for process in processes:
-            process.stdin.write("go on\n")
+            process.stdin.write("continue\n")
             process.stdin.flush()
         found = [process.communicate(timeout=60)[0] for process in processes]
     finally:
@@ -107,7 +106,7 @@ print(corpus.tokenizer.decode(corpus.ids[:20]), flush=True)
 
 @given(st.text(st.characters(exclude_categories=["Cs"])), st.integers(1, 7))
 @settings(deadline=None)
-def test_reading_in_pieces_changes_nothing(tmp_path_factory, text, size):
+def test_reading_does_not_depend_on_the_chunk_size(tmp_path_factory, text, size):
     file = text_file(tmp_path_factory.getbasetemp(), text)
     before, data.CHUNK_BYTES = data.CHUNK_BYTES, size
     try:
@@ -117,7 +116,7 @@ def test_reading_in_pieces_changes_nothing(tmp_path_factory, text, size):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 1 << 22])
-def test_the_first_byte_that_is_not_utf8_is_named(tmp_path, monkeypatch, size):
+def test_the_first_invalid_byte_is_reported(tmp_path, monkeypatch, size):
     monkeypatch.setattr(data, "CHUNK_BYTES", size)
     with pytest.raises(DataError, match="byte 0xE9 at offset 8 "):
         prepare(str(text_file(tmp_path, "zwölf ".encode() + b"t\xe9l\xe9")))
@@ -125,28 +124,27 @@ def test_the_first_byte_that_is_not_utf8_is_named(tmp_path, monkeypatch, size):
         prepare(str(text_file(tmp_path, b"ab\xe2\x82")))
 
 
-@pytest.mark.parametrize(("text", "found"), [("", "nothing"), ("aaaa", "only the character 'a'")])
-def test_a_text_needs_two_symbols(tmp_path, text, found):
-    with pytest.raises(DataError, match=f"holds {found}; a text needs at least two different"):
+@pytest.mark.parametrize(("text", "content"), [("", "is empty"), ("aaaa", "contains only the character 'a'")])
+def test_a_text_needs_two_distinct_characters(tmp_path, text, content):
+    with pytest.raises(DataError, match=f"{content}; a text needs at least 2 distinct characters"):
         prepare(str(text_file(tmp_path, text)))
 
 
-def test_a_text_needs_a_character_to_validate_on(tmp_path):
-    with pytest.raises(DataError, match="holds 19 characters; a text needs at least 20"):
+def test_a_text_needs_20_characters(tmp_path):
+    with pytest.raises(DataError, match="has 19 characters; a text needs at least 20"):
         prepare(str(text_file(tmp_path, "abcdefghij" + "k" * 9)))
     assert len(prepare(str(text_file(tmp_path, "abcdefghij" + "k" * 10))).val) == 2
 
 
-def test_a_missing_file_names_what_data_takes():
-    with pytest.raises(
-        DataError, match="no text at nowhere.txt; --data takes UTF-8 files, plain or gzip, folders of them"
-    ):
+def test_a_missing_file_is_refused():
+    message = "no file or folder nowhere.txt; --data takes UTF-8 files, plain or gzip, folders of them"
+    with pytest.raises(DataError, match=message):
         find_text("nowhere.txt")
 
 
-def test_without_internet_the_error_says_how_to_pass_a_file(monkeypatch):
+def test_a_failed_download_is_reported_with_alternatives(monkeypatch):
     monkeypatch.setattr(data, "TINYSHAKESPEARE_URL", "http://127.0.0.1:9/input.txt")
-    with pytest.raises(DataError, match="cannot be downloaded .*pass a text file: --data FILE; or put the file at"):
+    with pytest.raises(DataError, match="cannot download http.*; pass a text .* --data FILE, or save the file as"):
         find_text("tinyshakespeare")
 
 
@@ -157,7 +155,7 @@ def test_a_wrong_download_is_refused(tmp_path, monkeypatch):
         find_text("tinyshakespeare")
 
 
-def test_the_download_is_kept(tmp_path, monkeypatch):
+def test_the_download_is_cached(tmp_path, monkeypatch):
     source = text_file(tmp_path, "a small text")
     monkeypatch.setattr(data, "TINYSHAKESPEARE_URL", source.as_uri())
     monkeypatch.setattr(data, "TINYSHAKESPEARE_SHA256", hashlib.sha256(source.read_bytes()).hexdigest())
@@ -168,23 +166,25 @@ def test_the_download_is_kept(tmp_path, monkeypatch):
     assert [path.name for path in file.parent.iterdir()] == ["tinyshakespeare.txt"]
 
 
-def test_ids_take_the_bytes_they_need(tmp_path):
+def test_ids_use_the_smallest_type(tmp_path):
     assert [id_dtype(n).itemsize for n in (2, 256, 257, 65536, 65537)] == [1, 1, 2, 2, 4]
     text = "".join(chr(0x4E00 + i) for i in range(300)) * 2
     corpus = prepare(str(text_file(tmp_path, text)))
     assert corpus.ids.dtype == np.uint16 and corpus.tokenizer.decode(corpus.ids) == text
 
 
-def test_a_foreign_text_is_encoded_or_refused_with_the_place(tmp_path, monkeypatch):
+def test_encode_files_reports_the_offset_of_an_unknown_character(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "CHUNK_BYTES", 4)
     tokenizer = CharTokenizer("abc")
     assert encode_files([text_file(tmp_path, "cabcab")], tokenizer).tolist() == [2, 0, 1, 2, 0, 1]
     with pytest.raises(UnknownCharacterError, match=r"'x' \(U\+0078\) at offset 6 "):
         encode_files([text_file(tmp_path, "abcabcx")], tokenizer)
+    with pytest.raises(DataError, match="text.txt has 1 character; scoring needs at least 2"):
+        encode_files([text_file(tmp_path, "a")], tokenizer)
 
 
 @pytest.mark.parametrize("records", [False, True])
-def test_a_text_in_another_vocabulary_is_the_same_text(tmp_path, monkeypatch, records):
+def test_recode_preserves_the_text(tmp_path, monkeypatch, records):
     monkeypatch.setattr(data, "CHUNK_BYTES", 50)
     corpus = prepare(str(text_file(tmp_path, "cab\n" * 40)), records=records)
     assert recode(corpus, CharTokenizer("\nabc")) is corpus
@@ -205,7 +205,6 @@ def test_a_text_in_another_vocabulary_is_the_same_text(tmp_path, monkeypatch, re
 
 
 def test_memory_does_not_grow_with_the_text(tmp_path):
-    """48 MB are prepared and drawn from in a process that may take 40 MB beyond what its imports take."""
     file = tmp_path / "big.txt"
     file.write_bytes(b"All work and no play makes Jack a dull boy.\r\n" * (48_000_000 // 45))
     code = f"""
@@ -229,20 +228,20 @@ print(json.dumps([len(corpus.ids), prepared - before, peak() - prepared]))
 
 @pytest.mark.parametrize(("characters", "block_size"), [(16, 8), (100, 8), (1000, 7), (1025, 1), (999, 64)])
 @pytest.mark.parametrize("seed", [0, 1337, 2**63 - 1])
-def test_an_epoch_holds_each_window_once(characters, block_size, seed):
+def test_an_epoch_has_each_window_once(characters, block_size, seed):
     sampler = WindowSampler(np.arange(characters), block_size, seed)
     n = sampler.windows_per_epoch
     phases = set()
     for epoch in range(5):
         starts = np.sort(sampler.starts(np.arange(epoch * n, (epoch + 1) * n)))
-        assert 0 <= starts[0] < block_size, "the phase"
-        assert np.array_equal(np.diff(starts), np.full(n - 1, block_size)), "side by side, none twice"
+        assert 0 <= starts[0] < block_size
+        assert np.array_equal(np.diff(starts), np.full(n - 1, block_size)), "adjacent, without duplicates"
         assert starts[-1] + block_size + 1 <= characters
         phases.add(starts[0])
     assert block_size == 1 or len(phases) > 1, "the phase changes"
 
 
-def test_the_order_looks_random():
+def test_the_order_is_uncorrelated():
     sampler = WindowSampler(np.arange(64_100), 64, seed=7)
     n = sampler.windows_per_epoch
     first, second = (sampler.starts(np.arange(n) + epoch * n) // 64 for epoch in (0, 1))
@@ -265,8 +264,8 @@ def test_targets_are_the_inputs_shifted_by_one():
 
 
 @given(st.integers(0, 200), st.lists(st.integers(1, 40), min_size=1, max_size=5), st.integers(0, 2**63 - 1))
-def test_the_cursor_is_all_there_is_to_restore(position, batches, seed):
-    """However the windows are grouped, and wherever one goes on, the same ones come."""
+def test_windows_depend_only_on_seed_and_position(position, batches, seed):
+    """For any grouping into batches and any position to resume from."""
     ids = np.arange(400)
     whole = WindowSampler(ids, 16, seed, position)
     inputs = np.concatenate([whole.next_batch(n)[0] for n in batches])
@@ -278,15 +277,15 @@ def test_the_cursor_is_all_there_is_to_restore(position, batches, seed):
 
 
 def test_a_text_shorter_than_two_windows_is_refused():
-    with pytest.raises(DataError, match="holds 31 characters; block_size 16 needs at least 32: pass a longer text or"):
+    with pytest.raises(DataError, match="has 31 characters; block_size 16 needs at least 32: pass a longer text or"):
         WindowSampler(np.arange(31), 16, seed=0)
     assert WindowSampler(np.arange(32), 16, seed=0).windows_per_epoch == 1
 
 
-# -- several files, folders, gzip, records --
+# several files, folders, gzip, records
 
 
-def test_files_folders_and_gzip_are_one_text(tmp_path):
+def test_files_folders_and_gzip_are_concatenated(tmp_path):
     (tmp_path / "plays" / "late").mkdir(parents=True)
     (tmp_path / "plays" / "a.txt").write_bytes("Ä tale\r\n".encode())
     (tmp_path / "plays" / ".hidden").write_text("never")
@@ -303,17 +302,17 @@ def test_files_folders_and_gzip_are_one_text(tmp_path):
 
 def test_bad_gzip_and_empty_folders_are_refused(tmp_path):
     (tmp_path / "bad.gz").write_bytes(gzip.compress(b"some text" * 100)[:-12])
-    with pytest.raises(DataError, match=r"bad\.gz is not a whole gzip file"):
+    with pytest.raises(DataError, match=r"bad\.gz is not a complete gzip file"):
         prepare(str(tmp_path / "bad.gz"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="the folder .*empty holds no file"):
+    with pytest.raises(DataError, match="the folder .*empty has no files"):
         prepare(str(tmp_path / "empty"))
 
 
 @given(st.lists(st.text("abc€", max_size=6), min_size=10, max_size=60), st.booleans(), st.integers(1, 9))
 @settings(max_examples=50, deadline=None)
-def test_one_record_in_ten_validates(tmp_path_factory, records, ended, chunk):
-    """Whole records, whatever the pieces they are read in, each after a line break and with its own."""
+def test_every_tenth_record_is_in_the_validation_split(tmp_path_factory, records, ended, chunk):
+    """At any chunk size records stay whole, each preceded by a line break and ended by its own."""
     text = "\n".join(records) + ("\n" if ended or not records[-1] else "")
     assume(len(set(text)) > 1 and len(text) >= data.MIN_CHARACTERS)
     with pytest.MonkeyPatch.context() as patch:
@@ -327,5 +326,7 @@ def test_one_record_in_ten_validates(tmp_path_factory, records, ended, chunk):
 
 
 def test_too_few_records_are_refused(tmp_path):
-    with pytest.raises(DataError, match="holds 9 records; --records needs at least 10"):
+    with pytest.raises(DataError, match="has 9 records; --records needs at least 10"):
         prepare(str(text_file(tmp_path, "ab\ncd\n" * 4 + "ef\n")), records=True)
+    with pytest.raises(DataError, match="has 1 record; --records needs at least 10"):
+        prepare(str(text_file(tmp_path, "one record of 20 characters and more\n")), records=True)

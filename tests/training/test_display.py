@@ -1,4 +1,4 @@
-"""What the end of a run says and shows."""
+"""The final report and the curves."""
 
 import json
 
@@ -29,31 +29,29 @@ def report(out, steps, **changes):
     return console.export_text()
 
 
-def test_the_training_loss_is_that_since_the_evaluation_before(tmp_path):
+def test_reported_training_loss_covers_the_steps_since_the_previous_evaluation(tmp_path):
     records = write_log(tmp_path, {5: 3.0, 10: 2.0, 15: 1.5, 20: 1.0}, {10: 2.1, 20: 2.2})
     assert train_loss_until(records, 10, 10) == 2.5 and train_loss_until(records, 20, 10) == 1.25
-    said = report(tmp_path, steps=20)
-    assert "│ 10, the best │ 2.5000 │ 2.1000 " in said and "│ 20, the last │ 1.2500 │ 2.2000 " in said
-    assert (
-        "overfitting: after step 10 the validation loss rose by 0.1000 while the training loss fell by 1.2500" in said
-    )
-    assert "stopped" not in said
+    output = report(tmp_path, steps=20)
+    assert "│ 10 (best) │ 2.5000        │ 2.1000 " in output and "│ 20 (last) │ 1.2500        │ 2.2000 " in output
+    overfitting = "since step 10 the validation loss has risen by 0.1000 and the training loss has fallen by 1.2500"
+    assert f"overfitting: {overfitting}" in output and "stopped" not in output
 
 
 @pytest.mark.parametrize(
     ("train", "val"),
     [
         ({10: 2.0, 20: 1.0}, {10: 2.1, 20: 2.0}),  # still learning
-        ({10: 2.0, 20: 2.1}, {10: 2.1, 20: 2.2}),  # both rise: not that
-        ({}, {10: 2.1, 20: 2.2}),  # nobody logged
+        ({10: 2.0, 20: 2.1}, {10: 2.1, 20: 2.2}),  # diverging
+        ({}, {10: 2.1, 20: 2.2}),  # no training loss logged
     ],
 )
-def test_what_is_no_overfitting_is_not_called_so(tmp_path, train, val):
+def test_overfitting_is_reported_only_if_training_loss_falls_and_validation_loss_rises(tmp_path, train, val):
     write_log(tmp_path, train, val)
     assert "overfitting:" not in report(tmp_path, steps=20)
 
 
-def test_curves_are_drawn_of_whatever_was_logged(tmp_path):
+def test_curves_are_drawn_from_incomplete_logs(tmp_path):
     for train, val in (({}, {10: 2.0}), ({10: 2.0}, {0: 3.0, 10: 2.1})):
         write_log(tmp_path, train, val)
         draw_curves(tmp_path / "log.jsonl", tmp_path / "loss.png")

@@ -1,4 +1,4 @@
-"""Processes that train together: real ones, over gloo, started by the run itself and by torchrun."""
+"""Data-parallel training in real processes over gloo, started by the run itself and by torchrun."""
 
 from __future__ import annotations
 
@@ -52,38 +52,38 @@ def losses(out: Path) -> list[float]:
     return [record["train_loss"] for record in records if record["event"] == "train"]
 
 
-def test_two_processes_train_as_one_does_and_so_do_parts_of_a_batch(text, tmp_path, monkeypatch):
-    """The same windows in every batch, so the same losses but for the order of sums; dropout is what differs."""
+def test_losses_do_not_depend_on_processes_or_accumulation(text, tmp_path, monkeypatch):
+    """Without dropout, they differ by rounding only; two processes give the same bytes however they are started."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    same = ["--data", str(text), *TINY, *RUN, "--dtype", "float32"]
-    ways = {"one": [], "two": ["--processes", "2"], "parts": ["--accumulate", "4"]}
-    for name, flags in ways.items():
-        assert call(["train", *same, *flags, "--out", tmp_path / name]) == 0
+    common = ["--data", str(text), *TINY, *RUN, "--dtype", "float32"]
+    variants = {"one": [], "two": ["--processes", "2"], "accumulated": ["--accumulate", "4"]}
+    for name, flags in variants.items():
+        assert call(["train", *common, *flags, "--out", tmp_path / name]) == 0
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m")
-    run(train(*same, "--out", str(tmp_path / "torchrun"), start=torchrun), tmp_path)
+    run(train(*common, "--out", str(tmp_path / "torchrun"), start=torchrun), tmp_path)
     one = losses(tmp_path / "one")
     assert one[-1] < one[0] - 0.3, "it learns"
-    for name in ("two", "parts", "torchrun"):
+    for name in ("two", "accumulated", "torchrun"):
         assert losses(tmp_path / name) == pytest.approx(one, abs=2e-3), name
         trained = json.loads((tmp_path / name / "best" / "training.json").read_text())
-        assert trained["machine"]["processes"] == (1 if name == "parts" else 2)
+        assert trained["machine"]["processes"] == (1 if name == "accumulated" else 2)
     two, torchrun_two = weights(tmp_path / "two/last"), weights(tmp_path / "torchrun/last")
-    assert all(torch.equal(two[name], torchrun_two[name]) for name in two), "however the two are started"
+    assert all(torch.equal(two[name], torchrun_two[name]) for name in two)
 
 
 STOPPED = [*TINY, *RUN, "--dtype", "float32", "--processes", "2", "--dropout", "0.1"]
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("unbroken")
+def uninterrupted(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted")
     (folder / "text.txt").write_text(TEXT)
     run(train("--data", str(folder / "text.txt"), *STOPPED, "--out", str(folder / "out")), folder)
     return folder / "out"
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.chaos), signal.SIGKILL])
-def test_two_processes_that_are_stopped_go_on_to_the_same_bytes(unbroken, text, tmp_path, monkeypatch, number):
+def test_two_processes_resume_to_the_same_bytes(uninterrupted, text, tmp_path, monkeypatch, number):
     flags = ["--data", str(text), *STOPPED, "--save-seconds", "0"]
     out = tmp_path / "out"
     process = subprocess.Popen(train(*flags, "--out", str(out)), env=environment(tmp_path), stderr=subprocess.PIPE)
@@ -95,11 +95,11 @@ def test_two_processes_that_are_stopped_go_on_to_the_same_bytes(unbroken, text, 
     assert process.returncode == (-number if number == signal.SIGKILL else 128 + number), error
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert call(["train", "--resume", "--out", out]) == 0
-    expected, found = weights(unbroken / "last"), weights(out / "last")
+    expected, found = weights(uninterrupted / "last"), weights(out / "last")
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
-def test_a_process_that_dies_ends_the_run_with_a_word(text, tmp_path):
+def test_the_death_of_a_process_ends_the_run_with_a_message(text, tmp_path):
     out = tmp_path / "out"
     flags = ["--data", str(text), *TINY, *RUN, "--steps", "100000", "--processes", "2", "--out", str(out)]
     process = subprocess.Popen(train(*flags), env=environment(tmp_path), stderr=subprocess.PIPE, text=True)
@@ -111,18 +111,18 @@ def test_a_process_that_dies_ends_the_run_with_a_word(text, tmp_path):
     os.kill(workers[0], signal.SIGKILL)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "a process of this run has ended" in error and "Traceback" not in error
+    assert "a process of this run has died" in error and "Traceback" not in error
 
 
-def test_what_does_not_divide_is_refused(text, tmp_path):
+def test_indivisible_batch_sizes_are_refused(text, tmp_path):
     flags = ["--data", str(text), *TINY, *RUN, "--processes", "3", "--out", str(tmp_path / "out")]
-    message = "batch_size must be a multiple of processes x accumulate, got 8, 3 and 1"
+    message = "batch_size must be a multiple of processes × accumulate = 3 × 1, got 8"
     assert message in run(train(*flags), tmp_path, code=1)
 
 
 @pytest.mark.parametrize(("n", "unit", "size"), [(100, 7, 3), (5, 8, 2), (0, 4, 2), (64, 1, 5)])
-def test_shares_are_whole_units_one_after_the_other(n, unit, size):
-    shares = [World(rank, size).share(n, unit) for rank in range(size)]
-    assert shares[0][0] == 0 and shares[-1][1] == n
-    assert all(a[1] == b[0] for a, b in itertools.pairwise(shares))
-    assert all(first % unit == 0 or first == n for first, _ in shares)
+def test_shards_are_consecutive_whole_units(n, unit, size):
+    shards = [World(rank, size).shard(n, unit) for rank in range(size)]
+    assert shards[0][0] == 0 and shards[-1][1] == n
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(shards))
+    assert all(first % unit == 0 or first == n for first, _ in shards)

@@ -1,3 +1,5 @@
+"""Exported files against the model, through onnxruntime, gguf's reader and llama.cpp."""
+
 import contextlib
 
 import numpy as np
@@ -22,14 +24,14 @@ def test_onnxruntime_gives_the_same_logits(tmp_path):
     export(checkpoint, "onnx", tmp_path / "model.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
     model = checkpoint.load_model()
-    for rows, length in ((1, 1), (1, 5), (1, 41), (2, 7), (2, 8), (2, 9), (3, 40)):  # around the band of 8 and past it
+    for rows, length in ((1, 1), (1, 5), (1, 41), (2, 7), (2, 8), (2, 9), (3, 40)):  # around and past the window of 8
         idx = ids(rows, length)
         (logits,) = session.run(["logits"], {"idx": idx.numpy()})
         np.testing.assert_allclose(logits, model(idx), rtol=0, atol=1e-3)
     assert session.get_modelmeta().custom_metadata_map["vocabulary"] == "".join(VOCABULARY)
 
 
-def test_gguf_holds_the_same_tensors_and_vocabulary(tmp_path):
+def test_gguf_has_the_same_tensors_and_vocabulary(tmp_path):
     from gguf import GGUFReader
 
     checkpoint = save_random(tmp_path / "ck")
@@ -42,9 +44,9 @@ def test_gguf_holds_the_same_tensors_and_vocabulary(tmp_path):
     assert tokens == VOCABULARY
     tensors = {tensor.name: tensor.data for tensor in reader.tensors}
     state = checkpoint.load_model().state_dict()
-    ours = torch.cat([state[f"blocks.{i}.attn.qkv.weight"].flatten() for i in range(2)])
-    theirs = [tensors[f"blk.{i}.attn_{part}.weight"].flatten() for i in range(2) for part in "qkv"]
-    np.testing.assert_array_equal(np.concatenate(theirs), ours.numpy())
+    expected = torch.cat([state[f"blocks.{i}.attn.qkv.weight"].flatten() for i in range(2)])
+    found = [tensors[f"blk.{i}.attn_{part}.weight"].flatten() for i in range(2) for part in "qkv"]
+    np.testing.assert_array_equal(np.concatenate(found), expected.numpy())
     assert sum(tensor.size for tensor in tensors.values()) == sum(value.numel() for value in state.values())
 
 
@@ -68,7 +70,7 @@ def test_llama_cpp_gives_the_same_logits_and_text(tmp_path):
         logits = np.array(llama.scores[:400])
         completion = llama.create_completion(prompt, max_tokens=W - len(prompt), temperature=0)
     np.testing.assert_allclose(logits[:W], model(idx)[0, :W], rtol=0, atol=1e-3)
-    # It ignores the window, which is why the file says that its context is as long as that.
+    # llama.cpp ignores the window, which is why the file states block_size as its context length.
     np.testing.assert_allclose(logits, unbounded(idx)[0], rtol=0, atol=1e-3)
     [choice] = completion["choices"]
     expected = model.generate(checkpoint.tokenizer.encode(prompt), W - len(prompt), SamplingParams(temperature=0))
@@ -78,7 +80,7 @@ def test_llama_cpp_gives_the_same_logits_and_text(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("line_breaks", [True, False])
 def test_llama_cpp_reads_and_writes_every_character(tmp_path, line_breaks):
-    """None is taken for the end of a text, a space is a space, and what is unknown is refused."""
+    """No character ends a text, spaces are preserved, and unknown characters are refused."""
     characters = sorted({*"ab! \t\r'\"\\<x0>", "\0", "é", "€", "漢", "😀", "\u0301", "\u2581", *("\n" * line_breaks)})
     tokenizer = CharTokenizer(characters)
     save_checkpoint(tmp_path / "ck", random_model(vocab_size=len(characters)), tokenizer, {})

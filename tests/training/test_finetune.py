@@ -1,4 +1,4 @@
-"""A run that begins with a checkpoint: its shape, its vocabulary, its weights, and nothing of it needed later."""
+"""Runs that start from a checkpoint: shape, vocabulary, weights, lineage, and resuming without the checkpoint."""
 
 import json
 import random
@@ -14,7 +14,7 @@ from training import loop
 from training.config import ConfigError, TrainConfig
 from training.data import prepare
 from training.evaluate import whole_loss
-from training.finetune import begin_from, shape_of
+from training.finetune import checkpoint_shape, load_origin
 from training.loop import Run
 
 TEXT = "".join(random.Random(1).choices(["The cat ", "a dog, ", "sat on ", "ran to ", "the mat.\n"], k=300))
@@ -23,7 +23,8 @@ QUICK = {**FEW, "dtype": "float32", "dropout": 0.1, "ema_decay": 0.5}
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path, monkeypatch):
+def restore(tmp_path, monkeypatch):
+    """A cache and a text per test; torch's thread count is restored."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "text.txt").write_text(TEXT)
     threads = torch.get_num_threads()
@@ -33,12 +34,17 @@ def home(tmp_path, monkeypatch):
 
 @pytest.fixture
 def source(tmp_path):
-    """A checkpoint whose vocabulary holds the text's and more, and whose shape is nobody's default."""
+    """A checkpoint with a superset of the text's characters and a shape unlike any preset's."""
     return save_random(tmp_path / "source", rope_theta=500, n_inner=24)
 
 
 def config(tmp_path, source, **changes):
-    fields = {"data": str(tmp_path / "text.txt"), "init_from": str(source.path), **shape_of(source.path), **QUICK}
+    fields = {
+        "data": str(tmp_path / "text.txt"),
+        "init_from": str(source.path),
+        **checkpoint_shape(source.path),
+        **QUICK,
+    }
     return TrainConfig(**fields | changes)
 
 
@@ -55,7 +61,7 @@ def files(out):
     return [(out / name / "model.safetensors").read_bytes() for name in ("last", "best")]
 
 
-def test_a_run_begins_with_the_weights_and_keeps_vocabulary_and_shape(tmp_path, source):
+def test_a_run_starts_from_the_weights_and_keeps_vocabulary_and_shape(tmp_path, source):
     out = tmp_path / "out"
     start(config(tmp_path, source), out)
     first, *_, end = events(out)
@@ -73,22 +79,22 @@ def test_a_run_begins_with_the_weights_and_keeps_vocabulary_and_shape(tmp_path, 
     assert whole_loss(tuned.load_model(), val) == pytest.approx(end["whole"], rel=1e-6)
 
 
-def test_the_shape_is_the_checkpoints_unless_a_flag_contradicts_it(tmp_path, source, capsys):
+def test_the_shape_is_the_checkpoints_and_conflicting_flags_are_refused(tmp_path, source, capsys):
     command = ["train", "--init-from", source.path, "--data", tmp_path / "text.txt", "--out", tmp_path / "out"]
     command += [part for name, value in FEW.items() for part in (f"--{name.replace('_', '-')}", value)]
     assert call([*command, "--preset", "quick", "--n-layer", 3, "--block-size", 8, "--n-embd", 32]) == 1
     error = capsys.readouterr().err
-    assert f"a run from {source.path} keeps its shape: n_layer is 2 there, 3 was asked for; n_embd is 16 there" in error
+    assert f"the shape of {source.path} cannot be changed: n_layer is 2, got 3; n_embd is 16, got 32. Omit" in error
     assert "block_size" not in error and "n_head" not in error and not (tmp_path / "out" / "last").exists()
     assert call([*command, "--preset", "quick", "--n-layer", 2]) == 0, capsys.readouterr().err
     assert "block_size 8, n_layer 2, n_head 4, n_kv_head 2, n_embd 16, 61 characters" in capsys.readouterr().err
     recipe = Checkpoint.read(tmp_path / "out" / "best").training["recipe"]
     assert recipe["muon_lr"] == 0.04 and recipe["block_size"] == 8 and recipe["n_inner"] == 24
-    # The whole command again with --resume, when the checkpoint is gone.
+    # The same command with --resume, after the checkpoint is gone.
     shutil.rmtree(source.path)
     assert call([*command, "--preset", "quick", "--resume"]) == 0, capsys.readouterr().err
     assert call([*command, "--preset", "quick", "--resume", "--n-layer", 3]) == 1
-    assert "n_layer was 2, now 3" in capsys.readouterr().err
+    assert "n_layer was 2, got 3" in capsys.readouterr().err
 
 
 def test_missing_characters_are_listed(tmp_path, source):
@@ -97,14 +103,14 @@ def test_missing_characters_are_listed(tmp_path, source):
         start(config(tmp_path, source), tmp_path / "out")
     (tmp_path / "text.txt").write_text("".join(chr(0x4E00 + i) for i in range(50)) * 3 + "ab")
     unused = len(VOCABULARY) - 2
-    with pytest.raises(ConfigError, match=rf"'专' .* and 30 more\. .*It has {unused} that the text has not"):
+    with pytest.raises(ConfigError, match=rf"'专' .* and 30 more\. .*absent from the text, which are kept: {unused}\)"):
         start(config(tmp_path, source), tmp_path / "out")
-    with pytest.raises(ConfigError, match="extend_vocabulary extends that of a checkpoint: pass init_from too"):
+    with pytest.raises(ConfigError, match="extend_vocabulary needs a checkpoint to extend; set init_from too"):
         TrainConfig(extend_vocabulary=True)
 
 
-def test_an_extended_vocabulary_leaves_the_old_ids_as_they_were(tmp_path, source):
-    origin = begin_from(config(tmp_path, source, extend_vocabulary=True), sorted({*TEXT, "é", "1", "漢"}))
+def test_extending_the_vocabulary_preserves_existing_ids_and_logits(tmp_path, source):
+    origin = load_origin(config(tmp_path, source, extend_vocabulary=True), sorted({*TEXT, "é", "1", "漢"}))
     assert origin.tokenizer.characters == [*VOCABULARY, "1", "é", "漢"]
     old = source.load_model()
     extended = type(old)(type(old.config)(**source.hyperparameters | {"vocab_size": 64})).eval()
@@ -117,7 +123,7 @@ def test_an_extended_vocabulary_leaves_the_old_ids_as_they_were(tmp_path, source
     assert not torch.equal(new[0], new[1]) and new.std() < 2 * origin.weights["embed.weight"][:61].std()
 
 
-def test_a_run_with_new_characters_learns_them(tmp_path, source):
+def test_new_characters_are_learned(tmp_path, source):
     text = TEXT.replace("cat", "çât")
     (tmp_path / "text.txt").write_text(text)
     out = tmp_path / "out"
@@ -142,7 +148,7 @@ def test_the_lineage_is_recorded(tmp_path, source, capsys):
     assert lineage["manifest_sha256"] == first.digest
     assert lineage["data"] == first.training["data"] and lineage["step"] == first.training["step"]
     assert lineage["init_from"]["manifest_sha256"] == source.digest and lineage["init_from"]["init_from"] is None
-    # What reads the run's own text finds it, in the run's vocabulary.
+    # evaluate and report find the run's text and read it in the run's vocabulary.
     assert call(["evaluate", "--checkpoint", tmp_path / "second" / "best"]) == 0
     assert f"whole     {about['losses']['whole']:.4f} nats" in capsys.readouterr().out
     assert call(["report", "--checkpoint", tmp_path / "second" / "best", "-n", 1, "--max-tokens", 60]) == 0
@@ -150,34 +156,34 @@ def test_the_lineage_is_recorded(tmp_path, source, capsys):
 
 
 @pytest.mark.parametrize("stop_at", [0, 5])
-def test_resumed_without_the_checkpoint_it_ends_with_the_same_bytes(tmp_path, source, monkeypatch, stop_at):
+def test_resuming_without_the_checkpoint_gives_the_same_bytes(tmp_path, source, monkeypatch, stop_at):
     (tmp_path / "text.txt").write_text(TEXT.replace("cat", "çât"))
     settings = config(tmp_path, source, extend_vocabulary=True)
-    start(settings, tmp_path / "unbroken")
+    start(settings, tmp_path / "uninterrupted")
     step, out = Run.step, tmp_path / "out"
 
-    def dies(run):
+    def crash(run):
         if run.progress.step == stop_at:
             raise MemoryError
         return step(run)
 
-    monkeypatch.setattr(Run, "step", dies)
+    monkeypatch.setattr(Run, "step", crash)
     with pytest.raises(MemoryError):
         start(settings, out)
     monkeypatch.setattr(Run, "step", step)
     shutil.rmtree(source.path)
     loop.resume(out, {}, Console(quiet=True))
-    assert files(out) == files(tmp_path / "unbroken")
-    assert events(out) == events(tmp_path / "unbroken")
-    lineages = [Checkpoint.read(folder / "best").training["init_from"] for folder in (out, tmp_path / "unbroken")]
+    assert files(out) == files(tmp_path / "uninterrupted")
+    assert events(out) == events(tmp_path / "uninterrupted")
+    lineages = [Checkpoint.read(folder / "best").training["init_from"] for folder in (out, tmp_path / "uninterrupted")]
     assert lineages[0] == lineages[1]
     assert Checkpoint.read(out / "best").hyperparameters["rope_theta"] == 500
 
 
-def test_a_run_does_not_replace_what_it_begins_with(tmp_path, source):
+def test_a_run_does_not_overwrite_its_starting_checkpoint(tmp_path, source):
     out = tmp_path / "out"
     start(config(tmp_path, source), out)
     before = files(out)
-    with pytest.raises(ConfigError, match="best lies in .*out, which this run would replace: pass another --out"):
+    with pytest.raises(ConfigError, match="best is in .*out, which this run would replace; pass another --out"):
         loop.start(config(tmp_path, Checkpoint.read(out / "best")), out, Console(quiet=True), overwrite=True)
     assert files(out) == before

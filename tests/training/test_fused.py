@@ -1,4 +1,4 @@
-"""The written-out forward and backward against the model's own, differentiated by torch."""
+"""The hand-written forward and backward against the model's own forward under autograd."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def some_model(**fields) -> GPT:
     torch.manual_seed(0)
     shape = {"vocab_size": 11, "block_size": 9, "n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 16} | fields
     model = GPT(GPTConfig(**shape)).double()
-    for parameter in model.parameters():  # no zero projection, no gain of one hides a term
+    for parameter in model.parameters():  # a zero projection or a gain of one would hide a term
         torch.nn.init.uniform_(parameter, 0.5, 1.5) if parameter.ndim == 1 else torch.nn.init.normal_(
             parameter, std=0.5
         )
@@ -34,7 +34,7 @@ def loss_and_gradients(model: GPT, forward, idx: Tensor) -> tuple[Tensor, dict[s
 @pytest.mark.parametrize(
     "fields", [{}, {"n_head": 2, "n_kv_head": 1}, {"n_kv_head": 4}, {"n_inner": 7, "norm_eps": 0.1}, {"n_layer": 1}]
 )
-def test_loss_and_all_gradients_equal_autograds_in_fp64(T, fields):
+def test_loss_and_gradients_equal_autograd_in_fp64(T, fields):
     model = some_model(**fields)
     idx = torch.randint(11, (3, T + 1))
 
@@ -49,7 +49,7 @@ def test_loss_and_all_gradients_equal_autograds_in_fp64(T, fields):
         torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-7 * scale + 1e-12, msg=name)
 
 
-def test_in_bf16_it_is_as_close_to_fp64_as_autocast_is():
+def test_bf16_is_as_accurate_as_autocast():
     model = some_model(n_embd=64, block_size=32, vocab_size=40).float()
     idx = torch.randint(40, (8, 33))
     _, exact = loss_and_gradients(model.double(), FusedForward(model, torch.float64), idx)
@@ -59,12 +59,12 @@ def test_in_bf16_it_is_as_close_to_fp64_as_autocast_is():
         _, autocast = loss_and_gradients(model, model, idx)
     _, fused = loss_and_gradients(model, FusedForward(model, torch.bfloat16), idx)
     for name, gradient in exact.items():
-        theirs, ours = ((x[name] - gradient).norm() / gradient.norm() for x in (autocast, fused))
-        assert ours < 2 * theirs + 0.01, (name, ours, theirs)
+        expected, error = ((x[name] - gradient).norm() / gradient.norm() for x in (autocast, fused))
+        assert error < 2 * expected + 0.01, (name, error, expected)
 
 
-def test_dropout_leaves_out_a_share_of_both_branches_and_keeps_the_mean():
-    """With the embedding alone in the residual stream, a dropped branch leaves its value there."""
+def test_dropout_zeroes_a_share_of_the_branch_and_preserves_its_mean():
+    """With attention disabled, the residual stream minus the embedding is the MLP branch alone."""
     model = some_model(dropout=0.25, n_layer=1, n_embd=64, n_head=4)
     with torch.no_grad():
         model.blocks[0].attn.proj.weight.zero_()
@@ -81,7 +81,7 @@ def test_dropout_leaves_out_a_share_of_both_branches_and_keeps_the_mean():
     torch.testing.assert_close(dropped[~zero], kept[~zero] / 0.75)
 
 
-def test_gradients_go_through_the_dropout_that_was_drawn():
+def test_gradients_match_finite_differences_under_dropout():
     model = some_model(dropout=0.5)
     idx = torch.randint(11, (2, 6))
 

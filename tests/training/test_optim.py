@@ -1,4 +1,4 @@
-"""Muon against an explicit singular value decomposition; who is updated by which; the schedule."""
+"""Muon against an explicit SVD; the parameters of each optimizer; the schedule; the weight average."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def polar(matrix: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(("rows", "cols"), [(16, 16), (16, 48), (48, 16), (1, 8), (8, 1)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 0.06)])
-def test_orthogonalize_keeps_directions_and_evens_out_strengths(rows, cols, dtype, tolerance):
+def test_orthogonalize_keeps_singular_vectors_and_equalizes_singular_values(rows, cols, dtype, tolerance):
     generator = torch.Generator().manual_seed(1)
     matrices = torch.randn(3, rows, cols, generator=generator) * torch.tensor([1e-3, 1.0, 1e3])[:, None, None]
     for matrix, result in zip(matrices, orthogonalize(matrices, dtype), strict=True):
         u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
-        strengths = u.mT @ result.float() @ vh.mT
-        diagonal = strengths.diagonal()
-        assert (strengths - diagonal.diag()).abs().max() < tolerance
+        rotated = u.mT @ result.float() @ vh.mT  # in the basis of the singular vectors
+        diagonal = rotated.diagonal()
+        assert (rotated - diagonal.diag()).abs().max() < tolerance
         large = s > 0.02 * s.norm()
         assert (diagonal[large] - 1).abs().max() < 0.25
         assert diagonal.min() > 0 and diagonal.max() < 1.25
 
 
-def test_a_matrix_is_orthogonalised_by_itself():
+def test_orthogonalize_treats_matrices_independently():
     generator = torch.Generator().manual_seed(2)
     matrices = torch.randn(4, 8, 12, generator=generator)
     alone = torch.cat([orthogonalize(matrix[None]) for matrix in matrices])
@@ -48,15 +48,15 @@ def test_a_matrix_is_orthogonalised_by_itself():
     assert orthogonalize(torch.zeros(1, 4, 4)).isfinite().all()
 
 
-def even_rows(update: torch.Tensor, strength: torch.Tensor, decay: float) -> torch.Tensor:
-    """Rows over the root of a running mean of their squares, then the norm of before; updates `strength` (rows,)."""
+def normalize_rows(update: torch.Tensor, strength: torch.Tensor, decay: float) -> torch.Tensor:
+    """Rows over their running root mean square, at the norm of `update`; updates `strength` (rows,) in place."""
     strength.mul_(decay).add_((1 - decay) * update.square().mean(dim=1))
-    even = update / strength.sqrt()[:, None]
-    return even * update.norm() / even.norm()
+    normalized = update / strength.sqrt()[:, None]
+    return normalized * update.norm() / normalized.norm()
 
 
-def test_two_steps_of_muon_are_nesterov_momentum_through_an_svd():
-    """Query, key and value rows, gate and up rows: one matrix each, though they share a parameter."""
+def test_two_steps_of_muon_equal_nesterov_momentum_with_an_svd():
+    """Query, key, value, gate and up are separate matrices, although they share parameters."""
     model, lr, momentum, decay, row_decay = with_gradients(), 0.1, 0.9, 0.2, 0.7
     parts = {
         "attn.qkv.weight": [16, 8, 8],
@@ -72,23 +72,21 @@ def test_two_steps_of_muon_are_nesterov_momentum_through_an_svd():
         if name.startswith("blocks") and name.split(".", 2)[2] in parts
     }
     muon = Muon(hidden_matrices(model), momentum, decay, row_decay)
-    for turn in range(2):
+    for step in range(2):
         for parameter in model.parameters():
-            parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(turn))
+            parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step))
         muon.step(lr)
         for i in range(2):
             for suffix, sizes in parts.items():
                 name = f"blocks.{i}.{suffix}"
                 gradient = model.get_parameter(name).grad.double()
                 average[name] = momentum * average[name] + (1 - momentum) * gradient
-                looked_ahead = momentum * average[name] + (1 - momentum) * gradient
-                moved = [
-                    w * (1 - lr * decay) - lr * max(1, len(w) / w.size(1)) ** 0.5 * even_rows(polar(g), s, row_decay)
-                    for w, g, s in zip(
-                        expected[name].split(sizes), looked_ahead.split(sizes), strengths[name], strict=True
-                    )
-                ]
-                expected[name] = torch.cat(moved)
+                nesterov = momentum * average[name] + (1 - momentum) * gradient
+                updated = []
+                for w, g, s in zip(expected[name].split(sizes), nesterov.split(sizes), strengths[name], strict=True):
+                    scale = max(1, len(w) / w.size(1)) ** 0.5
+                    updated.append(w * (1 - lr * decay) - lr * scale * normalize_rows(polar(g), s, row_decay))
+                expected[name] = torch.cat(updated)
     for name, parameter in model.named_parameters():
         change = (parameter - expected[name]).norm() / (lr * len(parameter) ** 0.5)
         assert change < (0.25 if ".proj" in name or "qkv" in name or "gate_up" in name else 1e-9), name
@@ -109,8 +107,7 @@ def test_every_parameter_has_one_optimizer():
     assert all(not torch.equal(before[name], p) for name, p in model.named_parameters())
 
 
-def test_adamw_takes_its_first_step_as_by_hand():
-    """At the first step Adam's ratio is the gradient's sign, whatever its size."""
+def test_the_first_step_of_adamw_is_the_sign_of_the_gradient():
     model = with_gradients()
     before = model.embed.weight.detach().clone()
     config = TrainConfig(adamw_lr=0.01, warmup_steps=4)
@@ -118,7 +115,7 @@ def test_adamw_takes_its_first_step_as_by_hand():
     torch.testing.assert_close(model.embed.weight, before - 0.01 / 4 * model.embed.weight.grad.sign())
 
 
-def test_restored_optimizers_go_on_as_if_never_stopped():
+def test_restored_optimizers_take_the_same_step():
     config = TrainConfig(warmup_steps=2)
     one, other = with_gradients(1), with_gradients(1)
     first, second = Optimizers(one, config), Optimizers(other, config)
@@ -134,7 +131,7 @@ def test_restored_optimizers_go_on_as_if_never_stopped():
         assert torch.equal(a, b)
 
 
-def test_the_learning_rate_rises_then_falls_to_nothing():
+def test_the_learning_rate_warms_up_then_decays_to_zero():
     config = TrainConfig(steps=100, warmup_steps=10)
     scales = [lr_scale(step, config) for step in range(100)]
     assert scales[0] == pytest.approx(0.1) and scales[9] == scales[10] == 1.0
@@ -143,7 +140,7 @@ def test_the_learning_rate_rises_then_falls_to_nothing():
     assert lr_scale(4, TrainConfig(steps=5, warmup_steps=50)) == 1.0, "a run shorter than its warm-up"
 
 
-def test_the_average_follows_its_recurrence():
+def test_the_weight_average_follows_its_recurrence():
     model = with_gradients()
     average = WeightAverage(model, decay=0.5)
     expected = model.head.weight.detach().clone()
@@ -157,15 +154,15 @@ def test_the_average_follows_its_recurrence():
     assert not torch.equal(average.model.head.weight, model.head.weight)
 
 
-def test_rows_of_an_update_become_even_over_time_and_keep_their_norm():
+def test_row_norms_become_equal_over_time_and_the_matrix_norm_is_preserved():
     generator = torch.Generator().manual_seed(5)
     muon = Muon([(torch.zeros(6, 8), [6])], momentum=0.9, weight_decay=0.0, row_decay=0.5)
     uneven = torch.tensor([1.0, 2, 3, 4, 5, 0])[None, :, None]
     strength = torch.zeros(1, 6, 1)
     for _ in range(20):
         update = torch.randn(1, 6, 8, generator=generator) * uneven
-        even = muon.even_rows(update, strength)
-        assert even.isfinite().all()
-        assert even.norm().item() == pytest.approx(update.norm().item(), rel=1e-5)
-    norms = even.norm(dim=-1)[0, :5]
+        normalized = muon.normalize_rows(update, strength)
+        assert normalized.isfinite().all()
+        assert normalized.norm().item() == pytest.approx(update.norm().item(), rel=1e-5)
+    norms = normalized.norm(dim=-1)[0, :5]
     assert norms.max() < 2.5 * norms.min() and update.norm(dim=-1)[0, :5].max() > 3 * update.norm(dim=-1)[0, 0]

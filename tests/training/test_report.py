@@ -1,3 +1,5 @@
+"""The copy detector against brute force."""
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,9 +19,9 @@ def slow_longest(text, train):
 
 @given(ids, ids, st.integers(4, 100))
 @settings(max_examples=200, deadline=None)
-def test_the_longest_copy_is_found_whatever_the_pieces(text, train, piece):
+def test_longest_copy_at_any_chunk_size(text, train, chunk):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "PIECE", piece)
+        patch.setattr(report, "CHUNK", chunk)
         copy = report.longest_copy(text, train)
     assert copy.length == slow_longest(text, train)
     a = text[copy.start : copy.start + copy.length]
@@ -28,9 +30,9 @@ def test_the_longest_copy_is_found_whatever_the_pieces(text, train, piece):
 
 @given(ids, ids, st.integers(1, 6), st.integers(4, 100))
 @settings(max_examples=200, deadline=None)
-def test_the_copied_share_counts_windows(text, train, length, piece):
+def test_copied_share_at_any_chunk_size(text, train, length, chunk):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "PIECE", piece)
+        patch.setattr(report, "CHUNK", chunk)
         share = report.copied_share(text, train, length)
     windows = [bytes(text[i : i + length]) for i in range(len(text) - length + 1)]
     expected = sum(w in bytes(train) for w in windows) / len(windows) if windows else 0.0

@@ -1,3 +1,5 @@
+"""Bulk sampling against one text at a time."""
+
 import pytest
 import torch
 from helpers import random_model
@@ -12,7 +14,7 @@ def model():
     return random_model()
 
 
-def test_each_text_is_the_one_of_its_seed(model):
+def test_a_text_depends_on_its_seed_alone(model):
     exact = random_model(torch.float64)
     params = SamplingParams(temperature=0.9, top_k=20, seed=2**64 - 3)
     texts = list(sample_texts(model, [1, 2], 7, 12, params))
@@ -22,7 +24,7 @@ def test_each_text_is_the_one_of_its_seed(model):
         assert ids == exact.generate([1, 2], 12, SamplingParams(temperature=0.9, top_k=20, seed=seed))
 
 
-def test_more_texts_than_rows_end_at_a_stop(model, monkeypatch):
+def test_more_texts_than_slots_end_at_a_stop(model, monkeypatch):
     whole = [ids for _, ids in sample_texts(model, [0], 50, 30, SamplingParams())]
     monkeypatch.setattr(sample, "MAX_RUNNING", 3)
     stopped = [ids for _, ids in sample_texts(model, [0], 50, 30, SamplingParams(), stop=((5,), (9,)))]
@@ -31,7 +33,7 @@ def test_more_texts_than_rows_end_at_a_stop(model, monkeypatch):
         assert b == a[: ends[0] if ends else None]
 
 
-def test_unique_texts_are_the_first_of_each(model):
+def test_unique_skips_repeats(model):
     params = SamplingParams(top_k=6)
     plain = [tuple(ids) for _, ids in sample_texts(model, [0], 300, 2, params)]
     different = list(dict.fromkeys(plain))
@@ -41,6 +43,6 @@ def test_unique_texts_are_the_first_of_each(model):
     assert [plain[seed] for seed, _ in found] == different[:10]
 
 
-def test_too_few_different_texts_are_an_answer(model):
-    with pytest.raises(ExhaustedError, match=r"\d+ different texts were found, 100 were asked for"):
+def test_unique_gives_up_after_many_repeats(model):
+    with pytest.raises(ExhaustedError, match=r"found only 2 distinct texts of 100 requested"):
         list(sample_texts(model, [0], 100, 1, SamplingParams(top_k=2), unique=True))

@@ -1,3 +1,5 @@
+"""Scores of lines against one line, one character at a time."""
+
 import pytest
 import torch
 from helpers import VOCABULARY, random_model
@@ -12,8 +14,8 @@ def model():
     return random_model()
 
 
-def test_each_line_has_the_sum_of_its_characters_losses(model, monkeypatch):
-    """Against one line at a time, one character at a time; groups and batches of any size give the same."""
+def test_nats_are_the_sum_of_the_characters_losses(model, monkeypatch):
+    """At any group and batch size."""
     tokenizer = CharTokenizer(VOCABULARY)
     lines = ["", "a", "Hello, you?", "x" * 60, "b", "It is.", "y" * 3]
     expected = []
@@ -31,6 +33,6 @@ def test_each_line_has_the_sum_of_its_characters_losses(model, monkeypatch):
         assert records[3]["nats_per_character"] == pytest.approx(expected[3] / 61, abs=1e-5)
 
 
-def test_an_unknown_character_is_named_with_its_line(model):
+def test_an_unknown_character_is_reported_with_its_line(model):
     with pytest.raises(DataError, match=r"line 2, character 3: 'é' is not in the vocabulary"):
         list(score.score_lines(model, CharTokenizer(VOCABULARY), ["ok", "abé"]))

@@ -11,13 +11,13 @@ from training.speed import flops_per_character
 @pytest.mark.parametrize(
     ("model", "dtype"),
     [
-        # Each in the dtype in which its attention is of products that torch counts, not one fused operation.
+        # Each in a dtype in which its attention consists of products that torch counts, not of one fused kernel.
         (GPT(GPTConfig(7, 16, n_layer=3, n_head=4, n_kv_head=2, n_embd=32)), torch.bfloat16),
         (NanoGPT(Recipe(n_layer=2, n_head=2, n_embd=16, block_size=8), vocab_size=7), torch.float32),
     ],
     ids=["ours", "nanogpt"],
 )
-def test_the_operations_of_a_character_are_those_that_torch_counts(model, dtype):
+def test_flops_per_character_equal_torchs_count(model, dtype):
     T = model.config.block_size
     idx = torch.zeros(3, T, dtype=torch.long)
     with FlopCounterMode(display=False) as counter, torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):

@@ -1,4 +1,4 @@
-"""Losses against slow explicit loops and hand counts; runs that stop, go on, refuse and end alike to the byte."""
+"""Losses against explicit loops and counts; training runs: determinism, resume, disk errors, refusals, commands."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from training.evaluate import baselines, streamed_loss, whole_loss
 from training.loop import DivergedError, Run
 from training.state import ResumeError
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TINY = {
     "block_size": 8,
     "n_layer": 2,
@@ -57,8 +57,8 @@ TEXT = "".join(random.Random(0).choices(["the cat ", "a dog ", "sat on ", "ran t
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path, monkeypatch):
-    """A cache and a text of their own; the number of threads as before."""
+def restore(tmp_path, monkeypatch):
+    """A cache and a text per test; torch's thread count is restored."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "text.txt").write_text(TEXT)
     threads = torch.get_num_threads()
@@ -94,15 +94,15 @@ def weights(out: Path) -> tuple[str, str]:
 
 
 def events(out: Path) -> list[dict[str, object]]:
-    """The log without what a clock decided."""
+    """The log without its times and speeds."""
     records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     return [{k: v for k, v in r.items() if "second" not in k and "peak" not in k} for r in records]
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory):
-    """A run from start to end; its folder."""
-    folder = tmp_path_factory.mktemp("unbroken")
+def uninterrupted(tmp_path_factory):
+    """The folder of a run that was not interrupted."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
     (folder / "text.txt").write_text(TEXT)
     before = os.environ.get("XDG_CACHE_HOME")
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
@@ -131,7 +131,7 @@ def log_probability(model: GPT, context: list[int], id: int) -> float:
 
 
 @pytest.mark.parametrize("characters", [2, 6, 7, 8, 13, 50, 85])
-def test_whole_loss_scores_each_character_once_from_its_window(characters, monkeypatch):
+def test_whole_loss_scores_each_character_once_within_its_window(characters, monkeypatch):
     monkeypatch.setattr("training.evaluate.BATCH_CHARS", 24)
     model, ids = some_model(), np.random.default_rng(0).integers(0, 7, characters).astype(np.uint8)
     expected = 0.0
@@ -142,25 +142,25 @@ def test_whole_loss_scores_each_character_once_from_its_window(characters, monke
 
 
 @pytest.mark.parametrize("characters", [2, 17, 100, 137])
-def test_streamed_loss_is_one_banded_forward_over_all(characters, monkeypatch):
-    monkeypatch.setattr("training.evaluate.BATCH_CHARS", 1)  # so that chunks are as small as they get
+def test_streamed_loss_equals_one_banded_forward(characters, monkeypatch):
+    monkeypatch.setattr("training.evaluate.BATCH_CHARS", 1)  # the smallest chunks
     model, ids = some_model(), np.random.default_rng(1).integers(0, 7, characters).astype(np.uint16)
     whole = torch.from_numpy(ids.astype(np.int64))
     expected = F.cross_entropy(model(whole[None, :-1])[0], whole[1:]).item()
     assert streamed_loss(model, ids) == pytest.approx(expected, rel=1e-6)
 
 
-def test_baselines_are_what_one_counts_by_hand():
+def test_baselines_by_hand():
     train, val = np.array([0, 1, 0, 1, 0, 2], np.uint8), np.array([0, 1, 2, 2], np.uint8)
     found = baselines(train, val, 3)
     assert found["uniform"] == pytest.approx(math.log(3))
-    # Counts 3, 2, 1, each one more, of 9; scored are 1, 2, 2.
+    # Counts 3, 2, 1, each plus one, of 9; the scored symbols are 1, 2, 2.
     assert found["unigram"] == pytest.approx(-(math.log(3 / 9) + 2 * math.log(2 / 9)) / 3)
-    # After 0: twice 1, once 2. After 1: twice 0. After 2: nothing. Scored are 0→1, 1→2, 2→2.
+    # After 0: 1 twice, 2 once. After 1: 0 twice. After 2: nothing. The scored bigrams are 0→1, 1→2, 2→2.
     assert found["bigram"] == pytest.approx(-(math.log(3 / 6) + math.log(1 / 5) + math.log(1 / 3)) / 3)
 
 
-def test_baselines_in_pieces_equal_a_plain_count(monkeypatch):
+def test_baselines_in_chunks_equal_a_plain_count(monkeypatch):
     monkeypatch.setattr("training.evaluate.CHUNK", 37)
     ids = np.random.default_rng(2).integers(0, 30, 2000).astype(np.uint16)
     train, val, V = ids[:1700], ids[1700:], 30
@@ -175,40 +175,40 @@ def test_baselines_in_pieces_equal_a_plain_count(monkeypatch):
 # Runs
 
 
-def test_a_run_learns_and_reports(unbroken, tmp_path):
-    records = events(unbroken)
+def test_a_run_learns_and_reports(uninterrupted, tmp_path):
+    records = events(uninterrupted)
     assert [r["step"] for r in records if r["event"] == "train"] == [3, 6, 9, 12, 15, 18, 21, 24]
     evaluations = [r for r in records if r["event"] == "evaluation"]
     assert [r["step"] for r in evaluations] == [8, 16, 24]
     assert all(len(r["sample"]) == 11 and r["sample"][0] == "\n" for r in evaluations)
     end = records[-1]
     assert end["event"] == "end" and end["whole"] < end["uniform"] and end["bigram"] < end["unigram"] < end["uniform"]
-    best = Checkpoint.read(unbroken / "best")
+    best = Checkpoint.read(uninterrupted / "best")
     about = best.training
     assert about["recipe"]["n_embd"] == 16 and about["data"]["sha256"] == hashlib.sha256(TEXT.encode()).hexdigest()
     assert about["losses"]["whole"] == end["whole"] and about["step"] == 24
     assert {"torch", "python"} <= set(about["versions"]) and about["machine"]["threads"] == 1
     corpus = prepare(str(tmp_path / "text.txt"))
     assert whole_loss(best.load_model(), corpus.val) == pytest.approx(end["whole"], rel=1e-6)
-    assert (unbroken / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert not [path for path in unbroken.rglob("*") if path.name.startswith(".") or path.suffix == ".pkl"]
+    assert (uninterrupted / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert not [path for path in uninterrupted.rglob("*") if path.name.startswith(".") or path.suffix == ".pkl"]
 
 
-def test_equal_seeds_give_equal_bytes_and_others_do_not(unbroken, tmp_path):
+def test_equal_seeds_give_equal_bytes_and_different_seeds_do_not(uninterrupted, tmp_path):
     loop.start(tiny(tmp_path, dtype="float32"), tmp_path / "same", quiet())
-    assert weights(tmp_path / "same") == weights(unbroken)
-    assert events(tmp_path / "same") == events(unbroken)
+    assert weights(tmp_path / "same") == weights(uninterrupted)
+    assert events(tmp_path / "same") == events(uninterrupted)
     loop.start(tiny(tmp_path, dtype="float32", seed=1), tmp_path / "other", quiet())
-    assert weights(tmp_path / "other") != weights(unbroken)
+    assert weights(tmp_path / "other") != weights(uninterrupted)
 
 
 @pytest.mark.parametrize("stop_at", [1, 8, 13, 23])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_run_that_dies_between_saves_goes_on_to_the_same_bytes(unbroken, tmp_path, monkeypatch, stop_at, dtype):
-    """Dies without a save: what was done after the last one is done again."""
-    expected = unbroken
+def test_a_crash_between_saves_resumes_to_the_same_bytes(uninterrupted, tmp_path, monkeypatch, stop_at, dtype):
+    """The steps since the last save are repeated."""
+    expected = uninterrupted
     if dtype == "bfloat16":
-        expected = tmp_path / "unbroken"
+        expected = tmp_path / "uninterrupted"
         loop.start(tiny(tmp_path, dtype=dtype, eval_every=12), expected, quiet())
     config = tiny(tmp_path, dtype=dtype, eval_every=12 if dtype == "bfloat16" else 8)
     out = tmp_path / "out"
@@ -222,7 +222,7 @@ def test_a_run_that_dies_between_saves_goes_on_to_the_same_bytes(unbroken, tmp_p
 
 
 def before_step(monkeypatch: pytest.MonkeyPatch, after: int, act: Callable[[], None]) -> None:
-    """Runs call `act` when they have taken `after` steps and are about to take the next one."""
+    """Make runs call `act` once they have taken `after` steps, before the next one."""
     step = Run.step
 
     def act_first(run: Run) -> float:
@@ -237,8 +237,8 @@ def die() -> None:
     raise MemoryError
 
 
-def test_a_run_that_dies_again_before_the_next_line_of_its_log_keeps_it(unbroken, tmp_path, monkeypatch):
-    """The save at the start of a resumed run once noted the length that the log had before it was cut back."""
+def test_a_second_crash_before_the_next_log_line_keeps_the_log(uninterrupted, tmp_path, monkeypatch):
+    """The first save of a resumed run once recorded the length of the log from before its truncation."""
     out = tmp_path / "out"
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
         before_step(patch, 15, die)
@@ -247,10 +247,10 @@ def test_a_run_that_dies_again_before_the_next_line_of_its_log_keeps_it(unbroken
         before_step(patch, 8, die)
         loop.resume(out, {}, quiet())
     loop.resume(out, {}, quiet())
-    assert weights(out) == weights(unbroken) and events(out) == events(unbroken)
+    assert weights(out) == weights(uninterrupted) and events(out) == events(uninterrupted)
 
 
-def test_an_evaluation_that_fails_costs_nothing(unbroken, tmp_path, monkeypatch):
+def test_a_failing_evaluation_costs_no_steps(uninterrupted, tmp_path, monkeypatch):
     evaluate, out = Run.evaluate, tmp_path / "out"
     monkeypatch.setattr(Run, "evaluate", lambda run: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -259,7 +259,7 @@ def test_an_evaluation_that_fails_costs_nothing(unbroken, tmp_path, monkeypatch)
     assert state["progress"]["step"] == 8 and state["progress"]["position"] == 32
     monkeypatch.setattr(Run, "evaluate", evaluate)
     loop.resume(out, {}, quiet())
-    assert weights(out) == weights(unbroken) and events(out) == events(unbroken)
+    assert weights(out) == weights(uninterrupted) and events(out) == events(uninterrupted)
 
 
 @pytest.mark.parametrize(
@@ -271,18 +271,18 @@ def test_an_evaluation_that_fails_costs_nothing(unbroken, tmp_path, monkeypatch)
         pytest.param(signal.SIGTERM, 8, marks=CHAOS),
     ],
 )
-def test_stopped_at_random_moments_a_run_ends_with_the_same_bytes(unbroken, tmp_path, chance, number, stops):
-    """A signal wherever it hits: while the program starts, in a step, an evaluation, a save or the last report."""
-    steps, expected, out = 24, unbroken, tmp_path / "out"
-    if stops > 5:  # a longer run, so that there are more moments to hit
-        steps, expected = 240, tmp_path / "unbroken"
+def test_a_run_stopped_at_random_moments_ends_with_the_same_bytes(uninterrupted, tmp_path, chance, number, stops):
+    """Signals arrive at startup, in a step, an evaluation, a save or the final report."""
+    steps, expected, out = 24, uninterrupted, tmp_path / "out"
+    if stops > 5:  # a longer run has room for more stops
+        steps, expected = 240, tmp_path / "uninterrupted"
         loop.start(tiny(tmp_path, dtype="float32", steps=steps), expected, quiet())
     start = ["--overwrite", *flags(tmp_path, dtype="float32", steps=steps, save_seconds=0.05)]
-    codes = {-number, 128 + number, 0}  # before it listens, after a save, or when all steps were taken
+    codes = {-number, 128 + number, 0}  # before the handlers are set, after a save, after the last step
     points = sorted(chance.randrange(steps) for _ in range(stops))
-    began = time.monotonic()
+    started = time.monotonic()
     while points or not is_finished(out):
-        if is_finished(out):  # sooner than all stops were made: another one
+        if is_finished(out):  # stops remain: start another run
             shutil.rmtree(out)
         command = ["--resume"] if (out / "last").exists() else start
         process = subprocess.Popen(
@@ -306,10 +306,10 @@ def test_stopped_at_random_moments_a_run_ends_with_the_same_bytes(unbroken, tmp_
         if process.returncode != 0:
             point = points.pop(0)
             if not where:
-                amid = [path.name.split("-")[0] for path in out.glob(".*.saving-*")]
-                how = "saved" if process.returncode > 0 else ", ".join(amid) or "between saves"
+                partial = [path.name.split("-")[0] for path in out.glob(".*.saving-*")]
+                how = "saved" if process.returncode > 0 else ", ".join(partial) or "between saves"
                 where = f"past step {point}, {how}"
-            made, seconds = stops - len(points), time.monotonic() - began
+            made, seconds = stops - len(points), time.monotonic() - started
             print(f"{number.name} {made} of {stops}: {where}, {seconds:.0f} s", flush=True)
         elif is_finished(out):
             assert sha256(out / "last" / "state.safetensors") == sha256(expected / "last" / "state.safetensors")
@@ -319,7 +319,7 @@ def test_stopped_at_random_moments_a_run_ends_with_the_same_bytes(unbroken, tmp_
 
 
 class SmallDisk:
-    """A file system of 2 MB, in a mount namespace that lives as long as the process that holds it."""
+    """A file system of 2 MB, in a mount namespace that exists as long as its holder process."""
 
     def __init__(self, point: Path):
         script = 'mount -t tmpfs -o size=2m chargpt "$0" && echo mounted && exec cat'  # cat ends with this process
@@ -333,12 +333,12 @@ class SmallDisk:
                 break
             reason = self.close().strip()
         else:
-            pytest.skip(f"no file system can be mounted here: {reason}")
+            pytest.skip(f"cannot mount a file system: {reason}")
         self.path = Path(f"/proc/{self.holder.pid}/root{point}")
         self.ballast = self.path / "ballast"
 
     def fill(self, room: int) -> None:
-        """Leave `room` bytes, or what there is where it is less."""
+        """Leave at most `room` bytes free."""
         free = os.statvfs(self.path).f_bavail * os.statvfs(self.path).f_bsize
         with open(self.ballast, "ab") as file:
             file.write(bytes(max(0, free - room)))
@@ -350,7 +350,7 @@ class SmallDisk:
 @pytest.fixture
 def small_disk(tmp_path):
     if shutil.which("unshare") is None:
-        pytest.skip("no file system can be mounted here: there is no unshare")
+        pytest.skip("cannot mount a file system: unshare is not installed")
     (tmp_path / "disk").mkdir()
     disk = SmallDisk(tmp_path / "disk")
     yield disk
@@ -360,16 +360,16 @@ def small_disk(tmp_path):
 @pytest.mark.parametrize(
     ("where", "after", "room", "named"),
     [
-        ("save", 0, 0, "last"),  # the first one of all
+        ("save", 0, 0, "last"),  # the very first save
         ("log", 3, 0, "."),
-        ("save", 16, 30_000, "last"),  # breaks off within it
+        ("save", 16, 30_000, "last"),  # fails half way
         ("save_served", 16, 4096, "best"),
         ("save", 24, 0, "last"),
         ("finish", 24, 60_000, "."),  # enough for the best weights, not for the curves
     ],
 )
-def test_a_full_disk_costs_nothing_but_the_time(
-    unbroken, small_disk, tmp_path, monkeypatch, capsys, where, after, room, named
+def test_a_full_disk_loses_no_saved_work(
+    uninterrupted, small_disk, tmp_path, monkeypatch, capsys, where, after, room, named
 ):
     out = small_disk.path / "out"
     method = getattr(Run, where)
@@ -383,20 +383,20 @@ def test_a_full_disk_costs_nothing_but_the_time(
     with monkeypatch.context() as patch:
         patch.setattr(Run, where, fill_first)
         assert call(["train", "--out", out, *flags(tmp_path, dtype="float32")]) == 1
-    *shown, error = capsys.readouterr().err.splitlines()
+    *progress, error = capsys.readouterr().err.splitlines()
     assert error.startswith(f"error: cannot write {out / named}: No space left on device. "), error
-    assert "Traceback" not in "".join(shown)
+    assert "Traceback" not in "".join(progress)
     if (where, after) == ("save", 0):
-        assert error.endswith("Nothing had been saved before")
+        assert error.endswith("Nothing has been saved yet")
         assert [path.name for path in out.iterdir()] == ["log.jsonl"]
         resume = ["train", "--overwrite", "--out", out, *flags(tmp_path, dtype="float32")]
     else:
         assert error.endswith(
-            f"The last good checkpoint is {out / 'last'}; when that is put right, go on with: "
+            f"The last good checkpoint is {out / 'last'}; once the problem is solved, resume with: "
             f"python -m training train --resume --out {out}"
         )
         small_disk.fill(0)
-        for _ in range(2):  # as it was left, and after another try in vain
+        for _ in range(2):  # as left by the failure, and after a failed resume
             assert {p.name for p in out.iterdir()} <= {"last", "best", "log.jsonl", "loss.png"}
             for name in ["last", "best"] if after > 8 else ["last"]:
                 Checkpoint.read(out / name).load_model()
@@ -404,7 +404,7 @@ def test_a_full_disk_costs_nothing_but_the_time(
             assert capsys.readouterr().err.splitlines()[-1].startswith("error: cannot write ")
     small_disk.ballast.unlink()
     assert call(resume) == 0
-    assert weights(out) == weights(unbroken) and events(out) == events(unbroken)
+    assert weights(out) == weights(uninterrupted) and events(out) == events(uninterrupted)
 
 
 def is_finished(out: Path) -> bool:
@@ -413,7 +413,7 @@ def is_finished(out: Path) -> bool:
 
 
 def wait_for_step(out: Path, process: subprocess.Popen[bytes], step: int) -> None:
-    """Until the log has a line of that step, or the process has ended."""
+    """Wait until the log has a line of that step or the process has ended."""
     while process.poll() is None:
         lines = (out / "log.jsonl").read_bytes().splitlines(keepends=True)
         if any(json.loads(line)["step"] >= step for line in lines[-2:] if line.endswith(b"\n")):
@@ -422,7 +422,7 @@ def wait_for_step(out: Path, process: subprocess.Popen[bytes], step: int) -> Non
 
 
 def wait_for_progress(out: Path, process: subprocess.Popen[bytes]) -> None:
-    """Until the process has saved anew, or ended."""
+    """Wait until the process has saved or ended."""
 
     def saved() -> int:
         state = out / "last" / "state.json"
@@ -433,27 +433,30 @@ def wait_for_progress(out: Path, process: subprocess.Popen[bytes]) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.parametrize(
+    ("program", "name"), [(("training",), "python -m training"), (("service.command",), "chargpt")]
+)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_saves_and_says_how_to_go_on(tmp_path, number, code):
+def test_a_signal_saves_and_prints_the_resume_command(tmp_path, number, code, program, name):
     out = tmp_path / "out"
     command = ["train", "--out", out, *flags(tmp_path, steps=10**6, eval_every=10**6)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "training", *map(str, command)], cwd=ROOT, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", *program, *map(str, command)], cwd=ROOT, stderr=subprocess.PIPE, text=True
     )
     wait_for_progress(out, process)  # type: ignore[arg-type]
     time.sleep(0.3)
     process.send_signal(number)
     _, error = process.communicate(timeout=60)
     assert process.returncode == code, error
-    stop = re.search(rf"{number.name}: saved at step (\d+) of 1000000; go on with: (python .*)$", error, re.M)
+    stop = re.search(rf"{number.name}: saved at step (\d+) of 1000000; resume with: (.*)$", error, re.M)
     assert stop, error
     state = json.loads((out / "last" / "state.json").read_text())
     assert state["progress"]["step"] == int(stop[1])
-    assert stop[2] == f"python -m training train --resume --out {out}"
+    assert stop[2] == f"{name} train --resume --out {out}"
 
 
 @pytest.mark.parametrize("poison", ["loss", "gradient"])
-def test_a_loss_that_is_no_number_stops_before_the_update(tmp_path, monkeypatch, poison):
+def test_a_non_finite_loss_or_gradient_stops_before_the_update(tmp_path, monkeypatch, poison):
     loss, out = Run.loss, tmp_path / "out"
 
     def poisoned(run: Run, idx: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -463,24 +466,25 @@ def test_a_loss_that_is_no_number_stops_before_the_update(tmp_path, monkeypatch,
         return value
 
     monkeypatch.setattr(Run, "loss", poisoned)
-    with pytest.raises(DivergedError, match=rf"step 11: .*nan.* at muon_lr 0.\d+ and adamw_lr .*{out / 'last'}"):
+    message = rf"diverged at step 11: .*nan.* at muon_lr 0.\d+ and adamw_lr .*{out / 'last'}"
+    with pytest.raises(DivergedError, match=message):
         loop.start(tiny(tmp_path), out, quiet())
     state = json.loads((out / "last" / "state.json").read_text())
     assert state["progress"]["step"] == 8
     assert all(p.isfinite().all() for p in Checkpoint.read(out / "last").load_model().parameters())
 
 
-def test_checkpoints_that_stay(tmp_path, monkeypatch):
-    """Of the weights that would be served at that step; the same when it is done again; gone with their run."""
+def test_kept_checkpoints(tmp_path, monkeypatch):
+    """They have the served weights of their step, also after a resume, and are removed with --overwrite."""
     config, step, out = tiny(tmp_path, dtype="float32", keep_every=8, steps=20), Run.step, tmp_path / "out"
-    loop.start(config, tmp_path / "unbroken", quiet())
+    loop.start(config, tmp_path / "uninterrupted", quiet())
 
-    def dies(run: Run) -> float:
+    def crash(run: Run) -> float:
         if run.progress.step == 13:
             raise MemoryError
         return step(run)
 
-    monkeypatch.setattr(Run, "step", dies)
+    monkeypatch.setattr(Run, "step", crash)
     with pytest.raises(MemoryError):
         loop.start(config, out, quiet())
     monkeypatch.setattr(Run, "step", step)
@@ -492,14 +496,16 @@ def test_checkpoints_that_stay(tmp_path, monkeypatch):
         assert kept.training["step"] == number
         [logged] = [r["val_loss"] for r in events(out) if r["event"] == "evaluation" and r["step"] == number]
         assert whole_loss(kept.load_model(), val) == pytest.approx(logged, rel=1e-5)
-        assert sha256(out / name / "model.safetensors") == sha256(tmp_path / "unbroken" / name / "model.safetensors")
+        assert sha256(out / name / "model.safetensors") == sha256(
+            tmp_path / "uninterrupted" / name / "model.safetensors"
+        )
     assert len(list(out.glob("step-*"))) == 2
     loop.start(replace(config, keep_every=0), out, quiet(), overwrite=True)
     assert not list(out.glob("step-*"))
 
 
-def test_a_run_that_overfits_stops_and_says_so(tmp_path, monkeypatch):
-    """On letters without any order there is nothing to learn but the text itself."""
+def test_an_overfitting_run_stops_early_and_reports_it(tmp_path, monkeypatch):
+    """Random letters can only be memorized."""
     (tmp_path / "text.txt").write_text("".join(random.Random(0).choices("abcdefghij", k=300)))
     config = tiny(tmp_path, steps=400, eval_every=10, muon_lr=0.1, dropout=0.0, ema_decay=0.0, dtype="float32")
     loop.start(replace(config, patience=3), tmp_path / "out", console := Console(record=True, width=200))
@@ -508,20 +514,21 @@ def test_a_run_that_overfits_stops_and_says_so(tmp_path, monkeypatch):
     best = min(losses, key=losses.get)
     assert end["event"] == "end" and end["step"] == best + 30 < 400 and best > 0
     assert Checkpoint.read(tmp_path / "out" / "best").training["step"] == best
-    said = console.export_text()
-    assert f"stopped at step {best + 30} of 400: no lower validation loss in 3 evaluations since step {best}\n" in said
+    output = console.export_text()
+    stopped = "the validation loss has not improved in 3 evaluations since step"
+    assert f"stopped early at step {best + 30} of 400: {stopped} {best}\n" in output
     rise = losses[best + 30] - losses[best]
-    assert re.search(rf"overfitting: after step {best} the validation loss rose by {rise:.4f} while the training", said)
-    assert re.search(rf"│ {best}, the best +│ \d\.\d{{4}} │ {losses[best]:.4f}", said)
-    # The schedule is that of all the steps, and a resumed run has as much patience.
+    assert f"overfitting: since step {best} the validation loss has risen by {rise:.4f} and the training" in output
+    assert re.search(rf"│ {best} \(best\) +│ \d\.\d{{4}} +│ {losses[best]:.4f}", output)
+    # Patience does not change the schedule, and a resumed run keeps its patience.
     step = Run.step
 
-    def dies(run: Run) -> float:
+    def crash(run: Run) -> float:
         if run.progress.step == best + 15:
             raise MemoryError
         return step(run)
 
-    monkeypatch.setattr(Run, "step", dies)
+    monkeypatch.setattr(Run, "step", crash)
     for patience in (0, 3):
         with pytest.raises(MemoryError):
             loop.start(replace(config, patience=patience), tmp_path / str(patience), quiet())
@@ -530,38 +537,38 @@ def test_a_run_that_overfits_stops_and_says_so(tmp_path, monkeypatch):
     loop.resume(tmp_path / "3", {}, quiet())
     assert weights(tmp_path / "3") == weights(tmp_path / "out") and events(tmp_path / "3") == records
     loop.resume(tmp_path / "3", {}, console)
-    assert f"is finished: step {best + 30} of 400, the best at step {best}; nothing to do" in console.export_text()
+    assert f"is already finished: step {best + 30} of 400, best at step {best}\n" in console.export_text()
 
 
 # Refusals
 
 
-def test_a_run_is_neither_overwritten_nor_mixed_up(unbroken, tmp_path):
+def test_existing_files_and_running_runs_are_protected(uninterrupted, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "thesis.tex").write_text("years of work")
-    with pytest.raises(ResumeError, match="holds thesis.tex already: pass --resume to go on, --overwrite to replace"):
+    with pytest.raises(ResumeError, match="already contains thesis.tex; pass --resume to continue that run, --over"):
         loop.start(tiny(tmp_path), out, quiet())
     with pytest.raises(ResumeError, match="nothing to resume: .*last does not exist"):
         loop.resume(out, {}, quiet())
     loop.start(tiny(tmp_path, steps=2), out, quiet(), overwrite=True)
     assert (out / "thesis.tex").read_text() == "years of work"
-    before = weights(unbroken)
-    loop.resume(unbroken, {"steps": 24}, quiet())
-    assert weights(unbroken) == before, "finished: nothing to do"
+    before = weights(uninterrupted)
+    loop.resume(uninterrupted, {"steps": 24}, quiet())
+    assert weights(uninterrupted) == before, "already finished"
     with loop.exclusive(out), pytest.raises(ResumeError, match="another run is writing to"):
         loop.resume(out, {}, quiet())
 
 
-def test_a_resumed_run_keeps_its_settings_and_its_text(tmp_path, monkeypatch):
+def test_resume_refuses_changed_settings_texts_and_files(tmp_path, monkeypatch):
     out = tmp_path / "out"
     monkeypatch.setattr(Run, "evaluate", lambda run: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         loop.start(tiny(tmp_path), out, quiet())
-    with pytest.raises(ResumeError, match="keeps its settings: steps was 24, now 25; muon_lr was 0.03, now 0.01"):
+    with pytest.raises(ResumeError, match="changed on resume: steps was 24, got 25; muon_lr was 0.03, got 0.01"):
         loop.resume(out, {"steps": 25, "muon_lr": 0.01, "n_embd": 16}, quiet())
     (tmp_path / "text.txt").write_text(TEXT + "!")
-    with pytest.raises(ResumeError, match="text.txt is not the text that this run began with: 2,978 characters, SHA"):
+    with pytest.raises(ResumeError, match="text.txt is not the text of this run: it has 2,978 characters and SHA-256"):
         loop.resume(out, {}, quiet())
     (tmp_path / "text.txt").rename(tmp_path / "other.txt")
     (tmp_path / "moved.txt").write_text(TEXT)
@@ -575,20 +582,20 @@ def test_a_resumed_run_keeps_its_settings_and_its_text(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_presets_are_whole(preset):
+def test_presets_are_valid(preset):
     config = TrainConfig.from_preset(preset)
     assert config.model_config(65).block_size == config.block_size
     assert config.eval_every <= config.steps and config.warmup_steps < config.steps
 
 
-def test_a_bad_setting_is_named_with_what_is_allowed():
+def test_an_invalid_setting_is_reported_with_the_allowed_values():
     with pytest.raises(ConfigError, match=r"steps must be in \[1, 1e\+09\], got 0"):
         TrainConfig(steps=0)
     with pytest.raises(ConfigError, match="dtype must be one of auto, float32, bfloat16, got 'float16'"):
         TrainConfig(dtype="float16")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="preset must be one of quick, cpu, gpu, got 'huge'"):
         TrainConfig.from_preset("huge")
-    with pytest.raises(ConfigError, match="there is no setting 'lr'; allowed are data, records, seed"):
+    with pytest.raises(ConfigError, match="unknown setting 'lr'; allowed: data, records, seed"):
         TrainConfig.from_preset("cpu", lr=1)
     with pytest.raises(ConfigError, match="n_kv_head must divide n_head, got n_kv_head=3, n_head=4"):
         TrainConfig(n_kv_head=3).model_config(65)
@@ -602,13 +609,14 @@ def test_a_bad_setting_is_named_with_what_is_allowed():
     [
         ((), 2, "the following arguments are required: COMMAND"),
         (("trian",), 2, "invalid choice: 'trian' (choose from"),
-        (("train", "--bathc-size", "3"), 2, "unknown argument --bathc-size; did you mean --batch-size? Allowed are:"),
+        (("train", "--bathc-size", "3"), 2, "unknown argument --bathc-size; did you mean --batch-size? Allowed:"),
         (("train", "--step", "3"), 2, "unknown argument --step; did you mean --steps?"),
+        (("sample", "--checkpoint", "x", "--zzz"), 2, "unknown argument --zzz. Allowed: -h, --help, --checkpoint"),
         (("train", "--steps", "many"), 2, "argument --steps: invalid int value: 'many'"),
         (("train", "--preset", "huge"), 2, "argument --preset: invalid choice: 'huge' (choose from"),
         (("train", "--dropout", "1"), 1, "error: dropout must be in [0, 1), got 1.0"),
-        (("train", "--data", "no.txt", "--out", "OUT"), 1, "error: no text at no.txt"),
-        (("train", "--resume", "--overwrite"), 1, "error: --resume goes on with a run, --overwrite replaces it"),
+        (("train", "--data", "no.txt", "--out", "OUT"), 1, "error: no file or folder no.txt"),
+        (("train", "--resume", "--overwrite"), 1, "error: --resume continues a run, --overwrite replaces it"),
         (("train", "--resume", "--out", "OUT"), 1, "error: nothing to resume"),
         (("evaluate", "--checkpoint", "nowhere"), 1, "error: no checkpoint at nowhere"),
         (("sample",), 2, "the following arguments are required: --checkpoint"),
@@ -617,15 +625,15 @@ def test_a_bad_setting_is_named_with_what_is_allowed():
         (("sample", "--checkpoint", "BEST", "--top-p", "0"), 1, "error: top_p must be in (0, 1], got 0.0"),
     ],
 )
-def test_a_wrong_command_says_what_is_wrong_and_nothing_else(unbroken, tmp_path, capsys, arguments, code, message):
-    places = {"OUT": str(tmp_path / "out"), "BEST": str(unbroken / "best")}
+def test_a_wrong_command_is_refused_without_a_traceback(uninterrupted, tmp_path, capsys, arguments, code, message):
+    places = {"OUT": str(tmp_path / "out"), "BEST": str(uninterrupted / "best")}
     found = call([places.get(a, a) for a in arguments])
     error = capsys.readouterr().err
     assert message in error and found == code, error
     assert "Traceback" not in error
 
 
-def test_the_commands_work_as_a_user_types_them(tmp_path):
+def test_train_evaluate_and_sample_in_processes(tmp_path):
     out = tmp_path / "out"
     run = training("train", "--out", out, *flags(tmp_path))
     assert run.returncode == 0, run.stderr
@@ -640,22 +648,24 @@ def test_the_commands_work_as_a_user_types_them(tmp_path):
     assert first.startswith("the") and second.startswith("the") and first != second.strip(), run.stderr
 
 
-def test_the_commands_say_what_they_found(unbroken, tmp_path, capsys):
-    def say(*arguments: object) -> str:
+def test_prepare_evaluate_and_sample_output(uninterrupted, tmp_path, capsys):
+    def output_of(*arguments: object) -> str:
         assert call(arguments) == 0
         return capsys.readouterr().out
 
-    assert f"{len(TEXT):,} characters, {len(set(TEXT))} symbols" in say("prepare", "--data", tmp_path / "text.txt")
+    assert f"{len(TEXT):,} characters, {len(set(TEXT))} symbols" in output_of(
+        "prepare", "--data", tmp_path / "text.txt"
+    )
     (tmp_path / "other.txt").write_text("the dog sat on the cat\n" * 3)
-    said = say("evaluate", "--checkpoint", unbroken / "best", "--data", tmp_path / "other.txt")
-    assert "other.txt: 69 characters, all but the first scored" in said
-    sample = ("sample", "--checkpoint", unbroken / "best", "--max-tokens", 30, "--seed")
-    assert say(*sample, 4) == say(*sample, 4) != say(*sample, 5)
+    output = output_of("evaluate", "--checkpoint", uninterrupted / "best", "--data", tmp_path / "other.txt")
+    assert "other.txt: 69 characters, all but the first scored" in output
+    sample = ("sample", "--checkpoint", uninterrupted / "best", "--max-tokens", 30, "--seed")
+    assert output_of(*sample, 4) == output_of(*sample, 4) != output_of(*sample, 5)
 
 
-def test_help_says_units_and_defaults_without_loading_torch():
+def test_help_has_units_and_defaults_and_imports_no_torch():
     code = "import sys; from training.__main__ import build_parser as b; b(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
     text = " ".join(training("train", "--help").stdout.split())
     assert f"--steps INT optimizer steps (default {TrainConfig().steps}" in text
-    assert "most seconds of work that a kill can lose (default 30.0)" in text
+    assert "seconds between saves; a killed run loses at most this much work (default 30.0)" in text

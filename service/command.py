@@ -1,0 +1,70 @@
+"""The console script: chargpt serve | prepare | train | evaluate | sample | score | report | export.
+
+`serve` runs the package service, every other command the package training, which the container image does not ship.
+Both are run by name, so that this module imports neither and `chargpt --help` answers without torch.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from importlib.util import find_spec
+
+COMMANDS = {
+    "serve": "serve a checkpoint over HTTP",
+    "prepare": "encode a text into the cache; train does this too",
+    "train": "train a model on a text",
+    "evaluate": "measure a checkpoint's loss on a text",
+    "sample": "generate texts from a checkpoint",
+    "score": "print the log-likelihood of each line of a text",
+    "report": "measure how much generated text is copied from the training text",
+    "export": "convert a checkpoint to GGUF or ONNX",
+}
+HELP = "\n".join(
+    [
+        "usage: chargpt COMMAND [FLAGS]",
+        "",
+        "Train a character-level GPT on your own text and serve it over HTTP.",
+        "",
+        "commands:",
+        *(f"  {name:<10}{summary}" for name, summary in COMMANDS.items()),
+        "",
+        "chargpt COMMAND --help lists the flags of a command.",
+    ]
+)
+
+
+def is_installed(package: str) -> bool:
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None  # an unrelated folder of that name has no origin
+
+
+def main() -> int:
+    """Exit status: 0 after --help, 1 if the command's package is not installed, 2 for an unknown command.
+
+    Raises:
+        SystemExit: with the status of the command that ran.
+    """
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name in ("-h", "--help"):
+        print(HELP)
+        return 0
+    if name not in COMMANDS:
+        print(f"chargpt: unknown command {name!r}" if name else "chargpt: no command given", file=sys.stderr)
+        print(HELP, file=sys.stderr)
+        return 2
+    if name != "serve" and not is_installed("training"):
+        print(
+            f"chargpt {name}: this installation has no training package; install chargpt from source with the extra "
+            "[training]",
+            file=sys.stderr,
+        )
+        return 1
+    # Both packages take the program's name for their usage and error messages from argv[0].
+    sys.argv = ["chargpt serve", *sys.argv[2:]] if name == "serve" else ["chargpt", *sys.argv[1:]]
+    runpy.run_module("service" if name == "serve" else "training", run_name="__main__")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""The console script chargpt, run as `python -m service.command`."""
+
+import importlib
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import httpx
+import pytest
+from helpers import save_random
+
+from service.command import COMMANDS
+from training.__main__ import build_parser
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(*arguments, module="service.command"):
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_the_script_is_declared():
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    module, function = scripts["chargpt"].split(":")
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_help_lists_every_command_in_one_screen():
+    done = run("--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 80
+    training = next(action for action in build_parser()._actions if action.dest == "command").choices
+    assert set(COMMANDS) == {"serve", *training}
+    assert [line.split()[0] for line in lines if line.startswith("  ")] == list(COMMANDS)
+
+
+def test_help_imports_neither_torch_nor_training():
+    code = "import sys; from service.command import main; sys.argv[1:] = ['--help']; main(); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not {"torch", "training", "pydantic", "litserve"} & set(done.stdout.splitlines()[-1].split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), [(["trian"], "unknown command 'trian'"), ([], "no command given"), (["-v"], "'-v'")]
+)
+def test_an_unknown_command_is_refused_with_the_list(arguments, message):
+    done = run(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr.splitlines()[0] and all(f"  {name} " in done.stderr for name in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["train", "--step", "3"], 2, "chargpt train: error: unknown argument --step; did you mean --steps?"),
+        (["evaluate"], 2, "chargpt evaluate: error: the following arguments are required: --checkpoint"),
+        (["train", "--dropout", "1"], 1, "error: dropout must be in [0, 1), got 1.0"),
+        (["score", "--checkpoint", "nowhere", "--data", "x"], 1, "error: no checkpoint at nowhere"),
+        (["serve", "--checkpoint", "nowhere"], 2, "no checkpoint at nowhere: not a folder"),
+        (["serve", "--port", "1"], 2, "--port (CHARGPT_PORT): "),
+    ],
+)
+def test_errors_and_exit_statuses_are_those_of_the_command(arguments, code, message):
+    done = run(*arguments)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_usage_names_the_command():
+    assert run("sample", "--help").stdout.startswith("usage: chargpt sample [-h] --checkpoint DIR")
+    assert run("sample", "--help", module="training").stdout.startswith("usage: python -m training sample [-h] ")
+
+
+def test_a_training_command_takes_the_same_flags_and_prints_the_same(tmp_path):
+    checkpoint = save_random(tmp_path / "checkpoint").path
+    flags = ["sample", "--checkpoint", checkpoint, "--prompt", "The ", "-n", "2", "--max-tokens", "9", "--seed", "3"]
+    one, other = run(*flags), run(*flags, module="training")
+    assert one.returncode == other.returncode == 0, one.stderr
+    assert one.stdout == other.stdout and one.stdout.startswith("The ")
+
+
+def test_serve_answers_and_ends_at_ctrl_c(tmp_path):
+    checkpoint = save_random(tmp_path / "checkpoint").path
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    command = [sys.executable, "-m", "service.command", "serve", "--checkpoint", checkpoint, "--port", port]
+    log = (tmp_path / "log").open("w+")
+    process = subprocess.Popen([*command, "--threads", "1"], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
+            while not is_ready(client):
+                assert process.poll() is None, (tmp_path / "log").read_text()
+                time.sleep(0.05)
+            assert client.post("/generate", json={"prompt": "The ", "max_tokens": 3}).status_code == 200
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 0, (tmp_path / "log").read_text()
+    finally:
+        process.kill()
+        process.wait()
+        log.close()
+
+
+def is_ready(client):
+    try:
+        return client.get("/readyz").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@pytest.mark.parametrize("leftover", [False, True], ids=["absent", "empty folder"])
+def test_without_the_training_package_only_serve_works(tmp_path, leftover):
+    """As in the container image."""
+    (tmp_path / "service").mkdir()
+    for name in ("__init__.py", "command.py"):
+        shutil.copy(ROOT / "service" / name, tmp_path / "service")
+    (tmp_path / "service" / "__main__.py").write_text("import sys; print(sys.argv)")
+    if leftover:
+        (tmp_path / "training").mkdir()
+
+    def run_isolated(*arguments):  # -S: without site-packages, where training is installed; -E: without PYTHONPATH
+        command = [sys.executable, "-SE", "-m", "service.command", *arguments]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+
+    done = run_isolated("train", "--data", "my.txt")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "chargpt train: this installation has no training package; install chargpt from source with the extra "
+        "[training]\n"
+    )
+    done = run_isolated("serve", "--port", "8001")
+    assert (done.returncode, done.stdout) == (0, "['chargpt serve', '--port', '8001']\n")
+    assert run_isolated("--help").returncode == 0
