@@ -33,8 +33,9 @@ from service.http.openapi import documentation
 from service.model.checkpoint import Checkpoint
 from service.observe.logs import adopt_litserve, configure_logging
 from service.observe.metrics import forget_process
+from service.process import die_with_parent, ignore_terminal_signals, relax_garbage_collector
 from service.settings import Settings
-from service.sockets import SocketTransport, die_with_parent, rest_garbage_collector
+from service.sockets import SocketTransport
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +165,7 @@ class Server(LitServer):
         """LitServe's manager process with what is left for it: the workers' setup status."""
         adopt_litserve()
         manager = SyncManager()
-        manager.start(ignore_signals)
+        manager.start(_ignore_signals)
         self.workers_setup_status = manager.dict()
         self._shutdown_event = PolledEvent()
         self.litapi_request_queues = {self.spec.api_path: None}
@@ -175,7 +176,7 @@ class Server(LitServer):
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         die_with_parent()
         async with self.spec.running(self._transport):
-            rest_garbage_collector()
+            relax_garbage_collector()
             yield
 
     def verify_worker_status(self) -> None:
@@ -227,11 +228,10 @@ def choose_accelerator(asked: str) -> str:
     return "cuda"
 
 
-def ignore_signals() -> None:
-    """For the manager process: signals to the whole group are the main process' to handle."""
+def _ignore_signals() -> None:
+    """For the manager process."""
     die_with_parent(signal.SIGKILL)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ignore_terminal_signals()
 
 
 def build_server(settings: Settings) -> Server:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from service.model.sampling import SamplingParams
+from service.model.params import SamplingParams
 
 
 def distribution(

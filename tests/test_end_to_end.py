@@ -11,7 +11,7 @@ import torch
 from helpers import CORPUS, RunningServer
 
 from service.model.checkpoint import Checkpoint
-from service.model.sampling import SamplingParams
+from service.model.params import SamplingParams
 
 
 def real_text():

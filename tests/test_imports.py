@@ -1,17 +1,87 @@
-"""The import rule of service/__init__.py, seen from a fresh interpreter."""
+"""The import rules: the arrows between the parts of the source, and what a fresh interpreter loads."""
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[1]
 HEAVY = {"torch", "litserve", "fastapi", "pydantic", "prometheus_client", "training", "matplotlib", "transformers"}
 
+# part -> the parts that it may import, anywhere in its files; imports within a part need no arrow
+ARROWS = {
+    "service.model": set(),
+    "service.constrain": set(),
+    "service.process": set(),
+    "service.wire": {"service.model"},
+    "service.sockets": {"service.wire"},
+    "service.observe": {"service.model", "service.http"},
+    "service.settings": {"service.observe"},
+    "service.engine": {
+        "service.model", "service.constrain", "service.wire",
+        "service.sockets", "service.process", "service.observe",  # these three in worker.py alone
+    },
+    "service.http": {
+        "service.model", "service.constrain", "service.wire", "service.sockets", "service.observe", "service.settings",
+    },
+    "service.server": {
+        "service.http", "service.engine", "service.model", "service.observe",
+        "service.process", "service.settings", "service.sockets",
+    },
+    "service.__main__": {"service.server", "service.settings", "service.model"},
+    "training": {"service.model", "service.engine", "service.wire"},
+}  # fmt: skip
+WORKER_ONLY = {"service.sockets", "service.process", "service.observe", "litserve"}
+TYPING_ONLY = {("service.observe", "service.http")}  # the tracer reads a request's context
 
-def imported_by(module):
-    code = f"import sys; import {module}; print(*{{name.split('.')[0] for name in sys.modules}})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return set(done.stdout.split())
+
+def part_of(module):
+    return max((part for part in ARROWS if module == part or module.startswith(part + ".")), key=len, default=None)
+
+
+def imports(path):
+    """(module, whether it is for type checkers alone) of each import statement of a file."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    typing = {
+        node
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        for node in ast.walk(block)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node in typing) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            # `from service.observe import metrics` names a module of that part
+            yield from ((f"{node.module}.{alias.name}", node in typing) for alias in node.names)
+
+
+FILES = sorted(path for folder in ("service", "training") for path in (ROOT / folder).rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(ROOT)) for path in FILES])
+def test_every_import_follows_an_arrow(path):
+    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    part = part_of(module)
+    for imported, is_typing in imports(path):
+        target = part_of(imported)
+        if target not in (None, part):
+            assert target in ARROWS[part], f"{module} imports {imported}"
+            assert is_typing or (part, target) not in TYPING_ONLY, f"{module} imports {imported}"
+        if part == "service.engine" and {target, imported.split(".")[0]} & WORKER_ONLY:
+            assert module == "service.engine.worker", f"{module} imports {imported}"
+        if imported.split(".")[0] == "litserve":
+            assert module in ("service.engine.worker", "service.sockets", "service.server", "service.http.app"), module
+
+
+def loaded_by(module):
+    """Top-level names, and modules of ours, that a fresh interpreter has after an import."""
+    code = f"import sys; import {module}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    return {name.split(".")[0] for name in done.stdout.split()}
 
 
 @pytest.mark.parametrize(
@@ -20,34 +90,20 @@ def imported_by(module):
         ("service", set()),
         ("service.model.tokenizer", set()),
         ("service.model.checkpoint", set()),
-        ("service.engine.scheduler", set()),
+        ("service.model.params", set()),
         ("service.model.gpt", {"torch"}),
+        ("service.constrain.regex", set()),
+        ("service.wire", set()),
+        ("service.sockets", {"litserve", "fastapi", "pydantic"}),
+        ("service.engine.scheduler", set()),
         ("service.engine.engine", {"torch"}),
         ("service.http.schemas", {"pydantic"}),
         ("service.server", {"litserve", "fastapi", "pydantic", "prometheus_client"}),
     ],
 )
-def test_a_module_imports_no_more_than_it_may(module, allowed):
-    assert imported_by(module) & HEAVY <= allowed
+def test_a_module_loads_no_more_than_it_may(module, allowed):
+    assert loaded_by(module) & HEAVY <= allowed
 
 
-def test_training_uses_the_model_and_the_engine_alone():
-    service = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import sys, training.__main__, training.loop, training.evaluate;"
-            "print(*[m for m in sys.modules if m.startswith('service')])",
-        ],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split()
-    extra = {m for m in service if not m.startswith("service.model")}
-    assert extra <= {
-        "service",
-        "service.constrain",
-        "service.engine",
-        "service.engine.engine",
-        "service.engine.scheduler",
-    }
+def test_training_loads_nothing_of_the_http_process():
+    assert not loaded_by("training.__main__, training.loop, training.evaluate") & (HEAVY - {"torch", "training"})

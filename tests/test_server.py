@@ -15,7 +15,7 @@ import torch
 from helpers import VOCABULARY, RunningServer, save_random, wait_until_gone, web
 from litserve.connector import check_cuda_with_nvidia_smi
 
-from service.model.sampling import SamplingParams
+from service.model.params import SamplingParams
 from service.server import choose_accelerator
 
 

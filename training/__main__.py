@@ -206,7 +206,7 @@ def run_sample(args: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.progress import track
 
-    from service.model.sampling import SamplingParams
+    from service.model.params import SamplingParams
     from training.sample import ExhaustedError, sample_texts
 
     if args.n < 1 or args.max_tokens < 1:
@@ -256,7 +256,7 @@ def run_report(args: argparse.Namespace) -> None:
     import numpy as np
     from rich.console import Console
 
-    from service.model.sampling import SamplingParams
+    from service.model.params import SamplingParams
     from training.display import print_copies
     from training.report import describe_copies
     from training.sample import sample_texts

@@ -36,7 +36,7 @@ from torch.nn import functional as F
 
 from service.model.checkpoint import Checkpoint, save_checkpoint
 from service.model.gpt import GPT
-from service.model.sampling import SamplingParams
+from service.model.params import SamplingParams
 from training.board import Board
 from training.config import ConfigError, TrainConfig
 from training.data import Corpus, WindowSampler, prepare, recode

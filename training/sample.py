@@ -6,12 +6,13 @@ Ids only; text number i is drawn with seed `params.seed + i`, so any of them can
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+
+import msgspec
 
 from service.engine.engine import Engine
-from service.engine.scheduler import Sequence as Request
 from service.model.gpt import GPT
-from service.model.sampling import MAX_SEED, SamplingParams
+from service.model.params import MAX_SEED, SamplingParams
+from service.wire import Submit
 
 MAX_RUNNING = 128
 TRIES_PER_TEXT = 100  # of different texts, before there are taken to be no more
@@ -47,13 +48,14 @@ def sample_texts(
     while wanted:
         while len(engine.scheduler) < 2 * running and (unique or number < count):
             seed = (params.seed + number) & MAX_SEED
-            engine.submit(Request(number, list(prompt), max_tokens, replace(params, seed=seed), stop))
+            request = Submit(number, list(prompt), max_tokens, msgspec.structs.replace(params, seed=seed), stop=stop)
+            engine.submit(request)
             completions[number] = []
             number += 1
         for delta in engine.step():
-            completions[delta.sequence.id] += delta.ids
+            completions[delta.id] += delta.ids
             if delta.finish_reason is not None:
-                finished.add(delta.sequence.id)
+                finished.add(delta.id)
         while given in finished and wanted:
             ids = completions.pop(given)
             finished.remove(given)

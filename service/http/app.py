@@ -44,11 +44,13 @@ from service.http.schemas import (
     parse,
 )
 from service.model.checkpoint import Checkpoint
+from service.model.params import SamplingParams
 from service.model.tokenizer import CharTokenizer, UnknownCharacterError
 from service.observe.exposition import Exposition
 from service.observe.metrics import Metrics
 from service.settings import Settings
-from service.sockets import Sampling, SocketTransport, Submit
+from service.sockets import SocketTransport
+from service.wire import Submit
 
 if TYPE_CHECKING:
     from service.observe.tracing import Tracer
@@ -391,10 +393,10 @@ class Api(LitSpec):
         longest = self.settings.request_timeout_seconds
         return longest if body.timeout_seconds is None else min(body.timeout_seconds, longest)
 
-    def _sampling(self, body: GenerationRequest) -> Sampling:
-        return Sampling(
+    def _sampling(self, body: GenerationRequest) -> SamplingParams:
+        return SamplingParams(
             temperature=body.temperature,
-            top_k=max(0, body.top_k),
+            top_k=body.top_k,
             top_p=body.top_p,
             min_p=body.min_p,
             typical_p=body.typical_p,
@@ -432,7 +434,7 @@ class Api(LitSpec):
             0,
             [],
             body.max_tokens,
-            Sampling(),
+            SamplingParams(),
             self._timeout(body),
             # A stop string with a character that the model does not have can never appear.
             stop=tuple(tuple(self.tokenizer.encode(s)) for s in body.stops if all(c in self.tokenizer for c in s)),
@@ -515,7 +517,7 @@ class Api(LitSpec):
         order = sorted((i for i in range(len(ids)) if len(before) + len(ids[i]) > first), key=lambda i: len(ids[i]))
         submits = [
             Submit(
-                0, before + ids[i], 0, Sampling(), self._timeout(body),
+                0, before + ids[i], 0, SamplingParams(), self._timeout(body),
                 logprobs=0, score_from=first, priority=2 * body.priority + 1,
             )
             for i in order
@@ -576,7 +578,7 @@ class Api(LitSpec):
         ]
         submits = [
             Submit(
-                0, prompt or self._beginning("prompt"), 1, Sampling(temperature=0.0), self._timeout(body),
+                0, prompt or self._beginning("prompt"), 1, SamplingParams(temperature=0.0), self._timeout(body),
                 logprobs=self.tokenizer.vocab_size, priority=2 * body.priority,
             )
             for prompt in ids

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from service.sockets import Abort, Delta, Refused, SocketTransport, Step, Submit, WorkerLost
+from service.sockets import SocketTransport, WorkerLost
+from service.wire import Abort, Delta, FinishReason, Refused, Step, Submit, sequence_id
 
 logger = logging.getLogger(__name__)
 
@@ -141,14 +142,14 @@ class EngineClient:
             generation.put(number, Delta(request.id, [], "error"), now)
             return
         worker = min(workers, key=lambda w: self._load[w] + self._load_elsewhere[w])
-        request.id = self._consumer_id << 48 | next(self._numbers)
+        request.id = sequence_id(self._consumer_id, next(self._numbers))
         request.timeout_seconds = max(0.0, generation._deadline - now)
         self._running[request.id] = (generation, worker)
         self._load[worker] += 1
         generation._open[request.id] = number
         self._transport.send_to_worker(request, worker)
 
-    def abort(self, generation: Generation, reason: str = "abort") -> None:
+    def abort(self, generation: Generation, reason: FinishReason = "abort") -> None:
         """End what still runs of a generation, and what has not begun."""
         now = time.monotonic()
         while generation._later:

@@ -16,7 +16,7 @@ from service.http.client import FAILURES, EngineClient
 from service.http.schemas import ApiError
 from service.model.tokenizer import CharTokenizer
 from service.observe.metrics import Metrics
-from service.sockets import Delta, Logprobs, Refused, Submit
+from service.wire import Delta, Logprobs, Refused, Submit
 
 
 class CharacterLogprob(NamedTuple):

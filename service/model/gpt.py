@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from service.model.sampling import History, SamplingParams, SamplingRows, sample, uniforms
+from service.model.params import SamplingParams
+from service.model.sampling import History, SamplingRows, sample, uniforms
 
 if TYPE_CHECKING:
     from service.model.kv_cache import CacheRows

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,70 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-MAX_SEED = 2**64 - 1
-MAX_TEMPERATURE = 100.0
-MAX_REPETITION_PENALTY = 100.0
-MAX_PENALTY = 2.0  # presence and frequency, either sign: OpenAI's bounds, as is the next
-MAX_BIAS = 100.0
+from service.model.params import SamplingParams
+
 MAX_LOGIT = 1e300  # what a repetition penalty may make of a logit: a penalty near 0 must not make it infinite
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How to choose the next character; `sample` says in which order.
-
-    Raises:
-        ValueError: a field is out of its bounds; says which, its value and the bounds.
-    """
-
-    temperature: float = 1.0  # 0: the most likely character, whatever the seed
-    top_k: int = 0  # keep the k most likely characters; 0: all
-    top_p: float = 1.0  # keep the smallest set of likeliest characters that has this much probability
-    seed: int = 0
-    _: KW_ONLY
-    min_p: float = 0.0  # keep the characters that are at least this many times as likely as the likeliest
-    typical_p: float = (
-        1.0  # keep the smallest set of characters nearest the mean surprise that has this much probability
-    )
-    repetition_penalty: float = 1.0  # > 1: against characters of prompt and completion
-    presence_penalty: float = 0.0  # > 0: against characters of the completion
-    frequency_penalty: float = 0.0  # > 0: against characters of the completion, once for each time they came
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (id, what is added to its logit)
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature <= MAX_TEMPERATURE:
-            raise ValueError(f"temperature must be in [0, {MAX_TEMPERATURE:g}], got {self.temperature}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be at least 0, got {self.top_k}")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
-        if not 0 <= self.seed <= MAX_SEED:
-            raise ValueError(f"seed must be in [0, {MAX_SEED}], got {self.seed}")
-        if not 0.0 <= self.min_p <= 1.0:
-            raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
-        if not 0.0 < self.typical_p <= 1.0:
-            raise ValueError(f"typical_p must be in (0, 1], got {self.typical_p}")
-        if not 0.0 < self.repetition_penalty <= MAX_REPETITION_PENALTY:
-            raise ValueError(
-                f"repetition_penalty must be in (0, {MAX_REPETITION_PENALTY:g}], got {self.repetition_penalty}"
-            )
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not -MAX_PENALTY <= getattr(self, name) <= MAX_PENALTY:
-                raise ValueError(f"{name} must be in [-{MAX_PENALTY:g}, {MAX_PENALTY:g}], got {getattr(self, name)}")
-        biased: set[int] = set()
-        for id, bias in self.logit_bias:
-            if id < 0:
-                raise ValueError(f"logit_bias must be of ids that are at least 0, got id {id}")
-            if id in biased:
-                raise ValueError(f"logit_bias must be of ids that differ, got id {id} twice")
-            if not -MAX_BIAS <= bias <= MAX_BIAS:
-                raise ValueError(f"logit_bias must be in [-{MAX_BIAS:g}, {MAX_BIAS:g}], got {bias} for id {id}")
-            biased.add(id)
-
-    @property
-    def needs_history(self) -> bool:
-        """Whether a choice depends on which characters came before it."""
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 def uniforms(seed: int, start: int, count: int) -> np.ndarray:
@@ -139,13 +77,13 @@ class SamplingRows:
             return torch.tensor(values, dtype=dtype, device=device)[:, None]  # (B, 1)
 
         self.any_greedy = any(p.temperature == 0.0 for p in params)
-        self.any_ranked = any(p.top_k or p.top_p < 1.0 or p.min_p for p in params)
+        self.any_ranked = any(p.top_k > 0 or p.top_p < 1.0 or p.min_p for p in params)
         self.any_min_p = any(p.min_p for p in params)
         self.any_typical = any(p.typical_p < 1.0 for p in params)
         self.greedy = column([p.temperature == 0.0 for p in params], torch.bool)
         self.temperature = column([p.temperature or 1.0 for p in params])
         if self.any_ranked:
-            self.top_k = column([p.top_k or 2**31 for p in params], torch.int64)
+            self.top_k = column([p.top_k if p.top_k > 0 else 2**31 for p in params], torch.int64)
             self.top_p = column([p.top_p for p in params])
         if self.any_min_p:
             self.log_min_p = column([p.min_p for p in params]).log()

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -41,14 +41,14 @@ request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 logger = logging.getLogger(__name__)
 
 
-def configure_logging(level: str, log_format: LogFormat, requests: Mapping[int, str] | None = None) -> None:
-    """Send all logs of this process to stderr. `requests`: the request id of each sequence that runs here."""
+def configure_logging(level: str, log_format: LogFormat) -> None:
+    """Send all logs of this process to stderr."""
     is_json = log_format == "json" or (log_format == "auto" and not sys.stderr.isatty())
     root = logging.getLogger()
     for handler in root.handlers[:]:
         if isinstance(handler, LineHandler):
             root.removeHandler(handler)
-    root.addHandler(LineHandler(json_line if is_json else text_line, {} if requests is None else requests))
+    root.addHandler(LineHandler(json_line if is_json else text_line))
     root.setLevel(level.upper())
     adopt_litserve()
     # What no line shows need not be found out for each.
@@ -79,9 +79,9 @@ def process_name() -> str:
 class LineHandler(logging.Handler):
     """Writes each record at once and in one piece, so that the lines of several processes stay whole."""
 
-    def __init__(self, form: Callable[[float, dict[str, Any]], bytes], requests: Mapping[int, str]):
+    def __init__(self, form: Callable[[float, dict[str, Any]], bytes]):
         super().__init__()
-        self._form, self._requests = form, requests
+        self._form = form
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -112,9 +112,9 @@ class LineHandler(logging.Handler):
             message = message.partition("\n")[0]
         message = message.rstrip("\n").encode(errors="backslashreplace").decode()
         fields = first_fields(record.levelname, record.name, message)
-        sequences: list[int] | None = getattr(record, "sequences", None)
-        if sequences is not None:
-            ids = sorted({self._requests[sequence] for sequence in sequences if sequence in self._requests})
+        request_ids: list[str] | None = getattr(record, "request_ids", None)
+        if request_ids is not None:
+            ids = sorted(set(request_ids))
             fields |= {"request_id": ids[0]} if len(ids) == 1 else {"request_ids": ids}
         fields |= getattr(record, "fields", {})
         if record.exc_info is not None and record.exc_info[1] is not None:

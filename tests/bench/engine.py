@@ -21,11 +21,11 @@ import psutil
 import torch
 from torch import nn
 
-import service.engine.engine
+import service.engine.runner
 from service.engine.engine import Engine
-from service.engine.scheduler import Sequence
 from service.model.checkpoint import Checkpoint
 from service.model.gpt import GPT, GPTConfig
+from service.wire import Submit
 
 from .shapes import PROMPT, SAMPLING, Work, prompt, sampling
 
@@ -73,9 +73,9 @@ def at_rows(model: GPT, folder: Path, rows: int, *, length: int, repeats: int, d
     }
 
 
-def sequences(rows: int, length: int, deadline: float | None = None) -> list[Sequence]:
+def sequences(rows: int, length: int) -> list[Submit]:
     """Equal prompts' lengths, no stops, each row with parameters and a seed of its own."""
-    return [Sequence(row, prompt(PROMPT, row), length, sampling(row), deadline=deadline) for row in range(rows)]
+    return [Submit(row, prompt(PROMPT, row), length, sampling(row)) for row in range(rows)]
 
 
 def run_engine(model: GPT, rows: int, length: int) -> dict[str, float]:
@@ -133,30 +133,30 @@ class Phases:
 def phases(model: GPT, rows: int, length: int, device: str) -> dict[str, float]:
     """Seconds of each phase in a run of `run_engine`'s work, and in all.
 
-    Wrapped from outside, by these names: Engine.scheduler.schedule, Engine.model (a forward over one character a row
-    is decode, else prefill), Engine._decide (what fp64 decisions take of the engine's own thread; most of it goes on
-    beside), service.engine.engine.sample; `rest` is Python around them.
+    Wrapped from outside, by these names: Engine.scheduler.schedule, Runner.model (a forward over one character a row
+    is decode, else prefill), Runner.decide (what fp64 decisions take of the engine's own thread; most of it goes on
+    beside), service.engine.runner.sample; `rest` is Python around them.
     """
     engine = Engine(model, max_running=rows, max_waiting=rows, prefill_budget=max(512, PROMPT * rows))
     engine.generate(sequences(rows, 4))
     timer = Phases(torch.accelerator.synchronize if device != "cpu" else lambda: None)
-    forward = engine.model.forward
+    forward = engine.runner.model.forward
 
     def named_forward(idx: Any, *args: Any) -> Any:
         with timer.phase("decode" if idx.size(1) == 1 else "prefill"):
             return forward(idx, *args)
 
-    sample = service.engine.engine.sample
+    sample = service.engine.runner.sample
     engine.scheduler.schedule = timer.timed("schedule", engine.scheduler.schedule)
-    engine._decide = timer.timed("exact", engine._decide)
-    engine.model.forward = named_forward
-    service.engine.engine.sample = timer.timed("sampling", sample)
+    engine.runner.decide = timer.timed("exact", engine.runner.decide)
+    engine.runner.model.forward = named_forward
+    service.engine.runner.sample = timer.timed("sampling", sample)
     try:
         with timer.phase("rest"):
             engine.generate(sequences(rows, length))
     finally:
-        service.engine.engine.sample = sample
-        del engine.model.forward
+        service.engine.runner.sample = sample
+        del engine.runner.model.forward
     return timer.seconds | {"all": sum(timer.seconds.values())}
 
 
@@ -293,14 +293,14 @@ def measure_memory(folder: Path, slots: int, *, threads: int, device: str) -> di
     model = Checkpoint.read(folder).load_model(device)
     engine = Engine(model, max_running=slots, prefill_budget=max(512, PROMPT * slots))
     engine.generate(sequences(slots, model.config.block_size))
-    cache = engine._cache
+    cache = engine.runner.cache
     return {
         "slots": slots,
         "cache_bytes": cache.keys.nbytes + cache.values.nbytes,
         "formula_bytes": cache_formula(model.config, slots, cache.keys.element_size()),
         "bytes_per_slot": cache_formula(model.config, 1, cache.keys.element_size()) / 2,
         "weight_bytes": sum(p.nbytes for p in model.parameters()),
-        "exact_weight_bytes": sum(p.nbytes for p in engine._exact.parameters()),
+        "exact_weight_bytes": sum(p.nbytes for p in engine.runner.exact_model.parameters()),
         "process_bytes": psutil.Process().memory_info().rss - before,  # over what it had with torch alone
     }
 
@@ -344,8 +344,7 @@ def measure_queue(
     seconds: dict[int, list[float]] = {count: [] for count in queued}
     for _, count in itertools.product(range(repeats), queued):
         engine = Engine(model, max_running=rows, max_waiting=count)
-        deadline = engine.clock() + 3600
-        for sequence in sequences(rows + count, 10 * steps, deadline):
+        for sequence in sequences(rows + count, 10 * steps):
             engine.submit(sequence)
         taken = []
         for _ in range(steps + 4):
@@ -365,9 +364,9 @@ def measure_work(folder: Path, work: list[Work], slots: int, *, threads: int, de
     engine = Engine(checkpoint.load_model(device), max_running=slots, max_waiting=len(work))
     engine.generate(sequences(slots, 4))
     encode = checkpoint.tokenizer.encode
-    waiting = [
-        (item.at, Sequence(i, encode(item.prompt), item.max_tokens, sampling(i))) for i, item in enumerate(work)
-    ][::-1]
+    waiting = [(item.at, Submit(i, encode(item.prompt), item.max_tokens, sampling(i))) for i, item in enumerate(work)][
+        ::-1
+    ]
     given, started = 0, time.perf_counter()
     while waiting or engine.has_work:
         while waiting and waiting[-1][0] <= time.perf_counter() - started:

@@ -11,7 +11,7 @@ import torch
 
 from service.model.checkpoint import save_checkpoint
 from service.model.gpt import GPT, GPTConfig
-from service.model.sampling import SamplingParams
+from service.model.params import SamplingParams
 from service.model.tokenizer import CharTokenizer
 
 # The characters of tiny Shakespeare.

@@ -13,26 +13,30 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 from service.engine import worker
 from service.engine.scheduler import QueueFullError
+from service.wire import Delta, Submit
 
 
 class StubEngine:
     """Has the Engine's interface; runs all sequences at once, whatever max_running says."""
 
     clock = staticmethod(time.monotonic)
-    tolerance = 0.0
 
     def __init__(self, model: Any, *, max_running: int = 32, max_waiting: int = 1024, **_: Any):
-        from service.engine.engine import Delta, StepStats
+        from service.engine.runner import StepStats  # loads torch
 
-        self._delta = Delta
+        self._new_stats = StepStats
         self.stats = StepStats()
         self.model, self.config = model, model.config
+        self.runner = SimpleNamespace(tolerance=0.0)
+        self.max_running = max_running
         self.limit = max_running + max_waiting
-        self.scheduler = self  # the little that is asked of it: len, num_running, num_waiting
+        self.scheduler = self  # len, iteration, max_running, num_running, num_waiting
         self.num_waiting = 0
         self.characters = int(os.environ.get("CHARGPT_STUB_CHARACTERS", "1"))
         self.step_seconds = float(os.environ.get("CHARGPT_STUB_STEP_SECONDS", "0"))
@@ -40,8 +44,9 @@ class StubEngine:
         # Ready ids, at every number of them that a step can give.
         letters = [1 + i % (self.config.vocab_size - 1) for i in range(self.characters)]
         self._ready = [letters[:n] for n in range(self.characters + 1)]
-        self._left: dict[int, tuple[Any, int]] = {}  # sequence id -> the sequence, characters still to come
-        self._ended: list[Any] = []
+        self._left: dict[int, tuple[Submit, int]] = {}  # sequence id -> the request, characters still to come
+        self._new: set[int] = set()  # ids whose first delta is still to come
+        self._ended: list[Delta] = []
 
     def __len__(self) -> int:
         return len(self._left)
@@ -54,37 +59,42 @@ class StubEngine:
     def has_work(self) -> bool:
         return bool(self._left or self._ended)
 
-    def submit(self, sequence: Any) -> None:
+    def __iter__(self) -> Iterator[Submit]:
+        return iter([request for request, _ in self._left.values()])
+
+    def submit(self, request: Submit) -> None:
         if len(self._left) >= self.limit:
             raise QueueFullError(self.limit)
-        sequence.arrived_at = sequence.scheduled_at = sequence.prefilled_at = self.clock()
-        self._left[sequence.id] = (sequence, sequence.max_tokens)
+        self._left[request.id] = (request, request.max_tokens)
+        self._new.add(request.id)
 
     def abort(self, id: int, reason: Any = "abort") -> None:
-        sequence, _ = self._left.pop(id, (None, 0))
-        if sequence is not None:
-            sequence.finish_reason = reason
-            self._ended.append(self._delta(sequence, [], [], []))
+        if self._left.pop(id, None) is not None:
+            self._ended.append(Delta(id, [], reason))
 
-    def step(self) -> list[Any]:
+    def step(self) -> list[Delta]:
         now = self.clock()
         if self.step_seconds:
             time.sleep(max(0.0, self._next_step - now))
             now = self.clock()
             self._next_step = now + self.step_seconds
+        self.stats = self._new_stats(self.clock)
         deltas, self._ended = self._ended, []
-        for id, (sequence, left) in list(self._left.items()):
+        for id, (request, left) in list(self._left.items()):
             ids = self._ready[min(left, self.characters)]
             left -= len(ids)
+            delta = Delta(id, ids)
+            if id in self._new:
+                self._new.remove(id)
+                delta.scheduled_at = delta.prefilled_at = now
             if left:
-                self._left[id] = (sequence, left)
+                self._left[id] = (request, left)
             else:
                 del self._left[id]
-                sequence.finish_reason = "length"
-            deltas.append(self._delta(sequence, ids, [], []))
+                delta.finish_reason, delta.ended_at = "length", now
+            deltas.append(delta)
         self.stats.num_decode_rows = len(deltas)
-        self.stats.ended_at = self.clock()
-        self.stats.seconds = self.stats.ended_at - now
+        self.stats.lap("decode")
         return deltas
 
 

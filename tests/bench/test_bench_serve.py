@@ -306,16 +306,17 @@ def test_a_part_that_fails_says_why_and_the_others_go_on(tmp_path, monkeypatch):
 def test_the_stub_serves_the_checkpoint_s_characters(tiny):
     """Its ids are real ones: what it streams decodes."""
     from bench.stub import StubEngine
-    from service.engine.scheduler import QueueFullError, Sequence
-    from service.model.sampling import SamplingParams
+    from service.engine.scheduler import QueueFullError
+    from service.model.params import SamplingParams
+    from service.wire import Submit
 
     stub = StubEngine(Checkpoint.read(tiny).load_model("cpu"), max_running=1, max_waiting=1)
     for id in (7, 8):
-        stub.submit(Sequence(id, [0], 3, SamplingParams()))
+        stub.submit(Submit(id, [0], 3, SamplingParams()))
     with pytest.raises(QueueFullError):
-        stub.submit(Sequence(9, [0], 3, SamplingParams()))
+        stub.submit(Submit(9, [0], 3, SamplingParams()))
     stub.abort(8)
-    given = [(delta.sequence.id, len(delta.ids), delta.finish_reason) for _ in range(3) for delta in stub.step()]
+    given = [(delta.id, len(delta.ids), delta.finish_reason) for _ in range(3) for delta in stub.step()]
     assert given == [
         (8, 0, "abort"),
         (7, 1, None),

@@ -17,7 +17,7 @@ import pytest
 import torch
 from helpers import save_random, web
 
-from service.model.sampling import SamplingParams
+from service.model.params import SamplingParams
 from service.settings import BUNDLED
 
 ROOT = Path(__file__).parents[2]

@@ -8,11 +8,13 @@ import pytest
 import torch
 from helpers import VOCABULARY, random_model
 
-from service.constrain.automaton import Guide, StopPattern
 from service.constrain.regex import any_of, compile_choice, compile_regex
 from service.engine.engine import Engine
-from service.engine.scheduler import QueueFullError, Sequence
-from service.model.sampling import History, SamplingParams, SamplingRows, sample, uniforms
+from service.engine.scheduler import QueueFullError
+from service.engine.sequence import Sequence
+from service.model.params import SamplingParams
+from service.model.sampling import History, SamplingRows, sample, uniforms
+from service.wire import Submit
 from training.evaluate import streamed_loss
 
 
@@ -33,7 +35,7 @@ def request(id, seed=None, **options):
     params = SamplingParams(
         r.choice([0.0, 0.3, 1.0, 2.0]), r.choice([0, 0, 5]), r.choice([1.0, 1.0, 0.7]), r.randrange(2**64)
     )
-    return Sequence(id, prompt, r.choice([1, 3, 10, 40]), params, **options)
+    return Submit(id, prompt, r.choice([1, 3, 10, 40]), params, **options)
 
 
 @pytest.mark.parametrize("tolerance", [None, 0.1])
@@ -43,7 +45,7 @@ def test_every_text_equals_the_uncached_reference(model, exact, tolerance):
     With so large a tolerance many choices wait for fp64 logits, several at once.
     """
     engine = Engine(model, max_running=5, prefill_budget=13)
-    engine.tolerance = tolerance or engine.tolerance
+    engine.runner.tolerance = tolerance or engine.runner.tolerance
     r = random.Random(0)
     exact_choices = 0
     todo = [request(i) for i in range(40)]
@@ -52,11 +54,11 @@ def test_every_text_equals_the_uncached_reference(model, exact, tolerance):
         while todo and r.random() < 0.4:
             engine.submit(todo.pop())
         for delta in engine.step():
-            texts[delta.sequence.id] += delta.ids
+            texts[delta.id] += delta.ids
         exact_choices += engine.stats.num_exact
     for i, text in texts.items():
         s = request(i)
-        assert text == exact.generate(s.prompt, s.max_tokens, s.params), i
+        assert text == exact.generate(s.prompt, s.max_tokens, s.sampling), i
     assert tolerance is None or exact_choices > 50
 
 
@@ -69,14 +71,14 @@ def test_near_ties_are_decided_by_the_exact_model():
     weight[1::2, 3] = torch.nextafter(weight[1::2, 3], torch.tensor(9.0))
     large = copy.deepcopy(small).double()
     engine = Engine(small, max_running=4)
-    sequences = [Sequence(i, [i], 12, SamplingParams(temperature=0.0)) for i in range(4)]
+    sequences = [Submit(i, [i], 12, SamplingParams(temperature=0.0)) for i in range(4)]
     exact_choices = 0
     texts = {s.id: [] for s in sequences}
     for s in sequences:
         engine.submit(s)
     while engine.has_work:
         for delta in engine.step():
-            texts[delta.sequence.id] += delta.ids
+            texts[delta.id] += delta.ids
         exact_choices += engine.stats.num_exact
     assert exact_choices > 0
     for i, text in texts.items():
@@ -88,18 +90,18 @@ def held(model, monkeypatch):
     """An engine in which sequence 1 waits for its first character's fp64 logits, and those wait for `held.go`."""
     engine = Engine(model, max_running=2)
     engine.go = threading.Event()
-    last_logits = engine._exact.last_logits
+    last_logits = engine.runner.exact_model.last_logits
 
     def slow(idx):
         assert engine.go.wait(30)
         return last_logits(idx)
 
-    monkeypatch.setattr(engine._exact, "last_logits", slow)
-    usual, engine.tolerance = engine.tolerance, 100.0
-    engine.submit(Sequence(1, [1, 2, 3], 6, SamplingParams(seed=1), deadline=engine.clock() + 1000))
+    monkeypatch.setattr(engine.runner.exact_model, "last_logits", slow)
+    usual, engine.runner.tolerance = engine.runner.tolerance, 100.0
+    engine.submit(Submit(1, [1, 2, 3], 6, SamplingParams(seed=1), timeout_seconds=1000))
     engine.step()
-    engine.tolerance = usual
-    engine.submit(Sequence(2, [4, 5], 30, SamplingParams(seed=2)))
+    engine.runner.tolerance = usual
+    engine.submit(Submit(2, [4, 5], 30, SamplingParams(seed=2)))
     yield engine
     engine.go.set()
 
@@ -109,9 +111,9 @@ def collect(engine, texts, steps=1000):
     endings = {}
     for _ in range(steps):
         for delta in engine.step() if engine.has_work else []:
-            texts.setdefault(delta.sequence.id, []).extend(delta.ids)
+            texts.setdefault(delta.id, []).extend(delta.ids)
             if delta.finish_reason:
-                endings[delta.sequence.id] = delta.finish_reason
+                endings[delta.id] = delta.finish_reason
     return endings
 
 
@@ -130,7 +132,7 @@ def test_one_that_waits_for_its_decision_can_be_aborted(held, exact):
     texts = {}
     collect(held, texts, 3)
     held.abort(1)
-    s = Sequence(3, [6], 4, SamplingParams(seed=3))
+    s = Submit(3, [6], 4, SamplingParams(seed=3))
     held.submit(s)  # into the slot that is free now
     assert collect(held, texts) == {1: "abort", 2: "length", 3: "length"}
     assert texts[2] == exact.generate([4, 5], 30, SamplingParams(seed=2))
@@ -141,7 +143,7 @@ def test_a_failing_decision_ends_its_sequence_alone(held, exact, monkeypatch, ca
     def fail(idx):
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(held._exact, "last_logits", fail)
+    monkeypatch.setattr(held.runner.exact_model, "last_logits", fail)
     texts = {}
     assert collect(held, texts) == {1: "error", 2: "length"}
     assert texts[2] == exact.generate([4, 5], 30, SamplingParams(seed=2))
@@ -149,7 +151,7 @@ def test_a_failing_decision_ends_its_sequence_alone(held, exact, monkeypatch, ca
 
 
 def test_the_tolerance_covers_the_rounding_error(model, exact):
-    tolerance = Engine(model).tolerance
+    tolerance = Engine(model).runner.tolerance
     idx = torch.randint(61, (4, 60), generator=torch.Generator().manual_seed(5))
     error = model(idx).double() - exact(idx)
     error -= error.mean(-1, keepdim=True)
@@ -158,45 +160,47 @@ def test_the_tolerance_covers_the_rounding_error(model, exact):
 
 def test_in_fp64_nothing_is_decided_twice(exact):
     engine = Engine(exact)
-    assert engine.tolerance == 0
+    assert engine.runner.tolerance == 0
     engine.generate([request(1)])
     assert engine.stats.num_exact == 0
 
 
 def test_stop_ends_the_text_before_it(model, exact):
     s = request(3)
-    text = exact.generate(s.prompt, 40, s.params)
+    text = exact.generate(s.prompt, 40, s.sampling)
     stop = tuple(text[10:13])
     first = next(i for i in range(len(text)) if tuple(text[i : i + 3]) == stop)
     engine = Engine(model)
-    stopped = Sequence(0, s.prompt, 40, s.params, stop=(stop, (99, 99)))
-    assert engine.generate([stopped]) == [text[:first]]
+    stopped = engine.submit(Submit(0, s.prompt, 40, s.sampling, stop=(stop, (99, 99))))
+    texts = {}
+    collect(engine, texts)
+    assert texts == {0: text[:first]}
     assert stopped.finish_reason == "stop"
 
 
 def test_abort_frees_the_slot_at_once_and_touches_nobody(model, exact):
     engine = Engine(model, max_running=2)
-    leaving = Sequence(1, [1, 2, 3], 10_000, SamplingParams(seed=1))
-    staying = Sequence(2, [4, 5], 30, SamplingParams(seed=2))
-    waiting = Sequence(3, [6], 5, SamplingParams(seed=3))
+    leaving = Submit(1, [1, 2, 3], 10_000, SamplingParams(seed=1))
+    staying = Submit(2, [4, 5], 30, SamplingParams(seed=2))
+    waiting = Submit(3, [6], 5, SamplingParams(seed=3))
     for s in (leaving, staying, waiting):
         engine.submit(s)
     texts = {2: [], 3: []}
     for _ in range(4):
         for delta in engine.step():
-            texts.setdefault(delta.sequence.id, []).extend(delta.ids)
+            texts.setdefault(delta.id, []).extend(delta.ids)
     assert engine.scheduler.num_waiting == 1
     engine.abort(1)
     deltas = engine.step()
-    assert [d.sequence.id for d in deltas if d.finish_reason == "abort"] == [1]
+    assert [d.id for d in deltas if d.finish_reason == "abort"] == [1]
     assert engine.scheduler.num_waiting == 0
     for delta in deltas:
-        texts[delta.sequence.id] += delta.ids
+        texts[delta.id] += delta.ids
     while engine.has_work:
         for delta in engine.step():
-            texts[delta.sequence.id] += delta.ids
+            texts[delta.id] += delta.ids
     for s in (staying, waiting):
-        assert texts[s.id] == exact.generate(s.prompt, s.max_tokens, s.params)
+        assert texts[s.id] == exact.generate(s.prompt, s.max_tokens, s.sampling)
     engine.abort(1)
     engine.abort(77)  # ended or unknown: nothing
     assert not engine.has_work
@@ -205,15 +209,15 @@ def test_abort_frees_the_slot_at_once_and_touches_nobody(model, exact):
 def test_deadlines_end_the_running_and_the_waiting(model):
     now = 0.0
     engine = Engine(model, max_running=1, clock=lambda: now)
-    engine.submit(Sequence(1, [1], 1000, SamplingParams(), deadline=5.0))
-    engine.submit(Sequence(2, [1], 1000, SamplingParams(), deadline=5.0))
-    engine.submit(Sequence(3, [1], 2, SamplingParams(), deadline=9.0))
+    engine.submit(Submit(1, [1], 1000, SamplingParams(), timeout_seconds=5.0))
+    engine.submit(Submit(2, [1], 1000, SamplingParams(), timeout_seconds=5.0))
+    engine.submit(Submit(3, [1], 2, SamplingParams(), timeout_seconds=9.0))
     engine.step()
     now = 5.0
-    ended = {d.sequence.id: d.finish_reason for d in engine.step() if d.finish_reason}
+    ended = {d.id: d.finish_reason for d in engine.step() if d.finish_reason}
     assert ended == {1: "timeout", 2: "timeout"}
     while engine.has_work:
-        ended |= {d.sequence.id: d.finish_reason for d in engine.step() if d.finish_reason}
+        ended |= {d.id: d.finish_reason for d in engine.step() if d.finish_reason}
     assert ended[3] == "length"
 
 
@@ -225,7 +229,7 @@ def test_a_full_queue_refuses_and_keeps_the_rest(model):
         engine.submit(request(2))
     done = []
     while engine.has_work:
-        done += [d.sequence.id for d in engine.step() if d.finish_reason]
+        done += [d.id for d in engine.step() if d.finish_reason]
     assert sorted(done) == [0, 1]
 
 
@@ -234,39 +238,39 @@ def test_a_row_that_is_not_finite_ends_alone(exact):
     broken = random_model(block_size=8)
     broken.embed.weight[7] = float("nan")
     engine = Engine(random_model(block_size=8), max_running=2)
-    engine.model = broken
-    bad, fine = Sequence(1, [7], 5, SamplingParams()), Sequence(2, [1], 1, SamplingParams(seed=4))
-    texts = engine.generate([bad, fine])
-    assert bad.finish_reason == "error"
-    assert texts[0] == []
-    assert texts[1] == exact.generate([1], 1, SamplingParams(seed=4))
+    engine.runner.model = broken
+    engine.submit(Submit(1, [7], 5, SamplingParams()))
+    engine.submit(Submit(2, [1], 1, SamplingParams(seed=4)))
+    texts = {}
+    assert collect(engine, texts) == {1: "error", 2: "length"}
+    assert texts == {1: [], 2: exact.generate([1], 1, SamplingParams(seed=4))}
 
 
 def test_a_failing_forward_ends_its_sequences_and_the_engine_goes_on(model, exact, caplog):
     engine = Engine(model, max_running=2)
-    engine.submit(Sequence(1, [10_000], 5, SamplingParams()))  # an id that the embedding does not have
+    engine.submit(Submit(1, [10_000], 5, SamplingParams()))  # an id that the embedding does not have
     ended = [d for d in engine.step() if d.finish_reason] + [d for d in engine.step() if d.finish_reason]
     assert [d.finish_reason for d in ended] == ["error"]
     assert "failed" in caplog.text
     s = request(5)
-    assert engine.generate([s]) == [exact.generate(s.prompt, s.max_tokens, s.params)]
+    assert engine.generate([s]) == [exact.generate(s.prompt, s.max_tokens, s.sampling)]
 
 
 def test_a_failing_decode_step_does_not_touch_a_prompt_that_still_runs(model, exact, monkeypatch):
     engine = Engine(model, max_running=3, prefill_budget=10)
-    lost = [Sequence(i, [i], 50, SamplingParams(seed=i)) for i in range(2)]
+    lost = [Submit(i, [i], 50, SamplingParams(seed=i)) for i in range(2)]
     for s in lost:
         engine.submit(s)
     engine.step()
-    engine.submit(Sequence(2, list(range(30)), 20, SamplingParams(seed=2)))  # in two pieces
+    engine.submit(Submit(2, list(range(30)), 20, SamplingParams(seed=2)))  # in two pieces
     engine.step()
-    decode = engine._cache.decode
+    decode = engine.runner.cache.decode
 
     def fail(rows):
-        monkeypatch.setattr(engine._cache, "decode", decode)
+        monkeypatch.setattr(engine.runner.cache, "decode", decode)
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(engine._cache, "decode", fail)
+    monkeypatch.setattr(engine.runner.cache, "decode", fail)
     texts = {}
     assert collect(engine, texts) == {0: "error", 1: "error", 2: "length"}
     assert texts[2] == exact.generate(list(range(30)), 20, SamplingParams(seed=2))
@@ -295,70 +299,70 @@ def elaborate(id):
     options = {"logprobs": r.choice([None, 0, 5]), "min_tokens": r.choice([0, 0, 5])}
     match r.randrange(5):
         case 0:
-            options["guide"] = Guide(compile_regex(r.choice(PATTERNS), VOCABULARY))
+            options["constraint"] = compile_regex(r.choice(PATTERNS), VOCABULARY).pack()
         case 1:
-            options["guide"] = Guide(compile_choice(["yes", "no", "yesterday"], VOCABULARY))
+            options["constraint"] = compile_choice(["yes", "no", "yesterday"], VOCABULARY).pack()
         case 2:
-            options |= {"guide": Guide(any_of(frozenset("aeiou x"), VOCABULARY)), "may_leave": False}
+            options |= {"constraint": any_of(frozenset("aeiou x"), VOCABULARY).pack(), "may_leave": False}
         case 3:
-            options["stop_pattern"] = StopPattern(compile_regex(r.choice(STOP_PATTERNS), VOCABULARY))
+            options["stop_pattern"] = compile_regex(r.choice(STOP_PATTERNS), VOCABULARY).pack()
             options["include_stop"] = r.random() < 0.5
     if options["logprobs"] is not None and r.random() < 0.5 and len(prompt) > 1:
         options["score_from"] = r.randrange(1, len(prompt))
-    return Sequence(id, prompt, r.choice([1, 40, 45]) if "guide" not in options else 40, params, **options)
+    return Submit(id, prompt, r.choice([1, 40, 45]) if "constraint" not in options else 40, params, **options)
 
 
 @torch.no_grad()
-def uncached(exact, sequence):
-    """The same, without a cache, alone: its ids, its log-probabilities, those of its prompt."""
-    history = History(exact.config.vocab_size, sequence.prompt)
-    rows, logprobs = SamplingRows([sequence.params]), []
+def uncached(exact, request):
+    """The same, without a cache, alone: its ids, its log-probabilities, those of its prompt, its finish reason."""
+    sequence = Sequence(request)
+    history = History(exact.config.vocab_size, request.prompt)
+    rows, logprobs = SamplingRows([request.sampling]), []
     while not sequence.is_finished:
         row = exact(torch.tensor([sequence.ids]))[:, -1]
         mask = sequence.allowed()
         allowed = None if mask is None else torch.from_numpy(mask.copy())[None]
-        u = torch.from_numpy(uniforms(sequence.params.seed, sequence.num_completion_tokens, 1))
+        u = torch.from_numpy(uniforms(request.sampling.seed, sequence.num_completion_tokens, 1))
         id = int(sample(row, rows, u, 0.0, [history], allowed).ids)
         history.append(id)
         logprobs.append(row.log_softmax(1)[0])
         sequence.append(id)
-    ids = sequence.take_new()[0]
-    of_prompt = exact(torch.tensor([sequence.prompt])).log_softmax(2)[0]
-    return ids, logprobs[: len(ids)], of_prompt
+    ids = sequence.emit()[0]
+    of_prompt = exact(torch.tensor([request.prompt])).log_softmax(2)[0]
+    return ids, logprobs[: len(ids)], of_prompt, sequence.finish_reason
 
 
 @pytest.mark.parametrize("tolerance", [None, 0.1])
 def test_whatever_is_asked_for_equals_the_uncached_reference(model, exact, tolerance):
     engine = Engine(model, max_running=7, prefill_budget=13)
-    engine.tolerance = tolerance or engine.tolerance
+    engine.runner.tolerance = tolerance or engine.runner.tolerance
     sequences = [elaborate(i) for i in range(80)]
-    texts, logprobs, prompts = ({s.id: [] for s in sequences} for _ in range(3))
+    texts, logprobs, prompts, endings = ({s.id: [] for s in sequences} for _ in range(4))
     for s in sequences:
         engine.submit(s)
     while engine.has_work:
         for delta in engine.step():
-            texts[delta.sequence.id] += delta.ids
-            logprobs[delta.sequence.id] += delta.logprobs
-            prompts[delta.sequence.id] += delta.prompt_logprobs
+            texts[delta.id] += delta.ids
+            logprobs[delta.id] += delta.logprobs.rows() if delta.logprobs else []
+            prompts[delta.id] += delta.prompt_logprobs.values if delta.prompt_logprobs else []
+            endings[delta.id] += [delta.finish_reason] if delta.finish_reason else []
     reasons = set()
     for s in sequences:
-        again = elaborate(s.id)
-        ids, expected, of_prompt = uncached(exact, again)
-        assert (texts[s.id], s.finish_reason) == (ids, again.finish_reason), s.id
-        reasons.add(s.finish_reason)
+        ids, expected, of_prompt, reason = uncached(exact, elaborate(s.id))
+        assert (texts[s.id], endings[s.id]) == (ids, [reason]), s.id
+        reasons.add(reason)
         if s.logprobs is None:
             assert not logprobs[s.id] and not prompts[s.id]
             continue
         assert len(logprobs[s.id]) == len(ids)
-        for id, logprob, row in zip(ids, logprobs[s.id], expected, strict=True):
-            assert logprob.value == pytest.approx(float(row[id]), abs=1e-4)
-            assert logprob.top_values == pytest.approx(row.topk(s.logprobs).values.tolist(), abs=1e-4)
-            assert row[logprob.top_ids].tolist() == pytest.approx(logprob.top_values, abs=1e-4)
+        for id, (value, top), row in zip(ids, logprobs[s.id], expected, strict=True):
+            assert value == pytest.approx(float(row[id]), abs=1e-4)
+            top_ids, top_values = [id for id, _ in top], [value for _, value in top]
+            assert top_values == pytest.approx(row.topk(s.logprobs).values.tolist(), abs=1e-4)
+            assert row[top_ids].tolist() == pytest.approx(top_values, abs=1e-4)
         if s.score_from is not None:
             places = range(s.score_from, len(s.prompt))
-            assert [p.value for p in prompts[s.id]] == pytest.approx(
-                [float(of_prompt[i - 1, s.prompt[i]]) for i in places], abs=1e-4
-            )
+            assert prompts[s.id] == pytest.approx([float(of_prompt[i - 1, s.prompt[i]]) for i in places], abs=1e-4)
     assert reasons == {"stop", "length"}
 
 
@@ -369,7 +373,7 @@ def test_a_constrained_text_always_matches(model, pattern, seed):
     automaton = compile_regex(pattern, VOCABULARY)
     r = random.Random(seed)
     sequences = [
-        Sequence(i, [i], budget, SamplingParams(r.choice([0.0, 1.0, 100.0]), seed=seed), guide=Guide(automaton))
+        Submit(i, [i], budget, SamplingParams(r.choice([0.0, 1.0, 100.0]), seed=seed), constraint=automaton.pack())
         for i, budget in enumerate([max(1, automaton.min_length) + n for n in (0, 1, 2, 5, 30)])
     ]
     for s, ids in zip(sequences, Engine(model).generate(sequences), strict=True):
@@ -380,11 +384,11 @@ def test_a_constrained_text_always_matches(model, pattern, seed):
 
 def test_the_answer_has_at_least_min_tokens(model, exact):
     s = request(3)
-    text = exact.generate(s.prompt, 40, s.params)
+    text = exact.generate(s.prompt, 40, s.sampling)
     first = text.index(text[4])
-    (stopped,) = Engine(model).generate([Sequence(0, s.prompt, 40, s.params, stop=((text[4],),))])
+    (stopped,) = Engine(model).generate([Submit(0, s.prompt, 40, s.sampling, stop=((text[4],),))])
     assert stopped == text[:first]
-    (later,) = Engine(model).generate([Sequence(0, s.prompt, 40, s.params, stop=((text[4],),), min_tokens=first + 1)])
+    (later,) = Engine(model).generate([Submit(0, s.prompt, 40, s.sampling, stop=((text[4],),), min_tokens=first + 1)])
     again = [i for i in range(first + 1, 40) if text[i] == text[4]]
     assert later == text[: again[0] if again else 40]
 
@@ -393,32 +397,31 @@ def test_scoring_any_length_equals_evaluating(model):
     """Pieces of prefill in random sizes, far beyond the receptive field, beside a running text."""
     ids = np.random.default_rng(0).integers(len(VOCABULARY), size=700)
     engine = Engine(model, max_running=3, prefill_budget=37)
-    scored = Sequence(0, ids.tolist(), 0, SamplingParams(), logprobs=0, score_from=1)
-    engine.submit(Sequence(1, [5], 10, SamplingParams()))
-    engine.submit(scored)
+    scored = Submit(0, ids.tolist(), 0, SamplingParams(), logprobs=0, score_from=1)
+    engine.submit(Submit(1, [5], 10, SamplingParams()))
+    sequence = engine.submit(scored)
     values, steps = [], 0
     while engine.has_work:
         for delta in engine.step():
-            values += [logprob.value for logprob in delta.prompt_logprobs]
+            values += delta.prompt_logprobs.values if delta.prompt_logprobs else []
         steps += 1
-    assert scored.finish_reason == "length"
+    assert sequence.finish_reason == "length"
     assert steps >= 700 // 37
     assert len(values) == 699
     assert -np.mean(values) == pytest.approx(streamed_loss(model, ids), abs=1e-5)
-    late = Sequence(2, ids.tolist(), 0, SamplingParams(), logprobs=0, score_from=600)
-    engine.submit(late)
-    first_needed = late.num_prefilled
+    late = Submit(2, ids.tolist(), 0, SamplingParams(), logprobs=0, score_from=600)
+    first_needed = engine.submit(late).num_prefilled
     assert first_needed == 600 - model.config.receptive_field  # older characters are not run at all
     tail = []
     while engine.has_work:
         for delta in engine.step():
-            tail += [logprob.value for logprob in delta.prompt_logprobs]
+            tail += delta.prompt_logprobs.values if delta.prompt_logprobs else []
     assert tail == pytest.approx(values[599:], abs=1e-4)
 
 
 def test_what_is_scored_does_not_hold_up_what_is_continued(model):
     engine = Engine(model, max_running=4, prefill_budget=10)
-    engine.submit(Sequence(0, [1] * 500, 0, SamplingParams(), logprobs=0, score_from=1))
+    engine.submit(Submit(0, [1] * 500, 0, SamplingParams(), logprobs=0, score_from=1))
     engine.step()
-    engine.submit(Sequence(1, [1] * 10, 1, SamplingParams()))
-    assert [delta.sequence.id for delta in engine.step() if delta.finish_reason] == [1]
+    engine.submit(Submit(1, [1] * 10, 1, SamplingParams()))
+    assert [delta.id for delta in engine.step() if delta.finish_reason] == [1]

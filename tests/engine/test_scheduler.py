@@ -4,12 +4,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.engine.scheduler import QueueFullError, Scheduler, Sequence, StopMatcher
-from service.model.sampling import SamplingParams
+from service.engine.scheduler import QueueFullError, Scheduler
+from service.engine.sequence import Sequence, StopMatcher
+from service.model.params import SamplingParams
+from service.wire import Submit
 
 
 def sequence(id, prompt=3, max_tokens=5, **options):
-    return Sequence(id, list(range(prompt)), max_tokens, SamplingParams(), **options)
+    return Sequence(Submit(id, list(range(prompt)), max_tokens, SamplingParams(), **options))
 
 
 # -- stop sequences --
@@ -35,7 +37,7 @@ def test_ids_that_may_begin_a_stop_are_held_back_until_that_is_ruled_out():
     given_away = []
     for id, expected in [(1, [1]), (7, []), (8, []), (7, [7, 8]), (8, []), (5, [7, 8, 5]), (7, []), (8, []), (9, [])]:
         s.append(id)
-        new = s.take_new()[0]
+        new = s.emit()[0]
         assert new == expected
         given_away += new
     assert s.finish_reason == "stop"
@@ -45,10 +47,10 @@ def test_ids_that_may_begin_a_stop_are_held_back_until_that_is_ruled_out():
 def test_held_ids_are_given_when_the_length_ends_the_sequence():
     s = sequence(0, max_tokens=2, stop=((7, 8, 9),))
     s.append(7)
-    assert s.take_new()[0] == []
+    assert s.emit()[0] == []
     s.append(8)
     assert s.finish_reason == "length"
-    assert s.take_new()[0] == [7, 8]
+    assert s.emit()[0] == [7, 8]
 
 
 # -- slots --
@@ -106,7 +108,7 @@ def test_random_lives_never_share_a_slot(seed):
         decoded = list(scheduler.decoding)
         for p in pieces:
             scheduler.prefilled(p)
-            if p.sequence.num_prefilled == len(p.sequence.prompt):
+            if p.sequence.num_prefilled == len(p.sequence.request.prompt):
                 decoded.append(p.sequence)
         for s in decoded:
             s.append(0)
@@ -123,7 +125,7 @@ def test_the_queue_is_bounded_and_in_order():
     scheduler = Scheduler(max_running=1, max_waiting=2, prefill_budget=100)
     for id in range(3):
         scheduler.add(sequence(id))
-    with pytest.raises(QueueFullError, match="2 sequences are waiting already"):
+    with pytest.raises(QueueFullError, match="queue full .limit 2"):
         scheduler.add(sequence(3))
     scheduler.schedule(0.0)
     assert [s.id for s in scheduler.aside] == [0]

@@ -447,8 +447,8 @@ def measure_engine(
     in it.
     """
     from service.engine.engine import Engine
-    from service.engine.scheduler import Sequence
     from service.model.checkpoint import Checkpoint
+    from service.wire import Submit
 
     torch.set_num_threads(threads)
     model = Checkpoint.read(folder).load_model(device)
@@ -468,9 +468,9 @@ def measure_engine(
                 break
         return count * seconds / given
 
-    def request(number: int, item: Work) -> Sequence:
+    def request(number: int, item: Work) -> Submit:
         ids = random.Random(number).choices(range(model.config.vocab_size), k=len(item.prompt))
-        return Sequence(number, ids, item.max_tokens, sampling(number))
+        return Submit(number, ids, item.max_tokens, sampling(number))
 
     def turn(count: int) -> tuple[float, float]:
         """Seconds between two characters, and prompts in that time, while each that ends is replaced by the next."""

@@ -1,5 +1,6 @@
 import itertools
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -8,7 +9,8 @@ from hypothesis import strategies as st
 from transformers.generation import logits_process
 
 from service.model.gpt import GPT, GPTConfig
-from service.model.sampling import Draws, History, SamplingParams, SamplingRows, sample, uniforms
+from service.model.params import SamplingParams
+from service.model.sampling import Draws, History, SamplingRows, sample, uniforms
 from tests.sampler import distribution, draw
 
 PROMPT, COMPLETION = [2, 5, 5, 1], [0, 5, 5, 5]
@@ -263,9 +265,9 @@ def test_near_temperature_zero_the_likeliest_is_chosen_and_certain_where_it_lead
     assert choice.ids[0] == choice.ids[2] == 1
 
 
-@pytest.mark.parametrize("repetition_penalty", [5e-324, 1e-310, 1e-300, 1e-3, 100.0])
+@pytest.mark.parametrize("repetition_penalty", [0.01, 100.0])
 def test_an_extreme_repetition_penalty_leaves_a_choice(repetition_penalty):
-    """A penalty near 0 once could have made logits infinite and their differences NaN."""
+    """At both bounds."""
     logits = torch.tensor([[3.0, 2.0, -1.0, 1.0]])
     allowed = torch.tensor([[False, True, True, True]])
     params = SamplingParams(repetition_penalty=repetition_penalty, min_p=0.5, typical_p=0.5)
@@ -308,7 +310,7 @@ def test_draws_are_uniform():
 def certainty_batch(seed, V, B, temperatures=(1.0,)):
     """Random rows for the certainty tests: PARAMS at several temperatures, greedy ones, random ones."""
     rng = np.random.default_rng(seed)
-    fields = [p.__dict__ for p in PARAMS if all(id < V for id, _ in p.logit_bias)]
+    fields = [msgspec.structs.asdict(p) for p in PARAMS if all(id < V for id, _ in p.logit_bias)]
     params = []
     for b in range(B):
         if b % 4 == 3:
@@ -429,7 +431,7 @@ def test_generate_penalises_what_it_wrote(temperature):
         ("temperature", -0.1),
         ("temperature", float("nan")),
         ("temperature", 101),
-        ("top_k", -1),
+        ("top_k", -2),
         ("top_p", 0.0),
         ("top_p", 1.1),
         ("seed", -1),

@@ -176,7 +176,7 @@ def test_a_line_of_a_worker_names_the_request_of_its_sequence(broken_checkpoint)
         server.wait_until_ready()
         response = web.post(f"{server.url}/generate", json={"prompt": ["aZ", "Zb"]}, headers={"X-Request-Id": "mine"})
         assert response.status_code == 500
-        lines = lines_about(server, "mine", count=2, logger="service.engine.engine")
+        lines = lines_about(server, "mine", count=2, logger="service.engine.runner")
         assert {(line["process"], line["level"]) for line in lines} == {("worker-0", "ERROR")}
         assert all("not finite" in line["message"] for line in lines)
         (line,) = lines_about(server, "mine", logger="service.access")
@@ -187,9 +187,9 @@ def test_a_line_about_several_sequences_names_all_their_requests():
     code = """
         import logging
         from service.observe.logs import configure_logging
-        configure_logging("info", "json", {1: "a", 2: "b", 3: "b"})
-        for sequences in ([1, 2, 3, 4], [2, 3], [4]):
-            logging.getLogger("x").error("some", extra={"sequences": sequences})
+        configure_logging("info", "json")
+        for ids in (["b", "a", "b"], ["b", "b"], []):
+            logging.getLogger("x").error("some", extra={"request_ids": ids})
     """
     both, one, none = lines_of(python(code))
     assert both["request_ids"] == ["a", "b"] and "request_id" not in both

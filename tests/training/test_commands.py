@@ -13,7 +13,7 @@ import torch
 from helpers import VOCABULARY, call, random_model
 
 from service.model.checkpoint import Checkpoint, save_checkpoint
-from service.model.sampling import SamplingParams
+from service.model.params import SamplingParams
 from service.model.tokenizer import CharTokenizer
 from training.config import TrainConfig
 from training.evaluate import streamed_loss, whole_loss

@@ -6,7 +6,7 @@ import torch
 from helpers import VOCABULARY, random_model, save_random
 
 from service.model.checkpoint import Checkpoint, save_checkpoint
-from service.model.sampling import SamplingParams
+from service.model.params import SamplingParams
 from service.model.tokenizer import CharTokenizer
 from training.export import export
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 from helpers import random_model
 
-from service.model.sampling import SamplingParams
+from service.model.params import SamplingParams
 from training import sample
 from training.sample import ExhaustedError, sample_texts
 

@@ -1,0 +1,147 @@
+"""One prompt and its completion: what was submitted, how far it is, and where it ends.
+
+Ids only, no torch. A sequence ends once, with exactly one finish reason.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING
+
+from service.constrain.automaton import Automaton, Guide, StopPattern
+from service.wire import FinishReason, Logprobs, Submit
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class StopMatcher:
+    """Finds stop sequences in a stream of ids, one id at a time (Knuth, Morris & Pratt 1977).
+
+    The last `held` ids may be the beginning of a stop sequence, so they must not be emitted yet.
+    """
+
+    def __init__(self, stops: tuple[tuple[int, ...], ...]):
+        self._stops = [(stop, _failure_links(stop)) for stop in stops]
+        self._matched = [0] * len(stops)  # length of the prefix of each stop that the stream ends with
+
+    @property
+    def held(self) -> int:
+        return max(self._matched, default=0)
+
+    def push(self, id: int) -> int | None:
+        """Take one id; the length of the longest stop sequence that it completes, or None."""
+        found = None
+        for i, (stop, links) in enumerate(self._stops):
+            k = self._matched[i]
+            while k and (k == len(stop) or stop[k] != id):
+                k = links[k - 1]
+            self._matched[i] = k = k + (stop[k] == id)
+            if k == len(stop):
+                found = max(found or 0, k)
+        return found
+
+
+def _failure_links(stop: tuple[int, ...]) -> list[int]:
+    """links[i]: the length of the longest proper prefix of `stop` that ends at i."""
+    links, k = [0], 0
+    for id in stop[1:]:
+        while k and stop[k] != id:
+            k = links[k - 1]
+        k += stop[k] == id
+        links.append(k)
+    return links
+
+
+@functools.lru_cache(maxsize=64)
+def _automaton(packed: bytes) -> Automaton:
+    """Shared by all sequences with the same pattern, and with it its masks."""
+    return Automaton.unpack(packed)
+
+
+class Sequence:
+    """The state of one submitted sequence. Times are on the engine's clock."""
+
+    def __init__(self, request: Submit, arrived_at: float = 0.0):
+        assert request.prompt and request.max_tokens >= 0, "validated before it gets here"
+        assert request.score_from is None or (request.score_from >= 1 and request.logprobs is not None)
+        self.request = request
+        self.id = request.id
+        self.deadline = arrived_at + request.timeout_seconds
+        self.ids = list(request.prompt)  # prompt, then completion
+        self.prefill_from = 0  # earlier prompt ids cannot influence a logit that is needed
+        self.num_prefilled = 0  # prompt ids in the cache, or skipped
+        self.num_emitted = 0  # completion ids emitted
+        self.num_cut = 0  # ids at the end that belong to a stop
+        self.finish_reason: FinishReason | None = None
+        self.scheduled_at = math.nan
+        self.prefilled_at: float | None = None
+        self.is_timed = False  # its times until the first character were emitted
+        self.unemitted_logprobs = Logprobs()
+        self.unemitted_prompt_logprobs = Logprobs()
+        self._guide = None if request.constraint is None else Guide(_automaton(request.constraint))
+        self._stops: list[StopMatcher | StopPattern] = [StopMatcher(request.stop)] if request.stop else []
+        if request.stop_pattern is not None:
+            self._stops.append(StopPattern(_automaton(request.stop_pattern)))
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return len(self.ids) - len(self.request.prompt)
+
+    @property
+    def num_prompt_left(self) -> int:
+        """Prompt ids that are not in the cache yet."""
+        return len(self.request.prompt) - self.num_prefilled
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def allowed(self) -> np.ndarray | None:
+        """(V,) bool with at least one True: the ids that may come next; None: all."""
+        if self._guide is None:
+            return None
+        must_continue = not self.request.may_leave or self.num_completion_tokens < self.request.min_tokens
+        return self._guide.allowed(self.request.max_tokens - self.num_completion_tokens, must_continue)
+
+    def append(self, id: int, logprobs: Logprobs | None = None) -> None:
+        """Take the next id of the completion; ends the sequence at a stop, at max_tokens or where its pattern ends."""
+        if self._guide is not None and not self._guide.push(id):
+            self.finish_reason = "stop"
+            return
+        self.ids.append(id)
+        if logprobs is not None:
+            self.unemitted_logprobs.extend(logprobs)
+        if self._stops:
+            matched = max(stop.push(id) or 0 for stop in self._stops)
+            num_cut = 0 if self.request.include_stop else matched
+            if matched and self.num_completion_tokens - num_cut >= self.request.min_tokens:
+                self.num_cut = num_cut
+                self.finish_reason = "stop"
+                return
+        if self._guide is not None and self._guide.must_end:
+            self.finish_reason = "stop"
+        elif self.num_completion_tokens == self.request.max_tokens:
+            self.finish_reason = "length"
+
+    def emit(self) -> tuple[list[int], Logprobs | None]:
+        """Completion ids not emitted before, with their log-probabilities if requested.
+
+        Ids that may begin a stop are held back until that is ruled out.
+        """
+        end = len(self.ids)
+        if self.finish_reason == "stop":
+            end -= self.num_cut
+        elif self._stops and not self.is_finished:
+            end -= max(stop.held for stop in self._stops)
+        start = len(self.request.prompt) + self.num_emitted
+        end = max(start, end)
+        self.num_emitted += end - start
+        if self.request.logprobs is None or end == start:
+            return self.ids[start:end], None
+        return self.ids[start:end], self.unemitted_logprobs.take(end - start)
+
+    def emit_prompt_logprobs(self) -> Logprobs | None:
+        emitted, self.unemitted_prompt_logprobs = self.unemitted_prompt_logprobs, Logprobs()
+        return emitted if emitted.values else None

@@ -1,0 +1,129 @@
+"""The sampling parameters, each with its bounds and its meaning, stated once.
+
+The HTTP schema takes its fields from here (service/http/schemas.py), a frame carries them as they are
+(service/wire.py), and sampling.py computes with them: a new parameter touches this file and sampling.py.
+Loads without torch.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+MAX_SEED = 2**64 - 1
+MAX_BIAS = 100.0  # OpenAI's bound
+
+
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """How to choose the next character; `sampling.sample` states the order in which the parameters apply.
+
+    Raises:
+        ValueError: a field is out of bounds; names it, its value and the bounds.
+    """
+
+    temperature: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=100,
+            description="divides the logits: below 1 favours likely characters; 0 always takes the likeliest",
+            examples=[0.8],
+        ),
+    ] = 1.0
+    top_k: Annotated[
+        int,
+        Meta(
+            ge=-1, le=2**31 - 1, description="sample from the k likeliest characters; 0 or -1: from all", examples=[20]
+        ),
+    ] = 0
+    top_p: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=1,
+            description="sample from the smallest set of likeliest characters with this total probability",
+            examples=[0.9],
+        ),
+    ] = 1.0
+    seed: int = 0  # 0 to MAX_SEED; msgspec's bounds end at 2^63
+    min_p: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="sample from characters at least this probable, relative to the likeliest",
+            examples=[0.05],
+        ),
+    ] = 0.0
+    typical_p: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=1,
+            description="sample from the most typical characters with this total probability (Meister et al. 2022)",
+            examples=[0.95],
+        ),
+    ] = 1.0
+    repetition_penalty: Annotated[
+        float,
+        Meta(
+            ge=0.01,
+            le=100,
+            description="above 1: makes characters of the prompt and the completion less likely (Keskar et al. 2019)",
+            examples=[1.1],
+        ),
+    ] = 1.0
+    presence_penalty: Annotated[
+        float,
+        Meta(
+            ge=-2,
+            le=2,
+            description="subtracted from the logit of each character that the completion contains",
+            examples=[0.5],
+        ),
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float,
+        Meta(
+            ge=-2,
+            le=2,
+            description="subtracted from a character's logit once for each occurrence in the completion",
+            examples=[0.1],
+        ),
+    ] = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (id, added to its logit)
+
+    def __post_init__(self) -> None:
+        for name, low, is_open, high in _BOUNDS:
+            value = getattr(self, name)
+            if not low <= value <= high or (is_open and value == low):
+                raise ValueError(f"{name} must be in {'(' if is_open else '['}{low}, {high}], got {value}")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise ValueError(f"seed must be in [0, {MAX_SEED}], got {self.seed}")
+        if not self.logit_bias:
+            return
+        biased: set[int] = set()
+        for id, bias in self.logit_bias:
+            if id < 0 or id in biased:
+                raise ValueError(f"logit_bias must be of distinct ids of at least 0, got id {id}")
+            if not -MAX_BIAS <= bias <= MAX_BIAS:
+                raise ValueError(f"logit_bias must be in [-{MAX_BIAS:g}, {MAX_BIAS:g}], got {bias} for id {id}")
+            biased.add(id)
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether a choice depends on earlier characters."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+# field -> its bounds, description and examples
+SAMPLING_META: dict[str, Meta] = {
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(SamplingParams, include_extras=True).items()
+    if hasattr(hint, "__metadata__")
+}
+_BOUNDS = [
+    (name, meta.gt if meta.ge is None else meta.ge, meta.ge is None, meta.le) for name, meta in SAMPLING_META.items()
+]

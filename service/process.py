@@ -1,0 +1,30 @@
+"""What every process of the service does to itself: signals from the kernel, the garbage collector."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def die_with_parent(number: int = signal.SIGTERM) -> None:
+    """Ask the kernel (Linux only) to send a signal when the parent dies, so that no process outlives the service."""
+    if os.uname().sysname == "Linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
+def ignore_terminal_signals() -> None:
+    """SIGINT and SIGTERM reach the whole process group; the main process handles them for the others."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def relax_garbage_collector() -> None:
+    """Exempt start-up's objects from collection and collect rarely: requests create next to no cycles."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)

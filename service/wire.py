@@ -1,0 +1,122 @@
+"""The messages between HTTP processes and inference processes, each stated once; sockets.py carries them.
+
+Ids and numbers only: no text, no HTTP. Loads without torch, and imports nothing but the sampling parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+
+from service.model.params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
+
+_CONSUMER_SHIFT = 48
+
+
+def sequence_id(consumer_id: int, number: int) -> int:
+    """The id of an HTTP process's sequence: unique among all HTTP processes."""
+    return consumer_id << _CONSUMER_SHIFT | number
+
+
+def consumer_of(id: int) -> int:
+    """The HTTP process that submitted a sequence."""
+    return id >> _CONSUMER_SHIFT
+
+
+class Hello(msgspec.Struct, gc=False, array_like=True, tag=True):
+    """First frame of a connection, from an HTTP process; the worker echoes it once it reads."""
+
+    consumer_id: int
+
+
+class Submit(msgspec.Struct, gc=False, array_like=True, tag=True):
+    """One sequence to run: a prompt and how to continue it."""
+
+    id: int
+    prompt: list[int]  # at least one id
+    max_tokens: int  # 0: the prompt is only scored
+    sampling: SamplingParams
+    timeout_seconds: float = math.inf
+    stop: tuple[tuple[int, ...], ...] = ()  # the text ends before the first of these
+    stop_pattern: bytes | None = None  # or before the first match of this packed Automaton
+    include_stop: bool = False  # keep the stop at the end of the text
+    min_tokens: int = 0  # no stop before this many ids
+    constraint: bytes | None = None  # a packed Automaton that the text must match
+    may_leave: bool = True  # an id that leaves the constraint where it accepts ends the text; False: it is masked out
+    logprobs: int | None = None  # report each id's log-probability and this many of the likeliest; None: neither
+    logprob_ids: tuple[int, ...] = ()  # report the log-probabilities of these ids instead of the likeliest
+    score_from: int | None = None  # report the prompt's log-probabilities too, from this index (at least 1) on
+    priority: int = 0  # lower runs first
+    request_id: str = ""  # for the log
+
+
+class Abort(msgspec.Struct, gc=False, array_like=True, tag=True):
+    id: int
+
+
+class Refused(msgspec.Struct, gc=False, array_like=True, tag=True):
+    """The worker's queue is full: the sequence was not accepted."""
+
+    id: int
+    message: str
+    retry_after_seconds: int
+
+
+class Logprobs(msgspec.Struct, gc=False, array_like=True):
+    """Log-probabilities (nats) of N ids, in columns; each id comes with k alternatives, the likeliest first."""
+
+    values: list[float] = []  # (N,)
+    top_ids: list[int] = []  # (N · k,)
+    top_values: list[float] = []  # (N · k,)
+
+    def extend(self, more: Logprobs) -> None:
+        self.values += more.values
+        self.top_ids += more.top_ids
+        self.top_values += more.top_values
+
+    def take(self, count: int) -> Logprobs:
+        """Remove and return the first `count`."""
+        k = len(self.top_ids) // len(self.values) if self.values else 0
+        taken = Logprobs(self.values[:count], self.top_ids[: count * k], self.top_values[: count * k])
+        del self.values[:count], self.top_ids[: count * k], self.top_values[: count * k]
+        return taken
+
+    def rows(self) -> Iterator[tuple[float, list[tuple[int, float]]]]:
+        """(log-probability, [(id, log-probability) of each alternative]) of each id."""
+        k = len(self.top_ids) // len(self.values) if self.values else 0
+        for i, value in enumerate(self.values):
+            start, end = i * k, (i + 1) * k
+            yield value, list(zip(self.top_ids[start:end], self.top_values[start:end], strict=True))
+
+
+class Delta(msgspec.Struct, gc=False, array_like=True):
+    """New ids of a sequence. The last delta has a finish reason.
+
+    Times are by time.monotonic(), which all processes of a machine share; the first delta after the prompt has run
+    carries the first two.
+    """
+
+    id: int
+    ids: list[int]
+    finish_reason: FinishReason | None = None
+    scheduled_at: float | None = None
+    prefilled_at: float | None = None
+    ended_at: float | None = None  # with the finish reason, if the prompt has run
+    logprobs: Logprobs | None = None  # of `ids`
+    prompt_logprobs: Logprobs | None = None  # of the next ids of the prompt
+
+
+class Step(msgspec.Struct, gc=False, array_like=True, tag=True):
+    """Everything that one engine step has for one HTTP process."""
+
+    deltas: list[Delta]
+    load: int  # sequences in the worker, running and waiting
+
+
+ToWorker = Hello | Submit | Abort
+FromWorker = Hello | Step | Refused
