@@ -1,17 +1,24 @@
-"""The documents' curl examples: runs them and lays out their output as the documents show it.
+"""What the documents take from the code: outputs of their curl examples, the tables of settings and metrics.
 
-python tests/readme_examples.py http://localhost:8000    writes the outputs into the documents anew
+PYTHONPATH=. python tests/readme_examples.py http://localhost:8000    writes them into the documents anew
 
-Ids, times, hashes and digits after the second decimal become …; so do the members that every answer has (ENVELOPE),
-unless the document shows them. JSON longer than a line is broken into lines.
+In outputs, … replaces ids, times, hashes, digits after the second decimal, and the members that every answer has
+(ENVELOPE), unless the document shows them. JSON longer than a line is broken into lines.
 """
 
 import json
 import re
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+from service.observe.metrics import Metrics
+from service.settings import Settings
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = tuple(ROOT / folder / "README.md" for folder in ("", "service", "training", "deploy", "tests"))
@@ -126,10 +133,62 @@ def examples() -> list[tuple[str, str]]:
     return [found for document in DOCUMENTS for found in EXAMPLE.findall(document.read_text(encoding="utf-8"))]
 
 
+def settings_table() -> dict[str, list[str]]:
+    """Default and meaning of each flag."""
+    table = {}
+    for name, field in Settings.model_fields.items():
+        if name == "checkpoint":
+            default = "the bundled one"
+        elif name == "replacement_character":
+            default = "a space"
+        elif field.default_factory is not None:
+            default = "CPUs that the HTTP processes leave"
+        else:
+            default = f"{field.default:g}" if isinstance(field.default, float) else str(field.default)
+        table[f"--{name.replace('_', '-')}"] = [default, (field.description or "").split(" (default:")[0]]
+    return table
+
+
+def metrics_table(url: str) -> dict[str, list[str]]:
+    """Help, kind and labels of each series: from declarations, as some appear with use, and from a server."""
+    registry = CollectorRegistry()
+    Metrics("m", registry, "test")
+    request = urllib.request.Request(f"{url}/metrics", headers={"Accept": "application/openmetrics-text"})
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request) as answer:
+        page = answer.read().decode()
+    families = {family.name: family for family in [*registry.collect(), *text_string_to_metric_families(page)]}
+    labels = {collector._name: collector._labelnames for collector in registry._collector_to_names}
+    table = {}
+    for name, family in families.items():
+        known = set(labels.get(name, ())).union(*(sample.labels for sample in family.samples))
+        table[name + ("_total" if family.type == "counter" else "")] = [
+            family.documentation,
+            family.type,
+            ", ".join(f"`{label}`" for label in sorted(known - {"model_name", "le"})),
+        ]
+    return table
+
+
+def with_table(text: str, head: str, table: dict[str, list[str]]) -> str:
+    """A document with the rows of one table written anew, if it has that table; new rows go last."""
+    before, found, rest = text.partition(f"{head}\n")
+    if not found:
+        return text
+    old, _, after = rest.partition("\n\n")
+    rule, *lines = old.splitlines()
+    names = [line.split("`")[1] for line in lines]
+    order = [name for name in names if name in table] + [name for name in table if name not in names]
+    rows = ["| " + " | ".join([f"`{name}`", *table[name]]) + " |" for name in order]
+    return before + "\n".join([head, rule, *rows]) + "\n\n" + after
+
+
+def renewed(text: str, url: str) -> str:
+    """A document with its tables and its examples' outputs written anew."""
+    text = with_table(text, "| flag | default | |", settings_table())
+    text = with_table(text, "| series | | kind | labels |", metrics_table(url))
+    return EXAMPLE.sub(lambda match: f"```console\n$ {match[1]}\n{run(match[1], url, shows_all(match[2]))}```", text)
+
+
 if __name__ == "__main__":
     for document in DOCUMENTS:
-        filled = EXAMPLE.sub(
-            lambda match: f"```console\n$ {match[1]}\n{run(match[1], sys.argv[1], shows_all(match[2]))}```",
-            document.read_text(encoding="utf-8"),
-        )
-        document.write_text(filled, encoding="utf-8")
+        document.write_text(renewed(document.read_text(encoding="utf-8"), sys.argv[1]), encoding="utf-8")

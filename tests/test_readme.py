@@ -6,12 +6,9 @@ import shlex
 from pathlib import Path
 
 import pytest
-from helpers import RunningServer, web
-from prometheus_client import CollectorRegistry
-from prometheus_client.openmetrics.parser import text_string_to_metric_families
-from readme_examples import DOCUMENTS, ROOT, examples, run, shows_all
+from helpers import RunningServer
+from readme_examples import DOCUMENTS, ROOT, examples, metrics_table, run, settings_table, shows_all
 
-from service.observe.metrics import Metrics
 from service.settings import BUNDLED, Settings
 from training.__main__ import build_parser
 
@@ -53,19 +50,7 @@ def tree(document: str, section: str, root: Path) -> set[Path]:
 
 
 def test_every_setting_with_its_default_and_meaning():
-    expected = {}
-    for name, field in Settings.model_fields.items():
-        if name == "checkpoint":
-            default = "the bundled one"
-        elif name == "replacement_character":
-            default = "a space"
-        elif field.default_factory is not None:
-            default = "CPUs that the HTTP processes leave"
-        else:
-            default = f"{field.default:g}" if isinstance(field.default, float) else str(field.default)
-        expected[f"--{name.replace('_', '-')}"] = [default, field.description.split(" (default:")[0]]
-    found = {row[0].strip("`"): row[1:] for row in rows(SERVICE.replace("| |", "|  |"), "Settings")}
-    assert found == expected
+    assert {row[0].strip("`"): row[1:] for row in rows(SERVICE, "Settings")} == settings_table()
 
 
 def test_every_flag_of_train_exists():
@@ -137,21 +122,7 @@ def server():
 
 
 def test_every_metric_with_its_meaning_kind_and_labels(server):
-    """From declarations for the series that appear with use, from a running server for the others."""
-    registry = CollectorRegistry()
-    Metrics("m", registry, "test")
-    page = web.get(f"{server.url}/metrics", headers={"Accept": "application/openmetrics-text"}).text
-    families = {family.name: family for family in [*registry.collect(), *text_string_to_metric_families(page)]}
-    labels = {collector._name: collector._labelnames for collector in registry._collector_to_names}
-    expected = {}
-    for name, family in families.items():
-        known = set(labels.get(name, ())).union(*(sample.labels for sample in family.samples))
-        expected[name + ("_total" if family.type == "counter" else "")] = [
-            family.documentation,
-            family.type,
-            ", ".join(f"`{label}`" for label in sorted(known - {"model_name", "le"})),
-        ]
-    assert {row[0].strip("`"): [*row[1:], ""][:3] for row in rows(SERVICE, "Metrics")} == expected
+    assert {row[0].strip("`"): [*row[1:], ""][:3] for row in rows(SERVICE, "Metrics")} == metrics_table(server.url)
 
 
 def joined(output):
