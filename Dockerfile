@@ -1,13 +1,9 @@
-# The service: HTTP on port 8000, the checkpoint in /checkpoint. Training stays outside.
+# The service: HTTP on port 8000, the checkpoint in /checkpoint. Training is not included.
 #
 #   docker build -t chargpt .
 #   docker run --rm -p 127.0.0.1:8000:8000 --read-only --tmpfs /tmp chargpt
 #
-# -v DIR:/checkpoint:ro serves another checkpoint than the bundled one.
-# Settings are variables, such as -e CHARGPT_LOG_LEVEL=debug, or flags after the image's name. At build:
-#   --build-context checkpoint=DIR   puts another checkpoint into the image
-#   --build-context wheels=DIR       wheels to use before any index
-#   --build-arg TORCH_INDEX_URL=URL  where the build of torch comes from; empty: pip's own index, with CUDA
+# More, such as other checkpoints and builds of torch: deploy/README.md
 FROM scratch AS checkpoint
 COPY service/checkpoints/tinyshakespeare /
 FROM scratch AS wheels
@@ -20,8 +16,8 @@ RUN python -m venv --without-pip /venv \
     print(*p['dependencies'], *p['optional-dependencies']['service'], sep='\n')" > requirements.txt \
  && grep ^torch requirements.txt > torch.txt
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
-# Of torch, 190 MB are its own tests and headers for extensions; of the bytecode that pip would compile, the service
-# loads 23 of 147 MB, and this import writes those.
+# Torch's own tests and its headers for extensions take 190 MB. Of the 147 MB of bytecode that pip would compile, the
+# service loads 23, which the import below writes.
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=bind,from=wheels,target=/wheels \
     export PIP_PYTHON=/venv/bin/python PIP_FIND_LINKS=/wheels PIP_DISABLE_PIP_VERSION_CHECK=1 \
  && pip install --no-compile --no-deps ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} -r torch.txt \
@@ -34,16 +30,16 @@ RUN --mount=type=cache,target=/root/.cache/pip --mount=type=bind,from=wheels,tar
 FROM dependencies AS package
 COPY service service
 RUN rm -r service/checkpoints
-# pyproject.toml names the package training too; an empty folder installs nothing.
+# pyproject.toml also names the package training; an empty folder installs nothing.
 RUN --mount=type=cache,target=/root/.cache/pip \
     mkdir training \
  && pip install --disable-pip-version-check --no-deps --target /package .
 
 FROM python:3.11-slim-bookworm
 LABEL org.opencontainers.image.title="chargpt" \
-      org.opencontainers.image.description="Serves a character-level GPT over HTTP."
+      org.opencontainers.image.description="HTTP service for character-level GPT checkpoints"
 RUN useradd --uid 10001 --no-create-home --home-dir /tmp chargpt
-# Two layers: a new version of the service moves kilobytes, not torch.
+# Two layers: a new version of the service transfers kilobytes, not torch.
 COPY --from=dependencies /venv /venv
 COPY --from=package /package /venv/lib/python3.11/site-packages
 COPY --from=checkpoint / /checkpoint
@@ -54,7 +50,7 @@ ENV PATH=/venv/bin:$PATH \
     CHARGPT_CHECKPOINT=/checkpoint
 USER 10001
 EXPOSE 8000
-# http.client, as urllib would go through a proxy that the environment names.
+# http.client, because urllib would use a proxy set in the environment.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --start-interval=1s CMD ["python", "-Ic", \
   "import http.client as h, os, ssl, sys; e = os.environ; tls = {'context': ssl._create_unverified_context()} if e.get('CHARGPT_TLS_CERTIFICATE') else {}; c = (h.HTTPSConnection if tls else h.HTTPConnection)('127.0.0.1', e['CHARGPT_PORT'], timeout=4, **tls); c.request('GET', '/readyz'); sys.exit(c.getresponse().status != 200)"]
 ENTRYPOINT ["python", "-m", "service"]

@@ -1,4 +1,4 @@
-# `make serve` and `make test` need nothing but Python; `make help` lists the rest.
+# `make serve` and `make test` need only Python; `make help` lists the rest.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -7,13 +7,13 @@ PRESET ?= cpu
 BUNDLED := service/checkpoints/tinyshakespeare
 CHECKPOINT ?= $(BUNDLED)
 
-# PyPI's torch for Linux brings gigabytes of CUDA. Without an NVIDIA GPU the CPU build is asked for by its "+cpu",
-# which no other build satisfies: first where pip is configured to look (a mirror, PIP_FIND_LINKS), which takes a
-# second, then at TORCH_INDEX_URL, and for torch alone. Set both for another build, or TORCH= for PyPI's.
+# PyPI's torch for Linux includes gigabytes of CUDA. Without an NVIDIA GPU, request the CPU build by its "+cpu", which no
+# other build satisfies: first where pip is configured to look (a mirror, PIP_FIND_LINKS), then at TORCH_INDEX_URL, for
+# torch alone. Set both for another build, or TORCH= for PyPI's.
 TORCH ?= $(shell [ "$$(uname -s)" != Linux ] || nvidia-smi -L >/dev/null 2>&1 || echo torch==2.13.0+cpu)
 TORCH_INDEX_URL ?= https://download.pytorch.org/whl/cpu
 
-# GuideLLM and AIPerf bring some three gigabytes and versions of their own: a second environment.
+# GuideLLM and AIPerf install some three gigabytes and pin other versions: a second environment.
 LOAD_VENV ?= $(VENV)/load-tools
 LOAD_TOOLS := guidellm==0.8.1 aiperf==0.13.0
 
@@ -29,64 +29,63 @@ help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 	@echo
 	@echo "Variables: CHECKPOINT=DIR to serve, URL=http://… of a service to load, DATA=FILE and PRESET=quick|cpu|gpu to"
-	@echo "train, ARGS='more flags',"
-	@echo "PYTHON, VENV, and TORCH and TORCH_INDEX_URL for another build of torch."
+	@echo "train, ARGS='more flags', PYTHON, VENV, TORCH and TORCH_INDEX_URL for another build of torch."
 
 serve: $(RUN) ## install, serve CHECKPOINT (default: the bundled one) on 127.0.0.1:8000
 	$(BIN)/python -m service --checkpoint '$(CHECKPOINT)' $(ARGS)
 
-train: $(RUN) ## train PRESET (default cpu) on DATA into checkpoints/PRESET; ARGS=--resume goes on
+train: $(RUN) ## train PRESET (default cpu) on DATA into checkpoints/PRESET; ARGS=--resume continues
 	$(BIN)/python -m training train --preset $(PRESET) --data '$(DATA)' --out checkpoints/$(PRESET) $(ARGS)
 
-bundled: $(RUN) ## train the bundled checkpoint anew: tiny Shakespeare, preset cpu, some four minutes
+bundled: $(RUN) ## retrain the bundled checkpoint: tiny Shakespeare, preset cpu, about four minutes
 	$(BIN)/python -m training train --preset cpu --weights float16 --out checkpoints/bundled --overwrite
 	rm -rf $(BUNDLED)
 	mkdir -p $(BUNDLED)
 	cp checkpoints/bundled/best/* $(BUNDLED)
 
-test: $(VENV)/.installed-test ## install what the tests need and run them; ARGS='-k model' picks some
+test: $(VENV)/.installed-test ## install test dependencies and run the suite; ARGS='-k model' selects tests
 	$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
 
-chaos-train: $(VENV)/.installed-test ## stop runs and saves at random moments, 117 times, and compare what comes out
+chaos-train: $(VENV)/.installed-test ## stop runs and saves at 117 random moments and compare the outcomes
 	$(BIN)/python -m pytest -m chaos --capture=no --durations=0 $(ARGS)
 
-# Building llama.cpp takes some nine minutes of a core: the other targets do without.
+# Building llama.cpp takes some nine minutes of one core, so no other target needs it.
 test-slow: export CMAKE_ARGS ?= -DLLAVA_BUILD=OFF
 test-slow: $(VENV)/.installed-test,llama ## build llama.cpp and compare its logits with ours
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
-test-tools: $(VENV)/.installed-test ## run the benchmark and the load sweep on tiny models and check what they give
+test-tools: $(VENV)/.installed-test ## run the benchmark and the load sweep on tiny models and check their results
 	$(BIN)/python -m pytest -m tools $(ARGS)
 
-bench: $(VENV)/.installed-test ## measure the service beside what a user would build instead, some twenty minutes: out/bench
+bench: $(VENV)/.installed-test ## benchmark the service against its alternatives, about twenty minutes: out/bench
 	$(BIN)/python -m tests.bench.serve $(ARGS)
 
-bench-quick: $(VENV)/.installed-test ## the same in under three minutes, with fewer shapes, rows and repeats
+bench-quick: $(VENV)/.installed-test ## the same with fewer shapes, batch sizes and repeats, under three minutes
 	$(BIN)/python -m tests.bench.serve --quick $(ARGS)
 
-bench-table: $(VENV)/.installed-test ## put the tables of out/bench/serve.json into the README
-	$(BIN)/python -m tests.bench.serve --table README.md $(ARGS)
+bench-table: $(VENV)/.installed-test ## put the tables of out/bench/serve.json into tests/README.md
+	$(BIN)/python -m tests.bench.serve --table tests/README.md $(ARGS)
 
-load-sweep: $(VENV)/.installed-test ## latency against offered load, beside stock LitServe, some fourteen minutes: out/load-sweep
+load-sweep: $(VENV)/.installed-test ## latency against offered load, beside stock LitServe, about fourteen minutes: out/load-sweep
 	$(BIN)/python -m tests.load.sweep $(ARGS)
 
-bench-train: $(RUN) ## train beside nanoGPT's CPU recipe, each preset over three seeds: figures into out/bench-train
+bench-train: $(RUN) ## benchmark training against nanoGPT's CPU recipe, each preset over three seeds: out/bench-train
 	$(BIN)/python -m tests.bench.train $(ARGS)
 
 LOAD = $(BIN)/python -m tests.load --checkpoint '$(CHECKPOINT)' $(if $(URL),--url '$(URL)')
 
-load: $(VENV)/.installed-test ## a minute of mixed load by Locust on URL, or on a server of CHECKPOINT: out/load
+load: $(VENV)/.installed-test ## send a minute of mixed load with Locust to URL, or to a server of CHECKPOINT: out/load
 	$(LOAD) locust -- $(ARGS)
 
-load-guidellm: $(VENV)/.installed-test $(LOAD_VENV)/.installed ## the same server under GuideLLM, in an environment of its own
+load-guidellm: $(VENV)/.installed-test $(LOAD_VENV)/.installed ## load the same server with GuideLLM, in a separate environment
 	$(LOAD) --bin '$(LOAD_VENV)/bin' guidellm -- $(ARGS)
 
-load-aiperf: $(VENV)/.installed-test $(LOAD_VENV)/.installed ## the same server under AIPerf, in that environment
+load-aiperf: $(VENV)/.installed-test $(LOAD_VENV)/.installed ## load the same server with AIPerf, in that environment
 	$(LOAD) --bin '$(LOAD_VENV)/bin' aiperf -- $(ARGS)
 
-# In one command with torch, which both would otherwise take from PyPI with CUDA.
+# Torch in the same command: both would otherwise pull PyPI's build, with CUDA.
 $(LOAD_VENV)/.installed: Makefile | $(VENV)/.installed-test
-	@echo "Installing $(LOAD_TOOLS) into $(LOAD_VENV): some minutes the first time"
+	@echo "Installing $(LOAD_TOOLS) into $(LOAD_VENV): takes some minutes the first time"
 	@$(PYTHON) -m venv '$(LOAD_VENV)'
 	@$(if $(TORCH),'$(LOAD_VENV)/bin/pip' install --quiet --no-deps '$(TORCH)' 2>/dev/null || \
 	  '$(LOAD_VENV)/bin/pip' install --no-deps --index-url '$(TORCH_INDEX_URL)' '$(TORCH)')
@@ -98,14 +97,14 @@ lint: $(VENV)/.installed-dev ## check style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-clean: ## remove the environment and what tools left; checkpoints stay
+clean: ## remove the environment and tool caches; checkpoints stay
 	rm -rf $(VENV) build *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 
-# One stamp per set of extras; quick while pyproject.toml is older.
+# One stamp per set of extras, renewed when pyproject.toml changes.
 $(VENV)/.installed-%: pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or \
 	  sys.exit("chargpt needs Python 3.11 or later, $(PYTHON) is %d.%d: pass PYTHON=python3.12 or the like" % v[:2])'
-	@echo "Installing into $(VENV): some minutes the first time"
+	@echo "Installing into $(VENV): takes some minutes the first time"
 	@$(PYTHON) -m venv $(VENV)
 	@$(if $(TORCH),$(BIN)/pip install --quiet --no-deps '$(TORCH)' 2>/dev/null || \
 	  $(BIN)/pip install --no-deps --index-url '$(TORCH_INDEX_URL)' '$(TORCH)')

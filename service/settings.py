@@ -1,6 +1,6 @@
 """Every setting of the service: a flag (`--max-queued-requests`) and a variable (`CHARGPT_MAX_QUEUED_REQUESTS`).
 
-Read once, by `python -m service`. A bad value ends the program with its name, its value and what is allowed.
+Read once, by `python -m service`. An invalid value ends the program with its name, the value and what is allowed.
 """
 
 from __future__ import annotations
@@ -19,22 +19,24 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from service.observe.logs import LogFormat
 
-# Trained on tiny Shakespeare; `make bundled` trains it anew.
+# Tiny Shakespeare; `make bundled` retrains it.
 BUNDLED = Path(__file__).parent / "checkpoints" / "tinyshakespeare"
 
-# What browsers send as Origin: lower case, no path, no port that the scheme has anyway.
+# The Origin header as browsers send it: lower case, no path, no default port.
 ORIGIN = re.compile(r"(?!http:.*:80$|https:.*:443$)[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 
 
 def cpus_left(others: dict[str, Any]) -> int:
-    """CPUs for each inference process, beside one for each HTTP process: threads that wait for each other at every
-    operation must not wait for a CPU as well."""
+    """CPUs for each inference process, with one reserved for each HTTP process.
+
+    Inference threads synchronise at every operation, so none of them should have to wait for a CPU.
+    """
     workers = others.get("devices", 1) * others.get("workers_per_device", 1)
     return max(1, (available_cpus() - others.get("http_processes", 1)) // workers)
 
 
 def available_cpus() -> int:
-    """CPUs this process may use: its affinity, or a container's quota (cgroup v2 or v1) if that is less."""
+    """CPUs this process may use: its affinity, or a container's quota (cgroup v2 or v1) if lower."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -56,99 +58,102 @@ class Settings(BaseSettings):
         env_prefix="CHARGPT_", cli_prog_name="python -m service", cli_kebab_case=True, cli_avoid_json=True
     )
 
-    checkpoint: Path = Field(BUNDLED, description="folder of the checkpoint to serve; the bundled one by default")
-    model_name: str = Field("chargpt", min_length=1, description="name of the model in requests, answers and metrics")
+    checkpoint: Path = Field(BUNDLED, description="checkpoint folder to serve")
+    model_name: str = Field("chargpt", min_length=1, description="the model's name in requests, answers and metrics")
     host: Literal["127.0.0.1", "0.0.0.0", "::"] = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=1024, le=65535, description="TCP port to listen on")
-    root_path: str = Field("", description="path before the routes where a proxy adds one, such as /chargpt")
+    root_path: str = Field("", description="path prefix added by a proxy, such as /chargpt")
     tls_certificate: Path | None = Field(
-        None, description="PEM file of the certificate and its chain; speaks HTTPS, TLS 1.2 at least, with --tls-key"
+        None, description="PEM file of the certificate and its chain; with --tls-key, enables HTTPS (TLS 1.2 or later)"
     )
     tls_key: Path | None = Field(None, description="PEM file of the certificate's private key, without a password")
     api_keys_file: Path | None = Field(
-        None, description="file of API keys, one per line; needed on every route but the probes once it is given"
+        None, description="file of API keys, one per line; if set, every route except the probes requires one"
     )
-    public_metrics: bool = Field(False, description="answer /metrics without an API key")
-    public_docs: bool = Field(False, description="answer /docs and /openapi.json without an API key")
+    public_metrics: bool = Field(False, description="serve /metrics without an API key")
+    public_docs: bool = Field(False, description="serve /docs and /openapi.json without an API key")
     cors_origins: Annotated[list[str], NoDecode] = Field(
-        [], description="origins whose web pages may ask, comma-separated, such as https://example.org; * for all"
+        [],
+        description="origins of web pages that may send requests, comma-separated; * for all",
     )
 
-    accelerator: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="kind of device to run the model on")
-    devices: int = Field(1, ge=1, le=64, description="how many devices of that kind; each gets its own process")
+    accelerator: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="device type for the model")
+    devices: int = Field(1, ge=1, le=64, description="devices of that type; each has its own inference process")
     workers_per_device: int = Field(1, ge=1, le=64, description="inference processes per device")
-    http_processes: int = Field(1, ge=1, le=64, description="processes that speak HTTP")
+    http_processes: int = Field(1, ge=1, le=64, description="HTTP processes")
     threads: int = Field(
         default_factory=cpus_left,
         ge=1,
         le=1024,
-        description="CPU threads of each inference process; by itself what the HTTP processes leave of the CPUs",
+        description="CPU threads of each inference process (default: the CPUs that HTTP processes leave)",
     )
 
-    max_running_requests: int = Field(64, ge=1, le=4096, description="sequences that run at once, per worker")
-    max_queued_requests: int = Field(1024, ge=0, le=1_000_000, description="sequences that may wait, per worker")
+    max_running_requests: int = Field(64, ge=1, le=4096, description="maximum running sequences per worker")
+    max_queued_requests: int = Field(1024, ge=0, le=1_000_000, description="maximum waiting sequences per worker")
     prefill_budget: int = Field(512, ge=1, le=1_000_000, description="prompt characters per engine step")
-    max_prompt_characters: int = Field(100_000, ge=1, le=100_000_000, description="longest prompt accepted")
-    max_tokens: int = Field(16_384, ge=1, le=100_000_000, description="longest completion accepted, in characters")
-    max_prompts: int = Field(128, ge=1, le=10_000, description="most sequences in one request: prompts × n or best_of")
-    max_score_texts: int = Field(10_000, ge=1, le=1_000_000, description="most texts in one request of /v1/score")
-    max_regex_characters: int = Field(1000, ge=1, le=10_000, description="longest regex and stop_regex accepted")
-    max_body_bytes: int = Field(4 << 20, ge=1024, le=1 << 30, description="largest request body accepted, in bytes")
+    max_prompt_characters: int = Field(100_000, ge=1, le=100_000_000, description="maximum length of a prompt")
+    max_tokens: int = Field(16_384, ge=1, le=100_000_000, description="maximum length of a completion, in characters")
+    max_prompts: int = Field(128, ge=1, le=10_000, description="maximum sequences per request: prompts × n or best_of")
+    max_score_texts: int = Field(10_000, ge=1, le=1_000_000, description="maximum texts per request of /v1/score")
+    max_regex_characters: int = Field(1000, ge=1, le=10_000, description="maximum length of a regex or stop_regex")
+    max_body_bytes: int = Field(4 << 20, ge=1024, le=1 << 30, description="maximum size of a request body, in bytes")
 
     unknown_characters: Literal["refuse", "replace", "drop"] = Field(
-        "refuse", description="what to do with characters that the model does not know, where a request does not say"
+        "refuse", description="default for characters outside the vocabulary"
     )
     replacement_character: str = Field(
-        " ", min_length=1, max_length=1, description="what replaces them, where a request does not say"
+        " ", min_length=1, max_length=1, description="default replacement for characters outside the vocabulary"
     )
 
     stream_interval_seconds: float = Field(
-        0.02, ge=0, le=60, allow_inf_nan=False, description="time for which a stream's characters gather to one event"
+        0.02, ge=0, le=60, allow_inf_nan=False, description="minimum time between two events of a stream"
     )
     keep_alive_seconds: float = Field(
-        15, gt=0, le=3600, allow_inf_nan=False, description="after so long without an event a stream gets a comment"
+        15, gt=0, le=3600, allow_inf_nan=False, description="idle time after which a stream gets a comment"
     )
     body_timeout_seconds: float = Field(
-        30, gt=0, le=3600, allow_inf_nan=False, description="time a request's body may take to arrive"
+        30, gt=0, le=3600, allow_inf_nan=False, description="time limit for receiving a request body"
     )
     idle_connection_seconds: int = Field(
-        75, ge=1, le=3600, description="time for which a connection is kept open between two requests"
+        75, ge=1, le=3600, description="time an idle connection is kept open between requests"
     )
     request_timeout_seconds: float = Field(
-        300, gt=0, le=86_400, allow_inf_nan=False, description="time a request may take, in the queue and running"
+        300, gt=0, le=86_400, allow_inf_nan=False, description="time limit for a request, waiting and running"
     )
     drain_seconds: float = Field(
-        30, ge=0, le=3600, allow_inf_nan=False, description="time running requests have to finish after SIGTERM"
+        30, ge=0, le=3600, allow_inf_nan=False, description="time limit for running requests after SIGTERM"
     )
-    metrics_vllm_names: bool = Field(False, description="give /metrics under vLLM's own names too")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
-    log_format: LogFormat = Field("auto", description="how: json or text lines; by itself text on a terminal alone")
+    metrics_vllm_names: bool = Field(False, description="also expose metrics under vLLM's names")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="minimum level to log")
+    log_format: LogFormat = Field("auto", description="log line format; auto: text on a terminal, json otherwise")
     otlp_traces_endpoint: str | None = Field(
-        None, description="URL that OpenTelemetry traces go to, by OTLP over HTTP; needs the extra tracing"
+        None, description="URL for OpenTelemetry traces, sent by OTLP over HTTP; needs the extra tracing"
     )
 
     _api_key_digests: tuple[bytes, ...] = PrivateAttr(())
 
     @property
     def api_key_digests(self) -> tuple[bytes, ...]:
-        """SHA-256 of each key; empty: none is needed."""
+        """SHA-256 of each API key; empty: no key is required."""
         return self._api_key_digests
 
     @field_validator("root_path")
     @classmethod
     def _check_root_path(cls, path: str) -> str:
         if not re.fullmatch(r"(/[A-Za-z0-9._~-]+)*", path):
-            raise ValueError("Path should begin with /, not end with /, and be of letters, digits, -, ., _, ~ and /")
+            raise ValueError(
+                "Path must begin with /, must not end with /, and may contain letters, digits, -, ., _, ~ and /"
+            )
         return path
 
     @field_validator("tls_key")
     @classmethod
     def _check_tls(cls, key: Path | None, info: ValidationInfo) -> Path | None:
-        if "tls_certificate" not in info.data:  # wrong itself
+        if "tls_certificate" not in info.data:  # itself invalid
             return key
         certificate = info.data["tls_certificate"]
         if (certificate is None) != (key is None):
-            raise ValueError(f"should be given exactly where --tls-certificate is, which is {certificate}")
+            raise ValueError(f"must be given together with --tls-certificate, which is {certificate}")
         if certificate is None or key is None:
             return key
         for path in (certificate, key):
@@ -160,7 +165,9 @@ class Settings(BaseSettings):
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, _refuse_password)
         except ssl.SSLError as error:
             reason = error.reason or error
-            raise ValueError(f"{certificate} and {key} are no certificate and its key in PEM ({reason})") from None
+            raise ValueError(
+                f"{certificate} and {key} are not a PEM certificate and its private key ({reason})"
+            ) from None
         return key
 
     @field_validator("otlp_traces_endpoint")
@@ -169,14 +176,14 @@ class Settings(BaseSettings):
         if endpoint is None:
             return None
         if not re.fullmatch(r"https?://[^/@?#\s]+/[^?#\s]*", endpoint):
-            raise ValueError("should be a whole URL without a user or query, such as http://localhost:4318/v1/traces")
+            raise ValueError("must be a full URL without user or query, such as http://localhost:4318/v1/traces")
         for module in ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"):
             try:
                 found = find_spec(module)
-            except ModuleNotFoundError:  # not even the package that it would be in
+            except ModuleNotFoundError:  # nor its parent package
                 found = None
             if found is None:
-                raise ValueError(f"needs the extra tracing: pip install 'chargpt[tracing]' (there is no {module})")
+                raise ValueError(f"needs the extra tracing: pip install 'chargpt[tracing]' (module {module} not found)")
         return endpoint
 
     @field_validator("cors_origins", mode="before")
@@ -192,28 +199,28 @@ class Settings(BaseSettings):
         for origin in origins:
             if not ORIGIN.fullmatch(origin):
                 raise ValueError(
-                    f"{origin!r} is no origin as browsers send it: scheme://host or scheme://host:port, in lower case, "
-                    "no path, no port that the scheme has anyway; or * alone"
+                    f"{origin!r} is not an origin as browsers send it: scheme://host or scheme://host:port, in lower "
+                    "case, without a path or a default port; or * alone"
                 )
         return origins
 
     @model_validator(mode="after")
     def _read_api_keys(self) -> Settings:
-        # Here and not beside its field: read once, as the file may be a pipe, and no key becomes a setting's value.
+        # Not in a field validator: the file may be a pipe, to be read once, and no key may become a field's value.
         if self.api_keys_file is not None:
             self._api_key_digests = read_api_key_digests(self.api_keys_file)
         return self
 
 
 def _refuse_password() -> str:
-    raise ValueError("the private key should not need a password")
+    raise ValueError("the private key must not have a password")
 
 
 def read_api_key_digests(path: Path) -> tuple[bytes, ...]:
     """SHA-256 of each key in a file: one per line; blank lines and lines that start with # are skipped.
 
     Raises:
-        ValueError: the file cannot be read, has no key, or a line is none; the line is not shown.
+        ValueError: the file cannot be read, contains no key or an invalid line; the message never shows the line.
     """
     name = f"--api-keys-file (CHARGPT_API_KEYS_FILE): {path}"
     try:
@@ -226,10 +233,10 @@ def read_api_key_digests(path: Path) -> tuple[bytes, ...]:
         if not key.strip() or key.startswith(b"#"):
             continue
         if len(key) < 8 or not all(0x21 <= byte <= 0x7E for byte in key):
-            raise ValueError(f"{name}, line {number}: a key should be at least 8 printable ASCII characters, no blanks")
+            raise ValueError(f"{name}, line {number}: a key must have at least 8 printable ASCII characters, no blanks")
         digests.append(sha256(key).digest())
     if not digests:
-        raise ValueError(f"{name} has no key")
+        raise ValueError(f"{name} contains no key")
     return tuple(digests)
 
 
@@ -237,22 +244,22 @@ def read_settings(arguments: list[str] | None = None) -> Settings:
     """Settings from flags, then variables, then defaults.
 
     Raises:
-        SystemExit: a value is bad or a flag unknown (status 2), or help was asked for (status 0).
+        SystemExit: 2 for an invalid value or an unknown flag, 0 for --help.
     """
     try:
         return Settings(_cli_parse_args=arguments if arguments is not None else True)  # type: ignore[call-arg]
     except ValidationError as error:
         lines = []
         for problem in error.errors():
-            if problem["type"] == "default_factory_not_called":  # only because of another problem
+            if problem["type"] == "default_factory_not_called":  # a consequence of another problem
                 continue
             message = problem["msg"].removeprefix("Value error, ")
-            if not problem["loc"]:  # of no single setting; the message says which
+            if not problem["loc"]:  # concerns several settings, named in the message
                 lines.append(message)
                 continue
             name = str(problem["loc"][0])
             flag = "--" + name.replace("_", "-")
             given = "" if problem["type"] == "missing" else f", got {problem['input']!r}"
             lines.append(f"{flag} (CHARGPT_{name.upper()}): {message}{given}")
-        print("python -m service: bad settings", *lines, sep="\n  ", file=sys.stderr)
+        print("python -m service: invalid settings", *lines, sep="\n  ", file=sys.stderr)
         raise SystemExit(2) from None

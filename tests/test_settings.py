@@ -32,10 +32,10 @@ def test_help_describes_every_setting(capsys):
     with pytest.raises(SystemExit) as exit:
         read_settings(["--help"])
     assert exit.value.code == 0
-    text = " ".join(capsys.readouterr().out.split())
+    text = "".join(capsys.readouterr().out.split())  # argparse breaks lines at hyphens too
     for name, field in Settings.model_fields.items():
-        assert f"--{name.replace('_', '-')} " in text
-        assert field.description in text
+        assert f"--{name.replace('_', '-')}" in text
+        assert "".join(field.description.split()) in text
 
 
 def refused(arguments, capsys):
@@ -77,22 +77,22 @@ def test_a_list_is_a_flag_given_often_or_with_commas_or_a_variable(monkeypatch):
 )
 def test_what_is_no_origin_is_named(origin, capsys):
     message = refused(["--cors-origins", f"http://localhost:3000,{origin}"], capsys)
-    assert f"--cors-origins (CHARGPT_CORS_ORIGINS): {origin!r} is no origin" in message
+    assert f"--cors-origins (CHARGPT_CORS_ORIGINS): {origin!r} is not an origin" in message
 
 
 @pytest.mark.parametrize("path", ["chargpt", "/chargpt/", "/", "//a", "/a b", "/a?b", "/a#b", "https://example.org/a"])
 def test_a_root_path_begins_with_a_slash_and_ends_without(path, capsys):
     assert read_settings(["--root-path", "/a/b-1"]).root_path == "/a/b-1"
     message = refused(["--root-path", path], capsys)
-    assert "--root-path (CHARGPT_ROOT_PATH): Path should begin with /, not end with /" in message
+    assert "--root-path (CHARGPT_ROOT_PATH): Path must begin with /, must not end with /" in message
     assert message.rstrip().endswith(f"got {path!r}")
 
 
 @pytest.mark.parametrize(
     ("content", "place"),
     [
-        (b"", " has no key"),
-        (b"# none\n\n  \n", " has no key"),
+        (b"", " contains no key"),
+        (b"# none\n\n  \n", " contains no key"),
         (b"long-enough\n# but\nSECRET7\n", ", line 3: "),
         (b"SECRET SECRET", ", line 1: "),
         (b"\n\nSECRET-SECRET ", ", line 3: "),
@@ -145,13 +145,13 @@ def test_a_certificate_and_its_key_are_loaded_at_start(tmp_path, capsys):
     assert (str(settings.tls_certificate), str(settings.tls_key)) == (certificate, key)
     none = str(tmp_path / "none.pem")
     for arguments, message in (
-        (["--tls-certificate", certificate], f"exactly where --tls-certificate is, which is {certificate}, got None"),
-        (["--tls-key", key], "exactly where --tls-certificate is, which is None, got "),
+        (["--tls-certificate", certificate], f"together with --tls-certificate, which is {certificate}, got None"),
+        (["--tls-key", key], "together with --tls-certificate, which is None, got "),
         (["--tls-certificate", none, "--tls-key", key], f"cannot read {none}: No such file or directory"),
         (["--tls-certificate", certificate, "--tls-key", none], f"cannot read {none}: No such file or directory"),
         (["--tls-certificate", certificate, "--tls-key", other], "(KEY_VALUES_MISMATCH)"),
-        (["--tls-certificate", key, "--tls-key", key], f"{key} and {key} are no certificate and its key in PEM"),
-        (["--tls-certificate", certificate, "--tls-key", locked], "the private key should not need a password"),
+        (["--tls-certificate", key, "--tls-key", key], f"{key} and {key} are not a PEM certificate"),
+        (["--tls-certificate", certificate, "--tls-key", locked], "the private key must not have a password"),
     ):
         text = refused(arguments, capsys)
         assert "--tls-key (CHARGPT_TLS_KEY): " in text

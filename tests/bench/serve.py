@@ -3,7 +3,7 @@
     make bench                      some twenty minutes
     make bench-quick                under three minutes; fewer shapes, rows and repeats
     make bench ARGS='--only path --threads 1'
-    make bench-table                the README's table from OUT/serve.json
+    make bench-table                tables of OUT/serve.json into tests/README.md
 
     engine   in process: characters/s, a step's time and its phases; beside transformers' generate and the roofline
     path     the real service around a stub engine, beside plain FastAPI and a stock LitServe without a model
@@ -526,7 +526,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, default=Path("out/bench"), metavar="DIR", help="(default: %(default)s)")
     parser.add_argument(
-        "--table", type=Path, metavar="FILE", help="measure nothing; put OUT/serve.json's table into FILE"
+        "--table", type=Path, metavar="FILE", help="measure nothing; put OUT/serve.json's tables into FILE"
     )
     args = parser.parse_args()
     if not 1 <= args.threads <= 1024:
