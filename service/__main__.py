@@ -13,7 +13,7 @@ def main() -> int:
     """Exit status: 0 after a signal, 1 when the server failed, 2 for bad settings or a bad checkpoint."""
     # As PID 1 of a container a process has no default action: without this it could not be stopped while it loads.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    from service.settings import read_settings
+    from service.settings import program, read_settings
 
     settings = read_settings()
     # GNU OpenMP's threads spin while they wait, beside HTTP processes that want the core.
@@ -27,12 +27,12 @@ def main() -> int:
         try:
             server = build_server(settings)
         except CheckpointError as error:
-            print(f"python -m service: {error}", file=sys.stderr)
+            print(f"{program()}: {error}", file=sys.stderr)
             return 2
         try:
             server.serve()
         except WorkerStartError as error:
-            print(f"python -m service: {error}", file=sys.stderr)
+            print(f"{program()}: {error}", file=sys.stderr)
             return 1
     return 0
 

@@ -54,9 +54,7 @@ def available_cpus() -> int:
 class Settings(BaseSettings):
     """Serve a character-level GPT checkpoint over HTTP."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="CHARGPT_", cli_prog_name="python -m service", cli_kebab_case=True, cli_avoid_json=True
-    )
+    model_config = SettingsConfigDict(env_prefix="CHARGPT_", cli_kebab_case=True, cli_avoid_json=True)
 
     checkpoint: Path = Field(BUNDLED, description="checkpoint folder to serve")
     model_name: str = Field("chargpt", min_length=1, description="the model's name in requests, answers and metrics")
@@ -240,6 +238,11 @@ def read_api_key_digests(path: Path) -> tuple[bytes, ...]:
     return tuple(digests)
 
 
+def program() -> str:
+    """The program as the user typed it; `service.command` sets argv[0] to "chargpt serve"."""
+    return "chargpt serve" if sys.argv[0] == "chargpt serve" else "python -m service"
+
+
 def read_settings(arguments: list[str] | None = None) -> Settings:
     """Settings from flags, then variables, then defaults.
 
@@ -247,7 +250,9 @@ def read_settings(arguments: list[str] | None = None) -> Settings:
         SystemExit: 2 for an invalid value or an unknown flag, 0 for --help.
     """
     try:
-        return Settings(_cli_parse_args=arguments if arguments is not None else True)  # type: ignore[call-arg]
+        return Settings(  # type: ignore[call-arg]
+            _cli_prog_name=program(), _cli_parse_args=arguments if arguments is not None else True
+        )
     except ValidationError as error:
         lines = []
         for problem in error.errors():
@@ -261,5 +266,5 @@ def read_settings(arguments: list[str] | None = None) -> Settings:
             flag = "--" + name.replace("_", "-")
             given = "" if problem["type"] == "missing" else f", got {problem['input']!r}"
             lines.append(f"{flag} (CHARGPT_{name.upper()}): {message}{given}")
-        print("python -m service: invalid settings", *lines, sep="\n  ", file=sys.stderr)
+        print(f"{program()}: invalid settings", *lines, sep="\n  ", file=sys.stderr)
         raise SystemExit(2) from None
