@@ -509,7 +509,7 @@ def test_every_rule_has_data(monitored):
 
 @real
 def test_the_shares_of_the_workers_time_are_shares(monitored):
-    titles = ("Where the workers' time goes", "Device and scheduler", "Batch utilisation", "Cache slots in use")
+    titles = ("Worker time", "Device and scheduler", "Batch utilization", "Cache slots in use")
     for panel in panels():
         if panel["title"] in titles:
             for target in panel["targets"]:
