@@ -546,7 +546,7 @@ def test_a_killed_worker_is_an_alert_at_the_alertmanager(monitored):
     assert alert["labels"]["instance"] == f"127.0.0.1:{monitored.server.port}"
     assert alert["labels"]["severity"] == "ticket" and alert["labels"]["model_name"] == "chargpt"
     assert [receiver["name"] for receiver in alert["receivers"]] == ["tickets"]
-    assert alert["annotations"]["summary"].startswith(f"A worker of 127.0.0.1:{monitored.server.port} died")
+    assert alert["annotations"]["summary"].startswith(f"A worker of 127.0.0.1:{monitored.server.port} crashed")
     assert alert["annotations"]["runbook"] == "deploy/RUNBOOK.md#chargptworkerrestarted"
 
 
