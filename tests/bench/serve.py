@@ -20,33 +20,34 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import functools
 import json
-import os
-import platform
-import shlex
-import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from service.model.gpt import GPTConfig
-from service.settings import cpus_left
-from training.loop import machine
 
 from . import engine, load
+from .command import (
+    BenchError,
+    Progress,
+    add_threads,
+    build_parser,
+    busy_warning,
+    context,
+    device,
+    in_child,
+    prepare_process,
+    subset,
+)
 from .report import draw, markdown, write_table
 from .servers import Server, ServerError
 from .shapes import SAMPLING, SHAPES, Work, mixed_work, save_random
-from .train import BenchError, in_child, revision
 
 CONNECTIONS = 64
 PACE_SECONDS = 0.01  # between two steps of the paced stub: 64 streams then make 6,400 events a second
@@ -125,17 +126,11 @@ class Bench:
 
     def __init__(self, plan: Plan, shapes: dict[str, GPTConfig], threads: int, out: Path):
         self.plan, self.shapes, self.threads, self.out = plan, shapes, threads, out
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.started = time.perf_counter()
+        self.device = device()
+        self.say = Progress()
         self.folders: dict[str, Path] = {}  # checkpoint of each shape
         self.results: dict[str, Any] = {
-            "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-            "command": shlex.join(["python", "-m", "tests.bench.serve", *sys.argv[1:]]),
-            "revision": revision(),
-            "machine": machine(torch.device(self.device)),
-            "load_average": os.getloadavg()[0],  # before the first measurement; of a quiet machine near 0
-            "versions": {"python": platform.python_version()}
-            | {name: version(name) for name in ("torch", "transformers", "litserve", "fastapi", "uvicorn")},
+            **context("tests.bench.serve", "torch", "transformers", "litserve", "fastapi", "uvicorn"),
             "settings": {
                 "plan": asdict(plan),
                 "quick": plan is QUICK,
@@ -183,9 +178,6 @@ class Bench:
                     self.results["errors"][part] = f"{type(error).__name__}: {error}"
                     self.say(f"{part} failed: {error}")
                 self.write()
-
-    def say(self, text: str) -> None:
-        print(f"[{time.perf_counter() - self.started:5.0f} s] {text}", file=sys.stderr, flush=True)
 
     def write(self) -> None:
         (self.out / "serve.json").write_text(json.dumps(self.results, indent=1) + "\n", encoding="utf-8")
@@ -510,36 +502,15 @@ def check_same_bytes(ours: int, plain: int) -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.bench.serve",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = build_parser("tests.bench.serve", __doc__, "out/bench")
+    add_threads(parser)
     parser.add_argument("--quick", action="store_true", help="under three minutes")
     parser.add_argument(
-        "--only", type=part_list, default=list(PARTS), metavar="PARTS", help=f"of {','.join(PARTS)} (default: all)"
+        "--only", type=subset(PARTS), default=list(PARTS), metavar="PARTS", help=f"of {','.join(PARTS)} (default: all)"
     )
-    parser.add_argument("--keep", action="store_true", help="the other parts stay as OUT/serve.json has them")
-    parser.add_argument(
-        "--threads", type=int, default=cpus_left({}), help="of each engine (default: %(default)s, as the service)"
-    )
-    parser.add_argument("--out", type=Path, default=Path("out/bench"), metavar="DIR", help="(default: %(default)s)")
-    parser.add_argument(
-        "--table", type=Path, metavar="FILE", help="measure nothing; put OUT/serve.json's table into FILE"
-    )
-    args = parser.parse_args()
-    if not 1 <= args.threads <= 1024:
-        parser.error(f"--threads must be in [1, 1024], got {args.threads}")
-    return args
-
-
-def part_list(text: str) -> list[str]:
-    parts = text.split(",")
-    for part in parts:
-        if part not in PARTS:
-            raise argparse.ArgumentTypeError(f"there is no part {part!r}; allowed are {', '.join(PARTS)}")
-    return [part for part in PARTS if part in parts]
+    parser.add_argument("--keep", action="store_true", help="keep the other parts of OUT/serve.json")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="write the table of OUT/serve.json to FILE and exit")
+    return parser.parse_args()
 
 
 def main() -> int:
@@ -552,17 +523,16 @@ def main() -> int:
             print(f"error: {error}", file=sys.stderr)
             return 1
         return 0
-    os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # in the engines' processes, as python -m service has it
+    prepare_process()
     bench = Bench(QUICK if args.quick else FULL, SHAPES, args.threads, args.out)
-    if bench.results["load_average"] > 0.5:
-        bench.say(f"the machine is busy (load {bench.results['load_average']:.1f}): times will be too long")
+    if warning := busy_warning(bench.results):
+        bench.say(warning)
     if args.keep:
         try:
             bench.keep(args.only)
         except (OSError, ValueError, BenchError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C
     try:
         bench.run(args.only)
     except KeyboardInterrupt:

@@ -328,8 +328,8 @@ def test_the_stub_serves_the_checkpoint_s_characters(tiny):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--only", "gpu"], "there is no part 'gpu'; allowed are engine, path, whole, metrics, growth"),
-        (["--threads", "0"], "--threads must be in [1, 1024], got 0"),
+        (["--only", "gpu"], "unknown part 'gpu'; allowed: engine, path, whole, metrics, growth"),
+        (["--threads", "0"], "--threads: must be in [1, 1024], got 0"),
     ],
 )
 def test_a_bad_argument_is_named(arguments, said):

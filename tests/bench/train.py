@@ -15,22 +15,11 @@ process, so that none costs the others' figures. Seconds are of the optimizer st
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import multiprocessing
-import os
-import platform
-import shlex
 import shutil
-import signal
-import subprocess
 import sys
 import time
-import traceback
-from collections.abc import Callable
 from dataclasses import replace
-from importlib.metadata import version
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +33,10 @@ from training import loop
 from training.config import ConfigError, TrainConfig
 from training.data import TINYSHAKESPEARE, DataError, prepare
 from training.evaluate import whole_loss
-from training.loop import InterruptedRun, machine
 from training.speed import flops_per_character, matmul_peak
 
 from . import nanogpt
+from .command import BenchError, build_parser, busy_warning, context, in_child, integer, prepare_process, subset
 
 # What the run of equal CPU time changes in the preset cpu, besides the steps.
 EQUAL: dict[str, Any] = {
@@ -87,10 +76,6 @@ FIGURES = {  # name in the JSON: label in the tables, format
     "peak_share": ("share of that peak", "{:.1%}"),
 }
 PROBE_STEPS, WARM_STEPS = 40, 8
-
-
-class BenchError(RuntimeError):
-    """A run that gave no figures; says why."""
 
 
 # The runs, each in a process of its own
@@ -193,45 +178,6 @@ def speed(model: Any, figures: dict[str, Any], device: str, dtype: str, threads:
     }
 
 
-def in_child(function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
-    """What `function` returns, from a fresh process that ends with this call, however the call ends.
-
-    Raises:
-        BenchError: it raised, or its process was ended.
-    """
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(sender, function, arguments))
-    process.start()
-    sender.close()
-    try:
-        figures, error = receiver.recv()
-        process.join()
-    except EOFError:
-        process.join()
-        raise BenchError(f"its process ended with status {process.exitcode}") from None
-    finally:
-        receiver.close()
-        process.terminate()  # of no effect where it has ended
-        process.join(30)
-        process.kill()
-    if error:
-        raise BenchError(error)
-    return figures
-
-
-def _answer(sender: Connection, function: Callable[..., dict[str, Any]], arguments: tuple[Any, ...]) -> None:
-    os.setpgid(0, 0)  # Ctrl-C reaches the bench alone, which ends this process
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # leaves the terminal as it was
-    try:
-        sender.send((function(*arguments), None))
-    except InterruptedRun as stop:
-        sys.exit(128 + stop.number)
-    except Exception as error:
-        traceback.print_exc()
-        sender.send((None, f"{type(error).__name__}: {error}"))
-
-
 # The bench
 
 
@@ -246,12 +192,7 @@ class Bench:
         self.console = console
         self.equal: TrainConfig | None = None  # once its steps are known
         self.results: dict[str, Any] = {
-            "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-            "command": shlex.join(["python", "-m", "tests.bench.train", *sys.argv[1:]]),
-            "revision": revision(),
-            "machine": machine(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
-            "load_average": os.getloadavg()[0],  # before the first run; of a quiet machine near 0
-            "versions": {"python": platform.python_version()} | {name: version(name) for name in ("torch", "numpy")},
+            **context("tests.bench.train", "torch", "numpy"),
             "share": self.share,
             "runs": {},  # part: figures of each seed
             "errors": {},  # part: reasons, one per run that failed
@@ -313,15 +254,6 @@ class Bench:
         (self.out / "train.md").write_text(markdown(self.results), encoding="utf-8")
         if "nanogpt" in self.results["runs"]:
             draw(self.results, self.out / "train.png")
-
-
-def revision() -> str | None:
-    """The commit of this tree, with "-dirty" where it was changed."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 # What is shown
@@ -427,64 +359,50 @@ def draw(results: dict[str, Any], png: Path) -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.bench.train",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = build_parser("tests.bench.train", __doc__, "out/bench-train")
     parser.add_argument(
-        "--only", type=part_list, metavar="PARTS", help=f"of {','.join(TITLES)}; equal brings nanogpt (default: all)"
+        "--only",
+        type=subset(TITLES),
+        metavar="PARTS",
+        help=f"of {','.join(TITLES)}; equal needs nanogpt (default: all)",
     )
     parser.add_argument(
         "--seeds", type=seed_list, default=[1337, 1338, 1339], help="nanogpt takes the first (default: 1337,1338,1339)"
     )
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: OMP_NUM_THREADS, else one per core")
-    parser.add_argument("--share", type=float, default=1.0, help="of the steps, in (0, 1]; less is a try (default: 1)")
     parser.add_argument(
-        "--out", type=Path, default=Path("out/bench-train"), metavar="DIR", help="(default: %(default)s)"
+        "--threads", type=integer(0, 4096), default=0, help="CPU threads; 0: OMP_NUM_THREADS, else one per core"
     )
+    parser.add_argument("--share", type=float, default=1.0, help="share of the steps, in (0, 1] (default: 1)")
     args = parser.parse_args()
     if not 0 < args.share <= 1:
         parser.error(f"--share must be in (0, 1], got {args.share}")
-    if not 0 <= args.threads <= 4096:
-        parser.error(f"--threads must be in [0, 4096], got {args.threads}")
     return args
-
-
-def part_list(text: str) -> list[str]:
-    parts = text.split(",")
-    for part in parts:
-        if part not in TITLES:
-            raise argparse.ArgumentTypeError(f"there is no part {part!r}; allowed are {', '.join(TITLES)}")
-    return parts
 
 
 def seed_list(text: str) -> list[int]:
     try:
         return [int(seed) for seed in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"numbers with commas between them, got {text!r}") from None
+        raise argparse.ArgumentTypeError(f"must be comma-separated integers, got {text!r}") from None
 
 
 def main() -> int:
-    os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # in the runs' processes, as python -m training has it
     args = parse_args()
     console = Console(stderr=True, highlight=False)
     asked = args.only or [part for part in TITLES if part != "gpu" or torch.cuda.is_available()]
     if "gpu" in asked and not torch.cuda.is_available():
-        print("error: the part gpu needs a CUDA GPU; this machine, or this build of torch, has none", file=sys.stderr)
+        print("error: the part gpu needs a CUDA GPU and a torch build with CUDA", file=sys.stderr)
         return 1
     parts = [part for part in TITLES if part in asked or (part == "nanogpt" and "equal" in asked)]
     try:
         prepare(TINYSHAKESPEARE)
     except DataError as error:
-        print(f"error: {error}\nThe bench takes no other text; CHARGPT_DATA_DIR may name its folder", file=sys.stderr)
+        print(f"error: {error}\nThe bench needs this text; CHARGPT_DATA_DIR can name its folder", file=sys.stderr)
         return 1
     bench = Bench(args, console)
-    if bench.results["load_average"] > 0.5:
-        console.print(f"The machine is busy (load {bench.results['load_average']:.1f}): times will be too long")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C
+    if warning := busy_warning(bench.results):
+        console.print(warning)
+    prepare_process()
     stopped = False
     try:
         bench.run(parts)
