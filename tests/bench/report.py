@@ -1,6 +1,6 @@
-"""What the figures of serve.py look like: a table in Markdown, also for the README, and a picture.
+"""Tables in Markdown and a picture of the results of serve.py.
 
-Reads the results alone, so that a table can be made of any earlier run's JSON.
+Depends on the results alone, so that tables can be made from the JSON of any earlier run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 NONE = "–"
 
-# What is asked of this service: (must, aim), each the least value, or with "<" the largest.
+# Targets of this service: (must, aim), minima unless they begin with "<".
 TARGETS = {
     "requests": ("60 %", "85 %"),
     "streams": ("100,000", "400,000"),
@@ -29,7 +29,7 @@ TARGETS = {
 
 
 def figure(values: Iterable[float], form: str = "{:,.0f}", scale: float = 1.0) -> str:
-    """The median of some values (lowest–highest)."""
+    """Median (lowest–highest)."""
     scaled = [value * scale for value in values]
     if not scaled:
         return NONE
@@ -38,15 +38,14 @@ def figure(values: Iterable[float], form: str = "{:,.0f}", scale: float = 1.0) -
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """Of measurements that took turns; theirs may be fewer, then the last one stands for those that are missing."""
+    """Ratios of alternating measurements; if `theirs` has fewer, its last one is used for the rest."""
     return [a / theirs[min(i, len(theirs) - 1)] for i, a in enumerate(ours)]
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """In which the median lies that values are drawn around, with a chance of at least 95 %; all of them, if few.
+    """A 95 % confidence interval of the median; with few values, their full range.
 
-    By order statistics, without a distribution: each value is as likely above that median as below (Conover, Practical
-    Nonparametric Statistics, 3.2).
+    Uses order statistics and assumes no distribution (Conover, Practical Nonparametric Statistics, 3.2).
     """
     ordered, n = sorted(values), len(values)
     rarely = 0.025 * 2**n
@@ -60,7 +59,7 @@ def table(rows: list[list[str]]) -> list[str]:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """All tables of a run, and where they come from."""
+    """All tables of a run, with footnotes."""
     lines: list[str] = []
     if results.keys() & {"path", "whole", "metrics"}:
         lines += table(service_rows(results))
@@ -88,7 +87,9 @@ def service_rows(results: dict[str, Any]) -> list[list[str]]:
             rates = {name: [run["characters_per_second"] for run in streams[name]] for name in names}
             each = figure((run["characters_per_event"] for run in streams["ours"]), "{:.0f}")
             rows.append(
-                [f"streamed characters/s, stub engine, {count} streams (ours {each} an event, the others 1)"]
+                [
+                    f"streamed characters/s, stub engine, {plural(int(count), 'stream')} (this service {each} per event, the others 1)"
+                ]
                 + [figure(rates[name]) for name in names]
                 + [figure(ratios(rates["ours"], rates["plain"]), "{:.0f} %", 100) + " of plain"]
                 + list(TARGETS["streams"] if count == "64" else (NONE, NONE))
@@ -100,12 +101,12 @@ def service_rows(results: dict[str, Any]) -> list[list[str]]:
                 + [NONE, *TARGETS[f"first_{p}"]]
             )
         for label, key, form, scale in (
-            ("CPU time of the HTTP process, µs an event", "http_seconds_per_event", "{:.0f}", 1e6),
-            ("CPU time of the worker, µs an event", "worker_seconds_per_event", "{:.0f}", 1e6),
-            ("between two writes, p99, ms", "gap_p99", "{:.1f}", 1e3),
+            ("CPU time of the HTTP process, µs per event", "http_seconds_per_event", "{:.0f}", 1e6),
+            ("CPU time of the worker, µs per event", "worker_seconds_per_event", "{:.0f}", 1e6),
+            ("gap between events, p99, ms", "gap_p99", "{:.1f}", 1e3),
         ):
             value = figure((run[key] for run in path["paced"]), form, scale)
-            rows.append([f"{label}; 64 streams, a step each 10 ms", NONE, NONE, value, NONE, NONE, NONE])
+            rows.append([f"{label}; 64 streams, one step every 10 ms", NONE, NONE, value, NONE, NONE, NONE])
     if whole is not None:
         runs = {name: whole[name]["runs"] for name in ("stock", "ours")}
         rate = {name: [run["characters_per_second"] for run in runs[name]] for name in runs}
@@ -116,8 +117,8 @@ def service_rows(results: dict[str, Any]) -> list[list[str]]:
         )
         for key, label in (
             ("first", "time to first character"),
-            ("gap", "between two writes"),
-            ("per_character", "each character after the first"),
+            ("gap", "gap between events"),
+            ("per_character", "time per character after the first"),
         ):
             for p in ("p50", "p95", "p99"):
                 values = {name: [run[key][p] for run in runs[name]] for name in runs}
@@ -128,13 +129,15 @@ def service_rows(results: dict[str, Any]) -> list[list[str]]:
                     + list(TARGETS["whole_first"] if (key, p) == ("first", "p95") else (NONE, NONE))
                 )
         alone = figure(ratios(rate["ours"], whole["engine"]), "{:.0f} %", 100)
-        rows.append(["the same, of the engine alone", NONE, NONE, figure(rate["ours"]), alone, *TARGETS["alone"]])
+        rows.append(
+            ["the same, relative to the engine alone", NONE, NONE, figure(rate["ours"]), alone, *TARGETS["alone"]]
+        )
         idle = {name: [sum(whole[name]["idle_cores"][part] for part in ("http", "worker"))] for name in runs}
         for label, values, form, scale, target in (
             ("idle, share of a core", idle, "{:.1f} %", 100, TARGETS["idle"]),
             ("ready after start, s", {n: whole[n]["start_seconds"] for n in runs}, "{:.1f}", 1, TARGETS["start"]),
             (
-                "memory of all its processes (PSS), MB",
+                "memory of all processes (PSS), MB",
                 {n: [whole[n]["pss_bytes"]] for n in runs},
                 "{:,.0f}",
                 1e-6,
@@ -147,14 +150,14 @@ def service_rows(results: dict[str, Any]) -> list[list[str]]:
     if "metrics" in results:
         for label, key, form, scale, target in (
             ("characters/s", "characters_per_second", "{:,.0f}", 1.0, TARGETS["metrics"]),
-            ("CPU time a character, µs", "cpu_seconds_per_character", "{:,.0f}", 1e6, (NONE, NONE)),
+            ("CPU time per character, µs", "cpu_seconds_per_character", "{:,.0f}", 1e6, (NONE, NONE)),
         ):
             values = {name: [run[key] for run in runs] for name, runs in results["metrics"].items()}
             ours, without = (scale * statistics.median(values[name]) for name in ("ours", "unmeasured"))
             shares = [100 * share for share in ratios(values["ours"], values["unmeasured"])]
             low, high = interval(shares)
             rows.append(
-                [f"whole service, S, 64 short streams, {label}, beside itself without metrics, {len(shares)} turns"]
+                [f"whole service, S, 64 short streams, {label}, relative to no metrics, {plural(len(shares), 'turn')}"]
                 + [NONE, NONE, form.format(ours)]
                 + [f"{statistics.median(shares):.1f} % (95 %: {low:.1f}–{high:.1f}) of {form.format(without)}", *target]
             )
@@ -163,7 +166,7 @@ def service_rows(results: dict[str, Any]) -> list[list[str]]:
 
 def engine_rows(part: dict[str, Any]) -> list[list[str]]:
     rows = [
-        ["engine alone", "characters/s", "ms a step", "transformers", "ratio", "of the roofline"]
+        ["engine alone", "characters/s", "ms per step", "transformers", "ratio", "share of the roofline"]
         + ["decode", "sampling", "fp64", "prefill", "schedule", "rest"]
     ]
     for name, shape in part["shapes"].items():
@@ -190,48 +193,56 @@ def growth_rows(results: dict[str, Any]) -> list[list[str]]:
         first = lengths["step_seconds"][0]
         for length, seconds in zip(lengths["lengths"], lengths["step_seconds"], strict=True):
             rows.append(
-                [f"a step in texts of {length:,.0f} characters, ms", f"{1e3 * seconds:.2f} ({seconds / first:.2f} ×)"]
+                [
+                    f"step time in texts of {length:,.0f} characters, ms",
+                    f"{1e3 * seconds:.2f} ({seconds / first:.2f} ×)",
+                ]
             )
         base = queue["step_seconds"][0]
         for count, values in zip(queue["queued"], queue["step_seconds"], strict=True):
             ratio = figure(ratios(values, base), "{:.2f} ×")
-            rows.append([f"a step while {count:,} wait, ms", f"{figure(values, '{:.2f}', 1e3)}, {ratio}"])
+            rows.append([f"step time with {count:,} waiting, ms", f"{figure(values, '{:.2f}', 1e3)}, {ratio}"])
     for name, memory in results.get("engine", {}).get("memory", {}).items():
         of = memory["cache_bytes"] / memory["formula_bytes"]
         rows += [
             [
-                f"{name}: keys and values of a slot, KB",
+                f"{name}: keys and values per slot, KB",
                 f"{memory['bytes_per_slot'] / 1e3:,.0f} ({of:.2f} × the formula)",
             ],
             [
-                f"{name}: weights, their fp64 copy, cache of {memory['slots']} slots, MB",
+                f"{name}: weights, fp64 copy, cache of {memory['slots']} slots, MB",
                 ", ".join(f"{memory[k] / 1e6:.1f}" for k in ("weight_bytes", "exact_weight_bytes", "cache_bytes")),
             ],
         ]
     return rows
 
 
+def plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' if count != 1 else ''}"
+
+
 def footnotes(results: dict[str, Any]) -> list[str]:
-    """Where the figures come from, and what failed."""
+    """Machine, versions and settings of the figures, and failures."""
     about, versions, settings = results["machine"], results["versions"], results["settings"]
     lines = [
         f"{about['cpu']}, {about['cores']} cores{', ' + about['gpu'] if 'gpu' in about else ''}, {about['system']}; "
         f"load {results['load_average']:.2f} at the start; {results['date'][:10]}; torch {versions['torch']}, "
         f"transformers {versions['transformers']}, LitServe {versions['litserve']}; revision {results['revision']}",
-        f"{settings['threads']} threads an engine, {settings['device']}"
-        f"{'; the quick form' if settings['quick'] else ''}. "
-        "Medians (lowest–highest); what is compared took turns.",
+        f"{plural(settings['threads'], 'thread')} per engine, {settings['device']}{'; quick run' if settings['quick'] else ''}. "
+        "Medians (lowest–highest) of alternating measurements.",
     ]
     if "load_generator" in results:
         ceiling = results["load_generator"]["requests_per_cpu_second"]
-        lines.append(f"The load generator shares the cores with what it measures; by itself {ceiling:,.0f} requests/s.")
+        lines.append(
+            f"The load generator shares the cores with the servers; alone it reaches {ceiling:,.0f} requests/s."
+        )
     for part, source in results.get("kept", {}).items():
-        lines.append(f"The part {part} is of revision {source['revision']}, {source['date'][:10]}.")
+        lines.append(f"Part {part} was measured on {source['date'][:10]} at revision {source['revision']}.")
     return lines + [f"failed: {part}, {reason}" for part, reason in results["errors"].items()]
 
 
 def write_table(results: dict[str, Any], path: Path) -> None:
-    """Put the tables between the markers of a file.
+    """Write the tables between the markers of a file.
 
     Raises:
         ValueError: as `put`.
@@ -240,22 +251,22 @@ def write_table(results: dict[str, Any], path: Path) -> None:
 
 
 def put(content: str, path: Path, name: str) -> None:
-    """Put lines between a file's markers <!-- NAME --> and <!-- /NAME -->.
+    """Write lines between the markers <!-- NAME --> and <!-- /NAME --> of a file.
 
     Raises:
-        ValueError: the file has not both markers, once and in order.
+        ValueError: the file lacks one of the markers, repeats one or has them in the wrong order.
     """
     begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
     text = path.read_text(encoding="utf-8")
     before, found, rest = text.partition(begin)
     _, closed, after = rest.partition(end)
     if not found or not closed or begin in rest or end in before + after:
-        raise ValueError(f"{path} should have one line {begin} and after it one line {end}")
+        raise ValueError(f"{path} must have one line {begin} followed by one line {end}")
     path.write_text(f"{before}{begin}\n{content}{end}{after}", encoding="utf-8")
 
 
 def draw(results: dict[str, Any], png: Path) -> None:
-    """Engine against rows and its phases; the path against streams; steps against length and queue."""
+    """Plot engine speed and phases by rows, the path by streams, step time by length and queue."""
     from matplotlib.figure import Figure
 
     picture = Figure(figsize=(13, 8), layout="constrained")
@@ -289,15 +300,15 @@ def draw(results: dict[str, Any], png: Path) -> None:
     if "growth" in results:
         lengths, queue = results["growth"]["lengths"], results["growth"]["queue"]
         lower_right.plot(
-            lengths["lengths"], [1e3 * s for s in lengths["step_seconds"]], "o-", label="characters in a text"
+            lengths["lengths"], [1e3 * s for s in lengths["step_seconds"]], "o-", label="characters per text"
         )
         waits = [1e3 * statistics.median(values) for values in queue["step_seconds"]]
-        lower_right.plot(queue["queued"], waits, "s-", label="sequences that wait")
+        lower_right.plot(queue["queued"], waits, "s-", label="waiting sequences")
     for axes, title, x, y in (
         (left, "Engine alone", "rows", "characters/s"),
-        (right, "Where its time goes", "shape and rows", "%"),
+        (right, "Engine time by phase", "shape and rows", "%"),
         (lower_left, "Path alone, stub engine", "streams", "characters/s"),
-        (lower_right, "Growth", "characters, sequences", "ms a step"),
+        (lower_right, "Growth", "characters, sequences", "ms per step"),
     ):
         axes.set(title=title, xlabel=x, ylabel=y)
         if axes is not right:

@@ -275,7 +275,7 @@ def test_a_tiny_run_gives_every_figure_table_and_picture(tmp_path, monkeypatch, 
     assert later.results["path"] == path and "whole" not in later.results
     assert later.results["kept"]["path"] == {"revision": saved["revision"], "date": saved["date"]}
     other = serve.Bench(TINY_PLAN, {"S": TINY}, 2, tmp_path / "out")
-    with pytest.raises(serve.BenchError, match="has another settings"):
+    with pytest.raises(serve.BenchError, match="has different settings"):
         other.keep(["whole"])
 
     readme = tmp_path / "README.md"
@@ -286,7 +286,7 @@ def test_a_tiny_run_gives_every_figure_table_and_picture(tmp_path, monkeypatch, 
     readme.write_text("no markers\n")
     monkeypatch.setattr(sys, "argv", ["serve", "--out", str(tmp_path / "out"), "--table", str(readme)])
     assert serve.main() == 1
-    assert "should have one line <!-- bench -->" in capsys.readouterr().err
+    assert "must have one line <!-- bench -->" in capsys.readouterr().err
 
 
 def test_a_part_that_fails_says_why_and_the_others_go_on(tmp_path, monkeypatch):
@@ -300,7 +300,7 @@ def test_a_part_that_fails_says_why_and_the_others_go_on(tmp_path, monkeypatch):
     assert bench.results["errors"] == {"path": "LoadError: x was answered 500"}
     text = (tmp_path / "out" / "serve.md").read_text()
     assert "failed: path, LoadError: x was answered 500" in text
-    assert re.search(r"a step while 1,000 wait, ms \| [0-9.]+", text)
+    assert re.search(r"step time with 1,000 waiting, ms \| [0-9.]+", text)
 
 
 def test_the_stub_serves_the_checkpoint_s_characters(tiny):
