@@ -88,7 +88,8 @@ def service_rows(results: dict[str, Any]) -> list[list[str]]:
             each = figure((run["characters_per_event"] for run in streams["ours"]), "{:.0f}")
             rows.append(
                 [
-                    f"streamed characters/s, stub engine, {plural(int(count), 'stream')} (this service {each} per event, the others 1)"
+                    f"streamed characters/s, stub engine, {plural(int(count), 'stream')} "
+                    f"(this service {each} per event, the others 1)"
                 ]
                 + [figure(rates[name]) for name in names]
                 + [figure(ratios(rates["ours"], rates["plain"]), "{:.0f} %", 100) + " of plain"]
@@ -228,7 +229,8 @@ def footnotes(results: dict[str, Any]) -> list[str]:
         f"{about['cpu']}, {about['cores']} cores{', ' + about['gpu'] if 'gpu' in about else ''}, {about['system']}; "
         f"load {results['load_average']:.2f} at the start; {results['date'][:10]}; torch {versions['torch']}, "
         f"transformers {versions['transformers']}, LitServe {versions['litserve']}; revision {results['revision']}",
-        f"{plural(settings['threads'], 'thread')} per engine, {settings['device']}{'; quick run' if settings['quick'] else ''}. "
+        f"{plural(settings['threads'], 'thread')} per engine, {settings['device']}"
+        f"{'; quick run' if settings['quick'] else ''}. "
         "Medians (lowest–highest) of alternating measurements.",
     ]
     if "load_generator" in results:
