@@ -1,8 +1,8 @@
 """The Grafana dashboard: `python deploy/grafana/dashboard.py` writes dashboards/chargpt.json, which is committed.
 
-Made here and not by hand because a latency is three quantiles and a heat-map each time, and because the names and
-values of Grafana's JSON are then those of its own schema: grafana-foundation-sdk is made from that of Grafana 11.6,
-and mypy holds this file against it. Knows the series of service/observe/metrics.py and the rules of deploy/prometheus.
+Generated, not hand-written: every latency needs three quantiles and a heat map, and with grafana-foundation-sdk, which
+follows the schema of Grafana 11.6, mypy checks every field. Uses the metrics of service/observe/metrics.py and the
+recording rules of deploy/prometheus.
 """
 
 from __future__ import annotations
@@ -42,20 +42,21 @@ QUANTILES = (0.5, 0.95, 0.99)
 SECONDS, PER_SECOND, SHARE, COUNT, BYTES, CORES = "s", "cps", "percentunit", "short", "bytes", "short"
 CHARACTERS_PER_SECOND = "suffix: characters/s"
 
-# What is measured of a sequence: the metric's stem, the panel's title, what it means.
+# Stem of the metric, title and description of its panels.
 LATENCIES = (
-    ("time_to_first_token", "Time to first character", "From a request's arrival until its first character is written"),
-    ("request_queue_time", "… in the queue", "From the arrival until the sequence got a cache slot"),
-    ("request_prefill_time", "… in prefill", "From the cache slot until the prompt had run"),
-    ("request_first_decode_time", "… to the first write", "From the end of the prompt until the first write"),
-    ("inter_token_latency", "Between characters", "One value per character, also where several come in one event"),
-    ("request_time_per_output_token", "Seconds per character", "A sequence's mean over the characters after the first"),
-    ("e2e_request_latency", "End to end", "From the arrival to the last character; of what ended by stop or length"),
-)
+    ("time_to_first_token", "Time to first character", "From request arrival to the first character written"),
+    ("request_queue_time", "Queue time", "From request arrival to cache slot assignment"),
+    ("request_prefill_time", "Prefill time", "From cache slot assignment to the end of prefill"),
+    ("request_first_decode_time", "First decode time", "From the end of prefill to the first character written"),
+    ("inter_token_latency", "Inter-character latency", "Time between consecutive characters of a sequence"),
+    ("request_time_per_output_token", "Time per character", "Mean of a sequence, first character excluded"),
+    ("e2e_request_latency", "End-to-end latency",
+     "From request arrival to the last character written; sequences ended by stop or length"),
+)  # fmt: skip
 
 
 def rate(series: str, by: str = "", labels: str = "") -> str:
-    """Of all chosen instances together, or apart by some labels."""
+    """Per-second rate, summed over the selected instances, or grouped `by` labels."""
     selected = f"{series}{{{CHOSEN}{labels and ', ' + labels}}}"
     return f"sum{by and f' by ({by})'} (rate({selected}[$__rate_interval]))"
 
@@ -83,7 +84,7 @@ def latest(expression: str, legend: str) -> Dataquery:
 def lines(
     title: str, description: str, unit: str, expressions: dict[str, str], *, exemplars: bool = False
 ) -> timeseries.Panel:
-    """A graph with a line for each expression, by its legend, and each series that it has."""
+    """A time series panel; `expressions` maps legends to queries."""
     panel = (
         timeseries.Panel()
         .title(title)
@@ -138,7 +139,7 @@ def number(title: str, description: str, unit: str, expression: str, legend: str
 
 
 def facts(title: str, description: str, series: str, hidden: tuple[str, ...]) -> table.Panel:
-    """The labels of a series that is always 1."""
+    """A table of the labels of an info metric."""
     tidy = {"excludeByName": {name: True for name in ("Time", "Value", "__name__", "job", *hidden)}}
     return (
         table.Panel()
@@ -157,7 +158,7 @@ def build() -> Dashboard:
     dashboard = (
         Dashboard("chargpt")
         .uid("chargpt")
-        .description("A character-level GPT service: what clients see, what is promised, what the engine does")
+        .description("Character-level GPT service: traffic, objectives, latency, engine and resources")
         .tags(["chargpt", "inference"])
         .timezone("browser")
         .time("now-1h", "now")
@@ -185,44 +186,47 @@ def build() -> Dashboard:
         dashboard.with_row(Row(title).id(next(ids)))
 
     def show(*panels: timeseries.Panel | heatmap.Panel, height: int = 8) -> None:
-        """Side by side."""
+        """Add panels side by side."""
         for panel in panels:
             dashboard.with_panel(panel.id(next(ids)).height(height).span(24 // len(panels)))
 
     first, failed = "chargpt_time_to_first_token_seconds", "model_name:chargpt_failures:ratio_rate"
     for panel in (
-        number("Instances up", "That answered the last scrape", COUNT, 'sum(up{job="chargpt", instance=~"$instance"})'),
-        number("Sequences", "That ended, a second", PER_SECOND, rate("chargpt_request_success_total")),
-        number("Characters", "Generated, a second", CHARACTERS_PER_SECOND, rate("chargpt_generation_tokens_total")),
-        number("First character", "95 of 100 come sooner", SECONDS, quantiles(first)["p95"]),
-        number("Failed", "Of sequences, in the last hour", SHARE,
+        number("Instances up", "Instances that answered the last scrape", COUNT,
+               'sum(up{job="chargpt", instance=~"$instance"})'),
+        number("Sequences", "Sequences ended per second", PER_SECOND, rate("chargpt_request_success_total")),
+        number("Characters", "Characters generated per second", CHARACTERS_PER_SECOND,
+               rate("chargpt_generation_tokens_total")),
+        number("First character, p95", "95th percentile of the time to first character", SECONDS,
+               quantiles(first)["p95"]),
+        number("Failures", "Share of sequences that failed in the last hour", SHARE,
                f'max({failed}1h{{model_name=~"$model_name", slo="sequences"}})'),
-        number("Waiting", "Sequences without a cache slot: what to scale by", COUNT,
+        number("Waiting", "Sequences waiting for a cache slot; scale on this value", COUNT,
                gauge("chargpt_num_requests_waiting")),
     ):  # fmt: skip
         dashboard.with_panel(panel.id(next(ids)))
 
     row("Traffic")
     show(
-        lines("HTTP requests", "By route", PER_SECOND,
+        lines("HTTP requests", "Requests per second, by route", PER_SECOND,
               {"{{handler}}": rate("chargpt_http_requests_total", "handler")}),
-        lines("HTTP requests in progress", "By instance", COUNT,
+        lines("HTTP requests in progress", "Requests in progress, by instance", COUNT,
               {"{{instance}}": gauge("chargpt_http_requests_in_progress", "instance")}),
-        lines("Characters", "Read in prompts and given away", CHARACTERS_PER_SECOND,
+        lines("Characters", "Prompt characters processed and characters generated", CHARACTERS_PER_SECOND,
               {"generated": rate("chargpt_generation_tokens_total"), "prompts": rate("chargpt_prompt_tokens_total")}),
     )  # fmt: skip
     show(
-        lines("Prompts", "Characters of a prompt", COUNT, quantiles("chargpt_request_prompt_tokens")),
-        lines("Completions", "Characters of a completion", COUNT, quantiles("chargpt_request_generation_tokens")),
-        lines("Unknown characters", "Replaced or dropped as the model does not know them", CHARACTERS_PER_SECOND,
+        lines("Prompt length", "Characters per prompt", COUNT, quantiles("chargpt_request_prompt_tokens")),
+        lines("Completion length", "Characters per completion", COUNT, quantiles("chargpt_request_generation_tokens")),
+        lines("Unknown characters", "Characters absent from the vocabulary, by policy", CHARACTERS_PER_SECOND,
               {"{{policy}}": rate("chargpt_unknown_characters_total", "policy")}),
     )  # fmt: skip
 
-    row("Promises")
+    row("Objectives")
     show(
         *(
-            lines(f"Burn rate: {slo.replace('_', ' ')}", "Failures over what the objective allows: 1 uses a month's"
-                  " budget in a month; 14.4 in an hour and 6 in six hours page", COUNT,
+            lines(f"Burn rate: {slo.replace('_', ' ')}", "Failure rate divided by the error budget: 1 spends a"
+                  " month's budget in a month; 14.4 over 1 h and 6 over 6 h page", COUNT,
                   {window: f'{failed}{window}{{model_name=~"$model_name", slo="{slo}"}}'
                            " / on (slo) group_left () chargpt:error_budget:ratio"
                    for window in ("1h", "6h", "1d", "3d")})
@@ -230,27 +234,27 @@ def build() -> Dashboard:
         )
     )  # fmt: skip
     show(
-        stacked("Endings", "Of accepted sequences, by reason", PER_SECOND,
+        stacked("Finish reasons", "Accepted sequences, by finish reason", PER_SECOND,
                 {"{{finished_reason}}": rate("chargpt_request_success_total", "finished_reason")}),
-        stacked("Refused", "Sequences that were not accepted, by reason", PER_SECOND,
+        stacked("Rejections", "Sequences rejected at admission, by reason", PER_SECOND,
                 {"{{reason}}": rate("chargpt_admission_rejections_total", "reason")}),
-        stacked("HTTP by status", "499: the client left", PER_SECOND,
+        stacked("HTTP status", "Responses by status; 499: client disconnected", PER_SECOND,
                 {"{{status}}": rate("chargpt_http_requests_total", "status")}),
-        lines("Failures", "Share of the last 5 minutes", SHARE,
+        lines("Failure ratio", "Failures over the last 5 minutes, by objective", SHARE,
               {"{{model_name}} {{slo}}": f'{failed}5m{{model_name=~"$model_name"}}'}),
     )  # fmt: skip
 
     row("Latency")
     show(
-        stacked("Parts of the time to first character", "Means, which add up", SECONDS,
+        stacked("Time to first character, breakdown", "Means of its three parts", SECONDS,
                 {part: mean(f"chargpt_{stem}_seconds")
                  for stem, part in (("request_queue_time", "queue"), ("request_prefill_time", "prefill"),
-                                    ("request_first_decode_time", "first write"))}),
-        lines("HTTP requests, p95", "From the headers to the end of the answer, by route", SECONDS,
+                                    ("request_first_decode_time", "first decode"))}),
+        lines("HTTP request duration, p95", "From request headers to the end of the response, by route", SECONDS,
               {"{{handler}}": "histogram_quantile(0.95, "
                + rate("chargpt_http_request_duration_seconds_bucket", "le, handler") + ")"}),
-        lines("In the engine, p95",
-              "From a sequence's cache slot, and from its prompt's end, to its last character", SECONDS,
+        lines("Time in the engine, p95",
+              "Inference: from cache slot assignment; decode: from the end of prefill; to the last character", SECONDS,
               {name: quantiles(f"chargpt_request_{name}_time_seconds")["p95"] for name in ("inference", "decode")}),
     )  # fmt: skip
     for stem, title, description in LATENCIES:
@@ -266,67 +270,70 @@ def build() -> Dashboard:
     step, between = rate("chargpt_iteration_seconds_sum"), 'phase="transport"'
     busy = f"({step} + {rate('chargpt_iteration_phase_seconds_sum', labels=between)})"
     show(
-        lines("Queue", "Sequences that wait for a cache slot", COUNT,
+        lines("Waiting", "Sequences waiting for a cache slot", COUNT,
               {"{{instance}}": gauge("chargpt_num_requests_waiting", "instance")}),
-        lines("Running", "Sequences that hold a cache slot, and the slots there are", COUNT,
+        lines("Running", "Sequences running, cache slots in use and cache slots available", COUNT,
               {"{{instance}}": gauge("chargpt_num_requests_running", "instance"),
-               "{{instance}} in use": gauge("chargpt_cache_slots_in_use", "instance"),
+               "{{instance}} slots in use": gauge("chargpt_cache_slots_in_use", "instance"),
                "{{instance}} slots": gauge("chargpt_cache_slots", "instance")}),
-        lines("Cache slots in use", "Share", SHARE,
+        lines("Cache slots in use", "Share of all cache slots", SHARE,
               {"{{instance}}": f"max by (instance) (chargpt_kv_cache_usage_perc{{{CHOSEN}}})"}),
     )  # fmt: skip
     utilization = "chargpt_iteration_batch_utilization_ratio"
     show(
-        lines("Rows of a decode step", "Mean", COUNT, {"rows": mean("chargpt_iteration_batch_size")}),
-        lines("Batch utilisation", "Rows of a decode step over cache slots", SHARE,
+        lines("Batch size", "Mean sequences per decode step", COUNT,
+              {"sequences": mean("chargpt_iteration_batch_size")}),
+        lines("Batch utilization", "Sequences per decode step divided by cache slots", SHARE,
               {"mean": mean(utilization)} | quantiles(utilization)),
-        heat("Batch utilisation", "Rows of a decode step over cache slots", SHARE, utilization, exemplars=False),
-        lines("Characters of a step", "Prompts included", COUNT, quantiles("chargpt_iteration_tokens_total")),
+        heat("Batch utilization", "Sequences per decode step divided by cache slots", SHARE, utilization,
+             exemplars=False),
+        lines("Characters per step", "Characters processed per engine step, prompts included", COUNT,
+              quantiles("chargpt_iteration_tokens_total")),
     )  # fmt: skip
     show(
-        lines("Steps", "Duration of an engine step", SECONDS, quantiles("chargpt_iteration_seconds")),
-        heat("Steps", "Duration of an engine step", SECONDS, "chargpt_iteration_seconds", exemplars=False),
-        lines("Phases of a step", "Mean duration, where a step has the phase", SECONDS,
+        lines("Step duration", "Duration of an engine step", SECONDS, quantiles("chargpt_iteration_seconds")),
+        heat("Step duration", "Duration of an engine step", SECONDS, "chargpt_iteration_seconds", exemplars=False),
+        lines("Step phases", "Mean duration of each phase, over the steps that have it", SECONDS,
               {"{{phase}}": mean("chargpt_iteration_phase_seconds", "phase")}),
     )  # fmt: skip
     show(
-        stacked("Where the workers' time goes", "The model is decode and prefill; schedule and transport are the"
-                " service's own", SHARE,
+        stacked("Worker time", "Share by phase; prefill and decode run the model, schedule and transport are"
+                " overhead", SHARE,
                 {"{{phase}}": f"{phases} / scalar({workers})",
                  "idle": f"clamp_min(1 - {busy} / {workers}, 0)"}),
-        lines("Device and scheduler", "Share of the time in steps: forwards and sampling, and the scheduler", SHARE,
+        lines("Device and scheduler", "Share of step time: model and sampling, and the scheduler", SHARE,
               {"device": rate("chargpt_iteration_phase_seconds_sum", labels='phase=~"decode|prefill|sample|decide"')
                + f" / {step}",
                "scheduler": rate("chargpt_iteration_phase_seconds_sum", labels='phase="schedule"') + f" / {step}"}),
-        lines("Exact choices", "Characters chosen from fp64 logits, as a share of those generated", SHARE,
+        lines("Exact choices", "Share of characters sampled from fp64 logits", SHARE,
               {"share": f"{rate('chargpt_exact_choices_total')} / {rate('chargpt_generation_tokens_total')}"}),
     )  # fmt: skip
 
     row("Resources")
     by_process = "instance, process"
     show(
-        lines("Memory", "Resident, by process", BYTES,
+        lines("Memory", "Resident memory, by process", BYTES,
               {"{{instance}} {{process}}": gauge("chargpt_process_resident_memory_bytes", by_process)}),
-        lines("CPU", "Cores, by process", CORES,
+        lines("CPU", "Cores in use, by process", CORES,
               {"{{instance}} {{process}}": rate("chargpt_process_cpu_seconds_total", by_process)}),
-        lines("Files and threads", "Open file descriptors, and threads, by process", COUNT,
+        lines("Files and threads", "Open file descriptors and threads, by process", COUNT,
               {"{{instance}} {{process}} files": gauge("chargpt_process_open_fds", by_process),
                "{{instance}} {{process}} threads": gauge("chargpt_process_threads", by_process)}),
-        lines("Restarts of workers", "In the last 15 minutes", COUNT,
+        lines("Worker restarts", "Restarts in the last 15 minutes", COUNT,
               {"{{instance}}":
                f"sum by (instance) (increase(chargpt_worker_restarts_total{{{CHOSEN}}}[15m]))"}),
     )  # fmt: skip
 
-    row("What is served")
+    row("Model and build")
     for part in (
-        facts("Build", "Versions", "chargpt_build_info", ()),
-        facts("Checkpoint", "Its hash and sizes", "chargpt_checkpoint_info", ()),
+        facts("Build", "Software versions", "chargpt_build_info", ()),
+        facts("Checkpoint", "Hash and sizes of the served checkpoint", "chargpt_checkpoint_info", ()),
     ):
         dashboard.with_panel(part.id(next(ids)))
     for panel in (
-        number("Validation loss", "Nats per character, as training noted it", "none",
+        number("Validation loss", "Recorded in training, in nats per character", "none",
                f"chargpt_checkpoint_validation_loss{{{CHOSEN}}}", "{{instance}}").decimals(4).span(8),
-        number("Up for", "Age of the oldest process of each instance", SECONDS,
+        number("Uptime", "Age of the oldest process of each instance", SECONDS,
                f"time() - min by (instance) (chargpt_process_start_time_seconds{{{CHOSEN}}})", "{{instance}}").span(16),
     ):  # fmt: skip
         dashboard.with_panel(panel.id(next(ids)))

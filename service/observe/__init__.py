@@ -1,1 +1,1 @@
-"""What a process reports about itself: metrics, log lines and traces."""
+"""Metrics, logs and traces."""

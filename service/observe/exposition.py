@@ -1,7 +1,7 @@
-"""What /metrics answers: the values of all processes added up, and what only whoever asks can tell.
+"""The page of /metrics: the sums of all processes' values, and metrics that are computed when scraped.
 
-That is the processes' memory and time, what is served, and ratios of sums. Series may appear a second time under
-vLLM's names. Knows Prometheus' formats; observes nothing.
+Those are each process's memory and CPU time, the checkpoint and versions, and ratios of sums. An option repeats series
+under vLLM's names. Records no observations.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from prometheus_client.samples import Sample
 from service.model.checkpoint import Checkpoint
 from service.observe import metrics
 
-# vLLM 0.33's series that a sequence or a step of ours has too, and what prometheus-fastapi-instrumentator counts there.
+# Names in vLLM 0.33, the last two from prometheus-fastapi-instrumentator, which vLLM uses.
 VLLM_NAMES = {
     f"chargpt_{stem}": f"vllm:{stem}"
     for stem in (
@@ -59,7 +59,7 @@ VLLM_NAMES = {
 
 
 class Exposition(Collector):
-    """All series of a served checkpoint. `restarts` says how many workers were started again."""
+    """All metrics of a served checkpoint. `restarts` returns the number of worker restarts."""
 
     def __init__(self, model_name: str, checkpoint: Checkpoint, *, vllm_names: bool, restarts: Callable[[], int]):
         self.model_name, self.checkpoint = model_name, checkpoint
@@ -68,20 +68,20 @@ class Exposition(Collector):
         self._lock = threading.Lock()
 
     def page(self, accept: str) -> tuple[bytes, str]:
-        """The text and its type: OpenMetrics 1.0, with exemplars, where `accept` asks for any version, else 0.0.4.
+        """The page and its content type: OpenMetrics 1.0 with exemplars if `accept` names it, else text 0.0.4.
 
-        One at a time: of two scrapes that overlap, the one that ends later would have the lower counters.
+        Scrapes are serialized: of two that overlap, the later answer could hold the lower counters.
         """
         registry = CollectorRegistry()
         registry.register(self)
         with self._lock:
             if "application/openmetrics-text" in accept:
-                # By default prometheus-client 0.26 turns the colon in the names of samples into an underscore.
+                # prometheus-client 0.26 escapes the colon in sample names by default.
                 return openmetrics.generate_latest(registry, openmetrics.ALLOWUTF8), openmetrics.CONTENT_TYPE_LATEST
             return exposition.generate_latest(registry), exposition.CONTENT_TYPE_PLAIN_0_0_4
 
     def describe(self) -> Iterable[Metric]:
-        return []  # or registering would collect
+        return []  # otherwise registering calls collect()
 
     def collect(self) -> Iterator[Metric]:
         registry = CollectorRegistry()
@@ -95,7 +95,7 @@ class Exposition(Collector):
         ]
         for family in (*self._ratios(families), *self._processes(pids), *self._identity()):
             families[family.name] = family
-        _attach_exemplars(families, _read_exemplars(Path(os.environ["PROMETHEUS_MULTIPROC_DIR"])))
+        _add_exemplars(families, _read_exemplars(Path(os.environ["PROMETHEUS_MULTIPROC_DIR"])))
         yield from families.values()
         if self.vllm_names:
             for ours, theirs in VLLM_NAMES.items():
@@ -106,24 +106,26 @@ class Exposition(Collector):
         return GaugeMetricFamily(name, help, labels=[*metrics.LABELS, *labels])
 
     def _ratios(self, families: dict[str, Metric]) -> Iterator[Metric]:
-        usage = self._gauge("chargpt_kv_cache_usage_perc", "Share of the cache slots that is in use, 0 to 1")
+        usage = self._gauge("chargpt_kv_cache_usage_perc", "Share of cache slots in use, 0 to 1")
         slots = sum(sample.value for sample in families["chargpt_cache_slots"].samples)
-        if slots:  # none while no worker is there
+        if slots:  # 0 without a worker
             used = sum(sample.value for sample in families["chargpt_cache_slots_in_use"].samples)
             usage.add_metric([self.model_name], used / slots)
         yield usage
 
     def _processes(self, pids: dict[str, int]) -> Iterator[Metric]:
-        memory = self._gauge("chargpt_process_resident_memory_bytes", "Resident memory of a process", "process")
+        memory = self._gauge(
+            "chargpt_process_resident_memory_bytes", "Resident memory of a process, in bytes", "process"
+        )
         files = self._gauge("chargpt_process_open_fds", "Open file descriptors of a process", "process")
         threads = self._gauge("chargpt_process_threads", "Threads of a process", "process")
         cpu = CounterMetricFamily(
-            "chargpt_process_cpu_seconds", "CPU time of a process, user and system",
+            "chargpt_process_cpu_seconds", "CPU time of a process, user and system, in seconds",
             labels=[*metrics.LABELS, "process"],
         )  # fmt: skip
         for name, pid in sorted(pids.items()):
             labels = [self.model_name, name]
-            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            with contextlib.suppress(psutil.NoSuchProcess):  # ended since
                 process = psutil.Process(pid)
                 with process.oneshot():
                     times = process.cpu_times()
@@ -135,23 +137,25 @@ class Exposition(Collector):
 
     def _identity(self) -> Iterator[Metric]:
         yield self._info(
-            "chargpt_build_info", "What runs: 1, with versions as labels",
+            "chargpt_build_info", "Always 1; software versions as labels",
             {"version": version("chargpt"), "python": platform.python_version()}
             | {name: version(name) for name in ("torch", "litserve")},
         )  # fmt: skip
         shape = self.checkpoint.hyperparameters
         yield self._info(
-            "chargpt_checkpoint_info", "What is served: 1, with the checkpoint's hash and sizes as labels",
+            "chargpt_checkpoint_info", "Always 1; hash and sizes of the served checkpoint as labels",
             {"checkpoint_sha256": self.checkpoint.digest}
             | {name: str(shape[name]) for name in ("block_size", "n_layer", "n_embd", "vocab_size")},
         )  # fmt: skip
-        loss = self._gauge("chargpt_checkpoint_validation_loss", "Nats per character, where training noted it")
-        known = self.checkpoint.training.get("losses", {}).get("whole")
-        if known is not None:
-            loss.add_metric([self.model_name], known)
+        loss = self._gauge(
+            "chargpt_checkpoint_validation_loss", "Validation loss recorded in training, in nats per character"
+        )
+        recorded = self.checkpoint.training.get("losses", {}).get("whole")
+        if recorded is not None:
+            loss.add_metric([self.model_name], recorded)
         yield loss
         restarts = CounterMetricFamily(
-            "chargpt_worker_restarts", "Workers that died and were started again", labels=metrics.LABELS
+            "chargpt_worker_restarts", "Restarts of inference workers after a crash", labels=metrics.LABELS
         )
         restarts.add_metric([self.model_name], self.restarts())
         yield restarts
@@ -163,7 +167,7 @@ class Exposition(Collector):
 
 
 def _read_exemplars(folder: Path) -> dict[str, dict[float, metrics.Exemplar]]:
-    """The latest of each bucket over all processes: by the histogram's name and the bucket's upper bound."""
+    """The latest exemplar of all processes, by histogram name and upper bound of the bucket."""
     latest: dict[str, dict[float, metrics.Exemplar]] = {}
     for path in folder.glob(metrics.EXEMPLARS.format("*")):
         content: dict[str, dict[str, Any]] = msgspec.json.decode(path.read_bytes())
@@ -176,7 +180,7 @@ def _read_exemplars(folder: Path) -> dict[str, dict[float, metrics.Exemplar]]:
     return latest
 
 
-def _attach_exemplars(families: dict[str, Metric], exemplars: dict[str, dict[float, metrics.Exemplar]]) -> None:
+def _add_exemplars(families: dict[str, Metric], exemplars: dict[str, dict[float, metrics.Exemplar]]) -> None:
     for name, buckets in exemplars.items():
         samples = families[name].samples
         for i, sample in enumerate(samples):
@@ -187,7 +191,7 @@ def _attach_exemplars(families: dict[str, Metric], exemplars: dict[str, dict[flo
 
 
 def _renamed(family: Metric, name: str) -> Metric:
-    """A series as vLLM names it: of engine 0, as all engines are added up here."""
+    """A copy under vLLM's name, labelled engine 0: the values here are sums over all engines."""
     renamed = Metric(name, family.documentation, family.type)
     extra = {"engine": "0"} if name.startswith("vllm:") else {}
     for sample in family.samples:
@@ -198,15 +202,15 @@ def _renamed(family: Metric, name: str) -> Metric:
                 labels["status"] = labels["status"][0] + "xx"
         renamed.samples.append(Sample(name + sample.name.removeprefix(family.name), labels, *sample[2:]))
     if name == "http_requests":
-        renamed.samples = _added_up(renamed.samples)
+        renamed.samples = _summed(renamed.samples)
     return renamed
 
 
-def _added_up(samples: list[Sample]) -> list[Sample]:
-    """Samples of equal labels as one."""
+def _summed(samples: list[Sample]) -> list[Sample]:
+    """One sample per set of labels, the sum of all with the same set."""
     totals: dict[tuple[str, frozenset[tuple[str, str]]], Sample] = {}
     for sample in samples:
         key = (sample.name, frozenset(sample.labels.items()))
-        before = totals.get(key)
-        totals[key] = sample if before is None else before._replace(value=before.value + sample.value)
+        total = totals[key].value if key in totals else 0.0
+        totals[key] = sample._replace(value=total + sample.value)
     return list(totals.values())

@@ -1,8 +1,8 @@
-"""Every metric that a process observes, with its labels and buckets.
+"""The metrics that a process records, with their labels and buckets.
 
-Names are vLLM's stems under `chargpt_`, in base units. The values of all processes live in files of one folder
-(prometheus-client's multiprocess mode), so that any HTTP process answers for all of them (exposition.py). The folder
-is named by PROMETHEUS_MULTIPROC_DIR, which must be set before this module is imported.
+Names are vLLM's stems under `chargpt_`, in base units. prometheus-client's multiprocess mode keeps the values of all
+processes in files of one folder, so that any HTTP process can expose all of them (exposition.py). The folder is
+PROMETHEUS_MULTIPROC_DIR, which must be set before this module is imported.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import prometheus_client
 from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import mark_process_dead
 
-# 0.1 ms to 300 s, a factor of about 1.5 to 2 a bucket: fit for a small model.
+# 0.1 ms to 300 s, each bound at most 2.5 times the previous: fine enough for a small model.
 SECONDS = (
     0.0001, 0.0002, 0.0003, 0.0005, 0.00075, 0.001, 0.0015, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02,
     0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 15, 30, 60, 120, 300,
@@ -30,45 +30,44 @@ COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 RATIOS = tuple(i / 10 for i in range(1, 11))
 
-EXEMPLARS = "exemplars_{}.json"  # of a process, by its number, in the folder of the values
+EXEMPLARS = "exemplars_{}.json"  # file of the process with that pid, in PROMETHEUS_MULTIPROC_DIR
 
 LABELS = ["model_name"]
 
-PendingKind = TypeVar("PendingKind", bound="_Pending")
+BufferedKind = TypeVar("BufferedKind", bound="_Buffered")
 
 
-class _Pending(ABC):
-    """What was observed and not yet written: a write to a shared file costs ten times as much as an addition."""
+class _Buffered(ABC):
+    """Buffers observations: a write to the shared file costs ten times as much as an addition."""
 
-    def __init__(self, changed: Callable[[], None]):
-        self._changed = changed  # to be called when there is something to write
+    def __init__(self, request_flush: Callable[[], None]):
+        self._request_flush = request_flush
 
     @abstractmethod
-    def flush(self) -> None:
-        """Write it."""
+    def flush(self) -> None: ...
 
 
 class Exemplar(NamedTuple):
-    """An observation to look at: the latest of a histogram's bucket."""
+    """The latest observation in a histogram's bucket."""
 
     request_id: str
     value: float
     timestamp: float  # Unix time
 
 
-class Histogram(_Pending):
-    def __init__(self, shared: prometheus_client.Histogram, changed: Callable[[], None]):
-        super().__init__(changed)
-        self.name: str = shared._name
-        self._shared = shared
-        self._bounds: list[float] = shared._upper_bounds
+class Histogram(_Buffered):
+    def __init__(self, child: prometheus_client.Histogram, request_flush: Callable[[], None]):
+        super().__init__(request_flush)
+        self.name: str = child._name
+        self._child = child
+        self._bounds: list[float] = child._upper_bounds
         self._observed: list[tuple[float, int, str | None]] = []
-        self.exemplars: dict[float, Exemplar] = {}  # by the bucket's upper bound
+        self.exemplars: dict[float, Exemplar] = {}  # by upper bound of the bucket
 
     def observe(self, amount: float, count: int = 1, request_id: str | None = None) -> None:
-        """`count` observations of the same amount, of the request that is named."""
+        """Record `count` observations of the same amount; `request_id` becomes the bucket's exemplar."""
         if not self._observed:
-            self._changed()
+            self._request_flush()
         self._observed.append((amount, count, request_id))
 
     def flush(self) -> None:
@@ -82,42 +81,42 @@ class Histogram(_Pending):
             if request_id is not None:
                 latest[bucket] = (request_id, amount)
         self._observed.clear()
-        self._shared._sum.inc(total)
+        self._child._sum.inc(total)
         for bucket, count in enumerate(counts):
             if count:
-                self._shared._buckets[bucket].inc(count)
+                self._child._buckets[bucket].inc(count)
         now = time.time()
         for bucket, (request_id, amount) in latest.items():
             self.exemplars[self._bounds[bucket]] = Exemplar(request_id, amount, now)
 
 
-class Counter(_Pending):
-    def __init__(self, shared: prometheus_client.Counter, changed: Callable[[], None]):
-        super().__init__(changed)
-        self._shared = shared
+class Counter(_Buffered):
+    def __init__(self, child: prometheus_client.Counter, request_flush: Callable[[], None]):
+        super().__init__(request_flush)
+        self._child = child
         self._count = 0.0
 
     def inc(self, count: float = 1) -> None:
         if not self._count:
-            self._changed()
+            self._request_flush()
         self._count += count
 
     def flush(self) -> None:
         if self._count:
-            self._shared.inc(self._count)
+            self._child.inc(self._count)
             self._count = 0.0
 
 
-class Gauge(_Pending):
-    def __init__(self, shared: prometheus_client.Gauge, changed: Callable[[], None]):
-        super().__init__(changed)
-        self._shared = shared
+class Gauge(_Buffered):
+    def __init__(self, child: prometheus_client.Gauge, request_flush: Callable[[], None]):
+        super().__init__(request_flush)
+        self._child = child
         self._value = 0.0
         self._written = -1.0
 
     def set(self, value: float) -> None:
         self._value = value
-        self._changed()
+        self._request_flush()
 
     def inc(self) -> None:
         self.set(self._value + 1)
@@ -127,19 +126,21 @@ class Gauge(_Pending):
 
     def flush(self) -> None:
         if self._value != self._written:
-            self._shared.set(self._value)
+            self._child.set(self._value)
             self._written = self._value
 
 
 class Metrics:
-    """All series of one process of a served model; `registry` is where they are declared, not where they are read.
+    """All metrics of one process.
 
-    `process`: what this one is called in the series about processes. Values are gathered here and written for the
-    others to see by `flush`. `later` is asked to call it soon, once after the last; without it the owner calls it.
+    registry: holds the declarations; exposition.py reads the values of all processes from the shared files.
+    process: the value of the `process` label: main, http-0, worker-0.
+    later: loop.call_later or the like, called once after a change to schedule `flush`. Without it the owner calls
+    `flush`.
     """
 
     FLUSH_SECONDS = 0.05
-    EXEMPLAR_SECONDS = 1.0  # between two writes of them
+    EXEMPLAR_SECONDS = 1.0  # between two writes of the exemplars' file
 
     def __init__(
         self,
@@ -148,122 +149,139 @@ class Metrics:
         process: str,
         later: Callable[[float, Callable[[], None]], Any] = lambda seconds, flush: None,
     ):
-        self._pending: list[_Pending] = []
+        self._buffered: list[_Buffered] = []
         self._later = later
-        self._is_changed = False
+        self._is_flush_due = False
         self._exemplars_at = 0.0
 
-        def kept(pending: PendingKind) -> PendingKind:
-            self._pending.append(pending)
-            return pending
+        def buffered(metric: BufferedKind) -> BufferedKind:
+            self._buffered.append(metric)
+            return metric
 
         def histogram(name: str, help: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
-            shared = prometheus_client.Histogram(name, help, LABELS, buckets=buckets, registry=registry)
-            return kept(Histogram(shared.labels(model_name), self._changed))
+            family = prometheus_client.Histogram(name, help, LABELS, buckets=buckets, registry=registry)
+            return buffered(Histogram(family.labels(model_name), self._request_flush))
 
-        def histograms(name: str, help: str, *labels: str) -> Callable[..., Histogram]:
-            """A histogram of seconds with further labels, whose values come with use."""
-            shared = prometheus_client.Histogram(name, help, [*LABELS, *labels], buckets=SECONDS, registry=registry)
-            return functools.cache(lambda *values: kept(Histogram(shared.labels(model_name, *values), self._changed)))
+        def labeled_histogram(name: str, help: str, *labels: str) -> Callable[..., Histogram]:
+            family = prometheus_client.Histogram(name, help, [*LABELS, *labels], buckets=SECONDS, registry=registry)
+            return functools.cache(
+                lambda *values: buffered(Histogram(family.labels(model_name, *values), self._request_flush))
+            )
 
         def counter(name: str, help: str) -> Counter:
-            return counters(name, help)()
+            return labeled_counter(name, help)()
 
-        def counters(name: str, help: str, *labels: str) -> Callable[..., Counter]:
-            shared = prometheus_client.Counter(name, help, [*LABELS, *labels], registry=registry)
-            return functools.cache(lambda *values: kept(Counter(shared.labels(model_name, *values), self._changed)))
+        def labeled_counter(name: str, help: str, *labels: str) -> Callable[..., Counter]:
+            family = prometheus_client.Counter(name, help, [*LABELS, *labels], registry=registry)
+            return functools.cache(
+                lambda *values: buffered(Counter(family.labels(model_name, *values), self._request_flush))
+            )
 
         def gauge(name: str, help: str) -> Gauge:
-            shared = prometheus_client.Gauge(name, help, LABELS, registry=registry, multiprocess_mode="livesum")
-            return kept(Gauge(shared.labels(model_name), self._changed))
+            family = prometheus_client.Gauge(name, help, LABELS, registry=registry, multiprocess_mode="livesum")
+            return buffered(Gauge(family.labels(model_name), self._request_flush))
 
-        # Observed by the HTTP processes, one sequence (a prompt and its completion) at a time.
+        # Recorded by HTTP processes. A sequence is one prompt with its completion; a request may have several.
         self.time_to_first_token = histogram(
-            "chargpt_time_to_first_token_seconds", "From a request's arrival until its first character is written"
+            "chargpt_time_to_first_token_seconds",
+            "Time from request arrival to the first character written, in seconds",
         )
         self.request_queue_time = histogram(
-            "chargpt_request_queue_time_seconds", "From a request's arrival until the sequence got a cache slot"
+            "chargpt_request_queue_time_seconds", "Time from request arrival to cache slot assignment, in seconds"
         )
         self.request_prefill_time = histogram(
-            "chargpt_request_prefill_time_seconds", "From the cache slot until the prompt had run"
+            "chargpt_request_prefill_time_seconds", "Time from cache slot assignment to the end of prefill, in seconds"
         )
         self.request_first_decode_time = histogram(
-            "chargpt_request_first_decode_time_seconds", "From the prompt's end until the first character is written"
+            "chargpt_request_first_decode_time_seconds",
+            "Time from the end of prefill to the first character written, in seconds",
         )
         self.inter_token_latency = histogram(
-            "chargpt_inter_token_latency_seconds", "Between two characters of a sequence; one value per character"
+            "chargpt_inter_token_latency_seconds",
+            "Time between consecutive characters of a sequence, in seconds; one observation per character",
         )
         self.request_time_per_output_token = histogram(
             "chargpt_request_time_per_output_token_seconds",
-            "Mean time of a sequence's characters after the first; none where there is only one",
+            "Mean time per character after the first of a sequence, in seconds",
         )
         self.e2e_request_latency = histogram(
             "chargpt_e2e_request_latency_seconds",
-            "From a request's arrival until its last character is written, where it ends by stop or length",
+            "Time from request arrival to the last character written, in seconds; sequences ended by stop or length",
         )
         self.request_decode_time = histogram(
-            "chargpt_request_decode_time_seconds", "From the prompt's end until the last character is there"
+            "chargpt_request_decode_time_seconds",
+            "Time from the end of prefill to the last character generated, in seconds",
         )
         self.request_inference_time = histogram(
-            "chargpt_request_inference_time_seconds", "From the cache slot until the last character is there"
+            "chargpt_request_inference_time_seconds",
+            "Time from cache slot assignment to the last character generated, in seconds",
         )
-        self.prompt_tokens = counter("chargpt_prompt_tokens", "Characters of prompts")
-        self.generation_tokens = counter("chargpt_generation_tokens", "Characters generated and given away")
-        self.request_prompt_tokens = histogram("chargpt_request_prompt_tokens", "Characters of a prompt", LENGTHS)
+        self.prompt_tokens = counter("chargpt_prompt_tokens", "Prompt characters processed")
+        self.generation_tokens = counter("chargpt_generation_tokens", "Characters generated and emitted")
+        self.request_prompt_tokens = histogram(
+            "chargpt_request_prompt_tokens", "Prompt length of a sequence, in characters", LENGTHS
+        )
         self.request_generation_tokens = histogram(
-            "chargpt_request_generation_tokens", "Characters of a completion", LENGTHS
+            "chargpt_request_generation_tokens", "Completion length of a sequence, in characters", LENGTHS
         )
-        self._request_success = counters(
-            "chargpt_request_success", "Accepted sequences that ended, by reason", "finished_reason"
+        self._request_success = labeled_counter(
+            "chargpt_request_success", "Accepted sequences that ended, by finish reason", "finished_reason"
         )
-        self._admission_rejections = counters(
-            "chargpt_admission_rejections", "Sequences that were not accepted, by reason", "reason"
+        self._admission_rejections = labeled_counter(
+            "chargpt_admission_rejections", "Sequences rejected at admission, by reason", "reason"
         )
-        self._unknown_characters = counters(
-            "chargpt_unknown_characters", "Characters replaced or dropped as the model does not know them", "policy"
+        self._unknown_characters = labeled_counter(
+            "chargpt_unknown_characters",
+            "Characters absent from the vocabulary, replaced or dropped by policy",
+            "policy",
         )
-        self._http_requests = counters(
-            "chargpt_http_requests", "HTTP requests answered; 499: the client left", "handler", "method", "status"
-        )
-        self._http_request_duration = histograms(
-            "chargpt_http_request_duration_seconds", "From an HTTP request's headers to its answer's end",
+        self._http_requests = labeled_counter(
+            "chargpt_http_requests",
+            "HTTP requests completed, by route, method and status; 499 if the client disconnected",
+            "handler", "method", "status",
+        )  # fmt: skip
+        self._http_request_duration = labeled_histogram(
+            "chargpt_http_request_duration_seconds",
+            "Time from HTTP request headers to the end of the response, in seconds",
             "handler", "method",
         )  # fmt: skip
-        self.http_requests_in_progress = gauge("chargpt_http_requests_in_progress", "HTTP requests being answered")
+        self.http_requests_in_progress = gauge("chargpt_http_requests_in_progress", "HTTP requests in progress")
 
-        # From 0 on: the rate of a series that begins at 1 misses its first event.
+        # Created at 0: the rate of a series that appears at 1 misses its first event.
         for reason in ("stop", "length", "abort", "timeout", "error"):
             self._request_success(reason)
         for reason in ("queue_full", "shutting_down", "not_ready"):
             self._admission_rejections(reason)
 
-        # Observed by the inference processes.
-        self.num_requests_running = gauge("chargpt_num_requests_running", "Sequences that hold a cache slot")
-        self.num_requests_waiting = gauge("chargpt_num_requests_waiting", "Sequences in the queue")
-        self.cache_slots = gauge("chargpt_cache_slots", "Cache slots there are")
-        self.cache_slots_in_use = gauge("chargpt_cache_slots_in_use", "Cache slots that sequences hold")
-        self.num_preemptions = counter("chargpt_num_preemptions", "Sequences that lost their slot: there are none")
-        self.iteration_batch_size = histogram("chargpt_iteration_batch_size", "Sequences in a decode step", COUNTS)
+        # Recorded by inference processes.
+        self.num_requests_running = gauge("chargpt_num_requests_running", "Sequences running in a cache slot")
+        self.num_requests_waiting = gauge("chargpt_num_requests_waiting", "Sequences waiting in the queue")
+        self.cache_slots = gauge("chargpt_cache_slots", "Cache slots available, used or free")
+        self.cache_slots_in_use = gauge("chargpt_cache_slots_in_use", "Cache slots in use")
+        self.num_preemptions = counter(
+            "chargpt_num_preemptions", "Sequences preempted; always 0, as the engine never preempts"
+        )
+        self.iteration_batch_size = histogram("chargpt_iteration_batch_size", "Sequences per decode step", COUNTS)
         self.iteration_batch_utilization = histogram(
-            "chargpt_iteration_batch_utilization_ratio", "Sequences in a decode step, over the slots there are", RATIOS
+            "chargpt_iteration_batch_utilization_ratio", "Sequences per decode step divided by cache slots", RATIOS
         )
         self.iteration_tokens = histogram(
-            "chargpt_iteration_tokens_total", "Characters run in an engine step, prompts included", COUNTS
+            "chargpt_iteration_tokens_total", "Characters processed per engine step, prompts included", COUNTS
         )
-        self.iteration_seconds = histogram("chargpt_iteration_seconds", "Duration of an engine step")
-        self.iteration_phase = histograms(
+        self.iteration_seconds = histogram("chargpt_iteration_seconds", "Duration of an engine step, in seconds")
+        self.iteration_phase = labeled_histogram(
             "chargpt_iteration_phase_seconds",
-            "Duration of a phase of an engine step; transport: of the frames between two",
+            "Duration of a phase of an engine step, in seconds; transport: exchange of frames between steps",
             "phase",
         )
-        self.engine_idle = counter("chargpt_engine_idle_seconds", "Time in which an engine had nothing to do")
+        self.engine_idle = counter("chargpt_engine_idle_seconds", "Time without work in the engine, in seconds")
         self.exact_choices = counter(
-            "chargpt_exact_choices", "Characters chosen from fp64 logits because rounding could have mattered"
+            "chargpt_exact_choices", "Characters sampled from fp64 logits because fp32 rounding could change the choice"
         )
 
         started = prometheus_client.Gauge(
-            "chargpt_process_start_time_seconds", "When a process began to serve, as Unix time", [*LABELS, "process"],
-            registry=registry, multiprocess_mode="liveall",
+            "chargpt_process_start_time_seconds", "Start time of a process, in seconds since the Unix epoch",
+            [*LABELS, "process"], registry=registry, multiprocess_mode="liveall",
         )  # fmt: skip
         started.labels(model_name, process).set(time.time())
 
@@ -281,34 +299,34 @@ class Metrics:
         self._http_requests(handler, method, str(status)).inc()
         self._http_request_duration(handler, method).observe(seconds)
 
-    def _changed(self) -> None:
-        if not self._is_changed:
-            self._is_changed = True
+    def _request_flush(self) -> None:
+        if not self._is_flush_due:
+            self._is_flush_due = True
             self._later(self.FLUSH_SECONDS, self.flush)
 
     def flush(self) -> None:
-        """Write what was observed since the last time, for all processes to read."""
-        self._is_changed = False
-        for pending in self._pending:
-            pending.flush()
+        """Write buffered observations to the shared files."""
+        self._is_flush_due = False
+        for metric in self._buffered:
+            metric.flush()
         if time.monotonic() >= self._exemplars_at:
             self._exemplars_at = time.monotonic() + self.EXEMPLAR_SECONDS
             self._write_exemplars()
 
     def _write_exemplars(self) -> None:
-        """Put them beside the values, which prometheus-client's files have no place for."""
-        found = {
-            pending.name: {str(bound): exemplar for bound, exemplar in pending.exemplars.items()}
-            for pending in self._pending
-            if isinstance(pending, Histogram) and pending.exemplars
+        """Write them to a file of their own, as prometheus-client's multiprocess files hold values only."""
+        exemplars = {
+            metric.name: {str(bound): exemplar for bound, exemplar in metric.exemplars.items()}
+            for metric in self._buffered
+            if isinstance(metric, Histogram) and metric.exemplars
         }
-        if found:
+        if exemplars:
             path = Path(os.environ["PROMETHEUS_MULTIPROC_DIR"], EXEMPLARS.format(os.getpid()))
             temporary = path.with_suffix(".new")
-            temporary.write_bytes(msgspec.json.encode(found))
+            temporary.write_bytes(msgspec.json.encode(exemplars))
             temporary.replace(path)
 
 
 def forget_process(pid: int) -> None:
-    """Take a dead process out of the gauges; what it counted stays."""
+    """Remove a dead process's gauges; its counters and histograms stay."""
     mark_process_dead(pid)

@@ -1,10 +1,10 @@
-"""OpenTelemetry traces: a span for each request that asks the model, with its phases, sent to a collector.
+"""OpenTelemetry traces: one span per model request, with a child span per phase, exported to a collector.
 
-A span is made once its request is over, from times that were noted anyway, so a request waits for nothing; a thread
-sends them in batches, and drops what a collector does not take in time. Sampling, batching and headers are set by
-OpenTelemetry's own variables (OTEL_TRACES_SAMPLER, OTEL_BSP_…, OTEL_EXPORTER_OTLP_HEADERS, OTEL_SERVICE_NAME).
+A span is created after its request ends, from timestamps recorded anyway: tracing delays no request. A thread exports
+spans in batches and drops those that the collector does not accept in time. OpenTelemetry's own variables configure
+sampling, batching and headers (OTEL_TRACES_SAMPLER, OTEL_BSP_…, OTEL_EXPORTER_OTLP_HEADERS, OTEL_SERVICE_NAME).
 
-Needs the extra `tracing`; nothing imports this module unless an endpoint is set. No text of a request is in a span.
+Needs the extra `tracing`, and is imported only if an endpoint is set. Spans contain no text of prompts or completions.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What the routes do, in the words of OpenTelemetry's conventions for generative AI where it has them.
+# gen_ai.operation.name by route: OpenTelemetry defines text_completion, the others are ours.
 OPERATIONS = {
     "/generate": "text_completion",
     "/v1/completions": "text_completion",
     "/v1/score": "score",
     "/v1/next": "next",
 }
-FAILURES = ("timeout", "error")  # an abort is the client's will
+FAILURES = ("timeout", "error")  # an abort is the client's choice
 
 
 class Tracer:
-    """Makes the spans of one HTTP process."""
+    """Creates and exports the spans of one HTTP process."""
 
-    FLUSH_SECONDS = 3  # for the last spans, at the end of the process
+    FLUSH_SECONDS = 3  # to export the last spans at shutdown
 
     def __init__(self, endpoint: str, model_name: str, process: str):
         self._model_name = model_name
         resource = Resource.create({"service.instance.id": f"{process}-{os.getpid()}"})
-        if str(resource.attributes["service.name"]).startswith("unknown_service"):  # no variable says otherwise
+        if str(resource.attributes["service.name"]).startswith("unknown_service"):  # not set by a variable
             resource = resource.merge(Resource({"service.name": "chargpt"}))
         self._exporter = OTLPSpanExporter(endpoint)
-        # Not the global provider: other libraries would begin to make spans, with queries in them.
+        # Not the global provider, or other libraries would create spans, with URL queries in them.
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer = self._provider.get_tracer("chargpt")
@@ -58,7 +58,7 @@ class Tracer:
     def request(
         self, scope: Scope, context: RequestContext, status: int | None, started_at: float, ended_at: float
     ) -> None:
-        """Make the span of a request that is over, if it asked the model; times by time.monotonic()."""
+        """Create the span of a finished request, unless its route runs no model. Times are from time.monotonic()."""
         operation = OPERATIONS.get(context.route)
         if operation is None:
             return
@@ -101,17 +101,17 @@ class Tracer:
         span.end(unix(ended_at))
 
     def shutdown(self) -> None:
-        """Send what is left, for as long as that may take; a collector that is away must not hold up the end."""
+        """Export remaining spans within FLUSH_SECONDS, so that an unreachable collector does not block shutdown."""
         sender = threading.Thread(target=self._provider.shutdown, daemon=True)
         sender.start()
         sender.join(self.FLUSH_SECONDS)
         if sender.is_alive():
-            logger.warning("the last spans were not sent within %d s", self.FLUSH_SECONDS)
+            logger.warning("the last spans were not exported within %d s", self.FLUSH_SECONDS)
             self._exporter.shutdown()
 
 
 def _attributes(context: RequestContext, seconds: float) -> dict[str, Any]:
-    """What a request asked and got: OpenTelemetry's names, and vLLM's for what those lack."""
+    """OpenTelemetry's gen_ai attributes, and vLLM's where OpenTelemetry defines none."""
     attributes: dict[str, Any] = {
         "gen_ai.usage.input_tokens": context.num_prompt_tokens,
         "gen_ai.usage.output_tokens": context.num_completion_tokens,

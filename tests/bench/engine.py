@@ -1,9 +1,9 @@
-"""The engine by itself: characters a second, where a step's time goes, its memory, how its cost grows; and its peer.
+"""Measurements of the engine in process: speed, step phases, memory and growth, without sockets or text.
 
-In process: no sockets, no text. Beside it transformers' `generate` on the same folder, and the roofline: the time
-that this machine needs at least to read what a step reads, or to multiply what it multiplies.
+Compared with transformers' `generate` on the same checkpoint, and with the roofline: the minimum time in which this
+machine can read the bytes of a step, or compute its products.
 
-Each `measure_…` is to run in a fresh process; `repeats` alternate between ours and the peer.
+Run each `measure_…` in a fresh process. Repeats alternate between the engine and transformers.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from service.wire import Submit
 
 from .shapes import PROMPT, SAMPLING, Work, prompt, sampling
 
-SHORT_SECONDS = 3e-4  # of a run whose time is taken; well below a time slice of the system
+SHORT_SECONDS = 3e-4  # minimum duration of a timed run; well below a scheduler time slice
 
 
 def measure_shape(
     folder: Path, all_rows: list[int], *, length: int, threads: int, repeats: int, device: str
 ) -> dict[str, Any]:
-    """`at_rows` for each number of rows, with the shape's own facts."""
+    """Figures of a shape, and `at_rows` for each number of rows."""
     torch.set_num_threads(threads)
     model = Checkpoint.read(folder).load_model(device)
     measured = []
@@ -49,7 +49,7 @@ def measure_shape(
 
 
 def at_rows(model: GPT, folder: Path, rows: int, *, length: int, repeats: int, device: str) -> dict[str, Any]:
-    """Figures of `rows` sequences of PROMPT + `length` characters; characters a second of ours and of transformers."""
+    """Figures of `rows` sequences of PROMPT + `length` characters, of the engine and of transformers."""
     ours: list[dict[str, float]] = []
     theirs: list[float] = []
     options = best_generate(folder, rows, device)
@@ -75,14 +75,14 @@ def at_rows(model: GPT, folder: Path, rows: int, *, length: int, repeats: int, d
 
 
 def sequences(rows: int, length: int) -> list[Submit]:
-    """Equal prompts' lengths, no stops, each row with parameters and a seed of its own."""
+    """Sequences of equal lengths without stops; each row has its own sampling parameters and seed."""
     return [Submit(row, prompt(PROMPT, row), length, sampling(row)) for row in range(rows)]
 
 
 def run_engine(model: GPT, rows: int, length: int) -> dict[str, float]:
-    """One run from the prompts to the last character; a step's time is the median of those past block_size."""
+    """One run from prefill to the last character; step_seconds is the median of the steps past block_size."""
     engine = Engine(model, max_running=rows, max_waiting=rows, prefill_budget=max(512, PROMPT * rows))
-    engine.generate(sequences(rows, 4))  # what only a first step costs
+    engine.generate(sequences(rows, 4))  # warm-up
     for sequence in sequences(rows, length):
         engine.submit(sequence)
     given, steps = 0, []
@@ -93,21 +93,21 @@ def run_engine(model: GPT, rows: int, length: int) -> dict[str, float]:
         steps.append((now - last, engine.stats.num_decode_rows))
         last = now
     if given != rows * length:
-        raise RuntimeError(f"the engine gave {given} characters of {rows} × {length}")
+        raise RuntimeError(f"the engine emitted {given} characters, not {rows} × {length}")
     full = [seconds for seconds, decoded in steps if decoded == rows]
     past = full[max(0, model.config.block_size - PROMPT) :] or full
     return {"characters_per_second": given / (last - started), "step_seconds": statistics.median(past)}
 
 
-# Where the time goes
+# Step phases
 
 
 class Phases:
-    """Seconds spent in wrapped functions, each without those that it calls."""
+    """Exclusive time in wrapped functions, in seconds."""
 
     def __init__(self, synchronize: Callable[[], None]):
         self.seconds: dict[str, float] = {}
-        self._inside: list[float] = []  # seconds spent in wrapped calls of each call that is open
+        self._inside: list[float] = []  # per open call: seconds in nested wrapped calls
         self._synchronize = synchronize
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -132,11 +132,11 @@ class Phases:
 
 
 def phases(model: GPT, rows: int, length: int, device: str) -> dict[str, float]:
-    """Seconds of each phase in a run of `run_engine`'s work, and in all.
+    """Seconds per phase of the work of `run_engine`, and their sum as `all`.
 
-    Wrapped from outside, by these names: Engine.scheduler.schedule, Runner.model (a forward over one character a row
-    is decode, else prefill), Runner.decide (what fp64 decisions take of the engine's own thread; most of it goes on
-    beside), service.engine.runner.sample; `rest` is Python around them.
+    Wraps Engine.scheduler.schedule, Runner.model (a forward over one character per row is decode, any other prefill),
+    Runner.decide (the part of fp64 decisions on the engine's thread; most run on another) and
+    service.engine.runner.sample. `rest` is the Python code around them.
     """
     engine = Engine(model, max_running=rows, max_waiting=rows, prefill_budget=max(512, PROMPT * rows))
     engine.generate(sequences(rows, 4))
@@ -165,10 +165,10 @@ def phases(model: GPT, rows: int, length: int, device: str) -> dict[str, float]:
 
 
 def roofline(model: GPT, rows: int, length: int, device: str, seconds: float = 0.2) -> dict[str, float]:
-    """The least time of a decode step over `rows` texts of `length` characters in the cache, by rates measured here.
+    """Minimum time of a decode step over `rows` texts with `length` cached characters, from rates measured here.
 
-    Memory: the weights once, and the keys and values in use, at the rate at which as many bytes can be read again and
-    again. Arithmetic: all products, at the rate of the model's own matrices times `rows` columns.
+    Memory: weights once, plus keys and values in use, at the rate of repeatedly reading as many bytes. Arithmetic: all
+    products, at the rate of multiplying the model's own matrices by `rows` columns.
     """
     config = model.config
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
@@ -195,9 +195,9 @@ def roofline(model: GPT, rows: int, length: int, device: str, seconds: float = 0
 
 
 def fastest(call: Callable[[], Any], seconds: float, device: str) -> float:
-    """The shortest time that `call` takes, on all of torch's threads or on one.
+    """Minimum time of `call`, with all of torch's threads or with one.
 
-    Taken of many short runs, as a shared machine only ever adds to one, and most to those of several threads.
+    Takes the minimum of many short runs, as other load on the machine only adds time, most to several threads.
     """
     synchronize = torch.accelerator.synchronize if device != "cpu" else lambda: None
     threads = torch.get_num_threads()
@@ -224,7 +224,7 @@ def fastest(call: Callable[[], Any], seconds: float, device: str) -> float:
 
 @torch.inference_mode()
 def read_rate(num_bytes: int, dtype: torch.dtype, device: str, seconds: float) -> float:
-    """Bytes a second when as many are read again and again, from whatever cache they fit into."""
+    """Bytes per second when `num_bytes` are read repeatedly, from whichever cache they fit."""
     data = torch.ones(max(1, num_bytes // dtype.itemsize), dtype=dtype, device=device)
     return data.nbytes / fastest(data.sum, seconds, device)
 
@@ -237,11 +237,11 @@ def product_seconds(linear: nn.Linear, rows: int, seconds: float) -> float:
     return fastest(lambda: torch.mm(x, weight, out=out), seconds, x.device.type)
 
 
-# The peer
+# transformers
 
 
 class Generate:
-    """transformers' `generate` over a batch of equal prompts' lengths."""
+    """transformers' `generate` over a batch of prompts of equal length."""
 
     def __init__(self, folder: Path, device: str, dtype: str, cache: str | None):
         from transformers import AutoModelForCausalLM
@@ -254,7 +254,7 @@ class Generate:
 
     @torch.inference_mode()
     def seconds(self, rows: int, length: int) -> float:
-        """Of `length` further characters for each of `rows` prompts."""
+        """Time to generate `length` characters for each of `rows` prompts."""
         idx = torch.tensor([prompt(PROMPT, row) for row in range(rows)], device=self.device)
         started = time.perf_counter()
         ids = self.model.generate(
@@ -269,12 +269,12 @@ class Generate:
         ).cpu()
         seconds = time.perf_counter() - started
         if ids.shape != (rows, PROMPT + length):
-            raise RuntimeError(f"generate gave {tuple(ids.shape)}, not {(rows, PROMPT + length)}")
+            raise RuntimeError(f"generate returned shape {tuple(ids.shape)}, not {(rows, PROMPT + length)}")
         return seconds
 
 
 def best_generate(folder: Path, rows: int, device: str, length: int = 12) -> dict[str, Any]:
-    """The fastest of transformers' dtypes and caches here; those that it refuses are left out."""
+    """The fastest combination of dtype and cache of transformers on this machine."""
     times: dict[tuple[str, str | None], float] = {}
     for dtype, cache in itertools.product(("float32", "bfloat16"), (None, "static")):
         generate = Generate(folder, device, dtype, cache)
@@ -288,7 +288,7 @@ def best_generate(folder: Path, rows: int, device: str, length: int = 12) -> dic
 
 
 def measure_memory(folder: Path, slots: int, *, threads: int, device: str) -> dict[str, float]:
-    """Bytes of the cache against the formula of KVCache's docstring, of the weights, and of the process in all."""
+    """Bytes of the cache, by measurement and by formula, of the weights, and of the process."""
     torch.set_num_threads(threads)
     before = psutil.Process().memory_info().rss
     model = Checkpoint.read(folder).load_model(device)
@@ -302,7 +302,7 @@ def measure_memory(folder: Path, slots: int, *, threads: int, device: str) -> di
         "bytes_per_slot": cache_formula(model.config, 1, cache.keys.element_size()) / 2,
         "weight_bytes": sum(p.nbytes for p in model.parameters()),
         "exact_weight_bytes": sum(p.nbytes for p in engine.runner.exact_model.parameters()),
-        "process_bytes": psutil.Process().memory_info().rss - before,  # over what it had with torch alone
+        "process_bytes": psutil.Process().memory_info().rss - before,  # growth since torch was imported
     }
 
 
@@ -316,7 +316,7 @@ def cache_formula(config: GPTConfig, slots: int, element_size: int) -> int:
 def measure_lengths(
     folder: Path, rows: int, lengths: list[int], *, threads: int, device: str
 ) -> dict[str, list[float]]:
-    """Seconds of a step in texts that are `lengths` characters long: medians of block_size steps each, in turns."""
+    """Step time in texts of `lengths` characters: medians of block_size steps each, alternating."""
     torch.set_num_threads(threads)
     model = Checkpoint.read(folder).load_model(device)
     engines = []
@@ -339,7 +339,7 @@ def measure_lengths(
 def measure_queue(
     folder: Path, rows: int, queued: list[int], *, steps: int, repeats: int, threads: int, device: str
 ) -> dict[str, list[Any]]:
-    """Seconds of a step over `rows` sequences while so many wait; repeats alternate between the numbers."""
+    """Step time over `rows` sequences while `queued` others wait; repeats alternate between the numbers."""
     torch.set_num_threads(threads)
     model = Checkpoint.read(folder).load_model(device)
     seconds: dict[int, list[float]] = {count: [] for count in queued}
@@ -355,11 +355,11 @@ def measure_queue(
     return {"queued": queued, "step_seconds": list(seconds.values())}
 
 
-# The same work as over HTTP
+# The work of the whole service, without HTTP
 
 
 def measure_work(folder: Path, work: list[Work], slots: int, *, threads: int, device: str) -> dict[str, float]:
-    """Characters a second of the engine by itself when `work` comes at its moments."""
+    """Characters per second of the engine alone when `work` arrives as over HTTP."""
     torch.set_num_threads(threads)
     checkpoint = Checkpoint.read(folder)
     engine = Engine(checkpoint.load_model(device), max_running=slots, max_waiting=len(work))

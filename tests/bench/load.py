@@ -1,9 +1,9 @@
-"""A load generator: raw sockets and epoll in one thread, so that what is measured is the server.
+"""A load generator: raw sockets and epoll in one thread, fast enough not to be the bottleneck.
 
-    python -m tests.bench.load        its own ceiling, against a server of ready-made bytes
+    python -m tests.bench.load        its own ceiling, against a server of canned responses
 
-Knows of HTTP/1.1 what the servers of this benchmark speak: kept connections, Content-Length and chunked bodies.
-Parses nothing while it measures; what a body means is asked afterwards (`dechunked`).
+Supports the HTTP/1.1 that the benchmarked servers use: keep-alive, Content-Length and chunked bodies. Parses nothing
+while it measures; bodies are decoded afterwards (`dechunked`).
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-EVENT = b'"text":'  # one in each event of a stream of the service, none in what follows the last
-END = b"0\r\n\r\n"  # of a chunked body
+EVENT = b'"text":'  # occurs once per event of the service's streams, and not after the last
+END = b"0\r\n\r\n"  # end of a chunked body
 RECEIVE_BYTES = 1 << 18
 PATIENCE_SECONDS = 120.0
 
 
 class LoadError(RuntimeError):
-    """A server did not answer as it should; says how."""
+    """A server did not answer as expected."""
 
 
 @dataclass
 class Reply:
-    """One answer. Times are on time.perf_counter; only what came within the measurement is counted."""
+    """One response. Times are from time.perf_counter; bytes and events are those within the measurement."""
 
-    asked: Any  # what `requests` gave beside the bytes
+    asked: Any  # from `requests`, identifies the request
     sent_at: float
-    first_at: float | None = None  # when the first event was read, of a body without events its first byte
-    ended_at: float | None = None  # None: it was still under way
+    first_at: float | None = None  # time of the first event; in a body without events, of its first byte
+    ended_at: float | None = None  # None: unfinished
     num_bytes: int = 0
     num_events: int = 0
-    parts: list[tuple[float, bytes]] = field(default_factory=list)  # (time, what was read), if kept
-    is_refused: bool = False  # it was answered 429
+    parts: list[tuple[float, bytes]] = field(default_factory=list)  # (time, data) of each read, if kept
+    is_refused: bool = False  # status 429
 
 
 @dataclass
 class Outcome:
-    """What a run of the load generator saw."""
+    """Result of a run of the load generator."""
 
     seconds: float
     cpu_seconds: float  # of the load generator itself
-    replies: list[Reply]  # in the order in which they were asked
-    started_at: float = 0.0  # on time.perf_counter; what `when` of a request counts from
+    replies: list[Reply]  # in order of sending
+    started_at: float = 0.0  # from time.perf_counter; a request's `when` is relative to it
 
     @property
     def ended(self) -> list[Reply]:
@@ -64,7 +64,6 @@ class Outcome:
 
 
 def post(path: str, body: dict[str, Any]) -> bytes:
-    """The bytes of a request."""
     content = json.dumps(body).encode()
     head = (
         f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
@@ -73,11 +72,11 @@ def post(path: str, body: dict[str, Any]) -> bytes:
 
 
 class _Client:
-    """One connection, one request at a time."""
+    """A connection with one request at a time."""
 
     def __init__(self, port: int, marker: bytes, keep: bool, refusals: bool):
         self.port, self.marker, self.keep, self.refusals = port, marker, keep, refusals
-        self.reply: Reply | None = None  # None: it rests
+        self.reply: Reply | None = None  # None: idle
         self.connect()
 
     def connect(self) -> None:
@@ -86,7 +85,7 @@ class _Client:
         self.sock.setblocking(False)
 
     def is_closed(self) -> bool:
-        """Whether the server has closed the connection while it rested."""
+        """Whether the server closed the idle connection."""
         try:
             return not self.sock.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -95,8 +94,8 @@ class _Client:
             return True
 
     def ask(self, request: bytes, asked: Any) -> None:
-        self._head = b""  # until the header is whole
-        self._rest = -1  # bytes of the body still to come; -1: chunked
+        self._head = b""  # incomplete header
+        self._rest = -1  # remaining bytes of the body; -1: chunked
         self._tail = b""
         self._in_body = False
         self.reply = Reply(asked, time.perf_counter())
@@ -105,7 +104,7 @@ class _Client:
             raise LoadError(f"a request of {len(request)} bytes did not fit the socket")
 
     def read(self) -> bool:
-        """Take what has come; whether that was the end of the answer."""
+        """Read available data; True at the end of the response."""
         data = self.sock.recv(RECEIVE_BYTES)
         now = time.perf_counter()
         reply = self.reply
@@ -140,7 +139,7 @@ class _Client:
             if reply.first_at is None and reply.num_events:
                 reply.first_at = now
             done = seam.endswith(END)
-            # A marker that was cut in two is found with the next part; a whole one is not found again.
+            # Finds a marker split between two reads, and counts none twice.
             self._tail = seam[-max(len(self.marker) - 1, len(END) - 1) :] if not done else b""
             if self.marker in self._tail:
                 self._tail = self._tail[self._tail.rindex(self.marker) + 1 :]
@@ -159,21 +158,20 @@ def run(
     keep: bool = False,
     refusals: bool = False,
 ) -> Outcome:
-    """Ask a server on 127.0.0.1, with at most `connections` requests under way.
+    """Send requests to a server on 127.0.0.1, at most `connections` at a time.
 
-    requests: (when, bytes, what it is); `when` is the earliest moment in seconds from the beginning, they are asked in
-    order. Ends when all are answered, or after `seconds`, which leaves those under way without an end. With `refusals`
-    429 is an answer like others.
+    requests: (when, bytes, identification), sent in order, each `when` seconds from the start or later. Ends when all
+    are answered, or after `seconds`, which leaves open requests unfinished. With `refusals`, status 429 is valid.
 
     Raises:
-        LoadError: a connection was closed, an answer is not 200, or nothing came for PATIENCE_SECONDS.
+        LoadError: a connection was closed, a status is not 200, or no data came for PATIENCE_SECONDS.
         OSError: the server cannot be reached.
     """
     selector = selectors.DefaultSelector()
     clients = [_Client(port, marker, keep, refusals) for _ in range(connections)]
     for client in clients:
         selector.register(client.sock, selectors.EVENT_READ, client)
-    resting, under_way = clients[::-1], 0
+    idle, in_flight = clients[::-1], 0
     queue = iter(requests)
     upcoming = next(queue, None)
     replies: list[Reply] = []
@@ -193,33 +191,33 @@ def run(
 
     cpu_started, started = time.process_time(), time.perf_counter()
     try:
-        while upcoming is not None or under_way:
+        while upcoming is not None or in_flight:
             now = time.perf_counter() - started
             if seconds is not None and now >= seconds:
                 break
-            while upcoming is not None and resting and upcoming[0] <= now:
-                ask(resting.pop(), upcoming[1], upcoming[2])
-                under_way += 1
+            while upcoming is not None and idle and upcoming[0] <= now:
+                ask(idle.pop(), upcoming[1], upcoming[2])
+                in_flight += 1
                 upcoming = next(queue, None)
             timeout = PATIENCE_SECONDS if seconds is None else min(PATIENCE_SECONDS, seconds - now)
-            if upcoming is not None and resting:
+            if upcoming is not None and idle:
                 timeout = min(timeout, upcoming[0] - now)
             ready = selector.select(timeout)
             if not ready and timeout == PATIENCE_SECONDS:
-                raise LoadError(f"nothing came for {timeout:g} s, with {under_way} requests under way")
+                raise LoadError(f"no data for {timeout:g} s, with {in_flight} requests in flight")
             for key, _ in ready:
                 client = key.data
-                if client.reply is None:  # the server has closed a connection that rested for too long
+                if client.reply is None:  # the server closed an idle connection
                     connect_again(client)
                 elif client.read():
                     client.reply = None
-                    under_way -= 1
+                    in_flight -= 1
                     if upcoming is not None and upcoming[0] <= time.perf_counter() - started:
                         ask(client, upcoming[1], upcoming[2])
-                        under_way += 1
+                        in_flight += 1
                         upcoming = next(queue, None)
                     else:
-                        resting.append(client)
+                        idle.append(client)
         return Outcome(time.perf_counter() - started, time.process_time() - cpu_started, replies, started)
     finally:
         selector.close()
@@ -228,12 +226,12 @@ def run(
 
 
 def at_once(request: bytes, count: int, asked: Any = None) -> Iterator[tuple[float, bytes, Any]]:
-    """`count` equal requests, each as soon as a connection is free."""
+    """`count` equal requests, each due at once."""
     return ((0.0, request, asked) for _ in range(count))
 
 
 def dechunked(parts: list[tuple[float, bytes]]) -> list[tuple[float, bytes]]:
-    """The body of a chunked answer without the chunks' lengths: (time at which the chunk was whole, its data)."""
+    """The chunks of a chunked body: (time of completion, data)."""
     chunks, unparsed = [], b""
     for at, data in parts:
         unparsed += data
@@ -251,8 +249,8 @@ def dechunked(parts: list[tuple[float, bytes]]) -> list[tuple[float, bytes]]:
 # Its own ceiling
 
 
-def _serve_ready_bytes(listener: socket.socket, answer: bytes) -> None:
-    """Answer every read with the same bytes, for ever."""
+def _serve_canned_response(listener: socket.socket, answer: bytes) -> None:
+    """Answer every read with the same bytes, forever."""
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ)
     while True:
@@ -264,18 +262,18 @@ def _serve_ready_bytes(listener: socket.socket, answer: bytes) -> None:
                 try:
                     asked = key.data.recv(1 << 16)
                     key.data.sendall(answer if asked else b"")
-                except OSError:  # the client closed it with an answer under way
+                except OSError:  # the client closed during a response
                     asked = b""
                 if not asked:
                     selector.unregister(key.data)
                     key.data.close()
 
 
-def with_ready_bytes(answer: bytes, use: Callable[[int], Outcome]) -> Outcome:
-    """What `use` (of a port) returns beside a server that answers everything with `answer`."""
+def with_canned_response(answer: bytes, use: Callable[[int], Outcome]) -> Outcome:
+    """Call `use` with the port of a server that answers every request with `answer`."""
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
         context = multiprocessing.get_context("fork")
-        server = context.Process(target=_serve_ready_bytes, args=(listener, answer), daemon=True)
+        server = context.Process(target=_serve_canned_response, args=(listener, answer), daemon=True)
         server.start()
         try:
             return use(listener.getsockname()[1])
@@ -285,22 +283,26 @@ def with_ready_bytes(answer: bytes, use: Callable[[int], Outcome]) -> Outcome:
 
 
 def ceiling(seconds: float = 1.0) -> dict[str, float]:
-    """Requests and events a second of this load generator: seen against ready-made bytes, and by its own CPU time.
+    """Requests and events per second of this load generator, per wall second and per second of its own CPU time.
 
-    The first shares the machine with that server; the second is what a core of its own would give.
+    The former shares the machine with a server of canned responses; the latter estimates a dedicated core.
     """
     request = post("/generate", {"prompt": "a", "max_tokens": 1})
     body = b'{"id":"0123456789abcdef","choices":[{"index":0,"text":"a","finish_reason":"length"}]}'
     whole = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
-    outcome = with_ready_bytes(whole, lambda port: run(port, at_once(request, 10**9), connections=32, seconds=seconds))
+    outcome = with_canned_response(
+        whole, lambda port: run(port, at_once(request, 10**9), connections=32, seconds=seconds)
+    )
     figures = {
         "requests_per_second": len(outcome.ended) / outcome.seconds,
         "requests_per_cpu_second": len(outcome.ended) / outcome.cpu_seconds,
     }
     event = b'data: {"index":0,"text":"a","finish_reason":null,"seed":1}\n\n'
-    # One event a packet is the dearest: as when a server writes each character by itself.
+    # One event per packet is the most expensive case: a server that writes each character separately.
     stream = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(event), event)
-    outcome = with_ready_bytes(stream, lambda port: run(port, at_once(request, 10**9), connections=32, seconds=seconds))
+    outcome = with_canned_response(
+        stream, lambda port: run(port, at_once(request, 10**9), connections=32, seconds=seconds)
+    )
     return figures | {
         "events_per_second": outcome.num_events / outcome.seconds,
         "events_per_cpu_second": outcome.num_events / outcome.cpu_seconds,

@@ -1,7 +1,7 @@
-"""The baseline: nanoGPT's model and its CPU recipe for tiny Shakespeare, written anew from its published settings.
+"""The training baseline: nanoGPT's model and CPU recipe for tiny Shakespeare, reimplemented from published settings.
 
-A GPT-2 without biases (learned positions, LayerNorm, GELU), AdamW, a cosine schedule, windows drawn with
-replacement, fp32. Here to be trained beside ours and scored alike; it knows nothing of ours.
+A GPT-2 without biases (learned positions, LayerNorm, GELU), AdamW, cosine schedule, windows drawn with replacement,
+fp32. Independent of our model and trainer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True)
 class Recipe:
-    """What nanoGPT's README passes on the command line for a CPU, and where it passes nothing its config's values."""
+    """The CPU command line of nanoGPT's README, with its config's defaults for the rest."""
 
     n_layer: int = 4
     n_head: int = 4
@@ -28,17 +28,17 @@ class Recipe:
     block_size: int = 64
     batch_size: int = 12
     steps: int = 2000
-    lr: float = 1e-3  # after a linear warm-up; then a cosine to min_lr at the last step
+    lr: float = 1e-3  # peak after linear warm-up, then cosine decay to min_lr
     min_lr: float = 1e-4
     warmup_steps: int = 100
     beta1: float = 0.9
     beta2: float = 0.99
-    weight_decay: float = 0.1  # of every matrix, embeddings included
+    weight_decay: float = 0.1  # of all matrices, embeddings included
     grad_clip: float = 1.0
     eval_every: int = 250
 
     def lr_at(self, step: int) -> float:
-        """Learning rate of step number `step`; the first is 0."""
+        """Learning rate at `step`, counted from 0."""
         if step < self.warmup_steps:
             return self.lr * (step + 1) / (self.warmup_steps + 1)
         done = min(1.0, (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps))
@@ -67,7 +67,7 @@ class Block(nn.Module):
 
 
 class NanoGPT(nn.Module):
-    """`config` and `head` have the names that training.evaluate reads."""
+    """`config` and `head` are named as training.evaluate expects."""
 
     def __init__(self, recipe: Recipe, vocab_size: int):
         super().__init__()
@@ -84,7 +84,7 @@ class NanoGPT(nn.Module):
         self.embed.weight = self.head.weight  # tied
 
     def forward(self, idx: Tensor) -> Tensor:
-        """Ids idx (B, T), T at most block_size -> logits (B, T, V)."""
+        """Ids (B, T), T ≤ block_size, to logits (B, T, V)."""
         x = self.embed(idx) + self.positions.weight[: idx.size(1)]
         for block in self.blocks:
             x = block(x)
@@ -92,7 +92,7 @@ class NanoGPT(nn.Module):
 
 
 class RandomWindows:
-    """Windows of `block_size` from anywhere in `ids`, with replacement."""
+    """Random windows of `block_size` from `ids`, with replacement."""
 
     def __init__(self, ids: np.ndarray, block_size: int, seed: int):
         self.ids = torch.from_numpy(ids.astype(np.int64))
@@ -108,9 +108,9 @@ class RandomWindows:
 
 @torch.no_grad()
 def random_windows_loss(model: Any, ids: np.ndarray, seed: int, batches: int = 20, batch_size: int = 12) -> float:
-    """nanoGPT's own estimate of the loss, nats per character: the mean of a few random windows.
+    """nanoGPT's own loss estimate, in nats per character: the mean over a few random windows.
 
-    `model` is any with `config.block_size` and `head`. Its standard deviation here is 0.015: for comparison only.
+    Its standard deviation is 0.015 here, so it serves comparison only. `model` needs `config.block_size` and `head`.
     """
     windows = RandomWindows(ids, model.config.block_size, seed)
     losses = []
@@ -128,11 +128,11 @@ def train(
     evaluated: Callable[[NanoGPT, int, float, float], None],
     stepped: Callable[[int, float], None] = lambda step, loss: None,
 ) -> NanoGPT:
-    """Train on `ids`, on the CPU; the model in evaluation mode.
+    """Train on `ids` on the CPU; returns the model in evaluation mode.
 
-    `stepped(steps taken, loss)` follows each step, `evaluated(model, steps taken, cpu_seconds, wall_seconds)` comes
-    before the first, every `eval_every` and after the last. The seconds are of the steps alone, the first of all the
-    process's threads.
+    Calls `stepped(steps taken, loss)` after each step and `evaluated(model, steps taken, cpu_seconds, wall_seconds)`
+    before the first step, every `eval_every` steps and after the last. Times cover steps only; CPU time is of all
+    threads of the process.
     """
     torch.manual_seed(seed)
     model = NanoGPT(recipe, vocab_size)

@@ -1,10 +1,9 @@
-"""The yardstick of the path: FastAPI and uvicorn in one process, which send the bytes that the service sends.
+"""A baseline for the path: FastAPI and uvicorn in one process, returning the service's bytes without an engine.
 
     python -m tests.bench.plain --port 8000 --answers FILE
 
-What a FastAPI program without any engine reaches here: a validated body, a JSON answer or a stream of events, uvloop
-and httptools. FILE is JSON: `whole`, an answer of one character; `first` and `last`, what a stream begins and ends
-with beside its events; `event`, one of its events, whose text TEXT stands for.
+Validates the body and answers with JSON or a stream of events, on uvloop and httptools. FILE is JSON: `whole`, a
+response of one character; `event`, an event with TEXT in place of its text; `last`, the end of a stream.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class Request(BaseModel):
     prompt: str
     max_tokens: int
     stream: bool = False
-    characters: int = 1  # in an event
+    characters: int = 1  # per event
 
 
 def build_app(answers: dict[str, str]) -> FastAPI:
@@ -41,7 +40,7 @@ def build_app(answers: dict[str, str]) -> FastAPI:
             for start in range(0, request.max_tokens, request.characters):
                 count = min(request.characters, request.max_tokens - start)
                 yield event.replace("TEXT", "a" * count)
-                await asyncio.sleep(0)  # the other streams' turn, as if it had to wait for its next character
+                await asyncio.sleep(0)  # yield to other streams, as when waiting for the next character
             yield last
 
         return StreamingResponse(events(), media_type="text/event-stream")

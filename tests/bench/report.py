@@ -29,7 +29,7 @@ TARGETS = {
 
 
 def figure(values: Iterable[float], form: str = "{:,.0f}", scale: float = 1.0) -> str:
-    """The median of some values (lowest–highest)."""
+    """Median (lowest–highest)."""
     scaled = [value * scale for value in values]
     if not scaled:
         return NONE
@@ -206,11 +206,15 @@ def growth_rows(results: dict[str, Any]) -> list[list[str]]:
                 f"{memory['bytes_per_slot'] / 1e3:,.0f} ({of:.2f} × the formula)",
             ],
             [
-                f"{name}: weights, their fp64 copy, cache of {memory['slots']} slots, MB",
+                f"{name}: weights, fp64 copy, cache of {memory['slots']} slots, MB",
                 ", ".join(f"{memory[k] / 1e6:.1f}" for k in ("weight_bytes", "exact_weight_bytes", "cache_bytes")),
             ],
         ]
     return rows
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' if count != 1 else ''}"
 
 
 def footnotes(results: dict[str, Any]) -> list[str]:
@@ -235,7 +239,7 @@ def footnotes(results: dict[str, Any]) -> list[str]:
 
 
 def write_table(results: dict[str, Any], path: Path) -> None:
-    """Put the tables between the markers of a file.
+    """Write the tables between the markers of a file.
 
     Raises:
         ValueError: as `put`.
@@ -244,7 +248,7 @@ def write_table(results: dict[str, Any], path: Path) -> None:
 
 
 def put(content: str, path: Path, name: str) -> None:
-    """Put lines between a file's markers <!-- NAME --> and <!-- /NAME -->.
+    """Write lines between the markers <!-- NAME --> and <!-- /NAME --> of a file.
 
     Raises:
         ValueError: the file does not have each marker once, in order.
@@ -259,7 +263,7 @@ def put(content: str, path: Path, name: str) -> None:
 
 
 def draw(results: dict[str, Any], png: Path) -> None:
-    """Engine against rows and its phases; the path against streams; steps against length and queue."""
+    """Plot engine speed and phases by rows, the path by streams, step time by length and queue."""
     from matplotlib.figure import Figure
 
     picture = Figure(figsize=(13, 8), layout="constrained")
@@ -293,10 +297,10 @@ def draw(results: dict[str, Any], png: Path) -> None:
     if "growth" in results:
         lengths, queue = results["growth"]["lengths"], results["growth"]["queue"]
         lower_right.plot(
-            lengths["lengths"], [1e3 * s for s in lengths["step_seconds"]], "o-", label="characters in a text"
+            lengths["lengths"], [1e3 * s for s in lengths["step_seconds"]], "o-", label="characters per text"
         )
         waits = [1e3 * statistics.median(values) for values in queue["step_seconds"]]
-        lower_right.plot(queue["queued"], waits, "s-", label="sequences that wait")
+        lower_right.plot(queue["queued"], waits, "s-", label="waiting sequences")
     for axes, title, x, y in (
         (left, "Engine alone", "rows", "characters/s"),
         (right, "Time by phase", "shape and rows", "%"),

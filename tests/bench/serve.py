@@ -1,55 +1,56 @@
-"""The service beside what a user would build instead, part by part, on the machine it is on.
+"""Benchmarks of the service against what a user would build instead, part by part, on this machine.
 
-    make bench                      some twenty minutes
-    make bench-quick                under three minutes; fewer shapes, rows and repeats
+    make bench                      about 20 minutes
+    make bench-quick                under 3 minutes: fewer shapes, rows and repeats
     make bench ARGS='--only path --threads 1'
     make bench-table                tables of OUT/serve.json into tests/README.md
 
-    engine   in process: characters/s, a step's time and its phases; beside transformers' generate and the roofline
-    path     the real service around a stub engine, beside plain FastAPI and a stock LitServe without a model
-    whole    the real service under mixed lengths and arrivals, beside a stock LitServe with transformers underneath,
-             and beside the engine alone
-    metrics  the real service beside itself without its metrics
-    growth   what a character costs in long texts and behind long queues; memory
+    engine   in process: characters/s, step time and its phases; compared with transformers' generate and the roofline
+    path     the service around a stub engine; compared with plain FastAPI and stock LitServe, both without a model
+    whole    the service under mixed lengths and arrivals; compared with stock LitServe on transformers, and with the
+             engine alone
+    metrics  the service with and without metrics
+    growth   step time for long texts and long queues; memory
 
-Writes OUT/serve.json, OUT/serve.md, OUT/serve.png and the servers' logs, after each part anew. A ratio is of
-measurements that took turns, as the speed of a shared machine drifts; a figure is a median (lowest–highest).
+Rewrites OUT/serve.json, OUT/serve.md and OUT/serve.png after each part; the servers' logs are in OUT/logs. Figures are
+medians (lowest–highest). Ratios are taken between alternating measurements, as the speed of a shared machine drifts.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import functools
 import json
-import os
-import platform
-import shlex
-import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from service.model.config import GPTConfig
-from service.settings import cpus_left
-from training.loop import machine
 
 from . import engine, load
+from .command import (
+    BenchError,
+    Progress,
+    add_threads,
+    build_parser,
+    busy_warning,
+    context,
+    device,
+    in_child,
+    prepare_process,
+    subset,
+)
 from .report import draw, markdown, write_table
 from .servers import Server, ServerError
 from .shapes import SAMPLING, SHAPES, Work, mixed_work, save_random
-from .train import BenchError, in_child, revision
 
 CONNECTIONS = 64
-PACE_SECONDS = 0.01  # between two steps of the paced stub: 64 streams then make 6,400 events a second
+PACE_SECONDS = 0.01  # step time of the paced stub: 64 streams emit 6,400 events/s
 STOCK_EVENT = b'{"text": "a"'
 
 PARTS = ("engine", "path", "whole", "metrics", "growth")
@@ -58,24 +59,24 @@ FAILURES = (BenchError, ServerError, load.LoadError, OSError)
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured."""
+    """Amount of measurement."""
 
-    repeats: int  # of the path, and of the queue
-    rows: dict[str, tuple[int, ...]]  # of each shape
-    steps_past: float  # a text goes on after block_size, in its share
+    repeats: int  # of path and queue
+    rows: dict[str, tuple[int, ...]]  # by shape
+    steps_past: float  # steps past block_size, as a share of it
     engine_repeats: int
-    path_seconds: float  # of each measurement there
+    path_seconds: float  # per measurement of the path
     streams: tuple[int, ...]
     paced_length: int
-    requests: int  # over the whole service
-    longest: int  # text of those
+    requests: int  # to the whole service
+    longest: int  # completion, in characters
     whole_repeats: int
     stock_repeats: int
     metrics_repeats: int
     idle_seconds: float
-    starts: int  # beyond the first
+    starts: int  # after the first
     long_rows: int
-    lengths: tuple[int, ...]  # of texts, times block_size
+    lengths: tuple[int, ...]  # of texts, in multiples of block_size
     queue_steps: int
 
 
@@ -121,21 +122,15 @@ GPU_ROWS = (512, 1024)
 
 
 class Bench:
-    """What was asked for, and the figures so far."""
+    """One run and its results so far."""
 
     def __init__(self, plan: Plan, shapes: dict[str, GPTConfig], threads: int, out: Path):
         self.plan, self.shapes, self.threads, self.out = plan, shapes, threads, out
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.started = time.perf_counter()
-        self.folders: dict[str, Path] = {}  # checkpoint of each shape
+        self.device = device()
+        self.say = Progress()
+        self.folders: dict[str, Path] = {}  # checkpoint folder by shape
         self.results: dict[str, Any] = {
-            "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-            "command": shlex.join(["python", "-m", "tests.bench.serve", *sys.argv[1:]]),
-            "revision": revision(),
-            "machine": machine(torch.device(self.device)),
-            "load_average": os.getloadavg()[0],  # before the first measurement; of a quiet machine near 0
-            "versions": {"python": platform.python_version()}
-            | {name: version(name) for name in ("torch", "transformers", "litserve", "fastapi", "uvicorn")},
+            **context("tests.bench.serve", "torch", "transformers", "litserve", "fastapi", "uvicorn"),
             "settings": {
                 "plan": asdict(plan),
                 "quick": plan is QUICK,
@@ -144,25 +139,25 @@ class Bench:
                 "shapes": {name: asdict(config) for name, config in shapes.items()},
                 "sampling": SAMPLING,
             },
-            "errors": {},  # part: why it failed
-            "kept": {},  # part: revision and date of an earlier run, whose figures these are
+            "errors": {},  # part: reason of failure
+            "kept": {},  # part: revision and date of the earlier run that measured it
         }
 
     def keep(self, parts: list[str]) -> None:
-        """Take over what OUT/serve.json has of parts that are not measured now.
+        """Take the results of all other parts from OUT/serve.json.
 
         Raises:
-            OSError, ValueError: there is no such file, or it is not one of ours.
-            BenchError: it was measured otherwise.
+            OSError, ValueError: the file is missing or invalid.
+            BenchError: it comes from another machine, other settings or other versions.
         """
         earlier = json.loads((self.out / "serve.json").read_text(encoding="utf-8"))
-        now = json.loads(json.dumps(self.results))  # in which tuples are lists
+        now = json.loads(json.dumps(self.results))  # turns tuples into lists
         for name in ("machine", "settings", "versions"):
             mine, other = (
                 {key: value for key, value in results[name].items() if key != "plan"} for results in (now, earlier)
             )
             if mine != other:
-                raise BenchError(f"{self.out / 'serve.json'} has another {name}: {other}, now {mine}")
+                raise BenchError(f"{self.out / 'serve.json'} has different {name}: {other}, now {mine}")
         for part in earlier.keys() & set(PARTS) - set(parts):
             self.results[part] = earlier[part]
             self.results["kept"][part] = earlier.get("kept", {}).get(
@@ -170,7 +165,7 @@ class Bench:
             )
 
     def run(self, parts: list[str]) -> None:
-        """Every part that was asked for; one that fails leaves its reason in the results."""
+        """Measure the parts; a part that fails leaves its reason in the results."""
         self.out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="chargpt-bench-") as folder:
             self.folders = {name: save_random(config, Path(folder) / name) for name, config in self.shapes.items()}
@@ -183,9 +178,6 @@ class Bench:
                     self.results["errors"][part] = f"{type(error).__name__}: {error}"
                     self.say(f"{part} failed: {error}")
                 self.write()
-
-    def say(self, text: str) -> None:
-        print(f"[{time.perf_counter() - self.started:5.0f} s] {text}", file=sys.stderr, flush=True)
 
     def write(self) -> None:
         (self.out / "serve.json").write_text(json.dumps(self.results, indent=1) + "\n", encoding="utf-8")
@@ -246,14 +238,14 @@ class Bench:
     def path_once(self, figures: dict[str, Any], name: str, server: Server) -> None:
         mine, seconds = figures[name], self.plan.path_seconds
         whole = load.post("/whole" if name == "stock" else "/generate", {"prompt": "a", "max_tokens": 1})
-        # It was paused, or has just started.
+        # Warm-up: the server was paused or has just started.
         load.run(server.port, load.at_once(whole, 10**9), connections=32, seconds=min(0.5, seconds))
         with server.busy() as cores:
             outcome = load.run(server.port, load.at_once(whole, 10**9), connections=32, seconds=seconds)
         rate = len(outcome.ended) / outcome.seconds
         mine["requests"].append({"per_second": rate, "cores": cores, "load_cores": outcome.cpu_seconds / seconds})
         stream = {"prompt": "a", "max_tokens": 8, "stream": True}
-        pauses = [0.02 * i for i in range(round(seconds * 50))]  # one at a time, all asleep in between
+        pauses = [0.02 * i for i in range(round(seconds * 50))]  # one at a time, idle in between
         marker = STOCK_EVENT if name == "stock" else load.EVENT
         single = load.post("/generate", stream)
         outcome = load.run(server.port, ((at, single, None) for at in pauses), connections=1, marker=marker)
@@ -263,7 +255,7 @@ class Bench:
             each = max(1, min(16_000, total // count))
             body = stream | {"max_tokens": each}
             mine["streams"][str(count)].append(streams_once(server, body, count, marker))
-            if name == "plain":  # and once with events as long as ours had on average
+            if name == "plain":  # and once with the mean event length of the service
                 ours = figures["ours"]["streams"][str(count)][-1]
                 body["characters"] = max(1, round(ours["characters_per_event"]))
                 body["max_tokens"] *= body["characters"]
@@ -314,7 +306,7 @@ class Bench:
         return figures
 
     def metrics(self) -> dict[str, Any]:
-        """Many short runs in turns: what is looked for is less than what the machine's speed drifts by."""
+        """Many short alternating runs, as the effect is smaller than the drift of the machine's speed."""
         work = mixed_work(2 * CONNECTIONS, longest=64, arriving=0.0)
         characters = sum(item.max_tokens for item in work)
         figures: dict[str, Any] = {}
@@ -331,7 +323,7 @@ class Bench:
                         run = load_work(server, "ours", work)
                     cores = run["cores"]
                     run["cpu_seconds_per_character"] = (cores["worker"] + cores["http"]) * cores["seconds"] / characters
-                    if number >= 0:  # the first one warms up
+                    if number >= 0:  # the first is a warm-up
                         figures[name].append(run)
         return figures
 
@@ -344,13 +336,13 @@ class Bench:
             "queue": self.child(engine.measure_queue, folder, 8, [1, 100, 1000], **options),
         }
 
-    # -- what they need --
+    # -- helpers --
 
     def child(self, function: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
         return in_child(functools.partial(function, *arguments, **options, threads=self.threads, device=self.device))
 
     def server(self, module: str, log: str, environment: dict[str, str] | None = None, **flags: object) -> Server:
-        """The service, or the service around the stub engine, on shape S."""
+        """The service on shape S, or its variant in `module`."""
         return Server(
             module,
             self.out / "logs" / f"{log}.log",
@@ -367,12 +359,12 @@ class Bench:
         return Server("tests.bench.stock", log, "/health", checkpoint=self.folders["S"], threads=self.threads)
 
 
-# One measurement each, and what it needs
+# Single measurements
 
 
 @contextlib.contextmanager
 def running(server: Server) -> Iterator[None]:
-    """Its turn: a server that is measured beside others is paused at other times."""
+    """Resume a server for its turn; servers that are compared are paused otherwise."""
     server.resume()
     try:
         yield
@@ -381,13 +373,13 @@ def running(server: Server) -> Iterator[None]:
 
 
 def percentiles(seconds: list[float]) -> dict[str, float]:
-    """The 50th, 95th and 99th, by nearest rank."""
+    """The 50th, 95th and 99th percentile, by nearest rank."""
     ordered = sorted(seconds)
     return {f"p{p}": ordered[max(0, -(-p * len(ordered) // 100) - 1)] for p in (50, 95, 99)}
 
 
 def streams_once(server: Server, body: dict[str, Any], count: int, marker: bytes) -> dict[str, Any]:
-    """`count` streams at once, each of body["max_tokens"] characters."""
+    """`count` concurrent streams of body["max_tokens"] characters each."""
     request = load.post("/generate", body)
     with server.busy() as cores:
         outcome = load.run(server.port, load.at_once(request, count), connections=count, marker=marker)
@@ -402,7 +394,7 @@ def streams_once(server: Server, body: dict[str, Any], count: int, marker: bytes
 
 
 def paced_once(server: Server, count: int, length: int) -> dict[str, float]:
-    """`count` streams of an engine that takes its time: what an event costs, and how late it comes."""
+    """`count` concurrent streams of the paced stub: CPU time per event, and gaps between events."""
     request = load.post("/generate", {"prompt": "a", "max_tokens": length, "stream": True})
     with server.busy() as cores:
         outcome = load.run(server.port, load.at_once(request, count), connections=count, keep=True)
@@ -419,16 +411,16 @@ def paced_once(server: Server, count: int, length: int) -> dict[str, float]:
 
 
 def gaps_of(reply: load.Reply) -> list[float]:
-    """Seconds between the moments at which a reader got something."""
+    """Seconds between consecutive reads."""
     moments = [at for at, _ in reply.parts]
     return [later - at for at, later in zip(moments, moments[1:], strict=False)]
 
 
 def load_work(server: Server, name: str, work: list[Work]) -> dict[str, Any]:
-    """All of `work`, streamed over CONNECTIONS connections.
+    """Stream all of `work` over CONNECTIONS connections.
 
     Raises:
-        LoadError: a text has not the length that was asked for.
+        LoadError: a completion has the wrong length.
     """
     requests = []
     for i, item in enumerate(work):
@@ -459,11 +451,11 @@ def load_work(server: Server, name: str, work: list[Work]) -> dict[str, Any]:
 def check_length(reply: load.Reply, text: Callable[[bytes], str], length: int) -> None:
     """
     Raises:
-        LoadError: the answer's text has another length.
+        LoadError: the text of the response has another length.
     """
     given = len(text(b"".join(data for _, data in load.dechunked(reply.parts))))
     if given != length:
-        raise load.LoadError(f"a text of {given} characters, not {length}")
+        raise load.LoadError(f"expected {length} characters, got {given}")
 
 
 def ours_text(body: bytes) -> str:
@@ -476,7 +468,7 @@ def stock_text(body: bytes) -> str:
 
 
 def answers_of(port: int) -> dict[str, str]:
-    """What the service answers, for plain FastAPI to answer the same."""
+    """Templates of the service's responses, for plain FastAPI to return the same."""
     body = {"prompt": "a", "max_tokens": 1}
     [whole] = load.run(port, load.at_once(load.post("/generate", body), 1), connections=1, keep=True).replies
     streamed = load.post("/generate", body | {"max_tokens": 2, "stream": True})
@@ -492,7 +484,7 @@ def answers_of(port: int) -> dict[str, str]:
 
 
 def check_same_bytes(ours: int, plain: int) -> None:
-    """Both send as much for the same request, headers aside.
+    """Check that both send equally many bytes for the same request, headers excluded.
 
     Raises:
         LoadError: they do not.
@@ -502,7 +494,7 @@ def check_same_bytes(ours: int, plain: int) -> None:
         request = load.post("/generate", {"prompt": "a", "max_tokens": 1})
         [reply] = load.run(port, load.at_once(request, 1), connections=1, keep=True).replies
         sizes.append(sum(len(data) for _, data in reply.parts))
-    if abs(sizes[0] - sizes[1]) > 16:  # times and seeds have more or fewer digits
+    if abs(sizes[0] - sizes[1]) > 16:  # numbers of digits vary
         raise load.LoadError(f"the service sends {sizes[0]} bytes, plain FastAPI {sizes[1]}")
 
 
@@ -510,36 +502,15 @@ def check_same_bytes(ours: int, plain: int) -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.bench.serve",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = build_parser("tests.bench.serve", __doc__, "out/bench")
+    add_threads(parser)
     parser.add_argument("--quick", action="store_true", help="under three minutes")
     parser.add_argument(
-        "--only", type=part_list, default=list(PARTS), metavar="PARTS", help=f"of {','.join(PARTS)} (default: all)"
+        "--only", type=subset(PARTS), default=list(PARTS), metavar="PARTS", help=f"of {','.join(PARTS)} (default: all)"
     )
-    parser.add_argument("--keep", action="store_true", help="the other parts stay as OUT/serve.json has them")
-    parser.add_argument(
-        "--threads", type=int, default=cpus_left({}), help="of each engine (default: %(default)s, as the service)"
-    )
-    parser.add_argument("--out", type=Path, default=Path("out/bench"), metavar="DIR", help="(default: %(default)s)")
-    parser.add_argument(
-        "--table", type=Path, metavar="FILE", help="measure nothing; put OUT/serve.json's tables into FILE"
-    )
-    args = parser.parse_args()
-    if not 1 <= args.threads <= 1024:
-        parser.error(f"--threads must be in [1, 1024], got {args.threads}")
-    return args
-
-
-def part_list(text: str) -> list[str]:
-    parts = text.split(",")
-    for part in parts:
-        if part not in PARTS:
-            raise argparse.ArgumentTypeError(f"there is no part {part!r}; allowed are {', '.join(PARTS)}")
-    return [part for part in PARTS if part in parts]
+    parser.add_argument("--keep", action="store_true", help="keep the other parts of OUT/serve.json")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="write the table of OUT/serve.json to FILE and exit")
+    return parser.parse_args()
 
 
 def main() -> int:
@@ -552,17 +523,16 @@ def main() -> int:
             print(f"error: {error}", file=sys.stderr)
             return 1
         return 0
-    os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # in the engines' processes, as python -m service has it
+    prepare_process()
     bench = Bench(QUICK if args.quick else FULL, SHAPES, args.threads, args.out)
-    if bench.results["load_average"] > 0.5:
-        bench.say(f"the machine is busy (load {bench.results['load_average']:.1f}): times will be too long")
+    if warning := busy_warning(bench.results):
+        bench.say(warning)
     if args.keep:
         try:
             bench.keep(args.only)
         except (OSError, ValueError, BenchError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C
     try:
         bench.run(args.only)
     except KeyboardInterrupt:

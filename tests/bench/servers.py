@@ -1,4 +1,4 @@
-"""The servers that are measured: started, watched and ended from outside, each a process group of its own."""
+"""Starts, measures and stops the benchmarked servers, each in a process group of its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class ServerError(RuntimeError):
-    """A server did not start; holds the end of its log."""
+    """A server did not start; the message contains the end of its log."""
 
 
 class Server:
@@ -50,10 +50,10 @@ class Server:
         self._processes: list[psutil.Process] = []
 
     def wait_until_ready(self, timeout: float = 120) -> float:
-        """Seconds from its start until it said that it is ready.
+        """Seconds from start to readiness.
 
         Raises:
-            ServerError: it ended or did not become ready.
+            ServerError: it exited or was not ready within `timeout` seconds.
         """
         while time.perf_counter() - self._started < timeout:
             if self.process.poll() is not None:
@@ -68,7 +68,7 @@ class Server:
         raise ServerError(f"{self._log} ends with:\n{self._log.read_text(errors='replace')[-2000:]}")
 
     def cpu_seconds(self) -> dict[str, float]:
-        """CPU time so far: of the inference processes (`worker`) and of the others (`http`)."""
+        """CPU time so far, of inference processes (`worker`) and all others (`http`)."""
         seconds = {"worker": 0.0, "http": 0.0}
         for process in self._processes:
             times = process.cpu_times()
@@ -78,7 +78,7 @@ class Server:
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[dict[str, float]]:
-        """Fills in, at its end, the cores that the server was busy on: {"worker", "http", "seconds"}."""
+        """Yields a dict that on exit holds the cores in use and the duration: {"worker", "http", "seconds"}."""
         figures: dict[str, float] = {}
         before, started = self.cpu_seconds(), time.perf_counter()
         yield figures
@@ -87,11 +87,11 @@ class Server:
         figures["seconds"] = seconds
 
     def pss_bytes(self) -> int:
-        """Proportional set size of all its processes: what they share counts once."""
+        """Proportional set size of all processes: counts shared memory once."""
         return sum(process.memory_full_info().pss for process in self._processes)
 
     def pause(self) -> None:
-        """Stop all its processes, so that an idle loop of theirs costs the others nothing."""
+        """Stop all processes, so that idle loops do not take CPU time from other servers."""
         os.killpg(self.process.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -100,12 +100,12 @@ class Server:
     def close(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self.resume()
-        # While its main thread still wakes up the kernel would give the signal to another one, which heeds none.
+        # Right after SIGCONT the kernel could deliver SIGTERM to another thread than the main one, which ignores it.
         time.sleep(0.1)
         self.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(15)
-        with contextlib.suppress(ProcessLookupError):  # a stock LitServe leaves its children behind
+        with contextlib.suppress(ProcessLookupError):  # stock LitServe leaves child processes behind
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 

@@ -1,4 +1,4 @@
-"""The two shapes that are measured, with random weights, and the work that is asked of them."""
+"""The two benchmarked model shapes with random weights, and the requests sent to them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHAPES = {
 }
 PROMPT = 16  # characters
 
-# What stands for a user's choices: transformers has one setting for a whole batch, and gets the first.
+# Sampling parameters of users. transformers supports one set per batch and gets the first.
 SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0.8, "top_k": 40, "top_p": 0.95},
     {"temperature": 1.0, "top_k": 0, "top_p": 0.9},
@@ -33,20 +33,20 @@ SAMPLING: tuple[dict[str, Any], ...] = (
 
 
 def random_model(config: GPTConfig, seed: int = 0) -> GPT:
-    """Weights large enough that every part matters and a text does not soon repeat itself."""
+    """A model whose weights are large enough that every part matters and texts do not soon repeat."""
     model = GPT(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.3 * noise if parameter.ndim == 1 else 1.5 * parameter.size(1) ** -0.5 * noise)
-        # Logits of a spread of about 2 nats, as a trained model's: most rows have several characters to choose from.
+        # A logit spread of about 2 nats, as in a trained model: most rows have several likely characters.
         model.head.weight.mul_(1.3)
     return model.eval().requires_grad_(False)
 
 
 def save_random(config: GPTConfig, path: Path) -> Path:
-    """The checkpoint folder of a shape, for ours and the peers alike."""
+    """Save a random checkpoint of a shape; returns its folder."""
     save_checkpoint(path, random_model(config), CharTokenizer(VOCABULARY), {"losses": {}})
     return path
 
@@ -61,17 +61,17 @@ def prompt(length: int, seed: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Work:
-    """One request: a prompt and how much is to follow."""
+    """One request."""
 
     prompt: str
     max_tokens: int
-    at: float  # seconds from the beginning before which it is not asked
+    at: float  # time of arrival, in seconds from the start
 
 
 def mixed_work(count: int, *, longest: int, arriving: float, seed: int = 0) -> list[Work]:
-    """Requests of mixed lengths: prompts of 4 to 64 characters, texts of longest/16 to `longest`, short ones oftener.
+    """Requests of mixed lengths: prompts of 4 to 64 characters, completions log-uniform in longest/16 to `longest`.
 
-    They come at random moments of the first `arriving` seconds.
+    They arrive at random times within the first `arriving` seconds.
     """
     chance = random.Random(seed)
     moments = sorted(chance.uniform(0, arriving) for _ in range(count))

@@ -1,11 +1,11 @@
-"""What a user would build instead: a stock LitServe service, as its documentation shows one.
+"""The alternative that a user would build: a stock LitServe service, following its documentation.
 
-    python -m tests.bench.stock --checkpoint DIR --port 8000       batched streaming, transformers underneath
-    python -m tests.bench.stock --stub --port 8000                 no model: what its path alone gives
+    python -m tests.bench.stock --checkpoint DIR --port 8000       batched streaming with transformers
+    python -m tests.bench.stock --stub --port 8000                 no model, to measure the path alone
 
-POST /generate takes {"prompt", "max_tokens"} and streams a JSON object per character, {"text": …}. With --stub there
-is POST /whole as well, which answers one character. A batch is what has come within `--batch-timeout` seconds; it runs
-until its longest text is done.
+POST /generate takes {"prompt", "max_tokens"} and streams one JSON object per character, {"text": …}. --stub adds
+POST /whole, which returns one character. A batch collects requests for `--batch-timeout` seconds and runs until its
+longest completion is done.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_BATCH = 64
 
 
 class GenerateAPI(litserve.LitAPI):
-    """A character-level model of transformers behind LitServe's batched streaming."""
+    """A transformers model behind LitServe's batched streaming."""
 
     def __init__(self, checkpoint: Path, threads: int, **options: Any):
         super().__init__(**options)
@@ -38,7 +38,7 @@ class GenerateAPI(litserve.LitAPI):
         self.tokenizer = AutoTokenizer.from_pretrained(self.checkpoint, padding_side="left", pad_token="\n")
         self.model = AutoModelForCausalLM.from_pretrained(self.checkpoint).to(device).eval()
 
-    def decode_request(self, request):  # an annotation would be the schema of the body
+    def decode_request(self, request):  # an annotation would become the schema of the body
         return request["prompt"], request["max_tokens"]
 
     def batch(self, inputs: list[tuple[str, int]]) -> list[tuple[str, int]]:
@@ -69,14 +69,14 @@ class GenerateAPI(litserve.LitAPI):
 
 
 class BatchStreamer:
-    """transformers' own streamers take one text; this one hands out each step's ids of a batch."""
+    """Yields the ids of each step of a batch; transformers' own streamers support one text only."""
 
     def __init__(self) -> None:
         self._steps: queue.Queue[list[int] | None] = queue.Queue()
         self._is_prompt = True
 
     def put(self, ids: Any) -> None:
-        if self._is_prompt:  # comes first
+        if self._is_prompt:  # the first call
             self._is_prompt = False
         else:
             self._steps.put(ids.tolist())
@@ -89,12 +89,12 @@ class BatchStreamer:
 
 
 class StubStream(litserve.LitAPI):
-    """Every character is ready."""
+    """Streams characters without a model."""
 
     def setup(self, device: str) -> None:
         pass
 
-    def decode_request(self, request):  # an annotation would be the schema of the body
+    def decode_request(self, request):  # an annotation would become the schema of the body
         return request["max_tokens"]
 
     def batch(self, inputs: list[int]) -> list[int]:
@@ -110,12 +110,12 @@ class StubStream(litserve.LitAPI):
 
 
 class StubWhole(litserve.LitAPI):
-    """One character, at once."""
+    """Returns one character without a model."""
 
     def setup(self, device: str) -> None:
         pass
 
-    def decode_request(self, request):  # an annotation would be the schema of the body
+    def decode_request(self, request):  # an annotation would become the schema of the body
         return request["prompt"]
 
     def predict(self, prompt: str) -> str:
@@ -130,11 +130,11 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--checkpoint", type=Path)
     parser.add_argument("--stub", action="store_true")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: torch's own choice")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: torch's default")
     parser.add_argument("--batch-timeout", type=float, default=0.05, help="seconds (default: %(default)s)")
     args = parser.parse_args()
     if args.stub == (args.checkpoint is not None):
-        parser.error("either --checkpoint or --stub")
+        parser.error("pass either --checkpoint or --stub")
     streaming = {"stream": True, "max_batch_size": MAX_BATCH, "batch_timeout": args.batch_timeout}
     if args.stub:
         apis = [StubStream(api_path="/generate", **streaming), StubWhole(api_path="/whole")]

@@ -1,11 +1,11 @@
-"""The real service around an engine that has every character ready: what is left is the path.
+"""The service around a stub engine that has every character ready, to measure the path alone.
 
     python -m tests.bench.stub --checkpoint DIR --port 8000        flags as of python -m service
 
-    CHARGPT_STUB_CHARACTERS       characters of a sequence in each step (default 1)
-    CHARGPT_STUB_STEP_SECONDS     the least time between the beginnings of two steps (default 0: none)
+    CHARGPT_STUB_CHARACTERS       characters per sequence and step (default 1)
+    CHARGPT_STUB_STEP_SECONDS     minimum time between the starts of two steps (default 0)
 
-All but the engine is the service as `python -m service` runs it: its entry point, its processes, its worker loop.
+Everything but the engine is the real service: entry point, processes, worker loop.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from service.wire import Delta, Submit
 
 
 class StubEngine:
-    """Has the Engine's interface; runs all sequences at once, whatever max_running says."""
+    """Has the Engine's interface; runs all sequences at once, regardless of max_running."""
 
     clock = staticmethod(time.monotonic)
 
@@ -36,16 +36,16 @@ class StubEngine:
         self.runner = SimpleNamespace(tolerance=0.0)
         self.max_running = max_running
         self.limit = max_running + max_waiting
-        self.scheduler = self  # len, iteration, max_running, num_running, num_waiting
+        self.scheduler = self  # stands in for len, iteration, max_running, num_running and num_waiting
         self.num_waiting = 0
         self.characters = int(os.environ.get("CHARGPT_STUB_CHARACTERS", "1"))
         self.step_seconds = float(os.environ.get("CHARGPT_STUB_STEP_SECONDS", "0"))
         self._next_step = 0.0
-        # Ready ids, at every number of them that a step can give.
+        # Ids by the number of them that a step emits.
         letters = [1 + i % (self.config.vocab_size - 1) for i in range(self.characters)]
         self._ready = [letters[:n] for n in range(self.characters + 1)]
-        self._left: dict[int, tuple[Submit, int]] = {}  # sequence id -> the request, characters still to come
-        self._new: set[int] = set()  # ids whose first delta is still to come
+        self._left: dict[int, tuple[Submit, int]] = {}  # sequence id -> (request, remaining characters)
+        self._new: set[int] = set()  # ids of sequences that have emitted nothing yet
         self._ended: list[Delta] = []
 
     def __len__(self) -> int:
@@ -99,7 +99,7 @@ class StubEngine:
 
 
 class StubAPI(worker.EngineAPI):
-    """The real one, but for the engine."""
+    """The real API with the stub engine."""
 
     def setup(self, device: str) -> None:
         import service.engine.engine
@@ -109,7 +109,7 @@ class StubAPI(worker.EngineAPI):
 
 
 if __name__ == "__main__":
-    worker.EngineAPI = StubAPI  # before the server takes it from there
+    worker.EngineAPI = StubAPI  # before the server imports it
     from service.__main__ import main
 
     sys.exit(main())

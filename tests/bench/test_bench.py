@@ -164,8 +164,8 @@ def test_a_run_that_fails_or_dies_says_why():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--only", "tpu"], "there is no part 'tpu'; allowed are nanogpt, equal, cpu, gpu"),
-        (["--seeds", "a"], "numbers with commas between them, got 'a'"),
+        (["--only", "tpu"], "unknown part 'tpu'; allowed: nanogpt, equal, cpu, gpu"),
+        (["--seeds", "a"], "must be comma-separated integers, got 'a'"),
         (["--share", "2"], "--share must be in (0, 1], got 2.0"),
     ],
 )

@@ -275,7 +275,7 @@ def test_a_tiny_run_gives_every_figure_table_and_picture(tmp_path, monkeypatch, 
     assert later.results["path"] == path and "whole" not in later.results
     assert later.results["kept"]["path"] == {"revision": saved["revision"], "date": saved["date"]}
     other = serve.Bench(TINY_PLAN, {"S": TINY}, 2, tmp_path / "out")
-    with pytest.raises(serve.BenchError, match="has another settings"):
+    with pytest.raises(serve.BenchError, match="has different settings"):
         other.keep(["whole"])
 
     readme = tmp_path / "README.md"
@@ -329,8 +329,8 @@ def test_the_stub_serves_the_checkpoint_s_characters(tiny):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--only", "gpu"], "there is no part 'gpu'; allowed are engine, path, whole, metrics, growth"),
-        (["--threads", "0"], "--threads must be in [1, 1024], got 0"),
+        (["--only", "gpu"], "unknown part 'gpu'; allowed: engine, path, whole, metrics, growth"),
+        (["--threads", "0"], "--threads: must be in [1, 1024], got 0"),
     ],
 )
 def test_a_bad_argument_is_named(arguments, said):

@@ -1,36 +1,25 @@
-"""Our training beside nanoGPT's CPU recipe, and the presets over several seeds, on the machine it is on.
+"""Benchmarks of training: our trainer against nanoGPT's CPU recipe, and the presets over several seeds.
 
     make bench-train
     make bench-train ARGS='--only nanogpt,equal --threads 1'
-    python -m tests.bench.train --share 0.01        a quick try; its figures mean nothing
+    python -m tests.bench.train --share 0.01        a smoke test; its figures mean nothing
 
     nanogpt   nanoGPT's CPU recipe (nanogpt.py)
-    equal     our trainer for as many CPU seconds as that took
-    cpu, gpu  the presets; gpu where there is a CUDA GPU
+    equal     our trainer for the same CPU time
+    cpu, gpu  the presets; gpu needs a CUDA GPU
 
-Writes OUT/train.json, OUT/train.md, OUT/train.png and a folder per run, after each run anew. Each run has a fresh
-process, so that none costs the others' figures. Seconds are of the optimizer steps alone unless they say otherwise.
+Rewrites OUT/train.json, OUT/train.md and OUT/train.png after each run, and keeps a folder per run. Each run has a fresh
+process, so that runs do not affect each other. Times cover optimizer steps only, unless stated otherwise.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import multiprocessing
-import os
-import platform
-import shlex
 import shutil
-import signal
-import subprocess
 import sys
 import time
-import traceback
-from collections.abc import Callable
 from dataclasses import replace
-from importlib.metadata import version
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +33,12 @@ from training import loop
 from training.config import ConfigError, TrainConfig
 from training.data import TINYSHAKESPEARE, DataError, prepare
 from training.evaluate import whole_loss
-from training.loop import InterruptedRun, machine
 from training.speed import flops_per_character, matmul_peak
 
 from . import nanogpt
+from .command import BenchError, build_parser, busy_warning, context, in_child, integer, prepare_process, subset
 
-# What the run of equal CPU time changes in the preset cpu, besides the steps.
+# Changes of the part `equal` to the preset cpu, besides the number of steps.
 EQUAL: dict[str, Any] = {
     "n_layer": 4,
     "block_size": 128,
@@ -59,7 +48,7 @@ EQUAL: dict[str, Any] = {
     "weight_decay": 0.0,
 }
 
-# What each part must reach: the bounds of the mean over its seeds. nanoGPT's says whether the baseline is a fair one.
+# Bounds of the mean over the seeds, by part. Those of nanogpt verify that the baseline is a fair one.
 TARGETS: dict[str, dict[str, tuple[float, float]]] = {
     "nanogpt": {"whole": (1.88, 1.92)},
     "equal": {"whole": (0, 1.53), "cpu_ratio": (0, 1.05)},
@@ -78,26 +67,22 @@ FIGURES = {  # name in the JSON: label in the tables, format
     "whole": ("whole loss", "{:.4f}"),
     "streamed": ("streamed loss", "{:.4f}"),
     "random_windows": ("mean of 240 random windows", "{:.4f}"),
-    "cpu_seconds": ("CPU seconds of steps", "{:.1f}"),
-    "cpu_ratio": ("CPU seconds over nanoGPT's", "{:.3f}"),
-    "wall_seconds": ("seconds of steps", "{:.1f}"),
-    "run_seconds": ("seconds of the whole run", "{:.1f}"),
+    "cpu_seconds": ("CPU time of steps, s", "{:.1f}"),
+    "cpu_ratio": ("CPU time relative to nanoGPT", "{:.3f}"),
+    "wall_seconds": ("wall time of steps, s", "{:.1f}"),
+    "run_seconds": ("wall time of the run, s", "{:.1f}"),
     "characters_per_second": ("characters/s", "{:,.0f}"),
-    "peak_tflops": ("matrix-product peak, TFLOP/s", "{:.3g}"),
+    "peak_tflops": ("peak of matrix products, TFLOP/s", "{:.3g}"),
     "peak_share": ("share of that peak", "{:.1%}"),
 }
 PROBE_STEPS, WARM_STEPS = 40, 8
 
 
-class BenchError(RuntimeError):
-    """A run that gave no figures; says why."""
-
-
-# The runs, each in a process of its own
+# Runs, each in a process of its own
 
 
 def run_ours(config: TrainConfig, out: Path) -> dict[str, Any]:
-    """Figures of one run of our trainer, from its first step to its report; replaces the folder `out`."""
+    """Figures of one run of our trainer, report included; replaces the folder `out`."""
     started = time.perf_counter()
     shutil.rmtree(out, ignore_errors=True)
     loop.start(config, out, Console(stderr=True, highlight=False))
@@ -127,7 +112,7 @@ def log_of(out: Path) -> list[dict[str, Any]]:
 
 
 def probe_ours(config: TrainConfig, out: Path) -> dict[str, Any]:
-    """What a step of ours costs: CPU seconds of one, those that only the first steps take, and the dtype found."""
+    """Cost of our trainer: CPU seconds per step (`step`), extra CPU seconds at the start, and the dtype chosen."""
     shutil.rmtree(out, ignore_errors=True)
     loop.start(replace(config, log_every=WARM_STEPS), out, Console(quiet=True))
     warm, *_, last = (r for r in log_of(out) if r["event"] == "train")
@@ -193,50 +178,11 @@ def speed(model: Any, figures: dict[str, Any], device: str, dtype: str, threads:
     }
 
 
-def in_child(function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
-    """What `function` returns, from a fresh process that ends with this call, however the call ends.
-
-    Raises:
-        BenchError: it raised, or its process was ended.
-    """
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(sender, function, arguments))
-    process.start()
-    sender.close()
-    try:
-        figures, error = receiver.recv()
-        process.join()
-    except EOFError:
-        process.join()
-        raise BenchError(f"its process ended with status {process.exitcode}") from None
-    finally:
-        receiver.close()
-        process.terminate()  # of no effect where it has ended
-        process.join(30)
-        process.kill()
-    if error:
-        raise BenchError(error)
-    return figures
-
-
-def _answer(sender: Connection, function: Callable[..., dict[str, Any]], arguments: tuple[Any, ...]) -> None:
-    os.setpgid(0, 0)  # Ctrl-C reaches the bench alone, which ends this process
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # leaves the terminal as it was
-    try:
-        sender.send((function(*arguments), None))
-    except InterruptedRun as stop:
-        sys.exit(128 + stop.number)
-    except Exception as error:
-        traceback.print_exc()
-        sender.send((None, f"{type(error).__name__}: {error}"))
-
-
 # The bench
 
 
 class Bench:
-    """What was asked for, and the figures so far."""
+    """One run of the benchmark and its results so far."""
 
     def __init__(self, args: argparse.Namespace, console: Console):
         self.seeds: list[int] = args.seeds
@@ -246,20 +192,15 @@ class Bench:
         self.console = console
         self.equal: TrainConfig | None = None  # once its steps are known
         self.results: dict[str, Any] = {
-            "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-            "command": shlex.join(["python", "-m", "tests.bench.train", *sys.argv[1:]]),
-            "revision": revision(),
-            "machine": machine(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
-            "load_average": os.getloadavg()[0],  # before the first run; of a quiet machine near 0
-            "versions": {"python": platform.python_version()} | {name: version(name) for name in ("torch", "numpy")},
+            **context("tests.bench.train", "torch", "numpy"),
             "share": self.share,
-            "runs": {},  # part: figures of each seed
-            "errors": {},  # part: reasons, one per run that failed
+            "runs": {},  # part: figures per seed
+            "errors": {},  # part: a reason per failed run
         }
 
     def run(self, parts: list[str]) -> None:
-        """Every run of every part; one that fails leaves a reason in the results."""
-        (self.out / "train.png").unlink(missing_ok=True)  # of figures that are about to go
+        """Run every part with every seed; a run that fails leaves its reason in the results."""
+        (self.out / "train.png").unlink(missing_ok=True)  # shows figures about to be replaced
         self.write()
         for part in parts:
             for seed in self.seeds[:1] if part == "nanogpt" else self.seeds:
@@ -287,19 +228,19 @@ class Bench:
         return in_child(run_ours, self.ours(part, seed=seed, steps=steps), out)
 
     def ours(self, preset: str, **changes: Any) -> TrainConfig:
-        """A preset for this bench; the samples at evaluations have nothing to say here."""
+        """A preset, without samples at evaluations."""
         device = "cuda" if preset == "gpu" else "cpu"
         return TrainConfig.from_preset(preset, device=device, threads=self.threads, sample_chars=0, **changes)
 
     def equal_config(self, seed: int) -> TrainConfig:
-        """Ours, with as many steps as take the CPU seconds of nanoGPT's; they are probed once."""
+        """Our trainer with the CPU time of nanoGPT's run; the steps that fit are probed once."""
         if "nanogpt" not in self.results["runs"]:
-            raise BenchError("there is no time to equal: nanoGPT's run failed")
+            raise BenchError("no CPU time to match: nanoGPT's run failed")
         if self.equal is None:
             budget = self.results["runs"]["nanogpt"][0]["cpu_seconds"]
             cost = in_child(probe_ours, self.ours("cpu", **EQUAL, steps=PROBE_STEPS), self.out / "runs" / "probe")
             steps = max(1, int((budget - cost["start"]) / cost["step"]))
-            self.console.print(f"{cost['step'] * 1e3:.1f} ms of CPU time a step: {steps} steps in {budget:.1f} s")
+            self.console.print(f"{cost['step'] * 1e3:.1f} ms of CPU time per step: {steps} steps in {budget:.1f} s")
             changes = EQUAL | {"steps": steps, "eval_every": max(1, -(-steps // 8)), "dtype": cost["dtype"]}
             self.equal = self.ours("cpu", **changes)
         return TrainConfig(**{**self.equal.as_dict(), "seed": seed})
@@ -315,20 +256,11 @@ class Bench:
             draw(self.results, self.out / "train.png")
 
 
-def revision() -> str | None:
-    """The commit of this tree, with "-dirty" where it was changed."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-# What is shown
+# Output
 
 
 def cells(results: dict[str, Any]) -> list[list[str]]:
-    """The table: a row of titles, a row per figure (mean, lowest and highest of the seeds), a row of targets."""
+    """Rows of the table: titles, one row per figure (mean, lowest, highest over seeds), seeds, targets."""
     runs = results["runs"]
     rows = [["nats per character", *(TITLES[part] for part in runs)]]
     for name, (label, form) in FIGURES.items():
@@ -358,7 +290,7 @@ def judge(runs: list[dict[str, Any]], targets: dict[str, tuple[float, float]], s
 
 
 def footnotes(results: dict[str, Any]) -> list[str]:
-    """Where the figures come from, and what failed."""
+    """Machine, versions and settings of the figures, and failures."""
     about, versions = results["machine"], results["versions"]
     settings = {
         f"{run['threads']} threads in {run['processes']} processes, {run['dtype']} on {run['device']}": None
@@ -369,8 +301,8 @@ def footnotes(results: dict[str, Any]) -> list[str]:
         f"load {results['load_average']:.2f} at the start; {results['date']}; "
         f"torch {versions['torch']}, Python {versions['python']}; revision {results['revision']}",
         *settings,
-        "Means over the seeds (lowest–highest). Whole: every character of the validation split once, in windows of "
-        "the training length; streamed: in one pass. Products of the optimizer are not in the share of the peak.",
+        "Means over seeds (lowest–highest). Whole loss: every character of the validation split once, in windows of "
+        "the training length; streamed loss: in one pass. The share of the peak excludes the optimizer's products.",
         *(f"failed: {TITLES[part]}, {reason}" for part in results["errors"] for reason in results["errors"][part]),
     ]
 
@@ -397,7 +329,7 @@ def show(results: dict[str, Any], console: Console) -> None:
 
 
 def draw(results: dict[str, Any], png: Path) -> None:
-    """Validation loss against the CPU seconds of the steps, for the two that take as many."""
+    """Plot validation loss against CPU time of steps for nanogpt and equal."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
@@ -414,8 +346,8 @@ def draw(results: dict[str, Any], png: Path) -> None:
             axes.plot(*zip(*points, strict=True), "o-", color=color, alpha=0.6, ms=4, label=label)
     axes.axhline(target, color="tab:green", ls="--", lw=0.8, label=f"target {target}")
     axes.set_xlim(left=0)
-    axes.set_ylim(lowest - 0.05, lowest + 1.25)  # where they part; both begin above 4
-    axes.set_xlabel("CPU seconds of the steps")
+    axes.set_ylim(lowest - 0.05, lowest + 1.25)  # both curves begin above 4
+    axes.set_xlabel("CPU time of steps, s")
     axes.set_ylabel("whole validation loss, nats per character")
     axes.set_title(f"{results['machine']['cpu']}, {results['date'][:10]}", fontsize=9)
     axes.grid(alpha=0.3)
@@ -427,64 +359,50 @@ def draw(results: dict[str, Any], png: Path) -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.bench.train",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = build_parser("tests.bench.train", __doc__, "out/bench-train")
     parser.add_argument(
-        "--only", type=part_list, metavar="PARTS", help=f"of {','.join(TITLES)}; equal brings nanogpt (default: all)"
+        "--only",
+        type=subset(TITLES),
+        metavar="PARTS",
+        help=f"of {','.join(TITLES)}; equal needs nanogpt (default: all)",
     )
     parser.add_argument(
         "--seeds", type=seed_list, default=[1337, 1338, 1339], help="nanogpt takes the first (default: 1337,1338,1339)"
     )
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: OMP_NUM_THREADS, else one per core")
-    parser.add_argument("--share", type=float, default=1.0, help="of the steps, in (0, 1]; less is a try (default: 1)")
     parser.add_argument(
-        "--out", type=Path, default=Path("out/bench-train"), metavar="DIR", help="(default: %(default)s)"
+        "--threads", type=integer(0, 4096), default=0, help="CPU threads; 0: OMP_NUM_THREADS, else one per core"
     )
+    parser.add_argument("--share", type=float, default=1.0, help="share of the steps, in (0, 1] (default: 1)")
     args = parser.parse_args()
     if not 0 < args.share <= 1:
         parser.error(f"--share must be in (0, 1], got {args.share}")
-    if not 0 <= args.threads <= 4096:
-        parser.error(f"--threads must be in [0, 4096], got {args.threads}")
     return args
-
-
-def part_list(text: str) -> list[str]:
-    parts = text.split(",")
-    for part in parts:
-        if part not in TITLES:
-            raise argparse.ArgumentTypeError(f"there is no part {part!r}; allowed are {', '.join(TITLES)}")
-    return parts
 
 
 def seed_list(text: str) -> list[int]:
     try:
         return [int(seed) for seed in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"numbers with commas between them, got {text!r}") from None
+        raise argparse.ArgumentTypeError(f"must be comma-separated integers, got {text!r}") from None
 
 
 def main() -> int:
-    os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # in the runs' processes, as python -m training has it
     args = parse_args()
     console = Console(stderr=True, highlight=False)
     asked = args.only or [part for part in TITLES if part != "gpu" or torch.cuda.is_available()]
     if "gpu" in asked and not torch.cuda.is_available():
-        print("error: the part gpu needs a CUDA GPU; this machine, or this build of torch, has none", file=sys.stderr)
+        print("error: the part gpu needs a CUDA GPU and a torch build with CUDA", file=sys.stderr)
         return 1
     parts = [part for part in TITLES if part in asked or (part == "nanogpt" and "equal" in asked)]
     try:
         prepare(TINYSHAKESPEARE)
     except DataError as error:
-        print(f"error: {error}\nThe bench takes no other text; CHARGPT_DATA_DIR may name its folder", file=sys.stderr)
+        print(f"error: {error}\nThe bench needs this text; CHARGPT_DATA_DIR can name its folder", file=sys.stderr)
         return 1
     bench = Bench(args, console)
-    if bench.results["load_average"] > 0.5:
-        console.print(f"The machine is busy (load {bench.results['load_average']:.1f}): times will be too long")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C
+    if warning := busy_warning(bench.results):
+        console.print(warning)
+    prepare_process()
     stopped = False
     try:
         bench.run(parts)

@@ -1,8 +1,8 @@
-"""The service without its metrics: what it would be if nothing were observed.
+"""The service with its metrics disabled, to measure their cost.
 
     python -m tests.bench.unmeasured --checkpoint DIR --port 8001
 
-Declarations and /metrics stay; every observation is nothing, in the HTTP processes and in the workers.
+Metrics are declared and /metrics answers, but observations do nothing, in HTTP processes and workers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from service.engine import worker
 
 
-def observe_nothing() -> None:
+def disable_metrics() -> None:
     from service.observe import metrics
 
     def nothing(*_: Any, **__: Any) -> None:
@@ -24,21 +24,21 @@ def observe_nothing() -> None:
 
 
 class UnmeasuredAPI(worker.EngineAPI):
-    """A worker is a new process, which begins here."""
+    """Disables metrics in the worker process too."""
 
     def setup(self, device: str) -> None:
-        observe_nothing()
+        disable_metrics()
         super().setup(device)
 
 
 if __name__ == "__main__":
-    worker.EngineAPI = UnmeasuredAPI  # before the server takes it from there
+    worker.EngineAPI = UnmeasuredAPI  # before the server imports it
     from service import server
 
     build_server = server.build_server
 
     def build_unmeasured(*arguments: Any) -> Any:  # PROMETHEUS_MULTIPROC_DIR is set by now
-        observe_nothing()
+        disable_metrics()
         return build_server(*arguments)
 
     server.build_server = build_unmeasured

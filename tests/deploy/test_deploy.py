@@ -509,7 +509,7 @@ def test_every_rule_has_data(monitored):
 
 @real
 def test_the_shares_of_the_workers_time_are_shares(monitored):
-    titles = ("Where the workers' time goes", "Device and scheduler", "Batch utilisation", "Cache slots in use")
+    titles = ("Worker time", "Device and scheduler", "Batch utilization", "Cache slots in use")
     for panel in panels():
         if panel["title"] in titles:
             for target in panel["targets"]:
@@ -546,7 +546,7 @@ def test_a_killed_worker_is_an_alert_at_the_alertmanager(monitored):
     assert alert["labels"]["instance"] == f"127.0.0.1:{monitored.server.port}"
     assert alert["labels"]["severity"] == "ticket" and alert["labels"]["model_name"] == "chargpt"
     assert [receiver["name"] for receiver in alert["receivers"]] == ["tickets"]
-    assert alert["annotations"]["summary"].startswith(f"A worker of 127.0.0.1:{monitored.server.port} died")
+    assert alert["annotations"]["summary"].startswith(f"A worker of 127.0.0.1:{monitored.server.port} crashed")
     assert alert["annotations"]["runbook"] == "deploy/RUNBOOK.md#chargptworkerrestarted"
 
 

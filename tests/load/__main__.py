@@ -1,9 +1,9 @@
-"""Load a service with one of three tools, and start the service where no --url is given.
+"""Run one of three load tools against a service, starting the service unless --url is given.
 
-    make load  make load-guidellm  make load-aiperf         ARGS='…' goes to the tool
+    make load  make load-guidellm  make load-aiperf         ARGS='…' is passed to the tool
     python -m tests.load locust --url http://127.0.0.1:8000 -- --arrivals 20 --run-time 5m
 
-What the tool writes, and the server's log, goes to --out. The exit status is the tool's; not 0 where requests failed.
+Writes the tool's output and the server's log to --out. Exits with the tool's status, non-zero if requests failed.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from urllib.request import urlopen
 from tests.bench.servers import ROOT, Server, ServerError
 from tests.load.tokenizer import write_tokenizer
 
-PROMPT, COMPLETION, STREAMS, REQUESTS = 48, 24, 4, 100  # of GuideLLM's and AIPerf's load, unless ARGS says otherwise
+PROMPT, COMPLETION, STREAMS, REQUESTS = 48, 24, 4, 100  # defaults for GuideLLM and AIPerf, overridden by ARGS
 
 
 class ToolError(RuntimeError):
-    """A tool could not do its work, or the service did not do its own; says which."""
+    """A tool failed, or its requests did."""
 
 
 @contextlib.contextmanager
 def service(url: str | None, checkpoint: Path, out: Path) -> Iterator[str]:
-    """The address of the service that is to be loaded."""
+    """Yield the address of the service under load."""
     if url:
         yield url.rstrip("/")
         return
     log = out / "server.log"
     with Server("service", log, "/readyz", checkpoint=checkpoint) as server:
         server.wait_until_ready()
-        print(f"serving {checkpoint} at http://127.0.0.1:{server.port}; its log is {log}", flush=True)
+        print(f"serving {checkpoint} at http://127.0.0.1:{server.port}, log: {log}", flush=True)
         yield f"http://127.0.0.1:{server.port}"
 
 
 def tokenizer(url: str, checkpoint: Path, out: Path) -> Path:
-    """A tokenizer folder for the tools: that of the served model.
+    """Write a tokenizer folder for the tools, from the served checkpoint.
 
     Raises:
-        ToolError: `checkpoint` has other characters than the model at `url`.
+        ToolError: `checkpoint` has another vocabulary than the model at `url`.
     """
     with urlopen(f"{url}/info", timeout=30) as answer:
         served = json.load(answer)["model"]["vocabulary"]
@@ -54,7 +54,7 @@ def tokenizer(url: str, checkpoint: Path, out: Path) -> Path:
     write_tokenizer(checkpoint, folder)
     vocabulary = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
     if set(vocabulary) != set(served):
-        raise ToolError(f"{checkpoint} has not the characters that {url} serves: pass the served one as CHECKPOINT")
+        raise ToolError(f"{checkpoint} and the model at {url} have different vocabularies: pass the served CHECKPOINT")
     return folder
 
 
@@ -138,7 +138,7 @@ def aiperf(url: str, out: Path, arguments: list[str], *, bin: Path, checkpoint: 
 
 
 def completed(arguments: list[str], defaults: dict[str, str]) -> list[str]:
-    """The arguments after the defaults of flags that they do not name: neither tool lets the last one win."""
+    """`arguments` preceded by the defaults of flags not among them: both tools reject or merge repeated flags."""
     named = {argument.partition("=")[0] for argument in arguments}
     return [part for flag, value in defaults.items() if flag not in named for part in (flag, value)] + arguments
 
@@ -149,7 +149,7 @@ def model(url: str) -> str:
 
 
 def call(command: list[str]) -> int:
-    # AIPerf takes no folder for a tokenizer where Hugging Face's hub is said to be away.
+    # With HF_HUB_OFFLINE AIPerf does not accept a local tokenizer folder.
     environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
     return subprocess.run(command, cwd=ROOT, env=environment).returncode
 
@@ -161,16 +161,16 @@ def check(tool: str, answered: float, failed: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.load", description="Load a service with one of three tools.")
+    parser = argparse.ArgumentParser(prog="python -m tests.load", description="Run a load tool against a service.")
     parser.add_argument("tool", choices=("locust", "guidellm", "aiperf"))
-    parser.add_argument("--url", help="of a running service; without it one is started")
+    parser.add_argument("--url", help="address of a running service (default: start one)")
     parser.add_argument("--checkpoint", type=Path, default=ROOT / "service/checkpoints/tinyshakespeare", metavar="DIR")
     parser.add_argument("--out", type=Path, default=Path("out/load"), metavar="DIR", help="default: out/load")
     parser.add_argument("--bin", type=Path, default=Path(sys.executable).parent, metavar="DIR",
-                        help="where guidellm and aiperf are")  # fmt: skip
-    parser.add_argument("arguments", nargs="*", help="after --: more flags for the tool, which come last")
+                        help="folder of guidellm and aiperf")  # fmt: skip
+    parser.add_argument("arguments", nargs="*", help="after --: further flags for the tool")
     given = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started ends too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is stopped too
     given.out = given.out.resolve()
     given.out.mkdir(parents=True, exist_ok=True)
     try:

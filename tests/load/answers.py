@@ -1,6 +1,6 @@
-"""What a right answer looks like. Knows the forms of answers, not how they came.
+"""Validates responses, independent of transport.
 
-Every function raises Wrong where an answer is not what was asked for.
+Every function raises Wrong if a response does not match its request.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 from .mix import Ask
 
 EVENT_END = b"\n\n"
-SHOWN = 200  # characters of an answer that a message quotes
+SHOWN = 200  # characters of a response quoted in a message
 
 
 class Wrong(Exception):
-    """An answer is not what was asked for; says how."""
+    """A response does not match its request; the message says how."""
 
 
 def check_status(status: int, body: bytes) -> None:
@@ -39,7 +39,7 @@ def parsed(data: bytes) -> dict[str, Any]:
 
 
 class Stream:
-    """The events of one stream, as they come."""
+    """Validates the events of one stream incrementally."""
 
     def __init__(self, ask: Ask, vocabulary: str):
         self.ask, self.vocabulary = ask, vocabulary
@@ -49,8 +49,8 @@ class Stream:
         self.is_done = False
 
     def take(self, event: bytes) -> int:
-        """The characters that an event brings."""
-        if event.startswith(b":"):  # a comment, which keeps the connection alive
+        """Process an event; returns its number of characters."""
+        if event.startswith(b":"):  # a keep-alive comment
             return 0
         if self.is_done:
             raise Wrong(f"an event after [DONE]: {event[:SHOWN]!r}")
@@ -74,7 +74,7 @@ class Stream:
         return sum(len(choice["text"]) for choice in choices)
 
     def end(self) -> None:
-        """Check what came, once nothing more will."""
+        """Check the complete stream."""
         if not self.is_done:
             raise Wrong("the stream ended without [DONE]")
         check_text(self.ask, self.text, self.finish_reason, self.usage, self.vocabulary)
@@ -93,7 +93,7 @@ def check_text(ask: Ask, text: str, finish_reason: str | None, usage: dict[str, 
     if stop is not None and stop in text:
         raise Wrong(f"the stop {stop!r} is in the text")
     if unknown := set(text) - set(vocabulary):
-        raise Wrong(f"characters that the model does not have: {sorted(unknown)}")
+        raise Wrong(f"characters absent from the vocabulary: {sorted(unknown)}")
     expected = {
         "prompt_tokens": ask.prompt_characters,
         "completion_tokens": len(text),
@@ -104,7 +104,7 @@ def check_text(ask: Ask, text: str, finish_reason: str | None, usage: dict[str, 
 
 
 def check_whole(ask: Ask, body: bytes, vocabulary: str) -> tuple[int, str]:
-    """(characters, finish reason) of an answer in one piece."""
+    """(characters, finish reason) of a response that is not streamed."""
     content = parsed(body)
     match content:
         case {"choices": [{"text": str(text), "finish_reason": finish_reason, "seed": seed}]}:
@@ -117,7 +117,7 @@ def check_whole(ask: Ask, body: bytes, vocabulary: str) -> tuple[int, str]:
 
 
 def check_opinion(ask: Ask, body: bytes, vocabulary: str) -> int:
-    """The characters that were generated for an answer of /v1/score or /v1/next: it takes one to ask for the next."""
+    """Characters generated for a response of /v1/score (none) or /v1/next (one)."""
     match ask.path, parsed(body).get("data"):
         case "/v1/score", [{"characters": int(count), "nats": float(nats)}]:
             if count != ask.prompt_characters - 1 or not 0 <= nats < math.inf:
@@ -128,4 +128,4 @@ def check_opinion(ask: Ask, body: bytes, vocabulary: str) -> int:
             if len(entries) != len(vocabulary) or abs(total - 1) > 1e-3:
                 raise Wrong(f"{len(entries)} characters of probability {total}, there are {len(vocabulary)}")
             return 1
-    raise Wrong(f"not an answer of {ask.path}: {body[:SHOWN]!r}")
+    raise Wrong(f"not a response of {ask.path}: {body[:SHOWN]!r}")

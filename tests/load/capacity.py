@@ -526,6 +526,18 @@ def character_rows(measured: dict[str, Any], replica: Replica) -> list[list[str]
 # The command
 
 
+def add_goal(parser: argparse.ArgumentParser) -> None:
+    goal = Goal()
+    parser.add_argument(
+        "--first", type=float, default=goal.first_seconds, metavar="SECONDS",
+        help="goal: time to first character (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--character", type=float, default=goal.character_seconds, metavar="SECONDS",
+        help="goal: mean time per further character (default: %(default)s)",
+    )  # fmt: skip
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tests.load.capacity",
@@ -533,20 +545,16 @@ def parse_args() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    goal, file = Goal(), Path("out/load-sweep/sweep.json")
+    file = Path("out/load-sweep/sweep.json")
     parser.add_argument("--sweep", type=Path, default=file, metavar="FILE", help="(default: %(default)s)")
-    parser.add_argument("--rate", type=float, metavar="R", help="requests a second to be carried")
-    parser.add_argument("--characters", type=float, metavar="N", help="of an answer, on average (default: the sweep's)")
-    for name, seconds in (("--first", goal.first_seconds), ("--character", goal.character_seconds)):
-        parser.add_argument(name, type=float, default=seconds, metavar="SECONDS", help="the goal's (%(default)s)")
+    parser.add_argument("--rate", type=float, metavar="R", help="offered load, in requests per second")
+    parser.add_argument("--characters", type=float, metavar="N", help="mean answer length (default: the sweep's)")
+    add_goal(parser)
     parser.add_argument(
-        "--quantile",
-        type=float,
-        default=goal.quantile,
-        metavar="Q",
-        help="share of requests that keep it (%(default)s)",
-    )
-    parser.add_argument("--write", type=Path, metavar="FILE", help="put all tables into FILE")
+        "--quantile", type=float, default=Goal.quantile, metavar="Q",
+        help="goal: share of requests that must meet it (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write all tables to FILE")
     args = parser.parse_args()
     if args.rate is None and args.write is None:
         parser.error("either --rate or --write")

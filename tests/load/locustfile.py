@@ -1,19 +1,18 @@
-"""Drives a running service: streams, whole answers, scores; clients that stay and clients that leave.
+"""Load for a running service: streams, whole responses and scores; clients that stay and clients that disconnect.
 
-    make load                                             starts a server, a minute of 16 users
+    make load                                             starts a server and 16 users for a minute
     make load URL=http://127.0.0.1:8000 ARGS='--arrivals 20 --run-time 5m'
     locust -f tests/load/locustfile.py --host URL         with Locust's web page
 
-    closed loop   each of --users asks, reads to the end and asks again
-    open loop     --arrivals RATE: requests are sent at the moments of one Poisson process, whether or not the ones
-                  before have been answered, as by a public that knows nothing of the server's state
+    closed loop   each of --users sends a request, reads the response and sends the next
+    open loop     --arrivals RATE: requests arrive as a Poisson process, regardless of earlier ones
 
-A request is fixed by --mix-seed and its number, so two runs ask the same. In Locust's tables `first` is the time to
-the first character of a stream and `between` that from one character to the next, one value for each, in whole
-milliseconds; finer figures are in FOLDER/summary.json and requests.csv. A wrong answer is a failure.
+--mix-seed and its number determine a request, so two runs send the same ones. In Locust's tables, `first` is the time
+to first character of streams and `between` the time between characters, one value each, in whole milliseconds.
+FOLDER/summary.json and requests.csv have finer figures. An invalid response is a failure.
 
-Reads events from geventhttpclient, which is under Locust's own fast user, as they come: `iter_lines` there waits for
-1,024 bytes, some ten events.
+Reads events with geventhttpclient, the library under Locust's FastHttpUser, whose own `iter_lines` buffers 1,024 bytes,
+some ten events.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ from tests.load.answers import EVENT_END, Stream, Wrong, check_opinion, check_st
 from tests.load.mix import Ask, Mix
 from tests.load.record import FAILED, LEFT, Log, Record
 
-MAX_UNDER_WAY = 9_000  # requests; Locust asks for 10,000 open files
+MAX_IN_FLIGHT = 9_000  # requests; Locust raises the file limit to 10,000
 PATIENCE_SECONDS = 300.0  # without a byte
-STOP_SECONDS = 300.0  # for what is under way at the end
+STOP_SECONDS = 300.0  # for requests in flight at the end
 NETWORK_ERRORS = (OSError, HTTPParseError)
 
 logger = logging.getLogger(__name__)
@@ -55,22 +54,28 @@ def add_options(parser: Any) -> None:
     group = parser.add_argument_group("chargpt")
     add = group.add_argument
     add("--arrivals", type=float, default=0.0, metavar="RATE", help="requests/s of an open loop; 0: closed loop")
-    add("--requests", type=int, default=0, metavar="N", help="end after so many requests; 0: by --run-time")
-    add("--mix-seed", type=int, default=0, metavar="N", help="fixes what is asked, and the moments of arrival")
-    add("--median-prompt", type=int, default=Mix.median_prompt, metavar="N", help="characters")
-    add("--median-completion", type=int, default=Mix.median_completion, metavar="N", help="characters")
-    add("--longest", type=int, default=Mix.longest, metavar="N", help="most characters of a prompt or a completion")
-    add("--whole", type=float, default=Mix.whole, metavar="SHARE", help="of answers in one piece")
-    add("--leaving", type=float, default=Mix.leaving, metavar="SHARE", help="of clients that leave in mid-stream")
-    add("--opinions", type=float, default=Mix.opinions, metavar="SHARE", help="of /v1/score and /v1/next")
+    add("--requests", type=int, default=0, metavar="N", help="stop after N requests; 0: after --run-time")
+    add("--mix-seed", type=int, default=0, metavar="N", help="determines requests and arrival times")
+    add("--median-prompt", type=int, default=Mix.median_prompt, metavar="N", help="median prompt length")
+    add("--median-completion", type=int, default=Mix.median_completion, metavar="N", help="median completion length")
+    add("--longest", type=int, default=Mix.longest, metavar="N", help="maximum length of prompts and completions")
+    add("--whole", type=float, default=Mix.whole, metavar="SHARE", help="share of responses not streamed")
+    add(
+        "--leaving",
+        type=float,
+        default=Mix.leaving,
+        metavar="SHARE",
+        help="share of clients that disconnect in mid-stream",
+    )
+    add("--opinions", type=float, default=Mix.opinions, metavar="SHARE", help="share of /v1/score and /v1/next")
     parser.add_argument(
         "--api-key", default="", metavar="KEY", is_secret=True, help="sent as Authorization: Bearer KEY"
     )
-    add("--folder", default="out/load", metavar="DIR", help="where summary.json and requests.csv go")
+    add("--folder", default="out/load", metavar="DIR", help="folder for summary.json and requests.csv")
 
 
 class Load:
-    """What all users have in common."""
+    """State shared by all users."""
 
     def __init__(self, environment: Environment):
         self.environment = environment
@@ -81,13 +86,13 @@ class Load:
         url = urlsplit(environment.host or "")
         if not url.hostname:
             raise ValueError(
-                f"--host must be the address of a service, as http://127.0.0.1:8000, got {environment.host}"
+                f"--host must be the address of a service, such as http://127.0.0.1:8000, got {environment.host}"
             )
         self.prefix = url.path.rstrip("/")
         self.headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
         self.client = HTTPClient.from_url(
             environment.host,
-            concurrency=MAX_UNDER_WAY,
+            concurrency=MAX_IN_FLIGHT,
             connection_timeout=60,
             network_timeout=PATIENCE_SECONDS,
             headers=self.headers | {"Content-Type": "application/json"},
@@ -96,7 +101,7 @@ class Load:
         limits = info["limits"]
         most = min(limits["max_tokens"], limits["max_prompt_characters"])
         if options.longest > most:
-            raise ValueError(f"--longest must be at most what the server takes, {most}, got {options.longest}")
+            raise ValueError(f"--longest must be ≤ {most}, the limit of the server, got {options.longest}")
         self.mix = Mix(
             info["model"]["vocabulary"],
             seed=options.mix_seed,
@@ -104,7 +109,6 @@ class Load:
         )
 
     def info(self) -> dict[str, Any]:
-        """What the server says of itself."""
         try:
             response = self.client.request("GET", f"{self.prefix}/info")
             body = bytes(response.read())
@@ -114,7 +118,7 @@ class Load:
             raise ValueError(f"{self.environment.host}/info: {error}") from error
 
     def next(self) -> Ask | None:
-        """The next request, None: there are to be no more."""
+        """The next request, or None after --requests."""
         if self.options.requests and self.taken >= self.options.requests:
             return None
         self.taken += 1
@@ -123,7 +127,7 @@ class Load:
     # -- one request --
 
     def send(self, ask: Ask, due: float | None = None) -> None:
-        """Send a request, read its answer, note what came. `due`: when it was to be sent, by time.perf_counter()."""
+        """Send a request, read and record its response. `due`: its scheduled arrival, from time.perf_counter()."""
         started = time.perf_counter()
         seen = Seen(started)
         wrong: BaseException | None = None
@@ -133,7 +137,7 @@ class Load:
         except (*NETWORK_ERRORS, Wrong) as error:
             wrong = error
         except gevent.GreenletExit:
-            wrong = Wrong("the load ended before the answer")
+            wrong = Wrong("the load ended before the response")
         record = Record(
             ask.number, started - self.started, ask.path, ask.shape, ask.prompt_characters, seen.characters, seen.first,
             seen.last if wrong is None and ending != LEFT else None, ending,
@@ -149,7 +153,7 @@ class Load:
             self._entry("first", ask).log(seen.first * 1e3, 0)
 
     def _exchange(self, ask: Ask, seen: Seen) -> str:
-        """How the answer ended: its finish reason, or LEFT."""
+        """Returns the finish reason, or LEFT."""
         response = self.client.request("POST", self.prefix + ask.path, json.dumps(ask.body).encode())
         with response:
             if ask.shape == "stream" and response.status_code == 200:
@@ -180,7 +184,7 @@ class Load:
                     seen.first = seen.last = at
                     new -= 1
                 assert seen.last is not None
-                if new:  # those that came together share the time since the ones before
+                if new:  # characters of one event share the time since the previous event
                     gap = (at - seen.last) / new
                     self.log.gaps.add(gap, new)
                     _log_many(between, gap * 1e3, new)
@@ -195,7 +199,7 @@ class Load:
         return stream.finish_reason
 
     def _entry(self, what: str, ask: Ask) -> StatsEntry:
-        """A row of Locust's tables that is none of requests: it does not count in their sum."""
+        """A row of Locust's tables that its request totals exclude."""
         return self.environment.stats.get(ask.path, what)
 
     # -- the run --
@@ -211,14 +215,14 @@ class Load:
         self.environment.runner.quit()
 
     def watch(self) -> None:
-        """Note how busy this process is, second by second."""
+        """Record this process's CPU use every second."""
         while True:
             at, cpu = time.perf_counter(), time.process_time()
             gevent.sleep(1.0)
             self.log.busy(time.process_time() - cpu, time.perf_counter() - at)
 
     def write(self, **_: Any) -> None:
-        """Leave the figures in the folder; decide on the exit status."""
+        """Write the figures to the folder and set the exit status."""
         options = self.options
         about = {
             "url": self.environment.host,
@@ -231,15 +235,15 @@ class Load:
         if not self.log.records or self.log.failures():
             self.environment.process_exit_code = 1
 
-    def tell(self, **_: Any) -> None:
-        print(f"\n{self.log.told()}")
+    def show(self, **_: Any) -> None:
+        print(f"\n{self.log.text()}")
         for warning in self.log.warnings(bool(self.options.arrivals)):
             print(f"WARNING: {warning}")
-        print(f"in {self.options.folder}: summary.json, requests.csv", flush=True)
+        print(f"figures: summary.json and requests.csv in {self.options.folder}", flush=True)
 
 
 class Seen:
-    """What has come of one answer. Seconds since `started`."""
+    """The part of a response received so far. Times in seconds since `started`."""
 
     def __init__(self, started: float):
         self.started = started
@@ -249,7 +253,7 @@ class Seen:
 
 
 def _log_many(entry: StatsEntry, milliseconds: float, count: int) -> None:
-    """`count` values at once, as if each had been logged."""
+    """Log `count` equal values at once."""
     entry.log(milliseconds, 0)
     more = count - 1
     entry.num_requests += more
@@ -259,7 +263,7 @@ def _log_many(entry: StatsEntry, milliseconds: float, count: int) -> None:
 
 
 class Client(User):
-    """What users of both loops have in common."""
+    """Base of the users of both loops."""
 
     abstract = True
 
@@ -268,7 +272,7 @@ class Client(User):
 
 
 class ClosedLoop(Client):
-    """Asks, reads to the end, asks again."""
+    """Sends a request, reads the response, sends the next."""
 
     def wait_time(self) -> float:
         return 0.0
@@ -282,7 +286,7 @@ class ClosedLoop(Client):
 
 
 class OpenLoop(Client):
-    """Sends at the moments of a Poisson process, and waits for no answer."""
+    """Sends requests as a Poisson process, without waiting for responses."""
 
     def on_start(self) -> None:
         super().on_start()
@@ -290,7 +294,7 @@ class OpenLoop(Client):
         gaps = (chance.expovariate(rate) for _ in itertools.count())
         self.moments = itertools.accumulate(gaps, initial=time.perf_counter())
         self.due = next(self.moments)
-        self.under_way = Pool()
+        self.in_flight = Pool()
 
     def wait_time(self) -> float:
         return max(0.0, self.due - time.perf_counter())
@@ -300,14 +304,14 @@ class OpenLoop(Client):
         ask = self.load.next()
         if ask is None:
             raise StopUser
-        if len(self.under_way) >= MAX_UNDER_WAY:
-            logger.error("%d requests are under way: the server is too far behind to go on", MAX_UNDER_WAY)
+        if len(self.in_flight) >= MAX_IN_FLIGHT:
+            logger.error("stopping: %d requests in flight, the server is too far behind", MAX_IN_FLIGHT)
             raise StopUser
-        self.under_way.spawn(self.load.send, ask, self.due)
+        self.in_flight.spawn(self.load.send, ask, self.due)
         self.due = next(self.moments)
 
     def on_stop(self) -> None:
-        self.under_way.join()
+        self.in_flight.join()
 
 
 @events.init.add_listener
@@ -315,10 +319,12 @@ def prepare(environment: Environment, runner: Any, **_: Any) -> None:
     options = environment.parsed_options
     environment.stop_timeout = environment.stop_timeout or STOP_SECONDS
     try:
-        if not isinstance(runner, LocalRunner):  # whose workers do not wait for what is under way at the end
-            raise ValueError("one process: start several for more, each with a --mix-seed and a --folder of its own")
+        if not isinstance(runner, LocalRunner):  # distributed workers do not wait for requests in flight
+            raise ValueError(
+                "only one process is supported: for more load, start several, each with its own --mix-seed and --folder"
+            )
         if options.arrivals < 0 or options.requests < 0:
-            raise ValueError(f"--arrivals {options.arrivals:g} and --requests {options.requests} must be at least 0")
+            raise ValueError(f"--arrivals and --requests must be ≥ 0, got {options.arrivals:g} and {options.requests}")
         load = Load(environment)
     except ValueError as error:
         print(f"chargpt: {error}", file=sys.stderr)
@@ -329,5 +335,5 @@ def prepare(environment: Environment, runner: Any, **_: Any) -> None:
         options.num_users = 1
     environment.events.test_start.add_listener(load.begin)
     environment.events.quitting.add_listener(load.write)
-    environment.events.quit.add_listener(load.tell)
+    environment.events.quit.add_listener(load.show)
     gevent.spawn(load.watch)

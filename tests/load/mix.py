@@ -1,6 +1,6 @@
-"""What is asked: a sequence of requests that is fixed by its seed, whoever asks them and however fast.
+"""The requests of a load test: a sequence fixed by its seed, independent of who sends it and when.
 
-Knows the routes and what they take; nothing of connections, and of the model only its characters.
+Depends on the routes and their parameters and on the model's vocabulary; contains no networking.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-SPREAD = 1.0  # standard deviation of a length's logarithm: one in 20 is over five times the median
+SPREAD = 1.0  # standard deviation of the logarithm of a length: one in 20 exceeds 5 times the median
 SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0.8, "top_k": 40},
     {"temperature": 1.0, "top_p": 0.9},
     {"temperature": 0.0},
 )
 STOP = "\n"
-STOPPING = 0.1  # share of the requests for text that stop at the end of a line
+STOPPING = 0.1  # share of completions with a stop string, a line break
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Ask:
     path: str
     body: dict[str, Any]
     prompt_characters: int
-    leave_after: int | None = None  # characters, after which the client leaves in mid-stream
+    leave_after: int | None = None  # characters after which the client disconnects in mid-stream
 
     @property
     def shape(self) -> str:
@@ -38,7 +38,7 @@ class Ask:
 
     @property
     def name(self) -> str:
-        """What a report calls requests of this kind."""
+        """Name of this kind of request in reports."""
         if self.leave_after is not None:
             return f"{self.path} left"
         return self.path if self.shape == "opinion" else f"{self.path} {self.shape}"
@@ -48,11 +48,11 @@ class Ask:
 class Mix:
     """Requests of mixed kinds and lengths, over the characters of `vocabulary`.
 
-    Lengths have a long tail: they are log-normal around their medians, in characters, and at most `longest`. Shares
-    are of all requests; what is left are streams, half of /generate and half of /v1/completions.
+    Lengths in characters are log-normal around their medians, at most `longest`. Shares are of all requests; the rest
+    are streams. Completions go to /generate and /v1/completions in equal parts.
 
     Raises:
-        ValueError: a length or a share is out of its bounds.
+        ValueError: a length or a share is out of bounds.
     """
 
     vocabulary: str
@@ -60,27 +60,27 @@ class Mix:
     median_prompt: int = 32
     median_completion: int = 64
     longest: int = 512
-    whole: float = 0.2  # share of answers in one piece
-    leaving: float = 0.05  # share of clients that leave in mid-stream, of texts of `longest` characters
+    whole: float = 0.2  # share of responses not streamed
+    leaving: float = 0.05  # share of clients that disconnect in mid-stream, from completions of `longest` characters
     opinions: float = 0.05  # share of /v1/score and /v1/next
 
     def __post_init__(self) -> None:
         for name in ("median_prompt", "median_completion"):
             if not 1 <= getattr(self, name) <= self.longest:
-                raise ValueError(f"{name} must be 1 to longest, {self.longest}, got {getattr(self, name)}")
+                raise ValueError(f"{name} must be in [1, {self.longest}], got {getattr(self, name)}")
         shares = {name: getattr(self, name) for name in ("whole", "leaving", "opinions")}
         if min(shares.values()) < 0 or sum(shares.values()) > 1:
-            raise ValueError(f"the shares must be at least 0 and together at most 1, got {shares}")
+            raise ValueError(f"shares must be at least 0 and sum to at most 1, got {shares}")
 
     def ask(self, number: int) -> Ask:
-        """The request of that number."""
+        """The request with this number."""
         chance = random.Random(f"{self.seed} {number}")
         prompt = "".join(chance.choices(self.vocabulary, k=self._length(chance, self.median_prompt)))
         kind = chance.random()
         if kind < self.opinions:
             if chance.random() < 0.5:
                 return Ask(number, "/v1/next", {"prompt": prompt}, len(prompt))
-            text = (prompt * 2)[: max(2, len(prompt))]  # of a single character there is nothing to score
+            text = (prompt * 2)[: max(2, len(prompt))]  # a single character cannot be scored
             return Ask(number, "/v1/score", {"texts": text}, len(text))
         is_leaving = kind < self.opinions + self.leaving
         stream = is_leaving or kind >= self.opinions + self.leaving + self.whole

@@ -1,6 +1,6 @@
-"""What was seen: every request, the time between characters, and how busy the load generator was with it.
+"""Records of a load test: every request, times between characters, and CPU use of the load generator.
 
-Knows nothing of Locust and HTTP.
+Independent of Locust and HTTP.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 QUANTILES = (0.5, 0.95, 0.99)
-BUSY = 0.9  # of a core in one second: above it what is measured is the load generator
-LATE_SECONDS = 0.01  # after its moment that one in a hundred arrivals may be sent
+BUSY = 0.9  # share of a core in one second above which the load generator distorts the figures
+LATE_SECONDS = 0.01  # tolerated delay of arrivals, at the 99th percentile
 LEFT, FAILED = "left", "failed"
 
 
 class Record(NamedTuple):
-    """One request and its answer. Seconds; None: it did not come to that."""
+    """One request and its response. Times in seconds; None if it did not occur."""
 
     number: int
-    sent_at: float  # since the beginning
+    sent_at: float  # since the start of the test
     path: str
     shape: str  # stream, whole or opinion
     prompt_characters: int
-    characters: int  # read
-    first: float | None  # from sending it until its first character was read; in one piece: until the answer was
-    last: float | None  # the same, its last character; None of one that left or failed
+    characters: int  # received
+    first: float | None  # from sending to the first character; if not streamed, to the whole response
+    last: float | None  # from sending to the last character; None if ending is LEFT or FAILED
     ending: str  # the finish reason, LEFT or FAILED
-    late: float = 0.0  # by how much it was sent after its moment
-    wrong: str = ""  # why it failed
+    late: float = 0.0  # delay of sending after the scheduled arrival
+    wrong: str = ""  # reason of failure
 
     @property
     def is_complete(self) -> bool:
@@ -40,7 +40,7 @@ class Record(NamedTuple):
 
 
 class Spread:
-    """Many durations in little room: exact count and sum, quantiles to 1 %."""
+    """A histogram of durations: exact count and sum, quantiles accurate to 1 %."""
 
     WIDTH = math.log(1.01)
 
@@ -64,29 +64,29 @@ class Spread:
 
 
 def quantile(values: Iterable[float], q: float) -> float:
-    """The smallest value that a share of `q` does not exceed; not a number of no values."""
+    """Nearest-rank quantile; NaN without values."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(q * len(ordered)) - 1)] if ordered else math.nan
 
 
 class Log:
-    """All that the load generator saw."""
+    """All records of a load test."""
 
     def __init__(self) -> None:
         self.records: list[Record] = []
-        self.gaps = Spread()  # between two characters of a stream
+        self.gaps = Spread()  # times between characters of streams
         self.cpu_seconds = 0.0
         self.busiest = 0.0  # share of a core in the busiest second
 
     def busy(self, cpu_seconds: float, seconds: float) -> None:
-        """Note the CPU time that the load generator took in some time."""
+        """Record the CPU time of the load generator over some wall time."""
         self.cpu_seconds += cpu_seconds
         self.busiest = max(self.busiest, cpu_seconds / seconds)
 
     def summary(self) -> dict[str, Any]:
-        """Seconds, characters and counts; None where there was nothing to measure."""
+        """Seconds, characters and counts; None where nothing was measured."""
         records, complete = self.records, [record for record in self.records if record.is_complete]
-        # From the first request to the last answer: what came after the last request belongs to the rate.
+        # From the start to the last response, as responses after the last request count for the rates.
         seconds = max((r.sent_at + (r.last or r.first or 0.0) for r in records), default=0.0)
         streams = [r.first for r in records if r.shape == "stream" and r.first is not None]
         answers = [record.last for record in complete if record.last is not None]
@@ -115,22 +115,20 @@ class Log:
         return Counter(f"{record.path} {record.shape}: {record.wrong}" for record in self.records if record.wrong)
 
     def warnings(self, is_open: bool) -> list[str]:
-        """Why the figures are rather of the load generator than of the server."""
+        """Reasons why the load generator distorts the figures."""
         found = []
         if self.busiest >= BUSY:
             found.append(
                 f"the load generator was busy for {self.busiest:.0%} of a second: its times are too long. "
-                "Share the load among several, each with a --mix-seed of its own"
+                "Split the load among several, each with its own --mix-seed"
             )
         late = quantile((record.late for record in self.records), 0.99)
         if is_open and late > LATE_SECONDS:
-            found.append(
-                f"one in a hundred arrivals was sent over {late * 1e3:.0f} ms late: this is not the rate asked for"
-            )
+            found.append(f"1 % of arrivals were sent over {late * 1e3:.0f} ms late: the requested rate was not reached")
         return found
 
     def write(self, folder: Path, about: dict[str, Any]) -> None:
-        """requests.csv, a row for each request, and summary.json."""
+        """Write requests.csv, a row per request, and summary.json."""
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "requests.csv").open("w", newline="", encoding="utf-8") as file:
             rows = csv.writer(file)
@@ -139,20 +137,20 @@ class Log:
         content = json.dumps(about | self.summary(), indent=1)
         (folder / "summary.json").write_text(content + "\n", encoding="utf-8")
 
-    def told(self) -> str:
-        """The summary, for people."""
+    def text(self) -> str:
+        """The summary for a terminal."""
         summary = self.summary()
         endings = ", ".join(f"{name} {count:,}" for name, count in summary["endings"].items())
         rate, speed = summary["requests_per_second"] or 0.0, summary["characters_per_second"] or 0.0
         lines = [
             f"requests     {summary['requests']:,} in {summary['seconds']:.1f} s, {rate:,.1f}/s: {endings}",
-            f"characters   {summary['characters']:,}, {speed:,.0f}/s; of prompts {summary['prompt_characters']:,}",
+            f"characters   {summary['characters']:,}, {speed:,.0f}/s; in prompts {summary['prompt_characters']:,}",
             "",
             f"{'ms':24}{'p50':>9}{'p95':>9}{'p99':>9}{'values':>10}",
         ]
         for title, name in (
             ("first character, streams", "first_character_seconds"),
-            ("whole answer", "answer_seconds"),
+            ("whole response", "answer_seconds"),
             ("between characters", "between_characters_seconds"),
         ):
             figures = summary[name]
@@ -164,10 +162,10 @@ class Log:
         late = summary["late_seconds"]
         lines += [
             "",
-            f"the load generator took {mean:.0%} of a core, {self.busiest:.0%} in its busiest second"
-            + (f"; arrivals were late by {late['p99'] * 1e3:.1f} ms at p99" if late["p99"] else ""),
+            f"the load generator used {mean:.0%} of a core, {self.busiest:.0%} in its busiest second"
+            + (f"; arrivals were late by {late['p99'] * 1e3:.1f} ms (p99)" if late["p99"] else ""),
         ]
-        lines += [f"FAILED {count} times, {wrong}" for wrong, count in self.failures().most_common(10)]
+        lines += [f"FAILED {count} ×, {wrong}" for wrong, count in self.failures().most_common(10)]
         return "\n".join(lines)
 
 

@@ -21,14 +21,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import itertools
 import json
 import math
 import os
-import platform
 import random
-import shlex
 import shutil
 import signal
 import statistics
@@ -37,20 +34,27 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from service.model.config import GPTConfig
-from service.settings import cpus_left
 from tests.bench import engine, load, report
+from tests.bench.command import (
+    BenchError,
+    Progress,
+    add_threads,
+    build_parser,
+    busy_warning,
+    context,
+    device,
+    in_child,
+    prepare_process,
+)
 from tests.bench.serve import percentiles, running
 from tests.bench.servers import ROOT, Server, ServerError
 from tests.bench.shapes import PROMPT, SAMPLING, SHAPES, Work, mixed_work, sampling, save_random
-from tests.bench.train import BenchError, in_child, revision
-from training.loop import machine
 
 from . import capacity
 
@@ -252,17 +256,11 @@ class Sweep:
 
     def __init__(self, plan: Plan, config: GPTConfig, threads: int, goal: capacity.Goal, out: Path):
         self.plan, self.config, self.threads, self.goal, self.out = plan, config, threads, goal, out
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.started = time.perf_counter()
+        self.device = device()
+        self.say = Progress()
         self.servers: dict[str, Server] = {}
         self.results: dict[str, Any] = {
-            "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-            "command": shlex.join(["python", "-m", "tests.load.sweep", *sys.argv[1:]]),
-            "revision": revision(),
-            "machine": machine(torch.device(self.device)),
-            "load_average": os.getloadavg()[0],
-            "versions": {"python": platform.python_version()}
-            | {name: version(name) for name in ("torch", "transformers", "litserve")},
+            **context("tests.load.sweep", "torch", "transformers", "litserve"),
             "settings": {
                 "plan": asdict(plan),
                 "quick": plan is not FULL,
@@ -302,7 +300,7 @@ class Sweep:
                     self.servers[system] = self.start(system)
                     self.servers[system].pause()
                 self.measure()
-        self.results["seconds"] = time.perf_counter() - self.started
+        self.results["seconds"] = self.say.seconds
         self.write()
         draw(self.results, self.out / "sweep.png")
 
@@ -426,9 +424,6 @@ class Sweep:
     def close(self) -> None:
         for server in self.servers.values():
             server.close()
-
-    def say(self, text: str) -> None:
-        print(f"[{time.perf_counter() - self.started:5.0f} s] {text}", file=sys.stderr, flush=True)
 
     def write(self) -> None:
         (self.out / "sweep.json").write_text(json.dumps(self.results, indent=1) + "\n", encoding="utf-8")
@@ -711,34 +706,13 @@ def publish(results: dict[str, Any], out: Path, root: Path) -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.load.sweep",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    goal = capacity.Goal()
+    parser = build_parser("tests.load.sweep", __doc__, "out/load-sweep")
+    add_threads(parser)
     parser.add_argument("--quick", action="store_true", help="under three minutes")
-    parser.add_argument(
-        "--first", type=float, default=goal.first_seconds, metavar="SECONDS", help="the goal's (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--character",
-        type=float,
-        default=goal.character_seconds,
-        metavar="SECONDS",
-        help="the goal's (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--threads", type=int, default=cpus_left({}), help="of each engine (default: %(default)s, as the service)"
-    )
-    out = Path("out/load-sweep")
-    parser.add_argument("--out", type=Path, default=out, metavar="DIR", help="(default: %(default)s)")
-    parser.add_argument("--publish", action="store_true", help="and put the figures into README.md and deploy/")
-    parser.add_argument("--tables", action="store_true", help="measure nothing; publish OUT/sweep.json")
+    capacity.add_goal(parser)
+    parser.add_argument("--publish", action="store_true", help="write the figures to README.md and deploy/")
+    parser.add_argument("--tables", action="store_true", help="publish OUT/sweep.json without measuring")
     args = parser.parse_args()
-    if not 1 <= args.threads <= 1024:
-        parser.error(f"--threads must be in [1, 1024], got {args.threads}")
     if not (0 < args.first < math.inf and 0 < args.character < math.inf):
         parser.error(f"--first and --character must be positive, got {args.first:g} and {args.character:g}")
     return args
@@ -766,12 +740,11 @@ def main() -> int:
 
 
 def measure(args: argparse.Namespace) -> None:
-    os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # in the engines' processes, as python -m service has it
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends like Ctrl-C
+    prepare_process()
     goal = capacity.Goal(args.first, args.character)
     sweep = Sweep(QUICK if args.quick else FULL, SHAPES["S"], args.threads, goal, args.out)
-    if sweep.results["load_average"] > 0.5:
-        sweep.say(f"the machine is busy (load {sweep.results['load_average']:.1f}): latencies will be too long")
+    if warning := busy_warning(sweep.results):
+        sweep.say(warning)
     sweep.run()
     sweep.say(f"figures: {args.out / 'sweep.json'}, .md, .png")
 

@@ -418,7 +418,7 @@ def help_of(module: str) -> str:
 @pytest.mark.parametrize(
     ("module", "arguments", "said"),
     [
-        ("sweep", ["--threads", "0"], "--threads must be in [1, 1024], got 0"),
+        ("sweep", ["--threads", "0"], "--threads: must be in [1, 1024], got 0"),
         ("sweep", ["--first", "-1"], "--first and --character must be positive, got -1 and 0.05"),
         ("capacity", [], "either --rate or --write"),
         ("capacity", ["--rate", "0"], "--rate must be positive, got 0"),

@@ -82,8 +82,8 @@ def test_lengths_have_a_long_tail_and_kinds_their_shares():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"median_prompt": 0}, "median_prompt must be 1 to longest, 512, got 0"),
-        ({"median_completion": 513}, "median_completion must be 1 to longest, 512, got 513"),
+        ({"median_prompt": 0}, "median_prompt must be in \\[1, 512\\], got 0"),
+        ({"median_completion": 513}, "median_completion must be in \\[1, 512\\], got 513"),
         ({"whole": 0.95}, "at most 1, got .*'whole': 0.95"),
         ({"leaving": -0.1}, "at least 0 .*'leaving': -0.1"),
     ],
@@ -136,7 +136,7 @@ def test_a_right_stream_is_right_however_its_characters_are_spread():
         ([piece("abcd", "length"), piece("", "length"), LAST, DONE], "after the finish reason"),
         ([piece("abcd", "length"), LAST, DONE, piece("a")], r"after \[DONE\]"),
         ([piece("ab\nc", "length"), LAST, DONE], "stop '.n' is in the text"),
-        ([piece("ab漢c", "length"), LAST, DONE], "does not have: .'漢'"),
+        ([piece("ab漢c", "length"), LAST, DONE], "absent from the vocabulary: .'漢'"),
         ([piece("abcd", "length"), DONE], "usage None"),
         ([piece("abcd", "length"), event(id="x", usage=USAGE | {"prompt_tokens": 1}), DONE], "'prompt_tokens': 1"),
         ([piece("a"), event(error={"code": "engine_error", "message": "…"})], "engine_error"),
@@ -356,8 +356,8 @@ def test_refused_requests_are_failures_and_the_load_ends_with_status_1(tmp_path)
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--longest", "20000"], "--longest must be at most what the server takes, 16384, got 20000"),
-        (["--processes", "2"], "one process"),
+        (["--longest", "20000"], "--longest must be ≤ 16384, the limit of the server, got 20000"),
+        (["--processes", "2"], "only one process is supported"),
         (["--host", "http://127.0.0.1:9"], "http://127.0.0.1:9/info"),
     ],
 )
@@ -431,4 +431,4 @@ def test_a_tool_is_not_given_the_tokenizer_of_another_model(server, tmp_path):
         cwd=ROOT, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert done.returncode == 1
-    assert f"has not the characters that {server.url} serves" in done.stderr
+    assert f"and the model at {server.url} have different vocabularies" in done.stderr

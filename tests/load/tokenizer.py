@@ -1,10 +1,10 @@
-"""A tokenizer folder for load tools that make prompts of their own.
+"""A tokenizer folder for load tools that generate prompts of their own.
 
     python -m tests.load.tokenizer --checkpoint DIR --out DIR
 
-A checkpoint's tokenizer refuses what it does not know. GuideLLM and AIPerf put together prompts from texts of theirs,
-which have digits and dashes that the model may lack. In the copy that this writes such a character becomes one of the
-vocabulary: a space, or where there is none a line break or the first character. It is for nothing but load.
+A checkpoint's tokenizer rejects unknown characters, but GuideLLM and AIPerf build prompts from texts with digits and
+dashes that a model may lack. This copy maps them to a space, or without one to a line break or the first character of
+the vocabulary. For load tests only.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pathlib import Path
 
 
 def write_tokenizer(checkpoint: Path, out: Path) -> str:
-    """Write the folder; the character that stands for those that the model does not know.
+    """Write the folder; returns the character that unknown ones are mapped to.
 
     Raises:
-        ValueError: it is not the tokenizer of a checkpoint of ours.
+        ValueError: this is not a checkpoint's tokenizer.
         OSError: a file cannot be read or written.
     """
     path = checkpoint / "tokenizer.json"
@@ -38,15 +38,17 @@ def write_tokenizer(checkpoint: Path, out: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.load.tokenizer", description="A tokenizer for load tools.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.load.tokenizer", description="Write a tokenizer folder for load tools."
+    )
     parser.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="a checkpoint folder")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the copy goes")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="target folder")
     arguments = parser.parse_args()
     try:
         replacement = write_tokenizer(arguments.checkpoint, arguments.out)
     except (OSError, ValueError) as error:
         sys.exit(f"tokenizer: {error}")
-    print(f"{arguments.out}: characters that the model does not know become {replacement!r}")
+    print(f"{arguments.out}: unknown characters become {replacement!r}")
 
 
 if __name__ == "__main__":

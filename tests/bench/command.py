@@ -1,0 +1,172 @@
+"""Shared by the measuring programs: command-line options, the context of a run, functions in fresh processes."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import multiprocessing
+import os
+import platform
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from importlib.metadata import version
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from service.settings import cpus_left
+from training.loop import InterruptedRun, machine
+
+BUSY_LOAD = 0.5  # load average above which figures are unreliable
+
+
+class BenchError(RuntimeError):
+    """A measurement failed; the message says why."""
+
+
+# Command line
+
+
+def build_parser(module: str, doc: str | None, out: str) -> argparse.ArgumentParser:
+    """A parser with `doc` as its help and the option --out."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {module}",
+        description=doc,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--out", type=Path, default=Path(out), metavar="DIR", help="(default: %(default)s)")
+    return parser
+
+
+def add_threads(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--threads", type=integer(1, 1024), default=cpus_left({}), metavar="N",
+        help="CPU threads per engine (default: %(default)s, as the service)",
+    )  # fmt: skip
+
+
+def integer(low: int, high: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        value = int(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"must be in [{low}, {high}], got {value}")
+        return value
+
+    return number
+
+
+def subset(names: Iterable[str]) -> Callable[[str], list[str]]:
+    """Comma-separated names, returned in the order of `names`."""
+    allowed = list(names)
+
+    def convert(text: str) -> list[str]:
+        given = text.split(",")
+        for name in given:
+            if name not in allowed:
+                raise argparse.ArgumentTypeError(f"unknown part {name!r}; allowed: {', '.join(allowed)}")
+        return [name for name in allowed if name in given]
+
+    return convert
+
+
+# A run
+
+
+def prepare_process() -> None:
+    """Set up signals and OpenMP for this process and the engines that it starts."""
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # as python -m service and python -m training do
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C
+
+
+def context(module: str, *packages: str) -> dict[str, Any]:
+    """Date, command, revision, machine and versions of a run."""
+    return {
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
+        "revision": revision(),
+        "machine": machine(torch.device(device())),
+        "load_average": os.getloadavg()[0],  # before the first measurement; near 0 on a quiet machine
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in packages},
+    }
+
+
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def revision() -> str | None:
+    """The commit of this tree, with "-dirty" if it has changes; None outside a repository."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+class Progress:
+    """Prints progress to stderr, with the seconds since it was created."""
+
+    def __init__(self) -> None:
+        self.started = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.started
+
+    def __call__(self, text: str) -> None:
+        print(f"[{self.seconds:5.0f} s] {text}", file=sys.stderr, flush=True)
+
+
+def busy_warning(results: dict[str, Any]) -> str | None:
+    load = results["load_average"]
+    return f"the machine is busy (load {load:.1f}): times will be too long" if load > BUSY_LOAD else None
+
+
+# Fresh processes
+
+
+def in_child(function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+    """Call `function` in a fresh process, which ends with this call in any case.
+
+    Raises:
+        BenchError: it raised, or its process was killed.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    receiver, sender = spawn.Pipe(duplex=False)
+    process = spawn.Process(target=_answer, args=(sender, function, arguments))
+    process.start()
+    sender.close()
+    try:
+        figures, error = receiver.recv()
+        process.join()
+    except EOFError:
+        process.join()
+        raise BenchError(f"its process ended with status {process.exitcode}") from None
+    finally:
+        receiver.close()
+        process.terminate()  # no effect if it has ended
+        process.join(30)
+        process.kill()
+    if error:
+        raise BenchError(error)
+    return figures
+
+
+def _answer(sender: Connection, function: Callable[..., dict[str, Any]], arguments: tuple[Any, ...]) -> None:
+    os.setpgid(0, 0)  # Ctrl-C reaches the parent only, which ends this process
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # restores the terminal
+    try:
+        sender.send((function(*arguments), None))
+    except InterruptedRun as stop:
+        sys.exit(128 + stop.number)
+    except Exception as error:
+        traceback.print_exc()
+        sender.send((None, f"{type(error).__name__}: {error}"))
