@@ -2,7 +2,7 @@
 
     make load-sweep                     some fourteen minutes on a quiet machine
     make load-sweep ARGS=--quick        under three minutes; fewer and shorter rungs
-    make load-sweep ARGS=--publish      and put table and picture into the README, and the tables into CAPACITY.md
+    make load-sweep ARGS=--publish      and publish: tables in tests/README.md and CAPACITY.md, picture in deploy/
     make load-sweep ARGS=--tables       measure nothing; publish what OUT/sweep.json holds
 
 Each system's saturation is found first: requests/s while CROWD clients ask again as soon as they are answered. Then a
@@ -548,7 +548,7 @@ README_SHARES = (0.05, 0.5, 0.8, 0.9, 1.0, 1.5, 2.0)
 def rows(results: dict[str, Any], shares: tuple[float, ...] | None = None) -> list[list[str]]:
     """A row for each rung by system and rate, or of the ladder at `shares` alone."""
     found = [["offered, requests/s", "of its saturation", "characters/s", "requests/s"]]
-    found[0] += ["first character, ms", "between characters, ms", "mean a character, ms", "whole, ms"]
+    found[0] += ["first character, ms", "between characters, ms", "mean per character, ms", "whole answer, ms"]
     found[0] += ["due", "refused", "unfinished", "goal"]
     goal = capacity.Goal(**results["goal"])
     for system, figures in results["systems"].items():
@@ -610,19 +610,20 @@ def footnotes(results: dict[str, Any]) -> list[str]:
     plan, versions, length = settings["plan"], results["versions"], results["systems"]["ours"]["saturation"]
     cores = max(rung["load_cores"] for figures in results["systems"].values() for rung in figures["rungs"])
     lines = [
-        f"The goal: {100 * goal['quantile']:.0f} % of the requests have their first character after "
-        f"{1e3 * goal['first_seconds']:.0f} ms and each further one after {1e3 * goal['character_seconds']:.0f} ms on "
-        "average, and none is refused. Latencies are the 50th / 95th / 99th percentile, from the moment at which a "
-        "request was due; what was unfinished counts with the time until then.",
+        f"The goal: {100 * goal['quantile']:.0f} % of the requests have their first character within "
+        f"{1e3 * goal['first_seconds']:.0f} ms and each further one within {1e3 * goal['character_seconds']:.0f} ms on "
+        "average, and none is refused. Latencies are the 50th / 95th / 99th percentile, from the moment a request was "
+        "due; unfinished requests count with the time elapsed.",
         f"Prompts of 4 to 64 characters, answers of {plan['longest'] // 16} to {plan['longest']}, "
-        f"{length['mean_characters']:.0f} on average; windows of {plan['window_seconds']:g} s and more after "
-        f"{plan['warm_seconds']:g} s. This service has {settings['slots']} slots and a queue of "
-        f"{settings['waiting']} (`--max-queued-requests`), the stock service batches of 64 and a queue without bound.",
-        f"{about['cpu']}, {about['cores']} cores; {settings['threads']} threads an engine; load "
+        f"{length['mean_characters']:.0f} on average; windows of at least {plan['window_seconds']:g} s after "
+        f"{plan['warm_seconds']:g} s of warm-up. This service has {settings['slots']} slots and a queue of "
+        f"{settings['waiting']} (`--max-queued-requests`), stock LitServe has batches of 64 and an unbounded queue.",
+        f"{about['cpu']}, {about['cores']} cores; {settings['threads']} "
+        f"{'thread' if settings['threads'] == 1 else 'threads'} per engine; load "
         f"{results['load_average']:.2f} at the start; {results['date'][:10]}; torch {versions['torch']}, transformers "
         f"{versions['transformers']}, LitServe {versions['litserve']}; revision {results['revision']}"
         f"{'; the quick form' if settings['quick'] else ''}.",
-        f"The load generator shares the cores with what it measures and took up to {100 * cores:.0f} % of one.",
+        f"The load generator shares the cores with the server and took up to {100 * cores:.0f} % of one.",
     ]
     return lines + [f"doubtful: {reason}" for reason in results["warnings"]]
 
@@ -690,15 +691,15 @@ def draw(results: dict[str, Any], png: Path) -> None:
 
 
 def publish(results: dict[str, Any], out: Path, root: Path) -> None:
-    """Put table and picture into the README of a folder, and the tables into its deploy/CAPACITY.md.
+    """Put the tables into tests/README.md and deploy/CAPACITY.md below `root`, and the picture into deploy/.
 
     Raises:
-        ValueError: a file has not the markers.
+        ValueError: a file lacks its markers.
         OSError: one cannot be read or written.
     """
     shares = None if results["settings"]["quick"] else README_SHARES
     capacity.write_tables(results, root / "deploy" / "CAPACITY.md")
-    report.put(markdown(results, shares), root / "README.md", "load-sweep")
+    report.put(markdown(results, shares), root / "tests" / "README.md", "load-sweep")
     shutil.copy(out / "sweep.png", root / "deploy" / PICTURE)
 
 
@@ -710,7 +711,7 @@ def parse_args() -> argparse.Namespace:
     add_threads(parser)
     parser.add_argument("--quick", action="store_true", help="under three minutes")
     capacity.add_goal(parser)
-    parser.add_argument("--publish", action="store_true", help="write the figures to README.md and deploy/")
+    parser.add_argument("--publish", action="store_true", help="write the figures to tests/README.md and deploy/")
     parser.add_argument("--tables", action="store_true", help="publish OUT/sweep.json without measuring")
     args = parser.parse_args()
     if not (0 < args.first < math.inf and 0 < args.character < math.inf):
