@@ -2,15 +2,12 @@
 
 import contextlib
 import io
-import os
-import socket
 import string
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -20,9 +17,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from service.model.checkpoint import Checkpoint, save_checkpoint
 from service.model.gpt import GPT, GPTConfig
 from service.model.tokenizer import CharTokenizer
+from tests.toolbox.launch import Program, free_port
+from tests.toolbox.needs import CORPUS as CORPUS
 
-DATA = Path(os.environ.get("CHARGPT_DATA_DIR") or Path(__file__).parents[2] / "shared" / "data")
-CORPUS = DATA / "tinyshakespeare.txt"
 # What httpx.get and the like are, a connection for each request, but for the system's certificates: those read all of
 # them each time, in 25 ms.
 web = httpx.Client(limits=httpx.Limits(max_connections=None, max_keepalive_connections=0))
@@ -79,42 +76,21 @@ def refusal(main: Callable[[], int], arguments: list[str]) -> str:
     raise AssertionError(f"{arguments} are not refused")
 
 
-class RunningServer:
+class RunningServer(Program):
     """`python -m service` in a process of its own, on a free port."""
 
     def __init__(self, checkpoint: Path, **settings: object):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        settings = {"threads": 1} | settings
+        port = free_port()
+        settings = {"checkpoint": checkpoint, "port": port, "threads": 1} | settings
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-        command = [sys.executable, "-m", "service", f"--checkpoint={checkpoint}", f"--port={self.port}", *flags]
-        self.log = tempfile.TemporaryFile()
+        super().__init__([sys.executable, "-m", "service", *flags], port, "/readyz")
         self._client: httpx.Client | None = None
-        self.process = subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT)
 
     def _get(self, path: str) -> httpx.Response:
         """On a connection of its own; httpx.get would read all certificates of the system for each request."""
         if self._client is None:
             self._client = httpx.Client(limits=httpx.Limits(max_connections=None, max_keepalive_connections=0))
         return self._client.get(self.url + path)
-
-    def wait_until_ready(self, timeout: float = 60) -> None:
-        deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline:
-            assert self.process.poll() is None, self.output()
-            try:
-                if self._get("/readyz").status_code == 200:
-                    return
-            except httpx.TransportError:
-                pass
-            time.sleep(0.05)
-        raise TimeoutError(self.output())
-
-    def output(self) -> str:
-        log = self.log.fileno()  # not by seek, which would move where the server writes
-        return os.pread(log, os.fstat(log).st_size, 0).decode()
 
     def processes(self) -> list[psutil.Process]:
         main = psutil.Process(self.process.pid)
@@ -136,11 +112,8 @@ class RunningServer:
     def metric(self, name: str, **labels: str) -> float:
         return self.metrics().get((name, frozenset(labels.items())), 0.0)
 
-    def wait_until_metric(self, name: str, value: float, timeout: float = 10, **labels: str) -> None:
-        deadline = time.monotonic() + timeout
-        while self.metric(name, **labels) != value:
-            assert time.monotonic() < deadline, f"{name} is {self.metric(name, **labels)}, not {value}"
-            time.sleep(0.02)
+    def wait_until_metric(self, name: str, value: float, timeout: float = 30, **labels: str) -> None:
+        wait_until(lambda: self.metric(name, **labels) == value, timeout, f"{name} is not {value}")
 
     def stop(self, timeout: float = 30) -> int:
         """SIGTERM; the exit status. Every process must end, and what was opened is closed."""
@@ -153,20 +126,25 @@ class RunningServer:
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait()
-        self.log.close()
+        super().close()
         if self._client is not None:
             self._client.close()
 
-    def __enter__(self) -> "RunningServer":
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+def wait_until(condition: Callable[[], Any], timeout: float = 30, otherwise: object = "not in time") -> Any:
+    """What `condition` returns once that is true. The timeout is a safety net, not an expectation.
 
-
-def wait_until_gone(processes: list[psutil.Process], timeout: float = 10) -> None:
+    otherwise: what the failure says, or a function that returns it.
+    """
     deadline = time.monotonic() + timeout
-    while left := [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
-        assert time.monotonic() < deadline, [(p.pid, p.cmdline()) for p in left]
-        time.sleep(0.05)
+    while not (found := condition()):
+        assert time.monotonic() < deadline, otherwise() if callable(otherwise) else otherwise
+        time.sleep(0.02)
+    return found
+
+
+def wait_until_gone(processes: list[psutil.Process], timeout: float = 30) -> None:
+    def left() -> list[psutil.Process]:
+        return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+    wait_until(lambda: not left(), timeout, lambda: [(p.pid, p.cmdline()) for p in left()])

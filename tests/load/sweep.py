@@ -50,6 +50,7 @@ from tests.bench.serve import percentiles, running
 from tests.bench.servers import ROOT, Server, ServerError
 from tests.bench.shapes import PROMPT, SAMPLING, SHAPES, Work, mixed_work, sampling, save_random
 from tests.bench.train import BenchError, in_child, revision
+from tests.toolbox.http import event_data
 from training.loop import machine
 
 from . import capacity
@@ -143,9 +144,9 @@ def moments(system: str, reply: load.Reply) -> list[tuple[float, int]]:
         *events, unparsed = (unparsed + data).split(separator)
         count = 0
         for event in events:
-            event = event.removeprefix(b"data: ")
-            if event.startswith(b"{"):
-                count += len(json.loads(event).get("text", ""))
+            data = event_data(event) if system == "ours" else event
+            if data is not None and data.startswith(b"{"):
+                count += len(json.loads(data).get("text", ""))
         if count:
             got.append((at, count))
     return got
