@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import string
 import sys
 import time
@@ -83,7 +84,7 @@ class RunningServer(Program):
         port = free_port()
         settings = {"checkpoint": checkpoint, "port": port, "threads": 1} | settings
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-        super().__init__([sys.executable, "-m", "service", *flags], port, "/readyz")
+        super().__init__([sys.executable, "-m", "service", *flags], port, "/readyz", start_new_session=True)
         self._client: httpx.Client | None = None
 
     def _get(self, path: str) -> httpx.Response:
@@ -97,8 +98,7 @@ class RunningServer(Program):
         return [main, *main.children(recursive=True)]
 
     def worker(self) -> psutil.Process:
-        """The inference process: LitServe spawns it, the others are forked."""
-        return next(p for p in self.processes() if "spawn_main" in " ".join(p.cmdline()))
+        return next(process for process in self.processes() if is_worker(process))
 
     def metrics(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
         """Samples as Prometheus' own parser reads them: (name, labels without model_name) -> value."""
@@ -116,12 +116,23 @@ class RunningServer(Program):
         wait_until(lambda: self.metric(name, **labels) == value, timeout, f"{name} is not {value}")
 
     def stop(self, timeout: float = 30) -> int:
-        """SIGTERM; the exit status. Every process must end, and what was opened is closed."""
-        processes = self.processes() if self.process.poll() is None else []
+        """SIGTERM; the exit status. Every process must end."""
         self.process.terminate()
         status = self.process.wait(timeout)
-        wait_until_gone(processes)
+        self.wait_until_gone()
         return status
+
+    def wait_until_gone(self) -> None:
+        """Until no process of the server is left, of whatever parent."""
+        wait_until(lambda: not self._left(), otherwise=lambda: self._left())
+
+    def _left(self) -> list[psutil.Process]:
+        left = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                if os.getsid(process.pid) == self.process.pid and process.status() != psutil.STATUS_ZOMBIE:
+                    left.append(process)
+        return left
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -129,6 +140,11 @@ class RunningServer(Program):
         super().close()
         if self._client is not None:
             self._client.close()
+
+
+def is_worker(process: psutil.Process) -> bool:
+    """Whether it is an inference process: LitServe spawns those, the others are forked."""
+    return "spawn_main" in " ".join(process.cmdline())
 
 
 def wait_until(condition: Callable[[], Any], timeout: float = 30, otherwise: object = "not in time") -> Any:
@@ -141,10 +157,3 @@ def wait_until(condition: Callable[[], Any], timeout: float = 30, otherwise: obj
         assert time.monotonic() < deadline, otherwise() if callable(otherwise) else otherwise
         time.sleep(0.02)
     return found
-
-
-def wait_until_gone(processes: list[psutil.Process], timeout: float = 30) -> None:
-    def left() -> list[psutil.Process]:
-        return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-
-    wait_until(lambda: not left(), timeout, lambda: [(p.pid, p.cmdline()) for p in left()])
