@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import string
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -20,6 +21,7 @@ from service.model.gpt import GPT, GPTConfig
 from service.model.tokenizer import CharTokenizer
 from tests.toolbox.launch import Program, free_port
 from tests.toolbox.needs import CORPUS as CORPUS
+from tests.toolbox.needs import program
 
 # What httpx.get and the like are, a connection for each request, but for the system's certificates: those read all of
 # them each time, in 25 ms.
@@ -140,6 +142,16 @@ class RunningServer(Program):
         super().close()
         if self._client is not None:
             self._client.close()
+
+
+def make_certificate(folder: Path) -> tuple[Path, Path]:
+    """A self-signed certificate for 127.0.0.1 and its key."""
+    certificate, key = folder / "cert.pem", folder / "key.pem"
+    command = [program("openssl"), "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+    command += ["-noenc", "-keyout", key, "-out", certificate, "-days", "2", "-subj", "/CN=localhost"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run(command, check=True, capture_output=True)
+    return certificate, key
 
 
 def is_worker(process: psutil.Process) -> bool:

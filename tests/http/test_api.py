@@ -6,7 +6,6 @@ import json
 import math
 import random
 import re
-import time
 
 import httpx
 import numpy as np
@@ -303,16 +302,18 @@ def test_min_tokens_and_ignore_eos(post):
 
 
 @pytest.mark.parametrize(
-    "pattern", ["(a|b)*a(a|b){20}", "((a{0,300}){0,300}){0,300}", "(" * 500, "(x+x+)+" * 140 + "y{90000}"]
+    ("pattern", "limit"),
+    [
+        ("(a|b)*a(a|b){20}", "1000 states"),
+        ("((a{0,300}){0,300}){0,300}", "2000"),
+        ("(" * 500, "50"),
+        ("(x+x+)+" * 140 + "y{90000}", "2000"),
+    ],
 )
-def test_a_hostile_pattern_is_refused_within_100_ms(client, pattern):
-    fastest = 1.0
-    for _ in range(5):  # other programs use the machine too
-        start = time.monotonic()
-        error = refused(client, "/generate", prompt="a", regex=pattern)
-        fastest = min(fastest, time.monotonic() - start)
-        assert error["code"] == "invalid_pattern", error
-    assert fastest < 0.1
+def test_a_hostile_pattern_is_refused_at_a_bound_on_its_work(client, pattern, limit):
+    error = refused(client, "/generate", prompt="a", regex=pattern)
+    assert error["code"] == "invalid_pattern"
+    assert re.search(rf"\b{limit}\b", error["message"]), error
 
 
 # -- infilling --

@@ -39,6 +39,11 @@ def sent(port: int, data: bytes, receive_bytes: int | None = None) -> Iterator[s
         yield connection
 
 
+def received(connection: socket.socket) -> bytes:
+    """Everything until the server closes the connection."""
+    return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+
+
 @contextlib.contextmanager
 def answer(connection: socket.socket) -> Iterator[http.client.HTTPResponse]:
     """The answer to a request that was sent; its status line and headers have arrived."""
