@@ -145,8 +145,8 @@ class RunningServer(Program):
 
 
 def make_certificate(folder: Path) -> tuple[Path, Path]:
-    """A self-signed certificate for 127.0.0.1 and its key."""
-    certificate, key = folder / "cert.pem", folder / "key.pem"
+    """A self-signed certificate for 127.0.0.1 and its key: ca.pem, key.pem."""
+    certificate, key = folder / "ca.pem", folder / "key.pem"
     command = [program("openssl"), "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
     command += ["-noenc", "-keyout", key, "-out", certificate, "-days", "2", "-subj", "/CN=localhost"]
     command += ["-addext", "subjectAltName=IP:127.0.0.1"]
