@@ -44,6 +44,7 @@ bundled: $(RUN) ## train the bundled checkpoint anew: tiny Shakespeare, preset c
 	mkdir -p $(BUNDLED)
 	cp checkpoints/bundled/best/* $(BUNDLED)
 
+# CHARGPT_REQUIRE=docker,prometheus,… makes skips for want of these failures: tests/toolbox/needs.py lists them.
 test: $(VENV)/.installed-test ## install what the tests need and run them; ARGS='-k model' picks some
 	$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
 
