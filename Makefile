@@ -43,6 +43,7 @@ bundled: $(RUN) ## retrain the bundled checkpoint: tiny Shakespeare, preset cpu,
 	mkdir -p $(BUNDLED)
 	cp checkpoints/bundled/best/* $(BUNDLED)
 
+# CHARGPT_REQUIRE=docker,prometheus,… turns skips for lack of these into failures; tests/toolbox/needs.py lists them.
 test: $(VENV)/.installed-test ## install test dependencies and run the suite; ARGS='-k model' selects tests
 	$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
 

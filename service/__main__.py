@@ -7,16 +7,26 @@ import os
 import signal
 import sys
 import tempfile
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from service.settings import Settings
 
 
 def main() -> int:
     """Exit status: 0 after a signal, 1 when the server failed, 2 for bad settings or a bad checkpoint."""
-    # As PID 1 of a container a process has no default action: without this it could not be stopped while it loads.
+    # PID 1 of a container has no default action for signals: without this it could not be stopped while loading.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    from service.settings import program, read_settings
+    from service.settings import read_settings
 
-    settings = read_settings()
-    # GNU OpenMP's threads spin while they wait, beside HTTP processes that want the core.
+    return serve(read_settings())
+
+
+def serve(settings: "Settings", **options: Any) -> int:
+    """Serve until a signal; `options` are those of `build_server`. Returns main's exit status."""
+    from service.settings import program
+
+    # GNU OpenMP's threads spin while they wait and take the core from HTTP processes.
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     with tempfile.TemporaryDirectory(prefix="chargpt-metrics-") as folder:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder  # read when prometheus_client is imported
@@ -25,7 +35,7 @@ def main() -> int:
         from service.server import WorkerStartError, build_server
 
         try:
-            server = build_server(settings)
+            server = build_server(settings, **options)
         except CheckpointError as error:
             print(f"{program()}: {error}", file=sys.stderr)
             return 2

@@ -1,6 +1,6 @@
-"""The LitServe server around the HTTP and inference processes: start, supervision, shutdown.
+"""The LitServe server around the HTTP and inference processes: placement, supervision, shutdown.
 
-`build_server(settings)` is what `python -m service` runs.
+The one file that uses LitServe's private names; tests/test_litserve.py lists them and what each is for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from multiprocessing.managers import SyncManager
 from typing import Any
 
 from fastapi import FastAPI
-from litserve import LitServer
+from litserve import Callback, LitServer, Logger
+from litserve.callbacks.base import EventTypes
 from litserve.connector import check_cuda_with_nvidia_smi
 from litserve.specs.base import LitSpec
 from litserve.utils import WorkerSetupStatus
@@ -41,7 +42,7 @@ class WorkerStartError(Exception):
 
 
 class PolledEvent(threading.Event):
-    """Looks up now and then while it waits: a signal that the kernel gives to another thread does not wake this one."""
+    """Polls, so that Python can run signal handlers: a signal delivered to another thread does not end a wait."""
 
     POLL_SECONDS = 0.25
 
@@ -52,7 +53,7 @@ class PolledEvent(threading.Event):
 
 
 class Spec(LitSpec):
-    """LitServe's place for an API of one's own; it registers nothing itself, as the routes are added by the server."""
+    """LitServe's extension point for another API; App.routes has ours, so that it registers nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,22 +61,30 @@ class Spec(LitSpec):
 
     @property
     def stream(self) -> bool:
-        return True  # LitServe would compress the answers of an API that does not stream
+        return True  # otherwise LitServe would compress answers
 
     def setup(self, server: LitServer) -> None:
-        """LitServe would hand over its queues here; `Server.lifespan` connects the transport instead."""
+        """LitServe hands over its queues here; `Server.lifespan` connects the transport instead."""
 
 
 class Server(LitServer):
-    """LitServe with its own routes, queues and shutdown replaced by ours; supervision and placement stay its own."""
+    """LitServe with other routes, transport and shutdown; placement and worker supervision are LitServe's."""
 
-    def __init__(self, settings: Settings, checkpoint: Checkpoint):
+    def __init__(
+        self,
+        settings: Settings,
+        checkpoint: Checkpoint,
+        *,
+        callbacks: list[Callback] | Callback | None = None,
+        loggers: list[Logger] | Logger | None = None,
+        middlewares: list[Any] | None = None,
+    ):
         self.settings = settings
         self.state = SharedState(settings.http_processes)
         self.service = Service(settings, checkpoint, self.state)
         self.http = App(self.service)
         self.spec = Spec()
-        self.must_hurry = False  # a second signal: do not wait for running requests
+        self.must_hurry = False  # after a second signal: do not wait for running requests
         api = EngineAPI(
             checkpoint.path,
             model_name=settings.model_name,
@@ -95,14 +104,26 @@ class Server(LitServer):
             workers_per_device=settings.workers_per_device,
             timeout=False,
             restart_workers=True,
-            disable_openapi_url=True,  # FastAPI's document would say nothing, and its page load scripts from elsewhere
+            disable_openapi_url=True,  # /docs and /openapi.json are ours
+            callbacks=callbacks,
+            loggers=loggers,
+            middlewares=middlewares,
         )
+        if callbacks:
+            trigger = self._callback_runner.trigger_event
+            self.http.on_request = lambda: trigger(
+                EventTypes.ON_REQUEST.value, active_requests=self.state.num_busy, litserver=self
+            )
+            self.http.on_response = lambda: trigger(EventTypes.ON_RESPONSE.value, litserver=self)
         self.app.router.routes += self.http.routes()
         self.service.devices = [str(device) for device in self._inference_workers_config_for_api(api.api_path)]
-        self.uvicorn_graceful_timeout = 1  # we drain before uvicorn is told to stop
+        self.uvicorn_graceful_timeout = 1  # requests are drained before uvicorn stops
 
-        # In place of FastAPI's own layers, which no route here needs.
+        # Replaces FastAPI's own layers, which no route here needs.
         self.app.middleware_stack = self.http.middleware(self.app.router)
+        for middleware in self.middlewares:
+            kind, options = middleware if isinstance(middleware, tuple) else (middleware, {})
+            self.app.middleware_stack = kind(self.app.middleware_stack, **options)
 
     def serve(self) -> None:
         """Serve until SIGTERM or Ctrl-C; running requests finish first.
@@ -113,7 +134,7 @@ class Server(LitServer):
         main = os.getpid()
 
         def stop(*_: Any) -> None:
-            if os.getpid() != main:  # an HTTP process, whose server has finished
+            if os.getpid() != main:  # an HTTP process whose server has finished
                 raise SystemExit(0)
             if self.state.is_draining:
                 self.must_hurry = True
@@ -137,7 +158,7 @@ class Server(LitServer):
                 log_config=None,
                 server_header=False,
                 timeout_keep_alive=self.settings.idle_connection_seconds,
-                # Both, even if None: otherwise LitServe looks for a certificate in variables of its own.
+                # Both, even if None: otherwise LitServe reads environment variables of its own.
                 ssl_certfile=self.settings.tls_certificate,
                 ssl_keyfile=self.settings.tls_key,
             )
@@ -154,19 +175,24 @@ class Server(LitServer):
     # -- LitServe's extension points --
 
     def _register_internal_endpoints(self) -> None:
-        """LitServe's own /, /health and /info; the spec has ours."""
+        """LitServe's /, /health and /info: not served."""
 
     def _register_spec_endpoints(self, lit_api: Any) -> None:
-        """As FastAPI routes; ours are plain ones, added by __init__."""
+        """LitServe's FastAPI routes: App.routes has plain ones."""
+
+    def _register_middleware(self) -> None:
+        """LitServe's way through FastAPI: __init__ wraps the application instead."""
 
     def _init_manager(self, num_api_servers: int) -> Any:
-        """LitServe's manager process with what is left for it: the workers' setup status."""
+        """LitServe's manager process, for the workers' setup status and the queue of loggers alone."""
         adopt_litserve()
         manager = SyncManager()
         manager.start(_ignore_signals)
         self.workers_setup_status = manager.dict()
         self._shutdown_event = PolledEvent()
         self.litapi_request_queues = {self.spec.api_path: None}
+        if self._logger_connector._loggers:
+            self.logger_queue = manager.Queue()
         self._transport = SocketTransport(len(self.service.devices))
         return manager
 
@@ -176,9 +202,14 @@ class Server(LitServer):
         async with self.http.running(self._transport, self.spec.response_queue_id):
             relax_garbage_collector()
             yield
+        self._callback_runner.trigger_event(EventTypes.ON_SERVER_END.value, litserver=self)
 
     def verify_worker_status(self) -> None:
-        """Wait for a first worker; LitServe's own would wait for ever for one that was killed while it loads."""
+        """Wait for a first worker; LitServe would wait for ever if it were killed while loading.
+
+        Raises:
+            WorkerStartError: none can start.
+        """
         while WorkerSetupStatus.READY not in self.workers_setup_status.values():
             if WorkerSetupStatus.ERROR in self.workers_setup_status.values() or not any(
                 worker.is_alive() for worker in self.inference_workers
@@ -188,31 +219,31 @@ class Server(LitServer):
 
     def launch_single_inference_worker(self, lit_api: Any, worker_id: int) -> Any:
         dead = self.inference_workers[worker_id].pid
-        logger.error("worker %d (process %d) died and is started again", worker_id, dead)
+        logger.error("worker %d (process %d) died: restarting", worker_id, dead)
         forget_process(dead)
         self.state.worker_restarted()
         return super().launch_single_inference_worker(lit_api, worker_id)
 
     def _perform_graceful_shutdown(self, manager: Any, uvicorn_workers: Any, shutdown_reason: str = "normal") -> None:
-        """Refuse new requests, let the running ones finish, then end the HTTP processes, then the workers."""
+        """Refuse new requests, wait for running ones, then end the HTTP processes, then the workers."""
         self.state.start_draining()
         deadline = time.monotonic() + self.settings.drain_seconds
-        logger.info("shutting down: %d requests are running", self.state.num_busy)
+        logger.info("shutting down, running requests: %d", self.state.num_busy)
         while self.state.num_busy and time.monotonic() < deadline and not self.must_hurry:
             time.sleep(0.02)
         if self.state.num_busy:
-            logger.warning("%d requests did not finish in time", self.state.num_busy)
-        self._shutdown_event.set()  # ends the monitor, which would start the workers again
-        self.uvicorn_graceful_timeout = 10  # until the HTTP processes, which end what is left, are killed
+            logger.warning("requests not finished within %g s: %d", self.settings.drain_seconds, self.state.num_busy)
+        self._shutdown_event.set()  # ends the monitor, which would restart the workers
+        self.uvicorn_graceful_timeout = 10  # seconds until HTTP processes, which abort remaining requests, are killed
         super()._perform_graceful_shutdown(manager, uvicorn_workers, shutdown_reason)
         logger.info("all processes have ended")
 
 
 def choose_accelerator(asked: str) -> str:
-    """What `auto` is here: cuda where there is a GPU and torch is built for it, else cpu; a Mac's is LitServe's to say.
+    """Resolve `auto`: cuda with a GPU and a torch built for it, otherwise cpu; on a Mac LitServe decides.
 
-    LitServe's own choice imports torch into this process, which does without it; or finds a GPU without that, and then
-    takes the CPU, as torch is not imported.
+    LitServe's own choice either imports torch into this process, which does not need it, or takes the CPU beside a
+    GPU because torch is not imported.
     """
     if asked != "auto" or sys.platform == "darwin":
         return asked
@@ -221,7 +252,7 @@ def choose_accelerator(asked: str) -> str:
     import torch
 
     if torch.version.cuda is None:
-        logger.warning("there is a GPU, but torch %s is built without CUDA: serving on the CPU", torch.__version__)
+        logger.warning("torch %s is built without CUDA: serving on the CPU although there is a GPU", torch.__version__)
         return "cpu"
     return "cuda"
 
@@ -232,11 +263,27 @@ def _ignore_signals() -> None:
     ignore_terminal_signals()
 
 
-def build_server(settings: Settings) -> Server:
-    """The server for a checkpoint.
+def build_server(
+    settings: Settings,
+    *,
+    callbacks: list[Callback] | Callback | None = None,
+    loggers: list[Logger] | Logger | None = None,
+    middlewares: list[Any] | None = None,
+) -> Server:
+    """The server for a checkpoint; the options are LitServer's, and cost nothing if absent.
+
+    Callbacks fire for setup in each worker, for the server's end in each HTTP process, and for requests and responses
+    of routes that run the model; their arguments are LitServe's. Middlewares see every request before this service's.
 
     Raises:
         CheckpointError: the folder is not a checkpoint that can be trusted.
+        RuntimeError: PROMETHEUS_MULTIPROC_DIR is not set; `service.__main__.serve` sets it.
     """
+    if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
+        raise RuntimeError(
+            "PROMETHEUS_MULTIPROC_DIR must name an empty folder before service.server is imported; "
+            "service.__main__.serve(settings, …) does that"
+        )
     configure_logging(settings.log_level, settings.log_format)
-    return Server(settings, Checkpoint.read(settings.checkpoint))
+    checkpoint = Checkpoint.read(settings.checkpoint)
+    return Server(settings, checkpoint, callbacks=callbacks, loggers=loggers, middlewares=middlewares)

@@ -3,14 +3,13 @@
 import contextlib
 import io
 import os
-import socket
 import string
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -21,9 +20,10 @@ from service.model.checkpoint import Checkpoint, save_checkpoint
 from service.model.config import GPTConfig
 from service.model.gpt import GPT
 from service.model.tokenizer import CharTokenizer
+from tests.toolbox.launch import Program, free_port
+from tests.toolbox.needs import CORPUS as CORPUS
+from tests.toolbox.needs import program
 
-DATA = Path(os.environ.get("CHARGPT_DATA_DIR") or Path(__file__).parents[2] / "shared" / "data")
-CORPUS = DATA / "tinyshakespeare.txt"
 # What httpx.get and the like are, a connection for each request, but for the system's certificates: those read all of
 # them each time, in 25 ms.
 web = httpx.Client(limits=httpx.Limits(max_connections=None, max_keepalive_connections=0))
@@ -80,20 +80,15 @@ def refusal(main: Callable[[], int], arguments: list[str]) -> str:
     raise AssertionError(f"{arguments} are not refused")
 
 
-class RunningServer:
+class RunningServer(Program):
     """`python -m service` in a process of its own, on a free port."""
 
     def __init__(self, checkpoint: Path, **settings: object):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        settings = {"threads": 1} | settings
+        port = free_port()
+        settings = {"checkpoint": checkpoint, "port": port, "threads": 1} | settings
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-        command = [sys.executable, "-m", "service", f"--checkpoint={checkpoint}", f"--port={self.port}", *flags]
-        self.log = tempfile.TemporaryFile()
+        super().__init__([sys.executable, "-m", "service", *flags], port, "/readyz", start_new_session=True)
         self._client: httpx.Client | None = None
-        self.process = subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT)
 
     def _get(self, path: str) -> httpx.Response:
         """On a connection of its own; httpx.get would read all certificates of the system for each request."""
@@ -101,29 +96,12 @@ class RunningServer:
             self._client = httpx.Client(limits=httpx.Limits(max_connections=None, max_keepalive_connections=0))
         return self._client.get(self.url + path)
 
-    def wait_until_ready(self, timeout: float = 60) -> None:
-        deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline:
-            assert self.process.poll() is None, self.output()
-            try:
-                if self._get("/readyz").status_code == 200:
-                    return
-            except httpx.TransportError:
-                pass
-            time.sleep(0.05)
-        raise TimeoutError(self.output())
-
-    def output(self) -> str:
-        log = self.log.fileno()  # not by seek, which would move where the server writes
-        return os.pread(log, os.fstat(log).st_size, 0).decode()
-
     def processes(self) -> list[psutil.Process]:
         main = psutil.Process(self.process.pid)
         return [main, *main.children(recursive=True)]
 
     def worker(self) -> psutil.Process:
-        """The inference process: LitServe spawns it, the others are forked."""
-        return next(p for p in self.processes() if "spawn_main" in " ".join(p.cmdline()))
+        return next(process for process in self.processes() if is_worker(process))
 
     def metrics(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
         """Samples as Prometheus' own parser reads them: (name, labels without model_name) -> value."""
@@ -137,37 +115,58 @@ class RunningServer:
     def metric(self, name: str, **labels: str) -> float:
         return self.metrics().get((name, frozenset(labels.items())), 0.0)
 
-    def wait_until_metric(self, name: str, value: float, timeout: float = 10, **labels: str) -> None:
-        deadline = time.monotonic() + timeout
-        while self.metric(name, **labels) != value:
-            assert time.monotonic() < deadline, f"{name} is {self.metric(name, **labels)}, not {value}"
-            time.sleep(0.02)
+    def wait_until_metric(self, name: str, value: float, timeout: float = 30, **labels: str) -> None:
+        wait_until(lambda: self.metric(name, **labels) == value, timeout, f"{name} is not {value}")
 
     def stop(self, timeout: float = 30) -> int:
-        """SIGTERM; the exit status. Every process must end, and what was opened is closed."""
-        processes = self.processes() if self.process.poll() is None else []
+        """SIGTERM; the exit status. Every process must end."""
         self.process.terminate()
         status = self.process.wait(timeout)
-        wait_until_gone(processes)
+        self.wait_until_gone()
         return status
+
+    def wait_until_gone(self) -> None:
+        """Until no process of the server is left, of whatever parent."""
+        wait_until(lambda: not self._left(), otherwise=lambda: self._left())
+
+    def _left(self) -> list[psutil.Process]:
+        left = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                if os.getsid(process.pid) == self.process.pid and process.status() != psutil.STATUS_ZOMBIE:
+                    left.append(process)
+        return left
 
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait()
-        self.log.close()
+        super().close()
         if self._client is not None:
             self._client.close()
 
-    def __enter__(self) -> "RunningServer":
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+def make_certificate(folder: Path) -> tuple[Path, Path]:
+    """A self-signed certificate for 127.0.0.1 and its key: ca.pem, key.pem."""
+    certificate, key = folder / "ca.pem", folder / "key.pem"
+    command = [program("openssl"), "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
+    command += ["-noenc", "-keyout", key, "-out", certificate, "-days", "2", "-subj", "/CN=localhost"]
+    command += ["-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run(command, check=True, capture_output=True)
+    return certificate, key
 
 
-def wait_until_gone(processes: list[psutil.Process], timeout: float = 10) -> None:
+def is_worker(process: psutil.Process) -> bool:
+    """Whether it is an inference process: LitServe spawns those, the others are forked."""
+    return "spawn_main" in " ".join(process.cmdline())
+
+
+def wait_until(condition: Callable[[], Any], timeout: float = 30, otherwise: object = "not in time") -> Any:
+    """What `condition` returns once that is true. The timeout is a safety net, not an expectation.
+
+    otherwise: what the failure says, or a function that returns it.
+    """
     deadline = time.monotonic() + timeout
-    while left := [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
-        assert time.monotonic() < deadline, [(p.pid, p.cmdline()) for p in left]
-        time.sleep(0.05)
+    while not (found := condition()):
+        assert time.monotonic() < deadline, otherwise() if callable(otherwise) else otherwise
+        time.sleep(0.02)
+    return found

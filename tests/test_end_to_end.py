@@ -38,7 +38,7 @@ def test_from_a_text_file_to_text_over_http(tmp_path):
             {
                 "model": "chargpt",
                 "prompt": text[start : start + r.choice([1, 5, 20, 64, 65, 300])],
-                "max_tokens": r.randint(1, 45),
+                "max_tokens": r.randint(1, 20),
                 "temperature": r.choice([0, 0.7, 1.0]),
                 "top_p": r.choice([1.0, 0.95]),
                 "seed": r.randrange(2**63),

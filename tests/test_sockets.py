@@ -1,10 +1,23 @@
 """The connection between HTTP processes and workers, over real sockets."""
 
 import asyncio
+import contextlib
+import fcntl
+import gc
 import multiprocessing
 import socket
+import struct
+import sys
+import termios
+import threading
+import warnings
 
-from service.sockets import SocketTransport, WorkerLost
+import pytest
+
+from service.sockets import MAX_UNSENT_BYTES, ConsumerLost, SocketTransport, WorkerLost
+from service.wire import Abort, Delta, Step
+
+HTTP = 7  # the number of the HTTP process
 
 
 def work(transport):
@@ -16,7 +29,114 @@ def work(transport):
 async def wait_for(condition):
     async with asyncio.timeout(30):
         while not condition():
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.001)
+
+
+def unread(writer):
+    """Bytes that were written to a socket and not read by its peer."""
+    if sys.platform != "linux" or writer.is_closing():
+        return 0
+    return struct.unpack("i", fcntl.ioctl(writer.get_extra_info("socket"), termios.TIOCOUTQ, b"\0" * 4))[0]
+
+
+class Relay:
+    """Stands between a worker and an HTTP process, and decides in what pieces their bytes arrive."""
+
+    def __init__(self, worker_path, path):
+        self.worker_path, self.path = worker_path, path
+        self.piece_bytes = None  # at most so many bytes arrive at once; None: whatever has been sent
+        self.flows = asyncio.Event()  # cleared: nothing is read any more
+        self.flows.set()
+        self.to_worker = self.to_http = 0  # bytes passed on
+        self.connections = set()
+
+    async def __aenter__(self):
+        self.server = await asyncio.start_unix_server(self._connected, self.path)
+        return self
+
+    async def __aexit__(self, *_):
+        self.flows.set()
+        self.cut()
+        self.server.close()
+        await wait_for(lambda: not self.connections)
+
+    def cut(self):
+        for writer in list(self.connections):
+            writer.transport.abort()
+
+    async def _connected(self, http_reader, http_writer):
+        worker_reader, worker_writer = await asyncio.open_unix_connection(self.worker_path)
+        self.connections |= {http_writer, worker_writer}
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._pass_on(http_reader, worker_writer, "to_worker"))
+                group.create_task(self._pass_on(worker_reader, http_writer, "to_http"))
+        except* ConnectionError:
+            pass
+        finally:
+            for writer in (http_writer, worker_writer):
+                writer.transport.abort()
+                self.connections.remove(writer)
+
+    async def _pass_on(self, reader, writer, direction):
+        while True:
+            await self.flows.wait()
+            data = await reader.read(self.piece_bytes or 1 << 20)
+            await self.flows.wait()
+            if not data:
+                raise ConnectionError
+            writer.write(data)
+            await writer.drain()
+            setattr(self, direction, getattr(self, direction) + len(data))
+            while self.piece_bytes and unread(writer):
+                await asyncio.sleep(0)
+
+
+class Pair:
+    """A worker, an HTTP process and the relay between them."""
+
+    def __init__(self, worker, http, relay):
+        self.worker, self.http, self.relay = worker, http, relay
+        self.at_worker, self.at_http = [], []
+
+    def receive(self):
+        self.at_worker += self.worker.receive(block=False)
+
+    async def until(self, condition):
+        """Let the worker take what arrives, until `condition`."""
+        async with asyncio.timeout(60):
+            while not condition():
+                self.receive()
+                await asyncio.sleep(0)
+
+
+@contextlib.asynccontextmanager
+async def connected(piece_bytes=None):
+    worker, http = SocketTransport(1), SocketTransport(1)
+    worker.listen(0)
+    try:
+        async with Relay(str(worker.folder / "0.sock"), str(http.folder / "0.sock")) as relay:
+            relay.piece_bytes = piece_bytes
+            pair = Pair(worker, http, relay)
+            http.connect(HTTP, lambda number, frame: pair.at_http.append((number, frame)))
+            await pair.until(lambda: http.connected_workers == [0] and worker.is_connected)
+            yield pair
+            await http.disconnect()
+    finally:
+        worker.remove()
+        http.remove()
+
+
+def run(main):
+    with warnings.catch_warnings():
+        # A worker's sockets are closed by the end of its process, which here is that of the tests.
+        warnings.simplefilter("ignore", ResourceWarning)
+        asyncio.run(main())
+        gc.collect()
+
+
+def step(number, length=3):
+    return Step([Delta(number, list(range(length)))], number)
 
 
 def test_a_worker_is_there_once_it_answers_and_until_it_goes():
@@ -29,8 +149,10 @@ def test_a_worker_is_there_once_it_answers_and_until_it_goes():
             dying.bind(str(transport.folder / "0.sock"))
             dying.listen()
             transport.connect(7, lambda number, frame: received.append((number, frame)))
-            await asyncio.sleep(0.3)
+            accepted, _ = await asyncio.to_thread(dying.accept)
+            assert await asyncio.to_thread(accepted.recv, 1)  # it has connected and said who it is
             assert transport.connected_workers == []
+        accepted.close()
         worker.start()
         await wait_for(lambda: transport.connected_workers == [0])
         assert received == []
@@ -42,3 +164,147 @@ def test_a_worker_is_there_once_it_answers_and_until_it_goes():
     asyncio.run(connect())
     worker.join()
     transport.remove()
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 2, 3, 5, 7, None])
+def test_frames_arrive_whole_and_in_order_however_their_bytes_are_cut(piece_bytes):
+    async def main():
+        async with connected(piece_bytes) as pair:
+            for number in range(20):
+                pair.http.send_to_worker(Abort(number), 0)  # all in one write
+                pair.worker.send(step(number), HTTP)
+            await pair.until(lambda: len(pair.at_worker) == len(pair.at_http) == 20)
+            assert pair.at_worker == [(HTTP, Abort(number)) for number in range(20)]
+            assert pair.at_http == [(0, step(number)) for number in range(20)]
+
+    run(main)
+
+
+def test_frames_that_gathered_arrive_in_one_read():
+    async def main():
+        async with connected() as pair:
+            pair.relay.flows.clear()
+            for number in range(200):
+                pair.worker.send(step(number), HTTP)
+                pair.http.send_to_worker(Abort(number), 0)
+            await asyncio.sleep(0)
+            assert pair.at_http == pair.at_worker == []
+            pair.relay.flows.set()
+            await pair.until(lambda: len(pair.at_worker) == len(pair.at_http) == 200)
+            assert pair.at_worker == [(HTTP, Abort(number)) for number in range(200)]
+            assert pair.at_http == [(0, step(number)) for number in range(200)]
+
+    run(main)
+
+
+def test_a_frame_of_megabytes_arrives_whole():
+    async def main():
+        async with connected() as pair:
+            pair.worker.send(step(1, 3_000_000), HTTP)
+            await pair.until(lambda: pair.at_http)
+            assert pair.at_http == [(0, step(1, 3_000_000))]
+            assert pair.relay.to_http > 3_000_000
+
+    run(main)
+
+
+def test_a_slow_reader_gets_everything_later():
+    async def main():
+        async with connected() as pair:
+            pair.relay.flows.clear()
+            for number in range(20):
+                pair.worker.send(step(number, 100_000), HTTP)  # returns at once, far past the socket's own buffer
+                pair.receive()
+            assert pair.at_worker == pair.at_http == []
+            pair.relay.flows.set()
+            await pair.until(lambda: len(pair.at_http) == 20)
+            assert pair.at_http == [(0, step(number, 100_000)) for number in range(20)]
+            assert pair.at_worker == []
+
+    run(main)
+
+
+def test_a_hung_reader_is_dropped_at_the_bound_and_no_one_else():
+    async def main():
+        async with connected() as pair:
+            others = []
+            other = SocketTransport(1)
+            other.remove()
+            other.folder = pair.worker.folder  # the same worker, without the relay
+            other.connect(8, lambda number, frame: others.append(frame))
+            await pair.until(lambda: other.connected_workers == [0])
+
+            pair.worker.send(step(0, 1_000_000), HTTP)
+            await pair.until(lambda: pair.at_http)
+            frame_bytes = pair.relay.to_http
+            pair.relay.flows.clear()
+            frames = 0
+            while not pair.at_worker:
+                pair.worker.send(step(1, 1_000_000), HTTP)
+                pair.worker.send(step(frames), 8)
+                pair.receive()
+                frames += 1
+                assert frames * frame_bytes < 2 * MAX_UNSENT_BYTES, "what is unsent has no bound"
+            assert frames * frame_bytes > MAX_UNSENT_BYTES
+            assert (frames - 3) * frame_bytes < MAX_UNSENT_BYTES  # and little in the buffers on the way
+            assert pair.at_worker == [(HTTP, ConsumerLost())]
+            pair.worker.send(step(2), HTTP)  # to nobody
+            await pair.until(lambda: len(others) == frames)
+            assert others == [step(number) for number in range(frames)]
+
+            # It wakes up, finds the connection closed, and makes a new one.
+            pair.relay.flows.set()
+            await pair.until(lambda: (0, WorkerLost()) in pair.at_http)
+            await pair.until(lambda: pair.http.connected_workers == [0])
+            pair.at_http.clear()
+            pair.worker.send(step(3), HTTP)
+            await pair.until(lambda: pair.at_http)
+            assert pair.at_http == [(0, step(3))]
+            await other.disconnect()
+
+    run(main)
+
+
+def test_a_connection_that_ends_within_a_frame_takes_its_half_frame_along():
+    async def main():
+        async with connected(1) as pair:
+            passed = pair.relay.to_http
+            pair.worker.send(step(1, 100_000), HTTP)
+            await pair.until(lambda: pair.relay.to_http > passed + 10)
+            passed = pair.relay.to_worker
+            pair.http.send_to_worker(Abort(1), 0)
+            await pair.until(lambda: pair.relay.to_worker > passed)
+            assert pair.at_http == pair.at_worker == []
+            pair.relay.cut()
+            await pair.until(lambda: pair.at_http and pair.at_worker)
+            assert pair.at_http == [(0, WorkerLost())]
+            assert pair.at_worker == [(HTTP, ConsumerLost())]
+            pair.relay.piece_bytes = None
+            await pair.until(lambda: pair.http.connected_workers == [0])
+            pair.at_http.clear()
+            pair.at_worker.clear()
+            pair.worker.send(step(2), HTTP)
+            pair.http.send_to_worker(Abort(2), 0)
+            await pair.until(lambda: pair.at_http and pair.at_worker)
+            assert (pair.at_http, pair.at_worker) == ([(0, step(2))], [(HTTP, Abort(2))])
+
+    run(main)
+
+
+def test_wake_ends_a_blocking_receive(monkeypatch):
+    monkeypatch.setattr("service.sockets.IDLE_SECONDS", None)  # nothing else ends it
+
+    async def main():
+        transport = SocketTransport(1)
+        transport.listen(0)
+        for is_early in (True, False):
+            thread = threading.Thread(target=transport.receive, args=(True,))
+            if is_early:
+                transport.wake()
+            thread.start()
+            if not is_early:
+                transport.wake()
+            thread.join()
+        transport.remove()
+
+    run(main)

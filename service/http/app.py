@@ -7,11 +7,13 @@ their answers with stream.py; info.py answers at once.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from prometheus_client import CollectorRegistry
+from starlette.background import BackgroundTask
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -74,17 +76,23 @@ class Endpoint:
         await response(scope, receive, send)
 
 
+Hook = Callable[[], None]
+
+
 class App:
     """All routes, and what they share."""
 
     def __init__(self, service: Service):
         self.service = service
+        self.on_request: Hook | None = None  # around routes that run the model
+        self.on_response: Hook | None = None
 
     def routes(self) -> list[BaseRoute]:
         """Plain starlette routes: FastAPI's would resolve dependencies and answer models for each request."""
         handlers: dict[str, dict[str, Handler]] = {}
         for operation in OPERATIONS:
-            handlers.setdefault(operation.path, {}).update(dict.fromkeys(operation.methods, operation.handler))
+            handler = self._hooked(operation) if self.on_request else operation.handler
+            handlers.setdefault(operation.path, {}).update(dict.fromkeys(operation.methods, handler))
         routes: list[BaseRoute] = []
         for path, by_method in handlers.items():
             route = Route(path, Endpoint(self.service, by_method), methods=list(by_method))
@@ -92,6 +100,20 @@ class App:
             routes.append(route)
         settings = self.service.settings
         return routes + documentation(settings, build_document(settings, self.service.tokenizer, OPERATIONS))
+
+    def _hooked(self, operation: Operation) -> Handler:
+        """The handler with the hooks around it, if its route runs the model."""
+        on_request, on_response = self.on_request, self.on_response
+        if not set(RUN) <= set(operation.failures) or on_request is None or on_response is None:
+            return operation.handler
+
+        async def hooked(service: Service, request: Request) -> Response:
+            on_request()
+            response = await operation.handler(service, request)
+            response.background = BackgroundTask(on_response)
+            return response
+
+        return hooked
 
     def middleware(self, app: ASGIApp) -> ASGIApp:
         service = self.service

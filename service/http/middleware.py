@@ -25,7 +25,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.http.context import RequestContext
 from service.http.schemas import ApiError
-from service.observe.logs import log_fields
 from service.observe.logs import request_id as current_request_id
 from service.observe.metrics import Metrics
 from service.settings import Settings
@@ -224,7 +223,7 @@ def _log_access(level: int, method: str, context: RequestContext, status: int | 
         fields["prompt_characters"] = context.num_prompt_tokens
         fields["completion_characters"] = context.num_completion_tokens
         fields["endings"] = context.endings
-    log_fields(access_logger, level, f"{method} {context.route} {status}", fields)
+    access_logger.log(level, "%s %s %s", method, context.route, status, extra={"fields": fields})
 
 
 def _as_api_error(error: Exception, scope: Scope) -> ApiError:

@@ -61,6 +61,8 @@ class RunningAnswer(Response):
         try:
             with self.busy:
                 await self.write(send)
+                if self.background is not None:
+                    await self.background()
         finally:
             timer.cancel()
             for watcher in watchers:

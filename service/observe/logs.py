@@ -73,10 +73,6 @@ def process_name() -> str:
     return "main" if name == "MainProcess" else name.replace("LitServer-", "http-")
 
 
-def log_fields(logger: logging.Logger, level: int, message: str, fields: dict[str, Any]) -> None:
-    logger.log(level, message, extra={"fields": fields})
-
-
 class LineHandler(logging.Handler):
     """Writes each record with one system call, so that lines of several processes never mix.
 

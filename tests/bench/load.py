@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.toolbox.http import post as post
+
 EVENT = b'"text":'  # occurs once per event of the service's streams, and not after the last
 END = b"0\r\n\r\n"  # end of a chunked body
 RECEIVE_BYTES = 1 << 18
@@ -61,14 +63,6 @@ class Outcome:
     @property
     def times_to_first(self) -> list[float]:
         return [reply.first_at - reply.sent_at for reply in self.replies if reply.first_at is not None]
-
-
-def post(path: str, body: dict[str, Any]) -> bytes:
-    content = json.dumps(body).encode()
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
-    )
-    return head.encode() + b"\r\n\r\n" + content
 
 
 class _Client:

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from service.model.config import GPTConfig
+from tests.toolbox.http import DONE, event_data, events, text_of
 
 from . import engine, load
 from .command import (
@@ -459,8 +460,8 @@ def check_length(reply: load.Reply, text: Callable[[bytes], str], length: int) -
 
 
 def ours_text(body: bytes) -> str:
-    events = (json.loads(line[6:]) for line in body.split(b"\n") if line.startswith(b"data: {"))
-    return "".join(event.get("text", "") for event in events)
+    lines = body.decode().split("\n")
+    return text_of(json.loads(data) for data in events(lines) if data != DONE)
 
 
 def stock_text(body: bytes) -> str:
@@ -475,7 +476,7 @@ def answers_of(port: int) -> dict[str, str]:
     [reply] = load.run(port, load.at_once(streamed, 1), connections=1, keep=True).replies
     text = b"".join(data for _, data in load.dechunked(reply.parts)).decode()
     event, *rest = text.split("\n\n")
-    given = json.dumps(json.loads(event.removeprefix("data: "))["text"])
+    given = json.dumps(json.loads(event_data(event.encode()))["text"])
     return {
         "whole": b"".join(data for _, data in whole.parts).decode(),
         "event": event.replace(given, '"TEXT"', 1) + "\n\n",

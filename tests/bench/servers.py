@@ -5,67 +5,46 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-from urllib.error import URLError
-from urllib.request import urlopen
 
 import psutil
+
+from tests.toolbox.launch import Program, free_port
+from tests.toolbox.launch import ServerError as ServerError
 
 ROOT = Path(__file__).parents[2]
 
 
-class ServerError(RuntimeError):
-    """A server did not start; the message contains the end of its log."""
-
-
-class Server:
+class Server(Program):
     """`python -m MODULE` on a free port of 127.0.0.1."""
 
+    poll_seconds = 0.01  # the start is measured
+
     def __init__(self, module: str, log: Path, ready: str, environment: dict[str, str] | None = None, **flags: object):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        port = free_port()
         given = [
             f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in flags.items()
         ]
-        log.parent.mkdir(parents=True, exist_ok=True)
-        self._log = log
-        self._ready = f"http://127.0.0.1:{self.port}{ready}"
-        self._started = time.perf_counter()
-        with log.open("w") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", module, f"--port={self.port}", *given],
-                cwd=ROOT,
-                env=os.environ | (environment or {}),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        super().__init__(
+            [sys.executable, "-m", module, f"--port={port}", *given],
+            port,
+            ready,
+            log,
+            cwd=ROOT,
+            env=os.environ | (environment or {}),
+            start_new_session=True,
+        )
         self._processes: list[psutil.Process] = []
 
     def wait_until_ready(self, timeout: float = 120) -> float:
-        """Seconds from start to readiness.
-
-        Raises:
-            ServerError: it exited or was not ready within `timeout` seconds.
-        """
-        while time.perf_counter() - self._started < timeout:
-            if self.process.poll() is not None:
-                break
-            with contextlib.suppress(URLError, OSError):
-                if urlopen(self._ready, timeout=5).status == 200:
-                    seconds = time.perf_counter() - self._started
-                    main = psutil.Process(self.process.pid)
-                    self._processes = [main, *main.children(recursive=True)]
-                    return seconds
-            time.sleep(0.01)
-        raise ServerError(f"{self._log} ends with:\n{self._log.read_text(errors='replace')[-2000:]}")
+        seconds = super().wait_until_ready(timeout)
+        main = psutil.Process(self.process.pid)
+        self._processes = [main, *main.children(recursive=True)]
+        return seconds
 
     def cpu_seconds(self) -> dict[str, float]:
         """CPU time so far, of inference processes (`worker`) and all others (`http`)."""
@@ -107,10 +86,4 @@ class Server:
             self.process.wait(15)
         with contextlib.suppress(ProcessLookupError):  # stock LitServe leaves child processes behind
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
+        super().close()

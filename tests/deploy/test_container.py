@@ -1,51 +1,36 @@
 """The image: built from the Dockerfile, run with the fewest rights, asked over HTTP, ended by SIGTERM.
 
-Needs a Docker engine that answers, or as root the tool that starts one beside the repository.
+DOCKER_HOST says which engine, as for Docker's own client.
 """
 
 import contextlib
-import json
+import itertools
 import os
-import shutil
+import re
+import signal
 import subprocess
-import time
 from pathlib import Path
 
 import docker
 import openai
 import pytest
 import torch
-from helpers import save_random, web
+from helpers import save_random, wait_until, web
 
 from service.model.params import SamplingParams
 from service.settings import BUNDLED
+from tests.toolbox.http import pieces, text_of
 
 ROOT = Path(__file__).parents[2]
-ENGINE_TOOL = ROOT.parent / "shared" / "tools" / "docker-engine"
 
-pytestmark = [pytest.mark.container, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.container, pytest.mark.needs("docker"), pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
 def engine():
     """A client of the Docker engine."""
-    with contextlib.ExitStack() as stack:
-        if not _engine_answers():
-            if os.geteuid() != 0 or not ENGINE_TOOL.is_file():
-                pytest.skip("no Docker engine answers, and none can be started here")
-            if subprocess.run([ENGINE_TOOL, "status"], capture_output=True).returncode != 0:
-                stack.callback(subprocess.run, [ENGINE_TOOL, "down"], check=True)
-            up = subprocess.run([ENGINE_TOOL, "up"], stdout=subprocess.PIPE, text=True)
-            if up.returncode != 0:
-                pytest.skip("no Docker engine answers, and starting one failed")
-            monkeypatch = stack.enter_context(pytest.MonkeyPatch.context())
-            monkeypatch.setenv("DOCKER_HOST", up.stdout.strip().removeprefix("export DOCKER_HOST="))
-        yield stack.enter_context(contextlib.closing(docker.from_env()))
-
-
-def _engine_answers():
-    docker = shutil.which("docker")
-    return docker is not None and subprocess.run([docker, "version"], capture_output=True).returncode == 0
+    with contextlib.closing(docker.from_env()) as client:
+        yield client
 
 
 @pytest.fixture(scope="module")
@@ -85,12 +70,26 @@ def starting(engine, image, checkpoint):
 @pytest.fixture
 def container(starting):
     """A healthy container."""
-    deadline = time.monotonic() + 120
-    while starting.health != "healthy":
-        assert starting.status in ("created", "running") and time.monotonic() < deadline, starting.logs().decode()
-        time.sleep(0.2)
+
+    def is_healthy():
         starting.reload()
+        assert starting.status in ("created", "running"), starting.logs().decode()
+        return starting.health == "healthy"
+
+    wait_until(is_healthy, timeout=120, otherwise=lambda: starting.logs().decode())
+    assert web.get(f"{url_of(starting)}/readyz").status_code == 200
     return starting
+
+
+def processes(container):
+    """The command lines in a container that runs."""
+    return [" ".join(line) for line in container.top(ps_args="-o pid,args")["Processes"]]
+
+
+def catches_sigterm(container):
+    status = container.exec_run("cat /proc/1/status").output.decode()
+    caught = re.search(r"SigCgt:\s*(\w+)", status)
+    return caught is not None and int(caught[1], 16) >> (signal.SIGTERM - 1) & 1
 
 
 def url_of(container):
@@ -129,27 +128,33 @@ def test_a_stream_outlives_sigterm(container, checkpoint):
     body = {"prompt": "Hello", "max_tokens": 2000, "seed": 1, "stream": True}
     with web.stream("POST", f"{url}/generate", json=body, timeout=60) as response:
         lines = response.iter_lines()
-        data = [next(lines)]
+        first = [next(lines)]
         container.kill("SIGTERM")  # as `docker stop`, but without SIGKILL later
-        while web.get(f"{url}/readyz").status_code != 503:  # still answers, and takes no more requests
-            time.sleep(0.01)
+        wait_until(lambda: web.get(f"{url}/readyz").status_code == 503)  # still answers, and takes no more requests
         refused = web.post(f"{url}/generate", json=body)
-        data += lines
+        *parts, _ = pieces(itertools.chain(first, lines))
     assert refused.status_code == 503
-    *pieces, _, done = [line.removeprefix("data: ") for line in data if line]
-    assert done == "[DONE]"
-    pieces = [json.loads(piece) for piece in pieces]
-    text = "".join(piece["text"] for piece in pieces)
-    assert (len(text), pieces[-1]["finish_reason"]) == (2000, "length")
+    text = text_of(parts)
+    assert (len(text), parts[-1]["finish_reason"]) == (2000, "length")
     assert text.startswith(exact(checkpoint, "Hello", 200, seed=1))
     assert container.wait(timeout=30)["StatusCode"] == 0
 
 
-def test_sigterm_ends_it_while_it_loads(starting):
+MOMENTS = {
+    "SIGTERM is caught": catches_sigterm,
+    "the worker exists": lambda container: any("spawn_main" in line for line in processes(container)),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_sigterm_ends_it_while_it_loads(starting, moment):
     """It is PID 1, which ignores the signals that it has no handler for."""
-    time.sleep(1)
-    starting.stop(timeout=20)
+    wait_until(lambda: MOMENTS[moment](starting), otherwise=lambda: starting.logs().decode())
+    starting.reload()
+    assert starting.health != "healthy", "the start is over"
+    starting.stop(timeout=60)  # SIGKILL then, and status 137
     assert starting.wait()["StatusCode"] == 0, starting.logs().decode()
+    assert "Traceback" not in starting.logs().decode()
 
 
 def test_the_image_holds_the_service_alone(engine, image):

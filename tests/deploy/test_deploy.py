@@ -8,9 +8,6 @@ import json
 import math
 import re
 import runpy
-import shutil
-import signal
-import socket
 import subprocess
 import time
 import types
@@ -23,12 +20,15 @@ import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
-from helpers import VOCABULARY, RunningServer, random_model, web
+from helpers import VOCABULARY, RunningServer, make_certificate, random_model, wait_until, web
 
 from service.model.checkpoint import save_checkpoint
 from service.model.tokenizer import CharTokenizer
 from service.observe.metrics import SECONDS
 from service.settings import Settings
+from tests.toolbox.http import events, post, sent
+from tests.toolbox.launch import Program, free_port
+from tests.toolbox.needs import program
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 PROMETHEUS, RULES = DEPLOY / "prometheus", DEPLOY / "prometheus" / "rules.yml"
@@ -36,9 +36,7 @@ DASHBOARD = DEPLOY / "grafana" / "dashboards" / "chargpt.json"
 RUNBOOK = (DEPLOY / "RUNBOOK.md").read_text(encoding="utf-8")
 
 
-def needs(*programs):
-    missing = [program for program in programs if shutil.which(program) is None]
-    return pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} is not installed")
+needs = pytest.mark.needs
 
 
 def check(*command):
@@ -63,17 +61,16 @@ def panels():
 # -- what can be said without a server --
 
 
-@needs("promtool", "amtool")
+@needs("prometheus")
 def test_the_configuration_and_the_rules_are_valid():
     assert "40 rules found" in check("promtool", "check", "config", PROMETHEUS / "prometheus.yml")
     check("amtool", "check-config", PROMETHEUS / "alertmanager.yml")
 
 
+@needs("compose")
 def test_the_compose_file_is_valid_and_mounts_what_there_is():
-    compose = ("docker", "compose")
-    if shutil.which("docker") is None or subprocess.run([*compose, "version"], capture_output=True).returncode:
-        pytest.skip("docker compose is not installed")
-    services = json.loads(check(*compose, "-f", DEPLOY / "compose.yaml", "config", "--format=json"))["services"]
+    config = check("docker", "compose", "-f", DEPLOY / "compose.yaml", "config", "--format=json")
+    services = json.loads(config)["services"]
     mounted = [v["source"] for service in services.values() for v in service.get("volumes", []) if v["type"] == "bind"]
     assert mounted and all(Path(path).exists() for path in [*mounted, services["chargpt"]["build"]["context"]])
     provider = yaml.safe_load((DEPLOY / "grafana" / "provisioning" / "dashboards" / "chargpt.yml").read_text())
@@ -81,7 +78,7 @@ def test_the_compose_file_is_valid_and_mounts_what_there_is():
     assert {provider["providers"][0]["options"]["path"], "/etc/grafana/provisioning"} <= targets
 
 
-@needs("promtool")
+@needs("prometheus")
 @pytest.mark.parametrize("tests", ["rules_test.yml", "budgets_test.yml"])
 def test_each_alert_fires_when_it_must_and_not_when_it_must_not(tests):
     check("promtool", "test", "rules", PROMETHEUS / tests)
@@ -282,45 +279,11 @@ def test_each_latency_is_shown_by_quantiles_and_as_heat_map_with_exemplars():
 # -- real programs --
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-class Program:
-    """A program with an HTTP port that says when it is ready, as Prometheus and Alertmanager do."""
-
-    def __init__(self, command, port, log):
-        self.url = f"http://127.0.0.1:{port}"
-        self.log = log
-        with log.open("w") as file:
-            self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-
-    def wait_until_ready(self):
-        deadline = time.monotonic() + 30
-        while True:
-            with contextlib.suppress(httpx.TransportError):
-                if web.get(f"{self.url}/-/ready").status_code == 200:
-                    return
-            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.05)
-
-    def get(self, path, **params):
-        answer = web.get(f"{self.url}/api/{path}", params=params, timeout=30)
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.process.terminate()
-        try:
-            self.process.wait(10)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+def get(server, path, **params):
+    """What Prometheus or Alertmanager answers."""
+    answer = web.get(f"{server.url}/api/{path}", params=params, timeout=30)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
 
 
 def start_prometheus(folder, config, port, alertmanager_port=1):
@@ -333,10 +296,10 @@ def start_prometheus(folder, config, port, alertmanager_port=1):
     check("promtool", "check", "config", folder / "prometheus.yml")
     port = free_port()
     command = [
-        "prometheus", f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data",
+        program("prometheus"), f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data",
         f"--web.listen-address=127.0.0.1:{port}", "--enable-feature=exemplar-storage",
     ]  # fmt: skip
-    return Program(command, port, folder / "prometheus.log")
+    return Program(command, port, "/-/ready", folder / "prometheus.log")
 
 
 class Load:
@@ -356,20 +319,20 @@ class Load:
     def ask(self, path="/generate", **body):
         return web.post(self.server.url + path, json=body, headers=self._headers(), timeout=60)
 
-    def stream(self, num_lines=None, meanwhile=lambda: None, **body):
-        """Read a stream to its end, or only some lines and leave."""
+    def stream(self, num_events=None, meanwhile=lambda: None, **body):
+        """Read a stream to its end, or only some events after the first, and leave."""
         body = {"prompt": "ROMEO:", "stream": True} | body
         url = f"{self.server.url}/generate"
         with web.stream("POST", url, json=body, headers=self._headers(), timeout=60) as answer:
-            lines = answer.iter_lines()
-            next(lines)
+            given = events(answer)
+            next(given)
             meanwhile()
-            return list(itertools.islice(lines, num_lines))
+            return list(itertools.islice(given, num_events))
 
     def leave_while_sending(self):
-        with socket.create_connection(("127.0.0.1", self.server.port)) as connection:
-            connection.sendall(b"POST /generate HTTP/1.1\r\nHost: here\r\nContent-Length: 100\r\n\r\n{")
-            time.sleep(0.1)
+        request = post("/generate", b"{", Content_Length=100, Expect="100-continue")
+        with sent(self.server.port, request) as connection:
+            assert connection.recv(100).startswith(b"HTTP/1.1 100 ")  # it has begun to read the body
 
     def round(self):
         """A second or two."""
@@ -392,8 +355,8 @@ class Load:
 
     def kill_the_worker(self):
         """Under a stream; then ask where there is none."""
-        lines = self.stream(max_tokens=16_000, meanwhile=lambda: self.server.worker().send_signal(signal.SIGKILL))
-        assert any("engine_error" in line for line in lines), lines
+        *_, last, _ = self.stream(max_tokens=16_000, meanwhile=lambda: self.server.worker().kill())
+        assert json.loads(last)["error"]["code"] == "engine_error"
         assert self.ask(prompt="To be").status_code == 503
 
 
@@ -419,17 +382,17 @@ def monitored(checkpoint, tmp_path_factory):
     config = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
     port = free_port()
     command = [
-        "prometheus-alertmanager", f"--config.file={PROMETHEUS}/alertmanager.yml", f"--storage.path={folder}/alerts",
-        f"--web.listen-address=127.0.0.1:{port}", "--cluster.listen-address=",
+        program("prometheus", "alertmanager"), f"--config.file={PROMETHEUS}/alertmanager.yml",
+        f"--storage.path={folder}/alerts", f"--web.listen-address=127.0.0.1:{port}", "--cluster.listen-address=",
     ]  # fmt: skip
     with (
         RunningServer(checkpoint, max_running_requests=4, max_queued_requests=4) as server,
-        Program(command, port, folder / "alertmanager.log") as alertmanager,
+        Program(command, port, "/-/ready", folder / "alertmanager.log") as alertmanager,
         start_prometheus(folder, config, server.port, port) as prometheus,
     ):
         server.wait_until_ready(timeout=180)
-        for program in (alertmanager, prometheus):
-            program.wait_until_ready()
+        alertmanager.wait_until_ready()
+        prometheus.wait_until_ready()
         load = Load(server)
         load.round()
         assert wait_for_data(prometheus, ["chargpt_worker_restarts_total"]) == []  # or there is nothing to grow from
@@ -440,26 +403,25 @@ def monitored(checkpoint, tmp_path_factory):
         yield Monitored(server, prometheus, alertmanager, load, page)
 
 
-real = needs("prometheus", "prometheus-alertmanager", "promtool")
+real = needs("prometheus")
 
 
 def values(prometheus, expression):
-    result = prometheus.get("v1/query", query=expression)["data"]["result"]
+    result = get(prometheus, "v1/query", query=expression)["data"]["result"]
     return [float(series["value"][1]) for series in result]
 
 
 def wait_for_data(prometheus, expressions):
     """A number at least for each; what has none after a while."""
-    deadline = time.monotonic() + 60
-    while True:
-        expressions = [
-            expression
-            for expression in expressions
-            if not any(math.isfinite(value) for value in values(prometheus, expression))
-        ]
-        if not expressions or time.monotonic() > deadline:
-            return expressions
-        time.sleep(0.2)
+    waiting = list(expressions)
+
+    def is_complete():
+        waiting[:] = [each for each in waiting if not any(map(math.isfinite, values(prometheus, each)))]
+        return not waiting
+
+    with contextlib.suppress(AssertionError):
+        wait_until(is_complete, timeout=60)
+    return waiting
 
 
 def filled_in(expression):
@@ -503,7 +465,7 @@ def test_every_rule_has_data(monitored):
     recorded = {f'{rule["record"]}{{slo="{rule["labels"]["slo"]}"}}' for rule in rules() if "record" in rule}
     assert len(recorded) == 24 and 'up{job="chargpt"}' in selectors
     assert wait_for_data(monitored.prometheus, selectors | recorded) == []
-    for group in monitored.prometheus.get("v1/rules")["data"]["groups"]:
+    for group in get(monitored.prometheus, "v1/rules")["data"]["groups"]:
         assert [(rule["name"], rule.get("lastError")) for rule in group["rules"] if rule["health"] != "ok"] == []
 
 
@@ -524,25 +486,18 @@ def test_an_exemplar_leads_to_a_request_that_a_client_sent(monitored):
     expressions = {filled_in(t["expr"]) for panel in panels() for t in panel["targets"] if t.get("exemplar")}
     assert len(expressions) == 28
     for expression in expressions:  # Grafana asks with the panel's own
-        answer = monitored.prometheus.get("v1/query_exemplars", query=expression, start=now - 300, end=now + 60)
+        answer = get(monitored.prometheus, "v1/query_exemplars", query=expression, start=now - 300, end=now + 60)
         found = {exemplar["labels"]["request_id"] for series in answer["data"] for exemplar in series["exemplars"]}
         assert found and found <= monitored.load.sent, expression
 
 
 @real
 def test_a_killed_worker_is_an_alert_at_the_alertmanager(monitored):
-    deadline = time.monotonic() + 60
-    while True:
-        found = [
-            alert
-            for alert in monitored.alertmanager.get("v2/alerts")
-            if alert["labels"]["alertname"] == "ChargptWorkerRestarted"
-        ]
-        if found:
-            break
-        assert time.monotonic() < deadline, monitored.prometheus.get("v1/alerts")
-        time.sleep(0.2)
-    [alert] = found
+    def fired():
+        alerts = get(monitored.alertmanager, "v2/alerts")
+        return [alert for alert in alerts if alert["labels"]["alertname"] == "ChargptWorkerRestarted"]
+
+    [alert] = wait_until(fired, timeout=60, otherwise=lambda: get(monitored.prometheus, "v1/alerts"))
     assert alert["labels"]["instance"] == f"127.0.0.1:{monitored.server.port}"
     assert alert["labels"]["severity"] == "ticket" and alert["labels"]["model_name"] == "chargpt"
     assert [receiver["name"] for receiver in alert["receivers"]] == ["tickets"]
@@ -564,23 +519,18 @@ def test_promtool_finds_nothing_else_in_the_page(monitored):
 
 @real
 def test_prometheus_reads_the_page_without_a_complaint(monitored):
-    [target] = monitored.prometheus.get("v1/targets")["data"]["activeTargets"]
+    [target] = get(monitored.prometheus, "v1/targets")["data"]["activeTargets"]
     assert (target["health"], target["lastError"]) == ("up", "")
-    kinds = {name: found[0]["type"] for name, found in monitored.prometheus.get("v1/metadata")["data"].items()}
+    kinds = {name: found[0]["type"] for name, found in get(monitored.prometheus, "v1/metadata")["data"].items()}
     assert kinds["chargpt_iteration_tokens_total"] == kinds["chargpt_inter_token_latency_seconds"] == "histogram"
     assert kinds["chargpt_generation_tokens"] == "counter"  # as OpenMetrics names the family of …_total
     assert wait_for_data(monitored.prometheus, ['chargpt_iteration_tokens_total_bucket{le="+Inf"} > 0']) == []
-    assert not [
-        line for line in monitored.prometheus.log.read_text().splitlines() if re.search("level=(warn|err)", line)
-    ]
+    assert not [line for line in monitored.prometheus.output().splitlines() if re.search("level=(warn|err)", line)]
 
 
-@needs("prometheus", "promtool", "openssl")
+@needs("prometheus", "openssl")
 def test_what_the_configuration_has_as_comments_scrapes_a_service_with_keys_and_tls(checkpoint, tmp_path, monkeypatch):
-    certificate, key = tmp_path / "ca.pem", tmp_path / "key.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-noenc"]
-    command += ["-keyout", key, "-out", certificate, "-days", "2", "-subj", "/CN=localhost"]
-    check(*command, "-addext", "subjectAltName=IP:127.0.0.1")
+    certificate, key = make_certificate(tmp_path)
     (tmp_path / "api-key").write_text("only-for-this-test\n")
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))  # httpx trusts it
 

@@ -1,22 +1,22 @@
 """Who may ask, from where and how, over real sockets: API keys, other origins, a proxy's path, slow bodies, TLS."""
 
 import asyncio
+import contextlib
 import json
 import logging
-import shutil
+import select
 import socket
 import ssl
-import subprocess
-import time
 
 import httpx
 import openai
 import pytest
 from fastapi import FastAPI
-from helpers import RunningServer, save_random, web
+from helpers import RunningServer, make_certificate, save_random, web
 
 from service.http.middleware import EXPOSED_HEADERS, RequestMiddleware
 from service.settings import Settings
+from tests.toolbox.http import answer, post, received, sent
 
 KEYS = ["first-key-0123", 'odd~!"%&/()=#', "last" * 50]
 ORIGIN = "https://app.example.org"
@@ -79,19 +79,6 @@ def server(checkpoint, keys_file):
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory):
     return make_certificate(tmp_path_factory.mktemp("tls"))
-
-
-def make_certificate(folder):
-    """A self-signed certificate for 127.0.0.1 and its key."""
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("the openssl command, which makes the certificate, is not installed")
-    certificate, key = folder / "cert.pem", folder / "key.pem"
-    command = [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-noenc"]
-    command += ["-keyout", key, "-out", certificate, "-days", "2", "-subj", "/CN=localhost"]
-    command += ["-addext", "subjectAltName=IP:127.0.0.1"]
-    subprocess.run(command, check=True, capture_output=True)
-    return certificate, key
 
 
 @pytest.fixture(scope="module")
@@ -179,31 +166,11 @@ def test_the_openai_sdk_takes_a_key(server):
     assert error.value.request_id
 
 
-def exchange(server, head, *pieces):
-    """Send these as they are, a piece every 0.1 s; the whole answer, until the server closes the connection."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
-        connection.sendall(head)
-        connection.settimeout(0.1)
-        answer = b""
-        for piece in pieces or [b""] * 200:
-            try:
-                if piece:
-                    connection.sendall(piece)
-                while data := connection.recv(65536):
-                    answer += data
-                return answer
-            except TimeoutError:
-                pass
-            except ConnectionError:
-                return answer
-        raise AssertionError(f"the connection stays open after {answer!r}")
-
-
 @pytest.mark.parametrize("length", [1000, 1_000_000])
 def test_the_key_is_checked_before_the_body_is_read(server, length):
-    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {length}\r\n"
-    answer = exchange(server, f"{head}Expect: 100-continue\r\n\r\n".encode())
-    assert answer.startswith(b"HTTP/1.1 401 ")  # and no 100, which reading would have sent
+    head = post("/generate", b"", Connection="close", Content_Length=length, Expect="100-continue")
+    with sent(server.port, head) as connection:
+        assert received(connection).startswith(b"HTTP/1.1 401 ")  # and no 100, which reading would have sent
 
 
 def test_info_says_nothing_of_keys(server):
@@ -333,29 +300,36 @@ def test_a_prefix_may_look_like_a_route(root_path):
 # -- slow bodies --
 
 
+@contextlib.contextmanager
+def trickled(server):
+    """The answer to a request whose body comes byte by byte and would take minutes; the server ends the connection."""
+    head = post("/generate", b"", Content_Length=90_000, X_Request_Id="slow", **bearer(KEYS[0]))
+    with sent(server.port, head) as connection:
+        while not select.select([connection], [], [], 0.1)[0]:
+            connection.sendall(b" ")
+        with answer(connection) as response:
+            yield response
+        assert connection.recv(1) == b""
+
+
 def test_a_body_that_trickles_in_is_not_waited_for(server):
-    head = "POST /generate HTTP/1.1\r\nHost: x\r\nX-Request-Id: slow\r\n"
-    head += f"Authorization: Bearer {KEYS[0]}\r\nContent-Length: 90000\r\n\r\n"
-    answer = exchange(server, head.encode(), *[b" "] * 100)
-    top, body = answer.split(b"\r\n\r\n", 1)
-    assert top.startswith(b"HTTP/1.1 408 ")
-    assert b"connection: close" in top.lower()
-    assert b"x-request-id: slow" in top
-    error = json.loads(body)["error"]
+    with trickled(server) as response:
+        assert response.status == 408
+        assert response.headers["connection"] == "close"
+        assert response.headers["x-request-id"] == "slow"
+        error = json.load(response)["error"]
     assert (error["type"], error["code"]) == ("invalid_request_error", "body_timeout")
     assert "within 0.5 s" in error["message"]
 
 
 def test_after_the_body_its_time_is_over_and_a_client_that_leaves_is_noticed(server):
-    body = json.dumps({"prompt": "a", "max_tokens": 16_000}).encode()
-    head = (
-        f"POST /generate HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEYS[0]}\r\nContent-Length: {len(body)}\r\n\r\n"
-    )
     aborted = server.metric("chargpt_request_success_total", finished_reason="abort")
-    with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        connection.sendall(head.encode() + body)
+    body = {"prompt": "a", "max_tokens": 16_000}
+    with sent(server.port, post("/generate", body, **bearer(KEYS[0]))):
         server.wait_until_metric("chargpt_num_requests_running", 1)
-        time.sleep(0.7)
+        with trickled(server) as response:  # whose time began later, and is over
+            assert response.status == 408
+        assert server.metric("chargpt_num_requests_running") == 1
     server.wait_until_metric("chargpt_request_success_total", aborted + 1, finished_reason="abort")
 
 

@@ -2,9 +2,9 @@
 evaluation tools send, as recorded from them. Log-probabilities are held against transformers on the same folder.
 """
 
+import itertools
 import json
 import math
-import shutil
 import subprocess
 from operator import itemgetter
 
@@ -13,8 +13,11 @@ import openai
 import pytest
 import torch
 from helpers import RunningServer, web
+from playwright.sync_api import sync_playwright
 
 from service.settings import BUNDLED
+from tests.toolbox.http import events, pieces, text_of
+from tests.toolbox.needs import program
 
 ROUNDING = 2e-4  # nats between fp32 and fp64; what is compared for order lies further apart
 
@@ -465,11 +468,10 @@ def test_sdk_raises_typed_errors(client, options, kind, param, code, stream):
 
 @pytest.fixture
 def curl(server):
-    if shutil.which("curl") is None:
-        pytest.skip("curl is not installed")
+    path = program("curl")
 
     def command(*arguments):
-        return ["curl", "-sS", "--max-time", "60", "--noproxy", "*", *arguments, f"{server.url}/generate"]
+        return [path, "-sS", "--max-time", "60", "--noproxy", "*", *arguments, f"{server.url}/generate"]
 
     return command
 
@@ -487,22 +489,20 @@ def test_curl_asks_for_a_whole_answer(curl):
 def test_curl_shows_a_stream_while_it_is_made(curl, server):
     body = '{"prompt": "ROMEO:", "max_tokens": 16384, "seed": 1, "stream": true}'
     with subprocess.Popen(curl("-N", "-d", body), stdout=subprocess.PIPE, text=True) as process:
-        lines = [process.stdout.readline() for _ in range(4)]
+        shown = [json.loads(data) for data in itertools.islice(events(process.stdout), 2)]
         assert process.poll() is None
         server.wait_until_metric("chargpt_num_requests_running", 1)
         process.kill()
-    assert lines[1::2] == ["\n", "\n"]
-    assert [json.loads(line.removeprefix("data: "))["finish_reason"] for line in lines[::2]] == [None, None]
+    assert [piece["finish_reason"] for piece in shown] == [None, None]
     server.wait_until_metric("chargpt_num_requests_running", 0)
 
 
 def test_curl_ends_a_stream_with_done(curl):
     body = '{"prompt": "ROMEO:", "max_tokens": 20, "seed": 1, "stream": true}'
     done = subprocess.run(curl("-N", "-d", body), capture_output=True, text=True)
-    *events, last, end = done.stdout.split("\n\n")[:-1]
-    assert end == "data: [DONE]"
-    assert json.loads(last.removeprefix("data: "))["usage"]["completion_tokens"] == 20
-    assert sum(len(json.loads(event.removeprefix("data: "))["text"]) for event in events) == 20
+    *shown, last = pieces(done.stdout.splitlines())
+    assert last["usage"]["completion_tokens"] == 20
+    assert len(text_of(shown)) == 20
 
 
 def test_curl_sees_an_error(curl):
@@ -540,11 +540,8 @@ EVENT_SOURCE = """
 
 @pytest.fixture(scope="module")
 def browser():
-    playwright = pytest.importorskip("playwright.sync_api")
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        pytest.skip("chromium is not installed")
-    with playwright.sync_playwright() as p:
+    chromium = program("browser")
+    with sync_playwright() as p:
         browser = p.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--headless"])
         yield browser
         browser.close()

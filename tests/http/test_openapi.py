@@ -7,7 +7,6 @@ import importlib
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -30,6 +29,7 @@ from service.model.checkpoint import Checkpoint, save_checkpoint
 from service.model.tokenizer import CharTokenizer
 from service.server import Server
 from service.settings import Settings
+from tests.toolbox.needs import program
 
 REQUESTS = [operation.request for operation in OPERATIONS if operation.request is not None]
 LIMITS = {
@@ -451,9 +451,7 @@ def test_assets_are_cached_and_the_page_is_not(server):
 
 
 def test_the_page_works_in_a_browser_and_loads_nothing_from_elsewhere(server, document):
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if chromium is None:
-        pytest.skip("there is no Chromium on this machine")
+    chromium = program("browser")
     asked, complaints = [], []
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])

@@ -9,6 +9,8 @@ import json
 import math
 from typing import Any
 
+from tests.toolbox.http import DONE, event_data
+
 from .mix import Ask
 
 EVENT_END = b"\n\n"
@@ -50,14 +52,15 @@ class Stream:
 
     def take(self, event: bytes) -> int:
         """Process an event; returns its number of characters."""
-        if event.startswith(b":"):  # a keep-alive comment
+        try:
+            data = event_data(event)
+        except ValueError:
+            raise Wrong(f"not an event: {event[:SHOWN]!r}") from None
+        if data is None:  # a keep-alive comment
             return 0
         if self.is_done:
             raise Wrong(f"an event after [DONE]: {event[:SHOWN]!r}")
-        if not event.startswith(b"data: "):
-            raise Wrong(f"not an event: {event[:SHOWN]!r}")
-        data = event.removeprefix(b"data: ").removesuffix(EVENT_END)
-        if data == b"[DONE]":
+        if data == DONE.encode():
             self.is_done = True
             return 0
         content = parsed(data)

@@ -55,6 +55,7 @@ from tests.bench.command import (
 from tests.bench.serve import percentiles, running
 from tests.bench.servers import ROOT, Server, ServerError
 from tests.bench.shapes import PROMPT, SAMPLING, SHAPES, Work, mixed_work, sampling, save_random
+from tests.toolbox.http import event_data
 
 from . import capacity
 
@@ -147,9 +148,9 @@ def moments(system: str, reply: load.Reply) -> list[tuple[float, int]]:
         *events, unparsed = (unparsed + data).split(separator)
         count = 0
         for event in events:
-            event = event.removeprefix(b"data: ")
-            if event.startswith(b"{"):
-                count += len(json.loads(event).get("text", ""))
+            data = event_data(event) if system == "ours" else event
+            if data is not None and data.startswith(b"{"):
+                count += len(json.loads(data).get("text", ""))
         if count:
             got.append((at, count))
     return got

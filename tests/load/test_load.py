@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from helpers import VOCABULARY, RunningServer, save_random
+from transformers import AutoTokenizer
 
 from load import answers, mix, record, tokenizer
 from service.observe.metrics import SECONDS
@@ -395,10 +396,9 @@ def test_the_command_starts_a_server_loads_it_and_leaves_reports(tmp_path):
 
 
 def test_the_tokenizer_folder_makes_unknown_characters_a_space_and_leaves_the_others_alone(tmp_path):
-    transformers = pytest.importorskip("transformers")
     assert tokenizer.write_tokenizer(BUNDLED, tmp_path / "t") == " "
-    ours = transformers.AutoTokenizer.from_pretrained(BUNDLED)
-    copy = transformers.AutoTokenizer.from_pretrained(tmp_path / "t")
+    ours = AutoTokenizer.from_pretrained(BUNDLED)
+    copy = AutoTokenizer.from_pretrained(tmp_path / "t")
     text = "ROMEO:\nWhat, 'tis 3 o'clock!"
     assert copy.encode(text) == ours.encode(text)
     assert copy.decode(copy.encode("Café 1–2")) == "Caf    3".replace("3", " ")

@@ -1,13 +1,16 @@
 """What the processes of a real service write to stderr, line by line."""
 
 import datetime
+import fcntl
 import json
 import os
 import pty
 import re
 import socket
+import struct
 import subprocess
 import sys
+import termios
 import textwrap
 import time
 
@@ -15,7 +18,7 @@ import httpx
 import psutil
 import pytest
 import torch
-from helpers import VOCABULARY, RunningServer, random_model, save_random, web
+from helpers import VOCABULARY, RunningServer, random_model, save_random, wait_until, web
 
 from service.http.schemas import (
     CompletionRequest,
@@ -28,6 +31,7 @@ from service.http.schemas import (
 from service.model.checkpoint import Checkpoint, save_checkpoint
 from service.model.tokenizer import CharTokenizer
 from service.observe.logs import MAX_LINE_BYTES
+from tests.toolbox.http import sent
 
 ALWAYS = {"timestamp", "level", "logger", "process", "pid", "message"}
 MARKER = "SecretMarker"
@@ -48,17 +52,13 @@ def lines_of(output):
 
 def lines_about(server, request_id, count=1, **fields):
     """Lines of a request that have these values; waits for them, as an answer goes out before its line."""
-    deadline = time.monotonic() + 10
-    while True:
-        found = [
-            line
-            for line in lines_of(server.output())
-            if request_id == line.get("request_id") and fields.items() <= line.items()
-        ]
-        if len(found) >= count:
-            return found
-        assert time.monotonic() < deadline, server.output()
-        time.sleep(0.02)
+
+    def found():
+        lines = lines_of(server.output())
+        lines = [line for line in lines if request_id == line.get("request_id") and fields.items() <= line.items()]
+        return lines if len(lines) >= count else None
+
+    return wait_until(found, otherwise=server.output)
 
 
 def python(code, **options):
@@ -95,12 +95,12 @@ def test_every_line_of_a_service_is_an_object_that_says_when_where_and_what(serv
     for _ in range(20):
         assert web.post(f"{server.url}/generate", json={"prompt": "a", "max_tokens": 2}).status_code == 200
     lines = lines_of(server.output())
-    now = datetime.datetime.now(datetime.UTC)
+    started = psutil.Process(server.process.pid).create_time() - 1  # which the kernel counts in ticks since it booted
     pids = {}
     for line in lines:
         assert line.keys() >= ALWAYS
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line["timestamp"])
-        assert abs(now - datetime.datetime.fromisoformat(line["timestamp"])) < datetime.timedelta(minutes=5)
+        assert started <= datetime.datetime.fromisoformat(line["timestamp"]).timestamp() <= time.time()
         pids.setdefault(line["process"], set()).add(line["pid"])
     assert pids.keys() == {"main", "http-0", "http-1", "worker-0", "worker-1"}
     assert {len(each) for each in pids.values()} == {1}
@@ -114,7 +114,7 @@ def test_a_request_has_one_line_with_what_it_cost(server):
         (line,) = lines_about(server, response.headers["x-request-id"], logger="service.access")
         assert line["level"] == "INFO"
         assert (line["method"], line["handler"], line["status"]) == ("POST", path, response.status_code)
-        assert 0 < line["seconds"] < 30
+        assert line["seconds"] > 0
         assert {name: line.get(name) for name in fields} == fields
 
     ask("/generate", {"prompt": "abc", "max_tokens": 7, "n": 2}, prompt_characters=3, completion_characters=14)
@@ -299,7 +299,13 @@ def test_lines_of_several_processes_stay_whole_in_a_pipe_that_is_full():
             each.join()
     """
     process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stderr=subprocess.PIPE)
-    time.sleep(1)  # the writers fill the pipe, and wait
+    waiting = [0]
+
+    def is_full():
+        waiting.append(struct.unpack("i", fcntl.ioctl(process.stderr, termios.FIONREAD, b"\0" * 4))[0])
+        return 0 < waiting[-2] == waiting[-1]
+
+    wait_until(is_full)  # all writers wait
     output = process.communicate()[1].decode()
     lines = lines_of(output)
     assert max(len(line.encode()) for line in output.splitlines(keepends=True)) <= MAX_LINE_BYTES
@@ -412,9 +418,7 @@ def test_nothing_that_a_client_sends_reaches_the_log(broken_checkpoint, tmp_path
                 except httpx.TransportError:  # a Content-Length that is no number
                     statuses.add(None)
         for start in (f"{MARKER} / HTTP/1.1", f"GET /{MARKER} {MARKER}", f"GET / HTTP/1.1\r\n{MARKER}"):
-            with socket.create_connection(("127.0.0.1", server.port)) as connection:
-                connection.sendall(f"{start}\r\n\r\n".encode())
-                connection.settimeout(5)
+            with sent(server.port, f"{start}\r\n\r\n".encode()) as connection:
                 assert connection.recv(1000)
         assert {200, 400, 401, 404, 500} <= statuses
         assert server.stop() == 0

@@ -4,6 +4,7 @@ import collections
 import concurrent.futures
 import contextlib
 import http.server
+import itertools
 import json
 import os
 import socket
@@ -14,11 +15,12 @@ import threading
 import time
 
 import pytest
-from helpers import RunningServer, save_random, web
+from helpers import RunningServer, save_random, wait_until, web
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 MARKER = "SecretMarker"
+CLOCKS_APART = 10_000_000  # ns, by which the conversion of the service from monotonic time may be off
 
 
 class Collector:
@@ -60,11 +62,7 @@ class Collector:
 
     def request(self, id):
         """Waits for the span of a request: it is sent some time after the answer."""
-        deadline = time.monotonic() + 15
-        while id not in (requests := self.requests()):
-            assert time.monotonic() < deadline, f"no span of {id} among {requests.keys()}"
-            time.sleep(0.05)
-        return requests[id]
+        return wait_until(lambda: self.requests().get(id), otherwise=lambda: f"{id} not in {self.requests().keys()}")
 
     def close(self):
         self.server.shutdown()
@@ -148,10 +146,10 @@ def test_a_generation_is_a_span_with_its_phases_at_their_true_times(server, coll
         assert latencies[f"time_in_{name}"] == pytest.approx(timing[f"{ours}_seconds"], abs=1e-6)
     inference = timing["prefill_seconds"] + timing["decode_seconds"]
     assert latencies["time_in_model_inference"] == pytest.approx(inference, abs=2e-6)
-    assert 0 < latencies["time_to_first_token"] <= latencies["e2e"] <= (after - before) / 1e9
+    assert 0 < latencies["time_to_first_token"] <= latencies["e2e"]
     assert latencies["e2e"] == pytest.approx((span.end_time_unix_nano - span.start_time_unix_nano) / 1e9, abs=1e-5)
 
-    # One after the other, within the request, which is within what the client saw.
+    # One after the other, within the request, which begins while the client waits.
     assert [phase.name for phase in sorted(phases, key=lambda p: p.start_time_unix_nano)] == [
         "queue",
         "prefill",
@@ -160,8 +158,9 @@ def test_a_generation_is_a_span_with_its_phases_at_their_true_times(server, coll
     queue, prefill, decode = sorted(phases, key=lambda p: p.start_time_unix_nano)
     places = [before, span.start_time_unix_nano, queue.start_time_unix_nano]
     places += [queue.end_time_unix_nano, prefill.end_time_unix_nano, decode.end_time_unix_nano]
-    places += [span.end_time_unix_nano, after]
-    assert all(b - a > -10_000_000 for a, b in zip(places, places[1:], strict=False))  # the client's clock is coarser
+    assert places[0] - CLOCKS_APART <= places[1] <= after + CLOCKS_APART
+    places = [*places[1:], span.end_time_unix_nano]
+    assert all(b - a >= -10_000 for a, b in itertools.pairwise(places))
     assert abs(prefill.start_time_unix_nano - queue.end_time_unix_nano) < 10_000
     assert abs(decode.start_time_unix_nano - prefill.end_time_unix_nano) < 10_000
     for phase, name in ((prefill, "prefill"), (decode, "decode")):
@@ -222,7 +221,10 @@ def test_the_span_continues_the_trace_of_the_client(server, collector):
     response, _, _ = ask(server, "/generate", {"prompt": "a", "max_tokens": 1}, traceparent=MARKER)
     _, span, _ = collector.request(response.headers["x-request-id"])
     assert span.trace_id.hex() != trace and span.parent_span_id == b""
-    time.sleep(0.5)
+    processes = set()
+    while len(processes) < 2:  # until each has sent a later span
+        response, _, _ = ask(server, "/generate", {"prompt": "a", "max_tokens": 1}, Connection="close")
+        processes.add(collector.request(response.headers["x-request-id"])[0]["service.instance.id"])
     assert unsampled.headers["x-request-id"] not in collector.requests()
 
 
@@ -242,8 +244,7 @@ def test_concurrent_requests_have_a_trace_each(server, collector):
         assert about["gen_ai.usage.input_tokens"] == len(body["prompt"])
         assert about["gen_ai.usage.output_tokens"] == body["max_tokens"] * body["n"]
         assert about["gen_ai.response.finish_reasons"] == ["length"] * body["n"]
-        # The answer may be read before the server's task that wrote it goes on.
-        assert before - 10_000_000 <= span.start_time_unix_nano <= after + 10_000_000
+        assert before - CLOCKS_APART <= span.start_time_unix_nano <= after + CLOCKS_APART
         assert span.start_time_unix_nano <= span.end_time_unix_nano
         assert sorted(phase.name for phase in phases) == ["decode", "prefill", "queue"]
         for phase in phases:

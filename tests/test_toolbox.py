@@ -1,0 +1,96 @@
+"""The tests' own tools: which skips are failures, programs by any name, requests and events as bytes."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.toolbox import http, launch, needs
+
+
+def test_a_missing_area_is_skipped_and_where_it_is_required_a_failure(monkeypatch):
+    monkeypatch.setenv("CHARGPT_REQUIRE", "curl, openssl")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(pytest.skip.Exception, match="chromium is not installed"):
+        needs.program("browser")
+    with pytest.raises(pytest.fail.Exception, match="curl is not installed, but CHARGPT_REQUIRE names curl"):
+        needs.program("curl")
+    monkeypatch.delenv("CHARGPT_REQUIRE")
+    for area in ("curl", "openssl", "prometheus"):
+        with pytest.raises(pytest.skip.Exception):
+            needs.need(area)
+
+
+def test_an_unknown_area_ends_the_run_before_any_test():
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", __file__]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"CHARGPT_REQUIRE": "curl,dokcer"})
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert f"unknown dokcer; allowed are {', '.join(needs.AREAS)}" in done.stderr
+    assert "test_toolbox" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("area", "name", "installed"),
+    [
+        ("browser", "chromium", "google-chrome"),
+        ("browser", "chromium", "chromium-browser"),
+        ("prometheus", "alertmanager", "alertmanager"),
+        ("prometheus", "alertmanager", "prometheus-alertmanager"),
+    ],
+)
+def test_a_program_is_found_by_any_of_its_names(tmp_path, monkeypatch, area, name, installed):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CHROMIUM", raising=False)
+    assert needs.find(area, name) is None
+    (tmp_path / installed).touch(mode=0o755)
+    assert needs.program(area, name) == str(tmp_path / installed)
+    (tmp_path / "mine").touch(mode=0o755)
+    monkeypatch.setenv("CHROMIUM", str(tmp_path / "mine"))
+    assert needs.find(area, name) == str(tmp_path / ("mine" if area == "browser" else installed))
+
+
+def test_events_are_the_data_and_nothing_else():
+    lines = ["id: 1", 'data: {"text":"a"}', "", ": keep-alive", "", 'data: {"text":"b"}\n', "\n", "data: [DONE]", ""]
+    assert list(http.events(lines)) == ['{"text":"a"}', '{"text":"b"}', "[DONE]"]
+    assert http.text_of(http.pieces(lines)) == "ab"
+    with pytest.raises(AssertionError, match="ends within an event"):
+        list(http.events(lines[:-1]))
+    with pytest.raises(AssertionError):
+        http.pieces(lines[:-2])
+    with pytest.raises(ValueError, match="unexpected field"):
+        list(http.events(["event: x", ""]))
+
+
+def test_a_request_is_sent_as_it_is_and_its_answer_read():
+    asked = http.post("/path", {"a": 1}, Connection="close", X_Request_Id="x")
+    assert asked == (
+        b"POST /path HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 8\r\n"
+        b'Connection: close\r\nX-Request-Id: x\r\n\r\n{"a": 1}'
+    )
+    assert b"Content-Length: 100\r\n" in http.post("/", b"{", Content_Length=100)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve():
+            connection, _ = listener.accept()
+            with connection:
+                assert connection.recv(1000) == asked
+                connection.sendall(b"HTTP/1.1 418 No\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\n\r\n")
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with http.sent(listener.getsockname()[1], asked) as connection, http.answer(connection) as response:
+            assert (response.status, response.read()) == (418, b"hi")
+        thread.join()
+
+
+def test_a_program_that_ends_before_it_is_ready_shows_its_log(tmp_path):
+    command = [sys.executable, "-c", "print('no luck'); raise SystemExit(3)"]
+    for log in (None, tmp_path / "logs" / "program.log"):
+        with launch.Program(command, launch.free_port(), "/", log) as program:
+            with pytest.raises(launch.ServerError, match="no luck"):
+                program.wait_until_ready()
+    assert Path(tmp_path / "logs" / "program.log").read_text() == "no luck\n"
