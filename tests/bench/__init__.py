@@ -1,1 +1,1 @@
-"""Benchmarks: programs to run by hand on a quiet machine, each by its make target; pytest collects none of them."""
+"""Benchmarks, each run by its make target on a quiet machine, and their tests."""

@@ -499,7 +499,7 @@ def check_same_bytes(ours: int, plain: int) -> None:
         raise load.LoadError(f"the service sends {sizes[0]} bytes, plain FastAPI {sizes[1]}")
 
 
-# The command
+# Command line
 
 
 def parse_args() -> argparse.Namespace:

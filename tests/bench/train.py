@@ -355,7 +355,7 @@ def draw(results: dict[str, Any], png: Path) -> None:
     figure.savefig(png, dpi=120)
 
 
-# The command
+# Command line
 
 
 def parse_args() -> argparse.Namespace:

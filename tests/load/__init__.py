@@ -1,1 +1,1 @@
-"""Load tests: programs that drive a real server over HTTP, each by its make target; pytest collects none of them."""
+"""Load tests of a real server over HTTP, each run by its make target, and their tests."""

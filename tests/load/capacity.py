@@ -1,12 +1,12 @@
-"""Capacity on paper: what a replica carries, from the seconds of its steps, and how many replicas a load needs.
+"""Capacity model: the load that a replica carries, from measured step times, and the replicas that a load needs.
 
-    python -m tests.load.capacity --rate 500                          replicas for 500 requests a second
+    python -m tests.load.capacity --rate 500                          replicas for 500 requests/s
     python -m tests.load.capacity --rate 500 --first 0.5 --character 0.02
     python -m tests.load.capacity --write deploy/CAPACITY.md          the tables of that file
 
-Figures of the engine come from OUT/sweep.json (`make load-sweep`). The model is a birth-death chain over the number of
-sequences in a replica: Poisson arrivals, and endings at a rate that depends on how many run. It knows nothing of HTTP
-but a constant time for its path, and nothing of how the engine works but what a step takes.
+Engine figures come from OUT/sweep.json (`make load-sweep`). The model is a birth-death chain over the number of
+sequences in a replica: Poisson arrivals, completions at a rate that depends on the number running. Of HTTP it includes
+a constant path time, of the engine the step times only.
 """
 
 from __future__ import annotations
@@ -31,44 +31,44 @@ from tests.bench.shapes import SHAPES
 
 Floats = NDArray[np.float64]
 
-LEAST_RATE = 1e-6  # requests a second; a goal that does not hold there holds nowhere
+LEAST_RATE = 1e-6  # requests/s; a goal not met at this rate is met at none
 
 
 # The queue
 
 
 class Chain:
-    """A birth-death chain: Poisson arrivals at `arrivals` a second, rates[n − 1] endings a second while n run.
+    """A birth-death chain: Poisson arrivals at `arrivals` per second, rates[n − 1] completions per second while n run.
 
-    As many run as there are rates; further ones wait in order, `waiting` of them at most (None: without bound), and who
-    comes then is refused. M/M/1, M/M/c and M/M/c/K are special cases. Lengths are exponential; while nobody waits only
-    their mean matters, as whoever runs shares the machine.
+    At most len(rates) sequences run; further ones wait in order, at most `waiting` (None: unbounded), the rest are
+    refused. M/M/1, M/M/c and M/M/c/K are special cases. Lengths are exponential; while none wait, only their mean
+    matters, as running sequences share the processor.
 
     Raises:
-        ValueError: a rate is not positive, or the queue is without bound and the arrivals exceed the last rate.
+        ValueError: a rate is not positive, or the queue is unbounded and arrivals reach the last rate.
     """
 
     def __init__(self, arrivals: float, rates: Sequence[float] | Floats, waiting: int | None = None):
         self.arrivals, self.rates, self.waiting = arrivals, np.asarray(rates, dtype=np.float64), waiting
         if arrivals <= 0 or not len(self.rates) or self.rates.min() <= 0:
-            raise ValueError(f"rates should be positive, got {arrivals} and {self.rates}")
+            raise ValueError(f"rates must be positive, got {arrivals} and {self.rates}")
         self.load = arrivals / self.rates[-1]
         if waiting is None and self.load >= 1:
-            raise ValueError(f"{arrivals:g} requests/s never end at {self.rates[-1]:g} requests/s")
-        running = np.concatenate([[0.0], np.cumsum(np.log(arrivals / self.rates))])  # log of the weights
+            raise ValueError(f"{arrivals:g} requests/s exceed the capacity of {self.rates[-1]:g} requests/s")
+        running = np.concatenate([[0.0], np.cumsum(np.log(arrivals / self.rates))])  # log weights
         if waiting is None:
             running -= running.max()
             weights = np.exp(running)
-            tail = weights[-1] * self.load / (1 - self.load)  # of all states in which somebody waits
+            tail = weights[-1] * self.load / (1 - self.load)  # of all states with waiting sequences
         else:
             queued = running[-1] + math.log(self.load) * np.arange(1, waiting + 1)
             highest = max(running.max(), queued.max(initial=-np.inf))
             weights, behind = np.exp(running - highest), np.exp(queued - highest)
             tail = behind.sum()
-            self._queued: Floats = behind / (weights.sum() + tail)  # of 1, 2, … that wait
+            self._queued: Floats = behind / (weights.sum() + tail)  # [k]: probability of k + 1 waiting
         total = weights.sum() + tail
-        self.running: Floats = weights / total  # [n]: the probability of n in the system, to the number of slots
-        self.waits = float(tail / total)  # the probability that somebody waits
+        self.running: Floats = weights / total  # [n]: probability of n in the system, n ≤ slots
+        self.waits = float(tail / total)  # probability that any wait
 
     @property
     def slots(self) -> int:
@@ -76,14 +76,14 @@ class Chain:
 
     @property
     def refused(self) -> float:
-        """The share of arrivals that finds the queue full."""
+        """Share of arrivals that find the queue full."""
         if self.waiting is None:
             return 0.0
         return float(self._queued[-1] if self.waiting else self.running[-1])
 
     @property
     def throughput(self) -> float:
-        """Requests a second that end."""
+        """Completed requests per second."""
         return self.arrivals * (1 - self.refused)
 
     @property
@@ -98,21 +98,21 @@ class Chain:
 
     @property
     def at_arrival(self) -> Floats:
-        """[n]: the probability that an accepted arrival finds n in the system, where n < slots; the rest waits."""
+        """[n]: probability that an accepted arrival finds n < slots in the system; otherwise it waits."""
         return self.running[:-1] / (1 - self.refused)
 
     def wait_exceeds(self, seconds: float) -> float:
-        """The probability that an accepted arrival waits longer for a slot (≥ 0 seconds)."""
+        """Probability that an accepted arrival waits longer than `seconds` ≥ 0 for a slot."""
         rate = float(self.rates[-1])
         if self.waiting is None:
             waits = float(self.running[-1]) + self.waits
             return waits * math.exp(-(rate - self.arrivals) * seconds)
-        # With k before it in the queue an arrival waits for k + 1 endings: longer than t, if t sees at most k of them.
+        # An arrival with k ahead in the queue waits for k + 1 completions: longer than t if t sees at most k.
         found = np.concatenate([self.running[-1:], self._queued])[:-1] / (1 - self.refused)
         if seconds == 0:
             return float(found.sum())
         k = np.arange(len(found))
-        factorials = np.concatenate([[0.0], np.cumsum(np.log(k[1:]))])  # their logs
+        factorials = np.concatenate([[0.0], np.cumsum(np.log(k[1:]))])  # logarithms
         log_poisson = -rate * seconds + k * math.log(rate * seconds) - factorials
         return float(found @ np.minimum(np.cumsum(np.exp(log_poisson)), 1.0))
 
@@ -122,60 +122,60 @@ class Chain:
 
 @dataclass(frozen=True)
 class Replica:
-    """One service with one engine, and the work that it gets."""
+    """A service with one engine, and its workload."""
 
-    step_seconds: tuple[tuple[int, float], ...]  # (rows, seconds of a decode step over so many), by rows
-    prefill_seconds: float  # that a prompt adds to a turn of a full batch, and
-    prefill_more_seconds: float  # each further one in the same turn
-    idle_prefill_seconds: float  # of a prompt that wakes an engine with nothing to do: its caches are cold
-    characters: float  # of an answer, on average
+    step_seconds: tuple[tuple[int, float], ...]  # (rows, time of a decode step), sorted by rows
+    prefill_seconds: float  # added to a turn of a full batch by the first prompt
+    prefill_more_seconds: float  # added by each further prompt in the same turn
+    idle_prefill_seconds: float  # of a prompt on an idle engine, with cold caches
+    characters: float  # mean length of a completion
     slots: int = 64
     waiting: int | None = 1024
-    path_seconds: float = 0.0015  # of the first character outside of the engine: HTTP, validation, frames
+    path_seconds: float = 0.0015  # of the first character outside the engine: HTTP, validation, frames
 
     def __post_init__(self) -> None:
         rows = [rows for rows, _ in self.step_seconds]
         if not rows or rows != sorted(set(rows)) or rows[0] < 1:
-            raise ValueError(f"step_seconds should go by rows, from 1 on, got {self.step_seconds}")
+            raise ValueError(f"step_seconds must be sorted by rows ≥ 1, got {self.step_seconds}")
         if self.characters < 1:
-            raise ValueError(f"characters should be at least 1, got {self.characters}")
+            raise ValueError(f"characters must be at least 1, got {self.characters}")
 
     def step(self, rows: float | Floats) -> Floats:
-        """Seconds of a decode step: a line between what was measured, the last one beyond it."""
+        """Time of a decode step: linear between measurements, and extrapolated beyond."""
         points = np.array([(0, 0.0), *self.step_seconds])
         (below, low), (above, high) = points[-2:]
         beyond = np.maximum(np.asarray(rows) - above, 0) * (high - low) / (above - below)
         return np.interp(rows, points[:, 0], points[:, 1]) + beyond
 
     def turn(self, running: float | Floats) -> Floats:
-        """Seconds between two characters while so many run, the prompts of those that replace them included.
+        """Time between two characters while `running` sequences run, prompts of their successors included.
 
-        A sequence holds its slot for as many turns as it has characters: its prompt runs in the first, which gives the
-        first character, while the others decode.
+        A sequence takes as many turns as it has characters; the first runs its prompt and emits the first character,
+        while the others decode.
         """
-        prompts = running / self.characters  # a turn
+        prompts = running / self.characters  # per turn
         return self.step(running - prompts) + self.prefill(prompts)
 
     def prefill(self, prompts: float | Floats) -> Floats:
-        """Seconds that so many prompts add to a turn, on average; how many come together is by chance (Poisson)."""
+        """Mean time that prompts add to a turn; their number per turn is Poisson-distributed with mean `prompts`."""
         return (self.prefill_seconds - self.prefill_more_seconds) * -np.expm1(-prompts) + (
             self.prefill_more_seconds * np.asarray(prompts)
         )
 
     def rate(self, running: float | Floats) -> Floats:
-        """Requests that end in a second while so many run."""
+        """Completed requests per second while `running` sequences run."""
         return running / (self.characters * self.turn(running))
 
     @property
     def saturation(self) -> float:
-        """Requests a second that it can do at most."""
+        """Maximum requests per second."""
         return float(self.rate(self.slots))
 
     def chain(self, arrivals: float, replicas: int = 1) -> Chain:
-        """The queue at `arrivals` requests a second.
+        """The queue at `arrivals` requests per second.
 
-        Several replicas are one queue that keeps all of them equally busy: the best that any balancing can do. It is
-        without bound, as what a goal allows to wait is far from any.
+        Several replicas share one queue and are equally busy, the optimum of any load balancing. That queue is
+        unbounded, as no goal permits queues near the limit.
         """
         rates = replicas * self.rate(np.arange(1, replicas * self.slots + 1) / replicas)
         return Chain(arrivals, rates, self.waiting if replicas == 1 else None)
@@ -186,7 +186,7 @@ class Replica:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What clients see of a replica, or of several with one queue, at some rate."""
+    """Client-side latencies of a replica, or of several with one queue, at a given rate."""
 
     replica: Replica
     chain: Chain
@@ -197,31 +197,31 @@ class Forecast:
         return self.chain.throughput * self.replica.characters
 
     def first_exceeds(self, seconds: float) -> float:
-        """The probability that an accepted request's first character comes later.
+        """Probability that an accepted request's first character takes longer.
 
-        Who finds a free slot waits for the rest of a turn that goes on, any part of it alike, and for one of its own;
-        who waits is let in between two turns.
+        A request that finds a free slot waits for the rest of the current turn, uniformly distributed, and for its own
+        turn; a queued one enters between two turns.
         """
         replica, chain = self.replica, self.chain
-        found = np.arange(chain.slots) / self.replicas  # in the system of a replica
+        found = np.arange(chain.slots) / self.replicas  # per replica
         prefill = np.where(found == 0, replica.idle_prefill_seconds, replica.prefill_seconds)
         left = seconds - replica.path_seconds - prefill
-        rest = np.maximum(replica.turn(found), 1e-12)  # none, if there is nobody
+        rest = np.maximum(replica.turn(found), 1e-12)  # 0 on an idle replica
         late = float(chain.at_arrival @ np.clip(1 - (left - replica.step(found)) / rest, 0.0, 1.0))
         left_of_waiting = seconds - replica.path_seconds - replica.prefill_seconds - float(replica.step(replica.slots))
         return late + chain.wait_exceeds(max(0.0, left_of_waiting))
 
     def first(self, quantile: float) -> float:
-        """Seconds to the first character."""
+        """Quantile of the time to first character."""
         high = 1e-3
         while self.first_exceeds(high) > 1 - quantile:
             high *= 2
         return bisect(lambda seconds: self.first_exceeds(seconds) > 1 - quantile, 0.0, high)
 
     def character(self, quantile: float) -> float:
-        """Seconds of each further character: of a turn with as many as an arrival finds, itself included.
+        """Quantile of the time per further character: a turn with the sequences that an arrival finds, and itself.
 
-        A request's own mean is over all that it meets while it runs, so its high quantiles are somewhat lower.
+        A request's own mean averages over its whole run, so its high quantiles are somewhat lower.
         """
         found = int(np.searchsorted(np.cumsum(self.chain.at_arrival), quantile))
         rows = self.replica.slots if found == self.chain.slots else max(1.0, (found + 1) / self.replicas)
@@ -229,28 +229,28 @@ class Forecast:
 
 
 def bisect(is_below: Callable[[float], bool], low: float, high: float, rounds: int = 40) -> float:
-    """Where `is_below` turns from true to false; the true side."""
+    """The point where `is_below` turns false, approached from below."""
     for _ in range(rounds):
         middle = (low + high) / 2
         low, high = (middle, high) if is_below(middle) else (low, middle)
     return low
 
 
-# What is asked of it
+# Goals and fleets
 
 
 @dataclass(frozen=True)
 class Goal:
-    """Of requests: `quantile` of them get their first character and each further one, on average, within these."""
+    """A latency goal: `quantile` of requests get the first character, and further ones on average, within these."""
 
     first_seconds: float = 0.2
     character_seconds: float = 0.05
     quantile: float = 0.95
-    refused: float = 0.001  # share; a bounded queue is never quite sure to have room
+    refused: float = 0.001  # tolerated share; a bounded queue can always be full
 
     def __post_init__(self) -> None:
         if min(self.first_seconds, self.character_seconds) <= 0 or not 0 < self.quantile < 1:
-            raise ValueError(f"a goal should have positive seconds and a quantile between 0 and 1, got {self}")
+            raise ValueError(f"a goal must have positive seconds and a quantile between 0 and 1, got {self}")
 
     def holds(self, forecast: Forecast) -> bool:
         return (
@@ -261,7 +261,7 @@ class Goal:
 
 
 def goodput(replica: Replica, goal: Goal, replicas: int = 1) -> float:
-    """The highest rate, in requests a second, at which a goal holds; 0 where it never does."""
+    """The highest rate in requests per second that meets the goal; 0 if none does."""
     limit = replicas * replica.saturation * (1 - 1e-9)
     if not goal.holds(replica.forecast(LEAST_RATE, replicas)):
         return 0.0
@@ -270,24 +270,24 @@ def goodput(replica: Replica, goal: Goal, replicas: int = 1) -> float:
 
 @dataclass(frozen=True)
 class Fleet:
-    """Replicas for a load."""
+    """Number of replicas for a load."""
 
-    at_random: int  # where each request goes to any of them by chance: each is a queue of its own
-    at_best: int  # where all are one queue; a balancer that asks for the least loaded comes close to it
-    with_headroom: int  # what to run: at random, at HEADROOM of what a replica carries, and one more
+    at_random: int  # random balancing: each replica has a queue of its own
+    at_best: int  # one shared queue; least-loaded balancing comes close
+    with_headroom: int  # recommended: random balancing, replicas at HEADROOM of their goodput, plus one
 
 
-HEADROOM = 0.8  # the share of a replica's goodput that is planned with; the rest is for peaks and restarts
+HEADROOM = 0.8  # planned share of a replica's goodput; the rest absorbs peaks and restarts
 
 
 def fleet(replica: Replica, goal: Goal, rate: float) -> Fleet:
     """
     Raises:
-        ValueError: the goal does not hold at any rate.
+        ValueError: no rate meets the goal.
     """
     each = goodput(replica, goal)
     if not each:
-        raise ValueError(f"{goal} does not hold at any rate")
+        raise ValueError(f"no rate meets {goal}")
     at_random = math.ceil(rate / each)
     too_few, at_best = math.ceil(rate / replica.saturation) - 1, at_random
     while at_best - too_few > 1:
@@ -303,50 +303,50 @@ def _carries(replica: Replica, goal: Goal, rate: float, replicas: int) -> bool:
     return rate < replicas * replica.saturation and goal.holds(replica.forecast(rate, replicas))
 
 
-# A card
+# GPUs
 
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU on paper."""
+    """A GPU by its data sheet."""
 
     name: str
     bytes_per_second: float
     operations_per_second: float  # fp32, as the service computes
     memory_bytes: float
-    launch_seconds: float  # of an operation that the host gives it: an assumption
+    launch_seconds: float  # per operation launched by the host; an assumption
 
 
-# NVIDIA's data sheet of the H200 SXM: 4.8 TB/s, 67 TFLOP/s in fp32 outside of the tensor cores, 141 GB.
+# NVIDIA's data sheet of the H200 SXM: 4.8 TB/s, 67 TFLOP/s in fp32 without tensor cores, 141 GB.
 H200 = Card("H200", 4.8e12, 67e12, 141e9, 5e-6)
 
 
 @dataclass(frozen=True)
 class StepOnCard:
-    """The least seconds of a decode step on a card, by what bounds it. A calculation."""
+    """Calculated minimum times of a decode step on a GPU, by bottleneck."""
 
     rows: int
-    memory_seconds: float  # to read the weights once, and the keys and values of each row
+    memory_seconds: float  # reading the weights once, and keys and values of each row
     product_seconds: float
-    launch_seconds: float  # as long as each operation is launched by itself
-    host_seconds: float  # sampling and Python, which stay on the CPU
+    launch_seconds: float  # with one launch per operation
+    host_seconds: float  # sampling and Python on the CPU
 
     @property
     def card_seconds(self) -> float:
-        """The roofline: what a step that is one launch (a CUDA graph) would need at least."""
+        """Roofline: minimum time of a step in one launch (a CUDA graph)."""
         return max(self.memory_seconds, self.product_seconds)
 
     @property
     def seconds(self) -> float:
-        """As the engine is: it launches each operation, waits for the logits, then samples on the host."""
+        """Time with the present engine: one launch per operation, then sampling on the host."""
         return max(self.card_seconds, self.launch_seconds) + self.host_seconds
 
 
 def step_on_card(
     config: GPTConfig, parameters: int, rows: int, card: Card, *, operations: int, host_seconds: float
 ) -> StepOnCard:
-    """Of `rows` sequences with full windows. operations: launched in a step; host_seconds: a row, on the CPU."""
-    products = 2 * parameters + 4 * config.n_layer * config.n_embd * config.block_size  # a row
+    """A step over `rows` full windows. operations: launches per step; host_seconds: CPU time per row."""
+    products = 2 * parameters + 4 * config.n_layer * config.n_embd * config.block_size  # per row
     return StepOnCard(
         rows,
         (4 * parameters + rows * slot_bytes(config)) / card.bytes_per_second,
@@ -361,11 +361,11 @@ def slot_bytes(config: GPTConfig, element_size: int = 4) -> int:
     return 2 * config.n_layer * config.n_kv_head * config.block_size * config.head_dim * element_size
 
 
-# Measured figures, and the tables made of them
+# Measured figures and tables
 
 
 def replica_of(results: dict[str, Any], waiting: int | None = None) -> Replica:
-    """The service that a sweep measured; `waiting`: its queue, by itself the sweep's."""
+    """The replica that a sweep measured; `waiting` overrides its queue limit."""
     measured, settings = results["engine"], results["settings"]
     return Replica(
         tuple((int(rows), float(seconds)) for rows, seconds in measured["step_seconds"]),
@@ -378,22 +378,22 @@ def replica_of(results: dict[str, Any], waiting: int | None = None) -> Replica:
     )
 
 
-# What other parts were measured to do, by `make bench` on 2 cores (the README's table, "over HTTP").
-HTTP_CHARACTERS = 340_000  # a second that an HTTP process streams, 64 streams around a stub engine
-EVENT_SECONDS = 67e-6  # of an HTTP process for an event of a stream
-INTERVAL_SECONDS = 0.02  # --stream-interval-seconds: a stream has an event in each, if it has characters
+# Measured by `make bench` on 2 cores (table "over HTTP").
+HTTP_CHARACTERS = 340_000  # characters/s per HTTP process, 64 streams around a stub engine
+EVENT_SECONDS = 67e-6  # CPU time of an HTTP process per event
+INTERVAL_SECONDS = 0.02  # --stream-interval-seconds: at most one event per stream in each
 
 GOALS = (Goal(0.1, 0.015), Goal(), Goal(1.0, 0.1))
-RATES = (10, 100, 1_000, 10_000)  # requests a second
+RATES = (10, 100, 1_000, 10_000)  # requests/s
 CARD_ROWS = (64, 256, 1024, 4096)
-CHARACTER_RATES = (10_000, 100_000, 1_000_000, 10_000_000)  # a second
+CHARACTER_RATES = (10_000, 100_000, 1_000_000, 10_000_000)  # characters/s
 
 
 def write_tables(results: dict[str, Any], path: Path) -> None:
-    """Put all tables that a sweep's results give into a file, each between its markers.
+    """Write all tables of a sweep's results to a file, each between its markers.
 
     Raises:
-        ValueError: the file has not the markers of one.
+        ValueError: the file lacks the markers of a table.
         OSError: it cannot be read or written.
     """
     for name, content in tables(results).items():
@@ -415,22 +415,22 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
 
 
 def replica_rows(results: dict[str, Any], replica: Replica) -> list[list[str]]:
-    """Measured: the engine's steps, and what that makes of a full batch."""
+    """Measured step times, and figures of a full batch."""
     cores = results["machine"]["cores"]
-    found = [["rows", "ms a step", "characters/s of the engine", f"one replica on {cores} cores"]]
+    found = [["rows", "ms per step", "characters/s of the engine", f"one replica on {cores} cores"]]
     for rows, seconds in replica.step_seconds:
         found.append([str(rows), f"{1e3 * seconds:.2f}", f"{rows / seconds:,.0f}", ""])
     measured = results["systems"]["ours"]["saturation"]
     facts = (
-        f"a prompt adds {1e3 * replica.prefill_seconds:.1f} ms to a full batch's turn, each further one "
-        f"{1e3 * replica.prefill_more_seconds:.1f} ms; in an idle engine it takes "
+        f"prefill adds {1e3 * replica.prefill_seconds:.1f} ms to a full batch's turn, "
+        f"{1e3 * replica.prefill_more_seconds:.1f} ms per further prompt; on an idle engine it takes "
         f"{1e3 * replica.idle_prefill_seconds:.1f} ms",
-        f"an answer has {replica.characters:.0f} characters on average",
-        f"saturated, by the model: {replica.saturation:.1f} requests/s, "
+        f"mean completion: {replica.characters:.0f} characters",
+        f"saturation, model: {replica.saturation:.1f} requests/s, "
         f"{replica.saturation * replica.characters:,.0f} characters/s",
-        f"saturated, measured over HTTP: {measured['requests_per_second']:.1f} requests/s, "
+        f"saturation, measured over HTTP: {measured['requests_per_second']:.1f} requests/s, "
         f"{measured['characters_per_second']:,.0f} characters/s",
-        f"goodput, by the model: {goodput(replica, Goal(**results['goal'])):.1f} requests/s",
+        f"goodput, model: {goodput(replica, Goal(**results['goal'])):.1f} requests/s",
     )
     for row, fact in zip(found[1:], facts, strict=False):
         row[3] = fact
@@ -438,9 +438,9 @@ def replica_rows(results: dict[str, Any], replica: Replica) -> list[list[str]]:
 
 
 def check_rows(results: dict[str, Any], replica: Replica) -> list[list[str]]:
-    """The model beside the sweep: at each rate that was offered, measured → model."""
+    """The model against the sweep at each offered rate, measured → model."""
     found = [["offered, requests/s", "characters/s", "first character, ms, p50", "p95"]]
-    found[0] += ["a request's mean a character, ms, p50", "p95", "refused"]
+    found[0] += ["mean per character, ms, p50", "p95", "refused"]
     errors: list[list[float]] = [[] for _ in range(5)]
     for rung in sorted(results["systems"]["ours"]["rungs"], key=lambda rung: rung["rate"]):
         if rung["first"] is None or rung["per_character"] is None:
@@ -460,13 +460,13 @@ def check_rows(results: dict[str, Any], replica: Replica) -> list[list[str]]:
 
 def fleet_rows(replica: Replica) -> list[list[str]]:
     """Replicas by goal and rate."""
-    found = [["goal: first character, mean of each further one", "goodput of one, requests/s"]]
+    found = [["goal: first character, mean of further ones", "goodput of one, requests/s"]]
     found[0] += [f"{rate:,} requests/s" for rate in RATES]
     for goal in GOALS:
         each = goodput(replica, goal)
         first, character = 1e3 * goal.first_seconds, 1e3 * goal.character_seconds
-        row = [f"{100 * goal.quantile:.0f} % in {first:.0f} ms, {character:.0f} ms"]
-        row.append(f"{each:.1f}" if each else "it holds at no rate")
+        row = [f"{100 * goal.quantile:.0f} % within {first:.0f} ms, {character:.0f} ms"]
+        row.append(f"{each:.1f}" if each else "none")
         for rate in RATES:
             if each:
                 needed = fleet(replica, goal, rate)
@@ -478,7 +478,7 @@ def fleet_rows(replica: Replica) -> list[list[str]]:
 
 
 def shape_on_card(name: str, rows: int, measured: dict[str, Any], card: Card = H200) -> StepOnCard:
-    """A step of one of the benchmark's shapes; what it launches and leaves to the host as measured on shape S."""
+    """A step of a benchmarked shape, with launches and host time as measured on shape S."""
     config = SHAPES[name]
     with torch.device("meta"):
         parameters = GPT(config).num_parameters
@@ -489,9 +489,9 @@ def shape_on_card(name: str, rows: int, measured: dict[str, Any], card: Card = H
 
 
 def card_rows(measured: dict[str, Any]) -> list[list[str]]:
-    """A card's steps: calculated, not measured."""
-    found = [["shape, rows", "reads, ms", "products, ms", "launches, ms", "host, ms", "one engine, characters/s"]]
-    found[0] += ["as one launch, sampling on the card, characters/s", "cache"]
+    """Calculated steps on a GPU."""
+    found = [["shape, rows", "reads, ms", "products, ms", "launches, ms", "host, ms", "present engine, characters/s"]]
+    found[0] += ["one launch, sampling on the GPU, characters/s", "cache"]
     for name, config in SHAPES.items():
         for rows in CARD_ROWS:
             step = shape_on_card(name, rows, measured)
@@ -505,12 +505,12 @@ def card_rows(measured: dict[str, Any]) -> list[list[str]]:
 
 
 def character_rows(measured: dict[str, Any], replica: Replica) -> list[list[str]]:
-    """What it takes to give so many characters a second: on CPUs, and around one card."""
+    """Resources per throughput: CPU replicas, engines on GPUs, HTTP processes."""
     rows = 1024
     step = shape_on_card("S", rows, measured)
     each = rows / step.seconds
-    found = [["characters/s", "replicas on CPUs", f"engines of {rows:,} rows on cards", "of a card's time"]]
-    found[0] += ["streams at once", "HTTP processes", "events/s", "slots' memory"]
+    found = [["characters/s", "CPU replicas", f"GPU engines of {rows:,} rows", "share of one GPU's time"]]
+    found[0] += ["concurrent streams", "HTTP processes", "events/s", "cache"]
     for rate in CHARACTER_RATES:
         streams = rate * step.seconds
         events = streams / max(INTERVAL_SECONDS, step.seconds)
@@ -523,7 +523,7 @@ def character_rows(measured: dict[str, Any], replica: Replica) -> list[list[str]
     return found
 
 
-# The command
+# Command line
 
 
 def add_goal(parser: argparse.ArgumentParser) -> None:
@@ -557,7 +557,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--write", type=Path, metavar="FILE", help="write all tables to FILE")
     args = parser.parse_args()
     if args.rate is None and args.write is None:
-        parser.error("either --rate or --write")
+        parser.error("pass --rate or --write")
     if args.rate is not None and not 0 < args.rate < math.inf:
         parser.error(f"--rate must be positive, got {args.rate:g}")
     return args
@@ -583,14 +583,14 @@ def main() -> int:
 def answer(replica: Replica, goal: Goal, rate: float) -> str:
     """
     Raises:
-        ValueError: the goal does not hold at any rate.
+        ValueError: no rate meets the goal.
     """
     needed, each = fleet(replica, goal, rate), goodput(replica, goal)
     return "\n".join(
         (
-            f"one replica: {replica.saturation:.1f} requests/s at most, {each:.1f} at the goal",
-            f"{rate:g} requests/s: {needed.with_headroom} replicas, at {100 * HEADROOM:.0f} % of that and one to lose",
-            f"without either: {needed.at_random} where a balancer picks at random, {needed.at_best} at the very least",
+            f"one replica: saturation {replica.saturation:.1f} requests/s, goodput {each:.1f} requests/s",
+            f"{rate:g} requests/s: {needed.with_headroom} replicas, {100 * HEADROOM:.0f} % loaded, one of them spare",
+            f"without headroom: {needed.at_random} with random balancing, at least {needed.at_best} with any",
         )
     )
 

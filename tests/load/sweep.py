@@ -1,20 +1,19 @@
-"""Latency and throughput under offered load, beside a stock LitServe: requests come when they come, answered or not.
+"""Latency and throughput against offered load, in an open loop, compared with stock LitServe.
 
-    make load-sweep                     some fourteen minutes on a quiet machine
-    make load-sweep ARGS=--quick        under three minutes; fewer and shorter rungs
-    make load-sweep ARGS=--publish      and publish: tables in tests/README.md and CAPACITY.md, picture in deploy/
-    make load-sweep ARGS=--tables       measure nothing; publish what OUT/sweep.json holds
+    make load-sweep                     about 14 minutes on a quiet machine
+    make load-sweep ARGS=--quick        under 3 minutes: fewer and shorter rungs
+    make load-sweep ARGS=--publish      also write the tables of tests/README.md and CAPACITY.md, and the picture
+    make load-sweep ARGS=--tables       publish OUT/sweep.json without measuring
 
-Each system's saturation is found first: requests/s while CROWD clients ask again as soon as they are answered. Then a
-ladder of rates, as shares of it, with Poisson arrivals: the same requests with the same gaps for both, stretched to the
-rate. Both take turns at each rung. A rung is a warm-up, a window and a cool-down under the same load; its figures are
-of the requests that were due in the window, and every one of them is counted: as ended, refused (429) or unfinished.
-Latencies count from the moment at which a request was due, not from when it was sent. What was unfinished when a rung
-ended counts with the time until then: its latency is at least that.
+First measures the saturation of each system, its throughput with CROWD clients in a closed loop. Then offers a ladder
+of rates, as shares of the saturation, with Poisson arrivals: both systems get the same requests, with gaps scaled to
+the rate, and alternate at each rung. A rung is a warm-up, a window and a cool-down under constant load. Its figures
+cover all requests due in the window, each counted as ended, refused (429) or unfinished. Latencies count from the time
+at which a request was due, not from sending; an unfinished request counts with its time so far, a lower bound.
 
-Goodput is the highest rate at which the goal holds, as it does at all lower rates of the ladder.
+Goodput is the highest rate up to which every rung meets the goal.
 
-Writes OUT/sweep.json, OUT/sweep.md, OUT/sweep.png and the servers' logs.
+Writes OUT/sweep.json, OUT/sweep.md, OUT/sweep.png and the servers' logs in OUT/logs.
 """
 
 from __future__ import annotations
@@ -61,30 +60,30 @@ from . import capacity
 
 SYSTEMS = ("ours", "stock")
 NAMES = {"ours": "this service", "stock": "stock LitServe"}
-SLOTS = 64  # as the stock service's batch
-WAITING = 64  # sequences that our service queues here; then it refuses. The stock service queues without bound.
-CROWD = 96  # clients that find the saturation: more than slots, so that a batch is always full
-CONNECTIONS = 1000  # at most
-BUSY_CORES = 0.8  # of the load generator: above, it may be what is slow
-LATE_SECONDS = 0.01  # at the 99th percentile, by which requests may be sent after they were due
-IDLE_SECONDS = 0.15  # of an engine, before a prompt that finds it so
-MEAN_PROMPT = 34  # characters of a prompt of mixed_work, on average
+SLOTS = 64  # equals the stock service's batch size
+WAITING = 64  # queue limit of this service; the stock service's queue is unbounded
+CROWD = 96  # clients at saturation: more than slots, so that every batch is full
+CONNECTIONS = 1000  # maximum
+BUSY_CORES = 0.8  # of the load generator; above, it may be the bottleneck
+LATE_SECONDS = 0.01  # tolerated delay of sending, at the 99th percentile
+IDLE_SECONDS = 0.15  # idle time of the engine before a measured prompt
+MEAN_PROMPT = 34  # mean prompt length in mixed_work
 FAILURES = (BenchError, ServerError, load.LoadError, OSError)
 PICTURE = "load-sweep.png"  # in deploy
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured."""
+    """Amount of measurement."""
 
-    shares: tuple[float, ...]  # of the saturation
-    bisections: int  # between the highest rate that holds the goal and the next
-    longest: int  # answer, in characters
+    shares: tuple[float, ...]  # rates, as shares of the saturation
+    bisections: int  # between the highest rate that meets the goal and the next
+    longest: int  # completion, in characters
     saturation_seconds: float
     warm_seconds: float
     window_seconds: float
     cool_seconds: float
-    least_requests: int  # due in a window, which grows up to threefold for it
+    least_requests: int  # due in a window; at low rates it grows, at most threefold
     engine_rows: tuple[int, ...]
     engine_length: int
 
@@ -119,7 +118,7 @@ QUICK = Plan(
 
 
 def poisson_work(longest: int, seed: int = 0) -> Iterator[Work]:
-    """Requests of mixed lengths without end, that come at a rate of 1 a second on average; always the same ones."""
+    """An endless, fixed sequence of requests of mixed lengths, arriving at 1 per second on average."""
     chance, at = random.Random(seed), 0.0
     for number in itertools.count():
         at += chance.expovariate(1.0)
@@ -128,7 +127,7 @@ def poisson_work(longest: int, seed: int = 0) -> Iterator[Work]:
 
 
 def at_rate(longest: int, rate: float, seconds: float) -> list[Work]:
-    """Those that are due within `seconds` when they come at `rate` a second."""
+    """The requests of poisson_work due within `seconds` at `rate` per second."""
     due = (Work(item.prompt, item.max_tokens, item.at / rate) for item in poisson_work(longest))
     return list(itertools.takewhile(lambda item: item.at < seconds, due))
 
@@ -141,7 +140,7 @@ def asked(system: str, number: int, item: Work) -> bytes:
 
 
 def moments(system: str, reply: load.Reply) -> list[tuple[float, int]]:
-    """When a reader got characters, and how many."""
+    """(time, number of characters) of each read with characters."""
     separator = b"\n\n" if system == "ours" else b"\n"
     got, unparsed = [], b""
     for at, data in load.dechunked(reply.parts):
@@ -160,12 +159,12 @@ def moments(system: str, reply: load.Reply) -> list[tuple[float, int]]:
 
 
 def summary(system: str, due: list[Work], outcome: load.Outcome, begin: float, end: float) -> dict[str, Any]:
-    """Figures of the requests that were due between two moments, in seconds from the beginning.
+    """Figures of the requests due between `begin` and `end`, in seconds from the start.
 
-    outcome: of all of `due`, asked in order; those that were not reached are unfinished.
+    outcome: of sending all of `due` in order; requests not sent count as unfinished.
 
     Raises:
-        LoadError: an answer that ended has another length than was asked for.
+        LoadError: a finished completion has the wrong length.
     """
     closed = outcome.started_at + outcome.seconds
     counts = {"due": 0, "ended": 0, "refused": 0, "unfinished": 0}
@@ -176,7 +175,7 @@ def summary(system: str, due: list[Work], outcome: load.Outcome, begin: float, e
         if reply is not None and reply.ended_at is not None and not reply.is_refused:
             given = sum(count for _, count in got)
             if given != item.max_tokens:
-                raise load.LoadError(f"{NAMES[system]} gave a text of {given} characters, not {item.max_tokens}")
+                raise load.LoadError(f"{NAMES[system]}: expected {item.max_tokens} characters, got {given}")
             ended_within += begin <= reply.ended_at - outcome.started_at < end
         characters += sum(count for at, count in got if begin <= at - outcome.started_at < end)
         if not begin <= item.at < end:
@@ -190,14 +189,14 @@ def summary(system: str, due: list[Work], outcome: load.Outcome, begin: float, e
                 continue
         is_ended = reply is not None and reply.ended_at is not None
         counts["ended" if is_ended else "unfinished"] += 1
-        # What has not come yet has taken at least until now.
+        # What is missing has taken at least until now.
         first.append((got[0][0] if got else closed) - due_at)
         open_first += not got
         whole.append((reply.ended_at if reply is not None and reply.ended_at is not None else closed) - due_at)
         if got and item.max_tokens > 1:
             last = got[-1][0] if is_ended else closed
             per_character.append((last - got[0][0]) / max(1, sum(count for _, count in got) - 1))
-        if got:  # characters that came together share the time since the ones before, as in the service's histogram
+        if got:  # characters of one event share the time since the previous one, as in the service's histogram
             between += [0.0] * (got[0][1] - 1)
             for (before, _), (at, count) in zip(got, got[1:], strict=False):
                 between += [(at - before) / count] * count
@@ -219,7 +218,7 @@ def summary(system: str, due: list[Work], outcome: load.Outcome, begin: float, e
 
 
 def holds(rung: dict[str, Any], goal: capacity.Goal) -> bool:
-    """Whether a rung kept a goal. What is unfinished counts with the least that it takes."""
+    """Whether a rung met the goal. Unfinished requests count with their time so far."""
     p = f"p{round(100 * goal.quantile)}"
     return (
         not rung["refused"]
@@ -230,7 +229,7 @@ def holds(rung: dict[str, Any], goal: capacity.Goal) -> bool:
 
 
 def goodput(rungs: list[dict[str, Any]], goal: capacity.Goal) -> tuple[float, float | None]:
-    """(the highest rate up to which all rungs keep a goal, the next rung's rate); 0 where the first does not."""
+    """(highest rate up to which all rungs meet the goal, rate of the next rung); (0, …) if the first does not."""
     best = 0.0
     for rung in sorted(rungs, key=lambda rung: rung["rate"]):
         if not holds(rung, goal):
@@ -240,12 +239,12 @@ def goodput(rungs: list[dict[str, Any]], goal: capacity.Goal) -> tuple[float, fl
 
 
 def warnings(rung: dict[str, Any]) -> list[str]:
-    """What makes a rung's figures doubtful."""
+    """Reasons to doubt the figures of a rung."""
     found = []
     if rung["load_cores"] > BUSY_CORES:
         found.append(f"the load generator was busy on {rung['load_cores']:.2f} cores")
     if rung["late_p99"] is not None and rung["late_p99"] > LATE_SECONDS:
-        found.append(f"requests were sent up to {1e3 * rung['late_p99']:.0f} ms after they were due (p99)")
+        found.append(f"requests were sent up to {1e3 * rung['late_p99']:.0f} ms late (p99)")
     return found
 
 
@@ -253,7 +252,7 @@ def warnings(rung: dict[str, Any]) -> list[str]:
 
 
 class Sweep:
-    """What was asked for, and the figures so far."""
+    """One sweep and its results so far."""
 
     def __init__(self, plan: Plan, config: GPTConfig, threads: int, goal: capacity.Goal, out: Path):
         self.plan, self.config, self.threads, self.goal, self.out = plan, config, threads, goal, out
@@ -278,13 +277,13 @@ class Sweep:
     def run(self) -> None:
         """
         Raises:
-            BenchError, ServerError, LoadError, OSError: something did not answer as it should.
+            BenchError, ServerError, LoadError, OSError: a server or measurement failed.
         """
         self.out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="chargpt-sweep-") as folder:
             self.folder = save_random(self.config, Path(folder) / "S")
             self.results["load_generator"] = load.ceiling(0.5)
-            self.say("the engine's steps …")
+            self.say("engine steps …")
             plan = self.plan
             self.results["engine"] = in_child(
                 measure_engine,
@@ -309,7 +308,9 @@ class Sweep:
         systems: dict[str, dict[str, Any]] = {}
         for system in SYSTEMS:
             systems[system] = {"saturation": self.saturation(system), "rungs": []}
-            self.say(f"{NAMES[system]} does {systems[system]['saturation']['requests_per_second']:.2f} requests/s")
+            self.say(
+                f"{NAMES[system]}: saturation {systems[system]['saturation']['requests_per_second']:.2f} requests/s"
+            )
         self.results["systems"] = systems
         for share in self.plan.shares:
             for system in SYSTEMS:
@@ -321,7 +322,7 @@ class Sweep:
                     self.rung(system, (below + above) / 2)
 
     def saturation(self, system: str) -> dict[str, float]:
-        """Characters and requests a second while CROWD clients always want more."""
+        """Throughput with CROWD clients in a closed loop."""
         plan = self.plan
         work = poisson_work(plan.longest)
         requests = ((0.0, asked(system, i, item), item) for i, item in enumerate(work))
@@ -382,7 +383,7 @@ class Sweep:
         if len(outcome.ended) < len(due):
             self.restart(system)
 
-    # -- what they need --
+    # -- servers --
 
     def start(self, system: str) -> Server:
         logs = self.out / "logs"
@@ -403,7 +404,7 @@ class Sweep:
             )
         try:
             server.wait_until_ready()
-            # What only a first batch costs.
+            # Warm-up.
             requests = [
                 (0.0, asked(system, i, item), item) for i, item in enumerate(itertools.islice(poisson_work(32), 16))
             ]
@@ -414,9 +415,9 @@ class Sweep:
         return server
 
     def restart(self, system: str) -> None:
-        """A fresh one after clients have left: a stock LitServe goes on with what they asked for."""
+        """Replace a server whose clients disconnected: stock LitServe continues with their requests."""
         with contextlib.suppress(ProcessLookupError):
-            if system == "stock":  # its shutdown would wait for that, too
+            if system == "stock":  # its shutdown would wait for them
                 os.killpg(self.servers[system].process.pid, signal.SIGKILL)
         self.servers[system].close()
         self.servers[system] = self.start(system)
@@ -431,16 +432,15 @@ class Sweep:
         (self.out / "sweep.md").write_text(markdown(self.results), encoding="utf-8")
 
 
-# The engine by itself, for the queueing model
+# The engine alone, for the queueing model
 
 
 def measure_engine(
     folder: Path, rows: tuple[int, ...], length: int, longest: int, threads: int, device: str
 ) -> dict[str, Any]:
-    """Seconds of a decode step at numbers of rows, of a prompt, and of what of a step stays on the host.
+    """Times of a decode step by rows, of a prompt, and of the host's part of a step.
 
-    A step's seconds are rows over the characters that a second gives, so sequences that wait for an fp64 decision are
-    in it.
+    A step's time is rows divided by characters per second, so it includes waiting for fp64 decisions.
     """
     from service.engine.engine import Engine
     from service.model.checkpoint import Checkpoint
@@ -450,17 +450,17 @@ def measure_engine(
     model = Checkpoint.read(folder).load_model(device)
 
     def step(count: int) -> float:
-        """Seconds of a step over so many rows."""
+        """Time of a decode step over `count` rows."""
         runner = Engine(model, max_running=count, prefill_budget=max(512, PROMPT * count))
         runner.generate(engine.sequences(count, 4))
         for sequence in engine.sequences(count, length):
             runner.submit(sequence)
-        runner.step()  # the prompts
+        runner.step()  # prefill
         given, started, seconds = 0, time.perf_counter(), 0.0
         while runner.has_work:
             given += sum(len(delta.ids) for delta in runner.step())
             seconds = time.perf_counter() - started
-            if given >= count * (length - 8):  # before the first of them ends
+            if given >= count * (length - 8):  # before the first sequence ends
                 break
         return count * seconds / given
 
@@ -469,12 +469,12 @@ def measure_engine(
         return Submit(number, ids, item.max_tokens, sampling(number))
 
     def turn(count: int) -> tuple[float, float]:
-        """Seconds between two characters, and prompts in that time, while each that ends is replaced by the next."""
+        """(time, prompts) per turn of a full batch in which each ended sequence is replaced by a new one."""
         runner = Engine(model, max_running=count)
         requests = (request(number, item) for number, item in enumerate(poisson_work(longest)))
         for sequence in itertools.islice(requests, count):
             runner.submit(sequence)
-        for seconds in (full_seconds, 3 * full_seconds):  # to warm up, and to measure
+        for seconds in (full_seconds, 3 * full_seconds):  # warm-up, then measurement
             given = ended = 0
             started = time.perf_counter()
             while time.perf_counter() - started < seconds:
@@ -487,7 +487,7 @@ def measure_engine(
         return (time.perf_counter() - started) / turns, ended / turns
 
     def prompts(together: int, pause: float) -> float:
-        """Seconds of a step over so many prompts, and nothing else; `pause` seconds of sleep before each."""
+        """Time of a step over `together` prompts alone, each after `pause` seconds of sleep."""
         runner, seconds = Engine(model, max_running=together), []
         item = Work(" " * MEAN_PROMPT, 1, 0.0)
         for number in range(24):
@@ -499,10 +499,10 @@ def measure_engine(
         return statistics.median(seconds)
 
     steps = [[count, step(count)] for count in rows]
-    full_seconds = longest * steps[-1][1]  # of the longest answer in a full batch
+    full_seconds = longest * steps[-1][1]  # of the longest completion in a full batch
     one, four = (prompts(together, 0.0) for together in (1, 4))
     alone = capacity.Replica(tuple(map(tuple, steps)), one, max(0.0, (four - one) / 3), one, 1.0)
-    # In a full batch a prompt costs more than by itself: what both read leaves the other's caches. Measured in turns.
+    # In a full batch a prompt costs more than alone: prefill and decode evict each other's data from the CPU caches.
     full, added, expected = rows[-1], [], []
     for _ in range(3):
         before, (seconds, begun) = step(full), turn(full)
@@ -523,7 +523,7 @@ def measure_engine(
 
 
 def count_operations(model: Any) -> int:
-    """Operations that torch launches in a decode step; views, which launch none, left out."""
+    """Operations that torch launches in a decode step, views excluded."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from service.model.kv_cache import KVCache
@@ -541,7 +541,7 @@ def count_operations(model: Any) -> int:
     return counter.count
 
 
-# What it looks like
+# Output
 
 README_SHARES = (0.05, 0.5, 0.8, 0.9, 1.0, 1.5, 2.0)
 
@@ -561,20 +561,20 @@ def rows(results: dict[str, Any], shares: tuple[float, ...] | None = None) -> li
                 [f"{NAMES[system]}, {rung['rate']:.3g}", f"{100 * rung['share']:.0f} %"]
                 + [f"{rung['characters_per_second']:,.0f}", f"{rung['requests_per_second']:.3g}", *latencies]
                 + [str(rung[name]) for name in ("due", "refused", "unfinished")]
-                + ["kept" if holds(rung, goal) else "missed"]
+                + ["met" if holds(rung, goal) else "missed"]
             )
     return found
 
 
 def three(seconds: dict[str, float] | None) -> str:
-    """The 50th, 95th and 99th percentile in ms."""
+    """The percentiles in ms."""
     if seconds is None:
         return report.NONE
     return " / ".join(f"{1e3 * value:,.{0 if value > 0.02 else 1}f}" for value in seconds.values())
 
 
 def verdict(results: dict[str, Any]) -> list[list[str]]:
-    """Saturation and goodput of both."""
+    """Rows of saturation and goodput."""
     goal, replica = capacity.Goal(**results["goal"]), capacity.replica_of(results)
     found = [["", *(NAMES[system] for system in SYSTEMS), "ratio", "model of this service"]]
     saturations = [results["systems"][system]["saturation"] for system in SYSTEMS]
@@ -593,7 +593,7 @@ def verdict(results: dict[str, Any]) -> list[list[str]]:
 
 
 def markdown(results: dict[str, Any], shares: tuple[float, ...] | None = None) -> str:
-    """The tables of a run, and where they come from; of rungs at `shares`, if they are named."""
+    """The tables of a run with footnotes; only rungs at `shares` if given."""
     return (
         "\n".join(
             [
@@ -634,7 +634,7 @@ STYLES = {"p50": "-", "p95": "--", "p99": ":"}
 
 
 def draw(results: dict[str, Any], png: Path) -> None:
-    """Against the offered rate: characters/s, and three latencies; both systems, the goal, goodput, and the model."""
+    """Plot throughput and latencies of both systems and the model by offered rate, with goal and goodput."""
     from matplotlib.figure import Figure
     from PIL import Image
 
@@ -672,8 +672,8 @@ def draw(results: dict[str, Any], png: Path) -> None:
     for axes, title, y in (
         (given, "Throughput", "characters/s"),
         (first, "Time to first character", "ms"),
-        (between, "Between two characters", "ms"),
-        (mean, "A request's mean time a character", "ms"),
+        (between, "Time between characters", "ms"),
+        (mean, "Mean time per character of a request", "ms"),
     ):
         axes.set(title=title, xlabel="offered, requests/s", ylabel=y, xscale="log", yscale="log")
         axes.grid(alpha=0.3)
@@ -704,7 +704,7 @@ def publish(results: dict[str, Any], out: Path, root: Path) -> None:
     shutil.copy(out / "sweep.png", root / "deploy" / PICTURE)
 
 
-# The command
+# Command line
 
 
 def parse_args() -> argparse.Namespace:
