@@ -380,12 +380,12 @@ def test_a_tiny_sweep_counts_every_request_of_both_and_gives_tables_and_picture(
     text = (out / "sweep.md").read_text()
     assert sum(line.startswith(("| this service, ", "| stock LitServe, ")) for line in text.splitlines()) == 4
     assert (out / "sweep.png").read_bytes().startswith(b"\x89PNG")
-    (tmp_path / "deploy").mkdir()
-    for name in ("README.md", "deploy/CAPACITY.md"):
+    for name in ("tests/README.md", "deploy/CAPACITY.md"):
+        (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text((ROOT / name).read_text())
     for _ in range(2):  # again is the same
         sweep.publish(results, out, tmp_path)
-        assert sweep.markdown(results) in (tmp_path / "README.md").read_text()
+        assert sweep.markdown(results) in (tmp_path / "tests" / "README.md").read_text()
     page = (tmp_path / "deploy" / "CAPACITY.md").read_text()
     for name, content in capacity.tables(results).items():
         assert f"<!-- {name} -->\n{content}<!-- /{name} -->" in page
@@ -396,8 +396,10 @@ def test_a_tiny_sweep_counts_every_request_of_both_and_gives_tables_and_picture(
 
 
 def test_the_readme_and_the_capacity_page_show_what_is_there():
-    readme, page = ((ROOT / name).read_text() for name in ("README.md", "deploy/CAPACITY.md"))
-    assert f"](deploy/{sweep.PICTURE})" in readme and "<!-- load-sweep -->" in readme
+    readme, tables, page = (
+        (ROOT / name).read_text() for name in ("README.md", "tests/README.md", "deploy/CAPACITY.md")
+    )
+    assert f"](deploy/{sweep.PICTURE})" in readme and "<!-- load-sweep -->" in tables
     picture = ROOT / "deploy" / sweep.PICTURE
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size < 150_000
     known = help_of("tests.load.capacity") + help_of("tests.load.sweep")
