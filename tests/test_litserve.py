@@ -1,0 +1,174 @@
+"""What this service relies on in LitServe, by name, so that a new version of LitServe fails here first, and why."""
+
+import ast
+import inspect
+import json
+import subprocess
+import sys
+from importlib.metadata import requires, version
+from pathlib import Path
+
+import litserve
+import litserve.connector
+import litserve.loops.loops
+import litserve.server
+import pytest
+from helpers import save_random, web
+from litserve.specs.base import LitSpec
+
+from tests.toolbox.launch import Program, free_port
+
+ROOT = Path(__file__).parents[1]
+SERVER = ROOT / "service" / "server.py"
+
+# What server.py overrides or uses of LitServer that LitServe does not document -> what breaks without it.
+PRIVATE = {
+    "_register_internal_endpoints": "LitServe's /health and /info would shadow ours",
+    "_register_spec_endpoints": "FastAPI's slower routes would be added beside ours",
+    "_register_middleware": "LitServe would add middlewares to an application that is complete",
+    "_init_manager": "requests would go through LitServe's queues instead of SocketTransport",
+    "_perform_graceful_shutdown": "SIGTERM would cut running requests off",
+    "launch_single_inference_worker": "a restarted worker would not be counted, its gauges would stay",
+    "verify_worker_status": "a worker that dies while loading would hang the start",
+    "lifespan": "an HTTP process would not connect to the workers",
+    "_inference_workers_config_for_api": "/info would not know the devices, nor the transport the workers",
+    "_callback_runner": "callbacks for requests, responses and the server's end would not fire",
+    "_logger_connector": "loggers would get no queue",
+    "_transport": "workers would not get SocketTransport",
+    "_shutdown_event": "a signal would not end the main process",
+    "logger_queue": "loggers would get no queue",
+    "litapi_request_queues": "workers could not be launched without LitServe's queues",
+    "workers_setup_status": "nobody would know when a worker is ready",
+    "inference_workers": "a dead worker's metrics could not be removed",
+    "middlewares": "middlewares given to build_server would be lost",
+    "uvicorn_graceful_timeout": "HTTP processes would be killed before requests are drained",
+}
+
+
+class EchoAPI(litserve.LitAPI):
+    def setup(self, device):
+        pass
+
+    def predict(self, x):
+        return x
+
+
+@pytest.fixture(scope="module")
+def stock():
+    return litserve.LitServer(EchoAPI(), accelerator="cpu", timeout=False)
+
+
+def test_the_version_is_pinned():
+    pinned = [requirement for requirement in requires("chargpt") if requirement.startswith("litserve")]
+    assert pinned == [f'litserve=={version("litserve")}; extra == "service"']
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+def test_litserve_still_has(stock, name):
+    exists = hasattr(stock, name) or f"self.{name} = " in inspect.getsource(litserve.LitServer)
+    assert exists, f"LitServer.{name} is gone: {PRIVATE[name]}"
+
+
+def test_every_private_name_is_listed():
+    """Of what server.py takes from LitServer: all names with an underscore, and all methods that it overrides."""
+    tree = ast.parse(SERVER.read_text(encoding="utf-8"))
+    (server,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Server")
+    methods = {node.name for node in server.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    names = {node.attr for node in ast.walk(server) if isinstance(node, ast.Attribute)}
+    used = {name for name in names if name.startswith("_") and name not in ("__init__", "_loggers")}
+    overridden = {name for name in methods if hasattr(litserve.LitServer, name) and name != "__init__"}
+    assert used | overridden <= PRIVATE.keys()
+
+
+def test_the_names_that_other_files_rely_on():
+    """Process names and a variable, by which log lines and metrics name a process; and who calls the loop."""
+    server, loops = inspect.getsource(litserve.server), inspect.getsource(litserve.loops.loops)
+    assert 'name="inference-worker"' in server and 'name=f"LitServer-{response_queue_id}"' in server
+    assert 'os.environ["LITSERVE_WORKER_ID"] = str(worker_id)' in loops
+    assert "spec.response_queue_id = response_queue_id" in server and LitSpec().response_queue_id is None
+    assert callable(litserve.connector.check_cuda_with_nvidia_smi)
+    assert hasattr(litserve.server.LitServer(EchoAPI(), accelerator="cpu")._logger_connector, "_loggers")
+    parameters = list(inspect.signature(litserve.loops.base.LitLoop.run).parameters)
+    assert parameters[:6] == ["self", "lit_api", "device", "worker_id", "request_queue", "transport"]
+
+
+# -- LitServe's hooks, as its documentation shows them --
+
+PROGRAM = '''
+import json, os, sys
+from pathlib import Path
+import litserve as ls
+from service.__main__ import serve
+from service.settings import Settings
+
+SEEN = Path(sys.argv[1])
+
+def note(*what):
+    with SEEN.open("a") as file:
+        file.write(json.dumps(what) + "\\n")
+
+class Hooks(ls.Callback):
+    def on_before_setup(self, lit_api):
+        note("before_setup")
+    def on_after_setup(self, lit_api):
+        note("after_setup", lit_api.model_name)
+        lit_api.log("parameters", lit_api.engine.runner.model.num_parameters)
+    def on_server_start(self, litserver):
+        note("server_start")
+    def on_server_end(self, litserver):
+        note("server_end")
+    def on_request(self, active_requests, litserver):
+        note("request", active_requests)
+    def on_response(self, litserver):
+        note("response")
+
+class FileLogger(ls.Logger):
+    def process(self, key, value):
+        note("logged", key, value)
+
+class Stamp:
+    """An ASGI middleware that adds a header."""
+    def __init__(self, app, value):
+        self.app, self.value = app, value
+    async def __call__(self, scope, receive, send):
+        async def stamped(message):
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-stamp", self.value)]
+            await send(message)
+        await self.app(scope, receive, stamped)
+
+if __name__ == "__main__":
+    settings = Settings(checkpoint=sys.argv[2], port=int(sys.argv[3]), threads=1)
+    sys.exit(serve(settings, callbacks=[Hooks()], loggers=[FileLogger()], middlewares=[(Stamp, {"value": b"here"})]))
+'''
+
+
+def test_callbacks_loggers_and_middlewares_work_as_documented(tmp_path):
+    save_random(tmp_path / "checkpoint")
+    script, seen, port = tmp_path / "hooked.py", tmp_path / "seen.jsonl", free_port()
+    script.write_text(PROGRAM)
+    command = [sys.executable, str(script), str(seen), str(tmp_path / "checkpoint"), str(port)]
+    with Program(command, port, "/readyz", cwd=ROOT) as server:
+        server.wait_until_ready()
+        response = web.post(f"{server.url}/generate", json={"prompt": "a", "max_tokens": 2})
+        assert response.status_code == 200
+        assert response.headers["x-stamp"] == "here"
+        assert web.get(f"{server.url}/info").headers["x-stamp"] == "here"  # asks nothing of the model: no hook
+        server.process.terminate()
+        assert server.process.wait(60) == 0, server.output()
+    entries = [json.loads(line) for line in seen.read_text().splitlines()]
+    (logged,) = (entry for entry in entries if entry[0] == "logged")
+    assert logged[1] == "parameters" and logged[2] > 0
+    assert sorted(entry for entry in entries if entry[0] != "logged") == sorted(
+        [["server_start"], ["before_setup"], ["after_setup", "chargpt"], ["request", 0], ["response"], ["server_end"]]
+    )
+
+
+def test_a_server_needs_the_folder_of_its_metrics(tmp_path):
+    save_random(tmp_path / "checkpoint")
+    code = "import sys; from service.server import build_server; from service.settings import Settings\n"
+    code += "build_server(Settings(checkpoint=sys.argv[1]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "checkpoint")], capture_output=True, text=True, cwd=ROOT
+    )
+    assert "PROMETHEUS_MULTIPROC_DIR must name an empty folder" in done.stderr
