@@ -33,7 +33,8 @@ RUN rm -r service/checkpoints
 # pyproject.toml also names the package training; an empty folder installs nothing.
 RUN --mount=type=cache,target=/root/.cache/pip \
     mkdir training \
- && pip install --disable-pip-version-check --no-deps --target /package .
+ && PIP_PYTHON=/venv/bin/python pip install --disable-pip-version-check --no-deps --target /package . \
+ && mv /package/bin /scripts
 
 FROM python:3.11-slim-bookworm
 LABEL org.opencontainers.image.title="chargpt" \
@@ -42,6 +43,7 @@ RUN useradd --uid 10001 --no-create-home --home-dir /tmp chargpt
 # Two layers: a new version of the service transfers kilobytes, not torch.
 COPY --from=dependencies /venv /venv
 COPY --from=package /package /venv/lib/python3.11/site-packages
+COPY --from=package /scripts /venv/bin
 COPY --from=checkpoint / /checkpoint
 ENV PATH=/venv/bin:$PATH \
     PYTHONUNBUFFERED=1 \

@@ -1,26 +1,14 @@
-"""Serve a character-level GPT checkpoint over HTTP.
+"""Serve a character-level GPT checkpoint over HTTP: folders are processes.
 
-A map, in the order a request passes:
+    server.py       main process: the LitServe server around the others
+    http/           HTTP processes: routes, requests, answers
+    wire.py         the messages between the two, carried by sockets.py
+    engine/         inference processes: the loop around the model
+    model/          the network and its checkpoint, which training writes
+    constrain/      patterns
+    observe/        metrics, logs, traces
 
-    server.py      builds the LitServe server: starts, supervises and ends the processes
-    edge.py        HTTP process: request ids, API keys, bounds on bodies, before any route
-    api.py         HTTP process: the routes, from a request's body to its answer
-    protocol.py    what requests and errors look like
-    regex.py       patterns that an answer must match, or ends at, to automata
-    run.py         the sequences of one request, from submission to pieces of text
-    answers.py     what answers and events look like
-    responses.py   how they go out, whole or streamed
-    openapi.py     the OpenAPI document and /docs
-    client.py      submits sequences to the inference processes and gathers what they send
-    transport.py   frames between the HTTP processes and the inference processes
-    worker.py      inference process: the loop that takes arrivals and sends deltas
-    engine.py      submit / abort / step over character ids
-    scheduler.py   who gets a cache slot, when, and when a sequence ends
-    model/         the network, its cache, the sampler, the tokenizer, the checkpoint folder
-    metrics.py     every metric
-    settings.py    every setting
-
-Import rule: `service.model` imports torch, safetensors and itself; `service.engine.engine` and
-`service.engine.scheduler` add nothing to that; `training` imports `service.model` and `service.engine.engine`;
-`service` never imports `training`. `tests/test_imports.py` holds it.
+README.md beside this file follows a request through them. Imports: `model` needs torch, safetensors, numpy and msgspec;
+`engine` adds `wire` and `constrain`, and its worker.py LitServe; `http` never loads torch; `training` uses `model`,
+`engine` and `wire`; `service` never imports `training`. tests/test_imports.py holds all arrows.
 """

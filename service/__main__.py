@@ -4,6 +4,7 @@ Run with --help for the settings.
 """
 
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
 def main() -> int:
     """Exit status: 0 after a signal, 1 when the server failed, 2 for bad settings or a bad checkpoint."""
     # PID 1 of a container has no default action for signals: without this it could not be stopped while loading.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    # Not by an exception: C extensions lose one that is raised while they are imported, or turn it into another.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     from service.settings import read_settings
 
     return serve(read_settings())
@@ -30,6 +32,12 @@ def serve(settings: "Settings", **options: Any) -> int:
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     with tempfile.TemporaryDirectory(prefix="chargpt-metrics-") as folder:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder  # read when prometheus_client is imported
+
+        def stop(*_: object) -> None:
+            shutil.rmtree(folder, ignore_errors=True)
+            os._exit(0)
+
+        signal.signal(signal.SIGTERM, stop)  # until Server.serve
 
         from service.model.checkpoint import CheckpointError
         from service.server import WorkerStartError, build_server

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from multiprocessing.managers import SyncManager
 from typing import Any
@@ -42,13 +42,20 @@ class WorkerStartError(Exception):
 
 
 class PolledEvent(threading.Event):
-    """Polls, so that Python can run signal handlers: a signal delivered to another thread does not end a wait."""
+    """Polls, so that Python can run signal handlers: a signal delivered to another thread does not end a wait.
 
-    POLL_SECONDS = 0.25
+    `check` is called at each poll and may raise.
+    """
+
+    POLL_SECONDS = 0.1
+
+    def __init__(self, check: Callable[[], None]):
+        super().__init__()
+        self._check = check
 
     def wait(self, timeout: float | None = None) -> bool:
         while timeout is None and not super().wait(self.POLL_SECONDS):
-            pass
+            self._check()
         return super().wait(timeout)
 
 
@@ -139,8 +146,9 @@ class Server(LitServer):
             if self.state.is_draining:
                 self.must_hurry = True
                 return
+            # `_check_signal` raises, not this handler: Python would swallow an exception in a hook of os.fork, and one
+            # while a process is spawned would cut off what the child reads.
             self.state.start_draining()
-            raise KeyboardInterrupt
 
         signal.signal(signal.SIGTERM, stop)
         signal.signal(signal.SIGINT, stop)
@@ -189,7 +197,7 @@ class Server(LitServer):
         manager = SyncManager()
         manager.start(_ignore_signals)
         self.workers_setup_status = manager.dict()
-        self._shutdown_event = PolledEvent()
+        self._shutdown_event = PolledEvent(self._check_signal)
         self.litapi_request_queues = {self.spec.api_path: None}
         if self._logger_connector._loggers:
             self.logger_queue = manager.Queue()
@@ -215,7 +223,17 @@ class Server(LitServer):
                 worker.is_alive() for worker in self.inference_workers
             ):
                 raise WorkerStartError("no inference process could start; its log says why")
+            self._check_signal()
             time.sleep(0.05)
+
+    def _check_signal(self) -> None:
+        """Called by what polls.
+
+        Raises:
+            KeyboardInterrupt: SIGTERM or SIGINT has arrived.
+        """
+        if self.state.is_draining:
+            raise KeyboardInterrupt
 
     def launch_single_inference_worker(self, lit_api: Any, worker_id: int) -> Any:
         dead = self.inference_workers[worker_id].pid

@@ -81,7 +81,6 @@ def test_the_trees_are_the_trees():
     assert {ROOT / "service", ROOT / "training", ROOT / "deploy", ROOT / "tests"} <= tree(README, "How it works", ROOT)
 
 
-@pytest.mark.xfail(strict=True, reason="the service is being laid out by process")
 def test_every_file_of_the_service_is_named():
     found = {path for path in (ROOT / "service").rglob("*.py") if path.name != "__init__.py"}
     assert {path for path in tree(SERVICE, "Files", ROOT / "service") if path.suffix == ".py"} == found

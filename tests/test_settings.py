@@ -1,9 +1,9 @@
-import shutil
 import subprocess
 
 import pytest
 
 from service.settings import Settings, read_settings
+from tests.toolbox.needs import program
 
 
 def test_a_flag_beats_a_variable_beats_the_default(monkeypatch):
@@ -126,9 +126,7 @@ def test_no_key_is_in_what_settings_show(tmp_path):
 
 
 def test_a_certificate_and_its_key_are_loaded_at_start(tmp_path, capsys):
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("the openssl command, which makes the certificate, is not installed")
+    openssl = program("openssl")
 
     def make(name, *protection):
         certificate, key = tmp_path / f"{name}.pem", tmp_path / f"{name}-key.pem"

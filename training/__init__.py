@@ -18,5 +18,5 @@ The modules, in the order a run uses them:
 
 sample.py, score.py, report.py and export.py each hold the command of that name.
 
-Import rule: `service.model` and, for sampling, `service.engine`; nothing else of `service`.
+Import rule: `service.model`, and for sampling `service.engine` and `service.wire`; nothing else of `service`.
 """

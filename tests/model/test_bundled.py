@@ -32,7 +32,7 @@ def test_names_its_text_recipe_and_command(bundled):
     assert "train --preset cpu --weights float16" in about["command"]
 
 
-@pytest.mark.skipif(not CORPUS.exists(), reason="needs the tiny Shakespeare corpus")
+@pytest.mark.needs("corpus")
 def test_recorded_losses_are_reproduced(bundled, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     corpus = prepare(str(CORPUS))

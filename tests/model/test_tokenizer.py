@@ -43,7 +43,7 @@ def test_invalid_vocabularies_are_refused(vocabulary):
         CharTokenizer(vocabulary)
 
 
-@pytest.mark.skipif(not CORPUS.exists(), reason="needs the tiny Shakespeare corpus")
+@pytest.mark.needs("corpus")
 def test_tiny_shakespeare():
     text = CORPUS.read_text(encoding="utf-8")
     tokenizer = CharTokenizer.from_text(text)

@@ -17,6 +17,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from service.model.tokenizer import CharTokenizer, UnknownCharacterError
+from tests.toolbox.needs import need
 from training import data
 from training.data import DataError, WindowSampler, encode_files, find_text, id_dtype, prepare, read_text, recode
 
@@ -31,8 +32,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def tiny_shakespeare() -> Path:
-    if not CORPUS.is_file():
-        pytest.skip(f"{CORPUS} does not exist")
+    need("corpus")
     return CORPUS
 
 

@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from service.model.checkpoint import Checkpoint
 from service.model.config import GPTConfig
 from service.model.gpt import GPT
+from tests.toolbox.needs import missing
 from training import loop
 from training.config import PRESETS, ConfigError, TrainConfig
 from training.data import prepare
@@ -333,7 +334,7 @@ class SmallDisk:
                 break
             reason = self.close().strip()
         else:
-            pytest.skip(f"cannot mount a file system: {reason}")
+            missing("mount", f"cannot mount a file system: {reason}")
         self.path = Path(f"/proc/{self.holder.pid}/root{point}")
         self.ballast = self.path / "ballast"
 
@@ -350,7 +351,7 @@ class SmallDisk:
 @pytest.fixture
 def small_disk(tmp_path):
     if shutil.which("unshare") is None:
-        pytest.skip("cannot mount a file system: unshare is not installed")
+        missing("mount", "cannot mount a file system: unshare is not installed")
     (tmp_path / "disk").mkdir()
     disk = SmallDisk(tmp_path / "disk")
     yield disk
