@@ -1,7 +1,6 @@
 import itertools
 import re
 import sys
-import time
 import warnings
 
 import numpy as np
@@ -386,21 +385,18 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("pattern", HOSTILE, ids=lambda pattern: f"{pattern[:30]} … {len(pattern)}")
-def test_hostile_patterns_take_at_most_100_ms_of_cpu(pattern):
-    answers, seconds = [], []
-    for _ in range(3):
-        start = time.process_time()
+def test_hostile_patterns_are_refused_or_stay_within_every_bound(pattern):
+    """The same way each time, as the bounds count work and not time."""
+    answers = []
+    for _ in range(2):
         try:
-            answers.append(compile_regex(pattern, LARGE))
+            automaton = compile_regex(pattern, LARGE)
         except RegexError as error:
             answers.append(str(error))
-        seconds.append(time.process_time() - start)
-    assert min(seconds) < 0.1
-    if isinstance(answers[0], Automaton):
-        assert len(answers[0].table) <= 1000 and answers[0].table.size <= MAX_CELLS
-        assert answers[0].pack() == answers[1].pack() == answers[2].pack()
-    else:
-        assert answers[0] == answers[1] == answers[2]
+        else:
+            assert len(automaton.table) <= 1000 and automaton.table.size <= MAX_CELLS
+            answers.append(automaton.pack())
+    assert answers[0] == answers[1]
 
 
 # -- choices --

@@ -87,7 +87,8 @@ def broken_checkpoint(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(checkpoint):
     with RunningServer(checkpoint.path, http_processes=2, workers_per_device=2, log_level="debug") as server:
-        server.wait_until_ready()
+        server.wait_until_ready()  # with the first of two workers
+        wait_until(lambda: server.output().count('"message":"serving ') == 2, otherwise=server.output())
         yield server
 
 

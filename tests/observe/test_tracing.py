@@ -377,5 +377,5 @@ def test_an_endpoint_that_is_no_whole_url_is_refused(endpoint):
     command = [sys.executable, "-m", "service", f"--otlp-traces-endpoint={endpoint}"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "--otlp-traces-endpoint (CHARGPT_OTLP_TRACES_ENDPOINT): should be a whole URL" in done.stderr
+    assert "--otlp-traces-endpoint (CHARGPT_OTLP_TRACES_ENDPOINT): must be a full URL" in done.stderr
     assert "http://localhost:4318/v1/traces" in done.stderr
