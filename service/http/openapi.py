@@ -27,7 +27,6 @@ from service.http.context import Service
 from service.http.generate import EVENT_SOURCE_END
 from service.http.middleware import PROBES
 from service.http.schemas import (
-    ApiError,
     CompletionRequest,
     DetokenizeRequest,
     Error,
@@ -62,47 +61,19 @@ TAGS = {
     "information": "What is served",
     "operation": "Probes and metrics",
 }
-# status -> meaning, examples
-FAILURES: dict[int, tuple[str, list[ApiError]]] = {
-    400: (
-        "A field is missing, invalid or out of bounds, or a text has unknown characters.",
-        [
-            ApiError(400, "temperature: Input should be less than or equal to 100, got 101", param="temperature"),
-            ApiError(
-                400,
-                "prompt: character 'é' (U+00E9) at offset 3 is not in the vocabulary",
-                param="prompt",
-                code="unknown_character",
-            ),
-            ApiError(400, "body is not valid JSON: EOF at line 1 column 1", code="invalid_json"),
-        ],
-    ),
-    401: (
-        "The API key is missing or invalid.",
-        [ApiError(401, "an API key is required: Authorization: Bearer KEY", code="invalid_api_key")],
-    ),
-    404: (
-        "The model is not served here.",
-        [ApiError(404, "model 'gpt' is not served here", param="model", code="model_not_found")],
-    ),
-    408: ("The body took too long to arrive.", [ApiError(408, "body not received within 30 s", code="body_timeout")]),
-    413: ("The body is too large.", [ApiError(413, "body must have at most 4194304 bytes", code="body_too_large")]),
-    429: (
-        "The queue is full. `Retry-After` estimates when there is room.",
-        [ApiError(429, "queue full (limit 1024)", code="queue_full", retry_after_seconds=2)],
-    ),
-    500: (
-        "The service failed; a retry may succeed.",
-        [ApiError(500, "inference failed on this request", code="engine_error")],
-    ),
-    503: (
-        "No inference process is ready, or the server is shutting down. Retry after `Retry-After`.",
-        [ApiError(503, "no inference process is ready", code="not_ready", retry_after_seconds=1)],
-    ),
-    504: (
-        "The request took longer than its `timeout_seconds` or the server's limit.",
-        [ApiError(504, "request timed out after 300 s", code="timeout")],
-    ),
+# status -> meaning; codes of the errors, if any
+FAILURES = {
+    400: "A field is missing, invalid or out of bounds, or a text has unknown characters. Codes: `invalid_json`, "
+    "`unknown_character`, `invalid_pattern`, or null; `param` names the field.",
+    401: "The API key is missing or invalid. Code: `invalid_api_key`.",
+    404: "The model is not served here. Code: `model_not_found`.",
+    408: "The body took too long to arrive. Code: `body_timeout`.",
+    413: "The body is too large. Code: `body_too_large`.",
+    429: "The queue is full. `Retry-After` estimates when there is room. Code: `queue_full`.",
+    500: "The service failed; a retry may succeed. Code: `engine_error`, or null.",
+    503: "No inference process is ready, or the server is shutting down; `Retry-After` says when to retry. "
+    "Codes: `not_ready`, `shutting_down`.",
+    504: "The request took longer than its `timeout_seconds` or the server's limit. Code: `timeout`.",
 }
 BODY = (400, 404, 408, 413)  # of routes with a body
 RUN = (429, 503, 504)  # of routes that run the model
@@ -170,7 +141,7 @@ def build_document(settings: Settings, tokenizer: CharTokenizer, operations: Ite
         "paths": paths,
         "components": {
             "schemas": dict(sorted(schemas.items())),
-            "responses": {f"Status{status}": _failure(*failure) for status, failure in FAILURES.items()},
+            "responses": {f"Status{status}": _failure(status, meaning) for status, meaning in FAILURES.items()},
             "headers": {
                 name: {"description": description, "schema": schema, "required": name == "X-Request-Id"}
                 for name, (description, schema) in HEADERS.items()
@@ -282,10 +253,9 @@ def _response(description: str, content: dict[str, Any] | None = None, *headers:
     return response if content is None else response | {"content": content}
 
 
-def _failure(meaning: str, examples: list[ApiError]) -> dict[str, Any]:
-    named = {error.code or f"bad_{error.param}": {"value": json.loads(error.body)} for error in examples}
-    content = {"application/json": {"schema": _ref("schemas", "Error"), "examples": named}}
-    return _response(meaning, content, *(["Retry-After"] if "Retry-After" in examples[0].headers else []))
+def _failure(status: int, meaning: str) -> dict[str, Any]:
+    content = {"application/json": {"schema": _ref("schemas", "Error")}}
+    return _response(meaning, content, *(["Retry-After"] if status in (429, 503) else []))
 
 
 # -- examples and bounds of this server --

@@ -7,13 +7,17 @@ Loads without torch.
 
 from __future__ import annotations
 
-from typing import Annotated, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
 MAX_SEED = 2**64 - 1
 MAX_BIAS = 100.0  # OpenAI's bound
+
+
+def _param(description: str, example: float, **bounds: Any) -> Meta:
+    return Meta(description=description, examples=[example], **bounds)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -24,74 +28,27 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """
 
     temperature: Annotated[
-        float,
-        Meta(
-            ge=0,
-            le=100,
-            description="divides the logits: below 1 favours likely characters; 0 always takes the likeliest",
-            examples=[0.8],
-        ),
+        float, _param("divides the logits: below 1 favours likely characters; 0 takes the likeliest", 0.8, ge=0, le=100)
     ] = 1.0
-    top_k: Annotated[
-        int,
-        Meta(
-            ge=-1, le=2**31 - 1, description="sample from the k likeliest characters; 0 or -1: from all", examples=[20]
-        ),
-    ] = 0
+    top_k: Annotated[int, _param("sample from the k likeliest characters; 0 or -1: all", 20, ge=-1, le=2**31 - 1)] = 0
     top_p: Annotated[
-        float,
-        Meta(
-            gt=0,
-            le=1,
-            description="sample from the smallest set of likeliest characters with this total probability",
-            examples=[0.9],
-        ),
+        float, _param("sample from the smallest set of likeliest characters with this probability", 0.9, gt=0, le=1)
     ] = 1.0
     seed: int = 0  # 0 to MAX_SEED; msgspec's bounds end at 2^63
     min_p: Annotated[
-        float,
-        Meta(
-            ge=0,
-            le=1,
-            description="sample from characters at least this probable, relative to the likeliest",
-            examples=[0.05],
-        ),
+        float, _param("sample from characters at least this probable, relative to the likeliest", 0.05, ge=0, le=1)
     ] = 0.0
     typical_p: Annotated[
-        float,
-        Meta(
-            gt=0,
-            le=1,
-            description="sample from the most typical characters with this total probability (Meister et al. 2022)",
-            examples=[0.95],
-        ),
+        float, _param("sample from the most typical characters with this probability (Meister 2022)", 0.95, gt=0, le=1)
     ] = 1.0
     repetition_penalty: Annotated[
-        float,
-        Meta(
-            ge=0.01,
-            le=100,
-            description="above 1: makes characters of the prompt and the completion less likely (Keskar et al. 2019)",
-            examples=[1.1],
-        ),
+        float, _param("above 1: penalises characters of prompt and completion (Keskar 2019)", 1.1, ge=0.01, le=100)
     ] = 1.0
     presence_penalty: Annotated[
-        float,
-        Meta(
-            ge=-2,
-            le=2,
-            description="subtracted from the logit of each character that the completion contains",
-            examples=[0.5],
-        ),
+        float, _param("subtracted from the logit of each character in the completion", 0.5, ge=-2, le=2)
     ] = 0.0
     frequency_penalty: Annotated[
-        float,
-        Meta(
-            ge=-2,
-            le=2,
-            description="subtracted from a character's logit once for each occurrence in the completion",
-            examples=[0.1],
-        ),
+        float, _param("subtracted from a character's logit once per occurrence in the completion", 0.1, ge=-2, le=2)
     ] = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()  # (id, added to its logit)
 
