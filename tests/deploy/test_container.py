@@ -175,3 +175,12 @@ def test_a_missing_checkpoint_is_said(engine, image, tmp_path):
     with pytest.raises(docker.errors.ContainerError, match="/checkpoint") as caught:
         engine.containers.run(image, volumes=volumes, remove=True)
     assert caught.value.exit_status == 2
+
+
+def test_the_image_has_the_command_chargpt(engine, image):
+    """It serves; the rest is in the package training, which the image does not ship."""
+    options = {"entrypoint": "chargpt", "remove": True, "stderr": True}
+    assert b"chargpt COMMAND --help" in engine.containers.run(image, ["--help"], **options)
+    assert b"--checkpoint" in engine.containers.run(image, ["serve", "--help"], **options)
+    with pytest.raises(docker.errors.ContainerError, match="no training package"):
+        engine.containers.run(image, ["train"], **options)
