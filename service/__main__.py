@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def main() -> int:
     """Exit status: 0 after a signal, 1 when the server failed, 2 for bad settings or a bad checkpoint."""
     # PID 1 of a container has no default action for signals: without this it could not be stopped while loading.
-    # Not by an exception: C extensions lose one that is raised while they are imported, or turn it into another.
+    # os._exit, not an exception: C extensions can swallow one raised during their import, or turn it into another.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     from service.settings import read_settings
 

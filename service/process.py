@@ -1,4 +1,4 @@
-"""What every process of the service does to itself: signals from the kernel, the garbage collector."""
+"""Process setup: parent-death signal, ignored signals, garbage collector."""
 
 from __future__ import annotations
 

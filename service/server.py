@@ -60,7 +60,7 @@ class PolledEvent(threading.Event):
 
 
 class Spec(LitSpec):
-    """LitServe's extension point for another API; App.routes has ours, so that it registers nothing."""
+    """LitServe's extension point for a custom API. Registers nothing: the routes are App.routes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ class Server(LitServer):
             time.sleep(0.05)
 
     def _check_signal(self) -> None:
-        """Called by what polls.
+        """Called in every polling loop.
 
         Raises:
             KeyboardInterrupt: SIGTERM or SIGINT has arrived.

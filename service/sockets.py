@@ -51,7 +51,7 @@ def _frame(message: ToWorker | FromWorker) -> bytes:
 
 
 class _Reader(Generic[Message]):
-    """Bytes as they arrive to whole messages."""
+    """Reassembles messages from a byte stream."""
 
     def __init__(self, messages: Any):
         self._decode = msgspec.msgpack.Decoder(messages).decode

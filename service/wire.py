@@ -1,6 +1,6 @@
 """The messages between HTTP processes and inference processes, each stated once; sockets.py carries them.
 
-Ids and numbers only: no text, no HTTP. Loads without torch, and imports nothing but the sampling parameters.
+Ids and numbers: no text of a request, no HTTP. Loads without torch; imports the sampling parameters alone.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class Engine:
         for result in results:
             if not result.sequence.is_finished:
                 self.scheduler.take_back(result.sequence)
-        self.stats.num_exact = len(results)
+        self.stats.num_exact = sum(not result.is_failed for result in results)
         return [result.sequence for result in results]
 
     def _decode(self) -> list[Sequence]:
@@ -119,6 +119,7 @@ class Engine:
             with self._isolated(sequences):
                 self._move_slots()
                 self._update(self.runner.decode(sequences, self.stats))
+                self.stats.lap("sample")
         return sequences
 
     def _prefill(self, pieces: list[Prefill]) -> list[Sequence]:
@@ -131,8 +132,9 @@ class Engine:
                 for piece in pieces:
                     self.scheduler.prefilled(piece)
                     if not piece.sequence.num_prompt_left:
-                        piece.sequence.prefilled_at = self.clock()
+                        piece.sequence.prefilled_at = self.stats.prefilled_at
                 self._update(results)
+                self.stats.lap("sample")
         return sequences
 
     @contextlib.contextmanager

@@ -37,6 +37,7 @@ class StepStats:
         self._clock = clock
         self.started_at = self.ended_at = clock()
         self.phases: dict[str, float] = {}
+        self.prefilled_at = 0.0  # when the forward over pieces of prompts had run
         self.num_prefill_tokens = 0
         self.num_decode_rows = 0
         self.num_exact = 0  # choices made from fp64 logits
@@ -46,7 +47,7 @@ class StepStats:
         return self.ended_at - self.started_at
 
     def lap(self, phase: str) -> None:
-        """Count the time since the last lap as part of `phase`."""
+        """Count the time since the last lap as part of `phase`; `ended_at` becomes now."""
         now = self._clock()
         self.phases[phase] = self.phases.get(phase, 0.0) + now - self.ended_at
         self.ended_at = now
@@ -123,9 +124,7 @@ class Runner:
         logits = self.model(idx, self.cache.decode(len(sequences)))[:, -1].cpu()  # (B, V)
         stats.num_decode_rows = len(sequences)
         stats.lap("decode")
-        results = self._sample(sequences, logits)
-        stats.lap("sample")
-        return results
+        return self._sample(sequences, logits)
 
     def prefill(self, pieces: list[Prefill], slots: list[int], stats: StepStats) -> list[Result]:
         """Run pieces of prompts; the last piece of a prompt also gives its sequence's first character."""
@@ -139,6 +138,7 @@ class Runner:
         logits = self.model(idx.to(self._device), self.cache.prefill(slots, counts)).cpu()  # (B, T, V)
         stats.num_prefill_tokens = sum(counts)
         stats.lap("prefill")
+        stats.prefilled_at = stats.ended_at
         results = [Result(piece.sequence) for piece in pieces]
         for result, piece, row in zip(results, pieces, logits, strict=True):
             if piece.sequence.request.score_from is not None:
@@ -150,7 +150,6 @@ class Runner:
             for b, result in zip(complete, sampled, strict=True):
                 result.prompt_logprobs = results[b].prompt_logprobs
                 results[b] = result
-        stats.lap("sample")
         return results
 
     def decide(self, busy: bool) -> list[Result]:

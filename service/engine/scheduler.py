@@ -18,7 +18,6 @@ class QueueFullError(Exception):
 
     def __init__(self, limit: int):
         super().__init__(f"queue full (limit {limit})")
-        self.limit = limit
 
 
 @dataclass
@@ -113,7 +112,7 @@ class Scheduler:
     def schedule(self, now: float) -> list[Prefill]:
         """Give free slots to waiting sequences and share out this step's prefill budget, first come first served.
 
-        Sequences that are only scored come last: somebody waits for a stream's first character.
+        Sequences that are only scored come last: streams are sensitive to latency, scoring is not.
         """
         while self._waiting and self.num_running < self.max_running:
             _, _, sequence = heapq.heappop(self._waiting)

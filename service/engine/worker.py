@@ -1,7 +1,7 @@
-"""The inference process: loads the checkpoint and turns the engine.
+"""The inference process: loads the checkpoint and runs the engine.
 
-One synchronous loop: take what arrived, one engine step, one frame to each HTTP process that it concerns. It blocks
-while there is nothing to do. Ids and frames only: no text, no HTTP.
+One synchronous loop: take what arrived, one engine step, one frame to each HTTP process with deltas. It blocks while
+there is nothing to do. Ids and frames only: no text, no HTTP.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from litserve import LitAPI
 from litserve.loops.base import LitLoop
 
+from service.engine.scheduler import QueueFullError
 from service.observe.logs import LogFormat, configure_logging
 from service.process import die_with_parent, relax_garbage_collector
 from service.sockets import ConsumerLost, SocketTransport
@@ -86,7 +87,7 @@ class EngineAPI(LitAPI):
 
 
 class EngineLoop(LitLoop):
-    """LitServe calls `run` for ever; one call is one turn."""
+    """LitServe calls `run` for ever; each call is one iteration."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,8 +134,6 @@ class EngineLoop(LitLoop):
     def _handle(
         self, engine: Engine, transport: SocketTransport, message: Submit | Abort | ConsumerLost, consumer_id: int
     ) -> None:
-        from service.engine.scheduler import QueueFullError
-
         match message:
             case Submit():
                 try:

@@ -1,6 +1,6 @@
-"""The HTTP process's side of the engine: one Generation per request runs its sequences and turns ids into text.
+"""The HTTP process's side of the engine: a Generation runs the sequences of a request and turns ids into text.
 
-Knows frames, text and metrics; nothing of routes or of how an answer is written.
+Observes the metrics and turns failures into ApiErrors; knows nothing of routes, and writes nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from service.http.schemas import ApiError, Timing
@@ -22,7 +23,7 @@ from service.wire import Abort, Delta, FinishReason, Logprobs, Refused, Step, Su
 
 logger = logging.getLogger(__name__)
 
-LATE_SECONDS = 5.0  # a sequence of which the worker reports nothing is given up this long after its deadline
+LATE_SECONDS = 5.0  # grace period after the deadline, before a sequence without news is given up
 CONNECT_SECONDS = 5.0  # how long a starting HTTP process waits for a first worker
 FAILURES = frozenset({"abort", "timeout", "error"})
 
@@ -40,34 +41,27 @@ class Piece(NamedTuple):
     logprobs: list[LogprobRow] | None = None  # of the text's characters, if requested
 
 
+@dataclass(slots=True, eq=False)
 class SequenceState:
     """One sequence of a request. Times are by time.monotonic(), durations in seconds."""
 
-    __slots__ = (
-        "number", "submit", "worker", "echo", "prompt_logprobs", "new_ids", "new_logprobs", "num_completion_tokens",
-        "num_taken", "last_at", "is_first_written", "queue_seconds", "prefill_seconds", "decode_seconds",
-        "prefilled_at", "ended_at", "finish_reason", "first_token_seconds",
-    )  # fmt: skip
-
-    def __init__(self, number: int, submit: Submit, echo: str):
-        self.number = number
-        self.submit = submit
-        self.worker = -1
-        self.echo = echo  # to be emitted before the first character
-        self.prompt_logprobs = Logprobs()
-        self.new_ids: list[int] = []  # arrived, not taken yet
-        self.new_logprobs = Logprobs()
-        self.num_completion_tokens = 0
-        self.num_taken = 0
-        self.last_at: float | None = None  # arrival of the latest character
-        self.is_first_written = False
-        self.queue_seconds: float | None = None  # None: the prompt has not run
-        self.prefill_seconds = 0.0
-        self.decode_seconds = 0.0
-        self.prefilled_at = 0.0
-        self.ended_at: float | None = None
-        self.finish_reason: FinishReason | None = None
-        self.first_token_seconds: float | None = None
+    number: int
+    submit: Submit
+    echo: str  # to be emitted before the first character
+    worker: int = -1
+    prompt_logprobs: Logprobs = field(default_factory=Logprobs)
+    new_ids: list[int] = field(default_factory=list)  # arrived, not taken yet
+    new_logprobs: Logprobs = field(default_factory=Logprobs)
+    num_completion_tokens: int = 0
+    num_taken: int = 0
+    last_at: float | None = None  # arrival of the latest character
+    queue_seconds: float | None = None  # None: the prompt has not run
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    prefilled_at: float = 0.0
+    ended_at: float | None = None
+    finish_reason: FinishReason | None = None
+    first_token_seconds: float | None = None  # None: no character was written
 
 
 class Generation:
@@ -94,14 +88,14 @@ class Generation:
         self._interval = interval
         self._submitted_at = time.monotonic()
         self.timeout_seconds = max(submit.timeout_seconds for submit in submits)
-        self.deadline = self._submitted_at + self.timeout_seconds
+        self.deadline = arrived_at + self.timeout_seconds
         self.sequences = [
             SequenceState(i, submit, text)
             for i, (submit, text) in enumerate(zip(submits, echo or itertools.repeat(""), strict=False))
         ]
         self.pending = deque(self.sequences)  # not submitted yet
         self.open: set[int] = set()  # ids of the sequences that run
-        self._touched: dict[SequenceState, None] = {}  # with news that were not taken, in order of arrival
+        self._touched: dict[SequenceState, None] = {}  # with undelivered deltas, in order of arrival
         self._failure: ApiError | None = None
         self._is_urgent = False
         self._taken_at = 0.0
@@ -153,16 +147,14 @@ class Generation:
 
     @property
     def timing(self) -> Timing:
-        queue = prefill = decode = longest_decode = 0.0
-        later = 0  # characters after the first of each sequence
-        for it in self.sequences:
-            queue = max(queue, it.queue_seconds or 0.0)
-            prefill = max(prefill, it.prefill_seconds)
-            longest_decode = max(longest_decode, it.decode_seconds)
-            decode += it.decode_seconds
-            later += max(0, it.num_completion_tokens - 1)
-        per_character = round(decode / later, 9) if later else None
-        return Timing(round(queue, 6), round(prefill, 6), round(longest_decode, 6), per_character)
+        every = self.sequences
+        later = sum([max(0, it.num_completion_tokens - 1) for it in every])  # characters after each first one
+        return Timing(
+            round(max([it.queue_seconds or 0.0 for it in every]), 6),
+            round(max([it.prefill_seconds for it in every]), 6),
+            round(max([it.decode_seconds for it in every]), 6),
+            round(sum([it.decode_seconds for it in every]) / later, 9) if later else None,
+        )
 
     async def __aiter__(self) -> AsyncIterator[list[Piece]]:
         while not self.is_finished:
@@ -269,9 +261,11 @@ class Generation:
         if sequence.submit.logprobs is not None:
             rows = list(sequence.new_logprobs.rows())
             sequence.new_logprobs = Logprobs()
-            if sequence.echo:
+        if sequence.echo and sequence.finish_reason != "abort":  # an aborted prompt may not have all its rows
+            text = sequence.echo + text
+            if rows is not None:
                 rows = [(None, []), *sequence.prompt_logprobs.rows(), *rows]
-        text, sequence.echo = sequence.echo + text, ""
+        sequence.echo = ""
         sequence.num_taken += len(ids)
         return Piece(sequence.number, sequence.submit.sampling.seed, text, sequence.finish_reason, rows)
 
@@ -282,13 +276,12 @@ class Generation:
     def _written(self, sequence: SequenceState, finish_reason: str | None) -> None:
         """Observe that a piece was written."""
         metrics, id, now = self._metrics, sequence.submit.request_id, time.monotonic()
-        is_first = sequence.num_taken > 0 and not sequence.is_first_written
-        is_only = finish_reason is not None and not sequence.is_first_written
-        if sequence.queue_seconds is not None and (is_first or is_only):
+        is_unwritten = sequence.first_token_seconds is None
+        is_first = is_unwritten and sequence.num_taken > 0
+        if sequence.queue_seconds is not None and (is_first or (is_unwritten and finish_reason is not None)):
             metrics.request_queue_time.observe(sequence.queue_seconds, request_id=id)
             metrics.request_prefill_time.observe(sequence.prefill_seconds, request_id=id)
         if is_first:
-            sequence.is_first_written = True
             sequence.first_token_seconds = now - self._arrived_at
             metrics.time_to_first_token.observe(sequence.first_token_seconds, request_id=id)
             metrics.request_first_decode_time.observe(now - sequence.prefilled_at, request_id=id)
@@ -307,7 +300,7 @@ class Generation:
 
 
 class EngineClient:
-    """Connected to every worker; a sequence goes to the one with the fewest."""
+    """Connected to every worker; a sequence goes to the one with the fewest sequences."""
 
     def __init__(self, transport: SocketTransport, consumer_id: int, metrics: Metrics, tokenizer: CharTokenizer):
         self.metrics, self.tokenizer = metrics, tokenizer
@@ -344,7 +337,7 @@ class EngineClient:
             raise ApiError(503, "no inference process is ready", code="not_ready", retry_after_seconds=1)
         generation = Generation(self, submits, arrived_at, echo=echo, interval=interval)
         self._late[generation] = asyncio.get_running_loop().call_later(
-            generation.timeout_seconds + LATE_SECONDS, self.abort, generation, "timeout"
+            generation.deadline - time.monotonic() + LATE_SECONDS, self.abort, generation, "timeout"
         )
         for _ in submits[:window]:
             self._submit_next(generation)
@@ -417,7 +410,7 @@ class EngineClient:
 
     def _received_delta(self, delta: Delta, now: float) -> None:
         running = self._running.get(delta.id) if delta.finish_reason is None else self._end(delta.id)
-        if running is not None:  # otherwise aborted here, and its last frames were under way
+        if running is not None:  # otherwise aborted here, with frames in flight
             running[0].receive(running[1], delta, now)
 
     def _end(self, id: int) -> tuple[Generation, SequenceState] | None:

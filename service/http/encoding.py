@@ -1,4 +1,4 @@
-"""The texts and ids of one request to ids of the vocabulary."""
+"""Encodes a request's texts and checks its ids."""
 
 from __future__ import annotations
 

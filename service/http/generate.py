@@ -66,7 +66,6 @@ async def _answer(
     submits = await _submits(service, body, prompts, seeds, candidates)
     echo = [service.tokenizer.decode(prompt) for prompt in prompts for _ in range(candidates)] if body.echo else None
     context.num_prompt_tokens = sum(map(len, prompts))
-    encoder.count_unknown()
 
     pieces: AsyncIterable[list[Piece]]
     if suffix:
@@ -77,6 +76,7 @@ async def _answer(
         default = service.settings.stream_interval_seconds
         interval = default if body.stream_interval is None else body.stream_interval
         pieces = service.start(context, submits, echo=echo, interval=interval if body.stream else None)
+    encoder.count_unknown()
 
     form = form_class(
         context,
@@ -193,12 +193,12 @@ def _logit_bias(service: Service, body: GenerationRequest) -> tuple[tuple[int, f
             id = key if isinstance(key, int) else tokenizer.vocab_size
         if id >= tokenizer.vocab_size:
             message = (
-                f"must be of characters of the vocabulary or ids in [0, {tokenizer.vocab_size - 1}], "
-                f"with biases in [-100, 100], got {key!r}: {bias!r}"
+                f"keys must be characters of the vocabulary or ids in [0, {tokenizer.vocab_size - 1}], "
+                f"biases in [-100, 100], got {key!r}: {bias!r}"
             )
             raise ApiError(400, f"logit_bias: {message}", param="logit_bias")
         if id in biases:
-            raise ApiError(400, f"logit_bias: {key!r}, id {id}, is named twice", param="logit_bias")
+            raise ApiError(400, f"logit_bias: {key!r}, id {id}, appears twice", param="logit_bias")
         biases[id] = bias
     return tuple(biases.items())
 
@@ -262,6 +262,7 @@ async def _infill(
     log p(suffix | prompt, middle).
     """
     suffix = suffix[: service.checkpoint.receptive_field]
+    timeout_seconds = submits[0].timeout_seconds  # as requested; the client lowers it to what is left
     for submit in submits:
         submit.logprobs, submit.logprob_ids, submit.score_from = 0, (suffix[0],), None
     sampled = await _sample_candidates(service, context, submits, None)
@@ -273,7 +274,7 @@ async def _infill(
         submit = submits[middle.number]
         before = submit.prompt + service.tokenizer.encode(middle.text)
         scoring[middle.number // num_candidates, middle.text] = Submit(
-            0, before + suffix, 0, submit.sampling, submit.timeout_seconds,
+            0, before + suffix, 0, submit.sampling, timeout_seconds,
             logprobs=0, score_from=len(before), priority=submit.priority,
         )  # fmt: skip
     generation = service.start(context, list(scoring.values()))

@@ -37,7 +37,6 @@ async def tokenize(service: Service, request: Request) -> Response:
     service.check_model(body.model)
     encoder = Encoder(service, body)
     tokens = encoder.encode(body.prompt, "prompt")
-    encoder.count_unknown()
     longest = service.settings.max_prompt_characters
     return _json(TokenizeAnswer(len(tokens), longest, tokens, encoder.replaced, encoder.dropped))
 

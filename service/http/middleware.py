@@ -1,7 +1,7 @@
 """What every request passes before its route, and every answer after it.
 
 Request ids, API keys, cross-origin rules, a proxy's path prefix, limits on bodies, metrics and the access log, and
-the answers to errors. Of the routes it knows the paths alone; of a request's text it logs nothing.
+the answers to errors. Knows routes by path only, and never logs a request's text.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ EXPOSED_HEADERS = (
 
 
 class RequestMiddleware:
-    """The outermost layer. `metrics` and `tracer` give theirs once the HTTP process has them.
+    """The outermost layer. `metrics` and `tracer` return None until the HTTP process has started.
 
     From outside in: request id, metrics and log; cross-origin rules; then `_guard`. So every answer has an id, is
-    counted, and can be read by the web pages that may.
+    counted, and is readable by pages of allowed origins.
     """
 
     SAFE = frozenset(string.ascii_letters + string.digits + "-_.:")

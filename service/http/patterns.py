@@ -1,4 +1,4 @@
-"""Patterns of requests to packed automata, compiled in a thread and cached."""
+"""Compiles the patterns of requests to packed automata, in a thread, with a cache."""
 
 from __future__ import annotations
 

@@ -59,10 +59,10 @@ async def score(service: Service, request: Request) -> Response:
         for i in order
     ]  # fmt: skip
     context.num_prompt_tokens = len(before) + sum(map(len, ids))
-    encoder.count_unknown()
-    # A part of the slots, so that generations find one.
+    # A quarter of the slots, so that scoring does not starve generations.
     window = max(1, service.settings.max_running_requests // 4)
     generation = service.start(context, submits, window=window) if submits else None
+    encoder.count_unknown()
 
     async def answer() -> ScoreAnswer:
         nats: list[list[float]] = [[] for _ in ids]
@@ -115,15 +115,15 @@ async def next_character(service: Service, request: Request) -> Response:
         for prompt in ids
     ]  # fmt: skip
     context.num_prompt_tokens = sum(map(len, ids))
-    encoder.count_unknown()
     generation = service.start(context, submits)
+    encoder.count_unknown()
 
     async def answer() -> NextAnswer:
         data: dict[int, Next] = {}
         async for pieces in generation:
             for piece in pieces:
-                assert piece.logprobs is not None
-                data[piece.number] = _next(service, piece.number, piece.logprobs[0])
+                if piece.logprobs:  # none if the client has left
+                    data[piece.number] = _next(service, piece.number, piece.logprobs[0])
         return NextAnswer(
             context.request_id,
             service.settings.model_name,

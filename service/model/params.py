@@ -64,7 +64,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
         biased: set[int] = set()
         for id, bias in self.logit_bias:
             if id < 0 or id in biased:
-                raise ValueError(f"logit_bias must be of distinct ids of at least 0, got id {id}")
+                raise ValueError(f"logit_bias must be of distinct ids ≥ 0, got id {id}")
             if not -MAX_BIAS <= bias <= MAX_BIAS:
                 raise ValueError(f"logit_bias must be in [-{MAX_BIAS:g}, {MAX_BIAS:g}], got {bias} for id {id}")
             biased.add(id)

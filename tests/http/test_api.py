@@ -15,7 +15,8 @@ import torch
 from helpers import VOCABULARY, RunningServer, save_random, web
 from transformers import AutoModelForCausalLM
 
-from tests.toolbox.http import pieces, text_of
+from tests.toolbox.http import pieces, sent, text_of
+from tests.toolbox.http import post as written
 from training.evaluate import streamed_loss
 
 
@@ -614,3 +615,19 @@ def test_the_sdk_sees_the_receipt_and_takes_a_list_of_seeds(server):
         again = sdk.completions.create(**options, extra_body={"seed": seeds})
         assert [c.text for c in again.choices] == [c.text for c in first.choices]
         assert first.choices[0].text != first.choices[1].text
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/next"])
+def test_a_client_that_leaves_the_queue_is_an_abort_and_no_failure(checkpoint, path):
+    """With an echoed prompt whose log-probabilities never came, or without the distribution that the answer needs."""
+    fields = {"echo": True, "logprobs": 2} if path == "/generate" else {}
+    with RunningServer(checkpoint.path, max_running_requests=1) as server:
+        server.wait_until_ready()
+        with sent(server.port, written("/generate", {"prompt": "a", "max_tokens": 16_000, "stream": True})):
+            server.wait_until_metric("chargpt_num_requests_running", 1)
+            with sent(server.port, written(path, {"prompt": "Hello"} | fields)):
+                server.wait_until_metric("chargpt_num_requests_waiting", 1)
+            server.wait_until_metric("chargpt_request_success_total", 1, finished_reason="abort")
+            left = {"handler": path, "method": "POST", "status": "499"}
+            server.wait_until_metric("chargpt_http_requests_total", 1, **left)
+        assert "Traceback" not in server.output()
