@@ -5,22 +5,22 @@ import pytest
 
 from tests.toolbox import needs
 
-# The models here are tiny: a second thread would only spin, and fight with the servers that the tests start.
+# Test models are tiny: a second thread would only spin and compete with the servers under test.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 ON_DEMAND = ("chaos", "slow", "tools")
 
 
 def pytest_configure() -> None:
-    needs.required()  # an unknown name ends the run before any test
+    needs.required()  # an unknown area aborts the run before any test
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What takes long runs only where -m names it."""
-    unasked = {marker for marker in ON_DEMAND if marker not in config.option.markexpr}
-    left_out = [item for item in items if unasked & {mark.name for mark in item.iter_markers()}]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in left_out]
+    """Deselects tests with a marker of ON_DEMAND unless -m names that marker."""
+    unrequested = {marker for marker in ON_DEMAND if marker not in config.option.markexpr}
+    deselected = [item for item in items if unrequested & {mark.name for mark in item.iter_markers()}]
+    config.hook.pytest_deselected(items=deselected)
+    items[:] = [item for item in items if item not in deselected]
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures
@@ -32,7 +32,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture
 def chance() -> random.Random:
-    """What decides on random moments. CHARGPT_CHAOS_SEED gives those of an earlier test again."""
+    """Times faults at random. CHARGPT_CHAOS_SEED repeats the choices of an earlier run."""
     seed = int(os.environ.get("CHARGPT_CHAOS_SEED") or random.SystemRandom().randrange(2**32))
     print(f"\nCHARGPT_CHAOS_SEED={seed}", flush=True)
     return random.Random(seed)

@@ -1,4 +1,4 @@
-"""Small real things that several test files need."""
+"""Models, servers and waiting shared by the tests."""
 
 import contextlib
 import io
@@ -24,15 +24,14 @@ from tests.toolbox.launch import Program, free_port
 from tests.toolbox.needs import CORPUS as CORPUS
 from tests.toolbox.needs import program
 
-# What httpx.get and the like are, a connection for each request, but for the system's certificates: those read all of
-# them each time, in 25 ms.
+# A connection per request, as httpx.get makes, without reading the system's certificates each time (25 ms).
 web = httpx.Client(limits=httpx.Limits(max_connections=None, max_keepalive_connections=0))
 
 VOCABULARY = sorted("\n !'.,:;?" + string.ascii_letters)
 
 
 def random_model(dtype: torch.dtype = torch.float32, seed: int = 0, **config: int) -> GPT:
-    """A small model with weights large enough that its texts vary and every part matters."""
+    """A small model whose weights are large enough that texts vary and every layer matters."""
     fields = {"vocab_size": len(VOCABULARY), "block_size": 8, "n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 16}
     model = GPT(GPTConfig(**(fields | config)))
     generator = torch.Generator().manual_seed(seed)
@@ -53,7 +52,7 @@ def save_random(folder: Path, **options: int) -> Checkpoint:
 
 
 def call(arguments: Iterable[object]) -> int | str | None:
-    """`python -m training`, without a process of its own; the exit status."""
+    """Runs `python -m training` in this process; returns the exit status."""
     from training.__main__ import main
 
     before, sys.argv = sys.argv, ["training", *map(str, arguments)]
@@ -66,22 +65,22 @@ def call(arguments: Iterable[object]) -> int | str | None:
 
 
 def refusal(main: Callable[[], int], arguments: list[str]) -> str:
-    """What a command says of arguments that it refuses, without a process of its own."""
+    """Runs a command in this process with arguments that it must reject; returns its stderr."""
     before, sys.argv = sys.argv, ["command", *arguments]
-    said = io.StringIO()
+    stderr = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(stderr):
             main()
     except SystemExit as stop:
         assert stop.code == 2
-        return said.getvalue()
+        return stderr.getvalue()
     finally:
         sys.argv = before
-    raise AssertionError(f"{arguments} are not refused")
+    raise AssertionError(f"{arguments} were accepted")
 
 
 class RunningServer(Program):
-    """`python -m service` in a process of its own, on a free port."""
+    """`python -m service` on a free port."""
 
     def __init__(self, checkpoint: Path, **settings: object):
         port = free_port()
@@ -91,7 +90,7 @@ class RunningServer(Program):
         self._client: httpx.Client | None = None
 
     def _get(self, path: str) -> httpx.Response:
-        """On a connection of its own; httpx.get would read all certificates of the system for each request."""
+        """On a new connection; httpx.get would read all system certificates each time."""
         if self._client is None:
             self._client = httpx.Client(limits=httpx.Limits(max_connections=None, max_keepalive_connections=0))
         return self._client.get(self.url + path)
@@ -104,7 +103,7 @@ class RunningServer(Program):
         return next(process for process in self.processes() if is_worker(process))
 
     def metrics(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-        """Samples as Prometheus' own parser reads them: (name, labels without model_name) -> value."""
+        """Samples as prometheus_client parses them: (name, labels without model_name) -> value."""
         samples = {}
         for family in text_string_to_metric_families(self._get("/metrics").text):
             for sample in family.samples:
@@ -116,17 +115,17 @@ class RunningServer(Program):
         return self.metrics().get((name, frozenset(labels.items())), 0.0)
 
     def wait_until_metric(self, name: str, value: float, timeout: float = 30, **labels: str) -> None:
-        wait_until(lambda: self.metric(name, **labels) == value, timeout, f"{name} is not {value}")
+        wait_until(lambda: self.metric(name, **labels) == value, timeout, f"{name} did not become {value}")
 
     def stop(self, timeout: float = 30) -> int:
-        """SIGTERM; the exit status. Every process must end."""
+        """Sends SIGTERM, waits until every process has ended and returns the exit status."""
         self.process.terminate()
         status = self.process.wait(timeout)
         self.wait_until_gone()
         return status
 
     def wait_until_gone(self) -> None:
-        """Until no process of the server is left, of whatever parent."""
+        """Waits until no process of the server's session is left, orphans included."""
         wait_until(lambda: not self._left(), otherwise=lambda: self._left())
 
     def _left(self) -> list[psutil.Process]:
@@ -156,14 +155,14 @@ def make_certificate(folder: Path) -> tuple[Path, Path]:
 
 
 def is_worker(process: psutil.Process) -> bool:
-    """Whether it is an inference process: LitServe spawns those, the others are forked."""
+    """Whether it is an inference process: LitServe spawns these and forks the others."""
     return "spawn_main" in " ".join(process.cmdline())
 
 
-def wait_until(condition: Callable[[], Any], timeout: float = 30, otherwise: object = "not in time") -> Any:
-    """What `condition` returns once that is true. The timeout is a safety net, not an expectation.
+def wait_until(condition: Callable[[], Any], timeout: float = 30, otherwise: object = "timed out") -> Any:
+    """Polls `condition` until it returns a true value, and returns that. The timeout is only a safety net.
 
-    otherwise: what the failure says, or a function that returns it.
+    otherwise: the assertion message, or a function that returns it.
     """
     deadline = time.monotonic() + timeout
     while not (found := condition()):

@@ -1,9 +1,9 @@
-"""What the documents take from the code: outputs of their curl examples, the tables of settings and metrics.
+"""Generated parts of the documents: outputs of curl examples, tables of settings and metrics.
 
-PYTHONPATH=. python tests/readme_examples.py http://localhost:8000    writes them into the documents anew
+PYTHONPATH=. python tests/readme_examples.py http://localhost:8000    regenerates them in place
 
-In outputs, … replaces ids, times, hashes, digits after the second decimal, and the members that every answer has
-(ENVELOPE), unless the document shows them. JSON longer than a line is broken into lines.
+In outputs, … replaces ids, times, hashes, digits after the second decimal place, and the members common to all
+responses (ENVELOPE) unless the document shows them. JSON longer than one line is wrapped.
 """
 
 import json
@@ -23,7 +23,7 @@ from service.settings import Settings
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = tuple(ROOT / folder / "README.md" for folder in ("", "service", "training", "deploy", "tests"))
 EXAMPLE = re.compile(
-    r"""```console\n\$\ (curl\ -s(?=[^\n]*localhost:8000)  # of a server that the test starts
+    r"""```console\n\$\ (curl\ -s(?=[^\n]*localhost:8000)  # against the server under test
     (?:[^\n']|'[^']*')*)\n  # to the end of the line on which the body ends
     (.*?)```""",
     re.DOTALL | re.VERBOSE,
@@ -34,11 +34,11 @@ ENVELOPE = ("id", "object", "created", "model", "usage", "chargpt")
 
 
 class Bare(str):
-    """A number as it is shown: without quotes."""
+    """Printed without quotes."""
 
 
 def elided(output: str) -> str:
-    """An output with … for ids, times, hashes and digits after the second decimal."""
+    """Replaces ids, times and hashes with "…"."""
     output = output.replace("\r", "")
     output = re.sub(r'"id":"(cmpl-)?[0-9a-f]{32}"', r'"id":"\1…"', output)
     output = re.sub(r'"created":\d+', '"created":"…"', output)
@@ -63,14 +63,14 @@ def one_line(value: Any) -> str:
 
 
 def children(value: dict[str, Any] | list[Any]) -> list[tuple[str, Any]]:
-    """(what stands before it, value) of each member; "…" is a member without a name."""
+    """(prefix, value) of each member; "…" has an empty prefix."""
     if isinstance(value, list):
         return [("", item) for item in value]
     return [("" if key == "…" else f"{json.dumps(key)}: ", member) for key, member in value.items()]
 
 
 def lines_of(value: Any, indent: int = 0) -> list[str]:
-    """JSON in lines of at most WIDTH characters where strings allow; what fits on one line stays on one."""
+    """JSON wrapped at WIDTH characters; longer strings stay whole."""
     if len(one := one_line(value)) + indent <= WIDTH or not isinstance(value, dict | list):
         return [one]
     opening, closing = "{}" if isinstance(value, dict) else "[]"
@@ -92,7 +92,7 @@ def lines_of(value: Any, indent: int = 0) -> list[str]:
 
 
 def cut(value: Any) -> Any:
-    """Long lists by their first two elements."""
+    """Shortens lists longer than LONGEST_LIST to their first two elements."""
     if isinstance(value, dict):
         return {key: cut(member) for key, member in value.items()}
     if isinstance(value, list):
@@ -101,7 +101,7 @@ def cut(value: Any) -> Any:
 
 
 def laid_out(output: str, whole: bool) -> str:
-    """An output as a document shows it; `whole` keeps the members of ENVELOPE."""
+    """An output formatted for a document; `whole` keeps the members of ENVELOPE."""
     lines = []
     for line in elided(output).rstrip("\n").split("\n"):
         if line.startswith("{"):
@@ -134,7 +134,7 @@ def examples() -> list[tuple[str, str]]:
 
 
 def settings_table() -> dict[str, list[str]]:
-    """Default and meaning of each flag."""
+    """Flag -> default and description."""
     table = {}
     for name, field in Settings.model_fields.items():
         if name == "checkpoint":
@@ -150,7 +150,7 @@ def settings_table() -> dict[str, list[str]]:
 
 
 def metrics_table(url: str) -> dict[str, list[str]]:
-    """Help, kind and labels of each series: from declarations, as some appear with use, and from a server."""
+    """Series -> help, type and labels. Declarations count too: a server exports some series only after use."""
     registry = CollectorRegistry()
     Metrics("m", registry, "test")
     request = urllib.request.Request(f"{url}/metrics", headers={"Accept": "application/openmetrics-text"})
@@ -170,7 +170,7 @@ def metrics_table(url: str) -> dict[str, list[str]]:
 
 
 def with_table(text: str, head: str, table: dict[str, list[str]]) -> str:
-    """A document with the rows of one table written anew, if it has that table; new rows go last."""
+    """Replaces the rows of one table, if the document has it; new rows go last."""
     before, found, rest = text.partition(f"{head}\n")
     if not found:
         return text
@@ -182,8 +182,8 @@ def with_table(text: str, head: str, table: dict[str, list[str]]) -> str:
     return before + "\n".join([head, rule, *rows]) + "\n\n" + after
 
 
-def renewed(text: str, url: str) -> str:
-    """A document with its tables and its examples' outputs written anew."""
+def regenerated(text: str, url: str) -> str:
+    """A document with regenerated tables and example outputs."""
     text = with_table(text, "| flag | default | |", settings_table())
     text = with_table(text, "| series | | kind | labels |", metrics_table(url))
     return EXAMPLE.sub(lambda match: f"```console\n$ {match[1]}\n{run(match[1], url, shows_all(match[2]))}```", text)
@@ -191,4 +191,4 @@ def renewed(text: str, url: str) -> str:
 
 if __name__ == "__main__":
     for document in DOCUMENTS:
-        document.write_text(renewed(document.read_text(encoding="utf-8"), sys.argv[1]), encoding="utf-8")
+        document.write_text(regenerated(document.read_text(encoding="utf-8"), sys.argv[1]), encoding="utf-8")

@@ -41,7 +41,7 @@ def softmax(scores):
 def attention(q, k, v, window):
     """One head: q, k, v lists of vectors, one per position -> one vector per position.
 
-    The query at p sees the keys at p − window < j ≤ p.
+    The query at p attends to the keys at p − window < j ≤ p.
     """
     out = []
     for p in range(len(q)):

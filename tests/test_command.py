@@ -25,13 +25,13 @@ def run(*arguments, module="service.command"):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
-def test_the_script_is_declared():
+def test_console_script_points_to_a_function():
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     module, function = scripts["chargpt"].split(":")
     assert callable(getattr(importlib.import_module(module), function))
 
 
-def test_help_lists_every_command_in_one_screen():
+def test_help_lists_every_command_on_one_screen():
     done = run("--help")
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
@@ -50,7 +50,7 @@ def test_help_imports_neither_torch_nor_training():
 @pytest.mark.parametrize(
     ("arguments", "message"), [(["trian"], "unknown command 'trian'"), ([], "no command given"), (["-v"], "'-v'")]
 )
-def test_an_unknown_command_is_refused_with_the_list(arguments, message):
+def test_unknown_command_is_rejected_with_the_list_of_commands(arguments, message):
     done = run(*arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr.splitlines()[0] and all(f"  {name} " in done.stderr for name in COMMANDS)
@@ -67,7 +67,7 @@ def test_an_unknown_command_is_refused_with_the_list(arguments, message):
         (["serve", "--port", "1"], 2, "--port (CHARGPT_PORT): "),
     ],
 )
-def test_errors_and_exit_statuses_are_those_of_the_command(arguments, code, message):
+def test_errors_and_exit_statuses_come_from_the_subcommand(arguments, code, message):
     done = run(*arguments)
     assert (done.returncode, done.stdout) == (code, "")
     assert message in done.stderr and "Traceback" not in done.stderr
@@ -78,7 +78,7 @@ def test_usage_names_the_command():
     assert run("sample", "--help", module="training").stdout.startswith("usage: python -m training sample [-h] ")
 
 
-def test_a_training_command_takes_the_same_flags_and_prints_the_same(tmp_path):
+def test_training_commands_accept_the_same_flags_and_print_the_same_output(tmp_path):
     checkpoint = save_random(tmp_path / "checkpoint").path
     flags = ["sample", "--checkpoint", checkpoint, "--prompt", "The ", "-n", "2", "--max-tokens", "9", "--seed", "3"]
     one, other = run(*flags), run(*flags, module="training")
@@ -86,7 +86,7 @@ def test_a_training_command_takes_the_same_flags_and_prints_the_same(tmp_path):
     assert one.stdout == other.stdout and one.stdout.startswith("The ")
 
 
-def test_serve_answers_and_ends_at_ctrl_c(tmp_path):
+def test_serve_answers_requests_and_exits_on_sigint(tmp_path):
     checkpoint = save_random(tmp_path / "checkpoint").path
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

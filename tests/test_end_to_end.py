@@ -1,4 +1,4 @@
-"""The main job: from a text file to text over HTTP, with the real programs and real clients."""
+"""From a text file to text over HTTP, with the real programs and the openai SDK."""
 
 import concurrent.futures
 import random
@@ -15,11 +15,11 @@ from service.model.params import SamplingParams
 
 
 def real_text():
-    """Tiny Shakespeare where it is, or else the Python reference that comes with every Python."""
+    """Tiny Shakespeare if present, otherwise the language reference in Python's standard library."""
     return CORPUS.read_text(encoding="utf-8") if CORPUS.exists() else "\n".join(topics.values())
 
 
-def test_from_a_text_file_to_text_over_http(tmp_path):
+def test_trained_checkpoint_is_served_exactly(tmp_path):
     text = real_text()[:200_000]
     (tmp_path / "corpus.txt").write_text(text, encoding="utf-8", newline="")
     command = [sys.executable, "-m", "training", "train", "--preset", "quick", "--steps", "10", "--threads", "1"]
@@ -68,7 +68,6 @@ def test_from_a_text_file_to_text_over_http(tmp_path):
             expected = exact.generate(prompt, request["max_tokens"], params)
             assert answer == checkpoint.tokenizer.decode(expected)
 
-        # Prometheus' own parser reads these
         assert server.metric("chargpt_request_success_total", finished_reason="length") == 32
         assert server.metric("chargpt_prompt_tokens_total") == sum(len(request["prompt"]) for request in requests)
         assert server.metric("chargpt_generation_tokens_total") == sum(request["max_tokens"] for request in requests)

@@ -1,4 +1,4 @@
-"""The import rules: the arrows between the parts of the source, and what a fresh interpreter loads."""
+"""Import rules: which part may import which, and which packages importing a module loads."""
 
 import ast
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 HEAVY = {"torch", "litserve", "fastapi", "pydantic", "prometheus_client", "training", "matplotlib", "transformers"}
 
-# part -> the parts that it may import, anywhere in its files; imports within a part need no arrow
+# part -> parts that it may import, inside functions included; imports within a part are always allowed
 ARROWS = {
     "service.model": set(),
     "service.constrain": set(),
@@ -21,7 +21,7 @@ ARROWS = {
     "service.settings": {"service.observe"},
     "service.engine": {
         "service.model", "service.constrain", "service.wire",
-        "service.sockets", "service.process", "service.observe",  # these three in worker.py alone
+        "service.sockets", "service.process", "service.observe",  # these three only in worker.py
     },
     "service.http": {
         "service.model", "service.constrain", "service.wire", "service.sockets", "service.observe", "service.settings",
@@ -42,7 +42,7 @@ def part_of(module):
 
 
 def imports(path):
-    """(module, whether it is for type checkers alone) of each import statement of a file."""
+    """(module, whether under TYPE_CHECKING) of each import in a file."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     typing = {
         node
@@ -63,7 +63,7 @@ FILES = sorted(path for folder in ("service", "training") for path in (ROOT / fo
 
 
 @pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(ROOT)) for path in FILES])
-def test_every_import_follows_an_arrow(path):
+def test_every_import_is_allowed(path):
     module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
     part = part_of(module)
     for imported, is_typing in imports(path):
@@ -78,7 +78,7 @@ def test_every_import_follows_an_arrow(path):
 
 
 def loaded_by(module):
-    """Top-level names, and modules of ours, that a fresh interpreter has after an import."""
+    """Top-level packages loaded in a fresh interpreter by importing `module`."""
     code = f"import sys; import {module}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     return {name.split(".")[0] for name in done.stdout.split()}
@@ -101,9 +101,9 @@ def loaded_by(module):
         ("service.server", {"litserve", "fastapi", "pydantic", "prometheus_client"}),
     ],
 )
-def test_a_module_loads_no_more_than_it_may(module, allowed):
+def test_modules_load_only_allowed_packages(module, allowed):
     assert loaded_by(module) & HEAVY <= allowed
 
 
-def test_training_loads_nothing_of_the_http_process():
+def test_training_loads_no_http_dependencies():
     assert not loaded_by("training.__main__, training.loop, training.evaluate") & (HEAVY - {"torch", "training"})

@@ -1,4 +1,4 @@
-"""What this service relies on in LitServe, by name, so that a new version of LitServe fails here first, and why."""
+"""The parts of LitServe that the service relies on: a new version fails here first, with what would break."""
 
 import ast
 import inspect
@@ -21,24 +21,24 @@ from tests.toolbox.launch import Program, free_port
 ROOT = Path(__file__).parents[1]
 SERVER = ROOT / "service" / "server.py"
 
-# What server.py overrides or uses of LitServer that LitServe does not document -> what breaks without it.
+# Undocumented parts of LitServer that server.py uses or overrides -> what breaks without them
 PRIVATE = {
     "_register_internal_endpoints": "LitServe's /health and /info would shadow ours",
     "_register_spec_endpoints": "FastAPI's slower routes would be added beside ours",
-    "_register_middleware": "LitServe would add middlewares to an application that is complete",
+    "_register_middleware": "LitServe would add middlewares to the finished application",
     "_init_manager": "requests would go through LitServe's queues instead of SocketTransport",
-    "_perform_graceful_shutdown": "SIGTERM would cut running requests off",
-    "launch_single_inference_worker": "a restarted worker would not be counted, its gauges would stay",
-    "verify_worker_status": "a worker that dies while loading would hang the start",
+    "_perform_graceful_shutdown": "SIGTERM would cut off running requests",
+    "launch_single_inference_worker": "restarts would not be counted, and a dead worker's gauges would remain",
+    "verify_worker_status": "startup would hang if a worker died while loading",
     "lifespan": "an HTTP process would not connect to the workers",
-    "_inference_workers_config_for_api": "/info would not know the devices, nor the transport the workers",
-    "_callback_runner": "callbacks for requests, responses and the server's end would not fire",
+    "_inference_workers_config_for_api": "/info would lack the devices, and SocketTransport the number of workers",
+    "_callback_runner": "callbacks for requests, responses and shutdown would not fire",
     "_logger_connector": "loggers would get no queue",
     "_transport": "workers would not get SocketTransport",
     "_shutdown_event": "a signal would not end the main process",
     "logger_queue": "loggers would get no queue",
     "litapi_request_queues": "workers could not be launched without LitServe's queues",
-    "workers_setup_status": "nobody would know when a worker is ready",
+    "workers_setup_status": "worker readiness would be unknown",
     "inference_workers": "a dead worker's metrics could not be removed",
     "middlewares": "middlewares given to build_server would be lost",
     "uvicorn_graceful_timeout": "HTTP processes would be killed before requests are drained",
@@ -58,19 +58,19 @@ def stock():
     return litserve.LitServer(EchoAPI(), accelerator="cpu", timeout=False)
 
 
-def test_the_version_is_pinned():
+def test_installed_litserve_is_the_pinned_version():
     pinned = [requirement for requirement in requires("chargpt") if requirement.startswith("litserve")]
     assert pinned == [f'litserve=={version("litserve")}; extra == "service"']
 
 
 @pytest.mark.parametrize("name", PRIVATE)
-def test_litserve_still_has(stock, name):
+def test_private_litserve_name_exists(stock, name):
     exists = hasattr(stock, name) or f"self.{name} = " in inspect.getsource(litserve.LitServer)
     assert exists, f"LitServer.{name} is gone: {PRIVATE[name]}"
 
 
 def test_every_private_name_is_listed():
-    """Of what server.py takes from LitServer: all names with an underscore, and all methods that it overrides."""
+    """Private LitServer attributes that server.py uses, and methods that it overrides."""
     tree = ast.parse(SERVER.read_text(encoding="utf-8"))
     (server,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Server")
     methods = {node.name for node in server.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
@@ -80,8 +80,8 @@ def test_every_private_name_is_listed():
     assert used | overridden <= PRIVATE.keys()
 
 
-def test_the_names_that_other_files_rely_on():
-    """Process names and a variable, by which log lines and metrics name a process; and who calls the loop."""
+def test_litserve_names_used_outside_server_py_exist():
+    """Process names and a variable that identify processes in logs and metrics; the signature of LitLoop.run."""
     server, loops = inspect.getsource(litserve.server), inspect.getsource(litserve.loops.loops)
     assert 'name="inference-worker"' in server and 'name=f"LitServer-{response_queue_id}"' in server
     assert 'os.environ["LITSERVE_WORKER_ID"] = str(worker_id)' in loops
@@ -92,7 +92,7 @@ def test_the_names_that_other_files_rely_on():
     assert parameters[:6] == ["self", "lit_api", "device", "worker_id", "request_queue", "transport"]
 
 
-# -- LitServe's hooks, as its documentation shows them --
+# -- LitServe's hooks, used as documented --
 
 PROGRAM = '''
 import json, os, sys
@@ -153,7 +153,7 @@ def test_callbacks_loggers_and_middlewares_work_as_documented(tmp_path):
         response = web.post(f"{server.url}/generate", json={"prompt": "a", "max_tokens": 2})
         assert response.status_code == 200
         assert response.headers["x-stamp"] == "here"
-        assert web.get(f"{server.url}/info").headers["x-stamp"] == "here"  # asks nothing of the model: no hook
+        assert web.get(f"{server.url}/info").headers["x-stamp"] == "here"  # no inference, so no hook fires
         server.process.terminate()
         assert server.process.wait(60) == 0, server.output()
     entries = [json.loads(line) for line in seen.read_text().splitlines()]
@@ -164,7 +164,7 @@ def test_callbacks_loggers_and_middlewares_work_as_documented(tmp_path):
     )
 
 
-def test_a_server_needs_the_folder_of_its_metrics(tmp_path):
+def test_build_server_requires_a_metrics_folder(tmp_path):
     save_random(tmp_path / "checkpoint")
     code = "import sys; from service.server import build_server; from service.settings import Settings\n"
     code += "build_server(Settings(checkpoint=sys.argv[1]))"

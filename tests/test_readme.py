@@ -1,4 +1,4 @@
-"""The documents held against the code: settings, metrics, commands, files, links, and the output of every example."""
+"""Documents checked against the code: settings, metrics, commands, files, links, and the output of every example."""
 
 import json
 import re
@@ -31,13 +31,13 @@ def commands(document: str) -> list[list[str]]:
 
 
 def anchors(document: str) -> set[str]:
-    """Anchors of the headings, as GitHub makes them."""
+    """GitHub's anchors for the headings."""
     headings = re.findall(r"^#+ (.*)$", BLOCK.sub("", document), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def tree(document: str, section: str, root: Path) -> set[Path]:
-    """The paths of a section's tree, which must exist."""
+    """The paths in a section's file tree; asserts that each exists."""
     (block,) = (block for _, block in BLOCK.findall(document.split(f"\n## {section}\n")[1].split("\n## ")[0]))
     folders, named = [root], set()
     for line in block.splitlines():
@@ -49,18 +49,18 @@ def tree(document: str, section: str, root: Path) -> set[Path]:
     return named
 
 
-def test_every_setting_with_its_default_and_meaning():
+def test_settings_table_matches_the_code():
     assert {row[0].strip("`"): row[1:] for row in rows(SERVICE, "Settings")} == settings_table()
 
 
-def test_every_flag_of_train_exists():
+def test_documented_train_flags_exist():
     subparsers = next(action for action in build_parser()._actions if action.dest == "command")
     flags = set(subparsers.choices["train"]._option_string_actions)
     named = {flag for row in rows(TRAINING, "Flags") for flag in re.findall(r"--[a-z-]+", row[0])}
     assert {"--init-from", "--ema-decay"} <= named <= flags
 
 
-def test_every_training_command_is_one():
+def test_documented_training_commands_match_the_parser():
     assert {row[0].strip("`") for row in rows(TRAINING, "Commands")} == {
         *next(action for action in build_parser()._actions if action.dest == "command").choices
     }
@@ -70,30 +70,30 @@ def test_every_training_command_is_one():
         build_parser().parse_args(words)
 
 
-def test_every_flag_of_the_service_is_a_setting():
+def test_documented_service_flags_are_settings():
     flags = {f"--{name.replace('_', '-')}" for name in Settings.model_fields}
     found = [words[3:] for text in TEXTS.values() for words in commands(text) if words[1:3] == ["-m", "service"]]
     assert found
     assert {word for words in found for word in words if word.startswith("--")} <= flags
 
 
-def test_the_trees_are_the_trees():
+def test_readme_tree_contains_the_main_folders():
     assert {ROOT / "service", ROOT / "training", ROOT / "deploy", ROOT / "tests"} <= tree(README, "How it works", ROOT)
 
 
-def test_every_file_of_the_service_is_named():
+def test_service_readme_lists_every_source_file():
     found = {path for path in (ROOT / "service").rglob("*.py") if path.name != "__init__.py"}
     assert {path for path in tree(SERVICE, "Files", ROOT / "service") if path.suffix == ".py"} == found
 
 
-def test_every_make_target_exists():
+def test_documented_make_targets_exist():
     makefile = (ROOT / "Makefile").read_text()
     for target in {target for text in TEXTS.values() for target in re.findall(r"(?:`|\$ )make ([a-z-]+)", text)}:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_link_leads_somewhere(document):
+def test_links_resolve(document):
     links = re.findall(r"\]\(([^)]+)\)", BLOCK.sub("", TEXTS[document]))
     assert links
     for link in links:
@@ -106,7 +106,7 @@ def test_every_link_leads_somewhere(document):
             assert anchor in anchors(target.read_text(encoding="utf-8")), link
 
 
-def test_a_newcomer_reads_no_walls():
+def test_readme_length_and_code_block_width_are_bounded():
     assert len(README.splitlines()) <= 250
     for text in TEXTS.values():
         for _, block in BLOCK.findall(text):
@@ -120,12 +120,12 @@ def server():
         yield server
 
 
-def test_every_metric_with_its_meaning_kind_and_labels(server):
+def test_metrics_table_matches_a_running_server(server):
     assert {row[0].strip("`"): [*row[1:], ""][:3] for row in rows(SERVICE, "Metrics")} == metrics_table(server.url)
 
 
 def joined(output):
-    """The text of a stream's events, which may come in any pieces; and the other lines."""
+    """(concatenated text of stream events, other lines), because events may split the text anywhere."""
     text, rest = "", []
     for line in output.split("\n"):
         if line.startswith('data: {"index"'):
@@ -136,10 +136,10 @@ def joined(output):
 
 
 @pytest.mark.parametrize("command,output", examples(), ids=[command[:90] for command, _ in examples()])
-def test_an_example_gives_what_the_document_shows(server, command, output):
+def test_example_output_matches_the_document(server, command, output):
     assert joined(run(command, server.url, shows_all(output))) == joined(output)
 
 
-def test_all_examples_are_tried():
+def test_every_curl_example_is_tested():
     shown = sum(text.count("$ curl") - text.count("$ curl -s https") for text in TEXTS.values())
     assert len(examples()) == shown >= 15

@@ -1,4 +1,4 @@
-"""The real server over real sockets, with a small random model."""
+"""The service over real sockets, with a small random model."""
 
 import concurrent.futures
 import contextlib
@@ -55,10 +55,10 @@ def client(server):
         yield client
 
 
-# -- texts --
+# -- generation --
 
 
-def test_generate_gives_the_text_of_the_seed(server, exact):
+def test_generate_returns_the_text_of_the_seed(server, exact):
     body = {"prompt": "Hello", "max_tokens": 30, "temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 7}
     expected = exact("Hello", 30, temperature=0.8, top_k=20, top_p=0.9, seed=7)
     answer = web.post(f"{server.url}/generate", json=body).json()
@@ -101,14 +101,14 @@ def test_several_prompts_in_one_request(client, exact):
     assert texts == [choice.text for choice in whole.choices]
 
 
-def test_ids_are_prompts_too(client, checkpoint, exact):
+def test_prompts_may_be_token_ids(client, checkpoint, exact):
     ids = checkpoint.tokenizer.encode("Hello")
     for prompt in (ids, [ids]):
         answer = client.completions.create(model="chargpt", prompt=prompt, max_tokens=5, seed=1)
         assert answer.choices[0].text == exact("Hello", 5, seed=1)
 
 
-def test_an_empty_prompt_is_the_beginning_of_a_text(server, exact):
+def test_empty_prompt_starts_a_new_text(server, exact):
     answer = web.post(f"{server.url}/generate", json={"max_tokens": 8, "seed": 2}).json()
     assert answer["choices"][0]["text"] == exact("\n", 8, seed=2)
     assert answer["usage"]["prompt_tokens"] == 0
@@ -129,7 +129,7 @@ def test_stop_strings_end_the_text_and_are_never_streamed(client, exact):
     assert streamed == cut
 
 
-def test_a_seed_is_drawn_and_told_when_none_is_given(server):
+def test_drawn_seeds_differ_and_reproduce_their_texts(server):
     first = web.post(f"{server.url}/generate", json={"prompt": ["a", "a"], "max_tokens": 20}).json()["choices"]
     assert first[0]["seed"] != first[1]["seed"]
     for choice in first:
@@ -142,9 +142,9 @@ def test_unknown_fields_are_ignored(server):
     assert web.post(f"{server.url}/v1/completions", json=body).status_code == 200
 
 
-# -- refusals --
+# -- validation --
 
-BAD = [
+INVALID = [
     (b"", 400, None),
     (b"{", 400, None),
     (b"[]", 400, None),
@@ -232,8 +232,8 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("body", "status", "param"), BAD, ids=[str(body)[:50] for body, *_ in BAD])
-def test_bad_input_is_refused_with_a_reason(server, body, status, param):
+@pytest.mark.parametrize(("body", "status", "param"), INVALID, ids=[str(body)[:50] for body, *_ in INVALID])
+def test_invalid_input_is_rejected_and_the_parameter_named(server, body, status, param):
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     response = web.post(f"{server.url}/v1/completions", content=content)
     error = response.json()["error"]
@@ -244,12 +244,12 @@ def test_bad_input_is_refused_with_a_reason(server, body, status, param):
     assert response.headers["x-request-id"]
 
 
-def test_an_unknown_character_is_named(server):
+def test_unknown_character_error_names_character_and_offset(server):
     message = web.post(f"{server.url}/generate", json={"prompt": ["ok", "na\u00efve"]}).json()["error"]["message"]
     assert message == "prompt.1: character 'ï' (U+00EF) at offset 2 is not in the vocabulary"
 
 
-def test_every_limit_at_its_edge(server):
+def test_values_at_the_limits_are_accepted(server):
     for options in (
         {"max_tokens": 0},
         {"max_tokens": 1},
@@ -280,7 +280,7 @@ def test_every_limit_at_its_edge(server):
         assert response.status_code == 200, (options, response.text)
 
 
-def test_a_chunked_body_is_bounded_too(server):
+def test_chunked_body_is_bounded(server):
     chunks = (b"x" * 10_000 for _ in range(100))
     response = web.post(f"{server.url}/generate", content=chunks)
     assert response.status_code == 413
@@ -296,14 +296,14 @@ def test_a_chunked_body_is_bounded_too(server):
         ("GET", "/tokenize", 405, "POST"),
     ],
 )
-def test_wrong_routes_and_methods(server, method, path, status, allowed):
+def test_unknown_routes_and_methods_are_rejected(server, method, path, status, allowed):
     response = web.request(method, server.url + path)
     assert response.status_code == status
     assert path in response.json()["error"]["message"]
     assert set(response.headers.get("allow", "").split(", ")) == set(allowed.split(", "))
 
 
-def test_request_ids(server):
+def test_valid_request_id_is_echoed_and_an_invalid_one_replaced(server):
     response = web.get(f"{server.url}/livez", headers={"X-Request-Id": "my-id.1"})
     assert response.headers["x-request-id"] == "my-id.1"
     response = web.get(f"{server.url}/livez", headers={"X-Request-Id": 'no spaces or "quotes"'})
@@ -322,7 +322,7 @@ def test_info_and_models(server, client, checkpoint):
     assert web.get(f"{server.url}/livez").status_code == 200
 
 
-def test_metrics_count_exactly(server):
+def test_metrics_count_requests_and_characters_exactly(server):
     server.wait_until_metric("chargpt_num_requests_running", 0)
     before = server.metrics()
     bodies = [{"prompt": "ab" * i, "max_tokens": 3 * i, "seed": i, "stream": i % 2 == 0} for i in range(1, 11)]
@@ -345,13 +345,13 @@ def test_metrics_count_exactly(server):
     assert grown("chargpt_inter_token_latency_seconds_count") == characters - 10
     assert grown("chargpt_e2e_request_latency_seconds_count") == 10
     assert grown("chargpt_request_queue_time_seconds_count") == 10
-    assert grown("chargpt_iteration_batch_size_sum") == characters - 10  # each first one comes from a prefill
+    assert grown("chargpt_iteration_batch_size_sum") == characters - 10  # prefill yields the first ones
     assert grown("chargpt_http_requests_total", handler="/generate", method="POST", status="200") == 10
     assert grown("chargpt_http_requests_total", handler="/generate", method="POST", status="400") == 1
     assert after["chargpt_num_requests_waiting", frozenset()] == 0
 
 
-def leave_after_first_byte(server, stream):
+def disconnect_while_running(server, stream):
     body = {"prompt": "a", "max_tokens": 16_000, "stream": stream}
     with sent(server.port, post("/generate", body)) as connection:
         if stream:
@@ -362,10 +362,10 @@ def leave_after_first_byte(server, stream):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_its_slot(server, stream):
+def test_disconnect_frees_the_slot(server, stream):
     server.wait_until_metric("chargpt_num_requests_running", 0)
     before = server.metrics()
-    leave_after_first_byte(server, stream)
+    disconnect_while_running(server, stream)
     server.wait_until_metric("chargpt_num_requests_running", 0)
     ended = {
         reason: before[("chargpt_request_success_total", frozenset({("finished_reason", reason)}))]
@@ -377,20 +377,20 @@ def test_a_client_that_leaves_frees_its_slot(server, stream):
     assert server.metric(name) - before[name, frozenset()] < 16_000
 
 
-def test_a_reader_that_is_slow_holds_up_itself_alone(server, exact):
+def test_slow_reader_does_not_delay_other_requests(server, exact):
     body = {"prompt": "a", "max_tokens": 6_000, "stream": True, "seed": 1, "stream_interval": 0}
     with sent(server.port, post("/generate", body, Connection="close"), receive_bytes=4096) as slow:
-        for _ in range(5):  # beside it, while it does not read at all
+        for _ in range(5):  # while the slow client reads nothing
             other = web.post(f"{server.url}/generate", json={"prompt": "b", "max_tokens": 200, "seed": 2}).json()
             assert other["choices"][0]["text"][:20] == exact("b", 20, seed=2)
         server.wait_until_metric("chargpt_num_requests_running", 0, timeout=60)
-        with answer(slow) as response:  # fails unless its chunks end as they should
+        with answer(slow) as response:  # raises if the chunked encoding is incomplete
             text = text_of(pieces(response.read().decode().split("\n")))
     assert len(text) == 6_000
     assert text[:20] == exact("a", 20, seed=1)
 
 
-def test_an_idle_server_rests(server):
+def test_idle_server_uses_almost_no_cpu(server):
     server.wait_until_metric("chargpt_num_requests_running", 0)
     processes = server.processes()
     start = sum(sum(p.cpu_times()[:2]) for p in processes)
@@ -401,10 +401,10 @@ def test_an_idle_server_rests(server):
 # -- several processes --
 
 
-def test_two_http_processes_and_two_workers_are_one_service(checkpoint, exact):
+def test_two_http_processes_and_two_workers_act_as_one_service(checkpoint, exact):
     with RunningServer(checkpoint.path, http_processes=2, workers_per_device=2, threads=1) as server:
         server.wait_until_ready()
-        assert {web.get(f"{server.url}/readyz").status_code for _ in range(40)} == {200}, "whichever process answers"
+        assert {web.get(f"{server.url}/readyz").status_code for _ in range(40)} == {200}, "an HTTP process is not ready"
 
         def ask(i):
             body = {"prompt": "x" * (1 + i % 20), "max_tokens": 1 + i % 30, "seed": i, "stream": i % 3 == 0}
@@ -423,10 +423,10 @@ def test_two_http_processes_and_two_workers_are_one_service(checkpoint, exact):
         assert server.stop() == 0
 
 
-# -- overload, time, endings --
+# -- overload, timeouts, shutdown --
 
 
-def test_a_full_queue_refuses_with_429(checkpoint):
+def test_full_queue_returns_429(checkpoint):
     with RunningServer(checkpoint.path, max_running_requests=1, max_queued_requests=1) as server:
         server.wait_until_ready()
         long = {"prompt": "a", "max_tokens": 800}
@@ -442,7 +442,7 @@ def test_a_full_queue_refuses_with_429(checkpoint):
         assert server.stop() == 0
 
 
-def test_a_request_that_takes_too_long_ends_with_504(checkpoint):
+def test_request_timeout_returns_504(checkpoint):
     with RunningServer(checkpoint.path, request_timeout_seconds=0.3) as server:
         server.wait_until_ready()
         long = {"prompt": "a", "max_tokens": 16_000}
@@ -457,7 +457,7 @@ def test_a_request_that_takes_too_long_ends_with_504(checkpoint):
         assert server.stop() == 0
 
 
-def test_sigterm_lets_running_streams_finish_and_refuses_new_ones(checkpoint, exact):
+def test_sigterm_drains_running_streams_and_rejects_new_requests(checkpoint, exact):
     with RunningServer(checkpoint.path) as server:
         server.wait_until_ready()
 
@@ -470,10 +470,10 @@ def test_sigterm_lets_running_streams_finish_and_refuses_new_ones(checkpoint, ex
             running = [pool.submit(ask, i) for i in range(8)]
             server.wait_until_metric("chargpt_num_requests_running", 8)
             server.process.send_signal(signal.SIGTERM)
-            refused = web.post(f"{server.url}/generate", json={"prompt": "a"})
-            while refused.status_code == 200:  # the signal is on its way
-                refused = web.post(f"{server.url}/generate", json={"prompt": "a", "max_tokens": 1})
-            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+            rejected = web.post(f"{server.url}/generate", json={"prompt": "a"})
+            while rejected.status_code == 200:  # until the signal has been handled
+                rejected = web.post(f"{server.url}/generate", json={"prompt": "a", "max_tokens": 1})
+            assert (rejected.status_code, rejected.headers["retry-after"]) == (503, "1")
             assert web.get(f"{server.url}/readyz").status_code == 503
             assert web.get(f"{server.url}/livez").status_code == 200
             for i, text in enumerate(running):
@@ -484,7 +484,7 @@ def test_sigterm_lets_running_streams_finish_and_refuses_new_ones(checkpoint, ex
         assert "Traceback" not in server.output()
 
 
-def test_what_does_not_finish_in_time_ends_with_a_clean_error(checkpoint):
+def test_requests_still_running_after_the_drain_end_with_an_error(checkpoint):
     with RunningServer(checkpoint.path, drain_seconds=0.2) as server:
         server.wait_until_ready()
         long = {"prompt": "a", "max_tokens": 16_000}
@@ -503,8 +503,8 @@ def test_what_does_not_finish_in_time_ends_with_a_clean_error(checkpoint):
             assert (status, last["error"]["code"]) == (200, "shutting_down")
 
 
-def test_sigterm_reaches_a_server_that_was_paused(checkpoint):
-    """Right after SIGCONT the kernel may give the signal to a thread that does not wake the main one."""
+def test_sigterm_stops_a_server_that_was_paused(checkpoint):
+    """Right after SIGCONT the kernel may deliver the signal to a thread that does not wake the main thread."""
     with RunningServer(checkpoint.path) as server:
         server.wait_until_ready()
         main = psutil.Process(server.process.pid)
@@ -514,7 +514,7 @@ def test_sigterm_reaches_a_server_that_was_paused(checkpoint):
         assert server.stop(timeout=15) == 0
 
 
-def test_a_killed_main_process_leaves_no_orphans(checkpoint):
+def test_killing_the_main_process_leaves_no_orphans(checkpoint):
     with RunningServer(checkpoint.path) as server:
         server.wait_until_ready()
         server.process.kill()
@@ -522,7 +522,7 @@ def test_a_killed_main_process_leaves_no_orphans(checkpoint):
         server.wait_until_gone()
 
 
-def test_a_killed_worker_ends_its_requests_and_is_replaced(checkpoint, exact):
+def test_killed_worker_fails_its_requests_and_is_restarted(checkpoint, exact):
     with RunningServer(checkpoint.path) as server:
         server.wait_until_ready()
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
@@ -544,7 +544,7 @@ def test_a_killed_worker_ends_its_requests_and_is_replaced(checkpoint, exact):
         assert server.stop() == 0
 
 
-# -- start --
+# -- startup --
 
 
 def run(*arguments):
@@ -552,24 +552,24 @@ def run(*arguments):
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
-def test_a_bad_checkpoint_ends_with_a_reason(tmp_path, checkpoint):
+def test_missing_checkpoint_is_reported(tmp_path, checkpoint):
     done = run("--checkpoint", str(tmp_path / "nothing"))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"python -m service: no checkpoint at {tmp_path / 'nothing'}: not a folder\n"
 
 
-def test_a_worker_that_cannot_start_ends_the_service_with_a_reason(checkpoint):
+def test_service_exits_with_an_error_if_no_worker_can_start(checkpoint):
     if torch.cuda.is_available():
-        pytest.skip("this machine has what the test asks for in vain")
+        pytest.skip("needs a machine without CUDA")
     done = run("--checkpoint", str(checkpoint.path), "--accelerator", "cuda")
     assert done.returncode == 1
     assert done.stderr.endswith("python -m service: no inference process could start; its log says why\n")
 
 
 @pytest.mark.parametrize(("built_for", "chosen"), [("13.0", "cuda"), (None, "cpu")])
-def test_where_a_gpu_is_it_is_chosen_if_torch_can_use_it(tmp_path, monkeypatch, caplog, built_for, chosen):
+def test_auto_chooses_a_gpu_only_if_torch_is_built_with_cuda(tmp_path, monkeypatch, caplog, built_for, chosen):
     if sys.platform == "darwin":
-        pytest.skip("on a Mac auto is LitServe's to choose")
+        pytest.skip("on macOS LitServe resolves auto")
     fake = tmp_path / "nvidia-smi"
     fake.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200 (UUID: GPU-1)'\n")
     fake.chmod(0o755)
@@ -585,13 +585,13 @@ def test_where_a_gpu_is_it_is_chosen_if_torch_can_use_it(tmp_path, monkeypatch, 
     check_cuda_with_nvidia_smi.cache_clear()
 
 
-def test_only_a_worker_loads_torch(server):
-    """It is half of the time that a start takes."""
+def test_only_workers_load_torch(server):
+    """Importing torch takes half of the startup time."""
     with_torch = {process.pid for process in server.processes() if has_torch(process)}
     assert with_torch == {server.worker().pid}
 
 
-def test_a_port_in_use_ends_with_a_reason(checkpoint):
+def test_port_in_use_is_reported(checkpoint):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -609,7 +609,7 @@ def catches_sigterm(server):
     return int(caught[1], 16) >> (signal.SIGTERM - 1) & 1
 
 
-# In the order in which a start reaches them.
+# In startup order.
 MOMENTS = {
     "SIGTERM is caught": catches_sigterm,
     "a child exists": lambda server: len(server.processes()) > 1,
@@ -619,9 +619,9 @@ MOMENTS = {
 }
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="finds the moment in /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_sigterm_while_starting_leaves_nothing(checkpoint, moment):
+def test_sigterm_during_startup_stops_every_process(checkpoint, moment):
     def is_reached():
         with contextlib.suppress(psutil.NoSuchProcess, StopIteration):
             return MOMENTS[moment](server)

@@ -6,7 +6,7 @@ from service.settings import Settings, read_settings
 from tests.toolbox.needs import program
 
 
-def test_a_flag_beats_a_variable_beats_the_default(monkeypatch):
+def test_flags_override_variables_and_variables_override_defaults(monkeypatch):
     assert read_settings(["--checkpoint", "x"]).max_queued_requests == 1024
     monkeypatch.setenv("CHARGPT_MAX_QUEUED_REQUESTS", "7")
     assert read_settings(["--checkpoint", "x"]).max_queued_requests == 7
@@ -21,7 +21,7 @@ def test_a_flag_beats_a_variable_beats_the_default(monkeypatch):
         (["--checkpoint", "x", "--nonsense", "1"], "unrecognized arguments: --nonsense 1"),
     ],
 )
-def test_a_bad_setting_names_itself(arguments, message, capsys):
+def test_invalid_setting_is_named(arguments, message, capsys):
     with pytest.raises(SystemExit) as exit:
         read_settings(arguments)
     assert exit.value.code == 2
@@ -38,15 +38,15 @@ def test_help_describes_every_setting(capsys):
         assert "".join(field.description.split()) in text
 
 
-def refused(arguments, capsys):
-    """What a bad setting ends the program with."""
+def rejection(arguments, capsys):
+    """Reads invalid settings; returns the error message."""
     with pytest.raises(SystemExit) as exit:
         read_settings(arguments)
     assert exit.value.code == 2
     return capsys.readouterr().err
 
 
-def test_a_list_is_a_flag_given_often_or_with_commas_or_a_variable(monkeypatch):
+def test_lists_come_from_repeated_flags_commas_or_a_variable(monkeypatch):
     expected = ["https://a.example.org", "http://[::1]:8080"]
     both = ",".join(expected)
     assert read_settings([]).cors_origins == []
@@ -75,15 +75,15 @@ def test_a_list_is_a_flag_given_often_or_with_commas_or_a_variable(monkeypatch):
         "*",
     ],
 )
-def test_what_is_no_origin_is_named(origin, capsys):
-    message = refused(["--cors-origins", f"http://localhost:3000,{origin}"], capsys)
+def test_invalid_origin_is_named(origin, capsys):
+    message = rejection(["--cors-origins", f"http://localhost:3000,{origin}"], capsys)
     assert f"--cors-origins (CHARGPT_CORS_ORIGINS): {origin!r} is not an origin" in message
 
 
 @pytest.mark.parametrize("path", ["chargpt", "/chargpt/", "/", "//a", "/a b", "/a?b", "/a#b", "https://example.org/a"])
-def test_a_root_path_begins_with_a_slash_and_ends_without(path, capsys):
+def test_root_path_starts_but_does_not_end_with_a_slash(path, capsys):
     assert read_settings(["--root-path", "/a/b-1"]).root_path == "/a/b-1"
-    message = refused(["--root-path", path], capsys)
+    message = rejection(["--root-path", path], capsys)
     assert "--root-path (CHARGPT_ROOT_PATH): Path must begin with /, must not end with /" in message
     assert message.rstrip().endswith(f"got {path!r}")
 
@@ -102,22 +102,22 @@ def test_a_root_path_begins_with_a_slash_and_ends_without(path, capsys):
         (b"long-enough\r\nSECRET\r\n", ", line 2: "),
     ],
 )
-def test_a_bad_file_of_keys_is_named_with_its_line_and_no_key(content, place, tmp_path, capsys):
+def test_invalid_keys_file_is_reported_by_line_without_showing_keys(content, place, tmp_path, capsys):
     path = tmp_path / "keys.txt"
     path.write_bytes(content)
-    message = refused(["--api-keys-file", str(path)], capsys)
+    message = rejection(["--api-keys-file", str(path)], capsys)
     assert f"--api-keys-file (CHARGPT_API_KEYS_FILE): {path}{place}" in message
     assert "SECRET" not in message
     assert "long-enough" not in message
 
 
-def test_a_file_of_keys_that_cannot_be_read_is_named(tmp_path, capsys):
-    message = refused(["--api-keys-file", str(tmp_path / "none")], capsys)
+def test_unreadable_keys_file_is_named(tmp_path, capsys):
+    message = rejection(["--api-keys-file", str(tmp_path / "none")], capsys)
     assert f"{tmp_path / 'none'} cannot be read: No such file or directory" in message
-    assert f"{tmp_path} cannot be read: Is a directory" in refused(["--api-keys-file", str(tmp_path)], capsys)
+    assert f"{tmp_path} cannot be read: Is a directory" in rejection(["--api-keys-file", str(tmp_path)], capsys)
 
 
-def test_no_key_is_in_what_settings_show(tmp_path):
+def test_settings_never_show_keys(tmp_path):
     (tmp_path / "keys.txt").write_text("SECRET-SECRET\nSECRET-SECRET-2")
     settings = read_settings(["--api-keys-file", str(tmp_path / "keys.txt")])
     assert [len(digest) for digest in settings.api_key_digests] == [32, 32]
@@ -125,7 +125,7 @@ def test_no_key_is_in_what_settings_show(tmp_path):
     assert "digest" not in repr(settings) + settings.model_dump_json()
 
 
-def test_a_certificate_and_its_key_are_loaded_at_start(tmp_path, capsys):
+def test_certificate_and_key_are_checked_when_settings_are_read(tmp_path, capsys):
     openssl = program("openssl")
 
     def make(name, *protection):
@@ -151,6 +151,6 @@ def test_a_certificate_and_its_key_are_loaded_at_start(tmp_path, capsys):
         (["--tls-certificate", key, "--tls-key", key], f"{key} and {key} are not a PEM certificate"),
         (["--tls-certificate", certificate, "--tls-key", locked], "the private key must not have a password"),
     ):
-        text = refused(arguments, capsys)
+        text = rejection(arguments, capsys)
         assert "--tls-key (CHARGPT_TLS_KEY): " in text
         assert message in text

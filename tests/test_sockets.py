@@ -33,21 +33,21 @@ async def wait_for(condition):
 
 
 def unread(writer):
-    """Bytes that were written to a socket and not read by its peer."""
+    """Bytes written to a socket and not yet read by its peer."""
     if sys.platform != "linux" or writer.is_closing():
         return 0
     return struct.unpack("i", fcntl.ioctl(writer.get_extra_info("socket"), termios.TIOCOUTQ, b"\0" * 4))[0]
 
 
 class Relay:
-    """Stands between a worker and an HTTP process, and decides in what pieces their bytes arrive."""
+    """Forwards bytes between a worker and an HTTP process, in pieces of a chosen size."""
 
     def __init__(self, worker_path, path):
         self.worker_path, self.path = worker_path, path
-        self.piece_bytes = None  # at most so many bytes arrive at once; None: whatever has been sent
-        self.flows = asyncio.Event()  # cleared: nothing is read any more
+        self.piece_bytes = None  # maximum size of a forwarded piece; None: no limit
+        self.flows = asyncio.Event()  # cleared: reading stops
         self.flows.set()
-        self.to_worker = self.to_http = 0  # bytes passed on
+        self.to_worker = self.to_http = 0  # bytes forwarded
         self.connections = set()
 
     async def __aenter__(self):
@@ -69,8 +69,8 @@ class Relay:
         self.connections |= {http_writer, worker_writer}
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._pass_on(http_reader, worker_writer, "to_worker"))
-                group.create_task(self._pass_on(worker_reader, http_writer, "to_http"))
+                group.create_task(self._forward(http_reader, worker_writer, "to_worker"))
+                group.create_task(self._forward(worker_reader, http_writer, "to_http"))
         except* ConnectionError:
             pass
         finally:
@@ -78,7 +78,7 @@ class Relay:
                 writer.transport.abort()
                 self.connections.remove(writer)
 
-    async def _pass_on(self, reader, writer, direction):
+    async def _forward(self, reader, writer, direction):
         while True:
             await self.flows.wait()
             data = await reader.read(self.piece_bytes or 1 << 20)
@@ -103,7 +103,7 @@ class Pair:
         self.at_worker += self.worker.receive(block=False)
 
     async def until(self, condition):
-        """Let the worker take what arrives, until `condition`."""
+        """Receives at the worker until `condition` holds."""
         async with asyncio.timeout(60):
             while not condition():
                 self.receive()
@@ -129,7 +129,7 @@ async def connected(piece_bytes=None):
 
 def run(main):
     with warnings.catch_warnings():
-        # A worker's sockets are closed by the end of its process, which here is that of the tests.
+        # The end of a worker's process closes its sockets; here that is the test process.
         warnings.simplefilter("ignore", ResourceWarning)
         asyncio.run(main())
         gc.collect()
@@ -139,8 +139,8 @@ def step(number, length=3):
     return Step([Delta(number, list(range(length)))], number)
 
 
-def test_a_worker_is_there_once_it_answers_and_until_it_goes():
-    """One that is being killed takes connections as long as its socket is open; nothing may be sent to it."""
+def test_worker_counts_as_connected_from_its_hello_until_its_connection_ends():
+    """A dying worker accepts connections until its socket closes; nothing may be sent to it."""
     transport, received = SocketTransport(1), []
     worker = multiprocessing.get_context("spawn").Process(target=work, args=(transport,))
 
@@ -150,7 +150,7 @@ def test_a_worker_is_there_once_it_answers_and_until_it_goes():
             dying.listen()
             transport.connect(7, lambda number, frame: received.append((number, frame)))
             accepted, _ = await asyncio.to_thread(dying.accept)
-            assert await asyncio.to_thread(accepted.recv, 1)  # it has connected and said who it is
+            assert await asyncio.to_thread(accepted.recv, 1)  # the HTTP process has connected and identified itself
             assert transport.connected_workers == []
         accepted.close()
         worker.start()
@@ -167,7 +167,7 @@ def test_a_worker_is_there_once_it_answers_and_until_it_goes():
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 2, 3, 5, 7, None])
-def test_frames_arrive_whole_and_in_order_however_their_bytes_are_cut(piece_bytes):
+def test_frames_arrive_whole_and_in_order_for_any_fragmentation(piece_bytes):
     async def main():
         async with connected(piece_bytes) as pair:
             for number in range(20):
@@ -180,7 +180,7 @@ def test_frames_arrive_whole_and_in_order_however_their_bytes_are_cut(piece_byte
     run(main)
 
 
-def test_frames_that_gathered_arrive_in_one_read():
+def test_buffered_frames_arrive_whole_and_in_order():
     async def main():
         async with connected() as pair:
             pair.relay.flows.clear()
@@ -197,7 +197,7 @@ def test_frames_that_gathered_arrive_in_one_read():
     run(main)
 
 
-def test_a_frame_of_megabytes_arrives_whole():
+def test_multi_megabyte_frame_arrives_whole():
     async def main():
         async with connected() as pair:
             pair.worker.send(step(1, 3_000_000), HTTP)
@@ -208,12 +208,12 @@ def test_a_frame_of_megabytes_arrives_whole():
     run(main)
 
 
-def test_a_slow_reader_gets_everything_later():
+def test_slow_reader_eventually_receives_everything():
     async def main():
         async with connected() as pair:
             pair.relay.flows.clear()
             for number in range(20):
-                pair.worker.send(step(number, 100_000), HTTP)  # returns at once, far past the socket's own buffer
+                pair.worker.send(step(number, 100_000), HTTP)  # does not block, although the socket buffer is full
                 pair.receive()
             assert pair.at_worker == pair.at_http == []
             pair.relay.flows.set()
@@ -224,7 +224,7 @@ def test_a_slow_reader_gets_everything_later():
     run(main)
 
 
-def test_a_hung_reader_is_dropped_at_the_bound_and_no_one_else():
+def test_only_the_hung_reader_is_disconnected_at_the_buffer_limit():
     async def main():
         async with connected() as pair:
             others = []
@@ -244,15 +244,15 @@ def test_a_hung_reader_is_dropped_at_the_bound_and_no_one_else():
                 pair.worker.send(step(frames), 8)
                 pair.receive()
                 frames += 1
-                assert frames * frame_bytes < 2 * MAX_UNSENT_BYTES, "what is unsent has no bound"
+                assert frames * frame_bytes < 2 * MAX_UNSENT_BYTES, "unsent data is unbounded"
             assert frames * frame_bytes > MAX_UNSENT_BYTES
-            assert (frames - 3) * frame_bytes < MAX_UNSENT_BYTES  # and little in the buffers on the way
+            assert (frames - 3) * frame_bytes < MAX_UNSENT_BYTES  # socket buffers hold little
             assert pair.at_worker == [(HTTP, ConsumerLost())]
-            pair.worker.send(step(2), HTTP)  # to nobody
+            pair.worker.send(step(2), HTTP)  # dropped
             await pair.until(lambda: len(others) == frames)
             assert others == [step(number) for number in range(frames)]
 
-            # It wakes up, finds the connection closed, and makes a new one.
+            # The reader resumes, finds the connection closed and reconnects.
             pair.relay.flows.set()
             await pair.until(lambda: (0, WorkerLost()) in pair.at_http)
             await pair.until(lambda: pair.http.connected_workers == [0])
@@ -265,7 +265,7 @@ def test_a_hung_reader_is_dropped_at_the_bound_and_no_one_else():
     run(main)
 
 
-def test_a_connection_that_ends_within_a_frame_takes_its_half_frame_along():
+def test_partial_frame_is_discarded_when_its_connection_ends():
     async def main():
         async with connected(1) as pair:
             passed = pair.relay.to_http
@@ -291,8 +291,8 @@ def test_a_connection_that_ends_within_a_frame_takes_its_half_frame_along():
     run(main)
 
 
-def test_wake_ends_a_blocking_receive(monkeypatch):
-    monkeypatch.setattr("service.sockets.IDLE_SECONDS", None)  # nothing else ends it
+def test_wake_interrupts_a_blocking_receive(monkeypatch):
+    monkeypatch.setattr("service.sockets.IDLE_SECONDS", None)  # no timeout
 
     async def main():
         transport = SocketTransport(1)

@@ -1,4 +1,4 @@
-"""The tests' own tools: which skips are failures, programs by any name, requests and events as bytes."""
+"""The toolbox: required areas, program lookup, raw requests, server-sent events, server processes."""
 
 import os
 import socket
@@ -12,7 +12,7 @@ import pytest
 from tests.toolbox import http, launch, needs
 
 
-def test_a_missing_area_is_skipped_and_where_it_is_required_a_failure(monkeypatch):
+def test_missing_area_skips_unless_required(monkeypatch):
     monkeypatch.setenv("CHARGPT_REQUIRE", "curl, openssl")
     monkeypatch.setenv("PATH", "")
     with pytest.raises(pytest.skip.Exception, match="chromium is not installed"):
@@ -25,7 +25,7 @@ def test_a_missing_area_is_skipped_and_where_it_is_required_a_failure(monkeypatc
             needs.need(area)
 
 
-def test_an_unknown_area_ends_the_run_before_any_test():
+def test_unknown_area_aborts_the_run_before_any_test():
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", __file__]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"CHARGPT_REQUIRE": "curl,dokcer"})
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
@@ -42,7 +42,7 @@ def test_an_unknown_area_ends_the_run_before_any_test():
         ("prometheus", "alertmanager", "prometheus-alertmanager"),
     ],
 )
-def test_a_program_is_found_by_any_of_its_names(tmp_path, monkeypatch, area, name, installed):
+def test_programs_are_found_under_any_known_name(tmp_path, monkeypatch, area, name, installed):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CHROMIUM", raising=False)
     assert needs.find(area, name) is None
@@ -53,7 +53,7 @@ def test_a_program_is_found_by_any_of_its_names(tmp_path, monkeypatch, area, nam
     assert needs.find(area, name) == str(tmp_path / ("mine" if area == "browser" else installed))
 
 
-def test_events_are_the_data_and_nothing_else():
+def test_events_yields_only_data():
     lines = ["id: 1", 'data: {"text":"a"}', "", ": keep-alive", "", 'data: {"text":"b"}\n', "\n", "data: [DONE]", ""]
     assert list(http.events(lines)) == ['{"text":"a"}', '{"text":"b"}', "[DONE]"]
     assert http.text_of(http.pieces(lines)) == "ab"
@@ -65,7 +65,7 @@ def test_events_are_the_data_and_nothing_else():
         list(http.events(["event: x", ""]))
 
 
-def test_a_request_is_sent_as_it_is_and_its_answer_read():
+def test_raw_request_and_response_round_trip():
     asked = http.post("/path", {"a": 1}, Connection="close", X_Request_Id="x")
     assert asked == (
         b"POST /path HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 8\r\n"
@@ -87,7 +87,7 @@ def test_a_request_is_sent_as_it_is_and_its_answer_read():
         thread.join()
 
 
-def test_a_program_that_ends_before_it_is_ready_shows_its_log(tmp_path):
+def test_log_is_shown_if_a_program_exits_before_it_is_ready(tmp_path):
     command = [sys.executable, "-c", "print('no luck'); raise SystemExit(3)"]
     for log in (None, tmp_path / "logs" / "program.log"):
         with launch.Program(command, launch.free_port(), "/", log) as program:

@@ -1,4 +1,4 @@
-"""The baseline of bench-train against transformers' GPT-2, and the bench's runs on small texts."""
+"""The baseline of bench-train, checked against transformers' GPT-2, and the benchmark's runs on small texts."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def small_ids() -> np.ndarray:
     return np.unique(list(TEXT), return_inverse=True)[1].astype(np.uint8)
 
 
-def test_the_baseline_has_the_published_size_and_initial_weights():
+def test_baseline_has_the_published_size_and_initial_weights():
     torch.manual_seed(0)
     model = NanoGPT(Recipe(), vocab_size=65)
     numbers = {name: p.numel() for name, p in model.named_parameters()}
     assert sum(numbers.values()) == 804_096
-    assert sum(numbers.values()) - numbers["positions.weight"] == 795_904  # what nanoGPT prints as 0.80M
+    assert sum(numbers.values()) - numbers["positions.weight"] == 795_904  # printed by nanoGPT as 0.80M
     assert model.embed.weight is model.head.weight
     assert model.blocks[0].qkv.weight.std().item() == pytest.approx(0.02, rel=0.03)
     assert model.blocks[3].down.weight.std().item() == pytest.approx(0.02 / 8**0.5, rel=0.03)
 
 
-def test_the_baseline_is_a_gpt2_without_biases():
+def test_baseline_equals_gpt2_without_biases():
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -72,7 +72,7 @@ def test_the_baseline_is_a_gpt2_without_biases():
         torch.testing.assert_close(ours(idx), theirs(idx).logits)
 
 
-def test_the_learning_rate_warms_up_then_falls_as_a_cosine():
+def test_learning_rate_warms_up_then_decays_as_a_cosine():
     recipe = Recipe()
     rates = [recipe.lr_at(step) for step in range(recipe.steps)]
     assert rates[0] == pytest.approx(1e-3 / 101)
@@ -81,22 +81,22 @@ def test_the_learning_rate_warms_up_then_falls_as_a_cosine():
     assert recipe.lr_at(2000) == pytest.approx(1e-4)
 
 
-def test_random_windows_are_of_the_text_and_many_of_them_come_near_the_whole_loss():
+def test_random_windows_come_from_the_text_and_approximate_the_whole_loss():
     ids = small_ids()
     windows = RandomWindows(np.arange(20, dtype=np.uint8), 8, seed=0)
     idx, targets = windows.next_batch(500)
     assert torch.equal(idx[:, 1:], targets[:, :-1]) and torch.equal(targets[:, -1], idx[:, 0] + 8)
-    assert set(idx[:, 0].tolist()) == set(range(12))  # each place at which inputs and targets fit
+    assert set(idx[:, 0].tolist()) == set(range(12))  # every valid start
     torch.manual_seed(0)
     model = NanoGPT(SMALL, vocab_size=17).eval()
     torch.nn.init.normal_(model.head.weight, std=0.5)
     whole = whole_loss(model, ids)
-    assert abs(whole - math.log(17)) > 0.5  # so that it is no matter of course
+    assert abs(whole - math.log(17)) > 0.5  # far from a uniform model, so that agreement is significant
     many = random_windows_loss(model, ids, seed=0, batches=200, batch_size=50)
     assert many == pytest.approx(whole, rel=0.01)
 
 
-def test_the_baseline_learns_alike_from_the_same_seed_and_is_scored_when_it_says():
+def test_baseline_training_is_deterministic_and_evaluates_on_schedule():
     ids = small_ids()
     losses: list[tuple[int, float]] = []
     steps: list[int] = []
@@ -119,7 +119,7 @@ def test_the_baseline_learns_alike_from_the_same_seed_and_is_scored_when_it_says
     assert torch.equal(models[0](idx), models[1](idx))
 
 
-def test_a_run_of_ours_gives_figures_that_the_tables_take(tmp_path, monkeypatch):
+def test_run_yields_all_figures_of_the_tables(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "text.txt").write_text(TEXT)
     config = TrainConfig(
@@ -154,7 +154,7 @@ def test_a_run_of_ours_gives_figures_that_the_tables_take(tmp_path, monkeypatch)
     json.dumps(run)
 
 
-def test_a_run_that_fails_or_dies_says_why():
+def test_failed_and_crashed_runs_report_the_reason():
     with pytest.raises(bench.BenchError, match="ValueError: invalid literal"):
         bench.in_child(int, "x")
     with pytest.raises(bench.BenchError, match="status 3"):
@@ -162,12 +162,12 @@ def test_a_run_that_fails_or_dies_says_why():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--only", "tpu"], "unknown part 'tpu'; allowed: nanogpt, equal, cpu, gpu"),
         (["--seeds", "a"], "must be comma-separated integers, got 'a'"),
         (["--share", "2"], "--share must be in (0, 1], got 2.0"),
     ],
 )
-def test_a_bad_argument_is_named(arguments, said):
-    assert said in refusal(bench.main, arguments)
+def test_invalid_argument_is_named(arguments, message):
+    assert message in refusal(bench.main, arguments)

@@ -1,4 +1,4 @@
-"""The parts of `make bench` that can be wrong: the load generator, the statistics, the counts; a tiny run of all."""
+"""The parts of `make bench`: load generator, statistics, counts; a tiny run of the whole benchmark."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def chunked(*chunks: bytes) -> bytes:
     return b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + body + b"0\r\n\r\n"
 
 
-class Answering:
-    """Answers each request on each connection with the same bytes, `cut` of them at a time; closes after `closing`."""
+class FixedServer:
+    """Sends the same response to every request, `cut` bytes at a time; `closing`: then closes the connection."""
 
     def __init__(self, answer: bytes, cut: int = 1 << 20, closing: bool = False):
         self.answer, self.cut, self.closing = answer, cut, closing
@@ -85,7 +85,7 @@ class Answering:
                 if self.closing:
                     return
 
-    def __enter__(self) -> Answering:
+    def __enter__(self) -> FixedServer:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -96,9 +96,9 @@ CHUNKS = [b'data: {"index":0,"text":"a"}\n\n', b'data: {"index":0,"text":"0\\r"}
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 5, 7, 11, 1 << 20])
-def test_events_are_counted_however_they_are_cut(cut):
+def test_events_are_counted_for_any_fragmentation(cut):
     request = load.post("/generate", {"prompt": "a"})
-    with Answering(chunked(*CHUNKS), cut) as server:
+    with FixedServer(chunked(*CHUNKS), cut) as server:
         outcome = load.run(server.port, load.at_once(request, 6, "a"), connections=2, keep=True)
         assert server.requests == [request] * 6
     assert len(outcome.ended) == len(outcome.replies) == 6
@@ -110,14 +110,14 @@ def test_events_are_counted_however_they_are_cut(cut):
 
 
 @pytest.mark.parametrize("cut", [1, 9, 1 << 20])
-def test_an_answer_of_known_length_ends_there(cut):
-    with Answering(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nX-A: b\r\n\r\nhello", cut) as server:
+def test_response_ends_at_its_content_length(cut):
+    with FixedServer(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nX-A: b\r\n\r\nhello", cut) as server:
         outcome = load.run(server.port, load.at_once(load.post("/", {}), 3), connections=1, keep=True)
     assert [b"".join(data for _, data in reply.parts) for reply in outcome.ended] == [b"hello"] * 3
 
 
-def test_requests_are_not_asked_before_their_time_and_the_rest_is_left_at_the_end():
-    with Answering(chunked(*CHUNKS)) as server:
+def test_requests_are_sent_when_due_and_dropped_after_the_end():
+    with FixedServer(chunked(*CHUNKS)) as server:
         requests = [(0.05 * i, load.post("/", {}), i) for i in range(3)] + [(60.0, load.post("/", {}), 3)]
         outcome = load.run(server.port, requests, connections=4, seconds=0.3)
     assert [reply.asked for reply in outcome.replies] == [0, 1, 2]
@@ -125,36 +125,36 @@ def test_requests_are_not_asked_before_their_time_and_the_rest_is_left_at_the_en
 
 
 @pytest.mark.parametrize(
-    ("answer", "closing", "said"),
+    ("answer", "closing", "message"),
     [
         (b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 0\r\n\r\n", False, "x was answered b'HTTP/1.1 429"),
         (chunked(*CHUNKS)[:-5], True, r"closed a connection after \d+ bytes of x"),
     ],
 )
-def test_a_wrong_answer_is_no_figure(answer, closing, said):
-    with Answering(answer, closing=closing) as server:
-        with pytest.raises(load.LoadError, match=said):
+def test_invalid_responses_raise_instead_of_counting(answer, closing, message):
+    with FixedServer(answer, closing=closing) as server:
+        with pytest.raises(load.LoadError, match=message):
             load.run(server.port, load.at_once(load.post("/", {}), 1, "x"), connections=1)
 
 
-# Statistics, and what is asked
+# Statistics and workload
 
 
-def test_percentiles_are_those_of_numpy():
+def test_percentiles_equal_numpys():
     values = np.random.default_rng(0).exponential(size=237)
     expected = np.percentile(values, [50, 95, 99], method="inverted_cdf")
     assert list(serve.percentiles(values.tolist()).values()) == pytest.approx(expected.tolist())
     assert serve.percentiles([3.0]) == {"p50": 3.0, "p95": 3.0, "p99": 3.0}
 
 
-def test_figures_are_medians_with_their_spread_and_ratios_are_of_turns():
+def test_figures_are_medians_with_range_and_ratios_are_per_turn():
     assert report.figure([0.003, 0.001, 0.010], "{:.1f}", 1e3) == "3.0 (1.0–10.0)"
     assert report.figure([1234.4, 1234.0]) == "1,234"
     assert report.figure([]) == "–"
     assert report.ratios([2.0, 9.0, 8.0], [1.0, 3.0]) == [2.0, 3.0, 8 / 3]
 
 
-def test_mixed_work_is_the_same_each_time_and_within_its_bounds():
+def test_mixed_work_is_deterministic_and_bounded():
     work = shapes.mixed_work(300, longest=160, arriving=0.5)
     assert work == shapes.mixed_work(300, longest=160, arriving=0.5)
     lengths = [item.max_tokens for item in work]
@@ -164,7 +164,7 @@ def test_mixed_work_is_the_same_each_time_and_within_its_bounds():
     assert moments == sorted(moments) and 0 <= moments[0] and moments[-1] <= 0.5
 
 
-def test_the_shapes_are_those_of_the_issue_and_their_texts_vary():
+def test_shapes_have_their_nominal_size_and_varied_texts():
     sizes = {name: shapes.random_model(config).num_parameters for name, config in shapes.SHAPES.items()}
     assert sizes["S"] == pytest.approx(1.1e6, rel=0.02) and 9e6 < sizes["M"] < 10.7e6
     model = shapes.random_model(TINY).double()
@@ -172,8 +172,8 @@ def test_the_shapes_are_those_of_the_issue_and_their_texts_vary():
     assert len(texts) == 8 and min(len(set(text)) for text in texts) > 5
 
 
-def test_the_median_s_interval_is_the_order_statistics_of_the_tables():
-    """Conover, table A3: for 10 and 20 values the 2nd and 9th, the 6th and 15th hold it with at least 95 %."""
+def test_interval_of_the_median_uses_tabulated_order_statistics():
+    """Conover, table A3: with 10 values the 2nd and 9th, with 20 the 6th and 15th enclose it with ≥ 95 % confidence."""
     assert report.interval([7.0]) == (7.0, 7.0)
     assert report.interval([3, 1, 2]) == (1, 3)
     assert report.interval(list(range(1, 11))) == (2, 9)
@@ -183,7 +183,7 @@ def test_the_median_s_interval_is_the_order_statistics_of_the_tables():
 # The engine's figures
 
 
-def test_the_roofline_counts_what_a_decode_step_multiplies_and_reads():
+def test_roofline_counts_the_operations_and_bytes_of_a_decode_step():
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -191,18 +191,18 @@ def test_the_roofline_counts_what_a_decode_step_multiplies_and_reads():
     model = random_model(vocab_size=65, block_size=16, n_layer=2, n_head=4, n_kv_head=4, n_embd=16)
     cache = KVCache(model.config, rows, "cpu", torch.float32)
     cache.lengths = [length - 1] * (rows + 1)
-    # The fused attention of a CPU is not counted.
+    # FlopCounterMode does not count fused attention on a CPU.
     with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         model(torch.zeros(rows, 1, dtype=torch.long), cache.decode(rows))
     roof = engine.roofline(model, rows, length, "cpu", seconds=0.01)
     assert roof["operations"] == counter.get_total_flops()
-    # Of the embedding a step reads its rows alone.
+    # A step reads only its rows of the embedding.
     assert roof["weight_bytes"] == sum(p.nbytes for p in model.parameters()) - (65 - rows) * 16 * 4
     assert roof["cache_bytes"] == (cache.keys.nbytes + cache.values.nbytes) / (rows + 1) * rows * length / 16
     assert roof["seconds"] == max(roof["memory_seconds"], roof["product_seconds"]) > 0
 
 
-def test_phases_leave_out_what_they_call(monkeypatch):
+def test_phases_exclude_nested_phases(monkeypatch):
     moments = iter([0.0, 1.0, 3.0, 10.0, 14.0, 20.0])
     monkeypatch.setattr(engine.time, "perf_counter", lambda: next(moments))
     timer = engine.Phases(lambda: None)
@@ -213,7 +213,7 @@ def test_phases_leave_out_what_they_call(monkeypatch):
     assert timer.seconds == {"inner": 6.0, "outer": 14.0}
 
 
-def test_a_shape_gives_figures_beside_transformers_and_every_phase_is_seen(tiny):
+def test_shape_figures_compare_with_transformers_and_cover_every_phase(tiny):
     figures = engine.measure_shape(tiny, [1, 3], length=20, threads=1, repeats=2, device="cpu")
     for rows, run in zip([1, 3], figures["rows"], strict=True):
         assert run["rows"] == rows and len(run["ratio"]) == 2
@@ -225,25 +225,25 @@ def test_a_shape_gives_figures_beside_transformers_and_every_phase_is_seen(tiny)
     json.dumps(figures)
 
 
-def test_memory_is_the_formula_s(tiny):
+def test_memory_matches_the_formula(tiny):
     figures = engine.measure_memory(tiny, 5, threads=1, device="cpu")
     assert figures["cache_bytes"] == figures["formula_bytes"] == figures["bytes_per_slot"] * 6
     assert figures["weight_bytes"] * 2 == figures["exact_weight_bytes"]
 
 
-def test_growth_is_measured_at_the_lengths_and_queues_asked_for(tiny):
+def test_growth_is_measured_at_the_given_lengths_and_queues(tiny):
     lengths = engine.measure_lengths(tiny, 2, [16, 160], threads=1, device="cpu")
     assert lengths["lengths"] == [16, 160] and min(lengths["step_seconds"]) > 0
     queue = engine.measure_queue(tiny, 2, [1, 50], steps=4, repeats=3, threads=1, device="cpu")
     assert queue["queued"] == [1, 50] and [len(values) for values in queue["step_seconds"]] == [3, 3]
 
 
-# All of it, tiny
+# The whole benchmark, tiny
 
 
 @pytest.mark.tools
 @pytest.mark.timeout(900)
-def test_a_tiny_run_gives_every_figure_table_and_picture(tmp_path, monkeypatch, capsys):
+def test_tiny_run_yields_every_figure_table_and_picture(tmp_path, monkeypatch, capsys):
     bench = serve.Bench(TINY_PLAN, {"S": TINY}, 1, tmp_path / "out")
     bench.run(["path", "whole", "metrics"])
     assert bench.results["errors"] == {}
@@ -279,7 +279,7 @@ def test_a_tiny_run_gives_every_figure_table_and_picture(tmp_path, monkeypatch, 
 
     readme = tmp_path / "README.md"
     readme.write_text("before\n<!-- bench -->\nold\n<!-- /bench -->\nafter\n")
-    for _ in range(2):  # again is the same
+    for _ in range(2):  # idempotent
         report.write_table(saved, readme)
         assert readme.read_text() == f"before\n<!-- bench -->\n{text}<!-- /bench -->\nafter\n"
     readme.write_text("no markers\n")
@@ -288,7 +288,7 @@ def test_a_tiny_run_gives_every_figure_table_and_picture(tmp_path, monkeypatch, 
     assert "must have one line <!-- bench -->" in capsys.readouterr().err
 
 
-def test_a_part_that_fails_says_why_and_the_others_go_on(tmp_path, monkeypatch):
+def test_failed_part_reports_its_reason_and_the_others_continue(tmp_path, monkeypatch):
     bench = serve.Bench(TINY_PLAN, {"S": TINY}, 1, tmp_path / "out")
 
     def fail() -> None:
@@ -302,8 +302,7 @@ def test_a_part_that_fails_says_why_and_the_others_go_on(tmp_path, monkeypatch):
     assert re.search(r"step with 1,000 waiting, ms \| [0-9.]+", text)
 
 
-def test_the_stub_serves_the_checkpoint_s_characters(tiny):
-    """Its ids are real ones: what it streams decodes."""
+def test_stub_engine_emits_one_id_per_step_and_obeys_its_limits(tiny):
     from bench.stub import StubEngine
     from service.engine.scheduler import QueueFullError
     from service.model.params import SamplingParams
@@ -326,11 +325,11 @@ def test_the_stub_serves_the_checkpoint_s_characters(tiny):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--only", "gpu"], "unknown part 'gpu'; allowed: engine, path, whole, metrics, growth"),
         (["--threads", "0"], "--threads: must be in [1, 1024], got 0"),
     ],
 )
-def test_a_bad_argument_is_named(arguments, said):
-    assert said in refusal(serve.main, arguments)
+def test_invalid_argument_is_named(arguments, message):
+    assert message in refusal(serve.main, arguments)

@@ -1,6 +1,6 @@
-"""The image: built from the Dockerfile, run with the fewest rights, asked over HTTP, ended by SIGTERM.
+"""The image: built from the Dockerfile, run with minimal rights, queried over HTTP, stopped by SIGTERM.
 
-DOCKER_HOST says which engine, as for Docker's own client.
+DOCKER_HOST selects the engine, as for Docker's own client.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ def image(engine):
     tag = "chargpt:test"
     command = ["docker", "build", "--progress", "plain", "--tag", tag]
     wheels = os.environ.get("PIP_FIND_LINKS")
-    if wheels and Path(wheels).is_dir():  # torch from there, not from the internet
+    if wheels and Path(wheels).is_dir():  # installs torch from local wheels
         command += ["--build-context", f"wheels={wheels}", "--build-arg", "TORCH_INDEX_URL="]
     subprocess.run([*command, ROOT], check=True)
     return tag
@@ -51,7 +51,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def starting(engine, image, checkpoint):
-    """A container that has just been started."""
+    """A container right after its start."""
     container = engine.containers.run(
         image,
         detach=True,
@@ -82,7 +82,7 @@ def container(starting):
 
 
 def processes(container):
-    """The command lines in a container that runs."""
+    """Command lines of a running container's processes."""
     return [" ".join(line) for line in container.top(ps_args="-o pid,args")["Processes"]]
 
 
@@ -97,13 +97,13 @@ def url_of(container):
 
 
 def exact(checkpoint, prompt, max_tokens, **params):
-    """What a seed means: the uncached model in fp64, outside the container."""
+    """The reference text of a seed: the uncached fp64 model, outside the container."""
     model = checkpoint.load_model(dtype=torch.float64)
     ids = model.generate(checkpoint.tokenizer.encode(prompt), max_tokens, SamplingParams(**params))
     return checkpoint.tokenizer.decode(ids)
 
 
-def test_the_container_gives_the_text_of_the_seed(container, checkpoint):
+def test_container_returns_the_text_of_the_seed(container, checkpoint):
     body = {"prompt": "Hello", "max_tokens": 60, "temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 7}
     answer = web.post(f"{url_of(container)}/generate", json=body).json()
     expected = exact(checkpoint, "Hello", 60, temperature=0.8, top_k=20, top_p=0.9, seed=7)
@@ -115,7 +115,7 @@ def test_the_container_gives_the_text_of_the_seed(container, checkpoint):
     assert texts == [exact(checkpoint, prompt, 40, seed=3) for prompt in ("To be", "or not")]
 
 
-def test_the_container_has_no_rights(container):
+def test_container_runs_without_privileges(container):
     status = dict(line.split(":\t") for line in container.exec_run("cat /proc/1/status").output.decode().splitlines())
     assert set(status["Uid"].split()) == set(status["Gid"].split()) == {"10001"}
     assert {int(status[name], 16) for name in ("CapEff", "CapPrm", "CapBnd")} == {0}
@@ -123,14 +123,14 @@ def test_the_container_has_no_rights(container):
     assert container.exec_run("touch /venv/file").exit_code != 0
 
 
-def test_a_stream_outlives_sigterm(container, checkpoint):
+def test_running_stream_completes_after_sigterm(container, checkpoint):
     url = url_of(container)
     body = {"prompt": "Hello", "max_tokens": 2000, "seed": 1, "stream": True}
     with web.stream("POST", f"{url}/generate", json=body, timeout=60) as response:
         lines = response.iter_lines()
         first = [next(lines)]
-        container.kill("SIGTERM")  # as `docker stop`, but without SIGKILL later
-        wait_until(lambda: web.get(f"{url}/readyz").status_code == 503)  # still answers, and takes no more requests
+        container.kill("SIGTERM")  # like `docker stop` without the SIGKILL
+        wait_until(lambda: web.get(f"{url}/readyz").status_code == 503)  # draining
         refused = web.post(f"{url}/generate", json=body)
         *parts, _ = pieces(itertools.chain(first, lines))
     assert refused.status_code == 503
@@ -147,30 +147,30 @@ MOMENTS = {
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_sigterm_ends_it_while_it_loads(starting, moment):
-    """It is PID 1, which ignores the signals that it has no handler for."""
+def test_sigterm_during_startup_stops_the_container(starting, moment):
+    """The service is PID 1, which ignores signals without a handler."""
     wait_until(lambda: MOMENTS[moment](starting), otherwise=lambda: starting.logs().decode())
     starting.reload()
-    assert starting.health != "healthy", "the start is over"
-    starting.stop(timeout=60)  # SIGKILL then, and status 137
+    assert starting.health != "healthy", "startup has already finished"
+    starting.stop(timeout=60)  # afterwards SIGKILL, status 137
     assert starting.wait()["StatusCode"] == 0, starting.logs().decode()
     assert "Traceback" not in starting.logs().decode()
 
 
-def test_the_image_holds_the_service_alone(engine, image):
-    """Neither training nor tests, whatever installed it."""
+def test_image_contains_only_the_service(engine, image):
+    """Neither training nor tests."""
     looked_for = ["service/engine/engine.py", "training/loop.py", Path(__file__).relative_to(ROOT)]
     look = ["/", "-xdev", "-false", *(word for file in looked_for for word in ("-o", "-path", f"*/{file}"))]
     files = engine.containers.run(image, look, entrypoint="find", user="root", remove=True).decode().split()
     assert [Path(file).name for file in files] == ["engine.py"]
 
 
-def test_without_a_volume_it_has_the_bundled_checkpoint(engine, image):
+def test_image_serves_the_bundled_checkpoint_without_a_volume(engine, image):
     files = engine.containers.run(image, ["/checkpoint"], entrypoint="ls", remove=True).decode().split()
     assert files == sorted(path.name for path in BUNDLED.iterdir())
 
 
-def test_a_missing_checkpoint_is_said(engine, image, tmp_path):
+def test_missing_checkpoint_is_reported(engine, image, tmp_path):
     volumes = {str(tmp_path): {"bind": "/checkpoint", "mode": "ro"}}
     with pytest.raises(docker.errors.ContainerError, match="/checkpoint") as caught:
         engine.containers.run(image, volumes=volumes, remove=True)

@@ -1,4 +1,4 @@
-"""deploy/prometheus and deploy/grafana, with the real Prometheus and Alertmanager and Grafana's own models."""
+"""deploy/prometheus and deploy/grafana, checked with Prometheus, Alertmanager and Grafana's own models."""
 
 import concurrent.futures
 import contextlib
@@ -40,7 +40,7 @@ needs = pytest.mark.needs
 
 
 def check(*command):
-    """The output of a program that must succeed."""
+    """Runs a program that must succeed; returns its output."""
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120)
     assert done.returncode == 0, done.stdout
     return done.stdout
@@ -58,17 +58,17 @@ def panels():
     return [panel for panel in json.loads(DASHBOARD.read_text())["panels"] if panel["type"] != "row"]
 
 
-# -- what can be said without a server --
+# -- static checks --
 
 
 @needs("prometheus")
-def test_the_configuration_and_the_rules_are_valid():
+def test_configuration_and_rules_are_valid():
     assert "40 rules found" in check("promtool", "check", "config", PROMETHEUS / "prometheus.yml")
     check("amtool", "check-config", PROMETHEUS / "alertmanager.yml")
 
 
 @needs("compose")
-def test_the_compose_file_is_valid_and_mounts_what_there_is():
+def test_compose_file_is_valid_and_mounts_existing_files():
     config = check("docker", "compose", "-f", DEPLOY / "compose.yaml", "config", "--format=json")
     services = json.loads(config)["services"]
     mounted = [v["source"] for service in services.values() for v in service.get("volumes", []) if v["type"] == "bind"]
@@ -80,11 +80,11 @@ def test_the_compose_file_is_valid_and_mounts_what_there_is():
 
 @needs("prometheus")
 @pytest.mark.parametrize("tests", ["rules_test.yml", "budgets_test.yml"])
-def test_each_alert_fires_when_it_must_and_not_when_it_must_not(tests):
+def test_alerts_fire_exactly_when_specified(tests):
     check("promtool", "test", "rules", PROMETHEUS / tests)
 
 
-def test_the_tests_of_the_rules_make_each_alert_fire_and_run_all_groups():
+def test_rule_tests_fire_every_alert_and_evaluate_every_group():
     texts = [(PROMETHEUS / tests).read_text() for tests in ("rules_test.yml", "budgets_test.yml")]
     fired = {
         (case["alertname"], label)
@@ -94,14 +94,14 @@ def test_the_tests_of_the_rules_make_each_alert_fire_and_run_all_groups():
         for alert in case["exp_alerts"]
         for label in (alert["exp_labels"].get("window"),)
     }
-    # of the windows of ChargptFailures the longer ones are shown by ALERTS in budgets_test.yml
+    # the longer windows of ChargptFailures appear as ALERTS in budgets_test.yml
     fired |= {("ChargptFailures", window) for window in re.findall(r'slo="sequences", window="(\w+)"', texts[1])}
     assert fired == {(rule["alert"], rule["labels"].get("window")) for rule in alerts()}
     groups = [group["name"] for group in yaml.safe_load(RULES.read_text())["groups"]]
     assert [yaml.safe_load(text)["group_eval_order"] for text in texts] == [groups, groups]
 
 
-def test_a_recorded_share_is_of_the_window_in_its_name():
+def test_recorded_ratios_use_the_window_in_their_name():
     recorded = [rule for rule in rules() if rule.get("record", "").startswith("model_name:")]
     for rule in recorded:
         window = rule["record"].partition("ratio_rate")[2]
@@ -110,12 +110,12 @@ def test_a_recorded_share_is_of_the_window_in_its_name():
     assert len(shapes) == 3 and len(recorded) == 21
 
 
-def test_a_threshold_of_the_rules_is_a_bound_of_a_bucket():
+def test_rule_thresholds_are_bucket_bounds():
     bounds = {float(bound) for rule in rules() for bound in re.findall(r'le="([^"]*)"', rule["expr"])}
     assert bounds and bounds <= set(map(float, SECONDS))
 
 
-def test_each_alert_says_how_bad_it_is_what_it_is_and_where_the_runbook_has_it():
+def test_every_alert_has_severity_summary_description_and_runbook():
     headings = set(re.findall(r"^## (\w+)$", RUNBOOK, re.MULTILINE))
     for rule in alerts():
         assert rule["labels"]["severity"] in ("page", "ticket")
@@ -125,7 +125,7 @@ def test_each_alert_says_how_bad_it_is_what_it_is_and_where_the_runbook_has_it()
     assert headings >= {rule["alert"] for rule in alerts()}
 
 
-def test_the_runbook_names_settings_and_rules_that_there_are():
+def test_runbook_names_only_existing_settings_and_alerts():
     flags = set(re.findall(r"`(--[a-z-]+)", RUNBOOK))
     assert flags and flags <= {f"--{name.replace('_', '-')}" for name in Settings.model_fields}
     named = {heading for heading in re.findall(r"^## (Chargpt\w+)$", RUNBOOK, re.MULTILINE)}
@@ -135,12 +135,12 @@ def test_the_runbook_names_settings_and_rules_that_there_are():
 # -- the dashboard --
 
 
-def test_the_committed_dashboard_is_what_its_program_makes():
+def test_committed_dashboard_equals_the_generated_one():
     assert DASHBOARD.read_text(encoding="utf-8") == runpy.run_path(str(DEPLOY / "grafana" / "dashboard.py"))["text"]()
 
 
 def faults(value, expected, where="dashboard"):
-    """Where a value of grafana-foundation-sdk is not of the type that Grafana's schema gives it."""
+    """Places where a value of grafana-foundation-sdk differs from the type in Grafana's schema."""
     origin, arguments = typing.get_origin(expected), typing.get_args(expected)
     if expected is object or expected is typing.Any:
         return []
@@ -164,7 +164,7 @@ def faults(value, expected, where="dashboard"):
         return [] if value in allowed else [f"{where}: {value!r} should be one of {allowed}"]
     if expected is float:
         return [] if isinstance(value, (int, float)) else [f"{where}: {value!r} should be a number"]
-    if isinstance(value, dict) and hasattr(expected, "from_json"):  # Panel.from_json leaves these as they are
+    if isinstance(value, dict) and hasattr(expected, "from_json"):  # Panel.from_json does not convert these
         given, value = value, expected.from_json(value)
         if unknown := lost(given, json.loads(json.dumps(value, cls=JSONEncoder)), where):
             return unknown
@@ -181,7 +181,7 @@ def faults(value, expected, where="dashboard"):
 
 
 def deviations(document):
-    """What Grafana 11.6's schema does not know in a dashboard, or knows as something else."""
+    """Places where a dashboard has unknown fields or wrong types by the schema of Grafana 11.6."""
     register_default_plugins()
     model = Dashboard.from_json(json.loads(json.dumps(document)))
     found = faults(model, Dashboard)
@@ -199,7 +199,7 @@ def deviations(document):
 
 
 def lost(given, kept, where="dashboard"):
-    """What has not come through the models: fields that they do not know."""
+    """Fields lost on the way through the models, because these do not know them."""
     if isinstance(given, dict) and isinstance(kept, dict):
         unknown = [f"{where}.{key} is not known" for key in given.keys() - kept.keys()]
         return unknown + [
@@ -210,15 +210,15 @@ def lost(given, kept, where="dashboard"):
     return [] if given == kept else [f"{where}: {given!r} came back as {kept!r}"]
 
 
-def test_the_dashboard_is_of_grafanas_schema():
+def test_dashboard_conforms_to_grafanas_schema():
     assert deviations(json.loads(DASHBOARD.read_text())) == []
 
 
-def heat_map(document):
+def heatmap_panel(document):
     return next(panel for panel in document["panels"] if panel["type"] == "heatmap")
 
 
-def facts(document):
+def table_panel(document):
     return next(panel for panel in document["panels"] if panel["type"] == "table")
 
 
@@ -229,19 +229,19 @@ def facts(document):
         (lambda d: d.update(refresh=15), "dashboard.refresh"),
         (lambda d: d["panels"][0]["gridPos"].update(w="4"), "dashboard.panels[0].grid_pos.w"),
         (lambda d: d["panels"][0]["targets"][0].update(expression="up"), "targets[0].expression is not known"),
-        (lambda d: heat_map(d)["options"]["color"].update(mode="loud"), "mode: 'loud' should be one of"),
-        (lambda d: heat_map(d)["options"].update(colour={}), "options.colour is not known"),
-        (lambda d: facts(d)["transformations"][0].update(option={}), "transformations[0].option is not known"),
+        (lambda d: heatmap_panel(d)["options"]["color"].update(mode="loud"), "mode: 'loud' should be one of"),
+        (lambda d: heatmap_panel(d)["options"].update(colour={}), "options.colour is not known"),
+        (lambda d: table_panel(d)["transformations"][0].update(option={}), "transformations[0].option is not known"),
         (lambda d: d["templating"]["list"][0].update(type="data source"), "type_val: 'data source'"),
     ],
 )
-def test_the_check_against_grafanas_schema_finds_what_is_wrong(spoil, fault):
+def test_schema_check_finds_errors(spoil, fault):
     document = json.loads(DASHBOARD.read_text())
     spoil(document)
     assert any(fault in found for found in deviations(document)), deviations(document)
 
 
-def test_the_panels_have_names_ids_and_places_of_their_own():
+def test_panels_have_titles_unique_ids_and_no_overlap():
     document = json.loads(DASHBOARD.read_text())
     ids = [panel["id"] for panel in document["panels"]]
     assert len(ids) == len(set(ids))
@@ -261,7 +261,7 @@ def test_the_panels_have_names_ids_and_places_of_their_own():
     assert sources == {'{"type": "prometheus", "uid": "${datasource}"}'}
 
 
-def test_each_latency_is_shown_by_quantiles_and_as_heat_map_with_exemplars():
+def test_every_latency_has_quantiles_and_a_heatmap_with_exemplars():
     shown = {}
     for panel in panels():
         for target in panel["targets"]:
@@ -280,14 +280,14 @@ def test_each_latency_is_shown_by_quantiles_and_as_heat_map_with_exemplars():
 
 
 def get(server, path, **params):
-    """What Prometheus or Alertmanager answers."""
+    """The JSON response of Prometheus or Alertmanager."""
     answer = web.get(f"{server.url}/api/{path}", params=params, timeout=30)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
 
 def start_prometheus(folder, config, port, alertmanager_port=1):
-    """Prometheus with a configuration that has the intervals and addresses of this test."""
+    """Prometheus with this test's intervals and addresses in its configuration."""
     config["global"] = {"scrape_interval": "400ms", "evaluation_interval": "500ms"}
     config["rule_files"] = [str(RULES)]
     config["alerting"]["alertmanagers"][0]["static_configs"][0]["targets"] = [f"127.0.0.1:{alertmanager_port}"]
@@ -303,7 +303,7 @@ def start_prometheus(folder, config, port, alertmanager_port=1):
 
 
 class Load:
-    """Requests of every kind and fate, each with an id of its own."""
+    """Sends requests of every kind and outcome, each with a unique id."""
 
     def __init__(self, server):
         self.server = server
@@ -320,7 +320,7 @@ class Load:
         return web.post(self.server.url + path, json=body, headers=self._headers(), timeout=60)
 
     def stream(self, num_events=None, meanwhile=lambda: None, **body):
-        """Read a stream to its end, or only some events after the first, and leave."""
+        """Reads a stream to its end, or `num_events` events after the first before disconnecting."""
         body = {"prompt": "ROMEO:", "stream": True} | body
         url = f"{self.server.url}/generate"
         with web.stream("POST", url, json=body, headers=self._headers(), timeout=60) as answer:
@@ -329,17 +329,17 @@ class Load:
             meanwhile()
             return list(itertools.islice(given, num_events))
 
-    def leave_while_sending(self):
+    def disconnect_while_sending(self):
         request = post("/generate", b"{", Content_Length=100, Expect="100-continue")
         with sent(self.server.port, request) as connection:
-            assert connection.recv(100).startswith(b"HTTP/1.1 100 ")  # it has begun to read the body
+            assert connection.recv(100).startswith(b"HTTP/1.1 100 ")  # the server has begun to read the body
 
     def round(self):
-        """A second or two."""
+        """One round of all requests, in a second or two."""
         calls = [self._pool.submit(self.stream, max_tokens=40 * i) for i in (1, 2, 3)]
         calls += [self._pool.submit(self.ask, prompt="JULIET:\n" * i, max_tokens=60) for i in (1, 20)]
         concurrent.futures.wait(calls)
-        self.leave_while_sending()
+        self.disconnect_while_sending()
         calls = [
             self._pool.submit(self.stream, 1, max_tokens=16_000),
             self._pool.submit(self.ask, "/v1/score", texts=["To be", "or not to be"]),
@@ -354,7 +354,7 @@ class Load:
         assert {call.result().status_code for call in crowd} == {200, 429}
 
     def kill_the_worker(self):
-        """Under a stream; then ask where there is none."""
+        """Kills it during a stream; the next request finds no worker."""
         *_, last, _ = self.stream(max_tokens=16_000, meanwhile=lambda: self.server.worker().kill())
         assert json.loads(last)["error"]["code"] == "engine_error"
         assert self.ask(prompt="To be").status_code == 503
@@ -372,12 +372,12 @@ class Monitored(typing.NamedTuple):
     prometheus: Program
     alertmanager: Program
     load: Load
-    page: str  # as curl gets it
+    page: str  # /metrics in the text format
 
 
 @pytest.fixture(scope="module")
 def monitored(checkpoint, tmp_path_factory):
-    """A service that Prometheus has scraped while everything happened to it that can."""
+    """A service scraped by Prometheus during every kind of request, a full queue and a worker crash."""
     folder = tmp_path_factory.mktemp("deploy")
     config = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
     port = free_port()
@@ -395,7 +395,7 @@ def monitored(checkpoint, tmp_path_factory):
         prometheus.wait_until_ready()
         load = Load(server)
         load.round()
-        assert wait_for_data(prometheus, ["chargpt_worker_restarts_total"]) == []  # or there is nothing to grow from
+        assert wait_for_data(prometheus, ["chargpt_worker_restarts_total"]) == []  # the increase needs a first sample
         load.kill_the_worker()
         server.wait_until_ready(timeout=180)
         load.round()
@@ -412,7 +412,7 @@ def values(prometheus, expression):
 
 
 def wait_for_data(prometheus, expressions):
-    """A number at least for each; what has none after a while."""
+    """Waits until each expression has a number; returns those without one."""
     waiting = list(expressions)
 
     def is_complete():
@@ -429,14 +429,14 @@ def filled_in(expression):
 
 
 @real
-def test_every_panel_shows_something_under_load(monitored):
+def test_every_panel_has_data_under_load(monitored):
     expressions = [filled_in(target["expr"]) for panel in panels() for target in panel["targets"]]
     assert len(expressions) > 90
     assert wait_for_data(monitored.prometheus, expressions) == []
 
 
 @real
-def test_the_failures_that_clients_saw_are_what_the_panels_count(monitored):
+def test_every_client_visible_failure_is_counted(monitored):
     counters = {
         "chargpt_request_success_total": {"finished_reason": ("stop", "length", "abort", "timeout", "error")},
         "chargpt_admission_rejections_total": {"reason": ("queue_full", "not_ready")},
@@ -456,7 +456,7 @@ def test_the_failures_that_clients_saw_are_what_the_panels_count(monitored):
 
 @real
 def test_every_rule_has_data(monitored):
-    """What a recording rule records, and every series that an alert looks at, whether or not it fires."""
+    """The series of recording rules, and every series that an alert queries, whether it fires or not."""
     selectors = {
         selector
         for rule in rules()
@@ -470,7 +470,7 @@ def test_every_rule_has_data(monitored):
 
 
 @real
-def test_the_shares_of_the_workers_time_are_shares(monitored):
+def test_utilization_panels_show_values_between_0_and_1(monitored):
     titles = ("Worker time", "Device and scheduler", "Batch utilization", "Cache slots in use")
     for panel in panels():
         if panel["title"] in titles:
@@ -481,18 +481,18 @@ def test_the_shares_of_the_workers_time_are_shares(monitored):
 
 
 @real
-def test_an_exemplar_leads_to_a_request_that_a_client_sent(monitored):
+def test_exemplars_carry_ids_of_sent_requests(monitored):
     now = time.time()
     expressions = {filled_in(t["expr"]) for panel in panels() for t in panel["targets"] if t.get("exemplar")}
     assert len(expressions) == 28
-    for expression in expressions:  # Grafana asks with the panel's own
+    for expression in expressions:  # Grafana queries exemplars by the panel's expression
         answer = get(monitored.prometheus, "v1/query_exemplars", query=expression, start=now - 300, end=now + 60)
         found = {exemplar["labels"]["request_id"] for series in answer["data"] for exemplar in series["exemplars"]}
         assert found and found <= monitored.load.sent, expression
 
 
 @real
-def test_a_killed_worker_is_an_alert_at_the_alertmanager(monitored):
+def test_worker_crash_alert_reaches_alertmanager(monitored):
     def fired():
         alerts = get(monitored.alertmanager, "v2/alerts")
         return [alert for alert in alerts if alert["labels"]["alertname"] == "ChargptWorkerRestarted"]
@@ -505,34 +505,34 @@ def test_a_killed_worker_is_an_alert_at_the_alertmanager(monitored):
     assert alert["annotations"]["runbook"] == "deploy/RUNBOOK.md#chargptworkerrestarted"
 
 
-# What promtool says of the page, and why it stays so.
+# Accepted warnings of promtool, with the reason.
 LINT = {
     'chargpt_iteration_tokens_total non-counter metrics should not have "_total" suffix',  # vLLM's name
 }
 
 
 @real
-def test_promtool_finds_nothing_else_in_the_page(monitored):
+def test_promtool_reports_only_accepted_warnings(monitored):
     done = subprocess.run(["promtool", "check", "metrics"], input=monitored.page, capture_output=True, text=True)
     assert set((done.stdout + done.stderr).splitlines()) == LINT
 
 
 @real
-def test_prometheus_reads_the_page_without_a_complaint(monitored):
+def test_prometheus_scrapes_without_warnings(monitored):
     [target] = get(monitored.prometheus, "v1/targets")["data"]["activeTargets"]
     assert (target["health"], target["lastError"]) == ("up", "")
     kinds = {name: found[0]["type"] for name, found in get(monitored.prometheus, "v1/metadata")["data"].items()}
     assert kinds["chargpt_iteration_tokens_total"] == kinds["chargpt_inter_token_latency_seconds"] == "histogram"
-    assert kinds["chargpt_generation_tokens"] == "counter"  # as OpenMetrics names the family of …_total
+    assert kinds["chargpt_generation_tokens"] == "counter"  # OpenMetrics family name, without _total
     assert wait_for_data(monitored.prometheus, ['chargpt_iteration_tokens_total_bucket{le="+Inf"} > 0']) == []
     assert not [line for line in monitored.prometheus.output().splitlines() if re.search("level=(warn|err)", line)]
 
 
 @needs("prometheus", "openssl")
-def test_what_the_configuration_has_as_comments_scrapes_a_service_with_keys_and_tls(checkpoint, tmp_path, monkeypatch):
+def test_commented_configuration_scrapes_a_service_with_keys_and_tls(checkpoint, tmp_path, monkeypatch):
     certificate, key = make_certificate(tmp_path)
     (tmp_path / "api-key").write_text("only-for-this-test\n")
-    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))  # httpx trusts it
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))  # trusted by httpx
 
     text = (PROMETHEUS / "prometheus.yml").read_text()
     head, tail = text.split("    # scheme: https")

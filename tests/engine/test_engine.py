@@ -29,7 +29,7 @@ def exact():
 
 
 def request(id, seed=None, **options):
-    """A sequence that depends on its number alone."""
+    """A request determined by `id` (or `seed`) alone."""
     r = random.Random(id if seed is None else seed)
     prompt = [r.randrange(60) for _ in range(r.choice([1, 2, 7, 8, 9, 14, 15, 16, 40, 200]))]
     params = SamplingParams(
@@ -39,10 +39,10 @@ def request(id, seed=None, **options):
 
 
 @pytest.mark.parametrize("tolerance", [None, 0.1])
-def test_every_text_equals_the_uncached_reference(model, exact, tolerance):
-    """In a full batch, with chunked prompts, arrivals at random times: the fp32 engine gives the fp64 model's text.
+def test_texts_equal_the_uncached_reference(model, exact, tolerance):
+    """With a full batch, chunked prefill and random arrivals, the fp32 engine yields the fp64 model's text.
 
-    With so large a tolerance many choices wait for fp64 logits, several at once.
+    With a tolerance of 0.1 many choices wait for fp64 logits, several at once.
     """
     engine = Engine(model, max_running=5, prefill_budget=13)
     engine.runner.tolerance = tolerance or engine.runner.tolerance
@@ -62,9 +62,8 @@ def test_every_text_equals_the_uncached_reference(model, exact, tolerance):
     assert tolerance is None or exact_choices > 50
 
 
-def test_near_ties_are_decided_by_the_exact_model():
-    """Characters in pairs whose logits differ by one unit in the last place of one weight: fp32 cannot tell them
-    apart, the exact decisions can."""
+def test_near_ties_are_resolved_in_fp64():
+    """The weights of paired characters differ by one ulp in one element: only fp64 separates their logits."""
     small = random_model(block_size=8, vocab_size=60)
     weight = small.head.weight
     weight[1::2] = weight[::2]
@@ -86,8 +85,8 @@ def test_near_ties_are_decided_by_the_exact_model():
 
 
 @pytest.fixture
-def held(model, monkeypatch):
-    """An engine in which sequence 1 waits for its first character's fp64 logits, and those wait for `held.go`."""
+def blocked(model, monkeypatch):
+    """An engine whose sequence 1 waits for fp64 logits of its first character until `blocked.go` is set."""
     engine = Engine(model, max_running=2)
     engine.go = threading.Event()
     last_logits = engine.runner.exact_model.last_logits
@@ -107,50 +106,50 @@ def held(model, monkeypatch):
 
 
 def collect(engine, texts, steps=1000):
-    """Texts and endings of up to so many steps."""
-    endings = {}
+    """Runs up to `steps` steps, extends `texts`; returns the finish reasons."""
+    finish_reasons = {}
     for _ in range(steps):
         for delta in engine.step() if engine.has_work else []:
             texts.setdefault(delta.id, []).extend(delta.ids)
             if delta.finish_reason:
-                endings[delta.id] = delta.finish_reason
-    return endings
+                finish_reasons[delta.id] = delta.finish_reason
+    return finish_reasons
 
 
-def test_the_others_go_on_while_one_waits_for_its_decision(held, exact):
+def test_other_sequences_continue_while_one_waits_for_fp64_logits(blocked, exact):
     texts = {}
-    assert collect(held, texts, 20) == {}
+    assert collect(blocked, texts, 20) == {}
     assert 1 not in texts
     assert len(texts[2]) == 20
-    held.go.set()
-    assert collect(held, texts) == {1: "length", 2: "length"}
+    blocked.go.set()
+    assert collect(blocked, texts) == {1: "length", 2: "length"}
     assert texts[1] == exact.generate([1, 2, 3], 6, SamplingParams(seed=1))
     assert texts[2] == exact.generate([4, 5], 30, SamplingParams(seed=2))
 
 
-def test_one_that_waits_for_its_decision_can_be_aborted(held, exact):
+def test_sequence_waiting_for_fp64_logits_can_be_aborted(blocked, exact):
     texts = {}
-    collect(held, texts, 3)
-    held.abort(1)
+    collect(blocked, texts, 3)
+    blocked.abort(1)
     s = Submit(3, [6], 4, SamplingParams(seed=3))
-    held.submit(s)  # into the slot that is free now
-    assert collect(held, texts) == {1: "abort", 2: "length", 3: "length"}
+    blocked.submit(s)  # takes the freed slot
+    assert collect(blocked, texts) == {1: "abort", 2: "length", 3: "length"}
     assert texts[2] == exact.generate([4, 5], 30, SamplingParams(seed=2))
     assert texts[3] == exact.generate([6], 4, SamplingParams(seed=3))
 
 
-def test_a_failing_decision_ends_its_sequence_alone(held, exact, monkeypatch, caplog):
+def test_failure_of_the_fp64_forward_ends_only_its_sequence(blocked, exact, monkeypatch, caplog):
     def fail(idx):
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(held.runner.exact_model, "last_logits", fail)
+    monkeypatch.setattr(blocked.runner.exact_model, "last_logits", fail)
     texts = {}
-    assert collect(held, texts) == {1: "error", 2: "length"}
+    assert collect(blocked, texts) == {1: "error", 2: "length"}
     assert texts[2] == exact.generate([4, 5], 30, SamplingParams(seed=2))
     assert "no memory" in caplog.text
 
 
-def test_the_tolerance_covers_the_rounding_error(model, exact):
+def test_tolerance_exceeds_the_rounding_error(model, exact):
     tolerance = Engine(model).runner.tolerance
     idx = torch.randint(61, (4, 60), generator=torch.Generator().manual_seed(5))
     error = model(idx).double() - exact(idx)
@@ -158,14 +157,14 @@ def test_the_tolerance_covers_the_rounding_error(model, exact):
     assert 0 < error.abs().max() < tolerance < 1e-3
 
 
-def test_in_fp64_nothing_is_decided_twice(exact):
+def test_fp64_engine_needs_no_second_forward(exact):
     engine = Engine(exact)
     assert engine.runner.tolerance == 0
     engine.generate([request(1)])
     assert engine.stats.num_exact == 0
 
 
-def test_stop_ends_the_text_before_it(model, exact):
+def test_text_ends_before_the_stop_sequence(model, exact):
     s = request(3)
     text = exact.generate(s.prompt, 40, s.sampling)
     stop = tuple(text[10:13])
@@ -178,7 +177,7 @@ def test_stop_ends_the_text_before_it(model, exact):
     assert stopped.finish_reason == "stop"
 
 
-def test_abort_frees_the_slot_at_once_and_touches_nobody(model, exact):
+def test_abort_frees_the_slot_at_once_without_affecting_others(model, exact):
     engine = Engine(model, max_running=2)
     leaving = Submit(1, [1, 2, 3], 10_000, SamplingParams(seed=1))
     staying = Submit(2, [4, 5], 30, SamplingParams(seed=2))
@@ -202,11 +201,11 @@ def test_abort_frees_the_slot_at_once_and_touches_nobody(model, exact):
     for s in (staying, waiting):
         assert texts[s.id] == exact.generate(s.prompt, s.max_tokens, s.sampling)
     engine.abort(1)
-    engine.abort(77)  # ended or unknown: nothing
+    engine.abort(77)  # finished or unknown: no effect
     assert not engine.has_work
 
 
-def test_deadlines_end_the_running_and_the_waiting(model):
+def test_timeouts_end_running_and_waiting_sequences(model):
     now = 0.0
     engine = Engine(model, max_running=1, clock=lambda: now)
     engine.submit(Submit(1, [1], 1000, SamplingParams(), timeout_seconds=5.0))
@@ -221,7 +220,7 @@ def test_deadlines_end_the_running_and_the_waiting(model):
     assert ended[3] == "length"
 
 
-def test_a_full_queue_refuses_and_keeps_the_rest(model):
+def test_full_queue_rejects_and_keeps_admitted_sequences(model):
     engine = Engine(model, max_running=1, max_waiting=1)
     engine.submit(request(0))
     engine.submit(request(1))
@@ -233,8 +232,8 @@ def test_a_full_queue_refuses_and_keeps_the_rest(model):
     assert sorted(done) == [0, 1]
 
 
-def test_a_row_that_is_not_finite_ends_alone(exact):
-    """One character's embedding is broken: the sequence that meets it ends with an error, its neighbour goes on."""
+def test_non_finite_logits_end_only_their_sequence(exact):
+    """One character's embedding is NaN: the sequence that contains it ends with an error, the other continues."""
     broken = random_model(block_size=8)
     broken.embed.weight[7] = float("nan")
     engine = Engine(random_model(block_size=8), max_running=2)
@@ -246,9 +245,9 @@ def test_a_row_that_is_not_finite_ends_alone(exact):
     assert texts == {1: [], 2: exact.generate([1], 1, SamplingParams(seed=4))}
 
 
-def test_a_failing_forward_ends_its_sequences_and_the_engine_goes_on(model, exact, caplog):
+def test_failing_forward_ends_its_sequences_and_the_engine_continues(model, exact, caplog):
     engine = Engine(model, max_running=2)
-    engine.submit(Submit(1, [10_000], 5, SamplingParams()))  # an id that the embedding does not have
+    engine.submit(Submit(1, [10_000], 5, SamplingParams()))  # an id outside the embedding
     ended = [d for d in engine.step() if d.finish_reason] + [d for d in engine.step() if d.finish_reason]
     assert [d.finish_reason for d in ended] == ["error"]
     assert "failed" in caplog.text
@@ -256,13 +255,13 @@ def test_a_failing_forward_ends_its_sequences_and_the_engine_goes_on(model, exac
     assert engine.generate([s]) == [exact.generate(s.prompt, s.max_tokens, s.sampling)]
 
 
-def test_a_failing_decode_step_does_not_touch_a_prompt_that_still_runs(model, exact, monkeypatch):
+def test_failing_decode_step_does_not_affect_a_prompt_in_prefill(model, exact, monkeypatch):
     engine = Engine(model, max_running=3, prefill_budget=10)
     lost = [Submit(i, [i], 50, SamplingParams(seed=i)) for i in range(2)]
     for s in lost:
         engine.submit(s)
     engine.step()
-    engine.submit(Submit(2, list(range(30)), 20, SamplingParams(seed=2)))  # in two pieces
+    engine.submit(Submit(2, list(range(30)), 20, SamplingParams(seed=2)))  # in several chunks
     engine.step()
     decode = engine.runner.cache.decode
 
@@ -282,8 +281,8 @@ PATTERNS = ["[A-Z][a-z]+( [a-z]+){0,3}", "a+b+", "(ab|cd)*", "[^a-m]{3,7}", "x{4
 STOP_PATTERNS = ["[A-Z][a-z]", "e.?e", "[.!?]+", "a(bc)*d"]
 
 
-def elaborate(id):
-    """A sequence with all that can be asked for, which depends on its number alone."""
+def request_with_options(id):
+    """A request with any combination of options, determined by `id` alone."""
     r = random.Random(1000 + id)
     prompt = [r.randrange(len(VOCABULARY)) for _ in range(r.choice([1, 2, 7, 8, 9, 30]))]
     params = SamplingParams(
@@ -314,7 +313,7 @@ def elaborate(id):
 
 @torch.no_grad()
 def uncached(exact, request):
-    """The same, without a cache, alone: its ids, its log-probabilities, those of its prompt, its finish reason."""
+    """Generates alone and without a cache; returns ids, log-probabilities (completion, prompt) and finish reason."""
     sequence = Sequence(request)
     history = History(exact.config.vocab_size, request.prompt)
     rows, logprobs = SamplingRows([request.sampling]), []
@@ -333,11 +332,11 @@ def uncached(exact, request):
 
 
 @pytest.mark.parametrize("tolerance", [None, 0.1])
-def test_whatever_is_asked_for_equals_the_uncached_reference(model, exact, tolerance):
+def test_every_option_equals_the_uncached_reference(model, exact, tolerance):
     engine = Engine(model, max_running=7, prefill_budget=13)
     engine.runner.tolerance = tolerance or engine.runner.tolerance
-    sequences = [elaborate(i) for i in range(80)]
-    texts, logprobs, prompts, endings = ({s.id: [] for s in sequences} for _ in range(4))
+    sequences = [request_with_options(i) for i in range(80)]
+    texts, logprobs, prompts, finish_reasons = ({s.id: [] for s in sequences} for _ in range(4))
     for s in sequences:
         engine.submit(s)
     while engine.has_work:
@@ -345,11 +344,11 @@ def test_whatever_is_asked_for_equals_the_uncached_reference(model, exact, toler
             texts[delta.id] += delta.ids
             logprobs[delta.id] += delta.logprobs.rows() if delta.logprobs else []
             prompts[delta.id] += delta.prompt_logprobs.values if delta.prompt_logprobs else []
-            endings[delta.id] += [delta.finish_reason] if delta.finish_reason else []
+            finish_reasons[delta.id] += [delta.finish_reason] if delta.finish_reason else []
     reasons = set()
     for s in sequences:
-        ids, expected, of_prompt, reason = uncached(exact, elaborate(s.id))
-        assert (texts[s.id], endings[s.id]) == (ids, [reason]), s.id
+        ids, expected, of_prompt, reason = uncached(exact, request_with_options(s.id))
+        assert (texts[s.id], finish_reasons[s.id]) == (ids, [reason]), s.id
         reasons.add(reason)
         if s.logprobs is None:
             assert not logprobs[s.id] and not prompts[s.id]
@@ -368,8 +367,8 @@ def test_whatever_is_asked_for_equals_the_uncached_reference(model, exact, toler
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_a_constrained_text_always_matches(model, pattern, seed):
-    """Whatever the budget and the temperature: there are no dead ends."""
+def test_constrained_text_always_matches(model, pattern, seed):
+    """At any max_tokens and temperature: there are no dead ends."""
     automaton = compile_regex(pattern, VOCABULARY)
     r = random.Random(seed)
     sequences = [
@@ -382,7 +381,7 @@ def test_a_constrained_text_always_matches(model, pattern, seed):
         assert len(ids) <= s.max_tokens
 
 
-def test_the_answer_has_at_least_min_tokens(model, exact):
+def test_stop_sequences_are_ignored_before_min_tokens(model, exact):
     s = request(3)
     text = exact.generate(s.prompt, 40, s.sampling)
     first = text.index(text[4])
@@ -393,8 +392,8 @@ def test_the_answer_has_at_least_min_tokens(model, exact):
     assert later == text[: again[0] if again else 40]
 
 
-def test_scoring_any_length_equals_evaluating(model):
-    """Pieces of prefill in random sizes, far beyond the receptive field, beside a running text."""
+def test_scores_of_long_texts_equal_streamed_loss(model):
+    """Chunked prefill far beyond the receptive field, beside a running sequence."""
     ids = np.random.default_rng(0).integers(len(VOCABULARY), size=700)
     engine = Engine(model, max_running=3, prefill_budget=37)
     scored = Submit(0, ids.tolist(), 0, SamplingParams(), logprobs=0, score_from=1)
@@ -411,7 +410,7 @@ def test_scoring_any_length_equals_evaluating(model):
     assert -np.mean(values) == pytest.approx(streamed_loss(model, ids), abs=1e-5)
     late = Submit(2, ids.tolist(), 0, SamplingParams(), logprobs=0, score_from=600)
     first_needed = engine.submit(late).num_prefilled
-    assert first_needed == 600 - model.config.receptive_field  # older characters are not run at all
+    assert first_needed == 600 - model.config.receptive_field  # older characters are skipped
     tail = []
     while engine.has_work:
         for delta in engine.step():
@@ -419,7 +418,7 @@ def test_scoring_any_length_equals_evaluating(model):
     assert tail == pytest.approx(values[599:], abs=1e-4)
 
 
-def test_what_is_scored_does_not_hold_up_what_is_continued(model):
+def test_scoring_does_not_delay_generation(model):
     engine = Engine(model, max_running=4, prefill_budget=10)
     engine.submit(Submit(0, [1] * 500, 0, SamplingParams(), logprobs=0, score_from=1))
     engine.step()

@@ -19,8 +19,7 @@ def sequence(id, prompt=3, max_tokens=5, **options):
 
 @given(st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3), st.text("abc", max_size=30))
 @settings(deadline=None)
-def test_the_matcher_agrees_with_find(stops, text):
-    """The stream ends where the first stop ends; what is held back is always the beginning of a stop."""
+def test_matcher_finds_the_first_stop_and_holds_the_longest_prefix(stops, text):
     matcher = StopMatcher(tuple(tuple(map(ord, s)) for s in stops))
     for end in range(1, len(text) + 1):
         matched = matcher.push(ord(text[end - 1]))
@@ -32,19 +31,19 @@ def test_the_matcher_agrees_with_find(stops, text):
         assert matcher.held == max(prefixes)
 
 
-def test_ids_that_may_begin_a_stop_are_held_back_until_that_is_ruled_out():
+def test_possible_stop_prefixes_are_held_until_ruled_out():
     s = sequence(0, max_tokens=20, stop=((7, 8, 9),))
-    given_away = []
+    emitted = []
     for id, expected in [(1, [1]), (7, []), (8, []), (7, [7, 8]), (8, []), (5, [7, 8, 5]), (7, []), (8, []), (9, [])]:
         s.append(id)
         new = s.emit()[0]
         assert new == expected
-        given_away += new
+        emitted += new
     assert s.finish_reason == "stop"
-    assert given_away == [1, 7, 8, 7, 8, 5]
+    assert emitted == [1, 7, 8, 7, 8, 5]
 
 
-def test_held_ids_are_given_when_the_length_ends_the_sequence():
+def test_held_ids_are_emitted_when_the_sequence_ends_by_length():
     s = sequence(0, max_tokens=2, stop=((7, 8, 9),))
     s.append(7)
     assert s.emit()[0] == []
@@ -57,7 +56,7 @@ def test_held_ids_are_given_when_the_length_ends_the_sequence():
 
 
 class Slots:
-    """What the cache would hold: which sequence's text lies in which slot."""
+    """A model of the cache: slot -> id of the sequence whose keys and values it holds."""
 
     def __init__(self, scheduler):
         self.scheduler = scheduler
@@ -79,8 +78,8 @@ class Slots:
 
 @given(st.integers(0, 10_000))
 @settings(max_examples=150, deadline=None)
-def test_random_lives_never_share_a_slot(seed):
-    """Arrivals, prompts in pieces, waits, endings and aborts in any order: each sequence keeps its slot's content."""
+def test_sequences_keep_their_slots_under_random_events(seed):
+    """Arrivals, chunked prefill, pauses, completions and aborts in any order."""
     r = random.Random(seed)
     scheduler = Scheduler(max_running=r.randint(1, 6), max_waiting=20, prefill_budget=r.randint(1, 12))
     slots = Slots(scheduler)
@@ -121,7 +120,7 @@ def test_random_lives_never_share_a_slot(seed):
     assert set(ended) | {s.id for s in scheduler} == set(range(added))
 
 
-def test_the_queue_is_bounded_and_in_order():
+def test_queue_is_bounded_and_ordered_by_priority():
     scheduler = Scheduler(max_running=1, max_waiting=2, prefill_budget=100)
     for id in range(3):
         scheduler.add(sequence(id))
@@ -135,7 +134,7 @@ def test_the_queue_is_bounded_and_in_order():
     assert [s.id for s in scheduler.aside] == [4]
 
 
-def test_a_long_prompt_is_spread_over_steps():
+def test_long_prompt_is_split_across_steps():
     scheduler = Scheduler(max_running=4, max_waiting=9, prefill_budget=10)
     scheduler.add(sequence(0, prompt=25))
     scheduler.add(sequence(1, prompt=3))
@@ -149,14 +148,14 @@ def test_a_long_prompt_is_spread_over_steps():
     assert [s.id for s in scheduler.decoding] == [0, 1]
 
 
-def test_a_sequence_that_has_ended_cannot_end_again():
+def test_finished_sequence_cannot_finish_again():
     scheduler = Scheduler(2, 2, 10)
     scheduler.add(sequence(0))
     assert scheduler.finish(0, "abort").finish_reason == "abort"
     assert scheduler.finish(0, "timeout") is None
 
 
-def test_many_aborted_in_the_queue_leave_nothing_behind():
+def test_sequences_aborted_while_waiting_are_removed_from_the_queue():
     scheduler = Scheduler(max_running=1, max_waiting=10, prefill_budget=10)
     scheduler.add(sequence(0))
     scheduler.schedule(0.0)

@@ -1,4 +1,4 @@
-"""Who may ask, from where and how, over real sockets: API keys, other origins, a proxy's path, slow bodies, TLS."""
+"""Access over real sockets: API keys, CORS, path prefix, slow bodies, TLS."""
 
 import asyncio
 import contextlib
@@ -92,7 +92,7 @@ def https_server(checkpoint, keys_file, certificate):
         "http_processes": 2,
     }
     with RunningServer(checkpoint.path, **settings) as server, pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))  # httpx trusts it
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))  # trusted by httpx
         server.url = f"https://127.0.0.1:{server.port}"
         server.wait_until_ready()
         yield server
@@ -104,7 +104,7 @@ def https_server(checkpoint, keys_file, certificate):
 
 
 @pytest.mark.parametrize(("method", "path"), PROTECTED)
-def test_without_a_key_every_route_but_the_probes_is_closed(server, method, path):
+def test_protected_routes_require_a_key(server, method, path):
     response = web.request(method, server.url + path)
     assert response.status_code == 401
     error = response.json()["error"]
@@ -115,13 +115,13 @@ def test_without_a_key_every_route_but_the_probes_is_closed(server, method, path
 
 
 @pytest.mark.parametrize("path", ["/livez", "/readyz", "/health", "/metrics"])
-def test_the_probes_and_what_a_setting_opens_need_no_key(server, path):
+def test_probes_and_public_metrics_need_no_key(server, path):
     assert web.get(server.url + path).status_code == 200
     assert web.get(f"{server.url}/chargpt{path}").status_code == 200
 
 
 @pytest.mark.parametrize("key", KEYS, ids=["first", "odd", "long"])
-def test_every_key_opens(server, key):
+def test_every_key_grants_access(server, key):
     for scheme in ("Bearer", "bearer", "BEARER", "Bearer  "):
         headers = {"Authorization": f"{scheme} {key}"}
         assert web.get(f"{server.url}/info", headers=headers).status_code == 200, scheme
@@ -148,13 +148,13 @@ def test_every_key_opens(server, key):
         b"Bearer \xff\xfe",
     ],
 )
-def test_what_is_no_key_does_not_open_and_is_not_shown(server, authorization):
+def test_invalid_credentials_are_rejected_and_not_echoed(server, authorization):
     response = web.get(f"{server.url}/info", headers={"Authorization": authorization})
     assert response.status_code == 401
     assert KEYS[0][:-1] not in response.text
 
 
-def test_the_openai_sdk_takes_a_key(server):
+def test_openai_sdk_authenticates_with_a_key(server):
     options = {"model": "chargpt", "prompt": "abc", "max_tokens": 5}
     base_url = f"{server.url}/chargpt/v1"
     with openai.OpenAI(base_url=base_url, api_key=KEYS[1], max_retries=0) as client:
@@ -167,19 +167,19 @@ def test_the_openai_sdk_takes_a_key(server):
 
 
 @pytest.mark.parametrize("length", [1000, 1_000_000])
-def test_the_key_is_checked_before_the_body_is_read(server, length):
+def test_key_is_checked_before_the_body_is_read(server, length):
     head = post("/generate", b"", Connection="close", Content_Length=length, Expect="100-continue")
     with sent(server.port, head) as connection:
-        assert received(connection).startswith(b"HTTP/1.1 401 ")  # and no 100, which reading would have sent
+        assert received(connection).startswith(b"HTTP/1.1 401 ")  # reading the body would have sent 100 first
 
 
-def test_info_says_nothing_of_keys(server):
+def test_info_reveals_no_keys(server):
     text = web.get(f"{server.url}/info", headers=bearer(KEYS[0])).text
     assert "keys" not in text
     assert not any(key in text for key in KEYS)
 
 
-def test_refused_requests_are_counted_by_route(server):
+def test_rejected_requests_are_counted_by_route(server):
     def count(handler, method, status):
         return server.metric("chargpt_http_requests_total", handler=handler, method=method, status=status)
 
@@ -190,7 +190,7 @@ def test_refused_requests_are_counted_by_route(server):
     assert [count(*labels) for labels in asked] == [n + 1 for n in before]
 
 
-# -- web pages of other origins --
+# -- CORS --
 
 
 def preflight(url, origin, **headers):
@@ -199,7 +199,7 @@ def preflight(url, origin, **headers):
 
 
 @pytest.mark.parametrize("origin", [ORIGIN, "http://localhost:3000"])
-def test_a_preflight_needs_no_key(server, origin):
+def test_preflight_needs_no_key(server, origin):
     asked = {"Access-Control-Request-Headers": "authorization,content-type,x-stainless-os"}
     response = preflight(f"{server.url}/v1/completions", origin, **asked)
     assert response.status_code == 200
@@ -210,7 +210,7 @@ def test_a_preflight_needs_no_key(server, origin):
 
 
 @pytest.mark.parametrize("origin", ["https://evil.example.org", "http://app.example.org", "null", f"{ORIGIN}:8443"])
-def test_an_origin_that_is_not_listed_is_not_allowed(server, origin):
+def test_unlisted_origin_is_not_allowed(server, origin):
     response = preflight(f"{server.url}/generate", origin)
     assert response.status_code == 400
     assert "access-control-allow-origin" not in response.headers
@@ -219,7 +219,7 @@ def test_an_origin_that_is_not_listed_is_not_allowed(server, origin):
     assert "Origin" in response.headers["vary"]
 
 
-def test_errors_can_be_read_by_web_pages_too(server):
+def test_error_responses_carry_cors_headers(server):
     def ask(method, path, status, key=KEYS[0], **body):
         headers = {"Origin": ORIGIN} | bearer(key)
         response = web.request(method, server.url + path, headers=headers, timeout=20, **body)
@@ -238,7 +238,7 @@ def test_errors_can_be_read_by_web_pages_too(server):
     assert ask("POST", "/generate", 504, json={"prompt": "a", "max_tokens": 16_000})["error"]["code"] == "timeout"
 
 
-def test_an_error_of_our_own_is_an_answer_like_any_other(caplog):
+def test_unhandled_exception_returns_a_regular_error_response(caplog):
     app = FastAPI()
     app.add_middleware(RequestMiddleware, settings=Settings(cors_origins=[ORIGIN]), metrics=lambda: None)
 
@@ -265,7 +265,7 @@ def test_an_error_of_our_own_is_an_answer_like_any_other(caplog):
     assert "request mine failed" in caplog.text
 
 
-# -- a proxy's path --
+# -- path prefix --
 
 
 def test_routes_answer_with_and_without_the_prefix(server):
@@ -276,13 +276,13 @@ def test_routes_answer_with_and_without_the_prefix(server):
         document = web.get(f"{server.url}{prefix}/openapi.json", headers=bearer(KEYS[0])).json()
         assert document["servers"] == [{"url": "/chargpt"}]
         page = web.get(f"{server.url}{prefix}/docs", headers=bearer(KEYS[0])).text
-        assert "url: 'openapi.json'" in page  # beside the page, wherever that is
+        assert "url: 'openapi.json'" in page  # relative to the page
     for path in ("/chargptgenerate", "/chargpt", "/chargpt/", "/chargpt/chargpt/generate", "/other/generate"):
         assert web.get(server.url + path, headers=bearer(KEYS[0])).status_code == 404, path
 
 
 @pytest.mark.parametrize("root_path", ["/v1", "/generate", "/deep/er"])
-def test_a_prefix_may_look_like_a_route(root_path):
+def test_prefix_may_equal_a_route(root_path):
     app = FastAPI()
     app.add_middleware(RequestMiddleware, settings=Settings(root_path=root_path), metrics=lambda: None)
     for path in ("/generate", "/v1/models"):
@@ -302,7 +302,7 @@ def test_a_prefix_may_look_like_a_route(root_path):
 
 @contextlib.contextmanager
 def trickled(server):
-    """The answer to a request whose body comes byte by byte and would take minutes; the server ends the connection."""
+    """The response to a request whose body arrives byte by byte; asserts that the server closes the connection."""
     head = post("/generate", b"", Content_Length=90_000, X_Request_Id="slow", **bearer(KEYS[0]))
     with sent(server.port, head) as connection:
         while not select.select([connection], [], [], 0.1)[0]:
@@ -312,7 +312,7 @@ def trickled(server):
         assert connection.recv(1) == b""
 
 
-def test_a_body_that_trickles_in_is_not_waited_for(server):
+def test_trickled_body_times_out_with_408(server):
     with trickled(server) as response:
         assert response.status == 408
         assert response.headers["connection"] == "close"
@@ -322,12 +322,12 @@ def test_a_body_that_trickles_in_is_not_waited_for(server):
     assert "within 0.5 s" in error["message"]
 
 
-def test_after_the_body_its_time_is_over_and_a_client_that_leaves_is_noticed(server):
+def test_request_outlives_the_body_timeout_and_aborts_on_disconnect(server):
     aborted = server.metric("chargpt_request_success_total", finished_reason="abort")
     body = {"prompt": "a", "max_tokens": 16_000}
     with sent(server.port, post("/generate", body, **bearer(KEYS[0]))):
         server.wait_until_metric("chargpt_num_requests_running", 1)
-        with trickled(server) as response:  # whose time began later, and is over
+        with trickled(server) as response:  # started later and timed out
             assert response.status == 408
         assert server.metric("chargpt_num_requests_running") == 1
     server.wait_until_metric("chargpt_request_success_total", aborted + 1, finished_reason="abort")
@@ -336,7 +336,7 @@ def test_after_the_body_its_time_is_over_and_a_client_that_leaves_is_noticed(ser
 # -- TLS --
 
 
-def test_both_processes_speak_tls(https_server):
+def test_every_http_process_serves_tls(https_server):
     body = {"prompt": "abc", "max_tokens": 5, "seed": 1}
     texts = set()
     for _ in range(20):
@@ -346,15 +346,15 @@ def test_both_processes_speak_tls(https_server):
     with pytest.raises(httpx.TransportError):
         httpx.get(f"http://127.0.0.1:{https_server.port}/livez")
     with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
-        httpx.get(f"{https_server.url}/livez", verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))  # trusts nobody
+        httpx.get(f"{https_server.url}/livez", verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))  # no trusted CA
 
 
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion.TLSv1")
-def test_tls_1_2_is_the_least(https_server, certificate):
-    def handshake(least, most):
+def test_tls_1_2_is_the_minimum(https_server, certificate):
+    def handshake(minimum, maximum):
         context = ssl.create_default_context(cafile=certificate[0])
-        context.set_ciphers("ALL:@SECLEVEL=0")  # or this side would refuse
-        context.minimum_version, context.maximum_version = least, most
+        context.set_ciphers("ALL:@SECLEVEL=0")  # otherwise the client would refuse
+        context.minimum_version, context.maximum_version = minimum, maximum
         with socket.create_connection(("127.0.0.1", https_server.port), timeout=20) as connection:
             with context.wrap_socket(connection, server_hostname="127.0.0.1") as secure:
                 return secure.version()
@@ -362,11 +362,11 @@ def test_tls_1_2_is_the_least(https_server, certificate):
     version = ssl.TLSVersion
     assert handshake(version.TLSv1_2, version.TLSv1_2) == "TLSv1.2"
     assert handshake(version.TLSv1_3, version.TLSv1_3) == "TLSv1.3"
-    with pytest.raises(ssl.SSLError, match="PROTOCOL_VERSION|UNEXPECTED_EOF"):  # both are the server's doing
+    with pytest.raises(ssl.SSLError, match="PROTOCOL_VERSION|UNEXPECTED_EOF"):  # both caused by the server
         handshake(version.TLSv1, version.TLSv1_1)
 
 
-def test_documents_are_open_where_a_setting_says_so_and_metrics_are_not(https_server):
+def test_public_docs_setting_leaves_metrics_protected(https_server):
     for path, status in (("/docs", 200), ("/openapi.json", 200), ("/metrics", 401), ("/info", 401)):
         response = httpx.get(https_server.url + path, headers={"Origin": "https://anyone.example.org"})
         assert response.status_code == status

@@ -1,4 +1,4 @@
-"""What the routes give, over real sockets: held against transformers, the trainer's evaluation, Python's re, replay."""
+"""The routes over real sockets, checked against transformers, the trainer's evaluation, Python's re and replay."""
 
 import concurrent.futures
 import itertools
@@ -52,7 +52,7 @@ def post(client):
 
 @pytest.fixture(scope="module")
 def peer(checkpoint):
-    """transformers' Qwen3 from the same folder: the log-probabilities (T, V) of what follows each character."""
+    """transformers' Qwen3 from the same folder: text -> log-probabilities (T, V) of the next character."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=torch.float64)
 
     def logprobs(text):
@@ -62,7 +62,7 @@ def peer(checkpoint):
     return logprobs
 
 
-def refused(client, path, **body):
+def rejection(client, path, **body):
     response = client.post(path, json=body)
     assert response.status_code == 400, response.text
     return response.json()["error"]
@@ -71,26 +71,26 @@ def refused(client, path, **body):
 # -- log-probabilities --
 
 
-def test_log_probabilities_of_prompt_and_answer_are_those_of_transformers(post, checkpoint, peer):
+def test_logprobs_of_prompt_and_completion_equal_transformers(post, checkpoint, peer):
     prompt, V = "Hello there, you", len(VOCABULARY)
     answer = post("/v1/completions", prompt=prompt, max_tokens=20, seed=4, echo=True, logprobs=V)
     (choice,) = answer["choices"]
-    text, told = choice["text"], choice["logprobs"]
+    text, reported = choice["text"], choice["logprobs"]
     assert text.startswith(prompt) and len(text) == len(prompt) + 20
-    assert told["tokens"] == list(text)
-    assert told["text_offset"] == list(range(len(text)))
-    assert told["token_logprobs"][0] is None and told["top_logprobs"][0] is None
+    assert reported["tokens"] == list(text)
+    assert reported["text_offset"] == list(range(len(text)))
+    assert reported["token_logprobs"][0] is None and reported["top_logprobs"][0] is None
     expected = peer(text)
     ids = checkpoint.tokenizer.encode(text)
     for i in range(1, len(text)):
-        assert told["token_logprobs"][i] == pytest.approx(float(expected[i - 1, ids[i]]), abs=2e-5)
-        assert told["top_logprobs"][i] == pytest.approx(
+        assert reported["token_logprobs"][i] == pytest.approx(float(expected[i - 1, ids[i]]), abs=2e-5)
+        assert reported["top_logprobs"][i] == pytest.approx(
             dict(zip(VOCABULARY, expected[i - 1].tolist(), strict=True)), abs=2e-5
         )
     assert answer["usage"] == {"prompt_tokens": 16, "completion_tokens": 20, "total_tokens": 36}
 
 
-def test_the_given_character_is_always_among_the_likeliest(post):
+def test_top_logprobs_include_the_sampled_character(post):
     (choice,) = post("/generate", prompt="ab", max_tokens=50, seed=1, logprobs=1, temperature=3)["choices"]
     sizes = set()
     for character, top in zip(choice["text"], choice["logprobs"]["top_logprobs"], strict=True):
@@ -103,7 +103,7 @@ def test_the_given_character_is_always_among_the_likeliest(post):
     assert "logprobs" not in without
 
 
-def test_log_probabilities_do_not_depend_on_how_one_samples(post):
+def test_logprobs_do_not_depend_on_sampling_parameters(post):
     options = {"prompt": "abc", "max_tokens": 1, "logprobs": 5}
     plain = post("/generate", **options, seed=1)["choices"][0]["logprobs"]["top_logprobs"][0]
     odd = post("/generate", **options, seed=1, temperature=0, top_k=2, logit_bias={"x": 50})
@@ -114,20 +114,20 @@ def test_log_probabilities_do_not_depend_on_how_one_samples(post):
     )
 
 
-def test_max_tokens_zero_scores_alone(post, checkpoint, peer):
+def test_max_tokens_zero_only_scores_the_prompt(post, checkpoint, peer):
     text = "To be, or not to be"
     answer = post("/v1/completions", prompt=[text, "a", ""], max_tokens=0, echo=True, logprobs=0)
     assert [choice["text"] for choice in answer["choices"]] == [text, "a", ""]
     assert [choice["finish_reason"] for choice in answer["choices"]] == ["length"] * 3
-    told = answer["choices"][0]["logprobs"]["token_logprobs"]
+    reported = answer["choices"][0]["logprobs"]["token_logprobs"]
     ids, expected = checkpoint.tokenizer.encode(text), peer(text)
-    assert told[1:] == pytest.approx([float(expected[i - 1, ids[i]]) for i in range(1, len(ids))], abs=2e-5)
+    assert reported[1:] == pytest.approx([float(expected[i - 1, ids[i]]) for i in range(1, len(ids))], abs=2e-5)
     assert answer["choices"][1]["logprobs"]["token_logprobs"] == [None]
     assert answer["choices"][2]["logprobs"]["token_logprobs"] == []
     assert answer["usage"]["completion_tokens"] == 0
 
 
-def test_a_stream_with_echo_and_log_probabilities_adds_up_to_the_whole(client, post):
+def test_stream_with_echo_and_logprobs_equals_the_whole_response(client, post):
     options = {"prompt": ["Hello", "x"], "max_tokens": 30, "seed": 2, "echo": True, "logprobs": 3, "n": 2, "stop": "e"}
     whole = post("/v1/completions", **options)["choices"]
     with client.stream("POST", "/v1/completions", json=options | {"stream": True}) as response:
@@ -142,10 +142,10 @@ def test_a_stream_with_echo_and_log_probabilities_adds_up_to_the_whole(client, p
         assert [c["seed"] for c in mine] == [choice["seed"]] * len(mine)
 
 
-# -- several answers --
+# -- several completions --
 
 
-def test_n_answers_have_the_seeds_that_follow(post):
+def test_n_completions_use_consecutive_seeds(post):
     several = post("/v1/completions", prompt=["ab", "cd"], max_tokens=10, seed=7, n=3)["choices"]
     assert [choice["index"] for choice in several] == list(range(6))
     assert [choice["seed"] for choice in several] == [7, 8, 9] * 2
@@ -155,7 +155,7 @@ def test_n_answers_have_the_seeds_that_follow(post):
         assert alone["text"] == choice["text"]
 
 
-def test_best_of_gives_those_with_the_highest_mean_log_probability(post):
+def test_best_of_returns_the_highest_mean_logprobs(post):
     options = {"prompt": "ab", "max_tokens": 12, "seed": 3, "stop": "e", "logprobs": 0}
     candidates = post("/generate", **options, n=10)["choices"]
 
@@ -177,8 +177,8 @@ def test_best_of_gives_those_with_the_highest_mean_log_probability(post):
 # -- scoring --
 
 
-def test_a_score_is_the_trainers_evaluation(post, checkpoint):
-    """Far longer than the receptive field, and equal to `python -m training evaluate`."""
+def test_score_equals_the_trainers_evaluation(post, checkpoint):
+    """For a text far longer than the receptive field."""
     r = random.Random(0)
     text = "".join(r.choices(VOCABULARY, k=3000))
     (item,) = post("/v1/score", texts=text)["data"]
@@ -191,7 +191,7 @@ def test_a_score_is_the_trainers_evaluation(post, checkpoint):
     assert item["character_nats"][0] is None and len(item["character_nats"]) == 3000
 
 
-def test_thousands_of_texts_in_one_request(post, peer, checkpoint):
+def test_thousands_of_texts_are_scored_in_one_request(post, peer, checkpoint):
     r = random.Random(1)
     texts = ["".join(r.choices(VOCABULARY, k=r.randrange(12))) for _ in range(2500)]
     answer = post("/v1/score", texts=texts, characters=False)
@@ -223,26 +223,26 @@ def test_continuations_are_ranked(post, peer, checkpoint):
     assert first["nats"] == pytest.approx(-float(peer("\n")[0, VOCABULARY.index("a")]), abs=1e-4)
 
 
-def test_scores_are_refused_with_a_reason(client):
-    assert "either" in refused(client, "/v1/score")["message"]
-    assert "either" in refused(client, "/v1/score", texts=["a"], continuations=["b"])["message"]
-    assert refused(client, "/v1/score", texts=[])["param"] == "texts"
-    assert "must be in [1, 3000], got 3001" in refused(client, "/v1/score", texts=["a"] * 3001)["message"]
-    assert refused(client, "/v1/score", texts=["ok", "é"])["message"].startswith("texts.1: character 'é' (U+00E9)")
-    assert refused(client, "/v1/score", prefix="é", continuations=["a"])["param"] == "prefix"
+def test_invalid_score_requests_are_rejected_with_a_reason(client):
+    assert "either" in rejection(client, "/v1/score")["message"]
+    assert "either" in rejection(client, "/v1/score", texts=["a"], continuations=["b"])["message"]
+    assert rejection(client, "/v1/score", texts=[])["param"] == "texts"
+    assert "must be in [1, 3000], got 3001" in rejection(client, "/v1/score", texts=["a"] * 3001)["message"]
+    assert rejection(client, "/v1/score", texts=["ok", "é"])["message"].startswith("texts.1: character 'é' (U+00E9)")
+    assert rejection(client, "/v1/score", prefix="é", continuations=["a"])["param"] == "prefix"
 
 
-def test_the_distribution_of_the_next_character(post, peer):
+def test_next_returns_the_whole_distribution(post, peer):
     answer = post("/v1/next", prompt=["Hello", ""])
     for item, text in zip(answer["data"], ["Hello", "\n"], strict=True):
         expected = peer(text)[-1]
-        told = item["distribution"]
-        assert [entry["logprob"] for entry in told] == pytest.approx(
+        reported = item["distribution"]
+        assert [entry["logprob"] for entry in reported] == pytest.approx(
             expected.sort(descending=True).values.tolist(), abs=2e-5
         )
-        assert {entry["character"] for entry in told} == set(VOCABULARY)
-        assert all(VOCABULARY[entry["id"]] == entry["character"] for entry in told)
-        assert sum(entry["probability"] for entry in told) == pytest.approx(1)
+        assert {entry["character"] for entry in reported} == set(VOCABULARY)
+        assert all(VOCABULARY[entry["id"]] == entry["character"] for entry in reported)
+        assert sum(entry["probability"] for entry in reported) == pytest.approx(1)
         assert item["entropy_nats"] == pytest.approx(float(-(expected.exp() * expected).sum()), abs=1e-5)
         assert item["entropy_bits"] == pytest.approx(item["entropy_nats"] / math.log(2))
 
@@ -251,7 +251,7 @@ def test_the_distribution_of_the_next_character(post, peer):
 
 
 @pytest.mark.parametrize("pattern", ["[A-Z][a-z]+", "(ab|c)+d?", "x{3,5}\\n", "[^a-z]*"])
-def test_every_answer_matches_its_regex(post, pattern):
+def test_every_completion_matches_its_regex(post, pattern):
     for max_tokens in (6, 9, 60):
         answer = post("/generate", prompt="a", regex=pattern, n=30, max_tokens=max_tokens, temperature=2)
         for choice in answer["choices"]:
@@ -260,8 +260,8 @@ def test_every_answer_matches_its_regex(post, pattern):
             assert choice["finish_reason"] in ("stop", "length")
 
 
-def test_choices_come_as_often_as_the_model_says(post, peer, checkpoint):
-    """An answer among "a" and "bb" is drawn from the model's own probabilities, renormalised at each character."""
+def test_choice_frequencies_follow_the_model(post, peer, checkpoint):
+    """The model's probabilities apply, renormalised at each character."""
     rows = peer("Hello")[-1].exp()
     a, b = (float(rows[VOCABULARY.index(c)]) for c in "ab")
     seen = [0, 0]
@@ -274,14 +274,14 @@ def test_choices_come_as_often_as_the_model_says(post, peer, checkpoint):
     assert abs(seen[0] - expected) < 5 * math.sqrt(expected * b / (a + b))
 
 
-def test_allowed_characters_alone_and_with_a_pattern(post):
+def test_allowed_characters_restrict_text_and_pattern(post):
     (choice,) = post("/generate", prompt="a", allowed_characters="xyz", max_tokens=300, seed=1)["choices"]
     assert set(choice["text"]) == set("xyz") and len(choice["text"]) == 300
     (choice,) = post("/generate", prompt="a", allowed_characters="xyz", regex="[a-z]{20}", max_tokens=20)["choices"]
     assert re.fullmatch("[xyz]{20}", choice["text"])
 
 
-def test_stops_by_pattern_never_show_before_they_are_ruled_out(client, post, checkpoint):
+def test_stream_ends_at_the_first_stop_regex_match(client, post, checkpoint):
     free = post("/generate", prompt="a", max_tokens=400, seed=5)["choices"][0]["text"]
     for pattern in ("[A-Z][a-z]", "[.!?]", "e[a-z]*E"):
         found = next(((i, j) for j in range(1, 401) for i in range(j) if re.fullmatch(pattern, free[i:j])), (400, 400))
@@ -293,7 +293,7 @@ def test_stops_by_pattern_never_show_before_they_are_ruled_out(client, post, che
             assert parts[-2]["finish_reason"] == ("stop" if found[0] < 400 else "length")
 
 
-def test_min_tokens_and_ignore_eos(post):
+def test_min_tokens_delays_stops_and_ignore_eos_does_not(post):
     free = post("/generate", prompt="a", max_tokens=100, seed=5)["choices"][0]["text"]
     options = {"prompt": "a", "max_tokens": 100, "seed": 5, "stop": free[3], "ignore_eos": True}
     assert post("/generate", **options)["choices"][0]["text"] == free[: free.index(free[3])]
@@ -311,8 +311,8 @@ def test_min_tokens_and_ignore_eos(post):
         ("(x+x+)+" * 140 + "y{90000}", "2000"),
     ],
 )
-def test_a_hostile_pattern_is_refused_at_a_bound_on_its_work(client, pattern, limit):
-    error = refused(client, "/generate", prompt="a", regex=pattern)
+def test_hostile_patterns_are_rejected_by_a_limit_on_work(client, pattern, limit):
+    error = rejection(client, "/generate", prompt="a", regex=pattern)
     assert error["code"] == "invalid_pattern"
     assert re.search(rf"\b{limit}\b", error["message"]), error
 
@@ -320,7 +320,7 @@ def test_a_hostile_pattern_is_refused_at_a_bound_on_its_work(client, pattern, li
 # -- infilling --
 
 
-def test_infilled_middles_are_those_after_which_the_suffix_is_likeliest(post):
+def test_infill_returns_the_candidates_that_fit_the_suffix_best(post):
     prompt, suffix = "Hello", " there, you"
     options = {"prompt": prompt, "suffix": suffix, "max_tokens": 8, "seed": 3, "best_of": 12}
     best = post("/v1/completions", **options, n=5)["choices"]
@@ -338,7 +338,7 @@ def test_infilled_middles_are_those_after_which_the_suffix_is_likeliest(post):
         assert by_seed[choice["seed"]].startswith(choice["text"])
         assert (choice["finish_reason"] == "stop") == (len(choice["text"]) < 8)
     given = fit([choice["text"] for choice in best])
-    assert (np.diff(given) >= -1e-3).all()  # the best first
+    assert (np.diff(given) >= -1e-3).all()  # best first
     assert given.max() <= fit(set(by_seed.values()) - {choice["text"] for choice in best}).min() + 1e-3
     again = post("/v1/completions", **options, n=5)["choices"]
     assert again == best
@@ -346,7 +346,7 @@ def test_infilled_middles_are_those_after_which_the_suffix_is_likeliest(post):
     assert echoed["text"] == prompt + best[0]["text"]
 
 
-def test_an_infilled_stream_comes_at_once(client, post):
+def test_infill_streams_each_text_in_one_event(client, post):
     options = {"prompt": "ab", "suffix": "cd", "max_tokens": 5, "seed": 3, "n": 2}
     whole = post("/generate", **options)["choices"]
     with client.stream("POST", "/generate", json=options | {"stream": True}) as response:
@@ -360,7 +360,7 @@ def test_an_infilled_stream_comes_at_once(client, post):
 
 def test_unknown_characters_are_refused_replaced_or_dropped(client, post):
     text = "na\u00efve caf\u00e9 \u6f22"
-    error = refused(client, "/generate", prompt=text)
+    error = rejection(client, "/generate", prompt=text)
     assert error["code"] == "unknown_character"
     for shown in ("'ï' (U+00EF) at offset 2", "'é' (U+00E9) at offset 9", "'漢' (U+6F22) at offset 11"):
         assert shown in error["message"]
@@ -372,13 +372,13 @@ def test_unknown_characters_are_refused_replaced_or_dropped(client, post):
     assert replaced["choices"][0]["text"].startswith("naxve cafx x")
     assert (replaced["chargpt"]["replaced_characters"], replaced["chargpt"]["dropped_characters"]) == (3, 0)
     assert post("/tokenize", prompt="\u00e9a", unknown_characters="drop")["count"] == 1
-    error = refused(client, "/generate", prompt="a", suffix="\u00e9", unknown_characters="drop")
+    error = rejection(client, "/generate", prompt="a", suffix="\u00e9", unknown_characters="drop")
     assert (error["param"], error["message"]) == ("suffix", "suffix: none of its characters is in the vocabulary")
-    many = refused(client, "/generate", prompt="\u00e9" * 1000)["message"]
+    many = rejection(client, "/generate", prompt="\u00e9" * 1000)["message"]
     assert "and 980 more" in many and len(many) < 1000
 
 
-def test_a_setting_chooses_what_happens_to_unknown_characters(checkpoint):
+def test_setting_selects_the_default_for_unknown_characters(checkpoint):
     with RunningServer(checkpoint.path, unknown_characters="replace", replacement_character="?") as server:
         server.wait_until_ready()
         answer = web.post(f"{server.url}/generate", json={"prompt": "\u00e9a", "max_tokens": 1, "echo": True}).json()
@@ -398,21 +398,21 @@ def test_tokenize_and_detokenize(client, post, checkpoint):
     assert answer["tokens"] == checkpoint.tokenizer.encode(text)
     assert (answer["count"], answer["max_model_len"]) == (12, 100_000)
     assert post("/detokenize", tokens=answer["tokens"]) == {"prompt": text}
-    assert refused(client, "/detokenize", tokens=[0, len(VOCABULARY)])["param"] == "tokens"
-    assert refused(client, "/detokenize", tokens=[-1])["param"] == "tokens.0"
-    assert refused(client, "/tokenize")["param"] == "prompt"
+    assert rejection(client, "/detokenize", tokens=[0, len(VOCABULARY)])["param"] == "tokens"
+    assert rejection(client, "/detokenize", tokens=[-1])["param"] == "tokens.0"
+    assert rejection(client, "/tokenize")["param"] == "prompt"
     info = client.get("/tokenizer_info").json()
     assert (info["vocab_size"], info["bos_token"], info["eos_token"]) == (len(VOCABULARY), "\n", None)
     assert client.head("/metrics").status_code == 200
 
 
-def test_a_model_by_name(client):
+def test_model_is_retrieved_by_name(client):
     assert client.get("/v1/models/chargpt").json()["id"] == "chargpt"
     response = client.get("/v1/models/other")
     assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
 
 
-def test_logit_bias_by_character_and_by_id(post):
+def test_logit_bias_accepts_characters_and_ids(post):
     options = {"prompt": "a", "max_tokens": 5, "temperature": 0}
     x = VOCABULARY.index("x")
     for bias in ({"x": 100}, {str(x): 100}, [["x", 100]], [[x, 100.0]]):
@@ -422,7 +422,7 @@ def test_logit_bias_by_character_and_by_id(post):
 # -- streams --
 
 
-def test_usage_in_every_chunk_or_at_the_end(client):
+def test_continuous_usage_counts_characters_in_every_chunk(client):
     body = {"prompt": "abc", "max_tokens": 12, "seed": 1, "stream": True}
     for path in ("/v1/completions", "/generate"):
         options = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
@@ -434,8 +434,8 @@ def test_usage_in_every_chunk_or_at_the_end(client):
         assert list(texts) == seen[:-1]
 
 
-def test_characters_gather_for_the_interval_that_a_request_asks_for(client):
-    """The first at once, the others together: the stream is over long before the interval is."""
+def test_stream_interval_batches_characters(client):
+    """The first character is sent at once, the others together when the stream ends, long before the interval."""
     body = {"prompt": "a", "max_tokens": 60, "seed": 2, "stream": True}
     texts = {}
     for interval in (60, 0):
@@ -447,8 +447,8 @@ def test_characters_gather_for_the_interval_that_a_request_asks_for(client):
     assert "".join(texts[0]) == "".join(texts[60])
 
 
-def test_a_silent_stream_is_kept_alive(client):
-    """From the first X on everything may belong to the stop: nothing can be sent until the length is reached."""
+def test_silent_stream_sends_keep_alive_comments(client):
+    """After the first X everything may belong to the stop, so nothing is sent until the length is reached."""
     free = client.post("/generate", json={"prompt": "a", "max_tokens": 2000, "seed": 9}).json()["choices"][0]["text"]
     body = {"prompt": "a", "max_tokens": 2000, "seed": 9, "stop_regex": "X(.|\n)*qqqqqqqqqqqq", "stream": True}
     with client.stream("POST", "/generate", json=body) as response:
@@ -459,7 +459,7 @@ def test_a_silent_stream_is_kept_alive(client):
     assert len(held["text"]) > 100
 
 
-def test_get_streams_for_event_source(client, post):
+def test_get_generate_streams_for_event_source(client, post):
     whole = post("/generate", prompt="a b,c", max_tokens=9, seed=3, stop=["q", "z"])["choices"][0]["text"]
     query = {"prompt": "a b,c", "max_tokens": 9, "seed": 3, "stop": ["q", "z"], "temperature": "1.0"}
     with client.stream("GET", "/generate", params=query) as response:
@@ -475,7 +475,7 @@ def test_get_streams_for_event_source(client, post):
 # -- priority, receipts --
 
 
-def test_lower_priority_numbers_go_first(checkpoint):
+def test_lower_priority_numbers_run_first(checkpoint):
     with RunningServer(checkpoint.path, max_running_requests=1) as server:
         server.wait_until_ready()
         ended = []
@@ -496,12 +496,12 @@ def test_lower_priority_numbers_go_first(checkpoint):
         assert server.stop() == 0
 
 
-def test_a_request_may_shorten_its_own_time(client):
+def test_request_may_set_a_shorter_timeout(client):
     response = client.post("/generate", json={"prompt": "a", "max_tokens": 2000, "timeout_seconds": 0.05})
     assert (response.status_code, response.json()["error"]["code"]) == (504, "timeout")
 
 
-def test_headers_tell_what_the_receipt_tells(client, checkpoint):
+def test_headers_match_the_receipt(client, checkpoint):
     response = client.post("/generate", json={"prompt": ["ab", "c"], "max_tokens": 20})
     receipt, headers = response.json()["chargpt"], response.headers
     assert headers["x-checkpoint"] == receipt["checkpoint_sha256"] == checkpoint.digest
@@ -522,7 +522,7 @@ def test_headers_tell_what_the_receipt_tells(client, checkpoint):
 
 
 def any_request(r):
-    """A request with some of everything; no seed, so that one is drawn."""
+    """A request with random options and no seed, so that the server draws one."""
     body = {
         "prompt": ["".join(r.choices(VOCABULARY, k=r.randrange(30))) for _ in range(r.choice([1, 1, 1, 3]))],
         "max_tokens": r.randrange(1, 25),
@@ -569,12 +569,12 @@ def answer_of(client, path, body):
     return [texts[i] for i in sorted(texts)], parts[-1]["chargpt"]["seeds"]
 
 
-def test_a_thousand_receipts_replay_to_the_same_bytes(client):
+def test_a_thousand_receipts_replay_exactly(client):
     r = random.Random(11)
     requests = [(r.choice(["/generate", "/v1/completions"]), any_request(r)) for _ in range(1000)]
     with concurrent.futures.ThreadPoolExecutor(24) as pool:
         first = list(pool.map(lambda request: answer_of(client, *request), requests))
-        order = r.sample(range(1000), 1000)  # again, in other company
+        order = r.sample(range(1000), 1000)  # other batches
 
         def replay(i):
             path, body = requests[i]
@@ -586,7 +586,7 @@ def test_a_thousand_receipts_replay_to_the_same_bytes(client):
     assert len({seed for _, seeds in first for seed in seeds}) == sum(len(seeds) for _, seeds in first)
 
 
-def test_four_engines_behind_two_http_processes_give_what_one_gives(checkpoint, client):
+def test_several_workers_and_http_processes_yield_the_same_texts_as_one(checkpoint, client):
     r = random.Random(12)
     requests = [(r.choice(["/generate", "/v1/completions"]), any_request(r)) for _ in range(150)]
     for _, body in requests:
@@ -595,7 +595,7 @@ def test_four_engines_behind_two_http_processes_give_what_one_gives(checkpoint, 
         expected = list(pool.map(lambda request: answer_of(client, *request), requests))
     with RunningServer(checkpoint.path, http_processes=2, workers_per_device=2, max_running_requests=8) as server:
         server.wait_until_ready()
-        apart = httpx.Limits(max_connections=None, max_keepalive_connections=0)  # each request to either process
+        apart = httpx.Limits(max_connections=None, max_keepalive_connections=0)  # either process may accept
         with (
             httpx.Client(base_url=server.url, timeout=60, limits=apart) as either,
             concurrent.futures.ThreadPoolExecutor(24) as pool,
@@ -607,7 +607,7 @@ def test_four_engines_behind_two_http_processes_give_what_one_gives(checkpoint, 
         assert server.stop() == 0
 
 
-def test_the_sdk_sees_the_receipt_and_takes_a_list_of_seeds(server):
+def test_openai_sdk_exposes_the_receipt_and_accepts_a_list_of_seeds(server):
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as sdk:
         options = {"model": "chargpt", "prompt": ["ab", "ab"], "max_tokens": 12}
         first = sdk.completions.create(**options)

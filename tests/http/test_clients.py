@@ -1,5 +1,5 @@
-"""Real clients against the real server: the openai SDK, curl, a browser's EventSource, and what benchmark and
-evaluation tools send, as recorded from them. Log-probabilities are held against transformers on the same folder.
+"""Real clients against the server: the openai SDK, curl, a browser's EventSource, and recorded requests of benchmark
+and evaluation tools. Log-probabilities are checked against transformers on the same folder.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from service.settings import BUNDLED
 from tests.toolbox.http import events, pieces, text_of
 from tests.toolbox.needs import program
 
-ROUNDING = 2e-4  # nats between fp32 and fp64; what is compared for order lies further apart
+ROUNDING = 2e-4  # nats between fp32 and fp64; values compared for order differ by more
 
 LINES = (
     "Shall I compare thee to a summer's day?\nThou art more lovely and more temperate:\n"
@@ -44,7 +44,7 @@ def client(server):
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """As the tools load it: from the checkpoint's folder."""
+    """Loaded from the checkpoint folder, as by the tools."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(BUNDLED)
@@ -66,20 +66,20 @@ def next_logits(tokenizer):
 
 @pytest.fixture(scope="module")
 def rows(tokenizer, next_logits):
-    """Of each character of a text but the first: its log-probability, and everybody's likeliest first."""
+    """(log-probability, log-probabilities of all characters, likeliest first) for each character but the first."""
     characters = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
 
     def rows(text):
         table = next_logits(text)[:-1].log_softmax(-1).tolist()
-        everybody = [dict(sorted(zip(characters, row, strict=True), key=itemgetter(1), reverse=True)) for row in table]
-        return [(row[c], row) for c, row in zip(text[1:], everybody, strict=True)]
+        ranked = [dict(sorted(zip(characters, row, strict=True), key=itemgetter(1), reverse=True)) for row in table]
+        return [(row[c], row) for c, row in zip(text[1:], ranked, strict=True)]
 
     return rows
 
 
 @pytest.fixture(scope="module")
 def greedy(tokenizer, next_logits):
-    """The likeliest text after a prompt, character by character; penalties as OpenAI defines them."""
+    """Greedy decoding, with penalties as OpenAI defines them."""
 
     def text(prompt, max_tokens, frequency_penalty=0.0, presence_penalty=0.0):
         counts = torch.zeros(len(tokenizer), dtype=torch.float64)
@@ -95,7 +95,7 @@ def greedy(tokenizer, next_logits):
 
 
 def data_lines(response):
-    """The JSON of server-sent events, up to [DONE], after which nothing may come."""
+    """The JSON of server-sent events; asserts that [DONE] comes last."""
     lines = [line for line in response.iter_lines() if line]
     assert all(line.startswith("data:") for line in lines)
     *events, done = [line.removeprefix("data:").strip() for line in lines]
@@ -128,7 +128,7 @@ def test_guidellm_finds_the_server_and_its_model(server):
 
 
 def test_guidellm_reads_a_stream(server):
-    """It joins the texts, keeps the last usage, and takes the first id; whatever has `error` is a failure."""
+    """GuideLLM joins the texts, keeps the last usage and the first id; a chunk with `error` is a failure."""
     with web.stream("POST", f"{server.url}/v1/completions", json=GUIDELLM_STREAM, headers=GUIDELLM_HEADERS) as answer:
         assert answer.status_code == 200
         chunks = data_lines(answer)
@@ -144,7 +144,7 @@ def test_guidellm_reads_a_stream(server):
     assert (chunks[-1]["choices"], chunks[-1]["usage"]) == ([], expected)
 
 
-def test_guidellm_reads_a_whole_answer(server):
+def test_guidellm_reads_a_whole_response(server):
     answer = web.post(f"{server.url}/v1/completions", json=GUIDELLM_WHOLE, headers=GUIDELLM_HEADERS)
     answer.raise_for_status()
     body = answer.json()
@@ -181,7 +181,7 @@ AIPERF_USAGE = {"prompt_tokens": 48, "completion_tokens": 24, "total_tokens": 72
 
 
 def test_aiperf_finds_the_model_and_the_metrics(server):
-    """It asks for the metrics' head first, and for all of them when that is not answered 200."""
+    """AIPerf sends HEAD /metrics first, then GET if the status is not 200."""
     with httpx.Client(base_url=server.url, headers=AIPERF_HEADERS) as aiperf:
         assert aiperf.get("/v1/models").status_code == 200
         assert aiperf.post("/v1/completions", json=AIPERF_PROBE).status_code == 200
@@ -193,7 +193,7 @@ def test_aiperf_finds_the_model_and_the_metrics(server):
 
 
 def test_aiperf_reads_a_stream(server):
-    """A chunk with a text is a time, the last usage the count; an object that is no text_completion is passed over."""
+    """AIPerf times chunks with text, counts by the last usage and skips objects other than text_completion."""
     headers = AIPERF_HEADERS | {"Accept": "text/event-stream"}
     with web.stream("POST", f"{server.url}/v1/completions", json=AIPERF_STREAM, headers=headers) as answer:
         assert answer.status_code == 200
@@ -207,7 +207,7 @@ def test_aiperf_reads_a_stream(server):
     assert (last["choices"], last["usage"]) == ([], AIPERF_USAGE)
 
 
-def test_aiperf_reads_a_whole_answer(server):
+def test_aiperf_reads_a_whole_response(server):
     headers = AIPERF_HEADERS | {"Accept": "application/json"}
     answer = web.post(f"{server.url}/v1/completions", json=AIPERF_WHOLE, headers=headers)
     assert answer.status_code == 200
@@ -218,7 +218,7 @@ def test_aiperf_reads_a_whole_answer(server):
 
 # -- lm-evaluation-harness 0.4.13, local-completions --
 
-HARNESS_HEADERS = {"User-Agent": "python-requests/2.34.2", "Authorization": "Bearer"}  # without a key of its own
+HARNESS_HEADERS = {"User-Agent": "python-requests/2.34.2", "Authorization": "Bearer"}  # no API key
 HARNESS_LOGLIKELIHOOD = {
     "model": "chargpt",
     "temperature": 0,
@@ -231,7 +231,7 @@ HARNESS_GENERATE = {"model": "chargpt", "max_tokens": 20, "temperature": 0, "sto
 
 
 def harness_reads(answer, context_lengths):
-    """(loglikelihood, whether greedy) of each continuation; the last character is the answer's own."""
+    """(loglikelihood, whether greedy) of each continuation; without the last character, which is generated."""
     choices = sorted(answer["choices"], key=itemgetter("index"))
     results = []
     for choice, context_length in zip(choices, context_lengths, strict=True):
@@ -242,19 +242,19 @@ def harness_reads(answer, context_lengths):
     return results
 
 
-@pytest.mark.parametrize("prompts_are", ["ids", "texts"])
-def test_harness_loglikelihoods_are_those_of_transformers(server, tokenizer, rows, greedy, prompts_are):
+@pytest.mark.parametrize("prompt_type", ["ids", "texts"])
+def test_harness_loglikelihoods_equal_transformers(server, tokenizer, rows, greedy, prompt_type):
     context = "ROMEO:\nWhat"
     pairs = [
         (context, greedy(context, 8)),
         (context, " is the matter"),
         ("KING RICHARD", " II:\nNow"),
         ("KING RICHARD", " xkq"),
-        ("\n", LINES),  # a rolling one, whose prefix is custom_prefix_token_id=0
-        (2 * LINES, "By chance, or nature's changing course"),  # longer than the window
+        ("\n", LINES),  # rolling; the prefix is custom_prefix_token_id=0
+        (2 * LINES, "By chance, or nature's changing course"),  # longer than the context window
     ]
     texts = [context + continuation for context, continuation in pairs]
-    prompts = [tokenizer.encode(text) for text in texts] if prompts_are == "ids" else texts
+    prompts = [tokenizer.encode(text) for text in texts] if prompt_type == "ids" else texts
     body = HARNESS_LOGLIKELIHOOD | {"prompt": prompts}
     answer = web.post(f"{server.url}/v1/completions", json=body, headers=HARNESS_HEADERS)
     answer.raise_for_status()
@@ -266,7 +266,7 @@ def test_harness_loglikelihoods_are_those_of_transformers(server, tokenizer, row
     assert {is_greedy for _, is_greedy in read} == {True, False}
 
 
-def test_harness_generates(server, tokenizer, greedy):
+def test_harness_generates_greedily_up_to_the_stop(server, tokenizer, greedy):
     contexts = ["KING RICHARD ", "ROMEO:\nWhat "]
     body = HARNESS_GENERATE | {"prompt": [tokenizer.encode(context) for context in contexts]}
     answer = web.post(f"{server.url}/v1/completions", json=body, headers=HARNESS_HEADERS).json()
@@ -274,7 +274,7 @@ def test_harness_generates(server, tokenizer, greedy):
     assert texts == {i: greedy(context, 20).partition("\n\n")[0] for i, context in enumerate(contexts)}
 
 
-def test_harness_takes_the_servers_tokenizer(server, tokenizer):
+def test_harness_uses_the_servers_tokenizer(server, tokenizer):
     body = {"prompt": "ROMEO:\n", "add_special_tokens": False}
     answer = web.post(f"{server.url}/tokenize", json=body, headers=HARNESS_HEADERS).json()
     assert answer["tokens"] == tokenizer.encode("ROMEO:\n")
@@ -291,14 +291,14 @@ def test_sdk_lists_and_retrieves_the_model(client):
     models = client.models.list().data
     assert [(model.id, model.object) for model in models] == [("chargpt", "model")]
     assert client.models.retrieve("chargpt") == models[0]
-    with pytest.raises(openai.NotFoundError) as refused:
+    with pytest.raises(openai.NotFoundError) as raised:
         client.models.retrieve("gpt-4")
-    assert refused.value.code == "model_not_found"
+    assert raised.value.code == "model_not_found"
 
 
 @pytest.mark.parametrize("count", [0, 3, 65])
-def test_sdk_logprobs_are_those_of_transformers(client, rows, count):
-    """Those of the model alone, whatever the temperature."""
+def test_sdk_logprobs_equal_transformers(client, rows, count):
+    """Before temperature is applied."""
     answer = client.completions.create(
         model="chargpt", prompt="ROMEO:", max_tokens=20, logprobs=count, temperature=1.5, seed=1
     )
@@ -323,7 +323,7 @@ def test_sdk_logprobs_are_those_of_transformers(client, rows, count):
 
 
 @pytest.mark.parametrize("max_tokens", [0, 5])
-def test_sdk_echo_gives_the_prompt_and_its_logprobs(client, rows, max_tokens):
+def test_sdk_echo_returns_the_prompt_and_its_logprobs(client, rows, max_tokens):
     options = {"model": "chargpt", "prompt": LINES, "max_tokens": max_tokens, "seed": 1, "echo": True}
     answer = client.completions.create(**options, logprobs=1)
     choice = answer.choices[0]
@@ -344,7 +344,7 @@ def test_sdk_echo_gives_the_prompt_and_its_logprobs(client, rows, max_tokens):
     assert (plain.choices[0].text, plain.choices[0].logprobs) == (choice.text, None)
 
 
-def test_sdk_logprobs_end_where_a_stop_cuts_the_text(client, greedy):
+def test_sdk_logprobs_end_at_the_stop(client, greedy):
     text = greedy("ROMEO:", 30)
     stop = text[12:15]
     answer = client.completions.create(
@@ -357,7 +357,7 @@ def test_sdk_logprobs_end_where_a_stop_cuts_the_text(client, greedy):
 
 
 @pytest.mark.parametrize("echo", [False, True])
-def test_sdk_stream_is_the_whole_answer_in_pieces(client, echo):
+def test_sdk_stream_equals_the_whole_response(client, echo):
     options = {"model": "chargpt", "prompt": ["ROMEO:", "A"], "n": 2, "max_tokens": 15, "logprobs": 2, "seed": 1}
     whole = client.completions.create(**options, echo=echo)
     texts, finish_reasons = [""] * 4, [None] * 4
@@ -380,7 +380,7 @@ def test_sdk_stream_is_the_whole_answer_in_pieces(client, echo):
     assert (last.choices, last.usage) == ([], whole.usage)
 
 
-def test_sdk_n_gives_so_many_answers_to_each_prompt(client):
+def test_sdk_n_returns_n_completions_per_prompt(client):
     answer = client.completions.create(
         model="chargpt", prompt=["ROMEO:", "JULIET:"], n=3, max_tokens=12, seed=1, logprobs=0, echo=True
     )
@@ -390,7 +390,7 @@ def test_sdk_n_gives_so_many_answers_to_each_prompt(client):
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (6 + 7, 6 * 12)
 
 
-def test_sdk_best_of_gives_the_likeliest(client):
+def test_sdk_best_of_returns_the_likeliest(client):
     options = {"model": "chargpt", "prompt": "ROMEO:", "max_tokens": 25, "seed": 1}
     candidates = client.completions.create(**options, n=6, logprobs=0).choices
     ranked = sorted(candidates, key=lambda choice: sum(choice.logprobs.token_logprobs), reverse=True)
@@ -399,12 +399,12 @@ def test_sdk_best_of_gives_the_likeliest(client):
     assert [choice.index for choice in best] == [0, 1]
     assert [choice.text for choice in best] == [choice.text for choice in ranked[:2]]
     assert [choice.logprobs for choice in best] == [None, None]
-    with pytest.raises(openai.BadRequestError) as refused:
+    with pytest.raises(openai.BadRequestError) as raised:
         client.completions.create(**options, n=1, best_of=2, stream=True)
-    assert refused.value.param == "best_of"
+    assert raised.value.param == "best_of"
 
 
-def test_sdk_suffix_fits_the_answer_to_what_comes_after(client, rows):
+def test_sdk_suffix_improves_the_fit_of_the_middle(client, rows):
     options = {"model": "chargpt", "prompt": "ROMEO:\nI will", "max_tokens": 40, "seed": 1}
     suffix = "\n\nJULIET:"
     plain = client.completions.create(**options).choices[0].text
@@ -431,7 +431,7 @@ def test_sdk_logit_bias_bans_and_forces_ids(client, tokenizer):
 @pytest.mark.parametrize(
     "penalties", [{"frequency_penalty": 0.6}, {"presence_penalty": 1.5}, {"frequency_penalty": -2}]
 )
-def test_sdk_penalties_are_openais(client, greedy, penalties):
+def test_sdk_penalties_follow_openais_definition(client, greedy, penalties):
     options = {"model": "chargpt", "prompt": "ROMEO:", "max_tokens": 40}
     expected = greedy("ROMEO:", 40, **penalties)
     assert expected != greedy("ROMEO:", 40)
@@ -455,9 +455,9 @@ def test_sdk_penalties_are_openais(client, greedy, penalties):
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_sdk_raises_typed_errors(client, options, kind, param, code, stream):
-    with pytest.raises(kind) as refused:
+    with pytest.raises(kind) as raised:
         client.completions.create(**({"model": "chargpt", "prompt": "A"} | options), stream=stream)
-    error = refused.value
+    error = raised.value
     assert (error.type, error.param, error.code) == ("invalid_request_error", param, code)
     assert param in error.body["message"]
     assert error.request_id
@@ -476,7 +476,7 @@ def curl(server):
     return command
 
 
-def test_curl_asks_for_a_whole_answer(curl):
+def test_curl_receives_a_whole_response(curl):
     body = '{"prompt": "ROMEO:", "max_tokens": 20, "seed": 1}'
     arguments = curl("--fail-with-body", "-w", "\n%{http_code} %{content_type}", "-d", body)
     done = subprocess.run(arguments, capture_output=True, text=True)
@@ -486,7 +486,7 @@ def test_curl_asks_for_a_whole_answer(curl):
     assert len(json.loads(answer)["choices"][0]["text"]) == 20
 
 
-def test_curl_shows_a_stream_while_it_is_made(curl, server):
+def test_curl_shows_a_stream_during_generation(curl, server):
     body = '{"prompt": "ROMEO:", "max_tokens": 16384, "seed": 1, "stream": true}'
     with subprocess.Popen(curl("-N", "-d", body), stdout=subprocess.PIPE, text=True) as process:
         shown = [json.loads(data) for data in itertools.islice(events(process.stdout), 2)]
@@ -497,7 +497,7 @@ def test_curl_shows_a_stream_while_it_is_made(curl, server):
     server.wait_until_metric("chargpt_num_requests_running", 0)
 
 
-def test_curl_ends_a_stream_with_done(curl):
+def test_curl_stream_ends_with_done(curl):
     body = '{"prompt": "ROMEO:", "max_tokens": 20, "seed": 1, "stream": true}'
     done = subprocess.run(curl("-N", "-d", body), capture_output=True, text=True)
     *shown, last = pieces(done.stdout.splitlines())
@@ -505,7 +505,7 @@ def test_curl_ends_a_stream_with_done(curl):
     assert len(text_of(shown)) == 20
 
 
-def test_curl_sees_an_error(curl):
+def test_curl_reports_an_error(curl):
     arguments = curl("--fail-with-body", "-w", "\n%{http_code}", "-d", '{"prompt": "A", "max_tokens": "many"}')
     done = subprocess.run(arguments, capture_output=True, text=True)
     assert done.returncode == 22
@@ -516,7 +516,7 @@ def test_curl_sees_an_error(curl):
 
 # -- a browser --
 
-# Does not close at the end, as a careless page would not: the browser then asks again.
+# Does not close at the end, like a careless page: the browser then reconnects.
 EVENT_SOURCE = """
 (url) => new Promise((resolve) => {
     const seen = {text: "", finish_reason: null, end: null, errors: 0};
@@ -548,7 +548,7 @@ def browser():
 
 
 def event_source(browser, server, query):
-    """What a page of the server's own origin sees, and the statuses and Last-Event-IDs of what was asked."""
+    """What a same-origin page sees, and (status, Last-Event-ID) of each exchange."""
     with browser.new_context(bypass_csp=True) as context:
         page = context.new_page()
         page.goto(f"{server.url}/livez")
@@ -558,7 +558,7 @@ def event_source(browser, server, query):
         return seen, [(response.status, response.request.header_value("last-event-id")) for response in responses]
 
 
-def test_event_source_gets_the_text_and_does_not_begin_again(browser, server):
+def test_event_source_receives_the_text_once(browser, server):
     prompt = "ROMEO:\nWhat & why?"
     body = {"prompt": prompt, "max_tokens": 40, "seed": 1, "temperature": 0.8}
     expected = web.post(f"{server.url}/generate", json=body).json()["choices"][0]
@@ -566,10 +566,10 @@ def test_event_source_gets_the_text_and_does_not_begin_again(browser, server):
     assert (seen["text"], seen["finish_reason"]) == (expected["text"], "length")
     assert seen["end"] == "done"
     assert exchanges == [(200, None), (204, "done")]
-    assert seen["errors"] == 2  # the end of the stream, and that there is no more
+    assert seen["errors"] == 2  # end of stream, then 204
 
 
-def test_event_source_does_not_repeat_a_bad_request(browser, server):
+def test_event_source_does_not_retry_an_invalid_request(browser, server):
     seen, exchanges = event_source(browser, server, "prompt=ROMEO&max_tokens=many")
     assert exchanges == [(400, None)]
     assert (seen["text"], seen["errors"]) == ("", 1)

@@ -1,6 +1,6 @@
-"""The OpenAPI document: held against the application, and a running server against the document.
+"""The OpenAPI document, checked against the application, and a running server, checked against the document.
 
-schemathesis makes requests of it, right and wrong ones; a client is generated from it; a browser shows it.
+schemathesis generates valid and invalid requests, openapi-python-client a client; a browser renders /docs.
 """
 
 import importlib
@@ -67,10 +67,10 @@ def operations(document):
             yield method, path, operation
 
 
-# -- what it says --
+# -- content --
 
 
-def test_the_document_is_openapi_3_1_and_names_exactly_the_routes_of_the_application(checkpoint, document):
+def test_document_is_openapi_3_1_and_lists_exactly_the_routes(checkpoint, document):
     OpenAPIV31SpecValidator(document).validate()
     routes = Server(Settings(checkpoint=checkpoint.path), checkpoint).app.routes
     own = {"/openapi.json", "/docs", "/docs/assets"}
@@ -81,7 +81,7 @@ def test_the_document_is_openapi_3_1_and_names_exactly_the_routes_of_the_applica
     assert {(path, method) for method, path, _ in operations(document)} == expected
 
 
-def test_every_field_of_a_request_has_a_meaning_and_an_example(document):
+def test_every_request_field_has_a_description_and_an_example(document):
     requests = {request.__name__ for request in REQUESTS}
     bodies = [o["requestBody"]["content"]["application/json"] for *_, o in operations(document) if "requestBody" in o]
     assert {body["schema"]["$ref"].split("/")[-1] for body in bodies} == requests
@@ -95,7 +95,7 @@ def test_every_field_of_a_request_has_a_meaning_and_an_example(document):
 
 
 def every_example(node):
-    """Pairs of a schema and an example of it."""
+    """(schema, example) pairs."""
     match node:
         case {"schema": schema, "examples": dict(examples)} if "x-itemSchema" not in node:
             yield from ((schema, example["value"]) for example in examples.values())
@@ -106,7 +106,7 @@ def every_example(node):
 
 
 @pytest.mark.parametrize("characters", [VOCABULARY, "CNO()=123", [chr(0x4E00 + i) for i in range(5000)]])
-def test_every_example_fits_its_schema_and_the_vocabulary(tmp_path, characters):
+def test_examples_match_their_schemas_and_the_vocabulary(tmp_path, characters):
     save_checkpoint(tmp_path / "c", random_model(vocab_size=len(characters)), CharTokenizer(characters), {})
     options = {"checkpoint": tmp_path / "c", "max_tokens": 3, "max_prompts": 4, "model_name": "other"}
     document = build_document(Settings(**options), Checkpoint.read(tmp_path / "c").tokenizer, OPERATIONS)
@@ -123,7 +123,7 @@ def test_every_example_fits_its_schema_and_the_vocabulary(tmp_path, characters):
                 assert set("".join("".join(text) for text in texts)) <= set(characters)
 
 
-def test_every_example_of_a_request_is_answered(server, document):
+def test_every_request_example_succeeds(server, document):
     for method, path, operation in operations(document):
         for example in (
             operation.get("requestBody", {})
@@ -135,7 +135,7 @@ def test_every_example_of_a_request_is_answered(server, document):
             assert response.status_code == 200, (path, example, response.text)
 
 
-def test_keys_are_asked_for_as_the_settings_say(checkpoint, tmp_path):
+def test_security_follows_the_settings(checkpoint, tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("some-key-0123")
 
@@ -155,7 +155,7 @@ LETTERS = "".join(c for c in VOCABULARY if c.isalpha())
 
 
 def sample(name, schema, number=0):
-    """A value that the server takes; others for other numbers."""
+    """A valid value, which varies with `number`."""
     match schema:
         case {"type": "integer" | "number"}:
             return number % len(VOCABULARY)
@@ -173,11 +173,11 @@ def sample(name, schema, number=0):
 def text_of(name, length):
     if name not in ("regex", "stop_regex") or length < 3:
         return "a" * length
-    return "a" * (2 - length % 2) + "|a" * ((length - 1) // 2)  # matches of one or two characters, for any max_tokens
+    return "a" * (2 - length % 2) + "|a" * ((length - 1) // 2)  # matches one or two characters, for any max_tokens
 
 
 def edges(name, schema):
-    """(what, a value at a bound of the schema, one beyond it), for each bound at any depth."""
+    """(keyword, value at the bound, value beyond it) for each bound of the schema, at any depth."""
     for branch in schema.get("anyOf", ()):
         yield from edges(name, branch)
     step = 1 if schema.get("type") == "integer" else 1e-6
@@ -213,11 +213,11 @@ def edges(name, schema):
             yield what, {"a": at}, {"a": beyond}
 
 
-def surroundings(path, name, value):
-    """The other fields that a value needs to be taken."""
+def other_fields(path, name, value):
+    """Other fields that a request needs to be valid with this value."""
     if path in ("/generate", "/v1/completions"):
         several = len(value) if name == "seed" and isinstance(value, list) else 1
-        ranked = {"n": max(1, min(value, LIMITS["max_prompts"]))} if name == "best_of" else {}  # a stream ranks nothing
+        ranked = {"n": max(1, min(value, LIMITS["max_prompts"]))} if name == "best_of" else {}  # streams: n = best_of
         return ranked | {
             "prompt": "a" if several == 1 else ["a"] * max(1, min(several, LIMITS["max_prompts"])),
             "max_tokens": LIMITS["max_tokens"] if name in ("min_tokens", "choice") else 1,
@@ -231,7 +231,7 @@ BOUNDED = ["/generate", "/v1/completions", "/v1/score", "/v1/next", "/tokenize",
 
 
 @pytest.mark.parametrize("path", BOUNDED)
-def test_every_bound_of_the_document_is_enforced_and_no_narrower(server, document, path):
+def test_every_documented_bound_is_enforced_exactly(server, document, path):
     if path == "query":
         parameters = document["paths"]["/generate"]["get"]["parameters"]
         fields = {p["name"]: p["schema"] for p in parameters if p.get("in") == "query"}
@@ -243,15 +243,15 @@ def test_every_bound_of_the_document_is_enforced_and_no_narrower(server, documen
 
         def ask(name, value):
             if path == "query":
-                return client.get("/generate", params=surroundings("/generate", name, value) | {name: value})
-            return client.post(path, json=surroundings(path, name, value) | {name: value})
+                return client.get("/generate", params=other_fields("/generate", name, value) | {name: value})
+            return client.post(path, json=other_fields(path, name, value) | {name: value})
 
         count = 0
         for name, schema in fields.items():
             for what, at, beyond in edges(name, schema):
                 count += 1
                 response = ask(name, at)
-                # 404: a model's name of that length is not served; 504: the least time is over at once
+                # 404: no model has a name of that length; 504: the minimum timeout expires at once
                 assert response.status_code in {"model": (404,), "timeout_seconds": (200, 504)}.get(name, (200,)), (
                     name, what, at, response.text,
                 )  # fmt: skip
@@ -264,16 +264,16 @@ def test_every_bound_of_the_document_is_enforced_and_no_narrower(server, documen
 
 # -- schemathesis --
 
-CASES = int(os.environ.get("CHARGPT_OPENAPI_CASES", 16))  # drawn for each route, besides those at bounds
+CASES = int(os.environ.get("CHARGPT_OPENAPI_CASES", 16))  # per route, besides cases at bounds
 REGEXES = ["[a-z]+", "(yes|no)", "[^a]{2,5}", "a*b", "\\w+ \\w+"]
 schemathesis.openapi.format("vocabulary", st.text(st.sampled_from(VOCABULARY), max_size=20))
 schemathesis.openapi.format("regex", st.sampled_from(REGEXES))
 
 
 def closed(document):
-    """A copy for schemathesis, which has no room for what it does not say: more fields of an answer, other events.
+    """A stricter copy for schemathesis: no additional response fields, a schema for each event.
 
-    It tries a field's bounds beside the examples of all others: those of requests become null, the default.
+    schemathesis combines a field's bounds with examples of the others: in requests these become null, the default.
     """
     document = json.loads(json.dumps(document))
     requests = {request.__name__ for request in REQUESTS} | {"StreamOptions"}
@@ -288,12 +288,12 @@ def closed(document):
         for response in operation["responses"].values():
             for media_type in response.get("content", {}).values():
                 if "x-itemSchema" in media_type:
-                    media_type["schema"] = media_type.pop("x-itemSchema")  # schemathesis takes it for that of events
+                    media_type["schema"] = media_type.pop("x-itemSchema")  # schemathesis applies it to each event
     return document
 
 
-def made_to_agree(path, fields):
-    """Right fields without what the schema cannot know to be wrong: such as exclude each other, 1.0 for 1."""
+def resolve_conflicts(path, fields):
+    """Resolves conflicts that a schema cannot express, such as mutually exclusive fields, and turns 1.0 into 1."""
     fields = json.loads(json.dumps(fields), parse_float=number)
     fields = {name: value for name, value in fields.items() if value is not None}
     if "model" in fields:
@@ -338,13 +338,13 @@ def number(text):
     return int(value) if value.is_integer() and abs(value) < 2**53 else value
 
 
-def test_schemathesis_finds_no_answer_that_the_document_does_not_describe(server, document):
+def test_schemathesis_finds_no_undocumented_response(server, document):
     config = {
         "base-url": server.url,
         "seed": 1,
         "continue-on-failure": True,
         "generation": {"max-examples": CASES, "deterministic": True, "database": "none"},
-        "checks": {"positive_data_acceptance": {"enabled": False}},  # the vocabulary and fields that exclude others
+        "checks": {"positive_data_acceptance": {"enabled": False}},  # schemas omit vocabulary and exclusions
         "phases": {"stateful": {"enabled": False}},
     }
     schema = schemathesis.openapi.from_dict(closed(document), config=schemathesis.Config.from_dict(config))
@@ -354,17 +354,17 @@ def test_schemathesis_finds_no_answer_that_the_document_does_not_describe(server
     def map_case(context, case):
         if case.meta.generation.mode.is_positive and case.meta.phase.name == TestPhase.FUZZING:
             if isinstance(case.body, dict):
-                case.body = made_to_agree(case.path, case.body)
+                case.body = resolve_conflicts(case.path, case.body)
             if case.query:
-                case.query = made_to_agree(case.path, case.query)
+                case.query = resolve_conflicts(case.path, case.query)
         return case
 
     @schema.hook
     def filter_failure(context, failure, case, response):
         fields = case.body if isinstance(case.body, dict) else case.query or {}
-        if failure.title == "Server error" and response.status_code == 504:  # as asked for
+        if failure.title == "Server error" and response.status_code == 504:  # by request
             return not 0 < float(fields.get("timeout_seconds") or 0) < 1
-        # The format says what the model knows, not what is refused.
+        # `format` describes the vocabulary; these options accept unknown characters.
         return not ("violates `format`" in failure.message and fields.get("unknown_characters") in ("replace", "drop"))
 
     for event in schemathesis.engine.from_schema(schema).execute():
@@ -379,8 +379,8 @@ def test_schemathesis_finds_no_answer_that_the_document_does_not_describe(server
         for checks in event.recorder.checks.values():
             failures += [check.failure_info for check in checks if check.failure_info is not None]
     print(f"{answered.total()} cases:", *sorted(answered.items()), sep="\n")
-    told = [f"{info.failure.title}: {info.failure.message}\n{info.code_sample}"[:2000] for info in failures]
-    assert not failures, "\n\n".join(told)
+    reports = [f"{info.failure.title}: {info.failure.message}\n{info.code_sample}"[:2000] for info in failures]
+    assert not failures, "\n\n".join(reports)
     assert {status for _, status in answered if status >= 500} <= {504}
     assert answered.total() >= 2000
     assert {label for label, _ in plausible} == {f"{method.upper()} {path}" for method, path, _ in operations(document)}
@@ -394,9 +394,9 @@ def test_schemathesis_finds_no_answer_that_the_document_does_not_describe(server
 # -- a generated client --
 
 
-def test_a_generated_client_speaks_to_the_server(server, document, checkpoint, tmp_path, monkeypatch):
+def test_generated_client_works_with_the_server(server, document, checkpoint, tmp_path, monkeypatch):
     (tmp_path / "openapi.json").write_text(json.dumps(document))
-    (tmp_path / "config.json").write_text('{"post_hooks": []}')  # nobody reads it, so nothing needs to format it
+    (tmp_path / "config.json").write_text('{"post_hooks": []}')  # no formatter needed
     command = [sys.executable, "-m", "openapi_python_client", "generate", "--meta", "none", "--fail-on-warning"]
     files = ["--path", "openapi.json", "--config", "config.json", "--output-path", "generated_client"]
     done = subprocess.run([*command, *files], cwd=tmp_path, capture_output=True, text=True, timeout=120)
@@ -450,15 +450,15 @@ def test_assets_are_cached_and_the_page_is_not(server):
         assert (response.status_code, response.json()["error"]["param"]) == (404, None)
 
 
-def test_the_page_works_in_a_browser_and_loads_nothing_from_elsewhere(server, document):
+def test_docs_page_works_in_a_browser_without_external_requests(server, document):
     chromium = program("browser")
-    asked, complaints = [], []
+    asked, console_errors = [], []
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         page = browser.new_page()
         page.on("request", lambda request: asked.append(request.url))
-        page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
-        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("console", lambda message: console_errors.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: console_errors.append(str(error)))
         page.goto(f"{server.url}/docs")
         page.wait_for_selector(".opblock")
         assert page.locator(".opblock").count() == len(list(operations(document)))
@@ -470,6 +470,6 @@ def test_the_page_works_in_a_browser_and_loads_nothing_from_elsewhere(server, do
         block.locator(".live-responses-table .response-col_status").first.wait_for()
         assert "200" in block.locator(".live-responses-table .response .response-col_status").first.inner_text()
         browser.close()
-    assert complaints == []
+    assert console_errors == []
     assert f"{server.url}/generate" in asked
     assert all(url.startswith((f"{server.url}/", "data:")) for url in asked), asked

@@ -1,4 +1,4 @@
-"""The queueing model against known formulas and against a simulation of its own; the sweep against real servers."""
+"""The queueing model, checked against known formulas and simulations; the sweep, against real servers."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ REPLICA = capacity.Replica(
 )
 
 
-# Against formulas
+# Formulas
 
 
-def test_one_server_is_m_m_1():
+def test_one_server_equals_m_m_1():
     arrivals, rate = 3.0, 5.0
     chain, load_share = capacity.Chain(arrivals, [rate]), arrivals / rate
     assert chain.mean_running == pytest.approx(load_share)
@@ -55,7 +55,7 @@ def test_one_server_is_m_m_1():
 
 
 @pytest.mark.parametrize(("servers", "offered"), [(1, 0.5), (4, 3.2), (64, 60.0)])
-def test_several_servers_are_m_m_c_with_erlang_s_formula(servers, offered):
+def test_several_servers_equal_m_m_c_with_erlangs_formula(servers, offered):
     blocking = 1.0  # Erlang's B, by its recursion
     for n in range(1, servers + 1):
         blocking = offered * blocking / (n + offered * blocking)
@@ -70,8 +70,8 @@ def test_several_servers_are_m_m_c_with_erlang_s_formula(servers, offered):
 
 
 @pytest.mark.parametrize("arrivals", [2.0, 5.0, 9.0])
-def test_a_bounded_queue_is_m_m_1_k(arrivals):
-    rate, room = 5.0, 6  # one that runs, five that wait
+def test_bounded_queue_equals_m_m_1_k(arrivals):
+    rate, room = 5.0, 6  # one running, five waiting
     share = arrivals / rate
     weights = np.array([share**n for n in range(room + 1)])
     expected = weights / weights.sum()
@@ -79,13 +79,13 @@ def test_a_bounded_queue_is_m_m_1_k(arrivals):
     assert chain.refused == pytest.approx(expected[-1])
     assert chain.throughput == pytest.approx(rate * (1 - expected[0]))
     assert chain.mean_running + chain.mean_waiting == pytest.approx(expected @ np.arange(room + 1))
-    # Integrating the tail gives the mean wait, which Little's law gives as well.
+    # The mean wait from the integral of the tail equals that from Little's law.
     grid = np.linspace(0, 20, 20_001)
     waits = np.trapezoid([chain.wait_exceeds(t) for t in grid], grid)
     assert waits == pytest.approx(chain.mean_waiting / chain.throughput, rel=1e-3)
 
 
-def test_a_queue_with_much_room_is_one_without_bound():
+def test_large_bounded_queue_equals_an_unbounded_one():
     rates = [REPLICA.rate(n) for n in range(1, 65)]
     arrivals = 0.9 * rates[-1]
     bounded, unbounded = capacity.Chain(arrivals, rates, 5000), capacity.Chain(arrivals, rates)
@@ -93,7 +93,7 @@ def test_a_queue_with_much_room_is_one_without_bound():
     assert bounded.wait_exceeds(0.05) == pytest.approx(unbounded.wait_exceeds(0.05))
 
 
-def test_what_cannot_be_is_refused():
+def test_invalid_parameters_are_rejected():
     with pytest.raises(ValueError, match="5 requests/s exceed the capacity of 4 requests/s"):
         capacity.Chain(5.0, [2.0, 4.0])
     with pytest.raises(ValueError, match="rates must be positive"):
@@ -104,20 +104,20 @@ def test_what_cannot_be_is_refused():
         capacity.Goal(first_seconds=0)
 
 
-# Against simulations
+# Simulations
 
 
 def simulated_chain(arrivals: float, rates: list[float], waiting: int, count: int, seed: int):
-    """Events of a queue whose running sequences share a machine: (throughput, refused, mean running, waits).
+    """Simulates a queue whose running sequences share a machine: (throughput, refused, mean running, waits).
 
-    Each brings an exponential amount of work, and all that run advance alike, at rates[n − 1] / n each.
+    Work per sequence is exponential; the n running sequences each advance at rates[n − 1] / n.
     """
-    chance = random.Random(seed)
-    now = done = area = 0.0  # done: work that a sequence which ran from the beginning would have got
-    running: list[float] = []  # a heap: the values of `done` at which they end
-    queue: deque[float] = deque()  # arrivals
+    rng = random.Random(seed)
+    now = done = area = 0.0  # done: work received by a sequence running since the start
+    running: list[float] = []  # heap of the values of `done` at which they finish
+    queue: deque[float] = deque()  # arrival times
     waits, refused, ended = [], 0, 0
-    next_arrival = chance.expovariate(arrivals)
+    next_arrival = rng.expovariate(arrivals)
     while ended < count:
         n = len(running)
         until = (running[0] - done) * n / rates[n - 1] if n else math.inf
@@ -131,12 +131,12 @@ def simulated_chain(arrivals: float, rates: list[float], waiting: int, count: in
             ended += 1
             if queue:
                 waits.append(now - queue.popleft())
-                heapq.heappush(running, done + chance.expovariate(1.0))
+                heapq.heappush(running, done + rng.expovariate(1.0))
         else:
-            next_arrival = now + chance.expovariate(arrivals)
+            next_arrival = now + rng.expovariate(arrivals)
             if n < len(rates):
                 waits.append(0.0)
-                heapq.heappush(running, done + chance.expovariate(1.0))
+                heapq.heappush(running, done + rng.expovariate(1.0))
             elif len(queue) < waiting:
                 queue.append(now)
             else:
@@ -145,9 +145,9 @@ def simulated_chain(arrivals: float, rates: list[float], waiting: int, count: in
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9, 1.3])
-def test_the_chain_is_what_a_simulation_of_the_queue_gives(share):
+def test_chain_matches_a_simulated_queue(share):
     slots, waiting = 16, 24
-    rates = [n / (0.5 + 0.03 * n) for n in range(1, slots + 1)]  # a batch: more rows, more a second, each slower
+    rates = [n / (0.5 + 0.03 * n) for n in range(1, slots + 1)]  # batching: total rate rises with n, rate per row falls
     arrivals = share * rates[-1]
     throughput, refused, mean_running, waits = simulated_chain(arrivals, rates, waiting, 60_000, seed=1)
     chain = capacity.Chain(arrivals, rates, waiting)
@@ -160,12 +160,12 @@ def test_the_chain_is_what_a_simulation_of_the_queue_gives(share):
 
 
 def simulated_engine(replica: capacity.Replica, arrivals: float, count: int, seed: int, exponential: bool):
-    """Turns of an engine, one after the other: (throughput, seconds to the first character, mean a character each).
+    """Simulates engine steps: (throughput, seconds to first character, mean seconds per character) of the requests.
 
-    In a turn every running sequence gets a character and those that were let in at its beginning get their first one;
-    lengths are geometric, or as in mixed_work.
+    In each step every running sequence emits a character and newly admitted ones their first; lengths are geometric,
+    or as in mixed_work.
     """
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     free, now, next_arrival = replica.slots, 0.0, 0.0
     queue: deque[float] = deque()
     running: list[list[float]] = []  # [arrived, first at, characters left, characters]
@@ -177,14 +177,14 @@ def simulated_engine(replica: capacity.Replica, arrivals: float, count: int, see
         while next_arrival <= now:
             if len(queue) < replica.waiting:
                 queue.append(next_arrival)
-            next_arrival += chance.expovariate(arrivals)
+            next_arrival += rng.expovariate(arrivals)
         new = []
         while queue and free:
             free -= 1
             if exponential:
-                length = 1 + int(math.log(1 - chance.random()) / math.log(1 - 1 / replica.characters))
+                length = 1 + int(math.log(1 - rng.random()) / math.log(1 - 1 / replica.characters))
             else:
-                length = round(160 * 16 ** -chance.random())
+                length = round(160 * 16 ** -rng.random())
             new.append([queue.popleft(), 0.0, length, length])
         now += replica.step(len(running))
         if new:
@@ -205,8 +205,8 @@ def simulated_engine(replica: capacity.Replica, arrivals: float, count: int, see
 
 @pytest.mark.parametrize("exponential", [True, False])
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.8, 2.0])
-def test_the_model_of_a_replica_is_near_a_simulation_of_its_turns(share, exponential):
-    """Of lengths that are not exponential as well; what a request meets while it runs spreads less than at arrival."""
+def test_replica_model_approximates_a_simulated_engine(share, exponential):
+    """Also for lengths that are not exponential. While running, a request meets less varied load than at arrival."""
     mean = 50.0 if exponential else 160 * 15 / 16 / math.log(16)
     replica = replace(REPLICA, characters=mean)
     arrivals = share * replica.saturation
@@ -219,19 +219,19 @@ def test_the_model_of_a_replica_is_near_a_simulation_of_its_turns(share, exponen
     assert 0.9 < forecast.character(0.95) / np.quantile(means, 0.95) < 1.4
 
 
-# A replica, a fleet, a card
+# Replica, fleet, card
 
 
-def test_a_step_is_measured_interpolated_or_extrapolated():
+def test_step_times_are_measured_interpolated_or_extrapolated():
     assert [REPLICA.step(n) for n in (0, 1, 8, 64)] == pytest.approx([0, 0.0018, 0.0026, 0.0073])
     assert REPLICA.step(20) == pytest.approx(0.0036)
     assert REPLICA.step(96) == pytest.approx(0.0073 + 0.0027)
-    # Alone, an answer of L characters takes a prompt and L − 1 steps.
+    # Alone, a completion of L characters takes one prefill and L − 1 steps.
     alone = replace(REPLICA, prefill_more_seconds=REPLICA.prefill_seconds)
     assert 1 / alone.rate(1) == pytest.approx(0.003 + 49 * 0.0018)
 
 
-def test_goodput_is_where_the_goal_ceases_to_hold():
+def test_goodput_is_the_highest_rate_that_meets_the_goal():
     goal = capacity.Goal(0.1, 0.02)
     best = capacity.goodput(REPLICA, goal)
     assert 0 < best < REPLICA.saturation
@@ -240,7 +240,7 @@ def test_goodput_is_where_the_goal_ceases_to_hold():
     assert capacity.goodput(REPLICA, replace(goal, first_seconds=0.004)) == 0
 
 
-def test_more_load_needs_more_replicas_and_sharing_a_queue_needs_no_more_than_chance():
+def test_fleet_grows_with_load_and_a_shared_queue_needs_no_more_replicas():
     goal, before = capacity.Goal(0.05, 0.02), capacity.Fleet(0, 0, 0)
     for rate in (1, 100, 500, 3000):
         needed = capacity.fleet(REPLICA, goal, rate)
@@ -253,15 +253,15 @@ def test_more_load_needs_more_replicas_and_sharing_a_queue_needs_no_more_than_ch
         capacity.fleet(REPLICA, capacity.Goal(0.001), 1)
 
 
-def test_a_pool_of_replicas_is_the_chain_of_one_with_as_many_slots_and_steps():
-    """Two replicas with one queue wait less than each of two with a queue of its own."""
+def test_pooled_replicas_wait_less_than_separate_ones():
+    """Two replicas with one queue, against two with a queue each."""
     arrivals = 0.97 * REPLICA.saturation
     apart, together = REPLICA.chain(arrivals), REPLICA.chain(2 * arrivals, replicas=2)
     assert together.slots == 2 * apart.slots and together.rates[-1] == pytest.approx(2 * apart.rates[-1])
     assert together.wait_exceeds(0) < apart.wait_exceeds(0)
 
 
-def test_a_slot_on_paper_is_a_slot_of_the_cache():
+def test_slot_bytes_match_the_cache():
     import torch
 
     config = shapes.SHAPES["S"]
@@ -269,24 +269,24 @@ def test_a_slot_on_paper_is_a_slot_of_the_cache():
     assert capacity.slot_bytes(config) == (cache.keys.nbytes + cache.values.nbytes) / 4
 
 
-def test_a_step_on_a_card_counts_the_operations_and_bytes_that_the_benchmark_does():
+def test_step_on_card_counts_the_same_operations_and_bytes_as_the_benchmark():
     from tests.bench import engine
 
     model, rows = shapes.random_model(TINY), 5
     roof = engine.roofline(model, rows, TINY.block_size, "cpu", seconds=0.01)
     card = capacity.Card("unit", 1.0, 1.0, 1.0, 1.0)
     step = capacity.step_on_card(TINY, model.num_parameters, rows, card, operations=7, host_seconds=0.5)
-    # The benchmark leaves out the embedding's unread rows and what norms multiply.
+    # The benchmark omits unread embedding rows and the multiplications of norms.
     assert step.memory_seconds == pytest.approx(roof["weight_bytes"] + roof["cache_bytes"], rel=0.2)
     assert step.product_seconds == pytest.approx(roof["operations"], rel=0.2)
     assert step.launch_seconds == 7 and step.host_seconds == 2.5
     assert step.seconds == max(step.memory_seconds, step.product_seconds) + 2.5
 
 
-# What is counted in a sweep
+# Counts of a sweep
 
 
-def test_the_same_requests_come_at_every_rate_and_their_gaps_are_poisson_s():
+def test_every_rate_sends_the_same_requests_with_poisson_gaps():
     slow, fast = sweep.at_rate(64, 10.0, 60.0), sweep.at_rate(64, 20.0, 30.0)
     assert [(item.prompt, item.max_tokens) for item in slow] == [(item.prompt, item.max_tokens) for item in fast]
     assert [item.at for item in slow] == pytest.approx([2 * item.at for item in fast])
@@ -300,7 +300,7 @@ def chunk(text: str) -> bytes:
     return b"%x\r\n%b\r\n" % (len(event), event)
 
 
-def test_latencies_count_from_when_a_request_was_due_and_nothing_is_dropped():
+def test_latencies_start_at_the_due_time_and_include_unfinished_requests():
     due = [shapes.Work("p", 3, at) for at in (0.5, 1.0, 1.2, 1.4, 1.6, 1.8, 2.5)]
     ended = load.Reply(due[1], 101.1, 101.2, 101.6, 1, 2, [(101.2, chunk("a")), (101.6, chunk("bc"))])
     refused = load.Reply(due[2], 101.2, None, 101.21, is_refused=True)
@@ -310,11 +310,11 @@ def test_latencies_count_from_when_a_request_was_due_and_nothing_is_dropped():
     rung = sweep.summary("ours", due, outcome, 1.0, 2.0)
     counts = {name: rung[name] for name in ("due", "ended", "refused", "unfinished", "without_first")}
     assert counts == {"due": 5, "ended": 1, "refused": 1, "unfinished": 3, "without_first": 2}
-    # First characters after 0.2 s (asked 0.1 s late), 0.1 s, and after at least 1.4 and 1.2 s, when all was over.
+    # First characters after 0.2 s (sent 0.1 s late) and 0.1 s; censored at 1.4 and 1.2 s by the end of the run.
     assert rung["first"] == pytest.approx({"p50": 0.2, "p95": 1.4, "p99": 1.4})
     assert rung["whole"] == pytest.approx({"p50": 1.2, "p95": 1.6, "p99": 1.6})
     assert rung["per_character"]["p50"] == pytest.approx(0.2)
-    assert rung["per_character"]["p99"] == pytest.approx(1.5)  # of the one that has begun
+    assert rung["per_character"]["p99"] == pytest.approx(1.5)  # of the unfinished one
     assert rung["between"] == pytest.approx({"p50": 0.2, "p95": 0.2, "p99": 0.2})
     assert rung["characters_per_second"] == 4 and rung["requests_per_second"] == 1
     assert rung["late_p99"] == pytest.approx(0.1) and rung["load_cores"] == pytest.approx(0.1)
@@ -322,14 +322,14 @@ def test_latencies_count_from_when_a_request_was_due_and_nothing_is_dropped():
     assert "busy on 0.90 cores" in sweep.warnings(rung | {"load_cores": 0.9, "late_p99": 0.0})[0]
 
 
-def test_an_answer_of_another_length_is_no_figure():
+def test_completion_of_the_wrong_length_raises():
     due = [shapes.Work("p", 4, 0.0)]
     reply = load.Reply(due[0], 100.0, 100.1, 100.2, 1, 1, [(100.2, chunk("abc"))])
     with pytest.raises(load.LoadError, match="expected 4 characters, got 3"):
         sweep.summary("ours", due, load.Outcome(1.0, 0.1, [reply], 100.0), 0.0, 1.0)
 
 
-def test_goodput_ends_where_the_goal_was_first_missed():
+def test_measured_goodput_ends_at_the_first_missed_goal():
     goal = capacity.Goal(0.2, 0.05)
 
     def rung(rate: float, first: float, refused: int = 0) -> dict:
@@ -342,7 +342,7 @@ def test_goodput_ends_where_the_goal_was_first_missed():
     assert sweep.goodput([rung(1, 0.3)], goal) == (0, 1)
 
 
-def test_refusals_of_a_real_server_are_counted_and_its_connections_go_on(tmp_path):
+def test_rejections_are_counted_and_their_connections_reused(tmp_path):
     folder = shapes.save_random(TINY, tmp_path / "S")
     with RunningServer(folder, max_running_requests=1, max_queued_requests=0) as server:
         server.wait_until_ready()
@@ -360,7 +360,7 @@ def test_refusals_of_a_real_server_are_counted_and_its_connections_go_on(tmp_pat
 
 @pytest.mark.tools
 @pytest.mark.timeout(900)
-def test_a_tiny_sweep_counts_every_request_of_both_and_gives_tables_and_picture(tmp_path):
+def test_tiny_sweep_counts_every_request_and_writes_tables_and_picture(tmp_path):
     out = tmp_path / "out"
     run = sweep.Sweep(TINY_PLAN, TINY, 1, capacity.Goal(), out)
     run.run()
@@ -383,7 +383,7 @@ def test_a_tiny_sweep_counts_every_request_of_both_and_gives_tables_and_picture(
     for name in ("tests/README.md", "deploy/CAPACITY.md"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_text((ROOT / name).read_text())
-    for _ in range(2):  # again is the same
+    for _ in range(2):  # idempotent
         sweep.publish(results, out, tmp_path)
         assert sweep.markdown(results) in (tmp_path / "tests" / "README.md").read_text()
     page = (tmp_path / "deploy" / "CAPACITY.md").read_text()
@@ -395,7 +395,7 @@ def test_a_tiny_sweep_counts_every_request_of_both_and_gives_tables_and_picture(
 # The committed figures
 
 
-def test_the_readme_and_the_capacity_page_show_what_is_there():
+def test_documents_show_the_sweep_picture_and_existing_flags():
     readme, tables, page = (
         (ROOT / name).read_text() for name in ("README.md", "tests/README.md", "deploy/CAPACITY.md")
     )
@@ -418,7 +418,7 @@ def help_of(module: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("module", "arguments", "said"),
+    ("module", "arguments", "message"),
     [
         ("sweep", ["--threads", "0"], "--threads: must be in [1, 1024], got 0"),
         ("sweep", ["--first", "-1"], "--first and --character must be positive, got -1 and 0.05"),
@@ -426,5 +426,5 @@ def help_of(module: str) -> str:
         ("capacity", ["--rate", "0"], "--rate must be positive, got 0"),
     ],
 )
-def test_a_bad_argument_is_named(module, arguments, said):
-    assert said in refusal({"sweep": sweep, "capacity": capacity}[module].main, arguments)
+def test_invalid_argument_is_named(module, arguments, message):
+    assert message in refusal({"sweep": sweep, "capacity": capacity}[module].main, arguments)

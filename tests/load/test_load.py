@@ -1,4 +1,4 @@
-"""The load tools: what they ask, what they take for right, and that their figures and the server's agree."""
+"""The load tools: requests, response checks, and agreement of their figures with the server's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHORT = ("--median-completion", 24, "--longest", 160)
 
 
 def locust(url, folder, *flags, status=0):
-    """A run of the load generator; its summary, a row for each request, and what it printed."""
+    """Runs the load generator; returns its summary, one Row per request, and its output."""
     command = [sys.executable, "-m", "locust", "-f", "tests/load/locustfile.py", "--headless", "--only-summary"]
     command += ["--host", url, "--folder", str(folder), "--spawn-rate", "100", *map(str, flags)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -40,7 +40,7 @@ def locust(url, folder, *flags, status=0):
 
 
 class Row:
-    """One request, as requests.csv has it."""
+    """A row of requests.csv."""
 
     def __init__(self, row):
         self.number, self.prompt, self.characters = (
@@ -51,18 +51,18 @@ class Row:
         self.path, self.shape, self.ending, self.wrong = (row[name] for name in ("path", "shape", "ending", "wrong"))
 
 
-# -- what is asked --
+# -- requests --
 
 
-def test_two_runs_ask_the_same_and_another_seed_asks_otherwise():
+def test_mix_is_deterministic_by_seed():
     one, same, other = (mix.Mix(VOCABULARY, seed=seed) for seed in (1, 1, 2))
     asked = [one.ask(i) for i in range(200)]
     assert asked == [same.ask(i) for i in range(200)]
     assert sum(a == b for a, b in zip(asked, map(other.ask, range(200)), strict=True)) == 0
-    assert asked[7] == mix.Mix(VOCABULARY, seed=1).ask(7)  # whatever was asked before
+    assert asked[7] == mix.Mix(VOCABULARY, seed=1).ask(7)  # independent of earlier requests
 
 
-def test_lengths_have_a_long_tail_and_kinds_their_shares():
+def test_lengths_have_a_long_tail_and_kinds_match_their_shares():
     given = mix.Mix(VOCABULARY, median_prompt=20, median_completion=40, longest=1000, leaving=0.1, opinions=0.1)
     asked = [given.ask(i) for i in range(4000)]
     kinds = Counter(a.shape if a.leave_after is None else "left" for a in asked)
@@ -81,7 +81,7 @@ def test_lengths_have_a_long_tail_and_kinds_their_shares():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"median_prompt": 0}, "median_prompt must be in \\[1, 512\\], got 0"),
         ({"median_completion": 513}, "median_completion must be in \\[1, 512\\], got 513"),
@@ -89,12 +89,12 @@ def test_lengths_have_a_long_tail_and_kinds_their_shares():
         ({"leaving": -0.1}, "at least 0 .*'leaving': -0.1"),
     ],
 )
-def test_a_mix_that_cannot_be_is_refused(options, said):
-    with pytest.raises(ValueError, match=said):
+def test_invalid_mix_is_rejected(options, message):
+    with pytest.raises(ValueError, match=message):
         mix.Mix(VOCABULARY, **options)
 
 
-# -- what is right --
+# -- response checks --
 
 ASK = mix.Ask(0, "/generate", {"prompt": "ab", "max_tokens": 4, "seed": 1, "stream": True, "stop": "\n"}, 2)
 USAGE = {"prompt_tokens": 2, "completion_tokens": 4, "total_tokens": 6}
@@ -118,7 +118,7 @@ def taken(*events):
     return counts
 
 
-def test_a_right_stream_is_right_however_its_characters_are_spread():
+def test_valid_streams_are_accepted_with_any_number_of_characters_per_event():
     assert taken(piece("a"), piece("bcd", "length"), LAST, DONE) == [1, 3, 0, 0]
     assert taken(piece("abcd"), b": keep-alive\n\n", piece("", "length"), LAST, DONE) == [4, 0, 0, 0, 0]
     short = event(id="x", usage={"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3})
@@ -126,7 +126,7 @@ def test_a_right_stream_is_right_however_its_characters_are_spread():
 
 
 @pytest.mark.parametrize(
-    ("events", "said"),
+    ("events", "message"),
     [
         ([piece("abcd", "length"), LAST], r"without \[DONE\]"),
         ([piece("abc", "length"), LAST, DONE], "3 characters with finish_reason length, max_tokens is 4"),
@@ -145,8 +145,8 @@ def test_a_right_stream_is_right_however_its_characters_are_spread():
         ([b"event: x\n\n"], "not an event"),
     ],
 )
-def test_a_wrong_stream_is_a_failure_that_says_why(events, said):
-    with pytest.raises(answers.Wrong, match=said):
+def test_invalid_streams_fail_with_a_reason(events, message):
+    with pytest.raises(answers.Wrong, match=message):
         taken(*events)
 
 
@@ -155,26 +155,26 @@ def whole(**fields):
     return json.dumps({"choices": [choice], "usage": USAGE}).encode()
 
 
-def test_a_wrong_answer_in_one_piece_is_a_failure_that_says_why():
+def test_invalid_whole_responses_fail_with_a_reason():
     assert answers.check_whole(ASK, whole(), VOCABULARY) == (4, "length")
-    for body, said in (
+    for body, message in (
         (whole(text="abc"), "3 characters"),
         (whole(finish_reason=None), "finish_reason None"),
         (whole(seed=2), "seed 2, not 1"),
         (b'{"choices": []}', "not one choice"),
         (b"[]", "not an object"),
     ):
-        with pytest.raises(answers.Wrong, match=said):
+        with pytest.raises(answers.Wrong, match=message):
             answers.check_whole(ASK, body, VOCABULARY)
-    for status, body, said in (
+    for status, body, message in (
         (429, b'{"error": {"code": "queue_full"}}', "status 429: queue_full"),
         (502, b"Bad gateway", "status 502: Bad gateway"),
     ):
-        with pytest.raises(answers.Wrong, match=said):
+        with pytest.raises(answers.Wrong, match=message):
             answers.check_status(status, body)
 
 
-def test_a_wrong_opinion_is_a_failure():
+def test_invalid_score_and_next_responses_fail():
     score, next_ = mix.Ask(0, "/v1/score", {"texts": "abc"}, 3), mix.Ask(0, "/v1/next", {"prompt": "a"}, 1)
     assert answers.check_opinion(score, b'{"data": [{"characters": 2, "nats": 3.5}]}', "ab") == 0
     even = json.dumps({"data": [{"distribution": [{"probability": 0.5}] * 2}]}).encode()
@@ -190,10 +190,10 @@ def test_a_wrong_opinion_is_a_failure():
             answers.check_opinion(ask, body, "ab")
 
 
-# -- what was seen --
+# -- statistics --
 
 
-def test_quantiles_are_the_smallest_values_that_enough_do_not_exceed():
+def test_quantiles_are_order_statistics():
     values = [random.Random(0).expovariate(10) for _ in range(1000)]
     spread = record.Spread()
     for value in values:
@@ -202,13 +202,13 @@ def test_quantiles_are_the_smallest_values_that_enough_do_not_exceed():
         exact = sorted(values)[math.ceil(q * 1000) - 1]
         assert record.quantile(values, q) == exact
         assert exact <= spread.quantile(q) * (1 + 1e-9) and spread.quantile(q) <= 1.011 * exact
-    spread.add(0.0, 3000)  # characters that came together
+    spread.add(0.0, 3000)  # characters in one event
     assert spread.quantile(0.5) == 0.0 and spread.count == 4000
     assert spread.sum == pytest.approx(sum(values))
     assert math.isnan(record.quantile([], 0.5))
 
 
-def test_a_load_generator_that_is_busy_or_late_says_so():
+def test_busy_or_late_load_generator_warns():
     log = record.Log()
     log.busy(0.2, 1.0)
     log.records = [record.Record(i, i / 10, "/generate", "whole", 1, 1, 0.1, 0.1, "length", 0.001) for i in range(50)]
@@ -220,12 +220,12 @@ def test_a_load_generator_that_is_busy_or_late_says_so():
     assert "busy for 95% of a second" in log.warnings(is_open=False)[0]
 
 
-# -- the client's numbers and the server's --
+# -- client figures against server figures --
 
 
 @pytest.fixture(scope="module")
 def server():
-    """With few cache slots, so that requests wait and the times are long beside what the client itself adds."""
+    """Few cache slots, so that requests wait and latencies are long compared with the client's overhead."""
     with RunningServer(BUNDLED, max_running_requests=3) as server:
         server.wait_until_ready()
         yield server
@@ -234,7 +234,7 @@ def server():
 
 
 class Scraped:
-    """What /metrics says happened between two scrapes."""
+    """Changes in /metrics between two scrapes."""
 
     def __init__(self, before, after):
         self.change = {key: value - before.get(key, 0.0) for key, value in after.items()}
@@ -243,7 +243,7 @@ class Scraped:
         return self.change.get((name, frozenset(labels.items())), 0.0)
 
     def by(self, name, label, **others):
-        """The values by one label, of those that have the others; without those that did not change."""
+        """Changes by one label, of series with the other labels; without zeros."""
         found = Counter()
         for (series, labels), value in self.change.items():
             if series == name and value and labels >= others.items():
@@ -251,18 +251,18 @@ class Scraped:
         return dict(found)
 
     def bucket(self, name, q):
-        """The number of the bucket that the quantile is in."""
+        """The index of the bucket that contains the quantile."""
         counts = [self.value(f"{name}_bucket", le=str(float(bound))) for bound in SECONDS]
         total = self.value(f"{name}_count")
         return next(i for i, count in enumerate([*counts, total]) if count >= math.ceil(q * total))
 
 
 def loaded(server, folder, *flags):
-    """(rows of the client, what the server counted meanwhile)"""
+    """(client rows, changes in the server's metrics)"""
     before = server.metrics()
     _, rows, _ = locust(server.url, folder, *flags)
     ended = sum(value for (name, _), value in before.items() if name == "chargpt_request_success_total") + len(rows)
-    for _ in range(200):  # a client that has left may be gone before the server knows
+    for _ in range(200):  # the server may notice a disconnect late
         after = server.metrics()
         if sum(value for (name, _), value in after.items() if name == "chargpt_request_success_total") >= ended:
             break
@@ -270,12 +270,12 @@ def loaded(server, folder, *flags):
 
 
 def assert_quantiles_agree(name, scraped, values):
-    """Both count the same requests, and the client's quantile lies in the bucket of the server's or the next one.
+    """Counts are equal, and the client's quantile lies in the server's bucket or a neighbouring one.
 
-    The client begins before the server has the request and ends after the server has written, so its times are the
-    longer ones, each for itself and so quantile by quantile. What it adds, connection and scheduling, is a few
-    milliseconds; the buckets are a factor 1.33 to 2 apart, and so tens of milliseconds wide where requests wait for a
-    slot. It could be found one bucket below only if both stood at a bound, within the time that a write takes.
+    The client starts before the server receives the request and stops after the server has written, so each of its
+    times, and hence each quantile, is longer. The overhead, connection and scheduling, is a few milliseconds; buckets
+    grow by factors of 1.33 to 2 and are tens of milliseconds wide where requests wait for a slot. The client's
+    quantile can be one bucket lower only if both are at a bound, within the time of a write.
     """
     assert scraped.value(f"{name}_count") == len(values) > 0
     for q in (0.5, 0.95, 0.99):
@@ -284,7 +284,7 @@ def assert_quantiles_agree(name, scraped, values):
         assert -1 <= apart <= 1, f"{name} at {q}: the client saw {seen} s, {apart} buckets above the server's"
 
 
-def test_of_streams_alone_every_count_agrees_and_the_times_do(server, tmp_path):
+def test_counts_and_latencies_agree_for_streams(server, tmp_path):
     flags = ("--users", 12, "--requests", 90, *SHORT, "--whole", 0, "--leaving", 0, "--opinions", 0)
     rows, scraped = loaded(server, tmp_path, *flags)
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -296,17 +296,17 @@ def test_of_streams_alone_every_count_agrees_and_the_times_do(server, tmp_path):
     assert scraped.value("chargpt_generation_tokens_total") == characters == summary["characters"]
     assert scraped.value("chargpt_request_generation_tokens_sum") == characters
     assert scraped.value("chargpt_prompt_tokens_total") == sum(row.prompt for row in rows)
-    begun = [row.first for row in rows if row.first is not None]  # a stop may come before anything else
+    begun = [row.first for row in rows if row.first is not None]  # a stop may come before the first character
     assert_quantiles_agree("chargpt_time_to_first_token_seconds", scraped, begun)
     assert_quantiles_agree("chargpt_e2e_request_latency_seconds", scraped, [row.last for row in rows])
     between = summary["between_characters_seconds"]
     assert scraped.value("chargpt_inter_token_latency_seconds_count") == between["count"] == characters - len(begun)
-    # Of each stream both sum to the time from its first character to its last, when they came and when they were
-    # read: they differ by how much longer the last one took to be read than the first.
+    # Per stream both sums are the time from first to last character, sent or read: they differ by the difference in
+    # read delay between the last and the first.
     assert scraped.value("chargpt_inter_token_latency_seconds_sum") == pytest.approx(between["sum"], rel=0.2)
 
 
-def test_of_all_kinds_together_requests_endings_and_times_agree(server, tmp_path):
+def test_counts_and_latencies_agree_for_the_whole_mix(server, tmp_path):
     flags = ("--users", 12, "--requests", 90, *SHORT, "--mix-seed", 5)
     rows, scraped = loaded(server, tmp_path, *flags, "--whole", 0.3, "--leaving", 0.2, "--opinions", 0.2)
     assert {row.shape for row in rows} == {"stream", "whole", "opinion"}
@@ -316,7 +316,7 @@ def test_of_all_kinds_together_requests_endings_and_times_agree(server, tmp_path
     endings["abort"] = endings.pop("left")
     assert scraped.by("chargpt_request_success_total", "finished_reason") == endings
     assert scraped.value("chargpt_prompt_tokens_total") == sum(row.prompt for row in rows)
-    # What was made for those that left, and what they read of it, are two things.
+    # After a disconnect the server has generated more than the client has read.
     surplus = scraped.value("chargpt_generation_tokens_total") - sum(row.characters for row in rows)
     assert 0 <= surplus <= endings["abort"] * 160
     first = [row.first for row in rows if row.first is not None]
@@ -326,24 +326,24 @@ def test_of_all_kinds_together_requests_endings_and_times_agree(server, tmp_path
     assert_quantiles_agree("chargpt_e2e_request_latency_seconds", scraped, complete)
 
 
-# -- the loops --
+# -- open and closed loop --
 
 
-def test_arrivals_are_those_of_the_seed_and_wait_for_no_answer(server, tmp_path):
+def test_open_loop_arrivals_follow_the_seed_without_waiting_for_responses(server, tmp_path):
     summary, rows, printed = locust(server.url, tmp_path, "--arrivals", 100, "--requests", 40, *SHORT, "--mix-seed", 3)
     due = [row.sent_at - row.late for row in rows]
-    chance = random.Random("3 arrivals")
-    expected = [chance.expovariate(100) for _ in rows[1:]]
+    rng = random.Random("3 arrivals")
+    expected = [rng.expovariate(100) for _ in rows[1:]]
     assert [b - a for a, b in itertools.pairwise(due)] == pytest.approx(expected, abs=1e-9)
     assert min(row.late for row in rows) >= 0
     ends = [row.sent_at + (row.last or row.first) for row in rows]
-    under_way = [sum(other.sent_at <= row.sent_at < end for other, end in zip(rows, ends, strict=True)) for row in rows]
-    assert max(under_way) > 20  # of which 3 run
+    in_flight = [sum(other.sent_at <= row.sent_at < end for other, end in zip(rows, ends, strict=True)) for row in rows]
+    assert max(in_flight) > 20  # 3 of them running
     assert summary["loop"] == "open" and summary["requests"] == 40
     assert "arrivals were late by" in printed and "of a core" in printed
 
 
-def test_refused_requests_are_failures_and_the_load_ends_with_status_1(tmp_path):
+def test_rejected_requests_are_failures_and_exit_with_status_1(tmp_path):
     with RunningServer(BUNDLED, max_running_requests=1, max_queued_requests=1) as server:
         server.wait_until_ready()
         flags = ("--users", 8, "--requests", 40, *SHORT, "--leaving", 0)
@@ -355,19 +355,19 @@ def test_refused_requests_are_failures_and_the_load_ends_with_status_1(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--longest", "20000"], "--longest must be ≤ 16384, the limit of the server, got 20000"),
         (["--processes", "2"], "only one process is supported"),
         (["--host", "http://127.0.0.1:9"], "http://127.0.0.1:9/info"),
     ],
 )
-def test_what_cannot_be_run_is_refused_with_a_reason(server, tmp_path, flags, said):
+def test_invalid_runs_are_rejected_with_a_reason(server, tmp_path, flags, message):
     *_, printed = locust(server.url, tmp_path, "--requests", 1, *flags, status=2)
-    assert said in printed
+    assert message in printed
 
 
-def test_the_command_starts_a_server_loads_it_and_leaves_reports(tmp_path):
+def test_command_starts_a_server_runs_the_load_and_writes_reports(tmp_path):
     folder = save_random(tmp_path / "checkpoint").path
     command = [
         sys.executable,
@@ -395,7 +395,7 @@ def test_the_command_starts_a_server_loads_it_and_leaves_reports(tmp_path):
 # -- tokenizers for other tools --
 
 
-def test_the_tokenizer_folder_makes_unknown_characters_a_space_and_leaves_the_others_alone(tmp_path):
+def test_exported_tokenizer_maps_only_unknown_characters_to_a_space(tmp_path):
     assert tokenizer.write_tokenizer(BUNDLED, tmp_path / "t") == " "
     ours = AutoTokenizer.from_pretrained(BUNDLED)
     copy = AutoTokenizer.from_pretrained(tmp_path / "t")
@@ -408,7 +408,7 @@ def test_the_tokenizer_folder_makes_unknown_characters_a_space_and_leaves_the_ot
 
 
 @pytest.mark.parametrize(("vocabulary", "replacement"), [("ab\n", "\n"), ("xab", "a")])
-def test_without_a_space_another_character_stands_for_the_unknown(tmp_path, vocabulary, replacement):
+def test_without_a_space_another_character_replaces_unknown_ones(tmp_path, vocabulary, replacement):
     (tmp_path / "tokenizer.json").write_text(
         json.dumps({"model": {"type": "WordLevel", "vocab": {c: i for i, c in enumerate(sorted(vocabulary))}}})
     )
@@ -417,13 +417,13 @@ def test_without_a_space_another_character_stands_for_the_unknown(tmp_path, voca
     assert json.loads((tmp_path / "t" / "tokenizer.json").read_text())["model"]["unk_token"] == replacement
 
 
-def test_what_is_no_tokenizer_of_ours_is_refused(tmp_path):
+def test_foreign_tokenizer_is_rejected(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"model": {"type": "BPE", "vocab": {"a": 0}}}')
     with pytest.raises(ValueError, match="tokenizer.json is not a WordLevel tokenizer"):
         tokenizer.write_tokenizer(tmp_path, tmp_path / "t")
 
 
-def test_a_tool_is_not_given_the_tokenizer_of_another_model(server, tmp_path):
+def test_tokenizer_of_another_model_is_rejected(server, tmp_path):
     folder = save_random(tmp_path / "checkpoint").path
     done = subprocess.run(
         [sys.executable, "-m", "tests.load", "--url", server.url, "--checkpoint", str(folder),

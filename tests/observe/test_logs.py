@@ -1,4 +1,4 @@
-"""What the processes of a real service write to stderr, line by line."""
+"""The log lines that the service's processes write to stderr."""
 
 import datetime
 import fcntl
@@ -46,12 +46,12 @@ BODIES = {
 
 
 def lines_of(output):
-    """The lines of a service whose log is JSON; all of them."""
+    """Parses a JSON log; every line must be an object."""
     return [json.loads(line) for line in output.splitlines()]
 
 
 def lines_about(server, request_id, count=1, **fields):
-    """Lines of a request that have these values; waits for them, as an answer goes out before its line."""
+    """Log lines of a request with these fields; waits for them, because responses are sent before they are logged."""
 
     def found():
         lines = lines_of(server.output())
@@ -62,7 +62,7 @@ def lines_about(server, request_id, count=1, **fields):
 
 
 def python(code, **options):
-    """A program that logs; its stderr."""
+    """Runs a program that must print nothing to stdout; returns its stderr."""
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, **options)
     assert done.stdout == ""
     return done.stderr
@@ -75,7 +75,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def broken_checkpoint(tmp_path_factory):
-    """A prompt with a Z in it fails: its embedding is infinite."""
+    """Prompts with Z fail: its embedding is infinite."""
     folder = tmp_path_factory.mktemp("broken") / "checkpoint"
     model = random_model()
     with torch.no_grad():
@@ -87,16 +87,16 @@ def broken_checkpoint(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(checkpoint):
     with RunningServer(checkpoint.path, http_processes=2, workers_per_device=2, log_level="debug") as server:
-        server.wait_until_ready()  # with the first of two workers
+        server.wait_until_ready()  # when the first of two workers is
         wait_until(lambda: server.output().count('"message":"serving ') == 2, otherwise=server.output())
         yield server
 
 
-def test_every_line_of_a_service_is_an_object_that_says_when_where_and_what(server):
+def test_every_line_is_json_with_time_process_and_message(server):
     for _ in range(20):
         assert web.post(f"{server.url}/generate", json={"prompt": "a", "max_tokens": 2}).status_code == 200
     lines = lines_of(server.output())
-    started = psutil.Process(server.process.pid).create_time() - 1  # which the kernel counts in ticks since it booted
+    started = psutil.Process(server.process.pid).create_time() - 1  # rounded to kernel ticks
     pids = {}
     for line in lines:
         assert line.keys() >= ALWAYS
@@ -109,7 +109,7 @@ def test_every_line_of_a_service_is_an_object_that_says_when_where_and_what(serv
     assert {line["logger"] for line in lines} >= {"uvicorn.error", "service.engine.worker", "service.access"}
 
 
-def test_a_request_has_one_line_with_what_it_cost(server):
+def test_each_request_logs_one_line_with_its_counts(server):
     def ask(path, body, **fields):
         response = web.post(server.url + path, json=body)
         (line,) = lines_about(server, response.headers["x-request-id"], logger="service.access")
@@ -129,7 +129,7 @@ def test_a_request_has_one_line_with_what_it_cost(server):
     ask("/generate", {"prompt": "漢"}, prompt_characters=None)
 
 
-def test_a_client_that_leaves_and_one_that_waits_too_long_have_their_endings(server):
+def test_disconnects_and_timeouts_are_logged_as_endings(server):
     body = {"prompt": "a", "max_tokens": 16_000, "stream": True}
     with web.stream("POST", f"{server.url}/generate", json=body) as response:
         next(response.iter_lines())
@@ -140,7 +140,7 @@ def test_a_client_that_leaves_and_one_that_waits_too_long_have_their_endings(ser
     assert line["endings"] == {"timeout": 1} and line["status"] == response.status_code == 504
 
 
-def test_a_line_names_the_route_alone_and_probes_are_quiet(server):
+def test_access_lines_name_only_the_route_and_probes_log_at_debug(server):
     for path, handler, level in (
         ("/v1/models/chargpt?x=1", "/v1/models/{model}", "INFO"),
         ("/generate?prompt=a&max_tokens=1", "/generate", "INFO"),
@@ -154,7 +154,7 @@ def test_a_line_names_the_route_alone_and_probes_are_quiet(server):
         assert (line["handler"], line["level"], line["method"]) == (handler, level, "GET")
 
 
-def test_the_end_of_a_service_is_told_in_the_same_form(checkpoint):
+def test_shutdown_is_logged_as_json(checkpoint):
     with RunningServer(checkpoint.path, log_level="info") as server:
         server.wait_until_ready()
         assert server.stop() == 0
@@ -164,7 +164,7 @@ def test_the_end_of_a_service_is_told_in_the_same_form(checkpoint):
     assert lines[-1]["message"] == "all processes have ended"
 
 
-def test_the_level_is_the_least_that_is_written(checkpoint):
+def test_lines_below_the_log_level_are_dropped(checkpoint):
     with RunningServer(checkpoint.path, log_level="warning") as server:
         server.wait_until_ready()
         assert web.post(f"{server.url}/generate", json={"prompt": "a"}).status_code == 200
@@ -172,7 +172,7 @@ def test_the_level_is_the_least_that_is_written(checkpoint):
         assert server.output() == ""
 
 
-def test_a_line_of_a_worker_names_the_request_of_its_sequence(broken_checkpoint):
+def test_worker_lines_carry_the_request_id_of_their_sequence(broken_checkpoint):
     with RunningServer(broken_checkpoint.path) as server:
         server.wait_until_ready()
         response = web.post(f"{server.url}/generate", json={"prompt": ["aZ", "Zb"]}, headers={"X-Request-Id": "mine"})
@@ -184,7 +184,7 @@ def test_a_line_of_a_worker_names_the_request_of_its_sequence(broken_checkpoint)
         assert line["status"] == 500 and line["endings"]["error"] >= 1
 
 
-def test_a_line_about_several_sequences_names_all_their_requests():
+def test_lines_about_several_sequences_list_all_request_ids():
     code = """
         import logging
         from service.observe.logs import configure_logging
@@ -198,14 +198,14 @@ def test_a_line_about_several_sequences_names_all_their_requests():
     assert none.keys() == ALWAYS | {"request_ids"} and none["request_ids"] == []
 
 
-def test_what_ends_a_worker_is_one_line(checkpoint):
+def test_fatal_worker_error_is_one_line(checkpoint):
     with RunningServer(checkpoint.path) as server:
         server.wait_until_ready()
         worker = server.worker()
         (path,) = {c.laddr for c in worker.net_connections("unix") if str(c.laddr).endswith(".sock")}
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(path)
-            connection.sendall(b"\x03\0\0\0bad")  # a frame that is none
+            connection.sendall(b"\x03\0\0\0bad")  # an invalid frame
             assert psutil.wait_procs([worker], timeout=10)[0]
         lines = [line for line in lines_of(server.output()) if "exception" in line]
     (line,) = lines
@@ -214,7 +214,7 @@ def test_what_ends_a_worker_is_one_line(checkpoint):
     assert "msgspec.ValidationError" in line["exception"]
 
 
-def test_what_nobody_catches_and_what_python_warns_of_are_lines():
+def test_uncaught_exceptions_and_warnings_are_logged():
     code = """
         import gc, logging, threading, warnings
         from service.observe.logs import configure_logging
@@ -239,7 +239,7 @@ def test_what_nobody_catches_and_what_python_warns_of_are_lines():
     assert "ValueError: too late" in uncaught["exception"] and "no file" in uncaught["exception"]
 
 
-def test_an_http_process_tells_where_an_exception_came_from_and_not_its_text():
+def test_http_processes_log_tracebacks_without_exception_texts():
     code = """
         import asyncio, logging, multiprocessing
         from service.observe.logs import configure_logging
@@ -252,7 +252,7 @@ def test_an_http_process_tells_where_an_exception_came_from_and_not_its_text():
         async def main():
             task = asyncio.create_task(fail())
             await asyncio.sleep(0.01)
-            del task  # asyncio logs what nobody looked at
+            del task  # asyncio logs the unretrieved exception
 
         asyncio.run(main())
         try:
@@ -274,7 +274,7 @@ def test_an_http_process_tells_where_an_exception_came_from_and_not_its_text():
     assert "No space left on device" in system["exception"]
 
 
-def test_lines_of_several_processes_stay_whole_in_a_pipe_that_is_full():
+def test_lines_of_several_processes_stay_whole_in_a_full_pipe():
     code = """
         import logging, multiprocessing
         from service.observe.logs import configure_logging
@@ -306,7 +306,7 @@ def test_lines_of_several_processes_stay_whole_in_a_pipe_that_is_full():
         waiting.append(struct.unpack("i", fcntl.ioctl(process.stderr, termios.FIONREAD, b"\0" * 4))[0])
         return 0 < waiting[-2] == waiting[-1]
 
-    wait_until(is_full)  # all writers wait
+    wait_until(is_full)  # all writers are blocked
     output = process.communicate()[1].decode()
     lines = lines_of(output)
     assert max(len(line.encode()) for line in output.splitlines(keepends=True)) <= MAX_LINE_BYTES
@@ -319,7 +319,7 @@ def test_lines_of_several_processes_stay_whole_in_a_pipe_that_is_full():
 
 
 @pytest.mark.parametrize("log_format", ["auto", "text", "json"])
-def test_on_a_terminal_lines_are_for_people_unless_asked_otherwise(log_format):
+def test_terminal_output_is_text_unless_json_is_set(log_format):
     code = f"""
         import logging
         from service.observe.logs import configure_logging, request_id
@@ -349,7 +349,7 @@ def test_on_a_terminal_lines_are_for_people_unless_asked_otherwise(log_format):
 
 
 def requests_with_the_marker(key):
-    """Every field of every route, with the marker as it may be and as it may not."""
+    """Requests with the marker in every field of every route, valid and invalid."""
     headers = {"Authorization": f"Bearer {key}", "Cookie": MARKER, "User-Agent": MARKER, "X-Request-Id": f"{MARKER}!"}
     for path, (model, body) in BODIES.items():
         yield "POST", path, {"json": body, "headers": headers}
@@ -374,7 +374,7 @@ def requests_with_the_marker(key):
         yield "POST", path, {"headers": headers, "content": MARKER}
     valid = {"prompt": MARKER, "max_tokens": 40}
     for more in (
-        {"choice": [MARKER]},  # what it answers is the marker
+        {"choice": [MARKER]},  # the completion is the marker
         {"choice": [MARKER], "stream": True},
         {"regex": MARKER},
         {"regex": MARKER + "("},
@@ -384,19 +384,19 @@ def requests_with_the_marker(key):
         {"allowed_characters": MARKER, "logprobs": 3},
         {"logit_bias": {"S": 1}},
         {"stream": True, "timeout_seconds": 0.01, "max_tokens": 10_000},
-        {"prompt": f"{MARKER}Z"},  # makes the engine fail
+        {"prompt": f"{MARKER}Z"},  # fails in the engine
         {"prompt": f"{MARKER}Z", "stream": True},
-        {"prompt": f"{MARKER}\n"},  # makes the HTTP process fail, with the prompt in the exception's text
+        {"prompt": f"{MARKER}\n"},  # fails in the HTTP process, with the prompt in the exception's text
         {"prompt": f"{MARKER}漢", "unknown_characters": "replace"},
     ):
         yield "POST", "/generate", {"json": valid | more, "headers": headers}
 
 
 @pytest.mark.parametrize("log_format", ["json", "text"])
-def test_nothing_that_a_client_sends_reaches_the_log(broken_checkpoint, tmp_path, monkeypatch, log_format):
+def test_client_data_never_reaches_the_log(broken_checkpoint, tmp_path, monkeypatch, log_format):
     key = f"{MARKER}-is-a-key"
     (tmp_path / "keys.txt").write_text(key)
-    (tmp_path / "sitecustomize.py").write_text(  # run by each process: a bug that names what it chokes on
+    (tmp_path / "sitecustomize.py").write_text(  # run by each process: a bug that quotes its input
         textwrap.dedent("""
             from service.model.tokenizer import CharTokenizer
             encode = CharTokenizer.encode
@@ -416,7 +416,7 @@ def test_nothing_that_a_client_sends_reaches_the_log(broken_checkpoint, tmp_path
             for method, path, options in requests_with_the_marker(key):
                 try:
                     statuses.add(client.request(method, path, **options).status_code)
-                except httpx.TransportError:  # a Content-Length that is no number
+                except httpx.TransportError:  # an invalid Content-Length
                     statuses.add(None)
         for start in (f"{MARKER} / HTTP/1.1", f"GET /{MARKER} {MARKER}", f"GET / HTTP/1.1\r\n{MARKER}"):
             with sent(server.port, f"{start}\r\n\r\n".encode()) as connection:

@@ -1,4 +1,4 @@
-"""What /metrics says, by a real server of two HTTP processes and two workers."""
+"""/metrics of a server with two HTTP processes and two workers."""
 
 import concurrent.futures
 import contextlib
@@ -47,14 +47,14 @@ def generate_all(server, bodies):
 
 
 def settled(server):
-    """The metrics once nothing runs; what a worker observes last comes with its next flush."""
+    """The metrics once no request runs; a worker's last observations arrive with its next flush."""
     for gauge in GAUGES:
         server.wait_until_metric(gauge, 0)
     return server.metrics()
 
 
-class Grown:
-    """By how much series grow from here on."""
+class Increases:
+    """Increases of series within the `with` block."""
 
     def __init__(self, server):
         self.server, self.before = server, settled(server)
@@ -71,77 +71,79 @@ class Grown:
 
 
 @contextlib.contextmanager
-def left_open(server, **body):
-    """A request whose client waits for the first byte of the answer; it leaves when this ends."""
+def open_stream(server, **body):
+    """A streaming request that has started; the client disconnects at the end of the block."""
     body = {"prompt": "a", "max_tokens": 16_000, "stream": True} | body
     with sent(server.port, post("/generate", body)) as connection, answer(connection) as response:
         assert response.status == 200
         yield
 
 
-def test_the_parts_add_up_to_the_time_to_first_token(server):
-    with Grown(server) as grown:
+def test_phases_add_up_to_the_time_to_first_token(server):
+    with Increases(server) as increase:
         generate_all(server, [{"max_tokens": 1 + i % 7, "stream": i % 2 == 0, "seed": i} for i in range(40)])
     parts = ("request_queue_time", "request_prefill_time", "request_first_decode_time")
-    assert [grown(f"chargpt_{part}_seconds_count") for part in parts] == [40, 40, 40]
-    assert grown("chargpt_time_to_first_token_seconds_count") == 40
-    total = sum(grown(f"chargpt_{part}_seconds_sum") for part in parts)
-    assert total == pytest.approx(grown("chargpt_time_to_first_token_seconds_sum"), abs=1e-6)
-    inference = grown("chargpt_request_prefill_time_seconds_sum") + grown("chargpt_request_decode_time_seconds_sum")
-    assert inference == pytest.approx(grown("chargpt_request_inference_time_seconds_sum"), abs=1e-6)
+    assert [increase(f"chargpt_{part}_seconds_count") for part in parts] == [40, 40, 40]
+    assert increase("chargpt_time_to_first_token_seconds_count") == 40
+    total = sum(increase(f"chargpt_{part}_seconds_sum") for part in parts)
+    assert total == pytest.approx(increase("chargpt_time_to_first_token_seconds_sum"), abs=1e-6)
+    inference = increase("chargpt_request_prefill_time_seconds_sum") + increase(
+        "chargpt_request_decode_time_seconds_sum"
+    )
+    assert inference == pytest.approx(increase("chargpt_request_inference_time_seconds_sum"), abs=1e-6)
 
 
-def test_a_character_is_one_observation_and_a_single_one_none(server):
-    with Grown(server) as grown:
+def test_inter_token_latency_has_one_observation_per_character_after_the_first(server):
+    with Increases(server) as increase:
         generate_all(server, [{"max_tokens": n} for n in (1, 1, 1, 30, 30)])
-    assert grown("chargpt_inter_token_latency_seconds_count") == 2 * 29
-    assert grown("chargpt_request_time_per_output_token_seconds_count") == 2
-    assert grown("chargpt_generation_tokens_total") == 63
-    assert grown("chargpt_request_generation_tokens_sum") == 63
+    assert increase("chargpt_inter_token_latency_seconds_count") == 2 * 29
+    assert increase("chargpt_request_time_per_output_token_seconds_count") == 2
+    assert increase("chargpt_generation_tokens_total") == 63
+    assert increase("chargpt_request_generation_tokens_sum") == 63
 
 
-def test_what_is_only_scored_has_no_first_character(server):
-    with Grown(server) as grown:
+def test_scoring_records_no_time_to_first_token(server):
+    with Increases(server) as increase:
         answer = web.post(f"{server.url}/v1/score", json={"texts": ["abc", "abcd"]})
         assert answer.status_code == 200
-    assert grown("chargpt_time_to_first_token_seconds_count") == 0
-    assert grown("chargpt_request_queue_time_seconds_count") == 2
-    assert grown("chargpt_request_success_total", finished_reason="length") == 2
+    assert increase("chargpt_time_to_first_token_seconds_count") == 0
+    assert increase("chargpt_request_queue_time_seconds_count") == 2
+    assert increase("chargpt_request_success_total", finished_reason="length") == 2
 
 
-def test_each_ending_has_its_reason_and_gauges_return_to_zero(server):
-    with Grown(server) as grown:
+def test_requests_are_counted_by_finish_reason_and_gauges_return_to_zero(server):
+    with Increases(server) as increase:
         stopped = generate(server, max_tokens=400, stop_regex="[a-z]").json()
         assert stopped["choices"][0]["finish_reason"] == "stop"
         assert generate(server).status_code == 200
         assert generate(server, max_tokens=16_000, timeout_seconds=0.2).status_code == 504
-        with left_open(server):
+        with open_stream(server):
             pass
-        with left_open(server, stream_interval=0):
+        with open_stream(server, stream_interval=0):
             server.wait_until_metric("chargpt_kv_cache_usage_perc", 1 / 8)
         assert generate(server, temperature=-1).status_code == 400
         web.post(f"{server.url}/generate", content=b"{")
     endings = {reason: 1 for reason in ("stop", "length", "timeout")} | {"abort": 2, "error": 0}
     for reason, count in endings.items():
-        assert grown("chargpt_request_success_total", finished_reason=reason) == count, reason
-    assert grown("chargpt_e2e_request_latency_seconds_count") == 2
-    assert grown("chargpt_request_generation_tokens_count") == 5
-    assert grown("chargpt_http_requests_total", handler="/generate", method="POST", status="400") == 2
-    assert grown("chargpt_http_requests_total", handler="/generate", method="POST", status="504") == 1
-    assert grown("chargpt_http_requests_total", handler="/generate", method="POST", status="499") == 2
-    duration = grown("chargpt_http_request_duration_seconds_count", handler="/generate", method="POST")
+        assert increase("chargpt_request_success_total", finished_reason=reason) == count, reason
+    assert increase("chargpt_e2e_request_latency_seconds_count") == 2
+    assert increase("chargpt_request_generation_tokens_count") == 5
+    assert increase("chargpt_http_requests_total", handler="/generate", method="POST", status="400") == 2
+    assert increase("chargpt_http_requests_total", handler="/generate", method="POST", status="504") == 1
+    assert increase("chargpt_http_requests_total", handler="/generate", method="POST", status="499") == 2
+    duration = increase("chargpt_http_request_duration_seconds_count", handler="/generate", method="POST")
     assert duration == sum(
-        grown(name, **dict(labels)) for name, labels in grown.after
+        increase(name, **dict(labels)) for name, labels in increase.after
         if name == "chargpt_http_requests_total" and ("handler", "/generate") in labels
     )  # fmt: skip
     assert server.metric("chargpt_http_requests_in_progress") == 1  # the scrape itself
     assert server.metric("chargpt_kv_cache_usage_perc") == 0
 
 
-def test_what_is_not_accepted_has_its_reason(checkpoint):
+def test_rejections_are_counted_by_reason(checkpoint):
     with RunningServer(checkpoint, max_running_requests=1, max_queued_requests=0) as server:
         server.wait_until_ready()
-        with left_open(server):
+        with open_stream(server):
             assert generate(server).status_code == 429
             server.process.send_signal(signal.SIGTERM)
             while (answer := generate(server, prompt=["a", "b"], max_tokens=1)).status_code == 429:
@@ -152,13 +154,13 @@ def test_what_is_not_accepted_has_its_reason(checkpoint):
         assert server.process.wait(30) == 0
 
 
-def test_counters_survive_a_worker_and_its_gauges_do_not(checkpoint):
+def test_counters_survive_a_worker_restart_and_gauges_do_not(checkpoint):
     with RunningServer(checkpoint, max_running_requests=4) as server:
         server.wait_until_ready()
         generate_all(server, [{"seed": i} for i in range(8)])
         before = settled(server)
         started = server.metric("chargpt_process_start_time_seconds", process="worker-0")
-        with left_open(server):
+        with open_stream(server):
             server.worker().kill()
             server.wait_until_metric("chargpt_request_success_total", 1, finished_reason="error")
         server.wait_until_metric("chargpt_worker_restarts_total", 1)
@@ -181,37 +183,37 @@ def test_counters_survive_a_worker_and_its_gauges_do_not(checkpoint):
         assert server.metric("chargpt_admission_rejections_total", reason="not_ready") >= 1
 
 
-def test_the_phases_are_the_steps(server):
-    with Grown(server) as grown:
+def test_iteration_phases_add_up_to_the_iteration_time(server):
+    with Increases(server) as increase:
         generate_all(server, [{"max_tokens": 60, "seed": i} for i in range(12)])
-    phases = {dict(labels)["phase"] for name, labels in grown.after if name == "chargpt_iteration_phase_seconds_sum"}
+    phases = {dict(labels)["phase"] for name, labels in increase.after if name == "chargpt_iteration_phase_seconds_sum"}
     assert phases == {"schedule", "decide", "decode", "prefill", "sample", "transport"}
-    total = sum(grown("chargpt_iteration_phase_seconds_sum", phase=phase) for phase in phases - {"transport"})
-    assert total == pytest.approx(grown("chargpt_iteration_seconds_sum"), rel=1e-6)
-    steps = grown("chargpt_iteration_seconds_count")
-    assert grown("chargpt_iteration_phase_seconds_count", phase="schedule") == steps
-    rows = grown("chargpt_iteration_batch_size_sum")
-    assert rows == 12 * 59  # each first one comes from a prefill
-    assert grown("chargpt_iteration_batch_utilization_ratio_sum") == pytest.approx(rows / 4)
-    assert grown("chargpt_iteration_tokens_total_sum") == rows + 12 * 2
+    total = sum(increase("chargpt_iteration_phase_seconds_sum", phase=phase) for phase in phases - {"transport"})
+    assert total == pytest.approx(increase("chargpt_iteration_seconds_sum"), rel=1e-6)
+    steps = increase("chargpt_iteration_seconds_count")
+    assert increase("chargpt_iteration_phase_seconds_count", phase="schedule") == steps
+    rows = increase("chargpt_iteration_batch_size_sum")
+    assert rows == 12 * 59  # prefill yields each first character
+    assert increase("chargpt_iteration_batch_utilization_ratio_sum") == pytest.approx(rows / 4)
+    assert increase("chargpt_iteration_tokens_total_sum") == rows + 12 * 2
 
 
 def test_unknown_characters_are_counted(server):
-    with Grown(server) as grown:
+    with Increases(server) as increase:
         generate(server, prompt="a€b€", unknown_characters="drop")
         generate(server, prompt="a€b", unknown_characters="replace", replacement_character="b")
-    assert grown("chargpt_unknown_characters_total", policy="drop") == 2
-    assert grown("chargpt_unknown_characters_total", policy="replace") == 1
+    assert increase("chargpt_unknown_characters_total", policy="drop") == 2
+    assert increase("chargpt_unknown_characters_total", policy="replace") == 1
 
 
-def test_open_metrics_names_a_request_of_each_bucket(server):
+def test_openmetrics_exemplars_carry_request_ids(server):
     ids = [f"exemplar-{i}" for i in range(5)]
     for id in ids:
         body = {"prompt": "a", "max_tokens": 3}
         web.post(f"{server.url}/generate", json=body, headers={"X-Request-Id": id})
     server.wait_until_metric("chargpt_num_requests_running", 0)
     found = set()
-    for _ in range(100):  # an HTTP process writes its own once a second
+    for _ in range(100):  # HTTP processes flush once a second
         generate(server)
         page = web.get(f"{server.url}/metrics", headers=OPEN_METRICS)
         families = {family.name: family for family in text_string_to_metric_families(page.text)}
@@ -229,7 +231,7 @@ def test_open_metrics_names_a_request_of_each_bucket(server):
     assert "exemplar-" not in plain.text
 
 
-def test_the_same_values_under_the_names_of_vllm(server):
+def test_vllm_names_carry_the_same_values(server):
     generate_all(server, [{"seed": i} for i in range(4)])
     settled(server)
     page = web.get(f"{server.url}/metrics", headers=OPEN_METRICS).text
@@ -246,7 +248,7 @@ def test_the_same_values_under_the_names_of_vllm(server):
             compared += 1
     assert compared > 300
     names = {sample.name for family in families.values() for sample in family.samples}
-    # what dashboards, autoscalers and gateways ask for
+    # used by dashboards, autoscalers and gateways
     assert {
         "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc",
         "vllm:time_to_first_token_seconds_bucket", "vllm:inter_token_latency_seconds_bucket",
@@ -259,7 +261,7 @@ def test_the_same_values_under_the_names_of_vllm(server):
     assert counts[("handler", "/generate"), ("method", "POST"), ("status", "2xx")] >= 4
 
 
-def test_the_processes_are_those_of_the_system(server):
+def test_process_metrics_match_the_operating_system(server):
     names = {"main", "http-0", "http-1", "worker-0", "worker-1"}
     metrics = server.metrics()
     memory = {
@@ -275,7 +277,7 @@ def test_the_processes_are_those_of_the_system(server):
     assert 0 < cpu <= times.user + times.system + 1
 
 
-def test_what_is_served_is_told(server):
+def test_info_metrics_describe_checkpoint_and_build(server):
     info = web.get(f"{server.url}/info").json()
     labels = {name: dict(labels) for name, labels in server.metrics() if name.endswith("_info")}
     assert labels["chargpt_checkpoint_info"]["checkpoint_sha256"] == info["model"]["checkpoint_sha256"]
@@ -283,8 +285,8 @@ def test_what_is_served_is_told(server):
     assert server.metric("chargpt_checkpoint_validation_loss") == LOSS
 
 
-def test_idle_time_is_told_while_it_lasts(server):
-    """Without a request in between; a worker is not idle for longer than it exists."""
+def test_idle_time_is_reported_while_idle(server):
+    """Without requests in between; bounded by the workers' lifetimes."""
     settled(server)
 
     def idle():

@@ -1,4 +1,4 @@
-"""The spans that a real service sends, as an OTLP receiver gets them."""
+"""The spans that the service sends, received over OTLP."""
 
 import collections
 import concurrent.futures
@@ -20,11 +20,11 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 MARKER = "SecretMarker"
-CLOCKS_APART = 10_000_000  # ns, by which the conversion of the service from monotonic time may be off
+CLOCKS_APART = 10_000_000  # ns; tolerance for the service's conversion from monotonic time
 
 
 class Collector:
-    """Takes spans as a collector does, and keeps them."""
+    """An OTLP/HTTP collector that keeps all spans."""
 
     def __init__(self):
         self.spans = []  # (resource attributes, span)
@@ -48,20 +48,20 @@ class Collector:
         threading.Thread(target=self.server.serve_forever).start()
 
     def requests(self):
-        """By request id: the resource and the span of a request, and its phases by their names."""
+        """Request id -> (resource attributes, request span, phase spans)."""
         found = {}
         phases = collections.defaultdict(list)
         for resource, span in list(self.spans):
             if span.kind == Span.SPAN_KIND_SERVER:
                 id = attributes(span)["gen_ai.request.id"]
-                assert id not in found, "one span for a request"
+                assert id not in found, "several spans for one request"
                 found[id] = (resource, span)
             else:
                 phases[span.trace_id, span.parent_span_id].append(span)
         return {id: (*found[id], phases[found[id][1].trace_id, found[id][1].span_id]) for id in found}
 
     def request(self, id):
-        """Waits for the span of a request: it is sent some time after the answer."""
+        """Waits for a request's span, which is sent after the response."""
         return wait_until(lambda: self.requests().get(id), otherwise=lambda: f"{id} not in {self.requests().keys()}")
 
     def close(self):
@@ -116,7 +116,7 @@ def ask(server, path, body, **headers):
     return response, before, time.time_ns()
 
 
-def test_a_generation_is_a_span_with_its_phases_at_their_true_times(server, collector):
+def test_generation_span_contains_its_phases_at_their_times(server, collector):
     body = {"prompt": "abcde", "max_tokens": 300, "temperature": 0.5, "top_p": 0.9, "seed": 1}
     response, before, after = ask(server, "/generate", body)
     resource, span, phases = collector.request(response.headers["x-request-id"])
@@ -149,7 +149,7 @@ def test_a_generation_is_a_span_with_its_phases_at_their_true_times(server, coll
     assert 0 < latencies["time_to_first_token"] <= latencies["e2e"]
     assert latencies["e2e"] == pytest.approx((span.end_time_unix_nano - span.start_time_unix_nano) / 1e9, abs=1e-5)
 
-    # One after the other, within the request, which begins while the client waits.
+    # In sequence, within the request, which starts while the client waits.
     assert [phase.name for phase in sorted(phases, key=lambda p: p.start_time_unix_nano)] == [
         "queue",
         "prefill",
@@ -180,13 +180,13 @@ def test_a_generation_is_a_span_with_its_phases_at_their_true_times(server, coll
             "text_completion",
             ["length"] * 2,
             (1, 8),
-            "qpdqp",  # to sample, then to score
+            "qpdqp",  # sampling, then scoring
         ),
         ("/v1/score", {"texts": ["abc", "de"]}, "score", ["length"] * 2, (5, 0), "qp"),
         ("/v1/next", {"prompt": ["a", "bc"]}, "next", ["length"] * 2, (3, 2), "qpd"),
     ],
 )
-def test_every_kind_of_request_has_its_span(server, collector, path, body, name, reasons, tokens, phases):
+def test_every_kind_of_request_has_a_span(server, collector, path, body, name, reasons, tokens, phases):
     response, _, _ = ask(server, path, body)
     assert response.status_code == 200
     _, span, found = collector.request(response.headers["x-request-id"])
@@ -198,7 +198,7 @@ def test_every_kind_of_request_has_its_span(server, collector, path, body, name,
     assert sorted(phase.name[0] for phase in found) == sorted(phases)
 
 
-def test_what_asks_nothing_of_the_model_has_no_span(server, collector):
+def test_requests_without_inference_have_no_span(server, collector):
     for path in ("/info", "/v1/models", "/metrics", "/nothing"):
         web.get(server.url + path, headers={"X-Request-Id": f"no{path.replace('/', '-')}"})
     ask(server, "/tokenize", {"prompt": "a"}, **{"X-Request-Id": "no-tokenize"})
@@ -207,7 +207,7 @@ def test_what_asks_nothing_of_the_model_has_no_span(server, collector):
     assert not [id for id in collector.requests() if id.startswith("no-")]
 
 
-def test_the_span_continues_the_trace_of_the_client(server, collector):
+def test_span_continues_the_clients_trace(server, collector):
     trace, parent = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
     sampled = {"traceparent": f"00-{trace}-{parent}-01", "tracestate": "some=thing"}
     response, _, _ = ask(server, "/generate", {"prompt": "a", "max_tokens": 1}, **sampled)
@@ -215,20 +215,20 @@ def test_the_span_continues_the_trace_of_the_client(server, collector):
     assert (span.trace_id.hex(), span.parent_span_id.hex(), span.trace_state) == (trace, parent, "some=thing")
     assert {phase.trace_id.hex() for phase in phases} == {trace}
 
-    # The client says that it does not sample; a header that is none begins a new trace.
+    # traceparent with sampling off yields no span; an invalid one starts a new trace.
     not_sampled = {"traceparent": f"00-{trace}-{parent}-00"}
     unsampled, _, _ = ask(server, "/generate", {"prompt": "a", "max_tokens": 1}, **not_sampled)
     response, _, _ = ask(server, "/generate", {"prompt": "a", "max_tokens": 1}, traceparent=MARKER)
     _, span, _ = collector.request(response.headers["x-request-id"])
     assert span.trace_id.hex() != trace and span.parent_span_id == b""
     processes = set()
-    while len(processes) < 2:  # until each has sent a later span
+    while len(processes) < 2:  # until each has exported a later span
         response, _, _ = ask(server, "/generate", {"prompt": "a", "max_tokens": 1}, Connection="close")
         processes.add(collector.request(response.headers["x-request-id"])[0]["service.instance.id"])
     assert unsampled.headers["x-request-id"] not in collector.requests()
 
 
-def test_concurrent_requests_have_a_trace_each(server, collector):
+def test_concurrent_requests_have_separate_traces(server, collector):
     def one(number):
         body = {"prompt": "a" * (number % 50 + 1), "max_tokens": number % 7 + 1, "n": number % 3 + 1}
         response, before, after = ask(server, "/generate", body, Connection="close")
@@ -256,7 +256,7 @@ def test_concurrent_requests_have_a_trace_each(server, collector):
     assert processes == {"http-0", "http-1"}
 
 
-def test_a_client_that_leaves_is_an_ending_and_no_error(server, collector):
+def test_disconnect_is_a_finish_reason_and_not_an_error(server, collector):
     body = {"prompt": "a", "max_tokens": 16_000, "stream": True}
     with web.stream("POST", f"{server.url}/generate", json=body) as response:
         next(response.iter_lines())
@@ -277,7 +277,7 @@ def test_a_client_that_leaves_is_an_ending_and_no_error(server, collector):
         ({"prompt": "a", "n": 400}, 429, None),
     ],
 )
-def test_what_failed_is_marked_and_what_was_refused_is_not(server, collector, body, status, error):
+def test_failures_are_marked_as_errors_and_rejections_are_not(server, collector, body, status, error):
     response, _, _ = ask(server, "/generate", body)
     assert response.status_code == status
     _, span, _ = collector.request(response.headers["x-request-id"])
@@ -287,7 +287,7 @@ def test_what_failed_is_marked_and_what_was_refused_is_not(server, collector, bo
     assert span.status.code == (Status.STATUS_CODE_UNSET if error is None else Status.STATUS_CODE_ERROR)
 
 
-def test_no_text_of_a_request_is_in_a_span(server, collector):
+def test_spans_contain_no_request_text(server, collector):
     body = {"prompt": MARKER, "stop": [MARKER + "s"], MARKER: MARKER}
     good, _, _ = ask(server, "/generate", body, Authorization=MARKER)
     bad, _, _ = ask(server, "/generate", body | {"model": MARKER}, Cookie=MARKER)
@@ -299,7 +299,7 @@ def test_no_text_of_a_request_is_in_a_span(server, collector):
         assert MARKER not in json.dumps(resource)
 
 
-def test_the_last_spans_are_sent_at_the_end_and_the_service_has_the_name_it_is_given(checkpoint, monkeypatch):
+def test_pending_spans_are_exported_at_shutdown_under_the_configured_service_name(checkpoint, monkeypatch):
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "600000")
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
     with collecting() as collector, RunningServer(checkpoint.path, otlp_traces_endpoint=collector.url) as server:
@@ -311,7 +311,7 @@ def test_the_last_spans_are_sent_at_the_end_and_the_service_has_the_name_it_is_g
         assert resource["service.name"] == "mine"
 
 
-def test_the_standard_variable_says_what_is_sampled(checkpoint, monkeypatch):
+def test_otel_traces_sampler_variable_applies(checkpoint, monkeypatch):
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
     with collecting() as collector, RunningServer(checkpoint.path, otlp_traces_endpoint=collector.url) as server:
         server.wait_until_ready()
@@ -323,14 +323,14 @@ def test_the_standard_variable_says_what_is_sampled(checkpoint, monkeypatch):
 
 
 @pytest.mark.parametrize("is_silent", [False, True])
-def test_a_collector_that_is_away_or_silent_holds_up_nothing(checkpoint, monkeypatch, is_silent):
+def test_missing_or_silent_collector_delays_nothing(checkpoint, monkeypatch, is_silent):
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "8")
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "4")
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         if is_silent:
-            listener.listen()  # connections are taken, and nothing is ever answered
+            listener.listen()  # connections are accepted and never answered
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/traces"
         with RunningServer(checkpoint.path, otlp_traces_endpoint=url) as server:
             server.wait_until_ready()
@@ -344,7 +344,7 @@ def test_a_collector_that_is_away_or_silent_holds_up_nothing(checkpoint, monkeyp
 
 
 def without_opentelemetry(tmp_path):
-    """A path of modules on which the extra looks as if it were not installed."""
+    """A PYTHONPATH on which the extra appears not to be installed."""
     (tmp_path / "sitecustomize.py").write_text(
         textwrap.dedent("""
             import sys
@@ -358,7 +358,7 @@ def without_opentelemetry(tmp_path):
     return f"{tmp_path}:{os.getcwd()}"
 
 
-def test_without_the_extra_the_service_runs_and_the_setting_is_refused(checkpoint, tmp_path, monkeypatch):
+def test_without_the_extra_the_service_runs_and_rejects_the_setting(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", without_opentelemetry(tmp_path))
     with RunningServer(checkpoint.path) as server:
         server.wait_until_ready()
@@ -373,7 +373,7 @@ def test_without_the_extra_the_service_runs_and_the_setting_is_refused(checkpoin
 @pytest.mark.parametrize(
     "endpoint", ["localhost:4318", "http://localhost:4318", "grpc://localhost/v1", "http://a:b@host/v1/traces", ""]
 )
-def test_an_endpoint_that_is_no_whole_url_is_refused(endpoint):
+def test_incomplete_endpoint_url_is_rejected(endpoint):
     command = [sys.executable, "-m", "service", f"--otlp-traces-endpoint={endpoint}"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2

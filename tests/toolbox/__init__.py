@@ -1,1 +1,1 @@
-"""What tests, benchmarks and load tools share."""
+"""Code shared by tests, benchmarks and load tools."""

@@ -1,4 +1,4 @@
-"""HTTP as bytes on a socket, for what clients do not send or read by themselves, and server-sent events."""
+"""Raw HTTP over a socket, for requests that client libraries do not send, and server-sent events."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class HasLines(Protocol):
 
 
 def post(path: str, body: Mapping[str, Any] | bytes, **headers: object) -> bytes:
-    """A request. `headers` are added, with - for _; Content_Length replaces the true one."""
+    """The bytes of a POST request. In header names _ stands for -; Content_Length overrides the true length."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     fields = {"Host": "127.0.0.1", "Content-Type": "application/json", "Content-Length": len(content)}
     fields |= {name.replace("_", "-"): value for name, value in headers.items()}
@@ -29,7 +29,7 @@ def post(path: str, body: Mapping[str, Any] | bytes, **headers: object) -> bytes
 
 @contextlib.contextmanager
 def sent(port: int, data: bytes, receive_bytes: int | None = None) -> Iterator[socket.socket]:
-    """A connection to 127.0.0.1 on which `data` was sent; `receive_bytes` is the size of its receive buffer."""
+    """A connection to 127.0.0.1 after sending `data`; `receive_bytes` sets the size of its receive buffer."""
     with socket.socket() as connection:
         connection.settimeout(20)
         if receive_bytes is not None:
@@ -40,13 +40,13 @@ def sent(port: int, data: bytes, receive_bytes: int | None = None) -> Iterator[s
 
 
 def received(connection: socket.socket) -> bytes:
-    """Everything until the server closes the connection."""
+    """Reads until the server closes the connection."""
     return b"".join(iter(lambda: connection.recv(1 << 16), b""))
 
 
 @contextlib.contextmanager
 def answer(connection: socket.socket) -> Iterator[http.client.HTTPResponse]:
-    """The answer to a request that was sent; its status line and headers have arrived."""
+    """The response on a connection, with status line and headers already read."""
     response = http.client.HTTPResponse(connection)
     try:
         response.begin()
@@ -56,10 +56,10 @@ def answer(connection: socket.socket) -> Iterator[http.client.HTTPResponse]:
 
 
 def event_data(event: bytes) -> bytes | None:
-    """The data of one server-sent event; None where it has none, as a comment.
+    """The data of one server-sent event; None if it has none, such as a comment.
 
     Raises:
-        ValueError: a field that the service does not send.
+        ValueError: unexpected field.
     """
     data = None
     for line in event.strip(b"\n").split(b"\n"):
@@ -72,7 +72,7 @@ def event_data(event: bytes) -> bytes | None:
 
 
 def events(source: HasLines | Iterable[str]) -> Iterator[str]:
-    """The data of each server-sent event in an answer or in lines, as soon as the event is whole."""
+    """Yields the data of each server-sent event as soon as it is complete."""
     event: list[str] = []
     for line in source.iter_lines() if hasattr(source, "iter_lines") else source:
         if line := line.rstrip("\n"):
@@ -86,12 +86,12 @@ def events(source: HasLines | Iterable[str]) -> Iterator[str]:
 
 
 def pieces(source: HasLines | Iterable[str]) -> list[dict[str, Any]]:
-    """The objects of a whole stream, which must end with [DONE]."""
+    """The objects of a whole stream; asserts that it ends with [DONE]."""
     *objects, done = events(source)
     assert done == DONE, done
     return [json.loads(data) for data in objects]
 
 
 def text_of(pieces: Iterable[dict[str, Any]]) -> str:
-    """The text of the only sequence in a stream of /generate."""
+    """The text of a /generate stream with one sequence."""
     return "".join(piece.get("text", "") for piece in pieces)

@@ -1,4 +1,4 @@
-"""Programs that serve HTTP, in processes of their own: start, wait until ready, read the log, stop."""
+"""Starts programs that serve HTTP, waits until they are ready, reads their logs and stops them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def free_port() -> int:
 
 
 class Program:
-    """Ready once `ready`, a path, is answered 200. stdout and stderr go to `log`, or to a temporary file.
+    """A server process, ready once GET `ready` returns 200. stdout and stderr go to `log` or a temporary file.
 
-    options: for subprocess.Popen.
+    options: passed to subprocess.Popen.
     """
 
     poll_seconds = 0.05
@@ -45,10 +45,10 @@ class Program:
         )
 
     def wait_until_ready(self, timeout: float = 60) -> float:
-        """Seconds since the program was started.
+        """Returns the seconds since the start.
 
         Raises:
-            ServerError: it ended, or did not become ready.
+            ServerError: it exited or timed out.
         """
         deadline = time.perf_counter() + timeout
         while time.perf_counter() < deadline and self.process.poll() is None:
@@ -68,7 +68,7 @@ class Program:
         return False
 
     def output(self) -> str:
-        log = self.log.fileno()  # pread: the file's position is where the program writes next
+        log = self.log.fileno()  # pread: the program writes at the shared file position
         return os.pread(log, os.fstat(log).st_size, 0).decode(errors="replace")
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""What some tests need beside Python packages. Where it is missing they are skipped.
+"""Programs and data that some tests need besides Python packages; tests are skipped without them.
 
-CHARGPT_REQUIRE=docker,prometheus,… makes these skips failures, for areas that must not be missing: .ci/run sets it.
+CHARGPT_REQUIRE=docker,prometheus,… turns skips in these areas into failures; .ci/run sets it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 from training.data import cache_dir
 
 VARIABLE = "CHARGPT_REQUIRE"
-# Of each program the names under which distributions and its own release install it.
+# area -> program -> its names in distributions and upstream releases
 PROGRAMS = {
     "browser": {"chromium": ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")},
     "curl": {"curl": ("curl",)},
@@ -38,7 +38,7 @@ def required() -> frozenset[str]:
     """The areas of CHARGPT_REQUIRE.
 
     Raises:
-        pytest.UsageError: an unknown one.
+        pytest.UsageError: unknown area.
     """
     names = frozenset(filter(None, (name.strip() for name in os.environ.get(VARIABLE, "").split(","))))
     if unknown := sorted(names - set(AREAS)):
@@ -47,7 +47,7 @@ def required() -> frozenset[str]:
 
 
 def missing(area: str, reason: str) -> NoReturn:
-    """Skip the test; fail it where `area` is required."""
+    """Skips the test, or fails it if `area` is required."""
     assert area in AREAS, area
     if area in required():
         pytest.fail(f"{reason}, but {VARIABLE} names {area}", pytrace=False)
@@ -62,14 +62,14 @@ def find(area: str, program: str) -> str | None:
 
 
 def program(area: str, name: str | None = None) -> str:
-    """The path of a program, by default of that with the area's name; skips the test without it."""
+    """The path of a program, by default the first of the area; skips the test if it is missing."""
     (first, *_) = PROGRAMS[area]
     name = name or first
     return find(area, name) or missing(area, f"{name} is not installed")
 
 
 def need(area: str) -> None:
-    """Skip the test unless the whole area is here."""
+    """Skips the test unless the whole area is available."""
     if area in PROGRAMS:
         for name in PROGRAMS[area]:
             program(area, name)
