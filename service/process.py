@@ -1,4 +1,4 @@
-"""Process setup: parent-death signal, ignored signals, garbage collector."""
+"""Process setup: parent-death signal and garbage collector."""
 
 from __future__ import annotations
 
@@ -15,12 +15,6 @@ def die_with_parent(number: int = signal.SIGTERM) -> None:
         import ctypes
 
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
-
-
-def ignore_terminal_signals() -> None:
-    """SIGINT and SIGTERM reach the whole process group; the main process handles them for the others."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def relax_garbage_collector() -> None:

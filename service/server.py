@@ -24,13 +24,13 @@ from litserve.connector import check_cuda_with_nvidia_smi
 from litserve.specs.base import LitSpec
 from litserve.utils import WorkerSetupStatus
 
-from service.engine.worker import EngineAPI, EngineLoop
+from service.engine.worker import EngineAPI, EngineLoop, EngineOptions
 from service.http.app import App
 from service.http.context import Service, SharedState
 from service.model.checkpoint import Checkpoint
 from service.observe.logs import adopt_litserve, configure_logging
 from service.observe.metrics import forget_process
-from service.process import die_with_parent, ignore_terminal_signals, relax_garbage_collector
+from service.process import die_with_parent, relax_garbage_collector
 from service.settings import Settings
 from service.sockets import SocketTransport
 
@@ -77,15 +77,7 @@ class Spec(LitSpec):
 class Server(LitServer):
     """LitServe with other routes, transport and shutdown; placement and worker supervision are LitServe's."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        checkpoint: Checkpoint,
-        *,
-        callbacks: list[Callback] | Callback | None = None,
-        loggers: list[Logger] | Logger | None = None,
-        middlewares: list[Any] | None = None,
-    ):
+    def __init__(self, settings: Settings, checkpoint: Checkpoint, **lit_options: Any):
         self.settings = settings
         self.state = SharedState(settings.http_processes)
         self.service = Service(settings, checkpoint, self.state)
@@ -93,14 +85,16 @@ class Server(LitServer):
         self.spec = Spec()
         self.must_hurry = False  # after a second signal: do not wait for running requests
         api = EngineAPI(
-            checkpoint.path,
-            model_name=settings.model_name,
-            threads=settings.threads,
-            max_running=settings.max_running_requests,
-            max_waiting=settings.max_queued_requests,
-            prefill_budget=settings.prefill_budget,
-            log_level=settings.log_level,
-            log_format=settings.log_format,
+            EngineOptions(
+                checkpoint.path,
+                settings.model_name,
+                settings.threads,
+                settings.max_running_requests,
+                settings.max_queued_requests,
+                settings.prefill_budget,
+                settings.log_level,
+                settings.log_format,
+            ),
             spec=self.spec,
             loop=EngineLoop(),
         )
@@ -112,16 +106,14 @@ class Server(LitServer):
             timeout=False,
             restart_workers=True,
             disable_openapi_url=True,  # /docs and /openapi.json are ours
-            callbacks=callbacks,
-            loggers=loggers,
-            middlewares=middlewares,
+            **lit_options,
         )
-        if callbacks:
+        if lit_options.get("callbacks"):
             trigger = self._callback_runner.trigger_event
-            self.http.on_request = lambda: trigger(
-                EventTypes.ON_REQUEST.value, active_requests=self.state.num_busy, litserver=self
+            self.http.hooks = (
+                lambda: trigger(EventTypes.ON_REQUEST.value, active_requests=self.state.num_busy, litserver=self),
+                lambda: trigger(EventTypes.ON_RESPONSE.value, litserver=self),
             )
-            self.http.on_response = lambda: trigger(EventTypes.ON_RESPONSE.value, litserver=self)
         self.app.router.routes += self.http.routes()
         self.service.devices = [str(device) for device in self._inference_workers_config_for_api(api.api_path)]
         self.uvicorn_graceful_timeout = 1  # requests are drained before uvicorn stops
@@ -276,9 +268,10 @@ def choose_accelerator(asked: str) -> str:
 
 
 def _ignore_signals() -> None:
-    """For the manager process."""
+    """For the manager process: signals to the process group are the main process's to handle."""
     die_with_parent(signal.SIGKILL)
-    ignore_terminal_signals()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def build_server(

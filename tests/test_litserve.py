@@ -111,7 +111,7 @@ class Hooks(ls.Callback):
     def on_before_setup(self, lit_api):
         note("before_setup")
     def on_after_setup(self, lit_api):
-        note("after_setup", lit_api.model_name)
+        note("after_setup", lit_api.options.model_name)
         lit_api.log("parameters", lit_api.engine.runner.model.num_parameters)
     def on_server_start(self, litserver):
         note("server_start")

@@ -11,7 +11,7 @@ import os
 import signal
 from collections import defaultdict, deque
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from litserve import LitAPI
 from litserve.loops.base import LitLoop
@@ -29,35 +29,33 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+class EngineOptions(NamedTuple):
+    """What a worker needs of the settings; not all of them, as it has no use for the digests of API keys."""
+
+    checkpoint: Path
+    model_name: str
+    threads: int
+    max_running: int
+    max_waiting: int
+    prefill_budget: int
+    log_level: str
+    log_format: LogFormat
+
+
 class EngineAPI(LitAPI):
     """What LitServe places on a device: an engine over the checkpoint's model."""
 
     engine: Engine  # these two from `setup`
     metrics: Metrics
 
-    def __init__(
-        self,
-        checkpoint: Path,
-        *,
-        model_name: str,
-        threads: int,
-        max_running: int,
-        max_waiting: int,
-        prefill_budget: int,
-        log_level: str,
-        log_format: LogFormat,
-        **lit_options: Any,
-    ):
+    def __init__(self, options: EngineOptions, **lit_options: Any):
         super().__init__(**lit_options)
-        self.checkpoint = checkpoint
-        self.model_name = model_name
-        self.threads = threads
-        self.max_running, self.max_waiting, self.prefill_budget = max_running, max_waiting, prefill_budget
-        self.log_level, self.log_format = log_level, log_format
+        self.options = options
 
     def setup(self, device: str) -> None:
+        options = self.options
         die_with_parent()
-        configure_logging(self.log_level, self.log_format)
+        configure_logging(options.log_level, options.log_format)
         # A terminal's Ctrl-C reaches this process too, but running sequences are to finish.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
@@ -68,20 +66,23 @@ class EngineAPI(LitAPI):
         from service.model.checkpoint import Checkpoint
         from service.observe.metrics import Metrics
 
-        torch.set_num_threads(self.threads)
-        model = Checkpoint.read(self.checkpoint).load_model(device)
+        torch.set_num_threads(options.threads)
+        model = Checkpoint.read(options.checkpoint).load_model(device)
         self.engine = Engine(
-            model, max_running=self.max_running, max_waiting=self.max_waiting, prefill_budget=self.prefill_budget
+            model,
+            max_running=options.max_running,
+            max_waiting=options.max_waiting,
+            prefill_budget=options.prefill_budget,
         )
-        self.metrics = Metrics(self.model_name, CollectorRegistry(), f"worker-{os.environ['LITSERVE_WORKER_ID']}")
+        self.metrics = Metrics(options.model_name, CollectorRegistry(), f"worker-{os.environ['LITSERVE_WORKER_ID']}")
         self.metrics.num_requests_running.set(0)
         self.metrics.num_requests_waiting.set(0)
-        self.metrics.cache_slots.set(self.max_running)
+        self.metrics.cache_slots.set(options.max_running)
         self.metrics.cache_slots_in_use.set(0)
         relax_garbage_collector()
         logger.info(
-            "serving %s on %s: %d parameters, %d slots, %d threads, rounding tolerance %.1e",
-            self.checkpoint, device, model.num_parameters, self.max_running, self.threads,
+            "serving %s on %s: parameters %d, slots %d, threads %d, rounding tolerance %.1e",
+            options.checkpoint, device, model.num_parameters, options.max_running, options.threads,
             self.engine.runner.tolerance,
         )  # fmt: skip
 

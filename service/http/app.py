@@ -84,14 +84,13 @@ class App:
 
     def __init__(self, service: Service):
         self.service = service
-        self.on_request: Hook | None = None  # around routes that run the model
-        self.on_response: Hook | None = None
+        self.hooks: tuple[Hook, Hook] | None = None  # called before and after each request that runs the model
 
     def routes(self) -> list[BaseRoute]:
         """Plain starlette routes: FastAPI's would resolve dependencies and answer models for each request."""
         handlers: dict[str, dict[str, Handler]] = {}
         for operation in OPERATIONS:
-            handler = self._hooked(operation) if self.on_request else operation.handler
+            handler = self._hooked(operation, *self.hooks) if self.hooks else operation.handler
             handlers.setdefault(operation.path, {}).update(dict.fromkeys(operation.methods, handler))
         routes: list[BaseRoute] = []
         for path, by_method in handlers.items():
@@ -101,10 +100,9 @@ class App:
         settings = self.service.settings
         return routes + documentation(settings, build_document(settings, self.service.tokenizer, OPERATIONS))
 
-    def _hooked(self, operation: Operation) -> Handler:
+    def _hooked(self, operation: Operation, on_request: Hook, on_response: Hook) -> Handler:
         """The handler with the hooks around it, if its route runs the model."""
-        on_request, on_response = self.on_request, self.on_response
-        if not set(RUN) <= set(operation.failures) or on_request is None or on_response is None:
+        if not set(RUN) <= set(operation.failures):
             return operation.handler
 
         async def hooked(service: Service, request: Request) -> Response:

@@ -11,7 +11,7 @@ import itertools
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -297,6 +297,23 @@ class Generation:
         if sequence.num_completion_tokens > 1:
             per_character = sequence.decode_seconds / (sequence.num_completion_tokens - 1)
             metrics.request_time_per_output_token.observe(per_character, request_id=id)
+
+
+async def gathered(pieces: AsyncIterable[list[Piece]]) -> list[Piece]:
+    """Every sequence's text in one piece, in order of their numbers."""
+    parts: dict[int, list[Piece]] = {}
+    async for some in pieces:
+        for piece in some:
+            parts.setdefault(piece.number, []).append(piece)
+    return [_joined(parts[number]) for number in sorted(parts)]
+
+
+def _joined(pieces: list[Piece]) -> Piece:
+    if len(pieces) == 1:
+        return pieces[0]
+    last = pieces[-1]
+    logprobs = None if last.logprobs is None else [row for piece in pieces for row in piece.logprobs or ()]
+    return last._replace(text="".join([piece.text for piece in pieces]), logprobs=logprobs)
 
 
 class EngineClient:

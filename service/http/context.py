@@ -34,6 +34,7 @@ class RequestContext:
     num_prompt_tokens: int | None = None  # None: the request does not run the model
     generations: list[Generation] = field(default_factory=list)  # the first gives the answer, or candidates for it
     client_left: bool = False
+    status: int | None = None  # of the answer; None: it has not begun
 
     @classmethod
     def of(cls, scope: Scope) -> RequestContext:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import secrets
 from collections.abc import AsyncIterable, AsyncIterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.http.client import LogprobRow, Piece
+from service.http.client import Piece, gathered
 from service.http.context import RequestContext, Service
 from service.http.encoding import Encoder, document_start, unknown_characters
 from service.http.schemas import ApiError, CompletionRequest, GenerateRequest, GenerationRequest, parse
@@ -206,31 +205,6 @@ def _logit_bias(service: Service, body: GenerationRequest) -> tuple[tuple[int, f
 # -- best_of and suffix: sample candidates, rank them, answer with the best --
 
 
-@dataclass
-class Candidate:
-    """One of the texts sampled for a prompt."""
-
-    number: int  # of its sequence
-    seed: int
-    text: str = ""
-    finish_reason: str | None = None
-    logprobs: list[LogprobRow] = field(default_factory=list)
-    score: float = 0.0
-
-
-async def _sample_candidates(
-    service: Service, context: RequestContext, submits: list[Submit], echo: list[str] | None
-) -> list[Candidate]:
-    candidates = [Candidate(i, submit.sampling.seed) for i, submit in enumerate(submits)]
-    async for pieces in service.start(context, submits, echo=echo):
-        for piece in pieces:
-            candidate = candidates[piece.number]
-            candidate.text += piece.text
-            candidate.finish_reason = piece.finish_reason
-            candidate.logprobs += piece.logprobs or []
-    return candidates
-
-
 async def _best_of(
     service: Service,
     context: RequestContext,
@@ -240,11 +214,13 @@ async def _best_of(
     echo: list[str] | None,
 ) -> AsyncIterator[list[Piece]]:
     """The `n` texts of each prompt with the highest mean log-probability."""
-    candidates = await _sample_candidates(service, context, submits, echo)
-    for candidate in candidates:
-        values = [value or 0.0 for value, _ in candidate.logprobs[len(echo[candidate.number]) if echo else 0 :]]
-        candidate.score = sum(values) / len(values) if values else 0.0
-    yield _best(candidates, body.n, num_candidates, give_logprobs=body.logprobs is not None)
+    ranked = []
+    for piece in await gathered(service.start(context, submits, echo=echo)):
+        values = [value or 0.0 for value, _ in (piece.logprobs or [])[len(echo[piece.number]) if echo else 0 :]]
+        if body.logprobs is None:
+            piece = piece._replace(logprobs=None)
+        ranked.append((sum(values) / len(values) if values else 0.0, piece))
+    yield _best(ranked, body.n, num_candidates)
 
 
 async def _infill(
@@ -265,10 +241,10 @@ async def _infill(
     timeout_seconds = submits[0].timeout_seconds  # as requested; the client lowers it to what is left
     for submit in submits:
         submit.logprobs, submit.logprob_ids, submit.score_from = 0, (suffix[0],), None
-    sampled = await _sample_candidates(service, context, submits, None)
+    sampled = await gathered(service.start(context, submits))
     if context.client_left:
         return
-    middles = [middle for candidate in sampled for middle in _cut(candidate, submits[candidate.number].min_tokens)]
+    middles = [middle for piece in sampled for middle in _cut(piece, submits[piece.number].min_tokens)]
     scoring: dict[tuple[int, str], Submit] = {}  # (prompt, text): equal texts are scored once, and alike
     for middle in middles:
         submit = submits[middle.number]
@@ -278,36 +254,32 @@ async def _infill(
             logprobs=0, score_from=len(before), priority=submit.priority,
         )  # fmt: skip
     generation = service.start(context, list(scoring.values()))
-    async for _ in generation:
-        pass
+    await gathered(generation)
     scores = {key: sum(generation.prompt_logprobs(i)) for i, key in enumerate(scoring)}
-    for middle in middles:
-        middle.score = scores[middle.number // num_candidates, middle.text]
-        middle.text = (echo[middle.number] if echo else "") + middle.text
-    yield _best(middles, n, num_candidates, give_logprobs=False)
+    ranked = [(scores[middle.number // num_candidates, middle.text], middle) for middle in middles]
+    best = _best(ranked, n, num_candidates)
+    if echo:  # each prompt's text, `num_candidates` times
+        best = [piece._replace(text=echo[piece.number // n * num_candidates] + piece.text) for piece in best]
+    yield best
 
 
-def _cut(candidate: Candidate, min_tokens: int) -> list[Candidate]:
+def _cut(piece: Piece, min_tokens: int) -> list[Piece]:
     """A candidate as it is, and cut where the suffix is likely to begin."""
-    chances = [top[0][1] for _, top in candidate.logprobs]  # of the suffix's first character at each position
+    chances = [top[0][1] for _, top in piece.logprobs or ()]  # of the suffix's first character at each position
     cuts = sorted(range(min_tokens, len(chances)), key=lambda i: -chances[i])[:SUFFIX_CUTS]
-    return [candidate, *(Candidate(candidate.number, candidate.seed, candidate.text[:i], "stop") for i in sorted(cuts))]
+    whole = piece._replace(logprobs=None)
+    return [whole, *(whole._replace(text=piece.text[:i], finish_reason="stop") for i in sorted(cuts))]
 
 
-def _best(candidates: list[Candidate], n: int, num_candidates: int, give_logprobs: bool) -> list[Piece]:
-    """The n best of each prompt; repetitions of a text come last."""
-    by_prompt: dict[int, list[Candidate]] = {}
-    for candidate in candidates:
-        by_prompt.setdefault(candidate.number // num_candidates, []).append(candidate)
-    pieces = []
-    for prompt, its in sorted(by_prompt.items()):
-        seen: set[str] = set()
-        ranked = []
-        for i, candidate in enumerate(its):
-            ranked.append((candidate.text in seen, -round(candidate.score, 4), i))
-            seen.add(candidate.text)
-        for place, (_, _, i) in enumerate(sorted(ranked)[:n]):
-            best = its[i]
-            logprobs = best.logprobs if give_logprobs else None
-            pieces.append(Piece(prompt * n + place, best.seed, best.text, best.finish_reason, logprobs))
-    return pieces
+def _best(ranked: list[tuple[float, Piece]], n: int, num_candidates: int) -> list[Piece]:
+    """The n candidates of each prompt with the highest score, renumbered; repetitions of a text come last."""
+    by_prompt: dict[int, list[tuple[bool, float, int, Piece]]] = {}
+    for i, (score, piece) in enumerate(ranked):
+        others = by_prompt.setdefault(piece.number // num_candidates, [])
+        is_repeated = any(piece.text == other.text for *_, other in others)
+        others.append((is_repeated, -round(score, 4), i, piece))
+    return [
+        piece._replace(number=prompt * n + place)
+        for prompt, candidates in sorted(by_prompt.items())
+        for place, (*_, piece) in enumerate(sorted(candidates)[:n])
+    ]

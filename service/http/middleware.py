@@ -84,36 +84,34 @@ class RequestMiddleware:
         self._add_root_path(scope)
         started_at = time.monotonic()
         context = scope["chargpt"] = RequestContext(request_id, self._route(scope), started_at)
-        status: int | None = None
         metrics = self.metrics()
         if metrics is not None:
             metrics.http_requests_in_progress.inc()
 
         async def identified_send(message: Message) -> None:
-            nonlocal status
             if message["type"] == "http.response.start":
-                status = message["status"]
+                context.status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
             await send(message)
 
         try:
             await self._inner(scope, receive, identified_send)
         except ClientDisconnect:
-            status = CLIENT_CLOSED_REQUEST
+            context.client_left = True
         finally:
             seconds = time.monotonic() - started_at
             if context.client_left:
-                status = CLIENT_CLOSED_REQUEST
+                context.status = CLIENT_CLOSED_REQUEST
             if metrics is not None:
                 metrics.http_requests_in_progress.dec()
-                if status is not None:
-                    metrics.http_request(context.route, scope["method"], status, seconds)
+                if context.status is not None:
+                    metrics.http_request(context.route, scope["method"], context.status, seconds)
             level = logging.DEBUG if context.route in QUIET else logging.INFO
             if access_logger.isEnabledFor(level):
-                _log_access(level, scope["method"], context, status, seconds)
+                _log_access(level, scope["method"], context, seconds)
             tracer = self.tracer()
             if tracer is not None:
-                tracer.request(scope, context, status, started_at, started_at + seconds)
+                tracer.request(scope, context, started_at, started_at + seconds)
 
     def _route(self, scope: Scope) -> str:
         """The path of the matching route, or "other"."""
@@ -144,7 +142,7 @@ class RequestMiddleware:
         limit, seconds = self.settings.max_body_bytes, self.settings.body_timeout_seconds
         deadline = asyncio.get_running_loop().time() + seconds
         received = 0
-        is_read = is_started = False
+        is_read = False
 
         async def bounded_receive() -> Message:
             nonlocal received, is_read
@@ -163,23 +161,18 @@ class RequestMiddleware:
                 context.arrived_at = time.monotonic()
             return message
 
-        async def observed_send(message: Message) -> None:
-            nonlocal is_started
-            is_started = True
-            await send(message)
-
         try:
             refusal = self._refusal(scope, context.route)
             if refusal is not None:
-                await error_response(refusal)(scope, receive, observed_send)
+                await error_response(refusal)(scope, receive, send)
             else:
-                await self.app(scope, bounded_receive, observed_send)
+                await self.app(scope, bounded_receive, send)
         except ClientDisconnect:
             raise
         except Exception as error:
-            if is_started or not isinstance(error, ApiError | HTTPException):
+            if context.status is not None or not isinstance(error, ApiError | HTTPException):
                 logger.exception("request %s failed", context.request_id)
-            if is_started:
+            if context.status is not None:
                 raise
             await error_response(_as_api_error(error, scope))(scope, receive, send)
 
@@ -215,15 +208,15 @@ class RequestMiddleware:
         return any(matches) and scheme.lower() == b"bearer"
 
 
-def _log_access(level: int, method: str, context: RequestContext, status: int | None, seconds: float) -> None:
+def _log_access(level: int, method: str, context: RequestContext, seconds: float) -> None:
     """One line per request: the path of the route, not the query, which may contain a prompt."""
-    fields: dict[str, Any] = {"method": method, "handler": context.route, "status": status}
+    fields: dict[str, Any] = {"method": method, "handler": context.route, "status": context.status}
     fields["seconds"] = round(seconds, 6)
     if context.num_prompt_tokens is not None:
         fields["prompt_characters"] = context.num_prompt_tokens
         fields["completion_characters"] = context.num_completion_tokens
         fields["endings"] = context.endings
-    access_logger.log(level, "%s %s %s", method, context.route, status, extra={"fields": fields})
+    access_logger.log(level, "%s %s %s", method, context.route, context.status, extra={"fields": fields})
 
 
 def _as_api_error(error: Exception, scope: Scope) -> ApiError:

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Send
 
-from service.http.client import Generation, LogprobRow
+from service.http.client import LogprobRow, gathered
 from service.http.context import RequestContext, Service
 from service.http.encoding import Encoder, document_start
 from service.http.schemas import (
@@ -67,8 +67,7 @@ async def score(service: Service, request: Request) -> Response:
     async def answer() -> ScoreAnswer:
         nats: list[list[float]] = [[] for _ in ids]
         if generation is not None:
-            async for _ in generation:
-                pass
+            await gathered(generation)
             for number, i in enumerate(order):
                 nats[i] = [-value for value in generation.prompt_logprobs(number)]
         unscored: list[list[float | None]] = [[None] if not before and text else [] for text in ids]
@@ -80,9 +79,10 @@ async def score(service: Service, request: Request) -> Response:
             for rank, item in enumerate(sorted(scores, key=lambda item: (item.nats, item.index)), 1):
                 item.rank = rank
         usage = Usage.of(context.num_prompt_tokens or 0)
-        return ScoreAnswer(context.request_id, service.settings.model_name, "list", scores, usage)
+        receipt = encoder.receipt(generation.timing) if generation is not None else UNSET
+        return ScoreAnswer(context.request_id, service.settings.model_name, "list", scores, usage, receipt)
 
-    return _running(service, context, encoder, generation, answer)
+    return _running(service, context, answer)
 
 
 def _score(index: int, nats: list[float]) -> Score:
@@ -119,21 +119,12 @@ async def next_character(service: Service, request: Request) -> Response:
     encoder.count_unknown()
 
     async def answer() -> NextAnswer:
-        data: dict[int, Next] = {}
-        async for pieces in generation:
-            for piece in pieces:
-                if piece.logprobs:  # none if the client has left
-                    data[piece.number] = _next(service, piece.number, piece.logprobs[0])
-        return NextAnswer(
-            context.request_id,
-            service.settings.model_name,
-            "list",
-            [data[i] for i in sorted(data)],
-            Usage.of(context.num_prompt_tokens or 0),
-            encoder.receipt(generation.timing),
-        )
+        # No row for a sequence that ended because the client left.
+        data = [_next(service, it.number, it.logprobs[0]) for it in await gathered(generation) if it.logprobs]
+        usage, receipt = Usage.of(context.num_prompt_tokens or 0), encoder.receipt(generation.timing)
+        return NextAnswer(context.request_id, service.settings.model_name, "list", data, usage, receipt)
 
-    return _running(service, context, encoder, generation, answer)
+    return _running(service, context, answer)
 
 
 def _next(service: Service, index: int, row: LogprobRow) -> Next:
@@ -145,22 +136,13 @@ def _next(service: Service, index: int, row: LogprobRow) -> Next:
 
 
 def _running(
-    service: Service,
-    context: RequestContext,
-    encoder: Encoder,
-    generation: Generation | None,
-    answer: Callable[[], Awaitable[ScoreAnswer | NextAnswer]],
+    service: Service, context: RequestContext, answer: Callable[[], Awaitable[ScoreAnswer | NextAnswer]]
 ) -> RunningAnswer:
-    """Answers with a receipt, unless there was nothing to run."""
-
     async def write(send: Send) -> None:
         content = await answer()
         headers: list[tuple[bytes, bytes]] = []
-        if generation is not None:
-            content.chargpt = encoder.receipt(generation.timing)
+        if content.chargpt is not UNSET:
             headers = receipt_headers(content.chargpt, time.monotonic() - context.arrived_at)
-        else:
-            assert content.chargpt is UNSET
         await send_json(send, msgspec.json.encode(content), headers)
 
     return RunningAnswer(context, service.busy(), write)

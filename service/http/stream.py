@@ -17,7 +17,7 @@ from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from service.http.client import LogprobRow, Piece
+from service.http.client import LogprobRow, Piece, gathered
 from service.http.context import RequestContext
 from service.http.schemas import (
     ApiError,
@@ -192,11 +192,7 @@ def _fields(piece: Piece) -> tuple[int, str, Any, int]:
 
 
 async def write_whole(send: Send, context: RequestContext, pieces: AsyncIterable[list[Piece]], form: Form) -> None:
-    parts: dict[int, list[Piece]] = {}
-    async for some in pieces:
-        for piece in some:
-            parts.setdefault(piece.number, []).append(piece)
-    body = form.whole([_joined(parts[number]) for number in sorted(parts)])
+    body = form.whole(await gathered(pieces))
     await send_json(send, body, receipt_headers(form.receipt(form.timing), time.monotonic() - context.arrived_at))
 
 
@@ -274,12 +270,3 @@ def receipt_headers(receipt: Receipt, total_seconds: float | None) -> list[tuple
         if timing.seconds_per_character is not None:
             times[b"x-time-per-token"] = timing.seconds_per_character
     return headers + [(name, b"%.3f" % (1000 * seconds)) for name, seconds in times.items()]
-
-
-def _joined(pieces: list[Piece]) -> Piece:
-    """A whole choice."""
-    if len(pieces) == 1:
-        return pieces[0]
-    last = pieces[-1]
-    logprobs = None if last.logprobs is None else [row for piece in pieces for row in piece.logprobs or ()]
-    return last._replace(text="".join([piece.text for piece in pieces]), logprobs=logprobs)

@@ -55,9 +55,7 @@ class Tracer:
         self._tracer = self._provider.get_tracer("chargpt")
         self._propagator = TraceContextTextMapPropagator()
 
-    def request(
-        self, scope: Scope, context: RequestContext, status: int | None, started_at: float, ended_at: float
-    ) -> None:
+    def request(self, scope: Scope, context: RequestContext, started_at: float, ended_at: float) -> None:
         """Create the span of a finished request, unless its route runs no model. Times are from time.monotonic()."""
         operation = OPERATIONS.get(context.route)
         if operation is None:
@@ -83,6 +81,7 @@ class Tracer:
             start_time=unix(started_at),
         )
         if span.is_recording():
+            status = context.status
             if status is not None:
                 span.set_attribute("http.response.status_code", status)
             failure = next((reason for reason in FAILURES if reason in context.endings), None)

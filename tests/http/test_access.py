@@ -309,6 +309,7 @@ def trickled(server):
             connection.sendall(b" ")
         with answer(connection) as response:
             yield response
+            response.read()
         assert connection.recv(1) == b""
 
 
