@@ -76,16 +76,19 @@ class _Reader(Generic[Message]):
 
 
 class SocketTransport(MessageTransport):
-    """LitServe's transport, without its queues; one object for both sides, each process uses its half."""
+    """The folder of sockets, in the place of LitServe's queues; each process gets its side of it."""
 
     def __init__(self, num_workers: int, folder: Path | None = None):
         self.num_workers = num_workers
         self.folder = folder or Path(tempfile.mkdtemp(prefix="chargpt-"))  # mode 0700
-        self._worker: _WorkerSide | None = None
-        self._http: _HttpSide | None = None
 
-    def __reduce__(self) -> Any:  # a spawned worker gets the folder alone
-        return SocketTransport, (self.num_workers, self.folder)
+    def listen(self, worker_id: int) -> WorkerSide:
+        """An inference process's side."""
+        return WorkerSide(self.folder / f"{worker_id}.sock")
+
+    def connect(self, consumer_id: int, received: Callable[[int, Step | Refused | WorkerLost], None]) -> HttpSide:
+        """An HTTP process's side: calls `received(worker_id, message)` for each message. Needs the event loop."""
+        return HttpSide([self.folder / f"{i}.sock" for i in range(self.num_workers)], consumer_id, received)
 
     def close(self, **kwargs: Any) -> None:
         """LitServe calls this when shutdown begins; the sockets are needed until the workers have ended."""
@@ -94,57 +97,11 @@ class SocketTransport(MessageTransport):
         """Delete the folder, after all processes have ended."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    # -- inference process --
-
-    def listen(self, worker_id: int) -> None:
-        self._worker = _WorkerSide(self.folder / f"{worker_id}.sock")
-
-    @property
-    def is_connected(self) -> bool:
-        assert self._worker is not None
-        return self._worker.is_connected
-
-    def wake(self) -> None:
-        """End a blocking `receive`; safe in a signal handler."""
-        if self._worker is not None:
-            self._worker.wake()
-
-    def receive(self, block: bool) -> list[tuple[int, Submit | Abort | ConsumerLost]]:
-        """Messages with the HTTP process each came from; with `block`, waits up to IDLE_SECONDS for one."""
-        assert self._worker is not None
-        return self._worker.receive(block)
-
-    def send(self, item: FromWorker, consumer_id: int) -> None:
-        """Send to an HTTP process; dropped if that process is gone."""
-        assert self._worker is not None
-        self._worker.send(item, consumer_id)
-
-    # -- HTTP process --
-
-    def connect(self, consumer_id: int, received: Callable[[int, Step | Refused | WorkerLost], None]) -> None:
-        """Stay connected to every worker and call `received(worker_id, message)` for each message.
-
-        Must be called in the event loop.
-        """
-        sockets = [self.folder / f"{worker_id}.sock" for worker_id in range(self.num_workers)]
-        self._http = _HttpSide(sockets, consumer_id, received)
-
-    @property
-    def connected_workers(self) -> list[int]:
-        return [] if self._http is None else self._http.connected
-
-    def send_to_worker(self, item: Submit | Abort, worker_id: int) -> None:
-        """Send to a worker; dropped if that worker is gone, which WorkerLost reports."""
-        assert self._http is not None
-        self._http.send(item, worker_id)
+    def send(self, item: Any, consumer_id: int) -> None:
+        raise NotImplementedError("LitServe's way to send; use WorkerSide.send")
 
     async def areceive(self, timeout: float | None = None, consumer_id: int | None = None) -> Any:
-        """LitServe's way to receive one message at a time; `connect` delivers them without a queue in between."""
-        raise NotImplementedError("messages go to the callback given to connect()")
-
-    async def disconnect(self) -> None:
-        if self._http is not None:
-            await self._http.close()
+        raise NotImplementedError("LitServe's way to receive; messages go to the callback of `connect`")
 
 
 class _Connection:
@@ -157,7 +114,9 @@ class _Connection:
         self.unsent = bytearray()
 
 
-class _WorkerSide:
+class WorkerSide:
+    """A worker's connections to all HTTP processes."""
+
     def __init__(self, path: Path):
         path.unlink(missing_ok=True)  # of a worker that died
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -177,10 +136,12 @@ class _WorkerSide:
         return bool(self._connections)
 
     def wake(self) -> None:
+        """End a blocking `receive`; safe in a signal handler."""
         with contextlib.suppress(BlockingIOError):
             self._wake_write.send(b"\0")
 
     def receive(self, block: bool) -> list[tuple[int, Submit | Abort | ConsumerLost]]:
+        """Messages with the HTTP process each came from; with `block`, waits up to IDLE_SECONDS for one."""
         for key, events in self._selector.select(IDLE_SECONDS if block else 0):
             if key.fileobj is self._listener:
                 sock, _ = self._listener.accept()
@@ -197,6 +158,7 @@ class _WorkerSide:
         return messages
 
     def send(self, item: FromWorker, consumer_id: int) -> None:
+        """Send to an HTTP process; dropped if that process is gone."""
         connection = self._connections.get(consumer_id)
         if connection is None:
             return
@@ -247,7 +209,9 @@ class _WorkerSide:
             self._messages.append((connection.consumer_id, ConsumerLost()))
 
 
-class _HttpSide:
+class HttpSide:
+    """An HTTP process's connections to every worker, renewed when one ends."""
+
     RETRY_SECONDS = 0.05
 
     def __init__(self, sockets: list[Path], consumer_id: int, received: Callable[[int, Any], None]):
@@ -257,10 +221,11 @@ class _HttpSide:
         self._tasks = [asyncio.create_task(self._keep_connected(i, path)) for i, path in enumerate(sockets)]
 
     @property
-    def connected(self) -> list[int]:
+    def connected_workers(self) -> list[int]:
         return list(self._connections)
 
     def send(self, item: Submit | Abort, worker_id: int) -> None:
+        """Send to a worker; dropped if that worker is gone, which WorkerLost reports."""
         connection = self._connections.get(worker_id)
         if connection is not None:
             connection.send(_frame(item))

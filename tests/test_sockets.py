@@ -21,9 +21,9 @@ HTTP = 7  # the number of the HTTP process
 
 
 def work(transport):
-    transport.listen(0)
+    worker = transport.listen(0)
     while True:
-        transport.receive(block=True)
+        worker.receive(block=True)
 
 
 async def wait_for(condition):
@@ -95,8 +95,8 @@ class Relay:
 class Pair:
     """A worker, an HTTP process and the relay between them."""
 
-    def __init__(self, worker, http, relay):
-        self.worker, self.http, self.relay = worker, http, relay
+    def __init__(self, worker, relay, folder):
+        self.worker, self.relay, self.folder = worker, relay, folder
         self.at_worker, self.at_http = [], []
 
     def receive(self):
@@ -113,15 +113,14 @@ class Pair:
 @contextlib.asynccontextmanager
 async def connected(piece_bytes=None):
     worker, http = SocketTransport(1), SocketTransport(1)
-    worker.listen(0)
     try:
         async with Relay(str(worker.folder / "0.sock"), str(http.folder / "0.sock")) as relay:
             relay.piece_bytes = piece_bytes
-            pair = Pair(worker, http, relay)
-            http.connect(HTTP, lambda number, frame: pair.at_http.append((number, frame)))
-            await pair.until(lambda: http.connected_workers == [0] and worker.is_connected)
+            pair = Pair(worker.listen(0), relay, worker.folder)
+            pair.http = http.connect(HTTP, lambda number, frame: pair.at_http.append((number, frame)))
+            await pair.until(lambda: pair.http.connected_workers == [0] and pair.worker.is_connected)
             yield pair
-            await http.disconnect()
+            await pair.http.close()
     finally:
         worker.remove()
         http.remove()
@@ -148,18 +147,18 @@ def test_worker_counts_as_connected_from_its_hello_until_its_connection_ends():
         with socket.socket(socket.AF_UNIX) as dying:
             dying.bind(str(transport.folder / "0.sock"))
             dying.listen()
-            transport.connect(7, lambda number, frame: received.append((number, frame)))
+            http = transport.connect(7, lambda number, frame: received.append((number, frame)))
             accepted, _ = await asyncio.to_thread(dying.accept)
             assert await asyncio.to_thread(accepted.recv, 1)  # the HTTP process has connected and identified itself
-            assert transport.connected_workers == []
+            assert http.connected_workers == []
         accepted.close()
         worker.start()
-        await wait_for(lambda: transport.connected_workers == [0])
+        await wait_for(lambda: http.connected_workers == [0])
         assert received == []
         worker.kill()
-        await wait_for(lambda: transport.connected_workers == [])
+        await wait_for(lambda: http.connected_workers == [])
         assert received == [(0, WorkerLost())]
-        await transport.disconnect()
+        await http.close()
 
     asyncio.run(connect())
     worker.join()
@@ -171,7 +170,7 @@ def test_frames_arrive_whole_and_in_order_for_any_fragmentation(piece_bytes):
     async def main():
         async with connected(piece_bytes) as pair:
             for number in range(20):
-                pair.http.send_to_worker(Abort(number), 0)  # all in one write
+                pair.http.send(Abort(number), 0)  # all in one write
                 pair.worker.send(step(number), HTTP)
             await pair.until(lambda: len(pair.at_worker) == len(pair.at_http) == 20)
             assert pair.at_worker == [(HTTP, Abort(number)) for number in range(20)]
@@ -186,7 +185,7 @@ def test_buffered_frames_arrive_whole_and_in_order():
             pair.relay.flows.clear()
             for number in range(200):
                 pair.worker.send(step(number), HTTP)
-                pair.http.send_to_worker(Abort(number), 0)
+                pair.http.send(Abort(number), 0)
             await asyncio.sleep(0)
             assert pair.at_http == pair.at_worker == []
             pair.relay.flows.set()
@@ -228,10 +227,8 @@ def test_only_the_hung_reader_is_disconnected_at_the_buffer_limit():
     async def main():
         async with connected() as pair:
             others = []
-            other = SocketTransport(1)
-            other.remove()
-            other.folder = pair.worker.folder  # the same worker, without the relay
-            other.connect(8, lambda number, frame: others.append(frame))
+            # The same worker, without the relay.
+            other = SocketTransport(1, pair.folder).connect(8, lambda number, frame: others.append(frame))
             await pair.until(lambda: other.connected_workers == [0])
 
             pair.worker.send(step(0, 1_000_000), HTTP)
@@ -260,7 +257,7 @@ def test_only_the_hung_reader_is_disconnected_at_the_buffer_limit():
             pair.worker.send(step(3), HTTP)
             await pair.until(lambda: pair.at_http)
             assert pair.at_http == [(0, step(3))]
-            await other.disconnect()
+            await other.close()
 
     run(main)
 
@@ -272,7 +269,7 @@ def test_partial_frame_is_discarded_when_its_connection_ends():
             pair.worker.send(step(1, 100_000), HTTP)
             await pair.until(lambda: pair.relay.to_http > passed + 10)
             passed = pair.relay.to_worker
-            pair.http.send_to_worker(Abort(1), 0)
+            pair.http.send(Abort(1), 0)
             await pair.until(lambda: pair.relay.to_worker > passed)
             assert pair.at_http == pair.at_worker == []
             pair.relay.cut()
@@ -284,7 +281,7 @@ def test_partial_frame_is_discarded_when_its_connection_ends():
             pair.at_http.clear()
             pair.at_worker.clear()
             pair.worker.send(step(2), HTTP)
-            pair.http.send_to_worker(Abort(2), 0)
+            pair.http.send(Abort(2), 0)
             await pair.until(lambda: pair.at_http and pair.at_worker)
             assert (pair.at_http, pair.at_worker) == ([(0, step(2))], [(HTTP, Abort(2))])
 
@@ -296,14 +293,14 @@ def test_wake_interrupts_a_blocking_receive(monkeypatch):
 
     async def main():
         transport = SocketTransport(1)
-        transport.listen(0)
+        worker = transport.listen(0)
         for is_early in (True, False):
-            thread = threading.Thread(target=transport.receive, args=(True,))
+            thread = threading.Thread(target=worker.receive, args=(True,))
             if is_early:
-                transport.wake()
+                worker.wake()
             thread.start()
             if not is_early:
-                transport.wake()
+                worker.wake()
             thread.join()
         transport.remove()
 

@@ -19,7 +19,7 @@ from litserve.loops.base import LitLoop
 from service.engine.scheduler import QueueFullError
 from service.observe.logs import LogFormat, configure_logging
 from service.process import die_with_parent, relax_garbage_collector
-from service.sockets import ConsumerLost, SocketTransport
+from service.sockets import ConsumerLost, SocketTransport, WorkerSide
 from service.wire import Abort, Delta, Refused, Step, Submit, consumer_of
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class EngineLoop(LitLoop):
 
     def __init__(self) -> None:
         super().__init__()
-        self._sockets: SocketTransport | None = None
+        self._sockets: WorkerSide | None = None
         self._stopping = False
         self._drain = DrainRate()
         self._flush_at = 0.0
@@ -109,31 +109,31 @@ class EngineLoop(LitLoop):
     ) -> None:
         engine, metrics = lit_api.engine, lit_api.metrics
         if self._sockets is None:
-            self._sockets = transport
-            transport.listen(worker_id)
+            self._sockets = transport.listen(worker_id)
             signal.signal(signal.SIGTERM, self._stop)
-        if self._stopping and not transport.is_connected:
+        sockets = self._sockets
+        if self._stopping and not sockets.is_connected:
             raise SystemExit(0)
         began = engine.clock()
         is_idle = not engine.has_work
         if is_idle or began >= self._flush_at:
             metrics.flush()
             self._flush_at = began + metrics.FLUSH_SECONDS
-        messages = transport.receive(block=is_idle)
+        messages = sockets.receive(block=is_idle)
         if is_idle:
             waited_until = engine.clock()
             metrics.engine_idle.inc(waited_until - began)
             began = waited_until
         for consumer_id, message in messages:
-            self._handle(engine, transport, message, consumer_id)
+            self._handle(engine, sockets, message, consumer_id)
         if not engine.has_work:
             return
         receiving = engine.clock() - began
-        self._send(engine, transport, engine.step())
+        self._send(engine, sockets, engine.step())
         _observe(engine, metrics, transport_seconds=receiving + engine.clock() - engine.stats.ended_at)
 
     def _handle(
-        self, engine: Engine, transport: SocketTransport, message: Submit | Abort | ConsumerLost, consumer_id: int
+        self, engine: Engine, sockets: WorkerSide, message: Submit | Abort | ConsumerLost, consumer_id: int
     ) -> None:
         match message:
             case Submit():
@@ -141,7 +141,7 @@ class EngineLoop(LitLoop):
                     engine.submit(message)
                 except QueueFullError as error:
                     seconds = self._drain.seconds_for(engine.scheduler.num_waiting, engine.clock())
-                    transport.send(Refused(message.id, str(error), seconds), consumer_id)
+                    sockets.send(Refused(message.id, str(error), seconds), consumer_id)
             case Abort(id):
                 engine.abort(id)
             case ConsumerLost():
@@ -149,7 +149,7 @@ class EngineLoop(LitLoop):
                     if consumer_of(sequence.id) == consumer_id:
                         engine.abort(sequence.id)
 
-    def _send(self, engine: Engine, transport: SocketTransport, deltas: list[Delta]) -> None:
+    def _send(self, engine: Engine, sockets: WorkerSide, deltas: list[Delta]) -> None:
         """One frame per HTTP process."""
         outgoing: defaultdict[int, list[Delta]] = defaultdict(list)
         for delta in deltas:
@@ -157,7 +157,7 @@ class EngineLoop(LitLoop):
             if delta.finish_reason is not None:
                 self._drain.ended(engine.clock())
         for consumer_id, its_deltas in outgoing.items():
-            transport.send(Step(its_deltas, len(engine.scheduler)), consumer_id)
+            sockets.send(Step(its_deltas, len(engine.scheduler)), consumer_id)
 
     def _stop(self, *_: Any) -> None:
         """SIGTERM: exit once no HTTP process is connected; they end first."""

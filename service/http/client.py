@@ -321,8 +321,8 @@ class EngineClient:
 
     def __init__(self, transport: SocketTransport, consumer_id: int, metrics: Metrics, tokenizer: CharTokenizer):
         self.metrics, self.tokenizer = metrics, tokenizer
-        self._transport = transport
         self._consumer_id = consumer_id
+        self._sockets = transport.connect(consumer_id, self._received)
         self._numbers = itertools.count()
         self._running: dict[int, tuple[Generation, SequenceState]] = {}  # by sequence id
         self._load: Counter[int] = Counter()  # sequences of this process in each worker
@@ -331,7 +331,7 @@ class EngineClient:
 
     @property
     def is_ready(self) -> bool:
-        return bool(self._transport.connected_workers)
+        return bool(self._sockets.connected_workers)
 
     def start(
         self,
@@ -363,7 +363,7 @@ class EngineClient:
     def _submit_next(self, generation: Generation) -> None:
         sequence = generation.pending.popleft()
         submit, now = sequence.submit, time.monotonic()
-        workers = self._transport.connected_workers
+        workers = self._sockets.connected_workers
         if not workers:
             generation.receive(sequence, Delta(submit.id, [], "error"), now)
             return
@@ -373,7 +373,7 @@ class EngineClient:
         self._running[submit.id] = (generation, sequence)
         generation.open.add(submit.id)
         self._load[sequence.worker] += 1
-        self._transport.send_to_worker(submit, sequence.worker)
+        self._sockets.send(submit, sequence.worker)
 
     def abort(self, generation: Generation, reason: FinishReason) -> None:
         """End what still runs of a generation, and what was not submitted yet."""
@@ -382,7 +382,7 @@ class EngineClient:
             sequence = generation.pending.pop()
             generation.receive(sequence, Delta(sequence.submit.id, [], reason), now)
         for id in list(generation.open):
-            self._transport.send_to_worker(Abort(id), self._running[id][1].worker)
+            self._sockets.send(Abort(id), self._running[id][1].worker)
             self._received_delta(Delta(id, [], reason), now)
         self._forget(generation)
 
@@ -397,7 +397,6 @@ class EngineClient:
 
         Workers are loaded before HTTP processes start. Without one within CONNECT_SECONDS, requests are answered 503.
         """
-        self._transport.connect(self._consumer_id, self._received)
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CONNECT_SECONDS):
@@ -405,7 +404,7 @@ class EngineClient:
                         await asyncio.sleep(0.005)
             yield
         finally:
-            await self._transport.disconnect()
+            await self._sockets.close()
 
     def _received(self, worker: int, message: Step | Refused | WorkerLost) -> None:
         now = time.monotonic()
