@@ -124,7 +124,11 @@ def build_parser() -> Parser:
     add_model_flags(p)
     p.add_argument("--data", type=Path, required=True, metavar="FILE", help="a UTF-8 text file, one record per line")
 
-    p = command("report", run_report, "measure how much generated text is copied from the training text")
+    p = command(
+        "report",
+        run_report,
+        "measure how much generated text is copied from the training text, and how much it repeats itself",
+    )
     add_model_flags(p)
     add_sampling_flags(p, n=20, max_tokens=5000)
     p.add_argument("--data", nargs="+", help=f"the training text: {DATA_HELP} (default: where the run read it)")
@@ -170,13 +174,23 @@ def run_prepare(args: argparse.Namespace) -> None:
 
 
 def run_train(args: argparse.Namespace) -> None:
+    names = {field.name for field in dataclasses.fields(TrainConfig)}
+    given = {name: value for name, value in vars(args).items() if name in names}
+    try:
+        _train(args, dict(given))
+    except ConfigError as error:
+        name, _, rest = str(error).partition(" ")
+        if name not in given:
+            raise
+        raise ConfigError(f"--{name.replace('_', '-')} {rest}") from None  # as the user typed it
+
+
+def _train(args: argparse.Namespace, given: dict[str, Any]) -> None:
     from rich.console import Console
 
     from training import loop
     from training.finetune import checkpoint_shape
 
-    names = {field.name for field in dataclasses.fields(TrainConfig)}
-    given = {name: value for name, value in vars(args).items() if name in names}
     console = Console(stderr=True, highlight=False)
     if args.resume and args.overwrite:
         raise ConfigError("--resume continues a run, --overwrite replaces it; pass only one of them")
@@ -292,7 +306,7 @@ def run_export(args: argparse.Namespace) -> None:
     try:
         export(Checkpoint.read(args.checkpoint), args.to, args.out)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"--to {args.to} needs the package {error.name}; pip install 'chargpt[export]'") from None
+        raise ConfigError(f"--to {args.to} needs the package {error.name}; pip install -e '.[export]'") from None
     print(f"{args.out}: {args.out.stat().st_size:,} bytes")
 
 
