@@ -124,11 +124,7 @@ def build_parser() -> Parser:
     add_model_flags(p)
     p.add_argument("--data", type=Path, required=True, metavar="FILE", help="a UTF-8 text file, one record per line")
 
-    p = command(
-        "report",
-        run_report,
-        "measure how much generated text is copied from the training text, and how much it repeats itself",
-    )
+    p = command("report", run_report, "measure how much generated text is copied from the training text")
     add_model_flags(p)
     add_sampling_flags(p, n=20, max_tokens=5000)
     p.add_argument("--data", nargs="+", help=f"the training text: {DATA_HELP} (default: where the run read it)")
