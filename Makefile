@@ -50,7 +50,7 @@ test: $(VENV)/.installed-test ## install test dependencies and run the suite; AR
 chaos-train: $(VENV)/.installed-test ## stop runs and saves at 117 random moments and compare the outcomes
 	$(BIN)/python -m pytest -m chaos --capture=no --durations=0 $(ARGS)
 
-# Building llama.cpp takes some nine minutes of one core, so no other target needs it.
+# Building llama.cpp takes about nine minutes of one core, so no other target needs it.
 test-slow: export CMAKE_ARGS ?= -DLLAVA_BUILD=OFF
 test-slow: $(VENV)/.installed-test,llama ## build llama.cpp and compare its logits with ours
 	$(BIN)/python -m pytest -m slow $(ARGS)

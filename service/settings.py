@@ -1,6 +1,7 @@
 """Every setting of the service: a flag (`--max-queued-requests`) and a variable (`CHARGPT_MAX_QUEUED_REQUESTS`).
 
-Read once, by `python -m service`. An invalid value ends the program with its name, the value and what is allowed.
+Read once, by `python -m service`. A value of the wrong type or out of bounds ends the program with the setting's name,
+the value and what is allowed.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ def cpus_left(others: dict[str, Any]) -> int:
     return max(1, (available_cpus() - others.get("http_processes", 1)) // workers)
 
 
+cpus_left.__qualname__ = "(CPUs − HTTP processes) ÷ workers"  # how --help shows a default factory
+
+
 def available_cpus() -> int:
     """CPUs this process may use: its affinity, or a container's quota (cgroup v2 or v1) if lower."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -58,7 +62,9 @@ class Settings(BaseSettings):
 
     checkpoint: Path = Field(BUNDLED, description="checkpoint folder to serve")
     model_name: str = Field("chargpt", min_length=1, description="the model's name in requests, answers and metrics")
-    host: Literal["127.0.0.1", "0.0.0.0", "::"] = Field("127.0.0.1", description="address to listen on")
+    host: Literal["127.0.0.1", "0.0.0.0", "::"] = Field(
+        "127.0.0.1", description="address to listen on: 127.0.0.1, 0.0.0.0 or ::"
+    )
     port: int = Field(8000, ge=1024, le=65535, description="TCP port to listen on")
     root_path: str = Field("", description="path prefix added by a proxy, such as /chargpt")
     tls_certificate: Path | None = Field(
@@ -83,7 +89,7 @@ class Settings(BaseSettings):
         default_factory=cpus_left,
         ge=1,
         le=1024,
-        description="CPU threads of each inference process (default: the CPUs that HTTP processes leave)",
+        description="CPU threads of each inference process, at least 1",
     )
 
     max_running_requests: int = Field(64, ge=1, le=4096, description="maximum running sequences per worker")
@@ -107,7 +113,11 @@ class Settings(BaseSettings):
         0.02, ge=0, le=60, allow_inf_nan=False, description="minimum time between two events of a stream"
     )
     keep_alive_seconds: float = Field(
-        15, gt=0, le=3600, allow_inf_nan=False, description="idle time after which a stream gets a comment"
+        15,
+        gt=0,
+        le=3600,
+        allow_inf_nan=False,
+        description="time without an event before the server sends an SSE comment",
     )
     body_timeout_seconds: float = Field(
         30, gt=0, le=3600, allow_inf_nan=False, description="time limit for receiving a request body"
@@ -181,7 +191,7 @@ class Settings(BaseSettings):
             except ModuleNotFoundError:  # nor its parent package
                 found = None
             if found is None:
-                raise ValueError(f"needs the extra tracing: pip install 'chargpt[tracing]' (module {module} not found)")
+                raise ValueError(f"needs the extra tracing: pip install -e '.[tracing]' (module {module} not found)")
         return endpoint
 
     @field_validator("cors_origins", mode="before")
@@ -264,7 +274,8 @@ def read_settings(arguments: list[str] | None = None) -> Settings:
                 continue
             name = str(problem["loc"][0])
             flag = "--" + name.replace("_", "-")
-            given = "" if problem["type"] == "missing" else f", got {problem['input']!r}"
+            given = repr(problem["input"])
+            given = "" if problem["type"] == "missing" or given in message else f", got {given}"
             lines.append(f"{flag} (CHARGPT_{name.upper()}): {message}{given}")
         print(f"{program()}: invalid settings", *lines, sep="\n  ", file=sys.stderr)
         raise SystemExit(2) from None

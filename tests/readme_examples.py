@@ -142,10 +142,10 @@ def settings_table() -> dict[str, list[str]]:
         elif name == "replacement_character":
             default = "a space"
         elif field.default_factory is not None:
-            default = "CPUs that the HTTP processes leave"
+            default = field.default_factory.__qualname__
         else:
             default = f"{field.default:g}" if isinstance(field.default, float) else str(field.default)
-        table[f"--{name.replace('_', '-')}"] = [default, (field.description or "").split(" (default:")[0]]
+        table[f"--{name.replace('_', '-')}"] = [default, field.description or ""]
     return table
 
 

@@ -80,6 +80,10 @@ def test_invalid_origin_is_named(origin, capsys):
     assert f"--cors-origins (CHARGPT_CORS_ORIGINS): {origin!r} is not an origin" in message
 
 
+def test_a_refused_value_is_shown_once(capsys):
+    assert refused(["--cors-origins", "example.org"], capsys).count("example.org") == 1
+
+
 @pytest.mark.parametrize("path", ["chargpt", "/chargpt/", "/", "//a", "/a b", "/a?b", "/a#b", "https://example.org/a"])
 def test_root_path_starts_but_does_not_end_with_a_slash(path, capsys):
     assert read_settings(["--root-path", "/a/b-1"]).root_path == "/a/b-1"

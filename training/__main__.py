@@ -170,13 +170,23 @@ def run_prepare(args: argparse.Namespace) -> None:
 
 
 def run_train(args: argparse.Namespace) -> None:
+    names = {field.name for field in dataclasses.fields(TrainConfig)}
+    given = {name: value for name, value in vars(args).items() if name in names}
+    try:
+        _train(args, dict(given))
+    except ConfigError as error:
+        name, _, rest = str(error).partition(" ")
+        if name not in given:
+            raise
+        raise ConfigError(f"--{name.replace('_', '-')} {rest}") from None  # as the user typed it
+
+
+def _train(args: argparse.Namespace, given: dict[str, Any]) -> None:
     from rich.console import Console
 
     from training import loop
     from training.finetune import checkpoint_shape
 
-    names = {field.name for field in dataclasses.fields(TrainConfig)}
-    given = {name: value for name, value in vars(args).items() if name in names}
     console = Console(stderr=True, highlight=False)
     if args.resume and args.overwrite:
         raise ConfigError("--resume continues a run, --overwrite replaces it; pass only one of them")
@@ -292,7 +302,7 @@ def run_export(args: argparse.Namespace) -> None:
     try:
         export(Checkpoint.read(args.checkpoint), args.to, args.out)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"--to {args.to} needs the package {error.name}; pip install 'chargpt[export]'") from None
+        raise ConfigError(f"--to {args.to} needs the package {error.name}; pip install -e '.[export]'") from None
     print(f"{args.out}: {args.out.stat().st_size:,} bytes")
 
 

@@ -127,7 +127,7 @@ class TrainConfig:
         }
         for name, (low, high) in bounds.items():
             if not low <= getattr(self, name) <= high:
-                raise ConfigError(f"{name} must be in [{low:g}, {high:g}], got {getattr(self, name)}")
+                raise ConfigError(f"{name} must be in [{low}, {high}], got {getattr(self, name)}")
         for name in ("muon_momentum", "muon_beta2", "adamw_beta1", "adamw_beta2", "ema_decay", "dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ConfigError(f"{name} must be in [0, 1), got {getattr(self, name)}")
@@ -138,7 +138,7 @@ class TrainConfig:
             raise ConfigError("extend_vocabulary needs a checkpoint to extend; set init_from too")
         # Refused here, before an earlier run is replaced.
         if self.tensorboard and importlib.util.find_spec("tensorboard") is None:
-            raise ConfigError("tensorboard needs the package tensorboard; pip install 'chargpt[tensorboard]'")
+            raise ConfigError("tensorboard needs the package tensorboard; pip install -e '.[tensorboard]'")
 
     @classmethod
     def from_preset(cls, preset: str, **changes: Any) -> TrainConfig:

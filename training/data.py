@@ -78,9 +78,9 @@ def find_text(data: str) -> Path:
     """
     if data != TINYSHAKESPEARE or Path(data).is_file():
         if not Path(data).is_file():
+            refusal = f"{data} is not a regular file or folder" if Path(data).exists() else f"no file or folder {data}"
             raise DataError(
-                f"no file or folder {data}; --data takes UTF-8 files, plain or gzip, folders of them, "
-                f"or the name {TINYSHAKESPEARE}"
+                f"{refusal}; --data takes UTF-8 files, plain or gzip, folders of them, or the name {TINYSHAKESPEARE}"
             )
         return Path(data)
     name = f"{TINYSHAKESPEARE}.txt"
@@ -216,7 +216,7 @@ def read_text(files: Sequence[Path]) -> Iterator[str]:
     A line break is inserted between files where one is missing.
 
     Raises:
-        DataError: a file is not UTF-8 (gives the byte offset), or one named .gz is not gzip.
+        DataError: a file cannot be read or is not UTF-8 (gives the byte offset), or one named .gz is not gzip.
     """
     for file in files:
         decoder = codecs.getincrementaldecoder("utf-8")()
@@ -246,13 +246,15 @@ def _read_bytes(file: Path) -> Iterator[bytes]:
                 yield chunk
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"{file} is not a complete gzip file: {error}") from None
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror or error}") from None
 
 
 def read_lines(file: Path) -> Iterator[str]:
     """The lines of a text, split at \\n alone and without it.
 
     Raises:
-        DataError: the file is not UTF-8; gives the byte offset.
+        DataError: the file cannot be read, or is not UTF-8; gives the byte offset.
     """
     rest = ""
     for text in read_text([file]):

@@ -250,7 +250,8 @@ class GenerationRequest(SamplingFields):
     regex: Pattern | None = Field(
         None,
         description="the whole answer matches this regular expression: literals, classes, groups, alternation and "
-        "repetition. It ends where the model would leave the pattern, if the pattern may end there",
+        "repetition. Once the text matches, it ends as soon as the model samples a character that would break the "
+        "match",
         examples=["[A-Z][a-z]+( [A-Z][a-z]+)?"],
     )
     choice: Annotated[list[ChoiceString], Field(min_length=1, max_length=MAX_CHOICES)] | None = Field(
@@ -414,7 +415,8 @@ def parse(kind: type[AnyRequest], body: bytes | dict[str, Any]) -> AnyRequest:
         problem = error.errors(include_url=False, include_context=False)[0]
         place, message, given = problem["loc"], problem["msg"], problem["input"]
         if problem["type"] == "json_invalid":
-            raise ApiError(400, f"body is not valid JSON: {message}", code="invalid_json") from None
+            reason = message.removeprefix("Invalid JSON: ")
+            raise ApiError(400, f"body is not valid JSON: {reason}", code="invalid_json") from None
         shown = f", got {_shortened(given)}"
         if place and place[0] in EXPECTED:
             place, shown = place[:1], ""
@@ -432,13 +434,16 @@ def _shortened(value: object) -> str:
 
 FinishReason = Annotated[
     Literal["stop", "length"],
-    Meta(description="stop: at a stop, or where the pattern ends; length: at max_tokens, or no longer match exists"),
+    Meta(description="stop: at a stop, or where the pattern ends or no longer match fits; length: at max_tokens"),
 ]
 StreamedFinishReason = Annotated[
     Literal["stop", "length"] | None, Meta(description="as in a whole answer; null: more is to come")
 ]
 Index = Annotated[int, Meta(description="prompt number × n + answer number")]
-ChoiceSeed = Annotated[int, Meta(description="this prompt alone with this `seed` gives the same text again")]
+ChoiceSeed = Annotated[
+    int,
+    Meta(description="this prompt alone with this `seed` gives the same text again (with `suffix`, before it was cut)"),
+]
 RequestId = Annotated[str, Meta(description="the request's id")]
 
 
@@ -456,7 +461,7 @@ class Error(msgspec.Struct):
 
 
 class Usage(msgspec.Struct, gc=False):
-    """Characters: a token is a character everywhere."""
+    """Characters, as a token is a character; `completion_tokens` counts those of all `best_of` candidates."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -479,7 +484,7 @@ class Timing(msgspec.Struct, gc=False):
 
 
 class Receipt(msgspec.Struct):
-    """How to get the same answer again: the same body with these seeds on this checkpoint; and what it took."""
+    """What reproduces this answer, and how long it took."""
 
     checkpoint_sha256: Annotated[str, Meta(description="of the checkpoint's manifest; also in /info")]
     seeds: Annotated[list[int], Meta(description="one per prompt; empty if nothing is sampled")]

@@ -367,7 +367,7 @@ def test_without_the_extra_the_service_runs_and_rejects_the_setting(checkpoint, 
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
     assert "--otlp-traces-endpoint (CHARGPT_OTLP_TRACES_ENDPOINT): needs the extra tracing" in done.stderr
-    assert "pip install 'chargpt[tracing]'" in done.stderr
+    assert "pip install -e '.[tracing]'" in done.stderr
 
 
 @pytest.mark.parametrize(

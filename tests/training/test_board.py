@@ -76,5 +76,5 @@ def test_event_files_equal_the_log(tmp_path, monkeypatch, config, stop_at):
 def test_missing_tensorboard_is_reported_before_training(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     assert call(["train", "--tensorboard", "--out", tmp_path / "out"]) == 1
-    error = "error: tensorboard needs the package tensorboard; pip install 'chargpt[tensorboard]'"
+    error = "error: --tensorboard needs the package tensorboard; pip install -e '.[tensorboard]'"
     assert error in capsys.readouterr().err and not (tmp_path / "out").exists()

@@ -140,6 +140,8 @@ def test_a_missing_file_is_refused():
     message = "no file or folder nowhere.txt; --data takes UTF-8 files, plain or gzip, folders of them"
     with pytest.raises(DataError, match=message):
         find_text("nowhere.txt")
+    with pytest.raises(DataError, match="/dev/null is not a regular file or folder; --data takes"):
+        find_text("/dev/null")
 
 
 def test_a_failed_download_is_reported_with_alternatives(monkeypatch):
