@@ -343,7 +343,7 @@ def load_model(args: argparse.Namespace) -> tuple[Checkpoint, GPT]:
 def main() -> int:
     """Exit status: 0, 1 for a refusal, 2 for a bad command line, 128 + n after signal n."""
     # Threads of GNU OpenMP spin while waiting, which slows a step when another program needs the core; this many
-    # spins cost nothing otherwise (RECIPE.md). Read when torch is imported.
+    # spins cost nothing otherwise (README.md). Read when torch is imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     args = build_parser().parse_args()
     from service.model.checkpoint import CheckpointError

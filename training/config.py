@@ -171,7 +171,7 @@ class TrainConfig:
         return asdict(self)
 
 
-# The experiments behind these values are in RECIPE.md.
+# The experiments behind these values are in README.md.
 PRESETS: dict[str, dict[str, Any]] = {
     "quick": dict(
         n_layer=4,

@@ -1,7 +1,7 @@
 """Data-parallel training: every process holds the whole model and takes a share of each batch.
 
 On a CPU, two single-threaded processes synchronize once a step, two threads at every operation: equally fast on idle
-cores, faster on busy ones (RECIPE.md). A run starts such processes itself (`launch`); on several GPUs or machines
+cores, faster on busy ones (README.md). A run starts such processes itself (`launch`); on several GPUs or machines
 torchrun does (`World.join`).
 
 Knows nothing about models; it reduces and gathers tensors, over gloo between CPUs and NCCL between GPUs.

@@ -125,7 +125,7 @@ def compile_choice(
         for offset, c in enumerate(choice):
             if c not in ids:
                 reason = "not in the vocabulary" if c not in characters else "not among the allowed characters"
-                raise RegexError(f"choice {number}: character {c!r} (U+{ord(c):04X}) at offset {offset} is {reason}")
+                raise RegexError(f"text {number}: character {c!r} (U+{ord(c):04X}) at offset {offset} is {reason}")
             symbol = symbols.setdefault(c, len(symbols))
             child = trie[node].setdefault(symbol, len(trie))
             if child == len(trie):

@@ -476,8 +476,8 @@ class Timing(msgspec.Struct, gc=False):
     """Where the time went; with several sequences, the longest time is reported."""
 
     queue_seconds: Annotated[float, Meta(description="from the request's arrival to a cache slot")]
-    prefill_seconds: Annotated[float, Meta(description="from the cache slot to the first character chosen")]
-    decode_seconds: Annotated[float, Meta(description="from the first character to the last")]
+    prefill_seconds: Annotated[float, Meta(description="from the cache slot until the prompt has run")]
+    decode_seconds: Annotated[float, Meta(description="from there to the last character")]
     seconds_per_character: Annotated[
         float | None, Meta(description="decode time per character after the first; null: there is none")
     ]
@@ -544,14 +544,20 @@ class GenerateEnd(msgspec.Struct):
     chargpt: Receipt
 
 
-class CompletionChoice(msgspec.Struct):
-    """One text, as in OpenAI's API; `seed` is added."""
+class ChunkChoice(msgspec.Struct):
+    """New characters of one choice."""
 
     index: Index
     text: str
     logprobs: TokenLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: StreamedFinishReason
     seed: ChoiceSeed
+
+
+class CompletionChoice(ChunkChoice):
+    """One text, as in OpenAI's API; `seed` is added."""
+
+    finish_reason: FinishReason
 
 
 class Completion(msgspec.Struct):
@@ -564,16 +570,6 @@ class Completion(msgspec.Struct):
     choices: list[CompletionChoice]
     usage: Usage
     chargpt: Receipt
-
-
-class ChunkChoice(msgspec.Struct):
-    """New characters of one choice."""
-
-    index: Index
-    text: str
-    logprobs: TokenLogprobs | None
-    finish_reason: StreamedFinishReason
-    seed: ChoiceSeed
 
 
 class CompletionChunk(msgspec.Struct):
