@@ -424,11 +424,11 @@ def test_choices_that_use_the_whole_vocabulary():
     ("choices", "options", "message"),
     [
         ([], {}, "at least one choice is required, got none"),
-        (["a", "bz"], {}, r"choice 1: character 'z' \(U\+007A\) at offset 1 is not in the vocabulary"),
+        (["a", "bz"], {}, r"text 1: character 'z' \(U\+007A\) at offset 1 is not in the vocabulary"),
         (
             ["ab"],
             {"allowed": frozenset("a")},
-            r"choice 0: character 'b' \(U\+0062\) at offset 1 is not among the allowed",
+            r"text 0: character 'b' \(U\+0062\) at offset 1 is not among the allowed",
         ),
         (["aaa", "bbb"], {"max_characters": 5}, "at most 5 characters in total, got 6"),
         (["ab1", "ba_"], {"max_states": 5}, r"need 6 states \(limit 5\)"),
