@@ -136,7 +136,7 @@ def test_requests_are_counted_by_finish_reason_and_gauges_return_to_zero(server)
         increase(name, **dict(labels)) for name, labels in increase.after
         if name == "chargpt_http_requests_total" and ("handler", "/generate") in labels
     )  # fmt: skip
-    assert server.metric("chargpt_http_requests_in_progress") == 1  # the scrape itself
+    server.wait_until_metric("chargpt_http_requests_in_progress", 1)  # the scrape itself
     assert server.metric("chargpt_kv_cache_usage_perc") == 0
 
 

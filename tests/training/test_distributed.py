@@ -116,7 +116,7 @@ def test_the_death_of_a_process_ends_the_run_with_a_message(text, tmp_path):
 
 def test_indivisible_batch_sizes_are_refused(text, tmp_path):
     flags = ["--data", str(text), *TINY, *RUN, "--processes", "3", "--out", str(tmp_path / "out")]
-    message = "batch_size must be a multiple of processes × accumulate = 3 × 1, got 8"
+    message = "--batch-size must be a multiple of processes × accumulate = 3 × 1, got 8"
     assert message in run(train(*flags), tmp_path, code=1)
 
 
