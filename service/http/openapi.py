@@ -310,46 +310,41 @@ def _add_limits(
     schemas: dict[str, Any], requests: list[type[BaseModel]], settings: Settings, tokenizer: CharTokenizer
 ) -> None:
     """State what the routes check against the settings and the vocabulary; make the examples valid here."""
-    last_id, V = tokenizer.vocab_size - 1, tokenizer.vocab_size
-    longest, most = settings.max_prompt_characters, settings.max_prompts
+    V, longest, most = tokenizer.vocab_size, settings.max_prompt_characters, settings.max_prompts
+    id, tokens, count = {"maximum": V - 1}, {"maximum": settings.max_tokens}, {"maximum": most}
+    pattern = {"maxLength": settings.max_regex_characters}
+    bounds: dict[str, tuple[str, dict[str, int]]] = {
+        "prompt": ("integer", id), "tokens": ("integer", id), "logit_bias": ("integer", id),
+        "max_tokens": ("integer", tokens), "min_tokens": ("integer", tokens),
+        "n": ("integer", count), "best_of": ("integer", count), "seed": ("array", {"minItems": 1, "maxItems": most}),
+        "logprobs": ("integer", {"maximum": V}), "regex": ("string", pattern), "stop_regex": ("string", pattern),
+    }  # fmt: skip
     for request in requests:
-        fields = schemas[request.__name__]["properties"]
-        fields |= {"prompt": fields.pop("prompt")} if "prompt" in fields else {}
+        schema = schemas[request.__name__]
+        fields = schema["properties"] = dict(sorted(schema["properties"].items(), key=lambda item: item[0] != "prompt"))
         for name, field in fields.items():
             if field.get("default", ...) is None:  # the description says what the default is
                 del field["default"]
-            match name:
-                case "model":
-                    field["examples"] = [settings.model_name]
-                case "prompt" if request is not TokenizeRequest:
-                    _bound(field, "string", maxLength=longest)
-                    _bound(field, "integer", maximum=last_id)
-                    for branch in _lists(field):
-                        is_ids = branch["items"].get("type") == "integer"
-                        branch |= {"minItems": 1, "maxItems": longest if is_ids else most}
-                        if branch["items"].get("type") == "array":
-                            branch["items"]["maxItems"] = longest
-                case "tokens" | "prompt":
-                    _bound(field, "integer", maximum=last_id)
-                case "logit_bias":
-                    _bound(field, "integer", maximum=last_id)
-                    for branch in field["anyOf"]:
-                        branch |= {key: V for key in ("maxProperties", "maxItems") if key in branch}
-                case "texts" | "continuations":
-                    for branch in _lists(field):
-                        branch |= {"minItems": 1, "maxItems": settings.max_score_texts}
-                case "max_tokens" | "min_tokens":
-                    _bound(field, "integer", maximum=settings.max_tokens)
-                    field["default"] = min(field["default"], settings.max_tokens)
-                    field["examples"] = [min(example, settings.max_tokens) for example in field["examples"]]
-                case "n" | "best_of":
-                    _bound(field, "integer", maximum=most)
-                case "seed":
-                    _bound(field, "array", minItems=1, maxItems=most)
-                case "logprobs":
-                    _bound(field, "integer", maximum=V)
-                case "regex" | "stop_regex":
-                    _bound(field, "string", maxLength=settings.max_regex_characters)
+            if name in bounds:
+                _bound(field, *bounds[name])
+            if name == "model":
+                field["examples"] = [settings.model_name]
+            elif name == "prompt" and request is not TokenizeRequest:
+                _bound(field, "string", {"maxLength": longest})
+                for branch in _lists(field):
+                    is_ids = branch["items"].get("type") == "integer"
+                    branch |= {"minItems": 1, "maxItems": longest if is_ids else most}
+                    if branch["items"].get("type") == "array":
+                        branch["items"]["maxItems"] = longest
+            elif name == "logit_bias":
+                for branch in field["anyOf"]:
+                    branch |= {key: V for key in ("maxProperties", "maxItems") if key in branch}
+            elif name in ("texts", "continuations"):
+                for branch in _lists(field):
+                    branch |= {"minItems": 1, "maxItems": settings.max_score_texts}
+            elif name in ("max_tokens", "min_tokens"):
+                field["default"] = min(field["default"], settings.max_tokens)
+                field["examples"] = [min(example, settings.max_tokens) for example in field["examples"]]
             if name in TEXTS:
                 field["examples"] = _in_vocabulary(field["examples"], tokenizer)
 
@@ -357,13 +352,13 @@ def _add_limits(
 TEXTS = ("prompt", "suffix", "choice", "allowed_characters", "logit_bias", "texts", "prefix", "continuations", "tokens")
 
 
-def _bound(schema: dict[str, Any], type: str, **bounds: object) -> None:
+def _bound(schema: dict[str, Any], type: str, bounds: dict[str, int]) -> None:
     """Add bounds to each schema of a type within a field's."""
     if schema.get("type") == type:
         schema.update(bounds)
     for part in (*schema.get("anyOf", ()), *schema.get("prefixItems", ()), schema.get("items", {})):
         if part:
-            _bound(part, type, **bounds)
+            _bound(part, type, bounds)
 
 
 def _lists(field: dict[str, Any]) -> Iterator[dict[str, Any]]:
