@@ -58,7 +58,9 @@ def available_cpus() -> int:
 class Settings(BaseSettings):
     """Serve a character-level GPT checkpoint over HTTP."""
 
-    model_config = SettingsConfigDict(env_prefix="CHARGPT_", cli_kebab_case=True, cli_avoid_json=True)
+    model_config = SettingsConfigDict(
+        env_prefix="CHARGPT_", allow_inf_nan=False, cli_kebab_case=True, cli_avoid_json=True
+    )
 
     checkpoint: Path = Field(BUNDLED, description="checkpoint folder to serve")
     model_name: str = Field("chargpt", min_length=1, description="the model's name in requests, answers and metrics")
@@ -109,28 +111,21 @@ class Settings(BaseSettings):
         " ", min_length=1, max_length=1, description="default replacement for characters outside the vocabulary"
     )
 
-    stream_interval_seconds: float = Field(
-        0.02, ge=0, le=60, allow_inf_nan=False, description="minimum time between two events of a stream"
-    )
+    stream_interval_seconds: float = Field(0.02, ge=0, le=60, description="minimum time between two events of a stream")
     keep_alive_seconds: float = Field(
         15,
         gt=0,
         le=3600,
-        allow_inf_nan=False,
         description="time without an event before the server sends an SSE comment",
     )
-    body_timeout_seconds: float = Field(
-        30, gt=0, le=3600, allow_inf_nan=False, description="time limit for receiving a request body"
-    )
+    body_timeout_seconds: float = Field(30, gt=0, le=3600, description="time limit for receiving a request body")
     idle_connection_seconds: int = Field(
         75, ge=1, le=3600, description="time an idle connection is kept open between requests"
     )
     request_timeout_seconds: float = Field(
-        300, gt=0, le=86_400, allow_inf_nan=False, description="time limit for a request, waiting and running"
+        300, gt=0, le=86_400, description="time limit for a request, waiting and running"
     )
-    drain_seconds: float = Field(
-        30, ge=0, le=3600, allow_inf_nan=False, description="time limit for running requests after SIGTERM"
-    )
+    drain_seconds: float = Field(30, ge=0, le=3600, description="time limit for running requests after SIGTERM")
     metrics_vllm_names: bool = Field(False, description="also expose metrics under vLLM's names")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="minimum level to log")
     log_format: LogFormat = Field("auto", description="log line format; auto: text on a terminal, json otherwise")
