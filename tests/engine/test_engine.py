@@ -149,6 +149,23 @@ def test_failure_of_the_fp64_forward_ends_only_its_sequence(blocked, exact, monk
     assert "no memory" in caplog.text
 
 
+def test_decode_failing_in_the_step_of_a_decision_ends_each_sequence_once(blocked, exact, monkeypatch):
+    collect(blocked, {}, 3)  # sequence 2 decodes, and the fp64 forward of sequence 1 has been started
+    decode = blocked.runner.decode
+
+    def fail(sequences, stats):
+        if len(sequences) == 1:  # sequence 1 still waits
+            return decode(sequences, stats)
+        monkeypatch.setattr(blocked.runner, "decode", decode)
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(blocked.runner, "decode", fail)
+    blocked.go.set()
+    assert collect(blocked, {}) == {1: "error", 2: "error"}
+    (ids,) = blocked.generate([Submit(3, [6], 4, SamplingParams(seed=3))])
+    assert ids == exact.generate([6], 4, SamplingParams(seed=3))
+
+
 def test_tolerance_exceeds_the_rounding_error(model, exact):
     tolerance = Engine(model).runner.tolerance
     idx = torch.randint(61, (4, 60), generator=torch.Generator().manual_seed(5))
