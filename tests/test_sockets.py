@@ -3,16 +3,15 @@
 import asyncio
 import contextlib
 import fcntl
-import gc
 import multiprocessing
 import socket
 import struct
 import sys
 import termios
 import threading
-import warnings
 
 import pytest
+from helpers import run_with_sockets
 
 from service.sockets import MAX_UNSENT_BYTES, ConsumerLost, SocketTransport, WorkerLost
 from service.wire import Abort, Delta, Step
@@ -126,14 +125,6 @@ async def connected(piece_bytes=None):
         http.remove()
 
 
-def run(main):
-    with warnings.catch_warnings():
-        # The end of a worker's process closes its sockets; here that is the test process.
-        warnings.simplefilter("ignore", ResourceWarning)
-        asyncio.run(main())
-        gc.collect()
-
-
 def step(number, length=3):
     return Step([Delta(number, list(range(length)))], number)
 
@@ -176,7 +167,7 @@ def test_frames_arrive_whole_and_in_order_for_any_fragmentation(piece_bytes):
             assert pair.at_worker == [(HTTP, Abort(number)) for number in range(20)]
             assert pair.at_http == [(0, step(number)) for number in range(20)]
 
-    run(main)
+    run_with_sockets(main)
 
 
 def test_buffered_frames_arrive_whole_and_in_order():
@@ -193,7 +184,7 @@ def test_buffered_frames_arrive_whole_and_in_order():
             assert pair.at_worker == [(HTTP, Abort(number)) for number in range(200)]
             assert pair.at_http == [(0, step(number)) for number in range(200)]
 
-    run(main)
+    run_with_sockets(main)
 
 
 def test_multi_megabyte_frame_arrives_whole():
@@ -204,7 +195,7 @@ def test_multi_megabyte_frame_arrives_whole():
             assert pair.at_http == [(0, step(1, 3_000_000))]
             assert pair.relay.to_http > 3_000_000
 
-    run(main)
+    run_with_sockets(main)
 
 
 def test_slow_reader_eventually_receives_everything():
@@ -220,7 +211,7 @@ def test_slow_reader_eventually_receives_everything():
             assert pair.at_http == [(0, step(number, 100_000)) for number in range(20)]
             assert pair.at_worker == []
 
-    run(main)
+    run_with_sockets(main)
 
 
 def test_only_the_hung_reader_is_disconnected_at_the_buffer_limit():
@@ -259,7 +250,7 @@ def test_only_the_hung_reader_is_disconnected_at_the_buffer_limit():
             assert pair.at_http == [(0, step(3))]
             await other.close()
 
-    run(main)
+    run_with_sockets(main)
 
 
 def test_partial_frame_is_discarded_when_its_connection_ends():
@@ -285,7 +276,7 @@ def test_partial_frame_is_discarded_when_its_connection_ends():
             await pair.until(lambda: pair.at_http and pair.at_worker)
             assert (pair.at_http, pair.at_worker) == ([(0, step(2))], [(HTTP, Abort(2))])
 
-    run(main)
+    run_with_sockets(main)
 
 
 def test_wake_interrupts_a_blocking_receive(monkeypatch):
@@ -304,4 +295,4 @@ def test_wake_interrupts_a_blocking_receive(monkeypatch):
             thread.join()
         transport.remove()
 
-    run(main)
+    run_with_sockets(main)

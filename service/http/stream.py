@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterable, Awaitable, Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -39,6 +39,8 @@ DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
 _encode = msgspec.json.encode
+
+AnyChoice = TypeVar("AnyChoice", bound=ChunkChoice)
 
 
 class RunningAnswer(Response):
@@ -160,10 +162,7 @@ class CompletionForm(Form):
         self.id, self.created = f"cmpl-{context.request_id}", int(time.time())
 
     def whole(self, pieces: list[Piece]) -> bytes:
-        choices = [
-            CompletionChoice(piece.number, piece.text, self.logprobs(piece), piece.finish_reason, piece.seed)  # type: ignore[arg-type]
-            for piece in pieces
-        ]
+        choices = [self._choice(CompletionChoice, piece) for piece in pieces]
         receipt = self.receipt(self.timing)
         return _encode(Completion(self.id, "text_completion", self.created, self.model, choices, self.usage, receipt))
 
@@ -171,11 +170,14 @@ class CompletionForm(Form):
         usage: Usage | None | UnsetType = None if self.include_usage else UNSET
         if self.continuous_usage:
             usage = self.usage
-        choice = ChunkChoice(piece.number, piece.text, self.logprobs(piece), piece.finish_reason, piece.seed)  # type: ignore[arg-type]
-        return self._chunk([choice], usage, self.receipt(self.timing) if is_last else UNSET)
+        return self._chunk([self._choice(ChunkChoice, piece)], usage, self.receipt(self.timing) if is_last else UNSET)
 
     def end(self) -> bytes:
         return self._chunk([], self.usage) if self.include_usage else b""
+
+    def _choice(self, kind: type[AnyChoice], piece: Piece) -> AnyChoice:
+        number, text, finish_reason, seed = _fields(piece)
+        return kind(number, text, self.logprobs(piece), finish_reason, seed)
 
     def _chunk(
         self, choices: list[ChunkChoice], usage: Usage | None | UnsetType, receipt: Receipt | UnsetType = UNSET
