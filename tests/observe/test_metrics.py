@@ -198,8 +198,10 @@ def test_iteration_phases_add_up_to_the_iteration_time(server):
     assert increase("chargpt_iteration_tokens_total_sum") == rows + 12 * 2
 
 
-def test_unknown_characters_are_counted(server):
+def test_unknown_characters_of_requests_that_run_the_model_are_counted(server):
+    body = {"prompt": "€", "unknown_characters": "drop"}
     with Increases(server) as increase:
+        assert web.post(f"{server.url}/tokenize", json=body).json()["dropped_characters"] == 1  # not counted
         generate(server, prompt="a€b€", unknown_characters="drop")
         generate(server, prompt="a€b", unknown_characters="replace", replacement_character="b")
     assert increase("chargpt_unknown_characters_total", policy="drop") == 2
