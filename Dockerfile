@@ -8,6 +8,17 @@ FROM scratch AS checkpoint
 COPY service/checkpoints/tinyshakespeare /
 FROM scratch AS wheels
 
+# A compiler of the same Debian as the last stage, whose libstdc++ the libraries use.
+FROM python:3.11-slim-bookworm AS compiler
+RUN apt-get update && apt-get install --yes --no-install-recommends g++
+WORKDIR /src
+COPY setup.py .
+COPY service/engine/native.cpp service/engine/
+RUN CXXFLAGS=-s python setup.py --quiet build_ext --build-lib /native \
+ && ls /native/service/engine/_native_base.so
+FROM scratch AS native
+COPY --from=compiler /native /
+
 FROM python:3.11-slim-bookworm AS dependencies
 WORKDIR /src
 COPY pyproject.toml .
@@ -16,8 +27,8 @@ RUN python -m venv --without-pip /venv \
     print(*p['dependencies'], *p['optional-dependencies']['service'], sep='\n')" > requirements.txt \
  && grep ^torch requirements.txt > torch.txt
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
-# Torch's own tests and its headers for extensions take 190 MB. Of the 147 MB of bytecode that pip would compile, the
-# service loads 23, which the import below writes.
+# Torch's own tests and its headers for extensions take 190 MB, the tests of other packages 23. Of the 147 MB of bytecode
+# that pip would compile, the service loads 23, which the import below writes.
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=bind,from=wheels,target=/wheels \
     export PIP_PYTHON=/venv/bin/python PIP_FIND_LINKS=/wheels PIP_DISABLE_PIP_VERSION_CHECK=1 \
  && pip install --no-compile --no-deps ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} -r torch.txt \
@@ -25,6 +36,7 @@ RUN --mount=type=cache,target=/root/.cache/pip --mount=type=bind,from=wheels,tar
  && torch=/venv/lib/python3.11/site-packages/torch \
  && rm -r "$torch/include" "$torch/test" \
  && find "$torch/bin" -type f ! -name torch_shm_manager -delete \
+ && find /venv/lib -type d -name tests -prune -exec rm -r {} + \
  && /venv/bin/python -c "import litserve, pydantic_settings, torch"
 
 FROM dependencies AS package
@@ -43,6 +55,7 @@ RUN useradd --uid 10001 --no-create-home --home-dir /tmp chargpt
 # Two layers: a new version of the service transfers kilobytes, not torch.
 COPY --from=dependencies /venv /venv
 COPY --from=package /package /venv/lib/python3.11/site-packages
+COPY --from=native / /venv/lib/python3.11/site-packages
 COPY --from=package /scripts /venv/bin
 COPY --from=checkpoint / /checkpoint
 ENV PATH=/venv/bin:$PATH \

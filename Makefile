@@ -1,4 +1,4 @@
-# `make serve` and `make test` need only Python; `make help` lists the rest.
+# `make serve` and `make test` need only Python, and a C++ compiler for the native engine; `make help` lists the rest.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -18,15 +18,16 @@ LOAD_VENV ?= $(VENV)/load-tools
 LOAD_TOOLS := guidellm==0.8.1 aiperf==0.13.0
 
 BIN := $(VENV)/bin
+NATIVE := service/engine/native.cpp
 RUN := $(VENV)/.installed-service,training
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help serve train bundled test test-slow test-tools chaos-train bench bench-quick bench-table bench-train \
-  load load-guidellm load-aiperf load-sweep lint clean
+.PHONY: help serve train bundled native test test-native-sanitized test-slow test-tools chaos-train bench bench-quick \
+  bench-table bench-train load load-guidellm load-aiperf load-sweep lint clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-21s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 	@echo
 	@echo "Variables: CHECKPOINT=DIR to serve, URL=http://… of a service to load, DATA=FILE and PRESET=quick|cpu|gpu to"
 	@echo "train, ARGS='more flags', PYTHON, VENV, TORCH and TORCH_INDEX_URL for another build of torch."
@@ -43,9 +44,25 @@ bundled: $(RUN) ## retrain the bundled checkpoint: tiny Shakespeare, preset cpu,
 	mkdir -p $(BUNDLED)
 	cp checkpoints/bundled/best/* $(BUNDLED)
 
+native: $(RUN) ## compile the native engine again, whether or not its source has changed; CXX=clang++ for another compiler
+	@$(BIN)/python setup.py --quiet build_ext --inplace --force
+
 # CHARGPT_REQUIRE=docker,prometheus,… turns skips for lack of these into failures; tests/toolbox/needs.py lists them.
 test: $(VENV)/.installed-test ## install test dependencies and run the suite; ARGS='-k model' selects tests
 	$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
+
+# Python itself is not instrumented: the runtime is preloaded, with libstdc++, whose exceptions it intercepts. Python
+# leaves memory allocated at exit, and its own allocator would hide writes beyond the end of small buffers.
+# With -O3 the instrumented source takes minutes to compile.
+SANITIZED := out/sanitized/native.so
+SANITIZED_VARIANT = $(if $(filter x86_64,$(shell uname -m)),v3,base)
+test-native-sanitized: export CXX ?= g++
+test-native-sanitized: $(VENV)/.installed-test ## run the native engine's tests under AddressSanitizer and UBSan
+	CXXFLAGS='-g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all' $(BIN)/python -c \
+	  'from setup import *; compile_native(Path("$(SANITIZED)").absolute(), [*VARIANTS["$(SANITIZED_VARIANT)"], "-O1"])'
+	LD_PRELOAD="$$($$CXX -print-file-name=libasan.so) $$($$CXX -print-file-name=libstdc++.so.6)" \
+	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc \
+	  CHARGPT_NATIVE_LIBRARY='$(abspath $(SANITIZED))' $(BIN)/python -m pytest -k native $(ARGS)
 
 chaos-train: $(VENV)/.installed-test ## stop runs and saves at 117 random moments and compare the outcomes
 	$(BIN)/python -m pytest -m chaos --capture=no --durations=0 $(ARGS)
@@ -58,16 +75,16 @@ test-slow: $(VENV)/.installed-test,llama ## build llama.cpp and compare its logi
 test-tools: $(VENV)/.installed-test ## run the benchmark and the load sweep on tiny models and check their results
 	$(BIN)/python -m pytest -m tools $(ARGS)
 
-bench: $(VENV)/.installed-test ## benchmark the service against its alternatives, about twenty minutes: out/bench
+bench: $(VENV)/.installed-test ## benchmark the service against its alternatives, about forty minutes: out/bench
 	$(BIN)/python -m tests.bench.serve $(ARGS)
 
-bench-quick: $(VENV)/.installed-test ## the same with fewer shapes, batch sizes and repeats, under three minutes
+bench-quick: $(VENV)/.installed-test ## the same with fewer systems, batch sizes and repeats, about five minutes
 	$(BIN)/python -m tests.bench.serve --quick $(ARGS)
 
-bench-table: $(VENV)/.installed-test ## put the tables of out/bench/serve.json into tests/README.md
-	$(BIN)/python -m tests.bench.serve --table tests/README.md $(ARGS)
+bench-table: $(VENV)/.installed-test ## put the tables of out/bench/serve.json into tests/README.md, six rows into README.md
+	$(BIN)/python -m tests.bench.serve --table $(ARGS)
 
-load-sweep: $(VENV)/.installed-test ## latency against offered load, beside stock LitServe, about fourteen minutes: out/load-sweep
+load-sweep: $(VENV)/.installed-test ## latency against offered load, beside llama.cpp and stock LitServe, about twenty minutes: out/load-sweep
 	$(BIN)/python -m tests.load.sweep $(ARGS)
 
 bench-train: $(RUN) ## benchmark training against nanoGPT's CPU recipe, each preset over three seeds: out/bench-train
@@ -98,16 +115,22 @@ lint: $(VENV)/.installed-dev ## check style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-clean: ## remove the environment and tool caches; checkpoints stay
-	rm -rf $(VENV) build *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+clean: ## remove the environment, the native libraries and tool caches; checkpoints stay
+	rm -rf $(VENV) build *.egg-info service/engine/_native_* .pytest_cache .hypothesis .mypy_cache .ruff_cache
 
-# One stamp per set of extras, renewed when pyproject.toml changes.
-$(VENV)/.installed-%: pyproject.toml
-	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or \
-	  sys.exit("chargpt needs Python 3.11 or later, $(PYTHON) is %d.%d: pass PYTHON=python3.12 or the like" % v[:2])'
-	@echo "Installing into $(VENV): takes some minutes the first time"
-	@$(PYTHON) -m venv $(VENV)
-	@$(if $(TORCH),$(BIN)/pip install --quiet --no-deps '$(TORCH)' 2>/dev/null || \
-	  $(BIN)/pip install --no-deps --index-url '$(TORCH_INDEX_URL)' '$(TORCH)')
-	@$(BIN)/pip install --quiet --editable '.[$*]' $(TORCH)
+# One stamp per set of extras. After a change of the native source alone, only that is compiled. pip compiles it too, but
+# shows no warning where it cannot.
+$(VENV)/.installed-%: pyproject.toml setup.py $(NATIVE)
+	@$(if $(filter-out $(NATIVE),$?),$(install))
+	@$(BIN)/python setup.py --quiet build_ext --inplace
 	@touch $@
+
+define install
+$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or \
+  sys.exit("chargpt needs Python 3.11 or later, $(PYTHON) is %d.%d: pass PYTHON=python3.12 or the like" % v[:2])'
+echo "Installing into $(VENV): takes some minutes the first time"
+$(PYTHON) -m venv $(VENV)
+$(if $(TORCH),$(BIN)/pip install --quiet --no-deps '$(TORCH)' 2>/dev/null || \
+  $(BIN)/pip install --no-deps --index-url '$(TORCH_INDEX_URL)' '$(TORCH)')
+$(BIN)/pip install --quiet --editable '.[$*]' $(TORCH)
+endef

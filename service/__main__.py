@@ -40,11 +40,11 @@ def serve(settings: "Settings", **options: Any) -> int:
         signal.signal(signal.SIGTERM, stop)  # until Server.serve
 
         from service.model.checkpoint import CheckpointError
-        from service.server import WorkerStartError, build_server
+        from service.server import BackendError, WorkerStartError, build_server
 
         try:
             server = build_server(settings, **options)
-        except CheckpointError as error:
+        except (CheckpointError, BackendError) as error:
             print(f"{program()}: {error}", file=sys.stderr)
             return 2
         try:

@@ -24,6 +24,8 @@ from litserve.connector import check_cuda_with_nvidia_smi
 from litserve.specs.base import LitSpec
 from litserve.utils import WorkerSetupStatus
 
+from service.engine import native
+from service.engine.runner import resolve
 from service.engine.worker import EngineAPI, EngineLoop, EngineOptions
 from service.http.app import App
 from service.http.context import Service, SharedState
@@ -39,6 +41,10 @@ logger = logging.getLogger(__name__)
 
 class WorkerStartError(Exception):
     """Every inference process failed before it was ready."""
+
+
+class BackendError(ValueError):
+    """The backend or dtype asked for cannot run here."""
 
 
 class PolledEvent(threading.Event):
@@ -80,24 +86,9 @@ class Server(LitServer):
     def __init__(self, settings: Settings, checkpoint: Checkpoint, **lit_options: Any):
         self.settings = settings
         self.state = SharedState(settings.http_processes)
-        self.service = Service(settings, checkpoint, self.state)
-        self.http = App(self.service)
         self.spec = Spec()
         self.must_hurry = False  # after a second signal: do not wait for running requests
-        api = EngineAPI(
-            EngineOptions(
-                checkpoint.path,
-                settings.model_name,
-                settings.threads,
-                settings.max_running_requests,
-                settings.max_queued_requests,
-                settings.prefill_budget,
-                settings.log_level,
-                settings.log_format,
-            ),
-            spec=self.spec,
-            loop=EngineLoop(),
-        )
+        api = EngineAPI(spec=self.spec, loop=EngineLoop())
         super().__init__(
             api,
             accelerator=choose_accelerator(settings.accelerator),
@@ -108,6 +99,23 @@ class Server(LitServer):
             disable_openapi_url=True,  # /docs and /openapi.json are ours
             **lit_options,
         )
+        devices = [str(device) for device in self._inference_workers_config_for_api(api.api_path)]
+        backend, dtype = choose_backend(settings, devices[0])
+        api.options = EngineOptions(
+            checkpoint.path,
+            settings.model_name,
+            backend,
+            dtype,
+            settings.threads,
+            settings.max_running_requests,
+            settings.max_queued_requests,
+            settings.step_seconds,
+            settings.log_level,
+            settings.log_format,
+        )
+        self.service = Service(settings, checkpoint, self.state, backend=backend, dtype=dtype)
+        self.service.devices = devices
+        self.http = App(self.service)
         if lit_options.get("callbacks"):
             trigger = self._callback_runner.trigger_event
             self.http.hooks = (
@@ -115,7 +123,6 @@ class Server(LitServer):
                 lambda: trigger(EventTypes.ON_RESPONSE.value, litserver=self),
             )
         self.app.router.routes += self.http.routes()
-        self.service.devices = [str(device) for device in self._inference_workers_config_for_api(api.api_path)]
         self.uvicorn_graceful_timeout = 1  # requests are drained before uvicorn stops
 
         # Replaces FastAPI's own layers, which no route here needs.
@@ -267,6 +274,21 @@ def choose_accelerator(asked: str) -> str:
     return "cuda"
 
 
+def choose_backend(settings: Settings, device: str) -> tuple[str, str]:
+    """Backend and dtype of every worker.
+
+    Raises:
+        BackendError: those asked for cannot run on the device.
+    """
+    try:
+        backend, dtype = resolve(settings.backend, settings.dtype, device)
+    except ValueError as error:
+        raise BackendError(f"--backend {settings.backend} --dtype {settings.dtype}: {error}") from None
+    if settings.backend == "auto" and backend == "torch" and device == "cpu":
+        logger.warning("serving on backend torch, as native is not available: %s", native.why_not())
+    return backend, dtype
+
+
 def _ignore_signals() -> None:
     """For the manager process: signals to the process group are the main process's to handle."""
     die_with_parent(signal.SIGKILL)
@@ -288,6 +310,7 @@ def build_server(
 
     Raises:
         CheckpointError: the folder is not a checkpoint that can be trusted.
+        BackendError: the settings' backend or dtype cannot run here.
         RuntimeError: PROMETHEUS_MULTIPROC_DIR is not set; `service.__main__.serve` sets it.
     """
     if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:

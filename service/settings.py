@@ -30,7 +30,7 @@ ORIGIN = re.compile(r"(?!http:.*:80$|https:.*:443$)[a-z][a-z0-9+.-]*://([a-z0-9.
 def cpus_left(others: dict[str, Any]) -> int:
     """CPUs for each inference process, with one reserved for each HTTP process.
 
-    Inference threads synchronise at every operation, so none of them should have to wait for a CPU.
+    Inference threads wait for each other, torch's at every operation, so none of them should have to wait for a CPU.
     """
     workers = others.get("devices", 1) * others.get("workers_per_device", 1)
     return max(1, (available_cpus() - others.get("http_processes", 1)) // workers)
@@ -84,6 +84,12 @@ class Settings(BaseSettings):
     )
 
     accelerator: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="device type for the model")
+    backend: Literal["auto", "native", "torch"] = Field(
+        "auto", description="what runs the model; auto: native on a CPU if available, otherwise torch"
+    )
+    dtype: Literal["auto", "float32", "float64", "bfloat16"] = Field(
+        "auto", description="arithmetic of the model; auto: float32 on native and on mps, otherwise float64"
+    )
     devices: int = Field(1, ge=1, le=64, description="devices of that type; each has its own inference process")
     workers_per_device: int = Field(1, ge=1, le=64, description="inference processes per device")
     http_processes: int = Field(1, ge=1, le=64, description="HTTP processes")
@@ -96,7 +102,9 @@ class Settings(BaseSettings):
 
     max_running_requests: int = Field(64, ge=1, le=4096, description="maximum running sequences per worker")
     max_queued_requests: int = Field(1024, ge=0, le=1_000_000, description="maximum waiting sequences per worker")
-    prefill_budget: int = Field(512, ge=1, le=1_000_000, description="prompt characters per engine step")
+    step_seconds: float = Field(
+        0.004, gt=0, le=1, description="target duration of an engine step; bounds how long a prompt delays streams"
+    )
     max_prompt_characters: int = Field(100_000, ge=1, le=100_000_000, description="maximum length of a prompt")
     max_tokens: int = Field(16_384, ge=1, le=100_000_000, description="maximum length of a completion, in characters")
     max_prompts: int = Field(128, ge=1, le=10_000, description="maximum sequences per request: prompts × n or best_of")

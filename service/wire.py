@@ -6,7 +6,8 @@ Ids and numbers: no text of a request, no HTTP. Loads without torch; imports the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 import msgspec
@@ -112,10 +113,27 @@ class Delta(msgspec.Struct, gc=False, array_like=True):
 
 
 class Step(msgspec.Struct, gc=False, array_like=True, tag=True):
-    """Everything that one engine step has for one HTTP process."""
+    """Everything that one engine step has for one HTTP process: new ids in columns, and what is more than ids."""
 
-    deltas: list[Delta]
+    sequences: list[int]  # (B,) those with new ids
+    counts: list[int]  # (B,) how many each has
+    ids: bytes  # the new ids of all, in that order; 32 bits each, in this machine's byte order
+    deltas: list[Delta]  # beginnings, endings and log-probabilities, without ids; they follow the ids of this step
     load: int  # sequences in the worker, running and waiting
+
+    @classmethod
+    def of(cls, deltas: Iterable[Delta], load: int) -> Step:
+        """Moves the deltas' ids into columns."""
+        sequences, counts, ids, others = [], [], array("I"), []
+        for delta in deltas:
+            if delta.ids:
+                sequences.append(delta.id)
+                counts.append(len(delta.ids))
+                ids.extend(delta.ids)
+                delta.ids = []
+            if delta.finish_reason or delta.prefilled_at is not None or delta.logprobs or delta.prompt_logprobs:
+                others.append(delta)
+        return cls(sequences, counts, ids.tobytes(), others, load)
 
 
 ToWorker = Hello | Submit | Abort

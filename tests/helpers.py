@@ -32,6 +32,14 @@ web = httpx.Client(limits=httpx.Limits(max_connections=None, max_keepalive_conne
 
 VOCABULARY = sorted("\n !'.,:;?" + string.ascii_letters)
 
+# The largest --max-tokens: a quarter of an hour for the smallest model. For requests that must still run when a test
+# looks; it must abort them or let them time out.
+ENDLESS = 100_000_000
+
+# Of a random model that takes seconds for a few hundred characters, for requests that must still run when a test looks
+# and then end by themselves.
+SLOW = {"n_embd": 512, "n_head": 8, "n_kv_head": 8}
+
 
 def random_model(dtype: torch.dtype = torch.float32, seed: int = 0, **config: int) -> GPT:
     """A small model whose weights are large enough that texts vary and every layer matters."""
@@ -87,7 +95,7 @@ class RunningServer(Program):
 
     def __init__(self, checkpoint: Path, **settings: object):
         port = free_port()
-        settings = {"checkpoint": checkpoint, "port": port, "threads": 1} | settings
+        settings = {"checkpoint": checkpoint, "port": port, "threads": 1, "max_tokens": ENDLESS} | settings
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
         super().__init__([sys.executable, "-m", "service", *flags], port, "/readyz", start_new_session=True)
         self._client: httpx.Client | None = None

@@ -43,6 +43,7 @@ def elided(output: str) -> str:
     output = re.sub(r'"id":"(cmpl-)?[0-9a-f]{32}"', r'"id":"\1…"', output)
     output = re.sub(r'"created":\d+', '"created":"…"', output)
     output = re.sub(r'("checkpoint_sha256":"|x-checkpoint: )[0-9a-f]{64}', r"\1…", output)
+    output = re.sub(r'("(?:backend|dtype)":"|x-(?:backend|dtype): )[a-z0-9]+', r"\1…", output)
     output = re.sub(r'("[a-z]+_seconds":|"seconds_per_character":)[0-9.e-]+', r'\1"…"', output)
     return re.sub(r"(?m)^((?:x-[a-z-]+-time|x-time-per-token|date|content-length): ).*", r"\1…", output)
 

@@ -1,6 +1,6 @@
 """An independent sampler, written from the definitions of the parameters: NumPy, one row, explicit loops.
 
-The reference for `service.model.sampling.sample`, without rounding errors, tolerances or batches.
+The reference for `service.model.sampling.sample`, without rounding errors or batches.
 """
 
 from __future__ import annotations

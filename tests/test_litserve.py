@@ -112,7 +112,7 @@ class Hooks(ls.Callback):
         note("before_setup")
     def on_after_setup(self, lit_api):
         note("after_setup", lit_api.options.model_name)
-        lit_api.log("parameters", lit_api.engine.runner.model.num_parameters)
+        lit_api.log("slots", lit_api.engine.runner.slots)
     def on_server_start(self, litserver):
         note("server_start")
     def on_server_end(self, litserver):
@@ -158,7 +158,7 @@ def test_callbacks_loggers_and_middlewares_work_as_documented(tmp_path):
         assert server.process.wait(60) == 0, server.output()
     entries = [json.loads(line) for line in seen.read_text().splitlines()]
     (logged,) = (entry for entry in entries if entry[0] == "logged")
-    assert logged[1] == "parameters" and logged[2] > 0
+    assert logged[1] == "slots" and logged[2] > 0
     assert sorted(entry for entry in entries if entry[0] != "logged") == sorted(
         [["server_start"], ["before_setup"], ["after_setup", "chargpt"], ["request", 0], ["response"], ["server_end"]]
     )

@@ -126,7 +126,7 @@ async def connected(piece_bytes=None):
 
 
 def step(number, length=3):
-    return Step([Delta(number, list(range(length)))], number)
+    return Step.of([Delta(number, list(range(length)))], number)
 
 
 def test_worker_counts_as_connected_from_its_hello_until_its_connection_ends():

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import msgspec
+import torch
 
 from service.engine.engine import Engine
+from service.engine.runner import open_runner
 from service.model.gpt import GPT
 from service.model.params import MAX_SEED, SamplingParams
 from service.wire import Submit
@@ -39,7 +41,7 @@ def sample_texts(
         ExhaustedError: with `unique`, after more than REPEATS_PER_TEXT · count consecutive repeats.
     """
     running = min(count, MAX_RUNNING)
-    engine = Engine(model, max_running=running, max_waiting=running)
+    engine = Engine(open_runner(model, slots=running, threads=torch.get_num_threads()), max_waiting=running)
     submitted = emitted = 0  # texts, repeats included
     repeats = 0  # since the last new text
     completions: dict[int, list[int]] = {}

@@ -147,7 +147,7 @@ def facts(title: str, description: str, series: str, hidden: tuple[str, ...]) ->
         .description(description)
         .datasource(DATASOURCE)
         .height(5)
-        .span(12)
+        .span(8)
         .with_target(latest(f"{series}{{{CHOSEN}}}", "").format(PromQueryFormat.TABLE).ref_id("A"))
         .with_transformation(DataTransformerConfig(id_val="organize", options=tidy))
     )
@@ -266,6 +266,7 @@ def build() -> Dashboard:
 
     row("Engine")
     workers = f'count(chargpt_process_start_time_seconds{{{CHOSEN}, process=~"worker-.*"}})'
+    dropped = rate("chargpt_dropped_tokens_total")
     phases = rate("chargpt_iteration_phase_seconds_sum", "phase")
     step, between = rate("chargpt_iteration_seconds_sum"), 'phase="transport"'
     busy = f"({step} + {rate('chargpt_iteration_phase_seconds_sum', labels=between)})"
@@ -281,11 +282,11 @@ def build() -> Dashboard:
     )  # fmt: skip
     utilization = "chargpt_iteration_batch_utilization_ratio"
     show(
-        lines("Batch size", "Mean sequences per decode step", COUNT,
+        lines("Batch size", "Mean sequences decoded per engine step", COUNT,
               {"sequences": mean("chargpt_iteration_batch_size")}),
-        lines("Batch utilization", "Sequences per decode step divided by cache slots", SHARE,
+        lines("Batch utilization", "Sequences decoded per engine step divided by cache slots", SHARE,
               {"mean": mean(utilization)} | quantiles(utilization)),
-        heat("Batch utilization", "Sequences per decode step divided by cache slots", SHARE, utilization,
+        heat("Batch utilization", "Sequences decoded per engine step divided by cache slots", SHARE, utilization,
              exemplars=False),
         lines("Characters per step", "Characters processed per engine step, prompts included", COUNT,
               quantiles("chargpt_iteration_tokens_total")),
@@ -301,12 +302,14 @@ def build() -> Dashboard:
                 " overhead", SHARE,
                 {"{{phase}}": f"{phases} / scalar({workers})",
                  "idle": f"clamp_min(1 - {busy} / {workers}, 0)"}),
-        lines("Device and scheduler", "Share of step time: model and sampling, and the scheduler", SHARE,
-              {"device": rate("chargpt_iteration_phase_seconds_sum", labels='phase=~"decode|prefill|sample|decide"')
+        lines("Device and scheduler", "Share of step time: the runner, and the scheduler", SHARE,
+              {"device": rate("chargpt_iteration_phase_seconds_sum", labels='phase=~"decode|prefill"')
                + f" / {step}",
                "scheduler": rate("chargpt_iteration_phase_seconds_sum", labels='phase="schedule"') + f" / {step}"}),
-        lines("Exact choices", "Share of characters sampled from fp64 logits", SHARE,
-              {"share": f"{rate('chargpt_exact_choices_total')} / {rate('chargpt_generation_tokens_total')}"}),
+        lines("Copied and dropped characters", "Share of prompt characters copied from another sequence's cache, and of"
+              " generated characters beyond a stop", SHARE,
+              {"copied": f"{rate('chargpt_prefix_cache_hit_tokens_total')} / {rate('chargpt_prompt_tokens_total')}",
+               "dropped": f"{dropped} / ({dropped} + {rate('chargpt_generation_tokens_total')})"}),
     )  # fmt: skip
 
     row("Resources")
@@ -327,6 +330,7 @@ def build() -> Dashboard:
     row("Model and build")
     for part in (
         facts("Build", "Software versions", "chargpt_build_info", ()),
+        facts("Engine", "Backend and dtype", "chargpt_engine_info", ()),
         facts("Checkpoint", "Hash and sizes of the served checkpoint", "chargpt_checkpoint_info", ()),
     ):
         dashboard.with_panel(part.id(next(ids)))

@@ -1,7 +1,7 @@
 """Continuous batching over cache slots: submit, abort, step.
 
-Ids only: the engine knows nothing of text, HTTP or LitServe. It is synchronous and not thread-safe; its owner calls
-`step` while `has_work`.
+Ids only: the engine knows nothing of text, HTTP, LitServe or tensors. It is synchronous and not thread-safe; its owner
+calls `step` while `has_work`.
 """
 
 from __future__ import annotations
@@ -11,39 +11,106 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-import torch
+import numpy as np
 
-from service.engine.runner import Result, Runner, StepStats
-from service.engine.scheduler import Prefill, Scheduler
+from service.engine.runner import FAILED, Outcome, Piece, Runner
+from service.engine.scheduler import Copy, Prefill, Scheduler
 from service.engine.sequence import Sequence
-from service.model.gpt import GPT
-from service.wire import Delta, FinishReason, Submit
+from service.wire import Delta, FinishReason, Logprobs, Submit
 
 logger = logging.getLogger(__name__)
 
+MAX_STEPS = 32  # decode steps per call
+MIN_PREFILL = 16  # prompt characters per step
+
+
+class StepStats:
+    """What one engine step did, and the seconds of its phases: schedule, decode, prefill, update."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self.started_at = self.ended_at = clock()
+        self.phases: dict[str, float] = {}
+        self.prefilled_at = 0.0  # when the forward over pieces of prompts had run
+        self.num_prefill_tokens = 0
+        self.num_copied_tokens = 0  # of prompts: keys and values came from another slot
+        self.num_decode_rows = 0
+        self.num_decode_steps = 0  # of the longest row
+        self.num_decode_tokens = 0
+        self.num_dropped_tokens = 0  # chosen beyond a stop
+
+    @property
+    def seconds(self) -> float:
+        return self.ended_at - self.started_at
+
+    def lap(self, phase: str) -> float:
+        """Count the time since the last lap as part of `phase`, and return it; `ended_at` becomes now."""
+        now = self._clock()
+        seconds = now - self.ended_at
+        self.phases[phase] = self.phases.get(phase, 0.0) + seconds
+        self.ended_at = now
+        return seconds
+
+
+class Cost:
+    """Seconds of a call as a function of its size: fixed + each · size, fitted to recent calls.
+
+    Weighted least squares; a call weighs half as much 16 calls later. One call that takes far longer than expected
+    counts as twice the expectation: the machine did something else.
+    """
+
+    DECAY = 2 ** (-1 / 16)
+
+    def __init__(self, each: float):
+        self.fixed, self.each = 0.0, each  # a first guess
+        self._sums = [0.0] * 5  # of weights w, and of w·n, w·n², w·t, w·n·t over sizes n and seconds t
+        self._last_ratio = 1.0
+
+    def seconds(self, size: int) -> float:
+        return self.fixed + self.each * size
+
+    def size_for(self, seconds: float) -> int:
+        """The size that takes `seconds`, or the one at which half of the time is not fixed, if that is larger."""
+        return int(max(seconds - self.fixed, self.fixed) / self.each)
+
+    def observe(self, size: int, seconds: float) -> None:
+        ratio = seconds / self.seconds(size)
+        if self._sums[0]:  # else there is nothing to expect yet
+            seconds *= min(1.0, max(2.0, self._last_ratio) / ratio) if ratio > 2.0 else 1.0
+        self._last_ratio = ratio
+        new = (1.0, size, size * size, seconds, size * seconds)
+        w, n, nn, t, nt = self._sums = [self.DECAY * a + b for a, b in zip(self._sums, new, strict=True)]
+        n, nn, t, nt = n / w, nn / w, t / w, nt / w
+        variance = nn - n * n
+        each = (nt - n * t) / variance if variance > 1e-3 * n * n else t / n
+        self.each = max(1e-9, 0.1 * t / n, min(each, t / n))  # a slope from noise would be far off elsewhere
+        self.fixed = max(0.0, t - self.each * n)
+
 
 class Engine:
-    """Runs a model over many sequences at once.
+    """Runs a model over many sequences at once, as many as the runner has slots.
 
-    max_running: cache slots; max_waiting: further sequences in the queue; prefill_budget: prompt characters
-    per step, which bounds how long a long prompt can delay the streams beside it.
+    max_waiting: further sequences in the queue; step_seconds: how long a step should take, which bounds how long a
+    prompt holds up the streams beside it and how long an arrival waits.
     """
 
     def __init__(
         self,
-        model: GPT,
+        runner: Runner,
         *,
-        max_running: int = 32,
         max_waiting: int = 1024,
-        prefill_budget: int = 512,
+        step_seconds: float = 0.004,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.config = model.config
+        self.config = runner.config
         self.clock = clock
-        self.scheduler = Scheduler(max_running, max_waiting, prefill_budget)
-        self.runner = Runner(model, max_running)
+        self.step_seconds = step_seconds
+        self.scheduler = Scheduler(runner.slots, max_waiting, runner.config)
+        self.runner = runner
         self.stats = StepStats(clock)  # of the last step
-        self._ended: list[Delta] = []  # outside a step; returned by the next one
+        self._decode_cost = Cost(each=step_seconds)  # of one step, by rows; the first call has one step
+        self._prefill_cost = Cost(each=step_seconds / MIN_PREFILL)  # by characters
+        self._ended: list[Delta] = []  # ended early; returned by the current step, or the next
 
     @property
     def has_work(self) -> bool:
@@ -55,33 +122,39 @@ class Engine:
         Raises:
             QueueFullError: no slot is free and the queue is full; nothing was queued.
         """
-        sequence = Sequence(request, self.clock())
-        first_needed = request.score_from or len(request.prompt)  # the first id whose logits are needed
-        sequence.prefill_from = sequence.num_prefilled = max(0, first_needed - self.config.receptive_field)
+        sequence = Sequence(request, self.clock(), self.config.receptive_field)
         self.scheduler.add(sequence)
-        self.runner.add(sequence)
         return sequence
 
     def abort(self, id: int, reason: FinishReason = "abort") -> None:
         """End a sequence now; does nothing if it has ended already."""
         sequence = self.scheduler.finish(id, reason)
         if sequence is not None:
-            self.runner.remove(sequence)
             self._ended.append(self._delta(sequence))
 
-    @torch.inference_mode()
     def step(self) -> list[Delta]:
-        """One turn: schedule, run (fp64 decisions, one decode step, pieces of prompts), update."""
-        self.stats = StepStats(self.clock)
-        self._expire(self.stats.started_at)
-        pieces = self.scheduler.schedule(self.stats.started_at)
-        self.stats.lap("schedule")
-        touched = self._decide(busy=bool(self.scheduler.decoding or pieces))
-        self.stats.lap("decide")
-        touched += self._decode()
-        touched += self._prefill(pieces)
-        deltas = self._deltas(touched)
-        self.stats.lap("schedule")
+        """One turn: schedule, run (some decode steps in one call, then pieces of prompts), update."""
+        stats = self.stats = StepStats(self.clock)
+        scheduler = self.scheduler
+        for id in scheduler.expired(stats.started_at):
+            self.abort(id, "timeout")
+        slots = np.flatnonzero(scheduler.is_decoding)  # (B,)
+        plan = scheduler.schedule(stats.started_at, self._prefill_budget(len(slots)))
+        for copy in plan.copies:
+            self._copy(copy)
+        for sequence, shared in plan.starts:
+            self._start(sequence, shared)
+        stats.lap("schedule")
+        deltas, self._ended = self._ended, []
+        if len(slots):
+            self._decode(slots, deltas)
+        # A start that failed has ended its sequence.
+        pieces = [piece for piece in plan.pieces if not piece.sequence.is_finished]
+        if pieces:
+            self._prefill(pieces, deltas)
+        deltas += self._ended
+        self._ended = []
+        stats.lap("update")
         return deltas
 
     def generate(self, requests: Iterable[Submit]) -> list[list[int]]:
@@ -98,44 +171,115 @@ class Engine:
                 completions[delta.id] += delta.ids
         return list(completions.values())
 
-    def _expire(self, now: float) -> None:
-        for sequence in self.scheduler:
-            if now >= sequence.deadline:
-                self.abort(sequence.id, "timeout")
+    def _prefill_budget(self, rows: int) -> int:
+        """Prompt characters of a step that decodes `rows`."""
+        # Where decoding alone takes as long as a step should, prompts get half as much again.
+        decoding = self._decode_cost.seconds(rows) if rows else 0.0
+        return max(MIN_PREFILL, self._prefill_cost.size_for(max(self.step_seconds - decoding, 0.5 * decoding)))
 
-    def _decide(self, busy: bool) -> list[Sequence]:
-        """Make the choices whose fp64 logits are ready; their sequences decode again."""
-        results = self.runner.decide(busy)
-        self._update(results)
-        for result in results:
-            if not result.sequence.is_finished:
-                self.scheduler.take_back(result.sequence)
-        self.stats.num_exact = sum(not result.is_failed for result in results)
-        return [result.sequence for result in results]
+    def _num_steps(self, rows: int) -> int:
+        """Decode steps of a call over `rows`, if nobody waits for its end: a power of two."""
+        steps, seconds = 1, self._decode_cost.seconds(rows)
+        while steps < MAX_STEPS and 2 * steps * seconds <= self.step_seconds:
+            steps *= 2
+        return steps
 
-    def _decode(self) -> list[Sequence]:
-        sequences = list(self.scheduler.decoding)
-        if sequences:
-            with self._isolated(sequences):
-                self._move_slots()
-                self._update(self.runner.decode(sequences, self.stats))
-                self.stats.lap("sample")
-        return sequences
+    def _copy(self, copy: Copy) -> None:
+        self.runner.copy(*copy)
+        self.stats.num_copied_tokens += copy.length
 
-    def _prefill(self, pieces: list[Prefill]) -> list[Sequence]:
+    def _start(self, sequence: Sequence, shared: Copy | None) -> None:
+        assert sequence.slot is not None
+        with self._isolated([sequence]):
+            self.runner.start(sequence.slot, sequence.request.sampling, sequence.request.prompt)
+            if shared is not None:
+                self._copy(shared)
+
+    def _decode(self, slots: np.ndarray, deltas: list[Delta]) -> None:
+        """Run the sequences in `slots` (B,)."""
+        scheduler, stats = self.scheduler, self.stats
+        by_slot = scheduler.by_slot
+        sequences = [sequence for slot in slots.tolist() if (sequence := by_slot[slot]) is not None]
+        with self._isolated(sequences):
+            special = [b for b, sequence in enumerate(sequences) if sequence.notable is None]
+            allowed = {}
+            for b in special:
+                if (mask := sequences[b].allowed()) is not None:
+                    allowed[b] = mask
+            wants_logits = [b for b in special if sequences[b].request.logprobs is not None]
+            is_waited_for = scheduler.prefilling or any(sequences[b].is_guided for b in special)
+            steps = np.minimum(1 if is_waited_for else self._num_steps(len(slots)), scheduler.num_left[slots])
+            outcome = self.runner.decode(slots, steps, allowed, wants_logits)
+            scheduler.decoded(slots, steps)
+            stats.num_decode_rows, stats.num_decode_steps = len(slots), outcome.ids.shape[1]
+            stats.num_decode_tokens = int(steps.sum())
+            self._decode_cost.observe(len(slots), stats.lap("decode") / stats.num_decode_steps)
+            self._update(sequences, steps, outcome, deltas)
+            stats.lap("update")
+
+    def _update(self, sequences: list[Sequence], steps: np.ndarray, outcome: Outcome, deltas: list[Delta]) -> None:
+        """Take what a decode call chose, of each row the first `steps`."""
+        ids: list[list[int]] = outcome.ids.tolist()
+        for b in np.flatnonzero(steps < outcome.ids.shape[1]).tolist():
+            del ids[b][steps[b] :]
+        failed = set(np.flatnonzero((outcome.ids == FAILED).any(axis=1)).tolist())
+        for b in failed:
+            del ids[b][ids[b].index(FAILED) :]
+        for b, sequence in enumerate(sequences):
+            if b in failed or not sequence.extend_simply(ids[b]):
+                self._take(sequence, ids[b], outcome.logits.get(b), b in failed)
+                self._send(sequence, deltas)
+                continue
+            delta = Delta(sequence.id, ids[b])
+            if sequence.num_completion_tokens == sequence.request.max_tokens:
+                sequence.finish_reason = delta.finish_reason = "length"
+                delta.ended_at = self.clock()
+                self.scheduler.remove(sequence)
+            deltas.append(delta)
+
+    def _prefill(self, pieces: list[Prefill], deltas: list[Delta]) -> None:
+        stats = self.stats
         sequences = [piece.sequence for piece in pieces]
-        if sequences:
-            with self._isolated(sequences):
-                self._move_slots()
-                slots = [self.scheduler.slot(sequence) for sequence in sequences]
-                results = self.runner.prefill(pieces, slots, self.stats)
-                for piece in pieces:
-                    self.scheduler.prefilled(piece)
-                    if not piece.sequence.num_prompt_left:
-                        piece.sequence.prefilled_at = self.stats.prefilled_at
-                self._update(results)
-                self.stats.lap("sample")
-        return sequences
+        with self._isolated(sequences):
+            outcome = self.runner.prefill([_piece(piece) for piece in pieces])
+            stats.num_prefill_tokens = sum(piece.length for piece in pieces)
+            self._prefill_cost.observe(stats.num_prefill_tokens, stats.lap("prefill"))
+            stats.prefilled_at = stats.ended_at
+            ids = outcome.ids[:, 0].tolist()
+            for b, (sequence, length) in enumerate(pieces):
+                logits = outcome.logits.get(b)
+                if sequence.request.score_from is not None and logits is not None:
+                    _score(sequence, logits)
+                chooses = pieces[b].is_last and sequence.request.max_tokens > 0
+                self.scheduler.prefilled(pieces[b])
+                if not sequence.num_prompt_left:
+                    sequence.prefilled_at = stats.prefilled_at
+                if chooses:
+                    is_failed = ids[b] == FAILED
+                    last = None if logits is None else logits[length - 1 : length]
+                    self._take(sequence, [] if is_failed else [ids[b]], last, is_failed)
+                self._send(sequence, deltas)
+            stats.lap("update")
+
+    def _take(self, sequence: Sequence, ids: list[int], logits: np.ndarray | None, is_failed: bool) -> None:
+        """Extend a sequence by chosen ids, which are from logits (len(ids) or more, V) if it reports them."""
+        taken = sequence.extend(ids)
+        if logits is not None and sequence.request.logprobs is not None:
+            sequence.unemitted_logprobs.extend(_logprobs(logits[:taken], ids[:taken], sequence.request))
+        if not sequence.is_guided:  # a guide refuses the id that ends its text
+            self.stats.num_dropped_tokens += len(ids) - taken
+        if is_failed and not sequence.is_finished:
+            sequence.finish_reason = "error"
+            about = {"request_ids": [sequence.request.request_id]}
+            logger.error("sequence %d: the model gave logits that are not finite", sequence.id, extra=about)
+
+    def _send(self, sequence: Sequence, deltas: list[Delta]) -> None:
+        """Add what there is to send of a sequence; remove it if it has finished."""
+        if sequence.is_finished:
+            self.scheduler.remove(sequence)
+        delta = self._delta(sequence)
+        if delta.ids or delta.prompt_logprobs is not None or sequence.is_finished:
+            deltas.append(delta)
 
     @contextlib.contextmanager
     def _isolated(self, sequences: list[Sequence]) -> Iterator[None]:
@@ -148,37 +292,6 @@ class Engine:
             for sequence in sequences:
                 self.abort(sequence.id, "error")
 
-    def _move_slots(self) -> None:
-        self.runner.move(self.scheduler.moves)
-        self.scheduler.moves.clear()
-
-    def _update(self, results: list[Result]) -> None:
-        for result in results:
-            sequence = result.sequence
-            if result.prompt_logprobs is not None:
-                sequence.unemitted_prompt_logprobs.extend(result.prompt_logprobs)
-            if result.is_failed:
-                sequence.finish_reason = "error"
-            elif result.is_undecided:
-                self.scheduler.set_aside(sequence)
-            elif result.id is not None:
-                sequence.append(result.id, result.logprobs)
-
-    def _deltas(self, touched: list[Sequence]) -> list[Delta]:
-        """What this step has to send, after what ended outside of one; removes finished sequences."""
-        deltas, self._ended = self._ended, []
-        ended = {delta.id for delta in deltas}
-        for sequence in dict.fromkeys(touched):
-            if sequence.id in ended:
-                continue
-            if sequence.is_finished:
-                self.scheduler.remove(sequence)
-                self.runner.remove(sequence)
-            delta = self._delta(sequence)
-            if delta.ids or delta.prompt_logprobs is not None or sequence.is_finished:
-                deltas.append(delta)
-        return deltas
-
     def _delta(self, sequence: Sequence) -> Delta:
         ids, logprobs = sequence.emit()
         delta = Delta(sequence.id, ids, sequence.finish_reason)
@@ -190,3 +303,45 @@ class Engine:
             if sequence.is_finished:
                 delta.ended_at = self.clock()
         return delta
+
+
+def _piece(piece: Prefill) -> Piece:
+    sequence, length = piece
+    assert sequence.slot is not None
+    start = sequence.num_prefilled - sequence.prefill_from
+    chooses = piece.is_last and sequence.request.max_tokens > 0
+    return Piece(
+        sequence.slot,
+        sequence.cut_prompt[start : start + length],
+        chooses,
+        sequence.allowed() if chooses else None,
+        sequence.request.score_from is not None or (chooses and sequence.request.logprobs is not None),
+    )
+
+
+def _score(sequence: Sequence, logits: np.ndarray) -> None:
+    """Take the log-probabilities of the prompt's ids that the logits (T, V) of its next piece predict."""
+    request, start = sequence.request, sequence.num_prefilled
+    assert request.score_from is not None
+    first = max(start + 1, request.score_from)  # the id at index i is predicted at position i−1
+    last = min(start + len(logits) + 1, len(request.prompt))
+    if first < last:
+        ids = request.prompt[first:last]
+        sequence.unemitted_prompt_logprobs.extend(_logprobs(logits[first - 1 - start : last - 1 - start], ids, request))
+
+
+def _logprobs(logits: np.ndarray, ids: list[int], request: Submit) -> Logprobs:
+    """Of `ids` (N,) under logits (N, V), each with the alternatives that the request asks for."""
+    z = logits - logits.max(axis=1, keepdims=True)
+    logprobs = z - np.log(np.exp(z).sum(axis=1, keepdims=True))
+    row = np.arange(len(ids))[:, None]
+    values = logprobs[row[:, 0], ids].tolist()
+    if request.logprob_ids:
+        top_ids = np.tile(request.logprob_ids, (len(ids), 1))
+    elif request.logprobs:
+        k = min(request.logprobs, logits.shape[1])
+        top_ids = np.argpartition(-logprobs, k - 1, axis=1)[:, :k]
+        top_ids = top_ids[row, np.lexsort((top_ids, -logprobs[row, top_ids]))]  # of equals the lower id first
+    else:
+        return Logprobs(values)
+    return Logprobs(values, top_ids.ravel().tolist(), logprobs[row, top_ids].ravel().tolist())

@@ -1,4 +1,4 @@
-"""Who runs: a queue, a fixed number of cache slots, and a budget of prompt characters per step.
+"""Who runs when: a queue, a fixed number of cache slots, and the prompts that share a beginning.
 
 Bookkeeping only: no torch, no text, no HTTP, no clock of its own (the engine passes the time in).
 """
@@ -6,11 +6,17 @@ Bookkeeping only: no torch, no text, no HTTP, no clock of its own (the engine pa
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
 
 from service.engine.sequence import Sequence
+from service.model.config import GPTConfig
 from service.wire import FinishReason
+
+MIN_SHARED = 16  # characters; copying fewer costs as much as running them
 
 
 class QueueFullError(Exception):
@@ -20,33 +26,50 @@ class QueueFullError(Exception):
         super().__init__(f"queue full (limit {limit})")
 
 
-@dataclass
-class Prefill:
+class Copy(NamedTuple):
+    """The first `length` positions of a slot's cache, which another slot starts with."""
+
+    source: int
+    target: int
+    length: int
+
+
+class Prefill(NamedTuple):
     """A piece of a prompt to run in this step."""
 
     sequence: Sequence
-    count: int  # ids
+    length: int  # ids
 
     @property
     def is_last(self) -> bool:
-        return self.count == self.sequence.num_prompt_left
+        return self.length == self.sequence.num_prompt_left
+
+
+class Plan(NamedTuple):
+    """What a step does besides decoding, to be carried out in this order."""
+
+    copies: list[Copy]  # into slots that waited for them
+    starts: list[tuple[Sequence, Copy | None]]  # sequences that got a slot, and what of the cache they start with
+    pieces: list[Prefill]
 
 
 class Scheduler:
-    """Slots 0 … len(decoding)−1 hold the decoding sequences; the next ones those in prefill or set aside.
+    """A sequence keeps its slot from start to end; the lowest free slot goes first.
 
-    So a decode step always covers one slice of the cache. `moves` are the slot copies that keep it so; the engine
-    carries them out before its next forward.
+    Arrays are by slot, so that a decode step costs the same few array operations at any number of rows.
     """
 
-    def __init__(self, max_running: int, max_waiting: int, prefill_budget: int):
+    def __init__(self, max_running: int, max_waiting: int, config: GPTConfig):
         self.max_running = max_running
         self.max_waiting = max_waiting
-        self.prefill_budget = prefill_budget  # prompt ids per step
-        self.decoding: list[Sequence] = []  # by slot
-        self.aside: list[Sequence] = []  # by slot, after the decoding ones: in prefill, or `set_aside`
-        self.moves: list[tuple[int, int]] = []  # (source slot, target slot), in order
+        self.by_slot: list[Sequence | None] = [None] * max_running
+        self.is_decoding = np.zeros(max_running, dtype=bool)
+        self.num_left = np.zeros(max_running, dtype=np.int64)  # characters that a decoding sequence may still choose
+        self.prefilling: list[Sequence] = []  # in order of arrival in a slot
+        self.contents = Contents(max_running, config)
+        self._free = list(range(max_running))  # heap
         self._waiting: list[tuple[int, int, Sequence]] = []  # heap of (priority, order of arrival, sequence)
+        self._deadlines: list[tuple[float, int]] = []  # heap of (deadline, id)
         self._arrivals = 0
         self._by_id: dict[int, Sequence] = {}
 
@@ -62,7 +85,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self.decoding) + len(self.aside)
+        return self.max_running - len(self._free)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence.
@@ -70,11 +93,20 @@ class Scheduler:
         Raises:
             QueueFullError: no slot is free and the queue is full; nothing was queued.
         """
-        if self.num_running + self.num_waiting >= self.max_running + self.max_waiting:
+        if len(self._by_id) >= self.max_running + self.max_waiting:
             raise QueueFullError(self.max_waiting)
         heapq.heappush(self._waiting, (sequence.request.priority, self._arrivals, sequence))
         self._arrivals += 1
         self._by_id[sequence.id] = sequence
+        if sequence.deadline < math.inf:
+            heapq.heappush(self._deadlines, (sequence.deadline, sequence.id))
+
+    def expired(self, now: float) -> list[int]:
+        """Ids of sequences whose deadline has come."""
+        ids = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            ids.append(heapq.heappop(self._deadlines)[1])
+        return ids
 
     def finish(self, id: int, reason: FinishReason) -> Sequence | None:
         """End a sequence early, wherever it is; None if it has ended already."""
@@ -88,84 +120,211 @@ class Scheduler:
         """Free what a finished sequence holds."""
         assert sequence.is_finished
         del self._by_id[sequence.id]
-        if sequence in self.decoding:
-            hole = self.decoding.index(sequence)
-            last = self.decoding.pop()
-            if last is not sequence:
-                self.decoding[hole] = last
-                self.moves.append((len(self.decoding), hole))
-            # Those aside start one slot earlier now: the last of them goes into the hole.
-            if self.aside:
-                self.moves.append((self.num_running, len(self.decoding)))
-                self.aside.insert(0, self.aside.pop())
-        elif sequence in self.aside:
-            hole = self.aside.index(sequence)
-            last = self.aside.pop()
-            if last is not sequence:
-                self.aside[hole] = last
-                self.moves.append((self.num_running, len(self.decoding) + hole))
+        slot = sequence.slot
+        if slot is not None:
+            if self.is_decoding[slot]:
+                self.is_decoding[slot] = False
+            else:
+                self.prefilling.remove(sequence)
+            if sequence.finish_reason == "error":  # its keys and values may not be finite
+                self.contents.clear(slot)
+            else:
+                self.contents.ended(slot, sequence)
+            self.by_slot[slot] = None
+            heapq.heappush(self._free, slot)
+        # Ended sequences stay in the heaps until popped, or until they outnumber the others.
         elif len(self._waiting) > 2 * self.num_waiting + 64:
-            # Finished sequences stay in the heap until popped, or until they outnumber the waiting ones.
             self._waiting = [item for item in self._waiting if not item[2].is_finished]
             heapq.heapify(self._waiting)
+        if len(self._deadlines) > 2 * len(self._by_id) + 64:
+            self._deadlines = [item for item in self._deadlines if item[1] in self._by_id]
+            heapq.heapify(self._deadlines)
 
-    def schedule(self, now: float) -> list[Prefill]:
-        """Give free slots to waiting sequences and share out this step's prefill budget, first come first served.
+    def schedule(self, now: float, budget: int) -> Plan:
+        """Give free slots to waiting sequences, and share out `budget` prompt characters, first come first served.
 
-        Sequences that are only scored come last: streams are sensitive to latency, scoring is not.
+        Sequences that are only scored come last: streams are sensitive to latency, scoring is not. A prompt that
+        shares its beginning with one in prefill waits until that has run, and copies it.
         """
-        while self._waiting and self.num_running < self.max_running:
-            _, _, sequence = heapq.heappop(self._waiting)
+        copies = [copy for it in self.prefilling if it.source is not None and (copy := self._copy_from_source(it))]
+        starts = []
+        while self._waiting and self._free:
+            sequence = heapq.heappop(self._waiting)[2]
             if not sequence.is_finished:
                 sequence.scheduled_at = now
-                self.aside.append(sequence)
-        budget = self.prefill_budget
-        pieces = []
-        prefilling = [sequence for sequence in self.aside if sequence.num_prompt_left]
-        for sequence in sorted(prefilling, key=lambda it: (it.request.max_tokens == 0, it.scheduled_at)):
-            count = min(sequence.num_prompt_left, budget)
-            if count == 0:
-                break
-            pieces.append(Prefill(sequence, count))
-            budget -= count
-        return pieces
-
-    def slot(self, sequence: Sequence) -> int:
-        """The cache slot of a running sequence once the moves are carried out."""
-        if sequence in self.decoding:
-            return self.decoding.index(sequence)
-        return len(self.decoding) + self.aside.index(sequence)
+                starts.append((sequence, self._start(sequence)))
+        return Plan(copies, starts, self._pieces(budget) if self.prefilling else [])
 
     def prefilled(self, piece: Prefill) -> None:
         """Record that a piece has run; after the last one its sequence decodes, or ends if it is only scored."""
         sequence = piece.sequence
-        sequence.num_prefilled += piece.count
+        assert sequence.slot is not None
+        sequence.num_prefilled += piece.length
+        self.contents.num_held[sequence.slot] += piece.length
         if sequence.num_prompt_left:
             return
         if sequence.request.max_tokens == 0:
             sequence.finish_reason = "length"
         else:
-            self.take_back(sequence)
+            self.prefilling.remove(sequence)
+            self.is_decoding[sequence.slot] = True
+            self.num_left[sequence.slot] = sequence.request.max_tokens - 1  # the first one is chosen with the piece
 
-    def set_aside(self, sequence: Sequence) -> None:
-        """Exclude a decoding sequence from decode steps until `take_back`; it keeps its slot."""
-        last = len(self.decoding) - 1
-        i = self.decoding.index(sequence)
-        self._swap(i, last)
-        self.decoding[i] = self.decoding[last]
-        self.decoding.pop()
-        self.aside.insert(0, sequence)
+    def decoded(self, slots: np.ndarray, steps: np.ndarray) -> None:
+        """Record that the sequences in `slots` (B,) have run `steps` (B,) characters."""
+        self.contents.num_held[slots] += steps
+        self.num_left[slots] -= steps
 
-    def take_back(self, sequence: Sequence) -> None:
-        """Include a sequence in decode steps again."""
-        first = len(self.decoding)
-        i = self.aside.index(sequence)
-        self._swap(first, first + i)
-        self.aside[i] = self.aside[0]
-        self.aside.pop(0)
-        self.decoding.append(sequence)
+    def _start(self, sequence: Sequence) -> Copy | None:
+        """Give a slot to a sequence."""
+        found = self.contents.find(sequence)
+        slot = heapq.heappop(self._free)
+        if found is not None and found.source == slot:  # it cannot be emptied and copied
+            if self._free:
+                slot = heapq.heapreplace(self._free, slot)
+            else:
+                found = None
+        sequence.slot = slot
+        self.by_slot[slot] = sequence
+        self.prefilling.append(sequence)
+        self.contents.start(slot, sequence)
+        return self._take(sequence, found)
 
-    def _swap(self, a: int, b: int) -> None:
-        """Swap the contents of two slots through the spare one."""
-        if a != b:
-            self.moves += [(a, self.max_running), (b, a), (self.max_running, b)]
+    def _take(self, sequence: Sequence, found: Found | None) -> Copy | None:
+        """Copy what was found, or wait for it."""
+        assert sequence.slot is not None
+        sequence.source = None
+        if found is None:
+            return None
+        if found.is_ready:
+            sequence.num_copied = found.length
+            sequence.num_prefilled += found.length
+            self.contents.num_held[sequence.slot] = found.length
+            return Copy(found.source, sequence.slot, found.length)
+        sequence.source, sequence.num_shared = self.by_slot[found.source], found.length
+        return None
+
+    def _copy_from_source(self, sequence: Sequence) -> Copy | None:
+        """The copy that a sequence waits for, if it is possible now; if its source has ended, it looks for another."""
+        source, length = sequence.source, sequence.num_shared
+        assert source is not None and source.slot is not None
+        held = int(self.contents.num_held[source.slot])
+        if held >= length:
+            return self._take(sequence, Found(source.slot, length, is_ready=True))
+        return self._take(sequence, self.contents.find(sequence)) if source.is_finished else None
+
+    def _pieces(self, budget: int) -> list[Prefill]:
+        stop_at: dict[int, int] = {}  # slot -> where it must stop, so that those that wait for it can copy
+        for sequence in self.prefilling:
+            if sequence.source is not None:
+                assert sequence.source.slot is not None
+                limit = self.contents.last_chance(sequence.num_shared)
+                stop_at[sequence.source.slot] = min(limit, stop_at.get(sequence.source.slot, limit))
+        pieces = []
+        for sequence in sorted(self.prefilling, key=lambda it: it.request.max_tokens == 0):
+            if budget <= 0:
+                break
+            if sequence.source is None:
+                slot = sequence.slot
+                assert slot is not None
+                length = min(sequence.num_prompt_left, budget)
+                if slot in stop_at:
+                    length = min(length, stop_at[slot] - int(self.contents.num_held[slot]))
+                pieces.append(Prefill(sequence, length))
+                budget -= length
+        return pieces
+
+
+class Found(NamedTuple):
+    """A slot whose sequence shares its first `length` ids with another."""
+
+    source: int
+    length: int
+    is_ready: bool  # to be copied now; else it is still in prefill
+
+
+class Contents:
+    """What the cache slots hold: the ids from position 0 on, of running sequences and of ended ones.
+
+    Each slot is a ring of W: of a text that has outgrown it, only a copy of nearly all of it is possible.
+    """
+
+    def __init__(self, slots: int, config: GPTConfig):
+        self.window = config.block_size
+        self.num_held = np.zeros(slots, dtype=np.int64)  # positions processed, generated ones included
+        self._ids = np.full((slots, config.receptive_field), -1, dtype=np.int32)  # −1: past what is known
+        self._slots: dict[bytes, set[int]] = {}  # the first MIN_SHARED ids -> the slots that begin so
+        self._beginnings: list[bytes | None] = [None] * slots
+        self._may_wait_for: list[Sequence | None] = [None] * slots  # the sequence that is in prefill there
+
+    def start(self, slot: int, sequence: Sequence) -> None:
+        """A slot is empty, and is about to run the sequence's prompt."""
+        self.clear(slot)
+        self._record(slot, sequence.cut_prompt)
+        if sequence.request.max_tokens:  # who is only scored runs last
+            self._may_wait_for[slot] = sequence
+
+    def ended(self, slot: int, sequence: Sequence) -> None:
+        """A sequence leaves its text in a slot."""
+        self._may_wait_for[slot] = None
+        known = len(sequence.ids) - sequence.prefill_from
+        if known < MIN_SHARED or known > self._ids.shape[1]:
+            self.clear(slot)
+        else:
+            self._record(slot, np.array(sequence.ids[sequence.prefill_from :], dtype=np.int32))
+
+    def clear(self, slot: int) -> None:
+        """A slot holds nothing that may be copied."""
+        self.num_held[slot] = 0
+        self._may_wait_for[slot] = None
+        beginning, self._beginnings[slot] = self._beginnings[slot], None
+        if beginning is not None:
+            slots = self._slots[beginning]
+            slots.remove(slot)
+            if not slots:
+                del self._slots[beginning]
+
+    def last_chance(self, length: int) -> int:
+        """The most positions that a slot may have processed when its first `length` are copied."""
+        return max(self.window, length + 1)
+
+    def find(self, sequence: Sequence) -> Found | None:
+        """The slot that shares most of the sequence's beginning: of equals one to be copied now, then the lowest."""
+        limit = min(sequence.max_shared, self._ids.shape[1])
+        if limit < MIN_SHARED:
+            return None
+        ids = sequence.cut_prompt[:limit]
+        slots = self._slots.get(ids[:MIN_SHARED].tobytes())
+        if not slots:
+            return None
+        who = np.array(sorted(slots))
+        differs = self._ids[who, :limit] != ids  # (slots, limit)
+        shared = np.where(differs.any(axis=1), differs.argmax(axis=1), limit)
+        best: Found | None = None
+        for i in np.argsort(-shared, kind="stable").tolist():
+            slot, length = int(who[i]), int(shared[i])
+            if slot == sequence.slot:
+                continue
+            if best is not None and (best.length, best.is_ready) >= (length, True):
+                break
+            held = int(self.num_held[slot])
+            runs = self._may_wait_for[slot]
+            waits = runs is not None and runs.source is None and runs.num_prompt_left > 0 and held < length
+            if not waits:
+                length = min(length, held)
+                if length < MIN_SHARED or held > self.last_chance(length):
+                    continue
+            found = Found(slot, length, not waits)
+            if best is None or (found.length, found.is_ready) > (best.length, best.is_ready):
+                best = found
+        return best
+
+    def _record(self, slot: int, ids: np.ndarray) -> None:
+        if len(ids) < MIN_SHARED:
+            return
+        ids = ids[: self._ids.shape[1]]
+        self._ids[slot, : len(ids)] = ids
+        self._ids[slot, len(ids) :] = -1
+        if self._beginnings[slot] is None:
+            beginning = self._beginnings[slot] = ids[:MIN_SHARED].tobytes()
+            self._slots.setdefault(beginning, set()).add(slot)

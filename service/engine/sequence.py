@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from service.constrain.automaton import Automaton, Guide, StopPattern
 from service.wire import FinishReason, Logprobs, Submit
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 class StopMatcher:
@@ -61,17 +59,28 @@ def _automaton(packed: bytes) -> Automaton:
 
 
 class Sequence:
-    """The state of one submitted sequence. Times are on the engine's clock."""
+    """The state of one submitted sequence. Times are on the engine's clock.
 
-    def __init__(self, request: Submit, arrived_at: float = 0.0):
+    receptive_field: of the model; earlier prompt ids cannot influence a logit that is needed, and are skipped.
+    """
+
+    def __init__(self, request: Submit, arrived_at: float = 0.0, receptive_field: int = 2**31):
         assert request.prompt and request.max_tokens >= 0, "validated before it gets here"
         assert request.score_from is None or (request.score_from >= 1 and request.logprobs is not None)
         self.request = request
         self.id = request.id
         self.deadline = arrived_at + request.timeout_seconds
         self.ids = list(request.prompt)  # prompt, then completion
-        self.prefill_from = 0  # earlier prompt ids cannot influence a logit that is needed
-        self.num_prefilled = 0  # prompt ids in the cache, or skipped
+        first_needed = len(request.prompt) if request.score_from is None else request.score_from
+        self.prefill_from = max(0, first_needed - receptive_field)
+        self.cut_prompt = np.array(request.prompt[self.prefill_from :], dtype=np.int32)
+        # Of the cut prompt, so many ids at most may come from another's cache: the logits of the others are needed.
+        self.max_shared = first_needed - 1 - self.prefill_from
+        self.slot: int | None = None
+        self.source: Sequence | None = None  # in prefill; its first `num_shared` ids are copied once they have run
+        self.num_shared = 0
+        self.num_copied = 0  # ids whose keys and values came from another slot
+        self.num_prefilled = self.prefill_from  # prompt ids in the cache, or skipped
         self.num_emitted = 0  # completion ids emitted
         self.num_cut = 0  # ids at the end that belong to a stop
         self.finish_reason: FinishReason | None = None
@@ -81,9 +90,14 @@ class Sequence:
         self.unemitted_logprobs = Logprobs()
         self.unemitted_prompt_logprobs = Logprobs()
         self._guide = None if request.constraint is None else Guide(_automaton(request.constraint))
+        self.is_guided = self._guide is not None
         self._stops: list[StopMatcher | StopPattern] = [StopMatcher(request.stop)] if request.stop else []
         if request.stop_pattern is not None:
             self._stops.append(StopPattern(_automaton(request.stop_pattern)))
+        self.num_held = 0  # ids at the end that may begin a stop
+        # Ids that may begin a stop: while none is held and none comes, ids need no other look. None: each needs one.
+        is_simple = request.constraint is None and request.stop_pattern is None and request.logprobs is None
+        self.notable = frozenset(stop[0] for stop in request.stop) if is_simple else None
 
     @property
     def num_completion_tokens(self) -> int:
@@ -105,14 +119,32 @@ class Sequence:
         must_continue = not self.request.may_leave or self.num_completion_tokens < self.request.min_tokens
         return self._guide.allowed(self.request.max_tokens - self.num_completion_tokens, must_continue)
 
-    def append(self, id: int, logprobs: Logprobs | None = None) -> None:
+    def extend_simply(self, ids: list[int]) -> bool:
+        """Take ids that are emitted at once and can only end the sequence by max_tokens, which the caller watches.
+
+        False if they need `extend`.
+        """
+        if self.notable is None or self.num_held or not self.notable.isdisjoint(ids):
+            return False
+        self.ids += ids
+        self.num_emitted += len(ids)
+        return True
+
+    def extend(self, ids: list[int]) -> int:
+        """Take the next ids of the completion until one ends it; returns how many became part of it."""
+        before = len(self.ids)
+        for id in ids:
+            self.append(id)
+            if self.is_finished:
+                break
+        return len(self.ids) - before
+
+    def append(self, id: int) -> None:
         """Take the next id of the completion; ends the sequence at a stop, at max_tokens or where its pattern ends."""
         if self._guide is not None and not self._guide.push(id):
             self.finish_reason = "stop"
             return
         self.ids.append(id)
-        if logprobs is not None:
-            self.unemitted_logprobs.extend(logprobs)
         if self._stops:
             matched = max(stop.push(id) or 0 for stop in self._stops)
             num_cut = 0 if self.request.include_stop else matched
@@ -120,6 +152,7 @@ class Sequence:
                 self.num_cut = num_cut
                 self.finish_reason = "stop"
                 return
+            self.num_held = max(stop.held for stop in self._stops)
         if self._guide is not None and self._guide.must_end:
             self.finish_reason = "stop"
         elif self.num_completion_tokens == self.request.max_tokens:
@@ -133,8 +166,8 @@ class Sequence:
         end = len(self.ids)
         if self.finish_reason == "stop":
             end -= self.num_cut
-        elif self._stops and not self.is_finished:
-            end -= max(stop.held for stop in self._stops)
+        elif not self.is_finished:
+            end -= self.num_held
         start = len(self.request.prompt) + self.num_emitted
         end = max(start, end)
         self.num_emitted += end - start

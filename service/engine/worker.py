@@ -34,10 +34,12 @@ class EngineOptions(NamedTuple):
 
     checkpoint: Path
     model_name: str
+    backend: str
+    dtype: str
     threads: int
     max_running: int
     max_waiting: int
-    prefill_budget: int
+    step_seconds: float
     log_level: str
     log_format: LogFormat
 
@@ -45,12 +47,9 @@ class EngineOptions(NamedTuple):
 class EngineAPI(LitAPI):
     """What LitServe places on a device: an engine over the checkpoint's model."""
 
+    options: EngineOptions  # from the server
     engine: Engine  # these two from `setup`
     metrics: Metrics
-
-    def __init__(self, options: EngineOptions, **lit_options: Any):
-        super().__init__(**lit_options)
-        self.options = options
 
     def setup(self, device: str) -> None:
         options = self.options
@@ -59,21 +58,18 @@ class EngineAPI(LitAPI):
         # A terminal's Ctrl-C reaches this process too, but running sequences are to finish.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-        import torch
         from prometheus_client import CollectorRegistry
 
         from service.engine.engine import Engine
+        from service.engine.runner import open_runner
         from service.model.checkpoint import Checkpoint
         from service.observe.metrics import Metrics
 
-        torch.set_num_threads(options.threads)
-        model = Checkpoint.read(options.checkpoint).load_model(device)
-        self.engine = Engine(
-            model,
-            max_running=options.max_running,
-            max_waiting=options.max_waiting,
-            prefill_budget=options.prefill_budget,
-        )
+        runner = open_runner(
+            Checkpoint.read(options.checkpoint), options.backend, options.dtype,
+            options.max_running, options.threads, device,
+        )  # fmt: skip
+        self.engine = Engine(runner, max_waiting=options.max_waiting, step_seconds=options.step_seconds)
         self.metrics = Metrics(options.model_name, CollectorRegistry(), f"worker-{os.environ['LITSERVE_WORKER_ID']}")
         self.metrics.num_requests_running.set(0)
         self.metrics.num_requests_waiting.set(0)
@@ -81,9 +77,9 @@ class EngineAPI(LitAPI):
         self.metrics.cache_slots_in_use.set(0)
         relax_garbage_collector()
         logger.info(
-            "serving %s on %s: parameters %d, slots %d, threads %d, rounding tolerance %.1e",
-            options.checkpoint, device, model.num_parameters, options.max_running, options.threads,
-            self.engine.runner.tolerance,
+            "serving %s on %s: backend %s, dtype %s, slots %d, threads %d%s",
+            options.checkpoint, device, runner.backend, runner.dtype, runner.slots, options.threads,
+            f" ({description})" if (description := getattr(runner, "description", "")) else "",
         )  # fmt: skip
 
 
@@ -157,7 +153,7 @@ class EngineLoop(LitLoop):
             if delta.finish_reason is not None:
                 self._drain.ended(engine.clock())
         for consumer_id, its_deltas in outgoing.items():
-            sockets.send(Step(its_deltas, len(engine.scheduler)), consumer_id)
+            sockets.send(Step.of(its_deltas, len(engine.scheduler)), consumer_id)
 
     def _stop(self, *_: Any) -> None:
         """SIGTERM: exit once no HTTP process is connected; they end first."""
@@ -176,9 +172,11 @@ def _observe(engine: Engine, metrics: Metrics, transport_seconds: float) -> None
     if stats.num_decode_rows:
         metrics.iteration_batch_size.observe(stats.num_decode_rows)
         metrics.iteration_batch_utilization.observe(stats.num_decode_rows / scheduler.max_running)
-    metrics.iteration_tokens.observe(stats.num_decode_rows + stats.num_prefill_tokens)
-    if stats.num_exact:
-        metrics.exact_choices.inc(stats.num_exact)
+    metrics.iteration_tokens.observe(stats.num_decode_tokens + stats.num_prefill_tokens)
+    if stats.num_copied_tokens:
+        metrics.prefix_cache_hit_tokens.inc(stats.num_copied_tokens)
+    if stats.num_dropped_tokens:
+        metrics.dropped_tokens.inc(stats.num_dropped_tokens)
     metrics.num_requests_running.set(scheduler.num_running)
     metrics.num_requests_waiting.set(scheduler.num_waiting)
     metrics.cache_slots_in_use.set(scheduler.num_running)

@@ -123,7 +123,7 @@ class App:
         service, loop = self.service, asyncio.get_running_loop()
         service.process_id, process = process_id, f"http-{process_id}"
         metrics = Metrics(service.settings.model_name, CollectorRegistry(), process, later=loop.call_later)
-        service.client = EngineClient(transport, process_id, metrics, service.tokenizer)
+        service.client = EngineClient(transport, process_id, metrics, service.checkpoint)
         service.metrics = metrics
         if service.settings.otlp_traces_endpoint is not None:
             from service.observe.tracing import Tracer  # loads OpenTelemetry

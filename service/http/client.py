@@ -9,14 +9,18 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterable, AsyncIterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
+import numpy as np
+
 from service.http.schemas import ApiError, Timing
-from service.model.tokenizer import CharTokenizer
+from service.model.checkpoint import Checkpoint
 from service.observe.metrics import Metrics
 from service.sockets import SocketTransport, WorkerLost
 from service.wire import Abort, Delta, FinishReason, Logprobs, Refused, Step, Submit, sequence_id
@@ -24,6 +28,7 @@ from service.wire import Abort, Delta, FinishReason, Logprobs, Refused, Step, Su
 logger = logging.getLogger(__name__)
 
 LATE_SECONDS = 5.0  # grace period after the deadline, before a sequence without news is given up
+TICK_SECONDS = 0.001  # resolution of the event loop's timers
 CONNECT_SECONDS = 5.0  # how long a starting HTTP process waits for a first worker
 FAILURES = frozenset({"abort", "timeout", "error"})
 
@@ -50,7 +55,7 @@ class SequenceState:
     echo: str  # to be emitted before the first character
     worker: int = -1
     prompt_logprobs: Logprobs = field(default_factory=Logprobs)
-    new_ids: list[int] = field(default_factory=list)  # arrived, not taken yet
+    new_texts: list[str] = field(default_factory=list)  # arrived, not taken yet
     new_logprobs: Logprobs = field(default_factory=Logprobs)
     num_completion_tokens: int = 0
     num_taken: int = 0
@@ -83,7 +88,7 @@ class Generation:
         echo: list[str] | None = None,
         interval: float | None = None,
     ):
-        self._client, self._metrics, self._tokenizer = client, client.metrics, client.tokenizer
+        self._client, self._metrics = client, client.metrics
         self._arrived_at = arrived_at
         self._interval = interval
         self._submitted_at = time.monotonic()
@@ -100,7 +105,6 @@ class Generation:
         self._is_urgent = False
         self._taken_at = 0.0
         self._waiter: asyncio.Future[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
 
     def abort(self) -> None:
         """End whatever still runs."""
@@ -174,45 +178,52 @@ class Generation:
             raise self._failure
 
     async def _until_due(self) -> None:
-        if not self._is_urgent:
-            self._waiter = asyncio.get_running_loop().create_future()
-            if self._touched:
-                self._set_timer()
+        if self._is_urgent:
+            self._taken_at = time.monotonic()
+        else:
+            self._waiter = self._client.loop.create_future()
+            if self._touched:  # since the last piece was taken
+                self.wake_when_due(time.monotonic())
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-                if self._timer is not None:
-                    self._timer.cancel()
-                    self._timer = None
         self._is_urgent = False
-        self._taken_at = time.monotonic()
 
-    def _set_timer(self) -> None:
-        if self._interval is not None:
-            rest = self._taken_at + self._interval - time.monotonic()
-            self._timer = asyncio.get_running_loop().call_later(max(0.0, rest), self._wake)
+    @property
+    def due_at(self) -> float:
+        """When the next pieces may be written, if nothing is urgent."""
+        return math.inf if self._interval is None else self._taken_at + self._interval
 
-    def _wake(self) -> None:
+    @property
+    def is_stream(self) -> bool:
+        return self._interval is not None
+
+    def wake(self, now: float) -> None:
         if self._waiter is not None and not self._waiter.done():
+            self._taken_at = now
             self._waiter.set_result(None)
 
+    def wake_when_due(self, now: float) -> None:
+        """Now, or at the tick of the client's clock that follows `due_at`."""
+        if self._waiter is None or self._waiter.done() or not self.is_stream:
+            return
+        if self.due_at <= now + TICK_SECONDS:
+            self.wake(now)
+        else:
+            self._client.wake_later(self)
+
+    def add(self, sequence: SequenceState, text: str, now: float) -> None:
+        """Take in new characters."""
+        sequence.num_completion_tokens += len(text)
+        sequence.new_texts.append(text)
+        sequence.last_at = now
+        self._touched[sequence] = None
+
     def receive(self, sequence: SequenceState, delta: Delta, now: float) -> None:
-        """Take in a delta; the client calls this, after it has updated `open` and `pending`."""
-        count = len(delta.ids)
-        if count:
-            sequence.num_completion_tokens += count
-            sequence.new_ids += delta.ids
-            if delta.logprobs is not None:
-                sequence.new_logprobs.extend(delta.logprobs)
-            self._metrics.generation_tokens.inc(count)
-            if sequence.last_at is None:
-                sequence.last_at = now
-                count -= 1
-            if count:  # characters that arrived together share the time since the ones before
-                seconds = (now - sequence.last_at) / count
-                self._metrics.inter_token_latency.observe(seconds, count, sequence.submit.request_id)
-            sequence.last_at = now
+        """Take in a delta without ids; the client calls this, after it has updated `open` and `pending`."""
+        if delta.logprobs is not None:
+            sequence.new_logprobs.extend(delta.logprobs)
         if delta.prompt_logprobs is not None:
             sequence.prompt_logprobs.extend(delta.prompt_logprobs)
         if delta.scheduled_at is not None and delta.prefilled_at is not None:
@@ -227,10 +238,12 @@ class Generation:
             if delta.ended_at is not None and sequence.queue_seconds is not None:
                 sequence.decode_seconds = delta.ended_at - sequence.prefilled_at
             self._failure = self._failure or self._failed(reason)
-        if delta.ids or reason is not None:
             self._touched[sequence] = None
-        is_first = delta.prefilled_at is not None and self._interval is not None
-        self._notify(is_urgent=is_first or reason in FAILURES)
+        is_first = delta.prefilled_at is not None and self.is_stream
+        if is_first or reason in FAILURES or (not self.open and not self.pending):
+            self._wake_urgently(now)
+        elif reason is not None:
+            self.wake_when_due(now)
 
     def refuse(self, refused: Refused) -> None:
         """The worker's queue is full."""
@@ -238,14 +251,11 @@ class Generation:
         self._failure = self._failure or ApiError(
             429, refused.message, code="queue_full", retry_after_seconds=refused.retry_after_seconds
         )
-        self._notify(is_urgent=True)
+        self._wake_urgently(time.monotonic())
 
-    def _notify(self, is_urgent: bool) -> None:
-        if is_urgent or (not self.open and not self.pending):
-            self._is_urgent = True
-            self._wake()
-        elif self._waiter is not None and self._timer is None:
-            self._set_timer()
+    def _wake_urgently(self, now: float) -> None:
+        self._is_urgent = True
+        self.wake(now)
 
     def _failed(self, reason: FinishReason) -> ApiError | None:
         if reason == "timeout":
@@ -255,8 +265,9 @@ class Generation:
         return None
 
     def _take(self, sequence: SequenceState) -> Piece:
-        ids, sequence.new_ids = sequence.new_ids, []
-        text = self._tokenizer.decode(ids)
+        text = "".join(sequence.new_texts)
+        sequence.new_texts.clear()
+        sequence.num_taken += len(text)
         rows: list[LogprobRow] | None = None
         if sequence.submit.logprobs is not None:
             rows = list(sequence.new_logprobs.rows())
@@ -266,7 +277,6 @@ class Generation:
             if rows is not None:
                 rows = [(None, []), *sequence.prompt_logprobs.rows(), *rows]
         sequence.echo = ""
-        sequence.num_taken += len(ids)
         return Piece(sequence.number, sequence.submit.sampling.seed, text, sequence.finish_reason, rows)
 
     def prompt_logprobs(self, number: int) -> list[float]:
@@ -319,8 +329,10 @@ def _joined(pieces: list[Piece]) -> Piece:
 class EngineClient:
     """Connected to every worker; a sequence goes to the one with the fewest sequences."""
 
-    def __init__(self, transport: SocketTransport, consumer_id: int, metrics: Metrics, tokenizer: CharTokenizer):
-        self.metrics, self.tokenizer = metrics, tokenizer
+    def __init__(self, transport: SocketTransport, consumer_id: int, metrics: Metrics, checkpoint: Checkpoint):
+        self.metrics, self.tokenizer = metrics, checkpoint.tokenizer
+        self._receptive_field = checkpoint.receptive_field
+        self.loop = asyncio.get_running_loop()
         self._consumer_id = consumer_id
         self._sockets = transport.connect(consumer_id, self._received)
         self._numbers = itertools.count()
@@ -328,6 +340,9 @@ class EngineClient:
         self._load: Counter[int] = Counter()  # sequences of this process in each worker
         self._load_elsewhere: Counter[int] = Counter()  # sequences of other HTTP processes in each worker
         self._late: dict[Generation, asyncio.TimerHandle] = {}
+        self._sleeping: dict[Generation, None] = {}  # streams with text that is not due yet
+        self._clock: asyncio.TimerHandle | None = None  # wakes them, at `_tick_at`
+        self._tick_at = math.inf
 
     @property
     def is_ready(self) -> bool:
@@ -353,7 +368,7 @@ class EngineClient:
             self.metrics.request_rejected("not_ready", len(submits))
             raise ApiError(503, "no inference process is ready", code="not_ready", retry_after_seconds=1)
         generation = Generation(self, submits, arrived_at, echo=echo, interval=interval)
-        self._late[generation] = asyncio.get_running_loop().call_later(
+        self._late[generation] = self.loop.call_later(
             generation.deadline - time.monotonic() + LATE_SECONDS, self.abort, generation, "timeout"
         )
         for _ in submits[:window]:
@@ -373,7 +388,16 @@ class EngineClient:
         self._running[submit.id] = (generation, sequence)
         generation.open.add(submit.id)
         self._load[sequence.worker] += 1
-        self._sockets.send(submit, sequence.worker)
+        self._sockets.send(self._shortened(submit), sequence.worker)
+
+    def _shortened(self, submit: Submit) -> Submit:
+        """Without the beginning of a prompt that no needed logit depends on; a penalty counts what is in all of it."""
+        first_needed = submit.score_from or len(submit.prompt)  # the first id whose logits are needed
+        start = first_needed - self._receptive_field
+        if start <= 0 or submit.sampling.needs_history:
+            return submit
+        score_from = None if submit.score_from is None else submit.score_from - start
+        return msgspec.structs.replace(submit, prompt=submit.prompt[start:], score_from=score_from)
 
     def abort(self, generation: Generation, reason: FinishReason) -> None:
         """End what still runs of a generation, and what was not submitted yet."""
@@ -409,10 +433,9 @@ class EngineClient:
     def _received(self, worker: int, message: Step | Refused | WorkerLost) -> None:
         now = time.monotonic()
         match message:
-            case Step(deltas, load):
-                for delta in deltas:
-                    self._received_delta(delta, now)
-                self._load_elsewhere[worker] = max(0, load - self._load[worker])
+            case Step():
+                self._received_step(message, now)
+                self._load_elsewhere[worker] = max(0, message.load - self._load[worker])
             case Refused():
                 running = self._end(message.id)
                 if running is not None:
@@ -423,6 +446,50 @@ class EngineClient:
                     self._received_delta(Delta(id, [], "error"), now)
                 if lost:
                     logger.error("lost worker %d with %d sequences", worker, len(lost))
+
+    def _received_step(self, step: Step, now: float) -> None:
+        text = self.tokenizer.decode_array(np.frombuffer(step.ids, np.uint32))  # of all sequences
+        total, end = 0, 0
+        streams: dict[Generation, None] = {}
+        # Most sequences share the time of their last characters and the number of the new ones.
+        gaps: dict[tuple[float, int], tuple[int, str]] = {}  # -> (characters, request id)
+        for id, count in zip(step.sequences, step.counts, strict=True):
+            start, end = end, end + count
+            running = self._running.get(id)
+            if running is None:  # aborted here, with frames in flight
+                continue
+            generation, sequence = running
+            total += count
+            gap = (now, count - 1) if sequence.last_at is None else (sequence.last_at, count)
+            before = gaps.get(gap)
+            gaps[gap] = (gap[1] if before is None else before[0] + gap[1], sequence.submit.request_id)
+            generation.add(sequence, text[start:end], now)
+            if generation.is_stream:
+                streams[generation] = None
+        if total:
+            self.metrics.generation_tokens.inc(total)
+        for (last_at, count), (characters, request_id) in gaps.items():
+            if count:  # characters that arrived together share the time since the ones before
+                self.metrics.inter_token_latency.observe((now - last_at) / count, characters, request_id)
+        for delta in step.deltas:
+            self._received_delta(delta, now)
+        for generation in streams:
+            generation.wake_when_due(now)
+
+    def wake_later(self, generation: Generation) -> None:
+        """Wake a stream when it is due; streams share a timer, as each timer wakes the process."""
+        self._sleeping[generation] = None
+        if generation.due_at < self._tick_at:
+            if self._clock is not None:
+                self._clock.cancel()
+            self._tick_at = generation.due_at
+            self._clock = self.loop.call_later(max(0.0, self._tick_at - time.monotonic()), self._tick)
+
+    def _tick(self) -> None:
+        self._clock, self._tick_at, now = None, math.inf, time.monotonic()
+        sleeping, self._sleeping = self._sleeping, {}
+        for generation in sleeping:
+            generation.wake_when_due(now)
 
     def _received_delta(self, delta: Delta, now: float) -> None:
         running = self._running.get(delta.id) if delta.finish_reason is None else self._end(delta.id)

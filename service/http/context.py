@@ -102,8 +102,9 @@ class Service:
     metrics: Metrics | None = None
     tracer: Tracer | None = None
 
-    def __init__(self, settings: Settings, checkpoint: Checkpoint, state: SharedState):
+    def __init__(self, settings: Settings, checkpoint: Checkpoint, state: SharedState, *, backend: str, dtype: str):
         self.settings = settings
+        self.backend, self.dtype = backend, dtype  # what `auto` in the settings stands for here
         self.checkpoint = checkpoint
         self.tokenizer = checkpoint.tokenizer
         self.state = state
@@ -112,7 +113,8 @@ class Service:
         self.started_at = int(time.time())
         self.patterns = PatternCompiler(checkpoint.tokenizer.characters, settings.max_regex_characters)
         self.exposition = Exposition(
-            settings.model_name, checkpoint, vllm_names=settings.metrics_vllm_names,
+            settings.model_name, checkpoint,
+            engine={"backend": backend, "dtype": dtype}, vllm_names=settings.metrics_vllm_names,
             restarts=lambda: state.num_worker_restarts,
         )  # fmt: skip
 

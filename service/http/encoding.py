@@ -66,7 +66,10 @@ class Encoder:
         return ids
 
     def receipt(self, timing: Timing, seeds: Iterable[int] = ()) -> Receipt:
-        return Receipt(self.service.checkpoint.digest, list(seeds), timing, self.replaced, self.dropped)
+        service = self.service
+        return Receipt(
+            service.checkpoint.digest, service.backend, service.dtype, list(seeds), timing, self.replaced, self.dropped
+        )
 
     def count_unknown(self) -> None:
         """Add the unknown characters of an accepted request to the metrics."""

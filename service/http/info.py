@@ -72,7 +72,7 @@ async def model(service: Service, request: Request) -> Response:
 
 
 async def info(service: Service, request: Request) -> Response:
-    """Describe what is served: the checkpoint, its losses, limits, versions and devices."""
+    """Describe what is served: the checkpoint, its losses, limits, backend, devices and versions."""
     settings, checkpoint = service.settings, service.checkpoint
     return _json(
         Info(
@@ -85,6 +85,8 @@ async def info(service: Service, request: Request) -> Response:
             ),
             Limits(**{name: getattr(settings, name) for name in Limits.__struct_fields__}),
             settings.unknown_characters,
+            service.backend,
+            service.dtype,
             service.devices,
             {name: version(name) for name in ("chargpt", "torch", "litserve")},
         )

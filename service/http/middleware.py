@@ -40,7 +40,7 @@ PROBES = frozenset({"/livez", "/readyz", "/health"})  # never need an API key
 QUIET = PROBES | {"/metrics"}  # logged at level debug
 EXPOSED_HEADERS = (
     "X-Request-Id", "Retry-After", "X-Queue-Time", "X-Prefill-Time", "X-Inference-Time", "X-Time-Per-Token",
-    "X-Total-Time", "X-Checkpoint", "X-Seed",
+    "X-Total-Time", "X-Checkpoint", "X-Backend", "X-Dtype", "X-Seed",
 )  # fmt: skip
 
 

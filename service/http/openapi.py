@@ -83,6 +83,8 @@ HEADERS: dict[str, tuple[str, dict[str, Any]]] = {
     "X-Request-Id": ("The request's id: the client's own, or a new one", {"type": "string"}),
     "Retry-After": ("Seconds; an error during shutdown may lack it", {"type": "integer"}),
     "X-Checkpoint": ("SHA-256 of the checkpoint", {"type": "string"}),
+    "X-Backend": ("What ran the model", {"type": "string"}),
+    "X-Dtype": ("Arithmetic of the model", {"type": "string"}),
     "X-Seed": ("Seeds, one per prompt, comma-separated", {"type": "string", "pattern": "^[0-9]+(,[0-9]+)*$"}),
     "X-Queue-Time": ("Milliseconds until a cache slot was free", MILLISECONDS),
     "X-Prefill-Time": ("Milliseconds from the cache slot to the first character", MILLISECONDS),

@@ -487,6 +487,10 @@ class Receipt(msgspec.Struct):
     """What reproduces this answer, and how long it took."""
 
     checkpoint_sha256: Annotated[str, Meta(description="of the checkpoint's manifest; also in /info")]
+    backend: Annotated[str, Meta(description="what ran the model", examples=["native"])]
+    dtype: Annotated[
+        str, Meta(description="its arithmetic: only float64 gives the same text on every machine", examples=["float32"])
+    ]
     seeds: Annotated[list[int], Meta(description="one per prompt; empty if nothing is sampled")]
     timing: Timing
     replaced_characters: Annotated[int, Meta(description="unknown characters of the request that were replaced")]
@@ -714,6 +718,8 @@ class Info(msgspec.Struct):
     model: ServedModel
     limits: Limits
     unknown_characters: UnknownCharacters
+    backend: str
+    dtype: str
     devices: list[str]
     versions: dict[str, str]
 

@@ -261,7 +261,11 @@ def receipt_headers(receipt: Receipt, total_seconds: float | None) -> list[tuple
 
     Times of the end only with `total_seconds`: the headers of a stream go out before it.
     """
-    headers = [(b"x-checkpoint", receipt.checkpoint_sha256.encode())]
+    headers = [
+        (b"x-checkpoint", receipt.checkpoint_sha256.encode()),
+        (b"x-backend", receipt.backend.encode()),
+        (b"x-dtype", receipt.dtype.encode()),
+    ]
     if receipt.seeds:
         headers.append((b"x-seed", b",".join(b"%d" % seed for seed in receipt.seeds)))
     timing = receipt.timing

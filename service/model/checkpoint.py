@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from service.model.config import GPTConfig
 from service.model.tokenizer import CharTokenizer
 
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 WEIGHTS = "model.safetensors"
 MANIFEST = "manifest.json"
+_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # safetensors' names -> how NumPy reads them
 
 # GPTConfig field -> key in config.json
 CONFIG_NAMES = {
@@ -131,27 +134,47 @@ class Checkpoint:
         """See GPTConfig."""
         return GPTConfig(**self.hyperparameters).receptive_field
 
-    def load_model(self, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> GPT:
-        """The model in evaluation mode, fp32 by default.
+    def load_weights(self) -> dict[str, np.ndarray]:
+        """The weights under the names of GPT's parameters, in the precision of the file; without torch.
 
         Raises:
-            CheckpointError: the weights are altered, or tensors are missing, unknown or of the wrong shape.
+            CheckpointError: the weights are altered, or tensors are missing, unknown or do not fit together.
         """
-        import torch
-        from safetensors.torch import load
+        from safetensors import deserialize
 
-        from service.model.gpt import GPT
-
-        tensors = load(_verified(self.path, WEIGHTS, _parse(self.path / MANIFEST)))
+        file = self.path / WEIGHTS
+        tensors = {}
+        for name, tensor in deserialize(_verified(self.path, WEIGHTS, _parse(self.path / MANIFEST))):
+            dtype = tensor["dtype"]
+            if dtype not in _DTYPES:
+                raise CheckpointError(f"{file}: {name} must be one of {', '.join(_DTYPES)}, got {dtype}")
+            values = np.frombuffer(tensor["data"], _DTYPES[dtype])
+            if dtype == "BF16":  # the upper half of a float32
+                values = (values.astype("<u4") << 16).view("<f4")
+            tensors[name] = values.reshape(tensor["shape"])
         names = weight_names(self.hyperparameters["n_layer"])
         expected = {name for parts in names.values() for name in parts}
         if expected != set(tensors):
             wrong = sorted(expected ^ set(tensors))
-            raise CheckpointError(f"{self.path / WEIGHTS}: missing or unknown tensors: {', '.join(wrong[:5])}")
-        model = GPT(GPTConfig(**self.hyperparameters))
-        state = {ours: torch.cat([tensors[name] for name in theirs]) for ours, theirs in names.items()}
+            raise CheckpointError(f"{file}: missing or unknown tensors: {', '.join(wrong[:5])}")
         try:
-            model.load_state_dict(state)
+            return {ours: np.concatenate([tensors[name] for name in theirs]) for ours, theirs in names.items()}
+        except ValueError as error:
+            raise CheckpointError(f"{file}: {error}") from None
+
+    def load_model(self, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> GPT:
+        """The model in evaluation mode, fp32 by default.
+
+        Raises:
+            CheckpointError: as `load_weights`, or tensors are of the wrong shape.
+        """
+        import torch
+
+        from service.model.gpt import GPT
+
+        model = GPT(GPTConfig(**self.hyperparameters))
+        try:
+            model.load_state_dict({name: torch.from_numpy(value) for name, value in self.load_weights().items()})
         except RuntimeError as error:
             raise CheckpointError(f"{self.path / WEIGHTS}: {error}") from None
         return model.to(device, dtype or torch.float32).eval().requires_grad_(False)

@@ -202,24 +202,11 @@ class GPT(nn.Module):
             x = block(x, rope, cache)
         return self.head(self.norm(x))
 
-    def last_logits(self, idx: Tensor) -> Tensor:
-        """Logits (B, V) of the last position of idx (B, T), as from `forward` without a cache, in about half the work.
-
-        After block l, only the last (n_layer − 1 − l) · (W − 1) + 1 positions still affect the last one.
-        """
-        x = self.embed(idx)  # (B, T, C)
-        cos, sin = rope_angles(torch.arange(idx.size(1), device=idx.device)[:, None], self.config, x.dtype)
-        for layer, block in enumerate(self.blocks):
-            x = block(x, (cos, sin), None)
-            seen = (self.config.n_layer - 1 - layer) * (self.config.block_size - 1) + 1
-            x, cos, sin = x[:, -seen:], cos[-seen:], sin[-seen:]
-        return self.head(self.norm(x[:, -1]))
-
     @torch.no_grad()
     def generate(self, prompt: list[int], max_tokens: int, params: SamplingParams) -> list[int]:
         """Generate `max_tokens` ids after `prompt`, by one full forward without a cache per character.
 
-        In fp64 (`model.double()`) this defines the text of a seed; the engine generates the same ids.
+        In fp64 (`model.double()`) this defines the text of a seed; an engine in float64 generates the same ids.
 
         Raises:
             ValueError: the prompt is empty.
@@ -231,7 +218,7 @@ class GPT(nn.Module):
         history = History(self.config.vocab_size, prompt) if params.needs_history else None
         for u in torch.from_numpy(uniforms(params.seed, 0, max_tokens)):
             logits = self(torch.tensor([ids], device=self.head.weight.device))[:, -1]  # (1, V)
-            ids.append(int(sample(logits.cpu(), rows, u[None], histories=[history]).ids))
+            ids.append(int(sample(logits.cpu(), rows, u[None], [history])))
             if history is not None:
                 history.append(ids[-1])
         return ids[len(prompt) :]

@@ -35,7 +35,7 @@ class KVCache:
     """`slots` rings of `config.block_size` keys and values each.
 
     Bytes: 2 · n_layer · (slots + 1) · n_kv_head · block_size · head_dim · element size. The spare slot, number `slots`,
-    takes the writes of padding, and is scratch space for swaps.
+    takes the writes of padding and of rows that only fill a batch.
     """
 
     def __init__(self, config: GPTConfig, slots: int, device: torch.device | str, dtype: torch.dtype):
@@ -50,16 +50,25 @@ class KVCache:
         """Empty a slot."""
         self.lengths[slot] = 0
 
-    def move(self, source: int, target: int) -> None:
-        """Copy a slot onto another."""
-        used = min(self.lengths[source], self.window)
+    def copy(self, source: int, target: int, length: int) -> None:
+        """The first `length` positions of a slot become another slot's whole content.
+
+        Raises:
+            ValueError: the source has seen fewer characters, or so many that its ring has lost some of those positions
+                that the next one sees.
+        """
+        seen = self.lengths[source]
+        if not length <= seen <= max(self.window, length + 1):
+            allowed = f"{length} to {max(self.window, length + 1)}"
+            raise ValueError(f"to copy {length} positions the source must have seen {allowed}, got {seen}")
+        used = min(length, self.window)
         self.keys[:, target, :, :used] = self.keys[:, source, :, :used]
         self.values[:, target, :, :used] = self.values[:, source, :, :used]
-        self.lengths[target] = self.lengths[source]
+        self.lengths[target] = length
 
-    def decode(self, rows: int) -> CacheRows:
-        """Append one character to each of the slots 0 … rows − 1."""
-        return _DecodeRows(self, rows)
+    def decode(self, active: Sequence[bool]) -> CacheRows:
+        """Append one character to each active slot among 0 … len(active) − 1; the others keep their content."""
+        return _DecodeRows(self, active)
 
     def prefill(self, slots: Sequence[int], counts: Sequence[int]) -> CacheRows:
         """Append `counts[b]` characters to slot `slots[b]`; rows are right-padded to the longest."""
@@ -67,26 +76,25 @@ class KVCache:
 
 
 class _DecodeRows(CacheRows):
-    def __init__(self, cache: KVCache, rows: int):
-        device = cache.keys.device
-        position = torch.tensor(cache.lengths[:rows], device=device)
+    def __init__(self, cache: KVCache, active: Sequence[bool]):
+        device, self.rows = cache.keys.device, len(active)
+        position = torch.tensor(cache.lengths[: self.rows], device=device)
         self.positions = position[:, None]  # (B, 1)
         self.cache = cache
-        self.row = torch.arange(rows, device=device)
+        self.target = torch.tensor([slot if it else cache.slots for slot, it in enumerate(active)], device=device)
         self.index = position % cache.window
         # A full ring holds exactly the band p − W < j ≤ p; before that, only its first p + 1 entries are valid.
-        self.filled = min(max(cache.lengths[:rows]) + 1, cache.window)
+        self.filled = min(max(cache.lengths[: self.rows]) + 1, cache.window)
         seen = torch.arange(self.filled, device=device) <= position[:, None]
         self.mask = _additive(seen[:, None, None], cache.keys.dtype)
-        for slot in range(rows):
-            cache.lengths[slot] += 1
+        for slot, it in enumerate(active):
+            cache.lengths[slot] += it
 
     def update_and_fetch(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        keys[self.row, :, self.index] = k[:, :, 0]
-        values[self.row, :, self.index] = v[:, :, 0]
-        rows = len(self.row)
-        return keys[:rows, :, : self.filled], values[:rows, :, : self.filled]
+        keys[self.target, :, self.index] = k[:, :, 0]
+        values[self.target, :, self.index] = v[:, :, 0]
+        return keys[: self.rows, :, : self.filled], values[: self.rows, :, : self.filled]
 
 
 class _PrefillRows(CacheRows):

@@ -1,17 +1,13 @@
 """Sample ids from logits: a vectorised sampler over rows, with a counter-based random generator per row.
 
-Independent of models and caches. A row's draw depends only on its seed and position, not on the rest of the batch.
-
-Logits from fast arithmetic (fp32, batched kernels) differ in the last bits from batch to batch. The sampler therefore
-reports for each row whether errors up to a `tolerance` could change the choice; the caller decides such rows from exact
-logits. Hence the same seed gives the same text.
+Independent of models and caches. A row's draw depends only on its seed and position, not on the rest of the batch. This
+is the definition of every sampling parameter; a backend that samples by itself is tested against it.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,22 +27,6 @@ def uniforms(seed: int, start: int, count: int) -> np.ndarray:
     generator.advance(start // 4)
     raw = generator.random_raw(start % 4 + count)[start % 4 :]
     return (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-class Draws:
-    """The draws of one seed, by index; computed in blocks."""
-
-    BLOCK = 256
-
-    def __init__(self, seed: int):
-        self.seed = seed
-        self._start, self._block = 0, uniforms(seed, 0, 0)
-
-    def __getitem__(self, number: int) -> float:
-        if not 0 <= number - self._start < len(self._block):
-            self._start = number - number % self.BLOCK
-            self._block = uniforms(self.seed, self._start, self.BLOCK)
-        return float(self._block[number - self._start])
 
 
 class History:
@@ -102,26 +82,15 @@ class SamplingRows:
             self.presence = column([p.presence_penalty for p in few])
             self.frequency = column([p.frequency_penalty for p in few])
 
-        # The largest factor on a logit's error: a penalty r multiplies or divides by r.
-        gain = [max(p.repetition_penalty, 1.0 / p.repetition_penalty) for p in params]
-        self.gain = column(gain)
-        self.max_gain = max((g / (p.temperature or 1.0) for g, p in zip(gain, params, strict=True)), default=1.0)
-
-
-class Choice(NamedTuple):
-    ids: Tensor  # (B,) int64
-    certain: Tensor  # (B,) bool: no error up to the tolerance can change the id
-
 
 def sample(
     logits: Tensor,
     rows: SamplingRows,
     u: Tensor,
-    tolerance: float = 0.0,
     histories: Sequence[History | None] | None = None,
     allowed: Tensor | None = None,
-) -> Choice:
-    """Sample one id per row: the inverse CDF, in id order, at u.
+) -> Tensor:
+    """Sample one id per row, (B,) int64: the inverse CDF, in id order, at u.
 
     The distribution, step by step:
 
@@ -140,9 +109,8 @@ def sample(
     Probabilities are renormalised after each step. Ties go to the lower id. All arithmetic is fp64.
 
     logits (B, V); u (B,) fp64 uniform draws; histories: one per row, required where `needs_history` holds; allowed
-    (B, V) bool, at least one id per row. A row with logits that are not finite gets an arbitrary id, never certain, and
-    does not affect other rows. `tolerance`, in nats, bounds the difference between the errors of any two logits of a
-    row; with a repetition penalty it must also bound the error of each logit.
+    (B, V) bool, at least one id per row. A row with logits that are not finite gets an arbitrary id and does not affect
+    other rows.
 
     Raises:
         ValueError: a bias is for an id outside the vocabulary.
@@ -158,43 +126,17 @@ def sample(
         z = _penalise(z, rows, histories)
     if allowed is not None:
         z = z.masked_fill(~allowed, -torch.inf)
-    z = z - z.amax(dim=1, keepdim=True)
-    spread = tolerance * rows.gain  # (B, 1): how far errors lie apart now
-    behind = z  # how far each id's logit lies behind the best
-    z = z / rows.temperature
-    error = spread / rows.temperature
-    odds = error.expm1()
+    z = (z - z.amax(dim=1, keepdim=True)) / rows.temperature
     weights = z.exp()
-    certain = None
-    if rows.any_ranked or rows.any_typical:
-        kept, certain = _truncate(z, weights, rows, error, odds)
-        weights = weights * kept
+    if rows.any_ranked:
+        weights = weights * _keep_likeliest(z, weights, rows)
+    if rows.any_typical:
+        weights = weights * _keep_typical(z, weights, rows)
     cdf = weights.cumsum(dim=1)
     cdf = cdf / cdf[:, -1:]
-    u = u[:, None]
     # Ids of weight 0 at the end share the CDF's last value, 1 > u: they are never chosen.
-    ids = (cdf <= u).sum(dim=1).clamp(max=V - 1)
-    steady = ((cdf - u).abs() >= _reach(cdf, odds)).all(dim=1)
-    certain = steady if certain is None else certain & steady
-    if rows.any_greedy or tolerance * rows.max_gain > 1.0:
-        greedy = rows.greedy[:, 0]
-        ids = torch.where(greedy, z.argmax(dim=1), ids)
-        if V > 1:
-            # Near temperature 0 the CDF is too steep to tell, but who leads by 40 + ln V nats more than an
-            # error can take keeps more than 1 − 2⁻⁵³ of the probability: all draws but 0.
-            lead = -behind.topk(2, dim=1).values[:, 1] - spread[:, 0]
-            leads = (lead >= (40.0 + math.log(V)) * rows.temperature[:, 0]) & (u[:, 0] > 0.0)
-            certain = torch.where(greedy, lead >= 0.0, certain | leads)
-    return Choice(ids, certain)
-
-
-def _reach(p: Tensor, odds: Tensor) -> Tensor:
-    """How far an error e of its log-odds can move a probability, at most; odds is exp(e) − 1.
-
-    p becomes p·q / (1 − p + p·q) with q within exp(±e), which is no further than (exp(e) − 1)·p·(1 − p).
-    1 − p is what rounding leaves of it, so more than sums over some thousand ids can lose is added to it.
-    """
-    return odds * p * (1.0 + 1e-12 - p)
+    ids = (cdf <= u[:, None]).sum(dim=1).clamp(max=V - 1)
+    return torch.where(rows.greedy[:, 0], z.argmax(dim=1), ids) if rows.any_greedy else ids
 
 
 def _penalise(z: Tensor, rows: SamplingRows, histories: Sequence[History | None]) -> Tensor:
@@ -210,73 +152,31 @@ def _penalise(z: Tensor, rows: SamplingRows, histories: Sequence[History | None]
     return z.index_copy(0, rows.which, x)
 
 
-def _truncate(z: Tensor, weights: Tensor, rows: SamplingRows, error: Tensor, odds: Tensor) -> tuple[Tensor, Tensor]:
-    """(ids kept (B, V), certain (B,))."""
-    if not rows.any_ranked:
-        return _keep_typical(z, weights, weights > 0.0, rows, error, odds)
-    kept, certain = _keep_likeliest(z, weights, rows, error, odds)
-    if rows.any_typical:
-        kept, typical_certain = _keep_typical(z, weights, kept & (weights > 0.0), rows, error, odds)
-        certain = certain & typical_certain
-    return kept, certain
-
-
-def _keep_likeliest(
-    z: Tensor, weights: Tensor, rows: SamplingRows, error: Tensor, odds: Tensor
-) -> tuple[Tensor, Tensor]:
-    """top_k, top_p and min_p, which keep a prefix of the ranking.
-
-    The value at a rank moves no further than an error does, whoever holds the rank. So it is enough that the
-    number of ranks kept is certain and that nobody can cross its end.
-    """
+def _keep_likeliest(z: Tensor, weights: Tensor, rows: SamplingRows) -> Tensor:
+    """top_k, top_p and min_p, which keep a prefix of the ranking: (B, V) bool."""
     V = z.size(1)
     sorted_z, order = z.sort(dim=1, descending=True, stable=True)
     by_k = torch.arange(V, device=z.device) < rows.top_k
-    mass = (weights.gather(1, order) * by_k).cumsum(dim=1)
-    mass = mass / mass[:, -1:]
-    before = torch.cat((torch.zeros_like(mass[:, :1]), mass[:, :-1]), dim=1)
-    by_p = (before < rows.top_p) | (rows.top_p == 1.0)  # the id that reaches top_p is kept
-    kept_by_rank = by_k & by_p
-    # Uncertain: a sum lies too near top_p, …
-    near = ((mass - rows.top_p).abs() < _reach(mass, odds)) & by_k & (rows.top_p < 1.0)
+    kept = by_k & _reaching(weights.gather(1, order) * by_k, rows.top_p)
     if rows.any_min_p:
-        # … a ratio to the likeliest, whose own is 1 whoever that is, lies too near min_p, …
-        near[:, 1:] |= ((sorted_z - rows.log_min_p).abs() < error)[:, 1:] & kept_by_rank[:, 1:]
-        kept_by_rank = kept_by_rank & ~(sorted_z < rows.log_min_p)  # NaN stays: each row keeps an id
-    # … or the last kept logit and the first dropped one lie too near; -inf − -inf, of ids not allowed, does not.
-    count = kept_by_rank.sum(dim=1, keepdim=True)  # (B, 1)
-    gap = sorted_z.gather(1, count - 1) - sorted_z.gather(1, count.clamp(max=V - 1))
-    certain = ((count == V) | ~(gap < error))[:, 0] & ~near.any(dim=1)
-    return torch.zeros_like(kept_by_rank).scatter(1, order, kept_by_rank), certain
+        kept &= ~(sorted_z < rows.log_min_p)  # NaN stays: each row keeps an id
+    return torch.zeros_like(kept).scatter(1, order, kept)
 
 
-def _keep_typical(
-    z: Tensor, weights: Tensor, kept: Tensor, rows: SamplingRows, error: Tensor, odds: Tensor
-) -> tuple[Tensor, Tensor]:
-    """typical_p, among the ids in `kept` (B, V), whose weights are positive."""
-    V = z.size(1)
-    p = weights * kept
-    p = p / p.sum(dim=1, keepdim=True)
-    z = z.masked_fill(~kept, 0.0)
+def _keep_typical(z: Tensor, weights: Tensor, rows: SamplingRows) -> Tensor:
+    """typical_p, among the ids of positive weight: (B, V) bool."""
+    kept = weights > 0.0
+    p = weights / weights.sum(dim=1, keepdim=True)
     # −log p − H is the mean logit less the logit.
+    z = z.masked_fill(~kept, 0.0)
     deviation = z - (p * z).sum(dim=1, keepdim=True)
-    key, order = deviation.abs().masked_fill(~kept, torch.inf).sort(dim=1, stable=True)
-    p_sorted = p.gather(1, order)
-    mass = p_sorted.cumsum(dim=1)
-    p_sorted, mass = p_sorted / mass[:, -1:], mass / mass[:, -1:]
-    by_key = (F.pad(mass[:, :-1], (1, 0)) < rows.typical_p) | (rows.typical_p == 1.0)  # the one that reaches it is kept
-    count = by_key.sum(dim=1, keepdim=True)  # (B, 1)
-    # An error e moves the mean by its own mean and, to first order, by its covariance with the logits, at most
-    # sd·e/2; on the way there the variance grows by no more than the probabilities do, exp(e). Two keys on
-    # different sides of the mean move against each other by twice what one moves.
-    sd = (p * deviation.square()).sum(dim=1, keepdim=True).sqrt()
-    move = 2.0 * error * (1.0 + 0.5 * (0.5 * error).exp() * sd)
-    last = key.gather(1, count - 1)
-    crossed = (count < V) & (key.gather(1, count.clamp(max=V - 1)) - last < move)
-    # The sum that reaches typical_p must, and without its last id, whoever may become that, must not.
-    reached = mass.gather(1, count - 1)
-    without = reached - p_sorted
-    early = by_key & (key > last - move) & (without + _reach(without, odds) > rows.typical_p)
-    uncertain = crossed | (reached - _reach(reached, odds) < rows.typical_p) | early.any(dim=1, keepdim=True)
-    certain = ~(uncertain & (rows.typical_p < 1.0))[:, 0]
-    return kept & torch.zeros_like(by_key).scatter(1, order, by_key), certain
+    _, order = deviation.abs().masked_fill(~kept, torch.inf).sort(dim=1, stable=True)
+    by_key = _reaching(p.gather(1, order), rows.typical_p)
+    return kept & torch.zeros_like(by_key).scatter(1, order, by_key)
+
+
+def _reaching(weights: Tensor, p: Tensor) -> Tensor:
+    """(B, V) bool: the shortest prefix of a row of weights with a share p (B, 1) of their sum; all of it for p = 1."""
+    mass = weights.cumsum(dim=1)
+    mass = mass / mass[:, -1:]
+    return (F.pad(mass[:, :-1], (1, 0)) < p) | (p == 1.0)

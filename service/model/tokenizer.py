@@ -77,3 +77,7 @@ class CharTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         return "".join([self.characters[i] for i in ids])
+
+    def decode_array(self, ids: np.ndarray) -> str:
+        """`decode` for bulk text: (N,) of an integer type."""
+        return self._code_points[ids].tobytes().decode("utf-32-le")

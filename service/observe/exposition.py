@@ -59,10 +59,18 @@ VLLM_NAMES = {
 
 
 class Exposition(Collector):
-    """All metrics of a served checkpoint. `restarts` returns the number of worker restarts."""
+    """All metrics of a served checkpoint. `engine`: labels of its info; `restarts` returns the worker restarts."""
 
-    def __init__(self, model_name: str, checkpoint: Checkpoint, *, vllm_names: bool, restarts: Callable[[], int]):
-        self.model_name, self.checkpoint = model_name, checkpoint
+    def __init__(
+        self,
+        model_name: str,
+        checkpoint: Checkpoint,
+        *,
+        engine: dict[str, str],
+        vllm_names: bool,
+        restarts: Callable[[], int],
+    ):
+        self.model_name, self.checkpoint, self.engine = model_name, checkpoint, engine
         self.vllm_names = vllm_names
         self.restarts = restarts
         self._lock = threading.Lock()
@@ -141,6 +149,7 @@ class Exposition(Collector):
             {"version": version("chargpt"), "python": platform.python_version()}
             | {name: version(name) for name in ("torch", "litserve")},
         )  # fmt: skip
+        yield self._info("chargpt_engine_info", "Always 1; backend and dtype of the engine as labels", self.engine)
         shape = self.checkpoint.hyperparameters
         yield self._info(
             "chargpt_checkpoint_info", "Always 1; hash and sizes of the served checkpoint as labels",

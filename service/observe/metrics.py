@@ -261,9 +261,13 @@ class Metrics:
         self.num_preemptions = counter(
             "chargpt_num_preemptions", "Sequences preempted; always 0, as the engine never preempts"
         )
-        self.iteration_batch_size = histogram("chargpt_iteration_batch_size", "Sequences per decode step", COUNTS)
+        self.iteration_batch_size = histogram(
+            "chargpt_iteration_batch_size", "Sequences decoded per engine step", COUNTS
+        )
         self.iteration_batch_utilization = histogram(
-            "chargpt_iteration_batch_utilization_ratio", "Sequences per decode step divided by cache slots", RATIOS
+            "chargpt_iteration_batch_utilization_ratio",
+            "Sequences decoded per engine step divided by cache slots",
+            RATIOS,
         )
         self.iteration_tokens = histogram(
             "chargpt_iteration_tokens_total", "Characters processed per engine step, prompts included", COUNTS
@@ -275,9 +279,10 @@ class Metrics:
             "phase",
         )
         self.engine_idle = counter("chargpt_engine_idle_seconds", "Time without work in the engine, in seconds")
-        self.exact_choices = counter(
-            "chargpt_exact_choices", "Characters sampled from fp64 logits because fp32 rounding could change the choice"
+        self.prefix_cache_hit_tokens = counter(
+            "chargpt_prefix_cache_hit_tokens", "Prompt characters copied from another sequence's cache instead of run"
         )
+        self.dropped_tokens = counter("chargpt_dropped_tokens", "Characters generated beyond a stop and dropped")
 
         started = prometheus_client.Gauge(
             "chargpt_process_start_time_seconds", "Start time of a process, in seconds since the Unix epoch",

@@ -170,3 +170,73 @@ def _answer(sender: Connection, function: Callable[..., dict[str, Any]], argumen
     except Exception as error:
         traceback.print_exc()
         sender.send((None, f"{type(error).__name__}: {error}"))
+
+
+class Remote:
+    """An object in a fresh process of its own; its methods are called from here, one at a time.
+
+    Systems that are compared live in one each, so that they share nothing, and are measured in turns.
+
+    Raises:
+        BenchError: a call, or the constructor, raised, or the process was killed.
+    """
+
+    def __init__(self, factory: Callable[..., Any], *arguments: Any, **options: Any):
+        spawn = multiprocessing.get_context("spawn")
+        self._connection, theirs = spawn.Pipe()
+        self._process = spawn.Process(target=_serve, args=(theirs, factory, arguments, options))
+        self._process.start()
+        theirs.close()
+        try:
+            self._receive()
+        except BaseException:
+            self.close()
+            raise
+
+    def call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        self._connection.send((method, arguments, options))
+        return self._receive()
+
+    def _receive(self) -> Any:
+        try:
+            result, error = self._connection.recv()
+        except EOFError:
+            self._process.join()
+            raise BenchError(f"its process ended with status {self._process.exitcode}") from None
+        if error:
+            raise BenchError(error)
+        return result
+
+    def close(self) -> None:
+        self._connection.close()
+        self._process.terminate()
+        self._process.join(30)
+        self._process.kill()
+
+    def __enter__(self) -> Remote:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _serve(connection: Connection, factory: Callable[..., Any], arguments: Any, options: Any) -> None:
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    served = None
+    method: str | None = None  # the constructor
+    while True:
+        try:
+            if method is None:
+                served = factory(*arguments, **options)
+                result = None
+            else:
+                result = getattr(served, method)(*arguments, **options)
+            connection.send((result, None))
+        except Exception as error:
+            traceback.print_exc()
+            connection.send((None, f"{type(error).__name__}: {error}"))
+        try:
+            method, arguments, options = connection.recv()
+        except (EOFError, OSError):  # closed
+            return

@@ -1,240 +1,201 @@
-"""Measurements of the engine in process: speed, step phases, memory and growth, without sockets or text.
+"""Measurements of engines in process: ours with each backend and dtype, and transformers, without sockets or text.
 
-Compared with transformers' `generate` on the same checkpoint, and with the roofline: the minimum time in which this
-machine can read the bytes of a step, or compute its products.
-
-Run each `measure_…` in a fresh process. Repeats alternate between the engine and transformers.
+An engine lives in a fresh process of its own (`command.Remote`) and does one run when asked: `rows` sequences of a
+prompt and an answer, all from the beginning. serve.py asks them in turns.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import random
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-from torch import nn
 
-import service.engine.runner
 from service.engine.engine import Engine
+from service.engine.runner import available_backends, open_runner
 from service.model.checkpoint import Checkpoint
-from service.model.config import GPTConfig
-from service.model.gpt import GPT
 from service.wire import Submit
 
-from .shapes import PROMPT, SAMPLING, Work, prompt, sampling
+from .shapes import ANSWER, PROMPT, SAMPLING, VOCABULARY, Work, prompt, sampling
 
-SHORT_SECONDS = 3e-4  # minimum duration of a timed run; well below a scheduler time slice
-
-
-def measure_shape(
-    folder: Path, all_rows: list[int], *, length: int, threads: int, repeats: int, device: str
-) -> dict[str, Any]:
-    """Figures of a shape, and `at_rows` for each number of rows."""
-    torch.set_num_threads(threads)
-    model = Checkpoint.read(folder).load_model(device)
-    measured = []
-    for rows in all_rows:
-        measured.append(at_rows(model, folder, rows, length=length, repeats=repeats, device=device))
-        ours, peer = (statistics.median(measured[-1][name]) for name in ("characters_per_second", "peer"))
-        print(f"{folder.name}, {rows} rows: {ours:,.0f} characters/s, transformers {peer:,.0f}", file=sys.stderr)
-    dtype = str(model.head.weight.dtype).removeprefix("torch.")
-    return {"parameters": model.num_parameters, "dtype": dtype, "length": length, "rows": measured}
+DTYPES = ("float32", "float64", "bfloat16")
 
 
-def at_rows(model: GPT, folder: Path, rows: int, *, length: int, repeats: int, device: str) -> dict[str, Any]:
-    """Figures of `rows` sequences of PROMPT + `length` characters, of the engine and of transformers."""
-    ours: list[dict[str, float]] = []
-    theirs: list[float] = []
-    options = best_generate(folder, rows, device)
-    generate = Generate(folder, device, **options)
-    generate.seconds(rows, 4)
-    for _ in range(repeats):
-        ours.append(run_engine(model, rows, length))
-        theirs.append(rows * length / generate.seconds(rows, length))
-    rates = [run["characters_per_second"] for run in ours]
-    steps = [run["step_seconds"] for run in ours]
-    roof = roofline(model, rows, min(PROMPT + length, model.config.block_size), device)
-    return {
-        "rows": rows,
-        "characters_per_second": rates,
-        "step_seconds": steps,
-        "roofline": roof,
-        "roofline_share": [roof["seconds"] / step for step in steps],
-        "phases": phases(model, rows, length, device),
-        "peer": theirs,
-        "peer_options": options,
-        "ratio": [rate / peer for rate, peer in zip(rates, theirs, strict=True)],
-    }
+def candidates() -> list[tuple[str, str]]:
+    """Every (backend, dtype) to try; the constructor refuses those that this machine lacks."""
+    return list(itertools.product(available_backends(), DTYPES))
 
 
-def sequences(rows: int, length: int) -> list[Submit]:
-    """Sequences of equal lengths without stops; each row has its own sampling parameters and seed."""
-    return [Submit(row, prompt(PROMPT, row), length, sampling(row)) for row in range(rows)]
+def sequences(rows: int, length: int, characters: int = PROMPT) -> list[Submit]:
+    """Sequences of equal lengths without stops; each row has its own prompt, sampling parameters and seed."""
+    return [Submit(row, prompt(characters, row), length, sampling(row)) for row in range(rows)]
 
 
-def run_engine(model: GPT, rows: int, length: int) -> dict[str, float]:
-    """One run from prefill to the last character; step_seconds is the median of the steps past block_size."""
-    engine = Engine(model, max_running=rows, max_waiting=rows, prefill_budget=max(512, PROMPT * rows))
-    engine.generate(sequences(rows, 4))  # warm-up
-    for sequence in sequences(rows, length):
-        engine.submit(sequence)
-    given, steps = 0, []
-    started = last = time.perf_counter()
-    while engine.has_work:
-        given += sum(len(delta.ids) for delta in engine.step())
-        now = time.perf_counter()
-        steps.append((now - last, engine.stats.num_decode_rows))
-        last = now
-    if given != rows * length:
-        raise RuntimeError(f"the engine emitted {given} characters, not {rows} × {length}")
-    full = [seconds for seconds, decoded in steps if decoded == rows]
-    past = full[max(0, model.config.block_size - PROMPT) :] or full
-    return {"characters_per_second": given / (last - started), "step_seconds": statistics.median(past)}
+class Ours:
+    """Our engine.
 
+    backend, dtype: as `--backend` and `--dtype`.
 
-# Step phases
+    Raises:
+        ValueError: they are not possible on this machine.
+    """
 
+    def __init__(self, folder: Path, backend: str, dtype: str, *, slots: int, threads: int, device: str):
+        torch.set_num_threads(threads)
+        self.checkpoint = Checkpoint.read(folder)
+        self.runner = open_runner(self.checkpoint, backend, dtype, slots, threads, device)
 
-class Phases:
-    """Exclusive time in wrapped functions, in seconds."""
+    def about(self) -> dict[str, Any]:
+        return {"backend": self.runner.backend, "dtype": self.runner.dtype, "slots": self.runner.slots}
 
-    def __init__(self, synchronize: Callable[[], None]):
-        self.seconds: dict[str, float] = {}
-        self._inside: list[float] = []  # per open call: seconds in nested wrapped calls
-        self._synchronize = synchronize
+    def new_engine(self, waiting: int = 0) -> Engine:
+        return Engine(self.runner, max_waiting=max(self.runner.slots, waiting))
 
-    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with self.phase(name):
-                return function(*args, **kwargs)
+    def run(self, rows: int, length: int = ANSWER, characters: int = PROMPT) -> dict[str, Any]:
+        """Rates from the first prompt to the last character, and of decode alone; seconds and calls by phase."""
+        engine = self.new_engine(rows)
+        for sequence in sequences(rows, length, characters):
+            engine.submit(sequence)
+        phases: dict[str, float] = {}
+        given = after_prefill = steps = 0
+        started = prefilled = time.perf_counter()
+        while engine.has_work:
+            deltas = engine.step()
+            given += sum(len(delta.ids) for delta in deltas)
+            steps += 1
+            for name, seconds in engine.stats.phases.items():
+                phases[name] = phases.get(name, 0.0) + seconds
+            if engine.stats.num_prefill_tokens:
+                prefilled, after_prefill = time.perf_counter(), given
+        ended = time.perf_counter()
+        if given != rows * length:
+            raise RuntimeError(f"the engine emitted {given} characters, not {rows} × {length}")
+        phases["rest"] = max(0.0, ended - started - sum(phases.values()))
+        return {
+            "characters_per_second": given / (ended - started),
+            "decode_characters_per_second": (given - after_prefill) / (ended - prefilled),
+            "steps": steps,
+            "phases": phases,
+        }
 
-        return call
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        self._inside.append(0.0)
+    def prefill(self, rows: int, characters: int) -> float:
+        """Characters per second of the prompts of `rows` sequences that end with their first character."""
+        engine = self.new_engine(rows)
         started = time.perf_counter()
-        try:
+        engine.generate(sequences(rows, 1, characters))
+        return rows * characters / (time.perf_counter() - started)
+
+    def work(self, work: list[Work]) -> float:
+        """Characters per second when `work` arrives as over HTTP."""
+        engine = self.new_engine(len(work))
+        encode = self.checkpoint.tokenizer.encode
+        waiting = [
+            (item.at, Submit(i, encode(item.prompt), item.max_tokens, sampling(i))) for i, item in enumerate(work)
+        ][::-1]
+        given, started = 0, time.perf_counter()
+        while waiting or engine.has_work:
+            while waiting and waiting[-1][0] <= time.perf_counter() - started:
+                engine.submit(waiting.pop()[1])
+            if engine.has_work:
+                given += sum(len(delta.ids) for delta in engine.step())
+        return given / (time.perf_counter() - started)
+
+    def texts(self, count: int, longest: int, *, alone: bool) -> list[str]:
+        """A digest of each of `count` generations: one at a time, or in a random order under random load."""
+        requests = random_requests(count, longest)
+        engine, ids = self.new_engine(count), {request.id: [] for request in requests}
+        steps: Iterable[None] = (
+            one_by_one(engine, requests) if alone else at_random(engine, requests, self.runner.slots)
+        )
+        for _ in steps:
+            for delta in engine.step():
+                ids[delta.id] += delta.ids
+        for request in requests:
+            if len(ids[request.id]) != request.max_tokens:
+                raise RuntimeError(f"expected {request.max_tokens} characters, got {len(ids[request.id])}")
+        return [hashlib.sha256(bytes(ids[number])).hexdigest() for number in range(count)]
+
+    def memory(self) -> dict[str, float]:
+        """Bytes of this process, whose cache all slots have used."""
+        self.run(self.runner.slots, 2, self.runner.config.block_size)
+        return {"slots": self.runner.slots, "process_bytes": psutil.Process().memory_info().rss}
+
+    def lengths(self, rows: int, lengths: list[int], window: int) -> list[float]:
+        """Seconds per character and row in texts of `lengths` characters: over the `window` after each length."""
+        found = []
+        for length in lengths:
+            engine = self.new_engine(rows)
+            for sequence in sequences(rows, length + window):
+                engine.submit(sequence)
+            given, before = 0, (0, 0.0)
+            while engine.has_work:
+                given += sum(len(delta.ids) for delta in engine.step())
+                if given < rows * length:
+                    before = given, time.perf_counter()
+            found.append((time.perf_counter() - before[1]) / (given - before[0]) * rows)
+        return found
+
+    def queue(self, waiting: int, steps: int) -> float:
+        """Median seconds of a step over full slots while `waiting` other sequences wait."""
+        slots = self.runner.slots
+        engine = self.new_engine(waiting)
+        for sequence in sequences(slots + waiting, 64 * steps):
+            engine.submit(sequence)
+        seconds = []
+        while len(seconds) < steps:
+            engine.step()
+            if not engine.stats.num_prefill_tokens:
+                seconds.append(engine.stats.seconds)
+        return statistics.median(seconds)
+
+
+# Texts under load
+
+
+def random_requests(count: int, longest: int) -> list[Submit]:
+    """Requests 0 to count − 1 with random prompts, lengths and sampling parameters."""
+    chance = random.Random(0)
+    found = []
+    for number in range(count):
+        ids = [VOCABULARY.index(character) for character in prompt_of(chance)]
+        found.append(Submit(number, ids, chance.randint(1, longest), sampling(number)))
+    return found
+
+
+def prompt_of(chance: random.Random) -> str:
+    from .shapes import TEXT
+
+    length = min(300, round(2 ** chance.uniform(0, 8.3)))
+    start = chance.randrange(len(TEXT) - length)
+    return TEXT[start : start + length]
+
+
+def one_by_one(engine: Engine, requests: list[Submit]) -> Iterator[None]:
+    """Submits each request when the one before has ended; each item is a step to run."""
+    for request in requests:
+        engine.submit(request)
+        while engine.has_work:
             yield
-        finally:
-            self._synchronize()
-            seconds = time.perf_counter() - started
-            self.seconds[name] = self.seconds.get(name, 0.0) + seconds - self._inside.pop()
-            if self._inside:
-                self._inside[-1] += seconds
 
 
-def phases(model: GPT, rows: int, length: int, device: str) -> dict[str, float]:
-    """Seconds per phase of the work of `run_engine`, and their sum as `all`.
-
-    Wraps Engine.scheduler.schedule, Runner.model (a forward over one character per row is decode, any other prefill),
-    Runner.decide (the part of fp64 decisions on the engine's thread; most run on another) and
-    service.engine.runner.sample. `rest` is the Python code around them.
-    """
-    engine = Engine(model, max_running=rows, max_waiting=rows, prefill_budget=max(512, PROMPT * rows))
-    engine.generate(sequences(rows, 4))
-    timer = Phases(torch.accelerator.synchronize if device != "cpu" else lambda: None)
-    forward = engine.runner.model.forward
-
-    def named_forward(idx: Any, *args: Any) -> Any:
-        with timer.phase("decode" if idx.size(1) == 1 else "prefill"):
-            return forward(idx, *args)
-
-    sample = service.engine.runner.sample
-    engine.scheduler.schedule = timer.timed("schedule", engine.scheduler.schedule)
-    engine.runner.decide = timer.timed("exact", engine.runner.decide)
-    engine.runner.model.forward = named_forward
-    service.engine.runner.sample = timer.timed("sampling", sample)
-    try:
-        with timer.phase("rest"):
-            engine.generate(sequences(rows, length))
-    finally:
-        service.engine.runner.sample = sample
-        del engine.runner.model.forward
-    return timer.seconds | {"all": sum(timer.seconds.values())}
-
-
-# The roofline
-
-
-def roofline(model: GPT, rows: int, length: int, device: str, seconds: float = 0.2) -> dict[str, float]:
-    """Minimum time of a decode step over `rows` texts with `length` cached characters, from rates measured here.
-
-    Memory: weights once, plus keys and values in use, at the rate of repeatedly reading as many bytes. Arithmetic: all
-    products, at the rate of multiplying the model's own matrices by `rows` columns.
-    """
-    config = model.config
-    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    weight = model.head.weight
-    size = weight.element_size()
-    norms = sum(p.numel() for p in model.parameters() if p.ndim == 1)
-    weights = (sum(m.weight.numel() for m in linears) + norms + rows * config.n_embd) * size
-    cached = 2 * config.n_layer * config.n_kv_head * config.head_dim * length * rows * size
-    linear = 2 * rows * sum(m.weight.numel() for m in linears)
-    attention = 4 * rows * config.n_layer * config.n_embd * length
-    read = read_rate(weights + cached, weight.dtype, device, seconds)
-    products = linear / sum(product_seconds(m, rows, seconds / len(linears)) for m in linears)
-    memory_seconds, product_time = (weights + cached) / read, (linear + attention) / products
-    return {
-        "weight_bytes": weights,
-        "cache_bytes": cached,
-        "operations": linear + attention,
-        "bytes_per_second": read,
-        "operations_per_second": products,
-        "memory_seconds": memory_seconds,
-        "product_seconds": product_time,
-        "seconds": max(memory_seconds, product_time),
-    }
-
-
-def fastest(call: Callable[[], Any], seconds: float, device: str) -> float:
-    """Minimum time of `call`, with all of torch's threads or with one.
-
-    Takes the minimum of many short runs, as other load on the machine only adds time, most to several threads.
-    """
-    synchronize = torch.accelerator.synchronize if device != "cpu" else lambda: None
-    threads = torch.get_num_threads()
-    best = float("inf")
-    for count in {1, threads} if device == "cpu" else {threads}:
-        torch.set_num_threads(count)
-        repeats, deadline = 1, time.perf_counter() + seconds
-        while True:
-            synchronize()
-            started = time.perf_counter()
-            for _ in range(repeats):
-                call()
-            synchronize()
-            now = time.perf_counter()
-            if now - started < SHORT_SECONDS:  # too short for the clock
-                repeats *= 2
-                continue
-            best = min(best, (now - started) / repeats)
-            if now > deadline:
-                break
-    torch.set_num_threads(threads)
-    return best
-
-
-@torch.inference_mode()
-def read_rate(num_bytes: int, dtype: torch.dtype, device: str, seconds: float) -> float:
-    """Bytes per second when `num_bytes` are read repeatedly, from whichever cache they fit."""
-    data = torch.ones(max(1, num_bytes // dtype.itemsize), dtype=dtype, device=device)
-    return data.nbytes / fastest(data.sum, seconds, device)
-
-
-@torch.inference_mode()
-def product_seconds(linear: nn.Linear, rows: int, seconds: float) -> float:
-    x = torch.randn(rows, linear.in_features, device=linear.weight.device, dtype=linear.weight.dtype)
-    out = torch.empty(rows, linear.out_features, device=x.device, dtype=x.dtype)
-    weight = linear.weight.t()
-    return fastest(lambda: torch.mm(x, weight, out=out), seconds, x.device.type)
+def at_random(engine: Engine, requests: list[Submit], slots: int) -> Iterator[None]:
+    """Submits bursts and trickles, in a random order, from an idle engine to a full queue; each item is a step."""
+    chance = random.Random(1)
+    left = requests[:]
+    chance.shuffle(left)
+    while left or engine.has_work:
+        if left and (not engine.has_work or chance.random() < 0.2):
+            for _ in range(min(len(left), chance.choice((1, 1, 1, 2, 4, slots // 2, 2 * slots)))):
+                engine.submit(left.pop())
+        if engine.has_work:
+            yield
 
 
 # transformers
@@ -243,18 +204,18 @@ def product_seconds(linear: nn.Linear, rows: int, seconds: float) -> float:
 class Generate:
     """transformers' `generate` over a batch of prompts of equal length."""
 
-    def __init__(self, folder: Path, device: str, dtype: str, cache: str | None):
+    def __init__(self, folder: Path, dtype: str, cache: str | None, *, threads: int, device: str):
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
+        torch.set_num_threads(threads)
         logging.disable_progress_bar()
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device).eval()
         self.options = {} if cache is None else {"cache_implementation": cache}
         self.device = device
 
     @torch.inference_mode()
-    def seconds(self, rows: int, length: int) -> float:
-        """Time to generate `length` characters for each of `rows` prompts."""
+    def run(self, rows: int, length: int = ANSWER) -> dict[str, Any]:
         idx = torch.tensor([prompt(PROMPT, row) for row in range(rows)], device=self.device)
         started = time.perf_counter()
         ids = self.model.generate(
@@ -270,108 +231,19 @@ class Generate:
         seconds = time.perf_counter() - started
         if ids.shape != (rows, PROMPT + length):
             raise RuntimeError(f"generate returned shape {tuple(ids.shape)}, not {(rows, PROMPT + length)}")
-        return seconds
+        return {"characters_per_second": rows * length / seconds}
 
 
-def best_generate(folder: Path, rows: int, device: str, length: int = 12) -> dict[str, Any]:
-    """The fastest combination of dtype and cache of transformers on this machine."""
-    times: dict[tuple[str, str | None], float] = {}
-    for dtype, cache in itertools.product(("float32", "bfloat16"), (None, "static")):
-        generate = Generate(folder, device, dtype, cache)
-        generate.seconds(rows, 4)
-        times[dtype, cache] = min(generate.seconds(rows, length) for _ in range(2))
-    dtype, cache = min(times, key=times.__getitem__)
-    return {"dtype": dtype, "cache": cache}
+class Forward:
+    """torch's forward over whole prompts: the GPT of service.model in one dtype."""
 
+    def __init__(self, folder: Path, dtype: str, *, threads: int, device: str):
+        torch.set_num_threads(threads)
+        self.model = Checkpoint.read(folder).load_model(device).to(getattr(torch, dtype))
 
-# Memory
-
-
-def measure_memory(folder: Path, slots: int, *, threads: int, device: str) -> dict[str, float]:
-    """Bytes of the cache, by measurement and by formula, of the weights, and of the process."""
-    torch.set_num_threads(threads)
-    before = psutil.Process().memory_info().rss
-    model = Checkpoint.read(folder).load_model(device)
-    engine = Engine(model, max_running=slots, prefill_budget=max(512, PROMPT * slots))
-    engine.generate(sequences(slots, model.config.block_size))
-    cache = engine.runner.cache
-    return {
-        "slots": slots,
-        "cache_bytes": cache.keys.nbytes + cache.values.nbytes,
-        "formula_bytes": cache_formula(model.config, slots, cache.keys.element_size()),
-        "bytes_per_slot": cache_formula(model.config, 1, cache.keys.element_size()) / 2,
-        "weight_bytes": sum(p.nbytes for p in model.parameters()),
-        "exact_weight_bytes": sum(p.nbytes for p in engine.runner.exact_model.parameters()),
-        "process_bytes": psutil.Process().memory_info().rss - before,  # growth since torch was imported
-    }
-
-
-def cache_formula(config: GPTConfig, slots: int, element_size: int) -> int:
-    return 2 * config.n_layer * (slots + 1) * config.n_kv_head * config.block_size * config.head_dim * element_size
-
-
-# Growth
-
-
-def measure_lengths(
-    folder: Path, rows: int, lengths: list[int], *, threads: int, device: str
-) -> dict[str, list[float]]:
-    """Step time in texts of `lengths` characters: medians of block_size steps each, alternating."""
-    torch.set_num_threads(threads)
-    model = Checkpoint.read(folder).load_model(device)
-    engines = []
-    for length in lengths:
-        engine = Engine(model, max_running=rows)
-        for sequence in sequences(rows, length + 2 * model.config.block_size):
-            engine.submit(sequence)
-        for _ in range(length - PROMPT):
-            engine.step()
-        engines.append(engine)
-    steps: list[list[float]] = [[] for _ in lengths]
-    for _, (engine, seconds) in itertools.product(
-        range(model.config.block_size), list(zip(engines, steps, strict=True))
-    ):
-        engine.step()
-        seconds.append(engine.stats.seconds)
-    return {"lengths": [float(n) for n in lengths], "step_seconds": [statistics.median(seconds) for seconds in steps]}
-
-
-def measure_queue(
-    folder: Path, rows: int, queued: list[int], *, steps: int, repeats: int, threads: int, device: str
-) -> dict[str, list[Any]]:
-    """Step time over `rows` sequences while `queued` others wait; repeats alternate between the numbers."""
-    torch.set_num_threads(threads)
-    model = Checkpoint.read(folder).load_model(device)
-    seconds: dict[int, list[float]] = {count: [] for count in queued}
-    for _, count in itertools.product(range(repeats), queued):
-        engine = Engine(model, max_running=rows, max_waiting=count)
-        for sequence in sequences(rows + count, 10 * steps):
-            engine.submit(sequence)
-        taken = []
-        for _ in range(steps + 4):
-            engine.step()
-            taken.append(engine.stats.seconds)
-        seconds[count].append(statistics.median(taken[4:]))
-    return {"queued": queued, "step_seconds": list(seconds.values())}
-
-
-# The work of the whole service, without HTTP
-
-
-def measure_work(folder: Path, work: list[Work], slots: int, *, threads: int, device: str) -> dict[str, float]:
-    """Characters per second of the engine alone when `work` arrives as over HTTP."""
-    torch.set_num_threads(threads)
-    checkpoint = Checkpoint.read(folder)
-    engine = Engine(checkpoint.load_model(device), max_running=slots, max_waiting=len(work))
-    engine.generate(sequences(slots, 4))
-    encode = checkpoint.tokenizer.encode
-    waiting = [(item.at, Submit(i, encode(item.prompt), item.max_tokens, sampling(i))) for i, item in enumerate(work)][
-        ::-1
-    ]
-    given, started = 0, time.perf_counter()
-    while waiting or engine.has_work:
-        while waiting and waiting[-1][0] <= time.perf_counter() - started:
-            engine.submit(waiting.pop()[1])
-        if engine.has_work:
-            given += sum(len(delta.ids) for delta in engine.step())
-    return {"characters_per_second": given / (time.perf_counter() - started)}
+    @torch.inference_mode()
+    def prefill(self, rows: int, characters: int) -> float:
+        idx = torch.tensor([prompt(characters, row) for row in range(rows)], device=self.model.head.weight.device)
+        started = time.perf_counter()
+        self.model(idx).argmax(-1).cpu()
+        return rows * characters / (time.perf_counter() - started)

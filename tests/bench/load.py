@@ -41,6 +41,7 @@ class Reply:
     num_events: int = 0
     parts: list[tuple[float, bytes]] = field(default_factory=list)  # (time, data) of each read, if kept
     is_refused: bool = False  # status 429
+    is_chunked: bool = True
 
 
 @dataclass
@@ -77,6 +78,9 @@ class _Client:
         self.sock = socket.create_connection(("127.0.0.1", self.port))
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock.setblocking(False)
+        self.is_stale = False  # closed before the server read the request, as cpp-httplib does without notice
+        self.num_asked = 0  # requests on this connection
+        self.closes = False  # the server announced that it closes the connection after this response
 
     def is_closed(self) -> bool:
         """Whether the server closed the idle connection."""
@@ -93,16 +97,23 @@ class _Client:
         self._tail = b""
         self._in_body = False
         self.reply = Reply(asked, time.perf_counter())
+        self.request, self.num_asked = request, self.num_asked + 1
         sent = self.sock.send(request)
         if sent != len(request):
             raise LoadError(f"a request of {len(request)} bytes did not fit the socket")
 
     def read(self) -> bool:
         """Read available data; True at the end of the response."""
-        data = self.sock.recv(RECEIVE_BYTES)
+        try:
+            data = self.sock.recv(RECEIVE_BYTES)
+        except ConnectionResetError:
+            data = b""
         now = time.perf_counter()
         reply = self.reply
         assert reply is not None
+        if not data and not reply.num_bytes and self.num_asked > 1:
+            self.is_stale = True
+            return False
         if not data:
             raise LoadError(f"the server closed a connection after {reply.num_bytes} bytes of {reply.asked}")
         reply.num_bytes += len(data)
@@ -116,9 +127,11 @@ class _Client:
             if not head.startswith(b"HTTP/1.1 200") and not reply.is_refused:
                 raise LoadError(f"{reply.asked} was answered {data[:500]!r}")
             self._in_body = True
+            self.closes = b"\r\nconnection: close" in head.lower()
             at = head.lower().find(b"\r\ncontent-length:")
             if at >= 0:
                 self._rest = int(head[at + 17 :].partition(b"\r\n")[0])
+                reply.is_chunked = False
             data = body
         if self.keep:
             reply.parts.append((now, data))
@@ -206,12 +219,19 @@ def run(
                 elif client.read():
                     client.reply = None
                     in_flight -= 1
+                    if client.closes:  # cpp-httplib does after 100 requests
+                        connect_again(client)
                     if upcoming is not None and upcoming[0] <= time.perf_counter() - started:
                         ask(client, upcoming[1], upcoming[2])
                         in_flight += 1
                         upcoming = next(queue, None)
                     else:
                         idle.append(client)
+                elif client.is_stale:  # ask again on a new connection; the time counts from the first attempt
+                    reply = client.reply
+                    connect_again(client)
+                    client.ask(client.request, reply.asked)
+                    client.reply = reply
         return Outcome(time.perf_counter() - started, time.process_time() - cpu_started, replies, started)
     finally:
         selector.close()

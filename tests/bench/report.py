@@ -1,4 +1,4 @@
-"""Figures of serve.py as tables in Markdown, also for tests/README.md, and as a picture.
+"""Figures of serve.py as tables in Markdown: all for tests/README.md, six rows for README.md.
 
 Reads only the results, so that the JSON of an earlier run gives its tables again.
 """
@@ -12,20 +12,14 @@ from pathlib import Path
 from typing import Any
 
 NONE = "–"
-
-# Of this service: (required, aimed at), each a lower bound, or with "<" an upper one.
-TARGETS = {
-    "requests": ("60 %", "85 %"),
-    "streams": ("100,000", "400,000"),
-    "first_p50": ("< 2 ms", "< 0.7 ms"),
-    "first_p99": ("< 5 ms", "< 2 ms"),
-    "whole": ("5 ×", "30 ×"),
-    "whole_first": ("a tenth", NONE),
-    "alone": ("70 %", "90 %"),
-    "idle": ("< 2 %", "< 0.5 %"),
-    "metrics": ("98 %", NONE),
-    "start": ("< 8 s", "< 4 s"),
+FAMILIES = {
+    "ours": "this service",
+    "llama": "llama.cpp",
+    "transformers": "transformers",
+    "stock": "stock LitServe",
+    "lossy": "llama.cpp Q8_0",
 }
+PEERS = ("llama", "transformers", "stock")
 
 
 def figure(values: Iterable[float], form: str = "{:,.0f}", scale: float = 1.0) -> str:
@@ -61,155 +55,214 @@ def table(rows: list[list[str]]) -> list[str]:
 def markdown(results: dict[str, Any]) -> str:
     """All tables of a run, with machine, versions and date."""
     lines: list[str] = []
-    if results.keys() & {"path", "whole", "metrics"}:
-        lines += table(service_rows(results))
-    if "engine" in results:
-        lines += table(engine_rows(results["engine"]))
-    if "engine" in results or "growth" in results:
-        lines += table(growth_rows(results))
+    if "http" in results:
+        lines += table(http_rows(results["http"])) + table(first_rows(results["http"]))
+    for name, shape in results.get("engine", {}).get("shapes", {}).items():
+        lines += table(engine_rows(name, shape)) + table(roofline_rows(name, shape))
+    if results.keys() & {"prefill", "share", "sample", "texts", "idle"}:
+        lines += table(other_rows(results))
+    if results.keys() & {"path", "metrics"}:
+        lines += table(path_rows(results))
+    if "growth" in results:
+        lines += table(growth_rows(results["growth"]))
     return "\n".join([*lines, *("- " + line for line in footnotes(results))]) + "\n"
 
 
-def service_rows(results: dict[str, Any]) -> list[list[str]]:
-    rows = [
-        ["over HTTP, one HTTP process", "stock LitServe", "plain FastAPI", "this service", "ratio", "required", "aim"]
-    ]
-    path, whole = results.get("path"), results.get("whole")
-    names = ("stock", "plain", "ours")
-    if path is not None:
-        requests = {name: [run["per_second"] for run in path[name]["requests"]] for name in names}
-        share = figure(ratios(requests["ours"], requests["plain"]), "{:.0f} %", 100)
-        rows.append(
-            ["requests/s of one character, stub engine"]
-            + [figure(requests[name]) for name in names]
-            + [f"{share} of plain", *TARGETS["requests"]]
+def rates(runs: Iterable[dict[str, Any]], key: str = "characters_per_second") -> list[float]:
+    return [run[key] for run in runs]
+
+
+def http_rows(part: dict[str, Any]) -> list[list[str]]:
+    """Characters per second by family; ratios of this service to each peer."""
+    rows = [[f"S over HTTP, answers of {part['length']}, characters/s", "this service"]]
+    rows[0] += [text for peer in PEERS for text in (FAMILIES[peer], "ratio")]
+    for mode, by_clients in part["modes"].items():
+        for clients, each in by_clients.items():
+            families = each["families"]
+            ours = rates(families["ours"]["runs"])
+            row = [f"{mode}, {plural(int(clients), 'client')}", figure(ours)]
+            for peer in PEERS:
+                if peer in families:
+                    theirs = rates(families[peer]["runs"])
+                    named = f"{figure(theirs)}, {families[peer]['variant']}"
+                    row += [named, figure(ratios(ours, theirs), "{:.2f} ×")]
+                else:
+                    row += [NONE, NONE]
+            rows.append(row)
+    return rows
+
+
+def first_rows(part: dict[str, Any]) -> list[list[str]]:
+    rows = [["time to the first character, one client, ms", "p50", "p95", "p99"]]
+    for family, each in part["first"].items():
+        values = [figure(rates(each["runs"], p), "{:.2f}", 1e3) for p in ("p50", "p95", "p99")]
+        rows.append([f"{FAMILIES[family]}, {each['variant']}", *values])
+    return rows
+
+
+def engine_rows(name: str, shape: dict[str, Any]) -> list[list[str]]:
+    """Every system with its rate by rows; then the ratio of each of ours to each peer's best."""
+    systems = shape["systems"]
+    counts = list(next(iter(systems.values()))["rows"])
+    rows = [[f"{name} alone, characters/s", *(plural(int(n), "row") for n in counts)]]
+    for system, each in systems.items():
+        note = ", another model" if each["family"] == "lossy" else ""
+        rows.append([system + note, *(figure(rates(each["rows"][n])) for n in counts)])
+    for system, each in systems.items():
+        if each["family"] != "ours":
+            continue
+        for peer in ("llama", "transformers"):
+            cells = [f"{system} ÷ {FAMILIES[peer]}'s best"]
+            for n in counts:
+                theirs = best_rates(systems, peer, n)
+                cells.append(figure(ratios(rates(each["rows"][n]), theirs), "{:.2f} ×") if theirs else NONE)
+            if any(cell != NONE for cell in cells[1:]):
+                rows.append(cells)
+    exact = [system for system in systems if system.startswith("llama.cpp F32")]
+    for system, each in systems.items():
+        if exact and each["family"] == "ours" and each["flags"]["dtype"] == "float32":
+            cells = [f"{system} ÷ llama.cpp at F32"]
+            for n in counts:
+                theirs = max((rates(systems[other]["rows"][n]) for other in exact), key=statistics.median)
+                cells.append(figure(ratios(rates(each["rows"][n]), theirs), "{:.2f} ×"))
+            rows.append(cells)
+    return rows
+
+
+def best_rates(systems: dict[str, Any], family: str, rows: str) -> list[float]:
+    """The rates of a family's system with the highest median; [] without one."""
+    found = [rates(each["rows"][rows]) for each in systems.values() if each["family"] == family]
+    return max(found, key=statistics.median, default=[])
+
+
+def roofline_rows(name: str, shape: dict[str, Any]) -> list[list[str]]:
+    """Decode as a share of the roofline: of the runs above, and with every text's window full."""
+    counts = list(next(iter(shape["systems"].values()))["rows"])
+    rows = [[f"{name} alone, share of the roofline (products and cache in turn)"]]
+    rows[0] += [plural(int(n), "row") for n in counts]
+
+    def share(runs: list[dict[str, Any]], roof: dict[str, float], n: str) -> str:
+        step = [int(n) / rate for rate in rates(runs, "decode_characters_per_second")]
+        whole, sequential = (figure((roof[key] / s for s in step), "{:.0f} %", 100) for key in ROOFS)
+        return f"{whole} ({sequential})"
+
+    for system, each in shape["systems"].items():
+        if each["family"] == "ours":
+            roofs = shape["roofline"][each["flags"]["dtype"]]
+            rows.append([system, *(share(each["rows"][n], roofs[n], n) for n in counts)])
+    full = shape["full"]
+    cells = (share(full["rows"][n]["runs"], full["rows"][n]["roofline"], n) for n in counts)
+    rows.append([f"{full['system']}, windows full", *cells])
+    return rows
+
+
+ROOFS = ("seconds", "sequential_seconds")
+
+
+def other_rows(results: dict[str, Any]) -> list[list[str]]:
+    rows = [["", "measured", "compared with", "ratio"]]
+    for name, shape in results.get("prefill", {}).get("shapes", {}).items():
+        forward = max(
+            (values for system, values in shape["systems"].items() if system.startswith("forward")),
+            key=statistics.median,
         )
+        for system, values in shape["systems"].items():
+            if not system.startswith("forward"):
+                label = f"prefill, {name}, {results['prefill']['rows']} prompts of {shape['characters']}, characters/s"
+                measured = [f"{figure(values)}, {system}", f"{figure(forward)}, torch's forward"]
+                rows.append([label, *measured, figure(ratios(values, forward), "{:.2f} ×")])
+    if "share" in results:
+        part = results["share"]
+        http, alone = rates(part["http"]), rates(part["engine"])
+        share = figure(ratios(http, alone), "{:.0f} %", 100)
+        label = f"{part['streams']} streams of {part['length']:,} over HTTP, characters/s"
+        rows.append([label, figure(http), f"{figure(alone)}, the engine alone", share])
+    if "sample" in results:
+        part = results["sample"]
+        rate = figure(run["characters"] / run["seconds"] for run in part["runs"])
+        rows.append([f"`training sample`, {part['texts']:,} lines, start included, characters/s", rate, NONE, NONE])
+    if "texts" in results:
+        part = results["texts"]
+        for system, changed in part["changed"].items():
+            label = f"texts that changed under load, {system}"
+            rows.append([label, f"{changed:,} of {part['count']:,}", "the same alone", NONE])
+        for system, changed in part["between"].items():
+            rows.append([f"texts that differ, {system}", f"{changed:,} of {part['count']:,}", "float64", NONE])
+    if "idle" in results:
+        ours, stock = (results["idle"][name] for name in ("ours", "stock"))
+        for label, key, form, scale in (
+            ("idle, share of one core", "idle_cores", "{:.1f} %", 100),
+            ("ready after start, s", "start_seconds", "{:.1f}", 1),
+            ("memory of all processes (PSS), MB", "pss_bytes", "{:,.0f}", 1e-6),
+        ):
+            theirs = f"{figure(stock[key], form, scale)}, stock LitServe"
+            rows.append([label, figure(ours[key], form, scale), theirs, NONE])
+    return rows
+
+
+def path_rows(results: dict[str, Any]) -> list[list[str]]:
+    """The path without a model, and the cost of metrics."""
+    rows = [["over HTTP without a model, one HTTP process", "stock LitServe", "plain FastAPI", "this service", "ratio"]]
+    names = ("stock", "plain", "ours")
+    if "path" in results:
+        path = results["path"]
+        requests = {name: rates(path[name]["requests"], "per_second") for name in names}
+        share = figure(ratios(requests["ours"], requests["plain"]), "{:.0f} %", 100)
+        rows.append(["requests/s of one character", *(figure(requests[name]) for name in names), f"{share} of plain"])
         for count in map(str, path["streams"]):
-            streams = {name: path[name]["streams"][count] for name in names}
-            rates = {name: [run["characters_per_second"] for run in streams[name]] for name in names}
-            named = f"{count} stream{'s' if count != '1' else ''}"
-            each = figure((run["characters_per_event"] for run in streams["ours"]), "{:.0f}")
+            streams = {name: rates(path[name]["streams"][count]) for name in names}
+            each = figure(rates(path["ours"]["streams"][count], "characters_per_event"), "{:.0f}")
+            share = figure(ratios(streams["ours"], streams["plain"]), "{:.0f} %", 100)
             rows.append(
-                [f"streamed characters/s, stub engine, {named} (ours: {each} per event, the others: 1)"]
-                + [figure(rates[name]) for name in names]
-                + [figure(ratios(rates["ours"], rates["plain"]), "{:.0f} %", 100) + " of plain"]
-                + list(TARGETS["streams"] if count == "64" else (NONE, NONE))
+                [f"streamed characters/s, {plural(int(count), 'stream')} (ours: {each} per event, the others: 1)"]
+                + [*(figure(streams[name]) for name in names), f"{share} of plain"]
             )
         for p in ("p50", "p99"):
-            rows.append(
-                [f"time to first character, stub engine, one at a time, {p}, ms"]
-                + [figure((run[p] for run in path[name]["first"]), "{:.2f}", 1e3) for name in names]
-                + [NONE, *TARGETS[f"first_{p}"]]
-            )
+            values = [figure(rates(path[name]["first"], p), "{:.2f}", 1e3) for name in names]
+            rows.append([f"time to first character, one at a time, {p}, ms", *values, NONE])
         for label, key, form, scale in (
             ("CPU time of the HTTP process, µs per event", "http_seconds_per_event", "{:.0f}", 1e6),
             ("CPU time of the worker, µs per event", "worker_seconds_per_event", "{:.0f}", 1e6),
             ("time between writes, p99, ms", "gap_p99", "{:.1f}", 1e3),
         ):
-            value = figure((run[key] for run in path["paced"]), form, scale)
-            rows.append([f"{label}; 64 streams, one step per 10 ms", NONE, NONE, value, NONE, NONE, NONE])
-    if whole is not None:
-        runs = {name: whole[name]["runs"] for name in ("stock", "ours")}
-        rate = {name: [run["characters_per_second"] for run in runs[name]] for name in runs}
-        rows.append(
-            [f"whole service, S, {whole['connections']} streams of mixed lengths, characters/s"]
-            + [figure(rate["stock"]), NONE, figure(rate["ours"])]
-            + [figure(ratios(rate["ours"], rate["stock"]), "{:.1f} ×"), *TARGETS["whole"]]
-        )
-        for key, label in (
-            ("first", "time to first character"),
-            ("gap", "time between writes"),
-            ("per_character", "mean per character after the first"),
-        ):
-            for p in ("p50", "p95", "p99"):
-                values = {name: [run[key][p] for run in runs[name]] for name in runs}
-                rows.append(
-                    [f"the same, {label}, {p}, ms"]
-                    + [figure(values["stock"], "{:,.1f}", 1e3), NONE, figure(values["ours"], "{:,.1f}", 1e3)]
-                    + [figure(ratios(values["ours"], values["stock"]), "{:.3f} ×")]
-                    + list(TARGETS["whole_first"] if (key, p) == ("first", "p95") else (NONE, NONE))
-                )
-        alone = figure(ratios(rate["ours"], whole["engine"]), "{:.0f} %", 100)
-        rows.append(["the same, share of the engine alone", NONE, NONE, figure(rate["ours"]), alone, *TARGETS["alone"]])
-        idle = {name: [sum(whole[name]["idle_cores"][part] for part in ("http", "worker"))] for name in runs}
-        for label, values, form, scale, target in (
-            ("idle, share of one core", idle, "{:.1f} %", 100, TARGETS["idle"]),
-            ("ready after start, s", {n: whole[n]["start_seconds"] for n in runs}, "{:.1f}", 1, TARGETS["start"]),
-            (
-                "memory of all processes (PSS), MB",
-                {n: [whole[n]["pss_bytes"]] for n in runs},
-                "{:,.0f}",
-                1e-6,
-                (NONE, NONE),
-            ),
-        ):
-            rows.append(
-                [label, figure(values["stock"], form, scale), NONE, figure(values["ours"], form, scale), NONE, *target]
-            )
+            value = figure(rates(path["paced"], key), form, scale)
+            rows.append([f"{label}; 64 streams, one step per 10 ms", NONE, NONE, value, NONE])
     if "metrics" in results:
-        for label, key, form, scale, target in (
-            ("characters/s", "characters_per_second", "{:,.0f}", 1.0, TARGETS["metrics"]),
-            ("CPU time per character, µs", "cpu_seconds_per_character", "{:,.0f}", 1e6, (NONE, NONE)),
+        part = {name: results["metrics"][name] for name in ("ours", "unmeasured")}
+        for label, key, form, scale in (
+            ("characters/s", "characters_per_second", "{:,.0f}", 1.0),
+            ("CPU time per character, µs", "cpu_seconds_per_character", "{:,.0f}", 1e6),
         ):
-            values = {name: [run[key] for run in runs] for name, runs in results["metrics"].items()}
+            values = {name: rates(runs, key) for name, runs in part.items()}
             ours, without = (scale * statistics.median(values[name]) for name in ("ours", "unmeasured"))
             shares = [100 * share for share in ratios(values["ours"], values["unmeasured"])]
             low, high = interval(shares)
             rows.append(
-                [f"whole service, S, 64 short streams, {label}, beside itself without metrics, {len(shares)} pairs"]
-                + [NONE, NONE, form.format(ours)]
-                + [f"{statistics.median(shares):.1f} % (95 %: {low:.1f}–{high:.1f}) of {form.format(without)}", *target]
+                [f"S, 64 short streams, {label}, beside itself without metrics, {len(shares)} pairs", NONE, NONE]
+                + [form.format(ours)]
+                + [f"{statistics.median(shares):.1f} % (95 %: {low:.1f}–{high:.1f}) of {form.format(without)}"]
             )
     return rows
 
 
-def engine_rows(part: dict[str, Any]) -> list[list[str]]:
-    rows = [
-        ["engine alone", "characters/s", "ms per step", "transformers", "ratio", "share of the roofline"]
-        + ["decode", "sampling", "fp64", "prefill", "schedule", "rest"]
-    ]
-    for name, shape in part["shapes"].items():
-        for run in shape["rows"]:
-            options = run["peer_options"]
-            peer = f"{figure(run['peer'])}, {options['dtype']}{', static' if options['cache'] else ''}"
-            phases = run["phases"]
-            rows.append(
-                [f"{name}, {run['rows']} rows", figure(run["characters_per_second"])]
-                + [figure(run["step_seconds"], "{:.2f}", 1e3), peer, figure(run["ratio"], "{:.2f} ×")]
-                + [figure(run["roofline_share"], "{:.0f} %", 100)]
-                + [
-                    f"{100 * phases.get(phase, 0.0) / phases['all']:.0f} %"
-                    for phase in ("decode", "sampling", "exact", "prefill", "schedule", "rest")
-                ]
-            )
-    return rows
-
-
-def growth_rows(results: dict[str, Any]) -> list[list[str]]:
-    rows = [["growth and memory", ""]]
-    if "growth" in results:
-        lengths, queue = results["growth"]["lengths"], results["growth"]["queue"]
-        first = lengths["step_seconds"][0]
-        for length, seconds in zip(lengths["lengths"], lengths["step_seconds"], strict=True):
-            rows.append(
-                [f"step in texts of {length:,.0f} characters, ms", f"{1e3 * seconds:.2f} ({seconds / first:.2f} ×)"]
-            )
-        base = queue["step_seconds"][0]
-        for count, values in zip(queue["queued"], queue["step_seconds"], strict=True):
-            ratio = figure(ratios(values, base), "{:.2f} ×")
-            rows.append([f"step with {count:,} waiting, ms", f"{figure(values, '{:.2f}', 1e3)}, {ratio}"])
-    for name, memory in results.get("engine", {}).get("memory", {}).items():
-        of = memory["cache_bytes"] / memory["formula_bytes"]
-        rows += [
+def growth_rows(part: dict[str, Any]) -> list[list[str]]:
+    rows = [[f"growth and memory, {part['about']['backend']} {part['about']['dtype']}", ""]]
+    first = [turn[0] for turn in part["seconds"]]
+    for number, length in enumerate(part["lengths"]):
+        values = [turn[number] for turn in part["seconds"]]
+        ratio = figure(ratios(values, first), "{:.2f} ×")
+        rows.append(
             [
-                f"{name}: keys and values per slot, KB",
-                f"{memory['bytes_per_slot'] / 1e3:,.0f} ({of:.2f} × the formula)",
-            ],
-            [
-                f"{name}: weights, fp64 copy, cache of {memory['slots']} slots, MB",
-                ", ".join(f"{memory[k] / 1e6:.1f}" for k in ("weight_bytes", "exact_weight_bytes", "cache_bytes")),
-            ],
-        ]
+                f"per character and row in texts of {length:,} characters, ms",
+                f"{figure(values, '{:.3f}', 1e3)}, {ratio}",
+            ]
+        )
+    base = next(iter(part["queue"].values()))
+    for count, values in part["queue"].items():
+        ratio = figure(ratios(values, base), "{:.2f} ×")
+        rows.append([f"step with {int(count):,} waiting, ms", f"{figure(values, '{:.2f}', 1e3)}, {ratio}"])
+    for slots, memory in part["memory"].items():
+        rows.append([f"process with {plural(int(slots), 'slot')} in use, MB", f"{memory['process_bytes'] / 1e6:,.0f}"])
     return rows
 
 
@@ -218,33 +271,82 @@ def plural(count: int, noun: str) -> str:
 
 
 def footnotes(results: dict[str, Any]) -> list[str]:
-    """Machine, versions, date, and failed parts."""
-    about, versions, settings = results["machine"], results["versions"], results["settings"]
+    """Machine, versions, date, and what could not be measured."""
+    machine, versions, settings = results["machine"], results["versions"], results["settings"]
     lines = [
-        f"{about['cpu']}, {about['cores']} cores{', ' + about['gpu'] if 'gpu' in about else ''}, {about['system']}; "
-        f"load {results['load_average']:.2f} at the start; {results['date'][:10]}; torch {versions['torch']}, "
-        f"transformers {versions['transformers']}, LitServe {versions['litserve']}; revision {results['revision']}",
-        f"{settings['threads']} {'thread' if settings['threads'] == 1 else 'threads'} per engine, {settings['device']}"
-        f"{'; the quick form' if settings['quick'] else ''}. "
-        "Medians (lowest–highest); compared systems were measured alternately.",
+        f"{machine['cpu']}, {machine['cores']} cores{', ' + machine['gpu'] if 'gpu' in machine else ''}, "
+        f"{machine['system']}; load {results['load_average']:.2f} at the start; {results['date'][:10]}; torch "
+        f"{versions['torch']}, transformers {versions['transformers']}, LitServe {versions['litserve']}, llama.cpp of "
+        f"{settings['llama']}; revision {results['revision']}",
+        f"{plural(settings['cores'], 'thread')} per engine alone and per peer, {settings['threads']} of the service; "
+        f"{settings['device']}{'; the quick form' if settings['quick'] else ''}. Medians (lowest–highest) of turns; "
+        "flags and every run are in the JSON.",
     ]
     if "load_generator" in results:
-        ceiling = results["load_generator"]["requests_per_cpu_second"]
+        ceiling = results["load_generator"]
         lines.append(
-            f"The load generator shares the cores with the server; alone it reaches {ceiling:,.0f} requests/s."
+            f"The client shares the cores with the servers; alone it takes {ceiling['requests_per_cpu_second']:,.0f} "
+            f"answers or {ceiling['events_per_cpu_second']:,.0f} events per second of its CPU time."
         )
+    for part in ("engine", "prefill", "texts", "http"):
+        shapes = results.get(part, {}).get("shapes", {"": results.get(part, {})})
+        for name, shape in shapes.items():
+            for system, reason in shape.get("absent", {}).items():
+                lines.append(f"Not measured, {part} {name}: {system}: {reason.splitlines()[-1]}".replace("  ", " "))
     for part, source in results.get("kept", {}).items():
         lines.append(f"Part {part}: revision {source['revision']}, {source['date'][:10]}.")
     return lines + [f"failed: {part}, {reason}" for part, reason in results["errors"].items()]
 
 
-def write_table(results: dict[str, Any], path: Path) -> None:
-    """Write the tables between the markers of a file.
+# README.md
+
+
+def summary(results: dict[str, Any]) -> str:
+    """The six rows of README.md, losses included.
 
     Raises:
-        ValueError: as `put`.
+        ValueError: the run lacks a part that they need.
     """
-    put(markdown(results), path, "bench")
+    if lacking := {"engine", "http", "path"} - results.keys():
+        raise ValueError(f"the six rows need the parts engine, http and path; missing: {', '.join(sorted(lacking))}")
+    rows = [["measured", "this service", "compared with", "ratio"]]
+    whole = results["http"]["modes"]["whole"]
+    few, many = min(whole, key=int), max(whole, key=int)
+    for clients, peer in ((few, "llama"), (many, "llama"), (many, "stock")):
+        families = whole[clients]["families"]
+        ours, theirs = rates(families["ours"]["runs"]), rates(families[peer]["runs"])
+        label = f"answers of {results['http']['length']}, {plural(int(clients), 'client')}, characters/s"
+        rows.append([label, *short(ours, theirs, f"{FAMILIES[peer]}, {families[peer]['variant']}")])
+    worst: tuple[float, list[str]] | None = None
+    name, shape = list(results["engine"]["shapes"].items())[-1]
+    systems = shape["systems"]
+    for peer in ("llama", "transformers"):
+        found = []
+        for n in next(iter(systems.values()))["rows"]:
+            ours, theirs = best_rates(systems, "ours", n), best_rates(systems, peer, n)
+            label = f"engine alone, {name}, {plural(int(n), 'row')}, each at its best dtype, characters/s"
+            found.append((statistics.median(ratios(ours, theirs)), [label, *short(ours, theirs, FAMILIES[peer])]))
+        worst = min(found)  # the row count at which this service does worst
+        rows.append(worst[1])
+    requests = {name: rates(results["path"][name]["requests"], "per_second") for name in ("ours", "plain")}
+    rows.append(["requests/s without a model", *short(requests["ours"], requests["plain"], "plain FastAPI")])
+    return "\n".join(table(rows))
+
+
+def short(ours: list[float], theirs: list[float], name: str) -> list[str]:
+    ratio = statistics.median(ratios(ours, theirs))
+    return [f"{statistics.median(ours):,.0f}", f"{name}: {statistics.median(theirs):,.0f}", f"{ratio:.2g} ×"]
+
+
+def write_tables(results: dict[str, Any], root: Path) -> None:
+    """Write the tables into tests/README.md and the six rows into README.md below `root`.
+
+    Raises:
+        ValueError: as `put` and `summary`.
+    """
+    six = summary(results)
+    put(markdown(results), root / "tests" / "README.md", "bench")
+    put(six, root / "README.md", "bench-summary")
 
 
 def put(content: str, path: Path, name: str) -> None:
@@ -260,62 +362,3 @@ def put(content: str, path: Path, name: str) -> None:
     if not found or not closed or begin in rest or end in before + after:
         raise ValueError(f"{path} must have one line {begin} and after it one line {end}")
     path.write_text(f"{before}{begin}\n{content}{end}{after}", encoding="utf-8")
-
-
-def draw(results: dict[str, Any], png: Path) -> None:
-    """Plot engine speed and phases by rows, the path by streams, step time by length and queue."""
-    from matplotlib.figure import Figure
-
-    picture = Figure(figsize=(13, 8), layout="constrained")
-    (left, right), (lower_left, lower_right) = picture.subplots(2, 2)
-    colors = {"S": "tab:blue", "M": "tab:red", "ours": "tab:blue", "plain": "tab:gray", "stock": "tab:orange"}
-    shapes = results.get("engine", {}).get("shapes", {})
-    labels, stacks = [], []
-    for name, shape in shapes.items():
-        runs = shape["rows"]
-        rows = [run["rows"] for run in runs]
-        for key, style, label in (("characters_per_second", "o-", "ours"), ("peer", "s--", "transformers")):
-            values = [statistics.median(run[key]) for run in runs]
-            left.plot(rows, values, style, color=colors[name], ms=4, label=f"{name}, {label}")
-        roof = [run["rows"] / run["roofline"]["seconds"] for run in runs]
-        left.plot(rows, roof, ".:", color=colors[name], label=f"{name}, roofline")
-        labels += [f"{name} {run['rows']}" for run in runs]
-        stacks += [run["phases"] for run in runs]
-    bottom = [0.0] * len(stacks)
-    for phase in ("decode", "sampling", "exact", "prefill", "schedule", "rest"):
-        shares = [100 * stack.get(phase, 0.0) / stack["all"] for stack in stacks]
-        right.bar(labels, shares, bottom=bottom, label=phase)
-        bottom = [a + b for a, b in zip(bottom, shares, strict=True)]
-    if "path" in results:
-        path = results["path"]
-        for name in ("ours", "plain", "stock"):
-            rates = [
-                statistics.median(run["characters_per_second"] for run in path[name]["streams"][str(n)])
-                for n in path["streams"]
-            ]
-            lower_left.plot(path["streams"], rates, "o-", color=colors[name], ms=4, label=name)
-    if "growth" in results:
-        lengths, queue = results["growth"]["lengths"], results["growth"]["queue"]
-        lower_right.plot(
-            lengths["lengths"], [1e3 * s for s in lengths["step_seconds"]], "o-", label="characters per text"
-        )
-        waits = [1e3 * statistics.median(values) for values in queue["step_seconds"]]
-        lower_right.plot(queue["queued"], waits, "s-", label="waiting sequences")
-    for axes, title, x, y in (
-        (left, "Engine alone", "rows", "characters/s"),
-        (right, "Time by phase", "shape and rows", "%"),
-        (lower_left, "HTTP path, stub engine", "streams", "characters/s"),
-        (lower_right, "Growth", "characters, sequences", "ms per step"),
-    ):
-        axes.set(title=title, xlabel=x, ylabel=y)
-        if axes is not right:
-            axes.set_xscale("log", base=2)
-            axes.grid(alpha=0.3)
-        if axes in (left, lower_left) and axes.lines:
-            axes.set_yscale("log")
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=8)
-    lower_right.set_ylim(bottom=0)
-    about = results["machine"]
-    picture.suptitle(f"{about['cpu']}, {about['cores']} cores, {results['date'][:10]}", fontsize=9)
-    picture.savefig(png, dpi=110)

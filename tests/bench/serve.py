@@ -1,81 +1,97 @@
-"""Benchmarks of the service against what a user would build instead, part by part, on this machine.
+"""Benchmarks of the service against what a user would choose instead, part by part, on this machine.
 
-    make bench                      about 20 minutes
-    make bench-quick                under 3 minutes: fewer shapes, rows and repeats
-    make bench ARGS='--only path --threads 1'
-    make bench-table                tables of OUT/serve.json into tests/README.md
+    make bench                      about 40 minutes, and five more once to build llama.cpp
+    make bench-quick                about five minutes: fewer systems, rows and repeats
+    make bench ARGS='--only engine,http --threads 1'
+    make bench-table                tables of OUT/serve.json into tests/README.md, six rows of them into README.md
 
-    engine   in process: characters/s, step time and its phases; compared with transformers' generate and the roofline
+    engine   in process: our engine with each backend and dtype, llama-batched-bench on each GGUF, transformers'
+             generate with each dtype and cache; the roofline
+    prefill  whole prompts: our engine and torch's forward
+    http     answers and streams of 128 characters over HTTP and the time to the first character: the service,
+             llama.cpp's server, transformers serve, stock LitServe
+    share    64 streams over HTTP and in the engine alone
+    sample   python -m training sample
+    texts    whether a text depends on load, and how often it depends on the dtype
     path     the service around a stub engine; compared with plain FastAPI and stock LitServe, both without a model
-    whole    the service under mixed lengths and arrivals; compared with stock LitServe on transformers, and with the
-             engine alone
+    idle     CPU time of the idle service, its start and its memory, beside stock LitServe
     metrics  the service with and without metrics
-    growth   step time for long texts and long queues; memory
+    growth   time per character in long texts, of a step beside long queues; memory
 
-Rewrites OUT/serve.json, OUT/serve.md and OUT/serve.png after each part; the servers' logs are in OUT/logs. Figures are
-medians (lowest–highest). Ratios are taken between alternating measurements, as the speed of a shared machine drifts.
+Rewrites OUT/serve.json and OUT/serve.md after each part; the servers' logs are in OUT/logs. Systems that are compared
+are each in a process of its own and measured in turns, since the speed of a shared machine drifts. Figures are medians
+(lowest–highest) over the turns, ratios are taken within a turn. Where a system has several variants, the fastest at the
+row or client count in question stands for it.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import json
+import os
+import shlex
+import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from service.model.config import GPTConfig
+from service.settings import available_cpus
 from tests.toolbox.http import DONE, event_data, events, text_of
 
-from . import engine, load
+from . import engine, llama, load, peers, roofline
 from .command import (
     BenchError,
     Progress,
+    Remote,
     add_threads,
     build_parser,
     busy_warning,
     context,
     device,
-    in_child,
     prepare_process,
     subset,
 )
-from .report import draw, markdown, write_table
-from .servers import Server, ServerError
-from .shapes import SAMPLING, SHAPES, Work, mixed_work, save_random
+from .report import markdown, write_tables
+from .servers import ROOT, Server, ServerError, module
+from .shapes import ANSWER, PROMPT, SAMPLING, SHAPES, Work, checkpoint_of, config_of, mixed_work, prompt_text
 
 CONNECTIONS = 64
 PACE_SECONDS = 0.01  # step time of the paced stub: 64 streams emit 6,400 events/s
 STOCK_EVENT = b'{"text": "a"'
+KEEP_ABOVE = 0.6  # of its family's best: a variant below it at every row count runs in the first turn only
+SLOTS = 128  # of the engine alone
+PREFILL_ROWS = 32
 
-PARTS = ("engine", "path", "whole", "metrics", "growth")
-FAILURES = (BenchError, ServerError, load.LoadError, OSError)
+PARTS = ("engine", "prefill", "http", "share", "sample", "texts", "path", "idle", "metrics", "growth")
+FAILURES = (BenchError, ServerError, load.LoadError, llama.LlamaError, roofline.RooflineError, OSError)
 
 
 @dataclass(frozen=True)
 class Plan:
     """Amount of measurement."""
 
-    repeats: int  # of path and queue
+    repeats: int  # turns
     rows: dict[str, tuple[int, ...]]  # by shape
-    steps_past: float  # steps past block_size, as a share of it
-    engine_repeats: int
+    every_variant: bool  # of the peers, instead of one of each
+    clients: tuple[int, ...]
+    http_seconds: float  # per measurement
+    first_requests: int
+    share_length: int  # characters of each stream
+    sample_texts: int
+    texts: int  # generations by dtype
     path_seconds: float  # per measurement of the path
     streams: tuple[int, ...]
     paced_length: int
-    requests: int  # to the whole service
-    longest: int  # completion, in characters
-    whole_repeats: int
-    stock_repeats: int
     metrics_repeats: int
     idle_seconds: float
-    starts: int  # after the first
+    starts: int
     long_rows: int
     lengths: tuple[int, ...]  # of texts, in multiples of block_size
     queue_steps: int
@@ -84,18 +100,19 @@ class Plan:
 FULL = Plan(
     repeats=5,
     rows={"S": (1, 8, 32, 128), "M": (1, 8, 32, 128)},
-    steps_past=0.25,
-    engine_repeats=3,
+    every_variant=True,
+    clients=(1, 8, 32),
+    http_seconds=3.0,
+    first_requests=200,
+    share_length=2000,
+    sample_texts=10_000,
+    texts=10_000,
     path_seconds=3.0,
     streams=(1, 32, 64, 256),
     paced_length=400,
-    requests=256,
-    longest=384,
-    whole_repeats=3,
-    stock_repeats=3,
     metrics_repeats=48,
     idle_seconds=5.0,
-    starts=4,
+    starts=5,
     long_rows=8,
     lengths=(1, 10, 100),
     queue_steps=200,
@@ -103,32 +120,37 @@ FULL = Plan(
 QUICK = Plan(
     repeats=2,
     rows={"S": (1, 8, 32), "M": (8,)},
-    steps_past=0.1,
-    engine_repeats=2,
+    every_variant=False,
+    clients=(1, 32),
+    http_seconds=1.0,
+    first_requests=40,
+    share_length=300,
+    sample_texts=1000,
+    texts=300,
     path_seconds=1.0,
     streams=(1, 64, 256),
     paced_length=100,
-    requests=96,
-    longest=160,
-    whole_repeats=2,
-    stock_repeats=1,
     metrics_repeats=2,
     idle_seconds=2.0,
-    starts=0,
+    starts=1,
     long_rows=1,
     lengths=(1, 10),
     queue_steps=40,
 )
-GPU_ROWS = (512, 1024)
 
 
 class Bench:
     """One run and its results so far."""
 
-    def __init__(self, plan: Plan, shapes: dict[str, GPTConfig], threads: int, out: Path):
+    def __init__(
+        self, plan: Plan, shapes: dict[str, Path | GPTConfig], threads: int, out: Path, llama_folder: Path | None = None
+    ):
         self.plan, self.shapes, self.threads, self.out = plan, shapes, threads, out
+        self.llama_folder = llama_folder or llama.default_folder()
+        self.cores = available_cpus()  # threads of an engine alone, and of the peers' engines
         self.device = device()
         self.say = Progress()
+        self.folder = Path()  # of this run's files
         self.folders: dict[str, Path] = {}  # checkpoint folder by shape
         self.results: dict[str, Any] = {
             **context("tests.bench.serve", "torch", "transformers", "litserve", "fastapi", "uvicorn"),
@@ -136,8 +158,10 @@ class Bench:
                 "plan": asdict(plan),
                 "quick": plan is QUICK,
                 "threads": threads,
+                "cores": self.cores,
                 "device": self.device,
-                "shapes": {name: asdict(config) for name, config in shapes.items()},
+                "llama": llama.PACKAGE,
+                "shapes": {name: about(shape) for name, shape in shapes.items()},
                 "sampling": SAMPLING,
             },
             "errors": {},  # part: reason of failure
@@ -169,12 +193,15 @@ class Bench:
         """Measure the parts; a part that fails leaves its reason in the results."""
         self.out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="chargpt-bench-") as folder:
-            self.folders = {name: save_random(config, Path(folder) / name) for name, config in self.shapes.items()}
+            self.folder = Path(folder)
+            self.folders = {name: checkpoint_of(shape, self.folder / name) for name, shape in self.shapes.items()}
             self.results["load_generator"] = load.ceiling(0.5)
             for part in parts:
                 self.say(f"{part} …")
+                started = self.say.seconds
                 try:
                     self.results[part] = getattr(self, part)()
+                    self.results[part] |= {"load_average": os.getloadavg()[0], "seconds": self.say.seconds - started}
                 except FAILURES as error:
                     self.results["errors"][part] = f"{type(error).__name__}: {error}"
                     self.say(f"{part} failed: {error}")
@@ -183,21 +210,216 @@ class Bench:
     def write(self) -> None:
         (self.out / "serve.json").write_text(json.dumps(self.results, indent=1) + "\n", encoding="utf-8")
         (self.out / "serve.md").write_text(markdown(self.results), encoding="utf-8")
-        draw(self.results, self.out / "serve.png")
 
-    # -- the parts --
+    # -- the parts: engines --
 
     def engine(self) -> dict[str, Any]:
-        shapes, memory = {}, {}
-        for name, rows in self.plan.rows.items():
-            if self.device == "cuda":
-                rows += GPU_ROWS
-            folder, W = self.folders[name], self.shapes[name].block_size
-            length = round(W * (1 + self.plan.steps_past))
-            repeats = self.plan.engine_repeats
-            shapes[name] = self.child(engine.measure_shape, folder, list(rows), length=length, repeats=repeats)
-            memory[name] = self.child(engine.measure_memory, folder, 32)
-        return {"shapes": shapes, "memory": memory}
+        return {"shapes": {name: self.engine_of(name, list(rows)) for name, rows in self.plan.rows.items()}}
+
+    def engine_of(self, shape: str, rows: list[int]) -> dict[str, Any]:
+        """{"systems": {name: {"family", "flags", "rows": {rows: a run per turn}}}, "roofline", "full", "absent"}."""
+        folder, config = self.folders[shape], config_of(self.folders[shape])
+        figures: dict[str, Any] = {"parameters": parameters(config), "systems": {}, "absent": {}, "full": {}}
+        systems = figures["systems"]
+        runs: dict[str, Callable[[int], dict[str, Any]]] = {}  # by system: one run of a number of rows
+        with contextlib.ExitStack() as stack:
+            for name, remote in self.engines(folder, SLOTS, stack, figures["absent"]).items():
+                systems[name] = {"family": "ours", "flags": remote.call("about"), "rows": {}}
+                runs[name] = lambda rows, remote=remote: remote.call("run", rows)
+            for dtype, cache in self.some([(d, c) for d in ("float32", "bfloat16") for c in (None, "static")]):
+                name = f"transformers {dtype}{', static cache' if cache else ''}"
+                remote = stack.enter_context(
+                    Remote(engine.Generate, folder, dtype, cache, threads=self.cores, device=self.device)
+                )
+                systems[name] = {"family": "transformers", "flags": {"dtype": dtype, "cache": cache}, "rows": {}}
+                runs[name] = lambda rows, remote=remote: remote.call("run", rows)
+            programs, files = self.llama_files(shape)
+            for variant in self.some(llama.variants(files)):
+                name = f"llama.cpp {variant.name}"
+                family = "llama" if variant.dtype != llama.LOSSY else "lossy"
+                command = llama.batched_bench_command(programs, variant, rows, ANSWER, self.cores)
+                systems[name] = {"family": family, "flags": shlex.join(command), "rows": {}}
+                runs[name] = lambda rows, variant=variant: llama.batched_bench(
+                    llama.batched_bench_command(programs, variant, [rows], ANSWER, self.cores)
+                )[rows]
+            for name, run in runs.items():  # warm-up
+                if not name.startswith("llama"):
+                    run(1)
+            for turn in range(self.plan.repeats):
+                for count in rows:
+                    for name in runs if turn == 0 else contenders(systems, rows):
+                        systems[name]["rows"].setdefault(str(count), []).append(runs[name](count))
+                self.say(f"{shape}: " + best_line(systems, rows))
+            ours = {name: system for name, system in systems.items() if system["family"] == "ours"}
+            figures["roofline"] = {}
+            for dtype in {system["flags"]["dtype"] for system in ours.values()}:
+                figures["roofline"][dtype] = {
+                    str(count): roofline.roofline(config, count, PROMPT + ANSWER / 2, dtype, self.cores)
+                    for count in rows
+                }
+            best = max(ours, key=lambda name: rate_of(ours[name], rows[-1]))
+            with contextlib.ExitStack() as again:
+                remote = again.enter_context(self.engine_remote(folder, *backend_of(ours[best]), slots=SLOTS))
+                figures["full"] = {"system": best, "rows": {}}
+                dtype = ours[best]["flags"]["dtype"]
+                for count in rows:  # every text fills the window from the first step on
+                    figures["full"]["rows"][str(count)] = {
+                        "runs": [remote.call("run", count, ANSWER, config.block_size) for _ in range(2)],
+                        "roofline": roofline.roofline(config, count, config.block_size, dtype, self.cores),
+                    }
+        return figures
+
+    def prefill(self) -> dict[str, Any]:
+        """Characters per second of PREFILL_ROWS prompts of block_size characters."""
+        shapes = {}
+        for shape in self.plan.rows:
+            folder = self.folders[shape]
+            characters = config_of(folder).block_size
+            figures: dict[str, Any] = {"characters": characters, "systems": {}, "absent": {}}
+            with contextlib.ExitStack() as stack:
+                remotes = self.engines(folder, PREFILL_ROWS, stack, figures["absent"])
+                for dtype in ("float32", "bfloat16"):
+                    forward = Remote(engine.Forward, folder, dtype, threads=self.cores, device=self.device)
+                    remotes[f"forward {dtype}"] = stack.enter_context(forward)
+                for name, remote in remotes.items():
+                    remote.call("prefill", 2, characters)
+                    figures["systems"][name] = []
+                for _ in range(self.plan.repeats):
+                    for name, remote in remotes.items():
+                        figures["systems"][name].append(remote.call("prefill", PREFILL_ROWS, characters))
+            shapes[shape] = figures
+        return {"rows": PREFILL_ROWS, "shapes": shapes}
+
+    def texts(self) -> dict[str, Any]:
+        """How many of the same generations differ: under load from alone, and between dtypes."""
+        figures: dict[str, Any] = {"count": self.plan.texts, "absent": {}, "changed": {}, "between": {}}
+        found: dict[str, list[str]] = {}
+        for backend, dtype in engine.candidates():
+            if backend == "torch" and found:  # native is the one with a promise in every dtype, and is faster
+                continue
+            name = f"{backend} {dtype}"
+            if backend == "torch" and dtype != "float64":
+                continue
+            try:
+                with self.engine_remote(self.folders["S"], backend, dtype, slots=CONNECTIONS) as remote:
+                    found[name] = remote.call("texts", self.plan.texts, ANSWER, alone=False)
+                with self.engine_remote(self.folders["S"], backend, dtype, slots=1) as remote:
+                    alone = remote.call("texts", self.plan.texts, ANSWER, alone=True)
+            except BenchError as error:
+                figures["absent"][name] = str(error)
+                continue
+            figures["changed"][name] = differing(found[name], alone)
+            self.say(f"{name}: {figures['changed'][name]} of {self.plan.texts} texts changed under load")
+        for name, texts in found.items():
+            exact = f"{name.split()[0]} float64"
+            if exact in found and name != exact:
+                figures["between"][name] = differing(texts, found[exact])
+        return figures
+
+    def sample(self) -> dict[str, Any]:
+        """Lines of S by the command line, start included."""
+        command = [
+            *("-m", "training", "sample", "--checkpoint", str(self.folders["S"]), "-n", str(self.plan.sample_texts)),
+            *("--max-tokens", "100", "--stop", r"\n", "--prompt", "\n\nKING:\n", "--format", "jsonl"),
+        ]
+        runs = []
+        for _ in range(self.plan.repeats):
+            started, before = time.perf_counter(), os.times()
+            done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT)
+            seconds, after = time.perf_counter() - started, os.times()
+            if done.returncode:
+                raise BenchError(f"{shlex.join(command)} ended with status {done.returncode}:\n{done.stderr[-2000:]}")
+            texts = [json.loads(line)["text"] for line in done.stdout.splitlines()]
+            if len(texts) != self.plan.sample_texts:
+                raise BenchError(f"expected {self.plan.sample_texts} texts, got {len(texts)}")
+            cpu = after.children_user + after.children_system - before.children_user - before.children_system
+            runs.append({"characters": sum(map(len, texts)), "seconds": seconds, "cpu_seconds": cpu})
+        return {"command": shlex.join(["python", *command]), "texts": self.plan.sample_texts, "runs": runs}
+
+    # -- the parts: over HTTP --
+
+    def http(self) -> dict[str, Any]:
+        """By mode ("whole", "streamed") and clients: the probe of each variant, and runs of each family's best."""
+        systems = self.systems()
+        figures: dict[str, Any] = {
+            "flags": {f"{s.family} {s.name}": shlex.join(s.command) for s in systems}, "modes": {}, "first": {},
+            "length": ANSWER, "absent": {},
+        }  # fmt: skip
+        with contextlib.ExitStack() as stack:
+            servers: dict[peers.System, Server] = {}
+            for number, system in enumerate(systems):
+                server = stack.enter_context(system.start(self.out / "logs" / f"{system.family}-{number}.log"))
+                try:
+                    server.wait_until_ready()
+                    answers_once(system, server, 2, 2, system.streams[-1])
+                except (ServerError, load.LoadError, OSError) as error:
+                    figures["absent"][f"{system.family} {system.name}"] = str(error)[-1000:]
+                    self.say(f"{system.family} {system.name} cannot be measured: {error}")
+                    server.close()
+                    continue
+                server.pause()
+                servers[system] = server
+            best: dict[tuple[str, int], dict[str, tuple[peers.System, int]]] = {}
+            for streamed in (False, True):
+                mode = "streamed" if streamed else "whole"
+                figures["modes"][mode] = {}
+                for clients in self.plan.clients:
+                    probe: dict[str, float] = {}
+                    chosen: dict[str, tuple[float, peers.System, int]] = {}
+                    for system, server in servers.items():
+                        if streamed not in system.streams:
+                            continue
+                        try:
+                            with running(server):
+                                run = answers_once(system, server, clients, clients, streamed)
+                        except (load.LoadError, OSError) as error:
+                            name = f"{system.family} {system.name}, {mode}, {clients} clients"
+                            figures["absent"][name] = str(error)[-1000:]
+                            self.say(f"{name} cannot be measured: {error}")
+                            continue
+                        rate = probe[f"{system.family} {system.name}"] = run["characters_per_second"]
+                        rounds = max(1, round(self.plan.http_seconds / run["seconds"]))
+                        if rate > chosen.get(system.family, (0.0,))[0]:
+                            chosen[system.family] = (rate, system, rounds)
+                    best[mode, clients] = {family: (system, n) for family, (_, system, n) in chosen.items()}
+                    figures["modes"][mode][str(clients)] = {
+                        "probe": probe,
+                        "families": {f: {"variant": s.name, "runs": []} for f, (_, s, _) in chosen.items()},
+                    }
+            for _ in range(self.plan.repeats):
+                for (mode, clients), chosen_now in best.items():
+                    into = figures["modes"][mode][str(clients)]["families"]
+                    for family, (system, rounds) in chosen_now.items():
+                        server = servers[system]
+                        with running(server):
+                            run = answers_once(system, server, clients, rounds * clients, mode == "streamed")
+                        into[family]["runs"].append(run)
+                for family, (system, _) in best["streamed", self.plan.clients[0]].items():
+                    with running(servers[system]):
+                        first = first_once(system, servers[system], self.plan.first_requests)
+                    figures["first"].setdefault(family, {"variant": system.name, "runs": []})["runs"].append(first)
+                self.say("whole answers: " + http_line(figures["modes"]["whole"]))
+        return figures
+
+    def share(self) -> dict[str, Any]:
+        """Characters per second of 64 endless streams over HTTP, and of the engine alone with the same threads."""
+        figures: dict[str, Any] = {"streams": CONNECTIONS, "length": self.plan.share_length, "http": [], "engine": []}
+        [system] = peers.ours(self.folders["S"], {"threads": self.threads, "max_running_requests": CONNECTIONS})
+        alone = Remote(
+            engine.Ours, self.folders["S"], "auto", "auto",
+            slots=CONNECTIONS, threads=self.threads, device=self.device,
+        )  # fmt: skip
+        with system.start(self.out / "logs" / "share.log") as server, alone:
+            server.wait_until_ready()
+            answers_once(system, server, CONNECTIONS, CONNECTIONS, True)
+            server.pause()
+            alone.call("run", CONNECTIONS)
+            for _ in range(self.plan.repeats):
+                with running(server):
+                    run = answers_once(system, server, CONNECTIONS, CONNECTIONS, True, self.plan.share_length)
+                figures["http"].append(run)
+                figures["engine"].append(alone.call("run", CONNECTIONS, self.plan.share_length))
+        return figures
 
     def path(self) -> dict[str, Any]:
         streams = list(self.plan.streams)
@@ -208,14 +430,14 @@ class Bench:
                 self.server("tests.bench.stub", "stub-paced", {"CHARGPT_STUB_STEP_SECONDS": str(PACE_SECONDS)})
             )
             stock = stack.enter_context(
-                Server("tests.bench.stock", self.out / "logs" / "stock-stub.log", "/health", stub=True)
+                Server(module("tests.bench.stock", stub=True), self.out / "logs" / "stock-stub.log", "/health")
             )
             for server in (ours, paced, stock):
                 server.wait_until_ready()
             answers = self.out / "logs" / "answers.json"
             answers.write_text(json.dumps(answers_of(ours.port)), encoding="utf-8")
             plain = stack.enter_context(
-                Server("tests.bench.plain", self.out / "logs" / "plain.log", "/readyz", answers=answers)
+                Server(module("tests.bench.plain", answers=answers), self.out / "logs" / "plain.log", "/readyz")
             )
             plain.wait_until_ready()
             check_same_bytes(ours.port, plain.port)
@@ -262,48 +484,22 @@ class Bench:
                 body["max_tokens"] *= body["characters"]
                 mine["same_events"][str(count)].append(streams_once(server, body, count, marker))
 
-    def whole(self) -> dict[str, Any]:
-        work = mixed_work(self.plan.requests, longest=self.plan.longest, arriving=0.5)
+    def idle(self) -> dict[str, Any]:
         figures: dict[str, Any] = {
-            "characters": sum(item.max_tokens for item in work),
-            "connections": CONNECTIONS,
+            name: {"start_seconds": [], "idle_cores": [], "pss_bytes": []} for name in ("ours", "stock")
         }
-        ours = self.server("service", "service", max_running_requests=CONNECTIONS)
-        with ours:
-            starts: dict[str, list[float]] = {"ours": [ours.wait_until_ready()], "stock": []}
-            with self.stock() as stock:
-                starts["stock"].append(stock.wait_until_ready())
-                servers = {"ours": ours, "stock": stock}
-                ours.pause()
-                stock.pause()
-                for name, server in servers.items():
-                    with running(server):
-                        load_work(server, name, work[:16])
-                        time.sleep(0.5)
-                        with server.busy() as cores:
-                            time.sleep(self.plan.idle_seconds)
-                    figures[name] = {"idle_cores": cores, "runs": []}
-                figures["engine"] = []
-                for number in range(self.plan.whole_repeats):
-                    with running(ours):
-                        figures["ours"]["runs"].append(load_work(ours, "ours", work))
-                    alone = self.child(engine.measure_work, self.folders["S"], work, CONNECTIONS)
-                    figures["engine"].append(alone["characters_per_second"])
-                    if number < self.plan.stock_repeats:
-                        with running(stock):
-                            figures["stock"]["runs"].append(load_work(stock, "stock", work))
-                    rates = [figures[name]["runs"][-1]["characters_per_second"] for name in servers]
-                    self.say(f"characters/s: ours {rates[0]:,.0f}, stock {rates[1]:,.0f}, engine {alone}")
-                for name, server in servers.items():
-                    with running(server):
-                        figures[name]["pss_bytes"] = server.pss_bytes()
+        work = mixed_work(16, longest=64, arriving=0.1)
         for _ in range(self.plan.starts):
-            with self.server("service", "service") as again:
-                starts["ours"].append(again.wait_until_ready())
-            with self.stock() as again:
-                starts["stock"].append(again.wait_until_ready())
-        for name, seconds in starts.items():
-            figures[name]["start_seconds"] = seconds
+            for name, server in (("ours", self.server("service", "idle")), ("stock", self.stock())):
+                with server:
+                    mine = figures[name]
+                    mine["start_seconds"].append(server.wait_until_ready())
+                    load_work(server, name, work)
+                    time.sleep(0.5)
+                    with server.busy() as cores:
+                        time.sleep(self.plan.idle_seconds)
+                    mine["idle_cores"].append(cores["http"] + cores["worker"])
+                    mine["pss_bytes"].append(server.pss_bytes())
         return figures
 
     def metrics(self) -> dict[str, Any]:
@@ -313,8 +509,8 @@ class Bench:
         figures: dict[str, Any] = {}
         with contextlib.ExitStack() as stack:
             servers = {}
-            for name, module in (("ours", "service"), ("unmeasured", "tests.bench.unmeasured")):
-                servers[name] = stack.enter_context(self.server(module, name, max_running_requests=CONNECTIONS))
+            for name, program in (("ours", "service"), ("unmeasured", "tests.bench.unmeasured")):
+                servers[name] = stack.enter_context(self.server(program, name, max_running_requests=CONNECTIONS))
                 servers[name].wait_until_ready()
                 servers[name].pause()
                 figures[name] = []
@@ -329,35 +525,129 @@ class Bench:
         return figures
 
     def growth(self) -> dict[str, Any]:
-        folder, W = self.folders["S"], self.shapes["S"].block_size
+        """Of the default backend: time in long texts and beside long queues, and memory by slots."""
+        folder = self.folders["S"]
+        W = config_of(folder).block_size
         lengths = [n * W for n in self.plan.lengths]
-        options = {"steps": self.plan.queue_steps, "repeats": self.plan.repeats}
-        return {
-            "lengths": self.child(engine.measure_lengths, folder, self.plan.long_rows, lengths),
-            "queue": self.child(engine.measure_queue, folder, 8, [1, 100, 1000], **options),
-        }
+        figures: dict[str, Any] = {"lengths": lengths, "seconds": [], "queue": {}, "memory": {}}
+        with self.engine_remote(folder, "auto", "auto", slots=self.plan.long_rows) as remote:
+            figures["about"] = remote.call("about")
+            for _ in range(self.plan.repeats):
+                figures["seconds"].append(remote.call("lengths", self.plan.long_rows, lengths, W))
+                for waiting in (1, 100, 1000):
+                    seconds = remote.call("queue", waiting, self.plan.queue_steps)
+                    figures["queue"].setdefault(str(waiting), []).append(seconds)
+        for slots in (1, CONNECTIONS, 4 * CONNECTIONS):
+            with self.engine_remote(folder, "auto", "auto", slots=slots) as remote:
+                figures["memory"][str(slots)] = remote.call("memory")
+        return figures
 
     # -- helpers --
 
-    def child(self, function: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
-        return in_child(functools.partial(function, *arguments, **options, threads=self.threads, device=self.device))
+    def engines(
+        self, folder: Path, slots: int, stack: contextlib.ExitStack, absent: dict[str, str]
+    ) -> dict[str, Remote]:
+        """Our engine with every backend and dtype that is there, each in a process of its own."""
+        found = {}
+        for backend, dtype in engine.candidates():
+            try:
+                found[f"{backend} {dtype}"] = stack.enter_context(
+                    self.engine_remote(folder, backend, dtype, slots=slots)
+                )
+            except BenchError as error:
+                absent[f"{backend} {dtype}"] = str(error)
+        if not found:
+            raise BenchError(f"no backend of the engine can be opened: {absent}")
+        return found
 
-    def server(self, module: str, log: str, environment: dict[str, str] | None = None, **flags: object) -> Server:
-        """The service on shape S, or its variant in `module`."""
-        return Server(
-            module,
-            self.out / "logs" / f"{log}.log",
-            "/readyz",
-            environment,
-            checkpoint=self.folders["S"],
-            threads=self.threads,
-            log_level="warning",
-            **flags,
-        )
+    def engine_remote(self, folder: Path, backend: str, dtype: str, *, slots: int) -> Remote:
+        return Remote(engine.Ours, folder, backend, dtype, slots=slots, threads=self.cores, device=self.device)
+
+    def llama_files(self, shape: str) -> tuple[dict[str, Path], dict[str, Path]]:
+        """llama.cpp's programs, built if necessary, and the GGUF files of a shape."""
+        if not all(program.exists() for program in llama.programs(self.llama_folder).values()):
+            self.say(f"building llama.cpp in {self.llama_folder}, once, about five minutes …")
+        programs = llama.build(self.llama_folder)
+        folder = self.folder / f"{shape}-gguf"
+        if not folder.exists():
+            folder.mkdir()
+            llama.convert(programs, self.folders[shape], folder)
+        return programs, {dtype: folder / f"{dtype}.gguf" for dtype in (*llama.DTYPES, llama.LOSSY)}
+
+    def some(self, variants: list[Any]) -> list[Any]:
+        return variants if self.plan.every_variant else variants[:1]
+
+    def systems(self) -> list[peers.System]:
+        programs, files = self.llama_files("S")
+        same = [variant for variant in llama.variants(files) if variant.dtype != llama.LOSSY]
+        stock = peers.stock_litserve(self.folders["S"], self.cores)
+        return [
+            *peers.ours(self.folders["S"], {"threads": self.threads}),
+            *peers.llama_cpp(programs, self.some(same), self.cores, max(self.plan.clients)),
+            *self.some(peers.transformers_serve(self.folders["S"])),
+            *(stock if self.plan.every_variant else stock[:2]),  # one for whole answers, one for streams
+        ]
+
+    def server(self, name: str, log: str, environment: dict[str, str] | None = None, **flags: object) -> Server:
+        """The service on shape S, or its variant in the module `name`."""
+        command = module(name, checkpoint=self.folders["S"], threads=self.threads, log_level="warning", **flags)
+        return Server(command, self.out / "logs" / f"{log}.log", "/readyz", environment)
 
     def stock(self) -> Server:
-        log = self.out / "logs" / "stock.log"
-        return Server("tests.bench.stock", log, "/health", checkpoint=self.folders["S"], threads=self.threads)
+        command = module("tests.bench.stock", checkpoint=self.folders["S"], threads=self.cores)
+        return Server(command, self.out / "logs" / "stock.log", "/health")
+
+
+def about(shape: Path | GPTConfig) -> Any:
+    return asdict(shape) if is_dataclass(shape) else shape.name
+
+
+def parameters(config: GPTConfig) -> int:
+    """Weights, the embedding included."""
+    counts = roofline.count(config, 0, 0, "bfloat16")
+    return round(counts["weight_bytes"] / roofline.ITEM_BYTES["bfloat16"]) + config.vocab_size * config.n_embd
+
+
+def backend_of(system: dict[str, Any]) -> tuple[str, str]:
+    return system["flags"]["backend"], system["flags"]["dtype"]
+
+
+def rate_of(system: dict[str, Any], rows: int) -> float:
+    return statistics.median(run["characters_per_second"] for run in system["rows"][str(rows)])
+
+
+def contenders(systems: dict[str, Any], rows: list[int]) -> list[str]:
+    """The systems that reach KEEP_ABOVE of their family's best at one number of rows or more."""
+    found = []
+    for name, system in systems.items():
+        family = [other for other in systems.values() if other["family"] == system["family"]]
+        if any(rate_of(system, n) >= KEEP_ABOVE * max(rate_of(other, n) for other in family) for n in rows):
+            found.append(name)
+    return found
+
+
+def best_line(systems: dict[str, Any], rows: list[int]) -> str:
+    """The last rates of each family's fastest."""
+    parts = []
+    for count in rows:
+        best: dict[str, float] = {}
+        for system in systems.values():
+            rate = system["rows"][str(count)][-1]["characters_per_second"]
+            best[system["family"]] = max(best.get(system["family"], 0.0), rate)
+        parts.append(f"{count} rows " + " ".join(f"{family} {rate:,.0f}" for family, rate in best.items()))
+    return "; ".join(parts)
+
+
+def http_line(modes: dict[str, Any]) -> str:
+    return "; ".join(
+        f"{clients} clients "
+        + " ".join(f"{f} {x['runs'][-1]['characters_per_second']:,.0f}" for f, x in each["families"].items())
+        for clients, each in modes.items()
+    )
+
+
+def differing(texts: list[str], others: list[str]) -> int:
+    return sum(a != b for a, b in zip(texts, others, strict=True))
 
 
 # Single measurements
@@ -377,6 +667,43 @@ def percentiles(seconds: list[float]) -> dict[str, float]:
     """The 50th, 95th and 99th percentile, by nearest rank."""
     ordered = sorted(seconds)
     return {f"p{p}": ordered[max(0, -(-p * len(ordered) // 100) - 1)] for p in (50, 95, 99)}
+
+
+def answers_once(
+    system: peers.System, server: Server, clients: int, count: int, streamed: bool, length: int = ANSWER
+) -> dict[str, Any]:
+    """`count` answers of `length` characters to `clients` clients, each asking again as soon as it is answered.
+
+    Raises:
+        LoadError: an answer has another length.
+    """
+    requests = (
+        (0.0, system.request(prompt_text(PROMPT, number), length, streamed, number), (system.family, system.name))
+        for number in range(count)
+    )
+    before = sum(server.cpu_seconds().values())
+    outcome = load.run(server.port, requests, connections=clients, marker=system.marker, keep=True)
+    cpu = sum(server.cpu_seconds().values()) - before
+    for reply in outcome.replies:
+        given = len(system.text(reply, streamed))
+        if given != length:
+            raise load.LoadError(f"{system.family} {system.name}: expected {length} characters, got {given}")
+    return {
+        "characters_per_second": count * length / outcome.seconds,
+        "answers": count,
+        "seconds": outcome.seconds,
+        "server_cpu_seconds": cpu,
+        "client_cpu_seconds": outcome.cpu_seconds,
+    }
+
+
+def first_once(system: peers.System, server: Server, count: int) -> dict[str, float]:
+    """Percentiles of the time to the first character of one client that pauses 20 ms between its requests."""
+    requests = (
+        (0.02 * number, system.request(prompt_text(PROMPT, number), 8, True, number), number) for number in range(count)
+    )
+    outcome = load.run(server.port, requests, connections=1, marker=system.marker)
+    return percentiles(outcome.times_to_first)
 
 
 def streams_once(server: Server, body: dict[str, Any], count: int, marker: bytes) -> dict[str, Any]:
@@ -505,27 +832,28 @@ def check_same_bytes(ours: int, plain: int) -> None:
 def parse_args() -> argparse.Namespace:
     parser = build_parser("tests.bench.serve", __doc__, "out/bench")
     add_threads(parser)
-    parser.add_argument("--quick", action="store_true", help="under three minutes")
+    llama.add_folder(parser)
+    parser.add_argument("--quick", action="store_true", help="about five minutes")
     parser.add_argument(
         "--only", type=subset(PARTS), default=list(PARTS), metavar="PARTS", help=f"of {','.join(PARTS)} (default: all)"
     )
     parser.add_argument("--keep", action="store_true", help="keep the other parts of OUT/serve.json")
-    parser.add_argument("--table", type=Path, metavar="FILE", help="write the table of OUT/serve.json to FILE and exit")
+    parser.add_argument("--table", action="store_true", help="write OUT/serve.json into both README files and exit")
     return parser.parse_args()
 
 
 def main() -> int:
     args = parse_args()
-    if args.table is not None:
+    if args.table:
         try:
             results = json.loads((args.out / "serve.json").read_text(encoding="utf-8"))
-            write_table(results, args.table)
+            write_tables(results, ROOT)
         except (OSError, ValueError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
         return 0
     prepare_process()
-    bench = Bench(QUICK if args.quick else FULL, SHAPES, args.threads, args.out)
+    bench = Bench(QUICK if args.quick else FULL, SHAPES, args.threads, args.out, args.llama_cpp)
     if warning := busy_warning(bench.results):
         bench.say(warning)
     if args.keep:
@@ -540,7 +868,7 @@ def main() -> int:
         bench.say("stopped")
         return 130
     print(markdown(bench.results))
-    bench.say(f"figures: {args.out / 'serve.json'}, .md, .png")
+    bench.say(f"figures: {args.out / 'serve.json'}, .md")
     return 1 if bench.results["errors"] else 0
 
 

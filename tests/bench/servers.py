@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -19,18 +19,21 @@ from tests.toolbox.launch import ServerError as ServerError
 ROOT = Path(__file__).parents[2]
 
 
+def module(name: str, **flags: object) -> tuple[str, ...]:
+    """The command `python -m NAME --flag=value …`."""
+    given = (f"--{flag.replace('_', '-')}" + ("" if value is True else f"={value}") for flag, value in flags.items())
+    return (sys.executable, "-m", name, *given)
+
+
 class Server(Program):
-    """`python -m MODULE` on a free port of 127.0.0.1."""
+    """A command with `--port PORT`, a free one of 127.0.0.1."""
 
     poll_seconds = 0.01  # the start is measured
 
-    def __init__(self, module: str, log: Path, ready: str, environment: dict[str, str] | None = None, **flags: object):
+    def __init__(self, command: Sequence[str], log: Path, ready: str, environment: dict[str, str] | None = None):
         port = free_port()
-        given = [
-            f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in flags.items()
-        ]
         super().__init__(
-            [sys.executable, "-m", module, f"--port={port}", *given],
+            [*command, "--port", port],
             port,
             ready,
             log,

@@ -1,4 +1,4 @@
-"""The two benchmarked model shapes with random weights, and the requests sent to them."""
+"""The two benchmarked models and the requests sent to them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,70 @@ from typing import Any
 
 import torch
 
-from service.model.checkpoint import save_checkpoint
+from service.model.checkpoint import Checkpoint, save_checkpoint
 from service.model.config import GPTConfig
 from service.model.gpt import GPT
 from service.model.params import SamplingParams
 from service.model.tokenizer import CharTokenizer
+from service.settings import BUNDLED
 
 # The characters of tiny Shakespeare.
 VOCABULARY = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
-SHAPES = {
-    "S": GPTConfig(len(VOCABULARY), block_size=128, n_layer=6, n_head=4, n_kv_head=2, n_embd=128),
+# A checkpoint folder, or a config that gets random weights.
+SHAPES: dict[str, Path | GPTConfig] = {
+    "S": BUNDLED,
     "M": GPTConfig(len(VOCABULARY), block_size=256, n_layer=6, n_head=6, n_kv_head=2, n_embd=384),
 }
 PROMPT = 16  # characters
+ANSWER = 128  # characters
+
+# What prompts are cut from: text of the kind that S was trained on.
+TEXT = """
+FIRST GARDENER:
+Come, neighbour, set thy basket by the wall;
+The frost has left us little worth the picking,
+And what it left the sparrows took at dawn.
+
+SECOND GARDENER:
+Then let the sparrows pay our master's rent!
+I have dug this bed since I was seven years old,
+And never saw so lean a month of March.
+
+FIRST GARDENER:
+Patience: the pear tree on the southern side
+Has buds upon it, small as barley grains.
+A week of sun, and thou shalt eat thy words.
+
+STEWARD:
+What, idle still? The duke rides home tonight
+With forty horse behind him, and a bride
+Who loves, they say, no flower but the rose.
+Where are my roses?
+
+SECOND GARDENER:
+Sleeping, sir, like honest folk in winter.
+Shall I go knock, and tell them who is come?
+
+STEWARD:
+I'll knock on thee, thou thistle! Find me roses,
+Or find another gate to lean upon.
+
+FIRST GARDENER:
+My lord, an hour: the widow by the mill
+Keeps one old bush behind her kitchen fire,
+And what she will not sell she gives for news.
+
+STEWARD:
+Then run, and tell her all the news there is;
+And if there be too little, make some more.
+
+SECOND GARDENER:
+So honest men are sent to market lies,
+And all to please a lady's nose. Good night!
+The moon is up; I hear the river talk
+Of every boat that ever drowned in it.
+"""
+STRIDE = 7919  # prime: prompts of consecutive seeds begin far apart, and no two at the same character
 
 # Sampling parameters of users. transformers supports one set per batch and gets the first.
 SAMPLING: tuple[dict[str, Any], ...] = (
@@ -45,6 +96,15 @@ def random_model(config: GPTConfig, seed: int = 0) -> GPT:
     return model.eval().requires_grad_(False)
 
 
+def checkpoint_of(shape: Path | GPTConfig, path: Path) -> Path:
+    """The checkpoint folder of a shape, saved at `path` if it has random weights."""
+    return shape if isinstance(shape, Path) else save_random(shape, path)
+
+
+def config_of(shape: Path | GPTConfig) -> GPTConfig:
+    return GPTConfig(**Checkpoint.read(shape).hyperparameters) if isinstance(shape, Path) else shape
+
+
 def save_random(config: GPTConfig, path: Path) -> Path:
     """Save a random checkpoint of a shape; returns its folder."""
     save_checkpoint(path, random_model(config), CharTokenizer(VOCABULARY), {"losses": {}})
@@ -55,8 +115,15 @@ def sampling(row: int) -> SamplingParams:
     return SamplingParams(**SAMPLING[row % len(SAMPLING)], seed=row)
 
 
+def prompt_text(length: int, seed: int) -> str:
+    """`length` characters of TEXT; as many different prompts as TEXT has places for them."""
+    start = seed * STRIDE % (len(TEXT) - length)
+    return TEXT[start : start + length]
+
+
 def prompt(length: int, seed: int) -> list[int]:
-    return random.Random(seed).choices(range(len(VOCABULARY)), k=length)
+    """The ids of `prompt_text`, which are the same in both shapes."""
+    return [VOCABULARY.index(character) for character in prompt_text(length, seed)]
 
 
 @dataclass(frozen=True)

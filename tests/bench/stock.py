@@ -1,11 +1,13 @@
-"""The alternative that a user would build: a stock LitServe service, following its documentation.
+"""The alternative that a user would build: a stock LitServe service on transformers, following its documentation.
 
-    python -m tests.bench.stock --checkpoint DIR --port 8000       batched streaming with transformers
+    python -m tests.bench.stock --checkpoint DIR --port 8000 --loop whole        a batch runs to its end
+    python -m tests.bench.stock --checkpoint DIR --port 8000 --loop stream       the same, streamed
+    python -m tests.bench.stock --checkpoint DIR --port 8000 --loop continuous   LitServe's ContinuousBatchingLoop
     python -m tests.bench.stock --stub --port 8000                 no model, to measure the path alone
 
-POST /generate takes {"prompt", "max_tokens"} and streams one JSON object per character, {"text": …}. --stub adds
-POST /whole, which returns one character. A batch collects requests for `--batch-timeout` seconds and runs until its
-longest completion is done.
+POST /generate takes {"prompt", "max_tokens"} and returns {"text": …}: one JSON object, or with --loop stream or
+continuous one per character. --stub adds POST /whole, which returns one character. A batch collects requests for
+`--batch-timeout` seconds and runs until its longest completion is done.
 """
 
 from __future__ import annotations
@@ -18,16 +20,19 @@ from pathlib import Path
 from typing import Any
 
 import litserve
+from litserve.loops import ContinuousBatchingLoop, Output
+from litserve.utils import LitAPIStatus
 
 MAX_BATCH = 64
+SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 0}
 
 
-class GenerateAPI(litserve.LitAPI):
-    """A transformers model behind LitServe's batched streaming."""
+class TransformersAPI(litserve.LitAPI):
+    """A transformers model; `decode_request` gives (prompt, max_tokens)."""
 
-    def __init__(self, checkpoint: Path, threads: int, **options: Any):
+    def __init__(self, checkpoint: Path, dtype: str, threads: int, **options: Any):
         super().__init__(**options)
-        self.checkpoint, self.threads = checkpoint, threads
+        self.checkpoint, self.dtype, self.threads = checkpoint, dtype, threads
 
     def setup(self, device: str) -> None:
         import torch
@@ -35,8 +40,9 @@ class GenerateAPI(litserve.LitAPI):
 
         if self.threads:
             torch.set_num_threads(self.threads)
+        dtype = getattr(torch, self.dtype)
         self.tokenizer = AutoTokenizer.from_pretrained(self.checkpoint, padding_side="left", pad_token="\n")
-        self.model = AutoModelForCausalLM.from_pretrained(self.checkpoint).to(device).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(self.checkpoint, dtype=dtype).to(device).eval()
 
     def decode_request(self, request):  # an annotation would become the schema of the body
         return request["prompt"], request["max_tokens"]
@@ -44,17 +50,30 @@ class GenerateAPI(litserve.LitAPI):
     def batch(self, inputs: list[tuple[str, int]]) -> list[tuple[str, int]]:
         return inputs
 
+    def generate(self, prompts: tuple[str, ...], max_tokens: int, **options: Any) -> Any:
+        """The ids of left-padded prompts and answers."""
+        inputs = self.tokenizer(list(prompts), return_tensors="pt", padding=True).to(self.model.device)
+        return self.model.generate(**inputs, max_new_tokens=max_tokens, **SAMPLING, **options)
+
+
+class WholeAPI(TransformersAPI):
+    def predict(self, batch: list[tuple[str, int]]) -> list[str]:
+        prompts, lengths = zip(*batch, strict=True)
+        ids = self.generate(prompts, max(lengths))[:, -max(lengths) :]
+        return ["".join(self.tokenizer.decode(row[:n])) for row, n in zip(ids, lengths, strict=True)]
+
+    def encode_response(self, output: str) -> dict[str, str]:
+        return {"text": output}
+
+
+class StreamAPI(TransformersAPI):
     def predict(self, batch: list[tuple[str, int]]) -> Iterator[list[str]]:
         prompts, lengths = zip(*batch, strict=True)
-        inputs = self.tokenizer(list(prompts), return_tensors="pt", padding=True).to(self.model.device)
         steps = BatchStreamer()
 
         def generate() -> None:
             try:
-                self.model.generate(
-                    **inputs, max_new_tokens=max(lengths), do_sample=True,
-                    temperature=0.8, top_k=40, top_p=0.95, streamer=steps,
-                )  # fmt: skip
+                self.generate(prompts, max(lengths), streamer=steps)
             finally:
                 steps.end()
 
@@ -86,6 +105,114 @@ class BatchStreamer:
 
     def __iter__(self) -> Iterator[list[int]]:
         return iter(self._steps.get, None)
+
+
+class Row:
+    """A running request of ContinuousAPI."""
+
+    def __init__(self, uid: str, prompt: list[int], max_tokens: int):
+        self.uid, self.prompt, self.left = uid, prompt, max_tokens
+        self.length = len(prompt)  # cached characters
+        self.last = 0  # id to feed next
+
+
+class ContinuousAPI(TransformersAPI):
+    """Requests join and leave between steps. The cache is left-padded; a mask hides the padding of each row."""
+
+    def setup(self, device: str) -> None:
+        super().setup(device)
+        self.arrived: queue.SimpleQueue[Row] = queue.SimpleQueue()  # filled while `step` runs in another thread
+        self.rows: list[Row] = []
+        self.cache: list[tuple[Any, Any]] = []  # keys and values by layer, (B, kv heads, T, head size)
+
+    def add_request(self, uid: str, request: dict[str, Any]) -> None:
+        prompt, max_tokens = self.decode_request(request)
+        self.arrived.put(Row(uid, self.tokenizer(prompt)["input_ids"], max_tokens))
+
+    def has_capacity(self) -> bool:
+        return len(self.rows) + self.arrived.qsize() < MAX_BATCH
+
+    def has_active_requests(self) -> bool:
+        return bool(self.rows) or not self.arrived.empty()
+
+    def step(self, previous: Any) -> list[Output]:
+        """A character for each row; new rows get their first."""
+        import torch
+
+        with torch.inference_mode():
+            if self.rows:
+                ids = torch.tensor([[row.last] for row in self.rows])
+                self.cache = self.forward(self.rows, ids, self.cache)
+            joining = [self.arrived.get() for _ in range(self.arrived.qsize())]
+            if joining:
+                width = max(len(row.prompt) for row in joining)
+                ids = torch.tensor([[0] * (width - len(row.prompt)) + row.prompt for row in joining])
+                self.join(self.forward(joining, ids, []))
+                self.rows += joining
+            outputs = []
+            for row in self.rows:
+                outputs.append(Output(row.uid, self.tokenizer.decode(row.last), LitAPIStatus.OK))
+                row.left -= 1
+                if row.left == 0:
+                    outputs.append(Output(row.uid, "", LitAPIStatus.FINISH_STREAMING))
+            self.leave()
+        return outputs
+
+    def forward(self, rows: list[Row], ids: Any, cache: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+        """Run ids (B, T) after a cache; chooses `last` of each row, and returns the longer cache."""
+        import torch
+        from transformers import DynamicCache
+
+        past = DynamicCache()
+        for layer, (keys, values) in enumerate(cache):
+            past.update(keys, values, layer)
+        if cache:
+            for row in rows:
+                row.length += 1
+        lengths = torch.tensor([[row.length] for row in rows])
+        width = ids.size(1) + past.get_seq_length()
+        places = torch.arange(width) - width + lengths  # (B, width): position of each cached character, < 0: padding
+        logits = self.model(
+            ids,
+            attention_mask=(places >= 0).long(),
+            position_ids=places[:, -ids.size(1) :].clamp(min=0),
+            past_key_values=past,
+        ).logits[:, -1]
+        chosen = torch.multinomial((logits.float() / SAMPLING["temperature"]).softmax(-1), 1)
+        for row, [id] in zip(rows, chosen.tolist(), strict=True):
+            row.last = id
+        return [(layer.keys, layer.values) for layer in past.layers]
+
+    def join(self, cache: list[tuple[Any, Any]]) -> None:
+        import torch
+        from torch.nn.functional import pad
+
+        if self.rows:
+            width = max(self.cache[0][0].size(2), cache[0][0].size(2))
+            self.cache = [
+                tuple(
+                    torch.cat([pad(x, (0, 0, width - x.size(2), 0)) for x in pair]) for pair in zip(*both, strict=True)
+                )
+                for both in zip(self.cache, cache, strict=True)
+            ]
+        else:
+            self.cache = cache
+
+    def leave(self) -> None:
+        """Drop the rows that have ended, and padding that no row needs."""
+        import torch
+
+        staying = [number for number, row in enumerate(self.rows) if row.left]
+        if len(staying) == len(self.rows):
+            return
+        self.rows = [self.rows[number] for number in staying]
+        if self.rows:
+            longest = max(row.length for row in self.rows)
+            index = torch.tensor(staying)
+            self.cache = [tuple(x[index, :, -longest:] for x in pair) for pair in self.cache]
+
+    def encode_response(self, output: str) -> dict[str, str]:
+        return {"text": output}
 
 
 class StubStream(litserve.LitAPI):
@@ -125,21 +252,33 @@ class StubWhole(litserve.LitAPI):
         return {"text": output}
 
 
+LOOPS: dict[str, tuple[type[TransformersAPI], dict[str, Any]]] = {
+    "whole": (WholeAPI, {}),
+    "stream": (StreamAPI, {"stream": True}),
+    "continuous": (ContinuousAPI, {"stream": True}),
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--checkpoint", type=Path)
     parser.add_argument("--stub", action="store_true")
+    parser.add_argument("--loop", choices=LOOPS, default="stream", help="(default: %(default)s)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="(default: %(default)s)")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: torch's default")
-    parser.add_argument("--batch-timeout", type=float, default=0.05, help="seconds (default: %(default)s)")
+    parser.add_argument("--batch-timeout", type=float, default=0.0, help="seconds (default: LitServe's, %(default)s)")
     args = parser.parse_args()
     if args.stub == (args.checkpoint is not None):
         parser.error("pass either --checkpoint or --stub")
-    streaming = {"stream": True, "max_batch_size": MAX_BATCH, "batch_timeout": args.batch_timeout}
+    batches = {"max_batch_size": MAX_BATCH, "batch_timeout": args.batch_timeout}
     if args.stub:
-        apis = [StubStream(api_path="/generate", **streaming), StubWhole(api_path="/whole")]
+        apis = [StubStream(api_path="/generate", stream=True, **batches), StubWhole(api_path="/whole")]
     else:
-        apis = [GenerateAPI(args.checkpoint, args.threads, api_path="/generate", **streaming)]
+        api, options = LOOPS[args.loop]
+        if args.loop == "continuous":
+            options = options | {"loop": ContinuousBatchingLoop()}
+        apis = [api(args.checkpoint, args.dtype, args.threads, api_path="/generate", **batches, **options)]
     server = litserve.LitServer(apis, accelerator="auto", timeout=False)
     server.run(host="127.0.0.1", port=args.port, generate_client_file=False, log_level="warning")
 

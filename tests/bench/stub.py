@@ -14,12 +14,14 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from service.engine import worker
 from service.engine.scheduler import QueueFullError
 from service.wire import Delta, Submit
+
+if TYPE_CHECKING:
+    from service.engine.runner import Runner
 
 
 class StubEngine:
@@ -27,15 +29,14 @@ class StubEngine:
 
     clock = staticmethod(time.monotonic)
 
-    def __init__(self, model: Any, *, max_running: int = 32, max_waiting: int = 1024, **_: Any):
-        from service.engine.runner import StepStats  # loads torch
+    def __init__(self, runner: Runner, *, max_waiting: int = 1024, **_: Any):
+        from service.engine.engine import StepStats
 
         self._new_stats = StepStats
         self.stats = StepStats()
-        self.model, self.config = model, model.config
-        self.runner = SimpleNamespace(tolerance=0.0)
-        self.max_running = max_running
-        self.limit = max_running + max_waiting
+        self.runner, self.config = runner, runner.config
+        self.max_running = runner.slots
+        self.limit = runner.slots + max_waiting
         self.scheduler = self  # stands in for len, iteration, max_running, num_running and num_waiting
         self.num_waiting = 0
         self.characters = int(os.environ.get("CHARGPT_STUB_CHARACTERS", "1"))
@@ -94,6 +95,7 @@ class StubEngine:
                 delta.finish_reason, delta.ended_at = "length", now
             deltas.append(delta)
         self.stats.num_decode_rows = len(deltas)
+        self.stats.num_decode_tokens = sum(len(delta.ids) for delta in deltas)
         self.stats.lap("decode")
         return deltas
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
+import shutil
 import socket
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,8 @@ import pytest
 import torch
 from helpers import random_model, refusal
 
-from bench import engine, load, report, serve, shapes
+from bench import engine, llama, load, peers, report, roofline, serve, shapes
+from bench.command import BenchError, Remote
 from service.model.checkpoint import Checkpoint
 from service.model.config import GPTConfig
 from service.model.kv_cache import KVCache
@@ -25,16 +25,19 @@ TINY_PLAN = replace(
     serve.QUICK,
     repeats=1,
     rows={"S": (1, 3)},
+    clients=(1, 2),
+    first_requests=3,
+    share_length=20,
+    sample_texts=20,
+    texts=20,
     path_seconds=0.4,
     streams=(1, 64),
     paced_length=10,
-    requests=24,
-    longest=32,
-    whole_repeats=1,
     metrics_repeats=1,
     idle_seconds=0.1,
     queue_steps=5,
 )
+needs_compiler = pytest.mark.skipif(shutil.which(roofline.COMPILE[0]) is None, reason="the probe needs g++")
 
 
 @pytest.fixture(autouse=True)
@@ -165,7 +168,8 @@ def test_mixed_work_is_deterministic_and_bounded():
 
 
 def test_shapes_have_their_nominal_size_and_varied_texts():
-    sizes = {name: shapes.random_model(config).num_parameters for name, config in shapes.SHAPES.items()}
+    sizes = {"S": Checkpoint.read(shapes.SHAPES["S"]).load_model("cpu").num_parameters}
+    sizes["M"] = shapes.random_model(shapes.SHAPES["M"]).num_parameters
     assert sizes["S"] == pytest.approx(1.1e6, rel=0.02) and 9e6 < sizes["M"] < 10.7e6
     model = shapes.random_model(TINY).double()
     texts = {tuple(model.generate(shapes.prompt(4, row), 60, shapes.sampling(row))) for row in range(8)}
@@ -190,52 +194,156 @@ def test_roofline_counts_the_operations_and_bytes_of_a_decode_step():
     rows, length = 3, 12
     model = random_model(vocab_size=65, block_size=16, n_layer=2, n_head=4, n_kv_head=4, n_embd=16)
     cache = KVCache(model.config, rows, "cpu", torch.float32)
-    cache.lengths = [length - 1] * (rows + 1)
+    cache.lengths = [length - 1] * len(cache.lengths)
     # FlopCounterMode does not count fused attention on a CPU.
     with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-        model(torch.zeros(rows, 1, dtype=torch.long), cache.decode(rows))
-    roof = engine.roofline(model, rows, length, "cpu", seconds=0.01)
-    assert roof["operations"] == counter.get_total_flops()
+        model(torch.zeros(rows, 1, dtype=torch.long), cache.decode([True] * rows))
+    counts = roofline.count(model.config, rows, length, "float32")
+    assert counts["product_operations"] + counts["attention_operations"] == counter.get_total_flops()
     # A step reads only its rows of the embedding.
-    assert roof["weight_bytes"] == sum(p.nbytes for p in model.parameters()) - (65 - rows) * 16 * 4
-    assert roof["cache_bytes"] == (cache.keys.nbytes + cache.values.nbytes) / (rows + 1) * rows * length / 16
-    assert roof["seconds"] == max(roof["memory_seconds"], roof["product_seconds"]) > 0
+    assert counts["weight_bytes"] == sum(p.nbytes for p in model.parameters()) - (65 - rows) * 16 * 4
+    assert counts["cache_bytes"] == 2 * 2 * 4 * 4 * length * rows * 4  # keys and values, layers, heads, head size
+    assert serve.parameters(model.config) == model.num_parameters
 
 
-def test_phases_exclude_nested_phases(monkeypatch):
-    moments = iter([0.0, 1.0, 3.0, 10.0, 14.0, 20.0])
-    monkeypatch.setattr(engine.time, "perf_counter", lambda: next(moments))
-    timer = engine.Phases(lambda: None)
-    inner = timer.timed("inner", lambda: None)
-    with timer.phase("outer"):  # 0 to 20
-        inner()  # 1 to 3
-        inner()  # 10 to 14
-    assert timer.seconds == {"inner": 6.0, "outer": 14.0}
+@needs_compiler
+def test_roofline_is_the_slower_of_arithmetic_and_reading():
+    config = GPTConfig(65, block_size=256, n_layer=6, n_head=4, n_kv_head=2, n_embd=128)
+    roof = roofline.roofline(config, 8, 80, "float32", threads=1, seconds=0.02)
+    arithmetic = (roof["product_operations"] + roof["attention_operations"]) / roof["operations_per_second"]
+    reading = (roof["weight_bytes"] + roof["cache_bytes"]) / roof["bytes_per_second"]
+    assert roof["seconds"] == pytest.approx(max(arithmetic, reading))
+    assert roof["seconds"] <= roof["sequential_seconds"] <= arithmetic + reading
+    # More than a scalar loop could reach, less than any core.
+    assert 2e9 < roof["operations_per_second"] < 1e12
 
 
-def test_shape_figures_compare_with_transformers_and_cover_every_phase(tiny):
-    figures = engine.measure_shape(tiny, [1, 3], length=20, threads=1, repeats=2, device="cpu")
-    for rows, run in zip([1, 3], figures["rows"], strict=True):
-        assert run["rows"] == rows and len(run["ratio"]) == 2
-        for rate, peer, ratio in zip(run["characters_per_second"], run["peer"], run["ratio"], strict=True):
-            assert ratio == rate / peer > 0
-        assert set(run["phases"]) >= {"prefill", "decode", "sampling", "schedule", "rest", "all"}
-        parts = dict(run["phases"])
-        assert min(parts.values()) > 0 and parts.pop("all") == pytest.approx(sum(parts.values()))
-    json.dumps(figures)
+@needs_compiler
+def test_roofline_without_a_compiler_names_it(monkeypatch):
+    monkeypatch.setattr(roofline, "COMPILE", ("no-such-compiler",))
+    with pytest.raises(roofline.RooflineError, match="the roofline needs no-such-compiler"):
+        roofline.probe.__wrapped__()
 
 
-def test_memory_matches_the_formula(tiny):
-    figures = engine.measure_memory(tiny, 5, threads=1, device="cpu")
-    assert figures["cache_bytes"] == figures["formula_bytes"] == figures["bytes_per_slot"] * 6
-    assert figures["weight_bytes"] * 2 == figures["exact_weight_bytes"]
+def test_engine_run_counts_every_character_and_phase(tiny):
+    ours = engine.Ours(tiny, "torch", "float64", slots=4, threads=1, device="cpu")
+    run = ours.run(3, 20, 12)
+    assert run["characters_per_second"] > 0 and run["decode_characters_per_second"] > 0
+    assert {"prefill", "decode", "rest"} <= set(run["phases"]) and min(run["phases"].values()) >= 0
+    assert ours.prefill(3, 16) > 0
+    assert len(ours.lengths(2, [16, 64], 16)) == 2 and ours.queue(5, 3) > 0
+    assert ours.about() == {"backend": "torch", "dtype": "float64", "slots": 4}
 
 
-def test_growth_is_measured_at_the_given_lengths_and_queues(tiny):
-    lengths = engine.measure_lengths(tiny, 2, [16, 160], threads=1, device="cpu")
-    assert lengths["lengths"] == [16, 160] and min(lengths["step_seconds"]) > 0
-    queue = engine.measure_queue(tiny, 2, [1, 50], steps=4, repeats=3, threads=1, device="cpu")
-    assert queue["queued"] == [1, 50] and [len(values) for values in queue["step_seconds"]] == [3, 3]
+def test_texts_under_load_are_all_generated_and_equal_those_alone(tiny):
+    ours = engine.Ours(tiny, "torch", "float64", slots=4, threads=1, device="cpu")
+    loaded, alone = ours.texts(30, 12, alone=False), ours.texts(30, 12, alone=True)
+    assert len(loaded) == 30 and len(set(loaded)) > 20
+    assert serve.differing(loaded, alone) == 0
+    assert serve.differing(loaded, [*alone[:-2], "x", "y"]) == 2
+    lengths = [request.max_tokens for request in engine.random_requests(30, 12)]
+    assert min(lengths) >= 1 and max(lengths) <= 12 and len(set(lengths)) > 5
+
+
+def test_random_load_submits_every_request_once_and_reaches_a_full_queue(tiny):
+    ours = engine.Ours(tiny, "torch", "float64", slots=4, threads=1, device="cpu")
+    requests, running, ended = engine.random_requests(60, 6), [], []
+    loaded = ours.new_engine(60)
+    for _ in engine.at_random(loaded, requests, 4):
+        running.append(len(loaded.scheduler))
+        ended += [delta.id for delta in loaded.step() if delta.finish_reason is not None]
+    assert sorted(ended) == list(range(60)) and ended != sorted(ended)
+    assert min(running) < 4 < max(running)
+
+
+def test_slow_variants_run_once_and_each_familys_best_stands_for_it():
+    def system(family: str, *values: float) -> dict[str, object]:
+        return {"family": family, "rows": {"1": [{"characters_per_second": v} for v in values]}}
+
+    systems = {"a": system("x", 10.0), "b": system("x", 7.0), "c": system("x", 5.0), "d": system("y", 1.0)}
+    assert serve.contenders(systems, [1]) == ["a", "b", "d"]
+    assert report.best_rates(systems, "x", "1") == [10.0] and report.best_rates(systems, "z", "1") == []
+
+
+# llama.cpp and the servers
+
+
+def test_batched_bench_output_becomes_rates(tmp_path):
+    program = tmp_path / "llama-batched-bench"
+    line = {"pp": 16, "tg": 128, "pl": 8, "t_pp": 0.5, "t_tg": 2.0}
+    program.write_text(f"#!/bin/sh\necho loading\necho '{json.dumps(line)}'\n")
+    program.chmod(0o755)
+    variant = llama.Variant("BF16", "f16", tmp_path / "m.gguf")
+    command = llama.batched_bench_command({"llama-batched-bench": program}, variant, [8], 128, 2)
+    assert command[command.index("-c") + 1] == str(8 * (16 + 128))
+    assert llama.batched_bench(command) == {8: {"decode_characters_per_second": 512.0, "characters_per_second": 409.6}}
+    program.write_text("#!/bin/sh\necho broken >&2; exit 3\n")
+    with pytest.raises(llama.LlamaError, match="ended with status 3:\nbroken"):
+        llama.batched_bench(command)
+
+
+def test_every_dtype_competes_with_every_cache_and_the_lossy_one_with_none():
+    variants = llama.variants({dtype: Path(dtype) for dtype in (*llama.DTYPES, llama.LOSSY)})
+    assert [v.name for v in variants] == [
+        "F32, f16 cache", "F32, f32 cache", "F16, f16 cache", "F16, f32 cache", "BF16, f16 cache", "BF16, f32 cache",
+        "Q8_0, f16 cache",
+    ]  # fmt: skip
+    assert llama.default_folder({"CHARGPT_LLAMA_CPP": "/x"}) == Path("/x")
+
+
+@pytest.mark.parametrize(
+    ("family", "whole", "streamed"),
+    [
+        ("ours", '{"choices": [{"text": "ab"}]}', 'data: {"text": "a"}\n\ndata: {"text": "b"}\n\ndata: [DONE]\n\n'),
+        ("llama", '{"content": "ab"}', 'data: {"content": "a"}\n\ndata: {"content": "b", "stop": true}\n\n'),
+        (
+            "transformers",
+            '{"choices": [{"text": "ab"}]}',
+            'data: {"choices": [{"text": "ab"}]}\n\ndata: {"choices": [{"text": ""}]}\n\n',
+        ),
+        ("stock", '{"text": "ab"}', '{"text": "a"}\n{"text": "b"}\n'),
+    ],
+)
+def test_answers_of_each_server_are_read(family, whole, streamed):
+    system = peers.System(family, "x", ("server", "model"), "/health")
+    for is_streamed, body in ((False, whole), (True, streamed)):
+        answer = (
+            chunked(body.encode())
+            if is_streamed
+            else (b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body.encode()))
+        )
+        request = system.request("pq", 2, is_streamed, 7)
+        with FixedServer(answer) as server:
+            outcome = load.run(server.port, load.at_once(request, 2), connections=1, marker=system.marker, keep=True)
+        assert [system.text(reply, is_streamed) for reply in outcome.replies] == ["ab", "ab"]
+        assert (outcome.num_events > 0) == is_streamed
+        assert b'"pq"' in request
+
+
+def test_announced_close_is_followed_by_a_new_connection():
+    answer = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nok"
+    with FixedServer(answer, closing=True) as server:
+        outcome = load.run(server.port, load.at_once(load.post("/", {}), 5), connections=2)
+    assert len(outcome.ended) == 5
+
+
+def test_prompts_are_real_text_and_differ():
+    texts = [shapes.prompt_text(16, seed) for seed in range(128)]
+    assert len(set(texts)) == 128 and all(text in shapes.TEXT for text in texts)
+    assert set(shapes.TEXT) <= set(shapes.VOCABULARY)
+    assert "".join(shapes.VOCABULARY[id] for id in shapes.prompt(16, 5)) == texts[5]
+    assert "".join(Checkpoint.read(shapes.BUNDLED).tokenizer.characters) == shapes.VOCABULARY
+
+
+def test_remote_keeps_its_object_and_reports_failures():
+    with Remote(list, [1]) as remote:
+        remote.call("append", 2)
+        assert remote.call("index", 2) == 1
+        with pytest.raises(BenchError, match="ValueError: 3 is not in list"):
+            remote.call("index", 3)
+        assert remote.call("index", 1) == 0  # still there
+    with pytest.raises(BenchError, match="ValueError: invalid literal"):
+        Remote(int, "x")
 
 
 # The whole benchmark, tiny
@@ -243,49 +351,69 @@ def test_growth_is_measured_at_the_given_lengths_and_queues(tiny):
 
 @pytest.mark.tools
 @pytest.mark.timeout(900)
-def test_tiny_run_yields_every_figure_table_and_picture(tmp_path, monkeypatch, capsys):
+def test_tiny_run_yields_every_figure_and_table(tmp_path, capsys):
     bench = serve.Bench(TINY_PLAN, {"S": TINY}, 1, tmp_path / "out")
-    bench.run(["path", "whole", "metrics"])
+    bench.run(["path", "prefill", "share", "texts", "idle", "metrics", "growth"])
     assert bench.results["errors"] == {}
-    assert [len(runs) for runs in bench.results["metrics"].values()] == [1, 1]
-    assert all(0 < run["cpu_seconds_per_character"] < 1 for runs in bench.results["metrics"].values() for run in runs)
-    path, whole = bench.results["path"], bench.results["whole"]
+    path = bench.results["path"]
     for name in ("ours", "plain", "stock"):
         assert len(path[name]["requests"]) == TINY_PLAN.repeats and path[name]["requests"][0]["per_second"] > 0
         for run in path[name]["streams"]["64"]:
-            assert (
-                run["characters_per_event"] == pytest.approx(1) if name != "ours" else run["characters_per_event"] >= 1
-            )
-    work = shapes.mixed_work(24, longest=32, arriving=0.5)
-    assert whole["characters"] == sum(item.max_tokens for item in work)
-    for name in ("ours", "stock"):
-        assert len(whole[name]["runs"]) == 1 and whole[name]["pss_bytes"] > 50e6
-
+            assert run["characters_per_event"] == pytest.approx(1) or name == "ours"
+    assert set(bench.results["texts"]["changed"].values()) == {0}
     saved = json.loads((tmp_path / "out" / "serve.json").read_text())
     assert saved["path"] == path and saved["settings"]["plan"]["repeats"] == TINY_PLAN.repeats
     text = report.markdown(saved)
-    rows = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("|")]
-    assert {len(row) for row in rows} == {7}
-    assert any(row[0].startswith(" whole service, S, 64 streams") for row in rows)
-    assert (tmp_path / "out" / "serve.png").read_bytes().startswith(b"\x89PNG")
+    assert "over HTTP without a model" in text and "prefill, S, 32 prompts of 16" in text
 
     later = serve.Bench(TINY_PLAN, {"S": TINY}, 1, tmp_path / "out")
-    later.keep(["whole"])
-    assert later.results["path"] == path and "whole" not in later.results
+    later.keep(["share"])
+    assert later.results["path"] == path and "share" not in later.results
     assert later.results["kept"]["path"] == {"revision": saved["revision"], "date": saved["date"]}
     other = serve.Bench(TINY_PLAN, {"S": TINY}, 2, tmp_path / "out")
     with pytest.raises(serve.BenchError, match="has different settings"):
-        other.keep(["whole"])
+        other.keep(["share"])
 
-    readme = tmp_path / "README.md"
-    readme.write_text("before\n<!-- bench -->\nold\n<!-- /bench -->\nafter\n")
+
+def test_tables_are_put_between_their_markers(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "markdown", lambda results: "all\n")
+    monkeypatch.setattr(report, "summary", lambda results: "six\n")
+    (tmp_path / "tests").mkdir()
+    for file, name in ((tmp_path / "tests" / "README.md", "bench"), (tmp_path / "README.md", "bench-summary")):
+        file.write_text(f"before\n<!-- {name} -->\nold\n<!-- /{name} -->\nafter\n")
     for _ in range(2):  # idempotent
-        report.write_table(saved, readme)
-        assert readme.read_text() == f"before\n<!-- bench -->\n{text}<!-- /bench -->\nafter\n"
-    readme.write_text("no markers\n")
-    monkeypatch.setattr(sys, "argv", ["serve", "--out", str(tmp_path / "out"), "--table", str(readme)])
-    assert serve.main() == 1
-    assert "must have one line <!-- bench -->" in capsys.readouterr().err
+        report.write_tables({}, tmp_path)
+        assert (
+            tmp_path / "README.md"
+        ).read_text() == "before\n<!-- bench-summary -->\nsix\n<!-- /bench-summary -->\nafter\n"
+    (tmp_path / "README.md").write_text("no markers\n")
+    with pytest.raises(ValueError, match="must have one line <!-- bench-summary -->"):
+        report.write_tables({}, tmp_path)
+
+
+def test_six_rows_show_the_worst_row_count_of_the_engine():
+    def runs(value: float) -> list[dict[str, float]]:
+        return [{"characters_per_second": value}]
+
+    def family(value: float) -> dict[str, object]:
+        return {"variant": "v", "runs": runs(value)}
+
+    systems = {
+        name: {"family": each, "rows": {"1": runs(a), "8": runs(b)}}
+        for name, each, a, b in (("n", "ours", 30, 40), ("l", "llama", 10, 80), ("t", "transformers", 15, 5))
+    }
+    families = {"ours": family(300), "llama": family(100), "stock": family(50)}
+    results = {
+        "engine": {"shapes": {"M": {"systems": systems}}},
+        "http": {"length": 128, "modes": {"whole": {"1": {"families": families}, "32": {"families": families}}}},
+        "path": {name: {"requests": [{"per_second": rate}]} for name, rate in (("ours", 4.0), ("plain", 8.0))},
+    }
+    lines = report.summary(results).splitlines()
+    assert len(lines) == 8
+    assert "M, 8 rows, each at its best dtype, characters/s | 40 | llama.cpp: 80 | 0.5 ×" in lines[5]
+    assert "M, 1 row, each at its best dtype, characters/s | 30 | transformers: 15 | 2 ×" in lines[6]
+    with pytest.raises(ValueError, match="missing: http"):
+        report.summary({name: part for name, part in results.items() if name != "http"})
 
 
 def test_failed_part_reports_its_reason_and_the_others_continue(tmp_path, monkeypatch):
@@ -295,20 +423,21 @@ def test_failed_part_reports_its_reason_and_the_others_continue(tmp_path, monkey
         raise load.LoadError("x was answered 500")
 
     monkeypatch.setattr(bench, "path", fail)
-    bench.run(["path", "growth"])
+    bench.run(["path", "prefill"])
     assert bench.results["errors"] == {"path": "LoadError: x was answered 500"}
     text = (tmp_path / "out" / "serve.md").read_text()
     assert "failed: path, LoadError: x was answered 500" in text
-    assert re.search(r"step with 1,000 waiting, ms \| [0-9.]+", text)
+    assert "torch's forward" in text
 
 
 def test_stub_engine_emits_one_id_per_step_and_obeys_its_limits(tiny):
     from bench.stub import StubEngine
+    from service.engine.runner import open_runner
     from service.engine.scheduler import QueueFullError
     from service.model.params import SamplingParams
     from service.wire import Submit
 
-    stub = StubEngine(Checkpoint.read(tiny).load_model("cpu"), max_running=1, max_waiting=1)
+    stub = StubEngine(open_runner(Checkpoint.read(tiny), slots=1), max_waiting=1)
     for id in (7, 8):
         stub.submit(Submit(id, [0], 3, SamplingParams()))
     with pytest.raises(QueueFullError):
@@ -327,7 +456,7 @@ def test_stub_engine_emits_one_id_per_step_and_obeys_its_limits(tiny):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--only", "gpu"], "unknown part 'gpu'; allowed: engine, path, whole, metrics, growth"),
+        (["--only", "gpu"], "unknown part 'gpu'; allowed: engine, prefill, http, share, sample, texts, path, idle"),
         (["--threads", "0"], "--threads: must be in [1, 1024], got 0"),
     ],
 )

@@ -15,8 +15,9 @@ import docker
 import openai
 import pytest
 import torch
-from helpers import save_random, wait_until, web
+from helpers import SLOW, save_random, wait_until, web
 
+import setup
 from service.model.params import SamplingParams
 from service.settings import BUNDLED
 from tests.toolbox.http import pieces, text_of
@@ -46,7 +47,7 @@ def image(engine):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return save_random(tmp_path_factory.mktemp("container") / "checkpoint")
+    return save_random(tmp_path_factory.mktemp("container") / "checkpoint", **SLOW)
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def starting(engine, image, checkpoint):
         tmpfs={"/tmp": ""},
         cap_drop=["ALL"],
         security_opt=["no-new-privileges"],
-        environment={"CHARGPT_THREADS": "1"},  # as in the other tests: the model is tiny
+        environment={"CHARGPT_THREADS": "1"},  # as in the other tests
         volumes={str(checkpoint.path): {"bind": "/checkpoint", "mode": "ro"}},
         ports={"8000/tcp": ("127.0.0.1", None)},
     )
@@ -113,6 +114,7 @@ def test_container_returns_the_text_of_the_seed(container, checkpoint):
         completion = client.completions.create(model="chargpt", prompt=["To be", "or not"], max_tokens=40, seed=3)
     texts = [choice.text for choice in completion.choices]
     assert texts == [exact(checkpoint, prompt, 40, seed=3) for prompt in ("To be", "or not")]
+    assert web.get(f"{url_of(container)}/info").json()["backend"] == "native"
 
 
 def test_container_runs_without_privileges(container):
@@ -163,6 +165,20 @@ def test_image_contains_only_the_service(engine, image):
     look = ["/", "-xdev", "-false", *(word for file in looked_for for word in ("-o", "-path", f"*/{file}"))]
     files = engine.containers.run(image, look, entrypoint="find", user="root", remove=True).decode().split()
     assert [Path(file).name for file in files] == ["engine.py"]
+
+
+def test_image_is_as_small_as_documented(engine, image):
+    assert engine.images.get(image).attrs["Size"] <= 0.9e9
+
+
+def test_image_contains_the_native_engine_for_each_instruction_set(engine, image):
+    """Not for the build machine's alone; and the image has what the libraries need."""
+    look = (
+        "import ctypes, pathlib, service.engine as e\n"
+        "for path in pathlib.Path(e.__path__[0]).glob('_native_*'): print(path.name, bool(ctypes.CDLL(path)))"
+    )
+    lines = engine.containers.run(image, ["-c", look], entrypoint="python", remove=True).decode().splitlines()
+    assert sorted(lines) == sorted(f"_native_{variant}.so True" for variant in setup.VARIANTS)
 
 
 def test_image_serves_the_bundled_checkpoint_without_a_volume(engine, image):

@@ -1,11 +1,14 @@
+import math
 import random
 
+import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from service.engine.scheduler import QueueFullError, Scheduler
 from service.engine.sequence import Sequence, StopMatcher
+from service.model.config import GPTConfig
 from service.model.params import SamplingParams
 from service.wire import Submit
 
@@ -54,113 +57,150 @@ def test_held_ids_are_emitted_when_the_sequence_ends_by_length():
 
 # -- slots --
 
+CONFIG = GPTConfig(vocab_size=9, block_size=8, n_layer=4)
 
-class Slots:
-    """A model of the cache: slot -> id of the sequence whose keys and values it holds."""
 
-    def __init__(self, scheduler):
-        self.scheduler = scheduler
-        self.content = {}
-
-    def apply_moves(self):
-        for source, target in self.scheduler.moves:
-            self.content[target] = self.content.get(source)
-        self.scheduler.moves.clear()
-
-    def check(self):
-        s = self.scheduler
-        for slot, sequence in enumerate(s.decoding):
-            assert self.content[slot] == sequence.id
-        for slot, sequence in enumerate(s.aside, len(s.decoding)):
-            assert sequence.num_prefilled == 0 or self.content[slot] == sequence.id
-        assert s.num_running <= s.max_running
+def run(scheduler, plan, apply=lambda piece: None):
+    """Carries out the pieces of a plan; the first character after a prompt is 0."""
+    for piece in plan.pieces:
+        apply(piece)
+        scheduler.prefilled(piece)
+        if not piece.sequence.num_prompt_left and not piece.sequence.is_finished:
+            piece.sequence.append(0)
 
 
 @given(st.integers(0, 10_000))
 @settings(max_examples=150, deadline=None)
 def test_sequences_keep_their_slots_under_random_events(seed):
-    """Arrivals, chunked prefill, pauses, completions and aborts in any order."""
+    """Arrivals, prompts in pieces, copies, completions and aborts in any order; `cache` is what a runner's would be.
+
+    Prompts are of two characters, so many share a beginning.
+    """
     r = random.Random(seed)
-    scheduler = Scheduler(max_running=r.randint(1, 6), max_waiting=20, prefill_budget=r.randint(1, 12))
-    slots = Slots(scheduler)
-    ended, added = [], 0
+    scheduler = Scheduler(max_running=r.randint(1, 6), max_waiting=20, config=CONFIG)
+    cache = [[] for _ in range(scheduler.max_running)]  # the ids whose keys each slot has seen
+    ended, added, copied = [], 0, 0
+
+    def copy(it):
+        nonlocal copied
+        assert it.length <= len(cache[it.source]) <= max(CONFIG.block_size, it.length + 1)
+        cache[it.target] = cache[it.source][: it.length]
+        copied += 1
+
+    def append(piece):
+        text, done = piece.sequence.cut_prompt.tolist(), len(cache[piece.sequence.slot])
+        assert cache[piece.sequence.slot] == text[:done], "keys of another text"
+        cache[piece.sequence.slot] += text[done : done + piece.length]
+
     for step in range(80):
         while r.random() < 0.5 and scheduler.num_waiting < 10:
-            scheduler.add(sequence(added, prompt=r.randint(1, 10), max_tokens=r.randint(1, 6)))
+            prompt = [int(r.random() < 0.1) for _ in range(r.choice([1, 5, 20, 25, 60]))]
+            submit = Submit(added, prompt, r.randint(0, 6), SamplingParams(), priority=r.randint(0, 1))
+            if not submit.max_tokens:
+                submit.logprobs = submit.score_from = 1
+            scheduler.add(Sequence(submit, 0.0, CONFIG.receptive_field))
             added += 1
         for s in list(scheduler):
             if r.random() < 0.05:
-                assert scheduler.finish(s.id, "abort") is s
+                assert scheduler.finish(s.id, r.choice(["abort", "error"])) is s
                 ended.append(s.id)
-        for s in list(scheduler.decoding):
-            if r.random() < 0.1:
-                scheduler.set_aside(s)
-        for s in list(scheduler.aside):
-            if not s.num_prompt_left and r.random() < 0.3:
-                scheduler.take_back(s)
-        pieces = scheduler.schedule(float(step))
-        assert sum(p.count for p in pieces) <= scheduler.prefill_budget
-        slots.apply_moves()
-        slots.check()
-        for p in pieces:
-            slots.content[scheduler.slot(p.sequence)] = p.sequence.id
-        decoded = list(scheduler.decoding)
-        for p in pieces:
-            scheduler.prefilled(p)
-            if p.sequence.num_prefilled == len(p.sequence.request.prompt):
-                decoded.append(p.sequence)
-        for s in decoded:
-            s.append(0)
+        decoding = np.flatnonzero(scheduler.is_decoding)
+        budget = r.randint(1, 30)
+        plan = scheduler.schedule(float(step), budget)
+        assert sum(piece.length for piece in plan.pieces) <= budget
+        for it in plan.copies:
+            copy(it)
+        for s, it in plan.starts:
+            cache[s.slot] = []
+            if it:
+                copy(it)
+        assert [s.slot for s in scheduler.by_slot if s] == [i for i, s in enumerate(scheduler.by_slot) if s]
+        assert scheduler.prefilling == [] or plan.pieces, "nobody waits for a sequence that does not run"
+        steps = np.minimum(r.randint(1, 3), scheduler.num_left[decoding])
+        scheduler.decoded(decoding, steps)
+        touched = [scheduler.by_slot[slot] for slot in decoding]
+        for s, n in zip(touched, steps.tolist(), strict=True):
+            for _ in range(n):
+                cache[s.slot].append(s.ids[-1])
+                s.append(0)
+        run(scheduler, plan, append)
+        for s in [*touched, *(piece.sequence for piece in plan.pieces)]:
             if s.is_finished:
                 scheduler.remove(s)
                 ended.append(s.id)
-        slots.apply_moves()
-        slots.check()
+        for slot, s in enumerate(scheduler.by_slot):
+            assert len(cache[slot]) == scheduler.contents.num_held[slot] or s is None
     assert len(ended) == len(set(ended))
     assert set(ended) | {s.id for s in scheduler} == set(range(added))
+    event(f"copies: {copied > 0}")
+
+
+def make(max_running=1, max_waiting=2):
+    return Scheduler(max_running, max_waiting, CONFIG)
 
 
 def test_queue_is_bounded_and_ordered_by_priority():
-    scheduler = Scheduler(max_running=1, max_waiting=2, prefill_budget=100)
+    scheduler = make()
     for id in range(3):
         scheduler.add(sequence(id))
     with pytest.raises(QueueFullError, match="queue full .limit 2"):
         scheduler.add(sequence(3))
-    scheduler.schedule(0.0)
-    assert [s.id for s in scheduler.aside] == [0]
+    scheduler.schedule(0.0, 100)
+    assert [s.id for s in scheduler.by_slot] == [0]
     scheduler.finish(0, "abort")
     scheduler.add(sequence(4, priority=-1))
-    scheduler.schedule(1.0)
-    assert [s.id for s in scheduler.aside] == [4]
+    scheduler.schedule(1.0, 100)
+    assert [s.id for s in scheduler.by_slot] == [4]
 
 
 def test_long_prompt_is_split_across_steps():
-    scheduler = Scheduler(max_running=4, max_waiting=9, prefill_budget=10)
+    scheduler = make(4)
     scheduler.add(sequence(0, prompt=25))
     scheduler.add(sequence(1, prompt=3))
     seen = []
     for step in range(3):
-        pieces = scheduler.schedule(float(step))
-        seen.append([(p.sequence.id, p.count) for p in pieces])
-        for p in pieces:
-            scheduler.prefilled(p)
+        plan = scheduler.schedule(float(step), 10)
+        seen.append([(piece.sequence.id, piece.length) for piece in plan.pieces])
+        run(scheduler, plan)
     assert seen == [[(0, 10)], [(0, 10)], [(0, 5), (1, 3)]]
-    assert [s.id for s in scheduler.decoding] == [0, 1]
+    assert np.flatnonzero(scheduler.is_decoding).tolist() == [0, 1]
+
+
+def test_the_lowest_free_slot_goes_first():
+    scheduler = make(4, 4)
+    for id in range(4):
+        scheduler.add(sequence(id))
+    scheduler.schedule(0.0, 100)
+    for id in (3, 1, 2):
+        scheduler.finish(id, "abort")
+    scheduler.add(sequence(5))
+    (started, _), *_ = scheduler.schedule(0.0, 100).starts
+    assert started.slot == 1
 
 
 def test_finished_sequence_cannot_finish_again():
-    scheduler = Scheduler(2, 2, 10)
+    scheduler = make(2)
     scheduler.add(sequence(0))
     assert scheduler.finish(0, "abort").finish_reason == "abort"
     assert scheduler.finish(0, "timeout") is None
 
 
-def test_sequences_aborted_while_waiting_are_removed_from_the_queue():
-    scheduler = Scheduler(max_running=1, max_waiting=10, prefill_budget=10)
+def test_ended_sequences_are_removed_from_the_queue_and_from_the_deadlines():
+    scheduler = make(1, 10)
     scheduler.add(sequence(0))
-    scheduler.schedule(0.0)
+    scheduler.schedule(0.0, 100)
     for id in range(1, 5000):
-        scheduler.add(sequence(id))
+        scheduler.add(sequence(id, timeout_seconds=1000.0))
         scheduler.finish(id, "abort")
     assert len(scheduler._waiting) < 200
+    assert len(scheduler._deadlines) < 200
     assert scheduler.num_waiting == 0
+
+
+def test_deadlines_come_in_order_of_time():
+    scheduler = make(1, 10)
+    for id, seconds in enumerate([5.0, 3.0, math.inf, 9.0]):
+        scheduler.add(sequence(id, timeout_seconds=seconds))
+    assert scheduler.expired(2.9) == []
+    assert scheduler.expired(5.0) == [1, 0]
+    assert scheduler.expired(100.0) == [3]

@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 from fastapi import FastAPI
-from helpers import RunningServer, make_certificate, save_random, web
+from helpers import ENDLESS, RunningServer, make_certificate, save_random, web
 
 from service.http.middleware import EXPOSED_HEADERS, RequestMiddleware
 from service.settings import Settings
@@ -235,7 +235,7 @@ def test_error_responses_carry_cors_headers(server):
     ask("POST", "/generate", 400, json={"prompt": "漢"})
     ask("POST", "/generate", 413, content=b"x" * 100_001)
     ask("POST", "/generate", 413, content=(b"x" * 60_000 for _ in range(2)))
-    assert ask("POST", "/generate", 504, json={"prompt": "a", "max_tokens": 16_000})["error"]["code"] == "timeout"
+    assert ask("POST", "/generate", 504, json={"prompt": "a", "max_tokens": ENDLESS})["error"]["code"] == "timeout"
 
 
 def test_unhandled_exception_returns_a_regular_error_response(caplog):
@@ -325,7 +325,7 @@ def test_trickled_body_times_out_with_408(server):
 
 def test_request_outlives_the_body_timeout_and_aborts_on_disconnect(server):
     aborted = server.metric("chargpt_request_success_total", finished_reason="abort")
-    body = {"prompt": "a", "max_tokens": 16_000}
+    body = {"prompt": "a", "max_tokens": ENDLESS}
     with sent(server.port, post("/generate", body, **bearer(KEYS[0]))):
         server.wait_until_metric("chargpt_num_requests_running", 1)
         with trickled(server) as response:  # started later and timed out

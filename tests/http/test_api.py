@@ -6,13 +6,14 @@ import json
 import math
 import random
 import re
+import threading
 
 import httpx
 import numpy as np
 import openai
 import pytest
 import torch
-from helpers import VOCABULARY, RunningServer, save_random, web
+from helpers import ENDLESS, VOCABULARY, RunningServer, save_random, web
 from transformers import AutoModelForCausalLM
 
 from tests.toolbox.http import pieces, sent, text_of
@@ -27,7 +28,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(checkpoint):
-    with RunningServer(checkpoint.path, keep_alive_seconds=0.2, max_score_texts=3000, max_tokens=2000) as server:
+    with RunningServer(checkpoint.path, keep_alive_seconds=0.01, max_score_texts=3000) as server:
         server.wait_until_ready()
         yield server
         assert server.stop() == 0
@@ -436,7 +437,7 @@ def test_continuous_usage_counts_characters_in_every_chunk(client):
 
 def test_stream_interval_batches_characters(client):
     """The first character is sent at once, the others together when the stream ends, long before the interval."""
-    body = {"prompt": "a", "max_tokens": 60, "seed": 2, "stream": True}
+    body = {"prompt": "a", "max_tokens": 20_000, "seed": 2, "stream": True}
     texts = {}
     for interval in (60, 0):
         with client.stream("POST", "/generate", json=body | {"stream_interval": interval}) as response:
@@ -449,8 +450,9 @@ def test_stream_interval_batches_characters(client):
 
 def test_silent_stream_sends_keep_alive_comments(client):
     """After the first X everything may belong to the stop, so nothing is sent until the length is reached."""
-    free = client.post("/generate", json={"prompt": "a", "max_tokens": 2000, "seed": 9}).json()["choices"][0]["text"]
-    body = {"prompt": "a", "max_tokens": 2000, "seed": 9, "stop_regex": "X(.|\n)*qqqqqqqqqqqq", "stream": True}
+    body = {"prompt": "a", "max_tokens": 20_000, "seed": 9}
+    free = client.post("/generate", json=body).json()["choices"][0]["text"]
+    body |= {"stop_regex": "X(.|\n)*qqqqqqqqqqqq", "stream": True}
     with client.stream("POST", "/generate", json=body) as response:
         lines = list(response.iter_lines())
     assert ": keep-alive" in lines
@@ -478,26 +480,33 @@ def test_get_generate_streams_for_event_source(client, post):
 def test_lower_priority_numbers_run_first(checkpoint):
     with RunningServer(checkpoint.path, max_running_requests=1) as server:
         server.wait_until_ready()
-        ended = []
+        started, may_end = [], threading.Event()
 
-        def ask(priority, max_tokens):
-            body = {"prompt": "a", "max_tokens": max_tokens, "priority": priority}
-            assert web.post(f"{server.url}/generate", json=body, timeout=60).status_code == 200
-            ended.append(priority)
+        def ask(priority):
+            """Holds the only slot, once it has it, until `may_end`."""
+            body = {"prompt": "a", "max_tokens": ENDLESS, "priority": priority, "stream": True}
+            with web.stream("POST", f"{server.url}/generate", json=body, timeout=60) as response:
+                assert response.status_code == 200
+                lines = response.iter_lines()  # dropping the iterator would close the stream
+                next(lines)
+                started.append(priority)
+                assert may_end.wait(60)
 
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
-            jobs = [pool.submit(ask, 0, 1500)]
+            jobs = [pool.submit(ask, 0)]
             server.wait_until_metric("chargpt_num_requests_running", 1)
             for waiting, priority in enumerate((5, 7, -3, 1), 1):
-                jobs.append(pool.submit(ask, priority, 30))
+                jobs.append(pool.submit(ask, priority))
                 server.wait_until_metric("chargpt_num_requests_waiting", waiting)
-            concurrent.futures.wait(jobs)
-        assert ended == [0, -3, 1, 5, 7]
+            may_end.set()
+            for job in jobs:
+                job.result()
+        assert started == [0, -3, 1, 5, 7]
         assert server.stop() == 0
 
 
 def test_request_may_set_a_shorter_timeout(client):
-    response = client.post("/generate", json={"prompt": "a", "max_tokens": 2000, "timeout_seconds": 0.05})
+    response = client.post("/generate", json={"prompt": "a", "max_tokens": ENDLESS, "timeout_seconds": 0.05})
     assert (response.status_code, response.json()["error"]["code"]) == (504, "timeout")
 
 
@@ -505,6 +514,7 @@ def test_headers_match_the_receipt(client, checkpoint):
     response = client.post("/generate", json={"prompt": ["ab", "c"], "max_tokens": 20})
     receipt, headers = response.json()["chargpt"], response.headers
     assert headers["x-checkpoint"] == receipt["checkpoint_sha256"] == checkpoint.digest
+    assert (headers["x-backend"], headers["x-dtype"]) == (receipt["backend"], receipt["dtype"])
     assert headers["x-seed"] == ",".join(map(str, receipt["seeds"]))
     timing = receipt["timing"]
     assert float(headers["x-queue-time"]) == pytest.approx(1000 * timing["queue_seconds"], abs=2e-3)
@@ -514,7 +524,9 @@ def test_headers_match_the_receipt(client, checkpoint):
     assert float(headers["x-total-time"]) >= float(headers["x-inference-time"])
     assert float(headers["x-time-per-token"]) == pytest.approx(1000 * timing["seconds_per_character"], abs=1e-3)
     with client.stream("POST", "/v1/completions", json={"prompt": "a", "max_tokens": 3, "stream": True}) as response:
-        assert {"x-checkpoint", "x-seed", "x-queue-time", "x-prefill-time"} <= set(response.headers)
+        assert {"x-checkpoint", "x-backend", "x-dtype", "x-seed", "x-queue-time", "x-prefill-time"} <= set(
+            response.headers
+        )
         assert "x-total-time" not in response.headers
         *_, last = pieces(response)
     assert last["choices"][0]["finish_reason"] == "length"
@@ -623,7 +635,7 @@ def test_a_client_that_leaves_the_queue_is_an_abort_and_no_failure(checkpoint, p
     fields = {"echo": True, "logprobs": 2} if path == "/generate" else {}
     with RunningServer(checkpoint.path, max_running_requests=1) as server:
         server.wait_until_ready()
-        with sent(server.port, written("/generate", {"prompt": "a", "max_tokens": 16_000, "stream": True})):
+        with sent(server.port, written("/generate", {"prompt": "a", "max_tokens": ENDLESS, "stream": True})):
             server.wait_until_metric("chargpt_num_requests_running", 1)
             with sent(server.port, written(path, {"prompt": "Hello"} | fields)):
                 server.wait_until_metric("chargpt_num_requests_waiting", 1)

@@ -1,45 +1,156 @@
 """The client of the engine, over real sockets, beside a worker that the test plays."""
 
 import asyncio
+import contextlib
 import time
+from pathlib import Path
 
+import pytest
 from helpers import run_with_sockets
 from prometheus_client import CollectorRegistry
 
 from service.http.client import EngineClient
+from service.model.checkpoint import Checkpoint
+from service.model.config import GPTConfig
 from service.model.params import SamplingParams
 from service.model.tokenizer import CharTokenizer
 from service.observe.metrics import Metrics
 from service.sockets import SocketTransport
-from service.wire import Submit
+from service.wire import Delta, Logprobs, Step, Submit
+
+CONFIG = GPTConfig(vocab_size=2, block_size=4, n_layer=2, n_head=1, n_kv_head=1, n_embd=8)
+CHECKPOINT = Checkpoint(Path(), vars(CONFIG), CharTokenizer("ab"), {}, "")
+
+
+@pytest.fixture(autouse=True)
+def metrics_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))  # for the exemplars
+
+
+class Peer:
+    """A worker that the test plays, and the client connected to it."""
+
+    def __init__(self, worker):
+        self.worker, self.received = worker, []
+        self.registry = CollectorRegistry()
+
+    async def until(self, condition):
+        async with asyncio.timeout(30):
+            while not condition():
+                self.received.extend(message for _, message in self.worker.receive(block=False))
+                await asyncio.sleep(0)
+
+    def send(self, *deltas):
+        self.worker.send(Step.of(deltas, 0), 0)
+
+
+@contextlib.asynccontextmanager
+async def connected():
+    transport = SocketTransport(1)
+    peer = Peer(transport.listen(0))
+    metrics = Metrics("m", peer.registry, "http-0")
+    peer.client = EngineClient(transport, 0, metrics, CHECKPOINT)
+    pumping = asyncio.create_task(peer.until(lambda: peer.client.is_ready))
+    async with peer.client.connected():
+        await pumping
+        yield peer
+        metrics.flush()
+    transport.remove()
+
+
+def submit(prompt, max_tokens=9, sampling=None, **options):
+    return Submit(0, prompt, max_tokens, sampling or SamplingParams(), 100.0, **options)
 
 
 def test_timeout_counts_from_the_request_arrival_in_every_stage():
     """Infill scores what it sampled: the second stage gets what the first one left of the request's time limit."""
-    transport = SocketTransport(1)
 
     async def main():
-        worker, received = transport.listen(0), []
-
-        async def until(condition):
-            async with asyncio.timeout(30):
-                while not condition():
-                    received.extend(message for _, message in worker.receive(block=False))
-                    await asyncio.sleep(0)
-
-        client = EngineClient(transport, 0, Metrics("m", CollectorRegistry(), "http-0"), CharTokenizer("ab"))
-        pumping = asyncio.create_task(until(lambda: client.is_ready))
-        async with client.connected():
-            await pumping
+        async with connected() as peer:
             for seconds_ago in (10, 40):
                 arrived_at = time.monotonic() - seconds_ago
-                generation = client.start([Submit(0, [0], 1, SamplingParams(), 100.0)], arrived_at)
-                await until(lambda: received)
-                assert received.pop().timeout_seconds <= 100 - seconds_ago
+                generation = peer.client.start([submit([0])], arrived_at)
+                await peer.until(lambda: peer.received)
+                assert peer.received.pop().timeout_seconds <= 100 - seconds_ago
                 assert (generation.timeout_seconds, generation.deadline) == (100, arrived_at + 100)
                 generation.abort()
-                await until(lambda: received)  # the abort
-                received.clear()
+                await peer.until(lambda: peer.received)  # the abort
+                peer.received.clear()
 
     run_with_sockets(main)
-    transport.remove()
+
+
+def test_a_prompt_travels_without_what_no_logit_depends_on():
+    """Except where a penalty counts its characters; the request itself keeps the whole prompt."""
+    prompt, field = [0, 1] * 20, CONFIG.receptive_field
+    assert field == 7
+
+    async def main():
+        async with connected() as peer:
+            given = [
+                submit(prompt),
+                submit(prompt[:field]),
+                submit(prompt, sampling=SamplingParams(repetition_penalty=1.1)),
+                submit(prompt, 0, logprobs=0, score_from=1),
+                submit(prompt, 0, logprobs=0, score_from=30),
+            ]
+            generation = peer.client.start(given, time.monotonic())
+            await peer.until(lambda: len(peer.received) == len(given))
+            sent = [(len(it.prompt), it.score_from) for it in peer.received]
+            assert sent == [(field, None), (field, None), (40, None), (40, 1), (17, 7)]
+            assert peer.received[4].prompt == prompt[23:]
+            assert [len(it.prompt) for it in given] == [40, field, 40, 40, 40]
+            generation.abort()
+
+    run_with_sockets(main)
+
+
+def test_a_frame_of_many_sequences_is_cut_into_their_texts():
+    """Characters of a sequence aborted meanwhile go nowhere; log-probabilities belong to the characters beside them."""
+
+    async def main():
+        async with connected() as peer:
+            whole = peer.client.start([submit([0]), submit([1], logprobs=0)], time.monotonic())
+            aborted = peer.client.start([submit([0])], time.monotonic())
+            await peer.until(lambda: len(peer.received) == 3)
+            first, second, gone = (it.id for it in peer.received)
+            aborted.abort()
+            begun = {"scheduled_at": 1.0, "prefilled_at": 2.0}
+            peer.send(Delta(first, [0, 1], **begun), Delta(gone, [1, 1, 1], **begun))
+            peer.send(
+                Delta(second, [1], **begun, logprobs=Logprobs([-0.5])),
+                Delta(first, [1], "stop", ended_at=3.0),
+            )
+            peer.send(Delta(second, [0, 0], "length", ended_at=3.0, logprobs=Logprobs([-1.0, -2.0])))
+            (pieces,) = [some async for some in whole]
+            assert [(it.number, it.text, it.finish_reason) for it in pieces] == [
+                (0, "abb", "stop"),
+                (1, "baa", "length"),
+            ]
+            assert pieces[1].logprobs == [(-0.5, []), (-1.0, []), (-2.0, [])]
+        count = peer.registry.get_sample_value
+        assert count("chargpt_generation_tokens_total", {"model_name": "m"}) == 6
+        # One gap per character after each first one: 0 for those that arrived with it.
+        assert count("chargpt_inter_token_latency_seconds_count", {"model_name": "m"}) == 4
+
+    run_with_sockets(main)
+
+
+def test_a_stream_gets_its_first_text_at_once_and_an_ending_without_text_too():
+    async def main():
+        async with connected() as peer:
+            stream = peer.client.start([submit([0]), submit([0])], time.monotonic(), interval=0.01)
+            await peer.until(lambda: len(peer.received) == 2)
+            first, second = (it.id for it in peer.received)
+            pieces = aiter(stream)
+            peer.send(Delta(first, [0], scheduled_at=1.0, prefilled_at=1.0))
+            assert [it.text for it in await anext(pieces)] == ["a"]
+            peer.send(Delta(first, [1, 0]))
+            assert [it.text for it in await anext(pieces)] == ["ba"]
+            peer.send(Delta(first, [], "stop", ended_at=2.0))  # the other one still runs
+            assert [(it.text, it.finish_reason) for it in await anext(pieces)] == [("", "stop")]
+            peer.send(Delta(second, [1], "length", scheduled_at=1.0, prefilled_at=1.0, ended_at=2.0))
+            assert [(it.text, it.finish_reason) for it in await anext(pieces)] == [("b", "length")]
+            assert [it async for it in pieces] == []
+
+    run_with_sockets(main)

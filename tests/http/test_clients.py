@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 import torch
-from helpers import RunningServer, web
+from helpers import ENDLESS, RunningServer, web
 from playwright.sync_api import sync_playwright
 
 from service.settings import BUNDLED
@@ -487,7 +487,7 @@ def test_curl_receives_a_whole_response(curl):
 
 
 def test_curl_shows_a_stream_during_generation(curl, server):
-    body = '{"prompt": "ROMEO:", "max_tokens": 16384, "seed": 1, "stream": true}'
+    body = json.dumps({"prompt": "ROMEO:", "max_tokens": ENDLESS, "seed": 1, "stream": True})
     with subprocess.Popen(curl("-N", "-d", body), stdout=subprocess.PIPE, text=True) as process:
         shown = [json.loads(data) for data in itertools.islice(events(process.stdout), 2)]
         assert process.poll() is None

@@ -36,7 +36,8 @@ def service(url: str | None, checkpoint: Path, out: Path) -> Iterator[str]:
         yield url.rstrip("/")
         return
     log = out / "server.log"
-    with Server("service", log, "/readyz", checkpoint=checkpoint) as server:
+    command = [sys.executable, "-m", "service", "--checkpoint", str(checkpoint)]
+    with Server(command, log, "/readyz") as server:
         server.wait_until_ready()
         print(f"serving {checkpoint} at http://127.0.0.1:{server.port}, log: {log}", flush=True)
         yield f"http://127.0.0.1:{server.port}"

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from service.model.config import GPTConfig
 from service.model.gpt import GPT
 from tests.bench import report
-from tests.bench.shapes import SHAPES
+from tests.bench.shapes import SHAPES, config_of
 
 Floats = NDArray[np.float64]
 
@@ -312,7 +312,7 @@ class Card:
 
     name: str
     bytes_per_second: float
-    operations_per_second: float  # fp32, as the service computes
+    operations_per_second: float  # fp32: --dtype float32
     memory_bytes: float
     launch_seconds: float  # per operation launched by the host; an assumption
 
@@ -329,7 +329,7 @@ class StepOnCard:
     memory_seconds: float  # reading the weights once, and keys and values of each row
     product_seconds: float
     launch_seconds: float  # with one launch per operation
-    host_seconds: float  # sampling and Python on the CPU
+    host_seconds: float  # the engine's bookkeeping on the CPU
 
     @property
     def card_seconds(self) -> float:
@@ -338,7 +338,7 @@ class StepOnCard:
 
     @property
     def seconds(self) -> float:
-        """Time with the present engine: one launch per operation, then sampling on the host."""
+        """Time with backend torch: one launch per operation, then the host's part."""
         return max(self.card_seconds, self.launch_seconds) + self.host_seconds
 
 
@@ -454,8 +454,10 @@ def check_rows(results: dict[str, Any], replica: Replica) -> list[list[str]]:
         shown = [f"{a:,.{0 if a > 20 else 1}f} → {b:,.{0 if b > 20 else 1}f}" for a, b in pairs]
         refused = f"{100 * rung['refused'] / max(1, rung['due']):.0f} % → {100 * forecast.chain.refused:.0f} %"
         found.append([f"{rung['rate']:.3g}", *shown, refused])
-    middle = [f"{100 * float(np.median(np.abs(column))):.0f} %" if column else report.NONE for column in errors]
-    return [*found, ["median error of the model", *middle, ""]]
+    for label, choose in (("median error of the model", np.median), ("worst error of the model", np.max)):
+        cells = [f"{100 * float(choose(np.abs(column))):.0f} %" if column else report.NONE for column in errors]
+        found.append([label, *cells, ""])
+    return found
 
 
 def fleet_rows(replica: Replica) -> list[list[str]]:
@@ -479,7 +481,7 @@ def fleet_rows(replica: Replica) -> list[list[str]]:
 
 def shape_on_card(name: str, rows: int, measured: dict[str, Any], card: Card = H200) -> StepOnCard:
     """A step of a benchmarked shape, with launches and host time as measured on shape S."""
-    config = SHAPES[name]
+    config = config_of(SHAPES[name])
     with torch.device("meta"):
         parameters = GPT(config).num_parameters
     return step_on_card(
@@ -492,7 +494,7 @@ def card_rows(measured: dict[str, Any]) -> list[list[str]]:
     """Calculated steps on a GPU."""
     found = [["shape, rows", "reads, ms", "products, ms", "launches, ms", "host, ms", "present engine, characters/s"]]
     found[0] += ["one launch, sampling on the GPU, characters/s", "cache"]
-    for name, config in SHAPES.items():
+    for name, config in ((name, config_of(shape)) for name, shape in SHAPES.items()):
         for rows in CARD_ROWS:
             step = shape_on_card(name, rows, measured)
             parts = (step.memory_seconds, step.product_seconds, step.launch_seconds, step.host_seconds)
@@ -518,7 +520,11 @@ def character_rows(measured: dict[str, Any], replica: Replica) -> list[list[str]
         found.append(
             [f"{rate:,}", f"{math.ceil(rate / (replica.saturation * replica.characters)):,}"]
             + [f"{math.ceil(rate / each):,}", f"{100 * rate / rows * step.card_seconds:.2g} %", f"{streams:,.0f}"]
-            + [f"{math.ceil(processes):,}", f"{events:,.0f}", f"{streams * slot_bytes(SHAPES['S']) / 1e9:.2g} GB"]
+            + [
+                f"{math.ceil(processes):,}",
+                f"{events:,.0f}",
+                f"{streams * slot_bytes(config_of(SHAPES['S'])) / 1e9:.2g} GB",
+            ]
         )
     return found
 

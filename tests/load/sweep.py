@@ -1,12 +1,12 @@
-"""Latency and throughput against offered load, in an open loop, compared with stock LitServe.
+"""Latency and throughput against offered load, in an open loop, compared with llama.cpp's server and stock LitServe.
 
-    make load-sweep                     about 14 minutes on a quiet machine
+    make load-sweep                     about 20 minutes on a quiet machine
     make load-sweep ARGS=--quick        under 3 minutes: fewer and shorter rungs
     make load-sweep ARGS=--publish      also write the tables of tests/README.md and CAPACITY.md, and the picture
     make load-sweep ARGS=--tables       publish OUT/sweep.json without measuring
 
 First measures the saturation of each system, its throughput with CROWD clients in a closed loop. Then offers a ladder
-of rates, as shares of the saturation, with Poisson arrivals: both systems get the same requests, with gaps scaled to
+of rates, as shares of the saturation, with Poisson arrivals: all systems get the same requests, with gaps scaled to
 the rate, and alternate at each rung. A rung is a warm-up, a window and a cool-down under constant load. Its figures
 cover all requests due in the window, each counted as ended, refused (429) or unfinished. Latencies count from the time
 at which a request was due, not from sending; an unfinished request counts with its time so far, a lower bound.
@@ -39,7 +39,8 @@ from typing import Any
 import torch
 
 from service.model.config import GPTConfig
-from tests.bench import engine, load, report
+from service.settings import available_cpus
+from tests.bench import engine, llama, load, peers, report
 from tests.bench.command import (
     BenchError,
     Progress,
@@ -51,15 +52,17 @@ from tests.bench.command import (
     in_child,
     prepare_process,
 )
-from tests.bench.serve import percentiles, running
-from tests.bench.servers import ROOT, Server, ServerError
-from tests.bench.shapes import PROMPT, SAMPLING, SHAPES, Work, mixed_work, sampling, save_random
+from tests.bench.serve import about, percentiles, running
+from tests.bench.servers import ROOT, Server, ServerError, module
+from tests.bench.shapes import SHAPES, Work, checkpoint_of, mixed_work, sampling
 from tests.toolbox.http import event_data
 
 from . import capacity
 
-SYSTEMS = ("ours", "stock")
-NAMES = {"ours": "this service", "stock": "stock LitServe"}
+SYSTEMS = ("ours", "llama", "stock")
+NAMES = {"ours": "this service", "llama": "llama.cpp", "stock": "stock LitServe"}
+FIELDS = {"ours": "text", "llama": "content"}  # of an event
+LLAMA_DTYPE = "BF16"  # with its fp16 cache the fastest at most row counts of `make bench`
 SLOTS = 64  # equals the stock service's batch size
 WAITING = 64  # queue limit of this service; the stock service's queue is unbounded
 CROWD = 96  # clients at saturation: more than slots, so that every batch is full
@@ -68,7 +71,7 @@ BUSY_CORES = 0.8  # of the load generator; above, it may be the bottleneck
 LATE_SECONDS = 0.01  # tolerated delay of sending, at the 99th percentile
 IDLE_SECONDS = 0.15  # idle time of the engine before a measured prompt
 MEAN_PROMPT = 34  # mean prompt length in mixed_work
-FAILURES = (BenchError, ServerError, load.LoadError, OSError)
+FAILURES = (BenchError, ServerError, load.LoadError, llama.LlamaError, OSError)
 PICTURE = "load-sweep.png"  # in deploy
 
 
@@ -133,23 +136,20 @@ def at_rate(longest: int, rate: float, seconds: float) -> list[Work]:
 
 
 def asked(system: str, number: int, item: Work) -> bytes:
-    body: dict[str, Any] = {"prompt": item.prompt, "max_tokens": item.max_tokens}
-    if system == "ours":
-        body |= {"stream": True, "seed": number, **SAMPLING[number % len(SAMPLING)]}
-    return load.post("/generate", body)
+    return peers.System(system, "", (), "").request(item.prompt, item.max_tokens, True, number)
 
 
 def moments(system: str, reply: load.Reply) -> list[tuple[float, int]]:
     """(time, number of characters) of each read with characters."""
-    separator = b"\n\n" if system == "ours" else b"\n"
+    separator, field = (b"\n", "text") if system == "stock" else (b"\n\n", FIELDS[system])
     got, unparsed = [], b""
     for at, data in load.dechunked(reply.parts):
         *events, unparsed = (unparsed + data).split(separator)
         count = 0
         for event in events:
-            data = event_data(event) if system == "ours" else event
+            data = event if system == "stock" else event_data(event)
             if data is not None and data.startswith(b"{"):
-                count += len(json.loads(data).get("text", ""))
+                count += len(json.loads(data).get(field, ""))
         if count:
             got.append((at, count))
     return got
@@ -254,8 +254,19 @@ def warnings(rung: dict[str, Any]) -> list[str]:
 class Sweep:
     """One sweep and its results so far."""
 
-    def __init__(self, plan: Plan, config: GPTConfig, threads: int, goal: capacity.Goal, out: Path):
-        self.plan, self.config, self.threads, self.goal, self.out = plan, config, threads, goal, out
+    def __init__(
+        self,
+        plan: Plan,
+        shape: Path | GPTConfig,
+        threads: int,
+        goal: capacity.Goal,
+        out: Path,
+        llama_folder: Path | None = None,
+        systems: tuple[str, ...] = SYSTEMS,
+    ):
+        self.plan, self.shape, self.threads, self.goal, self.out = plan, shape, threads, goal, out
+        self.llama_folder, self.systems = llama_folder or llama.default_folder(), systems
+        self.cores = available_cpus()  # threads of the peers
         self.device = device()
         self.say = Progress()
         self.servers: dict[str, Server] = {}
@@ -268,7 +279,8 @@ class Sweep:
                 "device": self.device,
                 "slots": SLOTS,
                 "waiting": WAITING,
-                "shape": asdict(config),
+                "cores": self.cores,
+                "shape": about(shape),
             },
             "goal": asdict(goal),
             "warnings": [],
@@ -281,7 +293,11 @@ class Sweep:
         """
         self.out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="chargpt-sweep-") as folder:
-            self.folder = save_random(self.config, Path(folder) / "S")
+            self.folder = checkpoint_of(self.shape, Path(folder) / "S")
+            if "llama" in self.systems:
+                self.programs = llama.build(self.llama_folder)
+                files = llama.convert(self.programs, self.folder, Path(folder))
+                self.variant = llama.Variant(LLAMA_DTYPE, llama.CACHES[0], files[LLAMA_DTYPE])
             self.results["load_generator"] = load.ceiling(0.5)
             self.say("engine steps …")
             plan = self.plan
@@ -296,7 +312,7 @@ class Sweep:
             )
             with contextlib.ExitStack() as stack:
                 stack.callback(self.close)
-                for system in SYSTEMS:
+                for system in self.systems:
                     self.servers[system] = self.start(system)
                     self.servers[system].pause()
                 self.measure()
@@ -306,17 +322,17 @@ class Sweep:
 
     def measure(self) -> None:
         systems: dict[str, dict[str, Any]] = {}
-        for system in SYSTEMS:
+        for system in self.systems:
             systems[system] = {"saturation": self.saturation(system), "rungs": []}
             self.say(
                 f"{NAMES[system]}: saturation {systems[system]['saturation']['requests_per_second']:.2f} requests/s"
             )
         self.results["systems"] = systems
         for share in self.plan.shares:
-            for system in SYSTEMS:
+            for system in self.systems:
                 self.rung(system, share * systems[system]["saturation"]["requests_per_second"])
         for _ in range(self.plan.bisections):
-            for system in SYSTEMS:
+            for system in self.systems:
                 below, above = goodput(systems[system]["rungs"], self.goal)
                 if above is not None and below:
                     self.rung(system, (below + above) / 2)
@@ -386,21 +402,17 @@ class Sweep:
     # -- servers --
 
     def start(self, system: str) -> Server:
-        logs = self.out / "logs"
+        log = self.out / "logs" / f"{system}.log"
         if system == "ours":
-            server = Server(
-                "service",
-                logs / "ours.log",
-                "/readyz",
-                checkpoint=self.folder,
-                threads=self.threads,
-                log_level="warning",
-                max_running_requests=SLOTS,
-                max_queued_requests=WAITING,
-            )
+            flags = {"threads": self.threads, "max_running_requests": SLOTS, "max_queued_requests": WAITING}
+            [found] = peers.ours(self.folder, flags)
+            server = found.start(log)
+        elif system == "llama":
+            [found] = peers.llama_cpp(self.programs, [self.variant], self.cores, SLOTS)
+            server = found.start(log)
         else:
             server = Server(
-                "tests.bench.stock", logs / "stock.log", "/health", checkpoint=self.folder, threads=self.threads
+                module("tests.bench.stock", checkpoint=self.folder, threads=self.cores, loop="stream"), log, "/health"
             )
         try:
             server.wait_until_ready()
@@ -440,22 +452,23 @@ def measure_engine(
 ) -> dict[str, Any]:
     """Times of a decode step by rows, of a prompt, and of the host's part of a step.
 
-    A step's time is rows divided by characters per second, so it includes waiting for fp64 decisions.
+    A step's time is rows divided by characters per second: the engine runs several steps per call.
     """
-    from service.engine.engine import Engine
     from service.model.checkpoint import Checkpoint
     from service.wire import Submit
 
-    torch.set_num_threads(threads)
-    model = Checkpoint.read(folder).load_model(device)
+    checkpoint = Checkpoint.read(folder)
+    model = checkpoint.load_model(device)
+    ours = engine.Ours(folder, "auto", "auto", slots=max(rows), threads=threads, device=device)
 
     def step(count: int) -> float:
         """Time of a decode step over `count` rows."""
-        runner = Engine(model, max_running=count, prefill_budget=max(512, PROMPT * count))
+        runner = ours.new_engine()
         runner.generate(engine.sequences(count, 4))
         for sequence in engine.sequences(count, length):
             runner.submit(sequence)
-        runner.step()  # prefill
+        while not runner.stats.num_decode_rows == count:  # prefill
+            runner.step()
         given, started, seconds = 0, time.perf_counter(), 0.0
         while runner.has_work:
             given += sum(len(delta.ids) for delta in runner.step())
@@ -470,7 +483,7 @@ def measure_engine(
 
     def turn(count: int) -> tuple[float, float]:
         """(time, prompts) per turn of a full batch in which each ended sequence is replaced by a new one."""
-        runner = Engine(model, max_running=count)
+        runner = ours.new_engine(2 * count)
         requests = (request(number, item) for number, item in enumerate(poisson_work(longest)))
         for sequence in itertools.islice(requests, count):
             runner.submit(sequence)
@@ -488,7 +501,7 @@ def measure_engine(
 
     def prompts(together: int, pause: float) -> float:
         """Time of a step over `together` prompts alone, each after `pause` seconds of sleep."""
-        runner, seconds = Engine(model, max_running=together), []
+        runner, seconds = ours.new_engine(), []
         item = Work(" " * MEAN_PROMPT, 1, 0.0)
         for number in range(24):
             sequences = [request(number * together + i, item) for i in range(together)]
@@ -509,8 +522,8 @@ def measure_engine(
         added.append(seconds - before)
         expected.append(float(alone.prefill(begun)))
     scale = max(1.0, statistics.median(a / b for a, b in zip(added, expected, strict=True)))
-    parts = engine.phases(model, full, length, device)
-    host = sum(parts.get(name, 0.0) for name in ("sampling", "schedule", "rest"))
+    parts = ours.run(full, length)["phases"]
+    host = sum(parts.get(name, 0.0) for name in ("schedule", "update", "rest"))
     return {
         "step_seconds": steps,
         "prefill_seconds": scale * alone.prefill_seconds,
@@ -537,7 +550,7 @@ def count_operations(model: Any) -> int:
 
     cache = KVCache(model.config, 2, model.head.weight.device, model.head.weight.dtype)
     with torch.no_grad(), Counter() as counter:
-        model(torch.zeros(2, 1, dtype=torch.long, device=model.head.weight.device), cache.decode(2))
+        model(torch.zeros(2, 1, dtype=torch.long, device=model.head.weight.device), cache.decode([True, True]))
     return counter.count
 
 
@@ -576,19 +589,22 @@ def three(seconds: dict[str, float] | None) -> str:
 def verdict(results: dict[str, Any]) -> list[list[str]]:
     """Rows of saturation and goodput."""
     goal, replica = capacity.Goal(**results["goal"]), capacity.replica_of(results)
-    found = [["", *(NAMES[system] for system in SYSTEMS), "ratio", "model of this service"]]
-    saturations = [results["systems"][system]["saturation"] for system in SYSTEMS]
-    for label, key, predicted in (
-        ("saturation, requests/s", "requests_per_second", replica.saturation),
-        ("saturation, characters/s", "characters_per_second", replica.saturation * replica.characters),
+    systems = [system for system in SYSTEMS if system in results["systems"]]
+    found = [["", *(NAMES[system] for system in systems), *(f"÷ {NAMES[system]}" for system in systems[1:])]]
+    found[0].append("model of this service")
+    saturations = [results["systems"][system]["saturation"] for system in systems]
+    best = [goodput(results["systems"][system]["rungs"], goal)[0] for system in systems]
+    for label, values, predicted in (
+        ("saturation, requests/s", [s["requests_per_second"] for s in saturations], replica.saturation),
+        (
+            "saturation, characters/s",
+            [s["characters_per_second"] for s in saturations],
+            replica.saturation * replica.characters,
+        ),
+        ("goodput, requests/s", best, capacity.goodput(replica, goal)),
     ):
-        ours, stock = (figures[key] for figures in saturations)
-        found.append([label, f"{ours:,.1f}", f"{stock:,.1f}", f"{ours / stock:.1f} ×", f"{predicted:,.1f}"])
-    best = [goodput(results["systems"][system]["rungs"], goal)[0] for system in SYSTEMS]
-    found.append(
-        ["goodput, requests/s", *(f"{rate:.3g}" if rate else "none" for rate in best)]
-        + [f"{best[0] / best[1]:.1f} ×" if best[1] else report.NONE, f"{capacity.goodput(replica, goal):.3g}"]
-    )
+        ratios = [f"{values[0] / value:.1f} ×" if value else report.NONE for value in values[1:]]
+        found.append([label, *(f"{v:,.1f}" if v else "none" for v in values), *ratios, f"{predicted:,.1f}"])
     return found
 
 
@@ -618,7 +634,8 @@ def footnotes(results: dict[str, Any]) -> list[str]:
         f"Prompts of 4 to 64 characters, answers of {plan['longest'] // 16} to {plan['longest']}, "
         f"{length['mean_characters']:.0f} on average; windows of at least {plan['window_seconds']:g} s after "
         f"{plan['warm_seconds']:g} s of warm-up. This service has {settings['slots']} slots and a queue of "
-        f"{settings['waiting']} (`--max-queued-requests`), stock LitServe has batches of 64 and an unbounded queue.",
+        f"{settings['waiting']} (`--max-queued-requests`), llama.cpp 64 slots "
+        f"({LLAMA_DTYPE}, {settings['cores']} threads), stock LitServe batches of 64; both have unbounded queues.",
         f"{about['cpu']}, {about['cores']} cores; {settings['threads']} "
         f"{'thread' if settings['threads'] == 1 else 'threads'} per engine; load "
         f"{results['load_average']:.2f} at the start; {results['date'][:10]}; torch {versions['torch']}, transformers "
@@ -629,7 +646,7 @@ def footnotes(results: dict[str, Any]) -> list[str]:
     return lines + [f"doubtful: {reason}" for reason in results["warnings"]]
 
 
-COLORS = {"ours": "tab:blue", "stock": "tab:orange"}
+COLORS = {"ours": "tab:blue", "llama": "tab:green", "stock": "tab:orange"}
 STYLES = {"p50": "-", "p95": "--", "p99": ":"}
 
 
@@ -710,6 +727,7 @@ def publish(results: dict[str, Any], out: Path, root: Path) -> None:
 def parse_args() -> argparse.Namespace:
     parser = build_parser("tests.load.sweep", __doc__, "out/load-sweep")
     add_threads(parser)
+    llama.add_folder(parser)
     parser.add_argument("--quick", action="store_true", help="under three minutes")
     capacity.add_goal(parser)
     parser.add_argument("--publish", action="store_true", help="write the figures to tests/README.md and deploy/")
@@ -744,7 +762,7 @@ def main() -> int:
 def measure(args: argparse.Namespace) -> None:
     prepare_process()
     goal = capacity.Goal(args.first, args.character)
-    sweep = Sweep(QUICK if args.quick else FULL, SHAPES["S"], args.threads, goal, args.out)
+    sweep = Sweep(QUICK if args.quick else FULL, SHAPES["S"], args.threads, goal, args.out, args.llama_cpp)
     if warning := busy_warning(sweep.results):
         sweep.say(warning)
     sweep.run()

@@ -15,7 +15,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from helpers import VOCABULARY, RunningServer, save_random
+from helpers import SLOW, VOCABULARY, RunningServer, save_random
 from transformers import AutoTokenizer
 
 from load import answers, mix, record, tokenizer
@@ -224,9 +224,10 @@ def test_busy_or_late_load_generator_warns():
 
 
 @pytest.fixture(scope="module")
-def server():
-    """Few cache slots, so that requests wait and latencies are long compared with the client's overhead."""
-    with RunningServer(BUNDLED, max_running_requests=3) as server:
+def server(tmp_path_factory):
+    """Few cache slots and a slow model: requests wait, and latencies are long compared with the client's overhead."""
+    checkpoint = save_random(tmp_path_factory.mktemp("load") / "checkpoint", **SLOW)
+    with RunningServer(checkpoint.path, max_running_requests=3, max_tokens=16_384) as server:
         server.wait_until_ready()
         yield server
         assert server.stop() == 0
@@ -330,10 +331,10 @@ def test_counts_and_latencies_agree_for_the_whole_mix(server, tmp_path):
 
 
 def test_open_loop_arrivals_follow_the_seed_without_waiting_for_responses(server, tmp_path):
-    summary, rows, printed = locust(server.url, tmp_path, "--arrivals", 100, "--requests", 40, *SHORT, "--mix-seed", 3)
+    summary, rows, printed = locust(server.url, tmp_path, "--arrivals", 500, "--requests", 40, *SHORT, "--mix-seed", 3)
     due = [row.sent_at - row.late for row in rows]
     rng = random.Random("3 arrivals")
-    expected = [rng.expovariate(100) for _ in rows[1:]]
+    expected = [rng.expovariate(500) for _ in rows[1:]]
     assert [b - a for a, b in itertools.pairwise(due)] == pytest.approx(expected, abs=1e-9)
     assert min(row.late for row in rows) >= 0
     ends = [row.sent_at + (row.last or row.first) for row in rows]
@@ -424,9 +425,8 @@ def test_foreign_tokenizer_is_rejected(tmp_path):
 
 
 def test_tokenizer_of_another_model_is_rejected(server, tmp_path):
-    folder = save_random(tmp_path / "checkpoint").path
     done = subprocess.run(
-        [sys.executable, "-m", "tests.load", "--url", server.url, "--checkpoint", str(folder),
+        [sys.executable, "-m", "tests.load", "--url", server.url, "--checkpoint", str(BUNDLED),
          "--out", str(tmp_path / "out"), "--bin", str(tmp_path), "guidellm"],
         cwd=ROOT, capture_output=True, text=True, timeout=60,
     )  # fmt: skip

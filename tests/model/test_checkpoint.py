@@ -43,6 +43,21 @@ def test_half_precision_halves_the_file(tmp_path):
         torch.testing.assert_close(loaded(idx), theirs(idx).logits, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_weights_are_read_without_torch_as_the_model_has_them(tmp_path, monkeypatch, dtype):
+    from safetensors import torch as safetensors
+
+    model = random_model(dtype).to(torch.float64)
+    save = safetensors.save
+    monkeypatch.setattr(safetensors, "save", lambda tensors, about: save({k: t.to(dtype) for k, t in tensors.items()}))
+    save_checkpoint(tmp_path, model, CharTokenizer(VOCABULARY), {})
+    weights, state = Checkpoint.read(tmp_path).load_weights(), model.float().state_dict()
+    assert set(weights) == set(state)
+    for name, value in state.items():
+        assert weights[name].itemsize == (4 if dtype == torch.bfloat16 else dtype.itemsize)
+        assert torch.equal(torch.from_numpy(weights[name]).float(), value)
+
+
 def test_transformers_loads_the_tokenizer_unchanged(tmp_path):
     from transformers import AutoTokenizer
 

@@ -137,7 +137,7 @@ def cached_logits(model, idx, pieces):
         if piece == "decode":
             x = torch.stack([idx[b, done[b] : done[b] + 1] for b in range(len(idx))])
             counts = dict.fromkeys(range(len(idx)), 1)
-            logits = model(x, cache.decode(len(idx)))
+            logits = model(x, cache.decode([True] * len(idx)))
         else:
             counts = piece
             x = torch.zeros(len(counts), max(counts.values()), dtype=torch.long)
@@ -179,25 +179,44 @@ def test_greedy_fp32_through_the_cache_equals_the_uncached_forward():
     logits = model(prompt, cache.prefill([0], [3]))[:, -1]
     while len(text) < 5 * W:
         text.append(int(logits.argmax()))
-        logits = model(torch.tensor([[text[-1]]]), cache.decode(1))[:, -1]
+        logits = model(torch.tensor([[text[-1]]]), cache.decode([True]))[:, -1]
     slow = prompt[0].tolist()
     while len(slow) < 5 * W:
         slow.append(int(model(torch.tensor([slow]))[0, -1].argmax()))
     assert text == slow
 
 
-def test_moving_a_slot_moves_its_sequence():
-    model = random_model(torch.float64)
-    idx = ids(2, 30)
+@pytest.mark.parametrize("length", [1, 5, 7, 8, 9, 12, 19])
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_a_copied_slot_continues_the_first_positions_of_its_source(length, ahead):
+    """In prefill and in decode; a ring that has lost a position which the next one sees is refused."""
+    model = random_model(torch.float64, block_size=8)
+    idx = ids(2, 40)
+    other = torch.cat((idx[:1, :length], idx[1:, length:]), dim=1)  # begins as idx[0], then differs
     cache = KVCache(model.config, 3, "cpu", torch.float64)
-    model(idx[:, :12], cache.prefill([1, 2], [12, 12]))
-    cache.move(2, 0)
-    logits = model(idx[[1, 0], 12:13], cache.decode(2))
-    torch.testing.assert_close(logits[:, 0], model(idx[:, :13])[[1, 0], 12], rtol=0, atol=1e-10)
+    model(idx[:1, : length + ahead], cache.prefill([2], [length + ahead]))
+    model(idx[1:, :20], cache.prefill([0], [20]))  # what the target held before
+    if length + ahead > max(8, length + 1):
+        with pytest.raises(ValueError, match=f"{length} to {max(8, length + 1)}, got {length + ahead}"):
+            cache.copy(2, 0, length)
+        return
+    cache.copy(2, 0, length)
+    logits = [model(other[:, length : length + 3], cache.prefill([0], [3]))]
+    logits += [model(other[:, p : p + 1], cache.decode([True])) for p in range(length + 3, 35)]
+    torch.testing.assert_close(torch.cat(logits, dim=1), model(other)[:, length:35], rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("T", [1, 7, 8, 9, 22, 23, 40, 100])
-def test_last_logits_equal_those_of_the_full_forward(T):
-    model = random_model(torch.float64, block_size=8, n_layer=4)
-    idx = torch.randint(50, (3, T), generator=torch.Generator().manual_seed(T))
-    assert torch.allclose(model.last_logits(idx), model(idx)[:, -1], rtol=0, atol=1e-12)
+def test_rows_that_only_fill_a_batch_keep_their_slots():
+    """A full ring in the middle of a decoded slice is still copied and continued."""
+    model = random_model(torch.float64, block_size=8)
+    idx = ids(3, 30)
+    cache = KVCache(model.config, 4, "cpu", torch.float64)
+    model(idx[:, :12], cache.prefill([0, 1, 2], [12] * 3))
+    for p in range(12, 15):
+        model(idx[:, p : p + 1], cache.decode([True, False, True]))
+    cache.copy(1, 3, 12)
+    assert cache.lengths[:4] == [15, 12, 15, 12]
+    next = idx[[0, 1, 2, 1], [15, 12, 15, 12]][:, None]
+    logits = model(next, cache.decode([True] * 4))[:, 0]
+    full = model(idx)
+    torch.testing.assert_close(logits, full[[0, 1, 2, 1], [15, 12, 15, 12]], rtol=0, atol=1e-10)

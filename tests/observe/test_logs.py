@@ -18,7 +18,7 @@ import httpx
 import psutil
 import pytest
 import torch
-from helpers import VOCABULARY, RunningServer, random_model, save_random, wait_until, web
+from helpers import ENDLESS, VOCABULARY, RunningServer, random_model, save_random, wait_until, web
 
 from service.http.schemas import (
     CompletionRequest,
@@ -130,7 +130,7 @@ def test_each_request_logs_one_line_with_its_counts(server):
 
 
 def test_disconnects_and_timeouts_are_logged_as_endings(server):
-    body = {"prompt": "a", "max_tokens": 16_000, "stream": True}
+    body = {"prompt": "a", "max_tokens": ENDLESS, "stream": True}
     with web.stream("POST", f"{server.url}/generate", json=body) as response:
         next(response.iter_lines())
     (line,) = lines_about(server, response.headers["x-request-id"], logger="service.access")
@@ -165,7 +165,7 @@ def test_shutdown_is_logged_as_json(checkpoint):
 
 
 def test_lines_below_the_log_level_are_dropped(checkpoint):
-    with RunningServer(checkpoint.path, log_level="warning") as server:
+    with RunningServer(checkpoint.path, log_level="warning", backend="torch") as server:
         server.wait_until_ready()
         assert web.post(f"{server.url}/generate", json={"prompt": "a"}).status_code == 200
         assert server.stop() == 0
@@ -177,7 +177,7 @@ def test_worker_lines_carry_the_request_id_of_their_sequence(broken_checkpoint):
         server.wait_until_ready()
         response = web.post(f"{server.url}/generate", json={"prompt": ["aZ", "Zb"]}, headers={"X-Request-Id": "mine"})
         assert response.status_code == 500
-        lines = lines_about(server, "mine", count=2, logger="service.engine.runner")
+        lines = lines_about(server, "mine", count=2, logger="service.engine.engine")
         assert {(line["process"], line["level"]) for line in lines} == {("worker-0", "ERROR")}
         assert all("not finite" in line["message"] for line in lines)
         (line,) = lines_about(server, "mine", logger="service.access")
@@ -383,7 +383,7 @@ def requests_with_the_marker(key):
         {"suffix": MARKER, "n": 2},
         {"allowed_characters": MARKER, "logprobs": 3},
         {"logit_bias": {"S": 1}},
-        {"stream": True, "timeout_seconds": 0.01, "max_tokens": 10_000},
+        {"stream": True, "timeout_seconds": 0.01, "max_tokens": ENDLESS},
         {"prompt": f"{MARKER}Z"},  # fails in the engine
         {"prompt": f"{MARKER}Z", "stream": True},
         {"prompt": f"{MARKER}\n"},  # fails in the HTTP process, with the prompt in the exception's text

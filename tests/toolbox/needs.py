@@ -20,6 +20,7 @@ VARIABLE = "CHARGPT_REQUIRE"
 # area -> program -> its names in distributions and upstream releases
 PROGRAMS = {
     "browser": {"chromium": ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")},
+    "compiler": {"c++": ("c++", "g++", "clang++")},
     "curl": {"curl": ("curl",)},
     "openssl": {"openssl": ("openssl",)},
     "prometheus": {
@@ -27,6 +28,10 @@ PROGRAMS = {
         "promtool": ("promtool",),
         "alertmanager": ("alertmanager", "prometheus-alertmanager"),
         "amtool": ("amtool",),
+    },
+    "qemu": {  # arm64 programs on another machine
+        "qemu-aarch64": ("qemu-aarch64", "qemu-aarch64-static"),
+        "aarch64-linux-gnu-g++": ("aarch64-linux-gnu-g++",),
     },
 }
 OTHERS = ("compose", "corpus", "docker", "mount")

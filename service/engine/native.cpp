@@ -1,0 +1,1329 @@
+// The native engine: the model of service/model/gpt.py and the sampler of service/model/sampling.py on a CPU.
+//
+// One promise shapes all of it: a row's arithmetic depends on nothing but that row. Each output is a sum in an order
+// that is fixed here, written with explicit fused multiply-adds, so neither the other rows of a batch, nor the number
+// of threads, nor the instruction set changes a bit of it. Hence the same seed gives the same text under any load.
+//
+//   Lanes<T>   64 bytes of numbers, the unit of all layouts: 16 floats or 8 doubles, in one, two or four registers
+//   Matrix     weights packed into panels of one Lanes of outputs: [panel][input][lane]. A lane is an output, so every
+//              sum over inputs is sequential. Stored as fp16 where that is exact, else as fp32; or as
+//              bfloat16, in pairs of inputs
+//   cache      per slot, layer and key head: keys as [block of Lanes keys][dimension][lane], so a lane is a key; values
+//              as [key][dimension]. Position p is at ring index p mod W, as in service/model/kv_cache.py
+//   padding    heads, widths and the vocabulary are padded with zeros to whole Lanes
+//
+// Every thread takes whole sequences and runs them on its own for all steps of a call. Only with fewer sequences than
+// threads, and enough work, do they share each product, and wait for each other between: see `Net::run`.
+// Compiled once per instruction set (setup.py); native.py chooses one at run time and calls the functions at the end.
+// Knows ids and slots; nothing of requests, stops or text.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <condition_variable>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#if defined(__x86_64__) && defined(__FMA__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace {
+
+// -- Lanes --
+
+#if defined(__AVX512F__)
+constexpr int REGISTER = 64;  // bytes
+constexpr int TILE = 24;      // accumulators, in Lanes, that fit the registers
+#elif defined(__FMA__) && defined(__AVX2__)
+constexpr int REGISTER = 32;
+constexpr int TILE = 6;
+#else
+constexpr int REGISTER = 16;
+constexpr int TILE = 6;
+#endif
+
+template <class T> struct Register;
+template <> struct Register<float> { typedef float type __attribute__((vector_size(REGISTER))); };
+template <> struct Register<double> { typedef double type __attribute__((vector_size(REGISTER))); };
+template <> struct Register<int32_t> { typedef int32_t type __attribute__((vector_size(REGISTER))); };
+template <> struct Register<int64_t> { typedef int64_t type __attribute__((vector_size(REGISTER))); };
+template <class T> using Reg = typename Register<T>::type;
+
+template <class T> struct IntOf;
+template <> struct IntOf<float> { using type = int32_t; };
+template <> struct IntOf<double> { using type = int64_t; };
+
+constexpr int PARTS = 64 / REGISTER;
+template <class T> constexpr int LANES = 64 / sizeof(T);
+template <class T> constexpr int PER_REGISTER = REGISTER / sizeof(T);
+
+template <class T> struct Lanes { Reg<T> part[PARTS]; };
+
+#define INLINE inline __attribute__((always_inline))
+#define EACH_PART for (int k = 0; k < PARTS; ++k)
+
+#if defined(__AVX512F__)
+INLINE Reg<float> fma(Reg<float> a, Reg<float> b, Reg<float> c) { return (Reg<float>)_mm512_fmadd_ps(a, b, c); }
+INLINE Reg<double> fma(Reg<double> a, Reg<double> b, Reg<double> c) { return (Reg<double>)_mm512_fmadd_pd(a, b, c); }
+#elif defined(__FMA__) && defined(__AVX2__)
+INLINE Reg<float> fma(Reg<float> a, Reg<float> b, Reg<float> c) { return (Reg<float>)_mm256_fmadd_ps(a, b, c); }
+INLINE Reg<double> fma(Reg<double> a, Reg<double> b, Reg<double> c) { return (Reg<double>)_mm256_fmadd_pd(a, b, c); }
+#elif defined(__aarch64__)
+INLINE Reg<float> fma(Reg<float> a, Reg<float> b, Reg<float> c) {
+  return (Reg<float>)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+}
+INLINE Reg<double> fma(Reg<double> a, Reg<double> b, Reg<double> c) {
+  return (Reg<double>)vfmaq_f64((float64x2_t)c, (float64x2_t)a, (float64x2_t)b);
+}
+#else  // exact and slow: a call of the C library per number
+template <class R> INLINE R fma(R a, R b, R c) {
+  for (size_t i = 0; i < REGISTER / sizeof(a[0]); ++i) c[i] = std::fma(a[i], b[i], c[i]);
+  return c;
+}
+#endif
+
+template <class T> INLINE Lanes<T> all(T value) {
+  Lanes<T> v;
+  EACH_PART v.part[k] = value - Reg<T>{};
+  return v;
+}
+template <class T> INLINE Lanes<T> load(const T* from) {
+  Lanes<T> v;
+  EACH_PART std::memcpy(&v.part[k], from + k * PER_REGISTER<T>, REGISTER);
+  return v;
+}
+template <class T> INLINE void store(T* to, Lanes<T> v) {
+  EACH_PART std::memcpy(to + k * PER_REGISTER<T>, &v.part[k], REGISTER);
+}
+template <class T> INLINE Lanes<T> fma(Lanes<T> a, Lanes<T> b, Lanes<T> c) {
+  EACH_PART c.part[k] = fma(a.part[k], b.part[k], c.part[k]);
+  return c;
+}
+#define LANEWISE(name, expression)                                 \
+  template <class T> INLINE Lanes<T> name(Lanes<T> a, Lanes<T> b) { \
+    EACH_PART { Reg<T> x = a.part[k], y = b.part[k]; a.part[k] = expression; } \
+    return a;                                                      \
+  }
+LANEWISE(operator+, x + y)
+LANEWISE(operator-, x - y)
+LANEWISE(operator*, x * y)
+LANEWISE(operator/, x / y)
+LANEWISE(larger, y > x ? y : x)
+#undef LANEWISE
+
+// Reduced pairwise, in one order for all instruction sets.
+template <class T> INLINE T sum(Lanes<T> v) {
+  T a[LANES<T>];
+  store(a, v);
+  for (int width = LANES<T> / 2; width; width /= 2)
+    for (int i = 0; i < width; ++i) a[i] += a[i + width];
+  return a[0];
+}
+template <class T> INLINE T largest(Lanes<T> v) {
+  T a[LANES<T>];
+  store(a, v);
+  return *std::max_element(a, a + LANES<T>);
+}
+
+// e^x for x ≤ 0, within 2 units of the last place; 0 where it would leave the normal numbers; NaN stays NaN.
+// x = n·ln 2 + r, |r| ≤ ln 2 / 2, and the Taylor series of e^r. Adding `shift` rounds to an integer, which is then in
+// the low bits.
+template <class T> struct Exp;
+template <> struct Exp<float> {
+  static constexpr float shift = 12582912.0f, low = -87.0f, ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f;
+  static constexpr int degree = 7, bias = 127, mantissa = 23;
+};
+template <> struct Exp<double> {
+  static constexpr double shift = 6755399441055744.0, low = -708.0, ln2_high = 6.93147180369123816490e-01,
+                          ln2_low = 1.90821492927058770002e-10;
+  static constexpr int degree = 13, bias = 1023, mantissa = 52;
+};
+template <class T> struct Taylor {
+  T c[Exp<T>::degree + 1] = {1};
+  constexpr Taylor() {
+    for (int i = 1; i <= Exp<T>::degree; ++i) c[i] = T(1);
+    double factorial = 1;
+    for (int i = 1; i <= Exp<T>::degree; ++i) c[i] = T(1 / (factorial *= i));
+  }
+};
+template <class T> INLINE Lanes<T> exp_of_negative(Lanes<T> lanes) {
+  using E = Exp<T>;
+  using Int = typename IntOf<T>::type;
+  constexpr Taylor<T> taylor;
+  const Reg<T> shift = E::shift - Reg<T>{};
+  EACH_PART {
+    const Reg<T> given = lanes.part[k];
+    const Reg<T> x = given < E::low ? E::low - Reg<T>{} : given;
+    const Reg<T> shifted = fma(x, T(1.4426950408889634) - Reg<T>{}, shift);
+    const Reg<T> n = shifted - shift;
+    const Reg<T> r = fma(n, -E::ln2_low - Reg<T>{}, fma(n, -E::ln2_high - Reg<T>{}, x));
+    Reg<T> y = taylor.c[E::degree] - Reg<T>{};
+#pragma GCC unroll 16
+    for (int i = E::degree - 1; i >= 0; --i) y = fma(y, r, taylor.c[i] - Reg<T>{});
+    Int base;
+    const T value = E::shift;
+    std::memcpy(&base, &value, sizeof base);
+    const Reg<T> power = (Reg<T>)(((Reg<Int>)shifted - base + E::bias) << E::mantissa);
+    lanes.part[k] = given < E::low ? Reg<T>{} : y * power;
+  }
+  return lanes;
+}
+
+// -- weights --
+
+// fp16 numbers; only where the processor converts them.
+#if defined(__F16C__)
+#define HAS_HALF 1
+struct Half { uint16_t bits; };
+INLINE Half to_half(float x) { return {(uint16_t)_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT)}; }
+INLINE float from_half(Half h) { return _cvtsh_ss(h.bits); }
+#if defined(__AVX512F__)
+INLINE Reg<float> widen(const Half* from, float) {
+  return (Reg<float>)_mm512_maskz_cvtph_ps(0xFFFF, _mm256_loadu_si256((const __m256i*)from));
+}
+INLINE Reg<double> widen(const Half* from, double) {
+  return (Reg<double>)_mm512_maskz_cvtps_pd(0xFF, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from)));
+}
+#else
+INLINE Reg<float> widen(const Half* from, float) {
+  return (Reg<float>)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
+}
+INLINE Reg<double> widen(const Half* from, double) {
+  return (Reg<double>)_mm256_cvtps_pd(_mm_cvtph_ps(_mm_loadl_epi64((const __m128i*)from)));
+}
+#endif
+#endif
+INLINE Reg<float> widen(const float* from, float) {
+  Reg<float> r;
+  std::memcpy(&r, from, REGISTER);
+  return r;
+}
+INLINE Reg<double> widen(const float* from, double) {
+#if defined(__AVX512F__)
+  return (Reg<double>)_mm512_maskz_cvtps_pd(0xFF, _mm256_loadu_ps(from));
+#elif defined(__FMA__) && defined(__AVX2__)
+  return (Reg<double>)_mm256_cvtps_pd(_mm_loadu_ps(from));
+#else
+  return Reg<double>{from[0], from[1]};
+#endif
+}
+INLINE Reg<double> widen(const double* from, double) {
+  Reg<double> r;
+  std::memcpy(&r, from, REGISTER);
+  return r;
+}
+// bfloat16: fp32 without its lower half. The processor multiplies pairs and adds to fp32.
+#if defined(__AVX512BF16__)
+#define HAS_BF16 1
+struct Bf16 { uint16_t bits; };
+INLINE void convert(float x, Bf16& to) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  to.bits = uint16_t((x != x ? bits | 0x400000 : bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+INLINE Reg<float> widen(const Bf16* from, float) {
+  // The masked forms, because GCC 12 warns of the others.
+  return (Reg<float>)_mm512_maskz_slli_epi32(
+      0xFFFF, _mm512_maskz_cvtepu16_epi32(0xFFFF, _mm256_loadu_si256((const __m256i*)from)), 16);
+}
+#endif
+template <class T, class W> INLINE Lanes<T> load_as(const W* from) {
+  Lanes<T> v;
+  EACH_PART v.part[k] = widen(from + k * PER_REGISTER<T>, T());
+  return v;
+}
+
+INLINE void convert(float x, float& to) { to = x; }
+INLINE void convert(double x, double& to) { to = x; }
+#ifdef HAS_HALF
+INLINE void convert(float x, Half& to) { to = to_half(x); }
+#endif
+
+// How weights or keys W meet numbers T in a sum: the inputs of a step, one or two, and the step itself.
+template <class T, class W> struct Dot {
+  using Input = T;
+  static constexpr int INPUTS = 1;
+  static INLINE Lanes<T> weights(const W* from) { return load_as<T>(from); }
+  static INLINE Lanes<T> input(const T* from) { return all(*from); }
+  static INLINE Lanes<T> add(Lanes<T> w, Lanes<T> x, Lanes<T> total) { return fma(w, x, total); }
+  static const T* inputs(const T* x, size_t, std::vector<Input>&) { return x; }
+};
+
+#ifdef HAS_BF16
+template <> struct Dot<float, Bf16> {
+  using Input = Bf16;
+  static constexpr int INPUTS = 2;
+  static INLINE Lanes<float> weights(const Bf16* from) { return {{(Reg<float>)_mm512_loadu_ps(from)}}; }
+  static INLINE Lanes<float> input(const Bf16* from) {
+    int32_t pair;
+    std::memcpy(&pair, from, 4);
+    return {{(Reg<float>)_mm512_set1_epi32(pair)}};
+  }
+  static INLINE Lanes<float> add(Lanes<float> w, Lanes<float> x, Lanes<float> total) {
+    return {{(Reg<float>)_mm512_dpbf16_ps((__m512)total.part[0], (__m512bh)w.part[0], (__m512bh)x.part[0])}};
+  }
+  static const Bf16* inputs(const float* x, size_t count, std::vector<Bf16>& room) {
+    room.resize(count + 16);
+    for (size_t i = 0; i < count; i += 16)
+      _mm256_storeu_si256((__m256i*)&room[i], (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(x + i)));
+    return room.data();
+  }
+};
+#endif
+
+constexpr size_t PAGE = size_t(2) << 20;
+
+// Zeroed memory in large pages where the system has them; the cache and the weights are read in long strides.
+template <class T> struct Buffer {
+  T* data = nullptr;
+  size_t bytes = 0;
+  Buffer() = default;
+  explicit Buffer(size_t count) {
+    bytes = (count * sizeof(T) + 64 + PAGE - 1) / PAGE * PAGE;
+#if defined(__linux__)
+    // The kernel gives zeroed pages when they are first touched.
+    void* memory = mmap(nullptr, bytes + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) throw std::bad_alloc();
+    base = memory;
+    data = (T*)(((uintptr_t)memory + PAGE - 1) / PAGE * PAGE);
+    madvise(data, bytes, MADV_HUGEPAGE);
+#else
+    base = std::aligned_alloc(4096, bytes);
+    if (!base) throw std::bad_alloc();
+    std::memset(base, 0, bytes);
+    data = (T*)base;
+#endif
+  }
+  Buffer(Buffer&& other) noexcept { *this = std::move(other); }
+  Buffer& operator=(Buffer&& other) noexcept {
+    std::swap(data, other.data);
+    std::swap(base, other.base);
+    std::swap(bytes, other.bytes);
+    return *this;
+  }
+  ~Buffer() {
+    if (!base) return;
+#if defined(__linux__)
+    munmap(base, bytes + PAGE);
+#else
+    std::free(base);
+#endif
+  }
+
+ private:
+  void* base = nullptr;
+};
+
+template <class T> INLINE int padded(int n) { return (n + LANES<T> - 1) / LANES<T> * LANES<T>; }
+
+template <class T, class W> struct Matrix {
+  int n_in = 0, n_out = 0;  // padded
+  W* data = nullptr;
+
+  // value(o, i): the weight of output o and input i, 0 for padding.
+  template <class F> W* pack(W* to, int outputs, int inputs, F value) {
+    n_in = inputs, n_out = outputs, data = to;
+    constexpr int S = Dot<T, W>::INPUTS;
+    for (int panel = 0; panel < outputs; panel += LANES<T>)
+      for (int i = 0; i < inputs; i += S)
+        for (int lane = 0; lane < LANES<T>; ++lane)
+          for (int k = 0; k < S; ++k) convert(value(panel + lane, i + k), *to++);
+    return to;
+  }
+};
+
+// y[r][o] = Σ x[r][i] · w[o][i] for R rows and P panels, from i = 0 on.
+template <int R, int P, class T, class W>
+INLINE void multiply_tile(const W* w, size_t panel, int n_in, const typename Dot<T, W>::Input* x, size_t x_stride,
+                          T* y, size_t y_stride) {
+  using D = Dot<T, W>;
+  Lanes<T> total[R][P];
+  for (int r = 0; r < R; ++r)
+    for (int p = 0; p < P; ++p) total[r][p] = all(T(0));
+  for (int i = 0; i < n_in; i += D::INPUTS) {
+    Lanes<T> weight[P];
+#pragma GCC unroll 8
+    for (int p = 0; p < P; ++p) {
+      const W* from = w + p * panel + size_t(i) * LANES<T>;
+      if (R <= 3) __builtin_prefetch((const char*)from + 1024);
+      weight[p] = D::weights(from);
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+      const Lanes<T> value = D::input(x + r * x_stride + i);
+#pragma GCC unroll 8
+      for (int p = 0; p < P; ++p) total[r][p] = D::add(weight[p], value, total[r][p]);
+    }
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int p = 0; p < P; ++p) store(y + r * y_stride + p * LANES<T>, total[r][p]);
+}
+
+// All panels for R rows, P at a time.
+template <int R, int P, class T, class W>
+INLINE int multiply_panels(const Matrix<T, W>& m, int first, int end, const typename Dot<T, W>::Input* x,
+                           size_t x_stride, T* y, size_t y_stride) {
+  const size_t panel = size_t(m.n_in) * LANES<T>;
+  for (; first + P <= end; first += P)
+    multiply_tile<R, P>(m.data + first * panel, panel, m.n_in, x, x_stride, y + size_t(first) * LANES<T>, y_stride);
+  return first;
+}
+
+constexpr int panels_for(int rows) { return std::clamp(TILE / rows, 1, 8); }
+constexpr int MOST_ROWS = TILE >= 24 ? 8 : 6;  // rows of a tile
+
+template <int R, class T, class W>
+__attribute__((noinline)) void multiply_rows(const Matrix<T, W>& m, int first, int end,
+                                             const typename Dot<T, W>::Input* x, size_t x_stride, T* y,
+                                             size_t y_stride) {
+  constexpr int P = panels_for(R);
+  int at = multiply_panels<R, P>(m, first, end, x, x_stride, y, y_stride);
+  if constexpr (P > 4) at = multiply_panels<R, 4>(m, at, end, x, x_stride, y, y_stride);
+  if constexpr (P > 2) at = multiply_panels<R, 2>(m, at, end, x, x_stride, y, y_stride);
+  if constexpr (P > 1) at = multiply_panels<R, 1>(m, at, end, x, x_stride, y, y_stride);
+}
+
+template <class T, class W, int... R>
+void dispatch_rows(std::integer_sequence<int, R...>, int rows, const Matrix<T, W>& m, int first, int end,
+                   const typename Dot<T, W>::Input* x, size_t x_stride, T* y, size_t y_stride) {
+  using Function = void (*)(const Matrix<T, W>&, int, int, const typename Dot<T, W>::Input*, size_t, T*, size_t);
+  static constexpr Function functions[] = {multiply_rows<R + 1, T, W>...};
+  functions[rows - 1](m, first, end, x, x_stride, y, y_stride);
+}
+
+// y (rows, n_out) = x (rows, n_in) · mᵀ, for a range of panels. A few at a time pass all rows, so they stay in the
+// first cache.
+template <class T, class W>
+void multiply(const Matrix<T, W>& m, std::pair<int, int> panels, int rows, const T* given, size_t x_stride, T* y,
+              size_t y_stride) {
+  static thread_local std::vector<typename Dot<T, W>::Input> room;
+  const auto* x = Dot<T, W>::inputs(given, rows * x_stride, room);
+  const int tiles = (rows + MOST_ROWS - 1) / MOST_ROWS, end = panels.second;
+  const int step = tiles <= 1 ? end : panels_for((rows + tiles - 1) / tiles);
+  for (int first = panels.first; first < end; first += step)
+    for (int tile = 0, row = 0; tile < tiles; ++tile) {
+      const int count = (rows - row + tiles - tile - 1) / (tiles - tile);
+      dispatch_rows(std::make_integer_sequence<int, MOST_ROWS>{}, count, m, first, std::min(end, first + step),
+                    x + row * x_stride, x_stride, y + row * y_stride, y_stride);
+      row += count;
+    }
+}
+
+// -- sampling: the steps of service/model/sampling.py, in fp64 --
+
+// Philox 4×64 (Salmon et al. 2011), as numpy counts it: the first block has counter 1.
+double uniform(uint64_t seed, uint64_t number) {
+  uint64_t c[4] = {number / 4 + 1, 0, 0, 0}, key[2] = {seed, 0};
+  for (int round = 0; round < 10; ++round) {
+    const auto a = (unsigned __int128)0xD2E7470EE14C6C93u * c[0], b = (unsigned __int128)0xCA5A826395121157u * c[2];
+    const uint64_t next[4] = {uint64_t(b >> 64) ^ c[1] ^ key[0], uint64_t(b), uint64_t(a >> 64) ^ c[3] ^ key[1],
+                              uint64_t(a)};
+    std::copy(next, next + 4, c);
+    key[0] += 0x9E3779B97F4A7C15u, key[1] += 0xBB67AE8584CAA73Bu;
+  }
+  return double(c[number % 4] >> 11) * 0x1p-53;
+}
+
+constexpr int32_t NONE = -1, FAILED = -2;  // no id; logits that are not finite
+
+}  // namespace
+
+extern "C" {
+// As native.py packs them.
+struct ChargptParams {
+  double temperature, top_p, log_min_p, typical_p, repetition, presence, frequency;
+  uint64_t seed;
+  int64_t top_k, num_biased, num_seen;
+  const int32_t* biased;  // (num_biased,) ids
+  const double* bias;     // (num_biased,)
+  const int32_t* seen;    // (num_seen,) ids of the prompt; only where a penalty needs them
+};
+
+struct ChargptItem {
+  int32_t slot;
+  int32_t count;           // ids to run; 0: the one that was chosen last
+  int32_t steps;           // ids to choose after them
+  int32_t wants_all;       // logits of each id that runs, instead of each one that is chosen
+  const int32_t* ids;      // (count,)
+  const uint8_t* allowed;  // (V,) for the first choice; null: all
+  double* logits;          // (count or steps, V); null: not wanted
+  int32_t* chosen;         // (steps,)
+};
+
+struct ChargptConfig {
+  int32_t vocab_size, block_size, n_layer, n_head, n_kv_head, n_embd, n_inner, slots, threads;
+  int32_t dtype, is_half;  // arithmetic: 0 fp32, 1 fp64, 2 bfloat16; weights stored as fp16
+  double norm_eps;
+  const double* frequencies;  // (head_dim / 2,) radians per position
+};
+}
+
+namespace {
+
+struct Sampler {
+  ChargptParams p{};
+  std::vector<std::pair<int32_t, double>> bias;
+  std::vector<uint8_t> seen;   // (V,) in prompt or completion; empty: no penalty
+  std::vector<double> counts;  // (V,) occurrences in the completion
+  uint64_t drawn = 0;
+
+  void start(const ChargptParams& params, int vocab_size) {
+    p = params;
+    drawn = 0;
+    bias.clear();
+    for (int64_t i = 0; i < p.num_biased; ++i) bias.emplace_back(p.biased[i], p.bias[i]);
+    const bool is_penalised = p.repetition != 1 || p.presence != 0 || p.frequency != 0;
+    seen.assign(is_penalised ? vocab_size : 0, 0);
+    counts.assign(seen.size(), 0);
+    for (int64_t i = 0; is_penalised && i < p.num_seen; ++i) seen[p.seen[i]] = 1;
+  }
+
+  // z (V) and weight (V) have room for whole Lanes; order (V) is scratch.
+  int32_t choose(double* z, double* weight, int32_t* order, int V, const uint8_t* allowed) {
+    for (int i = 0; i < V; ++i)
+      if (!(std::abs(z[i]) <= 1.7976931348623157e308)) return FAILED;
+    for (auto [id, value] : bias) z[id] += value;
+    for (size_t i = 0; i < seen.size(); ++i) {
+      if (seen[i]) z[i] = z[i] > 0 ? z[i] / p.repetition : z[i] * p.repetition;
+      z[i] -= p.frequency * counts[i] + (counts[i] > 0 ? p.presence : 0);
+    }
+    for (int i = 0; allowed && i < V; ++i)
+      if (!allowed[i]) z[i] = -HUGE_VAL;
+    const int best = int(std::max_element(z, z + V) - z);
+    int id = best;
+    const double u = uniform(p.seed, drawn++);
+    if (p.temperature > 0) {
+      const double highest = z[best];
+      for (int i = 0; i < V; ++i) z[i] = (z[i] - highest) / p.temperature;
+      for (int i = V; i % LANES<double>; ++i) z[i] = -HUGE_VAL;
+      for (int i = 0; i < V; i += LANES<double>) store(weight + i, exp_of_negative(load(z + i)));
+      truncate(z, weight, order, V);
+      double total = 0, below = 0;
+      for (int i = 0; i < V; ++i) total += weight[i];
+      id = 0;
+      while (id < V - 1 && (below += weight[id]) / total <= u) ++id;
+    }
+    if (!seen.empty()) seen[id] = 1, counts[id] += 1;
+    return id;
+  }
+
+ private:
+  // Set the weights that top_k, top_p, min_p and typical_p drop to 0.
+  void truncate(const double* z, double* weight, int32_t* order, int V) const {
+    const auto likelier = [z](int32_t a, int32_t b) { return z[a] > z[b] || (z[a] == z[b] && a < b); };
+    const bool has_k = p.top_k > 0 && p.top_k < V, has_p = p.top_p < 1;
+    if (has_k || has_p) {
+      for (int i = 0; i < V; ++i) order[i] = i;
+      const int k = has_k ? int(p.top_k) : V;
+      if (has_k) std::nth_element(order, order + k - 1, order + V, likelier);
+      int kept = k;
+      if (has_p) {
+        double total = 0, mass = 0;
+        for (int i = 0; i < k; ++i) total += weight[order[i]];
+        const auto behind = [&](int32_t a, int32_t b) { return likelier(b, a); };
+        std::make_heap(order, order + k, behind);  // take from the top until the sum reaches top_p
+        kept = 0;
+        while (kept < k && mass / total < p.top_p) {
+          mass += weight[order[0]];
+          std::pop_heap(order, order + k - kept, behind);
+          ++kept;
+        }
+        for (int i = 0; i < k - kept; ++i) weight[order[i]] = 0;
+      }
+      for (int i = k; i < V; ++i) weight[order[i]] = 0;
+    }
+    if (p.log_min_p > -HUGE_VAL)
+      for (int i = 0; i < V; ++i)
+        if (z[i] < p.log_min_p) weight[i] = 0;
+    if (p.typical_p < 1) {
+      double total = 0, mean = 0, mass = 0;
+      int kept = 0;
+      for (int i = 0; i < V; ++i)
+        if (weight[i] > 0) total += weight[i], order[kept++] = i;
+      for (int i = 0; i < kept; ++i) mean += weight[order[i]] / total * z[order[i]];
+      std::sort(order, order + kept, [&](int32_t a, int32_t b) {
+        const double x = std::abs(z[a] - mean), y = std::abs(z[b] - mean);
+        return x < y || (x == y && a < b);
+      });
+      double whole = 0;
+      for (int i = 0; i < kept; ++i) whole += weight[order[i]] / total;
+      for (int i = 0; i < kept; ++i) {
+        const double share = weight[order[i]] / total;
+        if (!(mass / whole < p.typical_p)) weight[order[i]] = 0;
+        mass += share;
+      }
+    }
+  }
+};
+
+// What mostly follows the last four characters, learned from what is chosen, as a processor predicts branches. A guess
+// is run beside the character before it and counts only if that character is then chosen as guessed: guesses change
+// the time a text takes and nothing else.
+class Guesses {
+ public:
+  // `recent`: the last four ids, 16 bits each.
+  int32_t after(uint64_t recent) const {
+    const Entry& entry = table[index(recent)];
+    return entry.hits ? entry.id : NONE;
+  }
+  void learn(uint64_t recent, int32_t id) {
+    Entry& entry = table[index(recent)];
+    if (entry.id == id) entry.hits = std::min(entry.hits + 1, 3);
+    else if (entry.hits) --entry.hits;
+    else entry.id = id;
+  }
+
+ private:
+  struct Entry {
+    int32_t id = NONE, hits = 0;
+  };
+  static size_t index(uint64_t recent) { return recent * 0x9E3779B97F4A7C15u >> 48; }
+  std::vector<Entry> table = std::vector<Entry>(1 << 16);
+};
+
+// -- threads --
+
+// Runs a function on all threads, the caller's included.
+class Pool {
+ public:
+  explicit Pool(int size) {
+    for (int i = 1; i < size; ++i) threads.emplace_back([this, i] { work(i); });
+  }
+  ~Pool() {
+    {
+      std::lock_guard<std::mutex> guard(mutex);
+      is_ending = true;
+    }
+    begin.notify_all();
+    for (auto& thread : threads) thread.join();
+  }
+  int size() const { return int(threads.size()) + 1; }
+
+  template <class F> void run(int count, F&& function) {
+    if (count > 1) {
+      {
+        std::lock_guard<std::mutex> guard(mutex);
+        call = [](void* f, int i) { (*(std::remove_reference_t<F>*)f)(i); };
+        argument = (void*)&function;
+        wanted = count;
+        pending = count - 1;
+        ++generation;
+      }
+      begin.notify_all();
+    }
+    function(0);
+    if (count > 1) {
+      std::unique_lock<std::mutex> lock(mutex);
+      end.wait(lock, [this] { return pending == 0; });
+    }
+  }
+
+ private:
+  void work(int index) {
+    uint64_t seen = 0;
+    for (;;) {
+      {
+        std::unique_lock<std::mutex> lock(mutex);
+        begin.wait(lock, [&] { return is_ending || generation != seen; });
+        if (is_ending) return;
+        seen = generation;
+        if (index >= wanted) continue;
+      }
+      call(argument, index);
+      std::lock_guard<std::mutex> guard(mutex);
+      if (--pending == 0) end.notify_one();
+    }
+  }
+
+  std::vector<std::thread> threads;
+  std::mutex mutex;
+  std::condition_variable begin, end;
+  void (*call)(void*, int) = nullptr;
+  void* argument = nullptr;
+  int wanted = 0, pending = 0;
+  uint64_t generation = 0;
+  bool is_ending = false;
+};
+
+// Threads that run one batch together wait for each other here. They have a processor each, or the wait would be long:
+// after some spins they offer it to others.
+class Barrier {
+ public:
+  void wait(int size) {
+    if (size == 1) return;
+    const int now = generation.load(std::memory_order_acquire);
+    if (arrived.fetch_add(1, std::memory_order_acq_rel) == size - 1) {
+      arrived.store(0, std::memory_order_relaxed);
+      generation.store(now + 1, std::memory_order_release);
+      return;
+    }
+    for (int spins = 0; generation.load(std::memory_order_acquire) == now; ++spins) {
+#if defined(__x86_64__)
+      __builtin_ia32_pause();
+#endif
+      if (spins > 2000) std::this_thread::yield();
+    }
+  }
+
+ private:
+  alignas(64) std::atomic<int> arrived{0};
+  alignas(64) std::atomic<int> generation{0};
+};
+
+// -- the engine --
+
+class Engine {
+ public:
+  virtual ~Engine() = default;
+  virtual void start(int slot, const ChargptParams& params) = 0;
+  virtual const char* copy(int source, int target, int64_t length) = 0;
+  virtual void run(const ChargptItem* items, int count) = 0;
+  virtual const char* refuses(const ChargptItem* items, int count) = 0;
+  int slots = 0, vocab_size = 0;
+};
+
+constexpr int BATCH = 48;          // rows that pass the layers together; activations of wide models still fit a cache
+constexpr int64_t ANGLES = 4096;   // positions whose rotation is kept; of later ones it is computed
+
+// T: arithmetic; W: stored weights; K: stored keys and values.
+template <class T, class W, class K> class Net final : public Engine {
+  static constexpr int N = LANES<T>;
+  using D = Dot<T, K>;
+  using Query = typename D::Input;
+
+  struct Layer {
+    std::vector<T> attn_norm, q_norm, k_norm, mlp_norm;
+    Matrix<T, W> qkv, proj, gate_up, down;
+  };
+  struct Slot {
+    Sampler sampler;
+    int64_t position = 0;  // characters that have run
+    int32_t last = NONE;   // the id that was chosen last
+    uint64_t recent = 0;   // the last four of them, for guesses
+  };
+  struct Row {
+    int slot;
+    int32_t id;
+    int64_t position;
+    bool wants_logits;
+  };
+  struct Workspace {
+    Buffer<T> x, h, qkv, y, out, gate_up, p, cos_sin, logits;
+    Buffer<double> z, weight;
+    std::vector<int32_t> order;
+    std::vector<Row> rows;
+    Guesses guesses;
+  };
+
+ public:
+  Net(const ChargptConfig& config, const float* const* weights)
+      : c(config), hs(c.n_embd / c.n_head), hp(padded<T>(hs)), Wp(padded<T>(c.block_size)), C(padded<T>(c.n_embd)),
+        F(padded<T>(c.n_inner)), V(padded<T>(c.vocab_size)), heads(c.n_head + 2 * c.n_kv_head),
+        frequencies(c.frequencies, c.frequencies + hs / 2), pool(c.threads) {
+    slots = c.slots, vocab_size = c.vocab_size;
+    pack(weights);
+    head_size = size_t(Wp) * hs + size_t(Wp) * hp;
+    slot_size = head_size * c.n_kv_head * c.n_layer;
+    cache = Buffer<K>(slot_size * c.slots);
+    states.resize(c.slots);
+    angles.resize(ANGLES * hs);
+    for (int64_t p = 0; p < ANGLES; ++p) rotate_by(p, &angles[p * hs]);
+    for (int i = 0; i < pool.size(); ++i) {
+      Workspace w;
+      w.x = Buffer<T>(BATCH * C), w.h = Buffer<T>(BATCH * C), w.qkv = Buffer<T>(BATCH * heads * hp);
+      w.y = Buffer<T>(BATCH * c.n_head * hp), w.out = Buffer<T>(BATCH * C), w.gate_up = Buffer<T>(BATCH * 2 * F);
+      w.p = Buffer<T>(c.n_head * Wp), w.cos_sin = Buffer<T>(BATCH * hs);
+      w.logits = Buffer<T>(BATCH * V), w.z = Buffer<double>(V), w.weight = Buffer<double>(V);
+      w.order.resize(V);
+      spaces.push_back(std::move(w));
+    }
+  }
+
+  void start(int slot, const ChargptParams& params) override {
+    Slot& s = states[slot];
+    s.sampler.start(params, c.vocab_size);
+    s.position = 0, s.last = NONE;
+  }
+
+  const char* copy(int source, int target, int64_t length) override {
+    const int64_t position = states[source].position;
+    if (source == target || length < 1 || length > position) return "the source does not hold what is to be copied";
+    if (position > std::max<int64_t>(c.block_size, length + 1)) return "the source's ring has lost what is to be copied";
+    // Whole rings: their beginnings up to the source's position, or all of it once it went around.
+    const size_t used = std::min<int64_t>(states[source].position, c.block_size);
+    const size_t keys = (used + N - 1) / N * N * hs, values = used * hp;
+    for (int layer = 0; layer < c.n_layer; ++layer)
+      for (int h = 0; h < c.n_kv_head; ++h) {
+        const K* from = ring(source, layer, h);
+        K* to = ring(target, layer, h);
+        std::memcpy(to, from, keys * sizeof(K));
+        std::memcpy(to + size_t(Wp) * hs, from + size_t(Wp) * hs, values * sizeof(K));
+      }
+    states[target].position = length;
+    return nullptr;
+  }
+
+  const char* refuses(const ChargptItem* items, int count) override {
+    std::vector<bool> used(slots);
+    for (int i = 0; i < count; ++i) {
+      const ChargptItem& item = items[i];
+      if (item.slot < 0 || item.slot >= slots) return "a slot is out of range";
+      if (used[item.slot]) return "a slot is named twice";
+      used[item.slot] = true;
+      if (item.count < 0 || item.steps < 0 || item.count + item.steps == 0) return "nothing to run";
+      if (item.count == 0 && states[item.slot].last < 0) return "a slot has no chosen id to continue from";
+      if (item.count && !item.ids) return "ids are missing";
+      if (item.steps && !item.chosen) return "there is no room for the chosen ids";
+      for (int k = 0; k < item.count; ++k)
+        if (item.ids[k] < 0 || item.ids[k] >= vocab_size) return "an id is out of range";
+      if (item.allowed && !std::memchr(item.allowed, 1, vocab_size)) return "no id is allowed";
+    }
+    return nullptr;
+  }
+
+  // Each thread takes whole sequences, about as many rows as the others. With fewer sequences than threads, all of them
+  // run each batch together if a batch is work enough to pay for the waiting.
+  void run(const ChargptItem* items, int count) override {
+    std::vector<const ChargptItem*> order(count);
+    for (int i = 0; i < count; ++i) order[i] = &items[i];
+    std::stable_sort(order.begin(), order.end(), [](auto a, auto b) { return rows_of(*a) > rows_of(*b); });
+    const bool is_large = storage.bytes > TEAM_BYTES || order[0]->count >= TEAM_ROWS;
+    if (count < pool.size() && is_large) {
+      pool.run(pool.size(), [&](int i) {
+        const Team team{&barrier, i, pool.size()};
+        if (i == 0) lead(order, spaces[0], team);
+        else follow(spaces[i], spaces[0], team);
+      });
+      return;
+    }
+    const int threads = std::min(pool.size(), count);
+    std::vector<std::vector<const ChargptItem*>> shares(threads);
+    std::vector<int64_t> load(threads);
+    for (const ChargptItem* item : order) {
+      const size_t least = std::min_element(load.begin(), load.end()) - load.begin();
+      load[least] += rows_of(*item);
+      shares[least].push_back(item);
+    }
+    pool.run(threads, [&](int i) { lead(shares[i], spaces[i], Team{nullptr, 0, 1}); });
+  }
+
+ private:
+  static constexpr size_t TEAM_BYTES = size_t(16) << 20;  // of weights
+  static constexpr int TEAM_ROWS = 64;                    // of a prompt
+  // Sequences up to which a second row of each is nearly free, as the time goes into reading the weights.
+  static constexpr size_t GUESSED = 1, GUESSED_LARGE = 4;
+
+  // The threads that run a batch together, and this one among them.
+  struct Team {
+    Barrier* barrier;
+    int index, size;
+    void wait() const {
+      if (barrier) barrier->wait(size);
+    }
+    std::pair<int, int> share(int count) const { return {count * index / size, count * (index + 1) / size}; }
+  };
+
+  static int64_t rows_of(const ChargptItem& item) {
+    return item.count + item.steps - (item.count ? std::min(item.steps, 1) : 0);
+  }
+
+  // Run items to their ends: feed the ids that were given, then what is chosen, BATCH rows at a time.
+  void lead(const std::vector<const ChargptItem*>& items, Workspace& w, Team team) {
+    std::vector<Progress> active;
+    for (const ChargptItem* item : items) active.push_back({item, 0, 0});
+    while (!active.empty()) {
+      w.rows.clear();
+      const bool may_guess = active.size() <= (storage.bytes > TEAM_BYTES ? GUESSED_LARGE : GUESSED);
+      size_t taken = 0;  // sequences with rows in this batch
+      for (Progress& it : active) {
+        const int room = BATCH - int(w.rows.size());
+        if (room == 0) break;
+        const ChargptItem& item = *it.item;
+        Slot& s = states[item.slot];
+        const int given = item.count ? item.count - it.fed : 0;
+        const int rows = given ? std::min(given, room) : 1;
+        for (int k = 0; k < rows; ++k) {
+          const bool is_last = given <= k + 1;
+          const bool wants = (is_last && item.steps) || (item.wants_all && item.logits);
+          w.rows.push_back({item.slot, given ? item.ids[it.fed + k] : s.last, s.position + k, wants});
+        }
+        it.rows = rows;
+        const bool guesses = !given && may_guess && room > 1 && item.steps - it.chosen > 1;
+        it.guess = guesses ? w.guesses.after(s.recent) : NONE;
+        if (it.guess >= 0) w.rows.push_back({item.slot, it.guess, s.position + it.rows++, true});
+        ++taken;
+      }
+      team.wait();
+      forward(w, w, team);
+      // Choose where a sequence's given ids have run; sequences that are done leave, the others go on in turn.
+      std::vector<Progress> rest(active.begin() + taken, active.end());
+      int row = 0, logits = 0;
+      for (size_t k = 0; k < taken; ++k) {
+        Progress it = active[k];
+        if (finish(it, w, row, logits)) rest.push_back(it);
+        row += it.rows;
+      }
+      active.swap(rest);
+    }
+    w.rows.clear();
+    team.wait();
+  }
+
+  // Share in the batches that the first thread leads, until there is none.
+  void follow(Workspace& own, Workspace& shared, Team team) {
+    for (;;) {
+      team.wait();
+      if (shared.rows.empty()) return;
+      forward(own, shared, team);
+    }
+  }
+
+  struct Progress {
+    const ChargptItem* item;
+    int fed, chosen;
+    int rows = 0;
+    int32_t guess = NONE;  // the id of the second row, if there is one
+  };
+
+  // Take in the rows of one sequence after a forward; returns whether it goes on.
+  bool finish(Progress& it, Workspace& w, int row, int& logits) {
+    const ChargptItem& item = *it.item;
+    Slot& s = states[item.slot];
+    const bool was_given = it.fed < item.count;
+    const T* first = w.logits.data + size_t(logits) * V;  // of the rows that want them
+    int wanted = 0;
+    for (int k = 0; k < it.rows; ++k) {
+      if (!w.rows[row + k].wants_logits) continue;
+      if (was_given && item.logits && item.wants_all)
+        std::copy_n(first + size_t(wanted) * V, c.vocab_size, item.logits + size_t(it.fed + k) * c.vocab_size);
+      ++wanted;
+    }
+    logits += wanted;
+    if (was_given) {
+      it.fed += it.rows;
+      s.position += it.rows;
+      if (it.fed < item.count) return true;
+      return item.steps && choose(it, w, first + size_t(wanted - 1) * V);
+    }
+    ++s.position;
+    bool goes_on = choose(it, w, first);
+    if (it.guess >= 0 && s.last == it.guess) {
+      ++s.position;
+      goes_on = choose(it, w, first + V);
+    }
+    return goes_on;
+  }
+
+  bool choose(Progress& it, Workspace& w, const T* logits) {
+    const ChargptItem& item = *it.item;
+    Slot& s = states[item.slot];
+    double* z = w.z.data;
+    std::copy_n(logits, c.vocab_size, z);
+    if (item.logits && !item.wants_all) std::copy_n(z, c.vocab_size, item.logits + size_t(it.chosen) * c.vocab_size);
+    const uint8_t* allowed = it.chosen ? nullptr : item.allowed;
+    s.last = s.sampler.choose(z, w.weight.data, w.order.data(), c.vocab_size, allowed);
+    item.chosen[it.chosen++] = s.last;
+    w.guesses.learn(s.recent, s.last);
+    s.recent = s.recent << 16 | uint16_t(s.last);
+    return it.chosen < item.steps && s.last >= 0;
+  }
+
+  // One pass of the batch `shared.rows` through all layers. Of a team, each thread has its own copy of the residual
+  // stream (own.x) and computes its share of every product, and the attention of its share of the key heads.
+  void forward(Workspace& own, Workspace& shared, Team team) {
+    const std::vector<Row>& rows = shared.rows;
+    int count = int(rows.size());
+    for (int r = 0; r < count; ++r) {
+      std::copy_n(&embed[size_t(rows[r].id) * C], C, own.x.data + size_t(r) * C);
+      const int64_t position = rows[r].position;
+      if (position < ANGLES)
+        std::copy_n(&angles[position * hs], hs, own.cos_sin.data + r * hs);
+      else
+        rotate_by(position, own.cos_sin.data + r * hs);
+    }
+    const int attended = c.n_head * hp, group = c.n_head / c.n_kv_head, per_head = hp / N, inner = F / N;
+    const auto [first_kv, end_kv] = team.share(c.n_kv_head);
+    const auto [first_out, end_out] = team.share(C / N);
+    const auto [first_inner, end_inner] = team.share(inner);
+    T *x = own.x.data, *h = own.h.data, *qkv = own.qkv.data, *gate = shared.gate_up.data, *out = shared.out.data;
+    for (int l = 0; l < c.n_layer; ++l) {
+      const Layer& layer = layers[l];
+      for (int r = 0; r < count; ++r) norm(x + r * C, layer.attn_norm.data(), h + r * C, C, c.n_embd);
+      if (team.size == 1) {
+        multiply(layer.qkv, {0, heads * per_head}, count, h, C, qkv, heads * hp);
+      } else {
+        const int firsts[] = {0, c.n_head, c.n_head + c.n_kv_head}, sizes[] = {group, 1, 1};
+        for (int part = 0; part < 3; ++part) {
+          const int first = firsts[part] + first_kv * sizes[part], end = firsts[part] + end_kv * sizes[part];
+          multiply(layer.qkv, {first * per_head, end * per_head}, count, h, C, qkv, heads * hp);
+        }
+      }
+      const bool is_last = l == c.n_layer - 1;
+      int wanted = 0;  // of the last layer only what leads to logits matters
+      for (int r = 0; r < count; ++r) {
+        const bool is_wanted = !is_last || rows[r].wants_logits;
+        attend(own, rows, l, r, first_kv, end_kv, is_wanted ? shared.y.data + size_t(wanted) * attended : nullptr);
+        if (!is_wanted) continue;
+        if (wanted != r) std::copy_n(x + size_t(r) * C, C, x + size_t(wanted) * C);
+        ++wanted;
+      }
+      count = wanted;
+      team.wait();
+      multiply(layer.proj, {first_out, end_out}, count, shared.y.data, attended, out, C);
+      team.wait();
+      for (int r = 0; r < count; ++r) {
+        add(x + r * C, out + r * C, C);
+        norm(x + r * C, layer.mlp_norm.data(), h + r * C, C, c.n_embd);
+      }
+      if (team.size == 1) {
+        multiply(layer.gate_up, {0, 2 * inner}, count, h, C, gate, 2 * F);
+      } else {
+        multiply(layer.gate_up, {first_inner, end_inner}, count, h, C, gate, 2 * F);
+        multiply(layer.gate_up, {inner + first_inner, inner + end_inner}, count, h, C, gate, 2 * F);
+      }
+      for (int r = 0; r < count; ++r) swiglu(gate + size_t(r) * 2 * F, first_inner * N, end_inner * N);
+      team.wait();
+      multiply(layer.down, {first_out, end_out}, count, gate, 2 * F, out, C);
+      team.wait();
+      for (int r = 0; r < count; ++r) add(x + r * C, out + r * C, C);
+    }
+    for (int r = 0; r < count; ++r) norm(x + r * C, final_norm.data(), h + r * C, C, c.n_embd);
+    multiply(head, team.share(V / N), count, h, C, shared.logits.data, V);
+    team.wait();
+  }
+
+  static void add(T* x, const T* y, int n) {
+    for (int i = 0; i < n; i += N) store(x + i, load(x + i) + load(y + i));
+  }
+
+  // RMSNorm over n numbers, padded with zeros to `length`.
+  void norm(const T* x, const T* gain, T* y, int length, int n) const {
+    Lanes<T> squares = all(T(0));
+    for (int i = 0; i < length; i += N) squares = fma(load(x + i), load(x + i), squares);
+    const Lanes<T> scale = all(T(1) / std::sqrt(sum(squares) / T(n) + T(c.norm_eps)));
+    for (int i = 0; i < length; i += N) store(y + i, load(x + i) * scale * load(gain + i));
+  }
+
+  // gate · σ(gate) · up, over the gate. σ(x) = e^min(x, 0) / (1 + e^−|x|).
+  void swiglu(T* gate, int first, int end) const {
+    const T* up = gate + F;
+    const Lanes<T> one = all(T(1)), zero = all(T(0));
+    for (int i = first; i < end; i += N) {
+      const Lanes<T> x = load(gate + i);
+      Lanes<T> magnitude = larger(x, zero - x);
+      const Lanes<T> e = exp_of_negative(zero - magnitude);
+      Lanes<T> numerator;
+      EACH_PART numerator.part[k] = x.part[k] < 0 ? e.part[k] : one.part[k];
+      store(gate + i, x * (numerator / (one + e)) * load(up + i));
+    }
+  }
+
+  // cos (hs/2), then sin (hs/2), of a position's angles.
+  void rotate_by(int64_t position, T* to) const {
+    for (int d = 0; d < hs / 2; ++d) {
+      const double angle = double(position) * frequencies[d];
+      to[d] = T(std::cos(angle)), to[d + hs / 2] = T(std::sin(angle));
+    }
+  }
+
+  void norm_and_rotate(T* x, const T* gain, const T* cos_sin) const {
+    norm(x, gain, x, hp, hs);
+    const int half = hs / 2;
+    const T *cos = cos_sin, *sin = cos_sin + half;
+    for (int d = 0; d < half; ++d) {
+      const T a = x[d], b = x[d + half];
+      x[d] = std::fma(-b, sin[d], a * cos[d]);
+      x[d + half] = std::fma(a, sin[d], b * cos[d]);
+    }
+  }
+
+  K* ring(int slot, int layer, int head) const {
+    return cache.data + slot * slot_size + (size_t(layer) * c.n_kv_head + head) * head_size;
+  }
+
+  // Rows of a sequence come in order, and each writes its key and value before it attends: as in a ring of W.
+  // y: null if only the key and the value are needed.
+  void attend(Workspace& w, const std::vector<Row>& rows, int layer, int r, int first, int end, T* y) {
+    const Row& row = rows[r];
+    T* q = w.qkv.data + size_t(r) * heads * hp;
+    const T* cos_sin = w.cos_sin.data + r * hs;
+    const int index = int(row.position % c.block_size), block = index / N, lane = index % N;
+    const int group = c.n_head / c.n_kv_head;
+    const T scale = T(1) / std::sqrt(T(hs));
+    // The next sequence's keys and values come from far; they are fetched while this one's are used.
+    const bool has_next = size_t(r) + 1 < rows.size() && rows[r + 1].slot != row.slot;
+    for (int h = first * group; y && h < end * group; ++h) {
+      norm_and_rotate(q + h * hp, layers[layer].q_norm.data(), cos_sin);
+      for (int d = 0; d < hp; ++d) q[h * hp + d] *= scale;
+    }
+    for (int h = first; h < end; ++h) {
+      T* k = q + (c.n_head + h) * hp;
+      const T* v = q + (c.n_head + c.n_kv_head + h) * hp;
+      norm_and_rotate(k, layers[layer].k_norm.data(), cos_sin);
+      K* keys = ring(row.slot, layer, h);
+      K* values = keys + size_t(Wp) * hs;
+      constexpr int S = D::INPUTS;
+      for (int d = 0; d < hs; ++d) convert(k[d], keys[(size_t(block) * hs + d / S * S) * N + lane * S + d % S]);
+      for (int d = 0; d < hp; ++d) convert(v[d], values[size_t(index) * hp + d]);
+      if (!y) continue;
+      const int seen = int(std::min<int64_t>(row.position + 1, c.block_size));
+      ptrdiff_t ahead = has_next ? (const char*)ring(rows[r + 1].slot, layer, h) - (const char*)keys : 0;
+      for (int g = 0; g < group; g += HEADS) {
+        const int many = std::min(HEADS, group - g);
+        static thread_local std::vector<Query> room;
+        const Query* queries = D::inputs(q + (h * group + g) * hp, size_t(many) * hp, room);
+        T* to = y + (h * group + g) * hp;
+        if (g) ahead = 0;
+        if (many == 1) attend_heads<1>(queries, keys, values, seen, w.p.data, to, ahead);
+        else if (many == 2) attend_heads<2>(queries, keys, values, seen, w.p.data, to, ahead);
+        else if (many == 3) attend_heads<3>(queries, keys, values, seen, w.p.data, to, ahead);
+        else attend_heads<4>(queries, keys, values, seen, w.p.data, to, ahead);
+      }
+    }
+  }
+
+  static constexpr int HEADS = TILE >= 24 ? 4 : 1;  // query heads that share one reading of the keys
+  static constexpr int BLOCKS = 4;                  // blocks of keys whose scores are computed together
+
+  // Into the second cache, for reading soon.
+  static INLINE void prefetch(const K* from, ptrdiff_t ahead) { __builtin_prefetch((const char*)from + ahead, 0, 2); }
+
+  // Scores of B blocks of keys for G heads.
+  template <int G, int B> INLINE void score(const Query* q, const K* keys, T* p, ptrdiff_t ahead) const {
+    Lanes<T> total[G][B];
+    for (int g = 0; g < G; ++g)
+      for (int b = 0; b < B; ++b) total[g][b] = all(T(0));
+    for (int d = 0; d < hs; d += D::INPUTS) {
+      Lanes<T> key[B];
+#pragma GCC unroll 4
+      for (int b = 0; b < B; ++b) {
+        const K* from = keys + (size_t(b) * hs + d) * N;
+        prefetch(from, ahead);
+        key[b] = D::weights(from);
+      }
+#pragma GCC unroll 4
+      for (int g = 0; g < G; ++g) {
+        const Lanes<T> query = D::input(q + g * hp + d);
+#pragma GCC unroll 4
+        for (int b = 0; b < B; ++b) total[g][b] = D::add(key[b], query, total[g][b]);
+      }
+    }
+#pragma GCC unroll 4
+    for (int g = 0; g < G; ++g)
+#pragma GCC unroll 4
+      for (int b = 0; b < B; ++b) store(p + g * Wp + b * N, total[g][b]);
+  }
+
+  // M Lanes of the values' sum for G heads; the sums of every fourth key are added at the end.
+  template <int G, int M> INLINE void mix(const T* p, const K* values, int seen, const T* scale, T* y,
+                                      ptrdiff_t ahead) const {
+    constexpr int S = 4;
+    Lanes<T> total[G][M][S];
+    for (int g = 0; g < G; ++g)
+      for (int d = 0; d < M; ++d)
+        for (int s = 0; s < S; ++s) total[g][d][s] = all(T(0));
+    int j = 0;
+    for (; j + S <= seen; j += S)
+#pragma GCC unroll 4
+      for (int s = 0; s < S; ++s)
+#pragma GCC unroll 4
+        for (int d = 0; d < M; ++d) {
+          const K* from = values + size_t(j + s) * hp + d * N;
+          prefetch(from, ahead);
+          const Lanes<T> value = load_as<T>(from);
+#pragma GCC unroll 4
+          for (int g = 0; g < G; ++g) total[g][d][s] = fma(all(p[g * Wp + j + s]), value, total[g][d][s]);
+        }
+#pragma GCC unroll 3
+    for (int s = 0; s < S - 1; ++s)
+      if (j + s < seen)
+#pragma GCC unroll 4
+        for (int d = 0; d < M; ++d) {
+          const Lanes<T> value = load_as<T>(values + size_t(j + s) * hp + d * N);
+#pragma GCC unroll 4
+          for (int g = 0; g < G; ++g) total[g][d][s] = fma(all(p[g * Wp + j + s]), value, total[g][d][s]);
+        }
+#pragma GCC unroll 4
+    for (int g = 0; g < G; ++g)
+#pragma GCC unroll 4
+      for (int d = 0; d < M; ++d)
+        store(y + g * hp + d * N,
+              ((total[g][d][0] + total[g][d][1]) + (total[g][d][2] + total[g][d][3])) * all(scale[g]));
+  }
+
+  template <int G>
+  __attribute__((noinline)) void attend_heads(const Query* q, const K* keys, const K* values, int seen, T* p, T* y,
+ptrdiff_t ahead) const {
+    const int blocks = (seen + N - 1) / N;
+    int b = 0;
+    for (; b + BLOCKS <= blocks; b += BLOCKS) {
+      score<G, BLOCKS>(q, keys + size_t(b) * hs * N, p + b * N, ahead);
+    }
+    for (; b < blocks; ++b) score<G, 1>(q, keys + size_t(b) * hs * N, p + b * N, ahead);
+    T scale[G];
+    for (int g = 0; g < G; ++g) {
+      T* row = p + g * Wp;
+      for (int j = seen; j < blocks * N; ++j) row[j] = -HUGE_VAL;
+      Lanes<T> highest = load(row), total = all(T(0));
+      for (int j = N; j < blocks * N; j += N) highest = larger(highest, load(row + j));
+      const Lanes<T> top = all(largest(highest));
+      for (int j = 0; j < blocks * N; j += N) {
+        const Lanes<T> e = exp_of_negative(load(row + j) - top);
+        store(row + j, e);
+        total = total + e;
+      }
+      scale[g] = T(1) / sum(total);
+    }
+    constexpr int M = TILE >= 24 && G <= 2 ? 2 : 1;
+    int d = 0;
+    for (; d + M * N <= hp; d += M * N) mix<G, M>(p, values + d, seen, scale, y + d, ahead);
+    for (; d < hp; d += N) mix<G, 1>(p, values + d, seen, scale, y + d, ahead);
+  }
+
+  void pack(const float* const* given) {
+    const int in = c.n_embd;
+    const size_t attended = size_t(c.n_head) * hp;
+    const size_t per_layer = size_t(heads) * hp * C + attended * C + size_t(2) * F * C + size_t(C) * F;
+    storage = Buffer<W>(per_layer * c.n_layer + size_t(V) * C);
+    W* to = storage.data;
+    const auto vector = [](const float* from, int n, int length) {
+      std::vector<T> v(length);
+      std::copy_n(from, n, v.begin());
+      return v;
+    };
+    const float* const* w = given;
+    const float* table = *w++;
+    embed.resize(size_t(c.vocab_size) * C);
+    for (int id = 0; id < c.vocab_size; ++id) std::copy_n(table + size_t(id) * in, in, &embed[size_t(id) * C]);
+    layers.resize(c.n_layer);
+    for (Layer& layer : layers) {
+      layer.attn_norm = vector(*w++, in, C);
+      const float* qkv = *w++;
+      to = layer.qkv.pack(to, heads * hp, C, [&](int o, int i) {
+        return o % hp < hs && i < in ? qkv[size_t(o / hp * hs + o % hp) * in + i] : 0.0f;
+      });
+      layer.q_norm = vector(*w++, hs, hp);
+      layer.k_norm = vector(*w++, hs, hp);
+      const float* proj = *w++;
+      to = layer.proj.pack(to, C, int(attended), [&](int o, int i) {
+        return o < in && i % hp < hs ? proj[size_t(o) * in + i / hp * hs + i % hp] : 0.0f;
+      });
+      layer.mlp_norm = vector(*w++, in, C);
+      const float* gate_up = *w++;
+      to = layer.gate_up.pack(to, 2 * F, C, [&](int o, int i) {
+        return o % F < c.n_inner && i < in ? gate_up[size_t(o / F * c.n_inner + o % F) * in + i] : 0.0f;
+      });
+      const float* down = *w++;
+      to = layer.down.pack(to, C, F, [&](int o, int i) {
+        return o < in && i < c.n_inner ? down[size_t(o) * c.n_inner + i] : 0.0f;
+      });
+    }
+    final_norm = vector(*w++, in, C);
+    const float* out = *w++;
+    head.pack(to, V, C, [&](int o, int i) { return o < c.vocab_size && i < in ? out[size_t(o) * in + i] : 0.0f; });
+  }
+
+  const ChargptConfig c;
+  const int hs, hp, Wp, C, F, V, heads;  // head_dim; then padded: head_dim, block_size, n_embd, n_inner, vocab_size
+  const std::vector<double> frequencies;
+  Pool pool;
+  Barrier barrier;
+  Buffer<W> storage;
+  std::vector<T> embed, final_norm, angles;
+  std::vector<Layer> layers;
+  Matrix<T, W> head;
+  size_t head_size = 0, slot_size = 0;  // of the cache, in numbers
+  Buffer<K> cache;
+  std::vector<Slot> states;
+  std::vector<Workspace> spaces;
+};
+
+}  // namespace
+
+#define API extern "C" __attribute__((visibility("default")))
+
+// All return null or a message.
+
+API const char* chargpt_open(const ChargptConfig* config, const float* const* weights, void** opened) try {
+  Engine* engine = nullptr;
+#ifdef HAS_HALF
+  if (config->is_half && config->dtype == 0) engine = new Net<float, Half, float>(*config, weights);
+  if (config->is_half && config->dtype == 1) engine = new Net<double, Half, double>(*config, weights);
+#endif
+#ifdef HAS_BF16
+  if (config->dtype == 2) engine = new Net<float, Bf16, Bf16>(*config, weights);
+#endif
+  if (!config->is_half && config->dtype == 0) engine = new Net<float, float, float>(*config, weights);
+  if (!config->is_half && config->dtype == 1) engine = new Net<double, float, double>(*config, weights);
+  if (!engine) return "this build has no such arithmetic";
+  *opened = engine;
+  return nullptr;
+} catch (const std::bad_alloc&) {
+  return "out of memory";
+} catch (const std::exception&) {
+  return "cannot start threads";
+}
+
+API void chargpt_close(void* engine) { delete (Engine*)engine; }
+
+API const char* chargpt_start(void* engine, int32_t slot, const ChargptParams* params) try {
+  Engine& e = *(Engine*)engine;
+  if (slot < 0 || slot >= e.slots) return "a slot is out of range";
+  for (int64_t i = 0; i < params->num_biased; ++i)
+    if (params->biased[i] < 0 || params->biased[i] >= e.vocab_size) return "logit_bias is for an id out of range";
+  for (int64_t i = 0; i < params->num_seen; ++i)
+    if (params->seen[i] < 0 || params->seen[i] >= e.vocab_size) return "an id is out of range";
+  e.start(slot, *params);
+  return nullptr;
+} catch (const std::bad_alloc&) {
+  return "out of memory";
+}
+
+API const char* chargpt_copy(void* engine, int32_t source, int32_t target, int64_t length) {
+  Engine& e = *(Engine*)engine;
+  if (source < 0 || source >= e.slots || target < 0 || target >= e.slots) return "a slot is out of range";
+  return e.copy(source, target, length);
+}
+
+API const char* chargpt_run(void* engine, const ChargptItem* items, int32_t count) try {
+  Engine& e = *(Engine*)engine;
+  if (const char* refusal = e.refuses(items, count)) return refusal;
+  e.run(items, count);
+  return nullptr;
+} catch (const std::bad_alloc&) {
+  return "out of memory";
+}
+
+// About this build.
+API int32_t chargpt_register_bits(void) { return 8 * REGISTER; }
+API int32_t chargpt_has_half(void) {
+#ifdef HAS_HALF
+  return 1;
+#else
+  return 0;
+#endif
+}
+API int32_t chargpt_has_bf16(void) {
+#ifdef HAS_BF16
+  return 1;
+#else
+  return 0;
+#endif
+}

@@ -1,0 +1,250 @@
+"""Backend "native": the fused C++ engine of native.cpp, called through ctypes. CPU only; imports no torch.
+
+The library is built once per instruction set when the package is installed (setup.py). Without a compiler it is not
+there, and `why_not` says so; the service then runs on backend "torch".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import os
+import platform
+import struct
+from collections.abc import Collection, Mapping, Sequence
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
+from pathlib import Path
+
+import numpy as np
+
+from service.engine.runner import NONE, Outcome, Piece, Runner
+from service.model.config import GPTConfig
+from service.model.params import SamplingParams
+
+LIBRARY_VARIABLE = "CHARGPT_NATIVE_LIBRARY"  # another build of the library, for tests of one
+
+# Instruction sets, best first, with the flags of /proc/cpuinfo that they need besides those of the next one.
+_V3 = {"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"}
+_V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_VARIANTS = {"x86_64": {"v4bf16": _V4 | {"avx512_bf16"}, "v4": _V4, "v3": _V3}}
+
+_PARAMS = struct.Struct("=7dQ3q3Q")  # ChargptParams
+_ITEM = np.dtype(
+    [(name, "i4") for name in ("slot", "count", "steps", "wants_all")]
+    + [(name, "u8") for name in ("ids", "allowed", "logits", "chosen")]
+)  # ChargptItem
+
+
+class _Config(ctypes.Structure):
+    _fields_ = [
+        *((name, c_int32) for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "n_embd")),
+        *((name, c_int32) for name in ("n_inner", "slots", "threads", "dtype", "is_half")),
+        ("norm_eps", c_double),
+        ("frequencies", POINTER(c_double)),
+    ]
+
+
+def _cpu_flags() -> set[str]:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return set()
+    return set(next((line for line in text.splitlines() if line.startswith("flags")), "").split())
+
+
+def _path(variant: str) -> Path:
+    return Path(__file__).with_name(f"_native_{variant}.so")
+
+
+@functools.cache
+def find_library() -> tuple[Path | None, str]:
+    """(the library for this CPU, why there is none)."""
+    given = os.environ.get(LIBRARY_VARIABLE)
+    if given:
+        return Path(given), ""
+    machine = platform.machine()
+    if machine in ("aarch64", "arm64"):
+        variants = ["base"]
+    else:
+        flags = _cpu_flags()
+        variants = [name for name, needed in _VARIANTS.get(machine, {}).items() if needed <= flags]
+        if not variants:
+            return None, f"this CPU ({machine}) has no AVX2 and FMA"
+    for variant in variants:
+        if _path(variant).exists():
+            return _path(variant), ""
+    return None, "its library was not built: install a C++ compiler, then the package again"
+
+
+def why_not() -> str | None:
+    """Why this backend cannot run here; None: it can."""
+    path, reason = find_library()
+    return reason if path is None else None
+
+
+@functools.cache
+def _load(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    for name, arguments in {
+        "chargpt_open": [POINTER(_Config), POINTER(POINTER(c_float)), POINTER(c_void_p)],
+        "chargpt_start": [c_void_p, c_int32, c_char_p],
+        "chargpt_copy": [c_void_p, c_int32, c_int32, c_int64],
+        "chargpt_run": [c_void_p, c_void_p, c_int32],
+    }.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, c_char_p
+    library.chargpt_close.argtypes, library.chargpt_close.restype = [c_void_p], None
+    return library
+
+
+def _library() -> ctypes.CDLL:
+    path, reason = find_library()
+    if path is None:
+        raise RuntimeError(f"the native backend cannot run: {reason}")
+    return _load(path)
+
+
+def dtypes() -> list[str]:
+    """What the library of this CPU computes in, in the order of its numbers for them.
+
+    Raises:
+        RuntimeError: there is no library.
+    """
+    return ["float32", "float64"] + ["bfloat16"] * _library().chargpt_has_bf16()
+
+
+class NativeRunner(Runner):
+    """`threads` includes the calling one; each takes whole sequences, or all share one where that pays.
+
+    dtype: "float32", "float64" or, where the CPU multiplies it, "bfloat16" (weights, keys and values, and the factors
+    of products; sums are float32).
+    weights: under GPT's parameter names, float16 or float32, or float64 with values of float32. They are stored as
+    float16 where that is exact, else as float32.
+
+    Raises:
+        ValueError: a weight is not a float32, or the CPU does not compute in dtype.
+        RuntimeError: the library cannot be loaded or cannot start.
+    """
+
+    backend = "native"
+
+    def __init__(
+        self, config: GPTConfig, weights: Mapping[str, np.ndarray], slots: int, threads: int, dtype: str = "float32"
+    ):
+        self.config, self.slots, self.dtype = config, slots, dtype
+        self._library, possible = _library(), dtypes()
+        if dtype not in possible:
+            raise ValueError(f"on this CPU the native backend computes in {' or '.join(possible)}, got {dtype}")
+        self._engine = c_void_p()
+        singles = [_single(name, weights[name]) for name in _names(config.n_layer)]
+        may_be_half = dtype != "bfloat16" and self._library.chargpt_has_half()
+        is_half = bool(may_be_half) and all(map(_fits_half, singles))
+        half = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
+        frequencies = config.rope_theta**-half
+        assert config.n_inner is not None
+        self._check(
+            self._library.chargpt_open(
+                _Config(
+                    *(config.vocab_size, config.block_size, config.n_layer, config.n_head, config.n_kv_head),
+                    *(config.n_embd, config.n_inner, slots, threads, possible.index(dtype), is_half, config.norm_eps),
+                    frequencies.ctypes.data_as(POINTER(c_double)),
+                ),
+                (POINTER(c_float) * len(singles))(*(it.ctypes.data_as(POINTER(c_float)) for it in singles)),
+                self._engine,
+            )
+        )
+        bits = self._library.chargpt_register_bits()
+        stored = dtype if dtype == "bfloat16" else "float16" if is_half else "float32"
+        self.description = f"{bits}-bit registers, weights in {stored}"
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if getattr(self, "_engine", None):
+            self._library.chargpt_close(self._engine)
+            self._engine = c_void_p()
+
+    def start(self, slot: int, params: SamplingParams, prompt: Sequence[int]) -> None:
+        ids, V = np.asarray(prompt, np.int32), self.config.vocab_size
+        if len(ids) and not 0 <= ids.min() <= ids.max() < V:
+            raise ValueError(f"ids must be in [0, {V - 1}], got {ids.min()} … {ids.max()}")
+        biased = np.array([id for id, _ in params.logit_bias], np.int32)
+        if len(biased) and biased.max() >= V:
+            raise ValueError(f"logit_bias ids must be below {V}, got {biased.max()}")
+        bias = np.array([value for _, value in params.logit_bias], np.float64)
+        seen = ids if params.needs_history else ids[:0]
+        packed = _PARAMS.pack(
+            params.temperature, params.top_p, math.log(params.min_p) if params.min_p else -math.inf, params.typical_p,
+            params.repetition_penalty, params.presence_penalty, params.frequency_penalty, params.seed, params.top_k,
+            len(biased), len(seen), biased.ctypes.data, bias.ctypes.data, seen.ctypes.data,
+        )  # fmt: skip
+        self._check(self._library.chargpt_start(self._engine, slot, packed))
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        self._check(self._library.chargpt_copy(self._engine, source, target, length))
+
+    def prefill(self, pieces: list[Piece]) -> Outcome:
+        B, V = len(pieces), self.config.vocab_size
+        items = np.zeros(B, _ITEM)
+        chosen = np.full((B, 1), NONE, np.int32)
+        ids = np.concatenate([piece.ids for piece in pieces]).astype(np.int32, copy=False)
+        counts = np.array([len(piece.ids) for piece in pieces])
+        items["slot"] = [piece.slot for piece in pieces]
+        items["count"] = counts
+        items["ids"] = ids.ctypes.data + 4 * (counts.cumsum() - counts)
+        items["steps"] = [piece.choose for piece in pieces]
+        items["chosen"] = chosen.ctypes.data + 4 * np.arange(B)
+        masks = {b: piece.allowed for b, piece in enumerate(pieces) if piece.allowed is not None}
+        logits = {b: np.empty((len(piece.ids), V)) for b, piece in enumerate(pieces) if piece.wants_logits}
+        items["wants_all"] = 1
+        self._run(items, masks, logits)
+        return Outcome(chosen, logits)
+
+    def decode(
+        self,
+        slots: np.ndarray,
+        steps: np.ndarray,
+        allowed: Mapping[int, np.ndarray] = {},
+        wants_logits: Collection[int] = (),
+    ) -> Outcome:
+        B, K = len(slots), int(steps.max())
+        items = np.zeros(B, _ITEM)
+        chosen = np.full((B, K), NONE, np.int32)
+        items["slot"], items["steps"] = slots, steps
+        items["chosen"] = chosen.ctypes.data + 4 * K * np.arange(B)
+        logits = {b: np.empty((int(steps[b]), self.config.vocab_size)) for b in wants_logits}
+        self._run(items, allowed, logits)
+        return Outcome(chosen, logits)
+
+    def _run(self, items: np.ndarray, masks: Mapping[int, np.ndarray], logits: dict[int, np.ndarray]) -> None:
+        kept = {b: np.ascontiguousarray(mask, dtype=np.uint8) for b, mask in masks.items()}
+        for b, mask in kept.items():
+            items["allowed"][b] = mask.ctypes.data
+        for b, rows in logits.items():
+            items["logits"][b] = rows.ctypes.data
+        self._check(self._library.chargpt_run(self._engine, items.ctypes.data, len(items)))
+
+    def _check(self, message: bytes | None) -> None:
+        if message is not None:
+            raise RuntimeError(f"the native engine: {message.decode()}")
+
+
+def _names(n_layer: int) -> list[str]:
+    """GPT's parameters in the order in which native.cpp reads them."""
+    block = ("attn_norm", "attn.qkv", "attn.q_norm", "attn.k_norm", "attn.proj", "mlp_norm", "mlp.gate_up", "mlp.proj")
+    blocks = [f"blocks.{i}.{name}.weight" for i in range(n_layer) for name in block]
+    return ["embed.weight", *blocks, "norm.weight", "head.weight"]
+
+
+def _single(name: str, weight: np.ndarray) -> np.ndarray:
+    single = np.ascontiguousarray(weight, np.float32)
+    if not np.array_equal(single, weight, equal_nan=True):
+        raise ValueError(f"{name} has values that are not float32 numbers")
+    return single
+
+
+def _fits_half(weight: np.ndarray) -> bool:
+    with np.errstate(over="ignore"):
+        return weight.ndim == 1 or np.array_equal(weight.astype(np.float16), weight, equal_nan=True)

@@ -1,0 +1,198 @@
+"""llama.cpp as a peer: its programs, built from source, and the GGUF files that they read.
+
+    python -m tests.bench.llama --llama-cpp DIR        build in DIR unless built: five minutes of two cores
+
+DIR defaults to CHARGPT_LLAMA_CPP, else to ~/.cache/chargpt/llama.cpp. The source comes from the source package of
+llama-cpp-python, cmake and ninja from PyPI.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tarfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .shapes import PROMPT
+
+PACKAGE = "llama-cpp-python==0.3.36"
+PROGRAMS = ("llama-server", "llama-batched-bench", "llama-quantize")
+CMAKE_FLAGS = (
+    "-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DLLAMA_CURL=OFF", "-DLLAMA_OPENSSL=OFF",
+    "-DLLAMA_BUILD_UI=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF",
+)  # fmt: skip
+DTYPES = ("F32", "F16", "BF16")  # the same model
+LOSSY = "Q8_0"  # another model: its row is shown, and is no competitor
+CACHES = ("f16", "f32")
+
+
+class LlamaError(RuntimeError):
+    """A build or program of llama.cpp failed; the message holds the end of its output."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A GGUF file with the dtype of the KV cache."""
+
+    dtype: str
+    cache: str
+    file: Path
+
+    @property
+    def name(self) -> str:
+        return f"{self.dtype}, {self.cache} cache"
+
+    @property
+    def flags(self) -> list[str]:
+        return ["-m", str(self.file), "-fa", "on", "-ctk", self.cache, "-ctv", self.cache]
+
+
+def default_folder(environment: Mapping[str, str] = os.environ) -> Path:
+    given = environment.get("CHARGPT_LLAMA_CPP")
+    return Path(given) if given else Path.home() / ".cache" / "chargpt" / "llama.cpp"
+
+
+def add_folder(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--llama-cpp", type=Path, default=default_folder(), metavar="DIR",
+        help="folder of the build, which is made if missing (default: %(default)s)",
+    )  # fmt: skip
+
+
+def programs(folder: Path) -> dict[str, Path]:
+    return {name: folder / "build" / "bin" / name for name in PROGRAMS}
+
+
+def build(folder: Path) -> dict[str, Path]:
+    """The paths of PROGRAMS, built in `folder` if any is missing.
+
+    Raises:
+        LlamaError: a step failed.
+    """
+    found = programs(folder)
+    if all(program.exists() for program in found.values()):
+        return found
+    folder.mkdir(parents=True, exist_ok=True)
+    tools = folder / "tools"
+    run([sys.executable, "-m", "venv", tools])
+    pip = [tools / "bin" / "pip", "--quiet", "--disable-pip-version-check"]
+    run([*pip, "install", "cmake", "ninja"])
+    run([*pip, "download", "--no-deps", "--no-binary=:all:", f"--dest={folder}", PACKAGE])
+    [archive] = folder.glob("llama_cpp_python-*.tar.gz")
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder, filter="data")
+    source = folder / archive.name.removesuffix(".tar.gz") / "vendor" / "llama.cpp"
+    environment = os.environ | {"PATH": f"{tools / 'bin'}:{os.environ['PATH']}"}
+    configure = ["cmake", "-S", source, "-B", folder / "build", "-G", "Ninja", *CMAKE_FLAGS]
+    run(["nice", *configure], env=environment)
+    run(["nice", "ninja", "-C", folder / "build", *PROGRAMS], env=environment)
+    return found
+
+
+def run(command: Sequence[object], **options: Any) -> str:
+    """Run a program; returns its stdout.
+
+    Raises:
+        LlamaError: it cannot be started, or ended with a status other than 0.
+    """
+    words = [str(word) for word in command]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, errors="replace", **options)
+    except OSError as error:
+        raise LlamaError(f"{words[0]} cannot be started: {error}") from None
+    if done.returncode:
+        end = (done.stdout + done.stderr)[-3000:]
+        raise LlamaError(f"{shlex.join(words)} ended with status {done.returncode}:\n{end}")
+    return done.stdout
+
+
+def convert(found: Mapping[str, Path], checkpoint: Path, folder: Path) -> dict[str, Path]:
+    """A GGUF file of the checkpoint by dtype: the exported F32, and what llama-quantize makes of it.
+
+    Raises:
+        LlamaError: the export or a conversion failed.
+    """
+    files = {dtype: folder / f"{dtype}.gguf" for dtype in (*DTYPES, LOSSY)}
+    export = ["training", "export", f"--checkpoint={checkpoint}", "--to=gguf", f"--out={files['F32']}"]
+    run([sys.executable, "-m", *export])
+    for dtype, file in files.items():
+        if dtype != "F32":
+            run([found["llama-quantize"], files["F32"], file, dtype])
+    return files
+
+
+def variants(files: Mapping[str, Path]) -> list[Variant]:
+    """Every dtype with every cache; the lossy one with the default cache only."""
+    same = [Variant(dtype, cache, files[dtype]) for dtype, cache in itertools.product(DTYPES, CACHES)]
+    return [*same, Variant(LOSSY, CACHES[0], files[LOSSY])]
+
+
+def batched_bench_command(
+    found: Mapping[str, Path], variant: Variant, rows: Sequence[int], length: int, threads: int
+) -> list[str]:
+    context = max(rows) * (PROMPT + length)
+    return [
+        str(found["llama-batched-bench"]), *variant.flags, "-c", str(context), "-b", "2048", "-ub", "2048",
+        "-t", str(threads), "-tb", str(threads), "-npp", str(PROMPT), "-ntg", str(length),
+        "-npl", ",".join(map(str, rows)), "--output-format", "jsonl",
+    ]  # fmt: skip
+
+
+def batched_bench(command: Sequence[str]) -> dict[int, dict[str, float]]:
+    """By rows: characters per second of decode alone, without sampling, and with the prefill of the prompts.
+
+    Raises:
+        LlamaError: it failed, or its output has no results.
+    """
+    figures = {}
+    for line in run(command).splitlines():
+        if line.startswith("{"):
+            row = json.loads(line)
+            generated = row["pl"] * row["tg"]
+            figures[row["pl"]] = {
+                "decode_characters_per_second": generated / row["t_tg"],
+                "characters_per_second": generated / (row["t_pp"] + row["t_tg"]),
+            }
+    if not figures:
+        raise LlamaError(f"no results in the output of {shlex.join(command)}")
+    return figures
+
+
+def server_command(found: Mapping[str, Path], variant: Variant, threads: int, slots: int) -> list[str]:
+    """llama-server without its port; every slot has room for prompt and answer, and nothing is cached or logged."""
+    return [
+        str(found["llama-server"]), *variant.flags, "-t", str(threads), "-tb", str(threads), "-np", str(slots),
+        "-c", str(slots * 256), "-b", "2048", "-ub", "2048", "--cache-ram", "0", "--no-slots", "--log-disable",
+    ]  # fmt: skip
+
+
+def best(rates: Mapping[str, Mapping[int, Sequence[float]]], rows: int) -> str:
+    """The name of the variant with the highest median rate at `rows`, the lossy one aside."""
+    same = {name: statistics.median(by_rows[rows]) for name, by_rows in rates.items() if not name.startswith(LOSSY)}
+    return max(same, key=same.__getitem__)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_folder(parser)
+    args = parser.parse_args()
+    try:
+        found = build(args.llama_cpp)
+    except LlamaError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(*found.values(), sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""The shortest possible time of a decode step on this machine's CPU.
+
+Products are taken at the peak rate of fused multiply-adds, keys and values at the rate at which as many bytes can be
+read repeatedly, from whichever cache holds them: both measured by peak.cpp with all threads at once. Loads no torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from service.model.config import GPTConfig
+
+SOURCE = Path(__file__).with_name("peak.cpp")
+COMPILE = ("g++", "-O3", "-march=native", "-std=c++17", "-shared", "-fPIC")
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+CALL_SECONDS = 2e-3  # of one timed call: several scheduler ticks fit between two hiccups
+
+
+class RooflineError(RuntimeError):
+    """The probe could not be built."""
+
+
+@functools.cache
+def probe() -> ctypes.CDLL:
+    """peak.cpp, compiled for this machine.
+
+    Raises:
+        RooflineError: there is no compiler, or it failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="chargpt-peak-") as folder:
+        library = Path(folder) / "peak.so"
+        command = [*COMPILE, str(SOURCE), "-o", str(library)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True)
+        except OSError as error:
+            raise RooflineError(f"the roofline needs {COMPILE[0]}: {error}") from None
+        if done.returncode:
+            raise RooflineError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+        built = ctypes.CDLL(str(library))
+    for dtype in ITEM_BYTES:
+        getattr(built, f"operations_{dtype}").restype = ctypes.c_int64
+        getattr(built, f"run_{dtype}").argtypes = [ctypes.c_int64]
+        getattr(built, f"run_{dtype}").restype = ctypes.c_double
+    built.read_bytes.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+    built.read_bytes.restype = ctypes.c_uint64
+    return built
+
+
+def peak(calls: list[Callable[[int], Any]], work: float, seconds: float) -> float:
+    """The best rate of all calls together, one thread each; call(n) does n times `work`.
+
+    The best of many short measurements, as other load on the machine only lowers the rate.
+    """
+    started = time.perf_counter()
+    calls[0](1000)
+    repeats = max(1, round(1000 * CALL_SECONDS / (time.perf_counter() - started)))
+    deadline = time.perf_counter() + seconds
+    rates: list[float] = [0.0] * len(calls)
+    gate = threading.Barrier(len(calls))
+
+    def measure(number: int) -> None:
+        gate.wait()
+        while time.perf_counter() < deadline:  # ctypes releases the interpreter's lock
+            begun = time.perf_counter()
+            calls[number](repeats)
+            rates[number] = max(rates[number], repeats * work / (time.perf_counter() - begun))
+
+    threads = [threading.Thread(target=measure, args=(number,)) for number in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sum(rates)
+
+
+def product_rate(dtype: str, threads: int, seconds: float = 0.3) -> float:
+    """Floating-point operations per second of `threads` threads."""
+    library = probe()
+    operations = getattr(library, f"operations_{dtype}")()
+    return peak([getattr(library, f"run_{dtype}")] * threads, operations, seconds)
+
+
+def read_rate(num_bytes: int, threads: int, seconds: float = 0.3) -> float:
+    """Bytes per second when each of `threads` threads repeatedly reads its share of `num_bytes`."""
+    library = probe()
+    share = max(4096, num_bytes // threads // 512 * 512)
+    data = [np.ones(share + 64, dtype=np.uint8) for _ in range(threads)]
+    starts = [each.ctypes.data + -each.ctypes.data % 64 for each in data]
+    calls = [functools.partial(library.read_bytes, start, share) for start in starts]
+    return peak(calls, share, seconds)
+
+
+def count(config: GPTConfig, rows: int, length: float, dtype: str) -> dict[str, float]:
+    """Operations and bytes of a decode step over `rows` texts of `length` cached characters each, on average."""
+    assert config.n_inner is not None
+    heads = config.n_head + 2 * config.n_kv_head
+    layer = config.n_embd * config.head_dim * (heads + config.n_head) + 3 * config.n_embd * config.n_inner
+    matrices = config.n_layer * layer + config.n_embd * config.vocab_size
+    norms = config.n_layer * (2 * config.n_embd + 2 * config.head_dim) + config.n_embd
+    size = ITEM_BYTES[dtype]
+    return {
+        "product_operations": 2 * rows * matrices,
+        "attention_operations": 4 * rows * config.n_layer * config.n_head * config.head_dim * length,
+        "weight_bytes": (matrices + norms + rows * config.n_embd) * size,
+        "cache_bytes": 2 * config.n_layer * config.n_kv_head * config.head_dim * length * rows * size,
+    }
+
+
+def roofline(
+    config: GPTConfig, rows: int, length: float, dtype: str, threads: int, seconds: float = 0.3
+) -> dict[str, float]:
+    """Counts, rates, and the minimum time of a step.
+
+    `seconds` is the classical roofline: arithmetic and reading overlap completely. `sequential_seconds` lets the
+    products of the weights and the attention follow one another, as they do in a layer, each at its own limit.
+    """
+    figures = count(config, rows, length, dtype)
+    products = product_rate(dtype, threads, seconds)
+    read = read_rate(int(figures["weight_bytes"] + figures["cache_bytes"]), threads, seconds)
+    linear, attention = figures["product_operations"] / products, figures["attention_operations"] / products
+    weights, cache = figures["weight_bytes"] / read, figures["cache_bytes"] / read
+    return figures | {
+        "operations_per_second": products,
+        "bytes_per_second": read,
+        "seconds": max(linear + attention, weights + cache),
+        "sequential_seconds": max(linear, weights) + max(attention, cache),
+    }

@@ -1,0 +1,88 @@
+// Prints every bit that the native engine computes for one fixed model and two sequences: one line per character, with
+// the exact logits folded into a number. Two builds agree if they print the same.
+//
+// Includes the engine as source, so that one file compiles for any machine.
+
+#include "service/engine/native.cpp"
+
+namespace {
+
+constexpr int V = 37, W = 20, LAYERS = 2, HEADS = 4, KV_HEADS = 2, C = 32, INNER = 72, HS = C / HEADS;
+constexpr int PROMPT = 7, STEPS = 50;  // well past the window
+
+uint32_t state = 1;
+int draw(int n) { return int((state = state * 1664525u + 1013904223u) >> 8) % n; }
+
+// Numbers with eight significant bits: exact in fp16.
+std::vector<float> weights(int count, float middle, float scale) {
+  std::vector<float> w(count);
+  for (float& x : w) x = middle + scale * float(draw(255) - 127) / 128;
+  return w;
+}
+
+uint64_t fold(const double* numbers, int count) {
+  uint64_t hash = 14695981039346656037u;
+  for (int i = 0; i < count; ++i) {
+    uint64_t bits;
+    std::memcpy(&bits, numbers + i, sizeof bits);
+    hash = (hash ^ bits) * 1099511628211u;
+  }
+  return hash;
+}
+
+void require(const char* message) {
+  if (!message) return;
+  std::fprintf(stderr, "%s\n", message);
+  std::exit(1);
+}
+
+void print(const char* dtype, bool is_double) {
+  state = 1;
+  std::vector<std::vector<float>> all{weights(V * C, 0, 1)};
+  for (int layer = 0; layer < LAYERS; ++layer) {
+    all.push_back(weights(C, 1, 0.5f));
+    all.push_back(weights((HEADS + 2 * KV_HEADS) * HS * C, 0, 0.25f));
+    all.push_back(weights(HS, 1, 0.5f));
+    all.push_back(weights(HS, 1, 0.5f));
+    all.push_back(weights(C * C, 0, 0.25f));
+    all.push_back(weights(C, 1, 0.5f));
+    all.push_back(weights(2 * INNER * C, 0, 0.25f));
+    all.push_back(weights(C * INNER, 0, 0.25f));
+  }
+  all.push_back(weights(C, 1, 0.5f));
+  all.push_back(weights(V * C, 0, 0.5f));
+  std::vector<const float*> pointers;
+  for (const auto& w : all) pointers.push_back(w.data());
+
+  const double frequencies[HS / 2] = {1, 0.1, 0.01, 0.001};
+  const ChargptConfig config{V, W, LAYERS, HEADS, KV_HEADS, C, INNER, 2, 2, is_double, chargpt_has_half(), 1e-6,
+                             frequencies};
+  void* engine = nullptr;
+  require(chargpt_open(&config, pointers.data(), &engine));
+
+  int32_t prompt[PROMPT], chosen[2][STEPS];
+  for (int32_t& id : prompt) id = draw(V);
+  std::vector<double> logits[2] = {std::vector<double>(STEPS * V), std::vector<double>(STEPS * V)};
+  std::vector<ChargptItem> items;
+  for (int slot = 0; slot < 2; ++slot) {
+    // All of sampling, and the most probable character.
+    const ChargptParams params = slot ? ChargptParams{0, 1, -HUGE_VAL, 1, 1, 0, 0, 0, 0, 0, 0, nullptr, nullptr, nullptr}
+                                      : ChargptParams{0.9, 0.95, -6, 0.99, 1.1, 0.1, 0.2, 7, 30, 0, PROMPT, nullptr,
+                                                      nullptr, prompt};
+    require(chargpt_start(engine, slot, &params));
+    items.push_back({slot, PROMPT - slot, STEPS, 0, prompt + slot, nullptr, logits[slot].data(), chosen[slot]});
+  }
+  require(chargpt_run(engine, items.data(), int(items.size())));
+  for (int slot = 0; slot < 2; ++slot)
+    for (int k = 0; k < STEPS; ++k)
+      std::printf("%s %d %d: %d %016llx\n", dtype, slot, k, chosen[slot][k],
+                  (unsigned long long)fold(&logits[slot][size_t(k) * V], V));
+  chargpt_close(engine);
+}
+
+}  // namespace
+
+int main() {
+  print("float32", false);
+  print("float64", true);
+}

@@ -1,0 +1,349 @@
+"""The native engine against the model and the sampler in torch, and against itself: bits must not depend on the batch,
+the threads, the pieces, the steps of a call or the instruction set."""
+
+import itertools
+import math
+import random
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from helpers import random_model
+
+from service.engine import native
+from service.engine.native import NativeRunner
+from service.engine.runner import FAILED, NONE, Piece, resolve
+from service.model.gpt import GPT
+from service.model.params import MAX_SEED, SamplingParams
+from service.model.sampling import History, SamplingRows, sample, uniforms
+from tests.model.test_sampling import random_params
+
+pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=f"native engine: {native.why_not()}")
+
+# Sizes that are no multiples of registers, one head, many query heads per key head, a prime window, more than a batch.
+SHAPES = [
+    {},
+    {"n_layer": 1, "n_head": 1, "n_kv_head": 1, "n_embd": 2, "block_size": 1, "vocab_size": 1},
+    {"n_layer": 3, "n_head": 5, "n_kv_head": 1, "n_embd": 30, "block_size": 37, "n_inner": 7},
+    {"n_layer": 2, "n_head": 6, "n_kv_head": 2, "n_embd": 192, "block_size": 130, "vocab_size": 300},
+    {"n_layer": 2, "n_head": 2, "n_kv_head": 2, "n_embd": 96, "block_size": 64},
+]
+needs_bf16 = pytest.mark.skipif(
+    not native._VARIANTS["x86_64"]["v4bf16"] <= native._cpu_flags(), reason="this CPU does not multiply bfloat16"
+)
+LIBRARIES = sorted(Path(native.__file__).parent.glob("_native_*"))
+
+
+def weights(model: GPT) -> dict[str, np.ndarray]:
+    return {name: value.numpy() for name, value in model.state_dict().items()}
+
+
+def open_native(model: GPT, slots: int = 4, threads: int = 2, dtype: str = "float64") -> NativeRunner:
+    return NativeRunner(model.config, weights(model), slots, threads, dtype)
+
+
+def text(V: int, length: int, seed: int = 0) -> np.ndarray:
+    return np.array(random.Random(seed).choices(range(V), k=length), np.int32)
+
+
+def decode(runner: NativeRunner, slots: list[int], steps: int | list[int], **options):
+    return runner.decode(np.array(slots), np.broadcast_to(np.array(steps), len(slots)), **options)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [("float64", 1e-11), ("float32", 2e-3), pytest.param("bfloat16", 0.5, marks=needs_bf16)],
+)
+def test_logits_of_prompts_and_decoded_characters_equal_the_model(shape, dtype, tolerance):
+    """Past the window, with the prompt in pieces of random lengths, several sequences together."""
+    model = random_model(**shape)
+    V, W = model.config.vocab_size, model.config.block_size
+    runner, rng = open_native(model, dtype=dtype), random.Random(1)
+    prompts = [text(V, length, seed) for seed, length in enumerate((1, W, 2 * W + 7, 5 * W + 60))]
+    logits: list[list[np.ndarray]] = [[] for _ in prompts]
+    for slot, prompt in enumerate(prompts):
+        runner.start(slot, SamplingParams(seed=slot), prompt)
+    rest = dict(enumerate(prompts))
+    while rest:
+        some = rng.sample(sorted(rest), rng.randint(1, len(rest)))
+        pieces = []
+        for slot in some:
+            piece, rest[slot] = np.split(rest[slot], [rng.randint(1, len(rest[slot]))])
+            pieces.append(Piece(slot, piece, not len(rest[slot]), wants_logits=True))
+            if not len(rest[slot]):
+                del rest[slot]
+        outcome = runner.prefill(pieces)
+        for b, slot in enumerate(some):
+            logits[slot].append(outcome.logits[b])
+            if pieces[b].choose:
+                prompts[slot] = np.append(prompts[slot], outcome.ids[b])
+    outcome = decode(runner, [3, 0, 2, 1], W + 20, wants_logits=range(4))
+    for b, slot in enumerate((3, 0, 2, 1)):
+        ids = np.append(prompts[slot], outcome.ids[b])[:-1]
+        expected = model.double()(torch.from_numpy(ids).long()[None])[0].numpy()
+        actual = np.concatenate([*logits[slot], outcome.logits[b]])
+        assert actual.shape == expected.shape
+        assert np.abs(actual - expected).max() < tolerance * max(1, np.abs(expected).max())
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float16, torch.float32])
+def test_text_of_a_seed_is_that_of_generate(weight_dtype):
+    """fp16 weights are stored as such; a repetition penalty, a bias, greedy and truncated choices."""
+    model = random_model().to(weight_dtype)
+    runner = open_native(model)
+    assert weight_dtype == torch.float32 or runner.description.endswith("float16") or "128" in runner.description
+    every = [
+        SamplingParams(seed=MAX_SEED),
+        SamplingParams(0.0),
+        SamplingParams(0.8, top_k=9, top_p=0.9, seed=5),
+        SamplingParams(1.2, repetition_penalty=1.4, frequency_penalty=0.2, presence_penalty=-0.3, seed=6),
+        SamplingParams(min_p=0.05, typical_p=0.8, logit_bias=((3, 2.0), (9, -100.0)), seed=7),
+    ]
+    for params in every:
+        prompt = text(61, 20, seed=3)
+        runner.start(2, params, prompt)
+        ids = runner.prefill([Piece(2, prompt, True)]).ids[0].tolist() + decode(runner, [2], 60).ids[0].tolist()
+        assert ids == model.double().generate(prompt.tolist(), 61, params), params
+
+
+class Fixed:
+    """A model whose logits are the given ones after any text, up to a common factor."""
+
+    def __init__(self, logits: np.ndarray):
+        model = random_model(vocab_size=len(logits), n_layer=1)
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.embed.weight[:, 0] = 1.0
+        model.norm.weight[0] = 1.0
+        model.head.weight[:, 0] = torch.from_numpy(logits / math.sqrt(model.config.n_embd))
+        self.runner = open_native(model, slots=1, threads=1)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_choices_equal_the_reference_sampler(seed):
+    """Arbitrary parameters, logits (ties too), penalties' histories and masks."""
+    rng = np.random.default_rng(seed)
+    for V in (1, 2, 3, 65, int(rng.integers(4, 200)), 3000 if seed == 0 else 17):
+        logits = rng.normal(size=V) * rng.choice([0.3, 2.0, 8.0])
+        runner = Fixed(np.float32(logits.round() if rng.random() < 0.3 else logits)).runner
+        for _ in range(30):
+            params = msgspec.structs.replace(random_params(rng, V), seed=int(rng.integers(2**63)))
+            prompt = rng.integers(V, size=rng.integers(1, 9)).astype(np.int32)
+            allowed = rng.random(V) < rng.choice([0.1, 0.9])
+            allowed[rng.integers(V)] = True
+            runner.start(0, params, prompt)
+            first = runner.prefill([Piece(0, prompt[-1:], True, allowed, True)])
+            then = decode(runner, [0], 6)
+            actual = [*first.ids[0].tolist(), *then.ids[0].tolist()]
+            rows, history = SamplingRows([params]), History(V, prompt.tolist())
+            z, u = torch.from_numpy(first.logits[0]), torch.from_numpy(uniforms(params.seed, 0, 7))
+            for i, id in enumerate(actual):
+                mask = torch.from_numpy(allowed)[None] if i == 0 else None
+                assert id == int(sample(z, rows, u[i : i + 1], histories=[history], allowed=mask)), (V, i, params)
+                history.append(id)
+
+
+def run_all(model: GPT, dtype: str, *, threads: int, together: bool, piece: int, steps: int) -> list:
+    """Ids and logits of seven sequences of different lengths, however they are run."""
+    runner = open_native(model, 7, threads, dtype)
+    V = model.config.vocab_size
+    prompts = [text(V, 1 + 29 * i, seed=i) for i in range(7)]
+    groups = [list(range(7))] if together else [[i] for i in range(7)]
+    out: list[list[np.ndarray]] = [[] for _ in prompts]
+    for group in groups:
+        for slot in group:
+            runner.start(slot, SamplingParams(0.9, top_p=0.95, seed=slot), prompts[slot])
+        for start in range(0, max(len(prompts[slot]) for slot in group), piece):
+            some = [slot for slot in group if start < len(prompts[slot])]
+            last = {slot: start + piece >= len(prompts[slot]) for slot in some}
+            outcome = runner.prefill(
+                [Piece(slot, prompts[slot][start : start + piece], last[slot], wants_logits=True) for slot in some]
+            )
+            for b, slot in enumerate(some):
+                out[slot] += [outcome.logits[b].ravel(), outcome.ids[b][outcome.ids[b] != NONE]]
+        for _ in range(0, 48, steps):
+            outcome = decode(runner, group, steps, wants_logits=range(len(group)))
+            for b, slot in enumerate(group):
+                out[slot] += [outcome.logits[b].ravel(), outcome.ids[b]]
+    return [np.concatenate(parts).tobytes() for parts in map(sort_by_kind, out)]
+
+
+def sort_by_kind(parts: list[np.ndarray]) -> list[np.ndarray]:
+    """Logits first, then ids: their order must not depend on the pieces."""
+    return [part for part in parts if part.dtype != np.int32] + [
+        part.astype(float) for part in parts if part.dtype == np.int32
+    ]
+
+
+WAYS = [
+    {"threads": 1, "together": False, "piece": 1000, "steps": 1},
+    {"threads": 1, "together": True, "piece": 1000, "steps": 16},
+    {"threads": 2, "together": False, "piece": 1000, "steps": 48},  # two threads on each batch
+    {"threads": 3, "together": True, "piece": 7, "steps": 3},
+    {"threads": 2, "together": True, "piece": 50, "steps": 8},
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", pytest.param("bfloat16", marks=needs_bf16)])
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[2], SHAPES[3]])
+def test_bits_do_not_depend_on_batch_threads_pieces_and_steps(shape, dtype):
+    model = random_model(**shape)
+    first, *others = [run_all(model, dtype, **way) for way in WAYS]
+    for other in others:
+        assert other == first
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("shape", [SHAPES[2], SHAPES[3]])
+@pytest.mark.parametrize("weight_dtype", [torch.float16, torch.float32])
+def test_bits_are_the_same_in_each_instruction_set(shape, dtype, weight_dtype, monkeypatch):
+    flags = native._cpu_flags()
+    runs = []
+    for path in LIBRARIES:
+        variant = path.name.removeprefix("_native_").split(".")[0]
+        if native._VARIANTS["x86_64"].get(variant, set()) <= flags and (variant == "v4bf16" or dtype != "bfloat16"):
+            monkeypatch.setattr(native, "find_library", lambda path=path: (path, ""))
+            runs.append(run_all(random_model(**shape).to(weight_dtype), dtype, **WAYS[1]))
+    assert runs
+    assert all(run == runs[0] for run in runs)
+
+
+def test_a_copy_continues_like_its_source():
+    model = random_model(block_size=32)
+    runner = open_native(model)
+    prompt = text(61, 30)
+    for slot in range(3):
+        runner.start(slot, SamplingParams(seed=9), prompt)
+    runner.prefill([Piece(0, prompt, True)])
+    for target, length in ((1, 29), (2, 12)):
+        runner.copy(0, target, length)
+        runner.prefill([Piece(target, prompt[length:], True)])
+    texts = decode(runner, [0, 1, 2], 50).ids
+    assert (texts == texts[0]).all()
+
+
+def test_a_copy_past_the_window_is_possible_only_at_the_sources_end():
+    model = random_model(block_size=8)
+    runner = open_native(model)
+    prompt = text(61, 30)
+    for slot in range(2):
+        runner.start(slot, SamplingParams(seed=9), prompt)
+    runner.prefill([Piece(0, prompt, True)])
+    for length in (1, 28, 31):
+        with pytest.raises(RuntimeError, match="source"):
+            runner.copy(0, 1, length)
+    runner.copy(0, 1, 29)
+    runner.prefill([Piece(1, prompt[29:], True)])
+    texts = decode(runner, [0, 1], 20).ids
+    assert (texts[0] == texts[1]).all()
+
+
+def test_rows_stop_at_their_own_steps_and_logits_that_are_not_finite_end_theirs():
+    model = random_model()
+    model.embed.weight[7] = float("nan")
+    runner = open_native(model)
+    for slot in range(3):
+        runner.start(slot, SamplingParams(logit_bias=((7, -100.0),), seed=slot), [1])
+    first = runner.prefill(
+        [Piece(0, text(7, 5), True), Piece(1, np.array([7], np.int32), True), Piece(2, text(7, 9), True)]
+    )
+    assert first.ids[1] == FAILED
+    assert (first.ids[[0, 2]] >= 0).all()
+    ids = decode(runner, [2, 0], [3, 6]).ids
+    assert (ids[0] == NONE).tolist() == [False] * 3 + [True] * 3
+    assert (ids[1] >= 0).all()
+
+
+def test_border_refuses_what_would_read_or_write_elsewhere():
+    runner = open_native(random_model())
+    runner.start(0, SamplingParams(), [1])
+    ids = np.array([1], np.int32)
+    for refused, message in [
+        (lambda: runner.start(4, SamplingParams(), [1]), "slot"),
+        (lambda: runner.start(-1, SamplingParams(), [1]), "slot"),
+        (lambda: runner.prefill([Piece(4, ids, True)]), "slot"),
+        (lambda: runner.prefill([Piece(0, ids, True), Piece(0, ids, True)]), "twice"),
+        (lambda: runner.prefill([Piece(0, np.array([61], np.int32), True)]), "id"),
+        (lambda: runner.prefill([Piece(0, np.array([-1], np.int32), True)]), "id"),
+        (lambda: runner.prefill([Piece(0, ids, True, np.zeros(61, bool))]), "allowed"),
+        (lambda: decode(runner, [0], 1), "continue"),
+        (lambda: decode(runner, [0], 0), "nothing"),
+        (lambda: runner.copy(0, 1, 1), "hold"),
+        (lambda: runner.copy(0, 9, 1), "slot"),
+    ]:
+        with pytest.raises(RuntimeError, match=message):
+            refused()
+    for params, prompt, message in [
+        (SamplingParams(logit_bias=((61, 1.0),)), [1], "logit_bias ids must be below 61, got 61"),
+        (SamplingParams(), [1, 61, -3], r"ids must be in \[0, 60\], got -3 … 61"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            runner.start(0, params, prompt)
+    assert runner.prefill([Piece(0, ids, True)]).ids[0, 0] >= 0
+
+
+def test_weights_that_are_no_float32_and_unknown_dtypes_are_refused():
+    model = random_model().double()
+    model.head.weight[0, 0] += 1e-12
+    with pytest.raises(ValueError, match="head.weight has values that are not float32"):
+        open_native(model)
+    with pytest.raises(ValueError, match="computes in float32 or float64.*got float16"):
+        open_native(random_model(), dtype="float16")
+
+
+def test_bfloat16_is_refused_before_a_worker_starts_where_the_cpu_does_not_multiply_it(monkeypatch):
+    """By a library without it, as an older CPU would load."""
+    base = Path(native.__file__).with_name("_native_base.so")
+    monkeypatch.setattr(native, "find_library", lambda: (base, ""))
+    for backend in ("native", "auto"):
+        assert resolve(backend, "float64", "cpu") == ("native", "float64")
+        with pytest.raises(ValueError, match="float32, float64 for backend native on this CPU, got bfloat16"):
+            resolve(backend, "bfloat16", "cpu")
+    assert resolve("torch", "bfloat16", "cpu") == ("torch", "bfloat16")
+
+
+@needs_bf16
+def test_bfloat16_is_possible_where_the_cpu_multiplies_it():
+    assert resolve("auto", "bfloat16", "cpu") == ("native", "bfloat16")
+
+
+def test_positions_far_beyond_the_kept_rotations_are_computed():
+    """4,096 rotations are kept; the text goes on past them."""
+    model = random_model(block_size=4, n_layer=1)
+    runner = open_native(model)
+    prompt = text(61, 4200)
+    runner.start(0, SamplingParams(), prompt)
+    logits = runner.prefill([Piece(0, prompt, True, wants_logits=True)]).logits[0]
+    expected = model.double()(torch.from_numpy(prompt).long()[None])[0].numpy()
+    assert np.abs(logits - expected).max() < 1e-10
+
+
+def test_runners_with_their_threads_come_and_go():
+    model = random_model()
+    for threads in itertools.chain(range(1, 9), [40]):
+        runner = open_native(model, threads=threads)
+        runner.start(0, SamplingParams(), [1])
+        runner.prefill([Piece(0, text(61, 40), True)])
+        runner.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0])
+def test_guesses_do_not_change_a_text(dtype, temperature):
+    """Alone and with many steps per call, characters are guessed and run ahead; with one step they are not. Low
+    temperatures give texts that repeat, so most guesses are right; others leave a key of a character that was not
+    chosen in the ring."""
+    model = random_model(block_size=13)
+    texts = []
+    for steps in (1, 100):
+        runner = open_native(model, dtype=dtype)
+        ids: list[int] = []
+        for seed in range(3):  # the guesses of later texts come from the earlier ones
+            runner.start(0, SamplingParams(temperature, seed=seed), [1])
+            runner.prefill([Piece(0, text(61, 5, seed), True)])
+            ids += itertools.chain.from_iterable(decode(runner, [0], steps).ids[0] for _ in range(300 // steps))
+        texts.append(ids)
+    assert texts[0] == texts[1]

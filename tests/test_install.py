@@ -1,0 +1,168 @@
+"""Installation: which native libraries a build makes, and what it does without a compiler."""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import setup
+from tests.toolbox import needs
+
+ROOT = Path(__file__).parents[1]
+SMALL = 'extern "C" __attribute__((visibility("default"))) int chargpt_abi(void) { return 7; }\n'
+ALL = {f"_native_{variant}.so" for variant in setup.VARIANTS}
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A copy of what is installed, with a native source that compiles in no time."""
+    tree = tmp_path / "source"
+    for name in ("service", "training"):
+        ignored = shutil.ignore_patterns("__pycache__", "_native_*", "checkpoints")
+        shutil.copytree(ROOT / name, tree / name, ignore=ignored)
+    for name in ("pyproject.toml", "setup.py", "README.md"):
+        shutil.copy(ROOT / name, tree)
+    (tree / setup.SOURCE).write_text(SMALL)
+    return tree
+
+
+def run(source, *command, **variables):
+    """The output of a Python command in `source`."""
+    clean = {name: value for name, value in os.environ.items() if name not in ("CXX", "CXXFLAGS", "PYTHONPATH")}
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=source, env=clean | variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def pip(source, action, *args, **variables):
+    """Runs pip without a network."""
+    return run(source, "-m", "pip", action, "-v", "--no-deps", "--no-index", "--no-build-isolation", *args, **variables)
+
+
+def build(source, *args, **variables):
+    return run(source, "setup.py", "--quiet", "build_ext", "--inplace", *args, **variables)
+
+
+def libraries(folder):
+    return {path.name for path in (folder / "service" / "engine").glob("_native_*")}
+
+
+@pytest.mark.needs("compiler")
+def test_a_wheel_contains_the_libraries(source, tmp_path):
+    pip(source, "wheel", "--wheel-dir", str(tmp_path), ".")
+    (wheel,) = tmp_path.glob("*.whl")
+    assert not wheel.name.endswith("-any.whl"), "libraries of one platform in a wheel for all"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "wheel")
+    assert libraries(tmp_path / "wheel") == ALL
+    assert not list((tmp_path / "wheel").rglob("*.cpp"))
+    for name in ALL:
+        assert ctypes.CDLL(str(tmp_path / "wheel" / "service" / "engine" / name)).chargpt_abi() == 7
+
+
+def test_a_source_distribution_contains_the_source(source, tmp_path):
+    run(source, "-c", f"import setuptools.build_meta as build; build.build_sdist({str(tmp_path)!r})")
+    (path,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"setup.py", setup.SOURCE.as_posix()} <= names
+
+
+@pytest.mark.needs("compiler")
+def test_an_editable_install_places_the_libraries_beside_the_source(source, tmp_path):
+    pip(source, "install", "--target", str(tmp_path / "site"), "--editable", ".")
+    assert libraries(source) == ALL
+
+
+NO_COMPILER = {
+    "none on PATH": ({"PATH": "/nonexistent"}, "no C++ compiler"),
+    "one that fails": ({"CXX": "false"}, "false: exit status 1"),
+    "one that does not exist": ({"CXX": "/nonexistent/c++"}, "/nonexistent/c++: No such file"),
+}
+
+
+@pytest.mark.parametrize("case", NO_COMPILER)
+@pytest.mark.parametrize("editable", [False, True], ids=["install", "editable"])
+def test_without_a_compiler_the_installation_succeeds_with_one_line(source, tmp_path, case, editable):
+    variables, reason = NO_COMPILER[case]
+    site = tmp_path / "site"
+    output = pip(source, "install", "--target", str(site), *(["--editable"] if editable else []), ".", **variables)
+    (line,) = [line for line in output.splitlines() if line.strip().startswith("chargpt: ")]
+    assert "installed without the native engine" in line
+    assert reason in line
+    assert "install g++ or clang++" in line
+    assert libraries(source) == set() == libraries(site)
+    found = run(source if editable else site, "-c", "import service.engine as e; print(*e.__path__)")
+    assert found.startswith(str(tmp_path))
+
+
+@pytest.fixture
+def picky(tmp_path):
+    """A compiler that is too old for bfloat16."""
+    path = tmp_path / "picky"
+    path.write_text(
+        '#!/bin/sh\ncase "$*" in *avx512bf16*) echo "error: bad -mavx512bf16" >&2; exit 1;; esac\nexec c++ "$@"\n'
+    )
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.needs("compiler")
+@pytest.mark.skipif(len(setup.VARIANTS) == 1, reason="one instruction set")
+def test_one_variant_that_fails_leaves_the_others(source, picky):
+    """An older library of that variant would be of an older source."""
+    assert build(source) == ""
+    assert libraries(source) == ALL
+    (source / setup.SOURCE).write_text(SMALL.replace("7", "8"))
+    output = build(source, CXX=picky)
+    assert output.startswith(f"chargpt: built without _native_v4bf16 ({picky}: error: bad -mavx512bf16)")
+    assert output.count("\n") == 1
+    rest = ALL - {"_native_v4bf16.so"}
+    assert libraries(source) == rest
+    for name in rest:
+        assert ctypes.CDLL(str(source / "service" / "engine" / name)).chargpt_abi() == 8
+
+
+@pytest.mark.needs("compiler")
+def test_a_build_compiles_again_only_after_a_change(source):
+    def times():
+        return {path.name: path.stat().st_mtime_ns for path in (source / "service" / "engine").glob("_native_*")}
+
+    build(source)
+    first = times()
+    build(source)
+    assert times() == first
+    for name in ("setup.py", setup.SOURCE):
+        before = times()
+        os.utime(source / name)
+        build(source)
+        assert all(after > before[library] for library, after in times().items()), name
+
+
+def bits(command, path):
+    """What tests/engine/native_bits.cpp prints, compiled by `command`."""
+    flags = [flag for flag in setup.FLAGS if flag != "-shared"]
+    source = ROOT / "tests" / "engine" / "native_bits.cpp"
+    subprocess.run([*command[:1], "-I", ROOT, "-Werror", *flags, *command[1:], source, "-o", path], check=True)
+    return path
+
+
+@pytest.mark.needs("compiler", "qemu")
+def test_arm64_computes_the_bits_of_this_machine(tmp_path):
+    host = bits([needs.program("compiler"), *setup.VARIANTS["base"]], tmp_path / "host")
+    arm64 = bits([needs.program("qemu", "aarch64-linux-gnu-g++")], tmp_path / "arm64")
+    qemu = [needs.program("qemu"), "-L", "/usr/aarch64-linux-gnu"]
+    expected = subprocess.run([host], check=True, text=True, stdout=subprocess.PIPE).stdout.splitlines()
+    assert subprocess.run([*qemu, arm64], check=True, text=True, stdout=subprocess.PIPE).stdout.splitlines() == expected
+    # two dtypes, two sequences, 50 characters; the sequences are no constants
+    assert len(expected) == len(set(expected)) == 200
+    assert len({line.split(": ")[1].split()[0] for line in expected}) > 10
