@@ -22,13 +22,11 @@
 #include <cmath>
 #include <condition_variable>
 #include <cstdint>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <mutex>
 #include <new>
-#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -485,7 +483,7 @@ struct Sampler {
   uint64_t drawn = 0;
 
   void start(const ChargptParams& params, int vocab_size) {
-    p = params;
+    p = params;  // its pointers are the caller's, and not kept
     drawn = 0;
     bias.clear();
     for (int64_t i = 0; i < p.num_biased; ++i) bias.emplace_back(p.biased[i], p.bias[i]);
@@ -493,6 +491,7 @@ struct Sampler {
     seen.assign(is_penalised ? vocab_size : 0, 0);
     counts.assign(seen.size(), 0);
     for (int64_t i = 0; is_penalised && i < p.num_seen; ++i) seen[p.seen[i]] = 1;
+    p.biased = p.seen = nullptr, p.bias = nullptr;
   }
 
   // z (V) and weight (V) have room for whole Lanes; order (V) is scratch.
@@ -604,16 +603,14 @@ class Guesses {
 class Pool {
  public:
   explicit Pool(int size) {
-    for (int i = 1; i < size; ++i) threads.emplace_back([this, i] { work(i); });
-  }
-  ~Pool() {
-    {
-      std::lock_guard<std::mutex> guard(mutex);
-      is_ending = true;
+    try {
+      for (int i = 1; i < size; ++i) threads.emplace_back([this, i] { work(i); });
+    } catch (...) {
+      stop();
+      throw;
     }
-    begin.notify_all();
-    for (auto& thread : threads) thread.join();
   }
+  ~Pool() { stop(); }
   int size() const { return int(threads.size()) + 1; }
 
   template <class F> void run(int count, F&& function) {
@@ -636,6 +633,15 @@ class Pool {
   }
 
  private:
+  void stop() {
+    {
+      std::lock_guard<std::mutex> guard(mutex);
+      is_ending = true;
+    }
+    begin.notify_all();
+    for (auto& thread : threads) thread.join();
+  }
+
   void work(int index) {
     uint64_t seen = 0;
     for (;;) {
@@ -662,13 +668,13 @@ class Pool {
   bool is_ending = false;
 };
 
-// Threads that run one batch together wait for each other here. They have a processor each, or the wait would be long:
-// after some spins they offer it to others.
+// Threads that run one batch together wait for each other here. Meant for threads that have a processor
+// each; after some spins they offer it to others.
 class Barrier {
  public:
   void wait(int size) {
     if (size == 1) return;
-    const int now = generation.load(std::memory_order_acquire);
+    const uint32_t now = generation.load(std::memory_order_acquire);
     if (arrived.fetch_add(1, std::memory_order_acq_rel) == size - 1) {
       arrived.store(0, std::memory_order_relaxed);
       generation.store(now + 1, std::memory_order_release);
@@ -684,7 +690,7 @@ class Barrier {
 
  private:
   alignas(64) std::atomic<int> arrived{0};
-  alignas(64) std::atomic<int> generation{0};
+  alignas(64) std::atomic<uint32_t> generation{0};
 };
 
 // -- the engine --
@@ -694,7 +700,7 @@ class Engine {
   virtual ~Engine() = default;
   virtual void start(int slot, const ChargptParams& params) = 0;
   virtual const char* copy(int source, int target, int64_t length) = 0;
-  virtual void run(const ChargptItem* items, int count) = 0;
+  virtual void run(const ChargptItem* items, int count) noexcept = 0;
   virtual const char* refuses(const ChargptItem* items, int count) = 0;
   int slots = 0, vocab_size = 0;
 };
@@ -749,7 +755,7 @@ template <class T, class W, class K> class Net final : public Engine {
       Workspace w;
       w.x = Buffer<T>(BATCH * C), w.h = Buffer<T>(BATCH * C), w.qkv = Buffer<T>(BATCH * heads * hp);
       w.y = Buffer<T>(BATCH * c.n_head * hp), w.out = Buffer<T>(BATCH * C), w.gate_up = Buffer<T>(BATCH * 2 * F);
-      w.p = Buffer<T>(c.n_head * Wp), w.cos_sin = Buffer<T>(BATCH * hs);
+      w.p = Buffer<T>(HEADS * Wp), w.cos_sin = Buffer<T>(BATCH * hs);
       w.logits = Buffer<T>(BATCH * V), w.z = Buffer<double>(V), w.weight = Buffer<double>(V);
       w.order.resize(V);
       spaces.push_back(std::move(w));
@@ -765,9 +771,8 @@ template <class T, class W, class K> class Net final : public Engine {
   const char* copy(int source, int target, int64_t length) override {
     const int64_t position = states[source].position;
     if (source == target || length < 1 || length > position) return "the source does not hold what is to be copied";
-    if (position > std::max<int64_t>(c.block_size, length + 1)) return "the source's ring has lost what is to be copied";
-    // Whole rings: their beginnings up to the source's position, or all of it once it went around.
-    const size_t used = std::min<int64_t>(states[source].position, c.block_size);
+    if (position > std::max<int64_t>(c.block_size, length)) return "the source's ring has lost what is to be copied";
+    const size_t used = std::min<int64_t>(length, c.block_size);
     const size_t keys = (used + N - 1) / N * N * hs, values = used * hp;
     for (int layer = 0; layer < c.n_layer; ++layer)
       for (int h = 0; h < c.n_kv_head; ++h) {
@@ -781,6 +786,7 @@ template <class T, class W, class K> class Net final : public Engine {
   }
 
   const char* refuses(const ChargptItem* items, int count) override {
+    if (count < 1) return "nothing to run";
     std::vector<bool> used(slots);
     for (int i = 0; i < count; ++i) {
       const ChargptItem& item = items[i];
@@ -800,7 +806,7 @@ template <class T, class W, class K> class Net final : public Engine {
 
   // Each thread takes whole sequences, about as many rows as the others. With fewer sequences than threads, all of them
   // run each batch together if a batch is work enough to pay for the waiting.
-  void run(const ChargptItem* items, int count) override {
+  void run(const ChargptItem* items, int count) noexcept override {
     std::vector<const ChargptItem*> order(count);
     for (int i = 0; i < count; ++i) order[i] = &items[i];
     std::stable_sort(order.begin(), order.end(), [](auto a, auto b) { return rows_of(*a) > rows_of(*b); });
@@ -865,7 +871,7 @@ template <class T, class W, class K> class Net final : public Engine {
           w.rows.push_back({item.slot, given ? item.ids[it.fed + k] : s.last, s.position + k, wants});
         }
         it.rows = rows;
-        const bool guesses = !given && may_guess && room > 1 && item.steps - it.chosen > 1;
+        const bool guesses = !given && may_guess && room > rows && item.steps - it.chosen > 1;
         it.guess = guesses ? w.guesses.after(s.recent) : NONE;
         if (it.guess >= 0) w.rows.push_back({item.slot, it.guess, s.position + it.rows++, true});
         ++taken;
@@ -1261,6 +1267,11 @@ ptrdiff_t ahead) const {
 
 // All return null or a message.
 
+// The layout of the structures above, which native.py must share.
+API int32_t chargpt_layout(void) {
+  return 1 << 24 | int(sizeof(ChargptConfig) << 16 | sizeof(ChargptItem) << 8 | sizeof(ChargptParams));
+}
+
 API const char* chargpt_open(const ChargptConfig* config, const float* const* weights, void** opened) try {
   Engine* engine = nullptr;
 #ifdef HAS_HALF
@@ -1278,7 +1289,7 @@ API const char* chargpt_open(const ChargptConfig* config, const float* const* we
 } catch (const std::bad_alloc&) {
   return "out of memory";
 } catch (const std::exception&) {
-  return "cannot start threads";
+  return "its threads cannot be started: choose fewer with --threads";
 }
 
 API void chargpt_close(void* engine) { delete (Engine*)engine; }

@@ -59,7 +59,7 @@ def _path(variant: str) -> Path:
 
 @functools.cache
 def find_library() -> tuple[Path | None, str]:
-    """(the library for this CPU, why there is none)."""
+    """(the library for this CPU, why there is none that can be used)."""
     given = os.environ.get(LIBRARY_VARIABLE)
     if given:
         return Path(given), ""
@@ -72,8 +72,13 @@ def find_library() -> tuple[Path | None, str]:
         if not variants:
             return None, f"this CPU ({machine}) has no AVX2 and FMA"
     for variant in variants:
-        if _path(variant).exists():
-            return _path(variant), ""
+        path = _path(variant)
+        if path.exists():
+            try:
+                _load(path)
+            except OSError as error:
+                return None, f"{error}: run make native, or install the package again"
+            return path, ""
     return None, "its library was not built: install a C++ compiler, then the package again"
 
 
@@ -85,7 +90,11 @@ def why_not() -> str | None:
 
 @functools.cache
 def _load(path: Path) -> ctypes.CDLL:
+    """Raises OSError: the file is no such library, or one of another revision."""
     library = ctypes.CDLL(str(path))
+    layout = 1 << 24 | ctypes.sizeof(_Config) << 16 | _ITEM.itemsize << 8 | _PARAMS.size
+    if not hasattr(library, "chargpt_layout") or library.chargpt_layout() != layout:
+        raise OSError(f"{path}: built from another revision")
     for name, arguments in {
         "chargpt_open": [POINTER(_Config), POINTER(POINTER(c_float)), POINTER(c_void_p)],
         "chargpt_start": [c_void_p, c_int32, c_char_p],
@@ -123,8 +132,9 @@ class NativeRunner(Runner):
     float16 where that is exact, else as float32.
 
     Raises:
-        ValueError: a weight is not a float32, or the CPU does not compute in dtype.
-        RuntimeError: the library cannot be loaded or cannot start.
+        ValueError: a weight has another shape than the config's or is not a float32, or the CPU does not compute in
+            dtype.
+        RuntimeError: the library cannot be used, or cannot start: memory or threads.
     """
 
     backend = "native"
@@ -136,8 +146,8 @@ class NativeRunner(Runner):
         self._library, possible = _library(), dtypes()
         if dtype not in possible:
             raise ValueError(f"on this CPU the native backend computes in {' or '.join(possible)}, got {dtype}")
-        self._engine = c_void_p()
-        singles = [_single(name, weights[name]) for name in _names(config.n_layer)]
+        self._engine, self._process = c_void_p(), os.getpid()
+        singles = [_single(name, weights[name], shape) for name, shape in _shapes(config).items()]
         may_be_half = dtype != "bfloat16" and self._library.chargpt_has_half()
         is_half = bool(may_be_half) and all(map(_fits_half, singles))
         half = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
@@ -162,7 +172,7 @@ class NativeRunner(Runner):
         self.close()
 
     def close(self) -> None:
-        if getattr(self, "_engine", None):
+        if getattr(self, "_engine", None) and self._process == os.getpid():
             self._library.chargpt_close(self._engine)
             self._engine = c_void_p()
 
@@ -214,11 +224,13 @@ class NativeRunner(Runner):
         chosen = np.full((B, K), NONE, np.int32)
         items["slot"], items["steps"] = slots, steps
         items["chosen"] = chosen.ctypes.data + 4 * K * np.arange(B)
-        logits = {b: np.empty((int(steps[b]), self.config.vocab_size)) for b in wants_logits}
+        logits = {b: np.full((int(steps[b]), self.config.vocab_size), np.nan) for b in wants_logits}
         self._run(items, allowed, logits)
         return Outcome(chosen, logits)
 
     def _run(self, items: np.ndarray, masks: Mapping[int, np.ndarray], logits: dict[int, np.ndarray]) -> None:
+        if self._process != os.getpid():
+            raise RuntimeError("the native engine was opened in another process, and its threads are there")
         kept = {b: np.ascontiguousarray(mask, dtype=np.uint8) for b, mask in masks.items()}
         for b, mask in kept.items():
             items["allowed"][b] = mask.ctypes.data
@@ -231,14 +243,22 @@ class NativeRunner(Runner):
             raise RuntimeError(f"the native engine: {message.decode()}")
 
 
-def _names(n_layer: int) -> list[str]:
+def _shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
     """GPT's parameters in the order in which native.cpp reads them."""
-    block = ("attn_norm", "attn.qkv", "attn.q_norm", "attn.k_norm", "attn.proj", "mlp_norm", "mlp.gate_up", "mlp.proj")
-    blocks = [f"blocks.{i}.{name}.weight" for i in range(n_layer) for name in block]
-    return ["embed.weight", *blocks, "norm.weight", "head.weight"]
+    C, F, hs = config.n_embd, config.n_inner or 0, config.head_dim
+    block = {
+        "attn_norm": (C,), "attn.qkv": (C + 2 * config.n_kv_head * hs, C), "attn.q_norm": (hs,), "attn.k_norm": (hs,),
+        "attn.proj": (C, C), "mlp_norm": (C,), "mlp.gate_up": (2 * F, C), "mlp.proj": (C, F),
+    }  # fmt: skip
+    blocks = {f"blocks.{i}.{name}.weight": shape for i in range(config.n_layer) for name, shape in block.items()}
+    return {
+        "embed.weight": (config.vocab_size, C), **blocks, "norm.weight": (C,), "head.weight": (config.vocab_size, C)
+    }  # fmt: skip
 
 
-def _single(name: str, weight: np.ndarray) -> np.ndarray:
+def _single(name: str, weight: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    if weight.shape != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {weight.shape}")
     single = np.ascontiguousarray(weight, np.float32)
     if not np.array_equal(single, weight, equal_nan=True):
         raise ValueError(f"{name} has values that are not float32 numbers")

@@ -3,6 +3,7 @@ the threads, the pieces, the steps of a call or the instruction set."""
 
 import itertools
 import math
+import os
 import random
 from pathlib import Path
 
@@ -229,16 +230,19 @@ def test_a_copy_past_the_window_is_possible_only_at_the_sources_end():
     model = random_model(block_size=8)
     runner = open_native(model)
     prompt = text(61, 30)
-    for slot in range(2):
+    for slot in range(3):
         runner.start(slot, SamplingParams(seed=9), prompt)
-    runner.prefill([Piece(0, prompt, True)])
-    for length in (1, 28, 31):
+    runner.prefill([Piece(0, prompt[:29], False)])
+    for length in (1, 28, 30):
         with pytest.raises(RuntimeError, match="source"):
             runner.copy(0, 1, length)
     runner.copy(0, 1, 29)
-    runner.prefill([Piece(1, prompt[29:], True)])
-    texts = decode(runner, [0, 1], 20).ids
-    assert (texts[0] == texts[1]).all()
+    with pytest.raises(RuntimeError, match="lost"):
+        runner.copy(1, 2, 28)
+    runner.copy(1, 2, 29)
+    runner.prefill([Piece(slot, prompt[29:], True) for slot in range(3)])
+    texts = decode(runner, [0, 1, 2], 20).ids
+    assert (texts == texts[0]).all()
 
 
 def test_rows_stop_at_their_own_steps_and_logits_that_are_not_finite_end_theirs():
@@ -308,6 +312,38 @@ def test_bfloat16_is_refused_before_a_worker_starts_where_the_cpu_does_not_multi
 @needs_bf16
 def test_bfloat16_is_possible_where_the_cpu_multiplies_it():
     assert resolve("auto", "bfloat16", "cpu") == ("native", "bfloat16")
+
+
+def test_weights_of_another_shape_are_refused():
+    model = random_model()
+    given = weights(model) | {"blocks.1.mlp.proj.weight": np.zeros((16, 4), np.float32)}
+    with pytest.raises(ValueError, match=r"blocks.1.mlp.proj.weight must have shape \(16, 48\), got \(16, 4\)"):
+        NativeRunner(model.config, given, 1, 1)
+
+
+@pytest.mark.parametrize("content", [b"", b"no library"])
+def test_a_library_that_cannot_be_loaded_is_named(content, tmp_path, monkeypatch):
+    (tmp_path / "broken.so").write_bytes(content)
+    monkeypatch.setattr(native, "_path", lambda variant: tmp_path / "broken.so")
+    native.find_library.cache_clear()
+    try:
+        assert "broken.so" in native.why_not()
+        assert "make native" in native.why_not()
+    finally:
+        native.find_library.cache_clear()
+
+
+def test_a_forked_process_is_told_that_it_cannot_run():
+    runner = open_native(random_model())
+    runner.start(0, SamplingParams(), [1])
+    child = os.fork()
+    if child == 0:
+        try:
+            runner.prefill([Piece(0, text(61, 5), True)])
+        except RuntimeError as error:
+            os._exit(7 if "another process" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 def test_positions_far_beyond_the_kept_rotations_are_computed():
