@@ -75,16 +75,16 @@ test-slow: $(VENV)/.installed-test,llama ## build llama.cpp and compare its logi
 test-tools: $(VENV)/.installed-test ## run the benchmark and the load sweep on tiny models and check their results
 	$(BIN)/python -m pytest -m tools $(ARGS)
 
-bench: $(VENV)/.installed-test ## benchmark the service against its alternatives, about forty minutes: out/bench
+bench: $(VENV)/.installed-bench ## benchmark the service against its alternatives, about forty minutes: out/bench
 	$(BIN)/python -m tests.bench.serve $(ARGS)
 
-bench-quick: $(VENV)/.installed-test ## the same with fewer systems, batch sizes and repeats, about five minutes
+bench-quick: $(VENV)/.installed-bench ## the same with fewer systems, batch sizes and repeats, about five minutes
 	$(BIN)/python -m tests.bench.serve --quick $(ARGS)
 
-bench-table: $(VENV)/.installed-test ## put the tables of out/bench/serve.json into tests/README.md, six rows into README.md
+bench-table: $(VENV)/.installed-bench ## put the tables of out/bench/serve.json into tests/README.md, six rows into README.md
 	$(BIN)/python -m tests.bench.serve --table $(ARGS)
 
-load-sweep: $(VENV)/.installed-test ## latency against offered load, beside llama.cpp and stock LitServe, about twenty minutes: out/load-sweep
+load-sweep: $(VENV)/.installed-bench ## latency against offered load, beside llama.cpp and stock LitServe, about twenty minutes: out/load-sweep
 	$(BIN)/python -m tests.load.sweep $(ARGS)
 
 bench-train: $(RUN) ## benchmark training against nanoGPT's CPU recipe, each preset over three seeds: out/bench-train

@@ -139,7 +139,7 @@ def variants(files: Mapping[str, Path]) -> list[Variant]:
 def batched_bench_command(
     found: Mapping[str, Path], variant: Variant, rows: Sequence[int], length: int, threads: int
 ) -> list[str]:
-    context = max(rows) * (PROMPT + length)
+    context = max(rows) * -(-(PROMPT + length) // 256) * 256  # it reserves whole blocks of 256
     return [
         str(found["llama-batched-bench"]), *variant.flags, "-c", str(context), "-b", "2048", "-ub", "2048",
         "-t", str(threads), "-tb", str(threads), "-npp", str(PROMPT), "-ntg", str(length),
@@ -153,8 +153,11 @@ def batched_bench(command: Sequence[str]) -> dict[int, dict[str, float]]:
     Raises:
         LlamaError: it failed, or its output has no results.
     """
-    figures = {}
-    for line in run(command).splitlines():
+    figures: dict[int, dict[str, float]] = {}
+    output = run(command)
+    if "{" not in output:  # seen once in some hundred runs, with status 0
+        output = run(command)
+    for line in output.splitlines():
         if line.startswith("{"):
             row = json.loads(line)
             generated = row["pl"] * row["tg"]
