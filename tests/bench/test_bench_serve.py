@@ -275,7 +275,7 @@ def test_batched_bench_output_becomes_rates(tmp_path):
     program.chmod(0o755)
     variant = llama.Variant("BF16", "f16", tmp_path / "m.gguf")
     command = llama.batched_bench_command({"llama-batched-bench": program}, variant, [8], 128, 2)
-    assert command[command.index("-c") + 1] == str(8 * (16 + 128))
+    assert command[command.index("-c") + 1] == str(8 * 256)  # a block holds 16 + 128
     assert llama.batched_bench(command) == {8: {"decode_characters_per_second": 512.0, "characters_per_second": 409.6}}
     program.write_text("#!/bin/sh\necho broken >&2; exit 3\n")
     with pytest.raises(llama.LlamaError, match="ended with status 3:\nbroken"):
