@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 
 from service.engine.runner import FAILED, Outcome, Piece, Runner
-from service.engine.scheduler import Copy, Prefill, Scheduler
+from service.engine.scheduler import MIN_PREFILL, Copy, Prefill, Scheduler
 from service.engine.sequence import Sequence
 from service.wire import Delta, FinishReason, Logprobs, Submit
 
 logger = logging.getLogger(__name__)
 
 MAX_STEPS = 32  # decode steps per call
-MIN_PREFILL = 16  # prompt characters per step
 
 
 class StepStats:
@@ -140,15 +139,16 @@ class Engine:
             self.abort(id, "timeout")
         slots = np.flatnonzero(scheduler.is_decoding)  # (B,)
         plan = scheduler.schedule(stats.started_at, self._prefill_budget(len(slots)))
-        for copy in plan.copies:
-            self._copy(copy)
+        for sequence, copy in plan.copies:
+            with self._isolated([sequence]):
+                self._copy(copy)
         for sequence, shared in plan.starts:
             self._start(sequence, shared)
         stats.lap("schedule")
         deltas, self._ended = self._ended, []
         if len(slots):
             self._decode(slots, deltas)
-        # A start that failed has ended its sequence.
+        # A start or a copy that failed has ended its sequence.
         pieces = [piece for piece in plan.pieces if not piece.sequence.is_finished]
         if pieces:
             self._prefill(pieces, deltas)
@@ -207,6 +207,8 @@ class Engine:
                 if (mask := sequences[b].allowed()) is not None:
                     allowed[b] = mask
             wants_logits = [b for b in special if sequences[b].request.logprobs is not None]
+            # A guided row takes one step per call, as each needs a mask. Beside rows of K steps it would wait for all K
+            # after each character, so that its own text would be up to K times slower: then all take one.
             is_waited_for = scheduler.prefilling or any(sequences[b].is_guided for b in special)
             steps = np.minimum(1 if is_waited_for else self._num_steps(len(slots)), scheduler.num_left[slots])
             outcome = self.runner.decode(slots, steps, allowed, wants_logits)
@@ -227,7 +229,9 @@ class Engine:
             del ids[b][ids[b].index(FAILED) :]
         for b, sequence in enumerate(sequences):
             if b in failed or not sequence.extend_simply(ids[b]):
-                self._take(sequence, ids[b], outcome.logits.get(b), b in failed)
+                self._take(sequence, ids[b], outcome.logits.get(b))
+                if b in failed and not sequence.is_finished:
+                    self._fail(sequence)
                 self._send(sequence, deltas)
                 continue
             delta = Delta(sequence.id, ids[b])
@@ -247,31 +251,34 @@ class Engine:
             stats.prefilled_at = stats.ended_at
             ids = outcome.ids[:, 0].tolist()
             for b, (sequence, length) in enumerate(pieces):
-                logits = outcome.logits.get(b)
+                logits, is_failed = outcome.logits.get(b), ids[b] == FAILED
                 if sequence.request.score_from is not None and logits is not None:
-                    _score(sequence, logits)
+                    is_failed = is_failed or not np.isfinite(logits).all()
+                    if not is_failed:
+                        _score(sequence, logits)
                 chooses = pieces[b].is_last and sequence.request.max_tokens > 0
+                if is_failed:
+                    self._fail(sequence)
                 self.scheduler.prefilled(pieces[b])
                 if not sequence.num_prompt_left:
                     sequence.prefilled_at = stats.prefilled_at
-                if chooses:
-                    is_failed = ids[b] == FAILED
-                    last = None if logits is None else logits[length - 1 : length]
-                    self._take(sequence, [] if is_failed else [ids[b]], last, is_failed)
+                if chooses and not is_failed:
+                    self._take(sequence, [ids[b]], None if logits is None else logits[length - 1 : length])
                 self._send(sequence, deltas)
             stats.lap("update")
 
-    def _take(self, sequence: Sequence, ids: list[int], logits: np.ndarray | None, is_failed: bool) -> None:
+    def _take(self, sequence: Sequence, ids: list[int], logits: np.ndarray | None) -> None:
         """Extend a sequence by chosen ids, which are from logits (len(ids) or more, V) if it reports them."""
         taken = sequence.extend(ids)
         if logits is not None and sequence.request.logprobs is not None:
             sequence.unemitted_logprobs.extend(_logprobs(logits[:taken], ids[:taken], sequence.request))
         if not sequence.is_guided:  # a guide refuses the id that ends its text
             self.stats.num_dropped_tokens += len(ids) - taken
-        if is_failed and not sequence.is_finished:
-            sequence.finish_reason = "error"
-            about = {"request_ids": [sequence.request.request_id]}
-            logger.error("sequence %d: the model gave logits that are not finite", sequence.id, extra=about)
+
+    def _fail(self, sequence: Sequence) -> None:
+        sequence.finish_reason = "error"
+        about = {"request_ids": [sequence.request.request_id]}
+        logger.error("sequence %d: the model gave logits that are not finite", sequence.id, extra=about)
 
     def _send(self, sequence: Sequence, deltas: list[Delta]) -> None:
         """Add what there is to send of a sequence; remove it if it has finished."""

@@ -70,8 +70,8 @@ class Runner(ABC):
     def copy(self, source: int, target: int, length: int) -> None:
         """The first `length` positions of source's cache become target's whole cache; what else slots hold stays.
 
-        Possible while source's ring holds what the next position sees: source has processed `length` to
-        max(W, length + 1) positions.
+        Possible while source's ring holds the last W of them: source has processed `length` to max(W, length)
+        positions. (The next position sees one fewer, but of a copy a shorter copy may be taken.)
         """
 
     @abstractmethod

@@ -16,7 +16,11 @@ from service.engine.sequence import Sequence
 from service.model.config import GPTConfig
 from service.wire import FinishReason
 
+MIN_PREFILL = 16  # prompt characters per step, whatever else it does
 MIN_SHARED = 16  # characters; copying fewer costs as much as running them
+# In the time in which one character of a prompt runs, so many positions are copied, or ids compared.
+COPIED_PER_CHARACTER = 128
+COMPARED_PER_CHARACTER = 16384
 
 
 class QueueFullError(Exception):
@@ -48,7 +52,7 @@ class Prefill(NamedTuple):
 class Plan(NamedTuple):
     """What a step does besides decoding, to be carried out in this order."""
 
-    copies: list[Copy]  # into slots that waited for them
+    copies: list[tuple[Sequence, Copy]]  # for sequences that waited for them
     starts: list[tuple[Sequence, Copy | None]]  # sequences that got a slot, and what of the cache they start with
     pieces: list[Prefill]
 
@@ -144,16 +148,27 @@ class Scheduler:
         """Give free slots to waiting sequences, and share out `budget` prompt characters, first come first served.
 
         Sequences that are only scored come last: streams are sensitive to latency, scoring is not. A prompt that
-        shares its beginning with one in prefill waits until that has run, and copies it.
+        shares its beginning with one in prefill waits until that has run, and copies it. Starts and copies count as
+        characters: they take about half of the budget at most, and the others come in the next steps.
         """
-        copies = [copy for it in self.prefilling if it.source is not None and (copy := self._copy_from_source(it))]
-        starts = []
-        while self._waiting and self._free:
+        self.contents.copied_now.clear()
+        copies, starts, spent = [], [], 0
+        for sequence in self.prefilling:
+            if sequence.source is not None and 2 * spent < budget and self._looks(sequence):
+                copy = self._from_source(sequence)
+                spent += self._cost(copy)
+                if copy is not None:
+                    copies.append((sequence, copy))
+        while self._waiting and self._free and 2 * spent < budget:
             sequence = heapq.heappop(self._waiting)[2]
             if not sequence.is_finished:
                 sequence.scheduled_at = now
-                starts.append((sequence, self._start(sequence)))
-        return Plan(copies, starts, self._pieces(budget) if self.prefilling else [])
+                copy = self._start(sequence)
+                spent += self._cost(copy)
+                starts.append((sequence, copy))
+        return Plan(
+            copies, starts, self._pieces(max(budget - spent, min(budget, MIN_PREFILL))) if self.prefilling else []
+        )
 
     def prefilled(self, piece: Prefill) -> None:
         """Record that a piece has run; after the last one its sequence decodes, or ends if it is only scored."""
@@ -163,8 +178,9 @@ class Scheduler:
         self.contents.num_held[sequence.slot] += piece.length
         if sequence.num_prompt_left:
             return
+        self.contents.is_running[sequence.slot] = False
         if sequence.request.max_tokens == 0:
-            sequence.finish_reason = "length"
+            sequence.finish_reason = sequence.finish_reason or "length"
         else:
             self.prefilling.remove(sequence)
             self.is_decoding[sequence.slot] = True
@@ -194,29 +210,37 @@ class Scheduler:
         """Copy what was found, or wait for it."""
         assert sequence.slot is not None
         sequence.source = None
+        # Nobody waits for who is only scored, and so runs last.
+        self.contents.is_running[sequence.slot] = sequence.request.max_tokens > 0
         if found is None:
             return None
         if found.is_ready:
-            sequence.num_copied = found.length
             sequence.num_prefilled += found.length
             self.contents.num_held[sequence.slot] = found.length
+            self.contents.copied_now.add(sequence.slot)
             return Copy(found.source, sequence.slot, found.length)
         sequence.source, sequence.num_shared = self.by_slot[found.source], found.length
+        self.contents.is_running[sequence.slot] = False
         return None
 
-    def _copy_from_source(self, sequence: Sequence) -> Copy | None:
-        """The copy that a sequence waits for, if it is possible now; if its source has ended, it looks for another."""
+    def _looks(self, sequence: Sequence) -> bool:
+        """Whether a sequence need not wait for its source any longer: that has run what they share, or has ended."""
+        source = sequence.source
+        assert source is not None and source.slot is not None
+        return source.is_finished or bool(self.contents.num_held[source.slot] >= sequence.num_shared)
+
+    def _from_source(self, sequence: Sequence) -> Copy | None:
+        """The copy that a sequence has waited for; if it is not possible any more, it looks for another."""
         source, length = sequence.source, sequence.num_shared
         assert source is not None and source.slot is not None
-        held = int(self.contents.num_held[source.slot])
-        if held >= length:
-            return self._take(sequence, Found(source.slot, length, is_ready=True))
-        return self._take(sequence, self.contents.find(sequence)) if source.is_finished else None
+        if source.is_finished or self.contents.num_held[source.slot] > self.contents.last_chance(length):
+            return self._take(sequence, self.contents.find(sequence))
+        return self._take(sequence, Found(source.slot, length, is_ready=source.slot not in self.contents.copied_now))
 
     def _pieces(self, budget: int) -> list[Prefill]:
         stop_at: dict[int, int] = {}  # slot -> where it must stop, so that those that wait for it can copy
         for sequence in self.prefilling:
-            if sequence.source is not None:
+            if sequence.source is not None and not sequence.source.is_finished:
                 assert sequence.source.slot is not None
                 limit = self.contents.last_chance(sequence.num_shared)
                 stop_at[sequence.source.slot] = min(limit, stop_at.get(sequence.source.slot, limit))
@@ -230,9 +254,16 @@ class Scheduler:
                 length = min(sequence.num_prompt_left, budget)
                 if slot in stop_at:
                     length = min(length, stop_at[slot] - int(self.contents.num_held[slot]))
-                pieces.append(Prefill(sequence, length))
-                budget -= length
+                if length > 0:
+                    pieces.append(Prefill(sequence, length))
+                    budget -= length
         return pieces
+
+    def _cost(self, copy: Copy | None) -> int:
+        """Of the start or copy just planned, in characters of a prompt; a copy moves at most W positions."""
+        positions = 0 if copy is None else min(copy.length, self.contents.window)
+        compared, self.contents.num_compared = self.contents.num_compared, 0
+        return 1 + positions // COPIED_PER_CHARACTER + compared // COMPARED_PER_CHARACTER
 
 
 class Found(NamedTuple):
@@ -240,33 +271,34 @@ class Found(NamedTuple):
 
     source: int
     length: int
-    is_ready: bool  # to be copied now; else it is still in prefill
+    is_ready: bool  # to be copied now; else its prompt is still in prefill
 
 
 class Contents:
     """What the cache slots hold: the ids from position 0 on, of running sequences and of ended ones.
 
-    Each slot is a ring of W: of a text that has outgrown it, only a copy of nearly all of it is possible.
+    Each slot is a ring of W: a text that has outgrown it can only be copied whole.
     """
 
     def __init__(self, slots: int, config: GPTConfig):
         self.window = config.block_size
         self.num_held = np.zeros(slots, dtype=np.int64)  # positions processed, generated ones included
+        # Slots into which the current plan copies. As that may fail, nobody copies from them before the next plan.
+        self.copied_now: set[int] = set()
         self._ids = np.full((slots, config.receptive_field), -1, dtype=np.int32)  # −1: past what is known
         self._slots: dict[bytes, set[int]] = {}  # the first MIN_SHARED ids -> the slots that begin so
         self._beginnings: list[bytes | None] = [None] * slots
-        self._may_wait_for: list[Sequence | None] = [None] * slots  # the sequence that is in prefill there
+        self.is_running = np.zeros(slots, dtype=bool)  # in prefill and not waiting: others may wait for it
+        self.num_compared = 0  # ids, by `find`, since the scheduler last looked
 
     def start(self, slot: int, sequence: Sequence) -> None:
         """A slot is empty, and is about to run the sequence's prompt."""
         self.clear(slot)
         self._record(slot, sequence.cut_prompt)
-        if sequence.request.max_tokens:  # who is only scored runs last
-            self._may_wait_for[slot] = sequence
 
     def ended(self, slot: int, sequence: Sequence) -> None:
         """A sequence leaves its text in a slot."""
-        self._may_wait_for[slot] = None
+        self.is_running[slot] = False
         known = len(sequence.ids) - sequence.prefill_from
         if known < MIN_SHARED or known > self._ids.shape[1]:
             self.clear(slot)
@@ -276,7 +308,7 @@ class Contents:
     def clear(self, slot: int) -> None:
         """A slot holds nothing that may be copied."""
         self.num_held[slot] = 0
-        self._may_wait_for[slot] = None
+        self.is_running[slot] = False
         beginning, self._beginnings[slot] = self._beginnings[slot], None
         if beginning is not None:
             slots = self._slots[beginning]
@@ -286,10 +318,13 @@ class Contents:
 
     def last_chance(self, length: int) -> int:
         """The most positions that a slot may have processed when its first `length` are copied."""
-        return max(self.window, length + 1)
+        return max(self.window, length)
 
     def find(self, sequence: Sequence) -> Found | None:
-        """The slot that shares most of the sequence's beginning: of equals one to be copied now, then the lowest."""
+        """The slot that shares most of the sequence's beginning: of equals one to be copied now, then the lowest.
+
+        The search ends where one shares all that may be copied.
+        """
         limit = min(sequence.max_shared, self._ids.shape[1])
         if limit < MIN_SHARED:
             return None
@@ -297,27 +332,36 @@ class Contents:
         slots = self._slots.get(ids[:MIN_SHARED].tobytes())
         if not slots:
             return None
-        who = np.array(sorted(slots))
-        differs = self._ids[who, :limit] != ids  # (slots, limit)
-        shared = np.where(differs.any(axis=1), differs.argmax(axis=1), limit)
+        who = np.sort(np.fromiter(slots, np.int64, len(slots)))
+        held = self.num_held[who]
+        is_possible = self.is_running[who] | (held >= MIN_SHARED)
+        who = who[is_possible & (held <= self.last_chance(limit)) & (who != sequence.slot)]
+        who = who[np.argsort(self.is_running[who], kind="stable")]
         best: Found | None = None
-        for i in np.argsort(-shared, kind="stable").tolist():
-            slot, length = int(who[i]), int(shared[i])
-            if slot == sequence.slot:
-                continue
-            if best is not None and (best.length, best.is_ready) >= (length, True):
-                break
-            held = int(self.num_held[slot])
-            runs = self._may_wait_for[slot]
-            waits = runs is not None and runs.source is None and runs.num_prompt_left > 0 and held < length
-            if not waits:
-                length = min(length, held)
-                if length < MIN_SHARED or held > self.last_chance(length):
-                    continue
-            found = Found(slot, length, not waits)
-            if best is None or (found.length, found.is_ready) > (best.length, best.is_ready):
-                best = found
+        first, count = 0, 1
+        while first < len(who) and (best is None or best.length < limit):
+            some = who[first : first + count]  # twice as many each time: often the first shares all
+            for slot, length in zip(some.tolist(), self._num_shared(some, ids).tolist(), strict=True):
+                found = self._found(slot, length)
+                if found and (best is None or (found.length, found.is_ready) > (best.length, best.is_ready)):
+                    best = found
+            first, count = first + count, 2 * count
         return best
+
+    def _found(self, slot: int, length: int) -> Found | None:
+        """What a slot offers to a sequence that shares its first `length` ids."""
+        held, is_new = int(self.num_held[slot]), slot in self.copied_now
+        waits = bool(self.is_running[slot]) and (held < length or is_new)
+        length = length if waits else min(length, held)
+        if length < MIN_SHARED or held > self.last_chance(length) or (is_new and not waits):
+            return None
+        return Found(slot, length, not waits)
+
+    def _num_shared(self, slots: np.ndarray, ids: np.ndarray) -> np.ndarray:
+        """How many of `ids` (T,) each of `slots` (B,) begins with: (B,)."""
+        differs = self._ids[slots, : len(ids)] != ids  # (B, T)
+        self.num_compared += differs.size
+        return np.where(differs.any(axis=1), differs.argmax(axis=1), len(ids))
 
     def _record(self, slot: int, ids: np.ndarray) -> None:
         if len(ids) < MIN_SHARED:

@@ -79,7 +79,6 @@ class Sequence:
         self.slot: int | None = None
         self.source: Sequence | None = None  # in prefill; its first `num_shared` ids are copied once they have run
         self.num_shared = 0
-        self.num_copied = 0  # ids whose keys and values came from another slot
         self.num_prefilled = self.prefill_from  # prompt ids in the cache, or skipped
         self.num_emitted = 0  # completion ids emitted
         self.num_cut = 0  # ids at the end that belong to a stop

@@ -84,6 +84,27 @@ def weight_names(n_layer: int) -> dict[str, list[str]]:
     return names
 
 
+def weight_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of model.safetensors -> its shape."""
+    assert config.n_inner is not None
+    C, queries, keys = config.n_embd, config.n_head * config.head_dim, config.n_kv_head * config.head_dim
+    by_suffix: dict[str, tuple[int, ...]] = {
+        "embed_tokens": (config.vocab_size, C),
+        "lm_head": (config.vocab_size, C),
+        "q_proj": (queries, C),
+        "k_proj": (keys, C),
+        "v_proj": (keys, C),
+        "o_proj": (C, queries),
+        "gate_proj": (config.n_inner, C),
+        "up_proj": (config.n_inner, C),
+        "down_proj": (C, config.n_inner),
+        "q_norm": (config.head_dim,),
+        "k_norm": (config.head_dim,),
+    }
+    names = (name for parts in weight_names(config.n_layer).values() for name in parts)
+    return {name: by_suffix.get(name.split(".")[-2], (C,)) for name in names}
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A verified checkpoint folder, without the weights."""
@@ -138,7 +159,7 @@ class Checkpoint:
         """The weights under the names of GPT's parameters, in the precision of the file; without torch.
 
         Raises:
-            CheckpointError: the weights are altered, or tensors are missing, unknown or do not fit together.
+            CheckpointError: the weights are altered, or tensors are missing, unknown or of the wrong shape.
         """
         from safetensors import deserialize
 
@@ -152,31 +173,30 @@ class Checkpoint:
             if dtype == "BF16":  # the upper half of a float32
                 values = (values.astype("<u4") << 16).view("<f4")
             tensors[name] = values.reshape(tensor["shape"])
-        names = weight_names(self.hyperparameters["n_layer"])
-        expected = {name for parts in names.values() for name in parts}
-        if expected != set(tensors):
-            wrong = sorted(expected ^ set(tensors))
+        shapes = weight_shapes(GPTConfig(**self.hyperparameters))
+        if set(shapes) != set(tensors):
+            wrong = sorted(set(shapes) ^ set(tensors))
             raise CheckpointError(f"{file}: missing or unknown tensors: {', '.join(wrong[:5])}")
-        try:
-            return {ours: np.concatenate([tensors[name] for name in theirs]) for ours, theirs in names.items()}
-        except ValueError as error:
-            raise CheckpointError(f"{file}: {error}") from None
+        for name, shape in shapes.items():
+            if tensors[name].shape != shape:
+                raise CheckpointError(
+                    f"{file}: {name} must have shape {shape} by config.json, got {tensors[name].shape}"
+                )
+        names = weight_names(self.hyperparameters["n_layer"])
+        return {ours: np.concatenate([tensors[name] for name in theirs]) for ours, theirs in names.items()}
 
     def load_model(self, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> GPT:
         """The model in evaluation mode, fp32 by default.
 
         Raises:
-            CheckpointError: as `load_weights`, or tensors are of the wrong shape.
+            CheckpointError: as `load_weights`.
         """
         import torch
 
         from service.model.gpt import GPT
 
         model = GPT(GPTConfig(**self.hyperparameters))
-        try:
-            model.load_state_dict({name: torch.from_numpy(value) for name, value in self.load_weights().items()})
-        except RuntimeError as error:
-            raise CheckpointError(f"{self.path / WEIGHTS}: {error}") from None
+        model.load_state_dict({name: torch.from_numpy(value) for name, value in self.load_weights().items()})
         return model.to(device, dtype or torch.float32).eval().requires_grad_(False)
 
 

@@ -54,12 +54,12 @@ class KVCache:
         """The first `length` positions of a slot become another slot's whole content.
 
         Raises:
-            ValueError: the source has seen fewer characters, or so many that its ring has lost some of those positions
-                that the next one sees.
+            ValueError: the source has seen fewer characters, or so many that its ring has lost one of the last W of
+                them.
         """
         seen = self.lengths[source]
-        if not length <= seen <= max(self.window, length + 1):
-            allowed = f"{length} to {max(self.window, length + 1)}"
+        if not length <= seen <= max(self.window, length):
+            allowed = f"{length} to {max(self.window, length)}"
             raise ValueError(f"to copy {length} positions the source must have seen {allowed}, got {seen}")
         used = min(length, self.window)
         self.keys[:, target, :, :used] = self.keys[:, source, :, :used]

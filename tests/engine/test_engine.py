@@ -184,7 +184,7 @@ def test_a_prompt_of_many_sequences_runs_once(make, block_size, held):
 @pytest.mark.parametrize("seed", range(4))
 def test_shared_beginnings_change_no_text(make, seed):
     """Prompts that branch anywhere, continue earlier answers, arrive and leave at any time, some scored, some long."""
-    model = random_model(torch.float64, block_size=[20, 40, 60, 150][seed], n_layer=3)
+    model = random_model(torch.float64, block_size=[24, 40, 60, 150][seed], n_layer=3)
     r = random.Random(seed)
     engine = make(5, model, clock=jumping(seed))
     known = [[r.randrange(50) for _ in range(90)]]
@@ -391,6 +391,50 @@ def test_failing_decode_step_does_not_affect_a_prompt_in_prefill(make, exact, mo
     texts = {}
     assert collect(engine, texts) == {0: "error", 1: "error", 2: "length"}
     assert texts[2] == exact.generate(list(range(50)), 20, SamplingParams(seed=2))
+
+
+def test_nobody_copies_from_a_start_that_failed(make):
+    """Two prompts that continue an earlier text arrive together; the first has a bias outside the vocabulary."""
+    model = random_model(torch.float64, block_size=64)
+    engine = make(4, model)
+    head = list(range(40))
+    # In the last slot; the others hold other texts, which a failed start leaves there.
+    others = [Submit(i, [50 - i] * 60, 30, SamplingParams(seed=i)) for i in range(3)]
+    engine.generate([*others, Submit(3, head, 30, SamplingParams())])
+    engine.submit(Submit(10, [*head, 1, 2], 5, SamplingParams(logit_bias=((9999, 1.0),))))
+    engine.submit(Submit(11, [*head, 3, 4], 20, SamplingParams(seed=1)))
+    texts = {}
+    assert collect(engine, texts) == {10: "error", 11: "length"}
+    assert texts[11] == model.generate([*head, 3, 4], 20, SamplingParams(seed=1))
+
+
+def test_a_failing_copy_ends_only_the_sequence_that_waited_for_it(make, monkeypatch):
+    model = random_model(torch.float64, block_size=64)
+    engine = make(4, model)
+    prompt = list(range(40))
+
+    def fail(*_):
+        monkeypatch.undo()
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(engine.runner, "copy", fail)
+    for i in range(3):
+        engine.submit(Submit(i, prompt, 8, SamplingParams(seed=i)))
+    texts = {}
+    assert collect(engine, texts) == {0: "length", 1: "error", 2: "length"}
+    for i in (0, 2):
+        assert texts[i] == model.generate(prompt, 8, SamplingParams(seed=i))
+
+
+@pytest.mark.parametrize("max_tokens", [0, 3])
+def test_scores_that_are_not_finite_end_with_an_error(make, max_tokens):
+    broken = random_model(torch.float64, block_size=8)
+    broken.embed.weight[7] = float("nan")
+    engine = make(2, broken)
+    engine.submit(Submit(1, [1, 7, 2], max_tokens, SamplingParams(), logprobs=0, score_from=1))
+    (delta,) = engine.step()
+    assert (delta.ids, delta.prompt_logprobs, delta.finish_reason) == ([], None, "error")
+    assert not engine.has_work
 
 
 # -- constraints, stops, log-probabilities --
