@@ -748,6 +748,7 @@ template <class T, class W, class K> class Net final : public Engine {
     head_size = size_t(Wp) * hs + size_t(Wp) * hp;
     slot_size = head_size * c.n_kv_head * c.n_layer;
     cache = Buffer<K>(slot_size * c.slots);
+    std::memset((void*)cache.data, 0, cache.bytes);  // the kernel gives its pages now, not within a step
     states.resize(c.slots);
     angles.resize(ANGLES * hs);
     for (int64_t p = 0; p < ANGLES; ++p) rotate_by(p, &angles[p * hs]);

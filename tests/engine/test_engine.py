@@ -400,7 +400,7 @@ def test_nobody_copies_from_a_start_that_failed(make):
     head = list(range(40))
     # In the last slot; the others hold other texts, which a failed start leaves there.
     others = [Submit(i, [50 - i] * 60, 30, SamplingParams(seed=i)) for i in range(3)]
-    engine.generate([*others, Submit(3, head, 30, SamplingParams())])
+    engine.generate([*others, Submit(3, head, 10, SamplingParams())])
     engine.submit(Submit(10, [*head, 1, 2], 5, SamplingParams(logit_bias=((9999, 1.0),))))
     engine.submit(Submit(11, [*head, 3, 4], 20, SamplingParams(seed=1)))
     texts = {}
