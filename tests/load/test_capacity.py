@@ -344,10 +344,10 @@ def test_measured_goodput_ends_at_the_first_missed_goal():
 
 
 def test_rejections_are_counted_and_their_connections_reused(tmp_path):
-    folder = shapes.save_random(TINY, tmp_path / "S")
-    with RunningServer(folder, max_running_requests=1, max_queued_requests=0) as server:
+    save_random(tmp_path / "slow", **SLOW)  # the first request runs while the others come
+    with RunningServer(tmp_path / "slow", max_running_requests=1, max_queued_requests=0) as server:
         server.wait_until_ready()
-        due = [shapes.Work("abc", 200, 0.0)] * 6
+        due = [shapes.Work("abc", 400, 0.0)] * 6
         requests = [(0.0, sweep.asked("ours", i, item), item) for i, item in enumerate(due)]
         with pytest.raises(load.LoadError, match="was answered b'HTTP/1.1 429"):
             load.run(server.port, requests, connections=6)
