@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import RunningServer, refusal
+from helpers import SLOW, RunningServer, refusal, save_random
 
 from service.model.config import GPTConfig
 from service.model.kv_cache import KVCache
