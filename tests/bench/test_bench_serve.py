@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import socket
 import threading
 from dataclasses import replace
@@ -37,7 +36,6 @@ TINY_PLAN = replace(
     idle_seconds=0.1,
     queue_steps=5,
 )
-needs_compiler = pytest.mark.skipif(shutil.which(roofline.COMPILE[0]) is None, reason="the probe needs g++")
 
 
 @pytest.fixture(autouse=True)
@@ -206,7 +204,7 @@ def test_roofline_counts_the_operations_and_bytes_of_a_decode_step():
     assert serve.parameters(model.config) == model.num_parameters
 
 
-@needs_compiler
+@pytest.mark.needs("compiler")
 def test_roofline_is_the_slower_of_arithmetic_and_reading():
     config = GPTConfig(65, block_size=256, n_layer=6, n_head=4, n_kv_head=2, n_embd=128)
     roof = roofline.roofline(config, 8, 80, "float32", threads=1, seconds=0.02)
@@ -218,7 +216,7 @@ def test_roofline_is_the_slower_of_arithmetic_and_reading():
     assert 2e9 < roof["operations_per_second"] < 1e12
 
 
-@needs_compiler
+@pytest.mark.needs("compiler")
 def test_roofline_without_a_compiler_names_it(monkeypatch):
     monkeypatch.setattr(roofline, "COMPILE", ("no-such-compiler",))
     with pytest.raises(roofline.RooflineError, match="the roofline needs no-such-compiler"):

@@ -4,6 +4,7 @@ the threads, the pieces, the steps of a call or the instruction set."""
 import itertools
 import math
 import os
+import platform
 import random
 from pathlib import Path
 
@@ -20,8 +21,13 @@ from service.model.gpt import GPT
 from service.model.params import MAX_SEED, SamplingParams
 from service.model.sampling import History, SamplingRows, sample, uniforms
 from tests.model.test_sampling import random_params
+from tests.toolbox.needs import missing
 
-pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=f"native engine: {native.why_not()}")
+IS_POSSIBLE = platform.machine() in ("aarch64", "arm64") or native._VARIANTS["x86_64"]["v3"] <= native._cpu_flags()
+pytestmark = [
+    pytest.mark.skipif(not IS_POSSIBLE, reason="this CPU has no AVX2 and FMA"),
+    pytest.mark.usefixtures("library"),
+]
 
 # Sizes that are no multiples of registers, one head, many query heads per key head, a prime window, more than a batch.
 SHAPES = [
@@ -35,6 +41,13 @@ needs_bf16 = pytest.mark.skipif(
     not native._VARIANTS["x86_64"]["v4bf16"] <= native._cpu_flags(), reason="this CPU does not multiply bfloat16"
 )
 LIBRARIES = sorted(Path(native.__file__).parent.glob("_native_*"))
+
+
+@pytest.fixture(scope="module")
+def library() -> None:
+    """Where a compiler is required, a library that is not there or cannot be loaded is a failure, not a skip."""
+    if reason := native.why_not():
+        missing("compiler", f"native engine: {reason}")
 
 
 def weights(model: GPT) -> dict[str, np.ndarray]:
