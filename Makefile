@@ -55,7 +55,7 @@ test: $(VENV)/.installed-test ## install test dependencies and run the suite; AR
 # leaves memory allocated at exit, and its own allocator would hide writes beyond the end of small buffers.
 # With -O3 the instrumented source takes minutes to compile.
 SANITIZED := out/sanitized/native.so
-SANITIZED_VARIANT = $(if $(filter x86_64,$(shell uname -m)),v3,base)
+SANITIZED_VARIANT = $(if $(filter x86_64,$(shell uname -m)),$(if $(shell grep avx512_bf16 /proc/cpuinfo),v4bf16,v3),base)
 test-native-sanitized: export CXX ?= g++
 test-native-sanitized: $(VENV)/.installed-test ## run the native engine's tests under AddressSanitizer and UBSan
 	CXXFLAGS='-g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all' $(BIN)/python -c \
