@@ -8,8 +8,9 @@
 //   Matrix     weights packed into panels of one Lanes of outputs: [panel][input][lane]. A lane is an output, so every
 //              sum over inputs is sequential. Stored as fp16 where that is exact, else as fp32; or as
 //              bfloat16, in pairs of inputs
-//   cache      per slot, layer and key head: keys as [block of Lanes keys][dimension][lane], so a lane is a key; values
-//              as [key][dimension]. Position p is at ring index p mod W, as in service/model/kv_cache.py
+//   cache      per slot, layer and key head: keys as [BLOCKS × Lanes keys][dimension][key], so a lane is a key and all
+//              is read in the order in which it lies; values as [key][dimension]. Position p is at ring index p mod W,
+//              as in service/model/kv_cache.py
 //   padding    heads, widths and the vocabulary are padded with zeros to whole Lanes
 //
 // Every thread takes whole sequences and runs them on its own for all steps of a call. Only with fewer sequences than
@@ -745,7 +746,7 @@ template <class T, class W, class K> class Net final : public Engine {
         frequencies(c.frequencies, c.frequencies + hs / 2), pool(c.threads) {
     slots = c.slots, vocab_size = c.vocab_size;
     pack(weights);
-    head_size = size_t(Wp) * hs + size_t(Wp) * hp;
+    head_size = values_at() + size_t(Wp) * hp;
     slot_size = head_size * c.n_kv_head * c.n_layer;
     cache = Buffer<K>(slot_size * c.slots);
     std::memset((void*)cache.data, 0, cache.bytes);  // the kernel gives its pages now, not within a step
@@ -774,13 +775,13 @@ template <class T, class W, class K> class Net final : public Engine {
     if (source == target || length < 1 || length > position) return "the source does not hold what is to be copied";
     if (position > std::max<int64_t>(c.block_size, length)) return "the source's ring has lost what is to be copied";
     const size_t used = std::min<int64_t>(length, c.block_size);
-    const size_t keys = (used + N - 1) / N * N * hs, values = used * hp;
+    const size_t keys = (used + KEYS - 1) / KEYS * KEYS * hs, values = used * hp;
     for (int layer = 0; layer < c.n_layer; ++layer)
       for (int h = 0; h < c.n_kv_head; ++h) {
         const K* from = ring(source, layer, h);
         K* to = ring(target, layer, h);
         std::memcpy(to, from, keys * sizeof(K));
-        std::memcpy(to + size_t(Wp) * hs, from + size_t(Wp) * hs, values * sizeof(K));
+        std::memcpy(to + values_at(), from + values_at(), values * sizeof(K));
       }
     states[target].position = length;
     return nullptr;
@@ -1061,6 +1062,9 @@ template <class T, class W, class K> class Net final : public Engine {
     }
   }
 
+  // Of a ring, after whole groups of keys.
+  size_t values_at() const { return size_t(Wp + KEYS - 1) / KEYS * KEYS * hs; }
+
   K* ring(int slot, int layer, int head) const {
     return cache.data + slot * slot_size + (size_t(layer) * c.n_kv_head + head) * head_size;
   }
@@ -1071,11 +1075,14 @@ template <class T, class W, class K> class Net final : public Engine {
     const Row& row = rows[r];
     T* q = w.qkv.data + size_t(r) * heads * hp;
     const T* cos_sin = w.cos_sin.data + r * hs;
-    const int index = int(row.position % c.block_size), block = index / N, lane = index % N;
+    const int index = int(row.position % c.block_size);
     const int group = c.n_head / c.n_kv_head;
     const T scale = T(1) / std::sqrt(T(hs));
-    // The next sequence's keys and values come from far; they are fetched while this one's are used.
-    const bool has_next = size_t(r) + 1 < rows.size() && rows[r + 1].slot != row.slot;
+    // Keys and values come from far: while these are used, those of the next sequence are fetched, or of the first one
+    // in the next layer.
+    const bool is_end = size_t(r) + 1 == rows.size();
+    const Row& next = rows[is_end ? 0 : r + 1];
+    const int next_layer = is_end ? (layer + 1) % c.n_layer : layer;
     for (int h = first * group; y && h < end * group; ++h) {
       norm_and_rotate(q + h * hp, layers[layer].q_norm.data(), cos_sin);
       for (int d = 0; d < hp; ++d) q[h * hp + d] *= scale;
@@ -1085,13 +1092,14 @@ template <class T, class W, class K> class Net final : public Engine {
       const T* v = q + (c.n_head + c.n_kv_head + h) * hp;
       norm_and_rotate(k, layers[layer].k_norm.data(), cos_sin);
       K* keys = ring(row.slot, layer, h);
-      K* values = keys + size_t(Wp) * hs;
+      K* values = keys + values_at();
       constexpr int S = D::INPUTS;
-      for (int d = 0; d < hs; ++d) convert(k[d], keys[(size_t(block) * hs + d / S * S) * N + lane * S + d % S]);
+      K* key = keys + size_t(index / KEYS) * KEYS * hs + index % KEYS * S;
+      for (int d = 0; d < hs; ++d) convert(k[d], key[d / S * S * KEYS + d % S]);
       for (int d = 0; d < hp; ++d) convert(v[d], values[size_t(index) * hp + d]);
       if (!y) continue;
       const int seen = int(std::min<int64_t>(row.position + 1, c.block_size));
-      ptrdiff_t ahead = has_next ? (const char*)ring(rows[r + 1].slot, layer, h) - (const char*)keys : 0;
+      ptrdiff_t ahead = (const char*)ring(next.slot, next_layer, h) - (const char*)keys;
       for (int g = 0; g < group; g += HEADS) {
         const int many = std::min(HEADS, group - g);
         static thread_local std::vector<Query> room;
@@ -1107,12 +1115,12 @@ template <class T, class W, class K> class Net final : public Engine {
   }
 
   static constexpr int HEADS = TILE >= 24 ? 4 : 1;  // query heads that share one reading of the keys
-  static constexpr int BLOCKS = 4;                  // blocks of keys whose scores are computed together
+  static constexpr int BLOCKS = 4, KEYS = BLOCKS * N;  // blocks of keys, and keys, whose scores are computed together
 
   // Into the second cache, for reading soon.
   static INLINE void prefetch(const K* from, ptrdiff_t ahead) { __builtin_prefetch((const char*)from + ahead, 0, 2); }
 
-  // Scores of B blocks of keys for G heads.
+  // Scores of the first B blocks of a group of keys for G heads.
   template <int G, int B> INLINE void score(const Query* q, const K* keys, T* p, ptrdiff_t ahead) const {
     Lanes<T> total[G][B];
     for (int g = 0; g < G; ++g)
@@ -1121,7 +1129,7 @@ template <class T, class W, class K> class Net final : public Engine {
       Lanes<T> key[B];
 #pragma GCC unroll 4
       for (int b = 0; b < B; ++b) {
-        const K* from = keys + (size_t(b) * hs + d) * N;
+        const K* from = keys + size_t(d) * KEYS + b * N * D::INPUTS;
         prefetch(from, ahead);
         key[b] = D::weights(from);
       }
@@ -1177,13 +1185,14 @@ template <class T, class W, class K> class Net final : public Engine {
 
   template <int G>
   __attribute__((noinline)) void attend_heads(const Query* q, const K* keys, const K* values, int seen, T* p, T* y,
-ptrdiff_t ahead) const {
+                                              ptrdiff_t ahead) const {
     const int blocks = (seen + N - 1) / N;
     int b = 0;
-    for (; b + BLOCKS <= blocks; b += BLOCKS) {
-      score<G, BLOCKS>(q, keys + size_t(b) * hs * N, p + b * N, ahead);
-    }
-    for (; b < blocks; ++b) score<G, 1>(q, keys + size_t(b) * hs * N, p + b * N, ahead);
+    for (; b + BLOCKS <= blocks; b += BLOCKS) score<G, BLOCKS>(q, keys + size_t(b) * hs * N, p + b * N, ahead);
+    const K* rest = keys + size_t(b) * hs * N;
+    if (blocks - b == 3) score<G, 3>(q, rest, p + b * N, ahead);
+    else if (blocks - b == 2) score<G, 2>(q, rest, p + b * N, ahead);
+    else if (blocks - b == 1) score<G, 1>(q, rest, p + b * N, ahead);
     T scale[G];
     for (int g = 0; g < G; ++g) {
       T* row = p + g * Wp;

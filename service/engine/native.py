@@ -165,8 +165,8 @@ class NativeRunner(Runner):
             )
         )
         bits = self._library.chargpt_register_bits()
-        stored = dtype if dtype == "bfloat16" else "float16" if is_half else "float32"
-        self.description = f"{bits}-bit registers, weights in {stored}"
+        self.weight_dtype = dtype if dtype == "bfloat16" else "float16" if is_half else "float32"
+        self.description = f"{bits}-bit registers, weights in {self.weight_dtype}"
 
     def __del__(self) -> None:
         self.close()

@@ -53,7 +53,9 @@ class Ours:
         self.runner = open_runner(self.checkpoint, backend, dtype, slots, threads, device)
 
     def about(self) -> dict[str, Any]:
-        return {"backend": self.runner.backend, "dtype": self.runner.dtype, "slots": self.runner.slots}
+        runner = self.runner
+        stored = getattr(runner, "weight_dtype", runner.dtype)
+        return {"backend": runner.backend, "dtype": runner.dtype, "weights": stored, "slots": runner.slots}
 
     def new_engine(self, waiting: int = 0) -> Engine:
         return Engine(self.runner, max_waiting=max(self.runner.slots, waiting))

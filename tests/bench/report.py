@@ -148,8 +148,7 @@ def roofline_rows(name: str, shape: dict[str, Any]) -> list[list[str]]:
 
     for system, each in shape["systems"].items():
         if each["family"] == "ours":
-            roofs = shape["roofline"][each["flags"]["dtype"]]
-            rows.append([system, *(share(each["rows"][n], roofs[n], n) for n in counts)])
+            rows.append([system, *(share(each["rows"][n], each["roofline"][n], n) for n in counts)])
     full = shape["full"]
     cells = (share(full["rows"][n]["runs"], full["rows"][n]["roofline"], n) for n in counts)
     rows.append([f"{full['system']}, windows full", *cells])

@@ -22,7 +22,7 @@ from service.model.config import GPTConfig
 
 SOURCE = Path(__file__).with_name("peak.cpp")
 COMPILE = ("g++", "-O3", "-march=native", "-std=c++17", "-shared", "-fPIC")
-ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 CALL_SECONDS = 2e-3  # of one timed call: several scheduler ticks fit between two hiccups
 
 
@@ -47,7 +47,7 @@ def probe() -> ctypes.CDLL:
         if done.returncode:
             raise RooflineError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
         built = ctypes.CDLL(str(library))
-    for dtype in ITEM_BYTES:
+    for dtype in ("float64", "float32", "bfloat16"):
         getattr(built, f"operations_{dtype}").restype = ctypes.c_int64
         getattr(built, f"run_{dtype}").argtypes = [ctypes.c_int64]
         getattr(built, f"run_{dtype}").restype = ctypes.c_double
@@ -100,31 +100,40 @@ def read_rate(num_bytes: int, threads: int, seconds: float = 0.3) -> float:
     return peak(calls, share, seconds)
 
 
-def count(config: GPTConfig, rows: int, length: float, dtype: str) -> dict[str, float]:
-    """Operations and bytes of a decode step over `rows` texts of `length` cached characters each, on average."""
+def count(config: GPTConfig, rows: int, length: float, dtype: str, stored: str | None = None) -> dict[str, float]:
+    """Operations and bytes of a decode step over `rows` texts of `length` cached characters each, on average.
+
+    stored: the dtype in which weights lie in memory; default: dtype, that of the arithmetic and the cache.
+    """
     assert config.n_inner is not None
     heads = config.n_head + 2 * config.n_kv_head
     layer = config.n_embd * config.head_dim * (heads + config.n_head) + 3 * config.n_embd * config.n_inner
     matrices = config.n_layer * layer + config.n_embd * config.vocab_size
     norms = config.n_layer * (2 * config.n_embd + 2 * config.head_dim) + config.n_embd
-    size = ITEM_BYTES[dtype]
+    size, weight_size = ITEM_BYTES[dtype], ITEM_BYTES[stored or dtype]
     return {
         "product_operations": 2 * rows * matrices,
         "attention_operations": 4 * rows * config.n_layer * config.n_head * config.head_dim * length,
-        "weight_bytes": (matrices + norms + rows * config.n_embd) * size,
+        "weight_bytes": (matrices + norms + rows * config.n_embd) * weight_size,
         "cache_bytes": 2 * config.n_layer * config.n_kv_head * config.head_dim * length * rows * size,
     }
 
 
 def roofline(
-    config: GPTConfig, rows: int, length: float, dtype: str, threads: int, seconds: float = 0.3
+    config: GPTConfig,
+    rows: int,
+    length: float,
+    dtype: str,
+    threads: int,
+    seconds: float = 0.3,
+    stored: str | None = None,
 ) -> dict[str, float]:
     """Counts, rates, and the minimum time of a step.
 
     `seconds` is the classical roofline: arithmetic and reading overlap completely. `sequential_seconds` lets the
     products of the weights and the attention follow one another, as they do in a layer, each at its own limit.
     """
-    figures = count(config, rows, length, dtype)
+    figures = count(config, rows, length, dtype, stored)
     products = product_rate(dtype, threads, seconds)
     read = read_rate(int(figures["weight_bytes"] + figures["cache_bytes"]), threads, seconds)
     linear, attention = figures["product_operations"] / products, figures["attention_operations"] / products

@@ -217,7 +217,7 @@ class Bench:
         return {"shapes": {name: self.engine_of(name, list(rows)) for name, rows in self.plan.rows.items()}}
 
     def engine_of(self, shape: str, rows: list[int]) -> dict[str, Any]:
-        """{"systems": {name: {"family", "flags", "rows": {rows: a run per turn}}}, "roofline", "full", "absent"}."""
+        """{"systems": {name: {"family", "flags", "rows": {rows: a run per turn}, "roofline"}}, "full", "absent"}."""
         folder, config = self.folders[shape], config_of(self.folders[shape])
         figures: dict[str, Any] = {"parameters": parameters(config), "systems": {}, "absent": {}, "full": {}}
         systems = figures["systems"]
@@ -251,23 +251,23 @@ class Bench:
                         systems[name]["rows"].setdefault(str(count), []).append(runs[name](count))
                 self.say(f"{shape}: " + best_line(systems, rows))
             ours = {name: system for name, system in systems.items() if system["family"] == "ours"}
-            figures["roofline"] = {}
-            for dtype in {system["flags"]["dtype"] for system in ours.values()}:
-                figures["roofline"][dtype] = {
-                    str(count): roofline.roofline(config, count, PROMPT + ANSWER / 2, dtype, self.cores)
-                    for count in rows
+            for system in ours.values():
+                system["roofline"] = {
+                    str(count): self.roofline(config, count, PROMPT + ANSWER / 2, system["flags"]) for count in rows
                 }
             best = max(ours, key=lambda name: rate_of(ours[name], rows[-1]))
             with contextlib.ExitStack() as again:
                 remote = again.enter_context(self.engine_remote(folder, *backend_of(ours[best]), slots=SLOTS))
                 figures["full"] = {"system": best, "rows": {}}
-                dtype = ours[best]["flags"]["dtype"]
                 for count in rows:  # every text fills the window from the first step on
                     figures["full"]["rows"][str(count)] = {
                         "runs": [remote.call("run", count, ANSWER, config.block_size) for _ in range(2)],
-                        "roofline": roofline.roofline(config, count, config.block_size, dtype, self.cores),
+                        "roofline": self.roofline(config, count, config.block_size, ours[best]["flags"]),
                     }
         return figures
+
+    def roofline(self, config: GPTConfig, rows: int, length: float, flags: dict[str, Any]) -> dict[str, float]:
+        return roofline.roofline(config, rows, length, flags["dtype"], self.cores, stored=flags["weights"])
 
     def prefill(self) -> dict[str, Any]:
         """Characters per second of PREFILL_ROWS prompts of block_size characters."""

@@ -201,6 +201,9 @@ def test_roofline_counts_the_operations_and_bytes_of_a_decode_step():
     # A step reads only its rows of the embedding.
     assert counts["weight_bytes"] == sum(p.nbytes for p in model.parameters()) - (65 - rows) * 16 * 4
     assert counts["cache_bytes"] == 2 * 2 * 4 * 4 * length * rows * 4  # keys and values, layers, heads, head size
+    assert (
+        2 * roofline.count(model.config, rows, length, "float32", "float16")["weight_bytes"] == counts["weight_bytes"]
+    )
     assert serve.parameters(model.config) == model.num_parameters
 
 
@@ -230,7 +233,7 @@ def test_engine_run_counts_every_character_and_phase(tiny):
     assert {"prefill", "decode", "rest"} <= set(run["phases"]) and min(run["phases"].values()) >= 0
     assert ours.prefill(3, 16) > 0
     assert len(ours.lengths(2, [16, 64], 16)) == 2 and ours.queue(5, 3) > 0
-    assert ours.about() == {"backend": "torch", "dtype": "float64", "slots": 4}
+    assert ours.about() == {"backend": "torch", "dtype": "float64", "weights": "float64", "slots": 4}
 
 
 def test_texts_under_load_are_all_generated_and_equal_those_alone(tiny):
