@@ -13,8 +13,8 @@
 //              as in service/model/kv_cache.py
 //   padding    heads, widths and the vocabulary are padded with zeros to whole Lanes
 //
-// Every thread takes whole sequences and runs them on its own for all steps of a call. Only with fewer sequences than
-// threads, and enough work, do they share each product, and wait for each other between: see `Net::run`.
+// Every thread takes whole sequences and runs them on its own for all steps of a call. Only where there is much to read
+// or few sequences do they share each product, and wait for each other between: see `Net::run`.
 // Compiled once per instruction set (setup.py); native.py chooses one at run time and calls the functions at the end.
 // Knows ids and slots; nothing of requests, stops or text.
 
@@ -359,7 +359,7 @@ INLINE void multiply_tile(const W* w, size_t panel, int n_in, const typename Dot
 #pragma GCC unroll 8
     for (int p = 0; p < P; ++p) {
       const W* from = w + p * panel + size_t(i) * LANES<T>;
-      if (R <= 3) __builtin_prefetch((const char*)from + 1024);
+      __builtin_prefetch((const char*)from + (R <= 3 ? 1024 : 4096));  // fewer rows pass faster, but more panels
       weight[p] = D::weights(from);
     }
 #pragma GCC unroll 12
@@ -806,14 +806,15 @@ template <class T, class W, class K> class Net final : public Engine {
     return nullptr;
   }
 
-  // Each thread takes whole sequences, about as many rows as the others. With fewer sequences than threads, all of them
-  // run each batch together if a batch is work enough to pay for the waiting.
+  // Each thread takes whole sequences, about as many rows as the others. All run each batch together where a batch is
+  // work enough to pay for the waiting: with fewer sequences than threads, and where the weights outgrow the last cache,
+  // as each thread then reads its share of them alone.
   void run(const ChargptItem* items, int count) noexcept override {
     std::vector<const ChargptItem*> order(count);
     for (int i = 0; i < count; ++i) order[i] = &items[i];
     std::stable_sort(order.begin(), order.end(), [](auto a, auto b) { return rows_of(*a) > rows_of(*b); });
     const bool is_large = storage.bytes > TEAM_BYTES || order[0]->count >= TEAM_ROWS;
-    if (count < pool.size() && is_large) {
+    if ((count < pool.size() && is_large) || storage.bytes > OUTGROWN_BYTES) {
       pool.run(pool.size(), [&](int i) {
         const Team team{&barrier, i, pool.size()};
         if (i == 0) lead(order, spaces[0], team);
@@ -833,7 +834,7 @@ template <class T, class W, class K> class Net final : public Engine {
   }
 
  private:
-  static constexpr size_t TEAM_BYTES = size_t(16) << 20;  // of weights
+  static constexpr size_t TEAM_BYTES = size_t(16) << 20, OUTGROWN_BYTES = size_t(32) << 20;  // of weights
   static constexpr int TEAM_ROWS = 64;                    // of a prompt
   // Sequences up to which a second row of each is nearly free, as the time goes into reading the weights.
   static constexpr size_t GUESSED = 1, GUESSED_LARGE = 4;

@@ -208,7 +208,8 @@ class Remote:
         return result
 
     def close(self) -> None:
-        self._connection.close()
+        self._connection.close()  # its process ends by itself, unless it is in the middle of a call
+        self._process.join(2)
         self._process.terminate()
         self._process.join(30)
         self._process.kill()

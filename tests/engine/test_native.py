@@ -210,6 +210,14 @@ def test_bits_do_not_depend_on_batch_threads_pieces_and_steps(shape, dtype):
         assert other == first
 
 
+def test_bits_do_not_depend_on_threads_that_share_every_batch():
+    """As they do with weights of more than 32 MB."""
+    model = random_model(block_size=16, n_layer=1, n_embd=1024, n_head=8, n_kv_head=4)
+    assert sum(p.numel() for p in model.blocks.parameters()) * 4 > 32 << 20
+    first, *others = [run_all(model, "float32", **way) for way in (WAYS[0], WAYS[3], WAYS[4])]
+    assert others == [first, first]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("shape", [SHAPES[2], SHAPES[3]])
 @pytest.mark.parametrize("weight_dtype", [torch.float16, torch.float32])
