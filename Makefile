@@ -23,7 +23,7 @@ RUN := $(VENV)/.installed-service,training
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help serve train bundled native test test-native-sanitized test-slow test-tools chaos-train bench bench-quick \
-  bench-table bench-train load load-guidellm load-aiperf load-sweep lint clean
+  bench-table bench-train gpu-check load load-guidellm load-aiperf load-sweep lint clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -86,6 +86,9 @@ bench-table: $(VENV)/.installed-bench ## put the tables of out/bench/serve.json 
 
 load-sweep: $(VENV)/.installed-bench ## latency against offered load, beside llama.cpp and stock LitServe, about twenty minutes: out/load-sweep
 	$(BIN)/python -m tests.load.sweep $(ARGS)
+
+gpu-check: $(VENV)/.installed-bench ## on an NVIDIA GPU: tests, benchmarks, training and image, under 25 minutes: out/gpu-check.md
+	$(BIN)/python -m tests.bench.gpu $(ARGS)
 
 bench-train: $(RUN) ## benchmark training against nanoGPT's CPU recipe, each preset over three seeds: out/bench-train
 	$(BIN)/python -m tests.bench.train $(ARGS)

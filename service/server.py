@@ -5,16 +5,20 @@ The one file that uses LitServe's private names; tests/test_litserve.py lists th
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import multiprocessing
 import os
+import runpy
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from multiprocessing.managers import SyncManager
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -25,11 +29,12 @@ from litserve.specs.base import LitSpec
 from litserve.utils import WorkerSetupStatus
 
 from service.engine import native
-from service.engine.runner import resolve
+from service.engine.runner import resolve, slots_that_fit
 from service.engine.worker import EngineAPI, EngineLoop, EngineOptions
 from service.http.app import App
 from service.http.context import Service, SharedState
 from service.model.checkpoint import Checkpoint
+from service.model.config import GPTConfig
 from service.observe.logs import adopt_litserve, configure_logging
 from service.observe.metrics import forget_process
 from service.process import die_with_parent, relax_garbage_collector
@@ -99,22 +104,26 @@ class Server(LitServer):
             disable_openapi_url=True,  # /docs and /openapi.json are ours
             **lit_options,
         )
-        devices = [str(device) for device in self._inference_workers_config_for_api(api.api_path)]
+        # LitServe's lists of one: [["cuda:0"], ["cuda:1"]]
+        configured = self._inference_workers_config_for_api(api.api_path)
+        devices = [device if isinstance(device, str) else device[0] for device in configured]
         backend, dtype = choose_backend(settings, devices[0])
+        slots = choose_slots(settings, GPTConfig(**checkpoint.hyperparameters), dtype, devices[0])
         api.options = EngineOptions(
             checkpoint.path,
             settings.model_name,
             backend,
             dtype,
             settings.threads,
-            settings.max_running_requests,
+            slots,
             settings.max_queued_requests,
             settings.step_seconds,
             settings.log_level,
             settings.log_format,
         )
-        self.service = Service(settings, checkpoint, self.state, backend=backend, dtype=dtype)
-        self.service.devices = devices
+        self.service = Service(
+            settings, checkpoint, self.state, backend=backend, dtype=dtype, slots=slots, devices=devices
+        )
         self.http = App(self.service)
         if lit_options.get("callbacks"):
             trigger = self._callback_runner.trigger_event
@@ -266,12 +275,47 @@ def choose_accelerator(asked: str) -> str:
         return asked
     if not check_cuda_with_nvidia_smi():
         return "cpu"
-    import torch
-
-    if torch.version.cuda is None:
-        logger.warning("torch %s is built without CUDA: serving on the CPU although there is a GPU", torch.__version__)
+    version, cuda = torch_build()
+    if cuda is None:
+        logger.warning("torch %s is built without CUDA: serving on the CPU although there is a GPU", version)
         return "cpu"
     return "cuda"
+
+
+def torch_build() -> tuple[str, str | None]:
+    """Versions of torch and of the CUDA it was built with, read from its own file without importing torch."""
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    build = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+    return build["__version__"], build["cuda"]
+
+
+def choose_slots(settings: Settings, config: GPTConfig, dtype: str, device: str) -> int:
+    """Cache slots per worker.
+
+    Raises:
+        BackendError: `auto`, and not one fits.
+    """
+    if settings.max_running_requests != "auto":
+        return settings.max_running_requests
+    if not device.startswith("cuda"):
+        return 64
+    free = free_gpu_bytes() / settings.workers_per_device
+    slots = slots_that_fit(config, dtype, free)
+    if not slots:
+        raise BackendError(f"--max-running-requests auto: not one sequence fits into {free / 1e9:.1f} GB of GPU memory")
+    logger.info("--max-running-requests auto: %d sequences fit into %.1f GB of free GPU memory", slots, free / 1e9)
+    return slots
+
+
+def free_gpu_bytes() -> float:
+    """Free memory of the visible GPU that has least."""
+    command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible:
+        command.append(f"--id={visible}")
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    return min(map(float, lines)) * 2**20
 
 
 def choose_backend(settings: Settings, device: str) -> tuple[str, str]:
@@ -310,7 +354,7 @@ def build_server(
 
     Raises:
         CheckpointError: the folder is not a checkpoint that can be trusted.
-        BackendError: the settings' backend or dtype cannot run here.
+        BackendError: the settings' backend or dtype cannot run here, or no slot fits.
         RuntimeError: PROMETHEUS_MULTIPROC_DIR is not set; `service.__main__.serve` sets it.
     """
     if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:

@@ -84,11 +84,11 @@ class Settings(BaseSettings):
     )
 
     accelerator: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="device type for the model")
-    backend: Literal["auto", "native", "torch"] = Field(
-        "auto", description="what runs the model; auto: native on a CPU if available, otherwise torch"
+    backend: Literal["auto", "native", "cuda", "torch"] = Field(
+        "auto", description="what runs the model; auto: cuda on a GPU, native on a CPU if available, otherwise torch"
     )
     dtype: Literal["auto", "float32", "float64", "bfloat16"] = Field(
-        "auto", description="arithmetic of the model; auto: float32 on native and on mps, otherwise float64"
+        "auto", description="arithmetic of the model; auto: float32 on native, cuda and mps, otherwise float64"
     )
     devices: int = Field(1, ge=1, le=64, description="devices of that type; each has its own inference process")
     workers_per_device: int = Field(1, ge=1, le=64, description="inference processes per device")
@@ -100,7 +100,9 @@ class Settings(BaseSettings):
         description="CPU threads of each inference process, at least 1",
     )
 
-    max_running_requests: int = Field(64, ge=1, le=4096, description="maximum running sequences per worker")
+    max_running_requests: int | Literal["auto"] = Field(
+        64, description="maximum running sequences per worker; auto: as many as fit on a GPU, 64 on a CPU"
+    )
     max_queued_requests: int = Field(1024, ge=0, le=1_000_000, description="maximum waiting sequences per worker")
     step_seconds: float = Field(
         0.004, gt=0, le=1, description="target duration of an engine step; bounds how long a prompt delays streams"
@@ -156,6 +158,14 @@ class Settings(BaseSettings):
                 "Path must begin with /, must not end with /, and may contain letters, digits, -, ., _, ~ and /"
             )
         return path
+
+    @field_validator("max_running_requests", mode="before")
+    @classmethod
+    def _check_slots(cls, given: object) -> object:
+        is_number = isinstance(given, int) or (isinstance(given, str) and given.isascii() and given.isdigit())
+        if given == "auto" or (is_number and 1 <= int(str(given)) <= 4096):
+            return given
+        raise ValueError("must be auto or a whole number from 1 to 4096")
 
     @field_validator("tls_key")
     @classmethod

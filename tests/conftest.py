@@ -25,6 +25,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("cuda"):
+        needs.need("cuda")
     for mark in item.iter_markers("needs"):
         for area in mark.args:
             needs.need(area)

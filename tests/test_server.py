@@ -20,9 +20,10 @@ from helpers import ENDLESS, SLOW, VOCABULARY, RunningServer, is_worker, save_ra
 from litserve.connector import check_cuda_with_nvidia_smi
 
 from service.engine import native
-from service.engine.runner import resolve
+from service.engine.runner import resolve, slots_that_fit
+from service.model.config import GPTConfig
 from service.model.params import SamplingParams
-from service.server import BackendError, choose_accelerator, choose_backend
+from service.server import BackendError, choose_accelerator, choose_backend, choose_slots, torch_build
 from service.settings import Settings
 from tests.toolbox.http import answer, pieces, post, sent, text_of
 
@@ -598,7 +599,7 @@ def test_auto_chooses_a_gpu_only_if_torch_is_built_with_cuda(tmp_path, monkeypat
     fake.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200 (UUID: GPU-1)'\n")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(torch.version, "cuda", built_for)
+    monkeypatch.setattr("service.server.torch_build", lambda: ("2.13.0", built_for))
     check_cuda_with_nvidia_smi.cache_clear()
     assert choose_accelerator("auto") == chosen
     assert choose_accelerator("mps") == "mps"
@@ -607,6 +608,28 @@ def test_auto_chooses_a_gpu_only_if_torch_is_built_with_cuda(tmp_path, monkeypat
     check_cuda_with_nvidia_smi.cache_clear()
     assert choose_accelerator("auto") == "cpu"
     check_cuda_with_nvidia_smi.cache_clear()
+
+
+def test_build_of_torch_is_read_without_importing_it():
+    assert torch_build() == (torch.__version__, torch.version.cuda)
+
+
+def test_auto_takes_as_many_slots_as_fit_the_gpu_with_least_free_memory(tmp_path, monkeypatch, checkpoint):
+    fake = tmp_path / "nvidia-smi"
+    fake.write_text(
+        '#!/bin/sh\n[ "$*" = "--query-gpu=memory.free --format=csv,noheader,nounits" ] && echo 4000 && echo 1200\n'
+    )
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    settings = Settings(max_running_requests="auto", workers_per_device=1)
+    config = GPTConfig(**checkpoint.hyperparameters)
+    slots = choose_slots(settings, config, "float32", "cuda:0")
+    assert slots == slots_that_fit(config, "float32", 1200 * 2**20) > 0
+    assert choose_slots(settings, config, "float32", "cpu") == 64
+    assert choose_slots(Settings(max_running_requests=7), config, "float32", "cuda:0") == 7
+    with pytest.raises(BackendError, match="not one sequence fits into 0.6 GB"):
+        choose_slots(Settings(max_running_requests="auto", workers_per_device=2), config, "float32", "cuda:0")
 
 
 def test_torch_is_loaded_by_workers_alone_and_by_them_only_to_run_the_model(server):

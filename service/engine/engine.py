@@ -20,7 +20,8 @@ from service.wire import Delta, FinishReason, Logprobs, Submit
 
 logger = logging.getLogger(__name__)
 
-MAX_STEPS = 32  # decode steps per call
+# Takes in what a launch gave: waits for it, updates its sequences and adds their deltas.
+Collect = Callable[[list[Delta]], None]
 
 
 class StepStats:
@@ -104,16 +105,17 @@ class Engine:
         self.config = runner.config
         self.clock = clock
         self.step_seconds = step_seconds
-        self.scheduler = Scheduler(runner.slots, max_waiting, runner.config)
+        self.scheduler = Scheduler(runner.slots, max_waiting, runner.config, runner.piece)
         self.runner = runner
         self.stats = StepStats(clock)  # of the last step
         self._decode_cost = Cost(each=step_seconds)  # of one step, by rows; the first call has one step
         self._prefill_cost = Cost(each=step_seconds / MIN_PREFILL)  # by characters
         self._ended: list[Delta] = []  # ended early; returned by the current step, or the next
+        self._in_flight: list[Collect] = []  # launched by the last step, if the runner is asynchronous
 
     @property
     def has_work(self) -> bool:
-        return bool(self._ended) or len(self.scheduler) > 0
+        return bool(self._ended) or len(self.scheduler) > 0 or bool(self._in_flight)
 
     def submit(self, request: Submit) -> Sequence:
         """Queue a sequence.
@@ -132,12 +134,20 @@ class Engine:
             self._ended.append(self._delta(sequence))
 
     def step(self) -> list[Delta]:
-        """One turn: schedule, run (some decode steps in one call, then pieces of prompts), update."""
+        """One turn: schedule, launch (some decode steps in one call, then pieces of prompts), collect.
+
+        An asynchronous runner is given this turn's launches before the last turn's outcomes are read, so that the
+        device need not wait for the host. What a sequence ran beyond a stop is dropped.
+        """
         stats = self.stats = StepStats(self.clock)
         scheduler = self.scheduler
         for id in scheduler.expired(stats.started_at):
             self.abort(id, "timeout")
-        slots = np.flatnonzero(scheduler.is_decoding)  # (B,)
+        deltas, self._ended = self._ended, []
+        if self._in_flight and scheduler.num_guided:  # the mask of a guided sequence follows from its last character
+            self._collect(self._in_flight, deltas)
+            self._in_flight = []
+        slots = np.flatnonzero(scheduler.is_decoding & (scheduler.num_left > 0))  # (B,)
         plan = scheduler.schedule(stats.started_at, self._prefill_budget(len(slots)))
         for sequence, copy in plan.copies:
             with self._isolated([sequence]):
@@ -145,13 +155,18 @@ class Engine:
         for sequence, shared in plan.starts:
             self._start(sequence, shared)
         stats.lap("schedule")
-        deltas, self._ended = self._ended, []
+        launched: list[Collect] = []
         if len(slots):
-            self._decode(slots, deltas)
+            self._decode(slots, launched)
         # A start or a copy that failed has ended its sequence.
         pieces = [piece for piece in plan.pieces if not piece.sequence.is_finished]
         if pieces:
-            self._prefill(pieces, deltas)
+            self._prefill(pieces, launched)
+        if self.runner.is_async and launched:
+            launched, self._in_flight = self._in_flight, launched
+        else:
+            launched, self._in_flight = self._in_flight + launched, []
+        self._collect(launched, deltas)
         deltas += self._ended
         self._ended = []
         stats.lap("update")
@@ -178,11 +193,13 @@ class Engine:
         return max(MIN_PREFILL, self._prefill_cost.size_for(max(self.step_seconds - decoding, 0.5 * decoding)))
 
     def _num_steps(self, rows: int) -> int:
-        """Decode steps of a call over `rows`, if nobody waits for its end: a power of two."""
-        steps, seconds = 1, self._decode_cost.seconds(rows)
-        while steps < MAX_STEPS and 2 * steps * seconds <= self.step_seconds:
-            steps *= 2
-        return steps
+        """Decode steps of a call over `rows`, if nobody waits for its end."""
+        seconds = self._decode_cost.seconds(rows)
+        return max(n for n in self.runner.step_counts if n == 1 or n * seconds <= self.step_seconds)
+
+    def _collect(self, launched: list[Collect], deltas: list[Delta]) -> None:
+        for collect in launched:
+            collect(deltas)
 
     def _copy(self, copy: Copy) -> None:
         self.runner.copy(*copy)
@@ -195,8 +212,8 @@ class Engine:
             if shared is not None:
                 self._copy(shared)
 
-    def _decode(self, slots: np.ndarray, deltas: list[Delta]) -> None:
-        """Run the sequences in `slots` (B,)."""
+    def _decode(self, slots: np.ndarray, launched: list[Collect]) -> None:
+        """Launch the sequences in `slots` (B,)."""
         scheduler, stats = self.scheduler, self.stats
         by_slot = scheduler.by_slot
         sequences = [sequence for slot in slots.tolist() if (sequence := by_slot[slot]) is not None]
@@ -209,63 +226,97 @@ class Engine:
             wants_logits = [b for b in special if sequences[b].request.logprobs is not None]
             # A guided row takes one step per call, as each needs a mask. Beside rows of K steps it would wait for all K
             # after each character, so that its own text would be up to K times slower: then all take one.
-            is_waited_for = scheduler.prefilling or any(sequences[b].is_guided for b in special)
+            is_waited_for = scheduler.prefilling or scheduler.num_guided
             steps = np.minimum(1 if is_waited_for else self._num_steps(len(slots)), scheduler.num_left[slots])
-            outcome = self.runner.decode(slots, steps, allowed, wants_logits)
+            pending = self.runner.decode(slots, steps, allowed, wants_logits)
             scheduler.decoded(slots, steps)
-            stats.num_decode_rows, stats.num_decode_steps = len(slots), outcome.ids.shape[1]
+            is_end = (scheduler.num_left[slots] == 0).tolist()
+            stats.num_decode_rows, stats.num_decode_steps = len(slots), int(steps.max())
             stats.num_decode_tokens = int(steps.sum())
-            self._decode_cost.observe(len(slots), stats.lap("decode") / stats.num_decode_steps)
-            self._update(sequences, steps, outcome, deltas)
-            stats.lap("update")
+            seconds = stats.lap("decode")
 
-    def _update(self, sequences: list[Sequence], steps: np.ndarray, outcome: Outcome, deltas: list[Delta]) -> None:
-        """Take what a decode call chose, of each row the first `steps`."""
+            def collect(deltas: list[Delta]) -> None:
+                with self._isolated(sequences):
+                    outcome = pending.collect()
+                    self._decode_cost.observe(len(slots), (outcome.seconds or seconds) / outcome.ids.shape[1])
+                    self.stats.lap("decode")
+                    self._update(sequences, steps, is_end, outcome, deltas)
+                    self.stats.lap("update")
+
+            launched.append(collect)
+
+    def _update(
+        self, sequences: list[Sequence], steps: np.ndarray, is_end: list[bool], outcome: Outcome, deltas: list[Delta]
+    ) -> None:
+        """Take what a decode call chose, of each row the first `steps`; is_end: with which it has all it may have."""
         ids: list[list[int]] = outcome.ids.tolist()
         for b in np.flatnonzero(steps < outcome.ids.shape[1]).tolist():
             del ids[b][steps[b] :]
         failed = set(np.flatnonzero((outcome.ids == FAILED).any(axis=1)).tolist())
         for b in failed:
             del ids[b][ids[b].index(FAILED) :]
-        for b, sequence in enumerate(sequences):
-            if b in failed or not sequence.extend_simply(ids[b]):
-                self._take(sequence, ids[b], outcome.logits.get(b))
+        for b, (sequence, chosen) in enumerate(zip(sequences, ids, strict=True)):
+            if sequence.finish_reason is not None:  # since this was launched
+                self.stats.num_dropped_tokens += len(chosen)
+            elif b in failed or not sequence.extend_simply(chosen):
+                self._take(sequence, chosen, outcome.logits.get(b))
                 if b in failed and not sequence.is_finished:
                     self._fail(sequence)
                 self._send(sequence, deltas)
-                continue
-            delta = Delta(sequence.id, ids[b])
-            if sequence.num_completion_tokens == sequence.request.max_tokens:
-                sequence.finish_reason = delta.finish_reason = "length"
-                delta.ended_at = self.clock()
-                self.scheduler.remove(sequence)
-            deltas.append(delta)
+            else:
+                delta = Delta(sequence.id, chosen)
+                if is_end[b]:
+                    sequence.finish_reason = delta.finish_reason = "length"
+                    delta.ended_at = self.clock()
+                    self.scheduler.remove(sequence)
+                deltas.append(delta)
 
-    def _prefill(self, pieces: list[Prefill], deltas: list[Delta]) -> None:
+    def _prefill(self, pieces: list[Prefill], launched: list[Collect]) -> None:
         stats = self.stats
         sequences = [piece.sequence for piece in pieces]
         with self._isolated(sequences):
-            outcome = self.runner.prefill([_piece(piece) for piece in pieces])
-            stats.num_prefill_tokens = sum(piece.length for piece in pieces)
-            self._prefill_cost.observe(stats.num_prefill_tokens, stats.lap("prefill"))
-            stats.prefilled_at = stats.ended_at
-            ids = outcome.ids[:, 0].tolist()
-            for b, (sequence, length) in enumerate(pieces):
-                logits, is_failed = outcome.logits.get(b), ids[b] == FAILED
-                if sequence.request.score_from is not None and logits is not None:
-                    is_failed = is_failed or not np.isfinite(logits).all()
-                    if not is_failed:
-                        _score(sequence, logits)
-                chooses = pieces[b].is_last and sequence.request.max_tokens > 0
-                if is_failed:
-                    self._fail(sequence)
-                self.scheduler.prefilled(pieces[b])
-                if not sequence.num_prompt_left:
-                    sequence.prefilled_at = stats.prefilled_at
-                if chooses and not is_failed:
-                    self._take(sequence, [ids[b]], None if logits is None else logits[length - 1 : length])
-                self._send(sequence, deltas)
-            stats.lap("update")
+            pending = self.runner.prefill([_piece(piece) for piece in pieces])
+            num_tokens = stats.num_prefill_tokens = sum(piece.length for piece in pieces)
+            seconds = stats.lap("prefill")
+            parts = [(*piece, piece.is_last, piece.sequence.num_prefilled) for piece in pieces]
+            for piece in pieces:
+                self.scheduler.prefilled(piece)
+
+            def collect(deltas: list[Delta]) -> None:
+                with self._isolated(sequences):
+                    outcome = pending.collect()
+                    self._prefill_cost.observe(num_tokens, outcome.seconds or seconds)
+                    self.stats.lap("prefill")
+                    self.stats.prefilled_at = self.stats.ended_at
+                    for b, (sequence, length, is_last, start) in enumerate(parts):
+                        if not sequence.is_finished:
+                            logits = outcome.logits.get(b)
+                            self._update_prefill(sequence, length, is_last, start, int(outcome.ids[b, 0]), logits)
+                            self._send(sequence, deltas)
+                    self.stats.lap("update")
+
+            launched.append(collect)
+
+    def _update_prefill(
+        self, sequence: Sequence, length: int, is_last: bool, start: int, id: int, logits: np.ndarray | None
+    ) -> None:
+        """Take what `length` prompt ids from index `start` on gave: logits (length, V), and the first choice."""
+        request, is_failed = sequence.request, id == FAILED
+        if request.score_from is not None and logits is not None:
+            is_failed = is_failed or not np.isfinite(logits).all()
+            if not is_failed:
+                _score(sequence, start, logits)
+        if is_failed:
+            self._fail(sequence)
+        if not is_last:
+            return
+        sequence.prefilled_at = self.stats.prefilled_at
+        if is_failed:
+            return
+        if request.max_tokens == 0:
+            sequence.finish_reason = "length"
+        else:
+            self._take(sequence, [id], None if logits is None else logits[length - 1 : length])
 
     def _take(self, sequence: Sequence, ids: list[int], logits: np.ndarray | None) -> None:
         """Extend a sequence by chosen ids, which are from logits (len(ids) or more, V) if it reports them."""
@@ -326,9 +377,9 @@ def _piece(piece: Prefill) -> Piece:
     )
 
 
-def _score(sequence: Sequence, logits: np.ndarray) -> None:
-    """Take the log-probabilities of the prompt's ids that the logits (T, V) of its next piece predict."""
-    request, start = sequence.request, sequence.num_prefilled
+def _score(sequence: Sequence, start: int, logits: np.ndarray) -> None:
+    """Take the log-probabilities of the prompt's ids that the logits (T, V) of ids from index `start` on predict."""
+    request = sequence.request
     assert request.score_from is not None
     first = max(start + 1, request.score_from)  # the id at index i is predicted at position i−1
     last = min(start + len(logits) + 1, len(request.prompt))

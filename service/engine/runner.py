@@ -1,7 +1,8 @@
 """What runs a model over cache slots, behind one interface, and the choice of the backend.
 
-    torch    eager.py: any device
     native   native.py: a CPU, by the library built from native.cpp
+    cuda     cuda.py: an NVIDIA GPU, by CUDA graphs
+    torch    eager.py: any device
 
 A backend holds the tensors: weights, cache and the state of sampling. The engine above it sees slots, ids and steps.
 Loads without torch; a backend is imported when it is opened.
@@ -10,7 +11,7 @@ Loads without torch; a backend is imported when it is opened.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 NONE, FAILED = -1, -2  # in Outcome.ids: nothing was chosen; the logits were not finite
 
-BACKENDS = ("auto", "native", "torch")
+BACKENDS = ("auto", "native", "cuda", "torch")
 DTYPES = ("auto", "float32", "float64", "bfloat16")
 
 
@@ -43,6 +44,16 @@ class Outcome(NamedTuple):
 
     ids: np.ndarray  # (B, K) int32; NONE past a row's steps; FAILED, then NONE, where logits are not finite
     logits: dict[int, np.ndarray]  # of each row that wants them: (T or steps, V) float64
+    seconds: float | None = None  # on the device; None: as long as the call took
+
+    def collect(self) -> Outcome:
+        return self
+
+
+class Pending(NamedTuple):
+    """A forward that is under way on a device."""
+
+    collect: Callable[[], Outcome]  # waits for it
 
 
 class Runner(ABC):
@@ -53,10 +64,17 @@ class Runner(ABC):
     arithmetic does not depend on what else is in the batch.
     """
 
-    backend: str  # "native" | "torch"
+    backend: str  # "native" | "cuda" | "torch"
     dtype: str  # "float32" | "float64" | "bfloat16"
     config: GPTConfig
     slots: int
+    # Forwards run beside the host, in the order in which they were asked for: outcomes are to be collected after the
+    # next ones have been launched.
+    is_async: bool = False
+    # Pieces of a prompt begin at multiples of this, and what was generated is not to be copied as part of a prompt: a
+    # row's arithmetic depends on where its pieces begin, and on whether a character was prompt or answer.
+    piece: int = 1
+    step_counts: Sequence[int] = (1, 2, 4, 8, 16, 32)  # decode steps of a call that cost no more than they must
 
     @abstractmethod
     def start(self, slot: int, params: SamplingParams, prompt: Sequence[int]) -> None:
@@ -75,13 +93,13 @@ class Runner(ABC):
         """
 
     @abstractmethod
-    def prefill(self, pieces: list[Piece]) -> Outcome:
+    def prefill(self, pieces: list[Piece]) -> Outcome | Pending:
         """Run the next pieces of prompts; ids (B, 1)."""
 
     @abstractmethod
     def decode(
         self, slots: np.ndarray, steps: np.ndarray, allowed: dict[int, np.ndarray], wants_logits: Collection[int]
-    ) -> Outcome:
+    ) -> Outcome | Pending:
         """Choose `steps[b]` (≥ 1) further characters for the sequence in slots[b], each fed to the next step.
 
         slots (B,), in any order; K = steps.max(). allowed: by row, for its first step; such a row has one step.
@@ -113,7 +131,9 @@ def resolve(backend: str, dtype: str, device: str) -> tuple[str, str]:
 
     kind = device.split(":")[0]
     if backend == "auto":
-        backend = available_backends()[0] if kind == "cpu" else "torch"
+        backend = available_backends()[0] if kind == "cpu" else "cuda" if kind == "cuda" else "torch"
+    elif backend == "cuda" and kind != "cuda":
+        raise ValueError(f"backend cuda runs on an NVIDIA GPU, got device {device}; choose auto")
     elif backend == "native":
         if kind != "cpu":
             raise ValueError(f"backend native runs on a cpu, got device {device}; choose torch or auto")
@@ -128,8 +148,24 @@ def resolve(backend: str, dtype: str, device: str) -> tuple[str, str]:
         raise ValueError("dtype must be auto, float32 or bfloat16 on mps, which has no float64, got float64")
     if dtype == "auto":
         # torch's kernels round differently at each batch size: only in float64 is that too little to change a text.
-        dtype = "float32" if backend == "native" or kind == "mps" else "float64"
+        dtype = "float64" if backend == "torch" and kind != "mps" else "float32"
     return backend, dtype
+
+
+def slots_that_fit(config: GPTConfig, dtype: str, free_bytes: float) -> int:
+    """Cache slots of backend cuda, 0 to 4096, that fit into a GPU's free memory with a tenth to spare."""
+    assert config.n_inner is not None
+    size = {"float64": 8, "float32": 4, "bfloat16": 2}[dtype]
+    C, heads, hs, V = config.n_embd, config.n_head + config.n_kv_head, config.head_dim, config.vocab_size
+    layer = 2 * C * C + 2 * C * config.n_kv_head * hs + 3 * C * config.n_inner
+    weights = size * (config.n_layer * layer + 2 * V * C)
+    cache = size * 2 * config.n_layer * config.n_kv_head * (config.block_size + 1) * hs
+    rotation = size * 2 * config.n_layer * heads * hs
+    activations = size * (8 * C + 4 * heads * hs + 5 * config.n_inner + config.block_size)
+    sampling = 8 * V * 60  # logits of 16 steps, bias, counts and what the sampler computes with
+    spare = 1 << 30  # CUDA itself, the libraries' workspaces, pieces of prompts
+    per_slot = cache + rotation + activations + sampling
+    return max(0, min(4096, int((0.9 * free_bytes - weights - spare) / per_slot)))
 
 
 def open_runner(
@@ -155,7 +191,11 @@ def open_runner(
             config = source.config
             weights = {name: value.detach().cpu().numpy() for name, value in source.state_dict().items()}
         return NativeRunner(config, weights, slots, threads, dtype)
+    model = source.load_model() if isinstance(source, Checkpoint) else source
+    if backend == "cuda":
+        from service.engine.cuda import CudaRunner
+
+        return CudaRunner(model, slots, dtype, device)
     from service.engine.eager import TorchRunner
 
-    model = source.load_model() if isinstance(source, Checkpoint) else source
     return TorchRunner(model, slots, dtype, device, threads)

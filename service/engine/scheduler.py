@@ -60,17 +60,20 @@ class Plan(NamedTuple):
 class Scheduler:
     """A sequence keeps its slot from start to end; the lowest free slot goes first.
 
+    piece: prompts run in pieces that begin at multiples of it; what is shared ends at one.
     Arrays are by slot, so that a decode step costs the same few array operations at any number of rows.
     """
 
-    def __init__(self, max_running: int, max_waiting: int, config: GPTConfig):
+    def __init__(self, max_running: int, max_waiting: int, config: GPTConfig, piece: int = 1):
         self.max_running = max_running
+        self.piece = piece
         self.max_waiting = max_waiting
         self.by_slot: list[Sequence | None] = [None] * max_running
         self.is_decoding = np.zeros(max_running, dtype=bool)
         self.num_left = np.zeros(max_running, dtype=np.int64)  # characters that a decoding sequence may still choose
         self.prefilling: list[Sequence] = []  # in order of arrival in a slot
-        self.contents = Contents(max_running, config)
+        self.num_guided = 0  # decoding sequences whose next choice depends on their last character
+        self.contents = Contents(max_running, config, piece)
         self._free = list(range(max_running))  # heap
         self._waiting: list[tuple[int, int, Sequence]] = []  # heap of (priority, order of arrival, sequence)
         self._deadlines: list[tuple[float, int]] = []  # heap of (deadline, id)
@@ -128,6 +131,7 @@ class Scheduler:
         if slot is not None:
             if self.is_decoding[slot]:
                 self.is_decoding[slot] = False
+                self.num_guided -= sequence.is_guided
             else:
                 self.prefilling.remove(sequence)
             if sequence.finish_reason == "error":  # its keys and values may not be finite
@@ -171,7 +175,7 @@ class Scheduler:
         )
 
     def prefilled(self, piece: Prefill) -> None:
-        """Record that a piece has run; after the last one its sequence decodes, or ends if it is only scored."""
+        """Record that a piece was launched; after the last one its sequence decodes, if it is not only scored."""
         sequence = piece.sequence
         assert sequence.slot is not None
         sequence.num_prefilled += piece.length
@@ -179,15 +183,14 @@ class Scheduler:
         if sequence.num_prompt_left:
             return
         self.contents.is_running[sequence.slot] = False
-        if sequence.request.max_tokens == 0:
-            sequence.finish_reason = sequence.finish_reason or "length"
-        else:
+        if sequence.request.max_tokens > 0:
             self.prefilling.remove(sequence)
             self.is_decoding[sequence.slot] = True
+            self.num_guided += sequence.is_guided
             self.num_left[sequence.slot] = sequence.request.max_tokens - 1  # the first one is chosen with the piece
 
     def decoded(self, slots: np.ndarray, steps: np.ndarray) -> None:
-        """Record that the sequences in `slots` (B,) have run `steps` (B,) characters."""
+        """Record that `steps` (B,) characters of the sequences in `slots` (B,) were launched."""
         self.contents.num_held[slots] += steps
         self.num_left[slots] -= steps
 
@@ -244,16 +247,18 @@ class Scheduler:
                 assert sequence.source.slot is not None
                 limit = self.contents.last_chance(sequence.num_shared)
                 stop_at[sequence.source.slot] = min(limit, stop_at.get(sequence.source.slot, limit))
-        pieces = []
+        pieces: list[Prefill] = []
         for sequence in sorted(self.prefilling, key=lambda it: it.request.max_tokens == 0):
             if budget <= 0:
                 break
             if sequence.source is None:
                 slot = sequence.slot
                 assert slot is not None
-                length = min(sequence.num_prompt_left, budget)
+                length = min(sequence.num_prompt_left, budget if pieces else max(budget, self.piece))
                 if slot in stop_at:
                     length = min(length, stop_at[slot] - int(self.contents.num_held[slot]))
+                if length < sequence.num_prompt_left:
+                    length -= length % self.piece
                 if length > 0:
                     pieces.append(Prefill(sequence, length))
                     budget -= length
@@ -280,8 +285,9 @@ class Contents:
     Each slot is a ring of W: a text that has outgrown it can only be copied whole.
     """
 
-    def __init__(self, slots: int, config: GPTConfig):
+    def __init__(self, slots: int, config: GPTConfig, piece: int = 1):
         self.window = config.block_size
+        self.piece = piece
         self.num_held = np.zeros(slots, dtype=np.int64)  # positions processed, generated ones included
         # Slots into which the current plan copies. As that may fail, nobody copies from them before the next plan.
         self.copied_now: set[int] = set()
@@ -299,11 +305,13 @@ class Contents:
     def ended(self, slot: int, sequence: Sequence) -> None:
         """A sequence leaves its text in a slot."""
         self.is_running[slot] = False
-        known = len(sequence.ids) - sequence.prefill_from
+        # With pieces, what was generated has other bits than as part of a prompt.
+        known = (len(sequence.ids) if self.piece == 1 else len(sequence.request.prompt)) - sequence.prefill_from
         if known < MIN_SHARED or known > self._ids.shape[1]:
             self.clear(slot)
         else:
-            self._record(slot, np.array(sequence.ids[sequence.prefill_from :], dtype=np.int32))
+            ids = sequence.ids[sequence.prefill_from : sequence.prefill_from + known]
+            self._record(slot, np.array(ids, dtype=np.int32))
 
     def clear(self, slot: int) -> None:
         """A slot holds nothing that may be copied."""
@@ -353,6 +361,7 @@ class Contents:
         held, is_new = int(self.num_held[slot]), slot in self.copied_now
         waits = bool(self.is_running[slot]) and (held < length or is_new)
         length = length if waits else min(length, held)
+        length -= length % self.piece
         if length < MIN_SHARED or held > self.last_chance(length) or (is_new and not waits):
             return None
         return Found(slot, length, not waits)

@@ -123,7 +123,7 @@ class Sequence:
 
         False if they need `extend`.
         """
-        if self.notable is None or self.num_held or not self.notable.isdisjoint(ids):
+        if self.notable is None or self.num_held or (self.notable and not self.notable.isdisjoint(ids)):
             return False
         self.ids += ids
         self.num_emitted += len(ids)

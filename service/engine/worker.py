@@ -65,10 +65,19 @@ class EngineAPI(LitAPI):
         from service.model.checkpoint import Checkpoint
         from service.observe.metrics import Metrics
 
-        runner = open_runner(
-            Checkpoint.read(options.checkpoint), options.backend, options.dtype,
-            options.max_running, options.threads, device,
-        )  # fmt: skip
+        try:
+            runner = open_runner(
+                Checkpoint.read(options.checkpoint), options.backend, options.dtype,
+                options.max_running, options.threads, device,
+            )  # fmt: skip
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            logger.critical(
+                "out of memory on %s with %d slots: choose fewer with --max-running-requests, or auto",
+                device, options.max_running,
+            )  # fmt: skip
+            raise SystemExit(1) from None
         self.engine = Engine(runner, max_waiting=options.max_waiting, step_seconds=options.step_seconds)
         self.metrics = Metrics(options.model_name, CollectorRegistry(), f"worker-{os.environ['LITSERVE_WORKER_ID']}")
         self.metrics.num_requests_running.set(0)
@@ -160,6 +169,11 @@ class EngineLoop(LitLoop):
         self._stopping = True
         assert self._sockets is not None
         self._sockets.wake()
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Of this machine or of a GPU, whichever library noticed."""
+    return isinstance(error, MemoryError) or "out of memory" in str(error).lower()
 
 
 def _observe(engine: Engine, metrics: Metrics, transport_seconds: float) -> None:

@@ -102,13 +102,23 @@ class Service:
     metrics: Metrics | None = None
     tracer: Tracer | None = None
 
-    def __init__(self, settings: Settings, checkpoint: Checkpoint, state: SharedState, *, backend: str, dtype: str):
+    def __init__(
+        self,
+        settings: Settings,
+        checkpoint: Checkpoint,
+        state: SharedState,
+        *,
+        backend: str,
+        dtype: str,
+        slots: int,
+        devices: list[str],
+    ):
         self.settings = settings
-        self.backend, self.dtype = backend, dtype  # what `auto` in the settings stands for here
+        # What `auto` in the settings stands for here; slots per worker, and a device per worker.
+        self.backend, self.dtype, self.slots, self.devices = backend, dtype, slots, devices
         self.checkpoint = checkpoint
         self.tokenizer = checkpoint.tokenizer
         self.state = state
-        self.devices: list[str] = []  # from the server
         self.process_id = 0  # of this HTTP process
         self.started_at = int(time.time())
         self.patterns = PatternCompiler(checkpoint.tokenizer.characters, settings.max_regex_characters)

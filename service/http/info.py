@@ -83,7 +83,10 @@ async def info(service: Service, request: Request) -> Response:
                 "".join(checkpoint.tokenizer.characters),
                 checkpoint.training,
             ),
-            Limits(**{name: getattr(settings, name) for name in Limits.__struct_fields__}),
+            Limits(
+                **{name: getattr(settings, name) for name in Limits.__struct_fields__}
+                | {"max_running_requests": service.slots}
+            ),
             settings.unknown_characters,
             service.backend,
             service.dtype,

@@ -60,7 +60,7 @@ async def score(service: Service, request: Request) -> Response:
     ]  # fmt: skip
     context.num_prompt_tokens = len(before) + sum(map(len, ids))
     # A quarter of the slots, so that scoring does not starve generations.
-    window = max(1, service.settings.max_running_requests // 4)
+    window = max(1, service.slots // 4)
     generation = service.start(context, submits, window=window) if submits else None
     encoder.count_unknown()
 

@@ -7,7 +7,7 @@ is the definition of every sampling parameter; a backend that samples by itself 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -46,6 +46,20 @@ class History:
         self._counts[id] += 1.0
 
 
+class Filters(NamedTuple):
+    """Steps 5 to 9 of `sample` for B rows: a column (B, 1) per parameter, None for a step that no row needs.
+
+    A step changes nothing in rows whose parameter is neutral.
+    """
+
+    temperature: Tensor  # fp64, > 0
+    is_greedy: Tensor | None = None  # bool
+    top_k: Tensor | None = None  # neutral: V or more; with top_p, or both None
+    top_p: Tensor | None = None  # neutral: 1
+    log_min_p: Tensor | None = None  # neutral: −∞; needs top_k and top_p
+    typical_p: Tensor | None = None  # neutral: 1
+
+
 class SamplingRows:
     """The parameters of B rows as tensors, for all steps until the rows change."""
 
@@ -53,19 +67,16 @@ class SamplingRows:
         def column(values: list[Any], dtype: torch.dtype = torch.float64) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)[:, None]  # (B, 1)
 
-        self.any_greedy = any(p.temperature == 0.0 for p in params)
-        self.any_ranked = any(p.top_k > 0 or p.top_p < 1.0 or p.min_p for p in params)
-        self.any_min_p = any(p.min_p for p in params)
-        self.any_typical = any(p.typical_p < 1.0 for p in params)
-        self.greedy = column([p.temperature == 0.0 for p in params], torch.bool)
-        self.temperature = column([p.temperature or 1.0 for p in params])
-        if self.any_ranked:
-            self.top_k = column([p.top_k if p.top_k > 0 else 2**31 for p in params], torch.int64)
-            self.top_p = column([p.top_p for p in params])
-        if self.any_min_p:
-            self.log_min_p = column([p.min_p for p in params]).log()
-        if self.any_typical:
-            self.typical_p = column([p.typical_p for p in params])
+        is_greedy = [p.temperature == 0.0 for p in params]
+        is_ranked = any(p.top_k > 0 or p.top_p < 1.0 or p.min_p for p in params)
+        self.filters = Filters(
+            column([p.temperature or 1.0 for p in params]),
+            column(is_greedy, torch.bool) if any(is_greedy) else None,
+            column([p.top_k if p.top_k > 0 else 2**31 for p in params], torch.int64) if is_ranked else None,
+            column([p.top_p for p in params]) if is_ranked else None,
+            column([p.min_p for p in params]).log() if any(p.min_p for p in params) else None,
+            column([p.typical_p for p in params]) if any(p.typical_p < 1.0 for p in params) else None,
+        )
 
         # (row, id, bias)
         entries = [(b, id, bias) for b, p in enumerate(params) for id, bias in p.logit_bias]
@@ -78,9 +89,11 @@ class SamplingRows:
         if self.penalised:
             few = [params[b] for b in self.penalised]
             self.which = torch.tensor(self.penalised, device=device)
-            self.repetition = column([p.repetition_penalty for p in few])
-            self.presence = column([p.presence_penalty for p in few])
-            self.frequency = column([p.frequency_penalty for p in few])
+            self.penalties = (
+                column([p.repetition_penalty for p in few]),
+                column([p.presence_penalty for p in few]),
+                column([p.frequency_penalty for p in few]),
+            )
 
 
 def sample(
@@ -123,47 +136,52 @@ def sample(
         z = z.index_put(rows.biased, rows.bias, accumulate=True)
     if rows.penalised:
         assert histories is not None, "rows with penalties need histories"
-        z = _penalise(z, rows, histories)
+        few = [history for b in rows.penalised if (history := histories[b]) is not None]
+        assert len(few) == len(rows.penalised), "a row with penalties needs its history"
+        seen = torch.stack([history.seen for history in few]).to(z.device)
+        counts = torch.stack([history.counts for history in few]).to(z.device)
+        z = z.index_copy(0, rows.which, penalise(z[rows.which], seen, counts, *rows.penalties))
+    return choose(z, rows.filters, u, allowed)
+
+
+def penalise(
+    z: Tensor, seen: Tensor, counts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
+) -> Tensor:
+    """Steps 3 and 4 of `sample`: z (B, V) fp64, seen (B, V) bool, counts (B, V) fp64, a column per parameter."""
+    z = torch.where(seen, torch.where(z > 0.0, z / repetition, z * repetition), z)
+    return z - (frequency * counts + presence * (counts > 0.0))
+
+
+def choose(z: Tensor, filters: Filters, u: Tensor, allowed: Tensor | None = None) -> Tensor:
+    """Steps 2 and 5 to 9 of `sample`, and the choice: (B,) int64 from z (B, V) fp64."""
     if allowed is not None:
         z = z.masked_fill(~allowed, -torch.inf)
-    z = (z - z.amax(dim=1, keepdim=True)) / rows.temperature
+    z = (z - z.amax(dim=1, keepdim=True)) / filters.temperature
     weights = z.exp()
-    if rows.any_ranked:
-        weights = weights * _keep_likeliest(z, weights, rows)
-    if rows.any_typical:
-        weights = weights * _keep_typical(z, weights, rows)
+    if filters.top_k is not None:
+        weights = weights * _keep_likeliest(z, weights, filters)
+    if filters.typical_p is not None:
+        weights = weights * _keep_typical(z, weights, filters.typical_p)
     cdf = weights.cumsum(dim=1)
     cdf = cdf / cdf[:, -1:]
     # Ids of weight 0 at the end share the CDF's last value, 1 > u: they are never chosen.
-    ids = (cdf <= u[:, None]).sum(dim=1).clamp(max=V - 1)
-    return torch.where(rows.greedy[:, 0], z.argmax(dim=1), ids) if rows.any_greedy else ids
+    ids = (cdf <= u[:, None]).sum(dim=1).clamp(max=z.size(1) - 1)
+    return ids if filters.is_greedy is None else torch.where(filters.is_greedy[:, 0], z.argmax(dim=1), ids)
 
 
-def _penalise(z: Tensor, rows: SamplingRows, histories: Sequence[History | None]) -> Tensor:
-    """Logits (B, V) after penalties."""
-    few = [history for b in rows.penalised if (history := histories[b]) is not None]
-    assert len(few) == len(rows.penalised), "a row with penalties needs its history"
-    seen = torch.stack([history.seen for history in few]).to(z.device)
-    counts = torch.stack([history.counts for history in few]).to(z.device)
-    x = z[rows.which]
-    repeated = torch.where(x > 0.0, x / rows.repetition, x * rows.repetition)
-    x = torch.where(seen, repeated, x)
-    x = x - (rows.frequency * counts + rows.presence * (counts > 0.0))
-    return z.index_copy(0, rows.which, x)
-
-
-def _keep_likeliest(z: Tensor, weights: Tensor, rows: SamplingRows) -> Tensor:
+def _keep_likeliest(z: Tensor, weights: Tensor, filters: Filters) -> Tensor:
     """top_k, top_p and min_p, which keep a prefix of the ranking: (B, V) bool."""
+    assert filters.top_k is not None and filters.top_p is not None
     V = z.size(1)
     sorted_z, order = z.sort(dim=1, descending=True, stable=True)
-    by_k = torch.arange(V, device=z.device) < rows.top_k
-    kept = by_k & _reaching(weights.gather(1, order) * by_k, rows.top_p)
-    if rows.any_min_p:
-        kept &= ~(sorted_z < rows.log_min_p)  # NaN stays: each row keeps an id
+    by_k = torch.arange(V, device=z.device) < filters.top_k
+    kept = by_k & _reaching(weights.gather(1, order) * by_k, filters.top_p)
+    if filters.log_min_p is not None:
+        kept &= ~(sorted_z < filters.log_min_p)  # NaN stays: each row keeps an id
     return torch.zeros_like(kept).scatter(1, order, kept)
 
 
-def _keep_typical(z: Tensor, weights: Tensor, rows: SamplingRows) -> Tensor:
+def _keep_typical(z: Tensor, weights: Tensor, typical_p: Tensor) -> Tensor:
     """typical_p, among the ids of positive weight: (B, V) bool."""
     kept = weights > 0.0
     p = weights / weights.sum(dim=1, keepdim=True)
@@ -171,7 +189,7 @@ def _keep_typical(z: Tensor, weights: Tensor, rows: SamplingRows) -> Tensor:
     z = z.masked_fill(~kept, 0.0)
     deviation = z - (p * z).sum(dim=1, keepdim=True)
     _, order = deviation.abs().masked_fill(~kept, torch.inf).sort(dim=1, stable=True)
-    by_key = _reaching(p.gather(1, order), rows.typical_p)
+    by_key = _reaching(p.gather(1, order), typical_p)
     return kept & torch.zeros_like(by_key).scatter(1, order, by_key)
 
 

@@ -87,6 +87,19 @@ class Ours:
             "phases": phases,
         }
 
+    def profile(self, rows: int) -> list[dict[str, Any]]:
+        """The kernels of a run over full windows with most of the device's time: name, calls, share."""
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            self.run(rows, 32, self.runner.config.block_size)
+        kernels = [it for it in profiler.key_averages() if it.self_device_time_total > 0]
+        kernels.sort(key=lambda it: it.self_device_time_total, reverse=True)
+        whole = sum(it.self_device_time_total for it in kernels) or 1
+        return [
+            {"name": it.key[:120], "calls": it.count, "share": it.self_device_time_total / whole} for it in kernels[:20]
+        ]
+
     def prefill(self, rows: int, characters: int) -> float:
         """Characters per second of the prompts of `rows` sequences that end with their first character."""
         engine = self.new_engine(rows)

@@ -26,6 +26,7 @@ FAMILIES = {
     "llama": "llama.cpp's server",
     "transformers": "`transformers serve`",
     "stock": "stock LitServe",
+    "vllm": "vLLM",
 }
 
 
@@ -76,6 +77,11 @@ def ask_transformers(system: System, prompt: str, length: int, streamed: bool, s
     return load.post("/v1/completions", body)
 
 
+def ask_vllm(system: System, prompt: str, length: int, streamed: bool, seed: int) -> bytes:
+    body = {"model": system.command[2], "prompt": prompt, "max_tokens": length, "stream": streamed, "seed": seed}
+    return load.post("/v1/completions", body | {"temperature": TEMPERATURE, "ignore_eos": True})
+
+
 def ask_stock(_: System, prompt: str, length: int, streamed: bool, seed: int) -> bytes:
     return load.post("/generate", {"prompt": prompt, "max_tokens": length})
 
@@ -85,6 +91,7 @@ REQUESTS: Mapping[str, Callable[[System, str, int, bool, int], bytes]] = {
     "llama": ask_llama,
     "transformers": ask_transformers,
     "stock": ask_stock,
+    "vllm": ask_vllm,
 }
 
 
@@ -117,6 +124,7 @@ TEXTS: Mapping[str, Callable[[str, bool], str]] = {
     "llama": text_of_llama,
     "transformers": text_of_transformers,
     "stock": text_of_stock,
+    "vllm": text_of_transformers,
 }
 
 

@@ -121,7 +121,7 @@ def probe_ours(config: TrainConfig, out: Path) -> dict[str, Any]:
     return {"step": step, "start": max(0.0, warm["cpu_seconds"] - (WARM_STEPS - 1) * step), "dtype": dtype}
 
 
-def run_nanogpt(recipe: nanogpt.Recipe, seed: int, threads: int) -> dict[str, Any]:
+def run_nanogpt(recipe: nanogpt.Recipe, seed: int, threads: int, device: str = "cpu") -> dict[str, Any]:
     """Figures of one run of the baseline."""
     started = time.perf_counter()
     if threads:
@@ -146,6 +146,7 @@ def run_nanogpt(recipe: nanogpt.Recipe, seed: int, threads: int) -> dict[str, An
             seed,
             evaluated,
             lambda step, loss: bar.update(task, completed=step, description=f"nanoGPT, loss {loss:.3f}"),
+            device,
         )
     end = curve[-1]
     figures = {
@@ -159,7 +160,8 @@ def run_nanogpt(recipe: nanogpt.Recipe, seed: int, threads: int) -> dict[str, An
         "run_seconds": time.perf_counter() - started,
         "curve": curve,
     }
-    return figures | speed(model, figures, "cpu", "float32", torch.get_num_threads(), 1)
+    dtype = "float32" if device == "cpu" else "bfloat16"
+    return figures | speed(model, figures, device, dtype, torch.get_num_threads(), 1)
 
 
 def speed(model: Any, figures: dict[str, Any], device: str, dtype: str, threads: int, processes: int) -> dict[str, Any]:

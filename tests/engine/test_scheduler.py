@@ -66,7 +66,10 @@ def run(scheduler, plan, apply=lambda piece: None):
         apply(piece)
         scheduler.prefilled(piece)
         if not piece.sequence.num_prompt_left and not piece.sequence.is_finished:
-            piece.sequence.append(0)
+            if piece.sequence.request.max_tokens:
+                piece.sequence.append(0)
+            else:
+                piece.sequence.finish_reason = "length"
 
 
 @given(st.integers(0, 10_000))
@@ -77,19 +80,22 @@ def test_sequences_keep_their_slots_under_random_events(seed):
     Prompts are of two characters, so many share a beginning.
     """
     r = random.Random(seed)
-    scheduler = Scheduler(max_running=r.randint(1, 6), max_waiting=20, config=CONFIG)
+    length = r.choice([1, 1, 3])  # of pieces, but for a prompt's last
+    scheduler = Scheduler(max_running=r.randint(1, 6), max_waiting=20, config=CONFIG, piece=length)
     cache = [[] for _ in range(scheduler.max_running)]  # the ids whose keys each slot has seen
     ended, added, copied = [], 0, 0
 
     def copy(it):
         nonlocal copied
         assert it.length <= len(cache[it.source]) <= max(CONFIG.block_size, it.length)
+        assert it.length % length == 0
         cache[it.target] = cache[it.source][: it.length]
         copied += 1
 
     def append(piece):
         text, done = piece.sequence.cut_prompt.tolist(), len(cache[piece.sequence.slot])
         assert cache[piece.sequence.slot] == text[:done], "keys of another text"
+        assert done % length == 0 and (piece.is_last or piece.length % length == 0)
         cache[piece.sequence.slot] += text[done : done + piece.length]
 
     for step in range(80):
@@ -107,7 +113,7 @@ def test_sequences_keep_their_slots_under_random_events(seed):
         decoding = np.flatnonzero(scheduler.is_decoding)
         budget = r.randint(1, 30)
         plan = scheduler.schedule(float(step), budget)
-        assert sum(piece.length for piece in plan.pieces) <= budget
+        assert sum(piece.length for piece in plan.pieces) <= max(budget, length)
         for _, it in plan.copies:
             copy(it)
         for s, it in plan.starts:

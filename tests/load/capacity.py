@@ -312,13 +312,18 @@ class Card:
 
     name: str
     bytes_per_second: float
-    operations_per_second: float  # fp32: --dtype float32
+    operations_per_second: dict[str, float]  # by dtype: fp32 without tensor cores; bf16 dense, summed in fp32
     memory_bytes: float
-    launch_seconds: float  # per operation launched by the host; an assumption
 
 
-# NVIDIA's data sheet of the H200 SXM: 4.8 TB/s, 67 TFLOP/s in fp32 without tensor cores, 141 GB.
-H200 = Card("H200", 4.8e12, 67e12, 141e9, 5e-6)
+CARDS = (
+    Card("H200", 4.8e12, {"float32": 67e12, "bfloat16": 989e12}, 141e9),
+    Card("L4", 300e9, {"float32": 30.3e12, "bfloat16": 121e12}, 24e9),
+    Card("RTX 4090", 1.008e12, {"float32": 82.6e12, "bfloat16": 165e12}, 24e9),
+)
+# An assumption: the shortest time of a kernel in a graph, from the end of the one before.
+KERNEL_SECONDS = 2.5e-6
+STEPS = 8  # of a replay
 
 
 @dataclass(frozen=True)
@@ -326,33 +331,43 @@ class StepOnCard:
     """Calculated minimum times of a decode step on a GPU, by bottleneck."""
 
     rows: int
-    memory_seconds: float  # reading the weights once, and keys and values of each row
+    read_seconds: float  # of the weights once, and of keys and values of each row
     product_seconds: float
-    launch_seconds: float  # with one launch per operation
-    host_seconds: float  # the engine's bookkeeping on the CPU
+    kernel_seconds: float  # of as many kernels as a step has, were each as short as possible
+    host_seconds: float  # the engine's part, which runs beside
 
     @property
     def card_seconds(self) -> float:
-        """Roofline: minimum time of a step in one launch (a CUDA graph)."""
-        return max(self.memory_seconds, self.product_seconds)
+        return max(self.read_seconds, self.product_seconds, self.kernel_seconds)
 
     @property
     def seconds(self) -> float:
-        """Time with backend torch: one launch per operation, then the host's part."""
-        return max(self.card_seconds, self.launch_seconds) + self.host_seconds
+        return max(self.card_seconds, self.host_seconds)
+
+    @property
+    def bound(self) -> str:
+        """What takes longest."""
+        parts = {
+            "reads": self.read_seconds,
+            "products": self.product_seconds,
+            "kernels": self.kernel_seconds,
+            "host": self.host_seconds,
+        }
+        return max(parts, key=lambda name: parts[name])
 
 
 def step_on_card(
-    config: GPTConfig, parameters: int, rows: int, card: Card, *, operations: int, host_seconds: float
+    config: GPTConfig, parameters: int, rows: int, card: Card, dtype: str, *, operations: float, host_seconds: float
 ) -> StepOnCard:
-    """A step over `rows` full windows. operations: launches per step; host_seconds: CPU time per row."""
+    """A step over `rows` full windows. operations: kernels per step; host_seconds: per step."""
     products = 2 * parameters + 4 * config.n_layer * config.n_embd * config.block_size  # per row
+    size = 4 if dtype == "float32" else 2
     return StepOnCard(
         rows,
-        (4 * parameters + rows * slot_bytes(config)) / card.bytes_per_second,
-        rows * products / card.operations_per_second,
-        operations * card.launch_seconds,
-        rows * host_seconds,
+        (size * parameters + rows * slot_bytes(config, size)) / card.bytes_per_second,
+        rows * products / card.operations_per_second[dtype],
+        operations * KERNEL_SECONDS,
+        host_seconds,
     )
 
 
@@ -385,7 +400,7 @@ INTERVAL_SECONDS = 0.02  # --stream-interval-seconds: at most one event per stre
 
 GOALS = (Goal(0.1, 0.015), Goal(), Goal(1.0, 0.1))
 RATES = (10, 100, 1_000, 10_000)  # requests/s
-CARD_ROWS = (64, 256, 1024, 4096)
+CARD_ROWS = (1, 64, 512, 2048)
 CHARACTER_RATES = (10_000, 100_000, 1_000_000, 10_000_000)  # characters/s
 
 
@@ -408,6 +423,7 @@ def tables(results: dict[str, Any]) -> dict[str, str]:
             ("capacity-replica", replica_rows(results, replica)),
             ("capacity-check", check_rows(results, replica)),
             ("capacity-replicas", fleet_rows(replace(replica, waiting=1024))),
+            ("capacity-host", host_rows(results["engine"])),
             ("capacity-card", card_rows(results["engine"])),
             ("capacity-characters", character_rows(results["engine"], replica)),
         )
@@ -479,39 +495,47 @@ def fleet_rows(replica: Replica) -> list[list[str]]:
     return found
 
 
-def shape_on_card(name: str, rows: int, measured: dict[str, Any], card: Card = H200) -> StepOnCard:
-    """A step of a benchmarked shape, with launches and host time as measured on shape S."""
+def shape_on_card(name: str, rows: int, measured: dict[str, Any], card: Card, dtype: str) -> StepOnCard:
+    """A step of a benchmarked shape; measured: the counts and the host's time, as `measure_host` gives them."""
     config = config_of(SHAPES[name])
     with torch.device("meta"):
         parameters = GPT(config).num_parameters
+    operations = measured["operations"][name]
     return step_on_card(
-        config, parameters, rows, card,
-        operations=measured["operations"], host_seconds=measured["host_seconds_per_character"],
+        config, parameters, rows, card, dtype,
+        operations=operations["step"] + operations["fixed"] / STEPS,
+        host_seconds=float(np.interp(rows, *zip(*measured["host_seconds"], strict=True))) / STEPS,
     )  # fmt: skip
 
 
 def card_rows(measured: dict[str, Any]) -> list[list[str]]:
-    """Calculated steps on a GPU."""
-    found = [["shape, rows", "reads, ms", "products, ms", "launches, ms", "host, ms", "present engine, characters/s"]]
-    found[0] += ["one launch, sampling on the GPU, characters/s", "cache"]
-    for name, config in ((name, config_of(shape)) for name, shape in SHAPES.items()):
-        for rows in CARD_ROWS:
-            step = shape_on_card(name, rows, measured)
-            parts = (step.memory_seconds, step.product_seconds, step.launch_seconds, step.host_seconds)
-            found.append(
-                [f"{name}, {rows:,}", *(f"{1e3 * seconds:.3f}" for seconds in parts)]
-                + [f"{rows / step.seconds:,.0f}", f"{rows / step.card_seconds:,.0f}"]
-                + [f"{rows * slot_bytes(config) / 1e9:.2f} GB"]
-            )
+    """Characters per second calculated for each card, and what bounds them."""
+    found = [["card, shape, dtype", *(f"{rows:,} rows" if rows > 1 else "1 row" for rows in CARD_ROWS)]]
+    for card in CARDS:
+        for name in SHAPES:
+            for dtype in card.operations_per_second:
+                steps = [shape_on_card(name, rows, measured, card, dtype) for rows in CARD_ROWS]
+                cells = [f"{step.rows / step.seconds:,.0f} ({step.bound})" for step in steps]
+                found.append([f"{card.name}, {name}, {dtype}", *cells])
+    return found
+
+
+def host_rows(measured: dict[str, Any]) -> list[list[str]]:
+    """What was measured and counted without a card."""
+    found = [["", *(f"{rows:,} rows" for rows, _ in measured["host_seconds"])]]
+    found.append([f"host, ms per replay of {STEPS} steps", *(f"{1e3 * s:.2f}" for _, s in measured["host_seconds"])])
+    for name, counts in measured["operations"].items():
+        text = f"{counts['step']} per step and {counts['fixed']} per replay"
+        found.append([f"kernels of {name}", text, *[report.NONE] * (len(found[0]) - 2)])
     return found
 
 
 def character_rows(measured: dict[str, Any], replica: Replica) -> list[list[str]]:
     """Resources per throughput: CPU replicas, engines on GPUs, HTTP processes."""
     rows = 1024
-    step = shape_on_card("S", rows, measured)
+    step = shape_on_card("S", rows, measured, CARDS[0], "float32")
     each = rows / step.seconds
-    found = [["characters/s", "CPU replicas", f"GPU engines of {rows:,} rows", "share of one GPU's time"]]
+    found = [["characters/s", "CPU replicas", f"{CARDS[0].name}s with {rows:,} rows each"]]
     found[0] += ["concurrent streams", "HTTP processes", "events/s", "cache"]
     for rate in CHARACTER_RATES:
         streams = rate * step.seconds
@@ -519,7 +543,7 @@ def character_rows(measured: dict[str, Any], replica: Replica) -> list[list[str]
         processes = max(events * EVENT_SECONDS, rate / HTTP_CHARACTERS)
         found.append(
             [f"{rate:,}", f"{math.ceil(rate / (replica.saturation * replica.characters)):,}"]
-            + [f"{math.ceil(rate / each):,}", f"{100 * rate / rows * step.card_seconds:.2g} %", f"{streams:,.0f}"]
+            + [f"{math.ceil(rate / each):,}", f"{streams:,.0f}"]
             + [
                 f"{math.ceil(processes):,}",
                 f"{events:,.0f}",

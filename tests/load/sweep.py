@@ -32,15 +32,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from service.model.config import GPTConfig
 from service.settings import available_cpus
-from tests.bench import engine, llama, load, peers, report
+from tests.bench import engine, llama, load, peers, report, shapes, stubbed
 from tests.bench.command import (
     BenchError,
     Progress,
@@ -522,36 +520,24 @@ def measure_engine(
         added.append(seconds - before)
         expected.append(float(alone.prefill(begun)))
     scale = max(1.0, statistics.median(a / b for a, b in zip(added, expected, strict=True)))
-    parts = ours.run(full, length)["phases"]
-    host = sum(parts.get(name, 0.0) for name in ("schedule", "update", "rest"))
     return {
         "step_seconds": steps,
         "prefill_seconds": scale * alone.prefill_seconds,
         "prefill_more_seconds": scale * alone.prefill_more_seconds,
         "idle_prefill_seconds": prompts(1, IDLE_SECONDS),
-        "host_seconds_per_character": host / (full * length),
-        "operations": count_operations(model),
+        **measure_host(),
         "parameters": model.num_parameters,
     }
 
 
-def count_operations(model: Any) -> int:
-    """Operations that torch launches in a decode step, views excluded."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    from service.model.kv_cache import KVCache
-
-    class Counter(TorchDispatchMode):
-        count = 0
-
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.count += not function.is_view
-            return function(*args, **(kwargs or {}))
-
-    cache = KVCache(model.config, 2, model.head.weight.device, model.head.weight.dtype)
-    with torch.no_grad(), Counter() as counter:
-        model(torch.zeros(2, 1, dtype=torch.long, device=model.head.weight.device), cache.decode([True, True]))
-    return counter.count
+def measure_host() -> dict[str, Any]:
+    """The host's part of backend cuda, which needs no GPU: seconds per replay by rows, kernels by shape."""
+    configs = {name: shapes.config_of(shape) for name, shape in shapes.SHAPES.items()}
+    small = shapes.random_model(replace(configs["S"], n_layer=1, block_size=8))  # the host's part is the same
+    return {
+        "host_seconds": [[rows, stubbed.host_seconds(small, rows)] for rows in capacity.CARD_ROWS],
+        "operations": {name: stubbed.count_operations(shapes.random_model(config)) for name, config in configs.items()},
+    }
 
 
 # Output

@@ -274,14 +274,16 @@ def test_step_on_card_counts_the_same_operations_and_bytes_as_the_benchmark():
 
     model, rows = shapes.random_model(TINY), 5
     counts = roofline.count(TINY, rows, TINY.block_size, "float32")
-    card = capacity.Card("unit", 1.0, 1.0, 1.0, 1.0)
-    step = capacity.step_on_card(TINY, model.num_parameters, rows, card, operations=7, host_seconds=0.5)
+    card = capacity.Card("unit", 1.0, {"float32": 1.0}, 1.0)
+    step = capacity.step_on_card(TINY, model.num_parameters, rows, card, "float32", operations=8, host_seconds=0.5)
     # The benchmark omits unread embedding rows and the multiplications of norms.
-    assert step.memory_seconds == pytest.approx(counts["weight_bytes"] + counts["cache_bytes"], rel=0.2)
+    assert step.read_seconds == pytest.approx(counts["weight_bytes"] + counts["cache_bytes"], rel=0.2)
     operations = counts["product_operations"] + counts["attention_operations"]
     assert step.product_seconds == pytest.approx(operations, rel=0.2)
-    assert step.launch_seconds == 7 and step.host_seconds == 2.5
-    assert step.seconds == max(step.memory_seconds, step.product_seconds) + 2.5
+    assert step.kernel_seconds == 20e-6 and step.host_seconds == 0.5
+    assert step.seconds == max(step.read_seconds, step.product_seconds)
+    busy = replace(step, host_seconds=2 * step.seconds)
+    assert busy.seconds == busy.host_seconds and busy.bound == "host"
 
 
 # Counts of a sweep
@@ -376,7 +378,7 @@ def test_tiny_sweep_counts_every_request_and_writes_tables_and_picture(tmp_path)
             due = [item for item in sweep.at_rate(32, rung["rate"], seconds) if TINY_PLAN.warm_seconds <= item.at < end]
             assert rung["due"] == len(due) == rung["ended"] + rung["refused"] + rung["unfinished"]
     measured = results["engine"]
-    assert [rows for rows, _ in measured["step_seconds"]] == [1, 4] and measured["operations"] > 50
+    assert [rows for rows, _ in measured["step_seconds"]] == [1, 4] and measured["operations"]["M"]["step"] > 50
 
     text = (out / "sweep.md").read_text()
     assert sum(line.startswith(("| this service, ", "| stock LitServe, ")) for line in text.splitlines()) == 4

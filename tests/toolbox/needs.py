@@ -34,7 +34,7 @@ PROGRAMS = {
         "aarch64-linux-gnu-g++": ("aarch64-linux-gnu-g++",),
     },
 }
-OTHERS = ("compose", "corpus", "docker", "mount")
+OTHERS = ("compose", "corpus", "cuda", "docker", "mount")
 AREAS = sorted([*PROGRAMS, *OTHERS])
 CORPUS = Path(os.environ.get("CHARGPT_DATA_DIR") or cache_dir()) / "tinyshakespeare.txt"
 
@@ -82,8 +82,17 @@ def need(area: str) -> None:
         missing(area, f"{CORPUS} is missing")
     elif area == "docker" and not _succeeds("docker", "version"):
         missing(area, "no Docker engine answers")
+    elif area == "cuda" and not _has_gpu():
+        missing(area, "no GPU that this build of torch can use")
     elif area == "compose" and not _succeeds("docker", "compose", "version"):
         missing(area, "docker compose is not installed")
+
+
+@cache
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 @cache

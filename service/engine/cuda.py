@@ -1,0 +1,557 @@
+"""The backend "cuda": static shapes, replayed as CUDA graphs, with sampling on the device.
+
+    schedule   the host writes one table: what each slot, or each piece of a prompt, runs in this launch
+    replay     one graph: K steps of forward and sampler over all slots, or one block of pieces
+    collect    one copy of the chosen ids into pinned memory, read while the next launch runs
+
+Every launch runs all slots, whatever is in them, and every piece of a prompt begins at a multiple of `piece` counted
+from its own beginning and runs in a block of fixed size. So each kernel always gets the same shapes, and a row's
+arithmetic depends neither on the load nor on when its prompt was scheduled: the same seed gives the same text.
+
+On a device without graphs (a CPU, in tests) the same operations run eagerly. Knows slots and ids; nothing of requests,
+stops or text.
+
+Letters: S slots, R pieces of a block, T characters of a piece, N rows of a forward (S or R · T), K steps of a launch,
+L layers; C n_embd, nh n_head, nkv n_kv_head, hs head_dim, W block_size, V vocab_size as in gpt.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from service.engine.runner import FAILED, NONE, Outcome, Pending, Piece, Runner
+from service.model.gpt import GPT
+from service.model.params import SamplingParams
+from service.model.sampling import Filters, choose, penalise, uniforms
+
+STEPS = (1, 4, 16)  # decode steps of a graph
+PIECE = 64  # characters of a prompt per row of a block, at most W
+BLOCK = 8  # pieces of a block
+DRAWS = 1024  # of each slot, computed at once
+
+# The columns of the parameter table (S + 1, …), fp64; the last row is that of unused pieces.
+TEMPERATURE, GREEDY, TOP_K, TOP_P, LOG_MIN_P, TYPICAL_P, REPETITION, PRESENCE, FREQUENCY = range(9)
+
+
+BLOCK_WEIGHTS = (
+    *("attn_norm", "attn.qkv", "attn.q_norm", "attn.k_norm", "attn.proj"),
+    *("mlp_norm", "mlp.gate_up", "mlp.proj"),
+)
+
+
+class Layer(NamedTuple):
+    """A block's weights as the kernels take them: matrices (in, out)."""
+
+    attn_norm: Tensor
+    qkv: Tensor
+    proj: Tensor  # inputs ordered as attention leaves them
+    mlp_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+class CudaRunner(Runner):
+    """`model` is copied in `dtype` to `device`, and graphs are captured for it.
+
+    Raises:
+        torch.OutOfMemoryError: the weights, the cache or the graphs do not fit.
+    """
+
+    backend = "cuda"
+    step_counts = STEPS
+
+    def __init__(self, model: GPT, slots: int, dtype: str, device: torch.device | str):
+        self.dtype, self.slots, self.config = dtype, slots, model.config
+        self._device = torch.device(device)
+        self.is_async = self._has_graphs = self._device.type == "cuda"
+        c, S, V = model.config, slots, model.config.vocab_size
+        self.piece = min(PIECE, c.block_size)
+        place = functools.partial(torch.zeros, device=self._device)
+        kind = getattr(torch, dtype)
+        # In decode, attention leaves its heads as (key head, its group) or (group, key head), by device and dtype.
+        q = place(2, c.n_kv_head, c.n_head // c.n_kv_head, c.head_dim, dtype=kind)
+        y = F.scaled_dot_product_attention(q, q, q, attn_mask=place(2, 1, 1, q.size(2), dtype=kind))
+        self._is_group_first = y.stride(1) < y.stride(2)
+        self._weights(model, kind)
+        # Ring index W takes the writes of rows that do not run; slot S is that of unused pieces.
+        self._cache = place(c.n_layer, S + 1, 2 * c.n_kv_head, c.block_size + 1, c.head_dim, dtype=kind)
+        half = torch.arange(0, c.head_dim, 2, dtype=torch.float64, device=self._device) / c.head_dim
+        self._frequencies = c.rope_theta**-half  # radians per position
+        self._every_slot = torch.arange(S, device=self._device)
+        self._ring = torch.arange(c.block_size, device=self._device)
+        self._none, self._failed, self._spare = (
+            torch.tensor(value, device=self._device) for value in (NONE, FAILED, c.block_size)
+        )
+
+        # What a slot keeps between launches.
+        self._last = place(S + 1, dtype=torch.int64)  # the id that the next decode step feeds
+        self._table = place(S + 1, FREQUENCY + 1, dtype=torch.float64)
+        self._bias = place(S + 1, V, dtype=torch.float64)
+        self._seen = place(S + 1, V, dtype=torch.bool)  # in the prompt; where a penalty needs it
+        self._counts = place(S + 1, V, dtype=torch.float64)  # in the completion
+
+        # The host's side of it.
+        self._host_table = np.tile(_neutral_row(), (S + 1, 1))
+        self._table_changed = True
+        self._positions = np.zeros(S + 1, dtype=np.int64)
+        self._num_chosen = np.zeros(S + 1, dtype=np.int64)
+        self._seeds = [0] * S
+        self._draws, self._first_draw = np.zeros((S, DRAWS)), np.zeros(S, dtype=np.int64)
+        self._needs_all = np.zeros(S, dtype=bool)  # parameters beyond temperature and seed
+        self._has_bias = np.zeros(S, dtype=bool)
+
+        # One launch's plan and what it gives, all at fixed addresses.
+        self._plan = Plan(self._device, {"position": (S,), "limit": (S,)}, {"u": (max(STEPS), S)})
+        rows = {name: (BLOCK,) for name in ("slot", "start", "count", "chooses")}
+        self._pieces = Plan(self._device, rows | {"ids": (BLOCK, self.piece)}, {"u": (BLOCK,)})
+        self._allowed, self._is_masked = torch.ones(S + 1, V, dtype=torch.bool, device=self._device), False
+        self._chosen = place(max(STEPS), S, dtype=torch.int32)
+        self._logits = place(max(STEPS), S, V, dtype=torch.float64)
+        self._first = place(BLOCK, dtype=torch.int32)
+        self._piece_logits = place(BLOCK, self.piece, V, dtype=torch.float64)
+
+        self._graphs: dict[tuple[object, ...], Callable[[], None]] = {}
+        self._capture_all()
+
+    # -- Runner --
+
+    def start(self, slot: int, params: SamplingParams, prompt: Sequence[int]) -> None:
+        V = self.config.vocab_size
+        if not 0 <= min(prompt) <= max(prompt) < V:
+            raise ValueError(f"prompt ids must be in [0, {V - 1}], got {min(prompt)} to {max(prompt)}")
+        if any(id >= V for id, _ in params.logit_bias):
+            raise ValueError(f"logit_bias ids must be below {V}, got {max(params.logit_bias)[0]}")
+        self._positions[slot] = self._num_chosen[slot] = 0
+        self._seeds[slot], self._first_draw[slot] = params.seed, -DRAWS  # no draw is there yet
+        row = _row(params)
+        if not np.array_equal(row, self._host_table[slot]):
+            self._host_table[slot] = row
+            self._table_changed = True
+        self._needs_all[slot] = not np.array_equal(row[TOP_K:], _neutral_row()[TOP_K:])
+        if params.logit_bias or self._has_bias[slot]:
+            self._has_bias[slot] = bool(params.logit_bias)
+            bias = np.zeros(V)
+            for id, value in params.logit_bias:
+                bias[id] = value
+            _send(bias, self._bias[slot])
+        if params.needs_history:
+            seen = np.zeros(V, dtype=bool)
+            seen[np.asarray(prompt)] = True
+            _send(seen, self._seen[slot])
+            self._counts[slot] = 0.0
+        self._cache[:, slot] = 0.0  # masked keys and values count 0 times, which not-finite ones would survive
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        seen, W = int(self._positions[source]), self.config.block_size
+        if not length <= seen <= max(W, length):
+            raise ValueError(
+                f"to copy {length} positions the source must have run {length} to {max(W, length)}: {seen}"
+            )
+        used = min(length, W)
+        self._cache[:, target, :, :used] = self._cache[:, source, :, :used]
+        self._positions[target] = length
+
+    @torch.inference_mode()
+    def prefill(self, pieces: list[Piece]) -> Pending:
+        """A piece begins at a multiple of `self.piece`; longer ones run in several blocks."""
+        parts: list[list[tuple[int, int]]] = []  # blocks of (piece, offset); one piece's come in order
+        for offset in range(0, max(len(piece.ids) for piece in pieces), self.piece):
+            some = [(b, offset) for b, piece in enumerate(pieces) if offset < len(piece.ids)]
+            parts += [some[i : i + BLOCK] for i in range(0, len(some), BLOCK)]
+        launches = [(part, self._launch_block(pieces, part)) for part in parts]
+
+        def collect() -> Outcome:
+            ids = np.full((len(pieces), 1), NONE, dtype=np.int32)
+            logits: dict[int, list[np.ndarray]] = {}
+            for part, launch in launches:
+                chosen, piece_logits = launch.wait()
+                for r, (b, offset) in enumerate(part):
+                    piece = pieces[b]
+                    if chosen[r] != NONE:
+                        ids[b, 0] = chosen[r]
+                    if piece.wants_logits:
+                        assert piece_logits is not None
+                        logits.setdefault(b, []).append(piece_logits[r, : len(piece.ids) - offset])
+            seconds = sum(launch.seconds for _, launch in launches)
+            return Outcome(ids, {b: np.concatenate(some) for b, some in logits.items()}, seconds)
+
+        return Pending(collect)
+
+    @torch.inference_mode()
+    def decode(
+        self,
+        slots: np.ndarray,
+        steps: np.ndarray,
+        allowed: Mapping[int, np.ndarray] = {},
+        wants_logits: Collection[int] = (),
+    ) -> Pending:
+        K = int(steps.max())
+        plan = self._plan.host
+        plan["limit"][:] = 0
+        plan["limit"][slots] = steps
+        plan["position"][:] = self._positions[: self.slots]
+        plan["u"][:K, slots] = self._uniforms(slots, K).T
+        self._mask({int(slots[b]): mask for b, mask in allowed.items()})
+        self._positions[slots] += steps
+        self._num_chosen[slots] += steps
+        size = next(k for k in STEPS if k >= K)
+        needs_all = bool(self._needs_all[slots].any())
+        gives = [self._chosen[:size]] + [self._logits[:size]] * bool(wants_logits)
+        launch = self._launch(self._plan, ("decode", size, needs_all), gives)
+
+        def collect() -> Outcome:
+            chosen, logits = launch.wait()
+            ids = np.ascontiguousarray(chosen[:K, slots].T)  # (B, K)
+            for b in np.flatnonzero((ids == FAILED).any(axis=1)).tolist():
+                ids[b, ids[b].tolist().index(FAILED) + 1 :] = NONE
+            found = {} if logits is None else {b: logits[: steps[b], slots[b]].copy() for b in wants_logits}
+            return Outcome(ids, found, launch.seconds)
+
+        return Pending(collect)
+
+    # -- schedule --
+
+    def _launch_block(self, pieces: list[Piece], part: list[tuple[int, int]]) -> Launch:
+        plan, T = self._pieces.host, self.piece
+        plan["slot"][:] = self.slots
+        for name in ("start", "count", "chooses", "ids"):
+            plan[name][:] = 0
+        masks: dict[int, np.ndarray] = {}
+        needs_all = wants_logits = False
+        for r, (b, offset) in enumerate(part):
+            piece = pieces[b]
+            slot, ids = piece.slot, piece.ids[offset : offset + T]
+            plan["slot"][r], plan["start"][r], plan["count"][r] = slot, self._positions[slot], len(ids)
+            plan["ids"][r, : len(ids)] = ids
+            self._positions[slot] += len(ids)
+            wants_logits |= piece.wants_logits
+            if piece.choose and offset + T >= len(piece.ids):
+                plan["chooses"][r] = 1
+                plan["u"][r] = self._uniforms(np.array([slot]), 1)[0, 0]
+                self._num_chosen[slot] += 1
+                needs_all |= bool(self._needs_all[slot])
+                if piece.allowed is not None:
+                    masks[slot] = piece.allowed
+        self._mask(masks)
+        gives = [self._first] + [self._piece_logits] * wants_logits
+        return self._launch(self._pieces, ("prefill", wants_logits, needs_all), gives)
+
+    def _uniforms(self, slots: np.ndarray, count: int) -> np.ndarray:
+        """The next `count` draws of each slot: (B, count)."""
+        offset = self._num_chosen[slots] - self._first_draw[slots]
+        for b in np.flatnonzero(offset + count > DRAWS).tolist():
+            slot = slots[b]
+            self._first_draw[slot] = self._num_chosen[slot]
+            self._draws[slot] = uniforms(self._seeds[slot], int(self._num_chosen[slot]), DRAWS)
+            offset[b] = 0
+        return self._draws[slots[:, None], offset[:, None] + np.arange(count)]
+
+    def _mask(self, masks: dict[int, np.ndarray]) -> None:
+        """Allowed ids by slot, for the next launch."""
+        if masks or self._is_masked:
+            allowed = np.ones(self._allowed.shape, dtype=bool)
+            for slot, mask in masks.items():
+                allowed[slot] = mask
+            _send(allowed, self._allowed)
+            self._is_masked = bool(masks)
+
+    # -- replay --
+
+    def _launch(self, plan: Plan, graph: tuple[object, ...], gives: list[Tensor]) -> Launch:
+        if self._table_changed:
+            _send(self._host_table, self._table)
+            self._table_changed = False
+        launch = Launch(self._device)
+        plan.send()
+        self._graphs[graph]()
+        launch.take(gives)
+        return launch
+
+    def _capture_all(self) -> None:
+        self._pieces.tensors["slot"].fill_(self.slots)  # as no slot runs yet, each row writes where nobody reads
+        for needs_all in (False, True):
+            for size in STEPS:
+                self._capture(("decode", size, needs_all), functools.partial(self._decode, size, needs_all))
+            for wants_logits in (False, True):
+                function = functools.partial(self._prefill, wants_logits, needs_all)
+                self._capture(("prefill", wants_logits, needs_all), function)
+
+    def _capture(self, name: tuple[object, ...], function: Callable[[], None]) -> None:
+        if not self._has_graphs:
+            self._graphs[name] = function
+            return
+        with torch.inference_mode(), torch.cuda.device(self._device):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):  # the libraries choose kernels and take memory before the capture
+                function()
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                function()
+        self._graphs[name] = graph.replay
+
+    @functools.cached_property
+    def _pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()  # launches run one after the other, so graphs share their memory
+
+    def _decode(self, steps: int, needs_all: bool) -> None:
+        plan, S, W = self._plan.tensors, self.slots, self.config.block_size
+        step = torch.arange(steps, device=self._device)[:, None]
+        position, runs = plan["position"] + step, plan["limit"] > step  # (K, S)
+        index = torch.where(runs, position % W, self._spare)
+        # A full ring holds exactly the band p − W < j ≤ p; before that, only its first p + 1 entries are valid.
+        mask = _additive(self._ring <= position[..., None], self._cache.dtype)[:, :, None, None]  # (K, S, 1, 1, W)
+        cos, sin = self._angles(position)
+        for k in range(steps):
+            x = self._forward(self._last[:S], cos[k], sin[k], self._decode_attention(index[k], mask[k]))
+            logits = self._logits[k].copy_(self._logits_of(x))  # (S, V) fp64
+            ids, is_finite = self._choose(logits, slice(0, S), plan["u"][k], needs_all)
+            self._chosen[k].copy_(torch.where(runs[k], torch.where(is_finite, ids, self._failed), self._none))
+            self._last[:S].copy_(torch.where(runs[k], ids, self._last[:S]))
+            if needs_all:
+                self._counts[:S].scatter_add_(1, ids[:, None], runs[k, :, None].double())
+
+    def _decode_attention(self, index: Tensor, mask: Tensor) -> Callable[[int, Tensor, Tensor], Tensor]:
+        W, nkv, S = self.config.block_size, self.config.n_kv_head, self.slots
+
+        def attend(layer: int, q: Tensor, kv: Tensor) -> Tensor:
+            cache = self._cache[layer]
+            cache[self._every_slot, :, index] = kv
+            q = q.unflatten(1, (nkv, -1))  # (S, nkv, nh / nkv, hs): heads that share keys form one matrix
+            y = F.scaled_dot_product_attention(q, cache[:S, :nkv, :W], cache[:S, nkv:, :W], attn_mask=mask)
+            return (y.transpose(1, 2) if self._is_group_first else y).flatten(1)  # as it lies in memory: no copy
+
+        return attend
+
+    def _prefill(self, wants_logits: bool, needs_all: bool) -> None:
+        plan = self._pieces.tensors
+        slot, start, count = plan["slot"], plan["start"], plan["count"]
+        x = self._prefill_states(slot, start, count)  # (R, T, C)
+        if wants_logits:
+            self._piece_logits.copy_(self._logits_of(x))
+        last = x.gather(1, (count - 1).clamp(min=0)[:, None, None].expand(-1, 1, x.size(2)))[:, 0]  # (R, C)
+        logits = self._logits_of(last).double()
+        chooses = plan["chooses"] > 0
+        ids, is_finite = self._choose(logits, slot, plan["u"], needs_all)
+        # A piece before the last one, or of a text that is only scored, tells of a failure by its logits.
+        self._first.copy_(torch.where(chooses, torch.where(is_finite, ids, self._failed), self._none))
+        self._last.index_copy_(0, slot, torch.where(chooses, ids, self._last[slot]))
+        if needs_all:
+            self._counts.index_put_((slot, ids), chooses.double(), accumulate=True)
+
+    def _prefill_states(self, slot: Tensor, start: Tensor, count: Tensor) -> Tensor:
+        c, T, nh, nkv = self.config, self.piece, self.config.n_head, self.config.n_kv_head
+        W, R = c.block_size, slot.size(0)
+        offset = torch.arange(T, device=self._device)
+        position = start[:, None] + offset  # (R, T)
+        exists = offset < count[:, None]
+        index = torch.where(exists, position % W, self._spare)
+        # Ring index i holds the latest position before `start` that is congruent to i mod W.
+        past = start[:, None] - 1 - (start[:, None] - 1 - self._ring) % W  # (R, W); negative: empty
+        key = torch.cat((past, position), dim=1)  # (R, W + T)
+        distance = position[:, :, None] - key[:, None]  # (R, T, W + T)
+        seen = (distance >= 0) & (distance < W) & (key >= 0)[:, None]
+        mask = _additive(seen, self._cache.dtype)[:, None]
+
+        def attend(layer: int, q: Tensor, kv: Tensor) -> Tensor:
+            cache = self._cache[layer]
+            q = q.view(R, T, nkv, -1, c.head_dim)
+            kv = kv.view(R, T, 2 * nkv, c.head_dim)
+            keys_values = torch.cat((cache[slot, :, :W], kv.transpose(1, 2)), dim=2)  # (R, 2nkv, W + T, hs)
+            k, v = keys_values[:, :nkv], keys_values[:, nkv:]
+            group = nh // nkv
+            # (R, nkv, group · T, hs): the queries of a group are further rows of its matrix
+            y = F.scaled_dot_product_attention(
+                q.permute(0, 2, 3, 1, 4).reshape(R, nkv, group * T, c.head_dim), k, v,
+                attn_mask=mask.repeat(1, 1, group, 1),
+            )  # fmt: skip
+            cache[slot[:, None], :, index] = kv
+            y = y.view(R, nkv, group, T, c.head_dim).permute(0, 3, 1, 2, 4)
+            return (y.transpose(2, 3) if self._is_group_first else y).reshape(R * T, -1)
+
+        cos, sin = self._angles(position.flatten())
+        return self._forward(self._pieces.tensors["ids"].flatten(), cos, sin, attend).view(R, T, -1)
+
+    def _angles(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and signed sin of positions (…), each (…, 1, hs)."""
+        angle = position[..., None].double() * self._frequencies  # fp64, to stay accurate at any text length
+        cos, sin = angle.cos(), angle.sin()
+        cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+        return cos.to(self._cache.dtype)[..., None, :], sin.to(self._cache.dtype)[..., None, :]
+
+    def _forward(
+        self, ids: Tensor, cos: Tensor, sin: Tensor, attend: Callable[[int, Tensor, Tensor], Tensor]
+    ) -> Tensor:
+        """States (N, C) of ids (N,); attend(layer, q (N, nh, hs), kv (N, 2nkv, hs)) -> (N, C)."""
+        c = self.config
+        heads, half = c.n_head + c.n_kv_head, c.head_dim // 2
+        # The gains of QK-norm, taken into the rotation for all layers at once: rotate(x · g) = x · (g · cos) + …
+        cos, sin = cos * self._gain, sin * self._rolled_gain  # (L, N, nh + nkv, hs)
+        x = self._embedding[ids]
+        for i, layer in enumerate(self._layers):
+            h = torch.rms_norm(x, (c.n_embd,), layer.attn_norm, c.norm_eps)
+            qkv = (h @ layer.qkv).view(len(x), -1, c.head_dim)  # (N, nh + 2nkv, hs)
+            qk = torch.rms_norm(qkv[:, :heads], (c.head_dim,), None, c.norm_eps)
+            torch.addcmul(qk * cos[i], qk.roll(half, dims=-1), sin[i], out=qkv[:, :heads])
+            y = attend(i, qkv[:, : c.n_head], qkv[:, c.n_head :])
+            x = torch.addmm(x, y, layer.proj)
+            h = torch.rms_norm(x, (c.n_embd,), layer.mlp_norm, c.norm_eps)
+            gate, up = (h @ layer.gate_up).chunk(2, dim=1)
+            x = torch.addmm(x, F.silu(gate) * up, layer.down)
+        return x
+
+    def _logits_of(self, x: Tensor) -> Tensor:
+        return torch.rms_norm(x, (self.config.n_embd,), self._norm, self.config.norm_eps) @ self._head
+
+    def _choose(self, logits: Tensor, slot: Tensor | slice, u: Tensor, needs_all: bool) -> tuple[Tensor, Tensor]:
+        """Ids (B,) int64 by the parameters of the rows' slots, and whether their logits (B, V) fp64 are finite."""
+        columns = self._table[slot].unsqueeze(2).unbind(1)  # (B, 1) each
+        filters = Filters(columns[TEMPERATURE], columns[GREEDY] > 0)
+        z = logits + self._bias[slot]
+        if needs_all:
+            counts = self._counts[slot]
+            seen = self._seen[slot] | (counts > 0)
+            z = penalise(z, seen, counts, columns[REPETITION], columns[PRESENCE], columns[FREQUENCY])
+            filters = filters._replace(
+                top_k=columns[TOP_K], top_p=columns[TOP_P], log_min_p=columns[LOG_MIN_P], typical_p=columns[TYPICAL_P]
+            )
+        return choose(z, filters, u, self._allowed[slot]), logits.abs().amax(dim=1) < torch.inf
+
+    # -- weights --
+
+    @torch.no_grad()
+    def _weights(self, model: GPT, kind: torch.dtype) -> None:
+        c = model.config
+
+        def by_output(weight: Tensor) -> Tensor:
+            """The inputs of `proj`, (C, nkv · group · hs), in the order of attention's outputs; transposed."""
+            heads = weight.view(c.n_embd, c.n_kv_head, -1, c.head_dim)
+            return (heads.transpose(1, 2) if self._is_group_first else heads).reshape(c.n_embd, -1).t()
+
+        def place(weight: Tensor) -> Tensor:
+            return weight.detach().to(self._device, kind, copy=True).contiguous()
+
+        weights = model.state_dict()
+        blocks = [{name: weights[f"blocks.{i}.{name}.weight"] for name in BLOCK_WEIGHTS} for i in range(c.n_layer)]
+        self._layers = [
+            Layer(
+                place(block["attn_norm"]),
+                place(block["attn.qkv"].t()),
+                place(by_output(block["attn.proj"])),
+                place(block["mlp_norm"]),
+                place(block["mlp.gate_up"].t()),
+                place(block["mlp.proj"].t()),
+            )
+            for block in blocks
+        ]
+        gains = [
+            torch.cat((block["attn.q_norm"].expand(c.n_head, -1), block["attn.k_norm"].expand(c.n_kv_head, -1)))
+            for block in blocks
+        ]
+        self._gain = place(torch.stack(gains)[:, None])  # (L, 1, nh + nkv, hs)
+        self._rolled_gain = self._gain.roll(c.head_dim // 2, dims=-1)
+        self._embedding, self._norm = place(weights["embed.weight"]), place(weights["norm.weight"])
+        self._head = place(weights["head.weight"].t())
+
+
+class Plan:
+    """What a launch runs: written by the host, sent in one copy, read by kernels at fixed addresses.
+
+    Names and shapes: of int64 fields and of fp64 fields.
+    """
+
+    def __init__(self, device: torch.device, integers: dict[str, tuple[int, ...]], numbers: dict[str, tuple[int, ...]]):
+        shapes = integers | numbers
+        sizes = [int(np.prod(shape)) for shape in shapes.values()]
+        ends = list(itertools.accumulate(sizes))
+
+        def fields(whole: Tensor) -> dict[str, Tensor]:
+            parts = (whole[end - size : end] for size, end in zip(sizes, ends, strict=True))
+            return {
+                name: (part if name in integers else part.view(torch.float64)).view(shape)
+                for part, (name, shape) in zip(parts, shapes.items(), strict=True)
+            }
+
+        self._device_side = torch.zeros(ends[-1], dtype=torch.int64, device=device)
+        self._host_side = torch.zeros(ends[-1], dtype=torch.int64)
+        self.tensors = fields(self._device_side)
+        self.host = {name: part.numpy() for name, part in fields(self._host_side).items()}
+
+    def send(self) -> None:
+        _send(self._host_side.numpy(), self._device_side)
+
+
+class Launch:
+    """One replay that is under way, and the copy of what it gives."""
+
+    def __init__(self, device: torch.device):
+        self._is_cuda = device.type == "cuda"
+        self._begun = self._mark()
+
+    def take(self, tensors: list[Tensor]) -> None:
+        """Copy them into pinned memory, once the replay has ended."""
+        taken = [torch.empty(it.shape, dtype=it.dtype, pin_memory=self._is_cuda) for it in tensors]
+        for host, tensor in zip(taken, tensors, strict=True):
+            host.copy_(tensor, non_blocking=True)
+        self._taken = [host.numpy() for host in taken]
+        self._ended = self._mark()
+
+    def wait(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """What it gave, one or two arrays."""
+        if self._is_cuda:
+            self._ended.synchronize()
+        return self._taken[0], self._taken[1] if len(self._taken) > 1 else None
+
+    @property
+    def seconds(self) -> float:
+        """On the device; once it has ended."""
+        if self._is_cuda:
+            return float(self._begun.elapsed_time(self._ended)) / 1e3
+        return float(self._ended - self._begun)
+
+    def _mark(self) -> Any:  # an event, or on a CPU the time
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def _send(array: np.ndarray, to: Tensor) -> None:
+    """Copy to the device without waiting for it; the array may be written again at once."""
+    host = torch.from_numpy(array)
+    to.copy_(host.pin_memory() if to.is_cuda else host, non_blocking=True)
+
+
+def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
+
+
+def _neutral_row() -> np.ndarray:
+    return _row(SamplingParams())
+
+
+def _row(params: SamplingParams) -> np.ndarray:
+    return np.array(
+        [
+            params.temperature or 1.0,
+            params.temperature == 0.0,
+            params.top_k if params.top_k > 0 else 2**31,
+            params.top_p,
+            np.log(params.min_p) if params.min_p else -np.inf,
+            params.typical_p,
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+        ]
+    )

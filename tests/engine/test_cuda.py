@@ -1,0 +1,332 @@
+"""Backend cuda: its schedule and its operations on any machine, its graphs on a GPU (`-m cuda`).
+
+Without a GPU the same operations run eagerly on the CPU, and outcomes are collected late as on a GPU. What a load could
+change is held by recording every operation that torch dispatches.
+"""
+
+import collections
+import itertools
+import random
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from helpers import RunningServer, random_model, save_random, wait_until
+
+from service.engine.cuda import BLOCK, STEPS, CudaRunner
+from service.engine.engine import Engine
+from service.engine.runner import FAILED, Piece, available_backends, open_runner, resolve, slots_that_fit
+from service.model.params import SamplingParams
+from service.settings import BUNDLED
+from service.wire import Submit
+from tests.bench import engine as bench_engine
+from tests.bench import stubbed
+
+HAS_GPU = torch.cuda.is_available()
+OPERATIONS_PER_LAYER = 14
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+
+
+def runner_of(model, slots, dtype="float64", device="cpu"):
+    runner = CudaRunner(model, slots, dtype, device)
+    runner.is_async = True  # on a CPU too: outcomes are read after the next launch
+    return runner
+
+
+def requests(count, seed=0, vocab_size=61, longest=40):
+    """Random prompts, lengths and parameters; every third has a stop or a bias."""
+    r = random.Random(seed)
+    made = []
+    for number in range(count):
+        params = SamplingParams(
+            temperature=r.choice([0.0, 0.5, 1.0, 1.5]),
+            top_k=r.choice([0, 0, 5]),
+            top_p=r.choice([1.0, 0.8]),
+            min_p=r.choice([0.0, 0.05]),
+            typical_p=r.choice([1.0, 1.0, 0.9]),
+            repetition_penalty=r.choice([1.0, 1.0, 1.3]),
+            presence_penalty=r.choice([0.0, 0.0, 0.5]),
+            frequency_penalty=r.choice([0.0, 0.0, -0.3]),
+            logit_bias=((r.randrange(vocab_size), r.uniform(-3, 3)),) * (number % 3 == 0),
+            seed=r.randrange(2**64),
+        )
+        prompt = [r.randrange(vocab_size) for _ in range(r.choice([1, 3, 17, 40, 64, 65, 130, 300]))]
+        stop = ((r.randrange(vocab_size),),) * (number % 3 == 1)
+        made.append(Submit(number, prompt, r.randint(1, longest), params, stop=stop))
+    return made
+
+
+def run_at_random(engine, submits, seed=0):
+    """Texts by id, submitted in a random order while others run."""
+    r = random.Random(seed)
+    todo, texts = submits[:], {submit.id: [] for submit in submits}
+    r.shuffle(todo)
+    while todo or engine.has_work:
+        while todo and r.random() < 0.4:
+            engine.submit(todo.pop())
+        for delta in engine.step():
+            assert delta.finish_reason in (None, "stop", "length")
+            texts[delta.id] += delta.ids
+    return texts
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_float64_texts_are_those_of_the_other_backends(device):
+    model = random_model(torch.float64, block_size=70)
+    submits = requests(60)
+    expected = Engine(open_runner(model, available_backends()[0], "float64", 8)).generate(submits)
+    for seed, clock in ((0, None), (1, itertools.count().__next__), (2, lambda: 0.0)):
+        engine = Engine(runner_of(model, 7, device=device), **({"clock": clock} if clock else {}))
+        texts = run_at_random(engine, requests(60), seed)
+        assert [texts[number] for number in range(60)] == expected
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_texts_do_not_depend_on_load_in_any_dtype(dtype, device):
+    model = random_model(block_size=70)
+    runner = runner_of(model, 6, dtype, device)
+    alone = {}
+    for submit in requests(40, longest=60):
+        engine = Engine(runner)
+        alone |= {submit.id: engine.generate([submit])[0]}
+    assert run_at_random(Engine(runner), requests(40, longest=60)) == alone
+
+
+def test_prompts_that_share_a_beginning_share_whole_pieces_of_prompts_alone():
+    """What was generated has other bits than as part of a prompt, and a piece that begins elsewhere than alone too."""
+    runner = runner_of(random_model(block_size=256), 4, "float32")
+    engine = Engine(runner)
+    beginning = list(np.random.default_rng(0).integers(0, 61, 150))
+    prompts = [beginning + [number] * 5 for number in range(3)]
+    [first] = engine.generate([Submit(0, prompts[0], 30, SamplingParams())])
+    assert engine.stats.num_copied_tokens == 0
+    copied = []
+    for number, prompt in enumerate([*prompts, prompts[0] + first + [1]]):
+        engine.submit(Submit(number, prompt, 3, SamplingParams()))
+        while engine.has_work:
+            engine.step()
+            copied.append(engine.stats.num_copied_tokens)
+    assert [count for count in copied if count] == [128, 128, 128, 128]
+
+
+def test_a_failed_row_harms_neither_the_others_nor_whoever_gets_its_slot():
+    model = random_model(torch.float64)
+    fine = [Submit(number, [1, 2, 3], 30, SamplingParams(seed=5)) for number in (1, 2, 3)]
+    expected = model.generate([1, 2, 3], 30, fine[0].sampling)
+    broken = next(id for id in range(4, 61) if id not in expected)
+    with torch.no_grad():
+        model.embed.weight[broken] = torch.inf
+    engine = Engine(runner_of(model, 2))
+    ends, ids = {}, collections.defaultdict(list)
+    for submit in (Submit(0, [broken, 1], 30, SamplingParams()), *fine):
+        engine.submit(submit)
+    while engine.has_work:
+        for delta in engine.step():
+            ids[delta.id] += delta.ids
+            if delta.finish_reason:
+                ends[delta.id] = delta.finish_reason
+    assert ends == {0: "error", 1: "length", 2: "length", 3: "length"}
+    assert ids[1] == ids[2] == ids[3] == expected
+
+
+def test_failed_logits_end_a_row_in_the_middle_of_a_launch():
+    model = random_model(torch.float64)
+    with torch.no_grad():
+        model.embed.weight[7] = torch.inf  # chosen, it fails one step later
+    runner = runner_of(model, 1)
+    runner.start(0, SamplingParams(logit_bias=((7, 100.0),)), [1])
+    runner.prefill([Piece(0, np.array([1]), True)]).collect()
+    outcome = runner.decode(np.array([0]), np.array([4])).collect()
+    assert outcome.ids.tolist() == [[FAILED, -1, -1, -1]]
+
+
+def test_the_next_launch_goes_out_before_the_last_one_is_read():
+    """So the device never waits for the host; a stop is noticed one launch late, and what ran beyond it is counted."""
+    runner = runner_of(random_model(torch.float64), 2)
+    events, launch = [], runner._launch
+
+    def spied(*arguments):
+        started = launch(*arguments)
+        number, wait = sum(kind == "launched" for kind, _ in events), started.wait
+        events.append(("launched", number))
+
+        def read():
+            events.append(("read", number))
+            return wait()
+
+        started.wait = read
+        return started
+
+    runner._launch = spied
+    engine = Engine(runner, step_seconds=1e-9)  # one step per launch
+    engine.submit(Submit(0, [1], 6, SamplingParams()))
+    dropped = 0
+    while engine.has_work:
+        engine.step()
+    assert events[:6] == [("launched", 0), ("launched", 1), ("read", 0), ("launched", 2), ("read", 1), ("launched", 3)]
+    assert [number for kind, number in events if kind == "read"] == list(range(6))
+    [text] = engine.generate([Submit(1, [1], 6, SamplingParams())])
+    engine.submit(Submit(2, [1], 6, SamplingParams(), stop=((text[2],),)))
+    while engine.has_work:
+        engine.step()
+        dropped += engine.stats.num_dropped_tokens
+    assert dropped == 1  # of the launch after the one that chose the stop
+
+
+# -- static shapes --
+
+
+def recorded(function):
+    with stubbed.Recorder() as recorder:
+        function()
+    return recorder.calls
+
+
+def filled(model, slots, dtype="float32"):
+    """A runner whose slots 0 … have run prompts, with random parameters."""
+    runner = runner_of(model, slots, dtype)
+    for slot, submit in enumerate(requests(slots - 1)):
+        runner.start(slot, submit.sampling, submit.prompt)
+        runner.prefill([Piece(slot, np.array(submit.prompt), True)])
+    return runner
+
+
+def test_a_launch_is_the_same_operations_whatever_the_load():
+    runner = filled(random_model(block_size=80), 6)
+    everything = SamplingParams(top_k=3)
+    runner.start(5, everything, [1])
+    runner.prefill([Piece(5, np.array([1]), True)])
+    one = recorded(lambda: runner.decode(np.array([5]), np.array([1])))
+    for slots, steps in (([0, 1, 2, 3, 4, 5], [1] * 6), ([5, 2], [1, 1])):
+        assert recorded(lambda: runner.decode(np.array(slots), np.array(steps))) == one  # noqa: B023
+    many = recorded(lambda: runner.decode(np.array([5, 0, 1]), np.array([16, 2, 9])))
+    assert recorded(lambda: runner.decode(np.array([5]), np.array([5]))) == many
+
+    def prompt(lengths):
+        for slot in range(len(lengths)):
+            runner.start(slot, everything, [1])
+        return recorded(lambda: runner.prefill([Piece(s, np.ones(n, int), True) for s, n in enumerate(lengths)]))
+
+    assert prompt([1]) == prompt([64, 3, 7, 20]) == prompt([64] * 6)
+    assert prompt([65, 65]) == prompt([128, 70, 100])
+
+
+def test_a_launch_reads_no_scalar_and_copies_once_to_the_host():
+    runner = filled(random_model(block_size=80), 6)
+    calls = recorded(lambda: runner.decode(np.arange(5), np.full(5, 16)))
+    names = collections.Counter(name for name, _ in calls)
+    assert not [name for name in names if "local_scalar" in name or "nonzero" in name or "unique" in name]
+    # In: the plan, as 64-bit words. Out: the ids of all steps.
+    words = runner._plan._device_side.numel()
+    copies = [shapes for name, shapes in calls if name == "aten::copy_"]
+    assert sum(shapes[0] == ((words,), torch.int64) for shapes in copies) == 1
+    assert sum(shapes[0] == ((16, 6), torch.int32) for shapes in copies) == 1
+
+
+def test_operations_per_layer():
+    def count(n_layer):
+        runner = filled(random_model(n_layer=n_layer), 4)
+        return len(recorded(lambda: runner.decode(np.arange(3), np.ones(3, int))))
+
+    two, three = count(2), count(3)
+    print(f"\noperations: {three - two} per layer, {two - 2 * (three - two)} besides, of them sampling most")
+    assert three - two <= OPERATIONS_PER_LAYER < 15
+
+
+def test_state_stays_where_it_is():
+    """Graphs read fixed addresses."""
+    runner = filled(random_model(), 4)
+    tensors = {name: it.data_ptr() for name, it in vars(runner).items() if isinstance(it, torch.Tensor)}
+    assert len(tensors) >= 10
+    run_at_random(Engine(runner), requests(20))
+    assert {name: it.data_ptr() for name, it in vars(runner).items() if isinstance(it, torch.Tensor)} == tensors
+
+
+# -- choice of the backend --
+
+
+def test_auto_takes_cuda_on_a_gpu_in_float32():
+    assert resolve("auto", "auto", "cuda:1") == ("cuda", "float32")
+    assert resolve("auto", "float64", "cuda:0") == ("cuda", "float64")
+    assert resolve("torch", "auto", "cuda:0") == ("torch", "float64")
+    with pytest.raises(ValueError, match="backend cuda runs on an NVIDIA GPU, got device cpu"):
+        resolve("cuda", "auto", "cpu")
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_slots_that_fit_leave_a_tenth_of_the_memory(dtype):
+    config = random_model(block_size=256, n_layer=6, n_embd=384, n_head=6, n_kv_head=6).config
+    item = {"float64": 8, "float32": 4, "bfloat16": 2}[dtype]
+    slot = item * 2 * 6 * 6 * 257 * 64
+    slots = slots_that_fit(config, dtype, 8e9)
+    assert 0.5 * 7.2e9 < slots * slot < 7.2e9
+    assert slots_that_fit(config, dtype, 1e9) == 0 and slots_that_fit(config, dtype, 1e13) == 4096
+
+
+# -- on a GPU --
+
+
+@pytest.mark.cuda
+def test_graphs_allocate_nothing_after_warm_up():
+    runner = runner_of(random_model(block_size=128), 32, "float32", "cuda")
+    for turn in range(2):
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        run_at_random(Engine(runner), requests(50), turn)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+@pytest.mark.cuda
+def test_graphs_equal_the_same_operations_run_eagerly():
+    model = random_model(block_size=70)
+    texts = []
+    for has_graphs in (True, False):
+        runner = CudaRunner(model, 6, "float32", "cuda")
+        if not has_graphs:
+            runner._has_graphs = False
+            runner._capture_all()
+        texts.append(run_at_random(Engine(runner), requests(40)))
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.cuda
+def test_out_of_memory_is_one_sentence(tmp_path):
+    save_random(tmp_path / "m", block_size=4096, n_layer=24, n_embd=1024, n_head=8, n_kv_head=8)
+    with pytest.raises(Exception, match="out of memory"):
+        RunningServer(tmp_path / "m", accelerator="cuda", max_running_requests=4096).__enter__()
+    assert STEPS == (1, 4, 16) and BLOCK == 8
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ten_thousand_texts_do_not_depend_on_the_load(dtype):
+    ours = bench_engine.Ours(BUNDLED, "cuda", dtype, slots=64, threads=1, device="cuda")
+    assert ours.texts(10_000, 64, alone=False) == ours.texts(10_000, 64, alone=True)
+
+
+@pytest.mark.cuda
+def test_float32_and_bfloat16_logits_are_near_the_reference():
+    model = random_model(torch.float64, block_size=70)
+    prompt = np.random.default_rng(0).integers(0, 61, 200)
+    expected = model(torch.from_numpy(prompt)[None])[0].numpy()
+    for dtype, tolerance in (("float64", 1e-11), ("float32", 1e-3), ("bfloat16", 1.0)):
+        runner = CudaRunner(model, 1, dtype, "cuda")
+        runner.start(0, SamplingParams(), prompt)
+        logits = runner.prefill([Piece(0, prompt, False, wants_logits=True)]).collect().logits[0]
+        assert np.abs(logits - expected).max() < tolerance * np.abs(expected).max()
+
+
+@pytest.mark.cuda
+def test_a_killed_worker_is_replaced_and_two_http_processes_answer_the_same_text():
+    body = {"prompt": "ROMEO:", "max_tokens": 200, "seed": 3}
+    with RunningServer(BUNDLED, accelerator="cuda", http_processes=2) as server:
+
+        def ask():
+            return httpx.post(server.url + "/generate", json=body, timeout=60)
+
+        text = ask().json()["choices"][0]["text"]
+        assert httpx.get(server.url + "/info").json()["backend"] == "cuda"
+        server.worker().kill()
+        wait_until(lambda: ask().status_code == 200, 120)
+        assert {ask().json()["choices"][0]["text"] for _ in range(10)} == {text}
