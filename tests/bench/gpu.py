@@ -11,8 +11,7 @@
     image      the CUDA image: built, and one generation in it
 
 Rewrites OUT/gpu-check.json and OUT/gpu-check.md after each part; parts that an earlier run of the same revision
-finished are kept. A part that fails leaves its reason, and the others run. Exit status: 0; 1: a part failed; 2: there is
-no GPU.
+finished are kept. A part that fails leaves its reason, and the others run. Exit status: 0; 1, a part failed; 2, no GPU.
 """
 
 from __future__ import annotations
