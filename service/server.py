@@ -270,12 +270,25 @@ def choose_accelerator(asked: str) -> str:
 
     LitServe's own choice either imports torch into this process, which does not need it, or takes the CPU beside a
     GPU because torch is not imported.
+
+    Raises:
+        BackendError: cuda, and torch is built without it.
     """
-    if asked != "auto" or sys.platform == "darwin":
+    if sys.platform == "darwin" or asked not in ("auto", "cuda"):
         return asked
-    if not check_cuda_with_nvidia_smi():
-        return "cpu"
     version, cuda = torch_build()
+    if asked == "cuda":
+        if cuda is None:
+            raise BackendError(f"--accelerator cuda: torch {version} is built without CUDA")
+        return asked
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and not visible.strip():
+        return "cpu"
+    by_name = any(part.strip().startswith(("GPU-", "MIG-")) for part in (visible or "").split(","))
+    if not by_name and not check_cuda_with_nvidia_smi():  # which compares numbers alone
+        if visible:
+            logger.warning("CUDA_VISIBLE_DEVICES=%s names no GPU that nvidia-smi lists: serving on the CPU", visible)
+        return "cpu"
     if cuda is None:
         logger.warning("torch %s is built without CUDA: serving on the CPU although there is a GPU", version)
         return "cpu"
@@ -294,13 +307,13 @@ def choose_slots(settings: Settings, config: GPTConfig, dtype: str, device: str)
     """Cache slots per worker.
 
     Raises:
-        BackendError: `auto`, and not one fits.
+        BackendError: `auto`, and not one fits, or that cannot be known.
     """
     if settings.max_running_requests != "auto":
         return settings.max_running_requests
     if not device.startswith("cuda"):
         return 64
-    free = free_gpu_bytes() / settings.workers_per_device
+    free = free_gpu_bytes(settings.devices) / settings.workers_per_device
     slots = slots_that_fit(config, dtype, free)
     if not slots:
         raise BackendError(f"--max-running-requests auto: not one sequence fits into {free / 1e9:.1f} GB of GPU memory")
@@ -308,14 +321,20 @@ def choose_slots(settings: Settings, config: GPTConfig, dtype: str, device: str)
     return slots
 
 
-def free_gpu_bytes() -> float:
-    """Free memory of the visible GPU that has least."""
-    command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits"]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible:
-        command.append(f"--id={visible}")
-    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    return min(map(float, lines)) * 2**20
+def free_gpu_bytes(devices: int) -> float:
+    """Least free memory of the first `devices` GPUs. Asked in another process, as this one does without torch.
+
+    Raises:
+        BackendError: torch cannot tell.
+    """
+    code = f"import torch; print(min(torch.cuda.mem_get_info(i)[0] for i in range({devices})))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise BackendError(
+            f"--max-running-requests auto: the free memory of {devices} GPUs is unknown ({reason}); pass a number"
+        )
+    return float(done.stdout)
 
 
 def choose_backend(settings: Settings, device: str) -> tuple[str, str]:

@@ -101,7 +101,7 @@ class Settings(BaseSettings):
     )
 
     max_running_requests: int | Literal["auto"] = Field(
-        64, description="maximum running sequences per worker; auto: as many as fit on a GPU, 64 on a CPU"
+        64, description="maximum running sequences per worker; auto: as many as fit the GPUs, 64 elsewhere"
     )
     max_queued_requests: int = Field(1024, ge=0, le=1_000_000, description="maximum waiting sequences per worker")
     step_seconds: float = Field(
@@ -162,7 +162,7 @@ class Settings(BaseSettings):
     @field_validator("max_running_requests", mode="before")
     @classmethod
     def _check_slots(cls, given: object) -> object:
-        is_number = isinstance(given, int) or (isinstance(given, str) and given.isascii() and given.isdigit())
+        is_number = type(given) is int or (isinstance(given, str) and given.isascii() and given.isdigit())
         if given == "auto" or (is_number and 1 <= int(str(given)) <= 4096):
             return given
         raise ValueError("must be auto or a whole number from 1 to 4096")

@@ -8,7 +8,7 @@ from tests.toolbox import needs
 # Test models are tiny: a second thread would only spin and compete with the servers under test.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-ON_DEMAND = ("chaos", "slow", "tools")
+ON_DEMAND = ("chaos", "cuda", "slow", "tools")
 
 
 def pytest_configure() -> None:

@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import json
+import os
 import re
 import signal
 import socket
@@ -23,7 +24,14 @@ from service.engine import native
 from service.engine.runner import resolve, slots_that_fit
 from service.model.config import GPTConfig
 from service.model.params import SamplingParams
-from service.server import BackendError, choose_accelerator, choose_backend, choose_slots, torch_build
+from service.server import (
+    BackendError,
+    choose_accelerator,
+    choose_backend,
+    choose_slots,
+    free_gpu_bytes,
+    torch_build,
+)
 from service.settings import Settings
 from tests.toolbox.http import answer, pieces, post, sent, text_of
 
@@ -572,9 +580,9 @@ def test_killed_worker_fails_its_requests_and_is_restarted(checkpoint, exact):
 # -- startup --
 
 
-def run(*arguments):
+def run(*arguments, **environment):
     command = [sys.executable, "-m", "service", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | environment)
 
 
 def test_missing_checkpoint_is_reported(tmp_path, checkpoint):
@@ -583,10 +591,11 @@ def test_missing_checkpoint_is_reported(tmp_path, checkpoint):
     assert done.stderr == f"python -m service: no checkpoint at {tmp_path / 'nothing'}: not a folder\n"
 
 
-def test_service_exits_with_an_error_if_no_worker_can_start(checkpoint):
-    if torch.cuda.is_available():
-        pytest.skip("needs a machine without CUDA")
-    done = run("--checkpoint", str(checkpoint.path), "--accelerator", "cuda")
+def test_service_exits_with_an_error_if_no_worker_can_start(tmp_path, checkpoint):
+    library = tmp_path / "broken.so"
+    library.write_bytes(b"not a library")
+    flags = ("--accelerator", "cpu", "--backend", "native")
+    done = run("--checkpoint", str(checkpoint.path), *flags, CHARGPT_NATIVE_LIBRARY=str(library))
     assert done.returncode == 1
     assert done.stderr.endswith("python -m service: no inference process could start; its log says why\n")
 
@@ -614,22 +623,52 @@ def test_build_of_torch_is_read_without_importing_it():
     assert torch_build() == (torch.__version__, torch.version.cuda)
 
 
-def test_auto_takes_as_many_slots_as_fit_the_gpu_with_least_free_memory(tmp_path, monkeypatch, checkpoint):
-    fake = tmp_path / "nvidia-smi"
-    fake.write_text(
-        '#!/bin/sh\n[ "$*" = "--query-gpu=memory.free --format=csv,noheader,nounits" ] && echo 4000 && echo 1200\n'
-    )
-    fake.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    settings = Settings(max_running_requests="auto", workers_per_device=1)
+def test_auto_takes_as_many_slots_as_fit_the_gpus(monkeypatch, checkpoint):
+    asked = []
+    monkeypatch.setattr("service.server.free_gpu_bytes", lambda devices: asked.append(devices) or 1.3e9)
     config = GPTConfig(**checkpoint.hyperparameters)
-    slots = choose_slots(settings, config, "float32", "cuda:0")
-    assert slots == slots_that_fit(config, "float32", 1200 * 2**20) > 0
-    assert choose_slots(settings, config, "float32", "cpu") == 64
-    assert choose_slots(Settings(max_running_requests=7), config, "float32", "cuda:0") == 7
-    with pytest.raises(BackendError, match="not one sequence fits into 0.6 GB"):
-        choose_slots(Settings(max_running_requests="auto", workers_per_device=2), config, "float32", "cuda:0")
+
+    def slots(device="cuda:0", **settings):
+        return choose_slots(Settings(**{"max_running_requests": "auto"} | settings), config, "float32", device)
+
+    assert slots(devices=2) == slots_that_fit(config, "float32", 1.3e9) > 0
+    assert slots("cpu") == slots("mps") == 64
+    assert slots(max_running_requests=7) == 7
+    with pytest.raises(BackendError, match="not one sequence fits into 0.7 GB"):
+        slots(workers_per_device=2)
+    assert asked == [2, 1]
+
+
+def test_unknown_memory_of_a_gpu_is_one_sentence():
+    if torch.cuda.is_available():
+        pytest.skip("needs a machine without CUDA")
+    with pytest.raises(BackendError, match=r"the free memory of 2 GPUs is unknown \(.+\); pass a number"):
+        free_gpu_bytes(2)
+
+
+def test_cuda_without_a_build_for_it_is_refused(monkeypatch):
+    monkeypatch.setattr("service.server.torch_build", lambda: ("2.13.0+cpu", None))
+    with pytest.raises(BackendError, match=r"--accelerator cuda: torch 2.13.0\+cpu is built without CUDA"):
+        choose_accelerator("cuda")
+
+
+@pytest.mark.parametrize(
+    ("visible", "chosen"),
+    [("", "cpu"), (" ", "cpu"), ("0", "cuda"), ("7", "cpu"), ("GPU-1", "cuda"), ("MIG-2", "cuda")],
+)
+def test_auto_follows_cuda_visible_devices(tmp_path, monkeypatch, caplog, visible, chosen):
+    if sys.platform == "darwin":
+        pytest.skip("on macOS LitServe resolves auto")
+    fake = tmp_path / "nvidia-smi"
+    fake.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200 (UUID: GPU-1)'\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr("service.server.torch_build", lambda: ("2.13.0", "13.0"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    check_cuda_with_nvidia_smi.cache_clear()
+    assert choose_accelerator("auto") == chosen
+    assert ("CUDA_VISIBLE_DEVICES=7 names no GPU" in caplog.text) == (visible == "7")
+    check_cuda_with_nvidia_smi.cache_clear()
 
 
 def test_torch_is_loaded_by_workers_alone_and_by_them_only_to_run_the_model(server):

@@ -27,11 +27,12 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from service.engine.runner import FAILED, NONE, Outcome, Pending, Piece, Runner
 from service.model.gpt import GPT
 from service.model.params import SamplingParams
-from service.model.sampling import Filters, choose, penalise, uniforms
+from service.model.sampling import Draws, Filters, choose, penalise
 
 STEPS = (1, 4, 16)  # decode steps of a graph
 PIECE = 64  # characters of a prompt per row of a block, at most W
@@ -43,8 +44,14 @@ TEMPERATURE, GREEDY, TOP_K, TOP_P, LOG_MIN_P, TYPICAL_P, REPETITION, PRESENCE, F
 
 
 BLOCK_WEIGHTS = (
-    *("attn_norm", "attn.qkv", "attn.q_norm", "attn.k_norm", "attn.proj"),
-    *("mlp_norm", "mlp.gate_up", "mlp.proj"),
+    "attn_norm",
+    "attn.qkv",
+    "attn.q_norm",
+    "attn.k_norm",
+    "attn.proj",
+    "mlp_norm",
+    "mlp.gate_up",
+    "mlp.proj",
 )
 
 
@@ -72,6 +79,8 @@ class CudaRunner(Runner):
     def __init__(self, model: GPT, slots: int, dtype: str, device: torch.device | str):
         self.dtype, self.slots, self.config = dtype, slots, model.config
         self._device = torch.device(device)
+        if self._device.type == "cuda":  # events, streams and pinned memory go by the process's current device
+            torch.cuda.set_device(self._device.index or 0)
         self.is_async = self._has_graphs = self._device.type == "cuda"
         c, S, V = model.config, slots, model.config.vocab_size
         self.piece = min(PIECE, c.block_size)
@@ -79,7 +88,7 @@ class CudaRunner(Runner):
         kind = getattr(torch, dtype)
         # In decode, attention leaves its heads as (key head, its group) or (group, key head), by device and dtype.
         q = place(2, c.n_kv_head, c.n_head // c.n_kv_head, c.head_dim, dtype=kind)
-        y = F.scaled_dot_product_attention(q, q, q, attn_mask=place(2, 1, 1, q.size(2), dtype=kind))
+        y = _attention(q, q, q, place(2, 1, 1, q.size(2), dtype=kind))
         self._is_group_first = y.stride(1) < y.stride(2)
         self._weights(model, kind)
         # Ring index W takes the writes of rows that do not run; slot S is that of unused pieces.
@@ -100,12 +109,10 @@ class CudaRunner(Runner):
         self._counts = place(S + 1, V, dtype=torch.float64)  # in the completion
 
         # The host's side of it.
-        self._host_table = np.tile(_neutral_row(), (S + 1, 1))
+        self._host_table = np.tile(NEUTRAL, (S + 1, 1))
         self._table_changed = True
         self._positions = np.zeros(S + 1, dtype=np.int64)
-        self._num_chosen = np.zeros(S + 1, dtype=np.int64)
-        self._seeds = [0] * S
-        self._draws, self._first_draw = np.zeros((S, DRAWS)), np.zeros(S, dtype=np.int64)
+        self._draws = Draws(S, DRAWS)
         self._needs_all = np.zeros(S, dtype=bool)  # parameters beyond temperature and seed
         self._has_bias = np.zeros(S, dtype=bool)
 
@@ -130,13 +137,13 @@ class CudaRunner(Runner):
             raise ValueError(f"prompt ids must be in [0, {V - 1}], got {min(prompt)} to {max(prompt)}")
         if any(id >= V for id, _ in params.logit_bias):
             raise ValueError(f"logit_bias ids must be below {V}, got {max(params.logit_bias)[0]}")
-        self._positions[slot] = self._num_chosen[slot] = 0
-        self._seeds[slot], self._first_draw[slot] = params.seed, -DRAWS  # no draw is there yet
+        self._positions[slot] = 0
+        self._draws.start(slot, params.seed)
         row = _row(params)
         if not np.array_equal(row, self._host_table[slot]):
             self._host_table[slot] = row
             self._table_changed = True
-        self._needs_all[slot] = not np.array_equal(row[TOP_K:], _neutral_row()[TOP_K:])
+        self._needs_all[slot] = not np.array_equal(row[TOP_K:], NEUTRAL[TOP_K:])
         if params.logit_bias or self._has_bias[slot]:
             self._has_bias[slot] = bool(params.logit_bias)
             bias = np.zeros(V)
@@ -199,10 +206,9 @@ class CudaRunner(Runner):
         plan["limit"][:] = 0
         plan["limit"][slots] = steps
         plan["position"][:] = self._positions[: self.slots]
-        plan["u"][:K, slots] = self._uniforms(slots, K).T
+        plan["u"][:K, slots] = self._draws.take(slots, steps).T
         self._mask({int(slots[b]): mask for b, mask in allowed.items()})
         self._positions[slots] += steps
-        self._num_chosen[slots] += steps
         size = next(k for k in STEPS if k >= K)
         needs_all = bool(self._needs_all[slots].any())
         gives = [self._chosen[:size]] + [self._logits[:size]] * bool(wants_logits)
@@ -214,9 +220,12 @@ class CudaRunner(Runner):
             for b in np.flatnonzero((ids == FAILED).any(axis=1)).tolist():
                 ids[b, ids[b].tolist().index(FAILED) + 1 :] = NONE
             found = {} if logits is None else {b: logits[: steps[b], slots[b]].copy() for b in wants_logits}
-            return Outcome(ids, found, launch.seconds)
+            return Outcome(ids, found, launch.seconds * K / size)
 
         return Pending(collect)
+
+    def is_lost(self, error: Exception) -> bool:
+        return isinstance(error, torch.AcceleratorError)
 
     # -- schedule --
 
@@ -236,24 +245,13 @@ class CudaRunner(Runner):
             wants_logits |= piece.wants_logits
             if piece.choose and offset + T >= len(piece.ids):
                 plan["chooses"][r] = 1
-                plan["u"][r] = self._uniforms(np.array([slot]), 1)[0, 0]
-                self._num_chosen[slot] += 1
+                plan["u"][r] = self._draws.take(np.array([slot]), np.array([1]))[0, 0]
                 needs_all |= bool(self._needs_all[slot])
                 if piece.allowed is not None:
                     masks[slot] = piece.allowed
         self._mask(masks)
         gives = [self._first] + [self._piece_logits] * wants_logits
         return self._launch(self._pieces, ("prefill", wants_logits, needs_all), gives)
-
-    def _uniforms(self, slots: np.ndarray, count: int) -> np.ndarray:
-        """The next `count` draws of each slot: (B, count)."""
-        offset = self._num_chosen[slots] - self._first_draw[slots]
-        for b in np.flatnonzero(offset + count > DRAWS).tolist():
-            slot = slots[b]
-            self._first_draw[slot] = self._num_chosen[slot]
-            self._draws[slot] = uniforms(self._seeds[slot], int(self._num_chosen[slot]), DRAWS)
-            offset[b] = 0
-        return self._draws[slots[:, None], offset[:, None] + np.arange(count)]
 
     def _mask(self, masks: dict[int, np.ndarray]) -> None:
         """Allowed ids by slot, for the next launch."""
@@ -289,20 +287,23 @@ class CudaRunner(Runner):
         if not self._has_graphs:
             self._graphs[name] = function
             return
-        with torch.inference_mode(), torch.cuda.device(self._device):
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):  # the libraries choose kernels and take memory before the capture
+        with torch.inference_mode():
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):  # the libraries choose kernels and take memory before the capture
                 function()
-            torch.cuda.current_stream().wait_stream(stream)
+            torch.cuda.current_stream().wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
                 function()
         self._graphs[name] = graph.replay
 
     @functools.cached_property
     def _pool(self) -> Any:
         return torch.cuda.graph_pool_handle()  # launches run one after the other, so graphs share their memory
+
+    @functools.cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream()  # of all captures: the libraries keep a workspace per stream
 
     def _decode(self, steps: int, needs_all: bool) -> None:
         plan, S, W = self._plan.tensors, self.slots, self.config.block_size
@@ -328,7 +329,7 @@ class CudaRunner(Runner):
             cache = self._cache[layer]
             cache[self._every_slot, :, index] = kv
             q = q.unflatten(1, (nkv, -1))  # (S, nkv, nh / nkv, hs): heads that share keys form one matrix
-            y = F.scaled_dot_product_attention(q, cache[:S, :nkv, :W], cache[:S, nkv:, :W], attn_mask=mask)
+            y = _attention(q, cache[:S, :nkv, :W], cache[:S, nkv:, :W], mask)
             return (y.transpose(1, 2) if self._is_group_first else y).flatten(1)  # as it lies in memory: no copy
 
         return attend
@@ -371,10 +372,8 @@ class CudaRunner(Runner):
             k, v = keys_values[:, :nkv], keys_values[:, nkv:]
             group = nh // nkv
             # (R, nkv, group · T, hs): the queries of a group are further rows of its matrix
-            y = F.scaled_dot_product_attention(
-                q.permute(0, 2, 3, 1, 4).reshape(R, nkv, group * T, c.head_dim), k, v,
-                attn_mask=mask.repeat(1, 1, group, 1),
-            )  # fmt: skip
+            q = q.permute(0, 2, 3, 1, 4).reshape(R, nkv, group * T, c.head_dim)
+            y = _attention(q, k, v, mask.repeat(1, 1, group, 1))
             cache[slot[:, None], :, index] = kv
             y = y.view(R, nkv, group, T, c.head_dim).permute(0, 3, 1, 2, 4)
             return (y.transpose(2, 3) if self._is_group_first else y).reshape(R * T, -1)
@@ -533,12 +532,16 @@ def _send(array: np.ndarray, to: Tensor) -> None:
     to.copy_(host.pin_memory() if to.is_cuda else host, non_blocking=True)
 
 
+def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """On a GPU by one of two kernels whose sums have an order that is known not to depend on the batch."""
+    if not q.is_cuda:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
 def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
-
-
-def _neutral_row() -> np.ndarray:
-    return _row(SamplingParams())
 
 
 def _row(params: SamplingParams) -> np.ndarray:
@@ -555,3 +558,6 @@ def _row(params: SamplingParams) -> np.ndarray:
             params.frequency_penalty,
         ]
     )
+
+
+NEUTRAL = _row(SamplingParams())

@@ -20,7 +20,7 @@ from service.engine.runner import FAILED, NONE, Outcome, Piece, Runner
 from service.model.gpt import GPT
 from service.model.kv_cache import KVCache
 from service.model.params import SamplingParams
-from service.model.sampling import History, SamplingRows, sample, uniforms
+from service.model.sampling import Draws, History, SamplingRows, sample
 
 DRAWS = 256  # of each slot, computed at once
 
@@ -38,8 +38,7 @@ class TorchRunner(Runner):
         self._device = weight.device
         self.cache = KVCache(model.config, slots, weight.device, weight.dtype)
         self._last = np.zeros(slots, dtype=np.int64)  # the id that the next decode step feeds
-        self._num_chosen = np.zeros(slots, dtype=np.int64)
-        self._draws, self._first_draw = np.zeros((slots, DRAWS)), np.zeros(slots, dtype=np.int64)
+        self._draws = Draws(slots, DRAWS)
         self._params = [SamplingParams()] * slots
         self._histories: list[History | None] = [None] * slots  # where a penalty needs it
         self._rows: tuple[bytes, SamplingRows] = (b"", SamplingRows([]))  # of the last call, by its slots
@@ -51,7 +50,7 @@ class TorchRunner(Runner):
         if any(id >= V for id, _ in params.logit_bias):
             raise ValueError(f"logit_bias ids must be below {V}, got {max(params.logit_bias)[0]}")
         self.cache.clear(slot)
-        self._num_chosen[slot], self._first_draw[slot] = 0, -DRAWS  # no draw is there yet
+        self._draws.start(slot, params.seed)
         self._params[slot] = params
         self._histories[slot] = History(V, prompt) if params.needs_history else None
         self._rows = (b"", self._rows[1])
@@ -73,10 +72,9 @@ class TorchRunner(Runner):
             last = torch.tensor([counts[b] - 1 for b in complete])
             masks = {i: mask for i, b in enumerate(complete) if (mask := pieces[b].allowed) is not None}
             who = np.array(slots)[complete]
-            u = self._uniforms(who, 1)[:, 0]
+            u = self._draws.take(who, np.ones(len(who), dtype=np.int64))[:, 0]
             ids[complete, 0] = self._choose(logits[torch.tensor(complete), last].double(), who, u, masks)
             self._take(who, ids[complete, 0])
-            self._num_chosen[who] += 1
         wanted = {b: logits[b, : counts[b]].double().numpy() for b, piece in enumerate(pieces) if piece.wants_logits}
         return Outcome(ids, wanted)
 
@@ -86,7 +84,7 @@ class TorchRunner(Runner):
     ) -> Outcome:
         B, K, width = len(slots), int(steps.max()), int(slots.max()) + 1
         ids = np.full((B, K), NONE, dtype=np.int32)
-        u = self._uniforms(slots, K)
+        u = self._draws.take(slots, steps)
         logits_of: dict[int, list[np.ndarray]] = {b: [] for b in wants_logits}
         alive = np.ones(B, dtype=bool)
         idx = torch.from_numpy(self._last[:width, None])  # shares memory: what `_take` writes is fed next
@@ -103,7 +101,6 @@ class TorchRunner(Runner):
             for i, b in enumerate(rows.tolist()) if logits_of else ():
                 if b in logits_of:
                     logits_of[b].append(logits[i].numpy())
-        self._num_chosen[slots] += steps
         return Outcome(ids, {b: np.stack(rows) for b, rows in logits_of.items()})
 
     def _choose(self, logits: Tensor, slots: np.ndarray, u: np.ndarray, masks: dict[int, np.ndarray]) -> np.ndarray:
@@ -128,13 +125,3 @@ class TorchRunner(Runner):
             history = self._histories[slots[b]]
             if history is not None and ids[b] != FAILED:
                 history.append(ids[b])
-
-    def _uniforms(self, slots: np.ndarray, count: int) -> np.ndarray:
-        """The next `count` draws of each slot: (B, count)."""
-        offset = self._num_chosen[slots] - self._first_draw[slots]
-        for b in np.flatnonzero(offset + count > DRAWS).tolist():
-            slot = slots[b]
-            self._first_draw[slot] = self._num_chosen[slot]
-            self._draws[slot] = uniforms(self._params[slot].seed, int(self._num_chosen[slot]), DRAWS)
-            offset[b] = 0
-        return self._draws[slots[:, None], offset[:, None] + np.arange(count)]

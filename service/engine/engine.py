@@ -341,10 +341,12 @@ class Engine:
 
     @contextlib.contextmanager
     def _isolated(self, sequences: list[Sequence]) -> Iterator[None]:
-        """A failing forward ends its own sequences; the engine continues."""
+        """A failing forward ends its own sequences; the engine continues, unless its device is lost."""
         try:
             yield
-        except Exception:
+        except Exception as error:
+            if self.runner.is_lost(error):
+                raise
             about = {"request_ids": [sequence.request.request_id for sequence in sequences]}
             logger.exception("a forward over %d sequences failed", len(sequences), extra=about)
             for sequence in sequences:

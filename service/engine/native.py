@@ -124,7 +124,7 @@ def dtypes() -> list[str]:
 
 
 class NativeRunner(Runner):
-    """`threads` includes the calling one; each takes whole sequences, or all share one where that pays.
+    """`threads` includes the calling one; each takes whole sequences, or all share each batch where that pays.
 
     dtype: "float32", "float64" or, where the CPU multiplies it, "bfloat16" (weights, keys and values, and the factors
     of products; sums are float32).

@@ -105,6 +105,10 @@ class Runner(ABC):
         slots (B,), in any order; K = steps.max(). allowed: by row, for its first step; such a row has one step.
         """
 
+    def is_lost(self, error: Exception) -> bool:
+        """Whether after this error no further call can succeed: the process is to end, and be replaced."""
+        return False
+
     def close(self) -> None:
         """Free what the backend holds outside Python."""
         return None
@@ -133,10 +137,12 @@ def resolve(backend: str, dtype: str, device: str) -> tuple[str, str]:
     if backend == "auto":
         backend = available_backends()[0] if kind == "cpu" else "cuda" if kind == "cuda" else "torch"
     elif backend == "cuda" and kind != "cuda":
-        raise ValueError(f"backend cuda runs on an NVIDIA GPU, got device {device}; choose auto")
+        raise ValueError(
+            f"backend cuda runs on an NVIDIA GPU, and none can be used here (device {device}); choose auto"
+        )
     elif backend == "native":
         if kind != "cpu":
-            raise ValueError(f"backend native runs on a cpu, got device {device}; choose torch or auto")
+            raise ValueError(f"backend native runs on a cpu, got device {device}; choose auto, or the accelerator cpu")
         if reason := native.why_not():
             raise ValueError(f"backend native is not available: {reason}; choose torch or auto")
     if backend == "native" and dtype == "bfloat16" and dtype not in native.dtypes():
@@ -161,7 +167,7 @@ def slots_that_fit(config: GPTConfig, dtype: str, free_bytes: float) -> int:
     weights = size * (config.n_layer * layer + 2 * V * C)
     cache = size * 2 * config.n_layer * config.n_kv_head * (config.block_size + 1) * hs
     rotation = size * 2 * config.n_layer * heads * hs
-    activations = size * (8 * C + 4 * heads * hs + 5 * config.n_inner + config.block_size)
+    activations = size * (8 * C + 4 * heads * hs + 5 * config.n_inner + 16 * config.block_size)  # masks of 16 steps
     sampling = 8 * V * 60  # logits of 16 steps, bias, counts and what the sampler computes with
     spare = 1 << 30  # CUDA itself, the libraries' workspaces, pieces of prompts
     per_slot = cache + rotation + activations + sampling
@@ -193,8 +199,11 @@ def open_runner(
         return NativeRunner(config, weights, slots, threads, dtype)
     model = source.load_model() if isinstance(source, Checkpoint) else source
     if backend == "cuda":
+        import torch
+
         from service.engine.cuda import CudaRunner
 
+        torch.set_num_threads(threads)
         return CudaRunner(model, slots, dtype, device)
     from service.engine.eager import TorchRunner
 

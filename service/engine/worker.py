@@ -74,8 +74,8 @@ class EngineAPI(LitAPI):
             if not is_out_of_memory(error):
                 raise
             logger.critical(
-                "out of memory on %s with %d slots: choose fewer with --max-running-requests, or auto",
-                device, options.max_running,
+                "out of memory on %s with %d slots (%s): choose a smaller number with --max-running-requests",
+                device, options.max_running, (str(error).splitlines() or [type(error).__name__])[0],
             )  # fmt: skip
             raise SystemExit(1) from None
         self.engine = Engine(runner, max_waiting=options.max_waiting, step_seconds=options.step_seconds)
@@ -173,7 +173,8 @@ class EngineLoop(LitLoop):
 
 def is_out_of_memory(error: Exception) -> bool:
     """Of this machine or of a GPU, whichever library noticed."""
-    return isinstance(error, MemoryError) or "out of memory" in str(error).lower()
+    text = str(error).lower()
+    return isinstance(error, MemoryError) or "out of memory" in text or "status_alloc_failed" in text
 
 
 def _observe(engine: Engine, metrics: Metrics, transport_seconds: float) -> None:

@@ -29,6 +29,32 @@ def uniforms(seed: int, start: int, count: int) -> np.ndarray:
     return (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
+class Draws:
+    """The draws of S sequences in turn, of each one `ahead` computed at once."""
+
+    def __init__(self, sequences: int, ahead: int):
+        self._seeds = np.zeros(sequences, dtype=np.uint64)
+        self._taken = np.zeros(sequences, dtype=np.int64)
+        self._first = np.full(sequences, -ahead, dtype=np.int64)  # number of the first draw that is there
+        self._draws = np.zeros((sequences, ahead))
+
+    def start(self, sequence: int, seed: int) -> None:
+        self._seeds[sequence] = seed
+        self._taken[sequence], self._first[sequence] = 0, -self._draws.shape[1]  # no draw is there yet
+
+    def take(self, sequences: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """The next counts[b] ≤ `ahead` draws of sequences[b], and others after them: (B, counts.max()) float64."""
+        most, ahead = int(counts.max()), self._draws.shape[1]
+        offset = self._taken[sequences] - self._first[sequences]
+        for b in np.flatnonzero(offset + most > ahead).tolist():
+            which = sequences[b]
+            self._first[which] = self._taken[which]
+            self._draws[which] = uniforms(int(self._seeds[which]), int(self._taken[which]), ahead)
+            offset[b] = 0
+        self._taken[sequences] += counts
+        return self._draws[sequences[:, None], offset[:, None] + np.arange(most)]
+
+
 class History:
     """Character counts of a sequence, for the penalties; on the CPU."""
 
@@ -184,10 +210,10 @@ def _keep_likeliest(z: Tensor, weights: Tensor, filters: Filters) -> Tensor:
 def _keep_typical(z: Tensor, weights: Tensor, typical_p: Tensor) -> Tensor:
     """typical_p, among the ids of positive weight: (B, V) bool."""
     kept = weights > 0.0
-    p = weights / weights.sum(dim=1, keepdim=True)
+    p = weights / weights.cumsum(dim=1)[:, -1:]  # in id order, as `sum` does not promise
     # −log p − H is the mean logit less the logit.
     z = z.masked_fill(~kept, 0.0)
-    deviation = z - (p * z).sum(dim=1, keepdim=True)
+    deviation = z - (p * z).cumsum(dim=1)[:, -1:]
     _, order = deviation.abs().masked_fill(~kept, torch.inf).sort(dim=1, stable=True)
     by_key = _reaching(p.gather(1, order), typical_p)
     return kept & torch.zeros_like(by_key).scatter(1, order, by_key)

@@ -282,7 +282,9 @@ class Metrics:
         self.prefix_cache_hit_tokens = counter(
             "chargpt_prefix_cache_hit_tokens", "Prompt characters copied from another sequence's cache instead of run"
         )
-        self.dropped_tokens = counter("chargpt_dropped_tokens", "Characters generated beyond a stop and dropped")
+        self.dropped_tokens = counter(
+            "chargpt_dropped_tokens", "Characters generated beyond a stop, or after an abort, and dropped"
+        )
 
         started = prometheus_client.Gauge(
             "chargpt_process_start_time_seconds", "Start time of a process, in seconds since the Unix epoch",

@@ -1,6 +1,6 @@
 """Everything that can be checked only on a GPU, in one command: correctness, speed, training, the image.
 
-    make gpu-check                       under 25 minutes on one NVIDIA GPU, with the CUDA build of torch installed
+    make gpu-check                       on an NVIDIA GPU, with torch built for CUDA; about 25 minutes, an estimate
     make gpu-check ARGS='--only engine'  again, this part alone
 
     tests      pytest -m cuda: parity in each dtype, batch invariance over 10,000 generations, graphs against eager,
@@ -38,10 +38,11 @@ from service.engine.runner import slots_that_fit
 from training.config import TrainConfig
 from training.speed import matmul_peak
 
-from . import engine, load, nanogpt, peers, roofline, serve, train
+from . import engine, nanogpt, peers, roofline, serve, train
 from .command import BenchError, Progress, Remote, build_parser, context, in_child, prepare_process, subset
-from .servers import ROOT, ServerError
-from .shapes import ANSWER, SHAPES, checkpoint_of, config_of
+from .report import table
+from .servers import ROOT
+from .shapes import SHAPES, checkpoint_of, config_of
 
 PARTS = ("tests", "engine", "http", "training", "image")
 ROWS = (1, 32, 128, 512, 2048)
@@ -49,15 +50,6 @@ DTYPES = ("float32", "bfloat16")
 CLIENTS = (1, 64, 512)
 REPEATS = 3
 HTTP_PROCESSES = min(8, max(1, (os.cpu_count() or 2) // 2))
-CUDA_INDEX = "https://download.pytorch.org/whl/cu130"
-# figure: its bound in the table, on an H200
-TARGETS = {
-    "M float32, 512 rows": 0.7e6,
-    "M bfloat16, 512 rows": 1.5e6,
-    "M, one row": 8000.0,
-    "over HTTP": 300_000.0,
-}
-FAILURES = (BenchError, ServerError, load.LoadError, OSError, subprocess.SubprocessError)
 
 
 class Check:
@@ -71,7 +63,9 @@ class Check:
 
     def keep(self, repeated: list[str]) -> None:
         """Take what an earlier run on this revision and machine has finished, except what is to be repeated."""
-        with contextlib.suppress(OSError, ValueError):
+        if (self.results["revision"] or "-dirty").endswith("-dirty"):
+            return  # the code may have changed
+        with contextlib.suppress(OSError, ValueError, KeyError):
             earlier = json.loads((self.out / "gpu-check.json").read_text(encoding="utf-8"))
             if all(earlier[name] == self.results[name] for name in ("revision", "machine", "versions")):
                 done = earlier["parts"]
@@ -89,7 +83,7 @@ class Check:
                 started = self.say.seconds
                 try:
                     found = getattr(self, part)()
-                except FAILURES as error:
+                except Exception as error:
                     self.results["errors"][part] = f"{type(error).__name__}: {error}"
                     self.say(f"{part} failed: {error}")
                 else:
@@ -117,7 +111,7 @@ class Check:
         """Decode rates with as many slots as rows, as the shapes of a launch are those of its slots."""
         read = in_child(_read_rate)["bytes_per_second"]
         products = {dtype: in_child(_peak, dtype)["operations_per_second"] for dtype in DTYPES}
-        found: dict[str, Any] = {"bytes_per_second": read, "operations_per_second": products, "runs": []}
+        found: dict[str, Any] = {"bytes_per_second": read, "operations_per_second": products, "runs": [], "absent": {}}
         free = torch.cuda.mem_get_info()[0]
         for shape, folder in self.folders.items():
             config = config_of(folder)
@@ -126,27 +120,31 @@ class Check:
                     if slots_that_fit(config, dtype, free) < rows:
                         self.say(f"{shape} {dtype}: {rows} rows do not fit")
                         continue
-                    options = {"slots": rows, "threads": 1, "device": "cuda"}
-                    with Remote(engine.Ours, folder, "cuda", dtype, **options) as remote:
-                        remote.call("run", rows)
-                        length = config.block_size + ANSWER  # windows are full for ANSWER characters
-                        runs = [remote.call("run", rows, ANSWER, config.block_size) for _ in range(REPEATS)]
-                        profile = remote.call("profile", rows) if rows in (1, 512) else None
-                    rate = statistics.median(run["decode_characters_per_second"] for run in runs)
-                    counts = roofline.count(config, rows, config.block_size, dtype)
-                    step = rows / rate
-                    found["runs"].append(
-                        {
-                            "shape": shape, "dtype": dtype, "rows": rows, "length": length, "profile": profile,
-                            "characters_per_second": rate,
-                            "each": [run["decode_characters_per_second"] for run in runs],
-                            "bandwidth_share": (counts["weight_bytes"] + counts["cache_bytes"]) / read / step,
-                            "product_share": (counts["product_operations"] + counts["attention_operations"])
-                            / products[dtype] / step,
-                        }
-                    )  # fmt: skip
-                    self.say(f"{shape} {dtype}, {rows} rows: {rate:,.0f} characters/s")
+                    try:
+                        run = self.full_windows(folder, dtype, rows)
+                    except BenchError as error:
+                        found["absent"][f"{shape} {dtype}, {rows} rows"] = str(error)
+                        self.say(f"{shape} {dtype}, {rows} rows cannot be measured: {error}")
+                        continue
+                    counts, step = (
+                        roofline.count(config, rows, config.block_size, dtype),
+                        rows / run["characters_per_second"],
+                    )
+                    run["bandwidth_share"] = (counts["weight_bytes"] + counts["cache_bytes"]) / read / step
+                    operations = counts["product_operations"] + counts["attention_operations"]
+                    run["product_share"] = operations / products[dtype] / step
+                    found["runs"].append({"shape": shape, "dtype": dtype, "rows": rows} | run)
+                    self.say(f"{shape} {dtype}, {rows} rows: {run['characters_per_second']:,.0f} characters/s")
+        if not found["runs"]:
+            raise BenchError(f"nothing could be measured: {found['absent']}")
         return found
+
+    def full_windows(self, folder: Path, dtype: str, rows: int) -> dict[str, Any]:
+        with Remote(engine.Ours, folder, "cuda", dtype, slots=rows, threads=1, device="cuda") as remote:
+            remote.call("run", rows)
+            rates = [remote.call("full", rows) for _ in range(REPEATS)]
+            profile = remote.call("profile", rows) if rows in (1, 512) else None
+        return {"characters_per_second": statistics.median(rates), "each": rates, "profile": profile}
 
     def http(self) -> dict[str, Any]:
         found: dict[str, Any] = {"runs": [], "absent": {}}
@@ -171,50 +169,41 @@ class Check:
                             self.say(f"{name}, {clients} clients, {mode}: {statistics.median(rates):,.0f} characters/s")
                     if True in system.streams:
                         found.setdefault("first", {})[name] = serve.first_once(system, server, 100)
-            except (ServerError, load.LoadError, OSError) as error:
-                found["absent"][name] = str(error)[-1000:]
+            except Exception as error:
+                found["absent"][name] = f"{type(error).__name__}: {str(error)[-1000:]}"
                 self.say(f"{name} cannot be measured: {error}")
         if not any(run["system"].startswith("ours") for run in found["runs"]):
             raise BenchError(f"the service could not be measured: {found['absent']}")
         return found
 
     def training(self) -> dict[str, Any]:
-        """The last part of each: losses, seconds, characters per second and share of the peak."""
-        found: dict[str, Any] = {"two processes": "skipped: they would share one GPU, and be slower than one"}
+        """The preset gpu, with and without torch.compile, and nanoGPT, which is not compiled, for as long as ours.
+
+        Not with two processes, which would share the GPU.
+        """
+        found: dict[str, Any] = {}
         for name, compiled in (("compiled", True), ("eager", False)):
             config = TrainConfig.from_preset("gpu", device="cuda", compile=compiled, sample_chars=0)
             found[name] = in_child(train.run_ours, config, self.out / "train" / name)
             self.say(f"{name}: {found[name]['whole']:.4f} in {found[name]['wall_seconds']:.0f} s")
-        found["nanogpt"] = in_child(_nanogpt_on_gpu, found["compiled"]["wall_seconds"])
+        found["nanogpt"] = in_child(_nanogpt_on_gpu, found["eager"]["wall_seconds"])
         return found
 
     def image(self) -> dict[str, Any]:
         if shutil.which("docker") is None or subprocess.run(["docker", "version"], capture_output=True).returncode:
             return {"skipped": "no Docker engine answers"}
-        build = [
-            "docker",
-            "build",
-            "--quiet",
-            "--build-arg",
-            f"TORCH_INDEX_URL={CUDA_INDEX}",
-            "-t",
-            "chargpt:cuda",
-            ".",
-        ]
-        _checked(build)
-        size = int(_checked(["docker", "image", "inspect", "--format", "{{.Size}}", "chargpt:cuda"]))
-        container = _checked(
-            ["docker", "run", "--rm", "--detach", "--gpus", "all", "--read-only", "--tmpfs", "/tmp", "chargpt:cuda"]
-        ).strip()
+        _checked("docker build --quiet --build-arg TORCH_INDEX_URL= -t chargpt:cuda .")
+        size = int(_checked("docker image inspect --format {{.Size}} chargpt:cuda"))
+        container = _checked("docker run --rm --detach --gpus all --read-only --tmpfs /tmp chargpt:cuda").strip()
         ask = "import json, urllib.request as u; print(u.urlopen(u.Request('http://127.0.0.1:8000/generate', "
         ask += "json.dumps({'prompt': 'A', 'max_tokens': 20}).encode(), {'Content-Type': 'application/json'})).read())"
         try:
             deadline = time.monotonic() + 120
             while subprocess.run(["docker", "exec", container, "python", "-c", ask], capture_output=True).returncode:
                 if time.monotonic() > deadline:
-                    raise BenchError(f"no generation: {_checked(['docker', 'logs', container])[-1000:]}")
+                    raise BenchError(f"no generation within 120 s; the container's log: {_log(container)[-1000:]}")
                 time.sleep(1)
-            log = subprocess.run(["docker", "logs", container], capture_output=True, text=True).stderr
+            log = _log(container)
         finally:
             subprocess.run(["docker", "rm", "--force", container], capture_output=True)
         if not re.search(r"backend cuda", log):
@@ -226,13 +215,11 @@ def gpu_systems(folder: Path) -> list[peers.System]:
     """Every server that is installed, on the same checkpoint folder."""
     ours = {"accelerator": "cuda", "max_running_requests": 512, "http_processes": HTTP_PROCESSES}
     systems = [
-        *(_renamed(peers.ours(folder, ours | {"dtype": dtype})[0], dtype) for dtype in DTYPES),
+        *(replace(peers.ours(folder, ours | {"dtype": dtype})[0], name=dtype) for dtype in DTYPES),
         *(s for s in peers.stock_litserve(folder, 1) if s.name.startswith("bfloat16") and "continuous" not in s.name),
     ]
     if find_spec("transformers"):
-        command = [str(Path(sys.executable).with_name("transformers")), "serve", "--device=cuda", "--dtype=bfloat16"]
-        command += ["--continuous-batching", "--host=127.0.0.1", "--log-level=error", str(folder.resolve())]
-        systems.append(peers.System("transformers", "bfloat16, continuous batching", tuple(command), "/health"))
+        systems += [s for s in peers.transformers_serve(folder, "cuda") if s.name.startswith("bfloat16, cont")]
     if vllm := shutil.which("vllm"):
         command = [vllm, "serve", str(folder.resolve()), "--dtype=bfloat16", "--host=127.0.0.1"]
         command += [f"--max-model-len={2 * config_of(folder).block_size}", "--max-num-seqs=512"]
@@ -240,15 +227,16 @@ def gpu_systems(folder: Path) -> list[peers.System]:
     return systems
 
 
-def _renamed(system: peers.System, name: str) -> peers.System:
-    return peers.System(system.family, name, system.command, system.ready, system.streams)
-
-
-def _checked(command: list[str]) -> str:
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+def _checked(command: str) -> str:
+    done = subprocess.run(command.split(), cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
-        raise BenchError(f"{shlex.join(command)}: {done.stderr[-1000:]}")
+        raise BenchError(f"{command}: {done.stderr[-1000:]}")
     return done.stdout
+
+
+def _log(container: str) -> str:
+    done = subprocess.run(["docker", "logs", container], capture_output=True, text=True)
+    return done.stdout + done.stderr
 
 
 # -- in fresh processes --
@@ -275,8 +263,9 @@ def _peak(dtype: str) -> dict[str, float]:
 
 def _nanogpt_on_gpu(seconds: float) -> dict[str, Any]:
     """nanoGPT's recipe for tiny Shakespeare on a GPU (10.7 M parameters), with as many steps as take as long."""
-    probe = replace(nanogpt.GPU, steps=100, eval_every=100)
-    step = train.run_nanogpt(probe, 1337, 0, "cuda")["wall_seconds"] / 100
+    probe = replace(nanogpt.GPU, steps=200, eval_every=100)
+    first, last = train.run_nanogpt(probe, 1337, 0, "cuda")["curve"][-2:]  # CUDA has started before the second half
+    step = (last["wall_seconds"] - first["wall_seconds"]) / 100
     recipe = replace(nanogpt.GPU, steps=max(1, int(seconds / step)), eval_every=1000)
     return train.run_nanogpt(recipe, 1337, 0, "cuda")
 
@@ -293,20 +282,17 @@ def markdown(results: dict[str, Any]) -> str:
     ]
     if "tests" in parts:
         lines += [f"Tests: {parts['tests']['summary']}", ""]
-    for table in (engine_rows, http_rows, training_rows):
-        lines += table(parts)
+    for rows in (engine_rows, http_rows, training_rows):
+        lines += rows(parts)
     if "image" in parts:
         image = parts["image"]
         size = f"{image['bytes'] / 1e9:.1f} GB, one generation on the GPU" if "bytes" in image else image["skipped"]
         lines += [f"Image: {size}", ""]
+    absent = parts.get("engine", {}).get("absent", {}) | parts.get("http", {}).get("absent", {})
+    lines += [f"- {name} was not measured: {reason.splitlines()[-1]}" for name, reason in absent.items()]
     lines += [f"- {part} failed: {reason}" for part, reason in results["errors"].items()]
     lines += [f"- {part} was not run" for part in PARTS if part not in parts and part not in results["errors"]]
     return "\n".join(lines).rstrip() + "\n"
-
-
-def _table(head: list[str], rows: list[list[str]]) -> list[str]:
-    line = "| {} |".format
-    return [line(" | ".join(head)), "|---" * len(head) + "|", *(line(" | ".join(row)) for row in rows), ""]
 
 
 def engine_rows(parts: dict[str, Any]) -> list[str]:
@@ -318,7 +304,7 @@ def engine_rows(parts: dict[str, Any]) -> list[str]:
          f"{run['bandwidth_share']:.0%}", f"{run['product_share']:.0%}"]
         for run in runs
     ]  # fmt: skip
-    return _table(["engine, full windows", "rows", "characters/s", "of memory bandwidth", "of products"], rows)
+    return table([["engine, full windows", "rows", "characters/s", "of memory bandwidth", "of products"], *rows])
 
 
 def http_rows(parts: dict[str, Any]) -> list[str]:
@@ -327,9 +313,9 @@ def http_rows(parts: dict[str, Any]) -> list[str]:
         [run["system"], f"{run['clients']}", run["mode"], f"{run['characters_per_second']:,.0f}"]
         for run in part.get("runs", [])
     ]
-    lines = _table(["over HTTP, M", "clients", "answers", "characters/s"], rows) if rows else []
+    lines = table([["over HTTP, M", "clients", "answers", "characters/s"], *rows]) if rows else []
     first = [[name, *(f"{1e3 * each[p]:.2f}" for p in ("p50", "p95"))] for name, each in part.get("first", {}).items()]
-    return lines + (_table(["first character, one client, ms", "p50", "p95"], first) if first else [])
+    return lines + (table([["first character, one client, ms", "p50", "p95"], *first]) if first else [])
 
 
 def training_rows(parts: dict[str, Any]) -> list[str]:
@@ -339,7 +325,7 @@ def training_rows(parts: dict[str, Any]) -> list[str]:
          f"{run['peak_share']:.1%}"]
         for name, run in runs.items()
     ]  # fmt: skip
-    return _table(["training", "whole loss", "seconds", "characters/s", "of peak"], rows) if rows else []
+    return table([["training", "whole loss", "seconds", "characters/s", "of peak"], *rows]) if rows else []
 
 
 def main() -> int:
@@ -353,11 +339,14 @@ def main() -> int:
     prepare_process()
     check = Check(args.out)
     check.keep(args.only or [])
-    with contextlib.suppress(KeyboardInterrupt):
+    stopped = False
+    try:
         check.run(args.only or list(PARTS))
+    except KeyboardInterrupt:
+        stopped = True
     check.write()
     print(markdown(check.results))
-    return 1 if check.results["errors"] else 0
+    return 130 if stopped else 1 if check.results["errors"] else 0
 
 
 if __name__ == "__main__":

@@ -146,13 +146,20 @@ def llama_cpp(
     ]
 
 
-def transformers_serve(checkpoint: Path) -> list[System]:
+def transformers_serve(checkpoint: Path, device: str = "cpu") -> list[System]:
     """In each dtype, one request after another and with continuous batching."""
     found = []
     for dtype in ("float32", "bfloat16"):
         for name, flags in ((dtype, []), (f"{dtype}, continuous batching", ["--continuous-batching"])):
-            command = [str(Path(sys.executable).with_name("transformers")), "serve", "--device=cpu", f"--dtype={dtype}"]
-            command += [*flags, "--host=127.0.0.1", "--log-level=error", str(checkpoint.resolve())]
+            command = [str(Path(sys.executable).with_name("transformers")), "serve"]
+            command += [
+                f"--device={device}",
+                f"--dtype={dtype}",
+                *flags,
+                "--host=127.0.0.1",
+                "--log-level=error",
+                str(checkpoint.resolve()),
+            ]
             found.append(System("transformers", name, tuple(command), "/health"))
     return found
 

@@ -148,7 +148,8 @@ def roofline_rows(name: str, shape: dict[str, Any]) -> list[list[str]]:
 
     for system, each in shape["systems"].items():
         if each["family"] == "ours":
-            rows.append([system, *(share(each["rows"][n], each["roofline"][n], n) for n in counts)])
+            roofs = each.get("roofline") or shape["roofline"][each["flags"]["dtype"]]  # of an earlier revision
+            rows.append([system, *(share(each["rows"][n], roofs[n], n) for n in counts)])
     full = shape["full"]
     cells = (share(full["rows"][n]["runs"], full["rows"][n]["roofline"], n) for n in counts)
     rows.append([f"{full['system']}, windows full", *cells])
@@ -306,35 +307,34 @@ def summary(results: dict[str, Any]) -> str:
     Raises:
         ValueError: the run lacks a part that they need.
     """
-    if lacking := {"engine", "http", "path"} - results.keys():
-        raise ValueError(f"the six rows need the parts engine, http and path; missing: {', '.join(sorted(lacking))}")
+    if lacking := {"http", "prefill", "path"} - results.keys():
+        raise ValueError(f"the six rows need the parts http, prefill and path; missing: {', '.join(sorted(lacking))}")
     rows = [["measured", "this service", "compared with", "ratio"]]
     whole = results["http"]["modes"]["whole"]
     few, many = min(whole, key=int), max(whole, key=int)
     for clients, peer in ((few, "llama"), (many, "llama"), (many, "stock")):
         families = whole[clients]["families"]
         ours, theirs = rates(families["ours"]["runs"]), rates(families[peer]["runs"])
-        label = f"answers of {results['http']['length']}, {plural(int(clients), 'client')}, characters/s"
-        rows.append([label, *short(ours, theirs, f"{FAMILIES[peer]}, {families[peer]['variant']}")])
-    worst: tuple[float, list[str]] | None = None
-    name, shape = list(results["engine"]["shapes"].items())[-1]
-    systems = shape["systems"]
-    for peer in ("llama", "transformers"):
-        found = []
-        for n in next(iter(systems.values()))["rows"]:
-            ours, theirs = best_rates(systems, "ours", n), best_rates(systems, peer, n)
-            label = f"engine alone, {name}, {plural(int(n), 'row')}, each at its best dtype, characters/s"
-            found.append((statistics.median(ratios(ours, theirs)), [label, *short(ours, theirs, FAMILIES[peer])]))
-        worst = min(found)  # the row count at which this service does worst
-        rows.append(worst[1])
-    requests = {name: rates(results["path"][name]["requests"], "per_second") for name in ("ours", "plain")}
-    rows.append(["requests/s without a model", *short(requests["ours"], requests["plain"], "plain FastAPI")])
+        label = f"S over HTTP, answers of {results['http']['length']}, {plural(int(clients), 'client')}, characters/s"
+        rows.append(compared(label, ours, theirs, f"{FAMILIES[peer]}, {families[peer]['variant']}"))
+    first = {family: rates(each["runs"], "p50") for family, each in results["http"]["first"].items()}
+    rows.append(compared("first character, one client, p50, ms", first["ours"], first["llama"], FAMILIES["llama"], 1e3))
+    name, shape = list(results["prefill"]["shapes"].items())[-1]
+    forward = max(
+        (system for system in shape["systems"] if system.startswith("forward")),
+        key=lambda system: statistics.median(shape["systems"][system]),
+    )
+    prefill = (shape["systems"][system] for system in ("native float32", forward))
+    rows.append(compared(f"prefill of {name} in float32, characters/s", *prefill, f"torch's {forward}"))
+    requests = (rates(results["path"][name]["requests"], "per_second") for name in ("ours", "plain"))
+    rows.append(compared("requests/s over HTTP without a model", *requests, "plain FastAPI"))
     return "\n".join(table(rows))
 
 
-def short(ours: list[float], theirs: list[float], name: str) -> list[str]:
-    ratio = statistics.median(ratios(ours, theirs))
-    return [f"{statistics.median(ours):,.0f}", f"{name}: {statistics.median(theirs):,.0f}", f"{ratio:.2g} ×"]
+def compared(label: str, ours: list[float], theirs: list[float], name: str, scale: float = 1.0) -> list[str]:
+    form = "{:,.0f}" if scale == 1.0 else "{:.1f}"
+    ratio = f"{statistics.median(ratios(ours, theirs)):.2g} ×"
+    return [label, figure(ours, form, scale), f"{figure(theirs, form, scale)}, {name}", ratio]
 
 
 def write_tables(results: dict[str, Any], root: Path) -> None:

@@ -229,14 +229,14 @@ class Bench:
         with contextlib.ExitStack() as stack:
             for name, remote in self.engines(folder, SLOTS, stack, figures["absent"]).items():
                 systems[name] = {"family": "ours", "flags": remote.call("about"), "rows": {}}
-                runs[name] = lambda rows, remote=remote: remote.call("run", rows)
+                runs[name] = lambda rows, remote=remote: warmed(remote, rows)
             for dtype, cache in self.some([(d, c) for d in ("float32", "bfloat16") for c in (None, "static")]):
                 name = f"transformers {dtype}{', static cache' if cache else ''}"
                 remote = stack.enter_context(
                     Remote(engine.Generate, folder, dtype, cache, threads=self.cores, device=self.device)
                 )
                 systems[name] = {"family": "transformers", "flags": {"dtype": dtype, "cache": cache}, "rows": {}}
-                runs[name] = lambda rows, remote=remote: remote.call("run", rows)
+                runs[name] = lambda rows, remote=remote: warmed(remote, rows)
             programs, files = self.llama_files(shape)
             for variant in self.some(llama.variants(files)):
                 name = f"llama.cpp {variant.name}"
@@ -246,9 +246,6 @@ class Bench:
                 runs[name] = lambda rows, variant=variant: llama.batched_bench(
                     llama.batched_bench_command(programs, variant, [rows], ANSWER, self.cores)
                 )[rows]
-            for name, run in runs.items():  # warm-up
-                if not name.startswith("llama"):
-                    run(1)
             for turn in range(self.plan.repeats):
                 for count in rows:
                     for name in runs if turn == 0 else contenders(systems, rows):
@@ -614,6 +611,12 @@ def parameters(config: GPTConfig) -> int:
 
 def backend_of(system: dict[str, Any]) -> tuple[str, str]:
     return system["flags"]["backend"], system["flags"]["dtype"]
+
+
+def warmed(remote: Remote, rows: int) -> dict[str, Any]:
+    """A run after a short one that is not counted, as llama-batched-bench does: another system had the processor."""
+    remote.call("run", rows, 16)
+    return remote.call("run", rows)
 
 
 def rate_of(system: dict[str, Any], rows: int) -> float:

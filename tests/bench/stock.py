@@ -279,7 +279,10 @@ def main() -> None:
         if args.loop == "continuous":
             options = options | {"loop": ContinuousBatchingLoop()}
         apis = [api(args.checkpoint, args.dtype, args.threads, api_path="/generate", **batches, **options)]
-    server = litserve.LitServer(apis, accelerator="auto", timeout=False)
+    import torch
+
+    accelerator = "cuda" if torch.cuda.is_available() else "cpu"  # "auto" takes the CPU unless torch is imported
+    server = litserve.LitServer(apis, accelerator=accelerator, timeout=False)
     server.run(host="127.0.0.1", port=args.port, generate_client_file=False, log_level="warning")
 
 

@@ -392,27 +392,32 @@ def test_tables_are_put_between_their_markers(tmp_path, monkeypatch):
         report.write_tables({}, tmp_path)
 
 
-def test_six_rows_show_the_worst_row_count_of_the_engine():
-    def runs(value: float) -> list[dict[str, float]]:
-        return [{"characters_per_second": value}]
-
+def test_six_rows_show_gains_and_losses():
     def family(value: float) -> dict[str, object]:
-        return {"variant": "v", "runs": runs(value)}
+        return {"variant": "v", "runs": [{"characters_per_second": value, "p50": 1 / value}]}
 
-    systems = {
-        name: {"family": each, "rows": {"1": runs(a), "8": runs(b)}}
-        for name, each, a, b in (("n", "ours", 30, 40), ("l", "llama", 10, 80), ("t", "transformers", 15, 5))
-    }
     families = {"ours": family(300), "llama": family(100), "stock": family(50)}
+    systems = {
+        "native float32": [30.0, 50.0],
+        "native bfloat16": [90.0],
+        "forward float32": [60.0],
+        "forward x": [80.0],
+    }
     results = {
-        "engine": {"shapes": {"M": {"systems": systems}}},
-        "http": {"length": 128, "modes": {"whole": {"1": {"families": families}, "32": {"families": families}}}},
+        "http": {
+            "length": 128,
+            "modes": {"whole": {"1": {"families": families}, "32": {"families": families}}},
+            "first": {"ours": family(250), "llama": family(500)},
+        },
+        "prefill": {"shapes": {"S": {}, "M": {"systems": systems}}},
         "path": {name: {"requests": [{"per_second": rate}]} for name, rate in (("ours", 4.0), ("plain", 8.0))},
     }
     lines = report.summary(results).splitlines()
     assert len(lines) == 8
-    assert "M, 8 rows, each at its best dtype, characters/s | 40 | llama.cpp: 80 | 0.5 ×" in lines[5]
-    assert "M, 1 row, each at its best dtype, characters/s | 30 | transformers: 15 | 2 ×" in lines[6]
+    assert "answers of 128, 32 clients, characters/s | 300 | 50, stock LitServe, v | 6 ×" in lines[4]
+    assert "first character, one client, p50, ms | 4.0 | 2.0, llama.cpp | 2 ×" in lines[5]
+    assert "prefill of M in float32, characters/s | 40 (30–50) | 80, torch's forward x | 0.5 ×" in lines[6]
+    assert "requests/s over HTTP without a model | 4 | 8, plain FastAPI | 0.5 ×" in lines[7]
     with pytest.raises(ValueError, match="missing: http"):
         report.summary({name: part for name, part in results.items() if name != "http"})
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers import RunningServer, random_model, save_random, wait_until
 
-from service.engine.cuda import BLOCK, STEPS, CudaRunner
+from service.engine.cuda import CudaRunner
 from service.engine.engine import Engine
 from service.engine.runner import FAILED, Piece, available_backends, open_runner, resolve, slots_that_fit
 from service.model.params import SamplingParams
@@ -22,8 +22,8 @@ from service.settings import BUNDLED
 from service.wire import Submit
 from tests.bench import engine as bench_engine
 from tests.bench import stubbed
+from tests.toolbox.launch import ServerError
 
-HAS_GPU = torch.cuda.is_available()
 OPERATIONS_PER_LAYER = 14
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
@@ -94,6 +94,23 @@ def test_texts_do_not_depend_on_load_in_any_dtype(dtype, device):
     assert run_at_random(Engine(runner), requests(40, longest=60)) == alone
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [{"block_size": 70}, {"block_size": 256, "n_embd": 128}])
+def test_logits_are_near_the_reference_in_every_dtype(shape, device):
+    """Of a prompt, and of the characters after it; head_dim 4 and 32 take different kernels."""
+    model = random_model(torch.float64, **shape)
+    prompt = np.random.default_rng(0).integers(0, 61, 300)
+    for dtype, tolerance in (("float64", 1e-11), ("float32", 1e-4), ("bfloat16", 0.1)):
+        runner = CudaRunner(model, 3, dtype, device)
+        runner.start(1, SamplingParams(seed=1), prompt)
+        first = runner.prefill([Piece(1, prompt, True, wants_logits=True)]).collect()
+        rest = runner.decode(np.array([1]), np.array([16]), wants_logits=[0]).collect()
+        logits = np.concatenate((first.logits[0], rest.logits[0]))
+        text = np.concatenate((prompt, first.ids[0], rest.ids[0][:-1]))
+        expected = model(torch.from_numpy(text)[None])[0].numpy()
+        assert np.abs(logits - expected).max() < tolerance * np.abs(expected).max()
+
+
 def test_prompts_that_share_a_beginning_share_whole_pieces_of_prompts_alone():
     """What was generated has other bits than as part of a prompt, and a piece that begins elsewhere than alone too."""
     runner = runner_of(random_model(block_size=256), 4, "float32")
@@ -140,6 +157,19 @@ def test_failed_logits_end_a_row_in_the_middle_of_a_launch():
     runner.prefill([Piece(0, np.array([1]), True)]).collect()
     outcome = runner.decode(np.array([0]), np.array([4])).collect()
     assert outcome.ids.tolist() == [[FAILED, -1, -1, -1]]
+
+
+def test_an_error_of_the_device_itself_ends_the_process(monkeypatch):
+    """After others the engine goes on; after this one no call could succeed."""
+    engine = Engine(runner_of(random_model(), 2))
+
+    def fail(*_):
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    engine.submit(Submit(0, [1], 5, SamplingParams()))
+    monkeypatch.setattr(engine.runner, "prefill", fail)
+    with pytest.raises(torch.AcceleratorError):
+        engine.step()
 
 
 def test_the_next_launch_goes_out_before_the_last_one_is_read():
@@ -218,11 +248,16 @@ def test_a_launch_reads_no_scalar_and_copies_once_to_the_host():
     calls = recorded(lambda: runner.decode(np.arange(5), np.full(5, 16)))
     names = collections.Counter(name for name, _ in calls)
     assert not [name for name in names if "local_scalar" in name or "nonzero" in name or "unique" in name]
-    # In: the plan, as 64-bit words. Out: the ids of all steps.
+    # Besides what each step stores (its logits, choices and last ids): in goes the plan, as 64-bit words, out the ids.
     words = runner._plan._device_side.numel()
-    copies = [shapes for name, shapes in calls if name == "aten::copy_"]
-    assert sum(shapes[0] == ((words,), torch.int64) for shapes in copies) == 1
-    assert sum(shapes[0] == ((16, 6), torch.int32) for shapes in copies) == 1
+    copies = collections.Counter(shapes[0] for name, shapes in calls if name == "aten::copy_")
+    assert copies == {
+        ((words,), torch.int64): 1,
+        ((6, 61), torch.float64): 16,
+        ((6,), torch.int32): 16,
+        ((6,), torch.int64): 16,
+        ((16, 6), torch.int32): 1,
+    }
 
 
 def test_operations_per_layer():
@@ -232,16 +267,21 @@ def test_operations_per_layer():
 
     two, three = count(2), count(3)
     print(f"\noperations: {three - two} per layer, {two - 2 * (three - two)} besides, of them sampling most")
-    assert three - two <= OPERATIONS_PER_LAYER < 15
+    assert three - two <= OPERATIONS_PER_LAYER
 
 
 def test_state_stays_where_it_is():
     """Graphs read fixed addresses."""
     runner = filled(random_model(), 4)
-    tensors = {name: it.data_ptr() for name, it in vars(runner).items() if isinstance(it, torch.Tensor)}
-    assert len(tensors) >= 10
+
+    def addresses():
+        held = [vars(runner), runner._plan.tensors, runner._pieces.tensors, runner._layers]
+        return [it.data_ptr() for it in torch.utils._pytree.tree_leaves(held) if isinstance(it, torch.Tensor)]
+
+    before = addresses()
+    assert len(before) >= 30
     run_at_random(Engine(runner), requests(20))
-    assert {name: it.data_ptr() for name, it in vars(runner).items() if isinstance(it, torch.Tensor)} == tensors
+    assert addresses() == before
 
 
 # -- choice of the backend --
@@ -251,7 +291,7 @@ def test_auto_takes_cuda_on_a_gpu_in_float32():
     assert resolve("auto", "auto", "cuda:1") == ("cuda", "float32")
     assert resolve("auto", "float64", "cuda:0") == ("cuda", "float64")
     assert resolve("torch", "auto", "cuda:0") == ("torch", "float64")
-    with pytest.raises(ValueError, match="backend cuda runs on an NVIDIA GPU, got device cpu"):
+    with pytest.raises(ValueError, match="backend cuda runs on an NVIDIA GPU, and none can be used here"):
         resolve("cuda", "auto", "cpu")
 
 
@@ -266,6 +306,15 @@ def test_slots_that_fit_leave_a_tenth_of_the_memory(dtype):
 
 
 # -- on a GPU --
+
+
+@pytest.mark.cuda
+def test_another_gpu_than_the_first_gives_the_same_texts():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    model = random_model(block_size=70)
+    texts = [run_at_random(Engine(runner_of(model, 6, "float64", f"cuda:{i}")), requests(30)) for i in (0, 1)]
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.cuda
@@ -293,28 +342,19 @@ def test_graphs_equal_the_same_operations_run_eagerly():
 @pytest.mark.cuda
 def test_out_of_memory_is_one_sentence(tmp_path):
     save_random(tmp_path / "m", block_size=4096, n_layer=24, n_embd=1024, n_head=8, n_kv_head=8)
-    with pytest.raises(Exception, match="out of memory"):
-        RunningServer(tmp_path / "m", accelerator="cuda", max_running_requests=4096).__enter__()
-    assert STEPS == (1, 4, 16) and BLOCK == 8
+    with RunningServer(tmp_path / "m", accelerator="cuda", max_running_requests=4096) as server:
+        with pytest.raises(ServerError):
+            server.wait_until_ready(120)
+        assert "out of memory on cuda:0 with 4096 slots" in server.output()
+        assert "Traceback" not in server.output()
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_ten_thousand_texts_do_not_depend_on_the_load(dtype):
-    ours = bench_engine.Ours(BUNDLED, "cuda", dtype, slots=64, threads=1, device="cuda")
-    assert ours.texts(10_000, 64, alone=False) == ours.texts(10_000, 64, alone=True)
-
-
-@pytest.mark.cuda
-def test_float32_and_bfloat16_logits_are_near_the_reference():
-    model = random_model(torch.float64, block_size=70)
-    prompt = np.random.default_rng(0).integers(0, 61, 200)
-    expected = model(torch.from_numpy(prompt)[None])[0].numpy()
-    for dtype, tolerance in (("float64", 1e-11), ("float32", 1e-3), ("bfloat16", 1.0)):
-        runner = CudaRunner(model, 1, dtype, "cuda")
-        runner.start(0, SamplingParams(), prompt)
-        logits = runner.prefill([Piece(0, prompt, False, wants_logits=True)]).collect().logits[0]
-        assert np.abs(logits - expected).max() < tolerance * np.abs(expected).max()
+@pytest.mark.parametrize(("slots", "count"), [(64, 10_000), (512, 1000)])
+def test_ten_thousand_texts_do_not_depend_on_the_load(dtype, slots, count):
+    ours = bench_engine.Ours(BUNDLED, "cuda", dtype, slots=slots, threads=1, device="cuda")
+    assert ours.texts(count, 64, alone=False) == ours.texts(count, 64, alone=True)
 
 
 @pytest.mark.cuda
@@ -325,8 +365,9 @@ def test_a_killed_worker_is_replaced_and_two_http_processes_answer_the_same_text
         def ask():
             return httpx.post(server.url + "/generate", json=body, timeout=60)
 
+        server.wait_until_ready(120)
         text = ask().json()["choices"][0]["text"]
         assert httpx.get(server.url + "/info").json()["backend"] == "cuda"
         server.worker().kill()
-        wait_until(lambda: ask().status_code == 200, 120)
+        wait_until(lambda: all(ask().status_code == 200 for _ in range(10)), 120)
         assert {ask().json()["choices"][0]["text"] for _ in range(10)} == {text}

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from service.engine.cuda import STEPS
 from service.model.config import GPTConfig
 from service.model.gpt import GPT
 from tests.bench import report
@@ -313,17 +314,15 @@ class Card:
     name: str
     bytes_per_second: float
     operations_per_second: dict[str, float]  # by dtype: fp32 without tensor cores; bf16 dense, summed in fp32
-    memory_bytes: float
 
 
 CARDS = (
-    Card("H200", 4.8e12, {"float32": 67e12, "bfloat16": 989e12}, 141e9),
-    Card("L4", 300e9, {"float32": 30.3e12, "bfloat16": 121e12}, 24e9),
-    Card("RTX 4090", 1.008e12, {"float32": 82.6e12, "bfloat16": 165e12}, 24e9),
+    Card("H200", 4.8e12, {"float32": 67e12, "bfloat16": 989e12}),
+    Card("L4", 300e9, {"float32": 30.3e12, "bfloat16": 121e12}),
+    Card("RTX 4090", 1.008e12, {"float32": 82.6e12, "bfloat16": 165e12}),
 )
 # An assumption: the shortest time of a kernel in a graph, from the end of the one before.
 KERNEL_SECONDS = 2.5e-6
-STEPS = 8  # of a replay
 
 
 @dataclass(frozen=True)
@@ -394,8 +393,8 @@ def replica_of(results: dict[str, Any], waiting: int | None = None) -> Replica:
 
 
 # Measured by `make bench` on 2 cores (table "over HTTP").
-HTTP_CHARACTERS = 340_000  # characters/s per HTTP process, 64 streams around a stub engine
-EVENT_SECONDS = 67e-6  # CPU time of an HTTP process per event
+HTTP_CHARACTERS = 880_000  # characters/s per HTTP process, 64 streams around a stub engine
+EVENT_SECONDS = 36e-6  # CPU time of an HTTP process per event
 INTERVAL_SECONDS = 0.02  # --stream-interval-seconds: at most one event per stream in each
 
 GOALS = (Goal(0.1, 0.015), Goal(), Goal(1.0, 0.1))
@@ -503,8 +502,8 @@ def shape_on_card(name: str, rows: int, measured: dict[str, Any], card: Card, dt
     operations = measured["operations"][name]
     return step_on_card(
         config, parameters, rows, card, dtype,
-        operations=operations["step"] + operations["fixed"] / STEPS,
-        host_seconds=float(np.interp(rows, *zip(*measured["host_seconds"], strict=True))) / STEPS,
+        operations=operations["step"] + operations["fixed"] / max(STEPS),
+        host_seconds=float(np.interp(rows, *zip(*measured["host_seconds"], strict=True))) / max(STEPS),
     )  # fmt: skip
 
 
@@ -523,7 +522,9 @@ def card_rows(measured: dict[str, Any]) -> list[list[str]]:
 def host_rows(measured: dict[str, Any]) -> list[list[str]]:
     """What was measured and counted without a card."""
     found = [["", *(f"{rows:,} rows" for rows, _ in measured["host_seconds"])]]
-    found.append([f"host, ms per replay of {STEPS} steps", *(f"{1e3 * s:.2f}" for _, s in measured["host_seconds"])])
+    found.append(
+        [f"host, ms per launch of {max(STEPS)} steps", *(f"{1e3 * s:.2f}" for _, s in measured["host_seconds"])]
+    )
     for name, counts in measured["operations"].items():
         text = f"{counts['step']} per step and {counts['fixed']} per replay"
         found.append([f"kernels of {name}", text, *[report.NONE] * (len(found[0]) - 2)])
@@ -606,6 +607,9 @@ def main() -> int:
             print(answer(replica, Goal(args.first, args.character, args.quantile), args.rate))
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyError as error:
+        print(f"error: {args.sweep} lacks {error}, as an earlier revision's: run make load-sweep", file=sys.stderr)
         return 1
     return 0
 

@@ -448,15 +448,14 @@ class Sweep:
 def measure_engine(
     folder: Path, rows: tuple[int, ...], length: int, longest: int, threads: int, device: str
 ) -> dict[str, Any]:
-    """Times of a decode step by rows, of a prompt, and of the host's part of a step.
+    """Times of a decode step by rows, of a prompt, and of the host's part of backend cuda.
 
     A step's time is rows divided by characters per second: the engine runs several steps per call.
     """
     from service.model.checkpoint import Checkpoint
     from service.wire import Submit
 
-    checkpoint = Checkpoint.read(folder)
-    model = checkpoint.load_model(device)
+    vocab_size = Checkpoint.read(folder).tokenizer.vocab_size
     ours = engine.Ours(folder, "auto", "auto", slots=max(rows), threads=threads, device=device)
 
     def step(count: int) -> float:
@@ -476,7 +475,7 @@ def measure_engine(
         return count * seconds / given
 
     def request(number: int, item: Work) -> Submit:
-        ids = random.Random(number).choices(range(model.config.vocab_size), k=len(item.prompt))
+        ids = random.Random(number).choices(range(vocab_size), k=len(item.prompt))
         return Submit(number, ids, item.max_tokens, sampling(number))
 
     def turn(count: int) -> tuple[float, float]:
@@ -526,7 +525,6 @@ def measure_engine(
         "prefill_more_seconds": scale * alone.prefill_more_seconds,
         "idle_prefill_seconds": prompts(1, IDLE_SECONDS),
         **measure_host(),
-        "parameters": model.num_parameters,
     }
 
 

@@ -274,7 +274,7 @@ def test_step_on_card_counts_the_same_operations_and_bytes_as_the_benchmark():
 
     model, rows = shapes.random_model(TINY), 5
     counts = roofline.count(TINY, rows, TINY.block_size, "float32")
-    card = capacity.Card("unit", 1.0, {"float32": 1.0}, 1.0)
+    card = capacity.Card("unit", 1.0, {"float32": 1.0})
     step = capacity.step_on_card(TINY, model.num_parameters, rows, card, "float32", operations=8, host_seconds=0.5)
     # The benchmark omits unread embedding rows and the multiplications of norms.
     assert step.read_seconds == pytest.approx(counts["weight_bytes"] + counts["cache_bytes"], rel=0.2)
