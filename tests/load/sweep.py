@@ -669,7 +669,7 @@ def draw(results: dict[str, Any], png: Path) -> None:
                 values = [1e3 * getattr(forecast, name)(int(p[1:]) / 100) for forecast in forecasts]
                 axes.plot(rates, values, STYLES[p], **style, label=f"model, {p}")
     for axes, limit in ((first, goal.first_seconds), (mean, goal.character_seconds)):
-        axes.axhline(1e3 * limit, color="tab:green", lw=1.5, label=f"goal for {100 * goal.quantile:.0f} %")
+        axes.axhline(1e3 * limit, color="tab:red", ls="--", lw=1.2, label=f"goal for {100 * goal.quantile:.0f} %")
     for axes, title, y in (
         (given, "Throughput", "characters/s"),
         (first, "Time to first character", "ms"),
