@@ -4,9 +4,9 @@
     replay     one graph: K steps of forward and sampler over all slots, or one block of pieces
     collect    one copy of the chosen ids into pinned memory, read while the next launch runs
 
-Every launch runs all slots, whatever is in them, and every piece of a prompt begins at a multiple of `piece` counted
-from its own beginning and runs in a block of fixed size. So each kernel always gets the same shapes, and a row's
-arithmetic depends neither on the load nor on when its prompt was scheduled: the same seed gives the same text.
+Every decode step runs all slots, whatever is in them, and every piece of a prompt begins at a multiple of `piece`
+counted from its own beginning and runs in a block of fixed size. So each kernel always gets the same shapes, and a
+row's arithmetic depends neither on the load nor on when its prompt was scheduled: the same seed gives the same text.
 
 On a device without graphs (a CPU, in tests) the same operations run eagerly. Knows slots and ids; nothing of requests,
 stops or text.

@@ -126,10 +126,8 @@ class Check:
                         found["absent"][f"{shape} {dtype}, {rows} rows"] = str(error)
                         self.say(f"{shape} {dtype}, {rows} rows cannot be measured: {error}")
                         continue
-                    counts, step = (
-                        roofline.count(config, rows, config.block_size, dtype),
-                        rows / run["characters_per_second"],
-                    )
+                    counts = roofline.count(config, rows, config.block_size, dtype)
+                    step = rows / run["characters_per_second"]
                     run["bandwidth_share"] = (counts["weight_bytes"] + counts["cache_bytes"]) / read / step
                     operations = counts["product_operations"] + counts["attention_operations"]
                     run["product_share"] = operations / products[dtype] / step
@@ -148,10 +146,10 @@ class Check:
 
     def http(self) -> dict[str, Any]:
         found: dict[str, Any] = {"runs": [], "absent": {}}
-        for system in gpu_systems(self.folders["M"]):
+        for number, system in enumerate(gpu_systems(self.folders["M"])):
             name = f"{system.family} {system.name}"
             try:
-                with system.start(self.out / f"{system.family}.log") as server:
+                with system.start(self.out / f"{system.family}-{number}.log") as server:
                     server.wait_until_ready(300)
                     serve.answers_once(system, server, 2, 2, system.streams[-1])
                     for clients in CLIENTS:
@@ -282,7 +280,7 @@ def markdown(results: dict[str, Any]) -> str:
     ]
     if "tests" in parts:
         lines += [f"Tests: {parts['tests']['summary']}", ""]
-    for rows in (engine_rows, http_rows, training_rows):
+    for rows in (engine_rows, profile_rows, http_rows, training_rows):
         lines += rows(parts)
     if "image" in parts:
         image = parts["image"]
@@ -305,6 +303,17 @@ def engine_rows(parts: dict[str, Any]) -> list[str]:
         for run in runs
     ]  # fmt: skip
     return table([["engine, full windows", "rows", "characters/s", "of memory bandwidth", "of products"], *rows])
+
+
+def profile_rows(parts: dict[str, Any]) -> list[str]:
+    """The kernels that take most of the device's time, with most rows of the largest shape."""
+    profiled = [run for run in parts.get("engine", {}).get("runs", []) if run.get("profile")]
+    if not profiled:
+        return []
+    run = profiled[-1]
+    head = [f"kernels of {run['shape']} {run['dtype']}, {run['rows']:,} rows", "calls", "of the device's time"]
+    rows = [[f"`{it['name'][:80]}`", f"{it['calls']:,}", f"{it['share']:.0%}"] for it in run["profile"][:12]]
+    return table([head, *rows])
 
 
 def http_rows(parts: dict[str, Any]) -> list[str]:

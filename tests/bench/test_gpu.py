@@ -14,7 +14,8 @@ RESULTS = {
         "engine": {
             "runs": [
                 {"shape": "M", "dtype": "float32", "rows": 512, "characters_per_second": 7e5,
-                 "bandwidth_share": 0.7, "product_share": 0.2}
+                 "bandwidth_share": 0.7, "product_share": 0.2,
+                 "profile": [{"name": "gemm", "calls": 12, "share": 0.4}]}
             ],
             "absent": {"M float32, 2048 rows": "its process ended"},
         },
@@ -37,6 +38,7 @@ def test_report_shows_every_part_and_what_is_missing():
     for line in (
         "G, torch 2.13.0 with CUDA 13.0, 2026-11-22, revision abc",
         "| M float32 | 512 | 700,000 | 70% | 20% |",
+        "| `gemm` | 12 | 40% |",
         "| ours float32 | 512 | streamed | 300,000 |",
         "| ours float32 | 3.00 | 5.00 |",
         "| compiled | 1.4100 | 100 | 5,000,000 | 30.0% |",

@@ -509,7 +509,7 @@ def shape_on_card(name: str, rows: int, measured: dict[str, Any], card: Card, dt
 
 def card_rows(measured: dict[str, Any]) -> list[list[str]]:
     """Characters per second calculated for each card, and what bounds them."""
-    found = [["card, shape, dtype", *(f"{rows:,} rows" if rows > 1 else "1 row" for rows in CARD_ROWS)]]
+    found = [["card, shape, dtype", *(report.plural(rows, "row") for rows in CARD_ROWS)]]
     for card in CARDS:
         for name in SHAPES:
             for dtype in card.operations_per_second:
@@ -521,7 +521,7 @@ def card_rows(measured: dict[str, Any]) -> list[list[str]]:
 
 def host_rows(measured: dict[str, Any]) -> list[list[str]]:
     """What was measured and counted without a card."""
-    found = [["", *(f"{rows:,} rows" for rows, _ in measured["host_seconds"])]]
+    found = [["", *(report.plural(rows, "row") for rows, _ in measured["host_seconds"])]]
     found.append(
         [f"host, ms per launch of {max(STEPS)} steps", *(f"{1e3 * s:.2f}" for _, s in measured["host_seconds"])]
     )
