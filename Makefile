@@ -87,7 +87,9 @@ bench-table: $(VENV)/.installed-bench ## put the tables of out/bench/serve.json 
 load-sweep: $(VENV)/.installed-bench ## latency against offered load, beside llama.cpp and stock LitServe, about twenty minutes: out/load-sweep
 	$(BIN)/python -m tests.load.sweep $(ARGS)
 
-gpu-check: $(VENV)/.installed-bench ## on an NVIDIA GPU: tests, benchmarks, training and image, about 25 minutes: out/gpu-check.md
+gpu-check: ## on an NVIDIA GPU: tests, benchmarks, training and image, about 25 minutes: out/gpu-check.md
+	@nvidia-smi -L >/dev/null 2>&1 || { echo "make gpu-check: no NVIDIA GPU, nvidia-smi lists none" >&2; exit 2; }
+	@$(MAKE) --no-print-directory $(VENV)/.installed-bench
 	$(BIN)/python -m tests.bench.gpu $(ARGS)
 
 bench-train: $(RUN) ## benchmark training against nanoGPT's CPU recipe, each preset over three seeds: out/bench-train
