@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from service.engine.runner import FAILED, NONE, Outcome, Pending, Piece, Runner
+from service.engine.runner import FAILED, NONE, Outcome, Pending, Piece, Runner, check_ids
 from service.model.gpt import GPT
 from service.model.params import SamplingParams
 from service.model.sampling import Draws, Filters, choose, penalise
@@ -133,10 +133,7 @@ class CudaRunner(Runner):
 
     def start(self, slot: int, params: SamplingParams, prompt: Sequence[int]) -> None:
         V = self.config.vocab_size
-        if not 0 <= min(prompt) <= max(prompt) < V:
-            raise ValueError(f"prompt ids must be in [0, {V - 1}], got {min(prompt)} to {max(prompt)}")
-        if any(id >= V for id, _ in params.logit_bias):
-            raise ValueError(f"logit_bias ids must be below {V}, got {max(params.logit_bias)[0]}")
+        check_ids(params, prompt, V)
         self._positions[slot] = 0
         self._draws.start(slot, params.seed)
         row = _row(params)

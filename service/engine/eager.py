@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from service.engine.runner import FAILED, NONE, Outcome, Piece, Runner
+from service.engine.runner import FAILED, NONE, Outcome, Piece, Runner, check_ids
 from service.model.gpt import GPT
 from service.model.kv_cache import KVCache
 from service.model.params import SamplingParams
@@ -45,10 +45,7 @@ class TorchRunner(Runner):
 
     def start(self, slot: int, params: SamplingParams, prompt: Sequence[int]) -> None:
         V = self.config.vocab_size
-        if not 0 <= min(prompt) <= max(prompt) < V:
-            raise ValueError(f"prompt ids must be in [0, {V - 1}], got {min(prompt)} to {max(prompt)}")
-        if any(id >= V for id, _ in params.logit_bias):
-            raise ValueError(f"logit_bias ids must be below {V}, got {max(params.logit_bias)[0]}")
+        check_ids(params, prompt, V)
         self.cache.clear(slot)
         self._draws.start(slot, params.seed)
         self._params[slot] = params

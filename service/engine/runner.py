@@ -114,6 +114,14 @@ class Runner(ABC):
         return None
 
 
+def check_ids(params: SamplingParams, prompt: Sequence[int], vocab_size: int) -> None:
+    """Raises ValueError: an id of the prompt or of a bias is outside the vocabulary."""
+    if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+        raise ValueError(f"prompt ids must be in [0, {vocab_size - 1}], got {min(prompt)} to {max(prompt)}")
+    if any(id >= vocab_size for id, _ in params.logit_bias):
+        raise ValueError(f"logit_bias ids must be below {vocab_size}, got {max(params.logit_bias)[0]}")
+
+
 def available_backends() -> list[str]:
     """The backends that can run on this machine's CPU, the best first."""
     from service.engine import native  # which imports this module
