@@ -807,7 +807,7 @@ template <class T, class W, class K> class Net final : public Engine {
   }
 
   // Each thread takes whole sequences, about as many rows as the others. All run each batch together where a batch is
-  // work enough to pay for the waiting: with fewer sequences than threads, and where the weights outgrow the last cache,
+  // work enough to pay for the waiting: with fewer sequences than threads, and where the weights outgrow 32 MB,
   // as each thread then reads its share of them alone.
   void run(const ChargptItem* items, int count) noexcept override {
     std::vector<const ChargptItem*> order(count);
