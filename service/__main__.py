@@ -39,12 +39,13 @@ def serve(settings: "Settings", **options: Any) -> int:
 
         signal.signal(signal.SIGTERM, stop)  # until Server.serve
 
+        from service.http.protocol import OpenFilesError
         from service.model.checkpoint import CheckpointError
         from service.server import BackendError, WorkerStartError, build_server
 
         try:
             server = build_server(settings, **options)
-        except (CheckpointError, BackendError) as error:
+        except (CheckpointError, BackendError, OpenFilesError) as error:
             print(f"{program()}: {error}", file=sys.stderr)
             return 2
         try:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from service.engine.runner import resolve, slots_that_fit
 from service.engine.worker import EngineAPI, EngineLoop, EngineOptions
 from service.http.app import App
 from service.http.context import Service, SharedState
+from service.http.protocol import Connections, Loop, Protocol
 from service.model.checkpoint import Checkpoint
 from service.model.config import GPTConfig
 from service.observe.logs import adopt_litserve, configure_logging
@@ -90,6 +92,7 @@ class Server(LitServer):
 
     def __init__(self, settings: Settings, checkpoint: Checkpoint, **lit_options: Any):
         self.settings = settings
+        self.connections = Connections(settings, lambda: self.service.metrics)
         self.state = SharedState(settings.http_processes)
         self.spec = Spec()
         self.must_hurry = False  # after a second signal: do not wait for running requests
@@ -167,8 +170,8 @@ class Server(LitServer):
                 num_api_servers=self.settings.http_processes,
                 log_level=self.settings.log_level,
                 generate_client_file=False,
-                loop="uvloop",
-                http="httptools",
+                loop=Loop,
+                http=partial(Protocol, self.connections),
                 ws="none",
                 access_log=False,
                 log_config=None,
@@ -374,6 +377,7 @@ def build_server(
     Raises:
         CheckpointError: the folder is not a checkpoint that can be trusted.
         BackendError: the settings' backend or dtype cannot run here, or no slot fits.
+        OpenFilesError: this process may not open enough files.
         RuntimeError: PROMETHEUS_MULTIPROC_DIR is not set; `service.__main__.serve` sets it.
     """
     if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:

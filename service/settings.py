@@ -36,7 +36,12 @@ def cpus_left(others: dict[str, Any]) -> int:
     return max(1, (available_cpus() - others.get("http_processes", 1)) // workers)
 
 
-cpus_left.__qualname__ = "(CPUs − HTTP processes) ÷ workers"  # how --help shows a default factory
+def half_of_connections(others: dict[str, Any]) -> int:
+    return max(1, others.get("max_connections", 1) // 2)
+
+
+half_of_connections.__qualname__ = "--max-connections ÷ 2"  # how --help shows a default factory
+cpus_left.__qualname__ = "(CPUs − HTTP processes) ÷ workers"
 
 
 def available_cpus() -> int:
@@ -127,6 +132,21 @@ class Settings(BaseSettings):
         gt=0,
         le=3600,
         description="time without an event before the server sends an SSE comment",
+    )
+    max_header_bytes: int = Field(
+        32 << 10, ge=1024, le=1 << 20, description="maximum size of a request line and its headers, in bytes"
+    )
+    header_timeout_seconds: float = Field(
+        8, gt=0, le=3600, description="time limit for receiving request line and headers, and for a TLS handshake"
+    )
+    max_connections: int = Field(
+        10_000, ge=1, le=1_000_000, description="maximum open connections, shared out between HTTP processes"
+    )
+    max_connections_per_address: int = Field(
+        default_factory=half_of_connections,
+        ge=0,
+        le=1_000_000,
+        description="maximum open connections from one address; 0: no limit of its own",
     )
     body_timeout_seconds: float = Field(30, gt=0, le=3600, description="time limit for receiving a request body")
     idle_connection_seconds: int = Field(

@@ -30,7 +30,7 @@ ARROWS = {
         "service.http", "service.engine", "service.model", "service.observe",
         "service.process", "service.settings", "service.sockets",
     },
-    "service.__main__": {"service.server", "service.settings", "service.model"},
+    "service.__main__": {"service.server", "service.settings", "service.model", "service.http"},
     "training": {"service.model", "service.engine", "service.wire"},
 }  # fmt: skip
 WORKER_ONLY = {"service.sockets", "service.process", "service.observe", "litserve"}

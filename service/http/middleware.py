@@ -179,6 +179,10 @@ class RequestMiddleware:
     def _refusal(self, scope: Scope, route: str) -> ApiError | None:
         """What the headers alone rule out, before the body is read."""
         headers = dict(scope["headers"])
+        num_authorizations = sum(name == b"authorization" for name, _ in scope["headers"])
+        if num_authorizations > 1:  # a proxy may have checked another one
+            message = f"a request must have at most one Authorization header, got {num_authorizations}"
+            return ApiError(400, message, code="duplicate_header")
         if self.settings.api_key_digests and not self._is_public(route):
             authorization = headers.get(b"authorization")
             if authorization is None:

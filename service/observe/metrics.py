@@ -33,6 +33,7 @@ RATIOS = tuple(i / 10 for i in range(1, 11))
 EXEMPLARS = "exemplars_{}.json"  # file of the process with that pid, in PROMETHEUS_MULTIPROC_DIR
 
 LABELS = ["model_name"]
+METHODS = frozenset(("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH"))
 
 BufferedKind = TypeVar("BufferedKind", bound="_Buffered")
 
@@ -246,12 +247,19 @@ class Metrics:
             "handler", "method",
         )  # fmt: skip
         self.http_requests_in_progress = gauge("chargpt_http_requests_in_progress", "HTTP requests in progress")
+        self._http_connections_rejected = labeled_counter(
+            "chargpt_http_connections_rejected",
+            "Connections closed by a limit or for a malformed request, by reason",
+            "reason",
+        )
 
         # Created at 0: the rate of a series that appears at 1 misses its first event.
         for reason in ("stop", "length", "abort", "timeout", "error"):
             self._request_success(reason)
         for reason in ("queue_full", "shutting_down", "not_ready"):
             self._admission_rejections(reason)
+        for reason in ("limit", "address_limit", "header_timeout", "headers_too_large", "malformed"):
+            self._http_connections_rejected(reason)
 
         # Recorded by inference processes.
         self.num_requests_running = gauge("chargpt_num_requests_running", "Sequences running in a cache slot")
@@ -303,8 +311,12 @@ class Metrics:
             self._unknown_characters(policy).inc(count)
 
     def http_request(self, handler: str, method: str, status: int, seconds: float) -> None:
+        method = method if method in METHODS else "other"  # otherwise clients could create series
         self._http_requests(handler, method, str(status)).inc()
         self._http_request_duration(handler, method).observe(seconds)
+
+    def http_connection_rejected(self, reason: str) -> None:
+        self._http_connections_rejected(reason).inc()
 
     def _request_flush(self) -> None:
         if not self._is_flush_due:

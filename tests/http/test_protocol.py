@@ -1,0 +1,481 @@
+"""Connections and headers over raw sockets: what is refused before a route, and what clients cannot hold."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import json
+import re
+import select
+import socket
+import ssl
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import uvicorn
+from helpers import ENDLESS, RunningServer, make_certificate, save_random, wait_until, web
+
+from service.http.protocol import LOOPBACK, Connections, Protocol, network_of
+from service.settings import Settings
+from tests.toolbox.http import answer, post, received, sent
+from tests.toolbox.launch import Program, free_port
+
+ROOT = Path(__file__).parents[2]
+
+HEADER_BYTES = 8192
+SETTINGS = {"max_header_bytes": HEADER_BYTES, "header_timeout_seconds": 1, "idle_connection_seconds": 3}
+REJECTED = "chargpt_http_connections_rejected_total"
+GET = b"GET /livez HTTP/1.1\r\nHost: a\r\n"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_random(tmp_path_factory.mktemp("protocol") / "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint):
+    with RunningServer(checkpoint.path, **SETTINGS) as server:
+        server.wait_until_ready()
+        yield server
+        assert server.stop() == 0
+        assert "Traceback" not in server.output()
+
+
+def ask(server, data):
+    """The status and the error's code of the answer to some bytes, after which the server closes the connection."""
+    with sent(server.port, data) as connection:
+        return refusal(connection)
+
+
+def refusal(connection):
+    with answer(connection) as response:
+        assert response.headers["content-type"] == "application/json"
+        assert response.headers["connection"] == "close"
+        assert len(response.headers["x-request-id"]) == 32
+        error = json.load(response)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert connection.recv(1) == b""
+    return response.status, error["code"]
+
+
+def padded(size, start=GET):
+    """A request of `size` bytes."""
+    return start + b"X-Pad: " + b"x" * (size - len(start) - len(b"X-Pad: \r\n\r\n")) + b"\r\n\r\n"
+
+
+def statuses(connection, count):
+    """The statuses of the next `count` answers, whose bodies are read."""
+    found = []
+    stream = connection.makefile("rb")
+    for _ in range(count):
+        found.append(int(stream.readline().split()[1]))
+        length = 0
+        while (line := stream.readline()) != b"\r\n":
+            if line.lower().startswith(b"content-length:"):
+                length = int(line.split(b":")[1])
+        stream.read(length)
+    return found
+
+
+# -- headers --
+
+
+@pytest.mark.parametrize("chunks", [1, 3, 500])
+def test_headers_are_limited_to_the_byte(server, chunks):
+    for size, status in ((HEADER_BYTES - 1, 200), (HEADER_BYTES, 200), (HEADER_BYTES + 1, 431)):
+        head = padded(size)
+        with sent(server.port, b"") as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for start in range(0, size, size // chunks + 1):
+                connection.sendall(head[start : start + size // chunks + 1])
+            with answer(connection) as response:
+                assert response.status == status
+
+
+def test_a_huge_header_is_refused_at_once_and_delays_nobody(server):
+    before = server.metric(REJECTED, reason="headers_too_large")
+    with sent(server.port, GET + b"X-Pad: ") as connection:
+        with contextlib.suppress(ConnectionError, TimeoutError):  # the server reads a bounded part of it
+            connection.sendall(b"x" * 60_000_000)
+        assert web.get(f"{server.url}/livez", timeout=2).status_code == 200
+    server.wait_until_metric(REJECTED, before + 1, reason="headers_too_large")
+
+
+def test_the_answer_to_headers_too_large_is_not_lost(server):
+    for _ in range(20):
+        assert ask(server, padded(1_000_000)) == (431, "headers_too_large")
+
+
+def test_the_number_of_headers_is_limited(server):
+    for count, status in ((99, 200), (100, 431)):
+        with sent(server.port, GET + b"a: b\r\n" * count + b"\r\n") as connection, answer(connection) as response:
+            assert response.status == status
+
+
+def test_a_long_url_is_refused(server):
+    assert ask(server, b"GET /" + b"x" * 100_000) == (414, "headers_too_large")
+
+
+def test_trailers_are_limited_and_dropped(server):
+    head = b"POST /tokenize HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    body = b'd\r\n{"prompt":"a"\r\n1\r\n}\r\n0\r\n'
+    with sent(server.port, head + body + b"X: y\r\n\r\n" + GET + b"\r\n") as connection:
+        assert statuses(connection, 2) == [200, 200]
+    assert ask(server, head + body + b"X: " + b"y" * 2 * HEADER_BYTES) == (431, "headers_too_large")
+
+
+def test_later_requests_of_a_connection_have_the_same_limits(server):
+    with sent(server.port, GET + b"\r\n") as connection:
+        assert statuses(connection, 1) == [200]
+        connection.sendall(padded(HEADER_BYTES))
+        assert statuses(connection, 1) == [200]
+        connection.sendall(padded(HEADER_BYTES + 1))
+        assert refusal(connection) == (431, "headers_too_large")
+
+
+# -- malformed requests --
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x16\x03\x01\x00\xee\x01\x00\x00\xea\x03\x03",
+        b"BREW / HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"GET / HTTP/1.2\r\nHost: a\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"GET /livez HTTP/1.1\r\n\r\n",
+        b"GET /livez HTTP/1.1\r\nHost: a\r\nHost: a\r\n\r\n",
+        b"GET /livez HTTP/1.1\nHost: a\n\n",
+        b"CONNECT a:80 HTTP/1.1\r\nHost: a\r\n\r\n",
+        GET + b"X: 1\r\n folded\r\n\r\n",
+        GET + b"X: 1\nY: 2\r\n\r\n",
+        GET + b"X: 1\rY: 2\r\n\r\n",
+        GET + b"X : 1\r\n\r\n",
+        GET + b"X: \0\r\n\r\n",
+        b"GET /\0 HTTP/1.1\r\nHost: a\r\n\r\n",
+        GET + b"Content-Length: 1\r\nContent-Length: 1\r\n\r\na",
+        GET + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\nab",
+        GET + b"Content-Length: 1, 1\r\n\r\na",
+        GET + b"Content-Length: +1\r\n\r\na",
+        GET + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        GET + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
+        GET + b"Transfer-Encoding: gzip\r\n\r\n",
+        GET + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
+        GET + b"Transfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n",
+    ],
+)
+def test_malformed_requests_get_an_error_like_others(server, data):
+    """Nothing after the malformed part is taken for a request: a proxy may have seen a body there."""
+    before = server.metric(REJECTED, reason="malformed")
+    with sent(server.port, data + GET + b"\r\n") as connection:
+        assert refusal(connection)[0] == 400
+    server.wait_until_metric(REJECTED, before + 1, reason="malformed")
+
+
+@pytest.mark.parametrize("chunk", [b"3\nabc\r\n", b"3 \r\nabc\r\n", b"3\r\nabcd\r\n", b"-1\r\n", b"f" * 17 + b"\r\n"])
+def test_malformed_chunks_are_refused(server, chunk):
+    head = b"POST /tokenize HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    assert ask(server, head + chunk + b"0\r\n\r\n" + GET + b"\r\n") == (400, "invalid_http")
+
+
+def test_other_versions_are_refused(server):
+    assert ask(server, b"GET /livez\r\n\r\n")[0] == 505
+    assert ask(server, b"GET /livez HTTP/2.0\r\nHost: a\r\n\r\n")[0] == 505
+    with sent(server.port, b"GET /livez HTTP/1.0\r\n\r\n") as connection:
+        assert b" 200 " in received(connection).splitlines()[0]
+
+
+def test_an_upgrade_is_ignored(server):
+    upgrade = GET + b"Connection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
+    with sent(server.port, upgrade + GET + b"\r\n" + upgrade) as connection:
+        assert statuses(connection, 3) == [200, 200, 200]
+    assert "Unsupported upgrade" not in server.output()
+
+
+def test_more_than_one_authorization_header_is_refused(checkpoint, tmp_path):
+    keys = tmp_path / "keys.txt"
+    keys.write_text("a-valid-key\n")
+    valid, other = b"Authorization: Bearer a-valid-key\r\n", b"Authorization: Bearer another\r\n"
+    with RunningServer(checkpoint.path, api_keys_file=keys) as server:
+        server.wait_until_ready()
+        for headers, status in ((valid, 200), (valid + other, 400), (other + valid, 400), (valid + valid, 400)):
+            head = b"GET /info HTTP/1.1\r\nHost: a\r\n" + headers + b"\r\n"
+            with sent(server.port, head) as connection, answer(connection) as response:
+                assert response.status == status
+
+
+def test_unusual_methods_share_one_series(server):
+    for method in ("PROPFIND", "M-SEARCH", "DELETE"):
+        assert web.request(method, f"{server.url}/livez").status_code == 405
+    methods = {dict(labels).get("method") for _, labels in server.metrics()}
+    assert {"other", "DELETE"} <= methods and not {"PROPFIND", "M-SEARCH"} & methods
+
+
+# -- time --
+
+
+def test_slow_headers_and_silent_connections_are_closed(server):
+    with contextlib.ExitStack() as stack:
+        started = [stack.enter_context(sent(server.port, GET)) for _ in range(100)]
+        silent = [stack.enter_context(sent(server.port, b"")) for _ in range(100)]
+        trickling = stack.enter_context(sent(server.port, b"\r\n"))
+        begun = time.monotonic()
+        while time.monotonic() < begun + 0.6:
+            for connection in (*started, trickling):
+                connection.sendall(b"a" if connection is not trickling else b"\r\n")
+            time.sleep(0.1)
+        assert {refusal(connection) for connection in (*started, trickling)} == {(408, "header_timeout")}
+        assert {connection.recv(1) for connection in silent} == {b""}
+    assert time.monotonic() - begun < 10
+
+
+def test_a_later_request_has_the_same_time(server):
+    with sent(server.port, GET + b"\r\n") as connection:
+        assert statuses(connection, 1) == [200]
+        time.sleep(1.5)  # idle: longer than headers may take
+        connection.sendall(GET)
+        assert refusal(connection) == (408, "header_timeout")
+
+
+def test_idle_connections_are_closed_even_if_they_send_line_breaks_or_a_rest_of_a_body(server):
+    unread = b"POST /livez HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n"
+    with sent(server.port, GET + b"\r\n") as idle, sent(server.port, unread) as trickling:
+        assert statuses(idle, 1) == [200] and statuses(trickling, 1) == [405]
+        with contextlib.suppress(ConnectionError):
+            for _ in range(100):
+                idle.sendall(b"\r\n")
+                trickling.sendall(b"x")
+                time.sleep(0.1)
+            pytest.fail("still open after 10 s")
+
+
+# -- connections --
+
+
+def connect(port, address="127.0.0.2", data=b""):
+    connection = socket.create_connection(("127.0.0.1", port), 20, source_address=(address, 0))
+    connection.sendall(data)
+    return connection
+
+
+def is_closed(connection):
+    connection.settimeout(0.01)
+    try:
+        return connection.recv(1, socket.MSG_PEEK) == b""
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+    finally:
+        connection.settimeout(20)
+
+
+def status_of(port, address):
+    """The status and the error's code of a probe on a connection of its own."""
+    with connect(port, address, GET + b"Connection: close\r\n\r\n") as connection, answer(connection) as response:
+        if response.status in (429, 503):
+            assert (response.headers["retry-after"], response.headers["connection"]) == ("1", "close")
+        return response.status, json.load(response).get("error", {}).get("code")
+
+
+def held(stack, port, count, address, data=GET):
+    """Open connections that wait for the rest of their headers, once the server has seen them all."""
+    return [stack.enter_context(connect(port, address, data)) for _ in range(count)]
+
+
+def test_connections_are_limited_in_all_and_probes_are_still_answered(checkpoint):
+    settings = {"max_connections": 20, "max_connections_per_address": 0, "header_timeout_seconds": 100}
+    with RunningServer(checkpoint.path, **settings) as server, contextlib.ExitStack() as stack:
+        server.wait_until_ready()
+        flood = held(stack, server.port, 20, "127.0.0.2")
+        for _ in range(100):
+            assert status_of(server.port, "127.0.0.2") == (503, "too_many_connections")
+            assert status_of(server.port, "127.0.0.1")[0] == 200
+            assert status_of(server.port, "127.0.0.3")[0] == 200
+        assert not any(map(is_closed, flood))
+        server.wait_until_metric(REJECTED, 100, reason="limit")
+        bots = [stack.enter_context(connect(server.port, f"127.0.1.{i}", GET)) for i in range(1, 31)]
+        assert status_of(server.port, "127.0.0.3")[0] == 503
+        assert status_of(server.port, "127.0.0.1")[0] == 200  # loopback has a reserve of its own
+        assert sum(map(is_closed, bots)) in (0, 14)  # the answer may still be unread
+        for connection in flood:
+            connection.close()
+        wait_until(lambda: status_of(server.port, "127.0.0.2")[0] == 200)
+
+
+def test_connections_are_limited_per_address(checkpoint):
+    settings = {"max_connections": 20, "header_timeout_seconds": 100, "host": "::"}
+    with RunningServer(checkpoint.path, **settings) as server, contextlib.ExitStack() as stack:
+        server.wait_until_ready()
+        flood = held(stack, server.port, 10, "127.0.0.2")
+        for _ in range(20):
+            assert status_of(server.port, "127.0.0.2") == (429, "too_many_connections")
+            assert status_of(server.port, "127.0.0.3")[0] == 200
+        server.wait_until_metric(REJECTED, 20, reason="address_limit")
+        flood.pop().close()
+        wait_until(lambda: status_of(server.port, "127.0.0.2")[0] == 200)
+
+
+def test_one_network_counts_as_one_address():
+    assert network_of("2001:db8::1") == network_of("2001:db8::ffff:1%eth0") != network_of("2001:db8:0:1::1")
+    assert network_of("::ffff:10.0.0.1") == network_of("10.0.0.1") != network_of("10.0.0.2")
+    assert {network_of("::1"), network_of("127.0.0.1")} == LOOPBACK
+
+
+def limited(files, checkpoint, *flags):
+    """A server that may open `files` files per process."""
+    port = free_port()
+    flags = ["--checkpoint", checkpoint.path, "--port", port, "--threads", 1, *flags]
+    command = ["bash", "-c", f'ulimit -n {files}; exec "$@"', "-", sys.executable, "-m", "service", *flags]
+    return Program(command, port, "/livez", cwd=ROOT)
+
+
+def test_too_low_a_limit_of_open_files_ends_the_program_with_one_line(checkpoint):
+    with limited(32, checkpoint) as server:
+        assert server.process.wait(60) == 2
+        message = "python -m service: the limit of open files (ulimit -n) must be at least 256, got 32\n"
+        assert server.output() == message
+
+
+def test_a_flood_beyond_the_limit_of_open_files_passes(checkpoint):
+    flags = ["--header-timeout-seconds", 3, "--max-connections-per-address", 0]
+    with limited(256, checkpoint, *flags) as server, contextlib.ExitStack() as stack:
+        server.wait_until_ready()
+        wait_until(lambda: web.get(f"{server.url}/readyz").status_code == 200)
+        assert "at most 128 per HTTP process instead of 10000, as the limit of open files is 256" in server.output()
+        flood = [stack.enter_context(connect(server.port, data=GET)) for _ in range(1000)]
+        wait_until(lambda: status_of(server.port, "127.0.0.1")[0] == 200)
+        main = psutil.Process(server.process.pid)
+        wait_until(lambda: sum(process.cpu_percent(0.5) for process in main.children(recursive=True)) < 50)
+        wait_until(lambda: all(map(is_readable, flood)))
+        wait_until(lambda: status_of(server.port, "127.0.0.2")[0] == 200)
+        assert web.get(f"{server.url}/readyz").status_code == 200
+        server.process.terminate()
+        assert server.process.wait(30) == 0
+        assert "Traceback" not in server.output()
+
+
+def is_readable(connection):
+    return bool(select.select([connection], [], [], 0)[0]) if connection.fileno() < 1024 else is_closed(connection)
+
+
+def test_tls_connections_have_the_same_limits(checkpoint, tmp_path):
+    certificate, key = make_certificate(tmp_path)
+    settings = {"tls_certificate": certificate, "tls_key": key, "header_timeout_seconds": 2, "max_connections": 20}
+    context = ssl.create_default_context(cafile=certificate)
+    with RunningServer(checkpoint.path, **settings) as server, pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        server.url = f"https://127.0.0.1:{server.port}"
+        server._client = httpx.Client(verify=context)
+        wait_until(lambda: is_ready(server))
+
+        def secure(address="127.0.0.2", data=b""):
+            connection = context.wrap_socket(connect(server.port, address), server_hostname="127.0.0.1")
+            connection.sendall(data)
+            return connection
+
+        with contextlib.ExitStack() as stack:
+            silent = held(stack, server.port, 5, "127.0.0.2", b"")  # no handshake
+            started = [stack.enter_context(secure(data=GET)) for _ in range(5)]
+            with pytest.raises(OSError):
+                secure(data=GET + b"\r\n")
+            with secure("127.0.0.3", GET + b"Connection: close\r\n\r\n") as probe:
+                assert received(probe).startswith(b"HTTP/1.1 200 ")
+            assert {connection.recv(1) for connection in silent} == {b""}
+            assert {refusal(connection) for connection in started} == {(408, "header_timeout")}
+        with secure(data=padded(100_000)) as connection:
+            assert received(connection).startswith(b"HTTP/1.1 431 ")
+        with connect(server.port):  # in its handshake when the server stops
+            begun = time.monotonic()
+            assert server.stop() == 0
+            assert time.monotonic() - begun < 10
+        assert "Traceback" not in server.output() and "graceful shutdown exceeded" not in server.output()
+
+
+def is_ready(server):
+    with contextlib.suppress(httpx.TransportError):
+        return server._get("/readyz").status_code == 200
+
+
+# -- pipelining --
+
+
+def test_pipelined_requests_are_answered_in_order_without_being_held_in_memory(server):
+    http = max(server.processes(), key=lambda process: process.num_fds())
+    before = http.memory_info().rss
+    count = 30_000
+    with sent(server.port, b"") as connection, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(connection.sendall, (GET + b"\r\n") * count)
+        time.sleep(1)  # nothing is read
+        assert web.get(f"{server.url}/livez", timeout=5).status_code == 200
+        assert http.memory_info().rss - before < 20_000_000
+        assert set(statuses(connection, count)) == {200}
+        sending.result()
+
+
+def test_an_error_comes_after_the_answers_to_earlier_requests(server):
+    generate = post("/generate", {"prompt": "a", "max_tokens": 2000})
+    with sent(server.port, generate + GET + b"\r\n" + b"nonsense\r\n\r\n") as connection:
+        assert re.findall(rb"HTTP/1.1 (\d+)", received(connection)) == [b"200", b"200", b"400"]
+
+
+def test_a_client_that_leaves_aborts_its_request_whatever_it_has_pipelined(server):
+    before = server.metric("chargpt_request_success_total", finished_reason="abort")
+    endless = post("/generate", {"prompt": "a", "max_tokens": ENDLESS})
+    with sent(server.port, endless + endless):
+        server.wait_until_metric("chargpt_num_requests_running", 1)
+    server.wait_until_metric("chargpt_num_requests_running", 0)
+    server.wait_until_metric("chargpt_request_success_total", before + 1, finished_reason="abort")
+
+
+# -- readers that stop --
+
+
+def test_a_reader_that_stops_does_not_hold_up_the_shutdown(checkpoint):
+    with RunningServer(checkpoint.path, drain_seconds=0.5) as server:
+        server.wait_until_ready()
+        body = {"prompt": "a", "max_tokens": ENDLESS, "stream": True, "logprobs": 5}
+        with sent(server.port, post("/generate", body), receive_bytes=1024) as stream:
+            server.wait_until_metric("chargpt_num_requests_running", 1)
+            time.sleep(3)  # the buffers fill
+            begun = time.monotonic()
+            assert server.stop() == 0
+            assert time.monotonic() - begun < 10
+            assert stream.fileno() > 0
+        assert "Traceback" not in server.output()
+        assert "graceful shutdown exceeded" not in server.output()
+
+
+def test_a_request_can_abort_its_connection():
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.5):
+                while True:
+                    await send({"type": "http.response.body", "body": b"x" * 100_000, "more_body": True})
+        scope["extensions"]["chargpt.abort"]()
+        ended.set()
+
+    async def main():
+        protocol = partial(Protocol, Connections(Settings()))
+        server = uvicorn.Server(uvicorn.Config(app, port=free_port(), http=protocol, lifespan="off", log_config=None))
+        serving = asyncio.create_task(server.serve())
+        while not server.started:
+            await asyncio.sleep(0.01)
+        _, writer = await asyncio.open_connection("127.0.0.1", server.config.port)
+        writer.transport.pause_reading()
+        writer.write(GET + b"\r\n")
+        await ended.wait()
+        while server.server_state.connections:
+            await asyncio.sleep(0.01)
+        writer.close()
+        server.should_exit = True
+        await serving
+
+    ended = asyncio.Event()
+    asyncio.run(asyncio.wait_for(main(), 20))
