@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,6 +18,7 @@ def main() -> int:
     # PID 1 of a container has no default action for signals: without this it could not be stopped while loading.
     # os._exit, not an exception: C extensions can swallow one raised during their import, or turn it into another.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until Server.serve
     from service.settings import read_settings
 
     return serve(read_settings())
@@ -26,12 +26,13 @@ def main() -> int:
 
 def serve(settings: "Settings", **options: Any) -> int:
     """Serve until a signal; `options` are those of `build_server`. Returns main's exit status."""
+    from service.process import run_folder
     from service.settings import program
 
     # GNU OpenMP's threads spin while they wait and take the core from HTTP processes.
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
-    with tempfile.TemporaryDirectory(prefix="chargpt-metrics-") as folder:
-        os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder  # read when prometheus_client is imported
+    with run_folder() as folder:
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)  # read when prometheus_client is imported
 
         def stop(*_: object) -> None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -41,7 +42,8 @@ def serve(settings: "Settings", **options: Any) -> int:
 
         from service.http.protocol import OpenFilesError
         from service.model.checkpoint import CheckpointError
-        from service.server import BackendError, WorkerStartError, build_server
+        from service.server import BackendError, StartError, build_server
+        from service.supervisor import TooManyDeathsError
 
         try:
             server = build_server(settings, **options)
@@ -50,7 +52,7 @@ def serve(settings: "Settings", **options: Any) -> int:
             return 2
         try:
             server.serve()
-        except WorkerStartError as error:
+        except (StartError, TooManyDeathsError) as error:
             print(f"{program()}: {error}", file=sys.stderr)
             return 1
     return 0

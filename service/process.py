@@ -1,10 +1,16 @@
-"""Process setup: parent-death signal and garbage collector."""
+"""Process setup: parent-death signal, garbage collector, and the service's temporary folder."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import gc
 import os
+import shutil
 import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -22,3 +28,27 @@ def relax_garbage_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
+
+
+@contextlib.contextmanager
+def run_folder() -> Iterator[Path]:
+    """A temporary folder for this run of the service: its sockets and metrics. Removed at the end.
+
+    Folders of earlier runs that were killed are removed too: nobody holds their locks.
+    """
+    temporary = Path(tempfile.gettempdir())
+    for lock in temporary.glob("chargpt-*/lock"):
+        with contextlib.suppress(OSError), open(lock, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent)
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix="chargpt-"))  # mode 0700
+        with open(folder / "lock", "wb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # until this process and all that it forked have ended
+            if not (folder / "lock").exists():  # removed by another start, between these two lines
+                continue
+            try:
+                yield folder
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+            return

@@ -5,23 +5,27 @@ The one file that uses LitServe's private names; tests/test_litserve.py lists th
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import multiprocessing
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from functools import partial
 from multiprocessing.managers import SyncManager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import uvicorn
 from fastapi import FastAPI
 from litserve import Callback, LitServer, Logger
 from litserve.callbacks.base import EventTypes
@@ -33,25 +37,45 @@ from service.engine import native
 from service.engine.runner import resolve, slots_that_fit
 from service.engine.worker import EngineAPI, EngineLoop, EngineOptions
 from service.http.app import App
-from service.http.context import Service, SharedState
+from service.http.context import Service
 from service.http.protocol import Connections, Loop, Protocol
 from service.model.checkpoint import Checkpoint
 from service.model.config import GPTConfig
 from service.observe.logs import adopt_litserve, configure_logging
-from service.observe.metrics import forget_process
+from service.observe.metrics import allocate_files, forget_process
 from service.process import die_with_parent, relax_garbage_collector
 from service.settings import Settings
+from service.shared import SharedState
 from service.sockets import SocketTransport
+from service.supervisor import Supervisor, TooManyDeathsError
 
 logger = logging.getLogger(__name__)
 
+UVICORN_GRACE_SECONDS = 1  # requests are drained before uvicorn stops
 
-class WorkerStartError(Exception):
-    """Every inference process failed before it was ready."""
+
+class StartError(Exception):
+    """The port cannot be listened on, or every inference process failed before it was ready."""
 
 
 class BackendError(ValueError):
     """The backend or dtype asked for cannot run here."""
+
+
+class SetupStatus:
+    """Of each worker, in shared memory: LitServe would start a process of its own to hold it, which may die too."""
+
+    STATES = (WorkerSetupStatus.STARTING, WorkerSetupStatus.READY, WorkerSetupStatus.ERROR, WorkerSetupStatus.FINISHED)
+
+    def __init__(self, workers: int):
+        self._states = multiprocessing.RawArray("b", workers)
+
+    def __setitem__(self, worker: str, state: str) -> None:
+        """LitServe's name of a worker ends with _ and its number."""
+        self._states[int(worker.rpartition("_")[2])] = self.STATES.index(state)
+
+    def values(self) -> list[str]:
+        return [self.STATES[i] for i in self._states]
 
 
 class PolledEvent(threading.Event):
@@ -88,15 +112,14 @@ class Spec(LitSpec):
 
 
 class Server(LitServer):
-    """LitServe with other routes, transport and shutdown; placement and worker supervision are LitServe's."""
+    """LitServe with other routes, transport, supervision and shutdown; placement is LitServe's."""
 
     def __init__(self, settings: Settings, checkpoint: Checkpoint, **lit_options: Any):
         self.settings = settings
         self.connections = Connections(settings, lambda: self.service.metrics)
-        self.state = SharedState(settings.http_processes)
         self.spec = Spec()
         self.must_hurry = False  # after a second signal: do not wait for running requests
-        api = EngineAPI(spec=self.spec, loop=EngineLoop())
+        api = self.api = EngineAPI(spec=self.spec, loop=EngineLoop())
         super().__init__(
             api,
             accelerator=choose_accelerator(settings.accelerator),
@@ -112,6 +135,13 @@ class Server(LitServer):
         devices = [device if isinstance(device, str) else device[0] for device in configured]
         backend, dtype = choose_backend(settings, devices[0])
         slots = choose_slots(settings, GPTConfig(**checkpoint.hyperparameters), dtype, devices[0])
+        api.state = self.state = SharedState(settings.http_processes, len(devices))
+        self.supervisor = Supervisor(
+            self.state,
+            hang_seconds=settings.hang_seconds,
+            max_deaths=settings.max_restarts,
+            window_seconds=settings.restart_window_seconds,
+        )
         api.options = EngineOptions(
             checkpoint.path,
             settings.model_name,
@@ -124,6 +154,10 @@ class Server(LitServer):
             settings.log_level,
             settings.log_format,
         )
+        try:
+            allocate_files([*self.state.http_names, *self.state.worker_names])
+        except OSError as error:
+            raise BackendError(f"{os.environ['PROMETHEUS_MULTIPROC_DIR']}: {error.strerror}") from None
         self.service = Service(
             settings, checkpoint, self.state, backend=backend, dtype=dtype, slots=slots, devices=devices
         )
@@ -135,7 +169,7 @@ class Server(LitServer):
                 lambda: trigger(EventTypes.ON_RESPONSE.value, litserver=self),
             )
         self.app.router.routes += self.http.routes()
-        self.uvicorn_graceful_timeout = 1  # requests are drained before uvicorn stops
+        self._monitor_workers = False  # the supervisor does it, for HTTP processes too
 
         # Replaces FastAPI's own layers, which no route here needs.
         self.app.middleware_stack = self.http.middleware(self.app.router)
@@ -147,8 +181,10 @@ class Server(LitServer):
         """Serve until SIGTERM or Ctrl-C; running requests finish first.
 
         Raises:
-            WorkerStartError: no inference process could start.
+            StartError: the address cannot be listened on, or no inference process could start.
+            TooManyDeathsError: processes keep dying.
         """
+        check_address(self.settings.host, self.settings.port)
         main = os.getpid()
 
         def stop(*_: Any) -> None:
@@ -163,6 +199,7 @@ class Server(LitServer):
 
         signal.signal(signal.SIGTERM, stop)
         signal.signal(signal.SIGINT, stop)
+        signal.signal(signal.SIGHUP, self._hang_up)
         try:
             self.run(
                 host=self.settings.host,
@@ -171,7 +208,7 @@ class Server(LitServer):
                 log_level=self.settings.log_level,
                 generate_client_file=False,
                 loop=Loop,
-                http=partial(Protocol, self.connections),
+                http=functools.partial(Protocol, self.connections),
                 ws="none",
                 access_log=False,
                 log_config=None,
@@ -188,8 +225,6 @@ class Server(LitServer):
                 process.terminate()
                 process.join(2)
                 process.kill()
-            if hasattr(self, "_transport"):
-                self._transport.remove()
 
     # -- LitServe's extension points --
 
@@ -203,16 +238,17 @@ class Server(LitServer):
         """LitServe's way through FastAPI: __init__ wraps the application instead."""
 
     def _init_manager(self, num_api_servers: int) -> Any:
-        """LitServe's manager process, for the workers' setup status and the queue of loggers alone."""
+        """LitServe's manager process, for the queue of loggers alone."""
         adopt_litserve()
+        self.workers_setup_status = SetupStatus(len(self.service.devices))
+        self._shutdown_event = PolledEvent(self._check)
+        self.litapi_request_queues = {self.spec.api_path: None}
+        self._transport = SocketTransport(len(self.service.devices), Path(os.environ["PROMETHEUS_MULTIPROC_DIR"]))
+        if not self._logger_connector._loggers:
+            return SimpleNamespace(shutdown=lambda: None)
         manager = SyncManager()
         manager.start(_ignore_signals)
-        self.workers_setup_status = manager.dict()
-        self._shutdown_event = PolledEvent(self._check_signal)
-        self.litapi_request_queues = {self.spec.api_path: None}
-        if self._logger_connector._loggers:
-            self.logger_queue = manager.Queue()
-        self._transport = SocketTransport(len(self.service.devices))
+        self.logger_queue = manager.Queue()
         return manager
 
     @asynccontextmanager
@@ -227,45 +263,99 @@ class Server(LitServer):
         """Wait for a first worker; LitServe would wait for ever if it were killed while loading.
 
         Raises:
-            WorkerStartError: none can start.
+            StartError: none can start.
         """
         while WorkerSetupStatus.READY not in self.workers_setup_status.values():
             if WorkerSetupStatus.ERROR in self.workers_setup_status.values() or not any(
                 worker.is_alive() for worker in self.inference_workers
             ):
-                raise WorkerStartError("no inference process could start; its log says why")
+                raise StartError("no inference process could start; its log says why")
             self._check_signal()
             time.sleep(0.05)
 
-    def _check_signal(self) -> None:
-        """Called in every polling loop.
+    def _start_server(
+        self, port: int, count: int, log_level: str, sockets: list[socket.socket], kind: str, **options: Any
+    ) -> dict[int, BaseProcess]:
+        """Start the HTTP processes, and keep all processes running from here on."""
+        processes: dict[int, BaseProcess] = {}
 
+        def start_http(id: int) -> BaseProcess:
+            config = uvicorn.Config(
+                self.app, log_level=log_level, timeout_graceful_shutdown=UVICORN_GRACE_SECONDS, **options
+            )
+            server = uvicorn.Server(config)
+            self.spec.response_queue_id = id
+            fork = multiprocessing.get_context("fork")
+            process = processes[id] = fork.Process(target=server.run, args=(sockets,), name=f"http-{id}")
+            process.start()
+            return process
+
+        def start_worker(id: int) -> BaseProcess:
+            process = self.inference_workers[id] = self.launch_single_inference_worker(self.api, id)
+            return process
+
+        for id, name in enumerate(self.state.worker_names):
+            start = functools.partial(start_worker, id)
+            self.supervisor.watch(name, self.inference_workers[id], start, functools.partial(forget_process, name))
+        for id, name in enumerate(self.state.http_names):
+            start = functools.partial(start_http, id)
+            self.supervisor.watch(name, start(), start, functools.partial(self._http_process_died, id))
+        return processes
+
+    def _http_process_died(self, id: int) -> None:
+        forget_process(self.state.http_names[id])
+        self.state.http_process_died(id)
+
+    def _check(self) -> None:
+        """Called in every polling loop while serving.
+
+        Raises:
+            KeyboardInterrupt: SIGTERM or SIGINT has arrived.
+            TooManyDeathsError: processes keep dying.
+        """
+        self._check_signal()
+        self.supervisor.check()
+
+    def _check_signal(self) -> None:
+        """
         Raises:
             KeyboardInterrupt: SIGTERM or SIGINT has arrived.
         """
         if self.state.is_draining:
             raise KeyboardInterrupt
 
-    def launch_single_inference_worker(self, lit_api: Any, worker_id: int) -> Any:
-        dead = self.inference_workers[worker_id].pid
-        logger.error("worker %d (process %d) died: restarting", worker_id, dead)
-        forget_process(dead)
-        self.state.worker_restarted()
-        return super().launch_single_inference_worker(lit_api, worker_id)
+    def _hang_up(self, *_: Any) -> None:
+        logger.info("SIGHUP: ignored")
 
     def _perform_graceful_shutdown(self, manager: Any, uvicorn_workers: Any, shutdown_reason: str = "normal") -> None:
         """Refuse new requests, wait for running ones, then end the HTTP processes, then the workers."""
         self.state.start_draining()
         deadline = time.monotonic() + self.settings.drain_seconds
         logger.info("shutting down, running requests: %d", self.state.num_busy)
-        while self.state.num_busy and time.monotonic() < deadline and not self.must_hurry:
-            time.sleep(0.02)
+        try:
+            while self.state.num_busy and time.monotonic() < deadline and not self.must_hurry:
+                self.supervisor.check()  # running requests need their processes
+                time.sleep(0.02)
+        except TooManyDeathsError as error:
+            logger.error("not waiting for running requests: %s", error)
         if self.state.num_busy:
             logger.warning("requests not finished within %g s: %d", self.settings.drain_seconds, self.state.num_busy)
-        self._shutdown_event.set()  # ends the monitor, which would restart the workers
         self.uvicorn_graceful_timeout = 10  # seconds until HTTP processes, which abort remaining requests, are killed
         super()._perform_graceful_shutdown(manager, uvicorn_workers, shutdown_reason)
         logger.info("all processes have ended")
+
+
+def check_address(host: str, port: int) -> None:
+    """
+    Raises:
+        StartError: the address cannot be listened on; uvicorn would exit with a status of its own.
+    """
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise StartError(f"cannot listen on {host}, port {port}: {error.strerror}") from None
 
 
 def choose_accelerator(asked: str) -> str:
@@ -379,6 +469,7 @@ def build_server(
         BackendError: the settings' backend or dtype cannot run here, or no slot fits.
         OpenFilesError: this process may not open enough files.
         RuntimeError: PROMETHEUS_MULTIPROC_DIR is not set; `service.__main__.serve` sets it.
+        BackendError: the folder's disk is full.
     """
     if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
         raise RuntimeError(

@@ -156,6 +156,16 @@ class Settings(BaseSettings):
         300, gt=0, le=86_400, description="time limit for a request, waiting and running"
     )
     drain_seconds: float = Field(30, ge=0, le=3600, description="time limit for running requests after SIGTERM")
+    hang_seconds: float = Field(
+        10, ge=1, le=3600, description="time without a sign of life after which a process is killed and replaced"
+    )
+    max_restarts: int = Field(
+        10,
+        ge=0,
+        le=10_000,
+        description="maximum deaths of processes in the window of the next setting; one more ends the service",
+    )
+    restart_window_seconds: float = Field(300, gt=0, le=86_400, description="time over which deaths are counted")
     metrics_vllm_names: bool = Field(False, description="also expose metrics under vLLM's names")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="minimum level to log")
     log_format: LogFormat = Field("auto", description="log line format; auto: text on a terminal, json otherwise")

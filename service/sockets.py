@@ -31,6 +31,10 @@ IDLE_SECONDS = 1.0  # a blocking receive returns after this long, so that the ca
 MAX_UNSENT_BYTES = 64 << 20  # per HTTP process; beyond it that process counts as hung
 
 
+class WorkerFound(msgspec.Struct):
+    """To an HTTP process, in place of a frame: the worker answers."""
+
+
 class WorkerLost(msgspec.Struct):
     """To an HTTP process, in place of a frame: the connection ended, and the worker's sequences are lost."""
 
@@ -38,6 +42,8 @@ class WorkerLost(msgspec.Struct):
 class ConsumerLost(msgspec.Struct):
     """To a worker, in place of a frame: the connection ended, and nobody waits for that process's sequences."""
 
+
+WorkerEvent = Step | Refused | WorkerFound | WorkerLost
 
 _HEADER = struct.Struct("<I")
 _encode = msgspec.msgpack.Encoder().encode
@@ -86,7 +92,7 @@ class SocketTransport(MessageTransport):
         """An inference process's side."""
         return WorkerSide(self.folder / f"{worker_id}.sock")
 
-    def connect(self, consumer_id: int, received: Callable[[int, Step | Refused | WorkerLost], None]) -> HttpSide:
+    def connect(self, consumer_id: int, received: Callable[[int, WorkerEvent], None]) -> HttpSide:
         """An HTTP process's side: calls `received(worker_id, message)` for each message. Needs the event loop."""
         return HttpSide([self.folder / f"{i}.sock" for i in range(self.num_workers)], consumer_id, received)
 
@@ -214,7 +220,7 @@ class HttpSide:
 
     RETRY_SECONDS = 0.05
 
-    def __init__(self, sockets: list[Path], consumer_id: int, received: Callable[[int, Any], None]):
+    def __init__(self, sockets: list[Path], consumer_id: int, received: Callable[[int, WorkerEvent], None]):
         self._consumer_id = consumer_id
         self._received = received
         self._connections: dict[int, _WorkerConnection] = {}
@@ -245,6 +251,7 @@ class HttpSide:
                 await asyncio.wait([connection.greeted, connection.ended], return_when=asyncio.FIRST_COMPLETED)
                 if connection.greeted.done():
                     self._connections[worker_id] = connection
+                    received(WorkerFound())
                     await connection.ended
                     logger.warning("lost the connection to worker %d", worker_id)
             finally:

@@ -75,6 +75,9 @@ class Logprobs(msgspec.Struct, gc=False, array_like=True):
     top_ids: list[int] = []  # (N · k,)
     top_values: list[float] = []  # (N · k,)
 
+    def __len__(self) -> int:
+        return len(self.values)
+
     def extend(self, more: Logprobs) -> None:
         self.values += more.values
         self.top_ids += more.top_ids
@@ -119,10 +122,9 @@ class Step(msgspec.Struct, gc=False, array_like=True, tag=True):
     counts: list[int]  # (B,) how many each has
     ids: bytes  # the new ids of all, in that order; 32 bits each, in this machine's byte order
     deltas: list[Delta]  # beginnings, endings and log-probabilities, without ids; they follow the ids of this step
-    load: int  # sequences in the worker, running and waiting
 
     @classmethod
-    def of(cls, deltas: Iterable[Delta], load: int) -> Step:
+    def of(cls, deltas: Iterable[Delta]) -> Step:
         """Moves the deltas' ids into columns."""
         sequences, counts, ids, others = [], [], array("I"), []
         for delta in deltas:
@@ -131,9 +133,14 @@ class Step(msgspec.Struct, gc=False, array_like=True, tag=True):
                 counts.append(len(delta.ids))
                 ids.extend(delta.ids)
                 delta.ids = []
-            if delta.finish_reason or delta.prefilled_at is not None or delta.logprobs or delta.prompt_logprobs:
+            if (
+                delta.finish_reason
+                or delta.prefilled_at is not None
+                or delta.logprobs is not None
+                or delta.prompt_logprobs is not None
+            ):
                 others.append(delta)
-        return cls(sequences, counts, ids.tobytes(), others, load)
+        return cls(sequences, counts, ids.tobytes(), others)
 
 
 ToWorker = Hello | Submit | Abort

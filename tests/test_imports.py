@@ -17,23 +17,29 @@ ARROWS = {
     "service.process": set(),
     "service.wire": {"service.model"},
     "service.sockets": {"service.wire"},
-    "service.observe": {"service.model", "service.http"},
+    "service.shared": {"service.wire"},
+    "service.supervisor": {"service.shared"},
+    "service.observe": {"service.model", "service.http", "service.shared"},
     "service.settings": {"service.observe"},
     "service.engine": {
         "service.model", "service.constrain", "service.wire",
-        "service.sockets", "service.process", "service.observe",  # these three only in worker.py
+        "service.sockets", "service.process", "service.observe", "service.shared",  # these four only in worker.py
     },
     "service.http": {
         "service.model", "service.constrain", "service.wire", "service.sockets", "service.observe", "service.settings",
+        "service.shared",
     },
     "service.server": {
         "service.http", "service.engine", "service.model", "service.observe",
-        "service.process", "service.settings", "service.sockets",
+        "service.process", "service.settings", "service.sockets", "service.shared", "service.supervisor",
     },
-    "service.__main__": {"service.server", "service.settings", "service.model", "service.http"},
+    "service.__main__": {
+        "service.server", "service.settings", "service.model", "service.process", "service.supervisor",
+        "service.http",
+    },
     "training": {"service.model", "service.engine", "service.wire"},
 }  # fmt: skip
-WORKER_ONLY = {"service.sockets", "service.process", "service.observe", "litserve"}
+WORKER_ONLY = {"service.sockets", "service.process", "service.observe", "service.shared", "litserve"}
 TYPING_ONLY = {("service.observe", "service.http")}  # the tracer reads a request's context
 
 

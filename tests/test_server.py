@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -555,28 +554,6 @@ def test_killing_the_main_process_leaves_no_orphans(checkpoint):
         server.wait_until_gone()
 
 
-def test_killed_worker_fails_its_requests_and_is_restarted(checkpoint, exact):
-    with RunningServer(checkpoint.path) as server:
-        server.wait_until_ready()
-        with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            long = {"prompt": "a", "max_tokens": ENDLESS}
-            whole = pool.submit(httpx.post, f"{server.url}/generate", json=long, timeout=60)
-            server.wait_until_metric("chargpt_num_requests_running", 1)
-            server.worker().kill()
-            assert whole.result().status_code == 500
-            assert whole.result().json()["error"]["code"] == "engine_error"
-        server.wait_until_ready()
-
-        def text():
-            response = web.post(f"{server.url}/generate", json={"prompt": "a", "max_tokens": 9, "seed": 1})
-            assert response.status_code in (200, 500, 503)
-            return response.status_code == 200 and response.json()["choices"][0]["text"]
-
-        assert wait_until(text) == exact("a", 9, seed=1)
-        server.wait_until_metric("chargpt_num_requests_running", 0)
-        assert server.stop() == 0
-
-
 # -- startup --
 
 
@@ -693,15 +670,6 @@ def test_missing_native_backend_is_warned_of_unless_torch_was_asked_for(monkeypa
     assert choose_backend(Settings(), "cpu") == ("torch", "float64")
     (record,) = caplog.records
     assert record.levelname == "WARNING" and "no compiler" in record.getMessage()
-
-
-def test_port_in_use_is_reported(checkpoint):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        done = run("--checkpoint", str(checkpoint.path), "--port", str(taken.getsockname()[1]))
-    assert done.returncode != 0
-    assert "ddress already in use" in done.stderr
 
 
 def has_torch(process):

@@ -13,7 +13,7 @@ import threading
 import pytest
 from helpers import run_with_sockets
 
-from service.sockets import MAX_UNSENT_BYTES, ConsumerLost, SocketTransport, WorkerLost
+from service.sockets import MAX_UNSENT_BYTES, ConsumerLost, SocketTransport, WorkerFound, WorkerLost
 from service.wire import Abort, Delta, Step
 
 HTTP = 7  # the number of the HTTP process
@@ -116,7 +116,7 @@ async def connected(piece_bytes=None):
         async with Relay(str(worker.folder / "0.sock"), str(http.folder / "0.sock")) as relay:
             relay.piece_bytes = piece_bytes
             pair = Pair(worker.listen(0), relay, worker.folder)
-            pair.http = http.connect(HTTP, lambda number, frame: pair.at_http.append((number, frame)))
+            pair.http = http.connect(HTTP, lambda *event: event[1] == WorkerFound() or pair.at_http.append(event))
             await pair.until(lambda: pair.http.connected_workers == [0] and pair.worker.is_connected)
             yield pair
             await pair.http.close()
@@ -126,7 +126,7 @@ async def connected(piece_bytes=None):
 
 
 def step(number, length=3):
-    return Step.of([Delta(number, list(range(length)))], number)
+    return Step.of([Delta(number, list(range(length)))])
 
 
 def test_worker_counts_as_connected_from_its_hello_until_its_connection_ends():
@@ -145,10 +145,10 @@ def test_worker_counts_as_connected_from_its_hello_until_its_connection_ends():
         accepted.close()
         worker.start()
         await wait_for(lambda: http.connected_workers == [0])
-        assert received == []
+        assert received == [(0, WorkerFound())]
         worker.kill()
         await wait_for(lambda: http.connected_workers == [])
-        assert received == [(0, WorkerLost())]
+        assert received == [(0, WorkerFound()), (0, WorkerLost())]
         await http.close()
 
     asyncio.run(connect())
@@ -219,7 +219,9 @@ def test_only_the_hung_reader_is_disconnected_at_the_buffer_limit():
         async with connected() as pair:
             others = []
             # The same worker, without the relay.
-            other = SocketTransport(1, pair.folder).connect(8, lambda number, frame: others.append(frame))
+            other = SocketTransport(1, pair.folder).connect(
+                8, lambda *event: event[1] == WorkerFound() or others.append(event)
+            )
             await pair.until(lambda: other.connected_workers == [0])
 
             pair.worker.send(step(0, 1_000_000), HTTP)

@@ -20,8 +20,14 @@ from service.wire import Delta, FinishReason, Logprobs, Submit
 
 logger = logging.getLogger(__name__)
 
+MAX_FAILURES = 16  # calls of the runner in a row that gave nothing of use, after which it counts as broken
+
 # Takes in what a launch gave: waits for it, updates its sequences and adds their deltas.
 Collect = Callable[[list[Delta]], None]
+
+
+class BrokenRunnerError(Exception):
+    """Every recent call of the runner failed, whatever it ran: only a new process may help."""
 
 
 class StepStats:
@@ -112,6 +118,7 @@ class Engine:
         self._prefill_cost = Cost(each=step_seconds / MIN_PREFILL)  # by characters
         self._ended: list[Delta] = []  # ended early; returned by the current step, or the next
         self._in_flight: list[Collect] = []  # launched by the last step, if the runner is asynchronous
+        self._num_failures = 0  # calls in a row
 
     @property
     def has_work(self) -> bool:
@@ -138,6 +145,9 @@ class Engine:
 
         An asynchronous runner is given this turn's launches before the last turn's outcomes are read, so that the
         device need not wait for the host. What a sequence ran beyond a stop is dropped.
+
+        Raises:
+            BrokenRunnerError: MAX_FAILURES calls in a row failed, or gave no finite logits.
         """
         stats = self.stats = StepStats(self.clock)
         scheduler = self.scheduler
@@ -253,6 +263,7 @@ class Engine:
         for b in np.flatnonzero(steps < outcome.ids.shape[1]).tolist():
             del ids[b][steps[b] :]
         failed = set(np.flatnonzero((outcome.ids == FAILED).any(axis=1)).tolist())
+        self._ran(well=len(failed) < len(sequences))
         for b in failed:
             del ids[b][ids[b].index(FAILED) :]
         for b, (sequence, chosen) in enumerate(zip(sequences, ids, strict=True)):
@@ -285,6 +296,7 @@ class Engine:
             def collect(deltas: list[Delta]) -> None:
                 with self._isolated(sequences):
                     outcome = pending.collect()
+                    self._ran(well=bool((outcome.ids != FAILED).any()))
                     self._prefill_cost.observe(num_tokens, outcome.seconds or seconds)
                     self.stats.lap("prefill")
                     self.stats.prefilled_at = self.stats.ended_at
@@ -345,12 +357,18 @@ class Engine:
         try:
             yield
         except Exception as error:
-            if self.runner.is_lost(error):
+            if isinstance(error, BrokenRunnerError) or self.runner.is_lost(error):
                 raise
+            self._ran(well=False)
             about = {"request_ids": [sequence.request.request_id for sequence in sequences]}
             logger.exception("a forward over %d sequences failed", len(sequences), extra=about)
             for sequence in sequences:
                 self.abort(sequence.id, "error")
+
+    def _ran(self, well: bool) -> None:
+        self._num_failures = 0 if well else self._num_failures + 1
+        if self._num_failures == MAX_FAILURES:
+            raise BrokenRunnerError(f"the last {MAX_FAILURES} calls of the model failed")
 
     def _delta(self, sequence: Sequence) -> Delta:
         ids, logprobs = sequence.emit()

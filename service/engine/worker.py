@@ -17,8 +17,10 @@ from litserve import LitAPI
 from litserve.loops.base import LitLoop
 
 from service.engine.scheduler import QueueFullError
+from service.model.params import SamplingParams
 from service.observe.logs import LogFormat, configure_logging
 from service.process import die_with_parent, relax_garbage_collector
+from service.shared import SharedState
 from service.sockets import ConsumerLost, SocketTransport, WorkerSide
 from service.wire import Abort, Delta, Refused, Step, Submit, consumer_of
 
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from service.observe.metrics import Metrics
 
 logger = logging.getLogger(__name__)
+
+WARM_UP_CHARACTERS = 8
 
 
 class EngineOptions(NamedTuple):
@@ -47,7 +51,8 @@ class EngineOptions(NamedTuple):
 class EngineAPI(LitAPI):
     """What LitServe places on a device: an engine over the checkpoint's model."""
 
-    options: EngineOptions  # from the server
+    options: EngineOptions  # these two from the server
+    state: SharedState
     engine: Engine  # these two from `setup`
     metrics: Metrics
 
@@ -57,6 +62,7 @@ class EngineAPI(LitAPI):
         configure_logging(options.log_level, options.log_format)
         # A terminal's Ctrl-C reaches this process too, but running sequences are to finish.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
         from prometheus_client import CollectorRegistry
 
@@ -79,6 +85,7 @@ class EngineAPI(LitAPI):
             )  # fmt: skip
             raise SystemExit(1) from None
         self.engine = Engine(runner, max_waiting=options.max_waiting, step_seconds=options.step_seconds)
+        warm_up(self.engine)
         self.metrics = Metrics(options.model_name, CollectorRegistry(), f"worker-{os.environ['LITSERVE_WORKER_ID']}")
         self.metrics.num_requests_running.set(0)
         self.metrics.num_requests_waiting.set(0)
@@ -113,6 +120,7 @@ class EngineLoop(LitLoop):
         self, lit_api: EngineAPI, device: str, worker_id: int, request_queue: Any, transport: SocketTransport, *_: Any
     ) -> None:
         engine, metrics = lit_api.engine, lit_api.metrics
+        lit_api.state.beat(lit_api.state.worker_names[worker_id])
         if self._sockets is None:
             self._sockets = transport.listen(worker_id)
             signal.signal(signal.SIGTERM, self._stop)
@@ -162,13 +170,24 @@ class EngineLoop(LitLoop):
             if delta.finish_reason is not None:
                 self._drain.ended(engine.clock())
         for consumer_id, its_deltas in outgoing.items():
-            sockets.send(Step.of(its_deltas, len(engine.scheduler)), consumer_id)
+            sockets.send(Step.of(its_deltas), consumer_id)
 
     def _stop(self, *_: Any) -> None:
         """SIGTERM: exit once no HTTP process is connected; they end first."""
         self._stopping = True
         assert self._sockets is not None
         self._sockets.wake()
+
+
+def warm_up(engine: Engine) -> None:
+    """Generate a few characters: what cannot run is known before the worker is ready, and the first request is fast.
+
+    Raises:
+        RuntimeError: the model gives nothing.
+    """
+    (ids,) = engine.generate([Submit(0, [0], WARM_UP_CHARACTERS, SamplingParams())])
+    if len(ids) < WARM_UP_CHARACTERS:
+        raise RuntimeError("the model does not run: its logits are not finite")
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -78,6 +78,8 @@ class Endpoint:
 
 Hook = Callable[[], None]
 
+BEAT_SECONDS = 0.25  # between two heartbeats of an HTTP process
+
 
 class App:
     """All routes, and what they share."""
@@ -117,20 +119,29 @@ class App:
         service = self.service
         return RequestMiddleware(app, service.settings, lambda: service.metrics, lambda: service.tracer)
 
+    async def _beat(self, process: str) -> None:
+        while True:
+            self.service.state.beat(process)
+            await asyncio.sleep(BEAT_SECONDS)
+
     @asynccontextmanager
     async def running(self, transport: SocketTransport, process_id: int) -> AsyncIterator[None]:
         """The life of an HTTP process."""
         service, loop = self.service, asyncio.get_running_loop()
         service.process_id, process = process_id, f"http-{process_id}"
         metrics = Metrics(service.settings.model_name, CollectorRegistry(), process, later=loop.call_later)
-        service.client = EngineClient(transport, process_id, metrics, service.checkpoint)
+        service.client = EngineClient(
+            transport, process_id, metrics, service.checkpoint, service.state, service.settings.hang_seconds
+        )
         service.metrics = metrics
         if service.settings.otlp_traces_endpoint is not None:
             from service.observe.tracing import Tracer  # loads OpenTelemetry
 
             service.tracer = Tracer(service.settings.otlp_traces_endpoint, service.settings.model_name, process)
+        heart = asyncio.create_task(self._beat(process))
         async with service.client.connected():
             yield
+        heart.cancel()
         metrics.flush()
         if service.tracer is not None:
             await asyncio.to_thread(service.tracer.shutdown)

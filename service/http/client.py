@@ -11,6 +11,7 @@ import itertools
 import logging
 import math
 import time
+import zlib
 from collections import Counter, deque
 from collections.abc import AsyncIterable, AsyncIterator
 from dataclasses import dataclass, field
@@ -22,7 +23,8 @@ import numpy as np
 from service.http.schemas import ApiError, Timing
 from service.model.checkpoint import Checkpoint
 from service.observe.metrics import Metrics
-from service.sockets import SocketTransport, WorkerLost
+from service.shared import SharedState
+from service.sockets import SocketTransport, WorkerEvent, WorkerFound, WorkerLost
 from service.wire import Abort, Delta, FinishReason, Logprobs, Refused, Step, Submit, sequence_id
 
 logger = logging.getLogger(__name__)
@@ -30,6 +32,9 @@ logger = logging.getLogger(__name__)
 LATE_SECONDS = 5.0  # grace period after the deadline, before a sequence without news is given up
 TICK_SECONDS = 0.001  # resolution of the event loop's timers
 CONNECT_SECONDS = 5.0  # how long a starting HTTP process waits for a first worker
+MAX_RUNS = 3  # of a sequence, if workers are lost
+RETRY_SECONDS = 1.0  # before a sequence that lost its worker asks a full queue again
+HOMELESS = -1  # in place of a worker: the sequence waits until one is connected
 FAILURES = frozenset({"abort", "timeout", "error"})
 
 # (log-probability of a character, None if nothing precedes it; [(id, log-probability) of each alternative])
@@ -48,12 +53,23 @@ class Piece(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """One sequence of a request. Times are by time.monotonic(), durations in seconds."""
+    """One sequence of a request. Times are by time.monotonic(), durations in seconds.
+
+    If its worker is lost it runs again from its beginning: the same seed gives the same text. What has arrived is then
+    dropped, after it was compared by checksum: parts of it may be on their way to the client.
+    """
 
     number: int
     submit: Submit
     echo: str  # to be emitted before the first character
-    worker: int = -1
+    worker: int = HOMELESS
+    runs: int = 0
+    checksum: int = 0  # of the text that arrived
+    replay_left: int = 0  # characters of it that are yet to come again
+    replay_checksum: int = 0  # of those that came again
+    logprobs_replay_left: int = 0  # their log-probabilities likewise
+    prompt_replay_left: int = 0  # and those of the prompt
+    error: ApiError | None = None  # why it failed, if that is known here
     prompt_logprobs: Logprobs = field(default_factory=Logprobs)
     new_texts: list[str] = field(default_factory=list)  # arrived, not taken yet
     new_logprobs: Logprobs = field(default_factory=Logprobs)
@@ -216,6 +232,7 @@ class Generation:
     def add(self, sequence: SequenceState, text: str, now: float) -> None:
         """Take in new characters."""
         sequence.num_completion_tokens += len(text)
+        sequence.checksum = zlib.crc32(text.encode(), sequence.checksum)
         sequence.new_texts.append(text)
         sequence.last_at = now
         self._touched[sequence] = None
@@ -226,7 +243,8 @@ class Generation:
             sequence.new_logprobs.extend(delta.logprobs)
         if delta.prompt_logprobs is not None:
             sequence.prompt_logprobs.extend(delta.prompt_logprobs)
-        if delta.scheduled_at is not None and delta.prefilled_at is not None:
+        is_timed = sequence.queue_seconds is not None
+        if delta.scheduled_at is not None and delta.prefilled_at is not None and not is_timed:
             sequence.queue_seconds = delta.scheduled_at - self._arrived_at
             sequence.prefill_seconds = delta.prefilled_at - delta.scheduled_at
             sequence.prefilled_at = delta.prefilled_at
@@ -237,7 +255,9 @@ class Generation:
             sequence.finish_reason, sequence.ended_at = reason, delta.ended_at or now
             if delta.ended_at is not None and sequence.queue_seconds is not None:
                 sequence.decode_seconds = delta.ended_at - sequence.prefilled_at
-            self._failure = self._failure or self._failed(reason)
+            self._failure = self._failure or self._failed(sequence, reason)
+            self._metrics.request_generation_tokens.observe(sequence.num_completion_tokens)
+            self._client.state.ended(self._client.consumer_id, reason)
             self._touched[sequence] = None
         is_first = delta.prefilled_at is not None and self.is_stream
         if is_first or reason in FAILURES or (not self.open and not self.pending):
@@ -257,11 +277,11 @@ class Generation:
         self._is_urgent = True
         self.wake(now)
 
-    def _failed(self, reason: FinishReason) -> ApiError | None:
+    def _failed(self, sequence: SequenceState, reason: FinishReason) -> ApiError | None:
         if reason == "timeout":
             return ApiError(504, f"request timed out after {self.timeout_seconds:g} s", code="timeout")
         if reason == "error":
-            return ApiError(500, "inference failed on this request", code="engine_error")
+            return sequence.error or ApiError(500, "inference failed on this request", code="engine_error")
         return None
 
     def _take(self, sequence: SequenceState) -> Piece:
@@ -297,8 +317,6 @@ class Generation:
             metrics.request_first_decode_time.observe(now - sequence.prefilled_at, request_id=id)
         if finish_reason is None:
             return
-        metrics.request_ended(finish_reason)
-        metrics.request_generation_tokens.observe(sequence.num_completion_tokens)
         if finish_reason in FAILURES:
             return
         metrics.e2e_request_latency.observe(now - self._arrived_at, request_id=id)
@@ -327,18 +345,29 @@ def _joined(pieces: list[Piece]) -> Piece:
 
 
 class EngineClient:
-    """Connected to every worker; a sequence goes to the one with the fewest sequences."""
+    """Connected to every worker; a sequence goes to the one with the fewest sequences.
 
-    def __init__(self, transport: SocketTransport, consumer_id: int, metrics: Metrics, checkpoint: Checkpoint):
+    hang_seconds: a worker without a heartbeat for so long is not ready.
+    """
+
+    def __init__(
+        self,
+        transport: SocketTransport,
+        consumer_id: int,
+        metrics: Metrics,
+        checkpoint: Checkpoint,
+        state: SharedState,
+        hang_seconds: float = math.inf,
+    ):
         self.metrics, self.tokenizer = metrics, checkpoint.tokenizer
+        self.state, self.consumer_id = state, consumer_id
+        self._hang_seconds = hang_seconds
         self._receptive_field = checkpoint.receptive_field
         self.loop = asyncio.get_running_loop()
-        self._consumer_id = consumer_id
         self._sockets = transport.connect(consumer_id, self._received)
         self._numbers = itertools.count()
         self._running: dict[int, tuple[Generation, SequenceState]] = {}  # by sequence id
-        self._load: Counter[int] = Counter()  # sequences of this process in each worker
-        self._load_elsewhere: Counter[int] = Counter()  # sequences of other HTTP processes in each worker
+        self._turns = itertools.count()
         self._late: dict[Generation, asyncio.TimerHandle] = {}
         self._sleeping: dict[Generation, None] = {}  # streams with text that is not due yet
         self._clock: asyncio.TimerHandle | None = None  # wakes them, at `_tick_at`
@@ -346,7 +375,10 @@ class EngineClient:
 
     @property
     def is_ready(self) -> bool:
-        return bool(self._sockets.connected_workers)
+        return any(map(self._is_responsive, self._sockets.connected_workers))
+
+    def _is_responsive(self, worker: int) -> bool:
+        return self.state.is_responsive(self.state.worker_names[worker], self._hang_seconds)
 
     def start(
         self,
@@ -367,6 +399,7 @@ class EngineClient:
         if not self.is_ready:
             self.metrics.request_rejected("not_ready", len(submits))
             raise ApiError(503, "no inference process is ready", code="not_ready", retry_after_seconds=1)
+        self.state.accepted(self.consumer_id, len(submits))
         generation = Generation(self, submits, arrived_at, echo=echo, interval=interval)
         self._late[generation] = self.loop.call_later(
             generation.deadline - time.monotonic() + LATE_SECONDS, self.abort, generation, "timeout"
@@ -377,18 +410,61 @@ class EngineClient:
 
     def _submit_next(self, generation: Generation) -> None:
         sequence = generation.pending.popleft()
-        submit, now = sequence.submit, time.monotonic()
+        sequence.submit.id = sequence_id(self.consumer_id, next(self._numbers))
+        self._running[sequence.submit.id] = (generation, sequence)
+        generation.open.add(sequence.submit.id)
+        self._send(generation, sequence)
+
+    def _send(self, generation: Generation, sequence: SequenceState) -> None:
+        """Send a sequence to a worker, or keep it until one is connected."""
         workers = self._sockets.connected_workers
         if not workers:
-            generation.receive(sequence, Delta(submit.id, [], "error"), now)
             return
-        sequence.worker = min(workers, key=lambda w: self._load[w] + self._load_elsewhere[w])
-        submit.id = sequence_id(self._consumer_id, next(self._numbers))
-        submit.timeout_seconds = max(0.0, generation.deadline - now)
-        self._running[submit.id] = (generation, sequence)
-        generation.open.add(submit.id)
-        self._load[sequence.worker] += 1
+        first = next(self._turns)  # of equals, each in turn
+        workers = [workers[(first + i) % len(workers)] for i in range(len(workers))]
+        sequence.worker = min(workers, key=lambda w: (not self._is_responsive(w), self.state.load(w)))
+        self.state.submitted(self.consumer_id, sequence.worker)
+        sequence.runs += 1
+        submit = sequence.submit
+        submit.timeout_seconds = max(0.0, generation.deadline - time.monotonic())
         self._sockets.send(self._shortened(submit), sequence.worker)
+
+    def _leave(self, sequence: SequenceState) -> None:
+        """A sequence is no longer in its worker."""
+        if sequence.worker != HOMELESS:
+            self.state.returned(self.consumer_id, sequence.worker)
+            sequence.worker = HOMELESS
+
+    def _run_again(self, generation: Generation, sequence: SequenceState) -> None:
+        """Of a sequence without a worker: run it from its beginning, if that has not failed too often."""
+        id = sequence.submit.id
+        if id not in self._running or sequence.worker != HOMELESS:  # it has ended, or found a worker
+            return
+        if sequence.runs == MAX_RUNS:
+            message = f"the inference processes that ran this request ended, {MAX_RUNS} in a row"
+            sequence.error = ApiError(503, message, code="worker_lost", retry_after_seconds=1)
+            self._received_delta(Delta(id, [], "error"), time.monotonic())
+            return
+        sequence.replay_left = sequence.logprobs_replay_left = sequence.num_completion_tokens
+        sequence.replay_checksum = 0
+        sequence.prompt_replay_left = len(sequence.prompt_logprobs)
+        self._send(generation, sequence)
+
+    def _replay(self, sequence: SequenceState, text: str) -> int:
+        """How many of these characters had arrived before the sequence lost its worker; fails it if others had."""
+        count = min(len(text), sequence.replay_left)
+        sequence.replay_left -= count
+        sequence.replay_checksum = zlib.crc32(text[:count].encode(), sequence.replay_checksum)
+        if not sequence.replay_left and sequence.replay_checksum != sequence.checksum:
+            self._diverged(sequence)
+        return count
+
+    def _diverged(self, sequence: SequenceState) -> None:
+        """The text that arrived, and may have been sent to the client, is not the one that the new worker gave."""
+        message = "the inference process ended, and its replacement did not repeat the text"
+        sequence.error = ApiError(500, message, code="worker_lost")
+        self._sockets.send(Abort(sequence.submit.id), sequence.worker)
+        self._received_delta(Delta(sequence.submit.id, [], "error"), time.monotonic())
 
     def _shortened(self, submit: Submit) -> Submit:
         """Without the beginning of a prompt that no needed logit depends on; a penalty counts what is in all of it."""
@@ -406,7 +482,9 @@ class EngineClient:
             sequence = generation.pending.pop()
             generation.receive(sequence, Delta(sequence.submit.id, [], reason), now)
         for id in list(generation.open):
-            self._sockets.send(Abort(id), self._running[id][1].worker)
+            worker = self._running[id][1].worker
+            if worker != HOMELESS:
+                self._sockets.send(Abort(id), worker)
             self._received_delta(Delta(id, [], reason), now)
         self._forget(generation)
 
@@ -430,22 +508,29 @@ class EngineClient:
         finally:
             await self._sockets.close()
 
-    def _received(self, worker: int, message: Step | Refused | WorkerLost) -> None:
-        now = time.monotonic()
+    def _received(self, worker: int, message: WorkerEvent) -> None:
         match message:
             case Step():
-                self._received_step(message, now)
-                self._load_elsewhere[worker] = max(0, message.load - self._load[worker])
-            case Refused():
-                running = self._end(message.id)
-                if running is not None:
-                    running[0].refuse(message)
+                self._received_step(message, time.monotonic())
+            case Refused(id) if id in self._running:
+                generation, sequence = self._running[id]
+                if sequence.runs == 1:
+                    self._end(id)
+                    self.state.refused(self.consumer_id)
+                    generation.refuse(message)
+                else:  # it was accepted by a worker that is lost
+                    self._leave(sequence)
+                    self.loop.call_later(RETRY_SECONDS, self._run_again, generation, sequence)
+            case WorkerFound():
+                for generation, sequence in list(self._running.values()):
+                    self._run_again(generation, sequence)
             case WorkerLost():
-                lost = [id for id, (_, sequence) in self._running.items() if sequence.worker == worker]
-                for id in lost:
-                    self._received_delta(Delta(id, [], "error"), now)
+                lost = [entry for entry in self._running.values() if entry[1].worker == worker]
+                for generation, sequence in lost:
+                    self._leave(sequence)
+                    self._run_again(generation, sequence)
                 if lost:
-                    logger.error("lost worker %d with %d sequences", worker, len(lost))
+                    logger.error("lost worker %d with %d sequences, which run again", worker, len(lost))
 
     def _received_step(self, step: Step, now: float) -> None:
         text = self.tokenizer.decode_array(np.frombuffer(step.ids, np.uint32))  # of all sequences
@@ -459,6 +544,11 @@ class EngineClient:
             if running is None:  # aborted here, with frames in flight
                 continue
             generation, sequence = running
+            if sequence.replay_left:
+                skipped = self._replay(sequence, text[start:end])
+                start, count = start + skipped, count - skipped
+                if not count or sequence.finish_reason is not None:
+                    continue
             total += count
             gap = (now, count - 1) if sequence.last_at is None else (sequence.last_at, count)
             before = gaps.get(gap)
@@ -492,9 +582,20 @@ class EngineClient:
             generation.wake_when_due(now)
 
     def _received_delta(self, delta: Delta, now: float) -> None:
-        running = self._running.get(delta.id) if delta.finish_reason is None else self._end(delta.id)
-        if running is not None:  # otherwise aborted here, with frames in flight
-            running[0].receive(running[1], delta, now)
+        running = self._running.get(delta.id)
+        if running is None:  # aborted here, with frames in flight
+            return
+        generation, sequence = running
+        if delta.finish_reason in ("stop", "length") and sequence.replay_left:
+            self._diverged(sequence)
+            return
+        if delta.logprobs is not None and sequence.logprobs_replay_left:
+            sequence.logprobs_replay_left -= len(delta.logprobs.take(sequence.logprobs_replay_left))
+        if delta.prompt_logprobs is not None and sequence.prompt_replay_left:
+            sequence.prompt_replay_left -= len(delta.prompt_logprobs.take(sequence.prompt_replay_left))
+        if delta.finish_reason is not None:
+            self._end(delta.id)
+        generation.receive(sequence, delta, now)
 
     def _end(self, id: int) -> tuple[Generation, SequenceState] | None:
         """Forget a sequence that has ended, and submit the next one of its generation."""
@@ -502,7 +603,7 @@ class EngineClient:
         if running is not None:
             generation, sequence = running
             generation.open.discard(id)
-            self._load[sequence.worker] -= 1
+            self._leave(sequence)
             if generation.pending:
                 self._submit_next(generation)
             elif not generation.open:

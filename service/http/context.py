@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +16,7 @@ from service.model.checkpoint import Checkpoint
 from service.observe.exposition import Exposition
 from service.observe.metrics import Metrics
 from service.settings import Settings
+from service.shared import SharedState
 from service.wire import Submit
 
 if TYPE_CHECKING:
@@ -60,41 +59,6 @@ class RequestContext:
             generation.abort()
 
 
-class SharedState:
-    """What the main process and the HTTP processes share: plain memory, allocated before the fork."""
-
-    def __init__(self, num_processes: int):
-        self._draining = multiprocessing.RawValue("b", 0)
-        self._restarts = multiprocessing.RawValue("l", 0)
-        self._busy = multiprocessing.RawArray("l", num_processes)  # requests running in each process
-
-    @property
-    def is_draining(self) -> bool:
-        return bool(self._draining.value)
-
-    def start_draining(self) -> None:
-        self._draining.value = 1
-
-    @property
-    def num_worker_restarts(self) -> int:
-        return int(self._restarts.value)
-
-    def worker_restarted(self) -> None:
-        self._restarts.value += 1
-
-    @property
-    def num_busy(self) -> int:
-        return sum(self._busy)
-
-    @contextlib.contextmanager
-    def busy(self, process: int) -> Iterator[None]:
-        self._busy[process] += 1
-        try:
-            yield
-        finally:
-            self._busy[process] -= 1
-
-
 class Service:
     """What the routes need: the served checkpoint, the settings, and in an HTTP process the connected client."""
 
@@ -125,7 +89,7 @@ class Service:
         self.exposition = Exposition(
             settings.model_name, checkpoint,
             engine={"backend": backend, "dtype": dtype}, vllm_names=settings.metrics_vllm_names,
-            restarts=lambda: state.num_worker_restarts,
+            state=state,
         )  # fmt: skip
 
     @property
@@ -152,7 +116,7 @@ class Service:
             ApiError: 503, the server is shutting down, or no worker is connected.
         """
         assert self.metrics is not None
-        if self.state.is_draining:
+        if self.state.is_draining and not context.generations:  # those that were accepted run all their stages
             self.metrics.request_rejected("shutting_down", len(submits))
             raise ApiError(503, "server is shutting down", code="shutting_down", retry_after_seconds=1)
         for submit in submits:

@@ -97,7 +97,9 @@ async def info(service: Service, request: Request) -> Response:
 
 
 async def livez(service: Service, request: Request) -> Response:
-    """Whether this HTTP process answers."""
+    """Whether this HTTP process answers, and the main process still looks after all of them."""
+    if not service.state.is_responsive("main", 2 * service.settings.hang_seconds):
+        return _json(Status("main process hangs"), 503)
     return _json(Status("alive"))
 
 

@@ -727,4 +727,4 @@ class Info(msgspec.Struct):
 class Status(msgspec.Struct):
     """Answer of a probe."""
 
-    status: Literal["alive", "ready", "draining", "no worker"]
+    status: Literal["alive", "main process hangs", "ready", "draining", "no worker"]

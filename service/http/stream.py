@@ -6,6 +6,7 @@ Knows ASGI and the two forms of answers; nothing of what a request means.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterable, Awaitable, Callable
@@ -38,13 +39,20 @@ from service.http.schemas import (
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
+UNREAD_SECONDS = 6.0  # for what is left to write at the deadline; 5 of them may pass until a worker is given up
+
+logger = logging.getLogger(__name__)
+
 _encode = msgspec.json.encode
 
 AnyChoice = TypeVar("AnyChoice", bound=ChunkChoice)
 
 
 class RunningAnswer(Response):
-    """Writes an answer while its sequences run; a client that leaves aborts them."""
+    """Writes an answer while its sequences run; a client that leaves aborts them.
+
+    The requests' time limit covers writing too: the connection of a client that does not read is dropped.
+    """
 
     WATCH_AFTER_SECONDS = 0.02  # most answers are out by then and need no task that watches the client
 
@@ -62,14 +70,23 @@ class RunningAnswer(Response):
         )
         try:
             with self.busy:
-                await self.write(send)
+                async with asyncio.timeout(self._seconds_left()):
+                    await self.write(send)
                 if self.background is not None:
                     await self.background()
+        except TimeoutError:
+            logger.info("the client did not read its answer in time: dropping its connection")
+            self.context.client_left = True
+            scope["extensions"]["chargpt.abort"]()
         finally:
             timer.cancel()
             for watcher in watchers:
                 watcher.cancel()
             self.context.abort()
+
+    def _seconds_left(self) -> float | None:
+        deadlines = [generation.deadline for generation in self.context.generations]
+        return max(deadlines) - time.monotonic() + UNREAD_SECONDS if deadlines else None
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -10,7 +10,7 @@ import contextlib
 import os
 import platform
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from prometheus_client.samples import Sample
 
 from service.model.checkpoint import Checkpoint
 from service.observe import metrics
+from service.shared import REASONS, SharedState
 
 # Names in vLLM 0.33, the last two from prometheus-fastapi-instrumentator, which vLLM uses.
 VLLM_NAMES = {
@@ -59,7 +60,7 @@ VLLM_NAMES = {
 
 
 class Exposition(Collector):
-    """All metrics of a served checkpoint. `engine`: labels of its info; `restarts` returns the worker restarts."""
+    """All metrics of a served checkpoint. `engine`: labels of its info."""
 
     def __init__(
         self,
@@ -68,11 +69,11 @@ class Exposition(Collector):
         *,
         engine: dict[str, str],
         vllm_names: bool,
-        restarts: Callable[[], int],
+        state: SharedState,
     ):
         self.model_name, self.checkpoint, self.engine = model_name, checkpoint, engine
         self.vllm_names = vllm_names
-        self.restarts = restarts
+        self.state = state
         self._lock = threading.Lock()
 
     def page(self, accept: str) -> tuple[bytes, str]:
@@ -95,13 +96,11 @@ class Exposition(Collector):
         registry = CollectorRegistry()
         families = {family.name: family for family in MultiProcessCollector(registry).collect()}
         started = families["chargpt_process_start_time_seconds"]
-        pids = {sample.labels["process"]: int(sample.labels["pid"]) for sample in started.samples}
-        pids["main"] = os.getppid()
         started.samples = [
             sample._replace(labels={name: value for name, value in sample.labels.items() if name != "pid"})
             for sample in started.samples
         ]
-        for family in (*self._ratios(families), *self._processes(pids), *self._identity()):
+        for family in (*self._ratios(families), *self._processes(), *self._sequences(), *self._identity()):
             families[family.name] = family
         _add_exemplars(families, _read_exemplars(Path(os.environ["PROMETHEUS_MULTIPROC_DIR"])))
         yield from families.values()
@@ -121,7 +120,7 @@ class Exposition(Collector):
             usage.add_metric([self.model_name], used / slots)
         yield usage
 
-    def _processes(self, pids: dict[str, int]) -> Iterator[Metric]:
+    def _processes(self) -> Iterator[Metric]:
         memory = self._gauge(
             "chargpt_process_resident_memory_bytes", "Resident memory of a process, in bytes", "process"
         )
@@ -131,7 +130,7 @@ class Exposition(Collector):
             "chargpt_process_cpu_seconds", "CPU time of a process, user and system, in seconds",
             labels=[*metrics.LABELS, "process"],
         )  # fmt: skip
-        for name, pid in sorted(pids.items()):
+        for name, pid in sorted((self.state.pids | {"main": os.getppid()}).items()):
             labels = [self.model_name, name]
             with contextlib.suppress(psutil.NoSuchProcess):  # ended since
                 process = psutil.Process(pid)
@@ -163,11 +162,28 @@ class Exposition(Collector):
         if recorded is not None:
             loss.add_metric([self.model_name], recorded)
         yield loss
-        restarts = CounterMetricFamily(
-            "chargpt_worker_restarts", "Restarts of inference workers after a crash", labels=metrics.LABELS
+
+    def _sequences(self) -> Iterator[Metric]:
+        accepted = CounterMetricFamily(
+            "chargpt_requests_accepted", "Sequences accepted; each ends once", labels=metrics.LABELS
         )
-        restarts.add_metric([self.model_name], self.restarts())
-        yield restarts
+        accepted.add_metric([self.model_name], self.state.num_sequences("accepted"))
+        yield accepted
+        ended = CounterMetricFamily(
+            "chargpt_request_success", "Accepted sequences that ended, by finish reason",
+            labels=[*metrics.LABELS, "finished_reason"],
+        )  # fmt: skip
+        for reason in REASONS:
+            ended.add_metric([self.model_name, reason], self.state.num_sequences(reason))
+        yield ended
+        for kind, text, names in (
+            ("worker", "inference workers", self.state.worker_names),
+            ("http_process", "HTTP processes", self.state.http_names),
+        ):
+            help = f"Restarts of {text} after a crash"
+            restarts = CounterMetricFamily(f"chargpt_{kind}_restarts", help, labels=metrics.LABELS)
+            restarts.add_metric([self.model_name], self.state.num_restarts(names))
+            yield restarts
 
     def _info(self, name: str, help: str, labels: dict[str, str]) -> Metric:
         family = self._gauge(name, help, *labels)

@@ -70,7 +70,7 @@ def process_name() -> str:
     name = multiprocessing.current_process().name
     if name == "inference-worker":
         return f"worker-{os.environ['LITSERVE_WORKER_ID']}"
-    return "main" if name == "MainProcess" else name.replace("LitServer-", "http-")
+    return "main" if name == "MainProcess" else name
 
 
 class LineHandler(logging.Handler):

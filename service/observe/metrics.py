@@ -8,18 +8,18 @@ PROMETHEUS_MULTIPROC_DIR, which must be set before this module is imported.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import prometheus_client
-from prometheus_client import CollectorRegistry
-from prometheus_client.multiprocess import mark_process_dead
+from prometheus_client import CollectorRegistry, values
 
 # 0.1 ms to 300 s, each bound at most 2.5 times the previous: fine enough for a small model.
 SECONDS = (
@@ -30,7 +30,11 @@ COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 RATIOS = tuple(i / 10 for i in range(1, 11))
 
-EXEMPLARS = "exemplars_{}.json"  # file of the process with that pid, in PROMETHEUS_MULTIPROC_DIR
+# Bytes of prometheus-client's files of one process, by kind; more than all series together take.
+FILES = {"counter": 1 << 19, "histogram": 1 << 21, "gauge_livesum": 1 << 16, "gauge_liveall": 1 << 16}
+EXEMPLARS = "exemplars_{}.json"  # file of a process, beside those
+
+logger = logging.getLogger(__name__)
 
 LABELS = ["model_name"]
 METHODS = frozenset(("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH"))
@@ -150,10 +154,14 @@ class Metrics:
         process: str,
         later: Callable[[float, Callable[[], None]], Any] = lambda seconds, flush: None,
     ):
+        self._process = process
+        # Files are named after the process, so that one that replaces a dead one goes on where that ended.
+        values.ValueClass = values.MultiProcessValue(lambda: process)
         self._buffered: list[_Buffered] = []
         self._later = later
         self._is_flush_due = False
         self._exemplars_at = 0.0
+        self._can_write_exemplars = True
 
         def buffered(metric: BufferedKind) -> BufferedKind:
             self._buffered.append(metric)
@@ -225,9 +233,6 @@ class Metrics:
         self.request_generation_tokens = histogram(
             "chargpt_request_generation_tokens", "Completion length of a sequence, in characters", LENGTHS
         )
-        self._request_success = labeled_counter(
-            "chargpt_request_success", "Accepted sequences that ended, by finish reason", "finished_reason"
-        )
         self._admission_rejections = labeled_counter(
             "chargpt_admission_rejections", "Sequences rejected at admission, by reason", "reason"
         )
@@ -254,8 +259,6 @@ class Metrics:
         )
 
         # Created at 0: the rate of a series that appears at 1 misses its first event.
-        for reason in ("stop", "length", "abort", "timeout", "error"):
-            self._request_success(reason)
         for reason in ("queue_full", "shutting_down", "not_ready"):
             self._admission_rejections(reason)
         for reason in ("limit", "address_limit", "header_timeout", "headers_too_large", "malformed"):
@@ -300,9 +303,6 @@ class Metrics:
         )  # fmt: skip
         started.labels(model_name, process).set(time.time())
 
-    def request_ended(self, finished_reason: str) -> None:
-        self._request_success(finished_reason).inc()
-
     def request_rejected(self, reason: str, count: int = 1) -> None:
         self._admission_rejections(reason).inc(count)
 
@@ -312,7 +312,9 @@ class Metrics:
 
     def http_request(self, handler: str, method: str, status: int, seconds: float) -> None:
         method = method if method in METHODS else "other"  # otherwise clients could create series
-        self._http_requests(handler, method, str(status)).inc()
+        requests = self._http_requests(handler, method, str(status))
+        requests.inc()
+        requests.flush()  # not lost if this process is killed
         self._http_request_duration(handler, method).observe(seconds)
 
     def http_connection_rejected(self, reason: str) -> None:
@@ -340,12 +342,38 @@ class Metrics:
             if isinstance(metric, Histogram) and metric.exemplars
         }
         if exemplars:
-            path = Path(os.environ["PROMETHEUS_MULTIPROC_DIR"], EXEMPLARS.format(os.getpid()))
+            path = _folder() / EXEMPLARS.format(self._process)
             temporary = path.with_suffix(".new")
-            temporary.write_bytes(msgspec.json.encode(exemplars))
-            temporary.replace(path)
+            try:
+                temporary.write_bytes(msgspec.json.encode(exemplars))
+                temporary.replace(path)
+            except OSError as error:  # a full disk; values have their space already
+                if self._can_write_exemplars:
+                    logger.error("%s: exemplars cannot be written: %s", temporary, error.strerror)
+                self._can_write_exemplars = False
+            else:
+                self._can_write_exemplars = True
 
 
-def forget_process(pid: int) -> None:
-    """Remove a dead process's gauges; its counters and histograms stay."""
-    mark_process_dead(pid)
+def _folder() -> Path:
+    return Path(os.environ["PROMETHEUS_MULTIPROC_DIR"])
+
+
+def allocate_files(processes: Iterable[str]) -> None:
+    """Take the disk space of all processes' files. They are mapped: on a full disk, the first write would be SIGBUS.
+
+    Raises:
+        OSError: the disk is full.
+    """
+    for process in processes:
+        for kind, size in FILES.items():
+            with open(_folder() / f"{kind}_{process}.db", "wb") as file:
+                file.write(bytes(size))
+
+
+def forget_process(process: str) -> None:
+    """Empty a dead process's files of gauges, which keep their disk space; its counters and histograms stay."""
+    for kind in FILES:
+        if kind.startswith("gauge"):
+            with open(_folder() / f"{kind}_{process}.db", "r+b") as file:
+                file.write(bytes(4))  # the length in use

@@ -15,6 +15,7 @@ from service.model.config import GPTConfig
 from service.model.params import SamplingParams
 from service.model.tokenizer import CharTokenizer
 from service.observe.metrics import Metrics
+from service.shared import SharedState
 from service.sockets import SocketTransport
 from service.wire import Delta, Logprobs, Step, Submit
 
@@ -33,6 +34,8 @@ class Peer:
     def __init__(self, worker):
         self.worker, self.received = worker, []
         self.registry = CollectorRegistry()
+        self.state = SharedState()
+        self.state.beat("worker-0")
 
     async def until(self, condition):
         async with asyncio.timeout(30):
@@ -41,7 +44,7 @@ class Peer:
                 await asyncio.sleep(0)
 
     def send(self, *deltas):
-        self.worker.send(Step.of(deltas, 0), 0)
+        self.worker.send(Step.of(deltas), 0)
 
 
 @contextlib.asynccontextmanager
@@ -49,7 +52,7 @@ async def connected():
     transport = SocketTransport(1)
     peer = Peer(transport.listen(0))
     metrics = Metrics("m", peer.registry, "http-0")
-    peer.client = EngineClient(transport, 0, metrics, CHECKPOINT)
+    peer.client = EngineClient(transport, 0, metrics, CHECKPOINT, peer.state)
     pumping = asyncio.create_task(peer.until(lambda: peer.client.is_ready))
     async with peer.client.connected():
         await pumping

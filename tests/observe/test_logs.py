@@ -243,7 +243,7 @@ def test_http_processes_log_tracebacks_without_exception_texts():
     code = """
         import asyncio, logging, multiprocessing
         from service.observe.logs import configure_logging
-        multiprocessing.current_process().name = "LitServer-3"
+        multiprocessing.current_process().name = "http-3"
         configure_logging("info", "json")
 
         async def fail():

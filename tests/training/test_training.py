@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from service.model.checkpoint import Checkpoint
 from service.model.config import GPTConfig
 from service.model.gpt import GPT
-from tests.toolbox.needs import missing
+from tests.toolbox.disk import SmallDisk
 from training import loop
 from training.config import PRESETS, ConfigError, TrainConfig
 from training.data import prepare
@@ -319,43 +319,11 @@ def test_a_run_stopped_at_random_moments_ends_with_the_same_bytes(uninterrupted,
             assert {p.name for p in out.iterdir()} == {"last", "best", "log.jsonl", "loss.png"}
 
 
-class SmallDisk:
-    """A file system of 2 MB, in a mount namespace that exists as long as its holder process."""
-
-    def __init__(self, point: Path):
-        script = 'mount -t tmpfs -o size=2m chargpt "$0" && echo mounted && exec cat'  # cat ends with this process
-        for rights in ([], ["--map-root-user"]):
-            command = ["unshare", "--mount", *rights, "sh", "-c", script, str(point)]
-            self.holder = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
-            assert self.holder.stdout is not None
-            if self.holder.stdout.readline() == "mounted\n":
-                break
-            reason = self.close().strip()
-        else:
-            missing("mount", f"cannot mount a file system: {reason}")
-        self.path = Path(f"/proc/{self.holder.pid}/root{point}")
-        self.ballast = self.path / "ballast"
-
-    def fill(self, room: int) -> None:
-        """Leave at most `room` bytes free."""
-        free = os.statvfs(self.path).f_bavail * os.statvfs(self.path).f_bsize
-        with open(self.ballast, "ab") as file:
-            file.write(bytes(max(0, free - room)))
-
-    def close(self) -> str:
-        return self.holder.communicate()[1]
-
-
 @pytest.fixture
 def small_disk(tmp_path):
-    if shutil.which("unshare") is None:
-        missing("mount", "cannot mount a file system: unshare is not installed")
     (tmp_path / "disk").mkdir()
-    disk = SmallDisk(tmp_path / "disk")
-    yield disk
-    disk.close()
+    with SmallDisk(tmp_path / "disk", "2m") as disk:
+        yield disk
 
 
 @pytest.mark.parametrize(

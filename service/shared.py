@@ -1,0 +1,128 @@
+"""Memory that all processes of the service share: heartbeats, loads, and the count of every sequence's ending.
+
+Allocated by the main process before it starts any other. Each number has one writer, until the main process settles the
+numbers of one that has died. Times are by time.monotonic(), which all processes of a machine share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import time
+from collections.abc import Iterator
+from typing import get_args
+
+from service.wire import FinishReason
+
+REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
+_COLUMNS = ("accepted", "refused", *REASONS)  # of each HTTP process's sequences
+
+
+class SharedState:
+    """Of one main process, its HTTP processes and its workers, which are named main, http-0, …, worker-0, …
+
+    Picklable only while a process is spawned.
+    """
+
+    def __init__(self, http_processes: int = 1, workers: int = 1):
+        self.http_names = [f"http-{i}" for i in range(http_processes)]
+        self.worker_names = [f"worker-{i}" for i in range(workers)]
+        self._index = {name: i for i, name in enumerate(("main", *self.http_names, *self.worker_names))}
+        self._beats = multiprocessing.RawArray("d", len(self._index))  # 0: it is starting
+        self._pids = multiprocessing.RawArray("q", len(self._index))
+        self._restarts = multiprocessing.RawArray("q", len(self._index))
+        self._draining = multiprocessing.RawValue("b", 0)
+        self._busy = multiprocessing.RawArray("q", http_processes)  # requests running
+        self._outstanding = multiprocessing.RawArray("q", http_processes * workers)  # sequences, by worker
+        self._sequences = multiprocessing.RawArray("q", http_processes * len(_COLUMNS))
+
+    # -- processes --
+
+    def started(self, name: str, pid: int) -> None:
+        """The main process has started a process, or started it again."""
+        self._pids[self._index[name]] = pid
+
+    def died(self, name: str) -> None:
+        self._pids[self._index[name]] = 0
+        self._beats[self._index[name]] = 0.0
+
+    @property
+    def pids(self) -> dict[str, int]:
+        return {name: self._pids[i] for name, i in self._index.items() if self._pids[i]}
+
+    def beat(self, name: str) -> None:
+        """The process `name` runs: it is not stopped, and not stuck in one call."""
+        self._beats[self._index[name]] = time.monotonic()
+
+    def last_beat(self, name: str) -> float | None:
+        """When a process last showed that it runs; None: it is starting."""
+        return self._beats[self._index[name]] or None
+
+    def is_responsive(self, name: str, seconds: float) -> bool:
+        """Whether a process has started, and has shown within `seconds` that it runs."""
+        last = self.last_beat(name)
+        return last is not None and time.monotonic() - last <= seconds
+
+    def restarted(self, name: str) -> None:
+        self._restarts[self._index[name]] += 1
+
+    def num_restarts(self, names: list[str]) -> int:
+        return sum(self._restarts[self._index[name]] for name in names)
+
+    @property
+    def is_draining(self) -> bool:
+        return bool(self._draining.value)
+
+    def start_draining(self) -> None:
+        self._draining.value = 1
+
+    # -- requests and sequences --
+
+    @property
+    def num_busy(self) -> int:
+        return sum(self._busy)
+
+    @contextlib.contextmanager
+    def busy(self, http: int) -> Iterator[None]:
+        """Count a request of an HTTP process as running."""
+        self._busy[http] += 1
+        try:
+            yield
+        finally:
+            self._busy[http] -= 1
+
+    def submitted(self, http: int, worker: int) -> None:
+        self._outstanding[http * len(self.worker_names) + worker] += 1
+
+    def returned(self, http: int, worker: int) -> None:
+        self._outstanding[http * len(self.worker_names) + worker] -= 1
+
+    def load(self, worker: int) -> int:
+        """Sequences that all HTTP processes have in a worker."""
+        return sum(self._outstanding[worker :: len(self.worker_names)])
+
+    def accepted(self, http: int, count: int) -> None:
+        """Sequences that must now end, each once."""
+        self._sequences[http * len(_COLUMNS)] += count
+
+    def refused(self, http: int) -> None:
+        """The worker's queue was full: the sequence is not one that must end."""
+        self._sequences[http * len(_COLUMNS) + 1] += 1
+
+    def ended(self, http: int, reason: FinishReason) -> None:
+        self._sequences[http * len(_COLUMNS) + _COLUMNS.index(reason)] += 1
+
+    def num_sequences(self, column: str) -> int:
+        """Over all HTTP processes, of all time: those accepted, or ended for a reason."""
+        place = _COLUMNS.index(column)
+        total = sum(self._sequences[place :: len(_COLUMNS)])
+        return total - self.num_sequences("refused") if column == "accepted" else total
+
+    def http_process_died(self, http: int) -> None:
+        """Nothing of a dead process runs; its sequences have ended, as nobody waits for them."""
+        self._busy[http] = 0
+        workers = len(self.worker_names)
+        self._outstanding[http * workers : (http + 1) * workers] = [0] * workers
+        row = http * len(_COLUMNS)
+        accepted, *ended = self._sequences[row : row + len(_COLUMNS)]
+        self._sequences[row + _COLUMNS.index("abort")] += accepted - sum(ended)

@@ -1,0 +1,138 @@
+"""Keeps processes running: replaces dead and hung ones, with back-off, and gives up where that does not help.
+
+The main process's main thread calls `check` ten times a second. Knows nothing of what the processes do.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+
+from service.shared import SharedState
+
+logger = logging.getLogger(__name__)
+
+START_SECONDS = 600.0  # to load and be ready; GPUs capture graphs meanwhile
+SETTLED_SECONDS = 5.0  # a process that ran this long is replaced at once, one that died sooner after a pause
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds; the pause doubles with each early death in a row
+
+
+class TooManyDeathsError(Exception):
+    """Processes keep dying; restarting them does not help."""
+
+
+@dataclass
+class Watched:
+    """A process that must run. `start` starts it; `died` is called once for each death, before the next start."""
+
+    name: str
+    process: BaseProcess
+    start: Callable[[], BaseProcess]
+    died: Callable[[], None]
+    started_at: float
+    restart_at: float | None = None  # None: it runs
+    early_deaths: int = 0  # in a row
+
+
+class Supervisor:
+    """
+    hang_seconds: a process without a heartbeat for so long is killed and replaced.
+    max_deaths: more deaths than this within `window_seconds`, of all processes together, are too many.
+    """
+
+    def __init__(
+        self,
+        state: SharedState,
+        *,
+        hang_seconds: float,
+        max_deaths: int,
+        window_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._state = state
+        self._hang_seconds = hang_seconds
+        self._max_deaths, self._window_seconds = max_deaths, window_seconds
+        self._clock = clock
+        self._watched: list[Watched] = []
+        self._deaths: deque[float] = deque()
+        self._checked_at = self._patient_from = clock()
+
+    def watch(
+        self, name: str, process: BaseProcess, start: Callable[[], BaseProcess], died: Callable[[], None]
+    ) -> None:
+        self._state.started(name, process.pid or 0)
+        self._watched.append(Watched(name, process, start, died, self._clock()))
+
+    def check(self) -> None:
+        """Look after every process; never waits for one.
+
+        Raises:
+            TooManyDeathsError: more deaths than allowed.
+        """
+        now = self._clock()
+        self._state.beat("main")
+        if now - self._checked_at > self._hang_seconds / 2:
+            self._patient_from = now  # this process was stopped, and maybe the others with it
+        self._checked_at = now
+        for watched in self._watched:
+            if watched.restart_at is not None:
+                if watched.restart_at <= now:
+                    self._restart(watched)
+            elif not watched.process.is_alive():
+                self._bury(watched, now)
+            elif self._is_hung(watched, now):
+                logger.error("%s (process %d) hangs: killing it", watched.name, watched.process.pid)
+                watched.process.kill()
+                watched.process.join(1)
+
+    def _is_hung(self, watched: Watched, now: float) -> bool:
+        last = self._state.last_beat(watched.name)
+        if last is None:
+            return now - watched.started_at > START_SECONDS
+        return now - max(last, self._patient_from) > self._hang_seconds
+
+    def _bury(self, watched: Watched, now: float) -> None:
+        is_early = self._state.last_beat(watched.name) is None or now - watched.started_at < SETTLED_SECONDS
+        watched.early_deaths = watched.early_deaths + 1 if is_early else 0
+        pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (watched.early_deaths - 1)) if is_early else 0.0
+        logger.error(
+            "%s (process %d) died (%s): restarting%s",
+            watched.name, watched.process.pid, _cause(watched.process), f" in {pause:g} s" if pause else "",
+        )  # fmt: skip
+        self._state.died(watched.name)
+        watched.died()
+        watched.restart_at = now + pause
+        self._deaths.append(now)
+        while self._deaths[0] < now - self._window_seconds:
+            self._deaths.popleft()
+        if len(self._deaths) > self._max_deaths:
+            raise TooManyDeathsError(
+                f"{len(self._deaths)} processes died within {self._window_seconds:g} s, more than --max-restarts "
+                f"{self._max_deaths} allows; the last was {watched.name} ({_cause(watched.process)})"
+            )
+        if not pause:
+            self._restart(watched)
+
+    def _restart(self, watched: Watched) -> None:
+        watched.started_at = self._clock()
+        try:
+            watched.process = watched.start()
+        except OSError as error:  # no memory, or too many processes
+            watched.early_deaths += 1
+            pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2**watched.early_deaths)
+            watched.restart_at = watched.started_at + pause
+            logger.error("%s cannot be started (%s): trying again in %g s", watched.name, error.strerror, pause)
+            return
+        watched.restart_at = None
+        self._state.started(watched.name, watched.process.pid or 0)
+        self._state.restarted(watched.name)
+
+
+def _cause(process: BaseProcess) -> str:
+    status = process.exitcode or 0
+    return f"signal {-status}: {signal.strsignal(-status)}" if status < 0 else f"exit status {status}"

@@ -1,0 +1,367 @@
+"""Processes that die, hang or run out of disk, under a real server: what clients see, what is counted, what remains."""
+
+import concurrent.futures
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from helpers import ENDLESS, SLOW, RunningServer, is_worker, save_random, wait_until, web
+
+from service.process import run_folder
+from service.shared import REASONS, SharedState
+from service.supervisor import Supervisor, TooManyDeathsError
+from tests.toolbox.disk import SmallDisk
+from tests.toolbox.http import answer, pieces, post, sent, text_of
+from tests.toolbox.launch import free_port
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_random(tmp_path_factory.mktemp("small") / "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory):
+    """A model that takes seconds for a few hundred characters."""
+    return save_random(tmp_path_factory.mktemp("slow") / "checkpoint", **SLOW)
+
+
+def http_processes(server):
+    """In order of their numbers; multiprocessing's resource tracker is neither one nor a worker."""
+    command, found = psutil.Process(server.process.pid).cmdline(), []
+    for child in psutil.Process(server.process.pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # or a zombie
+            if child.cmdline() == command:
+                found.append(child)
+    return found
+
+
+def generate(server, **body):
+    return web.post(f"{server.url}/generate", json={"prompt": "a", "max_tokens": 5, "seed": 1} | body, timeout=60)
+
+
+def endings(server):
+    """How many sequences were accepted, and how many ended for each reason."""
+    metrics = server.metrics()
+    accepted = metrics["chargpt_requests_accepted_total", frozenset()]
+    name = "chargpt_request_success_total"
+    return accepted, {reason: metrics[name, frozenset({("finished_reason", reason)})] for reason in REASONS}
+
+
+def assert_every_sequence_ended_once(server):
+    def has_ended():
+        accepted, ended = endings(server)
+        return accepted == sum(ended.values())
+
+    wait_until(has_ended, otherwise=lambda: endings(server))
+
+
+# -- a process dies --
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_killed_http_process_is_replaced(slow, others):
+    with RunningServer(slow.path, http_processes=1 + others) as server:
+        server.wait_until_ready()
+        text = generate(server, max_tokens=20).json()["choices"][0]["text"]
+        body = {"prompt": "a", "max_tokens": ENDLESS, "stream": True}
+        streams = [web.stream("POST", f"{server.url}/generate", json=body) for _ in range(3)]
+        with concurrent.futures.ThreadPoolExecutor(3) as pool:
+            running = [pool.submit(stream.__enter__) for stream in streams]
+            assert [response.result().status_code for response in running] == [200] * 3
+        before = http_processes(server)
+        assert len(before) == 1 + others
+        for process in before:
+            process.kill()
+        wait_until(lambda: len(set(http_processes(server)) - set(before)) == 1 + others)
+        # The kernel has kept new connections; they are answered by the new process.
+        assert generate(server, max_tokens=20).json()["choices"][0]["text"] == text
+        server.wait_until_metric("chargpt_num_requests_running", 0)
+        assert endings(server) == (5, {"stop": 0, "length": 2, "abort": 3, "timeout": 0, "error": 0})
+        assert server.metric("chargpt_http_process_restarts_total") == 1 + others
+        answered = {"handler": "/generate", "method": "POST", "status": "200"}
+        assert server.metric("chargpt_http_requests_total", **answered) == 2
+        server.wait_until_metric("chargpt_http_requests_in_progress", 1)  # this one
+        began = time.monotonic()
+        assert server.stop() == 0
+        assert time.monotonic() - began < 20, "it waited for requests of a dead process"
+        assert f"http-0 (process {before[0].pid}) died (signal 9: Killed): restarting" in server.output()
+
+
+def test_sequences_of_a_killed_worker_run_again_and_give_the_same_text(slow):
+    bodies = [{"seed": i, "max_tokens": 300, "stream": i % 2 == 0} for i in range(6)]
+    bodies[5] |= {"logprobs": 2, "echo": True, "prompt": "Hello", "seed": 4}
+    bodies[4] = bodies[5] | {"stream": True}
+    with RunningServer(slow.path, max_running_requests=4) as server:
+        server.wait_until_ready()
+
+        def ask(body):
+            response = generate(server, **body)
+            assert response.status_code == 200, response.text
+            if not body["stream"]:
+                (choice,) = response.json()["choices"]
+                return choice["text"], choice.get("logprobs")
+            parts = pieces(response)
+            assert not any("error" in part for part in parts), parts[-1]
+            merged = None
+            if "logprobs" in body:
+                columns = [part["logprobs"] for part in parts if part.get("logprobs")]
+                merged = {name: [row for column in columns for row in column[name]] for name in columns[0]}
+            return text_of(parts), merged
+
+        expected = [ask(body) for body in bodies]
+        with concurrent.futures.ThreadPoolExecutor(6) as pool:
+            running = [pool.submit(ask, body) for body in bodies]
+            server.wait_until_metric("chargpt_num_requests_running", 4)  # and two wait
+            killed = server.worker()
+            killed.kill()
+            assert [it.result() for it in running] == expected
+        assert server.metric("chargpt_worker_restarts_total") == 1
+        assert endings(server) == (12, {"stop": 0, "length": 12, "abort": 0, "timeout": 0, "error": 0})
+        assert server.stop() == 0
+        assert "Traceback" not in server.output()
+
+
+def test_requests_go_to_the_worker_that_is_left(checkpoint):
+    with RunningServer(checkpoint.path, workers_per_device=2) as server:
+        server.wait_until_ready()
+        server.worker().kill()
+        for i in range(40):
+            assert generate(server, seed=i).status_code == 200
+        assert server.stop() == 0
+
+
+def test_idle_workers_take_turns(checkpoint):
+    """Their processor times differ by no more than a few requests' worth; before, one had all of them."""
+    with RunningServer(checkpoint.path, workers_per_device=2) as server:
+        server.wait_until_ready()
+        workers = [process for process in server.processes() if is_worker(process)]
+        wait_until(lambda: server.metric("chargpt_cache_slots") > 64)  # both are there
+        before = [sum(worker.cpu_times()[:2]) for worker in workers]
+        for i in range(40):
+            generate(server, seed=i, max_tokens=300)
+        spent = [sum(worker.cpu_times()[:2]) - was for worker, was in zip(workers, before, strict=True)]
+        assert min(spent) > 0.2 * max(spent), spent
+        assert server.stop() == 0
+
+
+def test_too_many_deaths_end_the_service(checkpoint):
+    with RunningServer(checkpoint.path, max_restarts=1) as server:
+        server.wait_until_ready()
+        first = server.worker()
+        first.kill()
+        wait_until(lambda: server.metric("chargpt_worker_restarts_total") == 1)
+        http_processes(server)[0].kill()
+        assert server.process.wait(30) == 1
+        server.wait_until_gone()
+        *_, last = server.output().splitlines()
+        assert last == (
+            "python -m service: 2 processes died within 300 s, more than --max-restarts 1 allows; "
+            "the last was http-0 (signal 9: Killed)"
+        )
+
+
+def test_supervisor_waits_longer_each_time_and_gives_up_in_the_end():
+    """With a clock of its own, as the pauses add up to minutes."""
+    times, now = deque(), [100.0]
+
+    class Dead:
+        pid, exitcode = 7, -11
+
+        def is_alive(self):
+            return False
+
+    def start():
+        times.append(now[0])
+        return Dead()
+
+    state = SharedState()
+    supervisor = Supervisor(state, hang_seconds=10, max_deaths=9, window_seconds=300, clock=lambda: now[0])
+    supervisor.watch("worker-0", Dead(), start, lambda: None)
+    with pytest.raises(TooManyDeathsError, match=r"10 processes died .* worker-0 \(signal 11: Segmentation fault\)"):
+        for _ in range(10_000):
+            supervisor.check()
+            now[0] += 0.1
+    pauses = [round(later - earlier) for earlier, later in zip([100, *times], times, strict=False)]
+    assert pauses == [1, 1, 2, 4, 8, 16, 30, 30, 30]
+    assert state.num_restarts(["worker-0"]) == 9
+
+
+# -- a process hangs --
+
+
+@pytest.mark.parametrize("kind", ["worker", "HTTP process"])
+def test_a_hung_process_is_replaced(checkpoint, kind):
+    with RunningServer(checkpoint.path, hang_seconds=1) as server:
+        server.wait_until_ready()
+        text = generate(server).json()["choices"][0]["text"]
+        hung = server.worker() if kind == "worker" else http_processes(server)[0]
+        hung.suspend()
+        if kind == "worker":
+            assert generate(server).json()["choices"][0]["text"] == text  # it ran again
+        wait_until(lambda: not hung.is_running() or hung.status() == psutil.STATUS_ZOMBIE)
+        server.wait_until_ready()
+        assert generate(server).json()["choices"][0]["text"] == text
+        assert f"(process {hung.pid}) hangs: killing it" in server.output()
+        assert server.stop() == 0
+
+
+def test_a_worker_that_hangs_is_not_ready(checkpoint):
+    with RunningServer(checkpoint.path, hang_seconds=2) as server:
+        server.wait_until_ready()
+        main, worker = psutil.Process(server.process.pid), server.worker()
+        main.suspend()  # so that nobody replaces the worker
+        worker.suspend()
+        try:
+            wait_until(lambda: web.get(f"{server.url}/readyz").status_code == 503)
+            assert generate(server).status_code == 503
+            # A main process that looks after nobody is told too.
+            wait_until(lambda: web.get(f"{server.url}/livez").status_code == 503)
+        finally:
+            worker.resume()
+            main.resume()
+        server.wait_until_ready()
+        wait_until(lambda: web.get(f"{server.url}/livez").status_code == 200)
+        assert server.worker().pid == worker.pid, "a pause of all processes is no hang of one"
+        assert server.stop() == 0
+
+
+# -- signals, ports, folders --
+
+
+def test_sighup_is_logged_and_changes_nothing(checkpoint):
+    with RunningServer(checkpoint.path) as server:
+        server.wait_until_ready()
+        pids = {process.pid for process in server.processes()}
+        os.killpg(server.process.pid, signal.SIGHUP)  # as when a terminal closes
+        wait_until(lambda: "SIGHUP" in server.output())
+        assert generate(server).status_code == 200
+        assert {process.pid for process in server.processes()} == pids
+        assert server.stop() == 0
+
+
+def test_infill_that_was_accepted_completes_after_sigterm(slow):
+    """Its second stage, which ranks the candidates, begins while the server drains."""
+    with RunningServer(slow.path) as server:
+        server.wait_until_ready()
+        body = {"suffix": " b", "best_of": 2, "max_tokens": 60}
+        with concurrent.futures.ThreadPoolExecutor(5) as pool:
+            running = [pool.submit(generate, server, seed=i, **body) for i in range(5)]
+            server.wait_until_metric("chargpt_num_requests_running", 10)
+            server.process.terminate()
+            assert [it.result().status_code for it in running] == [200] * 5
+        assert server.process.wait(30) == 0
+
+
+def test_port_in_use_is_one_sentence(checkpoint):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "service", "--checkpoint", str(checkpoint.path), "--port", str(port)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr == f"python -m service: cannot listen on 127.0.0.1, port {port}: Address already in use\n"
+
+
+def test_folders_of_killed_servers_are_removed_and_those_of_running_ones_stay(checkpoint, tmp_path, monkeypatch):
+    temporary = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))  # sockets have short paths
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    other = temporary / "chargpt-of-someone-else"
+    other.mkdir()
+    try:
+        with RunningServer(checkpoint.path) as killed, RunningServer(checkpoint.path) as running:
+            killed.wait_until_ready()
+            running.wait_until_ready()
+            assert len(list(temporary.glob("chargpt-*/lock"))) == 2
+            killed.process.kill()
+            killed.process.wait()
+            killed.wait_until_gone()
+            with run_folder() as folder:
+                assert len(list(temporary.glob("chargpt-*/lock"))) == 2  # this one and the running server's
+                assert folder.stat().st_mode & 0o777 == 0o700
+            assert other.exists()
+            assert generate(running).status_code == 200
+            assert running.stop() == 0
+        assert list(temporary.iterdir()) == [other]
+    finally:
+        other.rmdir()
+        temporary.rmdir()
+
+
+def test_a_full_temporary_folder_ends_nothing(checkpoint, monkeypatch):
+    point = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
+    try:
+        with SmallDisk(point, "16m") as disk:
+            monkeypatch.setenv("TMPDIR", str(disk.path))
+            with RunningServer(checkpoint.path) as server:
+                server.wait_until_ready()
+                disk.fill()
+                pids = {process.pid for process in server.processes()}
+                # Each of these begins new series of metrics.
+                for path in ("/tokenize", "/detokenize", "/v1/score", "/v1/next", "/nothing", "/generate"):
+                    assert web.post(server.url + path, json={"prompt": "a"}).status_code < 500
+                assert {process.pid for process in server.processes()} == pids
+                server.worker().kill()
+                wait_until(lambda: server.metric("chargpt_worker_restarts_total") == 1)
+                server.wait_until_ready()
+                assert generate(server).status_code == 200
+                http_processes(server)[0].kill()
+                wait_until(lambda: len(http_processes(server)) == 1)
+                assert generate(server).status_code == 200
+                assert_every_sequence_ended_once(server)
+                assert server.stop() == 0
+            disk.ballast.unlink()
+            disk.fill(1 << 20)
+            command = [sys.executable, "-m", "service", f"--checkpoint={checkpoint.path}", f"--port={free_port()}"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+            assert done.returncode == 2
+            assert "No space left on device" in done.stderr and "Traceback" not in done.stderr
+    finally:
+        point.rmdir()
+
+
+# -- clients --
+
+
+def test_reader_that_stopped_is_dropped_at_its_deadline(checkpoint):
+    with RunningServer(checkpoint.path, stream_interval_seconds=0) as server:
+        server.wait_until_ready()
+        body = {"prompt": "a", "max_tokens": 1_000_000, "stream": True, "timeout_seconds": 3, "logprobs": 58}
+        with sent(server.port, post("/generate", body), receive_bytes=4096) as reader, answer(reader) as response:
+            assert response.status == 200
+            server.wait_until_metric("chargpt_http_requests_in_progress", 1)  # only this scrape
+            server.wait_until_metric("chargpt_num_requests_running", 0)
+            assert endings(server)[0] == sum(endings(server)[1].values()) == 1
+            assert server.stop() == 0
+        assert "Traceback" not in server.output()
+
+
+def test_unanswered_requests_to_a_full_service_are_refused_or_end(slow):
+    """Clients that ask, wait and leave at random: every accepted sequence ends exactly once."""
+    with RunningServer(slow.path, max_running_requests=2, max_queued_requests=4) as server:
+        server.wait_until_ready()
+
+        def ask(i):
+            try:
+                return generate(server, seed=i, max_tokens=40, timeout_seconds=1 + i % 3, n=1 + i % 2).status_code
+            except httpx.HTTPError:
+                return None
+
+        with concurrent.futures.ThreadPoolExecutor(16) as pool:
+            statuses = list(pool.map(ask, range(48)))
+        assert set(statuses) <= {200, 429, 504}
+        assert 429 in statuses
+        assert_every_sequence_ended_once(server)
+        assert server.stop() == 0
