@@ -478,4 +478,5 @@ def build_server(
         )
     configure_logging(settings.log_level, settings.log_format)
     checkpoint = Checkpoint.read(settings.checkpoint)
+    checkpoint.load_weights()  # refused here in one sentence; each worker loads its own
     return Server(settings, checkpoint, callbacks=callbacks, loggers=loggers, middlewares=middlewares)

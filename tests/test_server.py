@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import json
+import math
 import os
 import re
 import signal
@@ -16,13 +17,15 @@ import openai
 import psutil
 import pytest
 import torch
-from helpers import ENDLESS, SLOW, VOCABULARY, RunningServer, is_worker, save_random, wait_until, web
+from helpers import ENDLESS, SLOW, VOCABULARY, RunningServer, is_worker, random_model, save_random, wait_until, web
 from litserve.connector import check_cuda_with_nvidia_smi
 
 from service.engine import native
 from service.engine.runner import resolve, slots_that_fit
+from service.model.checkpoint import save_checkpoint
 from service.model.config import GPTConfig
 from service.model.params import SamplingParams
+from service.model.tokenizer import CharTokenizer
 from service.server import (
     BackendError,
     choose_accelerator,
@@ -566,6 +569,18 @@ def test_missing_checkpoint_is_reported(tmp_path, checkpoint):
     done = run("--checkpoint", str(tmp_path / "nothing"))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"python -m service: no checkpoint at {tmp_path / 'nothing'}: not a folder\n"
+
+
+def test_weights_that_cannot_be_served_are_reported(tmp_path):
+    model = random_model()
+    model.embed.weight[3, 4] = math.nan
+    save_checkpoint(tmp_path / "ck", model, CharTokenizer(VOCABULARY), {})
+    done = run("--checkpoint", str(tmp_path / "ck"))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"python -m service: {tmp_path / 'ck' / 'model.safetensors'}: model.embed_tokens.weight has values that are "
+        "NaN, infinite or beyond float32\n"
+    )
 
 
 def test_service_exits_with_an_error_if_no_worker_can_start(tmp_path, checkpoint):

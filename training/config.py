@@ -9,7 +9,7 @@ import importlib.util
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from service.model.config import GPTConfig
+from service.model.config import BOUNDS, GPTConfig
 
 
 class ConfigError(ValueError):
@@ -121,9 +121,9 @@ class TrainConfig:
             "muon_lr": (0, 100),
             "adamw_lr": (0, 100),
             "weight_decay": (0, 100),
-            "grad_clip": (0, float("inf")),
-            "rope_theta": (1, float("inf")),
-            "norm_eps": (0, 1),
+            "grad_clip": (0, 10**9),
+            "rope_theta": BOUNDS["rope_theta"],
+            "norm_eps": BOUNDS["norm_eps"],
         }
         for name, (low, high) in bounds.items():
             if not low <= getattr(self, name) <= high:

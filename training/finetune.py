@@ -6,7 +6,6 @@ text. New characters are refused or, on request, appended.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from service.model.checkpoint import MANIFEST, WEIGHTS, Checkpoint
+from service.model.checkpoint import WEIGHTS, Checkpoint
 from service.model.tokenizer import CharTokenizer
 from training.config import SHAPE, ConfigError, TrainConfig
 
@@ -75,12 +74,11 @@ def load_origin(config: TrainConfig, characters: Sequence[str]) -> Origin:
     if added:
         generator = torch.Generator().manual_seed(config.seed)
         weights |= new_rows(weights, len(added), generator)
-    manifest = json.loads((checkpoint.path / MANIFEST).read_bytes())
     about = checkpoint.training
     lineage = {
         "path": config.init_from,
         "manifest_sha256": checkpoint.digest,
-        "weights_sha256": manifest["files"][WEIGHTS]["sha256"],
+        "weights_sha256": checkpoint.files[WEIGHTS].sha256,
         "step": about.get("step"),
         "data": about.get("data"),
         "added_characters": "".join(added),

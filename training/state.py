@@ -92,10 +92,9 @@ class Saved:
             ResumeError: the checkpoint has no state, or one of another format version.
         """
         checkpoint = Checkpoint.read(path)
-        try:
-            state = json.loads((path / STATE).read_bytes())
-        except FileNotFoundError:
-            raise ResumeError(f"{path} cannot be resumed: it has weights but no {STATE}") from None
+        if STATE not in checkpoint.files:
+            raise ResumeError(f"{path} cannot be resumed: it has weights but no {STATE}")
+        state = json.loads(checkpoint.read_file(STATE))
         if state["format_version"] != FORMAT_VERSION:
             raise ResumeError(f"{path / STATE}: format_version must be {FORMAT_VERSION}, got {state['format_version']}")
         config, progress = TrainConfig(**state["config"]), Progress(**state["progress"])
@@ -104,7 +103,7 @@ class Saved:
     def restore(self, model: GPT, tensors: Mapping[str, Tensor], rank: int) -> None:
         """Copy the saved state into `model`, into `tensors` by name, and into the generators of process `rank`."""
         model.load_state_dict(self.checkpoint.load_model().state_dict())
-        saved = load((self.checkpoint.path / TENSORS).read_bytes())
+        saved = load(self.checkpoint.read_file(TENSORS))
         for name, tensor in tensors.items():
             tensor.detach().copy_(saved[name])
         torch.set_rng_state(saved[f"generator.cpu.{rank}"])

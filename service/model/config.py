@@ -4,13 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# Field -> smallest and largest value: far beyond any model of characters, and small enough that no size overflows.
+BOUNDS: dict[str, tuple[float, float]] = {
+    "vocab_size": (1, 0x110000),  # Unicode's code points
+    "block_size": (1, 1 << 20),
+    "n_layer": (1, 10_000),
+    "n_head": (1, 1 << 16),
+    "n_kv_head": (1, 1 << 16),
+    "n_embd": (1, 1 << 16),
+    "n_inner": (1, 1 << 20),
+    "rope_theta": (1.0, 1e12),
+    "norm_eps": (1e-12, 1.0),
+    "dropout": (0.0, 1.0),
+}
+
 
 @dataclass(frozen=True)
 class GPTConfig:
     """Hyperparameters of a GPT.
 
     Raises:
-        ValueError: a size is not positive, or `n_embd`, `n_head` and `n_kv_head` are not divisible as required.
+        ValueError: a field is of another type or out of bounds, or `n_embd`, `n_head` and `n_kv_head` are not divisible
+            as required.
     """
 
     vocab_size: int
@@ -25,21 +40,33 @@ class GPTConfig:
     dropout: float = 0.0  # of the residual branches, in training only
 
     def __post_init__(self) -> None:
-        if self.n_inner is None:
+        if self.n_inner is None and type(self.n_embd) is int:
             object.__setattr__(self, "n_inner", (8 * self.n_embd + 23) // 24 * 8)
-        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_inner"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, (low, high) in BOUNDS.items():
+            value = getattr(self, name)
+            if type(value) is not int and (type(low) is int or type(value) is not float):
+                raise ValueError(
+                    f"{name} must be {'an integer' if type(low) is int else 'a number'}, got {value!r:.50}"
+                )
+            if not low <= value <= high:  # NaN is in no range
+                raise ValueError(f"{name} must be in [{low}, {high}], got {value!r:.50}")
         if self.n_embd % (2 * self.n_head):
             raise ValueError(f"n_embd / n_head must be an even number, got n_embd={self.n_embd}, n_head={self.n_head}")
         if self.n_head % self.n_kv_head:
             raise ValueError(f"n_kv_head must divide n_head, got n_kv_head={self.n_kv_head}, n_head={self.n_head}")
-        if not 0.0 <= self.dropout < 1.0:
+        if self.dropout == 1:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
 
     @property
     def head_dim(self) -> int:
         return self.n_embd // self.n_head
+
+    @property
+    def num_parameters(self) -> int:
+        assert self.n_inner is not None
+        C, hs = self.n_embd, self.head_dim
+        block = 2 * C * C + 2 * C * self.n_kv_head * hs + 3 * C * self.n_inner + 2 * C + 2 * hs
+        return self.n_layer * block + 2 * self.vocab_size * C + C
 
     @property
     def receptive_field(self) -> int:

@@ -33,7 +33,7 @@ class CharTokenizer:
         self._ids: dict[str, int] = {}
         for i, c in enumerate(self.characters):
             if len(c) != 1 or "\ud800" <= c <= "\udfff" or c in self._ids:
-                raise ValueError(f"vocabulary entry {i} must be a single, unique Unicode character, got {c!r}")
+                raise ValueError(f"vocabulary entry {i} must be a single, unique Unicode character, got {c!r:.50}")
             self._ids[c] = i
         self._code_points = np.array([ord(c) for c in self.characters], dtype="<u4")
         self._order = np.argsort(self._code_points)

@@ -1,18 +1,26 @@
 import hashlib
+import itertools
 import json
+import math
 import os
+import pickle
 import re
+import shutil
+import socket
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from helpers import VOCABULARY, random_model, save_random
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from service.model.checkpoint import Checkpoint, CheckpointError, replacing_folder, save_checkpoint
+from service.model.checkpoint import REQUIRED, Checkpoint, CheckpointError, replacing_folder, save_checkpoint
 from service.model.tokenizer import CharTokenizer
 
 
@@ -218,3 +226,440 @@ def test_two_processes_save_at_once(tmp_path, first):
     assert slow.returncode == 0
     assert (path / "writer").read_text() == "slow"
     assert os.listdir(tmp_path) == ["folder"]
+
+
+# -- folders that are wrong, hostile or replaced --
+
+
+def write(file, data):
+    """A new file: ext4 writes an overwritten one to the disk at once."""
+    file.unlink()
+    file.write_bytes(data)
+
+
+def sign(folder, *also):
+    """Lists the files of the manifest, and `also`, as they are now."""
+    manifest = folder / "manifest.json"
+    about = json.loads(manifest.read_text())
+    for name in [*about["files"], *also]:
+        data = (folder / name).read_bytes()
+        about["files"][name] = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
+    write(manifest, json.dumps(about).encode())
+
+
+def edit(folder, name, change):
+    """`change` of the JSON of a file, signed unless it is the manifest."""
+    file = folder / name
+    about = json.loads(file.read_text())
+    change(about)
+    write(file, json.dumps(about).encode())
+    if name != "manifest.json":
+        sign(folder)
+
+
+def refusal(folder):
+    """The message, which is one line and names the folder."""
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint.read(folder).load_weights()
+    message = str(caught.value)
+    assert message.isprintable() and len(message) < len(str(folder)) + 400, message
+    assert message.startswith(str(folder))
+    return message.removeprefix(str(folder)).removeprefix("/")
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("original") / "ck"
+    save_random(folder, vocab_size=61, n_embd=8, n_layer=1, n_head=2, n_kv_head=1)
+    return folder
+
+
+@pytest.fixture
+def folder(original, tmp_path):
+    return Path(shutil.copytree(original, tmp_path / "ck"))
+
+
+def write_weights(folder, tensors, dtype=None, metadata=None):
+    from safetensors.torch import save
+
+    write(folder / "model.safetensors", save({k: t.to(dtype or t.dtype) for k, t in tensors.items()}, metadata))
+    sign(folder)
+
+
+def read_weights(folder):
+    from safetensors.torch import load
+
+    return load((folder / "model.safetensors").read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        *itertools.product(
+            (torch.float16, torch.bfloat16, torch.float32, torch.float64), (math.nan, math.inf, -math.inf)
+        ),
+        (torch.float64, 1e39),
+        (torch.float64, -1e300),
+    ],
+)
+def test_weights_that_are_not_finite_are_refused(folder, dtype, value):
+    tensors = {name: tensor.to(dtype) for name, tensor in read_weights(folder).items()}
+    write_weights(folder, tensors)
+    Checkpoint.read(folder).load_weights()
+    tensors["lm_head.weight"][60, 7] = value
+    write_weights(folder, tensors)
+    assert refusal(folder) == ("model.safetensors: lm_head.weight has values that are NaN, infinite or beyond float32")
+
+
+def test_every_value_of_a_large_tensor_is_checked(tmp_path):
+    checkpoint = save_random(tmp_path / "ck", n_embd=256, n_layer=1, n_head=4, n_inner=400)
+    file = tmp_path / "ck" / "model.safetensors"
+    for place in (0, 65535, 65536, 102399):
+        tensors = read_weights(tmp_path / "ck")
+        tensors["model.layers.0.mlp.up_proj.weight"].view(-1)[place] = math.nan
+        before = file.read_bytes()
+        write_weights(tmp_path / "ck", tensors)
+        assert "mlp.up_proj.weight has values that are NaN" in refusal(tmp_path / "ck")
+        file.write_bytes(before)
+    assert checkpoint.load_weights()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("rms_norm_eps", math.nan, "config.json: JSON is malformed: invalid character"),
+        ("rms_norm_eps", 0, "config.json: norm_eps must be in [1e-12, 1.0], got 0"),
+        ("rms_norm_eps", -1e-6, "config.json: norm_eps must be in [1e-12, 1.0], got -1e-06"),
+        ("rope_theta", math.inf, "config.json: JSON is malformed: invalid character"),
+        ("rope_theta", 1e300, "config.json: rope_theta must be in [1.0, 1000000000000.0], got 1e+300"),
+        ("rope_theta", "10000", "config.json: rope_theta must be a number, got '10000'"),
+        ("num_hidden_layers", 10**8, "config.json: n_layer must be in [1, 10000], got 100000000"),
+        ("num_hidden_layers", 10_000, "model.safetensors: config.json describes 7,920,984 weights, got 8,448 bytes"),
+        ("num_hidden_layers", True, "config.json: n_layer must be an integer, got True"),
+        ("num_hidden_layers", 1.0, "config.json: n_layer must be an integer, got 1.0"),
+        ("num_hidden_layers", [[]], "config.json: n_layer must be an integer, got [[]]"),
+        ("intermediate_size", 10**6, "model.safetensors: config.json describes 24,00"),
+        ("hidden_size", -8, "config.json: n_embd must be in [1, 65536], got -8"),
+        ("vocab_size", 10**30, "config.json: vocab_size must be in [1, 1114112], got 1" + 30 * "0"),
+        ("vocab_size", 62, ": vocab_size in config.json is 62, but the tokenizer has 61 characters"),
+        ("sliding_window", 2**31, "config.json: block_size must be in [1, 1048576], got 2147483648"),
+        ("model_type", "llama", "config.json: model_type is 'llama', not 'qwen3'"),
+        ("hidden_act", "gelu", "config.json: hidden_act must be 'silu', got 'gelu'"),
+        ("layer_types", ["full_attention"], "config.json: layer_types must be ['sliding_attention'], got ['full_"),
+        ("chargpt", [], "config.json: Expected `object`, got `array` - at `$.chargpt`"),
+    ],
+)
+def test_bad_values_in_the_config_are_refused_before_the_weights_are_read(folder, key, value, message):
+    edit(folder, "config.json", lambda config: config.pop("layer_types") and config.update({key: value}))
+    write(folder / "model.safetensors", b"not read")
+    assert refusal(folder).startswith(message)
+
+
+def test_a_config_without_a_key_is_refused(folder):
+    edit(folder, "config.json", lambda config: config.pop("hidden_size"))
+    assert refusal(folder) == "config.json: lacks the key 'hidden_size'"
+
+
+def test_a_changed_format_version_of_the_manifest_is_refused(folder):
+    edit(folder, "manifest.json", lambda about: about.update(format_version=2))
+    assert refusal(folder) == "manifest.json: format_version is 2, this program reads 1"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["/dev/zero", "../outside", "../../../etc/passwd", "a/b", "..", ".", "", ".git", "-x", "a b", "a\nb", "a\\b",
+     "a\0b", "é", "manifest.json", "A" * 5000 + "/"],
+)  # fmt: skip
+def test_listed_names_must_be_plain(folder, name):
+    (folder.parent / "outside").write_text("x")
+    entry = {"sha256": hashlib.sha256(b"x").hexdigest(), "size": 1}
+    edit(folder, "manifest.json", lambda about: about["files"].update({name: entry}))
+    assert refusal(folder).startswith("manifest.json: lists ")
+
+
+def test_further_files_are_allowed_and_verified(folder):
+    (folder / "LICENSE.txt").write_text("free")
+    sign(folder, "LICENSE.txt")
+    (folder / "README.md").write_text("not listed, and ignored")
+    Checkpoint.read(folder)
+    (folder / "LICENSE.txt").write_text("paid")
+    assert refusal(folder).startswith("LICENSE.txt: size or SHA-256 differs")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer_config.json", "manifest.json", "more"])
+@pytest.mark.parametrize("kind", ["fifo", "socket", "device", "folder", "dangling"])
+def test_files_that_are_not_regular_are_refused_without_waiting(folder, name, kind, monkeypatch):
+    (folder / "more").write_text("more")
+    sign(folder, "more")
+    (folder / name).unlink()
+    if kind == "fifo":
+        os.mkfifo(folder / name)
+    elif kind == "socket":
+        monkeypatch.chdir(folder)  # a socket's path is at most 107 bytes long
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(name)
+    elif kind == "device":
+        (folder / name).symlink_to("/dev/zero")
+    elif kind == "folder":
+        (folder / name).mkdir()
+    else:
+        (folder / name).symlink_to("nothing")
+    assert re.fullmatch(rf"{name}: (not a regular file|cannot be read: .+)", refusal(folder))
+
+
+def test_links_to_regular_files_are_followed(folder):
+    """As Hugging Face's cache and Kubernetes' volumes have them."""
+    (folder / "..2026").mkdir()
+    (folder / "..data").symlink_to("..2026")
+    for file in [file for file in folder.iterdir() if not file.name.startswith("..")]:
+        file.rename(folder / "..2026" / file.name)
+        file.symlink_to(Path("..data") / file.name)
+    link = folder.with_name("link")
+    link.symlink_to(folder)
+    assert Checkpoint.read(link).load_weights()
+
+
+@pytest.mark.parametrize("name", [*REQUIRED, "more"])
+def test_a_huge_file_is_refused_by_its_listed_size(folder, name):
+    """Sparse, a terabyte; reading it would take minutes."""
+    (folder / "more").touch()
+    sign(folder, "more")
+    os.truncate(folder / name, 1 << 40)
+    edit(folder, "manifest.json", lambda about: about["files"][name].update(size=1 << 40))
+    assert re.fullmatch(rf"{name}: must have at most [\d,]+ bytes, got 1,099,511,627,776", refusal(folder))
+    edit(folder, "manifest.json", lambda about: about["files"][name].update(size=5))
+    assert refusal(folder).startswith(name)
+
+
+def test_a_huge_manifest_is_refused(folder):
+    os.truncate(folder / "manifest.json", 1 << 40)
+    assert refusal(folder) == "manifest.json: must have at most 1,048,576 bytes, got 1,099,511,627,776"
+
+
+@pytest.mark.parametrize("name", REQUIRED)
+def test_required_files_must_be_listed(folder, name):
+    edit(folder, "manifest.json", lambda about: about["files"].pop(name))
+    assert refusal(folder) == f"manifest.json: {name} is not listed"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"b": 0}, "ids must be 0 to 60, but no character has id "),
+        ({"b": 61}, "ids must be 0 to 60, but no character has id "),
+        ({"b": -1}, "ids must be 0 to 60, but no character has id "),
+        ({"b": 10**40}, "ids must be 0 to 60, but no character has id "),
+        ({"b": "1"}, "Expected `int`, got `str` - at `$.model.vocab[...]`"),
+        ({"b": 1.0}, "Expected `int`, got `float` - at `$.model.vocab[...]`"),
+        ({"b": True}, "Expected `int`, got `bool` - at `$.model.vocab[...]`"),
+        ({"b": None}, "Expected `int`, got `null` - at `$.model.vocab[...]`"),
+        ({"b": ..., "bc": 36}, "vocabulary entry 36 must be a single, unique Unicode character, got 'bc'"),
+        ({"b": ..., "": 36}, "vocabulary entry 36 must be a single, unique Unicode character, got ''"),
+        ({"b": ..., "\ud800": 36}, "JSON is malformed: "),
+    ],
+)
+def test_bad_vocabularies_are_refused(folder, changes, message):
+    vocab = Checkpoint.read(folder).tokenizer.characters
+    changed = {c: i for i, c in enumerate(vocab)} | changes
+    changed = {c: i for c, i in changed.items() if i is not ...}
+    assert vocab[36] == "b"
+    edit(folder, "tokenizer.json", lambda about: about["model"].update(vocab=changed))
+    assert refusal(folder).startswith(f"tokenizer.json: {message}")
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "config.json", "tokenizer.json", "training.json"])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"", b"\0", b"[]", b"null", b"{", b"{}x", b"\xff", '{"a": 1}'.encode("utf-16"), b'{"files": NaN}', b'"text"',
+        b'{"a": ' + b"[" * 100_000, b'{"a": ' * 900 + b"1" + b"}" * 900, b'{"a": ' + b"9" * 100_000 + b"}",
+        b'{"a": 1e999}',
+        b'{"losses": [], "files": [], "model": [], "chargpt": 0}', b'{"losses": {"whole": "x"}, "files": {"a": []}}',
+        b'{"a": "\\ud800"}', b"PK\3\4", b"\x80\4\x95", b'{"data": 1, "format_version": true}',
+    ],
+)  # fmt: skip
+def test_malformed_json_is_refused(folder, name, data):
+    write(folder / name, data)
+    if name != "manifest.json":
+        sign(folder)
+    assert refusal(folder).startswith(f"{name}: ")
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "config.json", "tokenizer.json", "training.json"])
+def test_files_saved_by_windows_editors_load(folder, name):
+    """CRLF, and a byte order mark."""
+    data = (folder / name).read_text().replace("\n", "\r\n").encode("utf-8-sig")
+    write(folder / name, data)
+    if name != "manifest.json":
+        sign(folder)
+    assert Checkpoint.read(folder).load_weights()
+
+
+junk = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
+    | st.sampled_from([0, 1, -1, 2**31, 2**63, 10**30, 10**400, "/dev/zero", "\ud800"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=4,
+)  # fmt: skip
+
+
+def places(value):
+    """(container, key) of every value inside `value`."""
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield value, key
+        yield from places(value[key])
+
+
+def mutated_json(data, value):
+    """The JSON of `value`, with a value or key replaced or removed, or some bytes changed."""
+    container, key = data.draw(st.sampled_from(list(places(value))))
+    match data.draw(st.sampled_from(["replace", "remove", "rename", "bytes"])):
+        case "replace":
+            container[key] = data.draw(junk)
+        case "rename" if isinstance(container, dict):
+            container[data.draw(st.text(max_size=3))] = container.pop(key)
+        case "remove":
+            del container[key]
+    text = bytearray(json.dumps(value).encode())
+    for _ in range(data.draw(st.integers(0, 2))):
+        place = data.draw(st.integers(0, len(text)))
+        text[place : place + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
+    return bytes(text)
+
+
+@settings(max_examples=250, deadline=None)
+@given(
+    st.data(), st.sampled_from(["manifest.json", "config.json", "tokenizer.json", "training.json", "model.safetensors"])
+)
+def test_a_signed_folder_with_any_change_loads_or_is_refused(original, data, name):
+    file, manifest = original / name, original / "manifest.json"
+    before, listed = file.read_bytes(), manifest.read_bytes()
+    try:
+        if name == "model.safetensors":
+            size = int.from_bytes(before[:8], "little")
+            header, weights = mutated_json(data, json.loads(before[8 : 8 + size])), before[8 + size :]
+            size = data.draw(st.just(len(header)) | st.integers(0, 2**64 - 1))
+            write(file, size.to_bytes(8, "little") + header + weights)
+        else:
+            write(file, mutated_json(data, json.loads(before)))
+        if name != "manifest.json":
+            sign(original)
+        try:
+            checkpoint = Checkpoint.read(original)
+            checkpoint.load_weights()
+        except CheckpointError as error:
+            assert str(error).isprintable() and len(str(error)) < len(str(original)) + 400
+        else:
+            assert checkpoint.receptive_field > 0
+            assert msgspec.json.encode(checkpoint.training)  # as GET /info does
+    finally:
+        write(file, before)
+        write(manifest, listed)
+
+
+def test_any_flipped_bit_or_truncation_is_refused(folder, chance):
+    """A thousand of each; manifest.json is found by the digest."""
+    digest = Checkpoint.read(folder).digest
+    originals = {file: file.read_bytes() for file in folder.iterdir()}
+    places = [(file, place) for file, data in originals.items() for place in range(len(data))]
+    for file, place in chance.sample(places, 1000):
+        data = originals[file]
+        with open(file, "r+b", buffering=0) as stream:
+            for altered in (bytes([data[place] ^ 1 << chance.randrange(8)]), b""):
+                stream.seek(place)
+                stream.write(altered)
+                stream.truncate(len(data) if altered else place)
+                with pytest.raises(CheckpointError):
+                    Checkpoint.read(folder, digest)
+            stream.write(data[place:])
+    assert Checkpoint.read(folder, digest).load_weights()
+
+
+def header_of(folder):
+    data = (folder / "model.safetensors").read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + size]), data[8 + size :]
+
+
+EMPTY = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+
+
+def with_head(header, **changes):
+    return header | {"lm_head.weight": header["lm_head.weight"] | changes}
+
+
+def pack(header, data):
+    text = json.dumps(header).encode() if isinstance(header, dict) else header
+    return len(text).to_bytes(8, "little") + text + data
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda header, data: b"", "config.json describes 1,7"),
+        (lambda header, data: pack(header, data)[:-1], "Error while deserializing: "),
+        (lambda header, data: pack(header, data + b"\0"), "Error while deserializing: "),
+        (lambda header, data: (2**63).to_bytes(8, "little") + pack(header, data)[8:], "the header must have at most "),
+        (lambda header, data: (2**20).to_bytes(8, "little") + pack(header, data)[8:], "Error while deserializing: "),
+        (lambda header, data: pack(b"[" * 10_000, data), "Error while deserializing: "),
+        (lambda header, data: pack(header | {"more": dict(header["lm_head.weight"])}, data), "Error while "),
+        (lambda header, data: pack(header | {"more\n" * 500: EMPTY}, data), "missing or unknown tensors: 'more"),
+        (lambda header, data: pack({"renamed": header.pop("lm_head.weight")} | header, data),
+         "missing or unknown tensors: 'lm_head.weight', 'renamed'"),
+        (lambda header, data: pack(with_head(header, dtype="I32"), data),
+         "lm_head.weight must be one of F64, F32, F16, BF16, got I32"),
+        (lambda header, data: pack(with_head(header, shape=[8, 61]), data),
+         "lm_head.weight must have shape (61, 8) by config.json, got (8, 61)"),
+        (lambda header, data: pack(with_head(header, shape=[1] * 90 + [488]), data),
+         "lm_head.weight must have shape (61, 8) by config.json, got (1, 1, "),
+    ],
+)  # fmt: skip
+def test_malformed_safetensors_are_refused(folder, change, message):
+    write(folder / "model.safetensors", change(*header_of(folder)))
+    sign(folder)
+    assert refusal(folder).startswith(f"model.safetensors: {message}")
+
+
+class Payload:
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return Path.touch, (self.file,)
+
+
+def test_a_pickle_is_never_executed(folder, tmp_path):
+    executed = tmp_path / "executed"
+    pickle.loads(pickle.dumps(Payload(executed)))
+    assert executed.exists()
+    executed.unlink()
+    malicious = pickle.dumps(Payload(executed))
+    (folder / "pytorch_model.bin").write_bytes(malicious)
+    sign(folder, "pytorch_model.bin")
+    Checkpoint.read(folder).load_model()
+    weights = (folder / "model.safetensors").read_bytes()
+    for data in (malicious, malicious + weights, malicious.ljust(len(weights), b".")):
+        write(folder / "model.safetensors", data)
+        sign(folder)
+        assert refusal(folder).startswith("model.safetensors: ")
+    shutil.rmtree(folder)
+    folder.mkdir()
+    for name in ("pytorch_model.bin", "ckpt.pt"):
+        (folder / name).write_bytes(malicious)
+    assert refusal(folder) == "manifest.json: cannot be read: No such file or directory"
+    assert not executed.exists()
+
+
+def test_a_folder_replaced_after_reading_is_refused(tmp_path):
+    checkpoint = save_random(tmp_path / "ck")
+    assert Checkpoint.read(tmp_path / "ck", checkpoint.digest).files == checkpoint.files
+    replaced = save_random(tmp_path / "ck", seed=1)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: size or SHA-256 differs from manifest\.json"):
+        checkpoint.load_weights()
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint.read(tmp_path / "ck", checkpoint.digest)
+    assert str(caught.value) == (
+        f"{tmp_path / 'ck'}: the checkpoint was replaced: its manifest has SHA-256 {replaced.digest}, this server "
+        f"serves {checkpoint.digest}; restart it to serve the new one"
+    )
+    replaced.load_weights()

@@ -114,7 +114,16 @@ def test_the_receptive_field_is_exact():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"vocab_size": 0}, "vocab_size must be at least 1, got 0"),
+        ({"vocab_size": 0}, r"vocab_size must be in \[1, 1114112\], got 0"),
+        ({"n_layer": True}, "n_layer must be an integer, got True"),
+        ({"n_embd": 128.0}, "n_embd must be an integer, got 128.0"),
+        ({"n_inner": "344"}, "n_inner must be an integer, got '344'"),
+        ({"block_size": 10**9}, r"block_size must be in \[1, 1048576\], got 1000000000"),
+        ({"rope_theta": None}, "rope_theta must be a number, got None"),
+        ({"rope_theta": math.nan}, r"rope_theta must be in \[1.0, 1000000000000.0\], got nan"),
+        ({"norm_eps": 0}, r"norm_eps must be in \[1e-12, 1.0\], got 0"),
+        ({"norm_eps": math.inf}, r"norm_eps must be in \[1e-12, 1.0\], got inf"),
+        ({"dropout": False}, "dropout must be a number, got False"),
         ({"n_embd": 30, "n_head": 4}, "n_embd=30, n_head=4"),
         ({"n_head": 4, "n_kv_head": 3}, "n_kv_head must divide n_head, got n_kv_head=3, n_head=4"),
         ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
@@ -123,6 +132,12 @@ def test_the_receptive_field_is_exact():
 def test_bad_shapes_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         GPTConfig(**({"vocab_size": 10} | fields))
+
+
+@pytest.mark.parametrize("shape", [{}, {"n_head": 2, "n_kv_head": 1, "n_layer": 3}, {"n_kv_head": 4, "n_inner": 7}])
+def test_the_config_counts_the_parameters(shape):
+    model = random_model(**shape)
+    assert model.config.num_parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
 # -- the cache --
