@@ -32,9 +32,6 @@ TICK_SECONDS = 0.001  # resolution of the event loop's timers
 CONNECT_SECONDS = 5.0  # how long a starting HTTP process waits for a first worker
 FAILURES = frozenset({"abort", "timeout", "error"})
 
-# (log-probability of a character, None if nothing precedes it; [(id, log-probability) of each alternative])
-LogprobRow = tuple[float | None, list[tuple[int, float]]]
-
 
 class Piece(NamedTuple):
     """New text of one sequence."""
@@ -43,7 +40,8 @@ class Piece(NamedTuple):
     seed: int
     text: str
     finish_reason: str | None = None
-    logprobs: list[LogprobRow] | None = None  # of the text's characters, if requested
+    logprobs: Logprobs | None = None  # of the text's characters but the first `num_unscored`, if requested
+    num_unscored: int = 0  # characters that nothing precedes: the first of an echoed prompt
 
 
 @dataclass(slots=True, eq=False)
@@ -268,20 +266,21 @@ class Generation:
         text = "".join(sequence.new_texts)
         sequence.new_texts.clear()
         sequence.num_taken += len(text)
-        rows: list[LogprobRow] | None = None
+        logprobs, num_unscored = None, 0
         if sequence.submit.logprobs is not None:
-            rows = list(sequence.new_logprobs.rows())
-            sequence.new_logprobs = Logprobs()
+            logprobs, sequence.new_logprobs = sequence.new_logprobs, Logprobs()
         if sequence.echo and sequence.finish_reason != "abort":  # an aborted prompt may not have all its rows
             text = sequence.echo + text
-            if rows is not None:
-                rows = [(None, []), *sequence.prompt_logprobs.rows(), *rows]
-        sequence.echo = ""
-        return Piece(sequence.number, sequence.submit.sampling.seed, text, sequence.finish_reason, rows)
+            if logprobs is not None:
+                of_prompt, sequence.prompt_logprobs = sequence.prompt_logprobs, Logprobs()
+                of_prompt.extend(logprobs)
+                logprobs, num_unscored = of_prompt, 1
+        sequence.echo, seed = "", sequence.submit.sampling.seed
+        return Piece(sequence.number, seed, text, sequence.finish_reason, logprobs, num_unscored)
 
-    def prompt_logprobs(self, number: int) -> list[float]:
+    def prompt_logprobs(self, number: int) -> Logprobs:
         """Of a sequence's prompt from `score_from` on, once it has ended."""
-        return self.sequences[number].prompt_logprobs.values
+        return self.sequences[number].prompt_logprobs
 
     def _written(self, sequence: SequenceState, finish_reason: str | None) -> None:
         """Observe that a piece was written."""
@@ -321,9 +320,12 @@ async def gathered(pieces: AsyncIterable[list[Piece]]) -> list[Piece]:
 def _joined(pieces: list[Piece]) -> Piece:
     if len(pieces) == 1:
         return pieces[0]
-    last = pieces[-1]
-    logprobs = None if last.logprobs is None else [row for piece in pieces for row in piece.logprobs or ()]
-    return last._replace(text="".join([piece.text for piece in pieces]), logprobs=logprobs)
+    first, last = pieces[0], pieces[-1]
+    if first.logprobs is not None:
+        for piece in pieces[1:]:
+            first.logprobs.extend(piece.logprobs or Logprobs())
+    text = "".join([piece.text for piece in pieces])
+    return last._replace(text=text, logprobs=first.logprobs, num_unscored=first.num_unscored)
 
 
 class EngineClient:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import secrets
 from collections.abc import AsyncIterable, AsyncIterator
@@ -17,7 +18,7 @@ from service.http.encoding import Encoder, document_start, unknown_characters
 from service.http.schemas import ApiError, CompletionRequest, GenerateRequest, GenerationRequest, parse
 from service.http.stream import DONE, CompletionForm, Form, NativeForm, RunningAnswer, write_stream, write_whole
 from service.model.params import MAX_SEED
-from service.wire import Submit
+from service.wire import Submit, floats
 
 SUFFIX_CANDIDATES = 8  # sampled per prompt, if the request does not say and limits allow
 SUFFIX_CUTS = 3  # positions at which a candidate for an infill may end, besides its own end
@@ -216,9 +217,11 @@ async def _best_of(
     """The `n` texts of each prompt with the highest mean log-probability."""
     ranked = []
     for piece in await gathered(service.start(context, submits, echo=echo)):
-        values = [value or 0.0 for value, _ in (piece.logprobs or [])[len(echo[piece.number]) if echo else 0 :]]
+        start = len(echo[piece.number]) - piece.num_unscored if echo else 0
+        values = floats(piece.logprobs.values[8 * start :]) if piece.logprobs is not None else []
         if body.logprobs is None:
             piece = piece._replace(logprobs=None)
+        await asyncio.sleep(0)
         ranked.append((sum(values) / len(values) if values else 0.0, piece))
     yield _best(ranked, body.n, num_candidates)
 
@@ -255,7 +258,7 @@ async def _infill(
         )  # fmt: skip
     generation = service.start(context, list(scoring.values()))
     await gathered(generation)
-    scores = {key: sum(generation.prompt_logprobs(i)) for i, key in enumerate(scoring)}
+    scores = {key: sum(floats(generation.prompt_logprobs(i).values)) for i, key in enumerate(scoring)}
     ranked = [(scores[middle.number // num_candidates, middle.text], middle) for middle in middles]
     best = _best(ranked, n, num_candidates)
     if echo:  # each prompt's text, `num_candidates` times
@@ -265,7 +268,8 @@ async def _infill(
 
 def _cut(piece: Piece, min_tokens: int) -> list[Piece]:
     """A candidate as it is, and cut where the suffix is likely to begin."""
-    chances = [top[0][1] for _, top in piece.logprobs or ()]  # of the suffix's first character at each position
+    # Of the suffix's first character at each position.
+    chances = floats(piece.logprobs.top_values) if piece.logprobs is not None else []
     cuts = sorted(range(min_tokens, len(chances)), key=lambda i: -chances[i])[:SUFFIX_CUTS]
     whole = piece._replace(logprobs=None)
     return [whole, *(whole._replace(text=piece.text[:i], finish_reason="stop") for i in sorted(cuts))]

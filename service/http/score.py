@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 
-import msgspec
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Send
 
-from service.http.client import LogprobRow, gathered
+from service.http.client import gathered
 from service.http.context import RequestContext, Service
 from service.http.encoding import Encoder, document_start
 from service.http.schemas import (
@@ -27,9 +27,21 @@ from service.http.schemas import (
     Usage,
     parse,
 )
-from service.http.stream import RunningAnswer, receipt_headers, send_json
+from service.http.stream import (
+    HOLE,
+    MAX_NUMBERS,
+    RunningAnswer,
+    filled,
+    joined,
+    list_parts,
+    receipt_headers,
+    send_json,
+    sliced,
+)
 from service.model.params import SamplingParams
-from service.wire import Submit
+from service.wire import Logprobs, Submit, floats
+
+MAX_SUMMED = 1 << 16  # nats added up at a time: about 5 ms
 
 
 async def score(service: Service, request: Request) -> Response:
@@ -64,33 +76,55 @@ async def score(service: Service, request: Request) -> Response:
     generation = service.start(context, submits, window=window) if submits else None
     encoder.count_unknown()
 
-    async def answer() -> ScoreAnswer:
-        nats: list[list[float]] = [[] for _ in ids]
+    async def answer() -> tuple[ScoreAnswer, Iterator[Iterator[bytes]]]:
+        logprobs = [Logprobs() for _ in ids]
         if generation is not None:
             await gathered(generation)
             for number, i in enumerate(order):
-                nats[i] = [-value for value in generation.prompt_logprobs(number)]
-        unscored: list[list[float | None]] = [[None] if not before and text else [] for text in ids]
-        scores = [_score(i, values) for i, values in enumerate(nats)]
-        if body.characters:
-            for item, values, none in zip(scores, nats, unscored, strict=True):
-                item.character_nats = none + [round(value, 7) for value in values]
+                logprobs[i] = generation.prompt_logprobs(number)
+        scores = [await _score(i, its_logprobs) for i, its_logprobs in enumerate(logprobs)]
         if body.continuations is not None:
             for rank, item in enumerate(sorted(scores, key=lambda item: (item.nats, item.index)), 1):
                 item.rank = rank
         usage = Usage.of(context.num_prompt_tokens or 0)
         receipt = encoder.receipt(generation.timing) if generation is not None else UNSET
-        return ScoreAnswer(context.request_id, service.settings.model_name, "list", scores, usage, receipt)
+
+        def parts(item: Score) -> Iterator[bytes]:
+            if not body.characters:
+                return filled(item)
+            item.character_nats = HOLE
+            has_first = bool(not before and ids[item.index])  # which nothing precedes
+            return filled(item, list_parts(_character_nats(logprobs[item.index], has_first)))
+
+        content = ScoreAnswer(context.request_id, service.settings.model_name, "list", HOLE, usage, receipt)
+        return content, map(parts, scores)
 
     return _running(service, context, answer)
 
 
-def _score(index: int, nats: list[float]) -> Score:
-    total = math.fsum(nats)
-    if not nats:
+async def _score(index: int, logprobs: Logprobs) -> Score:
+    """The sums of a text, as math.fsum of all its nats, with the event loop free between slices."""
+    partials: list[float] = []  # whose exact sum is that of all values so far
+    for start in range(0, len(logprobs), MAX_SUMMED):
+        values = floats(logprobs.values[8 * start : 8 * (start + MAX_SUMMED)])
+        while partial := math.fsum(values):
+            partials.append(partial)
+            values.append(-partial)
+        await asyncio.sleep(0)
+    total, count = 0.0 - math.fsum(partials), len(logprobs)
+    if not count:
         return Score(index, 0, total, None, None, None)
-    mean = total / len(nats)
-    return Score(index, len(nats), total, mean, mean / math.log(2), math.exp(mean))
+    mean = total / count
+    return Score(index, count, total, mean, mean / math.log(2), math.exp(mean))
+
+
+def _character_nats(logprobs: Logprobs, has_first: bool) -> Iterator[list[float | None]]:
+    """The nats of each character, in slices; None: the first character of a document."""
+    if has_first:
+        yield [None]
+    for start in range(0, len(logprobs), MAX_NUMBERS):
+        values = floats(logprobs.values[8 * start : 8 * (start + MAX_NUMBERS)])
+        yield [round(-value, 7) for value in values]
 
 
 async def next_character(service: Service, request: Request) -> Response:
@@ -118,31 +152,37 @@ async def next_character(service: Service, request: Request) -> Response:
     generation = service.start(context, submits)
     encoder.count_unknown()
 
-    async def answer() -> NextAnswer:
-        # No row for a sequence that ended because the client left.
-        data = [_next(service, it.number, it.logprobs[0]) for it in await gathered(generation) if it.logprobs]
+    async def answer() -> tuple[NextAnswer, Iterator[Iterator[bytes]]]:
+        pieces = await gathered(generation)
         usage, receipt = Usage.of(context.num_prompt_tokens or 0), encoder.receipt(generation.timing)
-        return NextAnswer(context.request_id, service.settings.model_name, "list", data, usage, receipt)
+        content = NextAnswer(context.request_id, service.settings.model_name, "list", HOLE, usage, receipt)
+        # No row for a sequence that ended because the client left.
+        return content, (_next(service, it.number, it.logprobs) for it in pieces if it.logprobs)
 
     return _running(service, context, answer)
 
 
-def _next(service: Service, index: int, row: LogprobRow) -> Next:
-    _, top = row
+def _next(service: Service, index: int, logprobs: Logprobs) -> Iterator[bytes]:
+    """The distribution in the first row."""
+    ((_, top),) = logprobs.part(0, 1).rows()
     entropy = -math.fsum(math.exp(value) * value for _, value in top)
     characters = service.tokenizer.characters
-    distribution = [NextCharacter(characters[id], id, math.exp(value), value) for id, value in top]
-    return Next(index, entropy, entropy / math.log(2), distribution)
+    slices = ([NextCharacter(characters[id], id, math.exp(value), value) for id, value in some] for some in sliced(top))
+    return filled(Next(index, entropy, entropy / math.log(2), HOLE), list_parts(slices))
 
 
 def _running(
-    service: Service, context: RequestContext, answer: Callable[[], Awaitable[ScoreAnswer | NextAnswer]]
+    service: Service,
+    context: RequestContext,
+    answer: Callable[[], Awaitable[tuple[ScoreAnswer | NextAnswer, Iterator[Iterator[bytes]]]]],
 ) -> RunningAnswer:
+    """`answer` gives the content with a hole for its data, and the parts of each item of that."""
+
     async def write(send: Send) -> None:
-        content = await answer()
+        content, items = await answer()
         headers: list[tuple[bytes, bytes]] = []
         if content.chargpt is not UNSET:
             headers = receipt_headers(content.chargpt, time.monotonic() - context.arrived_at)
-        await send_json(send, msgspec.json.encode(content), headers)
+        await send_json(send, filled(content, joined(items)), headers, lambda: context.is_gone)
 
     return RunningAnswer(context, service.busy(), write)
