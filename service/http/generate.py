@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import secrets
 from collections.abc import AsyncIterable, AsyncIterator
@@ -15,6 +14,7 @@ from starlette.responses import Response
 from service.http.client import Piece, gathered
 from service.http.context import RequestContext, Service
 from service.http.encoding import Encoder, document_start, unknown_characters
+from service.http.pause import Pause
 from service.http.schemas import ApiError, CompletionRequest, GenerateRequest, GenerationRequest, parse
 from service.http.stream import DONE, CompletionForm, Form, NativeForm, RunningAnswer, write_stream, write_whole
 from service.model.params import MAX_SEED
@@ -215,13 +215,13 @@ async def _best_of(
     echo: list[str] | None,
 ) -> AsyncIterator[list[Piece]]:
     """The `n` texts of each prompt with the highest mean log-probability."""
-    ranked = []
+    ranked, pause = [], Pause()
     for piece in await gathered(service.start(context, submits, echo=echo)):
         start = len(echo[piece.number]) - piece.num_unscored if echo else 0
         values = floats(piece.logprobs.values[8 * start :]) if piece.logprobs is not None else []
         if body.logprobs is None:
             piece = piece._replace(logprobs=None)
-        await asyncio.sleep(0)
+        await pause.if_due()
         ranked.append((sum(values) / len(values) if values else 0.0, piece))
     yield _best(ranked, body.n, num_candidates)
 

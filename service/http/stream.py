@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from service.http.client import Piece, gathered
 from service.http.context import RequestContext
+from service.http.pause import Pause
 from service.http.schemas import (
     ApiError,
     ChunkChoice,
@@ -41,7 +42,7 @@ KEEP_ALIVE = b": keep-alive\n\n"
 
 # No answer is encoded at once if it is large: other requests wait for the event loop meanwhile.
 PIECE_CHARACTERS = 512  # with log-probabilities, of an event of a stream or of a part of a whole answer
-MAX_NUMBERS = 4096  # encoded at a time: about 5 ms
+MAX_NUMBERS = 1024  # encoded at a time: about 1 ms
 MAX_CHARACTERS = 1 << 16  # of a text encoded at a time
 CHUNK_BYTES = 1 << 16  # written at a time
 MAX_WHOLE_BYTES = 1 << 18  # an answer of at most this size has a Content-Length, a larger one is sent in chunks
@@ -122,8 +123,8 @@ def joined(items: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
     yield b"]" if before == b"," else b"[]"
 
 
-def sliced(items: Sequence[Any], length: int = MAX_NUMBERS) -> Iterator[list[Any]]:
-    return (list(items[i : i + length]) for i in range(0, len(items), length))
+def sliced(items: Sequence[Any]) -> Iterator[list[Any]]:
+    return (list(items[i : i + MAX_NUMBERS]) for i in range(0, len(items), MAX_NUMBERS))
 
 
 def pieces_of(piece: Piece) -> Iterator[Piece]:
@@ -347,7 +348,7 @@ async def write_stream(
         async for some in pieces:
             is_end = all(generation.is_finished for generation in context.generations)
             new = [piece for piece in some if piece.text or piece.finish_reason]
-            data = b""
+            data, pause = b"", Pause()
             for piece in new:
                 for part in pieces_of(piece):
                     is_last = is_end and piece is new[-1] and part.finish_reason is not None
@@ -355,7 +356,7 @@ async def write_stream(
                     if len(data) >= CHUNK_BYTES:
                         await write(data)
                         data = b""
-                        await asyncio.sleep(0)
+                    await pause.if_due()
             if data:
                 await write(data)
         end = form.end()
@@ -379,20 +380,16 @@ async def send_json(
     A small one has its length; a large one is encoded while it is written, a chunk at a time.
     """
     headers = [(b"content-type", b"application/json"), *headers]
-    has_begun, body, unpaused = False, bytearray(), 0
+    has_begun, body, pause = False, bytearray(), Pause()
     for part in parts:
         body += part
-        unpaused += len(part)
-        if unpaused < CHUNK_BYTES:
-            continue
-        unpaused = 0
-        if has_begun or len(body) > MAX_WHOLE_BYTES:
+        if len(body) > (CHUNK_BYTES if has_begun else MAX_WHOLE_BYTES):
             if not has_begun:
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
                 has_begun = True
             await send({"type": "http.response.body", "body": bytes(body), "more_body": True})
             body.clear()
-        await asyncio.sleep(0)
+        await pause.if_due()
         if is_gone():
             return
     if not has_begun:
