@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import Scope
 
+from service.http.bodies import BodyReader
 from service.http.client import EngineClient, Generation
 from service.http.patterns import PatternCompiler
 from service.http.schemas import ApiError
@@ -123,6 +124,7 @@ class Service:
         self.state = state
         self.process_id = 0  # of this HTTP process
         self.started_at = int(time.time())
+        self.bodies = BodyReader(settings)
         self.patterns = PatternCompiler(checkpoint.tokenizer.characters, settings.max_regex_characters)
         self.exposition = Exposition(
             settings.model_name, checkpoint,

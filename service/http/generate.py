@@ -27,7 +27,7 @@ EVENT_SOURCE_END = "done"  # id of the last event, with which EventSource reconn
 
 async def generate(service: Service, request: Request) -> Response:
     """Continue a text."""
-    return await _answer(service, request, parse(GenerateRequest, await request.body()), NativeForm)
+    return await _answer(service, request, await service.bodies.read(GenerateRequest, request), NativeForm)
 
 
 async def generate_events(service: Service, request: Request) -> Response:
@@ -43,7 +43,7 @@ async def generate_events(service: Service, request: Request) -> Response:
 
 async def completions(service: Service, request: Request) -> Response:
     """Continue a text, as OpenAI's completions."""
-    return await _answer(service, request, parse(CompletionRequest, await request.body()), CompletionForm)
+    return await _answer(service, request, await service.bodies.read(CompletionRequest, request), CompletionForm)
 
 
 async def _answer(
@@ -55,8 +55,8 @@ async def _answer(
     _check_limits(service, body, candidates)
 
     encoder = Encoder(service, body)
-    prompts = encoder.encode_prompts(body.prompts, isinstance(body.prompt, list))
-    suffix = encoder.encode(body.suffix, "suffix") if body.suffix else []
+    prompts = await encoder.encode_prompts(body.prompts, isinstance(body.prompt, list))
+    suffix = await encoder.encode(body.suffix, "suffix") if body.suffix else []
     if body.suffix and not suffix:
         raise ApiError(400, "suffix: none of its characters is in the vocabulary", param="suffix")
     seeds = body.seed
@@ -64,7 +64,9 @@ async def _answer(
         seeds = [secrets.randbits(53) if seeds is None else seeds for _ in prompts]
 
     submits = await _submits(service, body, prompts, seeds, candidates)
-    echo = [service.tokenizer.decode(prompt) for prompt in prompts for _ in range(candidates)] if body.echo else None
+    echo = None
+    if body.echo:
+        echo = [text for prompt in prompts for text in [await encoder.decode(prompt)] * candidates]
     context.num_prompt_tokens = sum(map(len, prompts))
 
     pieces: AsyncIterable[list[Piece]]
@@ -161,7 +163,7 @@ async def _constrain(service: Service, body: GenerationRequest, submit: Submit) 
     if body.allowed_characters is not None:
         unknown = [(i, c) for i, c in enumerate(body.allowed_characters) if c not in service.tokenizer]
         if unknown:
-            raise unknown_characters(unknown, "allowed_characters")
+            raise unknown_characters(unknown, len(unknown), "allowed_characters")
         allowed = frozenset(body.allowed_characters)
     if body.stop_regex is not None:
         stop_pattern = await service.patterns.compile("stop_regex", body.stop_regex)

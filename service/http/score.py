@@ -25,7 +25,6 @@ from service.http.schemas import (
     ScoreAnswer,
     ScoreRequest,
     Usage,
-    parse,
 )
 from service.http.stream import (
     HOLE,
@@ -47,19 +46,19 @@ MAX_SUMMED = 1 << 14  # nats added up at a time: about 1 ms
 async def score(service: Service, request: Request) -> Response:
     """Score texts, or rank continuations of a prefix."""
     context = RequestContext.of(request.scope)
-    body = parse(ScoreRequest, await request.body())
+    body = await service.bodies.read(ScoreRequest, request)
     service.check_model(body.model)
     encoder = Encoder(service, body)
     if body.texts is not None:
         param, texts, before = "texts", [body.texts] if isinstance(body.texts, str) else body.texts, []
     else:
         param, texts = "continuations", body.continuations or []
-        before = encoder.encode(body.prefix, "prefix") or document_start(service, "prefix")
+        before = await encoder.encode(body.prefix, "prefix") or document_start(service, "prefix")
     limit = service.settings.max_score_texts
     if not 1 <= len(texts) <= limit:
         raise ApiError(400, f"{param}: the number of texts must be in [1, {limit}], got {len(texts)}", param=param)
     is_list = not isinstance(body.texts, str)
-    ids = [encoder.encode(text, param, i if is_list else None) for i, text in enumerate(texts)]
+    ids = [await encoder.encode(text, param, i if is_list else None) for i, text in enumerate(texts)]
     first = max(1, len(before))  # index of the first character that is scored
     # Texts of similar length run together.
     order = sorted((i for i in range(len(ids)) if len(before) + len(ids[i]) > first), key=lambda i: len(ids[i]))
@@ -131,7 +130,7 @@ def _character_nats(logprobs: Logprobs, has_first: bool) -> Iterator[list[float 
 async def next_character(service: Service, request: Request) -> Response:
     """Give the distribution of the next character."""
     context = RequestContext.of(request.scope)
-    body = parse(NextRequest, await request.body())
+    body = await service.bodies.read(NextRequest, request)
     service.check_model(body.model)
     encoder = Encoder(service, body)
     prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
@@ -140,7 +139,7 @@ async def next_character(service: Service, request: Request) -> Response:
         raise ApiError(
             400, f"prompt: the number of prompts must be in [1, {limit}], got {len(prompts)}", param="prompt"
         )
-    ids = encoder.encode_prompts([*prompts], isinstance(body.prompt, list))
+    ids = await encoder.encode_prompts([*prompts], isinstance(body.prompt, list))
     submits = [
         Submit(
             0, prompt or document_start(service, "prompt"), 1, SamplingParams(temperature=0.0),

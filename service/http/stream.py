@@ -88,6 +88,17 @@ class RunningAnswer(Response):
         self.context.client_has_left()
 
 
+class PartedAnswer(Response):
+    """A JSON answer that needs no sequences."""
+
+    def __init__(self, parts: Iterable[bytes]):
+        self.parts = parts
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_json(send, self.parts, [])
+
+
 # -- parts of an answer --
 
 
