@@ -413,7 +413,7 @@ def _logprobs(logits: np.ndarray, ids: list[int], request: Submit) -> Logprobs:
     z = logits - logits.max(axis=1, keepdims=True)
     logprobs = z - np.log(np.exp(z).sum(axis=1, keepdims=True))
     row = np.arange(len(ids))[:, None]
-    values = logprobs[row[:, 0], ids].tolist()
+    values = _column(logprobs[row[:, 0], ids], np.float64)
     if request.logprob_ids:
         top_ids = np.tile(request.logprob_ids, (len(ids), 1))
     elif request.logprobs:
@@ -422,4 +422,8 @@ def _logprobs(logits: np.ndarray, ids: list[int], request: Submit) -> Logprobs:
         top_ids = top_ids[row, np.lexsort((top_ids, -logprobs[row, top_ids]))]  # of equals the lower id first
     else:
         return Logprobs(values)
-    return Logprobs(values, top_ids.ravel().tolist(), logprobs[row, top_ids].ravel().tolist())
+    return Logprobs(values, _column(top_ids, np.uint32), _column(logprobs[row, top_ids], np.float64))
+
+
+def _column(numbers: np.ndarray, dtype: type[np.generic]) -> bytearray:
+    return bytearray(numbers.astype(dtype).tobytes())

@@ -176,4 +176,4 @@ class Sequence:
 
     def emit_prompt_logprobs(self) -> Logprobs | None:
         emitted, self.unemitted_prompt_logprobs = self.unemitted_prompt_logprobs, Logprobs()
-        return emitted if emitted.values else None
+        return emitted if len(emitted) else None

@@ -37,9 +37,6 @@ RETRY_SECONDS = 1.0  # before a sequence that lost its worker asks a full queue 
 HOMELESS = -1  # in place of a worker: the sequence waits until one is connected
 FAILURES = frozenset({"abort", "timeout", "error"})
 
-# (log-probability of a character, None if nothing precedes it; [(id, log-probability) of each alternative])
-LogprobRow = tuple[float | None, list[tuple[int, float]]]
-
 
 class Piece(NamedTuple):
     """New text of one sequence."""
@@ -48,7 +45,8 @@ class Piece(NamedTuple):
     seed: int
     text: str
     finish_reason: str | None = None
-    logprobs: list[LogprobRow] | None = None  # of the text's characters, if requested
+    logprobs: Logprobs | None = None  # of the text's characters but the first `num_unscored`, if requested
+    num_unscored: int = 0  # characters that nothing precedes: the first of an echoed prompt
 
 
 @dataclass(slots=True, eq=False)
@@ -71,6 +69,7 @@ class SequenceState:
     prompt_replay_left: int = 0  # and those of the prompt
     error: ApiError | None = None  # why it failed, if that is known here
     prompt_logprobs: Logprobs = field(default_factory=Logprobs)
+    num_prompt_logprobs: int = 0  # that arrived
     new_texts: list[str] = field(default_factory=list)  # arrived, not taken yet
     new_logprobs: Logprobs = field(default_factory=Logprobs)
     num_completion_tokens: int = 0
@@ -243,6 +242,7 @@ class Generation:
             sequence.new_logprobs.extend(delta.logprobs)
         if delta.prompt_logprobs is not None:
             sequence.prompt_logprobs.extend(delta.prompt_logprobs)
+            sequence.num_prompt_logprobs += len(delta.prompt_logprobs)
         is_timed = sequence.queue_seconds is not None
         if delta.scheduled_at is not None and delta.prefilled_at is not None and not is_timed:
             sequence.queue_seconds = delta.scheduled_at - self._arrived_at
@@ -288,20 +288,21 @@ class Generation:
         text = "".join(sequence.new_texts)
         sequence.new_texts.clear()
         sequence.num_taken += len(text)
-        rows: list[LogprobRow] | None = None
+        logprobs, num_unscored = None, 0
         if sequence.submit.logprobs is not None:
-            rows = list(sequence.new_logprobs.rows())
-            sequence.new_logprobs = Logprobs()
+            logprobs, sequence.new_logprobs = sequence.new_logprobs, Logprobs()
         if sequence.echo and sequence.finish_reason != "abort":  # an aborted prompt may not have all its rows
             text = sequence.echo + text
-            if rows is not None:
-                rows = [(None, []), *sequence.prompt_logprobs.rows(), *rows]
-        sequence.echo = ""
-        return Piece(sequence.number, sequence.submit.sampling.seed, text, sequence.finish_reason, rows)
+            if logprobs is not None:
+                of_prompt, sequence.prompt_logprobs = sequence.prompt_logprobs, Logprobs()
+                of_prompt.extend(logprobs)
+                logprobs, num_unscored = of_prompt, 1
+        sequence.echo, seed = "", sequence.submit.sampling.seed
+        return Piece(sequence.number, seed, text, sequence.finish_reason, logprobs, num_unscored)
 
-    def prompt_logprobs(self, number: int) -> list[float]:
+    def prompt_logprobs(self, number: int) -> Logprobs:
         """Of a sequence's prompt from `score_from` on, once it has ended."""
-        return self.sequences[number].prompt_logprobs.values
+        return self.sequences[number].prompt_logprobs
 
     def _written(self, sequence: SequenceState, finish_reason: str | None) -> None:
         """Observe that a piece was written."""
@@ -339,9 +340,17 @@ async def gathered(pieces: AsyncIterable[list[Piece]]) -> list[Piece]:
 def _joined(pieces: list[Piece]) -> Piece:
     if len(pieces) == 1:
         return pieces[0]
-    last = pieces[-1]
-    logprobs = None if last.logprobs is None else [row for piece in pieces for row in piece.logprobs or ()]
-    return last._replace(text="".join([piece.text for piece in pieces]), logprobs=logprobs)
+    first, last = pieces[0], pieces[-1]
+    if first.logprobs is not None:
+        for piece in pieces[1:]:
+            first.logprobs.extend(piece.logprobs or Logprobs())
+    text = "".join([piece.text for piece in pieces])
+    return last._replace(text=text, logprobs=first.logprobs, num_unscored=first.num_unscored)
+
+
+def _drop(logprobs: Logprobs, count: int) -> int:
+    """Remove the first `count`, or all if there are fewer; returns how many."""
+    return len(logprobs.take(min(count, len(logprobs))))
 
 
 class EngineClient:
@@ -447,7 +456,7 @@ class EngineClient:
             return
         sequence.replay_left = sequence.logprobs_replay_left = sequence.num_completion_tokens
         sequence.replay_checksum = 0
-        sequence.prompt_replay_left = len(sequence.prompt_logprobs)
+        sequence.prompt_replay_left = sequence.num_prompt_logprobs
         self._send(generation, sequence)
 
     def _replay(self, sequence: SequenceState, text: str) -> int:
@@ -590,9 +599,9 @@ class EngineClient:
             self._diverged(sequence)
             return
         if delta.logprobs is not None and sequence.logprobs_replay_left:
-            sequence.logprobs_replay_left -= len(delta.logprobs.take(sequence.logprobs_replay_left))
+            sequence.logprobs_replay_left -= _drop(delta.logprobs, sequence.logprobs_replay_left)
         if delta.prompt_logprobs is not None and sequence.prompt_replay_left:
-            sequence.prompt_replay_left -= len(delta.prompt_logprobs.take(sequence.prompt_replay_left))
+            sequence.prompt_replay_left -= _drop(delta.prompt_logprobs, sequence.prompt_replay_left)
         if delta.finish_reason is not None:
             self._end(delta.id)
         generation.receive(sequence, delta, now)

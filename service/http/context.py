@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import Scope
 
+from service.http.bodies import BodyReader
 from service.http.client import EngineClient, Generation
 from service.http.patterns import PatternCompiler
 from service.http.schemas import ApiError
@@ -32,7 +33,8 @@ class RequestContext:
     arrived_at: float  # when the body was complete, by time.monotonic()
     num_prompt_tokens: int | None = None  # None: the request does not run the model
     generations: list[Generation] = field(default_factory=list)  # the first gives the answer, or candidates for it
-    client_left: bool = False
+    client_left: bool = False  # before its sequences had ended
+    is_gone: bool = False  # the client, whenever it left
     status: int | None = None  # of the answer; None: it has not begun
 
     @classmethod
@@ -51,6 +53,7 @@ class RequestContext:
 
     def client_has_left(self) -> None:
         """End whatever still runs."""
+        self.is_gone = True
         self.client_left = any(not generation.is_finished for generation in self.generations)
         self.abort()
 
@@ -85,6 +88,7 @@ class Service:
         self.state = state
         self.process_id = 0  # of this HTTP process
         self.started_at = int(time.time())
+        self.bodies = BodyReader(settings)
         self.patterns = PatternCompiler(checkpoint.tokenizer.characters, settings.max_regex_characters)
         self.exposition = Exposition(
             settings.model_name, checkpoint,

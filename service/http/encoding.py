@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from service.http.context import Service
+from service.http.pause import Pause
 from service.http.schemas import ApiError, ModelRequest, Prompt, Receipt, Timing
 from service.model.tokenizer import UnknownCharacterError
 
 MAX_LISTED = 20  # unknown characters that an error names
+MAX_ENCODED = 1 << 15  # characters encoded or decoded at a time: about 1 ms
 
 
 class Encoder:
@@ -24,29 +26,48 @@ class Encoder:
         self.policy = body.unknown_characters or service.settings.unknown_characters
         self.replacement = body.replacement_character or service.settings.replacement_character
         self.replaced = self.dropped = 0
+        self._pause = Pause()
         if self.policy == "replace" and self.replacement not in self.tokenizer:
             message = f"replacement_character: {self.replacement!r} is not in the vocabulary"
             raise ApiError(400, message, param="replacement_character")
 
-    def encode(self, text: str, param: str, index: int | None = None) -> list[int]:
+    async def encode(self, text: str, param: str, index: int | None = None) -> list[int]:
         """The ids of a text: the request's field `param`, or with `index` one of several in it.
 
         Raises:
             ApiError: 400, the text has unknown characters, which are to be refused.
         """
-        try:
-            return self.tokenizer.encode(text)
-        except UnknownCharacterError:
-            unknown = [(i, c) for i, c in enumerate(text) if c not in self.tokenizer]
-        if self.policy == "refuse":
-            raise unknown_characters(unknown, param, index)
+        ids: list[int] = []
+        unknown: list[tuple[int, str]] = []  # the first of them
+        num_unknown = 0
+        for start in range(0, len(text), MAX_ENCODED):
+            await self._pause.if_due()
+            part = text[start : start + MAX_ENCODED]
+            try:
+                ids += self.tokenizer.encode(part)
+            except UnknownCharacterError:
+                found = [(start + i, c) for i, c in enumerate(part) if c not in self.tokenizer]
+                num_unknown += len(found)
+                unknown += found[: MAX_LISTED - len(unknown)]
+                other = self.replacement if self.policy == "replace" else ""
+                ids += self.tokenizer.encode("".join([c if c in self.tokenizer else other for c in part]))
+        if num_unknown and self.policy == "refuse":
+            raise unknown_characters(unknown, num_unknown, param, index)
         if self.policy == "drop":
-            self.dropped += len(unknown)
-            return self.tokenizer.encode("".join([c for c in text if c in self.tokenizer]))
-        self.replaced += len(unknown)
-        return self.tokenizer.encode("".join([c if c in self.tokenizer else self.replacement for c in text]))
+            self.dropped += num_unknown
+        elif self.policy == "replace":
+            self.replaced += num_unknown
+        return ids
 
-    def encode_prompts(self, prompts: list[Prompt], is_list: bool) -> list[list[int]]:
+    async def decode(self, ids: list[int]) -> str:
+        """The text of ids."""
+        parts = []
+        for start in range(0, len(ids), MAX_ENCODED):
+            await self._pause.if_due()
+            parts.append(self.tokenizer.decode(ids[start : start + MAX_ENCODED]))
+        return "".join(parts)
+
+    async def encode_prompts(self, prompts: list[Prompt], is_list: bool) -> list[list[int]]:
         """The ids of the field `prompt`, within the server's limits; `is_list`: errors give a prompt's index.
 
         Raises:
@@ -62,7 +83,8 @@ class Encoder:
                 check_ids(self.service, prompt, "prompt", name)
                 ids.append(prompt)
             else:
-                ids.append(self.encode(prompt, "prompt", index))
+                ids.append(await self.encode(prompt, "prompt", index))
+            await self._pause.if_due()
         return ids
 
     def receipt(self, timing: Timing, seeds: Iterable[int] = ()) -> Receipt:
@@ -79,8 +101,8 @@ class Encoder:
 
 
 def check_ids(service: Service, ids: list[int], param: str, name: str | None = None) -> None:
-    wrong = next((id for id in ids if id >= service.tokenizer.vocab_size), None)
-    if wrong is not None:
+    if ids and max(ids) >= service.tokenizer.vocab_size:
+        wrong = next(id for id in ids if id >= service.tokenizer.vocab_size)
         message = f"{name or param}: ids must be in [0, {service.tokenizer.vocab_size - 1}], got {wrong}"
         raise ApiError(400, message, param=param)
 
@@ -96,13 +118,13 @@ def document_start(service: Service, param: str) -> list[int]:
     return service.tokenizer.encode("\n")
 
 
-def unknown_characters(unknown: list[tuple[int, str]], param: str, index: int | None = None) -> ApiError:
-    """The error that names (offset, character) pairs with their code points."""
+def unknown_characters(unknown: list[tuple[int, str]], count: int, param: str, index: int | None = None) -> ApiError:
+    """The error that names the first (offset, character) pairs of `count` with their code points."""
     listed = [f"{c!r} (U+{ord(c):04X}) at offset {i}" for i, c in unknown[:MAX_LISTED]]
-    if len(unknown) == 1:
+    if count == 1:
         message = f"character {listed[0]} is not in the vocabulary"
     else:
-        more = f" and {len(unknown) - MAX_LISTED} more" if len(unknown) > MAX_LISTED else ""
+        more = f" and {count - len(listed)} more" if count > len(listed) else ""
         message = f"characters {', '.join(listed)}{more} are not in the vocabulary"
     name = param if index is None else f"{param}.{index}"
     return ApiError(400, f"{name}: {message}", param=param, code="unknown_character")

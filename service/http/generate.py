@@ -14,10 +14,11 @@ from starlette.responses import Response
 from service.http.client import Piece, gathered
 from service.http.context import RequestContext, Service
 from service.http.encoding import Encoder, document_start, unknown_characters
+from service.http.pause import Pause
 from service.http.schemas import ApiError, CompletionRequest, GenerateRequest, GenerationRequest, parse
 from service.http.stream import DONE, CompletionForm, Form, NativeForm, RunningAnswer, write_stream, write_whole
 from service.model.params import MAX_SEED
-from service.wire import Submit
+from service.wire import Submit, floats
 
 SUFFIX_CANDIDATES = 8  # sampled per prompt, if the request does not say and limits allow
 SUFFIX_CUTS = 3  # positions at which a candidate for an infill may end, besides its own end
@@ -26,7 +27,7 @@ EVENT_SOURCE_END = "done"  # id of the last event, with which EventSource reconn
 
 async def generate(service: Service, request: Request) -> Response:
     """Continue a text."""
-    return await _answer(service, request, parse(GenerateRequest, await request.body()), NativeForm)
+    return await _answer(service, request, await service.bodies.read(GenerateRequest, request), NativeForm)
 
 
 async def generate_events(service: Service, request: Request) -> Response:
@@ -42,7 +43,7 @@ async def generate_events(service: Service, request: Request) -> Response:
 
 async def completions(service: Service, request: Request) -> Response:
     """Continue a text, as OpenAI's completions."""
-    return await _answer(service, request, parse(CompletionRequest, await request.body()), CompletionForm)
+    return await _answer(service, request, await service.bodies.read(CompletionRequest, request), CompletionForm)
 
 
 async def _answer(
@@ -54,8 +55,8 @@ async def _answer(
     _check_limits(service, body, candidates)
 
     encoder = Encoder(service, body)
-    prompts = encoder.encode_prompts(body.prompts, isinstance(body.prompt, list))
-    suffix = encoder.encode(body.suffix, "suffix") if body.suffix else []
+    prompts = await encoder.encode_prompts(body.prompts, isinstance(body.prompt, list))
+    suffix = await encoder.encode(body.suffix, "suffix") if body.suffix else []
     if body.suffix and not suffix:
         raise ApiError(400, "suffix: none of its characters is in the vocabulary", param="suffix")
     seeds = body.seed
@@ -63,7 +64,9 @@ async def _answer(
         seeds = [secrets.randbits(53) if seeds is None else seeds for _ in prompts]
 
     submits = await _submits(service, body, prompts, seeds, candidates)
-    echo = [service.tokenizer.decode(prompt) for prompt in prompts for _ in range(candidates)] if body.echo else None
+    echo = None
+    if body.echo:
+        echo = [text for prompt in prompts for text in [await encoder.decode(prompt)] * candidates]
     context.num_prompt_tokens = sum(map(len, prompts))
 
     pieces: AsyncIterable[list[Piece]]
@@ -160,7 +163,7 @@ async def _constrain(service: Service, body: GenerationRequest, submit: Submit) 
     if body.allowed_characters is not None:
         unknown = [(i, c) for i, c in enumerate(body.allowed_characters) if c not in service.tokenizer]
         if unknown:
-            raise unknown_characters(unknown, "allowed_characters")
+            raise unknown_characters(unknown, len(unknown), "allowed_characters")
         allowed = frozenset(body.allowed_characters)
     if body.stop_regex is not None:
         stop_pattern = await service.patterns.compile("stop_regex", body.stop_regex)
@@ -214,11 +217,13 @@ async def _best_of(
     echo: list[str] | None,
 ) -> AsyncIterator[list[Piece]]:
     """The `n` texts of each prompt with the highest mean log-probability."""
-    ranked = []
+    ranked, pause = [], Pause()
     for piece in await gathered(service.start(context, submits, echo=echo)):
-        values = [value or 0.0 for value, _ in (piece.logprobs or [])[len(echo[piece.number]) if echo else 0 :]]
+        start = len(echo[piece.number]) - piece.num_unscored if echo else 0
+        values = floats(piece.logprobs.values[8 * start :]) if piece.logprobs is not None else []
         if body.logprobs is None:
             piece = piece._replace(logprobs=None)
+        await pause.if_due()
         ranked.append((sum(values) / len(values) if values else 0.0, piece))
     yield _best(ranked, body.n, num_candidates)
 
@@ -255,7 +260,7 @@ async def _infill(
         )  # fmt: skip
     generation = service.start(context, list(scoring.values()))
     await gathered(generation)
-    scores = {key: sum(generation.prompt_logprobs(i)) for i, key in enumerate(scoring)}
+    scores = {key: sum(floats(generation.prompt_logprobs(i).values)) for i, key in enumerate(scoring)}
     ranked = [(scores[middle.number // num_candidates, middle.text], middle) for middle in middles]
     best = _best(ranked, n, num_candidates)
     if echo:  # each prompt's text, `num_candidates` times
@@ -265,7 +270,8 @@ async def _infill(
 
 def _cut(piece: Piece, min_tokens: int) -> list[Piece]:
     """A candidate as it is, and cut where the suffix is likely to begin."""
-    chances = [top[0][1] for _, top in piece.logprobs or ()]  # of the suffix's first character at each position
+    # Of the suffix's first character at each position.
+    chances = floats(piece.logprobs.top_values) if piece.logprobs is not None else []
     cuts = sorted(range(min_tokens, len(chances)), key=lambda i: -chances[i])[:SUFFIX_CUTS]
     whole = piece._replace(logprobs=None)
     return [whole, *(whole._replace(text=piece.text[:i], finish_reason="stop") for i in sorted(cuts))]

@@ -23,8 +23,8 @@ from service.http.schemas import (
     TokenizeAnswer,
     TokenizeRequest,
     TokenizerInfo,
-    parse,
 )
+from service.http.stream import HOLE, PartedAnswer, filled, list_parts, sliced, text_parts
 
 
 def _json(content: msgspec.Struct, status: int = 200) -> Response:
@@ -33,20 +33,22 @@ def _json(content: msgspec.Struct, status: int = 200) -> Response:
 
 async def tokenize(service: Service, request: Request) -> Response:
     """Encode a text."""
-    body = parse(TokenizeRequest, await request.body())
+    body = await service.bodies.read(TokenizeRequest, request)
     service.check_model(body.model)
     encoder = Encoder(service, body)
-    tokens = encoder.encode(body.prompt, "prompt")
+    tokens = await encoder.encode(body.prompt, "prompt")
     longest = service.settings.max_prompt_characters
-    return _json(TokenizeAnswer(len(tokens), longest, tokens, encoder.replaced, encoder.dropped))
+    answer = TokenizeAnswer(len(tokens), longest, HOLE, encoder.replaced, encoder.dropped)
+    return PartedAnswer(filled(answer, list_parts(sliced(tokens))))
 
 
 async def detokenize(service: Service, request: Request) -> Response:
     """Decode ids."""
-    body = parse(DetokenizeRequest, await request.body())
+    body = await service.bodies.read(DetokenizeRequest, request)
     service.check_model(body.model)
     check_ids(service, body.tokens, "tokens")
-    return _json(DetokenizeAnswer(service.tokenizer.decode(body.tokens)))
+    text = await Encoder(service, body).decode(body.tokens)
+    return PartedAnswer(filled(DetokenizeAnswer(HOLE), text_parts(text)))
 
 
 async def tokenizer_info(service: Service, request: Request) -> Response:

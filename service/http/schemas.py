@@ -27,6 +27,13 @@ from pydantic_core import CoreSchema
 from service.model.params import MAX_BIAS, MAX_SEED, SAMPLING_META, SamplingParams
 
 MAX_CHOICES = 1000
+MAX_STOPS = 16
+MAX_BIASES = 10_000
+MAX_ID = 2**31 - 1
+
+Item = TypeVar("Item")
+# Validated up to the first error, as only that is reported.
+List = Annotated[list[Item], Field(fail_fast=True)]
 
 Character = Annotated[str, Field(min_length=1, max_length=1)]
 # A text of the model's characters: this format stands for a pattern that would list thousands of them.
@@ -35,7 +42,7 @@ StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 Pattern = Annotated[str, Field(min_length=1, json_schema_extra={"format": "regex"})]
 ChoiceString = Annotated[Text, Field(min_length=1, max_length=1000)]
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
-Id = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Id = Annotated[int, Field(ge=0, le=MAX_ID)]
 Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 BiasPair = Annotated[tuple[Character | Id, Bias], Strict(False)]  # JSON has no tuples: accept a list
 UnknownCharacters = Literal["refuse", "replace", "drop"]
@@ -93,11 +100,10 @@ class Body(BaseModel):
     def _without_nulls(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        fields = cls.model_fields
         return {
-            name: value
-            for name, value in data.items()
-            if value is not None or name not in fields or fields[name].is_required()
+            name: data[name]
+            for name, field in cls.model_fields.items()
+            if name in data and (data[name] is not None or field.is_required())
         }
 
     @classmethod
@@ -153,7 +159,7 @@ class ModelRequest(Body):
     )
 
 
-Prompt = str | list[Id]
+Prompt = str | list[int]
 
 
 def _max_tokens(default: int) -> Any:
@@ -190,7 +196,7 @@ else:
 class GenerationRequest(SamplingFields):
     """Fields that the two generation routes share."""
 
-    prompt: Text | list[Text] | list[Id] | list[list[Id]] = Field(
+    prompt: Text | List[Text] | List[Id] | List[List[Id]] = Field(
         "",
         description="text to continue, or a list of texts, or ids. "
         "An empty text means the beginning of a document: a line break that is not part of the answer",
@@ -220,7 +226,7 @@ class GenerationRequest(SamplingFields):
         "`suffix` those after which it is likeliest; the server limits prompts × best_of. Default: n; with `suffix`, 8",
         examples=[4],
     )
-    seed: Seed | list[Seed] | None = Field(
+    seed: Seed | List[Seed] | None = Field(
         None,
         description="the same seed gives the same text; a list has one per prompt. Answer j of a prompt uses seed + j. "
         "Default: random, reported in the answer",
@@ -228,7 +234,8 @@ class GenerationRequest(SamplingFields):
     )
 
     logit_bias: (
-        Annotated[dict[str, Bias], Field(max_length=10_000)] | Annotated[list[BiasPair], Field(max_length=10_000)]
+        Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)]
+        | Annotated[List[BiasPair], Field(max_length=MAX_BIASES)]
     ) = Field(
         default_factory=dict,
         description="added to logits, -100 to 100. The keys of an object are ids in decimal (as in OpenAI's API) or "
@@ -236,7 +243,7 @@ class GenerationRequest(SamplingFields):
         examples=[{"e": -100, "\n": 2.5}, [["e", -100], [5, 1.0]]],
     )
 
-    stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = Field(
+    stop: StopString | Annotated[List[StopString], Field(max_length=MAX_STOPS)] | None = Field(
         None, description="the text ends before the first of these", examples=[["\n\n", "ROMEO:"]]
     )
     stop_regex: Pattern | None = Field(
@@ -254,7 +261,7 @@ class GenerationRequest(SamplingFields):
         "match",
         examples=["[A-Z][a-z]+( [A-Z][a-z]+)?"],
     )
-    choice: Annotated[list[ChoiceString], Field(min_length=1, max_length=MAX_CHOICES)] | None = Field(
+    choice: Annotated[List[ChoiceString], Field(min_length=1, max_length=MAX_CHOICES)] | None = Field(
         None, description="the answer is one of these texts", examples=[["yes", "no"]]
     )
     allowed_characters: Text | None = Field(
@@ -345,7 +352,7 @@ class CompletionRequest(GenerationRequest):
 class ScoreRequest(ModelRequest):
     """Body of POST /v1/score: `texts`, or `continuations` of a `prefix`."""
 
-    texts: Text | list[Text] | None = Field(
+    texts: Text | List[Text] | None = Field(
         None,
         description="texts to score: each character but the first, given those before it",
         examples=[["To be, or not to be"]],
@@ -355,7 +362,7 @@ class ScoreRequest(ModelRequest):
         description="text before each continuation; empty: the beginning of a document",
         examples=["To be or not to"],
     )
-    continuations: list[Text] | None = Field(
+    continuations: List[Text] | None = Field(
         None, description="texts to score after the prefix: every character", examples=[[" be", " bee", " qqq"]]
     )
     characters: bool = Field(True, description="report the nats of each character, not only the sums", examples=[False])
@@ -370,7 +377,7 @@ class ScoreRequest(ModelRequest):
 class NextRequest(ModelRequest):
     """Body of POST /v1/next."""
 
-    prompt: Text | list[Text] = Field(
+    prompt: Text | List[Text] = Field(
         "",
         description="text before the character, or a list of texts; empty: the beginning of a document",
         examples=["ROMEO"],
@@ -386,7 +393,7 @@ class TokenizeRequest(ModelRequest):
 class DetokenizeRequest(ModelRequest):
     """Body of POST /detokenize."""
 
-    tokens: list[Id] = Field(description="ids to decode", examples=[[30, 27, 25]])
+    tokens: List[Id] = Field(description="ids to decode", examples=[[30, 27, 25]])
 
 
 AnyRequest = TypeVar("AnyRequest", bound=ModelRequest)
@@ -394,7 +401,7 @@ AnyRequest = TypeVar("AnyRequest", bound=ModelRequest)
 # What a union or a list must be, in place of one pydantic message per branch.
 EXPECTED = {
     "prompt": "a text, a list of texts, or one or more lists of ids",
-    "stop": "a text or a list of at most 16, of 1 to 1000 characters each",
+    "stop": f"a text or a list of at most {MAX_STOPS}, of 1 to 1000 characters each",
     "seed": f"an integer from 0 to {MAX_SEED}, or a list with one per prompt",
     "logit_bias": "an object of biases (-100 to 100) by character or id, or a list of [character or id, bias] pairs",
     "texts": "a text or a list of texts",
@@ -426,7 +433,7 @@ def parse(kind: type[AnyRequest], body: bytes | dict[str, Any]) -> AnyRequest:
 
 
 def _shortened(value: object) -> str:
-    text = repr(value)
+    text = repr(value[:101] if isinstance(value, str | list) else value)
     return text if len(text) <= 100 else text[:100] + "…"
 
 

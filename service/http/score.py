@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 
-import msgspec
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Send
 
-from service.http.client import LogprobRow, gathered
+from service.http.client import gathered
 from service.http.context import RequestContext, Service
 from service.http.encoding import Encoder, document_start
+from service.http.pause import Pause
 from service.http.schemas import (
     ApiError,
     Next,
@@ -25,29 +25,40 @@ from service.http.schemas import (
     ScoreAnswer,
     ScoreRequest,
     Usage,
-    parse,
 )
-from service.http.stream import RunningAnswer, receipt_headers, send_json
+from service.http.stream import (
+    HOLE,
+    MAX_NUMBERS,
+    RunningAnswer,
+    filled,
+    joined,
+    list_parts,
+    receipt_headers,
+    send_json,
+    sliced,
+)
 from service.model.params import SamplingParams
-from service.wire import Submit
+from service.wire import Logprobs, Submit, floats
+
+MAX_SUMMED = 1 << 14  # nats added up at a time: about 1 ms
 
 
 async def score(service: Service, request: Request) -> Response:
     """Score texts, or rank continuations of a prefix."""
     context = RequestContext.of(request.scope)
-    body = parse(ScoreRequest, await request.body())
+    body = await service.bodies.read(ScoreRequest, request)
     service.check_model(body.model)
     encoder = Encoder(service, body)
     if body.texts is not None:
         param, texts, before = "texts", [body.texts] if isinstance(body.texts, str) else body.texts, []
     else:
         param, texts = "continuations", body.continuations or []
-        before = encoder.encode(body.prefix, "prefix") or document_start(service, "prefix")
+        before = await encoder.encode(body.prefix, "prefix") or document_start(service, "prefix")
     limit = service.settings.max_score_texts
     if not 1 <= len(texts) <= limit:
         raise ApiError(400, f"{param}: the number of texts must be in [1, {limit}], got {len(texts)}", param=param)
     is_list = not isinstance(body.texts, str)
-    ids = [encoder.encode(text, param, i if is_list else None) for i, text in enumerate(texts)]
+    ids = [await encoder.encode(text, param, i if is_list else None) for i, text in enumerate(texts)]
     first = max(1, len(before))  # index of the first character that is scored
     # Texts of similar length run together.
     order = sorted((i for i in range(len(ids)) if len(before) + len(ids[i]) > first), key=lambda i: len(ids[i]))
@@ -64,39 +75,62 @@ async def score(service: Service, request: Request) -> Response:
     generation = service.start(context, submits, window=window) if submits else None
     encoder.count_unknown()
 
-    async def answer() -> ScoreAnswer:
-        nats: list[list[float]] = [[] for _ in ids]
+    async def answer() -> tuple[ScoreAnswer, Iterator[Iterator[bytes]]]:
+        logprobs = [Logprobs() for _ in ids]
         if generation is not None:
             await gathered(generation)
             for number, i in enumerate(order):
-                nats[i] = [-value for value in generation.prompt_logprobs(number)]
-        unscored: list[list[float | None]] = [[None] if not before and text else [] for text in ids]
-        scores = [_score(i, values) for i, values in enumerate(nats)]
-        if body.characters:
-            for item, values, none in zip(scores, nats, unscored, strict=True):
-                item.character_nats = none + [round(value, 7) for value in values]
+                logprobs[i] = generation.prompt_logprobs(number)
+        pause = Pause()
+        scores = [await _score(i, its_logprobs, pause) for i, its_logprobs in enumerate(logprobs)]
         if body.continuations is not None:
             for rank, item in enumerate(sorted(scores, key=lambda item: (item.nats, item.index)), 1):
                 item.rank = rank
         usage = Usage.of(context.num_prompt_tokens or 0)
         receipt = encoder.receipt(generation.timing) if generation is not None else UNSET
-        return ScoreAnswer(context.request_id, service.settings.model_name, "list", scores, usage, receipt)
+
+        def parts(item: Score) -> Iterator[bytes]:
+            if not body.characters:
+                return filled(item)
+            item.character_nats = HOLE
+            has_first = bool(not before and ids[item.index])  # which nothing precedes
+            return filled(item, list_parts(_character_nats(logprobs[item.index], has_first)))
+
+        content = ScoreAnswer(context.request_id, service.settings.model_name, "list", HOLE, usage, receipt)
+        return content, map(parts, scores)
 
     return _running(service, context, answer)
 
 
-def _score(index: int, nats: list[float]) -> Score:
-    total = math.fsum(nats)
-    if not nats:
+async def _score(index: int, logprobs: Logprobs, pause: Pause) -> Score:
+    """The sums of a text, as math.fsum of all its nats."""
+    partials: list[float] = []  # whose exact sum is that of all values so far
+    for start in range(0, len(logprobs), MAX_SUMMED):
+        values = floats(logprobs.values[8 * start : 8 * (start + MAX_SUMMED)])
+        while partial := math.fsum(values):
+            partials.append(partial)
+            values.append(-partial)
+        await pause.if_due()
+    total, count = 0.0 - math.fsum(partials), len(logprobs)
+    if not count:
         return Score(index, 0, total, None, None, None)
-    mean = total / len(nats)
-    return Score(index, len(nats), total, mean, mean / math.log(2), math.exp(mean))
+    mean = total / count
+    return Score(index, count, total, mean, mean / math.log(2), math.exp(mean))
+
+
+def _character_nats(logprobs: Logprobs, has_first: bool) -> Iterator[list[float | None]]:
+    """The nats of each character, in slices; None: the first character of a document."""
+    if has_first:
+        yield [None]
+    for start in range(0, len(logprobs), MAX_NUMBERS):
+        values = floats(logprobs.values[8 * start : 8 * (start + MAX_NUMBERS)])
+        yield [round(-value, 7) for value in values]
 
 
 async def next_character(service: Service, request: Request) -> Response:
     """Give the distribution of the next character."""
     context = RequestContext.of(request.scope)
-    body = parse(NextRequest, await request.body())
+    body = await service.bodies.read(NextRequest, request)
     service.check_model(body.model)
     encoder = Encoder(service, body)
     prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
@@ -105,7 +139,7 @@ async def next_character(service: Service, request: Request) -> Response:
         raise ApiError(
             400, f"prompt: the number of prompts must be in [1, {limit}], got {len(prompts)}", param="prompt"
         )
-    ids = encoder.encode_prompts([*prompts], isinstance(body.prompt, list))
+    ids = await encoder.encode_prompts([*prompts], isinstance(body.prompt, list))
     submits = [
         Submit(
             0, prompt or document_start(service, "prompt"), 1, SamplingParams(temperature=0.0),
@@ -118,31 +152,37 @@ async def next_character(service: Service, request: Request) -> Response:
     generation = service.start(context, submits)
     encoder.count_unknown()
 
-    async def answer() -> NextAnswer:
-        # No row for a sequence that ended because the client left.
-        data = [_next(service, it.number, it.logprobs[0]) for it in await gathered(generation) if it.logprobs]
+    async def answer() -> tuple[NextAnswer, Iterator[Iterator[bytes]]]:
+        pieces = await gathered(generation)
         usage, receipt = Usage.of(context.num_prompt_tokens or 0), encoder.receipt(generation.timing)
-        return NextAnswer(context.request_id, service.settings.model_name, "list", data, usage, receipt)
+        content = NextAnswer(context.request_id, service.settings.model_name, "list", HOLE, usage, receipt)
+        # No row for a sequence that ended because the client left.
+        return content, (_next(service, it.number, it.logprobs) for it in pieces if it.logprobs)
 
     return _running(service, context, answer)
 
 
-def _next(service: Service, index: int, row: LogprobRow) -> Next:
-    _, top = row
+def _next(service: Service, index: int, logprobs: Logprobs) -> Iterator[bytes]:
+    """The distribution in the first row."""
+    ((_, top),) = logprobs.part(0, 1).rows()
     entropy = -math.fsum(math.exp(value) * value for _, value in top)
     characters = service.tokenizer.characters
-    distribution = [NextCharacter(characters[id], id, math.exp(value), value) for id, value in top]
-    return Next(index, entropy, entropy / math.log(2), distribution)
+    slices = ([NextCharacter(characters[id], id, math.exp(value), value) for id, value in some] for some in sliced(top))
+    return filled(Next(index, entropy, entropy / math.log(2), HOLE), list_parts(slices))
 
 
 def _running(
-    service: Service, context: RequestContext, answer: Callable[[], Awaitable[ScoreAnswer | NextAnswer]]
+    service: Service,
+    context: RequestContext,
+    answer: Callable[[], Awaitable[tuple[ScoreAnswer | NextAnswer, Iterator[Iterator[bytes]]]]],
 ) -> RunningAnswer:
+    """`answer` gives the content with a hole for its data, and the parts of each item of that."""
+
     async def write(send: Send) -> None:
-        content = await answer()
+        content, items = await answer()
         headers: list[tuple[bytes, bytes]] = []
         if content.chargpt is not UNSET:
             headers = receipt_headers(content.chargpt, time.monotonic() - context.arrived_at)
-        await send_json(send, msgspec.json.encode(content), headers)
+        await send_json(send, filled(content, joined(items)), headers, lambda: context.is_gone)
 
     return RunningAnswer(context, service.busy(), write)

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterable, Awaitable, Callable
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -18,8 +18,9 @@ from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from service.http.client import LogprobRow, Piece, gathered
+from service.http.client import Piece, gathered
 from service.http.context import RequestContext
+from service.http.pause import Pause
 from service.http.schemas import (
     ApiError,
     ChunkChoice,
@@ -35,9 +36,19 @@ from service.http.schemas import (
     TokenLogprobs,
     Usage,
 )
+from service.wire import floats
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
+
+# No answer is encoded at once if it is large: other requests wait for the event loop meanwhile.
+PIECE_CHARACTERS = 512  # with log-probabilities, of an event of a stream or of a part of a whole answer
+MAX_NUMBERS = 1024  # encoded at a time: about 1 ms
+MAX_CHARACTERS = 1 << 16  # of a text encoded at a time
+CHUNK_BYTES = 1 << 16  # written at a time
+MAX_WHOLE_BYTES = 1 << 18  # an answer of at most this size has a Content-Length, a larger one is sent in chunks
+
+HOLE: Any = msgspec.Raw(b"\0")  # stands for a part of an answer; JSON never contains this byte
 
 UNREAD_SECONDS = 6.0  # for what is left to write at the deadline; 5 of them may pass until a worker is given up
 
@@ -94,6 +105,74 @@ class RunningAnswer(Response):
         self.context.client_has_left()
 
 
+class PartedAnswer(Response):
+    """A JSON answer that needs no sequences."""
+
+    def __init__(self, parts: Iterable[bytes]):
+        self.parts = parts
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send_json(send, self.parts, [])
+
+
+# -- parts of an answer --
+
+
+def filled(content: msgspec.Struct, *parts: Iterable[bytes]) -> Iterator[bytes]:
+    """The JSON of `content` with parts in place of its holes."""
+    first, *rest = _encode(content).split(b"\0")
+    yield first
+    for part, after in zip(parts, rest, strict=True):
+        yield from part
+        yield after
+
+
+def text_parts(text: str) -> Iterator[bytes]:
+    """The JSON of a text."""
+    yield b'"'
+    for i in range(0, len(text), MAX_CHARACTERS):
+        yield _encode(text[i : i + MAX_CHARACTERS])[1:-1]
+    yield b'"'
+
+
+def list_parts(slices: Iterable[list[Any]]) -> Iterator[bytes]:
+    """The JSON of a list, given as slices that are not empty."""
+    return joined([_encode(some)[1:-1]] for some in slices)
+
+
+def joined(items: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
+    """The JSON of a list, given as the parts of its items."""
+    before = b"["
+    for item in items:
+        yield before
+        yield from item
+        before = b","
+    yield b"]" if before == b"," else b"[]"
+
+
+def sliced(items: Sequence[Any]) -> Iterator[list[Any]]:
+    return (list(items[i : i + MAX_NUMBERS]) for i in range(0, len(items), MAX_NUMBERS))
+
+
+def pieces_of(piece: Piece) -> Iterator[Piece]:
+    """A piece with log-probabilities in pieces of at most PIECE_CHARACTERS, fewer if each has many alternatives."""
+    if piece.logprobs is None:
+        yield piece
+        return
+    first = piece.num_unscored
+    length = max(1, min(PIECE_CHARACTERS, MAX_NUMBERS // (1 + piece.logprobs.num_alternatives)))
+    for start in range(0, len(piece.text) or 1, length):
+        end = start + length
+        is_last = end >= len(piece.text)
+        yield piece._replace(
+            text=piece.text[start:end],
+            finish_reason=piece.finish_reason if is_last else None,
+            logprobs=piece.logprobs.part(max(0, start - first), end - first),
+            num_unscored=0 if start else first,
+        )
+
+
 # -- the two forms of a generation's answer --
 
 
@@ -129,21 +208,46 @@ class Form(ABC):
         if piece.logprobs is None:
             return None
         start = self._offsets.get(piece.number, 0)
-        self._offsets[piece.number] = start + len(piece.text)
-        values = [None if value is None else round(value, 7) for value, _ in piece.logprobs]
-        tops = [self._top(c, row) for c, row in zip(piece.text, piece.logprobs, strict=True)]
-        return TokenLogprobs(list(piece.text), values, tops, list(range(start, start + len(piece.text))))
+        end = self._offsets[piece.number] = start + len(piece.text)
+        return TokenLogprobs(list(piece.text), _values(piece), self._tops(piece), list(range(start, end)))
 
-    def _top(self, character: str, row: LogprobRow) -> dict[str, float] | None:
-        """The likeliest characters, and the one in the text."""
-        value, top = row
-        if value is None:
-            return None
-        return {self._characters[id]: round(other, 7) for id, other in top} | {character: round(value, 7)}
+    def _tops(self, piece: Piece) -> list[dict[str, float] | None]:
+        """Of each character, the likeliest and itself."""
+        assert piece.logprobs is not None
+        characters = self._characters
+        unscored: list[dict[str, float] | None] = [None] * piece.num_unscored
+        return unscored + [
+            {characters[id]: round(other, 7) for id, other in top} | {character: round(value, 7)}
+            for character, (value, top) in zip(piece.text[piece.num_unscored :], piece.logprobs.rows(), strict=True)
+        ]
+
+    def whole(self, pieces: list[Piece]) -> Iterator[bytes]:
+        """The answer of complete choices, in parts."""
+        if sum(map(_size, pieces)) <= 1:
+            yield _encode(self.answer([self.choice(piece, piece.text, self.logprobs(piece)) for piece in pieces]))
+        else:
+            yield from filled(self.answer(HOLE), joined(map(self._parts, pieces)))
+
+    def _parts(self, piece: Piece) -> Iterator[bytes]:
+        """A choice."""
+        if piece.logprobs is None:
+            return filled(self.choice(piece, HOLE, None), text_parts(piece.text))
+        logprobs = filled(
+            TokenLogprobs(HOLE, HOLE, HOLE, HOLE),
+            list_parts(list(part.text) for part in pieces_of(piece) if part.text),
+            list_parts(_values(part) for part in pieces_of(piece) if part.text),
+            list_parts(self._tops(part) for part in pieces_of(piece) if part.text),
+            list_parts(sliced(range(len(piece.text)))),
+        )
+        return filled(self.choice(piece, HOLE, HOLE), text_parts(piece.text), logprobs)
 
     @abstractmethod
-    def whole(self, pieces: list[Piece]) -> bytes:
-        """The answer of complete choices."""
+    def answer(self, choices: list[Any]) -> msgspec.Struct:
+        """The whole answer."""
+
+    @abstractmethod
+    def choice(self, piece: Piece, text: str, logprobs: TokenLogprobs | None) -> msgspec.Struct:
+        """A complete choice."""
 
     @abstractmethod
     def event(self, piece: Piece, is_last: bool) -> bytes:
@@ -157,14 +261,18 @@ class Form(ABC):
 class NativeForm(Form):
     """/generate"""
 
-    def whole(self, pieces: list[Piece]) -> bytes:
-        choices = [GenerateChoice(*_fields(piece), self.logprobs(piece) or UNSET) for piece in pieces]
-        receipt = self.receipt(self.timing)
-        return _encode(GenerateAnswer(self.context.request_id, self.model, choices, self.usage, receipt))
+    def answer(self, choices: list[Any]) -> GenerateAnswer:
+        return GenerateAnswer(self.context.request_id, self.model, choices, self.usage, self.receipt(self.timing))
+
+    def choice(self, piece: Piece, text: str, logprobs: TokenLogprobs | None) -> GenerateChoice:
+        finish_reason: Any = piece.finish_reason
+        return GenerateChoice(piece.number, text, finish_reason, piece.seed, UNSET if logprobs is None else logprobs)
 
     def event(self, piece: Piece, is_last: bool) -> bytes:
         usage = self.usage if self.continuous_usage else UNSET
-        return _encode(GenerateEvent(*_fields(piece), self.logprobs(piece) or UNSET, usage))
+        finish_reason: Any = piece.finish_reason
+        logprobs = self.logprobs(piece) or UNSET
+        return _encode(GenerateEvent(piece.number, piece.text, finish_reason, piece.seed, logprobs, usage))
 
     def end(self) -> bytes:
         receipt = self.receipt(self.timing)
@@ -178,23 +286,22 @@ class CompletionForm(Form):
         super().__init__(context, *arguments, **options)
         self.id, self.created = f"cmpl-{context.request_id}", int(time.time())
 
-    def whole(self, pieces: list[Piece]) -> bytes:
-        choices = [self._choice(CompletionChoice, piece) for piece in pieces]
+    def answer(self, choices: list[Any]) -> Completion:
         receipt = self.receipt(self.timing)
-        return _encode(Completion(self.id, "text_completion", self.created, self.model, choices, self.usage, receipt))
+        return Completion(self.id, "text_completion", self.created, self.model, choices, self.usage, receipt)
+
+    def choice(self, piece: Piece, text: str, logprobs: TokenLogprobs | None) -> CompletionChoice:
+        return _openai_choice(CompletionChoice, piece, text, logprobs)
 
     def event(self, piece: Piece, is_last: bool) -> bytes:
         usage: Usage | None | UnsetType = None if self.include_usage else UNSET
         if self.continuous_usage:
             usage = self.usage
-        return self._chunk([self._choice(ChunkChoice, piece)], usage, self.receipt(self.timing) if is_last else UNSET)
+        choice = _openai_choice(ChunkChoice, piece, piece.text, self.logprobs(piece))
+        return self._chunk([choice], usage, self.receipt(self.timing) if is_last else UNSET)
 
     def end(self) -> bytes:
         return self._chunk([], self.usage) if self.include_usage else b""
-
-    def _choice(self, kind: type[AnyChoice], piece: Piece) -> AnyChoice:
-        number, text, finish_reason, seed = _fields(piece)
-        return kind(number, text, self.logprobs(piece), finish_reason, seed)
 
     def _chunk(
         self, choices: list[ChunkChoice], usage: Usage | None | UnsetType, receipt: Receipt | UnsetType = UNSET
@@ -203,16 +310,32 @@ class CompletionForm(Form):
         return _encode(chunk)
 
 
-def _fields(piece: Piece) -> tuple[int, str, Any, int]:
-    return piece.number, piece.text, piece.finish_reason, piece.seed
+def _openai_choice(kind: type[AnyChoice], piece: Piece, text: str, logprobs: TokenLogprobs | None) -> AnyChoice:
+    finish_reason: Any = piece.finish_reason
+    return kind(piece.number, text, logprobs, finish_reason, piece.seed)
+
+
+def _values(piece: Piece) -> list[float | None]:
+    """The log-probability of each character."""
+    assert piece.logprobs is not None
+    unscored: list[float | None] = [None] * piece.num_unscored
+    return unscored + [round(value, 7) for value in floats(piece.logprobs.values)]
+
+
+def _size(piece: Piece) -> float:
+    """Of a choice's JSON, as a share of what is encoded at a time."""
+    if piece.logprobs is None:
+        return len(piece.text) / MAX_CHARACTERS
+    return len(piece.text) * (1 + piece.logprobs.num_alternatives) / MAX_NUMBERS
 
 
 # -- writing it --
 
 
 async def write_whole(send: Send, context: RequestContext, pieces: AsyncIterable[list[Piece]], form: Form) -> None:
-    body = form.whole(await gathered(pieces))
-    await send_json(send, body, receipt_headers(form.receipt(form.timing), time.monotonic() - context.arrived_at))
+    complete = await gathered(pieces)
+    headers = receipt_headers(form.receipt(form.timing), time.monotonic() - context.arrived_at)
+    await send_json(send, form.whole(complete), headers, lambda: context.is_gone)
 
 
 async def write_stream(
@@ -253,9 +376,17 @@ async def write_stream(
         async for some in pieces:
             is_end = all(generation.is_finished for generation in context.generations)
             new = [piece for piece in some if piece.text or piece.finish_reason]
-            if new:
-                last = new[-1] if is_end else None
-                await write(b"".join([b"data: %b\n\n" % form.event(piece, piece is last) for piece in new]))
+            data, pause = b"", Pause()
+            for piece in new:
+                for part in pieces_of(piece):
+                    is_last = is_end and piece is new[-1] and part.finish_reason is not None
+                    data += b"data: %b\n\n" % form.event(part, is_last)
+                    if len(data) >= CHUNK_BYTES:
+                        await write(data)
+                        data = b""
+                    await pause.if_due()
+            if data:
+                await write(data)
         end = form.end()
     except ApiError as error:
         if last_write is None:
@@ -266,11 +397,33 @@ async def write_stream(
     await write((b"data: %b\n\n" % end if end else b"") + done, more_body=False)
 
 
-async def send_json(send: Send, body: bytes, headers: list[tuple[bytes, bytes]]) -> None:
-    """A whole answer with status 200, in half the time of starlette's Response."""
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *headers]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+async def send_json(
+    send: Send,
+    parts: Iterable[bytes],
+    headers: list[tuple[bytes, bytes]],
+    is_gone: Callable[[], bool] = lambda: False,
+) -> None:
+    """A whole answer with status 200, until the client is gone.
+
+    A small one has its length; a large one is encoded while it is written, a chunk at a time.
+    """
+    headers = [(b"content-type", b"application/json"), *headers]
+    has_begun, body, pause = False, bytearray(), Pause()
+    for part in parts:
+        body += part
+        if len(body) > (CHUNK_BYTES if has_begun else MAX_WHOLE_BYTES):
+            if not has_begun:
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                has_begun = True
+            await send({"type": "http.response.body", "body": bytes(body), "more_body": True})
+            body.clear()
+        await pause.if_due()
+        if is_gone():
+            return
+    if not has_begun:
+        headers.insert(1, (b"content-length", b"%d" % len(body)))
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": bytes(body)})
 
 
 def receipt_headers(receipt: Receipt, total_seconds: float | None) -> list[tuple[bytes, bytes]]:

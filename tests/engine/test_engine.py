@@ -15,7 +15,7 @@ from service.engine.scheduler import QueueFullError
 from service.engine.sequence import Sequence
 from service.model.params import SamplingParams
 from service.model.sampling import History, SamplingRows, sample, uniforms
-from service.wire import Submit
+from service.wire import Submit, floats
 from training.evaluate import streamed_loss
 
 
@@ -225,7 +225,7 @@ def test_shared_beginnings_change_no_text(make, seed):
             engine.abort(r.choice(list(requests)))
         for delta in engine.step():
             texts[delta.id] += delta.ids
-            values[delta.id] += delta.prompt_logprobs.values if delta.prompt_logprobs else []
+            values[delta.id] += floats(delta.prompt_logprobs.values) if delta.prompt_logprobs else []
             if delta.finish_reason == "length" and r.random() < 0.2:
                 known.append(requests[delta.id].prompt + texts[delta.id])
         copied += engine.stats.num_copied_tokens
@@ -524,7 +524,7 @@ def test_every_option_equals_the_uncached_reference(make, exact, clock):
         for delta in engine.step():
             texts[delta.id] += delta.ids
             logprobs[delta.id] += delta.logprobs.rows() if delta.logprobs else []
-            prompts[delta.id] += delta.prompt_logprobs.values if delta.prompt_logprobs else []
+            prompts[delta.id] += floats(delta.prompt_logprobs.values) if delta.prompt_logprobs else []
             finish_reasons[delta.id] += [delta.finish_reason] if delta.finish_reason else []
     reasons = set()
     for s in sequences:
@@ -583,7 +583,7 @@ def test_scores_of_long_texts_equal_streamed_loss(make, exact):
     values, steps = [], 0
     while engine.has_work:
         for delta in engine.step():
-            values += delta.prompt_logprobs.values if delta.prompt_logprobs else []
+            values += floats(delta.prompt_logprobs.values) if delta.prompt_logprobs else []
         steps += 1
     assert sequence.finish_reason == "length"
     assert engine.runner.is_async or steps >= 700 // 16  # which goes by its device's clock
@@ -595,7 +595,7 @@ def test_scores_of_long_texts_equal_streamed_loss(make, exact):
     tail = []
     while engine.has_work:
         for delta in engine.step():
-            tail += delta.prompt_logprobs.values if delta.prompt_logprobs else []
+            tail += floats(delta.prompt_logprobs.values) if delta.prompt_logprobs else []
     assert tail == pytest.approx(values[599:], abs=1e-9)
 
 

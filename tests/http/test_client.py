@@ -121,16 +121,16 @@ def test_a_frame_of_many_sequences_is_cut_into_their_texts():
             begun = {"scheduled_at": 1.0, "prefilled_at": 2.0}
             peer.send(Delta(first, [0, 1], **begun), Delta(gone, [1, 1, 1], **begun))
             peer.send(
-                Delta(second, [1], **begun, logprobs=Logprobs([-0.5])),
+                Delta(second, [1], **begun, logprobs=Logprobs.of([-0.5])),
                 Delta(first, [1], "stop", ended_at=3.0),
             )
-            peer.send(Delta(second, [0, 0], "length", ended_at=3.0, logprobs=Logprobs([-1.0, -2.0])))
+            peer.send(Delta(second, [0, 0], "length", ended_at=3.0, logprobs=Logprobs.of([-1.0, -2.0])))
             (pieces,) = [some async for some in whole]
             assert [(it.number, it.text, it.finish_reason) for it in pieces] == [
                 (0, "abb", "stop"),
                 (1, "baa", "length"),
             ]
-            assert pieces[1].logprobs == [(-0.5, []), (-1.0, []), (-2.0, [])]
+            assert list(pieces[1].logprobs.rows()) == [(-0.5, []), (-1.0, []), (-2.0, [])]
         count = peer.registry.get_sample_value
         assert count("chargpt_generation_tokens_total", {"model_name": "m"}) == 6
         # One gap per character after each first one: 0 for those that arrived with it.

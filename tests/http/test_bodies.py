@@ -1,0 +1,167 @@
+"""Large bodies are parsed in another way than small ones, with the same result."""
+
+import asyncio
+import json
+
+import pytest
+
+from service.http.bodies import LARGE_FIELD_BYTES, parse_large
+from service.http.schemas import (
+    ApiError,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerateRequest,
+    NextRequest,
+    ScoreRequest,
+    TokenizeRequest,
+    parse,
+)
+from service.settings import Settings
+
+SETTINGS = Settings(max_prompts=10_000, max_prompt_characters=1_000_000)
+
+
+def large(kind, body, settings=SETTINGS):
+    return asyncio.run(parse_large(kind, body, settings))
+
+
+def outcome(parser, kind, body):
+    try:
+        request = parser(kind, body)
+    except ApiError as error:
+        message, _, _ = error.message.partition(", got ")
+        return message, error.param, error.code
+    return request.model_dump(), request.model_fields_set
+
+
+IDS, TEXTS = [3] * 3000, ["abc"] * 2000
+BODIES = [
+    (GenerateRequest, {"prompt": "x" * 9000, "n": 2, "unknown": [1] * 5000, "seed": None}),
+    (GenerateRequest, {"prompt": IDS}),
+    (GenerateRequest, {"prompt": TEXTS, "seed": list(range(2000))}),
+    (GenerateRequest, {"prompt": TEXTS, "seed": list(range(1999))}),
+    (GenerateRequest, {"prompt": [IDS, IDS[:5], []], "temperature": 2}),
+    (GenerateRequest, {"prompt": [IDS, IDS], "seed": [1, 2], "stop": ["a" * 1000] * 16}),
+    (GenerateRequest, {"prompt": [*IDS, -1]}),
+    (GenerateRequest, {"prompt": [*IDS, True]}),
+    (GenerateRequest, {"prompt": [*IDS, 1.0]}),
+    (GenerateRequest, {"prompt": [*IDS, 2**31]}),
+    (GenerateRequest, {"prompt": [*IDS, 10**400]}),
+    (GenerateRequest, {"prompt": [*IDS, "a"]}),
+    (GenerateRequest, {"prompt": [*TEXTS, 5]}),
+    (GenerateRequest, {"prompt": [*TEXTS, None]}),
+    (GenerateRequest, {"prompt": [IDS, ["a"]]}),
+    (GenerateRequest, {"prompt": [IDS, IDS, "a"]}),
+    (GenerateRequest, {"prompt": [IDS, 5]}),
+    (GenerateRequest, {"prompt": [IDS, 55]}),
+    (GenerateRequest, {"prompt": [IDS, {}]}),
+    (GenerateRequest, {"prompt": [IDS, None]}),
+    (GenerateRequest, {"prompt": list(range(200_000))}),
+    (GenerateRequest, {"prompt": [*range(100_000), "1,2"]}),
+    (DetokenizeRequest, {"tokens": list(range(200_000))}),
+    (DetokenizeRequest, {"tokens": [*range(100_000), [1, 2]]}),
+    (GenerateRequest, {"prompt": {str(i): i for i in range(3000)}}),
+    (GenerateRequest, {"prompt": [[[]] * 3000]}),
+    (GenerateRequest, {"n": IDS}),
+    (GenerateRequest, {"n": {str(i): i for i in range(3000)}}),
+    (GenerateRequest, {"n": "5" * 9000}),
+    (GenerateRequest, {"temperature": 0, "n": 0, "unknown": IDS}),
+    (GenerateRequest, {"suffix": IDS}),
+    (GenerateRequest, {"stop": ["a" * 1000] * 17}),
+    (GenerateRequest, {"stop": ["a" * 1001] * 16}),
+    (GenerateRequest, {"stop": IDS}),
+    (GenerateRequest, {"stop": [""] * 3000}),
+    (GenerateRequest, {"choice": ["ab" * 400] * 1000}),
+    (GenerateRequest, {"choice": [*TEXTS[:900], "a" * 1001]}),
+    (GenerateRequest, {"choice": [*TEXTS[:900], 5]}),
+    (GenerateRequest, {"seed": [2**64] * 900}),
+    (GenerateRequest, {"seed": ["a"] * 2000}),
+    (GenerateRequest, {"logit_bias": {str(i): 1 for i in range(3000)}}),
+    (GenerateRequest, {"logit_bias": [[i, -1.5] for i in range(3000)]}),
+    (GenerateRequest, {"logit_bias": {str(i): 1 for i in range(10_001)}}),
+    (GenerateRequest, {"logit_bias": {str(i): 1 for i in range(50_000)}}),
+    (GenerateRequest, {"logit_bias": [[i, 1] for i in range(50_000)]}),
+    (GenerateRequest, {"logit_bias": {str(i): 101 for i in range(3000)}}),
+    (GenerateRequest, {"logit_bias": {str(i): "x" for i in range(3000)}}),
+    (GenerateRequest, {"logit_bias": [["ab", 1]] * 3000}),
+    (GenerateRequest, {"logit_bias": "a" * 9000}),
+    (GenerateRequest, {"stream_options": {"include_usage": True} | {str(i): i for i in range(3000)}}),
+    (GenerateRequest, {"stream_options": {"include_usage": IDS}}),
+    (GenerateRequest, {"stream_options": IDS}),
+    (CompletionRequest, {"prompt": IDS, "min_tokens": 17}),
+    (CompletionRequest, {"prompt": IDS, "model": "m" * 5000}),
+    (NextRequest, {"prompt": TEXTS}),
+    (NextRequest, {"prompt": IDS}),
+    (NextRequest, {"prompt": [IDS]}),
+    (TokenizeRequest, {"prompt": "漢\n" * 3000}),
+    (TokenizeRequest, {"prompt": TEXTS}),
+    (TokenizeRequest, {"priority": 0, "unknown": IDS}),
+    (DetokenizeRequest, {"tokens": IDS}),
+    (DetokenizeRequest, {"tokens": [*IDS, -1, -2]}),
+    (DetokenizeRequest, {"tokens": [*IDS, "a"]}),
+    (DetokenizeRequest, {"tokens": [*IDS, IDS]}),
+    (DetokenizeRequest, {"tokens": "a" * 9000}),
+    (ScoreRequest, {"texts": TEXTS}),
+    (ScoreRequest, {"texts": TEXTS, "continuations": TEXTS}),
+    (ScoreRequest, {"texts": [*TEXTS, 5]}),
+    (ScoreRequest, {"prefix": "a" * 9000, "continuations": TEXTS, "characters": False}),
+    (ScoreRequest, {"continuations": [*TEXTS, None]}),
+    (ScoreRequest, {"continuations": IDS}),
+    (ScoreRequest, {"unknown": IDS}),
+]
+RAW = [
+    b'{"prompt": ["a"' + b" " * 9000 + b"]}",
+    b'{"prompt": [' + b" " * 9000 + b"]}",
+    b'{ "prompt" : [\n[1 ,' + b" " * 9000 + b"2\n] , [ 3 ] ] }",
+    b'{"prompt": [' + b" " * 9000 + b'"a"]}',
+    b'{"prompt": "a", "prompt": [' + b"1," * 5000 + b"2]}",
+    b'{"prompt": [' + b"1," * 5000 + b'2], "prompt": "a"}',
+    b'{"prompt": "\\ud83d\\ude42' + b"\\u00e9" * 3000 + b'"}',
+]
+
+
+@pytest.mark.parametrize(("kind", "body"), BODIES, ids=lambda it: str(it)[:60])
+def test_a_large_body_means_what_a_small_one_does(kind, body):
+    content = json.dumps(body).encode()
+    assert len(content) > LARGE_FIELD_BYTES
+    assert outcome(large, kind, content) == outcome(parse, kind, content)
+
+
+@pytest.mark.parametrize("content", RAW, ids=lambda it: str(it)[:30])
+def test_large_bodies_in_unusual_json(content):
+    assert outcome(large, GenerateRequest, content) == outcome(parse, GenerateRequest, content)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"prompt": ' + b"[" * 100_000,
+        b'{"prompt": [' + b"1," * 5000 + b"]}",
+        b'{"unknown": "' + b"\xff" * 5000 + b'"}',
+        b'{"prompt": "' + b"\\ud800" * 3000 + b'"}',
+        b'{"prompt": "' + b"a" * 5000,
+        b"[" + b"1," * 5000 + b"1]",
+        b'{"n": 1' + b"0" * 100_000 + b"}",
+    ],
+    ids=lambda it: str(it)[:30],
+)
+def test_large_bodies_without_meaning_are_refused_alike(content):
+    (message, param, code), (_, its_param, its_code) = (outcome(it, GenerateRequest, content) for it in (large, parse))
+    assert (param, code) == (its_param, its_code)
+    assert len(message) < 200
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([0] * 5000, "prompt: at most 4000 characters, got 5000"),
+        ([[0], [0] * 5000], "prompt.1: at most 4000 characters, got 5000"),
+        (["a"] * 5000, "prompt: sequences per request (prompts × n or best_of) must be in [1, 9], got 5000"),
+        ([[0]] * 5000, "prompt: sequences per request (prompts × n or best_of) must be in [1, 9], got 5000"),
+    ],
+)
+def test_prompts_are_counted_before_they_are_decoded(prompt, message):
+    settings = Settings(max_prompts=9, max_prompt_characters=4000)
+    with pytest.raises(ApiError) as caught:
+        large(GenerateRequest, json.dumps({"prompt": prompt}).encode(), settings)
+    assert (caught.value.message, caught.value.param) == (message, "prompt")

@@ -1,0 +1,124 @@
+"""Answers are encoded in parts; together these are the JSON of the answer encoded at once."""
+
+import asyncio
+import itertools
+import math
+import random
+import time
+
+import msgspec
+import pytest
+
+from service.http import stream
+from service.http.client import Piece
+from service.http.context import RequestContext
+from service.http.schemas import Receipt, Timing
+from service.http.stream import CompletionForm, NativeForm, pieces_of, send_json
+from service.wire import Logprobs
+
+CHARACTERS = list('ab"\\\n\0éж漢🙂')
+
+
+def form(kind):
+    context = RequestContext("id", "/generate", 0.0)
+    receipt = Receipt("hash", "native", "float32", [1], Timing(0.0, 0.0, 0.0, None), 0, 0)
+    form = kind(context, "m", CHARACTERS, lambda timing: receipt, include_usage=True, continuous_usage=False)
+    form.created = 0
+    return form
+
+
+def random_piece(r, number, length, k, is_echo):
+    text = "".join(r.choices(CHARACTERS, k=length))
+    if k is None:
+        return Piece(number, 7, text, "length")
+    num_unscored = int(is_echo and length > 0)
+    count = length - num_unscored
+    values = [-r.expovariate(1) for _ in range(count)]
+    top_ids = [id for _ in range(count) for id in r.sample(range(len(CHARACTERS)), k)]
+    logprobs = Logprobs.of(values, top_ids, [-r.expovariate(1) for _ in range(count * k)])
+    return Piece(number, 7, text, "stop", logprobs, num_unscored)
+
+
+@pytest.mark.parametrize("kind", [NativeForm, CompletionForm])
+def test_an_answer_in_parts_equals_the_answer_encoded_at_once(monkeypatch, kind):
+    monkeypatch.setattr(kind, "timing", None)
+    r = random.Random(0)
+    for k, length, is_echo in itertools.product((None, 0, 1, 5), (0, 1, 2, 100), (False, True)):
+        pieces = [random_piece(r, i, length, k, is_echo) for i in range(3)]
+        monkeypatch.setattr(stream, "MAX_NUMBERS", 1 << 30)
+        monkeypatch.setattr(stream, "MAX_CHARACTERS", 1 << 30)
+        (whole,) = form(kind).whole(pieces)
+        monkeypatch.setattr(stream, "MAX_NUMBERS", 7)
+        monkeypatch.setattr(stream, "MAX_CHARACTERS", 3)
+        parts = list(form(kind).whole(pieces))
+        assert b"".join(parts) == whole
+        assert length < 100 or len(parts) > 50
+        assert len(parts) == 1 or max(map(len, parts)) < 400
+        msgspec.json.decode(whole)
+
+
+def test_a_piece_is_cut_into_pieces_with_their_log_probabilities():
+    r = random.Random(1)
+    piece = random_piece(r, 0, 1500, 1, is_echo=True)
+    parts = list(pieces_of(piece))
+    assert [len(part.text) for part in parts] == [512, 512, 476]
+    assert [part.finish_reason for part in parts] == [None, None, "stop"]
+    assert [part.num_unscored for part in parts] == [1, 0, 0]
+    rows = [row for part in parts for row in part.logprobs.rows()]
+    assert rows == list(piece.logprobs.rows())
+    assert len(rows) == 1499
+    assert all(len(part.logprobs) == len(part.text) - part.num_unscored for part in parts)
+
+
+@pytest.mark.parametrize("size", [0, 100, 1 << 17, 1 << 20])
+def test_small_answers_have_their_length_and_large_ones_go_out_in_chunks_with_pauses(size):
+    async def main():
+        sent, turns = [], 0
+
+        async def send(message):
+            sent.append(message)
+
+        async def count():
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.create_task(count())
+
+        def parts():
+            for i in range(math.ceil(size / 1000)):
+                if i % 50 == 0:
+                    time.sleep(0.005)
+                yield b"x" * 1000
+
+        await send_json(send, parts(), [])
+        counting.cancel()
+        bodies = [message["body"] for message in sent[1:]]
+        assert sum(map(len, bodies)) == math.ceil(size / 1000) * 1000
+        assert [message.get("more_body", False) for message in sent[1:]] == [True] * (len(bodies) - 1) + [False]
+        is_chunked = size > 1 << 18
+        assert (b"content-length" in dict(sent[0]["headers"])) != is_chunked
+        assert (len(bodies) > 1) == is_chunked
+        assert max(map(len, bodies)) < 2 * (1 << 18)
+        assert turns >= size // 50_000 - 1
+
+    asyncio.run(main())
+
+
+def test_an_answer_ends_when_its_client_is_gone():
+    async def main():
+        encoded = []
+
+        def parts():
+            for i in range(1000):
+                encoded.append(i)
+                yield b"x" * 10_000
+
+        async def send(message):
+            pass
+
+        await send_json(send, parts(), [], lambda: len(encoded) > 50)
+        assert len(encoded) < 70
+
+    asyncio.run(main())
