@@ -144,6 +144,7 @@ class Server(LitServer):
         )
         api.options = EngineOptions(
             checkpoint.path,
+            checkpoint.digest,
             settings.model_name,
             backend,
             dtype,

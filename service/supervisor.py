@@ -100,10 +100,7 @@ class Supervisor:
         is_early = self._state.last_beat(watched.name) is None or now - watched.started_at < SETTLED_SECONDS
         watched.early_deaths = watched.early_deaths + 1 if is_early else 0
         pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (watched.early_deaths - 1)) if is_early else 0.0
-        logger.error(
-            "%s (process %d) died (%s): restarting%s",
-            watched.name, watched.process.pid, _cause(watched.process), f" in {pause:g} s" if pause else "",
-        )  # fmt: skip
+        died = f"{watched.name} (process {watched.process.pid}) died ({_cause(watched.process)})"
         self._state.died(watched.name)
         watched.died()
         watched.restart_at = now + pause
@@ -112,9 +109,10 @@ class Supervisor:
             self._deaths.popleft()
         if len(self._deaths) > self._max_deaths:
             raise TooManyDeathsError(
-                f"{len(self._deaths)} processes died within {self._window_seconds:g} s, more than --max-restarts "
-                f"{self._max_deaths} allows; the last was {watched.name} ({_cause(watched.process)})"
+                f"{died}: {len(self._deaths)} deaths of processes within {self._window_seconds:g} s are more than "
+                f"--max-restarts {self._max_deaths} allows"
             )
+        logger.error("%s: restarting%s", died, f" in {pause:g} s" if pause else "")
         if not pause:
             self._restart(watched)
 

@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -165,10 +166,28 @@ def test_too_many_deaths_end_the_service(checkpoint):
         assert server.process.wait(30) == 1
         server.wait_until_gone()
         *_, last = server.output().splitlines()
-        assert last == (
-            "python -m service: 2 processes died within 300 s, more than --max-restarts 1 allows; "
-            "the last was http-0 (signal 9: Killed)"
-        )
+        assert re.fullmatch(
+            r"python -m service: http-0 \(process \d+\) died \(signal 9: Killed\): 2 deaths of processes within 300 s "
+            "are more than --max-restarts 1 allows",
+            last,
+        ), last
+
+
+@pytest.mark.parametrize("change", ["replaced", "truncated"])
+def test_a_worker_never_loads_other_weights_than_those_that_are_served(tmp_path, change):
+    checkpoint = save_random(tmp_path / "checkpoint")
+    with RunningServer(checkpoint.path, max_restarts=2) as server:
+        server.wait_until_ready()
+        if change == "replaced":
+            save_random(checkpoint.path, seed=1)
+        else:
+            os.truncate(checkpoint.path / "model.safetensors", 1000)
+        server.worker().kill()
+        assert server.process.wait(30) == 1
+        server.wait_until_gone()
+        reason = "the checkpoint was replaced" if change == "replaced" else "the file was altered"
+        output = server.output()
+        assert output.count(reason) == 2 and "Traceback" not in output, output
 
 
 def test_supervisor_waits_longer_each_time_and_gives_up_in_the_end():
@@ -188,7 +207,7 @@ def test_supervisor_waits_longer_each_time_and_gives_up_in_the_end():
     state = SharedState()
     supervisor = Supervisor(state, hang_seconds=10, max_deaths=9, window_seconds=300, clock=lambda: now[0])
     supervisor.watch("worker-0", Dead(), start, lambda: None)
-    with pytest.raises(TooManyDeathsError, match=r"10 processes died .* worker-0 \(signal 11: Segmentation fault\)"):
+    with pytest.raises(TooManyDeathsError, match=r"worker-0 .* \(signal 11: Segmentation fault\): 10 deaths"):
         for _ in range(10_000):
             supervisor.check()
             now[0] += 0.1

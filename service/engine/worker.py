@@ -37,6 +37,7 @@ class EngineOptions(NamedTuple):
     """What a worker needs of the settings; not all of them, as it has no use for the digests of API keys."""
 
     checkpoint: Path
+    digest: str  # of the checkpoint's manifest; a folder that was replaced meanwhile is refused
     model_name: str
     backend: str
     dtype: str
@@ -68,14 +69,17 @@ class EngineAPI(LitAPI):
 
         from service.engine.engine import Engine
         from service.engine.runner import open_runner
-        from service.model.checkpoint import Checkpoint
+        from service.model.checkpoint import Checkpoint, CheckpointError
         from service.observe.metrics import Metrics
 
         try:
             runner = open_runner(
-                Checkpoint.read(options.checkpoint), options.backend, options.dtype,
+                Checkpoint.read(options.checkpoint, options.digest), options.backend, options.dtype,
                 options.max_running, options.threads, device,
             )  # fmt: skip
+        except CheckpointError as error:
+            logger.critical("%s", error)
+            raise SystemExit(1) from None
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
