@@ -115,7 +115,9 @@ class App:
 
     def middleware(self, app: ASGIApp) -> ASGIApp:
         service = self.service
-        return RequestMiddleware(app, service.settings, lambda: service.metrics, lambda: service.tracer)
+        return RequestMiddleware(
+            app, service.settings, lambda: service.metrics, lambda: service.tracer, service.admission
+        )
 
     @asynccontextmanager
     async def running(self, transport: SocketTransport, process_id: int) -> AsyncIterator[None]:
@@ -124,7 +126,8 @@ class App:
         service.process_id, process = process_id, f"http-{process_id}"
         metrics = Metrics(service.settings.model_name, CollectorRegistry(), process, later=loop.call_later)
         service.client = EngineClient(transport, process_id, metrics, service.checkpoint)
-        service.metrics = metrics
+        service.metrics = service.admission.metrics = metrics
+        metrics.held_bytes.set(0)
         if service.settings.otlp_traces_endpoint is not None:
             from service.observe.tracing import Tracer  # loads OpenTelemetry
 

@@ -246,11 +246,14 @@ class Metrics:
             "handler", "method",
         )  # fmt: skip
         self.http_requests_in_progress = gauge("chargpt_http_requests_in_progress", "HTTP requests in progress")
+        self.held_bytes = gauge(
+            "chargpt_held_bytes", "Memory that requests in progress may need, by estimate, in bytes"
+        )
 
         # Created at 0: the rate of a series that appears at 1 misses its first event.
         for reason in ("stop", "length", "abort", "timeout", "error"):
             self._request_success(reason)
-        for reason in ("queue_full", "shutting_down", "not_ready"):
+        for reason in ("queue_full", "shutting_down", "not_ready", "overloaded"):
             self._admission_rejections(reason)
 
         # Recorded by inference processes.
