@@ -119,6 +119,16 @@ class Settings(BaseSettings):
     max_regex_characters: int = Field(1000, ge=1, le=10_000, description="maximum length of a regex or stop_regex")
     max_body_bytes: int = Field(4 << 20, ge=1024, le=1 << 30, description="maximum size of a request body, in bytes")
 
+    max_request_bytes: int = Field(
+        64 << 20, ge=1 << 16, le=1 << 50, description="maximum memory that a request may need, by estimate, in bytes"
+    )
+    max_held_bytes: int = Field(
+        256 << 20,
+        ge=1 << 20,
+        le=1 << 50,
+        description="maximum memory that requests in progress may need together, in bytes; one client gets half of it",
+    )
+
     unknown_characters: Literal["refuse", "replace", "drop"] = Field(
         "refuse", description="default for characters outside the vocabulary"
     )

@@ -36,6 +36,9 @@ VOCABULARY = sorted("\n !'.,:;?" + string.ascii_letters)
 # looks; it must abort them or let them time out.
 ENDLESS = 100_000_000
 
+# For such requests: no limit on memory by estimate.
+UNBOUNDED = {"max_request_bytes": 1 << 50, "max_held_bytes": 1 << 50}
+
 # Of a random model that takes seconds for a few hundred characters, for requests that must still run when a test looks
 # and then end by themselves.
 SLOW = {"n_embd": 512, "n_head": 8, "n_kv_head": 8}
@@ -95,7 +98,7 @@ class RunningServer(Program):
 
     def __init__(self, checkpoint: Path, **settings: object):
         port = free_port()
-        settings = {"checkpoint": checkpoint, "port": port, "threads": 1, "max_tokens": ENDLESS} | settings
+        settings = {"checkpoint": checkpoint, "port": port, "threads": 1, "max_tokens": ENDLESS} | UNBOUNDED | settings
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
         super().__init__([sys.executable, "-m", "service", *flags], port, "/readyz", start_new_session=True)
         self._client: httpx.Client | None = None

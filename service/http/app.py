@@ -117,7 +117,9 @@ class App:
 
     def middleware(self, app: ASGIApp) -> ASGIApp:
         service = self.service
-        return RequestMiddleware(app, service.settings, lambda: service.metrics, lambda: service.tracer)
+        return RequestMiddleware(
+            app, service.settings, lambda: service.metrics, lambda: service.tracer, service.admission
+        )
 
     async def _beat(self, process: str) -> None:
         while True:
@@ -133,7 +135,8 @@ class App:
         service.client = EngineClient(
             transport, process_id, metrics, service.checkpoint, service.state, service.settings.hang_seconds
         )
-        service.metrics = metrics
+        service.metrics = service.admission.metrics = metrics
+        metrics.held_bytes.set(0)
         if service.settings.otlp_traces_endpoint is not None:
             from service.observe.tracing import Tracer  # loads OpenTelemetry
 

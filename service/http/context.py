@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import Scope
 
+from service.http.admission import Admission, Estimate, Hold, estimate
 from service.http.bodies import BodyReader
 from service.http.client import EngineClient, Generation
 from service.http.patterns import PatternCompiler
@@ -31,6 +32,7 @@ class RequestContext:
     request_id: str
     route: str  # path of the matching route, as metrics name it
     arrived_at: float  # when the body was complete, by time.monotonic()
+    hold: Hold  # the memory it may need
     num_prompt_tokens: int | None = None  # None: the request does not run the model
     generations: list[Generation] = field(default_factory=list)  # the first gives the answer, or candidates for it
     client_left: bool = False  # before its sequences had ended
@@ -88,6 +90,7 @@ class Service:
         self.state = state
         self.process_id = 0  # of this HTTP process
         self.started_at = int(time.time())
+        self.admission = Admission(settings)
         self.bodies = BodyReader(settings)
         self.patterns = PatternCompiler(checkpoint.tokenizer.characters, settings.max_regex_characters)
         self.exposition = Exposition(
@@ -113,6 +116,18 @@ class Service:
         longest = self.settings.request_timeout_seconds
         return longest if seconds is None else min(seconds, longest)
 
+    def admit(self, context: RequestContext, submits: list[Submit], **options: Any) -> None:
+        """Hold the memory that a request of these sequences may need; options as those of `estimate`.
+
+        Raises:
+            ApiError: 400, it needs more than allowed; 429, more than is free now.
+        """
+        needed = estimate(submits, self.checkpoint.receptive_field, self.tokenizer.vocab_size, **options)
+        limit = self.settings.max_request_bytes
+        if needed.total > limit:
+            raise ApiError(400, _too_much(needed, len(submits), limit), param=needed.largest)
+        context.hold.resize(needed.total, len(submits))
+
     def start(self, context: RequestContext, submits: list[Submit], **options: Any) -> Generation:
         """Run sequences for a request; options as those of EngineClient.start.
 
@@ -130,3 +145,12 @@ class Service:
         if context.client_left:
             generation.abort()
         return generation
+
+
+def _too_much(needed: Estimate, num_sequences: int, limit: int) -> str:
+    parts = ", ".join(f"{size} for {name}" for name, size in zip(needed._fields, needed, strict=True) if size)
+    sequences = f"{num_sequences} sequence{'' if num_sequences == 1 else 's'}"
+    return (
+        f"{needed.largest}: {sequences} may need {needed.total} bytes of memory ({parts}), {limit} are allowed: "
+        "lower n, logprobs or max_tokens, or shorten the prompt"
+    )

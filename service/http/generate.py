@@ -11,6 +11,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from service.http.admission import MAX_CUTS
 from service.http.client import Piece, gathered
 from service.http.context import RequestContext, Service
 from service.http.encoding import Encoder, document_start, unknown_characters
@@ -21,7 +22,6 @@ from service.model.params import MAX_SEED
 from service.wire import Submit, floats
 
 SUFFIX_CANDIDATES = 8  # sampled per prompt, if the request does not say and limits allow
-SUFFIX_CUTS = 3  # positions at which a candidate for an infill may end, besides its own end
 EVENT_SOURCE_END = "done"  # id of the last event, with which EventSource reconnects
 
 
@@ -64,6 +64,7 @@ async def _answer(
         seeds = [secrets.randbits(53) if seeds is None else seeds for _ in prompts]
 
     submits = await _submits(service, body, prompts, seeds, candidates)
+    service.admit(context, submits, echo=body.echo, num_rankings=candidates * len(prompts) if suffix else 0)
     echo = None
     if body.echo:
         echo = [text for prompt in prompts for text in [await encoder.decode(prompt)] * candidates]
@@ -272,7 +273,7 @@ def _cut(piece: Piece, min_tokens: int) -> list[Piece]:
     """A candidate as it is, and cut where the suffix is likely to begin."""
     # Of the suffix's first character at each position.
     chances = floats(piece.logprobs.top_values) if piece.logprobs is not None else []
-    cuts = sorted(range(min_tokens, len(chances)), key=lambda i: -chances[i])[:SUFFIX_CUTS]
+    cuts = sorted(range(min_tokens, len(chances)), key=lambda i: -chances[i])[:MAX_CUTS]
     whole = piece._replace(logprobs=None)
     return [whole, *(whole._replace(text=piece.text[:i], finish_reason="stop") for i in sorted(cuts))]
 

@@ -9,7 +9,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.http.context import Service
+from service.http.admission import PROMPT_BYTES
+from service.http.context import RequestContext, Service
 from service.http.encoding import Encoder, check_ids
 from service.http.schemas import (
     DetokenizeAnswer,
@@ -37,6 +38,7 @@ async def tokenize(service: Service, request: Request) -> Response:
     service.check_model(body.model)
     encoder = Encoder(service, body)
     tokens = await encoder.encode(body.prompt, "prompt")
+    RequestContext.of(request.scope).hold.grow(PROMPT_BYTES * len(tokens))
     longest = service.settings.max_prompt_characters
     answer = TokenizeAnswer(len(tokens), longest, HOLE, encoder.replaced, encoder.dropped)
     return PartedAnswer(filled(answer, list_parts(sliced(tokens))))
@@ -47,6 +49,7 @@ async def detokenize(service: Service, request: Request) -> Response:
     body = await service.bodies.read(DetokenizeRequest, request)
     service.check_model(body.model)
     check_ids(service, body.tokens, "tokens")
+    RequestContext.of(request.scope).hold.grow(PROMPT_BYTES * len(body.tokens))
     text = await Encoder(service, body).decode(body.tokens)
     return PartedAnswer(filled(DetokenizeAnswer(HOLE), text_parts(text)))
 

@@ -23,6 +23,7 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service.http.admission import Admission
 from service.http.context import RequestContext
 from service.http.schemas import ApiError
 from service.observe.logs import request_id as current_request_id
@@ -59,8 +60,10 @@ class RequestMiddleware:
         settings: Settings,
         metrics: Callable[[], Metrics | None],
         tracer: Callable[[], Tracer | None] = lambda: None,
+        admission: Admission | None = None,
     ):
         self.app = app
+        self.admission = admission or Admission(settings)
         self.settings = settings
         self.metrics, self.tracer = metrics, tracer
         self._inner: ASGIApp = self._guard
@@ -83,7 +86,8 @@ class RequestMiddleware:
         current_request_id.set(request_id)  # never reset: uvicorn runs each request in a context of its own
         self._add_root_path(scope)
         started_at = time.monotonic()
-        context = scope["chargpt"] = RequestContext(request_id, self._route(scope), started_at)
+        hold = self.admission.hold(scope["client"][0] if scope.get("client") else "")
+        context = scope["chargpt"] = RequestContext(request_id, self._route(scope), started_at, hold)
         metrics = self.metrics()
         if metrics is not None:
             metrics.http_requests_in_progress.inc()
@@ -95,7 +99,8 @@ class RequestMiddleware:
             await send(message)
 
         try:
-            await self._inner(scope, receive, identified_send)
+            with hold:
+                await self._inner(scope, receive, identified_send)
         except ClientDisconnect:
             context.client_left = True
         finally:
@@ -156,6 +161,7 @@ class RequestMiddleware:
             received += len(message.get("body", b""))
             if received > limit:
                 raise ApiError(413, f"body must have at most {limit} bytes", code="body_too_large")
+            context.hold.grow(len(message.get("body", b"")))
             is_read = not message.get("more_body", False)
             if is_read:
                 context.arrived_at = time.monotonic()

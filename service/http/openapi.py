@@ -69,13 +69,14 @@ FAILURES = {
     404: "The model is not served here. Code: `model_not_found`.",
     408: "The body took too long to arrive. Code: `body_timeout`.",
     413: "The body is too large. Code: `body_too_large`.",
-    429: "The queue is full. `Retry-After` estimates when there is room. Code: `queue_full`.",
+    429: "The queue is full, or requests in progress need too much memory. `Retry-After` says when to retry. Codes: "
+    "`queue_full`, `overloaded`.",
     500: "The service failed; a retry may succeed. Code: `engine_error`, or null.",
     503: "No inference process is ready, or the server is shutting down; `Retry-After` says when to retry. "
     "Codes: `not_ready`, `shutting_down`.",
     504: "The request took longer than its `timeout_seconds` or the server's limit. Code: `timeout`.",
 }
-BODY = (400, 404, 408, 413)  # of routes with a body
+BODY = (400, 404, 408, 413, 429)  # of routes with a body
 RUN = (429, 503, 504)  # of routes that run the model
 
 MILLISECONDS = {"type": "number", "minimum": 0}

@@ -714,6 +714,7 @@ class Limits(msgspec.Struct):
     max_score_texts: int
     max_regex_characters: int
     max_body_bytes: int
+    max_request_bytes: int
     max_running_requests: int
     max_queued_requests: int
     request_timeout_seconds: float

@@ -72,6 +72,7 @@ async def score(service: Service, request: Request) -> Response:
     context.num_prompt_tokens = len(before) + sum(map(len, ids))
     # A quarter of the slots, so that scoring does not starve generations.
     window = max(1, service.slots // 4)
+    service.admit(context, submits, window=window)
     generation = service.start(context, submits, window=window) if submits else None
     encoder.count_unknown()
 
@@ -149,6 +150,7 @@ async def next_character(service: Service, request: Request) -> Response:
         for prompt in ids
     ]  # fmt: skip
     context.num_prompt_tokens = sum(map(len, ids))
+    service.admit(context, submits)
     generation = service.start(context, submits)
     encoder.count_unknown()
 

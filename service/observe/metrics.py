@@ -258,8 +258,12 @@ class Metrics:
             "reason",
         )
 
+        self.held_bytes = gauge(
+            "chargpt_held_bytes", "Memory that requests in progress may need, by estimate, in bytes"
+        )
+
         # Created at 0: the rate of a series that appears at 1 misses its first event.
-        for reason in ("queue_full", "shutting_down", "not_ready"):
+        for reason in ("queue_full", "shutting_down", "not_ready", "overloaded"):
             self._admission_rejections(reason)
         for reason in ("limit", "address_limit", "header_timeout", "headers_too_large", "malformed"):
             self._http_connections_rejected(reason)

@@ -10,17 +10,19 @@ import msgspec
 import pytest
 
 from service.http import stream
+from service.http.admission import Admission
 from service.http.client import Piece
 from service.http.context import RequestContext
 from service.http.schemas import Receipt, Timing
 from service.http.stream import CompletionForm, NativeForm, pieces_of, send_json
+from service.settings import Settings
 from service.wire import Logprobs
 
 CHARACTERS = list('ab"\\\n\0éж漢🙂')
 
 
 def form(kind):
-    context = RequestContext("id", "/generate", 0.0)
+    context = RequestContext("id", "/generate", 0.0, Admission(Settings()).hold("client"))
     receipt = Receipt("hash", "native", "float32", [1], Timing(0.0, 0.0, 0.0, None), 0, 0)
     form = kind(context, "m", CHARACTERS, lambda timing: receipt, include_usage=True, continuous_usage=False)
     form.created = 0

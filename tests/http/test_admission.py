@@ -1,0 +1,226 @@
+"""What requests may hold: the estimate against measured memory, and the limits on a real server."""
+
+import concurrent.futures
+import json
+import threading
+
+import httpx
+import pytest
+from helpers import ENDLESS, VOCABULARY, RunningServer, is_worker, save_random, wait_until, web
+
+from service.http.admission import Admission, Estimate, estimate
+from service.http.schemas import ApiError
+from service.model.params import SamplingParams
+from service.settings import Settings
+from service.wire import Submit
+from tests.toolbox.http import post, sent
+
+V = len(VOCABULARY)
+MiB = 1 << 20
+
+
+def submit(prompt, max_tokens, sampling=None, **options):
+    return Submit(0, prompt, max_tokens, sampling or SamplingParams(), **options)
+
+
+def test_estimate_sums_prompts_completions_and_log_probabilities():
+    prompt = [0] * 1000
+    assert estimate([submit(prompt, 50)], 100, 65) == (8 * 1000 + 24 * 100, 24 * 50, 0)
+    assert estimate([submit(prompt, 50)] * 3, 100, 65) == (8 * 1000 + 24 * 300, 24 * 150, 0)
+    assert estimate([submit(prompt, 50)] * 3, 100, 65, echo=True).prompt == 8 * 1000 + 24 * 300 + 4 * 3000
+    assert estimate([submit(prompt, 50, SamplingParams(repetition_penalty=1.1))], 100, 65).prompt == 32 * 1000
+    assert estimate([submit(prompt, 50, logprobs=0)], 100, 65).logprobs == 12 * 50
+    assert estimate([submit(prompt, 50, logprobs=9)], 100, 65).logprobs == 12 * 10 * 50
+    assert estimate([submit(prompt, 50, logprobs=99)], 100, 65).logprobs == 12 * 66 * 50
+    assert estimate([submit(prompt, 50, logprobs=0, logprob_ids=(4,))], 100, 65).logprobs == 12 * 2 * 50
+    scored = submit(prompt, 0, logprobs=0, score_from=1)
+    assert estimate([scored], 100, 65) == (32 * 1000, 0, 12 * 999)
+    assert estimate([scored] * 3, 100, 65, window=2).prompt == 8 * 1000 + 24 * 2000
+    late = submit(prompt, 0, logprobs=0, score_from=900)
+    assert estimate([late], 100, 65) == (8 * 1000 + 24 * 200, 0, 12 * 100)
+    assert estimate([submit(prompt, 50)], 100, 258) == (8 * 1000 + 56 * 100, 56 * 50, 0)
+    assert estimate([], 100, 65) == (0, 0, 0)
+    assert Estimate(1, 3, 2).total == 6
+    assert Estimate(1, 3, 2).largest == "max_tokens"
+
+
+def test_held_bytes_are_bounded_in_all_and_per_client_and_released_once():
+    settings = Settings(max_held_bytes=32 * MiB, http_processes=2, max_request_bytes=3 * MiB, max_body_bytes=MiB)
+    admission = Admission(settings)
+    assert (admission.max_bytes, admission.max_client_bytes) == (16 * MiB, 8 * MiB)
+    with pytest.raises(RuntimeError), admission.hold("a") as first, admission.hold("a") as second:
+        first.resize(5 * MiB)
+        second.grow(3 * MiB)
+        with pytest.raises(ApiError, match="this client") as refused:
+            second.grow(1)
+        assert (refused.value.status, refused.value.code, refused.value.headers["Retry-After"]) == (
+            429,
+            "overloaded",
+            "1",
+        )
+        assert second.bytes == 3 * MiB
+        with admission.hold("b") as third, admission.hold("c") as fourth:
+            third.resize(8 * MiB)
+            with pytest.raises(ApiError, match="all clients"):
+                fourth.resize(1)
+            second.resize(0)
+            fourth.resize(3 * MiB)
+            assert admission.held == 16 * MiB
+        assert admission.held == 5 * MiB
+        raise RuntimeError
+    assert admission.held == 0
+    assert not admission._by_client
+
+
+def test_the_largest_request_fits_even_if_processes_share_little():
+    admission = Admission(Settings(http_processes=64))
+    assert admission.max_client_bytes == admission.max_bytes == Settings().max_request_bytes
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_random(tmp_path_factory.mktemp("admission") / "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint):
+    """max_tokens · 24 bytes: a request may have 87,381 characters, one client half as much again."""
+    limits = {"max_request_bytes": 2 * MiB, "max_held_bytes": 6 * MiB, "max_body_bytes": 2 * MiB}
+    with RunningServer(checkpoint.path, **limits, max_queued_requests=0, max_running_requests=8) as server:
+        server.wait_until_ready()
+        yield server
+        server.wait_until_metric("chargpt_held_bytes", 0)
+        assert server.stop() == 0
+        assert "Traceback" not in server.output()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/generate", {"prompt": "a", "max_tokens": 87_382}, "max_tokens"),
+        ("/generate", {"prompt": "a", "max_tokens": 8000, "n": 11}, "max_tokens"),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 400, "n": 8, "logprobs": V}, "logprobs"),
+        ("/v1/completions", {"prompt": "a" * 90_000, "max_tokens": 0, "echo": True, "logprobs": 0}, "prompt"),
+        ("/v1/completions", {"prompt": ["a" * 90_000] * 3, "max_tokens": 1, "presence_penalty": 1}, "prompt"),
+        ("/generate", {"prompt": "a", "suffix": "b", "max_tokens": 20_000, "best_of": 8}, "prompt"),
+        ("/v1/score", {"texts": ["a" * 100_000]}, "prompt"),
+        ("/v1/next", {"prompt": ["a" * 90_000] * 5}, "prompt"),
+    ],
+)
+def test_a_request_that_may_need_too_much_memory_is_refused_for_good(server, path, body, param):
+    response = web.post(server.url + path, json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["code"]) == (400, param, None), error
+    assert error["message"].startswith(f"{param}: ")
+    for part in (f", {2 * MiB} are allowed", "lower n, logprobs or max_tokens, or shorten the prompt", "may need "):
+        assert part in error["message"]
+
+
+def test_the_largest_request_allowed_is_served(server):
+    body = {"prompt": "a", "max_tokens": 300, "n": 7, "logprobs": V}
+    assert web.post(f"{server.url}/generate", json=body, timeout=60).status_code == 200
+
+
+def test_requests_beyond_the_memory_of_a_client_are_refused_for_now_and_all_is_released(server):
+    server.wait_until_metric("chargpt_held_bytes", 0)
+    before = server.metric("chargpt_admission_rejections_total", reason="overloaded")
+    body = {"prompt": "a", "max_tokens": 50_000, "stream": True}  # 1.2 MB; the client may hold 3 MiB
+    with sent(server.port, post("/generate", body)), sent(server.port, post("/generate", body)):
+        server.wait_until_metric("chargpt_held_bytes", 2 * (50_000 * 24 + 32))
+        refused = web.post(f"{server.url}/generate", json=body | {"n": 1})
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert refused.json()["error"]["code"] == "overloaded"
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        small = web.post(f"{server.url}/generate", json={"prompt": "a", "max_tokens": 5})
+        assert small.status_code == 200
+        server.wait_until_metric("chargpt_admission_rejections_total", before + 1, reason="overloaded")
+    server.wait_until_metric("chargpt_held_bytes", 0)  # both clients have left
+
+
+def test_a_body_is_held_while_it_is_received(server):
+    server.wait_until_metric("chargpt_held_bytes", 0)
+    content = json.dumps({"prompt": "a" * MiB}).encode()
+    with sent(server.port, post("/generate", content[: MiB // 2], Content_Length=len(content))):
+        server.wait_until_metric("chargpt_held_bytes", MiB // 2)
+    server.wait_until_metric("chargpt_held_bytes", 0)
+
+
+def test_every_ending_releases_what_a_request_held(server):
+    """Answers, refusals, invalid and oversized bodies, time-outs and clients that leave, at the same time."""
+    bodies = [
+        {"prompt": "a", "max_tokens": 50},
+        {"prompt": "a", "max_tokens": 50, "stream": True, "logprobs": 2, "echo": True},
+        {"prompt": "a", "max_tokens": 50, "best_of": 3},
+        {"prompt": "a", "max_tokens": 5, "suffix": "b"},
+        {"prompt": "a", "max_tokens": 20_000, "timeout_seconds": 0.01},
+        {"prompt": "\u6f22", "max_tokens": 5},
+        {"prompt": "a", "n": "x"},
+        {"prompt": [-1] * 50_000},
+        {"prompt": "a" * 3 * MiB},
+        {"prompt": "a", "max_tokens": 50, "n": 40},  # more than slots
+    ]
+
+    def ask(i):
+        body = bodies[i % len(bodies)]
+        if i % 7 == 0:
+            with sent(server.port, post("/generate", body)):
+                return 0
+        try:
+            return web.post(f"{server.url}/generate", json=body, timeout=60).status_code
+        except httpx.TransportError:  # refused before all of the body was read
+            return 413
+
+    with concurrent.futures.ThreadPoolExecutor(10) as pool:
+        statuses = set(pool.map(ask, range(200)))
+    assert {200, 400, 413} <= statuses
+    assert 500 not in statuses
+    server.wait_until_metric("chargpt_held_bytes", 0)
+
+
+def resident_bytes(server):
+    """Of the HTTP process and the worker."""
+    main, *others = server.processes()
+    worker = server.worker()
+    return sum(p.memory_info().rss for p in others if p == worker or not is_worker(p))
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "estimated"),
+    [
+        ("/generate", {"prompt": "A", "max_tokens": 3000, "n": 15, "logprobs": V}, 15 * 3000 * (24 + 12 * (1 + V))),
+        ("/v1/score", {"texts": ["a" * 800_000]}, 800_000 * (32 + 12)),
+    ],
+)
+def test_the_estimate_is_near_what_a_large_request_holds(checkpoint, path, body, estimated):
+    with RunningServer(checkpoint.path, max_request_bytes=64 * MiB) as server:
+        server.wait_until_ready()
+        web.post(server.url + path, json=body | ({"max_tokens": 20} if "max_tokens" in body else {"texts": "ab"}))
+        before, most, is_done = resident_bytes(server), 0, threading.Event()
+
+        def watch():
+            nonlocal most
+            while not is_done.wait(0.01):
+                most = max(most, resident_bytes(server))
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        with httpx.stream("POST", server.url + path, json=body, timeout=120) as response:
+            assert response.status_code == 200
+            assert sum(map(len, response.iter_raw())) > MiB
+        is_done.set()
+        watcher.join()
+        assert 0.3 * estimated < most - before < 1.5 * estimated + 25 * MiB
+
+
+def test_what_used_to_kill_processes_is_refused_or_served_in_little_memory(checkpoint):
+    """64 × 4,000 characters with 65 alternatives each took 1.5 GB; the largest request allowed takes 64 MiB."""
+    with RunningServer(checkpoint.path, max_request_bytes=64 * MiB, max_held_bytes=256 * MiB) as server:
+        server.wait_until_ready()
+        before = {process.pid for process in server.processes()}
+        body = {"prompt": "A", "max_tokens": 4000, "n": 64, "logprobs": V}
+        for _ in range(3):
+            assert web.post(f"{server.url}/generate", json=body).status_code == 400
+        body |= {"n": 4, "max_tokens": ENDLESS // 100, "stream": True, "logprobs": 0}
+        assert web.post(f"{server.url}/generate", json=body).status_code == 400
+        wait_until(lambda: server.metric("chargpt_held_bytes") == 0)
+        assert {process.pid for process in server.processes()} == before

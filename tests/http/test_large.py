@@ -1,0 +1,86 @@
+"""Other requests are answered while one with a large body or answer is, whether it is valid or not."""
+
+import concurrent.futures
+import json
+import threading
+import time
+
+import httpx
+import pytest
+from helpers import VOCABULARY, RunningServer, save_random
+
+V = len(VOCABULARY)
+LONGEST_SECONDS = 0.5  # each took 0.9 s or much longer before; other work on the machine adds to it
+TEXT = "Hello, world! " * 20_000
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    checkpoint = save_random(tmp_path_factory.mktemp("large") / "checkpoint")
+    with RunningServer(checkpoint.path, max_body_bytes=64 << 20) as server:
+        server.wait_until_ready()
+        yield server
+        assert server.stop() == 0
+        assert "Traceback" not in server.output()
+
+
+def content_of(*path_and_bodies):
+    return [(path, body if isinstance(body, bytes) else json.dumps(body).encode()) for path, body in path_and_bodies]
+
+
+def send(server, requests):
+    """The statuses and sizes of the answers to requests sent at the same time, and the longest wait of another."""
+    longest, is_done = 0.0, threading.Event()
+
+    def probe():
+        nonlocal longest
+        with httpx.Client(base_url=server.url, timeout=60) as client:
+            while not is_done.is_set():
+                started_at = time.monotonic()
+                client.get("/livez")
+                longest = max(longest, time.monotonic() - started_at)
+                time.sleep(0.005)
+
+    def ask(request):
+        path, content = request
+        with httpx.stream("POST", server.url + path, content=content, timeout=60) as response:
+            return response.status_code, sum(map(len, response.iter_raw()))
+
+    prober = threading.Thread(target=probe)
+    with concurrent.futures.ThreadPoolExecutor(len(requests)) as pool:
+        prober.start()
+        try:
+            answers = list(pool.map(ask, requests))
+        finally:
+            is_done.set()
+            prober.join()
+    return answers, longest
+
+
+ECHO = {"prompt": TEXT[:20_000], "echo": True, "logprobs": V, "max_tokens": 1}
+MILLION_IDS = b"[" + b"-1," * 999_999 + b"-1]"
+CASES = {
+    "an answer of 19 MB": (200, 18e6, content_of(("/v1/completions", ECHO))),
+    "a stream of 19 MB": (200, 18e6, content_of(("/v1/completions", ECHO | {"stream": True}))),
+    "the nats of a long text": (200, 2e6, content_of(("/v1/score", {"texts": TEXT}))),
+    "invalid ids": (400, 0, content_of(("/generate", b'{"prompt": ' + MILLION_IDS + b"}"))),
+    "invalid ids of 20 prompts": (400, 0, [("/generate", b'{"prompt": [' + b",".join([MILLION_IDS] * 20) + b"]}")]),
+    "many invalid bodies": (400, 0, content_of(*[("/generate", {"prompt": [[-1] * 100_000]})] * 20)),
+    "invalid texts": (400, 0, content_of(("/v1/score", {"continuations": [5] * 1_000_000}))),
+    "unknown characters": (400, 0, content_of(("/generate", {"prompt": "\u6f22" * 100_000}))),
+    "unknown fields": (200, 0, [("/generate", b'{"max_tokens": 1' + b',"%d":1' * 600_000 % (*range(600_000),) + b"}")]),
+    "a number for a list": (400, 0, content_of(("/generate", {"n": [1] * 2_000_000}))),
+    "a long number": (400, 0, content_of(("/generate", b'{"n": ' + b"1" * 4_000_000 + b"}"))),
+    "many ids": (200, 2e6, content_of(("/detokenize", {"tokens": [5] * 2_000_000}))),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_other_requests_are_answered_meanwhile(server, name):
+    status, size, requests = CASES[name]
+    for _ in range(3):  # the machine may be busy with something else
+        answers, longest = send(server, requests)
+        assert all(got == status and length >= size for got, length in answers), answers
+        if longest < LONGEST_SECONDS:
+            return
+    raise AssertionError(f"/livez took {longest:.2f} s")
