@@ -30,6 +30,7 @@ from litserve.utils import WorkerSetupStatus
 
 from service.engine import native
 from service.engine.runner import resolve, slots_that_fit
+from service.engine.scheduler import reserved_slots
 from service.engine.worker import EngineAPI, EngineLoop, EngineOptions
 from service.http.app import App
 from service.http.context import Service, SharedState
@@ -117,6 +118,8 @@ class Server(LitServer):
             settings.threads,
             slots,
             settings.max_queued_requests,
+            settings.max_queue_seconds,
+            settings.fair_queueing,
             settings.step_seconds,
             settings.log_level,
             settings.log_format,
@@ -304,7 +307,7 @@ def torch_build() -> tuple[str, str | None]:
 
 
 def choose_slots(settings: Settings, config: GPTConfig, dtype: str, device: str) -> int:
-    """Cache slots per worker.
+    """Cache slots per worker that one client can use; with fair queueing there are `reserved_slots` more.
 
     Raises:
         BackendError: `auto`, and not one fits, or that cannot be known.
@@ -314,10 +317,12 @@ def choose_slots(settings: Settings, config: GPTConfig, dtype: str, device: str)
     if not device.startswith("cuda"):
         return 64
     free = free_gpu_bytes(settings.devices) / settings.workers_per_device
-    slots = slots_that_fit(config, dtype, free)
+    fitting = slots = slots_that_fit(config, dtype, free)
+    if settings.fair_queueing:
+        slots = next((n for n in range(fitting - 1, 0, -1) if n + reserved_slots(n) <= fitting), 0)
     if not slots:
         raise BackendError(f"--max-running-requests auto: not one sequence fits into {free / 1e9:.1f} GB of GPU memory")
-    logger.info("--max-running-requests auto: %d sequences fit into %.1f GB of free GPU memory", slots, free / 1e9)
+    logger.info("--max-running-requests auto: %d sequences fit into %.1f GB of free GPU memory", fitting, free / 1e9)
     return slots
 
 

@@ -104,6 +104,12 @@ class Settings(BaseSettings):
         64, description="maximum running sequences per worker; auto: as many as fit the GPUs, 64 elsewhere"
     )
     max_queued_requests: int = Field(1024, ge=0, le=1_000_000, description="maximum waiting sequences per worker")
+    max_queue_seconds: float = Field(
+        10, gt=0, le=86_400, description="maximum expected wait in the queue; sequences that would wait longer get 429"
+    )
+    fair_queueing: bool = Field(
+        True, description="share slots and queue among clients; false: one queue in order of priority, then arrival"
+    )
     step_seconds: float = Field(
         0.004, gt=0, le=1, description="target duration of an engine step; bounds how long a prompt delays streams"
     )

@@ -256,7 +256,9 @@ class Metrics:
         # Recorded by inference processes.
         self.num_requests_running = gauge("chargpt_num_requests_running", "Sequences running in a cache slot")
         self.num_requests_waiting = gauge("chargpt_num_requests_waiting", "Sequences waiting in the queue")
-        self.cache_slots = gauge("chargpt_cache_slots", "Cache slots available, used or free")
+        self.cache_slots = gauge(
+            "chargpt_cache_slots", "Cache slots that one client can use; the reserve for other clients comes on top"
+        )
         self.cache_slots_in_use = gauge("chargpt_cache_slots_in_use", "Cache slots in use")
         self.num_preemptions = counter(
             "chargpt_num_preemptions", "Sequences preempted; always 0, as the engine never preempts"
