@@ -176,6 +176,7 @@ class Server(LitServer):
                 access_log=False,
                 log_config=None,
                 server_header=False,
+                proxy_headers=False,  # uvicorn would believe X-Forwarded-For of any local peer; see --client-header
                 timeout_keep_alive=self.settings.idle_connection_seconds,
                 # Both, even if None: otherwise LitServe reads environment variables of its own.
                 ssl_certfile=self.settings.tls_certificate,

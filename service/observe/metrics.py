@@ -228,7 +228,9 @@ class Metrics:
             "chargpt_request_success", "Accepted sequences that ended, by finish reason", "finished_reason"
         )
         self._admission_rejections = labeled_counter(
-            "chargpt_admission_rejections", "Sequences rejected at admission, by reason", "reason"
+            "chargpt_admission_rejections",
+            "Sequences rejected at admission, by reason",
+            "reason",
         )
         self._unknown_characters = labeled_counter(
             "chargpt_unknown_characters",
@@ -250,7 +252,7 @@ class Metrics:
         # Created at 0: the rate of a series that appears at 1 misses its first event.
         for reason in ("stop", "length", "abort", "timeout", "error"):
             self._request_success(reason)
-        for reason in ("queue_full", "shutting_down", "not_ready"):
+        for reason in ("queue_full", "rate_limit", "shutting_down", "not_ready"):
             self._admission_rejections(reason)
 
         # Recorded by inference processes.
