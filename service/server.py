@@ -35,6 +35,7 @@ from litserve.utils import WorkerSetupStatus
 
 from service.engine import native
 from service.engine.runner import resolve, slots_that_fit
+from service.engine.scheduler import reserved_slots
 from service.engine.worker import EngineAPI, EngineLoop, EngineOptions
 from service.http.app import App
 from service.http.context import Service
@@ -151,6 +152,8 @@ class Server(LitServer):
             settings.threads,
             slots,
             settings.max_queued_requests,
+            settings.max_queue_seconds,
+            settings.fair_queueing,
             settings.step_seconds,
             settings.log_level,
             settings.log_format,
@@ -214,6 +217,7 @@ class Server(LitServer):
                 access_log=False,
                 log_config=None,
                 server_header=False,
+                proxy_headers=False,  # uvicorn would believe X-Forwarded-For of any local peer; see --client-header
                 timeout_keep_alive=self.settings.idle_connection_seconds,
                 # Both, even if None: otherwise LitServe reads environment variables of its own.
                 ssl_certfile=self.settings.tls_certificate,
@@ -398,7 +402,7 @@ def torch_build() -> tuple[str, str | None]:
 
 
 def choose_slots(settings: Settings, config: GPTConfig, dtype: str, device: str) -> int:
-    """Cache slots per worker.
+    """Cache slots per worker that one client can use; with fair queueing there are `reserved_slots` more.
 
     Raises:
         BackendError: `auto`, and not one fits, or that cannot be known.
@@ -408,10 +412,12 @@ def choose_slots(settings: Settings, config: GPTConfig, dtype: str, device: str)
     if not device.startswith("cuda"):
         return 64
     free = free_gpu_bytes(settings.devices) / settings.workers_per_device
-    slots = slots_that_fit(config, dtype, free)
+    fitting = slots = slots_that_fit(config, dtype, free)
+    if settings.fair_queueing:
+        slots = next((n for n in range(fitting - 1, 0, -1) if n + reserved_slots(n) <= fitting), 0)
     if not slots:
         raise BackendError(f"--max-running-requests auto: not one sequence fits into {free / 1e9:.1f} GB of GPU memory")
-    logger.info("--max-running-requests auto: %d sequences fit into %.1f GB of free GPU memory", slots, free / 1e9)
+    logger.info("--max-running-requests auto: %d sequences fit into %.1f GB of free GPU memory", fitting, free / 1e9)
     return slots
 
 

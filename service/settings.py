@@ -10,12 +10,23 @@ import os
 import re
 import ssl
 import sys
+import tomllib
+from collections.abc import Mapping
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from service.observe.logs import LogFormat
@@ -60,6 +71,26 @@ def available_cpus() -> int:
     return max(1, min(cpus, int(quota) // int(period)))
 
 
+class Limits(BaseModel):
+    """What one client may ask of the service; None: as much as it likes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    requests_per_minute: Annotated[int | None, Field(ge=1, le=1_000_000_000)] = None
+    characters_per_minute: Annotated[int | None, Field(ge=1, le=1_000_000_000_000)] = None
+    concurrent_requests: Annotated[int | None, Field(ge=1, le=1_000_000_000)] = None
+    weight: Annotated[float, Field(ge=0.01, le=100)] = 1.0  # its part of a worker, relative to others
+
+
+class ClientLimitsFile(BaseModel):
+    """The tables of a limits file; what a client's own leaves out is that of `default`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    default: Limits = Limits()
+    clients: dict[str, Limits] = {}
+
+
 class Settings(BaseSettings):
     """Serve a character-level GPT checkpoint over HTTP."""
 
@@ -80,6 +111,14 @@ class Settings(BaseSettings):
     tls_key: Path | None = Field(None, description="PEM file of the certificate's private key, without a password")
     api_keys_file: Path | None = Field(
         None, description="file of API keys, one per line; if set, every route except the probes requires one"
+    )
+    client_limits: Path | None = Field(
+        None, description="TOML file of limits and weights by client: a client is an API key's name, else an address"
+    )
+    client_header: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z0-9-]{1,64}$",
+        description="header of a trusted proxy whose last address is the client's, such as X-Forwarded-For",
     )
     public_metrics: bool = Field(False, description="serve /metrics without an API key")
     public_docs: bool = Field(False, description="serve /docs and /openapi.json without an API key")
@@ -109,6 +148,12 @@ class Settings(BaseSettings):
         64, description="maximum running sequences per worker; auto: as many as fit the GPUs, 64 elsewhere"
     )
     max_queued_requests: int = Field(1024, ge=0, le=1_000_000, description="maximum waiting sequences per worker")
+    max_queue_seconds: float = Field(
+        10, gt=0, le=86_400, description="maximum expected wait in the queue; sequences that would wait longer get 429"
+    )
+    fair_queueing: bool = Field(
+        True, description="share slots and queue among clients; false: one queue in order of priority, then arrival"
+    )
     step_seconds: float = Field(
         0.004, gt=0, le=1, description="target duration of an engine step; bounds how long a prompt delays streams"
     )
@@ -183,12 +228,18 @@ class Settings(BaseSettings):
         None, description="URL for OpenTelemetry traces, sent by OTLP over HTTP; needs the extra tracing"
     )
 
-    _api_key_digests: tuple[bytes, ...] = PrivateAttr(())
+    _api_keys: Mapping[bytes, str] = PrivateAttr({})
+    _limits: ClientLimitsFile = PrivateAttr(ClientLimitsFile())
 
     @property
-    def api_key_digests(self) -> tuple[bytes, ...]:
-        """SHA-256 of each API key; empty: no key is required."""
-        return self._api_key_digests
+    def api_keys(self) -> Mapping[bytes, str]:
+        """The name of each API key, by its SHA-256; empty: no key is required."""
+        return self._api_keys
+
+    @property
+    def limits(self) -> ClientLimitsFile:
+        """Of `client_limits`, as read at start."""
+        return self._limits
 
     @field_validator("root_path")
     @classmethod
@@ -266,10 +317,12 @@ class Settings(BaseSettings):
         return origins
 
     @model_validator(mode="after")
-    def _read_api_keys(self) -> Settings:
+    def _read_files(self) -> Settings:
         # Not in a field validator: the file may be a pipe, to be read once, and no key may become a field's value.
         if self.api_keys_file is not None:
-            self._api_key_digests = read_api_key_digests(self.api_keys_file)
+            self._api_keys = read_api_keys(self.api_keys_file)
+        if self.client_limits is not None:
+            self._limits = read_client_limits(self.client_limits)
         return self
 
 
@@ -277,28 +330,77 @@ def _refuse_password() -> str:
     raise ValueError("the private key must not have a password")
 
 
-def read_api_key_digests(path: Path) -> tuple[bytes, ...]:
-    """SHA-256 of each key in a file: one per line; blank lines and lines that start with # are skipped.
+# A key of printable ASCII characters, and its name.
+KEY_LINE = re.compile(rb"([\x21-\x7e]{8,})(?:[ \t]+([A-Za-z0-9_.-]{1,64}))?")
+
+
+def read_api_keys(path: Path) -> dict[bytes, str]:
+    """The name of each key in a file, by its SHA-256.
+
+    A line is KEY or KEY NAME; keys may share a name, and one without is called key- and 8 digits of its SHA-256. Blank
+    lines and lines that start with # are skipped.
 
     Raises:
         ValueError: the file cannot be read, contains no key or an invalid line; the message never shows the line.
     """
-    name = f"--api-keys-file (CHARGPT_API_KEYS_FILE): {path}"
+    flag = f"--api-keys-file (CHARGPT_API_KEYS_FILE): {path}"
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
-        raise ValueError(f"{name} cannot be read: {error.strerror}") from None
-    digests = []
+        raise ValueError(f"{flag} cannot be read: {error.strerror}") from None
+    names: dict[bytes, str] = {}
     for number, line in enumerate(lines, 1):
-        key = line.removesuffix(b"\r")
-        if not key.strip() or key.startswith(b"#"):
+        line = line.removesuffix(b"\r")
+        if not line.strip() or line.startswith(b"#"):
             continue
-        if len(key) < 8 or not all(0x21 <= byte <= 0x7E for byte in key):
-            raise ValueError(f"{name}, line {number}: a key must have at least 8 printable ASCII characters, no blanks")
-        digests.append(sha256(key).digest())
-    if not digests:
-        raise ValueError(f"{name} contains no key")
-    return tuple(digests)
+        matched = KEY_LINE.fullmatch(line)
+        if matched is None:
+            raise ValueError(
+                f"{flag}, line {number}: must be KEY or KEY NAME, a key of at least 8 printable ASCII characters, "
+                "no blanks, and a name of 1 to 64 letters, digits, -, _ and ."
+            )
+        digest = sha256(matched[1]).digest()
+        name = f"key-{digest.hex()[:8]}" if matched[2] is None else matched[2].decode()
+        if names.setdefault(digest, name) != name:
+            raise ValueError(f"{flag}, line {number}: the key has another name in an earlier line")
+    if not names:
+        raise ValueError(f"{flag} contains no key")
+    return names
+
+
+def read_client_limits(path: Path) -> ClientLimitsFile:
+    """The limits of a file.
+
+    Raises:
+        ValueError: the file cannot be read, or is not valid; one sentence with the file, the table and the key.
+    """
+    flag = f"--client-limits (CHARGPT_CLIENT_LIMITS): {path}"
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        default, clients = tables.get("default"), tables.get("clients")
+        if isinstance(default, dict) and isinstance(clients, dict):
+            ClientLimitsFile.model_validate({"default": default})  # a wrong value is named once, in its own table
+            tables["clients"] = {
+                name: default | table if isinstance(table, dict) else table for name, table in clients.items()
+            }
+        return ClientLimitsFile.model_validate(tables)
+    except OSError as error:
+        raise ValueError(f"{flag} cannot be read: {error.strerror}") from None
+    except ValidationError as error:
+        problem = error.errors()[0]
+        place = [str(part) for part in problem["loc"]]
+        table, key = (place[:-1], place[-1]) if len(place) > (1 if place[0] == "default" else 2) else (place, None)
+        where = f"[{'.'.join(table)}]" + (f" {key}" if key else "")
+        if problem["type"] == "extra_forbidden":
+            known = Limits.model_fields if key else ClientLimitsFile.model_fields
+            reason = f"unknown; known are {', '.join(known)}"
+        elif key is None:
+            reason = "must be a table"
+        else:
+            reason = f"{problem['msg']}, got {problem['input']!r}"
+        raise ValueError(f"{flag}, {where}: {reason}") from None
+    except ValueError as error:  # UTF-8 or TOML
+        raise ValueError(f"{flag} is not valid TOML: {error}") from None
 
 
 def program() -> str:

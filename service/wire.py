@@ -52,8 +52,10 @@ class Submit(msgspec.Struct, gc=False, array_like=True, tag=True):
     logprobs: int | None = None  # report each id's log-probability and this many of the likeliest; None: neither
     logprob_ids: tuple[int, ...] = ()  # report the log-probabilities of these ids instead of the likeliest
     score_from: int | None = None  # report the prompt's log-probabilities too, from this index (at least 1) on
-    priority: int = 0  # lower runs first
+    priority: int = 0  # among the client's own sequences; lower runs first
     request_id: str = ""  # for the log
+    client: str = ""  # whose sequence it is; clients share the worker fairly
+    weight: float = 1.0  # of the client, above 0: how large a part is fair
 
 
 class Abort(msgspec.Struct, gc=False, array_like=True, tag=True):
@@ -61,7 +63,7 @@ class Abort(msgspec.Struct, gc=False, array_like=True, tag=True):
 
 
 class Refused(msgspec.Struct, gc=False, array_like=True, tag=True):
-    """The worker's queue is full: the sequence was not accepted."""
+    """The sequence was not accepted: the worker's queue is full, or the wait would be too long."""
 
     id: int
     message: str

@@ -22,6 +22,7 @@ from litserve.connector import check_cuda_with_nvidia_smi
 
 from service.engine import native
 from service.engine.runner import resolve, slots_that_fit
+from service.engine.scheduler import reserved_slots
 from service.model.checkpoint import save_checkpoint
 from service.model.config import GPTConfig
 from service.model.params import SamplingParams
@@ -623,12 +624,14 @@ def test_auto_takes_as_many_slots_as_fit_the_gpus(monkeypatch, checkpoint):
     def slots(device="cuda:0", **settings):
         return choose_slots(Settings(**{"max_running_requests": "auto"} | settings), config, "float32", device)
 
-    assert slots(devices=2) == slots_that_fit(config, "float32", 1.3e9) > 0
+    fitting = slots_that_fit(config, "float32", 1.3e9)
+    assert slots(devices=2) + reserved_slots(slots(devices=2)) == fitting > 0
+    assert slots(devices=2, fair_queueing=False) == fitting
     assert slots("cpu") == slots("mps") == 64
     assert slots(max_running_requests=7) == 7
     with pytest.raises(BackendError, match="not one sequence fits into 0.7 GB"):
         slots(workers_per_device=2)
-    assert asked == [2, 1]
+    assert asked == [2, 2, 2, 1]
 
 
 def test_unknown_memory_of_a_gpu_is_one_sentence():

@@ -1,4 +1,5 @@
 import subprocess
+from hashlib import sha256
 
 import pytest
 
@@ -123,10 +124,41 @@ def test_unreadable_keys_file_is_named(tmp_path, capsys):
     assert f"{tmp_path} cannot be read: Is a directory" in rejection(["--api-keys-file", str(tmp_path)], capsys)
 
 
+def test_keys_have_names(tmp_path, capsys):
+    path = tmp_path / "keys.txt"
+    path.write_bytes(b"first-key team-a\r\nsecond-key \t team-a\nthird-key\nfirst-key team-a\n")
+    names = read_settings(["--api-keys-file", str(path)]).api_keys
+    third = sha256(b"third-key").digest()
+    assert names == {
+        sha256(b"first-key").digest(): "team-a",
+        sha256(b"second-key").digest(): "team-a",
+        third: f"key-{third.hex()[:8]}",
+    }
+    for line in (b"first-key team b", b"first-key team/b", b"first-key " + b"x" * 65, b"first-key a\nfirst-key b"):
+        path.write_bytes(line)
+        number = len(line.split(b"\n"))
+        assert f", line {number}: " in rejection(["--api-keys-file", str(path)], capsys)
+
+
+@pytest.mark.parametrize("header", ["X Forwarded", "X-Forwarded-For:", ""])
+def test_client_header_is_the_name_of_a_header(header, capsys):
+    assert read_settings(["--client-header", "X-Real-IP"]).client_header == "X-Real-IP"
+    assert "--client-header (CHARGPT_CLIENT_HEADER): " in rejection(["--client-header", header], capsys)
+
+
+def test_invalid_client_limits_are_named(tmp_path, capsys):
+    path = tmp_path / "limits.toml"
+    message = rejection(["--client-limits", str(path)], capsys)
+    assert f"--client-limits (CHARGPT_CLIENT_LIMITS): {path} cannot be read: No such file" in message
+    path.write_text("[default]\nweight = 0\n")
+    message = rejection(["--client-limits", str(path)], capsys)
+    assert f"--client-limits (CHARGPT_CLIENT_LIMITS): {path}, [default] weight: " in message
+
+
 def test_settings_never_show_keys(tmp_path):
     (tmp_path / "keys.txt").write_text("SECRET-SECRET\nSECRET-SECRET-2")
     settings = read_settings(["--api-keys-file", str(tmp_path / "keys.txt")])
-    assert [len(digest) for digest in settings.api_key_digests] == [32, 32]
+    assert [len(digest) for digest in settings.api_keys] == [32, 32]
     assert "SECRET" not in repr(settings) + settings.model_dump_json()
     assert "digest" not in repr(settings) + settings.model_dump_json()
 

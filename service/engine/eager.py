@@ -55,8 +55,24 @@ class TorchRunner(Runner):
     def copy(self, source: int, target: int, length: int) -> None:
         self.cache.copy(source, target, length)
 
-    @torch.inference_mode()
     def prefill(self, pieces: list[Piece]) -> Outcome:
+        """Pieces are padded to the longest of a forward, at most to twice their length."""
+        order = sorted(range(len(pieces)), key=lambda b: len(pieces[b].ids))
+        groups: list[list[int]] = []
+        for b in order:
+            if not groups or len(pieces[b].ids) > 2 * len(pieces[groups[-1][0]].ids):
+                groups.append([])
+            groups[-1].append(b)
+        ids = np.full((len(pieces), 1), NONE, dtype=np.int32)
+        logits: dict[int, np.ndarray] = {}
+        for group in groups:
+            outcome = self._prefill([pieces[b] for b in group])
+            ids[group] = outcome.ids
+            logits |= {group[i]: rows for i, rows in outcome.logits.items()}
+        return Outcome(ids, logits)
+
+    @torch.inference_mode()
+    def _prefill(self, pieces: list[Piece]) -> Outcome:
         slots, counts = [piece.slot for piece in pieces], [len(piece.ids) for piece in pieces]
         idx = np.zeros((len(pieces), max(counts)), dtype=np.int64)  # (B, T), padded on the right
         for b, piece in enumerate(pieces):

@@ -96,6 +96,8 @@ class Cost:
 class Engine:
     """Runs a model over many sequences at once, as many as the runner has slots.
 
+    max_running: sequences that one client can run, as many as the runner has slots by default; the other slots are for
+    clients that run less than their share (scheduler.py). is_fair=False takes all sequences for one client's.
     max_waiting: further sequences in the queue; step_seconds: how long a step should take, which bounds how long a
     prompt holds up the streams beside it and how long an arrival waits.
     """
@@ -104,14 +106,19 @@ class Engine:
         self,
         runner: Runner,
         *,
+        max_running: int | None = None,
         max_waiting: int = 1024,
+        is_fair: bool = True,
         step_seconds: float = 0.004,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.config = runner.config
         self.clock = clock
         self.step_seconds = step_seconds
-        self.scheduler = Scheduler(runner.slots, max_waiting, runner.config, runner.piece)
+        max_running = runner.slots if max_running is None else max_running
+        self.scheduler = Scheduler(
+            max_running, max_waiting, runner.config, runner.piece, reserve=runner.slots - max_running, is_fair=is_fair
+        )
         self.runner = runner
         self.stats = StepStats(clock)  # of the last step
         self._decode_cost = Cost(each=step_seconds)  # of one step, by rows; the first call has one step
@@ -128,7 +135,7 @@ class Engine:
         """Queue a sequence.
 
         Raises:
-            QueueFullError: no slot is free and the queue is full; nothing was queued.
+            QueueFullError: its client has no free slot and no place in the queue; nothing was queued.
         """
         sequence = Sequence(request, self.clock(), self.config.receptive_field)
         self.scheduler.add(sequence)

@@ -1,4 +1,4 @@
-"""Who runs when: a queue, a fixed number of cache slots, and the prompts that share a beginning.
+"""Who runs when: a fair queue, a fixed number of cache slots, and the prompts that share a beginning.
 
 Bookkeeping only: no torch, no text, no HTTP, no clock of its own (the engine passes the time in).
 """
@@ -7,20 +7,30 @@ from __future__ import annotations
 
 import heapq
 import math
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
+from service.engine.fair_queue import FairQueue
 from service.engine.sequence import Sequence
 from service.model.config import GPTConfig
-from service.wire import FinishReason
+from service.wire import FinishReason, Submit
 
 MIN_PREFILL = 16  # prompt characters per step, whatever else it does
 MIN_SHARED = 16  # characters; copying fewer costs as much as running them
 # In the time in which one character of a prompt runs, so many positions are copied, or ids compared.
 COPIED_PER_CHARACTER = 128
 COMPARED_PER_CHARACTER = 16384
+STARTED_PER_CHARACTER = 256  # or so many ids of a prompt handed to the runner
+ARRIVAL_TURN = 4  # every so many steps, pieces of prompts go in order of arrival
+
+
+def reserved_slots(max_running: int) -> int:
+    """Slots beyond `max_running`, the number that one client can use, for clients that run less than their share."""
+    return max(1, max_running // 8)
 
 
 class QueueFullError(Exception):
@@ -28,6 +38,13 @@ class QueueFullError(Exception):
 
     def __init__(self, limit: int):
         super().__init__(f"queue full (limit {limit})")
+
+
+class LongWaitError(Exception):
+    """Not accepted: it would wait for longer than it may."""
+
+    def __init__(self, seconds: float, limit: float):
+        super().__init__(f"expected wait for a slot is {seconds:.1f} s (limit {limit:g} s)")
 
 
 class Copy(NamedTuple):
@@ -60,24 +77,37 @@ class Plan(NamedTuple):
 class Scheduler:
     """A sequence keeps its slot from start to end; the lowest free slot goes first.
 
+    max_running: sequences that one client can run; reserve: further slots. The last `reserve` free ones go only to
+    clients that run fewer than their share, max_running divided among all clients with sequences, by weight.
+    max_waiting: sequences in the queue; a quarter as many again only from clients that have fewer there than
+    max_waiting divided by the number of clients that wait.
     piece: prompts run in pieces that begin at multiples of it; what is shared ends at one.
     Arrays are by slot, so that a decode step costs the same few array operations at any number of rows.
     """
 
-    def __init__(self, max_running: int, max_waiting: int, config: GPTConfig, piece: int = 1):
-        self.max_running = max_running
+    def __init__(
+        self,
+        max_running: int,
+        max_waiting: int,
+        config: GPTConfig,
+        piece: int = 1,
+        *,
+        reserve: int = 0,
+        is_fair: bool = True,
+    ):
+        self.max_running, self.reserve, self.slots = max_running, reserve, max_running + reserve
         self.piece = piece
         self.max_waiting = max_waiting
-        self.by_slot: list[Sequence | None] = [None] * max_running
-        self.is_decoding = np.zeros(max_running, dtype=bool)
-        self.num_left = np.zeros(max_running, dtype=np.int64)  # characters that a decoding sequence may still choose
+        self.by_slot: list[Sequence | None] = [None] * self.slots
+        self.is_decoding = np.zeros(self.slots, dtype=bool)
+        self.num_left = np.zeros(self.slots, dtype=np.int64)  # characters that a decoding sequence may still choose
         self.prefilling: list[Sequence] = []  # in order of arrival in a slot
         self.num_guided = 0  # decoding sequences whose next choice depends on their last character
-        self.contents = Contents(max_running, config, piece)
-        self._free = list(range(max_running))  # heap
-        self._waiting: list[tuple[int, int, Sequence]] = []  # heap of (priority, order of arrival, sequence)
+        self.contents = Contents(self.slots, config, piece)
+        self.queue = FairQueue(max_running, is_fair)
+        self._free = list(range(self.slots))  # heap
         self._deadlines: list[tuple[float, int]] = []  # heap of (deadline, id)
-        self._arrivals = 0
+        self._turn = 0  # steps with pieces of prompts
         self._by_id: dict[int, Sequence] = {}
 
     def __len__(self) -> int:
@@ -88,25 +118,52 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._by_id) - self.num_running
+        return self.queue.num_waiting
 
     @property
     def num_running(self) -> int:
-        return self.max_running - len(self._free)
+        return self.slots - len(self._free)
+
+    @property
+    def num_open(self) -> int:
+        """Free slots for any client."""
+        return max(0, len(self._free) - self.reserve)
+
+    @property
+    def is_saturated(self) -> bool:
+        """Some sequence waits, or would if it came now."""
+        return self.num_waiting >= self.num_open
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence.
 
         Raises:
-            QueueFullError: no slot is free and the queue is full; nothing was queued.
+            QueueFullError: its client has no free slot and no place in the queue; nothing was queued.
         """
-        if len(self._by_id) >= self.max_running + self.max_waiting:
+        if not self._has_place(sequence.request):
             raise QueueFullError(self.max_waiting)
-        heapq.heappush(self._waiting, (sequence.request.priority, self._arrivals, sequence))
-        self._arrivals += 1
+        self.queue.add(sequence)
         self._by_id[sequence.id] = sequence
         if sequence.deadline < math.inf:
             heapq.heappush(self._deadlines, (sequence.deadline, sequence.id))
+
+    def _has_place(self, request: Submit) -> bool:
+        limit = self.max_waiting + self.num_open
+        if self.num_waiting < limit:
+            return True
+        if self.queue.is_below_part(request, self.max_waiting):
+            limit += self.max_waiting // 4
+        return self.num_waiting < limit + self._num_reserved(request)
+
+    def _num_reserved(self, request: Submit) -> int:
+        """Free slots that the client of a new request may take although others may not."""
+        return len(self._free) - self.num_open if self.queue.is_below_share(request) else 0
+
+    def expected_wait(self, request: Submit, rate: float | None) -> float:
+        """Seconds until a new request gets a slot if `rate` sequences end per second; 0 if that is unknown."""
+        if rate is None or self._num_reserved(request) > self.queue.num_waiting_of(request):
+            return 0.0
+        return max(0, self.queue.num_before(request) + 1 - self.num_open) / rate
 
     def expired(self, now: float) -> list[int]:
         """Ids of sequences whose deadline has come."""
@@ -127,6 +184,7 @@ class Scheduler:
         """Free what a finished sequence holds."""
         assert sequence.is_finished
         del self._by_id[sequence.id]
+        self.queue.remove(sequence)
         slot = sequence.slot
         if slot is not None:
             if self.is_decoding[slot]:
@@ -140,36 +198,34 @@ class Scheduler:
                 self.contents.ended(slot, sequence)
             self.by_slot[slot] = None
             heapq.heappush(self._free, slot)
-        # Ended sequences stay in the heaps until popped, or until they outnumber the others.
-        elif len(self._waiting) > 2 * self.num_waiting + 64:
-            self._waiting = [item for item in self._waiting if not item[2].is_finished]
-            heapq.heapify(self._waiting)
+        # Ended sequences stay in the heap until popped, or until they outnumber the others.
         if len(self._deadlines) > 2 * len(self._by_id) + 64:
             self._deadlines = [item for item in self._deadlines if item[1] in self._by_id]
             heapq.heapify(self._deadlines)
 
     def schedule(self, now: float, budget: int) -> Plan:
-        """Give free slots to waiting sequences, and share out `budget` prompt characters, first come first served.
+        """Give free slots to waiting sequences, and share out `budget` prompt characters (see `_in_order`).
 
-        Sequences that are only scored come last: streams are sensitive to latency, scoring is not. A prompt that
-        shares its beginning with one in prefill waits until that has run, and copies it. Starts and copies count as
-        characters: they take about half of the budget at most, and the others come in the next steps.
+        A prompt that shares its beginning with one in prefill waits until that has run, and copies it. Starts and
+        copies count as characters: they take about half of the budget at most, and the others come in the next steps.
         """
         self.contents.copied_now.clear()
         copies, starts, spent = [], [], 0
         for sequence in self.prefilling:
             if sequence.source is not None and 2 * spent < budget and self._looks(sequence):
                 copy = self._from_source(sequence)
-                spent += self._cost(copy)
+                spent += 1 + self._cost(copy)
                 if copy is not None:
                     copies.append((sequence, copy))
-        while self._waiting and self._free and 2 * spent < budget:
-            sequence = heapq.heappop(self._waiting)[2]
-            if not sequence.is_finished:
-                sequence.scheduled_at = now
-                copy = self._start(sequence)
-                spent += self._cost(copy)
-                starts.append((sequence, copy))
+        while self._free and 2 * spent < budget:
+            first = self.queue.pop(below_share=not self.num_open)
+            if first is None:
+                break
+            first.scheduled_at = now
+            copy = self._start(first)
+            self.queue.charge(first, self._num_expected(first))
+            spent += 1 + self._cost(copy) + len(first.request.prompt) // STARTED_PER_CHARACTER
+            starts.append((first, copy))
         return Plan(
             copies, starts, self._pieces(max(budget - spent, min(budget, MIN_PREFILL))) if self.prefilling else []
         )
@@ -179,6 +235,7 @@ class Scheduler:
         sequence = piece.sequence
         assert sequence.slot is not None
         sequence.num_prefilled += piece.length
+        sequence.num_run += piece.length
         self.contents.num_held[sequence.slot] += piece.length
         if sequence.num_prompt_left:
             return
@@ -240,6 +297,11 @@ class Scheduler:
             return self._take(sequence, self.contents.find(sequence))
         return self._take(sequence, Found(source.slot, length, is_ready=source.slot not in self.contents.copied_now))
 
+    def _num_expected(self, sequence: Sequence) -> int:
+        """Characters that a sequence that starts is going to run, if nothing ends it early."""
+        num_shared = 0 if sequence.source is None else sequence.num_shared
+        return sequence.num_prompt_left - num_shared + sequence.request.max_tokens
+
     def _pieces(self, budget: int) -> list[Prefill]:
         stop_at: dict[int, int] = {}  # slot -> where it must stop, so that those that wait for it can copy
         for sequence in self.prefilling:
@@ -248,27 +310,52 @@ class Scheduler:
                 limit = self.contents.last_chance(sequence.num_shared)
                 stop_at[sequence.source.slot] = min(limit, stop_at.get(sequence.source.slot, limit))
         pieces: list[Prefill] = []
-        for sequence in sorted(self.prefilling, key=lambda it: it.request.max_tokens == 0):
+        for sequence in self._in_order():
             if budget <= 0:
                 break
-            if sequence.source is None:
-                slot = sequence.slot
-                assert slot is not None
-                length = min(sequence.num_prompt_left, budget if pieces else max(budget, self.piece))
-                if slot in stop_at:
-                    length = min(length, stop_at[slot] - int(self.contents.num_held[slot]))
-                if length < sequence.num_prompt_left:
-                    length -= length % self.piece
-                if length > 0:
-                    pieces.append(Prefill(sequence, length))
-                    budget -= length
+            slot = sequence.slot
+            assert slot is not None
+            length = min(sequence.num_prompt_left, budget if pieces else max(budget, self.piece))
+            if slot in stop_at:
+                length = min(length, stop_at[slot] - int(self.contents.num_held[slot]))
+            if length < sequence.num_prompt_left:
+                length -= length % self.piece
+            if length > 0:
+                pieces.append(Prefill(sequence, length))
+                budget -= length
         return pieces
 
+    def _in_order(self) -> list[Sequence]:
+        """The prompts that can run: each client's first one before any client's second, the shortest first.
+
+        Sequences that are only scored come last: streams are sensitive to latency, scoring is not. A prompt takes the
+        place of one that waits for it. Every fourth time the order is that of arrival, so that none waits for ever.
+        """
+        self._turn += 1
+        running = [sequence for sequence in self.prefilling if sequence.source is None]
+        if len(running) < 2 or self._turn % ARRIVAL_TURN == 0:
+            return running
+        ranks: Counter[tuple[bool, str]] = Counter()
+        places: dict[int, tuple[bool, int, int]] = {}  # by slot
+        for sequence in self.prefilling:
+            is_scored = sequence.request.max_tokens == 0
+            rank, slot, left = ranks[is_scored, sequence.request.client], sequence.slot, sequence.num_prompt_left
+            ranks[is_scored, sequence.request.client] += 1
+            source = sequence.source
+            if source is not None:
+                if source.is_finished:  # it looks for another in the next step
+                    continue
+                slot = source.slot
+                left = sequence.num_shared - int(self.contents.num_held[slot])
+            assert slot is not None
+            places[slot] = min((is_scored, rank, left), places.get(slot, (True, sys.maxsize, 0)))
+        return sorted(running, key=lambda sequence: places[sequence.slot or 0])
+
     def _cost(self, copy: Copy | None) -> int:
-        """Of the start or copy just planned, in characters of a prompt; a copy moves at most W positions."""
+        """Of a copy, and of the search for it, in characters of a prompt; a copy moves at most W positions."""
         positions = 0 if copy is None else min(copy.length, self.contents.window)
         compared, self.contents.num_compared = self.contents.num_compared, 0
-        return 1 + positions // COPIED_PER_CHARACTER + compared // COMPARED_PER_CHARACTER
+        return positions // COPIED_PER_CHARACTER + compared // COMPARED_PER_CHARACTER
 
 
 class Found(NamedTuple):

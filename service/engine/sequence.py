@@ -80,6 +80,8 @@ class Sequence:
         self.source: Sequence | None = None  # in prefill; its first `num_shared` ids are copied once they have run
         self.num_shared = 0
         self.num_prefilled = self.prefill_from  # prompt ids in the cache, or skipped
+        self.num_run = 0  # prompt ids run, neither skipped nor copied
+        self.charged: int | None = None  # to its client, in characters; None: it waits
         self.num_emitted = 0  # completion ids emitted
         self.num_cut = 0  # ids at the end that belong to a stop
         self.finish_reason: FinishReason | None = None

@@ -7,6 +7,7 @@ there is nothing to do. Ids and frames only: no text, no HTTP.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 from collections import defaultdict, deque
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from litserve import LitAPI
 from litserve.loops.base import LitLoop
 
-from service.engine.scheduler import QueueFullError
+from service.engine.scheduler import LongWaitError, QueueFullError, reserved_slots
 from service.model.params import SamplingParams
 from service.observe.logs import LogFormat, configure_logging
 from service.process import die_with_parent, relax_garbage_collector
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WARM_UP_CHARACTERS = 8
+MAX_RETRY_SECONDS = 3600  # of a Retry-After
 
 
 class EngineOptions(NamedTuple):
@@ -44,6 +46,8 @@ class EngineOptions(NamedTuple):
     threads: int
     max_running: int
     max_waiting: int
+    max_queue_seconds: float
+    is_fair: bool
     step_seconds: float
     log_level: str
     log_format: LogFormat
@@ -59,6 +63,7 @@ class EngineAPI(LitAPI):
 
     def setup(self, device: str) -> None:
         options = self.options
+        slots = options.max_running + (reserved_slots(options.max_running) if options.is_fair else 0)
         die_with_parent()
         configure_logging(options.log_level, options.log_format)
         # A terminal's Ctrl-C reaches this process too, but running sequences are to finish.
@@ -75,7 +80,7 @@ class EngineAPI(LitAPI):
         try:
             runner = open_runner(
                 Checkpoint.read(options.checkpoint, options.digest), options.backend, options.dtype,
-                options.max_running, options.threads, device,
+                slots, options.threads, device,
             )  # fmt: skip
         except CheckpointError as error:
             logger.critical("%s", error)
@@ -85,10 +90,13 @@ class EngineAPI(LitAPI):
                 raise
             logger.critical(
                 "out of memory on %s with %d slots (%s): choose a smaller number with --max-running-requests",
-                device, options.max_running, (str(error).splitlines() or [type(error).__name__])[0],
+                device, slots, (str(error).splitlines() or [type(error).__name__])[0],
             )  # fmt: skip
             raise SystemExit(1) from None
-        self.engine = Engine(runner, max_waiting=options.max_waiting, step_seconds=options.step_seconds)
+        self.engine = Engine(
+            runner, max_running=options.max_running, max_waiting=options.max_waiting,
+            is_fair=options.is_fair, step_seconds=options.step_seconds,
+        )  # fmt: skip
         warm_up(self.engine)
         self.metrics = Metrics(options.model_name, CollectorRegistry(), f"worker-{os.environ['LITSERVE_WORKER_ID']}")
         self.metrics.num_requests_running.set(0)
@@ -142,22 +150,32 @@ class EngineLoop(LitLoop):
             metrics.engine_idle.inc(waited_until - began)
             began = waited_until
         for consumer_id, message in messages:
-            self._handle(engine, sockets, message, consumer_id)
+            self._handle(lit_api, sockets, message, consumer_id)
         if not engine.has_work:
             return
         receiving = engine.clock() - began
-        self._send(engine, sockets, engine.step())
+        is_saturated = engine.scheduler.is_saturated
+        deltas = engine.step()
+        if is_saturated:
+            num_ended = sum(delta.ended_at is not None for delta in deltas)
+            self._drain.observe(engine.clock() - began, num_ended)
+        self._send(engine, sockets, deltas)
         _observe(engine, metrics, transport_seconds=receiving + engine.clock() - engine.stats.ended_at)
 
     def _handle(
-        self, engine: Engine, sockets: WorkerSide, message: Submit | Abort | ConsumerLost, consumer_id: int
+        self, lit_api: EngineAPI, sockets: WorkerSide, message: Submit | Abort | ConsumerLost, consumer_id: int
     ) -> None:
+        engine = lit_api.engine
         match message:
             case Submit():
+                wait = engine.scheduler.expected_wait(message, self._drain.rate)
+                limit = min(message.timeout_seconds, lit_api.options.max_queue_seconds)
                 try:
+                    if wait > limit:
+                        raise LongWaitError(wait, limit)
                     engine.submit(message)
-                except QueueFullError as error:
-                    seconds = self._drain.seconds_for(engine.scheduler.num_waiting, engine.clock())
+                except (LongWaitError, QueueFullError) as error:
+                    seconds = max(1, min(MAX_RETRY_SECONDS, math.ceil(wait)))
                     sockets.send(Refused(message.id, str(error), seconds), consumer_id)
             case Abort(id):
                 engine.abort(id)
@@ -171,8 +189,6 @@ class EngineLoop(LitLoop):
         outgoing: defaultdict[int, list[Delta]] = defaultdict(list)
         for delta in deltas:
             outgoing[consumer_of(delta.id)].append(delta)
-            if delta.finish_reason is not None:
-                self._drain.ended(engine.clock())
         for consumer_id, its_deltas in outgoing.items():
             sockets.send(Step.of(its_deltas), consumer_id)
 
@@ -209,7 +225,7 @@ def _observe(engine: Engine, metrics: Metrics, transport_seconds: float) -> None
     metrics.iteration_phase("transport").observe(transport_seconds)
     if stats.num_decode_rows:
         metrics.iteration_batch_size.observe(stats.num_decode_rows)
-        metrics.iteration_batch_utilization.observe(stats.num_decode_rows / scheduler.max_running)
+        metrics.iteration_batch_utilization.observe(min(1.0, stats.num_decode_rows / scheduler.max_running))
     metrics.iteration_tokens.observe(stats.num_decode_tokens + stats.num_prefill_tokens)
     if stats.num_copied_tokens:
         metrics.prefix_cache_hit_tokens.inc(stats.num_copied_tokens)
@@ -221,17 +237,20 @@ def _observe(engine: Engine, metrics: Metrics, transport_seconds: float) -> None
 
 
 class DrainRate:
-    """How fast sequences have been ending, for the Retry-After of a refusal."""
+    """How fast sequences end while further ones would wait: at other times it is only as fast as they come."""
 
     def __init__(self) -> None:
-        self._ends: deque[float] = deque(maxlen=256)
+        self._ends: deque[float] = deque(maxlen=256)  # when the latest ended, in seconds of such time
+        self._seconds = 0.0
 
-    def ended(self, now: float) -> None:
-        self._ends.append(now)
+    def observe(self, seconds: float, num_ended: int) -> None:
+        """Add a step."""
+        self._seconds += seconds
+        self._ends.extend([self._seconds] * num_ended)
 
-    def seconds_for(self, count: int, now: float) -> int:
-        """Whole seconds, 1 to 60, in which `count` sequences are likely to end."""
+    @property
+    def rate(self) -> float | None:
+        """Sequences per second; None before two have ended."""
         if len(self._ends) < 2:
-            return 1
-        rate = len(self._ends) / max(now - self._ends[0], 1e-3)
-        return max(1, min(60, round(count / rate)))
+            return None
+        return len(self._ends) / max(self._seconds - self._ends[0], 1e-3)

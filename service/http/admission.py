@@ -130,10 +130,10 @@ class Admission:
 
 
 class Hold:
-    """What one request holds, until the end of the `with` statement."""
+    """What one request holds, until the end of the `with` statement. `client` may change while that is nothing."""
 
     def __init__(self, admission: Admission, client: str):
-        self._admission, self._client = admission, client
+        self._admission, self.client = admission, client
         self.bytes = 0
 
     def resize(self, bytes: int, num_sequences: int = 1) -> None:
@@ -143,7 +143,7 @@ class Hold:
             ApiError: 429, it does not fit; as much as before is held.
         """
         if bytes != self.bytes:
-            self._admission.change(self._client, bytes - self.bytes, num_sequences)
+            self._admission.change(self.client, bytes - self.bytes, num_sequences)
             self.bytes = bytes
 
     def grow(self, bytes: int) -> None:

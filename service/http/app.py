@@ -7,6 +7,7 @@ their answers with stream.py; info.py answers at once.
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -118,7 +119,7 @@ class App:
     def middleware(self, app: ASGIApp) -> ASGIApp:
         service = self.service
         return RequestMiddleware(
-            app, service.settings, lambda: service.metrics, lambda: service.tracer, service.admission
+            app, service.settings, lambda: service.metrics, lambda: service.tracer, service.admission, service.limits
         )
 
     async def _beat(self, process: str) -> None:
@@ -128,7 +129,7 @@ class App:
 
     @asynccontextmanager
     async def running(self, transport: SocketTransport, process_id: int) -> AsyncIterator[None]:
-        """The life of an HTTP process."""
+        """The life of an HTTP process; SIGHUP reads the client limits again."""
         service, loop = self.service, asyncio.get_running_loop()
         service.process_id, process = process_id, f"http-{process_id}"
         metrics = Metrics(service.settings.model_name, CollectorRegistry(), process, later=loop.call_later)
@@ -137,6 +138,7 @@ class App:
         )
         service.metrics = service.admission.metrics = metrics
         metrics.held_bytes.set(0)
+        loop.add_signal_handler(signal.SIGHUP, service.limits.reload)
         if service.settings.otlp_traces_endpoint is not None:
             from service.observe.tracing import Tracer  # loads OpenTelemetry
 

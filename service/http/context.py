@@ -12,6 +12,7 @@ from starlette.types import Scope
 from service.http.admission import Admission, Estimate, Hold, estimate
 from service.http.bodies import BodyReader
 from service.http.client import EngineClient, Generation
+from service.http.clients import ClientLimits
 from service.http.patterns import PatternCompiler
 from service.http.schemas import ApiError
 from service.model.checkpoint import Checkpoint
@@ -33,6 +34,8 @@ class RequestContext:
     route: str  # path of the matching route, as metrics name it
     arrived_at: float  # when the body was complete, by time.monotonic()
     hold: Hold  # the memory it may need
+    client: str = ""  # whose request it is: the name of its API key, or its address
+    num_charged_characters: int = 0  # to the client's limit
     num_prompt_tokens: int | None = None  # None: the request does not run the model
     generations: list[Generation] = field(default_factory=list)  # the first gives the answer, or candidates for it
     client_left: bool = False  # before its sequences had ended
@@ -47,6 +50,13 @@ class RequestContext:
     @property
     def num_completion_tokens(self) -> int:
         return self.generations[0].num_completion_tokens if self.generations else 0
+
+    @property
+    def num_run_characters(self) -> int:
+        """Of all sequences whose prompts have run: prompts and completions."""
+        sequences = [sequence for generation in self.generations for sequence in generation.sequences]
+        run = [it for it in sequences if it.queue_seconds is not None]
+        return sum(len(it.submit.prompt) + it.num_completion_tokens for it in run)
 
     @property
     def endings(self) -> dict[str, int]:
@@ -92,6 +102,7 @@ class Service:
         self.started_at = int(time.time())
         self.admission = Admission(settings)
         self.bodies = BodyReader(settings)
+        self.limits = ClientLimits(settings)
         self.patterns = PatternCompiler(checkpoint.tokenizer.characters, settings.max_regex_characters)
         self.exposition = Exposition(
             settings.model_name, checkpoint,
@@ -132,14 +143,24 @@ class Service:
         """Run sequences for a request; options as those of EngineClient.start.
 
         Raises:
-            ApiError: 503, the server is shutting down, or no worker is connected.
+            ApiError: 503, the server is shutting down, or no worker is connected; 429 or 400, too many characters for
+                the client's limit.
         """
         assert self.metrics is not None
         if self.state.is_draining and not context.generations:  # those that were accepted run all their stages
             self.metrics.request_rejected("shutting_down", len(submits))
             raise ApiError(503, "server is shutting down", code="shutting_down", retry_after_seconds=1)
+        weight = self.limits.of(context.client).weight
         for submit in submits:
-            submit.request_id = context.request_id
+            submit.request_id, submit.client, submit.weight = context.request_id, context.client, weight
+        characters = sum(len(submit.prompt) + submit.max_tokens for submit in submits)
+        try:  # what follows from a request that was accepted is too
+            self.limits.charge(context.client, characters, must_wait=not context.generations)
+        except ApiError as error:
+            if error.status == 429:
+                self.metrics.request_rejected("rate_limit", len(submits))
+            raise
+        context.num_charged_characters += characters
         generation = self.client.start(submits, context.arrived_at, **options)
         context.generations.append(generation)
         if context.client_left:

@@ -1,7 +1,7 @@
 """What every request passes before its route, and every answer after it.
 
-Request ids, API keys, cross-origin rules, a proxy's path prefix, limits on bodies, metrics and the access log, and
-the answers to errors. Knows routes by path only, and never logs a request's text.
+Request ids, clients with their API keys and limits, cross-origin rules, a proxy's path prefix, limits on bodies,
+metrics and the access log, and the answers to errors. Knows routes by path only, and never logs a request's text.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.http.admission import Admission
+from service.http.clients import ClientLimits, address_of
 from service.http.context import RequestContext
 from service.http.schemas import ApiError
 from service.observe.logs import request_id as current_request_id
@@ -61,7 +62,9 @@ class RequestMiddleware:
         metrics: Callable[[], Metrics | None],
         tracer: Callable[[], Tracer | None] = lambda: None,
         admission: Admission | None = None,
+        limits: ClientLimits | None = None,
     ):
+        self.limits = ClientLimits(settings) if limits is None else limits
         self.app = app
         self.admission = admission or Admission(settings)
         self.settings = settings
@@ -86,8 +89,9 @@ class RequestMiddleware:
         current_request_id.set(request_id)  # never reset: uvicorn runs each request in a context of its own
         self._add_root_path(scope)
         started_at = time.monotonic()
-        hold = self.admission.hold(scope["client"][0] if scope.get("client") else "")
-        context = scope["chargpt"] = RequestContext(request_id, self._route(scope), started_at, hold)
+        address = address_of(scope, self.settings.client_header)
+        hold = self.admission.hold(address)
+        context = scope["chargpt"] = RequestContext(request_id, self._route(scope), started_at, hold, address)
         metrics = self.metrics()
         if metrics is not None:
             metrics.http_requests_in_progress.inc()
@@ -168,11 +172,13 @@ class RequestMiddleware:
             return message
 
         try:
-            refusal = self._refusal(scope, context.route)
+            refusal = self._refusal(scope, context)
             if refusal is not None:
                 await error_response(refusal)(scope, receive, send)
-            else:
+            elif context.route in QUIET or self._is_public(context.route):
                 await self.app(scope, bounded_receive, send)
+            else:
+                await self._limited(scope, bounded_receive, send)
         except ClientDisconnect:
             raise
         except Exception as error:
@@ -182,20 +188,40 @@ class RequestMiddleware:
                 raise
             await error_response(_as_api_error(error, scope))(scope, receive, send)
 
-    def _refusal(self, scope: Scope, route: str) -> ApiError | None:
+    async def _limited(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Within the client's limits."""
+        context, limits = RequestContext.of(scope), self.limits
+        try:
+            limits.begin(context.client)
+        except ApiError as error:
+            metrics = self.metrics()
+            if metrics is not None:
+                metrics.request_rejected("rate_limit")
+            await error_response(error)(scope, receive, send)
+            return
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            limits.end(context.client)
+            if context.num_charged_characters:
+                limits.give_back(context.client, context.num_charged_characters - context.num_run_characters)
+
+    def _refusal(self, scope: Scope, context: RequestContext) -> ApiError | None:
         """What the headers alone rule out, before the body is read."""
         headers = dict(scope["headers"])
         num_authorizations = sum(name == b"authorization" for name, _ in scope["headers"])
         if num_authorizations > 1:  # a proxy may have checked another one
             message = f"a request must have at most one Authorization header, got {num_authorizations}"
             return ApiError(400, message, code="duplicate_header")
-        if self.settings.api_key_digests and not self._is_public(route):
+        if self.settings.api_keys and not self._is_public(context.route):
             authorization = headers.get(b"authorization")
             if authorization is None:
                 message = "an API key is required: Authorization: Bearer KEY"
                 return ApiError(401, message, code="invalid_api_key")
-            if not self._has_key(authorization):
+            name = self._name_of_key(authorization)
+            if name is None:
                 return ApiError(401, "the API key in Authorization is not valid", code="invalid_api_key")
+            context.client = context.hold.client = name
         length = headers.get(b"content-length", b"0")
         limit = self.settings.max_body_bytes
         if length.isdigit() and int(length) > limit:
@@ -210,17 +236,18 @@ class RequestMiddleware:
             return self.settings.public_docs
         return route in PROBES
 
-    def _has_key(self, authorization: bytes) -> bool:
-        """In constant time: compares digests, with those of all keys."""
+    def _name_of_key(self, authorization: bytes) -> str | None:
+        """None: not a valid key. In constant time: compares digests, with those of all keys."""
         scheme, _, key = authorization.partition(b" ")
         digest = sha256(key.strip(b" ")).digest()
-        matches = [hmac.compare_digest(digest, known) for known in self.settings.api_key_digests]
-        return any(matches) and scheme.lower() == b"bearer"
+        names = [name for known, name in self.settings.api_keys.items() if hmac.compare_digest(digest, known)]
+        return names[0] if names and scheme.lower() == b"bearer" else None
 
 
 def _log_access(level: int, method: str, context: RequestContext, seconds: float) -> None:
     """One line per request: the path of the route, not the query, which may contain a prompt."""
     fields: dict[str, Any] = {"method": method, "handler": context.route, "status": context.status}
+    fields["client"] = context.client
     fields["seconds"] = round(seconds, 6)
     if context.num_prompt_tokens is not None:
         fields["prompt_characters"] = context.num_prompt_tokens

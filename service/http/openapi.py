@@ -69,8 +69,8 @@ FAILURES = {
     404: "The model is not served here. Code: `model_not_found`.",
     408: "The body took too long to arrive. Code: `body_timeout`.",
     413: "The body is too large. Code: `body_too_large`.",
-    429: "The queue is full, or requests in progress need too much memory. `Retry-After` says when to retry. Codes: "
-    "`queue_full`, `overloaded`.",
+    429: "The queue is full or the wait would be too long, code `queue_full`; requests in progress need too much "
+    "memory, `overloaded`; or beyond a limit of this client, `rate_limit`. `Retry-After` estimates when to retry.",
     500: "The service failed; a retry may succeed. Code: `engine_error`, or null.",
     503: "No inference process is ready, or the server is shutting down; `Retry-After` says when to retry. "
     "Codes: `not_ready`, `shutting_down`.",
@@ -187,9 +187,10 @@ def _operation(
     operation: Operation, schemas: dict[str, Any], settings: Settings, tokenizer: CharTokenizer
 ) -> dict[str, Any]:
     is_public = operation.path in PROBES or (operation.path == "/metrics" and settings.public_metrics)
-    security: list[dict[str, Any]] = [{"key": []}] if settings.api_key_digests else [{}, {"key": []}]
+    security: list[dict[str, Any]] = [{"key": []}] if settings.api_keys else [{}, {"key": []}]
     responses: dict[str, dict[str, Any]] = {"200": _answer(operation)}
-    for status in (*operation.failures, 500, *([] if is_public else [401])):
+    is_limited = settings.client_limits is not None and operation.path not in PROBES | {"/metrics"}
+    for status in (*operation.failures, 500, *([] if is_public else [401]), *([429] if is_limited else [])):
         responses[str(status)] = _ref("responses", f"Status{status}")
     summary, _, description = inspect.cleandoc(operation.handler.__doc__ or "").partition("\n\n")
     described: dict[str, Any] = {

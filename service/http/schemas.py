@@ -147,7 +147,7 @@ class ModelRequest(Body):
         0,
         ge=-1000,
         le=1000,
-        description="requests in the queue start in order of priority, lowest number first, then in order of arrival",
+        description="a client's requests in the queue start in order of priority, lowest number first, then of arrival",
         examples=[10],
     )
     timeout_seconds: float | None = Field(

@@ -117,7 +117,7 @@ class Exposition(Collector):
         slots = sum(sample.value for sample in families["chargpt_cache_slots"].samples)
         if slots:  # 0 without a worker
             used = sum(sample.value for sample in families["chargpt_cache_slots_in_use"].samples)
-            usage.add_metric([self.model_name], used / slots)
+            usage.add_metric([self.model_name], min(1.0, used / slots))
         yield usage
 
     def _processes(self) -> Iterator[Metric]:

@@ -234,7 +234,9 @@ class Metrics:
             "chargpt_request_generation_tokens", "Completion length of a sequence, in characters", LENGTHS
         )
         self._admission_rejections = labeled_counter(
-            "chargpt_admission_rejections", "Sequences rejected at admission, by reason", "reason"
+            "chargpt_admission_rejections",
+            "Sequences rejected at admission, by reason",
+            "reason",
         )
         self._unknown_characters = labeled_counter(
             "chargpt_unknown_characters",
@@ -263,7 +265,7 @@ class Metrics:
         )
 
         # Created at 0: the rate of a series that appears at 1 misses its first event.
-        for reason in ("queue_full", "shutting_down", "not_ready", "overloaded"):
+        for reason in ("queue_full", "rate_limit", "overloaded", "shutting_down", "not_ready"):
             self._admission_rejections(reason)
         for reason in ("limit", "address_limit", "header_timeout", "headers_too_large", "malformed"):
             self._http_connections_rejected(reason)
@@ -271,7 +273,9 @@ class Metrics:
         # Recorded by inference processes.
         self.num_requests_running = gauge("chargpt_num_requests_running", "Sequences running in a cache slot")
         self.num_requests_waiting = gauge("chargpt_num_requests_waiting", "Sequences waiting in the queue")
-        self.cache_slots = gauge("chargpt_cache_slots", "Cache slots available, used or free")
+        self.cache_slots = gauge(
+            "chargpt_cache_slots", "Cache slots that one client can use; the reserve for other clients comes on top"
+        )
         self.cache_slots_in_use = gauge("chargpt_cache_slots_in_use", "Cache slots in use")
         self.num_preemptions = counter(
             "chargpt_num_preemptions", "Sequences preempted; always 0, as the engine never preempts"

@@ -29,16 +29,17 @@ class StubEngine:
 
     clock = staticmethod(time.monotonic)
 
-    def __init__(self, runner: Runner, *, max_waiting: int = 1024, **_: Any):
+    def __init__(self, runner: Runner, *, max_running: int | None = None, max_waiting: int = 1024, **_: Any):
         from service.engine.engine import StepStats
 
         self._new_stats = StepStats
         self.stats = StepStats()
         self.runner, self.config = runner, runner.config
-        self.max_running = runner.slots
-        self.limit = runner.slots + max_waiting
+        self.max_running = runner.slots if max_running is None else max_running
+        self.limit = self.max_running + max_waiting
         self.scheduler = self  # stands in for len, iteration, max_running, num_running and num_waiting
         self.num_waiting = 0
+        self.is_saturated = False
         self.characters = int(os.environ.get("CHARGPT_STUB_CHARACTERS", "1"))
         self.step_seconds = float(os.environ.get("CHARGPT_STUB_STEP_SECONDS", "0"))
         self._next_step = 0.0
@@ -62,6 +63,9 @@ class StubEngine:
 
     def __iter__(self) -> Iterator[Submit]:
         return iter([request for request, _ in self._left.values()])
+
+    def expected_wait(self, request: Submit, rate: float | None) -> float:
+        return 0.0
 
     def submit(self, request: Submit) -> None:
         if len(self._left) >= self.limit:

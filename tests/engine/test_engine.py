@@ -174,6 +174,52 @@ def test_cost_is_a_line_through_recent_calls():
     assert cost.seconds(20) == pytest.approx(0.04, rel=0.1)
 
 
+@pytest.mark.parametrize("backend", available_backends(), indirect=True)
+def test_a_long_prompt_beside_short_ones_makes_no_long_step(make, backend, monkeypatch):
+    """449 characters beside 63 prompts of one: nothing is padded to 449, and no step runs more than its budget."""
+    engine = make(64, random_model(torch.float64, block_size=512), clock=lambda: 0.0)
+    engine._prefill_budget = lambda rows: 256  # prompt characters of a step
+    computed = 0
+    if backend == "torch":
+
+        def forward(idx, cache):
+            nonlocal computed
+            computed += idx.numel()
+            return model(idx, cache)
+
+        model = engine.runner.model
+        monkeypatch.setattr(engine.runner, "model", forward)
+    engine.submit(Submit(0, [1] * 449, 5, SamplingParams(), client="long"))
+    for i in range(1, 64):
+        engine.submit(Submit(i, [i % 50], 5, SamplingParams(), client=f"short {i % 3}"))
+    first = {}
+    for step in itertools.count():
+        computed = 0
+        for delta in engine.step():
+            first.setdefault(delta.id, step)
+        assert engine.stats.num_prefill_tokens <= 256
+        assert computed <= 2 * engine.stats.num_prefill_tokens + 64 * engine.stats.num_decode_steps
+        if not engine.has_work:
+            break
+    assert max(first.values()) <= 3  # 512 characters in steps of 256, and a slot for each
+
+
+def test_a_newcomer_runs_beside_a_flood_of_long_prompts(make):
+    """56 prompts of 100 characters of one client wait to run: another's 3 characters do not wait for them."""
+    engine = make(9, clock=itertools.count().__next__, max_running=8)  # 16 prompt characters per step
+    r = random.Random(0)
+    for i in range(56):
+        prompt = [r.randrange(50) for _ in range(100)]
+        engine.submit(Submit(i, prompt, 50, SamplingParams(), client="flood", priority=-1000))
+    for _ in range(10):
+        engine.step()
+    engine.submit(Submit(100, [1, 2, 3], 1, SamplingParams(), client="new"))
+    texts = {}
+    collect(engine, texts, 4)
+    assert len(texts[100]) == 1
+    assert engine.scheduler.num_waiting == 48
+
+
 # -- prompts that share a beginning --
 
 

@@ -1,0 +1,361 @@
+"""Who a client is, limits of each over real sockets, and fairness between clients."""
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+from hashlib import sha256
+
+import pytest
+from helpers import ENDLESS, RunningServer, save_random, wait_until, web
+
+from service.http.clients import ClientLimits, address_of
+from service.http.schemas import ApiError
+from service.settings import Settings, read_client_limits
+from tests.toolbox.http import post, sent
+
+KEYS = {"team-a": "key-of-team-a", "team-b": "key-of-team-b"}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_random(tmp_path_factory.mktemp("limits") / "checkpoint").path
+
+
+@pytest.fixture
+def keys_file(tmp_path):
+    path = tmp_path / "keys.txt"
+    path.write_text("".join(f"{key} {name}\n" for name, key in KEYS.items()) + "unnamed-key\n")
+    return path
+
+
+def bearer(name):
+    return {"Authorization": f"Bearer {KEYS.get(name, name)}"}
+
+
+def generate(server, headers=None, **fields):
+    body = {"prompt": "abc", "max_tokens": 7, "stop": None} | fields
+    return web.post(f"{server.url}/generate", json=body, headers=headers, timeout=60)
+
+
+def clients_of(server, count):
+    """The client of each of the last access lines, once there are as many."""
+    lines = wait_until(
+        lambda: (
+            found
+            if len(found := [line for line in server.output().splitlines() if '"logger":"service.access"' in line])
+            >= count
+            else None
+        )
+    )
+    return [json.loads(line)["client"] for line in lines[-count:]]
+
+
+# -- who a client is --
+
+
+def scope(peer, *forwarded):
+    return {"client": peer and (peer, 1), "headers": [(b"x-forwarded-for", value.encode()) for value in forwarded]}
+
+
+@pytest.mark.parametrize(
+    ("peer", "forwarded", "client"),
+    [
+        ("192.0.2.7", [], "192.0.2.7"),
+        ("192.0.2.7", ["198.51.100.1"], "198.51.100.1"),
+        ("192.0.2.7", ["10.0.0.1, 203.0.113.9 ,198.51.100.1 "], "198.51.100.1"),
+        ("192.0.2.7", ["198.51.100.1", "198.51.100.2"], "198.51.100.2"),
+        ("192.0.2.7", ["198.51.100.1, nonsense"], "192.0.2.7"),
+        ("192.0.2.7", [""], "192.0.2.7"),
+        ("2001:db8:1:2:3:4:5:6", [], "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", [], "fe80::/64"),
+        ("::ffff:192.0.2.7", [], "192.0.2.7"),
+        ("192.0.2.7", ["[2001:db8::1]"], "2001:db8::/64"),
+        (None, [], "unknown"),
+    ],
+)
+def test_an_address_comes_from_the_nearest_proxy_or_the_peer(peer, forwarded, client):
+    assert address_of(scope(peer, *forwarded), "X-Forwarded-For") == client
+    if peer is not None and forwarded:
+        assert address_of(scope(peer, *forwarded), None) == address_of(scope(peer), None)
+
+
+def test_the_log_names_clients_and_never_keys(checkpoint, keys_file):
+    with RunningServer(checkpoint, api_keys_file=keys_file, log_format="json") as server:
+        server.wait_until_ready()
+        for name in ("team-a", "team-b", "unnamed-key"):
+            assert generate(server, bearer(name)).status_code == 200
+        assert clients_of(server, 3) == ["team-a", "team-b", f"key-{sha256(b'unnamed-key').hexdigest()[:8]}"]
+        assert generate(server, bearer("wrong-key")).status_code == 401
+        assert clients_of(server, 4)[-1] == "127.0.0.1"
+        assert not any(key in server.output() for key in KEYS.values())
+
+
+@pytest.mark.parametrize("header", [None, "X-Real-IP"])
+def test_a_header_that_no_setting_names_has_no_effect(checkpoint, header):
+    settings = {"client_header": header} if header else {}
+    with RunningServer(checkpoint, log_format="json", **settings) as server:
+        server.wait_until_ready()
+        generate(server, {"X-Forwarded-For": "198.51.100.1"})
+        generate(server, {"X-Real-IP": "198.51.100.2, 198.51.100.3"})
+        assert clients_of(server, 2) == ["127.0.0.1", "198.51.100.3" if header else "127.0.0.1"]
+
+
+# -- the file --
+
+
+def limits_file(folder, text):
+    path = folder / "limits.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_client_takes_from_default_what_its_own_table_leaves_out(tmp_path):
+    path = limits_file(tmp_path, "[default]\nrequests_per_minute = 60\n[clients.a]\nweight = 2\n")
+    limits = read_client_limits(path)
+    assert (limits.clients["a"].weight, limits.clients["a"].requests_per_minute) == (2.0, 60)
+    assert (limits.default.weight, limits.default.concurrent_requests) == (1.0, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x =", " is not valid TOML: Invalid value (at end of document)"),
+        ("[default]\nweight = 0", ", [default] weight: Input should be greater than or equal to 0.01, got 0"),
+        ("[default]\nweight = true", ", [default] weight: Input should be a valid number, got True"),
+        ("[default]\nweight = nan", ", [default] weight: Input should be a finite number, got nan"),
+        (
+            "[clients.a]\nrequests_per_minute = 1.5",
+            ", [clients.a] requests_per_minute: Input should be a valid integer, got 1.5",
+        ),
+        ("[clients.a]\nrequest_per_minute = 1", ", [clients.a] request_per_minute: unknown; known are requests_per_"),
+        ("[clients]\na = 1", ", [clients.a]: must be a table"),
+        ("clients = 1", ", [clients]: must be a table"),
+        ("[other]\nweight = 1", ", [other]: unknown; known are default, clients"),
+        ("[default]\nconcurrent_requests = 0\n[clients.a]\n", ", [default] concurrent_requests: Input should be"),
+    ],
+)
+def test_an_invalid_file_is_one_sentence_with_table_and_key(tmp_path, text, message):
+    path = limits_file(tmp_path, text)
+    with pytest.raises(ValueError) as error:
+        read_client_limits(path)
+    assert f"--client-limits (CHARGPT_CLIENT_LIMITS): {path}{message}" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+# -- limits --
+
+
+def limits(tmp_path, text, now=lambda: 0.0, **settings):
+    return ClientLimits(Settings(client_limits=limits_file(tmp_path, text), **settings), now)
+
+
+def refused(function, *arguments):
+    with pytest.raises(ApiError) as error:
+        function(*arguments)
+    return error.value.status, error.value.message, error.value.headers.get("Retry-After")
+
+
+def test_requests_return_evenly_over_a_minute(tmp_path):
+    now = 0.0
+    it = limits(tmp_path, "[clients.a]\nrequests_per_minute = 30", lambda: now)
+    for _ in range(30):
+        it.begin("a")
+    assert refused(it.begin, "a") == (429, "requests_per_minute of client a is 30", "2")
+    it.begin("b")
+    now = 1.9
+    assert refused(it.begin, "a")[2] == "1"
+    now = 4.0
+    it.begin("a")
+    it.begin("a")
+    assert refused(it.begin, "a")[0] == 429
+
+
+def test_concurrent_requests_end(tmp_path):
+    it = limits(tmp_path, "[default]\nconcurrent_requests = 2")
+    it.begin("a")
+    it.begin("a")
+    assert refused(it.begin, "a")[:2] == (429, "concurrent_requests of client a is 2")
+    it.begin("b")
+    it.end("a")
+    it.begin("a")
+
+
+def test_characters_that_did_not_run_are_given_back(tmp_path):
+    now = 0.0
+    it = limits(tmp_path, "[default]\ncharacters_per_minute = 600", lambda: now)
+    it.begin("a")
+    assert refused(it.charge, "a", 601)[0] == 400
+    it.charge("a", 500)
+    assert refused(it.charge, "a", 200) == (429, "characters_per_minute of client a is 600", "10")
+    it.give_back("a", 400)
+    it.charge("a", 500)
+    it.charge("a", 300, False)  # a request that runs goes on
+    assert refused(it.charge, "a", 1)[2] == "31"
+    now = 61.0
+    it.charge("a", 300)
+
+
+def test_each_of_several_processes_enforces_its_part(tmp_path):
+    text = "[default]\nrequests_per_minute = 2\ncharacters_per_minute = 100\nconcurrent_requests = 9"
+    it = limits(tmp_path, text, http_processes=4)
+    it.begin("a")
+    assert refused(it.begin, "a")[2] == "120"  # at least one fits
+    it.charge("a", 100)  # more than the part, not more than the limit: when the bucket is full
+    assert refused(it.charge, "a", 1)[2] == "183"
+
+
+def test_idle_clients_are_forgotten(tmp_path):
+    now = 0.0
+    it = limits(tmp_path, "[default]\nrequests_per_minute = 60\n[clients.free]\nrequests_per_minute = 1", lambda: now)
+    it.begin("stays")
+    for i in range(10_000):
+        now += 0.1
+        it.begin(f"client {i}")
+        it.end(f"client {i}")
+    assert len(it._states) < 50
+    assert it._states["stays"].num_running == 1
+
+
+def test_a_bad_file_keeps_the_old_limits(tmp_path, caplog):
+    it = limits(tmp_path, "[default]\nweight = 3")
+    limits_file(tmp_path, "[default]\nweight = -3")
+    it.reload()
+    (record,) = caplog.records
+    assert record.levelname == "ERROR" and "limits.toml, [default] weight:" in record.message
+    assert it.of("a").weight == 3
+    limits_file(tmp_path, "[clients.a]\nweight = 4")
+    it.reload()
+    assert (it.of("a").weight, it.of("b").weight) == (4, 1)
+
+
+# -- over sockets --
+
+
+@pytest.fixture(scope="module")
+def limited(checkpoint, tmp_path_factory):
+    """A server with limits by address, which tests choose with a header."""
+    path = limits_file(
+        tmp_path_factory.mktemp("file"),
+        """
+        [clients."192.0.2.1"]
+        requests_per_minute = 3
+        [clients."192.0.2.2"]
+        characters_per_minute = 100
+        [clients."192.0.2.3"]
+        concurrent_requests = 1
+        """,
+    )
+    settings = {"client_limits": path, "client_header": "X-Forwarded-For", "log_format": "json"}
+    with RunningServer(checkpoint, **settings) as server:
+        server.wait_until_ready()
+        yield server, path
+        assert server.stop() == 0
+        assert "Traceback" not in server.output()
+
+
+def of(number):
+    return {"X-Forwarded-For": f"203.0.113.5, 192.0.2.{number}"}
+
+
+def test_requests_beyond_the_limit_get_429(limited):
+    server, _ = limited
+    before = server.metric("chargpt_admission_rejections_total", reason="rate_limit")
+    assert [generate(server, of(1)).status_code for _ in range(3)] == [200] * 3
+    for method, path in (("POST", "/generate"), ("GET", "/info"), ("POST", "/tokenize")):
+        response = web.request(method, server.url + path, headers=of(1))
+        assert response.status_code == 429
+        assert 1 <= int(response.headers["retry-after"]) <= 20
+        error = response.json()["error"]
+        assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit")
+        assert error["message"] == "requests_per_minute of client 192.0.2.1 is 3"
+    assert web.get(f"{server.url}/readyz", headers=of(1)).status_code == 200
+    assert web.get(f"{server.url}/metrics", headers=of(1)).status_code == 200
+    assert generate(server, of(9)).status_code == 200
+    assert server.metric("chargpt_admission_rejections_total", reason="rate_limit") == before + 3
+
+
+def test_characters_count_prompts_and_completions(limited):
+    server, _ = limited
+    stopped = {"prompt": "a", "stop_regex": "(.|\n)", "max_tokens": 80}
+    for _ in range(3):  # each uses two characters, the others are given back
+        assert generate(server, of(2), **stopped).status_code == 200
+    response = generate(server, of(2), prompt="a" * 50, max_tokens=51)
+    assert response.status_code == 400
+    assert "characters_per_minute of client 192.0.2.2 is 100" in response.json()["error"]["message"]
+    assert generate(server, of(2), prompt="a" * 40, max_tokens=40).status_code == 200
+    response = generate(server, of(2), prompt=["a" * 10, "b" * 10], max_tokens=10)
+    assert response.status_code == 429
+    assert 1 <= int(response.headers["retry-after"]) <= 60
+    assert web.post(f"{server.url}/tokenize", json={"prompt": "a" * 500}, headers=of(2)).status_code == 200
+
+
+def test_concurrent_requests_are_bounded(limited):
+    server, _ = limited
+    body = {"prompt": "a", "max_tokens": ENDLESS, "stream": True}
+    with web.stream("POST", f"{server.url}/generate", json=body, headers=of(3)) as response:
+        next(response.iter_lines())
+        assert generate(server, of(3)).json()["error"]["message"] == "concurrent_requests of client 192.0.2.3 is 1"
+    wait_until(lambda: generate(server, of(3)).status_code == 200)
+
+
+def test_hangup_reads_the_limits_again(limited):
+    server, path = limited
+    lines = map(json.loads, server.output().splitlines())
+    pid = next(line["pid"] for line in lines if line["process"] == "http-0")
+
+    def reload(text, line):
+        path.write_text(text)
+        count = server.output().count(line)
+        os.kill(pid, signal.SIGHUP)
+        wait_until(lambda: server.output().count(line) > count, otherwise=server.output)
+
+    assert generate(server, of(4)).status_code == 200
+    limit = '[clients."192.0.2.4"]\nrequests_per_minute = 1\n'
+    reload(limit, "client limits read again from")
+    assert generate(server, of(4)).status_code == 200
+    assert generate(server, of(4)).status_code == 429
+    reload(limit + "weight = 0", "client limits not changed")
+    assert generate(server, of(4)).status_code == 429
+    reload("", "client limits read again from")
+    assert generate(server, of(4)).status_code == 200
+
+
+def test_a_flood_does_not_delay_another_client(checkpoint, keys_file):
+    """300 requests of one client that never end, with the best priority; the other's are answered beside them."""
+    settings = {"api_keys_file": keys_file, "public_metrics": "true", "max_running_requests": 8}
+    with RunningServer(checkpoint, **settings) as server, contextlib.ExitStack() as flood:
+        server.wait_until_ready()
+        body = {"prompt": "a", "max_tokens": ENDLESS, "priority": -1000}
+        for _ in range(300):
+            flood.enter_context(sent(server.port, post("/generate", body, **bearer("team-a"))))
+        server.wait_until_metric("chargpt_num_requests_waiting", 292)
+        assert server.metric("chargpt_num_requests_running") == 8
+        for _ in range(3):
+            assert generate(server, bearer("team-b"), priority=1000).status_code == 200
+        assert server.metric("chargpt_num_requests_waiting") == 292
+        flood.close()
+        server.wait_until_metric("chargpt_num_requests_running", 0)
+        assert server.metric("chargpt_num_requests_waiting") == 0
+
+
+def test_a_wait_that_is_too_long_is_refused_at_once(checkpoint):
+    """The queue has room, but it moves by two requests per 0.4 s."""
+    with RunningServer(checkpoint, max_running_requests=1, max_queue_seconds=1.5, fair_queueing="false") as server:
+        server.wait_until_ready()
+        slow = {"max_tokens": ENDLESS, "timeout_seconds": 0.4}
+        for _ in range(3):  # shows the server how long a slot is taken
+            assert generate(server, **slow).status_code == 504
+        with contextlib.ExitStack() as stack:
+            body = {"prompt": "a", "max_tokens": ENDLESS, "timeout_seconds": 60}
+            for count in itertools.count(1):
+                stack.enter_context(sent(server.port, post("/generate", body)))
+                wait_until(lambda: server.metric("chargpt_num_requests_running") == 1)
+                if server.metric("chargpt_admission_rejections_total", reason="queue_full"):
+                    break
+                assert count < 60
+            response = generate(server)
+            assert response.status_code == 429
+            assert 2 <= int(response.headers["retry-after"]) < 600
+            assert "expected wait for a slot is" in response.json()["error"]["message"]
