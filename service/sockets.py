@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import select
 import selectors
 import shutil
 import socket
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 1.0  # a blocking receive returns after this long, so that the caller can report idle time
 MAX_UNSENT_BYTES = 64 << 20  # per HTTP process; beyond it that process counts as hung
+BACKLOG_BYTES = 1 << 20  # unsent, beyond which the worker waits for an HTTP process that reads
+BACKLOG_SECONDS = 0.05  # without progress, after which that process does not count as reading until it reads again
 
 
 class WorkerFound(msgspec.Struct):
@@ -111,13 +114,14 @@ class SocketTransport(MessageTransport):
 
 
 class _Connection:
-    """A worker's connection to one HTTP process: never blocks the engine."""
+    """A worker's connection to one HTTP process: an HTTP process that does not read does not block the engine."""
 
     def __init__(self, sock: socket.socket):
         self.sock = sock
         self.consumer_id: int | None = None  # until its Hello
         self.reader: _Reader[ToWorker] = _Reader(ToWorker)
         self.unsent = bytearray()
+        self.is_reading = True
 
 
 class WorkerSide:
@@ -164,12 +168,25 @@ class WorkerSide:
         return messages
 
     def send(self, item: FromWorker, consumer_id: int) -> None:
-        """Send to an HTTP process; dropped if that process is gone."""
+        """Send to an HTTP process; dropped if that process is gone.
+
+        A socket takes little at a time, so that frames of log-probabilities would pile up: waits while they are read.
+        """
         connection = self._connections.get(consumer_id)
         if connection is None:
             return
         connection.unsent += _frame(item)
         self._flush(connection)
+        while len(connection.unsent) > BACKLOG_BYTES and connection.is_reading:
+            writable = select.poll()
+            writable.register(connection.sock, select.POLLOUT)
+            if writable.poll(1000 * BACKLOG_SECONDS):
+                self._flush(connection)
+            else:
+                connection.is_reading = False
+        if len(connection.unsent) > MAX_UNSENT_BYTES:
+            logger.error("HTTP process %s does not read: closing its connection", connection.consumer_id)
+            self._drop(connection)
 
     def _read(self, connection: _Connection) -> None:
         try:
@@ -193,13 +210,10 @@ class WorkerSide:
         try:
             sent = connection.sock.send(connection.unsent)
             del connection.unsent[:sent]
+            connection.is_reading = True
         except BlockingIOError:
             pass
         except OSError:
-            self._drop(connection)
-            return
-        if len(connection.unsent) > MAX_UNSENT_BYTES:
-            logger.error("HTTP process %s does not read: closing its connection", connection.consumer_id)
             self._drop(connection)
             return
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
@@ -210,6 +224,7 @@ class WorkerSide:
             return
         self._selector.unregister(connection.sock)
         connection.sock.close()
+        connection.unsent.clear()
         if connection.consumer_id is not None:
             del self._connections[connection.consumer_id]
             self._messages.append((connection.consumer_id, ConsumerLost()))

@@ -13,8 +13,8 @@ import threading
 import pytest
 from helpers import run_with_sockets
 
-from service.sockets import MAX_UNSENT_BYTES, ConsumerLost, SocketTransport, WorkerFound, WorkerLost
-from service.wire import Abort, Delta, Step
+from service.sockets import BACKLOG_BYTES, MAX_UNSENT_BYTES, ConsumerLost, SocketTransport, WorkerFound, WorkerLost
+from service.wire import Abort, Delta, Logprobs, Step
 
 HTTP = 7  # the number of the HTTP process
 
@@ -219,9 +219,7 @@ def test_only_the_hung_reader_is_disconnected_at_the_buffer_limit():
         async with connected() as pair:
             others = []
             # The same worker, without the relay.
-            other = SocketTransport(1, pair.folder).connect(
-                8, lambda *event: event[1] == WorkerFound() or others.append(event)
-            )
+            other = SocketTransport(1, pair.folder).connect(8, lambda _, event: others.append(event))
             await pair.until(lambda: other.connected_workers == [0])
 
             pair.worker.send(step(0, 1_000_000), HTTP)
@@ -253,6 +251,33 @@ def test_only_the_hung_reader_is_disconnected_at_the_buffer_limit():
             await other.close()
 
     run_with_sockets(main)
+
+
+def test_frames_larger_than_a_socket_takes_do_not_pile_up_for_a_process_that_reads():
+    """A worker sends once per step, and a socket takes 0.2 MB: frames of log-probabilities are larger."""
+    transport = SocketTransport(1)
+    logprobs, received = Logprobs.of(range(100_000)), []
+
+    def send(worker):
+        while not worker.is_connected:
+            worker.receive(block=True)
+        (connection,) = worker._connections.values()
+        for number in range(150):  # 120 MB
+            worker.send(Step.of([Delta(number, [], logprobs=logprobs)]), HTTP)
+            assert len(connection.unsent) < 16 * BACKLOG_BYTES  # more than one only if the reader pauses
+        while connection.unsent:
+            worker.receive(block=True)
+
+    async def main():
+        http = transport.connect(HTTP, lambda _, event: received.append(type(event)))
+        await asyncio.to_thread(send, transport.listen(0))
+        await wait_for(lambda: received == [WorkerFound] + [Step] * 150)
+        await http.close()
+
+    try:
+        run_with_sockets(main)
+    finally:
+        transport.remove()
 
 
 def test_partial_frame_is_discarded_when_its_connection_ends():
