@@ -366,6 +366,9 @@ class Protocol(HttpToolsProtocol):
 
     def _time_out_headers(self) -> None:
         self._timer = None
+        if self.flow.read_paused:  # until earlier requests are answered: no fault of the client
+            self._timer = self.loop.call_later(self.limits.settings.header_timeout_seconds, self._time_out_headers)
+            return
         if not self._head_bytes and not self._is_begun:  # nothing has come
             self.limits.count_rejection("header_timeout")
             self.transport.close()

@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 import uvicorn
-from helpers import ENDLESS, RunningServer, make_certificate, save_random, wait_until, web
+from helpers import ENDLESS, SLOW, RunningServer, make_certificate, save_random, wait_until, web
 
 from service.http.protocol import LOOPBACK, Connections, Protocol, network_of
 from service.settings import Settings
@@ -422,6 +422,16 @@ def test_an_error_comes_after_the_answers_to_earlier_requests(server):
     generate = post("/generate", {"prompt": "a", "max_tokens": 2000})
     with sent(server.port, generate + GET + b"\r\n" + b"nonsense\r\n\r\n") as connection:
         assert re.findall(rb"HTTP/1.1 (\d+)", received(connection)) == [b"200", b"200", b"400"]
+
+
+def test_requests_that_the_server_does_not_read_yet_have_no_deadline(tmp_path):
+    checkpoint = save_random(tmp_path / "slow", **SLOW)
+    with RunningServer(checkpoint.path, header_timeout_seconds=0.2) as server:
+        server.wait_until_ready()
+        slow = post("/generate", {"prompt": "a", "max_tokens": 2000})
+        get = padded(50)  # cut by the end of what is parsed at a time
+        with sent(server.port, slow + get * 300) as connection:
+            assert set(statuses(connection, 301)) == {200}
 
 
 def test_a_client_that_leaves_aborts_its_request_whatever_it_has_pipelined(server):
