@@ -5,6 +5,7 @@ The one file that uses LitServe's private names; tests/test_litserve.py lists th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import logging
@@ -120,10 +121,13 @@ class Server(LitServer):
         self.connections = Connections(settings, lambda: self.service.metrics)
         self.spec = Spec()
         self.must_hurry = False  # after a second signal: do not wait for running requests
+        self._must_reload = False  # after SIGHUP
         api = self.api = EngineAPI(spec=self.spec, loop=EngineLoop())
+        accelerator = choose_accelerator(settings.accelerator)
+        check_devices(settings.devices, accelerator)
         super().__init__(
             api,
-            accelerator=choose_accelerator(settings.accelerator),
+            accelerator=accelerator,
             devices=settings.devices,
             workers_per_device=settings.workers_per_device,
             timeout=False,
@@ -201,9 +205,12 @@ class Server(LitServer):
             # while a process is spawned would cut off what the child reads.
             self.state.start_draining()
 
+        def hang_up(*_: Any) -> None:
+            self._must_reload = os.getpid() == main
+
         signal.signal(signal.SIGTERM, stop)
         signal.signal(signal.SIGINT, stop)
-        signal.signal(signal.SIGHUP, self._hang_up)
+        signal.signal(signal.SIGHUP, hang_up)
         try:
             self.run(
                 host=self.settings.host,
@@ -319,6 +326,9 @@ class Server(LitServer):
             TooManyDeathsError: processes keep dying.
         """
         self._check_signal()
+        if self._must_reload:
+            self._must_reload = False
+            self._reload()
         self.supervisor.check()
 
     def _check_signal(self) -> None:
@@ -329,8 +339,16 @@ class Server(LitServer):
         if self.state.is_draining:
             raise KeyboardInterrupt
 
-    def _hang_up(self, *_: Any) -> None:
-        logger.info("SIGHUP: ignored")
+    def _reload(self) -> None:
+        """After SIGHUP: read the clients' limits again, here for HTTP processes to come, and in those that run."""
+        if self.settings.client_limits is None:
+            logger.info("SIGHUP: ignored, as there are no --client-limits to read again")
+            return
+        self.service.limits.reload()
+        for name, pid in self.state.pids.items():
+            if name in self.state.http_names:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGHUP)
 
     def _perform_graceful_shutdown(self, manager: Any, uvicorn_workers: Any, shutdown_reason: str = "normal") -> None:
         """Refuse new requests, wait for running ones, then end the HTTP processes, then the workers."""
@@ -391,6 +409,20 @@ def choose_accelerator(asked: str) -> str:
         logger.warning("torch %s is built without CUDA: serving on the CPU although there is a GPU", version)
         return "cpu"
     return "cuda"
+
+
+def check_devices(devices: int, accelerator: str) -> None:
+    """
+    Raises:
+        BackendError: there are not so many; LitServe would ignore it on a CPU, and start workers without end on GPUs.
+    """
+    if accelerator == "cpu" and devices > 1:
+        raise BackendError(
+            f"--devices {devices}: a CPU is one device; --workers-per-device starts several inference processes on it"
+        )
+    gpus = check_cuda_with_nvidia_smi() if accelerator == "cuda" else 0
+    if 0 < gpus < devices:  # 0: named by UUID, which it does not count
+        raise BackendError(f"--devices {devices}: there are {gpus} GPUs, by nvidia-smi and CUDA_VISIBLE_DEVICES")
 
 
 def torch_build() -> tuple[str, str | None]:

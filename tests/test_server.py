@@ -29,6 +29,7 @@ from service.model.params import SamplingParams
 from service.model.tokenizer import CharTokenizer
 from service.server import (
     BackendError,
+    check_devices,
     choose_accelerator,
     choose_backend,
     choose_slots,
@@ -609,6 +610,25 @@ def test_auto_chooses_a_gpu_only_if_torch_is_built_with_cuda(tmp_path, monkeypat
     monkeypatch.setenv("PATH", "")
     check_cuda_with_nvidia_smi.cache_clear()
     assert choose_accelerator("auto") == "cpu"
+    check_cuda_with_nvidia_smi.cache_clear()
+
+
+def test_more_devices_than_there_are_is_one_sentence(tmp_path, monkeypatch, checkpoint):
+    done = run("--checkpoint", str(checkpoint.path), "--accelerator", "cpu", "--devices", "2")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "python -m service: --devices 2: a CPU is one device; --workers-per-device starts several inference processes "
+        "on it\n",
+    )
+    fake = tmp_path / "nvidia-smi"
+    fake.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200 (UUID: GPU-1)'\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    check_cuda_with_nvidia_smi.cache_clear()
+    check_devices(1, "cuda")
+    with pytest.raises(BackendError, match="--devices 3: there are 1 GPUs"):
+        check_devices(3, "cuda")
     check_cuda_with_nvidia_smi.cache_clear()
 
 

@@ -225,7 +225,8 @@ class Engine:
     def _start(self, sequence: Sequence, shared: Copy | None) -> None:
         assert sequence.slot is not None
         with self._isolated([sequence]):
-            self.runner.start(sequence.slot, sequence.request.sampling, sequence.request.prompt)
+            request = sequence.request
+            self.runner.start(sequence.slot, request.sampling, request.seen + request.prompt)
             if shared is not None:
                 self._copy(shared)
 

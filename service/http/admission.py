@@ -56,8 +56,8 @@ def estimate(
     """What a request of these sequences can hold. Sums over sequences, with the bytes above:
 
     - of each different prompt, all characters · PROMPT_BYTES;
-    - characters sent · SENT_BYTES: all that a needed logit depends on, which is the whole prompt if it is scored, or if
-      a penalty counts it; of the `window` longest only, if no more run at once;
+    - characters sent · SENT_BYTES: all that a needed logit depends on, which is the whole prompt if it is scored; of
+      the `window` longest only, if no more run at once;
     - of each of `num_rankings` candidates for an infill, which is scored whole and cut in MAX_CUTS ways, prompt and
       completion · PROMPT_BYTES, and twice the receptive field, where the suffix is, · SENT_BYTES;
     - with `echo`, characters of the prompt · ECHO_BYTES;
@@ -74,8 +74,7 @@ def estimate(
         length = len(submit.prompt)
         prompts[id(submit.prompt)] = length
         first_needed = length if submit.score_from is None else submit.score_from
-        is_whole = submit.sampling.needs_history
-        sent.append(length if is_whole else length - max(0, first_needed - receptive_field))
+        sent.append(length - max(0, first_needed - receptive_field))
         echoed += length if echo else 0
         completion += submit.max_tokens
         max_tokens = max(max_tokens, submit.max_tokens)

@@ -62,6 +62,7 @@ class SequenceState:
     echo: str  # to be emitted before the first character
     worker: int = HOMELESS
     runs: int = 0
+    must_run: bool = False  # a full queue is asked again: the request was accepted before
     checksum: int = 0  # of the text that arrived
     replay_left: int = 0  # characters of it that are yet to come again
     replay_checksum: int = 0  # of those that came again
@@ -115,6 +116,7 @@ class Generation:
         ]
         self.pending = deque(self.sequences)  # not submitted yet
         self.open: set[int] = set()  # ids of the sequences that run
+        self.seen: dict[tuple[int, int], list[int]] = {}  # see EngineClient._shortened
         self._touched: dict[SequenceState, None] = {}  # with undelivered deltas, in order of arrival
         self._failure: ApiError | None = None
         self._is_urgent = False
@@ -397,10 +399,11 @@ class EngineClient:
         echo: list[str] | None = None,
         interval: float | None = None,
         window: int | None = None,
+        is_accepted: bool = False,
     ) -> Generation:
         """Run sequences, at most `window` of them at once; their ids are set here.
 
-        echo: each prompt's text, if the answer is to begin with it.
+        echo: each prompt's text, if the answer is to begin with it; is_accepted: the request has run others before.
 
         Raises:
             ApiError: 503, no worker is connected.
@@ -414,11 +417,12 @@ class EngineClient:
             generation.deadline - time.monotonic() + LATE_SECONDS, self.abort, generation, "timeout"
         )
         for _ in submits[:window]:
-            self._submit_next(generation)
+            self._submit_next(generation, is_accepted)
         return generation
 
-    def _submit_next(self, generation: Generation) -> None:
+    def _submit_next(self, generation: Generation, must_run: bool) -> None:
         sequence = generation.pending.popleft()
+        sequence.must_run = must_run
         sequence.submit.id = sequence_id(self.consumer_id, next(self._numbers))
         self._running[sequence.submit.id] = (generation, sequence)
         generation.open.add(sequence.submit.id)
@@ -436,7 +440,7 @@ class EngineClient:
         sequence.runs += 1
         submit = sequence.submit
         submit.timeout_seconds = max(0.0, generation.deadline - time.monotonic())
-        self._sockets.send(self._shortened(submit), sequence.worker)
+        self._sockets.send(self._shortened(generation, submit), sequence.worker)
 
     def _leave(self, sequence: SequenceState) -> None:
         """A sequence is no longer in its worker."""
@@ -454,6 +458,7 @@ class EngineClient:
             sequence.error = ApiError(503, message, code="worker_lost", retry_after_seconds=1)
             self._received_delta(Delta(id, [], "error"), time.monotonic())
             return
+        sequence.must_run = True
         sequence.replay_left = sequence.logprobs_replay_left = sequence.num_completion_tokens
         sequence.replay_checksum = 0
         sequence.prompt_replay_left = sequence.num_prompt_logprobs
@@ -475,14 +480,18 @@ class EngineClient:
         self._sockets.send(Abort(sequence.submit.id), sequence.worker)
         self._received_delta(Delta(sequence.submit.id, [], "error"), time.monotonic())
 
-    def _shortened(self, submit: Submit) -> Submit:
-        """Without the beginning of a prompt that no needed logit depends on; a penalty counts what is in all of it."""
+    def _shortened(self, generation: Generation, submit: Submit) -> Submit:
+        """Without the beginning of a prompt that no needed logit depends on; a penalty needs to know what is in it."""
         first_needed = submit.score_from or len(submit.prompt)  # the first id whose logits are needed
         start = first_needed - self._receptive_field
-        if start <= 0 or submit.sampling.needs_history:
+        if start <= 0:
             return submit
+        seen: list[int] = []
+        if submit.sampling.needs_history:
+            key = (id(submit.prompt), start)  # of `n` sequences with the same prompt
+            seen = generation.seen.get(key) or generation.seen.setdefault(key, sorted(set(submit.prompt[:start])))
         score_from = None if submit.score_from is None else submit.score_from - start
-        return msgspec.structs.replace(submit, prompt=submit.prompt[start:], score_from=score_from)
+        return msgspec.structs.replace(submit, prompt=submit.prompt[start:], seen=seen, score_from=score_from)
 
     def abort(self, generation: Generation, reason: FinishReason) -> None:
         """End what still runs of a generation, and what was not submitted yet."""
@@ -523,12 +532,13 @@ class EngineClient:
                 self._received_step(message, time.monotonic())
             case Refused(id) if id in self._running:
                 generation, sequence = self._running[id]
-                if sequence.runs == 1:
+                if not sequence.must_run:
                     self._end(id)
                     self.state.refused(self.consumer_id)
                     generation.refuse(message)
-                else:  # it was accepted by a worker that is lost
+                else:
                     self._leave(sequence)
+                    sequence.runs -= 1
                     self.loop.call_later(RETRY_SECONDS, self._run_again, generation, sequence)
             case WorkerFound():
                 for generation, sequence in list(self._running.values()):
@@ -614,7 +624,7 @@ class EngineClient:
             generation.open.discard(id)
             self._leave(sequence)
             if generation.pending:
-                self._submit_next(generation)
+                self._submit_next(generation, must_run=True)
             elif not generation.open:
                 self._forget(generation)
         return running

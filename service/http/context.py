@@ -161,7 +161,8 @@ class Service:
                 self.metrics.request_rejected("rate_limit", len(submits))
             raise
         context.num_charged_characters += characters
-        generation = self.client.start(submits, context.arrived_at, **options)
+        is_accepted = bool(context.generations)
+        generation = self.client.start(submits, context.arrived_at, is_accepted=is_accepted, **options)
         context.generations.append(generation)
         if context.client_left:
             generation.abort()

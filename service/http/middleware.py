@@ -107,6 +107,9 @@ class RequestMiddleware:
                 await self._inner(scope, receive, identified_send)
         except ClientDisconnect:
             context.client_left = True
+        except asyncio.CancelledError:  # as below, while the answer is written
+            context.client_left = True
+            scope["extensions"]["chargpt.abort"]()
         finally:
             seconds = time.monotonic() - started_at
             if context.client_left:
@@ -181,6 +184,11 @@ class RequestMiddleware:
                 await self._limited(scope, bounded_receive, send)
         except ClientDisconnect:
             raise
+        except asyncio.CancelledError:  # by uvicorn, when the time to drain is over
+            if context.status is not None:
+                raise
+            error = ApiError(503, "server has shut down", code="shutting_down", headers={"Connection": "close"})
+            await error_response(error)(scope, receive, send)
         except Exception as error:
             if context.status is not None or not isinstance(error, ApiError | HTTPException):
                 logger.exception("request %s failed", context.request_id)

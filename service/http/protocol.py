@@ -158,7 +158,7 @@ class Flow(FlowControl):
 class Protocol(HttpToolsProtocol):
     """One connection.
 
-    Requests get a callable in their scope's extensions, `chargpt.abort`, that closes the connection at once.
+    Requests get `abort` in their scope's extensions, as `chargpt.abort`.
     """
 
     flow: Flow
@@ -206,7 +206,7 @@ class Protocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = Flow(transport)
-        self._extensions = {"chargpt.abort": transport.abort}
+        self._extensions = {"chargpt.abort": self.abort}
         if self._network is None:  # otherwise TlsServer has admitted it
             if self.client is None:  # gone already
                 transport.abort()
@@ -225,17 +225,24 @@ class Protocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         if self._is_lingering:
             self.limits.num_lingering -= 1
-        running = self._running  # uvicorn tells only the last request read
-        if running is not None and not running.response_complete:
-            running.disconnected = True
-            running.message_event.set()
+        self._disconnect()  # uvicorn tells only the last request read
         super().connection_lost(exc)
         self.pipeline.clear()
         self._unparsed = b""
 
+    def abort(self) -> None:
+        """Close the connection at once, whatever the client has still to read."""
+        self._disconnect()
+        self.transport.abort()
+
+    def _disconnect(self) -> None:
+        if self._is_answering:
+            self._running.disconnected = True  # type: ignore[union-attr]
+            self._running.message_event.set()  # type: ignore[union-attr]
+
     def shutdown(self) -> None:
         super().shutdown()
-        # Before uvicorn cancels what still runs, with a traceback.
+        # Before uvicorn cancels what still runs.
         self.loop.call_later(0.5 * (self.config.timeout_graceful_shutdown or 1), self._abort_if_stuck)
 
     def timeout_keep_alive_handler(self) -> None:
@@ -247,7 +254,7 @@ class Protocol(HttpToolsProtocol):
     def _abort_if_stuck(self) -> None:
         """Abort if the client reads nothing of what it was sent."""
         if self.flow.write_paused or (self.transport.is_closing() and self.transport.get_write_buffer_size()):
-            self.transport.abort()
+            self.abort()
 
     def _set_timer(self, timer: asyncio.TimerHandle | None) -> None:
         if self._timer is not None:
@@ -359,6 +366,9 @@ class Protocol(HttpToolsProtocol):
 
     def _time_out_headers(self) -> None:
         self._timer = None
+        if self.flow.read_paused:  # until earlier requests are answered: no fault of the client
+            self._timer = self.loop.call_later(self.limits.settings.header_timeout_seconds, self._time_out_headers)
+            return
         if not self._head_bytes and not self._is_begun:  # nothing has come
             self.limits.count_rejection("header_timeout")
             self.transport.close()
@@ -393,8 +403,7 @@ class Protocol(HttpToolsProtocol):
         if not self._is_answering:
             self._write_refusal(error)
         elif self._running is self.cycle and self.cycle.more_body:
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
+            self._disconnect()
             if self.cycle.response_started:
                 self.transport.abort()
             else:

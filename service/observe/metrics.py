@@ -156,7 +156,8 @@ class Metrics:
     ):
         self._process = process
         # Files are named after the process, so that one that replaces a dead one goes on where that ended.
-        values.ValueClass = values.MultiProcessValue(lambda: process)
+        if values.ValueClass is not values.MutexValue:  # which keeps values in this process, in tests
+            values.ValueClass = values.MultiProcessValue(lambda: process)
         self._buffered: list[_Buffered] = []
         self._later = later
         self._is_flush_due = False

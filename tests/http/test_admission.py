@@ -28,7 +28,6 @@ def test_estimate_sums_prompts_completions_and_log_probabilities():
     assert estimate([submit(prompt, 50)], 100, 65) == (8 * 1000 + 24 * 100, 24 * 50, 0)
     assert estimate([submit(prompt, 50)] * 3, 100, 65) == (8 * 1000 + 24 * 300, 24 * 150, 0)
     assert estimate([submit(prompt, 50)] * 3, 100, 65, echo=True).prompt == 8 * 1000 + 24 * 300 + 4 * 3000
-    assert estimate([submit(prompt, 50, SamplingParams(repetition_penalty=1.1))], 100, 65).prompt == 32 * 1000
     assert estimate([submit(prompt, 50, logprobs=0)], 100, 65).logprobs == 12 * 50
     assert estimate([submit(prompt, 50, logprobs=9)], 100, 65).logprobs == 12 * 10 * 50
     assert estimate([submit(prompt, 50, logprobs=99)], 100, 65).logprobs == 12 * 66 * 50
@@ -101,7 +100,6 @@ def server(checkpoint):
         ("/generate", {"prompt": "a", "max_tokens": 8000, "n": 11}, "max_tokens"),
         ("/v1/completions", {"prompt": "a", "max_tokens": 400, "n": 8, "logprobs": V}, "logprobs"),
         ("/v1/completions", {"prompt": "a" * 90_000, "max_tokens": 0, "echo": True, "logprobs": 0}, "prompt"),
-        ("/v1/completions", {"prompt": ["a" * 90_000] * 3, "max_tokens": 1, "presence_penalty": 1}, "prompt"),
         ("/generate", {"prompt": "a", "suffix": "b", "max_tokens": 20_000, "best_of": 8}, "prompt"),
         ("/v1/score", {"texts": ["a" * 100_000]}, "prompt"),
         ("/v1/next", {"prompt": ["a" * 90_000] * 5}, "prompt"),

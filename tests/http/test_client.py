@@ -9,14 +9,15 @@ import pytest
 from helpers import run_with_sockets
 from prometheus_client import CollectorRegistry
 
-from service.http.client import EngineClient
+from service.http.client import MAX_RUNS, EngineClient, gathered
+from service.http.schemas import ApiError
 from service.model.checkpoint import Checkpoint
 from service.model.config import GPTConfig
 from service.model.params import SamplingParams
 from service.model.tokenizer import CharTokenizer
 from service.observe.metrics import Metrics
-from service.shared import SharedState
-from service.sockets import SocketTransport
+from service.shared import REASONS, SharedState
+from service.sockets import ConsumerLost, SocketTransport
 from service.wire import Delta, Logprobs, Step, Submit
 
 CONFIG = GPTConfig(vocab_size=2, block_size=4, n_layer=2, n_head=1, n_kv_head=1, n_embd=8)
@@ -40,8 +41,16 @@ class Peer:
     async def until(self, condition):
         async with asyncio.timeout(30):
             while not condition():
-                self.received.extend(message for _, message in self.worker.receive(block=False))
+                messages = [message for _, message in self.worker.receive(block=False)]
+                self.received += [message for message in messages if message != ConsumerLost()]
                 await asyncio.sleep(0)
+
+    async def lose_worker(self):
+        """A new one answers at the same place."""
+        for connection in list(self.worker._connections.values()):
+            self.worker._drop(connection)
+        await self.until(lambda: not self.client.is_ready)
+        await self.until(lambda: self.client.is_ready)
 
     def send(self, *deltas):
         self.worker.send(Step.of(deltas), 0)
@@ -84,7 +93,7 @@ def test_timeout_counts_from_the_request_arrival_in_every_stage():
 
 
 def test_a_prompt_travels_without_what_no_logit_depends_on():
-    """Except where a penalty counts its characters; the request itself keeps the whole prompt."""
+    """A penalty is told what was in it; the request itself keeps the whole prompt."""
     prompt, field = [0, 1] * 20, CONFIG.receptive_field
     assert field == 7
 
@@ -100,10 +109,56 @@ def test_a_prompt_travels_without_what_no_logit_depends_on():
             generation = peer.client.start(given, time.monotonic())
             await peer.until(lambda: len(peer.received) == len(given))
             sent = [(len(it.prompt), it.score_from) for it in peer.received]
-            assert sent == [(field, None), (field, None), (40, None), (40, 1), (17, 7)]
+            assert sent == [(field, None), (field, None), (field, None), (40, 1), (17, 7)]
+            assert [it.seen for it in peer.received] == [[], [], [0, 1], [], []]
             assert peer.received[4].prompt == prompt[23:]
             assert [len(it.prompt) for it in given] == [40, field, 40, 40, 40]
             generation.abort()
+
+    run_with_sockets(main)
+
+
+def test_a_sequence_that_lost_its_worker_goes_on_where_it_was_or_ends_with_the_reason():
+    """Its text comes again, in other frames; a client may have been sent the first part of it."""
+    begun = {"scheduled_at": 1.0, "prefilled_at": 2.0}
+
+    async def main():
+        async with connected() as peer:
+            same, other, tired = (
+                peer.client.start([submit([seed], logprobs=0)], time.monotonic(), interval=0.0) for seed in (0, 1, 1)
+            )
+            await peer.until(lambda: len(peer.received) == 3)
+            texts = [[], []]
+
+            async def read(generation, parts):
+                async for pieces in generation:
+                    parts += [(piece.text, piece.logprobs.rows() if piece.logprobs else ()) for piece in pieces]
+
+            tasks = [asyncio.create_task(read(*it)) for it in zip((same, other), texts, strict=True)]
+            ids = [it.id for it in peer.received[:2]]
+            columns = Logprobs.of([-0.5, -0.25, -0.125])
+            peer.send(*(Delta(id, [0, 1, 1], **begun, logprobs=columns) for id in ids))
+            await peer.until(lambda: all(texts))
+            peer.received.clear()
+            await peer.lose_worker()
+            await peer.until(lambda: len(peer.received) == 3)
+            assert [it.id for it in peer.received[:2]] == ids
+            peer.send(Delta(ids[0], [0, 1], **begun, logprobs=Logprobs.of([-0.5, -0.25])))
+            peer.send(Delta(ids[0], [1, 0], "length", ended_at=3.0, logprobs=Logprobs.of([-0.125, -9.0])))
+            peer.send(Delta(ids[1], [1, 1, 1], **begun))
+            await tasks[0]
+            assert "".join(text for text, _ in texts[0]) == "abba"
+            assert [value for _, rows in texts[0] for value, _ in rows] == [-0.5, -0.25, -0.125, -9.0]
+            with pytest.raises(ApiError, match="did not repeat the text") as diverged:
+                await tasks[1]
+            assert diverged.value.status == 500
+            for _ in range(MAX_RUNS - 1):
+                await peer.lose_worker()
+            with pytest.raises(ApiError, match="3 in a row") as lost:
+                await gathered(tired)
+            assert (lost.value.status, lost.value.headers["Retry-After"]) == (503, "1")
+            ended = {reason: peer.state.num_sequences(reason) for reason in REASONS}
+            assert ended == {"stop": 0, "length": 1, "abort": 0, "timeout": 0, "error": 2}
 
     run_with_sockets(main)
 
