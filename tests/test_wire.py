@@ -33,7 +33,7 @@ def test_logprobs_are_taken_in_order_and_parts_are_copies():
 
 def test_an_alternative_takes_12_bytes_on_the_way():
     logprobs = random_logprobs(random.Random(0), 1000, 65)
-    frame = msgspec.msgpack.encode(Step.of([Delta(1, [0] * 1000, logprobs=logprobs)], 0))
+    frame = msgspec.msgpack.encode(Step.of([Delta(1, [0] * 1000, logprobs=logprobs)]))
     assert len(frame) < 1000 * (65 * 12 + 8 + 4) + 100
     received = msgspec.msgpack.decode(frame, type=Step).deltas[0].logprobs
     assert received == logprobs
