@@ -134,8 +134,10 @@ class App:
         service.process_id, process = process_id, f"http-{process_id}"
         metrics = Metrics(service.settings.model_name, CollectorRegistry(), process, later=loop.call_later)
         service.client = EngineClient(
-            transport, process_id, metrics, service.checkpoint, service.state, service.settings.hang_seconds
-        )
+            transport, process_id, metrics, service.checkpoint, service.state,
+            hang_seconds=service.settings.hang_seconds,
+            capacity=service.slots + service.settings.max_queued_requests,
+        )  # fmt: skip
         service.metrics = service.admission.metrics = metrics
         metrics.held_bytes.set(0)
         loop.add_signal_handler(signal.SIGHUP, service.limits.reload)

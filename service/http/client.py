@@ -260,6 +260,7 @@ class Generation:
             self._failure = self._failure or self._failed(sequence, reason)
             self._metrics.request_generation_tokens.observe(sequence.num_completion_tokens)
             self._client.state.ended(self._client.consumer_id, reason)
+            self._client.count(sequence.submit.client, -1)
             self._touched[sequence] = None
         is_first = delta.prefilled_at is not None and self.is_stream
         if is_first or reason in FAILURES or (not self.open and not self.pending):
@@ -270,9 +271,7 @@ class Generation:
     def refuse(self, refused: Refused) -> None:
         """The worker's queue is full."""
         self._metrics.request_rejected("queue_full")
-        self._failure = self._failure or ApiError(
-            429, refused.message, code="queue_full", retry_after_seconds=refused.retry_after_seconds
-        )
+        self._failure = self._failure or _queue_full(refused)
         self._wake_urgently(time.monotonic())
 
     def _wake_urgently(self, now: float) -> None:
@@ -350,6 +349,10 @@ def _joined(pieces: list[Piece]) -> Piece:
     return last._replace(text=text, logprobs=first.logprobs, num_unscored=first.num_unscored)
 
 
+def _queue_full(refused: Refused) -> ApiError:
+    return ApiError(429, refused.message, code="queue_full", retry_after_seconds=refused.retry_after_seconds)
+
+
 def _drop(logprobs: Logprobs, count: int) -> int:
     """Remove the first `count`, or all if there are fewer; returns how many."""
     return len(logprobs.take(min(count, len(logprobs))))
@@ -358,7 +361,8 @@ def _drop(logprobs: Logprobs, count: int) -> int:
 class EngineClient:
     """Connected to every worker; a sequence goes to the one with the fewest sequences.
 
-    hang_seconds: a worker without a heartbeat for so long is not ready.
+    hang_seconds: a worker without a heartbeat for so long is not ready; capacity: sequences that a worker accepts of a
+    client, if it has no others.
     """
 
     def __init__(
@@ -369,10 +373,13 @@ class EngineClient:
         checkpoint: Checkpoint,
         state: SharedState,
         hang_seconds: float = math.inf,
+        capacity: int = 2**31,
     ):
         self.metrics, self.tokenizer = metrics, checkpoint.tokenizer
         self.state, self.consumer_id = state, consumer_id
-        self._hang_seconds = hang_seconds
+        self._hang_seconds, self._capacity = hang_seconds, capacity
+        self._by_client: Counter[str] = Counter()  # sequences of each client that have not ended
+        self._refused: Refused | None = None  # the last of a worker
         self._receptive_field = checkpoint.receptive_field
         self.loop = asyncio.get_running_loop()
         self._sockets = transport.connect(consumer_id, self._received)
@@ -390,6 +397,21 @@ class EngineClient:
 
     def _is_responsive(self, worker: int) -> bool:
         return self.state.is_responsive(self.state.worker_names[worker], self._hang_seconds)
+
+    def count(self, client: str, change: int) -> None:
+        self._by_client[client] += change
+        if not self._by_client[client]:
+            del self._by_client[client]
+
+    def refuse_if_full(self, client: str) -> None:
+        """Spare a flood's requests the way to a worker that would refuse them.
+
+        Raises:
+            ApiError: 429, the client has as many sequences as all workers accept of it.
+        """
+        if self._refused is not None and self._by_client[client] >= self._capacity * len(self.state.worker_names):
+            self.metrics.request_rejected("queue_full")
+            raise _queue_full(self._refused)
 
     def start(
         self,
@@ -412,6 +434,7 @@ class EngineClient:
             self.metrics.request_rejected("not_ready", len(submits))
             raise ApiError(503, "no inference process is ready", code="not_ready", retry_after_seconds=1)
         self.state.accepted(self.consumer_id, len(submits))
+        self.count(submits[0].client, len(submits))
         generation = Generation(self, submits, arrived_at, echo=echo, interval=interval)
         self._late[generation] = self.loop.call_later(
             generation.deadline - time.monotonic() + LATE_SECONDS, self.abort, generation, "timeout"
@@ -535,6 +558,8 @@ class EngineClient:
                 if not sequence.must_run:
                     self._end(id)
                     self.state.refused(self.consumer_id)
+                    self.count(sequence.submit.client, -1)
+                    self._refused = message
                     generation.refuse(message)
                 else:
                     self._leave(sequence)

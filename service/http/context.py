@@ -123,6 +123,11 @@ class Service:
             message = f"model {name!r} is not served here; the served model is {self.settings.model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
+    def refuse_if_full(self, context: RequestContext) -> None:
+        """Before anything of a request is read; raises as EngineClient.refuse_if_full."""
+        if self.settings.fair_queueing:
+            self.client.refuse_if_full(context.client)
+
     def timeout(self, seconds: float | None) -> float:
         longest = self.settings.request_timeout_seconds
         return longest if seconds is None else min(seconds, longest)

@@ -27,6 +27,7 @@ EVENT_SOURCE_END = "done"  # id of the last event, with which EventSource reconn
 
 async def generate(service: Service, request: Request) -> Response:
     """Continue a text."""
+    service.refuse_if_full(RequestContext.of(request.scope))
     return await _answer(service, request, await service.bodies.read(GenerateRequest, request), NativeForm)
 
 
@@ -43,6 +44,7 @@ async def generate_events(service: Service, request: Request) -> Response:
 
 async def completions(service: Service, request: Request) -> Response:
     """Continue a text, as OpenAI's completions."""
+    service.refuse_if_full(RequestContext.of(request.scope))
     return await _answer(service, request, await service.bodies.read(CompletionRequest, request), CompletionForm)
 
 

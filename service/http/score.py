@@ -46,6 +46,7 @@ MAX_SUMMED = 1 << 14  # nats added up at a time: about 1 ms
 async def score(service: Service, request: Request) -> Response:
     """Score texts, or rank continuations of a prefix."""
     context = RequestContext.of(request.scope)
+    service.refuse_if_full(context)
     body = await service.bodies.read(ScoreRequest, request)
     service.check_model(body.model)
     encoder = Encoder(service, body)
@@ -131,6 +132,7 @@ def _character_nats(logprobs: Logprobs, has_first: bool) -> Iterator[list[float 
 async def next_character(service: Service, request: Request) -> Response:
     """Give the distribution of the next character."""
     context = RequestContext.of(request.scope)
+    service.refuse_if_full(context)
     body = await service.bodies.read(NextRequest, request)
     service.check_model(body.model)
     encoder = Encoder(service, body)
