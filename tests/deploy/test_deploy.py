@@ -22,6 +22,7 @@ from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 from helpers import ENDLESS, VOCABULARY, RunningServer, make_certificate, random_model, wait_until, web
 
+from service.http.client import MAX_RUNS
 from service.model.checkpoint import save_checkpoint
 from service.model.tokenizer import CharTokenizer
 from service.observe.metrics import SECONDS
@@ -361,9 +362,16 @@ class Load:
         assert sorted(call.result().status_code for call in crowd) == [200] * 4 + [429] * 16
 
     def kill_the_worker(self):
-        """Kills it during a stream; the next request finds no worker."""
-        *_, last, _ = self.stream(max_tokens=ENDLESS, meanwhile=lambda: self.server.worker().kill())
-        assert json.loads(last)["error"]["code"] == "engine_error"
+        """Kills each that runs the same stream, until that gives up; the next request finds no worker."""
+
+        def kill():
+            for number in range(MAX_RUNS):
+                self.server.wait_until_metric("chargpt_worker_restarts_total", number)
+                self.server.wait_until_metric("chargpt_num_requests_running", 1)
+                self.server.worker().kill()
+
+        *_, last, _ = self.stream(max_tokens=ENDLESS, meanwhile=kill)
+        assert json.loads(last)["error"]["code"] == "worker_lost"
         assert self.ask(prompt="To be").status_code == 503
 
 
