@@ -42,6 +42,7 @@ _LISTS: dict[str, Any] = {
     "texts": list[str], "continuations": list[str], "tokens": _Ids, "stop": list[str], "choice": list[str],
     "seed": list[int],
 }  # fmt: skip
+_FIRST_ITEM = re.compile(rb"\[\s*(.)")
 _decode = msgspec.json.decode
 _encode = msgspec.json.encode
 
@@ -132,7 +133,7 @@ def _fields(kind: type[BaseModel], body: bytes) -> dict[str, bytes]:
 
 async def _prompts(raw: bytes, settings: Settings, pause: Pause, *, may_be_ids: bool) -> list[Any]:
     """The field `prompt`, if it is a list: of texts, of ids, or of lists of ids."""
-    first = raw[1:].lstrip()[:1]
+    first = _FIRST_ITEM.match(raw)[1]  # type: ignore[index]  # a list, as `raw` was checked
     if first == b'"':
         prompts: list[Any] = _checked("prompt", raw, list[str])
     elif first == b"[" and may_be_ids:
