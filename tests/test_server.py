@@ -469,11 +469,14 @@ def test_full_queue_returns_429(checkpoint):
                 assert response.status_code == 429
                 assert 1 <= int(response.headers["retry-after"]) <= 60
                 assert response.json()["error"]["type"] == "rate_limit_error"
+                # From now on before the body is read.
+                assert web.post(f"{server.url}/generate", content=b"not JSON").status_code == 429
                 assert server.metric("chargpt_num_requests_running") == 1
                 assert server.metric("chargpt_num_requests_waiting") == 1
             assert waiting.result().status_code == 200
             assert len(waiting.result().json()["choices"][0]["text"]) == 5
-        assert server.metric("chargpt_admission_rejections_total", reason="queue_full") == 1
+        assert server.metric("chargpt_admission_rejections_total", reason="queue_full") == 2
+        assert web.post(f"{server.url}/generate", content=b"not JSON").status_code == 400
         assert server.stop() == 0
 
 
