@@ -456,9 +456,11 @@ class EngineClient:
         workers = self._sockets.connected_workers
         if not workers:
             return
-        first = next(self._turns)  # of equals, each in turn
-        workers = [workers[(first + i) % len(workers)] for i in range(len(workers))]
-        sequence.worker = min(workers, key=lambda w: (not self._is_responsive(w), self.state.load(w)))
+        if len(workers) > 1:
+            first = next(self._turns)  # of equals, each in turn
+            workers = [workers[(first + i) % len(workers)] for i in range(len(workers))]
+            workers.sort(key=lambda w: (not self._is_responsive(w), self.state.load(w)))
+        sequence.worker = workers[0]
         self.state.submitted(self.consumer_id, sequence.worker)
         sequence.runs += 1
         submit = sequence.submit

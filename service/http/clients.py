@@ -6,6 +6,7 @@ the service runs. Knows nothing of routes or of the model; a client that is idle
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import itertools
 import logging
@@ -42,6 +43,7 @@ def address_of(scope: Scope, header: str | None) -> str:
     return _address(host) or "unknown"
 
 
+@functools.lru_cache(maxsize=1024)
 def _address(text: str) -> str | None:
     try:
         address = ipaddress.ip_address(text.partition("%")[0].removeprefix("[").removesuffix("]"))

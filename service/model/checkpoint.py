@@ -17,6 +17,7 @@ import codecs
 import contextlib
 import ctypes
 import errno
+import functools
 import glob
 import hashlib
 import itertools
@@ -233,7 +234,7 @@ class Checkpoint:
         """
         return _read(self.path, name, self.files)
 
-    @property
+    @functools.cached_property
     def receptive_field(self) -> int:
         """See GPTConfig."""
         return GPTConfig(**self.hyperparameters).receptive_field
