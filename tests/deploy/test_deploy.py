@@ -516,7 +516,7 @@ def test_worker_crash_alert_reaches_alertmanager(monitored):
     assert alert["labels"]["instance"] == f"127.0.0.1:{monitored.server.port}"
     assert alert["labels"]["severity"] == "ticket" and alert["labels"]["model_name"] == "chargpt"
     assert [receiver["name"] for receiver in alert["receivers"]] == ["tickets"]
-    assert alert["annotations"]["summary"].startswith(f"A worker of 127.0.0.1:{monitored.server.port} crashed")
+    assert alert["annotations"]["summary"].startswith(f"A process of 127.0.0.1:{monitored.server.port} crashed")
     assert alert["annotations"]["runbook"] == "deploy/RUNBOOK.md#chargptworkerrestarted"
 
 
