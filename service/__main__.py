@@ -3,6 +3,7 @@
 Run with --help for the settings.
 """
 
+import contextlib
 import os
 import shutil
 import signal
@@ -26,12 +27,17 @@ def main() -> int:
 
 def serve(settings: "Settings", **options: Any) -> int:
     """Serve until a signal; `options` are those of `build_server`. Returns main's exit status."""
-    from service.process import run_folder
+    from service.process import FolderError, run_folder
     from service.settings import program
 
     # GNU OpenMP's threads spin while they wait and take the core from HTTP processes.
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
-    with run_folder() as folder:
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = stack.enter_context(run_folder())
+        except FolderError as error:
+            print(f"{program()}: {error}", file=sys.stderr)
+            return 2
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)  # read when prometheus_client is imported
 
         def stop(*_: object) -> None:

@@ -14,6 +14,12 @@ from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
+MAX_FOLDER_BYTES = 75  # a socket's path has at most 103 bytes (macOS) or 107
+
+
+class FolderError(OSError):
+    """There is no usable temporary folder."""
+
 
 def die_with_parent(number: int = signal.SIGTERM) -> None:
     """Ask the kernel (Linux only) to send a signal when the parent dies, so that no process outlives the service."""
@@ -34,13 +40,23 @@ def relax_garbage_collector() -> None:
 def run_folder() -> Iterator[Path]:
     """A temporary folder for this run of the service: its sockets and metrics. Removed at the end.
 
-    Folders of earlier runs that were killed are removed too: nobody holds their locks.
+    This user's folders of earlier runs that were killed are removed too: nobody holds their locks.
+
+    Raises:
+        FolderError: there is no folder to write to, or its path is too long for a Unix socket's.
     """
-    temporary = Path(tempfile.gettempdir())
-    for lock in temporary.glob("chargpt-*/lock"):
-        with contextlib.suppress(OSError), open(lock, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(lock.parent)
+    try:
+        temporary = Path(tempfile.gettempdir())
+    except OSError as error:
+        raise FolderError(f"TMPDIR: {error.strerror}") from None
+    if len(os.fsencode(temporary)) > MAX_FOLDER_BYTES:
+        raise FolderError(f"TMPDIR: {temporary} is too long for Unix sockets: at most {MAX_FOLDER_BYTES} bytes")
+    for old in temporary.glob("chargpt-*"):
+        with contextlib.suppress(OSError):
+            if old.lstat().st_uid == os.getuid() and (old / "lock").is_file():
+                with open(old / "lock", "rb") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(old)
     while True:
         folder = Path(tempfile.mkdtemp(prefix="chargpt-"))  # mode 0700
         with open(folder / "lock", "wb") as file:

@@ -18,7 +18,9 @@ import psutil
 import pytest
 from helpers import ENDLESS, SLOW, RunningServer, is_worker, save_random, wait_until, web
 
+from service.__main__ import serve
 from service.process import run_folder
+from service.settings import Settings
 from service.shared import REASONS, SharedState
 from service.supervisor import Supervisor, TooManyDeathsError
 from tests.toolbox.disk import SmallDisk
@@ -317,6 +319,19 @@ def test_folders_of_killed_servers_are_removed_and_those_of_running_ones_stay(ch
     finally:
         other.rmdir()
         temporary.rmdir()
+
+
+def test_an_unusable_temporary_folder_is_one_sentence(tmp_path, monkeypatch, capsys):
+    for folder, message in (
+        (tmp_path / "absent", "TMPDIR: No usable temporary directory found in "),
+        (tmp_path / ("d" * 80), f"TMPDIR: {tmp_path / ('d' * 80)} is too long for Unix sockets: at most 75 bytes"),
+    ):
+        if "d" * 80 in str(folder):
+            folder.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda folder=folder: [str(folder)])
+        assert serve(Settings()) == 2
+        assert capsys.readouterr().err.startswith(f"python -m service: {message}")
 
 
 def test_a_full_temporary_folder_ends_nothing(checkpoint, monkeypatch):
