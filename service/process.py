@@ -21,12 +21,17 @@ class FolderError(OSError):
     """There is no usable temporary folder."""
 
 
-def die_with_parent(number: int = signal.SIGTERM) -> None:
-    """Ask the kernel (Linux only) to send a signal when the parent dies, so that no process outlives the service."""
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel (Linux only) for SIGKILL when the parent dies: not even a stopped process outlives the service.
+
+    parent: its process id; the process ends at once if the parent has died before.
+    """
     if os.uname().sysname == "Linux":
         import ctypes
 
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def relax_garbage_collector() -> None:

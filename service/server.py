@@ -49,11 +49,12 @@ from service.process import die_with_parent, relax_garbage_collector
 from service.settings import Settings
 from service.shared import SharedState
 from service.sockets import SocketTransport
-from service.supervisor import Supervisor, TooManyDeathsError
+from service.supervisor import START_SECONDS, Supervisor, TooManyDeathsError
 
 logger = logging.getLogger(__name__)
 
 UVICORN_GRACE_SECONDS = 1  # requests are drained before uvicorn stops
+HTTP_START_SECONDS = 60.0  # of an HTTP process, until its first heartbeat
 
 
 class StartError(Exception):
@@ -98,6 +99,17 @@ class PolledEvent(threading.Event):
         return super().wait(timeout)
 
 
+class HttpServer(uvicorn.Server):
+    """Ends when the main process says so: a signal to the process group is for the main process to handle."""
+
+    def __init__(self, config: uvicorn.Config, state: SharedState):
+        super().__init__(config)
+        self._state = state
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        self.should_exit = self.should_exit or self._state.is_stopping
+
+
 class Spec(LitSpec):
     """LitServe's extension point for a custom API. Registers nothing: the routes are App.routes."""
 
@@ -122,6 +134,7 @@ class Server(LitServer):
         self.spec = Spec()
         self.must_hurry = False  # after a second signal: do not wait for running requests
         self._must_reload = False  # after SIGHUP
+        self._others: list[BaseProcess] = []  # processes that are neither HTTP processes nor workers
         api = self.api = EngineAPI(spec=self.spec, loop=EngineLoop())
         accelerator = choose_accelerator(settings.accelerator)
         check_devices(settings.devices, accelerator)
@@ -163,7 +176,7 @@ class Server(LitServer):
             settings.log_format,
         )
         try:
-            allocate_files([*self.state.http_names, *self.state.worker_names])
+            allocate_files([*self.state.http_names, *self.state.worker_names], settings.model_name)
         except OSError as error:
             raise BackendError(f"{os.environ['PROMETHEUS_MULTIPROC_DIR']}: {error.strerror}") from None
         self.service = Service(
@@ -259,13 +272,13 @@ class Server(LitServer):
         if not self._logger_connector._loggers:
             return SimpleNamespace(shutdown=lambda: None)
         manager = SyncManager()
-        manager.start(_ignore_signals)
+        manager.start(_ignore_signals, (self.state.main_pid,))
         self.logger_queue = manager.Queue()
         return manager
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
-        die_with_parent()
+        die_with_parent(self.state.main_pid)
         async with self.http.running(self._transport, self.spec.response_queue_id):
             relax_garbage_collector()
             yield
@@ -277,7 +290,10 @@ class Server(LitServer):
         Raises:
             StartError: none can start.
         """
+        deadline = time.monotonic() + START_SECONDS
         while WorkerSetupStatus.READY not in self.workers_setup_status.values():
+            if time.monotonic() > deadline:
+                raise StartError(f"no inference process was ready within {START_SECONDS:g} s")
             if WorkerSetupStatus.ERROR in self.workers_setup_status.values() or not any(
                 worker.is_alive() for worker in self.inference_workers
             ):
@@ -290,12 +306,14 @@ class Server(LitServer):
     ) -> dict[int, BaseProcess]:
         """Start the HTTP processes, and keep all processes running from here on."""
         processes: dict[int, BaseProcess] = {}
+        # The queue of LitServe's loggers and their process, if there are any: these cannot be replaced.
+        self._others = [it for it in multiprocessing.active_children() if it not in self.inference_workers]
 
         def start_http(id: int) -> BaseProcess:
             config = uvicorn.Config(
                 self.app, log_level=log_level, timeout_graceful_shutdown=UVICORN_GRACE_SECONDS, **options
             )
-            server = uvicorn.Server(config)
+            server = HttpServer(config, self.state)
             self.spec.response_queue_id = id
             fork = multiprocessing.get_context("fork")
             process = processes[id] = fork.Process(target=server.run, args=(sockets,), name=f"http-{id}")
@@ -311,7 +329,8 @@ class Server(LitServer):
             self.supervisor.watch(name, self.inference_workers[id], start, functools.partial(forget_process, name))
         for id, name in enumerate(self.state.http_names):
             start = functools.partial(start_http, id)
-            self.supervisor.watch(name, start(), start, functools.partial(self._http_process_died, id))
+            died = functools.partial(self._http_process_died, id)
+            self.supervisor.watch(name, start(), start, died, HTTP_START_SECONDS)
         return processes
 
     def _http_process_died(self, id: int) -> None:
@@ -330,6 +349,9 @@ class Server(LitServer):
             self._must_reload = False
             self._reload()
         self.supervisor.check()
+        for process in self._others:
+            if not process.is_alive():
+                raise TooManyDeathsError(f"process {process.pid} of the loggers died, which cannot be replaced")
 
     def _check_signal(self) -> None:
         """
@@ -363,9 +385,24 @@ class Server(LitServer):
             logger.error("not waiting for running requests: %s", error)
         if self.state.num_busy:
             logger.warning("requests not finished within %g s: %d", self.settings.drain_seconds, self.state.num_busy)
-        self.uvicorn_graceful_timeout = 10  # seconds until HTTP processes, which abort remaining requests, are killed
+        self.state.start_stopping()
+        end_all(list(uvicorn_workers.values()), 10)  # they abort remaining requests
+        end_all(self.inference_workers, 5)
         super()._perform_graceful_shutdown(manager, uvicorn_workers, shutdown_reason)
         logger.info("all processes have ended")
+
+
+def end_all(processes: list[BaseProcess], seconds: float) -> None:
+    """SIGTERM, and SIGKILL to those that do not end; LitServe would wait for one after the other."""
+    for process in processes:
+        process.terminate()
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.is_alive():
+            logger.warning("%s (process %d) did not end: killing it", process.name, process.pid)
+            process.kill()
+            process.join()
 
 
 def check_address(host: str, port: int) -> None:
@@ -484,9 +521,9 @@ def choose_backend(settings: Settings, device: str) -> tuple[str, str]:
     return backend, dtype
 
 
-def _ignore_signals() -> None:
+def _ignore_signals(parent: int) -> None:
     """For the manager process: signals to the process group are the main process's to handle."""
-    die_with_parent(signal.SIGKILL)
+    die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 

@@ -99,7 +99,9 @@ class Settings(BaseSettings):
     )
 
     checkpoint: Path = Field(BUNDLED, description="checkpoint folder to serve")
-    model_name: str = Field("chargpt", min_length=1, description="the model's name in requests, answers and metrics")
+    model_name: str = Field(
+        "chargpt", min_length=1, max_length=256, description="the model's name in requests, answers and metrics"
+    )
     host: Literal["127.0.0.1", "0.0.0.0", "::"] = Field(
         "127.0.0.1", description="address to listen on: 127.0.0.1, 0.0.0.0 or ::"
     )

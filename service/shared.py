@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import time
 from collections.abc import Iterator
 from typing import get_args
@@ -15,7 +16,7 @@ from typing import get_args
 from service.wire import FinishReason
 
 REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
-_COLUMNS = ("accepted", "refused", *REASONS)  # of each HTTP process's sequences
+_COLUMNS = ("submitted", "refused", "begun", *REASONS)  # of each HTTP process's sequences
 
 
 class SharedState:
@@ -25,6 +26,7 @@ class SharedState:
     """
 
     def __init__(self, http_processes: int = 1, workers: int = 1):
+        self.main_pid = os.getpid()
         self.http_names = [f"http-{i}" for i in range(http_processes)]
         self.worker_names = [f"worker-{i}" for i in range(workers)]
         self._index = {name: i for i, name in enumerate(("main", *self.http_names, *self.worker_names))}
@@ -32,6 +34,7 @@ class SharedState:
         self._pids = multiprocessing.RawArray("q", len(self._index))
         self._restarts = multiprocessing.RawArray("q", len(self._index))
         self._draining = multiprocessing.RawValue("b", 0)
+        self._stopping = multiprocessing.RawValue("b", 0)
         self._busy = multiprocessing.RawArray("q", http_processes)  # requests running
         self._outstanding = multiprocessing.RawArray("q", http_processes * workers)  # sequences, by worker
         self._sequences = multiprocessing.RawArray("q", http_processes * len(_COLUMNS))
@@ -76,6 +79,14 @@ class SharedState:
     def start_draining(self) -> None:
         self._draining.value = 1
 
+    @property
+    def is_stopping(self) -> bool:
+        return bool(self._stopping.value)
+
+    def start_stopping(self) -> None:
+        """The time to drain is over: HTTP processes end."""
+        self._stopping.value = 1
+
     # -- requests and sequences --
 
     @property
@@ -91,7 +102,7 @@ class SharedState:
         finally:
             self._busy[http] -= 1
 
-    def submitted(self, http: int, worker: int) -> None:
+    def sent(self, http: int, worker: int) -> None:
         self._outstanding[http * len(self.worker_names) + worker] += 1
 
     def returned(self, http: int, worker: int) -> None:
@@ -101,22 +112,24 @@ class SharedState:
         """Sequences that all HTTP processes have in a worker."""
         return sum(self._outstanding[worker :: len(self.worker_names)])
 
-    def accepted(self, http: int, count: int) -> None:
-        """Sequences that must now end, each once."""
-        self._sequences[http * len(_COLUMNS)] += count
+    def submitted(self, http: int, count: int) -> None:
+        """Sequences that must now be refused or end, each once."""
+        self._add(http, "submitted", count)
 
     def refused(self, http: int) -> None:
-        """The worker's queue was full: the sequence is not one that must end."""
-        self._sequences[http * len(_COLUMNS) + 1] += 1
+        """The worker's queue was full."""
+        self._add(http, "refused")
+
+    def began(self, http: int) -> None:
+        """A first delta has come, so that the sequence is known to be accepted; before its ending at the latest."""
+        self._add(http, "begun")
 
     def ended(self, http: int, reason: FinishReason) -> None:
-        self._sequences[http * len(_COLUMNS) + _COLUMNS.index(reason)] += 1
+        self._add(http, reason)
 
     def num_sequences(self, column: str) -> int:
-        """Over all HTTP processes, of all time: those accepted, or ended for a reason."""
-        place = _COLUMNS.index(column)
-        total = sum(self._sequences[place :: len(_COLUMNS)])
-        return total - self.num_sequences("refused") if column == "accepted" else total
+        """Over all HTTP processes, of all time: those begun, or ended for a reason. Never decreases."""
+        return sum(self._sequences[_COLUMNS.index(column) :: len(_COLUMNS)])
 
     def http_process_died(self, http: int) -> None:
         """Nothing of a dead process runs; its sequences have ended, as nobody waits for them."""
@@ -124,5 +137,10 @@ class SharedState:
         workers = len(self.worker_names)
         self._outstanding[http * workers : (http + 1) * workers] = [0] * workers
         row = http * len(_COLUMNS)
-        accepted, *ended = self._sequences[row : row + len(_COLUMNS)]
-        self._sequences[row + _COLUMNS.index("abort")] += accepted - sum(ended)
+        submitted, refused, begun, *ended = self._sequences[row : row + len(_COLUMNS)]
+        lost = submitted - refused - sum(ended)
+        self._add(http, "begun", sum(ended) + lost - begun)
+        self._add(http, "abort", lost)
+
+    def _add(self, http: int, column: str, count: int = 1) -> None:
+        self._sequences[http * len(_COLUMNS) + _COLUMNS.index(column)] += count

@@ -28,7 +28,7 @@ from service.wire import Abort, FromWorker, Hello, Refused, Step, Submit, ToWork
 
 logger = logging.getLogger(__name__)
 
-IDLE_SECONDS = 1.0  # a blocking receive returns after this long, so that the caller can report idle time
+IDLE_SECONDS = 0.25  # a blocking receive returns after this long, so that the caller can show that it runs
 MAX_UNSENT_BYTES = 64 << 20  # per HTTP process; beyond it that process counts as hung
 BACKLOG_BYTES = 1 << 20  # unsent, beyond which the worker waits for an HTTP process that reads
 BACKLOG_SECONDS = 0.05  # without progress, after which that process does not count as reading until it reads again

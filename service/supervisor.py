@@ -36,13 +36,16 @@ class Watched:
     died: Callable[[], None]
     started_at: float
     restart_at: float | None = None  # None: it runs
+    start_seconds: float = START_SECONDS  # until its first heartbeat
     early_deaths: int = 0  # in a row
+    is_killed: bool = False  # as it hung, and has not ended yet
 
 
 class Supervisor:
     """
     hang_seconds: a process without a heartbeat for so long is killed and replaced.
-    max_deaths: more deaths than this within `window_seconds`, of all processes together, are too many.
+    max_deaths: more deaths than this are too many: of all processes within `window_seconds`, or of one in a row, each
+    before it had run for SETTLED_SECONDS.
     """
 
     def __init__(
@@ -63,10 +66,15 @@ class Supervisor:
         self._checked_at = self._patient_from = clock()
 
     def watch(
-        self, name: str, process: BaseProcess, start: Callable[[], BaseProcess], died: Callable[[], None]
+        self,
+        name: str,
+        process: BaseProcess,
+        start: Callable[[], BaseProcess],
+        died: Callable[[], None],
+        start_seconds: float = START_SECONDS,
     ) -> None:
         self._state.started(name, process.pid or 0)
-        self._watched.append(Watched(name, process, start, died, self._clock()))
+        self._watched.append(Watched(name, process, start, died, self._clock(), start_seconds=start_seconds))
 
     def check(self) -> None:
         """Look after every process; never waits for one.
@@ -85,35 +93,26 @@ class Supervisor:
                     self._restart(watched)
             elif not watched.process.is_alive():
                 self._bury(watched, now)
-            elif self._is_hung(watched, now):
+            elif not watched.is_killed and self._is_hung(watched, now):
                 logger.error("%s (process %d) hangs: killing it", watched.name, watched.process.pid)
                 watched.process.kill()
-                watched.process.join(1)
+                watched.is_killed = True
 
     def _is_hung(self, watched: Watched, now: float) -> bool:
         last = self._state.last_beat(watched.name)
         if last is None:
-            return now - watched.started_at > START_SECONDS
+            return now - watched.started_at > watched.start_seconds
         return now - max(last, self._patient_from) > self._hang_seconds
 
     def _bury(self, watched: Watched, now: float) -> None:
         is_early = self._state.last_beat(watched.name) is None or now - watched.started_at < SETTLED_SECONDS
-        watched.early_deaths = watched.early_deaths + 1 if is_early else 0
-        pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (watched.early_deaths - 1)) if is_early else 0.0
-        died = f"{watched.name} (process {watched.process.pid}) died ({_cause(watched.process)})"
         self._state.died(watched.name)
-        watched.died()
-        watched.restart_at = now + pause
-        self._deaths.append(now)
-        while self._deaths[0] < now - self._window_seconds:
-            self._deaths.popleft()
-        if len(self._deaths) > self._max_deaths:
-            raise TooManyDeathsError(
-                f"{died}: {len(self._deaths)} deaths of processes within {self._window_seconds:g} s are more than "
-                f"--max-restarts {self._max_deaths} allows"
-            )
-        logger.error("%s: restarting%s", died, f" in {pause:g} s" if pause else "")
-        if not pause:
+        try:
+            watched.died()
+        except OSError as error:  # its files are gone
+            logger.error("%s: %s", watched.name, error)
+        self._count(watched, now, is_early, f"(process {watched.process.pid}) died ({_cause(watched.process)})")
+        if watched.restart_at == now:
             self._restart(watched)
 
     def _restart(self, watched: Watched) -> None:
@@ -121,14 +120,30 @@ class Supervisor:
         try:
             watched.process = watched.start()
         except OSError as error:  # no memory, or too many processes
-            watched.early_deaths += 1
-            pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2**watched.early_deaths)
-            watched.restart_at = watched.started_at + pause
-            logger.error("%s cannot be started (%s): trying again in %g s", watched.name, error.strerror, pause)
+            self._count(watched, watched.started_at, True, f"cannot be started ({error.strerror})")
             return
-        watched.restart_at = None
+        watched.restart_at, watched.is_killed = None, False
         self._state.started(watched.name, watched.process.pid or 0)
         self._state.restarted(watched.name)
+
+    def _count(self, watched: Watched, now: float, is_early: bool, what: str) -> None:
+        """Count a death, and set when to start the process again."""
+        watched.early_deaths = watched.early_deaths + 1 if is_early else 0
+        pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(watched.early_deaths - 1, 10)) if is_early else 0.0
+        watched.restart_at = now + pause
+        self._deaths.append(now)
+        while self._deaths[0] < now - self._window_seconds:
+            self._deaths.popleft()
+        if len(self._deaths) > self._max_deaths:
+            many = f"{len(self._deaths)} deaths of processes within {self._window_seconds:g} s"
+        elif watched.early_deaths > self._max_deaths:
+            many = f"{watched.early_deaths} early deaths of it in a row"
+        else:
+            logger.error("%s %s: restarting%s", watched.name, what, f" in {pause:g} s" if pause else "")
+            return
+        raise TooManyDeathsError(
+            f"{watched.name} {what}: {many} are more than --max-restarts {self._max_deaths} allows"
+        )
 
 
 def _cause(process: BaseProcess) -> str:

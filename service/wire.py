@@ -54,6 +54,7 @@ class Submit(msgspec.Struct, gc=False, array_like=True, tag=True):
     score_from: int | None = None  # report the prompt's log-probabilities too, from this index (at least 1) on
     priority: int = 0  # among the client's own sequences; lower runs first
     seen: list[int] = []  # for penalties: distinct ids that preceded the prompt, and were cut off
+    must_run: bool = False  # accepted before: as a part of its request, or by a worker that was lost
     request_id: str = ""  # for the log
     client: str = ""  # whose sequence it is; clients share the worker fairly
     weight: float = 1.0  # of the client, above 0: how large a part is fair

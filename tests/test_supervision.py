@@ -218,6 +218,36 @@ def test_supervisor_waits_longer_each_time_and_gives_up_in_the_end():
     assert state.num_restarts(["worker-0"]) == 9
 
 
+def test_supervisor_gives_up_on_a_process_that_takes_long_to_fail():
+    """So long that its deaths are never too many within the window."""
+    now = [0.0]
+
+    class Loading:
+        pid, exitcode = 7, 1
+
+        def __init__(self):
+            self.ends_at = now[0] + 60
+
+        def is_alive(self):
+            return now[0] < self.ends_at
+
+    def start():
+        if len(starts) % 2:
+            starts.append(now[0])
+            raise OSError(12, "Cannot allocate memory")
+        starts.append(now[0])
+        return Loading()
+
+    starts = []
+    supervisor = Supervisor(SharedState(), hang_seconds=10, max_deaths=9, window_seconds=300, clock=lambda: now[0])
+    supervisor.watch("worker-0", Loading(), start, lambda: None)
+    with pytest.raises(TooManyDeathsError, match="10 early deaths of it in a row"):
+        for _ in range(100_000):
+            supervisor.check()
+            now[0] += 0.1
+    assert len(starts) == 9
+
+
 # -- a process hangs --
 
 
@@ -271,11 +301,41 @@ def test_sighup_is_logged_and_changes_nothing(checkpoint):
         assert server.stop() == 0
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_all_processes_drains_as_one_to_the_main_process(slow, number):
+    """As from a terminal, or from systemd."""
+    with RunningServer(slow.path) as server:
+        server.wait_until_ready()
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            running = [pool.submit(generate, server, seed=i, max_tokens=600, stream=bool(i)) for i in range(2)]
+            server.wait_until_metric("chargpt_num_requests_running", 2)
+            os.killpg(server.process.pid, number)
+            whole, stream = (it.result() for it in running)
+            assert len(whole.json()["choices"][0]["text"]) == len(text_of(pieces(stream))) == 600
+        assert server.process.wait(30) == 0
+        server.wait_until_gone()
+
+
+@pytest.mark.parametrize("are_stopped", [False, True])
+def test_no_process_outlives_a_killed_main_process(checkpoint, are_stopped):
+    with RunningServer(checkpoint.path) as server:
+        server.wait_until_ready()
+        if are_stopped:
+            for process in (server.worker(), *http_processes(server)):
+                process.suspend()
+        else:  # while a worker loads
+            server.worker().kill()
+            wait_until(lambda: server.metric("chargpt_worker_restarts_total") == 1)
+        server.process.kill()
+        server.process.wait()
+        server.wait_until_gone()
+
+
 def test_infill_that_was_accepted_completes_after_sigterm(slow):
     """Its second stage, which ranks the candidates, begins while the server drains."""
     with RunningServer(slow.path) as server:
         server.wait_until_ready()
-        body = {"suffix": " b", "best_of": 2, "max_tokens": 60}
+        body = {"suffix": " b", "best_of": 2, "max_tokens": 300}
         with concurrent.futures.ThreadPoolExecutor(5) as pool:
             running = [pool.submit(generate, server, seed=i, **body) for i in range(5)]
             server.wait_until_metric("chargpt_num_requests_running", 10)

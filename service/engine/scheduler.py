@@ -140,7 +140,7 @@ class Scheduler:
         Raises:
             QueueFullError: its client has no free slot and no place in the queue; nothing was queued.
         """
-        if not self._has_place(sequence.request):
+        if not sequence.request.must_run and not self._has_place(sequence.request):
             raise QueueFullError(self.max_waiting)
         self.queue.add(sequence)
         self._by_id[sequence.id] = sequence

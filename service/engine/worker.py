@@ -64,7 +64,7 @@ class EngineAPI(LitAPI):
     def setup(self, device: str) -> None:
         options = self.options
         slots = options.max_running + (reserved_slots(options.max_running) if options.is_fair else 0)
-        die_with_parent()
+        die_with_parent(self.state.main_pid)
         configure_logging(options.log_level, options.log_format)
         # A terminal's Ctrl-C reaches this process too, but running sequences are to finish.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -146,6 +146,7 @@ class EngineLoop(LitLoop):
             self._flush_at = began + metrics.FLUSH_SECONDS
         messages = sockets.receive(block=is_idle)
         if is_idle:
+            self._drain.forget()
             waited_until = engine.clock()
             metrics.engine_idle.inc(waited_until - began)
             began = waited_until
@@ -171,7 +172,7 @@ class EngineLoop(LitLoop):
                 wait = engine.scheduler.expected_wait(message, self._drain.rate)
                 limit = min(message.timeout_seconds, lit_api.options.max_queue_seconds)
                 try:
-                    if wait > limit:
+                    if wait > limit and not message.must_run:
                         raise LongWaitError(wait, limit)
                     engine.submit(message)
                 except (LongWaitError, QueueFullError) as error:
@@ -247,6 +248,10 @@ class DrainRate:
         """Add a step."""
         self._seconds += seconds
         self._ends.extend([self._seconds] * num_ended)
+
+    def forget(self) -> None:
+        """Nothing is left to run: what comes next may be of another kind."""
+        self._ends.clear()
 
     @property
     def rate(self) -> float | None:

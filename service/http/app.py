@@ -7,7 +7,9 @@ their answers with stream.py; info.py answers at once.
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -21,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from service.http import generate, info, score
 from service.http import schemas as s
 from service.http.client import EngineClient
-from service.http.context import Service
+from service.http.context import RequestContext, Service
 from service.http.middleware import RequestMiddleware
 from service.http.openapi import BODY, RUN, Handler, Operation, build_document, documentation
 from service.observe.metrics import Metrics
@@ -66,7 +68,10 @@ OPERATIONS = (
 
 
 class Endpoint:
-    """An ASGI application of one route, without starlette's wrapper for exceptions: the middleware answers those."""
+    """An ASGI application of one route, without starlette's wrapper for exceptions: the middleware answers those.
+
+    A request's time limit covers writing too: the connection of a client that does not read is dropped.
+    """
 
     def __init__(self, service: Service, handlers: dict[str, Handler]):
         self.service, self.handlers = service, handlers
@@ -74,12 +79,23 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         handler = self.handlers[scope["method"]]
         response = await handler(self.service, Request(scope, receive, send))
-        await response(scope, receive, send)
+        context = RequestContext.of(scope)
+        limit = self.service.timeout(context.timeout_seconds) + UNREAD_SECONDS
+        try:
+            async with asyncio.timeout(context.arrived_at + limit - time.monotonic()):
+                await response(scope, receive, send)
+        except TimeoutError:
+            logger.info("the client did not read its answer in time: dropping its connection")
+            context.client_left = True
+            scope["extensions"]["chargpt.abort"]()
 
 
 Hook = Callable[[], None]
 
 BEAT_SECONDS = 0.25  # between two heartbeats of an HTTP process
+UNREAD_SECONDS = 6.0  # for what is left to write at the deadline; 5 of them may pass until a worker is given up
+
+logger = logging.getLogger(__name__)
 
 
 class App:
@@ -141,6 +157,7 @@ class App:
         service.metrics = service.admission.metrics = metrics
         metrics.held_bytes.set(0)
         loop.add_signal_handler(signal.SIGHUP, service.limits.reload)
+        service.limits.reload()  # in case that this process was being forked at the last SIGHUP
         if service.settings.otlp_traces_endpoint is not None:
             from service.observe.tracing import Tracer  # loads OpenTelemetry
 

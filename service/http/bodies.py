@@ -206,7 +206,7 @@ def _list(kind: type[AnyRequest], name: str, raw: bytes) -> list[Any]:
         place = re.search(r"\$\[(\d+)\]", str(error))
     assert place is not None
     index = int(place[1])
-    wrong = _encode(_decode(raw)[index])
+    wrong = bytes(_decode(raw, type=list[Raw])[index])
     try:
         parse(kind, b'{"%b": [%b]}' % (name.encode(), wrong if len(wrong) <= LARGE_FIELD_BYTES else b"[]"))
     except ApiError as error:

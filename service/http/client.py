@@ -33,7 +33,6 @@ LATE_SECONDS = 5.0  # grace period after the deadline, before a sequence without
 TICK_SECONDS = 0.001  # resolution of the event loop's timers
 CONNECT_SECONDS = 5.0  # how long a starting HTTP process waits for a first worker
 MAX_RUNS = 3  # of a sequence, if workers are lost
-RETRY_SECONDS = 1.0  # before a sequence that lost its worker asks a full queue again
 HOMELESS = -1  # in place of a worker: the sequence waits until one is connected
 FAILURES = frozenset({"abort", "timeout", "error"})
 
@@ -62,7 +61,7 @@ class SequenceState:
     echo: str  # to be emitted before the first character
     worker: int = HOMELESS
     runs: int = 0
-    must_run: bool = False  # a full queue is asked again: the request was accepted before
+    is_begun: bool = False  # a first delta, or the ending, has come
     checksum: int = 0  # of the text that arrived
     replay_left: int = 0  # characters of it that are yet to come again
     replay_checksum: int = 0  # of those that came again
@@ -252,6 +251,9 @@ class Generation:
             sequence.prefilled_at = delta.prefilled_at
             self._metrics.prompt_tokens.inc(len(sequence.submit.prompt))
             self._metrics.request_prompt_tokens.observe(len(sequence.submit.prompt))
+        if not sequence.is_begun:
+            sequence.is_begun = True
+            self._client.state.began(self._client.consumer_id)
         reason = delta.finish_reason
         if reason is not None:
             sequence.finish_reason, sequence.ended_at = reason, delta.ended_at or now
@@ -260,7 +262,6 @@ class Generation:
             self._failure = self._failure or self._failed(sequence, reason)
             self._metrics.request_generation_tokens.observe(sequence.num_completion_tokens)
             self._client.state.ended(self._client.consumer_id, reason)
-            self._client.count(sequence.submit.client, -1)
             self._touched[sequence] = None
         is_first = delta.prefilled_at is not None and self.is_stream
         if is_first or reason in FAILURES or (not self.open and not self.pending):
@@ -378,8 +379,9 @@ class EngineClient:
         self.metrics, self.tokenizer = metrics, checkpoint.tokenizer
         self.state, self.consumer_id = state, consumer_id
         self._hang_seconds, self._capacity = hang_seconds, capacity
-        self._by_client: Counter[str] = Counter()  # sequences of each client that have not ended
-        self._refused: Refused | None = None  # the last of a worker
+        self._by_client: Counter[str] = Counter()  # sequences of each client that workers have
+        self._refused: Refused | None = None  # the last of a worker, which is true for as long as it says
+        self._refused_until = 0.0
         self._receptive_field = checkpoint.receptive_field
         self.loop = asyncio.get_running_loop()
         self._sockets = transport.connect(consumer_id, self._received)
@@ -398,18 +400,14 @@ class EngineClient:
     def _is_responsive(self, worker: int) -> bool:
         return self.state.is_responsive(self.state.worker_names[worker], self._hang_seconds)
 
-    def count(self, client: str, change: int) -> None:
-        self._by_client[client] += change
-        if not self._by_client[client]:
-            del self._by_client[client]
-
     def refuse_if_full(self, client: str) -> None:
         """Spare a flood's requests the way to a worker that would refuse them.
 
         Raises:
             ApiError: 429, the client has as many sequences as all workers accept of it.
         """
-        if self._refused is not None and self._by_client[client] >= self._capacity * len(self.state.worker_names):
+        is_full = self._by_client[client] >= self._capacity * len(self.state.worker_names)
+        if is_full and self._refused is not None and time.monotonic() < self._refused_until:
             self.metrics.request_rejected("queue_full")
             raise _queue_full(self._refused)
 
@@ -430,11 +428,10 @@ class EngineClient:
         Raises:
             ApiError: 503, no worker is connected.
         """
-        if not self.is_ready:
+        if not self.is_ready and not is_accepted:
             self.metrics.request_rejected("not_ready", len(submits))
             raise ApiError(503, "no inference process is ready", code="not_ready", retry_after_seconds=1)
-        self.state.accepted(self.consumer_id, len(submits))
-        self.count(submits[0].client, len(submits))
+        self.state.submitted(self.consumer_id, len(submits))
         generation = Generation(self, submits, arrived_at, echo=echo, interval=interval)
         self._late[generation] = self.loop.call_later(
             generation.deadline - time.monotonic() + LATE_SECONDS, self.abort, generation, "timeout"
@@ -445,27 +442,36 @@ class EngineClient:
 
     def _submit_next(self, generation: Generation, must_run: bool) -> None:
         sequence = generation.pending.popleft()
-        sequence.must_run = must_run
+        sequence.submit.must_run = must_run
         sequence.submit.id = sequence_id(self.consumer_id, next(self._numbers))
         self._running[sequence.submit.id] = (generation, sequence)
         generation.open.add(sequence.submit.id)
+        self._by_client[sequence.submit.client] += 1
         self._send(generation, sequence)
 
     def _send(self, generation: Generation, sequence: SequenceState) -> None:
         """Send a sequence to a worker, or keep it until one is connected."""
         workers = self._sockets.connected_workers
         if not workers:
+            seconds = generation.deadline - time.monotonic()
+            self.loop.call_later(max(0.0, seconds), self._expire, generation, sequence)
             return
         if len(workers) > 1:
             first = next(self._turns)  # of equals, each in turn
             workers = [workers[(first + i) % len(workers)] for i in range(len(workers))]
             workers.sort(key=lambda w: (not self._is_responsive(w), self.state.load(w)))
         sequence.worker = workers[0]
-        self.state.submitted(self.consumer_id, sequence.worker)
+        self.state.sent(self.consumer_id, sequence.worker)
         sequence.runs += 1
         submit = sequence.submit
         submit.timeout_seconds = max(0.0, generation.deadline - time.monotonic())
         self._sockets.send(self._shortened(generation, submit), sequence.worker)
+
+    def _expire(self, generation: Generation, sequence: SequenceState) -> None:
+        """The deadline of a sequence that waited for a worker; a worker watches its own."""
+        id = sequence.submit.id
+        if id in self._running and sequence.worker == HOMELESS:
+            self._received_delta(Delta(id, [], "timeout"), time.monotonic())
 
     def _leave(self, sequence: SequenceState) -> None:
         """A sequence is no longer in its worker."""
@@ -483,7 +489,7 @@ class EngineClient:
             sequence.error = ApiError(503, message, code="worker_lost", retry_after_seconds=1)
             self._received_delta(Delta(id, [], "error"), time.monotonic())
             return
-        sequence.must_run = True
+        sequence.submit.must_run = True
         sequence.replay_left = sequence.logprobs_replay_left = sequence.num_completion_tokens
         sequence.replay_checksum = 0
         sequence.prompt_replay_left = sequence.num_prompt_logprobs
@@ -556,17 +562,11 @@ class EngineClient:
             case Step():
                 self._received_step(message, time.monotonic())
             case Refused(id) if id in self._running:
-                generation, sequence = self._running[id]
-                if not sequence.must_run:
-                    self._end(id)
-                    self.state.refused(self.consumer_id)
-                    self.count(sequence.submit.client, -1)
-                    self._refused = message
-                    generation.refuse(message)
-                else:
-                    self._leave(sequence)
-                    sequence.runs -= 1
-                    self.loop.call_later(RETRY_SECONDS, self._run_again, generation, sequence)
+                generation, _ = self._running[id]
+                self._end(id)
+                self.state.refused(self.consumer_id)
+                self._refused, self._refused_until = message, time.monotonic() + message.retry_after_seconds
+                generation.refuse(message)
             case WorkerFound():
                 for generation, sequence in list(self._running.values()):
                     self._run_again(generation, sequence)
@@ -649,6 +649,9 @@ class EngineClient:
         if running is not None:
             generation, sequence = running
             generation.open.discard(id)
+            self._by_client[sequence.submit.client] -= 1
+            if not self._by_client[sequence.submit.client]:
+                del self._by_client[sequence.submit.client]
             self._leave(sequence)
             if generation.pending:
                 self._submit_next(generation, must_run=True)

@@ -36,6 +36,7 @@ class RequestContext:
     hold: Hold  # the memory it may need
     client: str = ""  # whose request it is: the name of its API key, or its address
     num_charged_characters: int = 0  # to the client's limit
+    timeout_seconds: float | None = None  # the request's own time limit
     num_prompt_tokens: int | None = None  # None: the request does not run the model
     generations: list[Generation] = field(default_factory=list)  # the first gives the answer, or candidates for it
     client_left: bool = False  # before its sequences had ended

@@ -52,6 +52,7 @@ async def _answer(
     service: Service, request: Request, body: GenerationRequest, form_class: type[Form], done: bytes = DONE
 ) -> Response:
     context = RequestContext.of(request.scope)
+    context.timeout_seconds = body.timeout_seconds
     service.check_model(body.model)
     candidates = _num_candidates(service, body)
     _check_limits(service, body, candidates)

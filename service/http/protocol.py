@@ -7,6 +7,7 @@ the body of every other error.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http
 import ipaddress
 import logging
@@ -118,7 +119,10 @@ def raise_files_limit() -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (OSError, ValueError):  # macOS has a lower limit of its own
+    except (OSError, ValueError):  # macOS has a lower limit of its own: OPEN_MAX
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (10240, hard))
+            return 10240
         return soft
     return hard if hard != resource.RLIM_INFINITY else 1 << 30
 

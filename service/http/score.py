@@ -48,6 +48,7 @@ async def score(service: Service, request: Request) -> Response:
     context = RequestContext.of(request.scope)
     service.refuse_if_full(context)
     body = await service.bodies.read(ScoreRequest, request)
+    context.timeout_seconds = body.timeout_seconds
     service.check_model(body.model)
     encoder = Encoder(service, body)
     if body.texts is not None:
@@ -134,6 +135,7 @@ async def next_character(service: Service, request: Request) -> Response:
     context = RequestContext.of(request.scope)
     service.refuse_if_full(context)
     body = await service.bodies.read(NextRequest, request)
+    context.timeout_seconds = body.timeout_seconds
     service.check_model(body.model)
     encoder = Encoder(service, body)
     prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt

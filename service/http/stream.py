@@ -6,7 +6,6 @@ Knows ASGI and the two forms of answers; nothing of what a request means.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Iterator, Sequence
@@ -50,20 +49,13 @@ MAX_WHOLE_BYTES = 1 << 18  # an answer of at most this size has a Content-Length
 
 HOLE: Any = msgspec.Raw(b"\0")  # stands for a part of an answer; JSON never contains this byte
 
-UNREAD_SECONDS = 6.0  # for what is left to write at the deadline; 5 of them may pass until a worker is given up
-
-logger = logging.getLogger(__name__)
-
 _encode = msgspec.json.encode
 
 AnyChoice = TypeVar("AnyChoice", bound=ChunkChoice)
 
 
 class RunningAnswer(Response):
-    """Writes an answer while its sequences run; a client that leaves aborts them.
-
-    The requests' time limit covers writing too: the connection of a client that does not read is dropped.
-    """
+    """Writes an answer while its sequences run; a client that leaves aborts them."""
 
     WATCH_AFTER_SECONDS = 0.02  # most answers are out by then and need no task that watches the client
 
@@ -81,23 +73,14 @@ class RunningAnswer(Response):
         )
         try:
             with self.busy:
-                async with asyncio.timeout(self._seconds_left()):
-                    await self.write(send)
+                await self.write(send)
                 if self.background is not None:
                     await self.background()
-        except TimeoutError:
-            logger.info("the client did not read its answer in time: dropping its connection")
-            self.context.client_left = True
-            scope["extensions"]["chargpt.abort"]()
         finally:
             timer.cancel()
             for watcher in watchers:
                 watcher.cancel()
             self.context.abort()
-
-    def _seconds_left(self) -> float | None:
-        deadlines = [generation.deadline for generation in self.context.generations]
-        return max(deadlines) - time.monotonic() + UNREAD_SECONDS if deadlines else None
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":

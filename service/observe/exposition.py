@@ -132,7 +132,7 @@ class Exposition(Collector):
         )  # fmt: skip
         for name, pid in sorted((self.state.pids | {"main": os.getppid()}).items()):
             labels = [self.model_name, name]
-            with contextlib.suppress(psutil.NoSuchProcess):  # ended since
+            with contextlib.suppress(psutil.Error):  # ended since, or a zombie
                 process = psutil.Process(pid)
                 with process.oneshot():
                     times = process.cpu_times()
@@ -165,9 +165,10 @@ class Exposition(Collector):
 
     def _sequences(self) -> Iterator[Metric]:
         accepted = CounterMetricFamily(
-            "chargpt_requests_accepted", "Sequences accepted; each ends once", labels=metrics.LABELS
-        )
-        accepted.add_metric([self.model_name], self.state.num_sequences("accepted"))
+            "chargpt_requests_accepted", "Sequences accepted that have begun or ended; each ends once",
+            labels=metrics.LABELS,
+        )  # fmt: skip
+        accepted.add_metric([self.model_name], self.state.num_sequences("begun"))
         yield accepted
         ended = CounterMetricFamily(
             "chargpt_request_success", "Accepted sequences that ended, by finish reason",

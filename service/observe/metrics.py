@@ -8,6 +8,7 @@ PROMETHEUS_MULTIPROC_DIR, which must be set before this module is imported.
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import os
 import time
@@ -30,8 +31,8 @@ COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 RATIOS = tuple(i / 10 for i in range(1, 11))
 
-# Bytes of prometheus-client's files of one process, by kind; more than all series together take.
-FILES = {"counter": 1 << 19, "histogram": 1 << 21, "gauge_livesum": 1 << 16, "gauge_liveall": 1 << 16}
+# Bytes of prometheus-client's files of one process, by kind; more than all series take if the model's name is short.
+FILES = {"counter": 1 << 20, "histogram": 1 << 22, "gauge_livesum": 1 << 16, "gauge_liveall": 1 << 16}
 EXEMPLARS = "exemplars_{}.json"  # file of a process, beside those
 
 logger = logging.getLogger(__name__)
@@ -368,16 +369,17 @@ def _folder() -> Path:
     return Path(os.environ["PROMETHEUS_MULTIPROC_DIR"])
 
 
-def allocate_files(processes: Iterable[str]) -> None:
+def allocate_files(processes: Iterable[str], model_name: str) -> None:
     """Take the disk space of all processes' files. They are mapped: on a full disk, the first write would be SIGBUS.
 
     Raises:
         OSError: the disk is full.
     """
+    name_bytes = len(json.dumps(model_name))  # as each key has it
     for process in processes:
         for kind, size in FILES.items():
             with open(_folder() / f"{kind}_{process}.db", "wb") as file:
-                file.write(bytes(size))
+                file.write(bytes(size + size * name_bytes // 128))
 
 
 def forget_process(process: str) -> None:
