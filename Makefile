@@ -22,7 +22,7 @@ NATIVE := service/engine/native.cpp
 RUN := $(VENV)/.installed-service,training
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help serve train bundled native test test-native-sanitized test-slow test-tools chaos-train bench bench-quick \
+.PHONY: help serve train bundled native test test-native-sanitized test-slow test-tools chaos chaos-train bench bench-quick \
   bench-table bench-train gpu-check load load-guidellm load-aiperf load-sweep lint clean
 .DEFAULT_GOAL := help
 
@@ -64,6 +64,9 @@ test-native-sanitized: $(VENV)/.installed-test ## run the native engine's tests 
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc \
 	  CHARGPT_NATIVE_LIBRARY='$(abspath $(SANITIZED))' $(BIN)/python -m pytest -k native $(ARGS)
 
+chaos: $(VENV)/.installed-test ## kill, hang, flood and starve real servers, under 30 minutes: tests/chaos/RESULTS.md
+	$(BIN)/python -m tests.chaos $(ARGS)
+
 chaos-train: $(VENV)/.installed-test ## stop runs and saves at 117 random moments and compare the outcomes
 	$(BIN)/python -m pytest -m chaos --capture=no --durations=0 $(ARGS)
 
@@ -72,7 +75,7 @@ test-slow: export CMAKE_ARGS ?= -DLLAVA_BUILD=OFF
 test-slow: $(VENV)/.installed-test,llama ## build llama.cpp and compare its logits with ours
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
-test-tools: $(VENV)/.installed-test ## run the benchmark and the load sweep on tiny models and check their results
+test-tools: $(VENV)/.installed-test ## run the benchmark, the load sweep and two chaos cases, tiny, and check their results
 	$(BIN)/python -m pytest -m tools $(ARGS)
 
 bench: $(VENV)/.installed-bench ## benchmark the service against its alternatives, about forty minutes: out/bench

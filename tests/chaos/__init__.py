@@ -1,0 +1,1 @@
+"""Faults and hostile clients against real servers, with figures: `make chaos`."""

@@ -1,0 +1,194 @@
+"""An HTTP client on raw sockets: many at once, each from an address of its own, that wait, leave or stop reading.
+
+The service takes each 127.0.0.x for another client. Times are by time.monotonic(), which all processes share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import io
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, Self
+
+from tests.bench.servers import ROOT
+from tests.toolbox.http import DONE, events, post, text_of
+
+HANG_SECONDS = 60.0  # without an end: the request hangs
+OWN = "127.0.0.1"
+LIVEZ = b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
+
+
+@dataclass
+class Reply:
+    """What came back on one connection."""
+
+    began_at: float  # before connecting
+    sent_at: float | None = None  # None: no connection
+    first_at: float | None = None  # the first byte after the headers
+    ended_at: float = 0.0
+    data: bytes = b""
+    failure: str = ""  # "hang" or "cut" (connection refused, reset, or closed too soon), or the client "left"
+
+    @cached_property
+    def _parsed(self) -> tuple[int | None, bytes, bool]:
+        """Status, body, and whether that is whole."""
+        response = http.client.HTTPResponse(_Received(self.data))  # type: ignore[arg-type]
+        try:
+            response.begin()
+        except (http.client.HTTPException, OSError):
+            return None, b"", False
+        try:
+            return response.status, response.read(), True
+        except http.client.IncompleteRead as error:
+            return response.status, error.partial, False
+
+    @property
+    def status(self) -> int | None:
+        return self._parsed[0]
+
+    @property
+    def body(self) -> bytes:
+        return self._parsed[1]
+
+    @property
+    def is_whole(self) -> bool:
+        return self._parsed[2]
+
+    @property
+    def pieces(self) -> list[dict[str, Any]]:
+        """The objects of a stream that is whole."""
+        return [json.loads(data) for data in events(self.body.decode().split("\n")) if data != DONE]
+
+    @cached_property
+    def ending(self) -> str:
+        """complete, error (a status or an event says so), cut, hang or left."""
+        status, body, is_whole = self._parsed
+        if self.failure or status is None or not is_whole:
+            return self.failure or "cut"
+        if status != 200:
+            return "error"
+        if not body.startswith(b"data:"):
+            return "complete"
+        if not body.endswith(b"\n\n"):
+            return "cut"
+        if any("error" in piece for piece in self.pieces):
+            return "error"
+        return "complete" if body.endswith(b"data: [DONE]\n\n") else "cut"
+
+    @property
+    def text(self) -> str:
+        """Of /generate with one sequence, streamed or not."""
+        if self.body.startswith(b"data:"):
+            return text_of(self.pieces)
+        return json.loads(self.body)["choices"][0]["text"]
+
+    @property
+    def seconds(self) -> float:
+        return self.ended_at - self.began_at
+
+
+class _Received:
+    """Enough of a socket for http.client."""
+
+    def __init__(self, data: bytes):
+        self._data = data
+
+    def makefile(self, mode: str) -> io.BytesIO:
+        return io.BytesIO(self._data)
+
+
+def has_body(data: bytes) -> bool:
+    """Whether more than the headers has arrived."""
+    return bool(data.partition(b"\r\n\r\n")[2])
+
+
+async def ask(
+    port: int,
+    body: Mapping[str, Any] | bytes,
+    *,
+    path: str = "/generate",
+    source: str = OWN,
+    patience: float = HANG_SECONDS,
+    leave_after: int | None = None,
+    gate: asyncio.Barrier | None = None,
+) -> Reply:
+    """One request on a connection of its own.
+
+    leave_after: bytes of the answer after which the client leaves. gate: after connecting, wait for the others.
+    """
+    request = post(path, body, Connection="close")
+    reply, parts = Reply(time.monotonic()), []
+    try:
+        async with asyncio.timeout(patience):
+            reader, writer = await asyncio.open_connection(OWN, port, local_addr=(source, 0))
+            try:
+                if gate is not None:
+                    await gate.wait()
+                reply.sent_at = time.monotonic()
+                writer.write(request)
+                size = 0
+                while chunk := await reader.read(1 << 18):
+                    parts.append(chunk)
+                    size += len(chunk)
+                    if reply.first_at is None and has_body(chunk if len(parts) == 1 else b"".join(parts)):
+                        reply.first_at = time.monotonic()
+                    if leave_after is not None and size >= leave_after:
+                        reply.failure = "left"
+                        break
+            finally:
+                writer.transport.abort()
+    except TimeoutError:
+        reply.failure = "hang"
+    except OSError:
+        reply.failure = "cut"
+    reply.ended_at = time.monotonic()
+    reply.data = b"".join(parts)
+    return reply
+
+
+class Wait(NamedTuple):
+    """One request of a probe."""
+
+    sent_at: float
+    seconds: float | None  # from connecting to the first byte after the headers; None: there was none
+    status: int
+
+
+class Probe:
+    """A small client in a process of its own, which sends the same request again and again.
+
+    interval: seconds between two, unless an answer takes longer. `waits` are known at the end of the `with` statement.
+    """
+
+    def __init__(self, port: int, request: bytes = LIVEZ, source: str = "127.0.0.99", interval: float = 0.02):
+        plan = {"port": port, "source": source, "interval": interval, "request": request.decode("latin-1")}
+        self.command = [sys.executable, "-m", "tests.chaos.probe", json.dumps(plan)]
+        self.waits: list[Wait] = []
+
+    def __enter__(self) -> Self:
+        self._process = subprocess.Popen(
+            self.command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "ready\n"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        output, _ = self._process.communicate("")
+        self.waits = [Wait(*wait) for wait in json.loads(output)]
+
+    @property
+    def seconds(self) -> list[float]:
+        """Of answered requests."""
+        return [wait.seconds for wait in self.waits if wait.seconds is not None]
+
+    @property
+    def unanswered(self) -> int:
+        return sum(wait.seconds is None for wait in self.waits)

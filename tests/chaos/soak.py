@@ -1,0 +1,203 @@
+"""Mixed traffic for a long time, with faults: nothing may grow, and every accepted sequence ends once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+import time
+from collections import Counter
+from typing import Any
+
+import psutil
+
+from tests.chaos.case import MB, Outcome, Plan, check_balance, check_quiet, ours, spread
+from tests.chaos.client import Reply, ask
+from tests.chaos.clients import BAD
+from tests.chaos.processes import tell
+from tests.helpers import RunningServer, is_worker
+from tests.load.answers import EVENT_END, Stream, Wrong, check_opinion, check_whole
+from tests.load.mix import Ask, Mix
+from tests.load.record import quantile
+from tests.toolbox.http import post
+
+USERS, PAUSE_SECONDS = 12, 0.2  # each waits twice as long at most before it asks again
+BAD_SHARE, SLOW_SHARE = 0.05, 0.02
+SAMPLE_SECONDS = 2.0
+DOCUMENTED = frozenset((503, 504))  # of 5xx
+RESTART_SECONDS = 5.0  # after a kill, in which new requests may get 503
+MAX_GROWTH_MB = 30.0  # of one process over the second half
+
+
+def seconds(plan: Plan) -> float:
+    return plan.count(1200, 60)
+
+
+def wrong_with(reply: Reply, asked: Ask, vocabulary: str) -> str | None:
+    """What is wrong with the answer to a request of the mix; None if nothing is."""
+    if reply.failure == "left":
+        return None
+    body = reply.body
+    if reply.status != 200 or not reply.is_whole:
+        return f"status {reply.status}, {reply.ending}"
+    try:
+        if asked.shape == "opinion":
+            check_opinion(asked, body, vocabulary)
+        elif asked.shape == "whole":
+            check_whole(asked, body, vocabulary)
+        else:
+            stream = Stream(asked, vocabulary)
+            for event in body.split(EVENT_END)[:-1]:
+                stream.take(event)
+            stream.end()
+    except Wrong as error:
+        return str(error)
+    return None
+
+
+async def read_slowly(port: int, body: dict[str, Any], chance: random.Random) -> None:
+    """Read a long stream a few bytes at a time, or not at all, until its deadline."""
+    body = body | {"max_tokens": 4000, "stream": True, "timeout_seconds": 5, "logprobs": 5}
+    with contextlib.suppress(OSError, TimeoutError):
+        async with asyncio.timeout(8):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024, local_addr=("127.0.0.77", 0))
+            try:
+                writer.write(post("/generate", body, Connection="close"))
+                reads = chance.random() < 0.5
+                while not reads or await reader.read(512):
+                    await asyncio.sleep(0.2)
+            finally:
+                writer.transport.abort()
+
+
+class Samples:
+    """(time, resident bytes, open files, threads) of each process."""
+
+    def __init__(self, server: RunningServer):
+        self._main = psutil.Process(server.process.pid)
+        self.of: dict[tuple[str, int], list[tuple[float, int, int, int]]] = {}
+
+    def take(self) -> None:
+        now = time.monotonic()
+        for process in (self._main, *self._main.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                with process.oneshot():
+                    values = (now, process.memory_info().rss, process.num_fds(), process.num_threads())
+                self.of.setdefault((self._role(process), process.pid), []).append(values)
+
+    def _role(self, process: psutil.Process) -> str:
+        if process == self._main:
+            return "main"
+        if is_worker(process):
+            return "inference"
+        return "resource tracker" if "resource_tracker" in " ".join(process.cmdline()) else "HTTP"
+
+
+def slope_per_hour(points: list[tuple[float, float]]) -> float:
+    """Least squares."""
+    n = len(points)
+    mean_x, mean_y = sum(x for x, _ in points) / n, sum(y for _, y in points) / n
+    variance = sum((x - mean_x) ** 2 for x, _ in points)
+    return 3600 * sum((x - mean_x) * (y - mean_y) for x, y in points) / variance if variance else 0.0
+
+
+async def soak(plan: Plan, outcome: Outcome) -> None:
+    duration = seconds(plan)
+    every = plan.count(120, 15)
+    outcome.did = (
+        f"{duration / 60:g} minutes of mixed traffic by {USERS} clients, of whom some leave, read slowly or send "
+        f"nonsense; in the first half the inference process is killed every {every} s, the second half, whose memory "
+        "counts, has no faults but the clients"
+    )
+    kinds, wrong, statuses = Counter[str](), Counter[str](), Counter[str]()
+    first: list[float] = []
+    killed_at: list[float] = []
+    chance = random.Random(0)
+    with ours() as server:
+        vocabulary = server._get("/info").json()["model"]["vocabulary"]
+        mix, numbers = Mix(vocabulary, leaving=0.05), itertools.count()
+        samples, began = Samples(server), time.monotonic()
+        ends_at, middle = began + duration, began + duration / 2
+
+        async def user(number: int) -> None:
+            source = f"127.0.0.{10 + number}"
+            while time.monotonic() < ends_at:
+                kind = chance.random()
+                if kind < SLOW_SHARE:
+                    kinds["slow reader"] += 1
+                    await read_slowly(server.port, {"prompt": "A"}, chance)
+                elif kind < SLOW_SHARE + BAD_SHARE:
+                    kinds["nonsense"] += 1
+                    body = chance.choice(BAD)
+                    leaves = isinstance(body, dict) and body.get("stream") is True
+                    reply = await ask(server.port, body, source=source, leave_after=500 if leaves else None)
+                    note(reply, "nonsense")
+                else:
+                    asked = mix.ask(next(numbers))
+                    leave_after = None if asked.leave_after is None else 300 + asked.leave_after * 20
+                    reply = await ask(server.port, asked.body, path=asked.path, source=source, leave_after=leave_after)
+                    kinds["left" if reply.failure == "left" else asked.shape] += 1
+                    note(reply, asked.name)
+                    problem = wrong_with(reply, asked, vocabulary)
+                    outcome.check(problem is None or reply.status == 503, f"{asked.name}: {problem}")
+                    if asked.shape == "stream" and reply.first_at is not None:
+                        first.append(reply.first_at - reply.began_at)
+                await asyncio.sleep(chance.random() * 2 * PAUSE_SECONDS)
+
+        def note(reply: Reply, name: str) -> None:
+            statuses[reply.failure or str(reply.status)] += 1
+            if reply.status == 503 and all(abs(reply.began_at - at) > RESTART_SECONDS for at in killed_at):
+                wrong[f"{name}: status 503 long after a kill"] += 1
+            if reply.failure in ("hang", "cut"):
+                wrong[f"{name}: {reply.failure}"] += 1
+            elif reply.status is not None and reply.status >= 500 and reply.status not in DOCUMENTED:
+                wrong[f"{name}: status {reply.status}"] += 1
+
+        async def kill() -> None:
+            while time.monotonic() + every < middle:
+                await asyncio.sleep(every)
+                server.worker().kill()
+                killed_at.append(time.monotonic())
+
+        async def sample() -> None:
+            while True:
+                samples.take()
+                await asyncio.sleep(SAMPLE_SECONDS)
+
+        helpers = [asyncio.create_task(kill()), asyncio.create_task(sample())]
+        await asyncio.gather(*(user(number) for number in range(USERS)))
+        for helper in helpers:
+            helper.cancel()
+        await check_balance(server, outcome)
+        restarts = int(server.metric("chargpt_worker_restarts_total"))
+        check_quiet(server, outcome)
+        outcome.check(await asyncio.to_thread(server.stop) == 0, "exit status after SIGTERM")
+    for problem, count in wrong.items():
+        outcome.check(False, f"{count} × {problem}")
+    outcome.figures |= {
+        "requests": sum(kinds.values()),
+        "kinds": tell(kinds),
+        "statuses": tell(statuses),
+        "kills of the inference process": restarts,
+        "5xx other than 503 and 504": sum(count for name, count in wrong.items() if "status 5" in name),
+    }
+    outcome.figures |= spread("first character of streams", first, "ms")
+    for (role, _), rows in samples.of.items():
+        later = [row for row in rows if row[0] > middle + 5]
+        if len(later) < 5:
+            continue
+        mb = [(at, rss / MB) for at, rss, _, _ in later]
+        slope, hours = slope_per_hour(mb), (later[-1][0] - later[0][0]) / 3600
+        outcome.figures[f"{role}: memory, MB"] = round(mb[-1][1], 1)
+        outcome.figures[f"{role}: slope of memory, MB per hour"] = round(slope, 2)
+        for name, place in (("open files", 2), ("threads", 3)):
+            fifth = len(later) // 5
+            early, late = (
+                quantile((row[place] for row in part), 0.5) for part in (later[: fifth or 1], later[-(fifth or 1) :])
+            )
+            outcome.figures[f"{role}: {name}"] = f"{early} → {late}"
+            outcome.check(late <= early + 8, f"{role}: {name} grew from {early} to {late}")
+        growth = slope * hours
+        outcome.check(growth < MAX_GROWTH_MB, f"{role}: memory grew by {growth:.0f} MB over the second half")
+        outcome.raw[f"{role} {len(outcome.raw)}"] = [[round(at - began, 1), rss, fds, n] for at, rss, fds, n in rows]
