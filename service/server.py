@@ -388,7 +388,7 @@ class Server(LitServer):
         self.state.start_stopping()
         end_all(list(uvicorn_workers.values()), 10)  # they abort remaining requests
         end_all(self.inference_workers, 5)
-        super()._perform_graceful_shutdown(manager, uvicorn_workers, shutdown_reason)
+        super()._perform_graceful_shutdown(manager, {}, shutdown_reason)
         logger.info("all processes have ended")
 
 

@@ -73,6 +73,7 @@ class Supervisor:
         died: Callable[[], None],
         start_seconds: float = START_SECONDS,
     ) -> None:
+        self._state.beat("main")
         self._state.started(name, process.pid or 0)
         self._watched.append(Watched(name, process, start, died, self._clock(), start_seconds=start_seconds))
 

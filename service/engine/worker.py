@@ -146,7 +146,6 @@ class EngineLoop(LitLoop):
             self._flush_at = began + metrics.FLUSH_SECONDS
         messages = sockets.receive(block=is_idle)
         if is_idle:
-            self._drain.forget()
             waited_until = engine.clock()
             metrics.engine_idle.inc(waited_until - began)
             began = waited_until
@@ -159,7 +158,7 @@ class EngineLoop(LitLoop):
         deltas = engine.step()
         if is_saturated:
             num_ended = sum(delta.ended_at is not None for delta in deltas)
-            self._drain.observe(engine.clock() - began, num_ended)
+            self._drain.observe(engine.clock() - began, num_ended, engine.clock())
         self._send(engine, sockets, deltas)
         _observe(engine, metrics, transport_seconds=receiving + engine.clock() - engine.stats.ended_at)
 
@@ -169,7 +168,7 @@ class EngineLoop(LitLoop):
         engine = lit_api.engine
         match message:
             case Submit():
-                wait = engine.scheduler.expected_wait(message, self._drain.rate)
+                wait = engine.scheduler.expected_wait(message, self._drain.rate(engine.clock()))
                 limit = min(message.timeout_seconds, lit_api.options.max_queue_seconds)
                 try:
                     if wait > limit and not message.must_run:
@@ -238,24 +237,28 @@ def _observe(engine: Engine, metrics: Metrics, transport_seconds: float) -> None
 
 
 class DrainRate:
-    """How fast sequences end while further ones would wait: at other times it is only as fast as they come."""
+    """How fast sequences end while further ones would wait: at other times it is only as fast as they come.
+
+    What was seen is forgotten after FORGET_SECONDS without such a time: what comes next may be of another kind.
+    """
+
+    FORGET_SECONDS = 60.0
 
     def __init__(self) -> None:
         self._ends: deque[float] = deque(maxlen=256)  # when the latest ended, in seconds of such time
         self._seconds = 0.0
+        self._observed_at = 0.0
 
-    def observe(self, seconds: float, num_ended: int) -> None:
+    def observe(self, seconds: float, num_ended: int, now: float) -> None:
         """Add a step."""
         self._seconds += seconds
+        self._observed_at = now
         self._ends.extend([self._seconds] * num_ended)
 
-    def forget(self) -> None:
-        """Nothing is left to run: what comes next may be of another kind."""
-        self._ends.clear()
-
-    @property
-    def rate(self) -> float | None:
+    def rate(self, now: float) -> float | None:
         """Sequences per second; None before two have ended."""
+        if now - self._observed_at > self.FORGET_SECONDS:
+            self._ends.clear()
         if len(self._ends) < 2:
             return None
         return len(self._ends) / max(self._seconds - self._ends[0], 1e-3)
