@@ -295,8 +295,10 @@ def test_concurrent_requests_are_bounded(limited):
     server, _ = limited
     body = {"prompt": "a", "max_tokens": ENDLESS, "stream": True}
     with web.stream("POST", f"{server.url}/generate", json=body, headers=of(3)) as response:
-        next(response.iter_lines())
-        assert generate(server, of(3)).json()["error"]["message"] == "concurrent_requests of client 192.0.2.3 is 1"
+        lines = response.iter_lines()  # whose end would close the connection
+        next(lines)
+        refused = generate(server, of(3))
+        assert refused.json()["error"]["message"] == "concurrent_requests of client 192.0.2.3 is 1"
     wait_until(lambda: generate(server, of(3)).status_code == 200)
 
 
