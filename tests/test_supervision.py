@@ -135,6 +135,26 @@ def test_sequences_of_a_killed_worker_run_again_and_give_the_same_text(slow):
         assert "Traceback" not in server.output()
 
 
+def test_new_requests_wait_for_a_moment_for_the_only_worker_and_are_then_refused(checkpoint):
+    with RunningServer(checkpoint.path) as server:
+        server.wait_until_ready()
+        expected = generate(server).json()["choices"][0]["text"]
+        time.sleep(5)  # so that it is replaced at once
+        server.worker().kill()
+        wait_until(lambda: web.get(f"{server.url}/readyz").status_code == 503)
+        assert generate(server).json()["choices"][0]["text"] == expected
+        main = psutil.Process(server.process.pid)
+        main.suspend()  # so that nobody replaces it
+        server.worker().kill()
+        wait_until(lambda: web.get(f"{server.url}/readyz").status_code == 503)
+        refused = generate(server, n=3, timeout_seconds=50)
+        main.resume()
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_ready")
+        assert refused.headers["retry-after"] == "1"
+        assert endings(server) == (2, {"stop": 0, "length": 2, "abort": 0, "timeout": 0, "error": 0})
+        assert server.stop() == 0
+
+
 def test_requests_go_to_the_worker_that_is_left(checkpoint):
     with RunningServer(checkpoint.path, workers_per_device=2) as server:
         server.wait_until_ready()

@@ -33,6 +33,9 @@ LATE_SECONDS = 5.0  # grace period after the deadline, before a sequence without
 TICK_SECONDS = 0.001  # resolution of the event loop's timers
 CONNECT_SECONDS = 5.0  # how long a starting HTTP process waits for a first worker
 MAX_RUNS = 3  # of a sequence, if workers are lost
+REPLACING_SECONDS = (
+    2.0  # for which new requests wait for the worker that replaces the last one, before they are refused
+)
 HOMELESS = -1  # in place of a worker: the sequence waits until one is connected
 FAILURES = frozenset({"abort", "timeout", "error"})
 
@@ -269,10 +272,10 @@ class Generation:
         elif reason is not None:
             self.wake_when_due(now)
 
-    def refuse(self, refused: Refused) -> None:
-        """The worker's queue is full."""
-        self._metrics.request_rejected("queue_full")
-        self._failure = self._failure or _queue_full(refused)
+    def refuse(self, reason: str, error: ApiError) -> None:
+        """One of the sequences was not accepted; the others are aborted."""
+        self._metrics.request_rejected(reason)
+        self._failure = self._failure or error
         self._wake_urgently(time.monotonic())
 
     def _wake_urgently(self, now: float) -> None:
@@ -354,6 +357,10 @@ def _queue_full(refused: Refused) -> ApiError:
     return ApiError(429, refused.message, code="queue_full", retry_after_seconds=refused.retry_after_seconds)
 
 
+def _not_ready() -> ApiError:
+    return ApiError(503, "no inference process is ready", code="not_ready", retry_after_seconds=1)
+
+
 def _drop(logprobs: Logprobs, count: int) -> int:
     """Remove the first `count`, or all if there are fewer; returns how many."""
     return len(logprobs.take(min(count, len(logprobs))))
@@ -382,6 +389,7 @@ class EngineClient:
         self._by_client: Counter[str] = Counter()  # sequences of each client that workers have
         self._refused: Refused | None = None  # the last of a worker, which is true for as long as it says
         self._refused_until = 0.0
+        self._lost_at = -math.inf  # when the last worker was lost
         self._receptive_field = checkpoint.receptive_field
         self.loop = asyncio.get_running_loop()
         self._sockets = transport.connect(consumer_id, self._received)
@@ -428,9 +436,9 @@ class EngineClient:
         Raises:
             ApiError: 503, no worker is connected.
         """
-        if not self.is_ready and not is_accepted:
+        if not self.is_ready and not is_accepted and not self._is_replacing(len(submits)):
             self.metrics.request_rejected("not_ready", len(submits))
-            raise ApiError(503, "no inference process is ready", code="not_ready", retry_after_seconds=1)
+            raise _not_ready()
         self.state.submitted(self.consumer_id, len(submits))
         generation = Generation(self, submits, arrived_at, echo=echo, interval=interval)
         self._late[generation] = self.loop.call_later(
@@ -439,6 +447,11 @@ class EngineClient:
         for _ in submits[:window]:
             self._submit_next(generation, is_accepted)
         return generation
+
+    def _is_replacing(self, count: int) -> bool:
+        """Whether the last worker was just lost, so that a new one may be here soon, and it will have room."""
+        is_lost = not self._sockets.connected_workers and time.monotonic() < self._lost_at + REPLACING_SECONDS
+        return is_lost and len(self._running) + count <= self._capacity
 
     def _submit_next(self, generation: Generation, must_run: bool) -> None:
         sequence = generation.pending.popleft()
@@ -453,8 +466,10 @@ class EngineClient:
         """Send a sequence to a worker, or keep it until one is connected."""
         workers = self._sockets.connected_workers
         if not workers:
-            seconds = generation.deadline - time.monotonic()
-            self.loop.call_later(max(0.0, seconds), self._expire, generation, sequence)
+            until = generation.deadline
+            if not sequence.submit.must_run:
+                until = min(until, self._lost_at + REPLACING_SECONDS)
+            self.loop.call_later(max(0.0, until - time.monotonic()), self._expire, generation, sequence)
             return
         if len(workers) > 1:
             first = next(self._turns)  # of equals, each in turn
@@ -468,10 +483,16 @@ class EngineClient:
         self._sockets.send(self._shortened(generation, submit), sequence.worker)
 
     def _expire(self, generation: Generation, sequence: SequenceState) -> None:
-        """The deadline of a sequence that waited for a worker; a worker watches its own."""
-        id = sequence.submit.id
-        if id in self._running and sequence.worker == HOMELESS:
-            self._received_delta(Delta(id, [], "timeout"), time.monotonic())
+        """A sequence has waited for a worker for too long."""
+        id, now = sequence.submit.id, time.monotonic()
+        if id not in self._running or sequence.worker != HOMELESS:
+            return
+        if sequence.submit.must_run or now >= generation.deadline:
+            self._received_delta(Delta(id, [], "timeout"), now)
+        else:
+            self._end(id)
+            self.state.refused(self.consumer_id)
+            generation.refuse("not_ready", _not_ready())
 
     def _leave(self, sequence: SequenceState) -> None:
         """A sequence is no longer in its worker."""
@@ -566,12 +587,13 @@ class EngineClient:
                 self._end(id)
                 self.state.refused(self.consumer_id)
                 self._refused, self._refused_until = message, time.monotonic() + message.retry_after_seconds
-                generation.refuse(message)
+                generation.refuse("queue_full", _queue_full(message))
             case WorkerFound():
                 for generation, sequence in list(self._running.values()):
                     self._run_again(generation, sequence)
             case WorkerLost():
                 lost = [entry for entry in self._running.values() if entry[1].worker == worker]
+                self._lost_at = time.monotonic()
                 for generation, sequence in lost:
                     self._leave(sequence)
                     self._run_again(generation, sequence)
