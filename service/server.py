@@ -62,7 +62,7 @@ class StartError(Exception):
 
 
 class BackendError(ValueError):
-    """The backend or dtype asked for cannot run here."""
+    """What the settings ask for cannot run here: backend, dtype, devices, or so much memory or disk."""
 
 
 class SetupStatus:
@@ -542,10 +542,9 @@ def build_server(
 
     Raises:
         CheckpointError: the folder is not a checkpoint that can be trusted.
-        BackendError: the settings' backend or dtype cannot run here, or no slot fits.
+        BackendError: the settings' backend, dtype or devices cannot run here, no slot fits, or the disk is full.
         OpenFilesError: this process may not open enough files.
         RuntimeError: PROMETHEUS_MULTIPROC_DIR is not set; `service.__main__.serve` sets it.
-        BackendError: the folder's disk is full.
     """
     if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
         raise RuntimeError(
