@@ -13,10 +13,8 @@ import functools
 import logging
 import select
 import selectors
-import shutil
 import socket
 import struct
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
@@ -87,9 +85,8 @@ class _Reader(Generic[Message]):
 class SocketTransport(MessageTransport):
     """The folder of sockets, in the place of LitServe's queues; each process gets its side of it."""
 
-    def __init__(self, num_workers: int, folder: Path | None = None):
-        self.num_workers = num_workers
-        self.folder = folder or Path(tempfile.mkdtemp(prefix="chargpt-"))  # mode 0700
+    def __init__(self, num_workers: int, folder: Path):
+        self.num_workers, self.folder = num_workers, folder
 
     def listen(self, worker_id: int) -> WorkerSide:
         """An inference process's side."""
@@ -101,10 +98,6 @@ class SocketTransport(MessageTransport):
 
     def close(self, **kwargs: Any) -> None:
         """LitServe calls this when shutdown begins; the sockets are needed until the workers have ended."""
-
-    def remove(self) -> None:
-        """Delete the folder, after all processes have ended."""
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     def send(self, item: Any, consumer_id: int) -> None:
         raise NotImplementedError("LitServe's way to send; use WorkerSide.send")

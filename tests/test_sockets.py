@@ -4,11 +4,14 @@ import asyncio
 import contextlib
 import fcntl
 import multiprocessing
+import shutil
 import socket
 import struct
 import sys
+import tempfile
 import termios
 import threading
+from pathlib import Path
 
 import pytest
 from helpers import run_with_sockets
@@ -17,6 +20,10 @@ from service.sockets import BACKLOG_BYTES, MAX_UNSENT_BYTES, ConsumerLost, Socke
 from service.wire import Abort, Delta, Logprobs, Step
 
 HTTP = 7  # the number of the HTTP process
+
+
+def new_transport():
+    return SocketTransport(1, Path(tempfile.mkdtemp(prefix="chargpt-test-")))
 
 
 def work(transport):
@@ -111,7 +118,7 @@ class Pair:
 
 @contextlib.asynccontextmanager
 async def connected(piece_bytes=None):
-    worker, http = SocketTransport(1), SocketTransport(1)
+    worker, http = new_transport(), new_transport()
     try:
         async with Relay(str(worker.folder / "0.sock"), str(http.folder / "0.sock")) as relay:
             relay.piece_bytes = piece_bytes
@@ -121,8 +128,8 @@ async def connected(piece_bytes=None):
             yield pair
             await pair.http.close()
     finally:
-        worker.remove()
-        http.remove()
+        shutil.rmtree(worker.folder)
+        shutil.rmtree(http.folder)
 
 
 def step(number, length=3):
@@ -131,7 +138,7 @@ def step(number, length=3):
 
 def test_worker_counts_as_connected_from_its_hello_until_its_connection_ends():
     """A dying worker accepts connections until its socket closes; nothing may be sent to it."""
-    transport, received = SocketTransport(1), []
+    transport, received = new_transport(), []
     worker = multiprocessing.get_context("spawn").Process(target=work, args=(transport,))
 
     async def connect():
@@ -153,7 +160,7 @@ def test_worker_counts_as_connected_from_its_hello_until_its_connection_ends():
 
     asyncio.run(connect())
     worker.join()
-    transport.remove()
+    shutil.rmtree(transport.folder)
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 2, 3, 5, 7, None])
@@ -255,7 +262,7 @@ def test_only_the_hung_reader_is_disconnected_at_the_buffer_limit():
 
 def test_frames_larger_than_a_socket_takes_do_not_pile_up_for_a_process_that_reads():
     """A worker sends once per step, and a socket takes 0.2 MB: frames of log-probabilities are larger."""
-    transport = SocketTransport(1)
+    transport = new_transport()
     logprobs, received = Logprobs.of(range(100_000)), []
 
     def send(worker):
@@ -277,7 +284,7 @@ def test_frames_larger_than_a_socket_takes_do_not_pile_up_for_a_process_that_rea
     try:
         run_with_sockets(main)
     finally:
-        transport.remove()
+        shutil.rmtree(transport.folder)
 
 
 def test_partial_frame_is_discarded_when_its_connection_ends():
@@ -310,7 +317,7 @@ def test_wake_interrupts_a_blocking_receive(monkeypatch):
     monkeypatch.setattr("service.sockets.IDLE_SECONDS", None)  # no timeout
 
     async def main():
-        transport = SocketTransport(1)
+        transport = new_transport()
         worker = transport.listen(0)
         for is_early in (True, False):
             thread = threading.Thread(target=worker.receive, args=(True,))
@@ -320,6 +327,6 @@ def test_wake_interrupts_a_blocking_receive(monkeypatch):
             if not is_early:
                 worker.wake()
             thread.join()
-        transport.remove()
+        shutil.rmtree(transport.folder)
 
     run_with_sockets(main)

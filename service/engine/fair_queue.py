@@ -47,11 +47,6 @@ class FairQueue:
         self._lengths: Counter[tuple[int, float]] = Counter()  # clients by (waiting sequences, weight)
         self._num_clients_waiting = 0
 
-    @property
-    def num_clients(self) -> int:
-        """Clients with sequences, waiting or running."""
-        return len(self._clients)
-
     def add(self, sequence: Sequence) -> None:
         name, weight = self._identity(sequence.request)
         client = self._clients.get(name)

@@ -27,7 +27,7 @@ BUSY_RETRY_SECONDS = 1  # when one of a client's running requests will have ende
 
 
 def address_of(scope: Scope, header: str | None) -> str:
-    """An IPv4 address, or the /64 network of an IPv6 one, which is what one customer gets.
+    """The address that a request comes from, as `network_of`.
 
     header: that which a trusted proxy sets. Its last address counts, the one that the nearest proxy added: those before
     it are the client's own words. Without a valid one it is the peer's address.
@@ -36,15 +36,16 @@ def address_of(scope: Scope, header: str | None) -> str:
         name = header.lower().encode()
         values = [value for key, value in scope["headers"] if key == name]
         last = values[-1].decode("latin-1").rpartition(",")[2].strip() if values else ""
-        address = _address(last)
+        address = network_of(last)
         if address is not None:
             return address
     host = (scope.get("client") or ("", 0))[0]
-    return _address(host) or "unknown"
+    return network_of(host) or "unknown"
 
 
 @functools.lru_cache(maxsize=1024)
-def _address(text: str) -> str | None:
+def network_of(text: str) -> str | None:
+    """What counts as one address: of IPv6 a /64, all of which one customer gets; None: not an address."""
     try:
         address = ipaddress.ip_address(text.partition("%")[0].removeprefix("[").removesuffix("]"))
     except ValueError:
@@ -52,6 +53,8 @@ def _address(text: str) -> str | None:
     if isinstance(address, ipaddress.IPv6Address):
         if address.ipv4_mapped is not None:
             return str(address.ipv4_mapped)
+        if address.is_loopback:
+            return str(address)
         return str(ipaddress.ip_network((address, 64), strict=False))
     return str(address)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http
-import ipaddress
 import logging
 import os
 import resource
@@ -25,6 +24,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from service.http.clients import network_of
 from service.http.schemas import ApiError
 from service.observe.metrics import Metrics
 from service.settings import Settings
@@ -130,17 +130,6 @@ def raise_files_limit() -> int:
 LOOPBACK = frozenset(("127.0.0.1", "::1"))
 
 
-def network_of(host: str) -> str:
-    """What counts as one address: of IPv6 a /64, all of which one client has."""
-    address = ipaddress.ip_address(host.partition("%")[0])
-    if isinstance(address, ipaddress.IPv6Address):
-        mapped = address.ipv4_mapped
-        if mapped is None:
-            return str(address) if address.is_loopback else address.packed[:8].hex()
-        address = mapped
-    return str(address)
-
-
 class Flow(FlowControl):
     """Flow control of a connection that can stop reading whatever uvicorn does."""
 
@@ -198,7 +187,7 @@ class Protocol(HttpToolsProtocol):
         Raises:
             RefusedRequest: there are too many connections.
         """
-        network = network_of(address)
+        network = network_of(address) or "unknown"
         self.limits.admit(network)
         self._network = network
 
@@ -268,7 +257,7 @@ class Protocol(HttpToolsProtocol):
     # -- reading --
 
     def data_received(self, data: bytes) -> None:
-        if self._refusal is not None:
+        if self._refusal is not None or self._is_lingering:
             self._discarded_bytes += len(data)
             if self._discarded_bytes > LINGER_BYTES:
                 self.transport.abort()
@@ -348,9 +337,13 @@ class Protocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
+        cycle.transport = AnswerTransport(self, cycle)  # type: ignore[assignment]
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
+        if self._is_lingering:
+            self.server_state.total_requests += 1
+            return
         super().on_response_complete()
         if self.transport.is_closing():  # when the client has read the answer
             self._set_timer(self.loop.call_later(self.timeout_keep_alive, self.transport.abort))
@@ -426,8 +419,11 @@ class Protocol(HttpToolsProtocol):
         lines = [f"HTTP/1.1 {error.status} {http.HTTPStatus(error.status).phrase}"]
         lines += [f"{name.lower()}: {value}" for name, value in headers.items()]
         self.transport.write("\r\n".join([*lines, "\r\n"]).encode() + body)
+        self.linger()
+
+    def linger(self) -> None:
+        """Close after LINGER_SECONDS: closing while data arrives would send a reset, and the client lose the answer."""
         self._unset_keepalive_if_required()
-        # Closing while data arrives would send a reset, by which the client may lose the answer.
         self._set_timer(self.loop.call_later(LINGER_SECONDS, self.transport.abort))
         if self.scheme == "https" or self.limits.num_lingering >= self.limits.LINGERING:
             self.transport.close()
@@ -436,6 +432,20 @@ class Protocol(HttpToolsProtocol):
         self._is_lingering = True
         self.transport.write_eof()
         self.flow.release()
+
+
+class AnswerTransport:
+    """What uvicorn writes an answer to: lingers where the client may still be sending its body."""
+
+    def __init__(self, protocol: Protocol, cycle: RequestResponseCycle):
+        self._protocol, self._cycle = protocol, cycle
+        self.write, self.is_closing = protocol.transport.write, protocol.transport.is_closing
+
+    def close(self) -> None:
+        if self._cycle.more_body and not self._protocol.transport.is_closing():
+            self._protocol.linger()
+        else:
+            self._protocol.transport.close()
 
 
 class TlsServer:

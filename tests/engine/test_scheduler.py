@@ -147,7 +147,7 @@ def test_sequences_keep_their_slots_under_random_events(seed):
     event(f"copies: {copied > 0}")
     for s in list(scheduler):
         scheduler.finish(s.id, "abort")
-    assert (scheduler.num_waiting, scheduler.num_running, scheduler.queue.num_clients) == (0, 0, 0)
+    assert (scheduler.num_waiting, scheduler.num_running, len(scheduler.queue._clients)) == (0, 0, 0)
 
 
 def make(max_running=1, max_waiting=2):

@@ -7,6 +7,7 @@ import logging
 import select
 import socket
 import ssl
+import time
 
 import httpx
 import openai
@@ -321,6 +322,20 @@ def test_trickled_body_times_out_with_408(server):
         error = json.load(response)["error"]
     assert (error["type"], error["code"]) == ("invalid_request_error", "body_timeout")
     assert "within 0.5 s" in error["message"]
+
+
+def test_a_client_that_goes_on_sending_can_read_the_408(server):
+    """Closing at once would answer what it sends with a reset, which discards what it has not read."""
+    head = post("/generate", b"", Content_Length=90_000, **bearer(KEYS[0]))
+    with sent(server.port, head) as connection:
+        assert select.select([connection], [], [], 10)[0]
+        for _ in range(5):
+            connection.sendall(b" " * 1000)
+            time.sleep(0.02)
+        with answer(connection) as response:
+            assert response.status == 408
+            response.read()
+        assert connection.recv(1) == b""
 
 
 def test_request_outlives_the_body_timeout_and_aborts_on_disconnect(server):

@@ -207,7 +207,8 @@ def test_the_estimate_is_near_what_a_large_request_holds(checkpoint, path, body,
             assert sum(map(len, response.iter_raw())) > MiB
         is_done.set()
         watcher.join()
-        assert 0.3 * estimated < most - before < 1.5 * estimated + 25 * MiB
+        # Beside what the request holds: memory that allocators keep, and buffers of the first long prefill.
+        assert 0.3 * estimated < most - before < 1.5 * estimated + 64 * MiB
 
 
 def test_what_used_to_kill_processes_is_refused_or_served_in_little_memory(checkpoint):

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import shutil
+import tempfile
 import time
 from pathlib import Path
 
@@ -58,7 +60,7 @@ class Peer:
 
 @contextlib.asynccontextmanager
 async def connected():
-    transport = SocketTransport(1)
+    transport = SocketTransport(1, Path(tempfile.mkdtemp(prefix="chargpt-test-")))
     peer = Peer(transport.listen(0))
     metrics = Metrics("m", peer.registry, "http-0")
     peer.client = EngineClient(transport, 0, metrics, CHECKPOINT, peer.state)
@@ -67,7 +69,7 @@ async def connected():
         await pumping
         yield peer
         metrics.flush()
-    transport.remove()
+    shutil.rmtree(transport.folder)
 
 
 def submit(prompt, max_tokens=9, sampling=None, **options):

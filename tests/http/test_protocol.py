@@ -19,7 +19,8 @@ import pytest
 import uvicorn
 from helpers import ENDLESS, SLOW, RunningServer, make_certificate, save_random, wait_until, web
 
-from service.http.protocol import LOOPBACK, Connections, Protocol, network_of
+from service.http.clients import network_of
+from service.http.protocol import LOOPBACK, Connections, Protocol
 from service.settings import Settings
 from tests.toolbox.http import answer, post, received, sent
 from tests.toolbox.launch import Program, free_port

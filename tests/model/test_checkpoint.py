@@ -50,7 +50,7 @@ def test_half_precision_halves_the_file(tmp_path):
     idx = torch.randint(61, (1, 30))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     with torch.no_grad():
-        torch.testing.assert_close(loaded(idx), theirs(idx).logits, rtol=0, atol=1e-5)
+        torch.testing.assert_close(loaded(idx), theirs(idx).logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
