@@ -16,9 +16,14 @@ if TYPE_CHECKING:
 
 def main() -> int:
     """Exit status: 0 after a signal, 1 when the server failed, 2 for bad settings or a bad checkpoint."""
+    if sys.stderr is None:  # closed by whoever started this
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        os.set_inheritable(2, True)  # for all processes
+        sys.stderr = open(2, "w")
     # PID 1 of a container has no default action for signals: without this it could not be stopped while loading.
     # os._exit, not an exception: C extensions can swallow one raised during their import, or turn it into another.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    signal.signal(signal.SIGINT, lambda *_: os._exit(0))
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until Server.serve
     from service.settings import read_settings
 
@@ -44,7 +49,8 @@ def serve(settings: "Settings", **options: Any) -> int:
             shutil.rmtree(folder, ignore_errors=True)
             os._exit(0)
 
-        signal.signal(signal.SIGTERM, stop)  # until Server.serve
+        signal.signal(signal.SIGTERM, stop)  # these until Server.serve
+        signal.signal(signal.SIGINT, stop)
 
         from service.http.protocol import OpenFilesError
         from service.model.checkpoint import CheckpointError

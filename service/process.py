@@ -34,6 +34,16 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+@contextlib.contextmanager
+def blocked(*signals: signal.Signals) -> Iterator[None]:
+    """Signals that arrive meanwhile are handled afterwards. Processes started meanwhile have them blocked too."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def relax_garbage_collector() -> None:
     """Exempt start-up's objects from collection and collect rarely: requests create next to no cycles."""
     gc.collect()

@@ -5,7 +5,6 @@ The one file that uses LitServe's private names; tests/test_litserve.py lists th
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import logging
@@ -18,8 +17,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from multiprocessing import resource_tracker
 from multiprocessing.managers import SyncManager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -45,7 +45,7 @@ from service.model.checkpoint import Checkpoint
 from service.model.config import GPTConfig
 from service.observe.logs import adopt_litserve, configure_logging
 from service.observe.metrics import allocate_files, forget_process
-from service.process import die_with_parent, relax_garbage_collector
+from service.process import blocked, die_with_parent, relax_garbage_collector
 from service.settings import Settings
 from service.shared import SharedState
 from service.sockets import SocketTransport
@@ -134,6 +134,7 @@ class Server(LitServer):
         self.spec = Spec()
         self.must_hurry = False  # after a second signal: do not wait for running requests
         self._must_reload = False  # after SIGHUP
+        self._http_processes: dict[int, BaseProcess] = {}  # those that run, or died last
         self._others: list[BaseProcess] = []  # processes that are neither HTTP processes nor workers
         api = self.api = EngineAPI(spec=self.spec, loop=EngineLoop())
         accelerator = choose_accelerator(settings.accelerator)
@@ -219,7 +220,7 @@ class Server(LitServer):
             self.state.start_draining()
 
         def hang_up(*_: Any) -> None:
-            self._must_reload = os.getpid() == main
+            self._must_reload = True
 
         signal.signal(signal.SIGTERM, stop)
         signal.signal(signal.SIGINT, stop)
@@ -284,40 +285,61 @@ class Server(LitServer):
             yield
         self._callback_runner.trigger_event(EventTypes.ON_SERVER_END.value, litserver=self)
 
+    def launch_inference_worker(self, lit_api: Any) -> Any:
+        with spawning():
+            return super().launch_inference_worker(lit_api)
+
+    def launch_single_inference_worker(self, lit_api: Any, worker_id: int) -> Any:
+        with spawning():
+            return super().launch_single_inference_worker(lit_api, worker_id)
+
     def verify_worker_status(self) -> None:
         """Wait for a first worker; LitServe would wait for ever if it were killed while loading.
 
         Raises:
-            StartError: none can start.
+            StartError: all failed, or took too long.
         """
         deadline = time.monotonic() + START_SECONDS
         while WorkerSetupStatus.READY not in self.workers_setup_status.values():
+            self._check_signal()  # which may have ended workers too
             if time.monotonic() > deadline:
                 raise StartError(f"no inference process was ready within {START_SECONDS:g} s")
-            if WorkerSetupStatus.ERROR in self.workers_setup_status.values() or not any(
-                worker.is_alive() for worker in self.inference_workers
+            if not any(
+                worker.is_alive() and status != WorkerSetupStatus.ERROR
+                for worker, status in zip(self.inference_workers, self.workers_setup_status.values(), strict=True)
             ):
-                raise StartError("no inference process could start; its log says why")
-            self._check_signal()
+                raise StartError("no inference process could start; the log says why, unless a signal ended it")
             time.sleep(0.05)
 
     def _start_server(
         self, port: int, count: int, log_level: str, sockets: list[socket.socket], kind: str, **options: Any
     ) -> dict[int, BaseProcess]:
-        """Start the HTTP processes, and keep all processes running from here on."""
-        processes: dict[int, BaseProcess] = {}
+        """Start the HTTP processes, and keep all processes running from here on.
+
+        Raises:
+            StartError: another process has taken the address.
+        """
+        processes = self._http_processes
+        config = uvicorn.Config(
+            self.app, log_level=log_level, timeout_graceful_shutdown=UVICORN_GRACE_SECONDS, **options
+        )
+        config.load()  # here, so that a process that is replaced later needs no certificate's file
+        for listener in sockets:
+            try:
+                listener.listen(config.backlog)  # uvloop would not notice that it fails
+            except OSError as error:
+                raise StartError(_cannot_listen(self.settings.host, port, error)) from None
         # The queue of LitServe's loggers and their process, if there are any: these cannot be replaced.
         self._others = [it for it in multiprocessing.active_children() if it not in self.inference_workers]
 
         def start_http(id: int) -> BaseProcess:
-            config = uvicorn.Config(
-                self.app, log_level=log_level, timeout_graceful_shutdown=UVICORN_GRACE_SECONDS, **options
-            )
             server = HttpServer(config, self.state)
             self.spec.response_queue_id = id
             fork = multiprocessing.get_context("fork")
-            process = processes[id] = fork.Process(target=server.run, args=(sockets,), name=f"http-{id}")
-            process.start()
+            process = fork.Process(target=server.run, args=(sockets,), name=f"http-{id}")
+            with blocked(signal.SIGHUP):  # there until App.running has its handler
+                process.start()
+            processes[id] = process
             return process
 
         def start_worker(id: int) -> BaseProcess:
@@ -334,8 +356,8 @@ class Server(LitServer):
         return processes
 
     def _http_process_died(self, id: int) -> None:
-        forget_process(self.state.http_names[id])
         self.state.http_process_died(id)
+        forget_process(self.state.http_names[id])
 
     def _check(self) -> None:
         """Called in every polling loop while serving.
@@ -367,10 +389,9 @@ class Server(LitServer):
             logger.info("SIGHUP: ignored, as there are no --client-limits to read again")
             return
         self.service.limits.reload()
-        for name, pid in self.state.pids.items():
-            if name in self.state.http_names:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGHUP)
+        for process in self._http_processes.values():
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGHUP)  # type: ignore[arg-type]  # it was started
 
     def _perform_graceful_shutdown(self, manager: Any, uvicorn_workers: Any, shutdown_reason: str = "normal") -> None:
         """Refuse new requests, wait for running ones, then end the HTTP processes, then the workers."""
@@ -390,6 +411,19 @@ class Server(LitServer):
         end_all(self.inference_workers, 5)
         super()._perform_graceful_shutdown(manager, {}, shutdown_reason)
         logger.info("all processes have ended")
+
+
+@contextmanager
+def spawning() -> Iterator[None]:
+    """While workers are started: what a terminal sends to all processes must not end them; main decides."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:  # deleted meanwhile; multiprocessing needs one
+        os.chdir("/")
+    with blocked(signal.SIGHUP):
+        resource_tracker.ensure_running()  # otherwise started with the first worker, which unblocks SIGINT
+        with blocked(signal.SIGINT):
+            yield
 
 
 def end_all(processes: list[BaseProcess], seconds: float) -> None:
@@ -415,7 +449,11 @@ def check_address(host: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise StartError(f"cannot listen on {host}, port {port}: {error.strerror}") from None
+            raise StartError(_cannot_listen(host, port, error)) from None
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> str:
+    return f"cannot listen on {host}, port {port}: {error.strerror}"
 
 
 def choose_accelerator(asked: str) -> str:

@@ -6,9 +6,11 @@ the value and what is allowed.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import ssl
+import stat
 import sys
 import tomllib
 from collections.abc import Mapping
@@ -378,6 +380,8 @@ def read_client_limits(path: Path) -> ClientLimitsFile:
     """
     flag = f"--client-limits (CHARGPT_CLIENT_LIMITS): {path}"
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe can be read once, and SIGHUP would find no limits in it
+            raise OSError(errno.EINVAL, "not a regular file")
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
         default, clients = tables.get("default"), tables.get("clients")
         if isinstance(default, dict) and isinstance(clients, dict):

@@ -116,9 +116,9 @@ class SharedState:
         """Sequences that must now be refused or end, each once."""
         self._add(http, "submitted", count)
 
-    def refused(self, http: int) -> None:
-        """The worker's queue was full."""
-        self._add(http, "refused")
+    def refused(self, http: int, count: int) -> None:
+        """Sequences were not accepted."""
+        self._add(http, "refused", count)
 
     def began(self, http: int) -> None:
         """A first delta has come, so that the sequence is known to be accepted; before its ending at the latest."""

@@ -87,10 +87,6 @@ class Logprobs(msgspec.Struct, gc=False, array_like=True):
     top_ids: bytearray = bytearray()  # (N · k,) uint32
     top_values: bytearray = bytearray()  # (N · k,) float64
 
-    @classmethod
-    def of(cls, values: Iterable[float], top_ids: Iterable[int] = (), top_values: Iterable[float] = ()) -> Logprobs:
-        return cls(bytearray(array("d", values)), bytearray(array("I", top_ids)), bytearray(array("d", top_values)))
-
     def __len__(self) -> int:
         return len(self.values) // 8
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import warnings
+from array import array
 from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from service.model.checkpoint import Checkpoint, save_checkpoint
 from service.model.config import GPTConfig
 from service.model.gpt import GPT
 from service.model.tokenizer import CharTokenizer
+from service.wire import Logprobs
 from tests.toolbox.launch import Program, free_port
 from tests.toolbox.needs import CORPUS as CORPUS
 from tests.toolbox.needs import program
@@ -96,9 +98,9 @@ def refusal(main: Callable[[], int], arguments: list[str]) -> str:
 class RunningServer(Program):
     """`python -m service` on a free port."""
 
-    def __init__(self, checkpoint: Path, **settings: object):
-        port = free_port()
-        settings = {"checkpoint": checkpoint, "port": port, "threads": 1, "max_tokens": ENDLESS} | UNBOUNDED | settings
+    def __init__(self, checkpoint: Path, **settings: Any):
+        port = settings.setdefault("port", free_port())
+        settings = {"checkpoint": checkpoint, "threads": 1, "max_tokens": ENDLESS} | UNBOUNDED | settings
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
         super().__init__([sys.executable, "-m", "service", *flags], port, "/readyz", start_new_session=True)
         self._client: httpx.Client | None = None
@@ -171,6 +173,10 @@ def make_certificate(folder: Path) -> tuple[Path, Path]:
 def is_worker(process: psutil.Process) -> bool:
     """Whether it is an inference process: LitServe spawns these and forks the others."""
     return "spawn_main" in " ".join(process.cmdline())
+
+
+def logprobs_of(values: Iterable[float], top_ids: Iterable[int] = (), top_values: Iterable[float] = ()) -> Logprobs:
+    return Logprobs(bytearray(array("d", values)), bytearray(array("I", top_ids)), bytearray(array("d", top_values)))
 
 
 def wait_until(condition: Callable[[], Any], timeout: float = 30, otherwise: object = "timed out") -> Any:

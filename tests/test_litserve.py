@@ -28,6 +28,7 @@ PRIVATE = {
     "_register_middleware": "LitServe would add middlewares to the finished application",
     "_init_manager": "requests would go through LitServe's queues instead of SocketTransport",
     "_perform_graceful_shutdown": "SIGTERM would cut off running requests",
+    "launch_inference_worker": "SIGHUP and Ctrl-C would end workers that are loading",
     "launch_single_inference_worker": "restarts would not be counted, and a dead worker's gauges would remain",
     "verify_worker_status": "startup would hang if a worker died while loading",
     "_monitor_workers": "LitServe would restart workers too, beside the supervisor",
@@ -76,7 +77,7 @@ def test_every_private_name_is_listed():
     (server,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Server")
     methods = {node.name for node in server.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
     names = {node.attr for node in ast.walk(server) if isinstance(node, ast.Attribute)}
-    ours = {"__init__", "_loggers", "_must_reload", "_others"}
+    ours = {"__init__", "_loggers", "_must_reload", "_others", "_http_processes"}
     used = {name for name in names - methods - ours if name.startswith("_")}
     overridden = {name for name in methods if hasattr(litserve.LitServer, name) and name != "__init__"}
     assert used | overridden <= PRIVATE.keys()

@@ -14,10 +14,10 @@ import threading
 from pathlib import Path
 
 import pytest
-from helpers import run_with_sockets
+from helpers import logprobs_of, run_with_sockets
 
 from service.sockets import BACKLOG_BYTES, MAX_UNSENT_BYTES, ConsumerLost, SocketTransport, WorkerFound, WorkerLost
-from service.wire import Abort, Delta, Logprobs, Step
+from service.wire import Abort, Delta, Step
 
 HTTP = 7  # the number of the HTTP process
 
@@ -263,7 +263,7 @@ def test_only_the_hung_reader_is_disconnected_at_the_buffer_limit():
 def test_frames_larger_than_a_socket_takes_do_not_pile_up_for_a_process_that_reads():
     """A worker sends once per step, and a socket takes 0.2 MB: frames of log-probabilities are larger."""
     transport = new_transport()
-    logprobs, received = Logprobs.of(range(100_000)), []
+    logprobs, received = logprobs_of(range(100_000)), []
 
     def send(worker):
         while not worker.is_connected:

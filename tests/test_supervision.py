@@ -25,7 +25,7 @@ from service.shared import REASONS, SharedState
 from service.supervisor import Supervisor, TooManyDeathsError
 from tests.toolbox.disk import SmallDisk
 from tests.toolbox.http import answer, pieces, post, sent, text_of
-from tests.toolbox.launch import free_port
+from tests.toolbox.launch import Program, free_port
 
 
 @pytest.fixture(scope="module")
@@ -135,14 +135,9 @@ def test_sequences_of_a_killed_worker_run_again_and_give_the_same_text(slow):
         assert "Traceback" not in server.output()
 
 
-def test_new_requests_wait_for_a_moment_for_the_only_worker_and_are_then_refused(checkpoint):
+def test_new_requests_are_refused_while_no_worker_comes(checkpoint):
     with RunningServer(checkpoint.path) as server:
         server.wait_until_ready()
-        expected = generate(server).json()["choices"][0]["text"]
-        time.sleep(5)  # so that it is replaced at once
-        server.worker().kill()
-        wait_until(lambda: web.get(f"{server.url}/readyz").status_code == 503)
-        assert generate(server).json()["choices"][0]["text"] == expected
         main = psutil.Process(server.process.pid)
         main.suspend()  # so that nobody replaces it
         server.worker().kill()
@@ -151,7 +146,8 @@ def test_new_requests_wait_for_a_moment_for_the_only_worker_and_are_then_refused
         main.resume()
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "not_ready")
         assert refused.headers["retry-after"] == "1"
-        assert endings(server) == (2, {"stop": 0, "length": 2, "abort": 0, "timeout": 0, "error": 0})
+        server.wait_until_ready()
+        assert endings(server) == (0, {"stop": 0, "length": 0, "abort": 0, "timeout": 0, "error": 0})
         assert server.stop() == 0
 
 
@@ -321,6 +317,31 @@ def test_sighup_is_logged_and_changes_nothing(checkpoint):
         assert server.stop() == 0
 
 
+def test_sighup_ends_no_process_that_is_starting(checkpoint):
+    with RunningServer(checkpoint.path) as server:
+        first = wait_until(lambda: next(filter(is_worker, server.processes()), None))
+        for _ in range(20):
+            os.killpg(server.process.pid, signal.SIGHUP)
+            time.sleep(0.05)
+        server.wait_until_ready()
+        assert server.worker() == first
+        assert generate(server).status_code == 200
+        assert "Traceback" not in server.output()
+        assert server.stop() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_all_processes_ends_a_starting_service_quietly(checkpoint, number):
+    for pause in (0.0, 0.3):
+        with RunningServer(checkpoint.path) as server:
+            wait_until(lambda server=server: any(map(is_worker, server.processes())))
+            time.sleep(pause)
+            os.killpg(server.process.pid, number)
+            assert server.process.wait(30) == 0, server.output()
+            server.wait_until_gone()
+            assert "Traceback" not in server.output()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_all_processes_drains_as_one_to_the_main_process(slow, number):
     """As from a terminal, or from systemd."""
@@ -362,6 +383,46 @@ def test_infill_that_was_accepted_completes_after_sigterm(slow):
             server.process.terminate()
             assert [it.result().status_code for it in running] == [200] * 5
         assert server.process.wait(30) == 0
+
+
+def test_of_two_servers_that_start_at_a_port_one_ends_with_a_sentence(checkpoint):
+    """Both can bind it, as long as neither listens."""
+    with RunningServer(checkpoint.path) as one, RunningServer(checkpoint.path, port=one.port) as other:
+        wait_until(lambda: one.process.poll() is not None or other.process.poll() is not None)
+        lost, won = (one, other) if one.process.poll() is not None else (other, one)
+        assert lost.process.wait() == 1
+        assert f"cannot listen on 127.0.0.1, port {one.port}: Address already in use" in lost.output()
+        assert Program.wait_until_ready(won) and won.stop() == 0
+
+
+def test_a_worker_is_replaced_though_the_working_directory_is_gone(checkpoint, tmp_path):
+    folder = tmp_path / "release"
+    folder.mkdir()
+    command = [sys.executable, "-m", "service", "--checkpoint", checkpoint.path, "--port", port := free_port()]
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    with contextlib.closing(Program(command, port, "/readyz", cwd=folder, env=environment)) as server:
+        server.wait_until_ready()
+        folder.rmdir()
+        worker = next(child for child in psutil.Process(server.process.pid).children() if is_worker(child))
+        worker.kill()
+        wait_until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE)
+        server.wait_until_ready()
+        assert "cannot be started" not in server.output()
+
+
+def test_a_closed_stderr_ends_nothing(checkpoint):
+    command = [
+        sys.executable,
+        "-m",
+        "service",
+        "--checkpoint",
+        str(checkpoint.path),
+        "--port",
+        str(port := free_port()),
+    ]
+    script = ["sh", "-c", 'exec "$@" 2>&-', "sh", *command]
+    with contextlib.closing(Program(script, port, "/readyz")) as server:
+        server.wait_until_ready()
 
 
 def test_port_in_use_is_one_sentence(checkpoint):

@@ -3,13 +3,14 @@
 import random
 
 import msgspec
+from helpers import logprobs_of
 
 from service.wire import Delta, Logprobs, Step
 
 
 def random_logprobs(r, count, k):
     numbers = [-r.expovariate(1) for _ in range(count * (k + 1))]
-    return Logprobs.of(numbers[:count], r.choices(range(2**32), k=count * k), numbers[count:])
+    return logprobs_of(numbers[:count], r.choices(range(2**32), k=count * k), numbers[count:])
 
 
 def test_logprobs_are_taken_in_order_and_parts_are_copies():

@@ -48,7 +48,7 @@ class FairQueue:
         self._num_clients_waiting = 0
 
     def add(self, sequence: Sequence) -> None:
-        name, weight = self._identity(sequence.request)
+        name, weight = self.identity(sequence.request)
         client = self._clients.get(name)
         if client is None:
             client = self._clients[name] = Client(name, weight)
@@ -91,7 +91,7 @@ class FairQueue:
 
     def charge(self, sequence: Sequence, cost: int) -> None:
         """Count `cost` characters that a sequence just taken is going to run."""
-        client = self._clients[self._identity(sequence.request)[0]]
+        client = self._clients[self.identity(sequence.request)[0]]
         sequence.charged = cost
         self._place(client, client.tag + cost / client.weight)
 
@@ -100,7 +100,7 @@ class FairQueue:
 
         But no client goes back behind the current virtual time, so that no newcomer waits for a refund to be used up.
         """
-        client = self._clients[self._identity(sequence.request)[0]]
+        client = self._clients[self.identity(sequence.request)[0]]
         if sequence.charged is None:
             self._count_waiting(client, -1)
             if len(client.waiting) > 2 * client.num_waiting + 64:
@@ -119,7 +119,7 @@ class FairQueue:
 
     def is_below_share(self, request: Submit) -> bool:
         """Whether the client of a new request, with all that it waits for, would run fewer than its share."""
-        name, weight = self._identity(request)
+        name, weight = self.identity(request)
         client = self._clients.get(name)
         if client is None:
             return self._is_below_share(0, weight, self._weights + weight)
@@ -131,7 +131,7 @@ class FairQueue:
         return num_waiting < max_waiting / (self._num_clients_waiting + (num_waiting == 0))
 
     def num_waiting_of(self, request: Submit) -> int:
-        client = self._clients.get(self._identity(request)[0])
+        client = self._clients.get(self.identity(request)[0])
         return client.num_waiting if client else 0
 
     def num_before(self, request: Submit) -> int:
@@ -139,10 +139,10 @@ class FairQueue:
 
         Takes O(√n) for n sequences: so many different numbers of waiting sequences can clients have.
         """
-        rounds = (self.num_waiting_of(request) + 1) / self._identity(request)[1]
+        rounds = (self.num_waiting_of(request) + 1) / self.identity(request)[1]
         return int(sum(count * min(length, rounds * weight) for (length, weight), count in self._lengths.items()))
 
-    def _identity(self, request: Submit) -> tuple[str, float]:
+    def identity(self, request: Submit) -> tuple[str, float]:
         """Name and weight of the client."""
         return (request.client, request.weight) if self.is_fair else ("", 1.0)
 

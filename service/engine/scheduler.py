@@ -338,9 +338,9 @@ class Scheduler:
         ranks: Counter[tuple[bool, str]] = Counter()
         places: dict[int, tuple[bool, int, int]] = {}  # by slot
         for sequence in self.prefilling:
-            is_scored = sequence.request.max_tokens == 0
-            rank, slot, left = ranks[is_scored, sequence.request.client], sequence.slot, sequence.num_prompt_left
-            ranks[is_scored, sequence.request.client] += 1
+            is_scored, client = sequence.request.max_tokens == 0, self.queue.identity(sequence.request)[0]
+            rank, slot, left = ranks[is_scored, client], sequence.slot, sequence.num_prompt_left
+            ranks[is_scored, client] += 1
             source = sequence.source
             if source is not None:
                 if source.is_finished:  # it looks for another in the next step

@@ -66,9 +66,6 @@ class EngineAPI(LitAPI):
         slots = options.max_running + (reserved_slots(options.max_running) if options.is_fair else 0)
         die_with_parent(self.state.main_pid)
         configure_logging(options.log_level, options.log_format)
-        # A terminal's Ctrl-C reaches this process too, but running sequences are to finish.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
         from prometheus_client import CollectorRegistry
 

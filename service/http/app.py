@@ -157,7 +157,7 @@ class App:
         service.metrics = service.admission.metrics = metrics
         metrics.held_bytes.set(0)
         loop.add_signal_handler(signal.SIGHUP, service.limits.reload)
-        service.limits.reload()  # in case that this process was being forked at the last SIGHUP
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])  # blocked while this process was forked
         if service.settings.otlp_traces_endpoint is not None:
             from service.observe.tracing import Tracer  # loads OpenTelemetry
 

@@ -11,6 +11,7 @@ import asyncio
 import functools
 import re
 from typing import Annotated, Any
+from weakref import WeakValueDictionary
 
 import msgspec
 from msgspec import Meta, Raw
@@ -48,13 +49,14 @@ _encode = msgspec.json.encode
 
 
 class BodyReader:
-    """Parses one large body at a time, so that many at once hold up other requests no longer than one."""
+    """Parses one large body at a time, each client's in turn, so that many of one hold up others no longer than one."""
 
     def __init__(self, settings: Settings):
         self._settings = settings
         self._turn = asyncio.Lock()
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by client, of those that wait
 
-    async def read(self, kind: type[AnyRequest], request: Request) -> AnyRequest:
+    async def read(self, kind: type[AnyRequest], request: Request, client: str) -> AnyRequest:
         """The request in a JSON body.
 
         Raises:
@@ -63,7 +65,8 @@ class BodyReader:
         body = await request.body()
         if len(body) <= LARGE_BODY_BYTES:
             return parse(kind, body)
-        async with self._turn:
+        own = self._turns.get(client) or self._turns.setdefault(client, asyncio.Lock())
+        async with own, self._turn:
             await asyncio.sleep(0)
             return await parse_large(kind, body, self._settings)
 

@@ -33,9 +33,7 @@ LATE_SECONDS = 5.0  # grace period after the deadline, before a sequence without
 TICK_SECONDS = 0.001  # resolution of the event loop's timers
 CONNECT_SECONDS = 5.0  # how long a starting HTTP process waits for a first worker
 MAX_RUNS = 3  # of a sequence, if workers are lost
-REPLACING_SECONDS = (
-    2.0  # for which new requests wait for the worker that replaces the last one, before they are refused
-)
+REPLACING_SECONDS = 2.0  # after a worker was lost, for which new requests wait for another before they are refused
 HOMELESS = -1  # in place of a worker: the sequence waits until one is connected
 FAILURES = frozenset({"abort", "timeout", "error"})
 
@@ -272,9 +270,8 @@ class Generation:
         elif reason is not None:
             self.wake_when_due(now)
 
-    def refuse(self, reason: str, error: ApiError) -> None:
-        """One of the sequences was not accepted; the others are aborted."""
-        self._metrics.request_rejected(reason)
+    def fail(self, error: ApiError) -> None:
+        """Raise this from the iteration, which aborts what still runs."""
         self._failure = self._failure or error
         self._wake_urgently(time.monotonic())
 
@@ -353,8 +350,8 @@ def _joined(pieces: list[Piece]) -> Piece:
     return last._replace(text=text, logprobs=first.logprobs, num_unscored=first.num_unscored)
 
 
-def _queue_full(refused: Refused) -> ApiError:
-    return ApiError(429, refused.message, code="queue_full", retry_after_seconds=refused.retry_after_seconds)
+def _queue_full(refused: Refused, seconds: int) -> ApiError:
+    return ApiError(429, refused.message, code="queue_full", retry_after_seconds=seconds)
 
 
 def _not_ready() -> ApiError:
@@ -387,9 +384,8 @@ class EngineClient:
         self.state, self.consumer_id = state, consumer_id
         self._hang_seconds, self._capacity = hang_seconds, capacity
         self._by_client: Counter[str] = Counter()  # sequences of each client that workers have
-        self._refused: Refused | None = None  # the last of a worker, which is true for as long as it says
-        self._refused_until = 0.0
-        self._lost_at = -math.inf  # when the last worker was lost
+        self._refused: dict[str, tuple[Refused, float]] = {}  # by client: the last refusal, and until when it holds
+        self._lost_at = -math.inf  # when a worker was lost most recently
         self._receptive_field = checkpoint.receptive_field
         self.loop = asyncio.get_running_loop()
         self._sockets = transport.connect(consumer_id, self._received)
@@ -414,10 +410,13 @@ class EngineClient:
         Raises:
             ApiError: 429, the client has as many sequences as all workers accept of it.
         """
-        is_full = self._by_client[client] >= self._capacity * len(self.state.worker_names)
-        if is_full and self._refused is not None and time.monotonic() < self._refused_until:
+        if self._by_client[client] < self._capacity * len(self.state.worker_names) or client not in self._refused:
+            return
+        refused, until = self._refused[client]
+        seconds = math.ceil(until - time.monotonic())
+        if seconds > 0:
             self.metrics.request_rejected("queue_full")
-            raise _queue_full(self._refused)
+            raise _queue_full(refused, seconds)
 
     def start(
         self,
@@ -449,7 +448,7 @@ class EngineClient:
         return generation
 
     def _is_replacing(self, count: int) -> bool:
-        """Whether the last worker was just lost, so that a new one may be here soon, and it will have room."""
+        """Whether a worker was just lost and none is left, so that one may be here soon, and it will have room."""
         is_lost = not self._sockets.connected_workers and time.monotonic() < self._lost_at + REPLACING_SECONDS
         return is_lost and len(self._running) + count <= self._capacity
 
@@ -487,12 +486,24 @@ class EngineClient:
         id, now = sequence.submit.id, time.monotonic()
         if id not in self._running or sequence.worker != HOMELESS:
             return
-        if sequence.submit.must_run or now >= generation.deadline:
+        if now >= generation.deadline - TICK_SECONDS:
             self._received_delta(Delta(id, [], "timeout"), now)
-        else:
-            self._end(id)
-            self.state.refused(self.consumer_id)
-            generation.refuse("not_ready", _not_ready())
+        elif not sequence.submit.must_run:  # otherwise it had a worker in between, and waits until its deadline
+            self._refuse(id, "not_ready", _not_ready())
+
+    def _refuse(self, id: int, reason: str, error: ApiError) -> None:
+        """A sequence was not accepted: nor are those of its request that no worker had; the others are aborted."""
+        generation, _ = self._running[id]
+        count = len(generation.pending)
+        generation.pending.clear()
+        for it in list(generation.open):
+            sequence = self._running[it][1]
+            if it == id or (sequence.worker == HOMELESS and not sequence.submit.must_run):
+                self._end(it)
+                count += 1
+        self.state.refused(self.consumer_id, count)
+        self.metrics.request_rejected(reason, count)
+        generation.fail(error)
 
     def _leave(self, sequence: SequenceState) -> None:
         """A sequence is no longer in its worker."""
@@ -583,11 +594,9 @@ class EngineClient:
             case Step():
                 self._received_step(message, time.monotonic())
             case Refused(id) if id in self._running:
-                generation, _ = self._running[id]
-                self._end(id)
-                self.state.refused(self.consumer_id)
-                self._refused, self._refused_until = message, time.monotonic() + message.retry_after_seconds
-                generation.refuse("queue_full", _queue_full(message))
+                client, seconds = self._running[id][1].submit.client, message.retry_after_seconds
+                self._refused[client] = message, time.monotonic() + seconds
+                self._refuse(id, "queue_full", _queue_full(message, seconds))
             case WorkerFound():
                 for generation, sequence in list(self._running.values()):
                     self._run_again(generation, sequence)
@@ -674,6 +683,7 @@ class EngineClient:
             self._by_client[sequence.submit.client] -= 1
             if not self._by_client[sequence.submit.client]:
                 del self._by_client[sequence.submit.client]
+                self._refused.pop(sequence.submit.client, None)
             self._leave(sequence)
             if generation.pending:
                 self._submit_next(generation, must_run=True)

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from starlette.requests import Request
 from starlette.types import Scope
 
 from service.http.admission import Admission, Estimate, Hold, estimate
@@ -14,7 +15,7 @@ from service.http.bodies import BodyReader
 from service.http.client import EngineClient, Generation
 from service.http.clients import ClientLimits
 from service.http.patterns import PatternCompiler
-from service.http.schemas import ApiError
+from service.http.schemas import AnyRequest, ApiError
 from service.model.checkpoint import Checkpoint
 from service.observe.exposition import Exposition
 from service.observe.metrics import Metrics
@@ -123,6 +124,10 @@ class Service:
         if name is not None and name != self.settings.model_name:
             message = f"model {name!r} is not served here; the served model is {self.settings.model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
+
+    async def read(self, kind: type[AnyRequest], request: Request) -> AnyRequest:
+        """The request in a JSON body; raises as BodyReader.read."""
+        return await self.bodies.read(kind, request, RequestContext.of(request.scope).client)
 
     def refuse_if_full(self, context: RequestContext) -> None:
         """Before anything of a request is read; raises as EngineClient.refuse_if_full."""

@@ -28,7 +28,7 @@ EVENT_SOURCE_END = "done"  # id of the last event, with which EventSource reconn
 async def generate(service: Service, request: Request) -> Response:
     """Continue a text."""
     service.refuse_if_full(RequestContext.of(request.scope))
-    return await _answer(service, request, await service.bodies.read(GenerateRequest, request), NativeForm)
+    return await _answer(service, request, await service.read(GenerateRequest, request), NativeForm)
 
 
 async def generate_events(service: Service, request: Request) -> Response:
@@ -39,13 +39,14 @@ async def generate_events(service: Service, request: Request) -> Response:
     if "stop" in fields:
         fields["stop"] = request.query_params.getlist("stop")
     body = parse(GenerateRequest, fields | {"stream": "true"})
+    await request.body()  # a client that leaves is seen only once all that it announced has come
     return await _answer(service, request, body, NativeForm, done=b"id: %b\n" % EVENT_SOURCE_END.encode() + DONE)
 
 
 async def completions(service: Service, request: Request) -> Response:
     """Continue a text, as OpenAI's completions."""
     service.refuse_if_full(RequestContext.of(request.scope))
-    return await _answer(service, request, await service.bodies.read(CompletionRequest, request), CompletionForm)
+    return await _answer(service, request, await service.read(CompletionRequest, request), CompletionForm)
 
 
 async def _answer(

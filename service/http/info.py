@@ -34,7 +34,7 @@ def _json(content: msgspec.Struct, status: int = 200) -> Response:
 
 async def tokenize(service: Service, request: Request) -> Response:
     """Encode a text."""
-    body = await service.bodies.read(TokenizeRequest, request)
+    body = await service.read(TokenizeRequest, request)
     service.check_model(body.model)
     encoder = Encoder(service, body)
     tokens = await encoder.encode(body.prompt, "prompt")
@@ -46,7 +46,7 @@ async def tokenize(service: Service, request: Request) -> Response:
 
 async def detokenize(service: Service, request: Request) -> Response:
     """Decode ids."""
-    body = await service.bodies.read(DetokenizeRequest, request)
+    body = await service.read(DetokenizeRequest, request)
     service.check_model(body.model)
     check_ids(service, body.tokens, "tokens")
     RequestContext.of(request.scope).hold.grow(PROMPT_BYTES * len(body.tokens))

@@ -19,6 +19,7 @@ from typing import Any
 
 import uvloop
 from httptools import HttpParserError, HttpParserUpgrade
+from starlette.types import Message, Receive, Scope, Send
 from uvicorn.config import Config
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -337,6 +338,8 @@ class Protocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
+        if self.scope["http_version"] == "1.0":
+            app = _without_chunks(app, cycle)
         cycle.transport = AnswerTransport(self, cycle)  # type: ignore[assignment]
         super()._start_asgi_task(cycle, app)
 
@@ -432,6 +435,27 @@ class Protocol(HttpToolsProtocol):
         self._is_lingering = True
         self.transport.write_eof()
         self.flow.release()
+
+
+def _without_chunks(app: Any, cycle: RequestResponseCycle) -> Any:
+    """For HTTP/1.0, which has no chunked encoding: a body of unknown length ends with the connection."""
+
+    async def ask(scope: Scope, receive: Receive, send: Send) -> None:
+        is_measured = True
+
+        async def write(message: Message) -> None:
+            nonlocal is_measured
+            if message["type"] == "http.response.start":
+                is_measured = any(name.lower() == b"content-length" for name, _ in message["headers"])
+                if not is_measured:
+                    cycle.chunked_encoding = False
+            elif not is_measured:
+                cycle.expected_content_length = len(message.get("body", b""))  # of this part: more may follow
+            await send(message)
+
+        await app(scope, receive, write)
+
+    return ask
 
 
 class AnswerTransport:

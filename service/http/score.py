@@ -47,7 +47,7 @@ async def score(service: Service, request: Request) -> Response:
     """Score texts, or rank continuations of a prefix."""
     context = RequestContext.of(request.scope)
     service.refuse_if_full(context)
-    body = await service.bodies.read(ScoreRequest, request)
+    body = await service.read(ScoreRequest, request)
     context.timeout_seconds = body.timeout_seconds
     service.check_model(body.model)
     encoder = Encoder(service, body)
@@ -134,7 +134,7 @@ async def next_character(service: Service, request: Request) -> Response:
     """Give the distribution of the next character."""
     context = RequestContext.of(request.scope)
     service.refuse_if_full(context)
-    body = await service.bodies.read(NextRequest, request)
+    body = await service.read(NextRequest, request)
     context.timeout_seconds = body.timeout_seconds
     service.check_model(body.model)
     encoder = Encoder(service, body)

@@ -33,6 +33,7 @@ RATIOS = tuple(i / 10 for i in range(1, 11))
 
 # Bytes of prometheus-client's files of one process, by kind; more than all series take if the model's name is short.
 FILES = {"counter": 1 << 20, "histogram": 1 << 22, "gauge_livesum": 1 << 16, "gauge_liveall": 1 << 16}
+MAX_EXEMPLAR_CHARACTERS = 128 - len("request_id")  # OpenMetrics 1.0: of all label names and values together
 EXEMPLARS = "exemplars_{}.json"  # file of a process, beside those
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class Histogram(_Buffered):
         self.exemplars: dict[float, Exemplar] = {}  # by upper bound of the bucket
 
     def observe(self, amount: float, count: int = 1, request_id: str | None = None) -> None:
-        """Record `count` observations of the same amount; `request_id` becomes the bucket's exemplar."""
+        """Record `count` observations of the same amount; `request_id`, if short, becomes the bucket's exemplar."""
         if not self._observed:
             self._request_flush()
         self._observed.append((amount, count, request_id))
@@ -84,7 +85,7 @@ class Histogram(_Buffered):
             bucket = bisect_left(self._bounds, amount)
             counts[bucket] += count
             total += amount * count
-            if request_id is not None:
+            if request_id is not None and len(request_id) <= MAX_EXEMPLAR_CHARACTERS:
                 latest[bucket] = (request_id, amount)
         self._observed.clear()
         self._child._sum.inc(total)

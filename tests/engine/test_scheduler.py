@@ -493,12 +493,14 @@ def test_a_short_prompt_does_not_wait_for_the_prompts_of_another_client():
     assert lengths(scheduler, 32)[100] == 3
 
 
-def test_clients_take_turns_and_the_shortest_prompt_is_first():
+@pytest.mark.parametrize(("is_fair", "order"), [(True, [3, 2, 0, 4, 1]), (False, [0, 1, 2, 3, 4])])
+def test_clients_take_turns_and_the_shortest_prompt_is_first(is_fair, order):
     scheduler = fair(8)
+    scheduler.queue.is_fair = is_fair
     for id, (client, prompt) in enumerate([("a", 9), ("a", 8), ("b", 6), ("c", 5), ("c", 2)]):
         scheduler.add(sequence(id, prompt=prompt, client=client))
     scheduler.schedule(0.0, 12)  # all start, none runs
-    assert [s.id for s in scheduler._in_order()] == [3, 2, 0, 4, 1]
+    assert [s.id for s in scheduler._in_order()] == order
 
 
 def test_who_waits_for_anothers_prompt_lends_it_its_place():

@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import select
+import signal
 import socket
 import ssl
 import time
@@ -13,7 +15,7 @@ import httpx
 import openai
 import pytest
 from fastapi import FastAPI
-from helpers import ENDLESS, RunningServer, make_certificate, save_random, web
+from helpers import ENDLESS, RunningServer, make_certificate, save_random, wait_until, web
 
 from service.http.middleware import EXPOSED_HEADERS, RequestMiddleware
 from service.settings import Settings
@@ -338,6 +340,15 @@ def test_a_client_that_goes_on_sending_can_read_the_408(server):
         assert connection.recv(1) == b""
 
 
+def test_a_get_whose_body_does_not_come_is_answered_408(server):
+    """Otherwise nobody would see that its client leaves."""
+    head = b"GET /generate?prompt=a&max_tokens=%d HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n" % ENDLESS
+    with sent(server.port, head + b"Authorization: Bearer %b\r\n\r\n" % KEYS[0].encode()) as connection:
+        with answer(connection) as response:
+            assert response.status == 408
+    assert server.metric("chargpt_num_requests_running") == 0
+
+
 def test_request_outlives_the_body_timeout_and_aborts_on_disconnect(server):
     aborted = server.metric("chargpt_request_success_total", finished_reason="abort")
     body = {"prompt": "a", "max_tokens": ENDLESS}
@@ -363,6 +374,27 @@ def test_every_http_process_serves_tls(https_server):
         httpx.get(f"http://127.0.0.1:{https_server.port}/livez")
     with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
         httpx.get(f"{https_server.url}/livez", verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))  # no trusted CA
+
+
+def test_an_http_process_is_replaced_without_the_certificate_files(checkpoint, tmp_path):
+    """The files are read at start: half of a new pair of them changes nothing."""
+    files = make_certificate(tmp_path)
+    flags = {"tls_certificate": files[0], "tls_key": files[1]}
+    with RunningServer(checkpoint.path, **flags) as server:
+        url = server.url.replace("http:", "https:")
+        context = ssl.create_default_context(cafile=files[0])
+        with httpx.Client(base_url=url, verify=context) as client:
+
+            def is_served():
+                with contextlib.suppress(httpx.TransportError):
+                    return client.get("/readyz").status_code == 200
+
+            wait_until(is_served)
+            files[1].unlink()
+            lines = map(json.loads, server.output().splitlines())
+            os.kill(next(line["pid"] for line in lines if line["process"] == "http-0"), signal.SIGKILL)
+            wait_until(is_served)
+        assert server.stop() == 0
 
 
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion.TLSv1")

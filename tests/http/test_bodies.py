@@ -4,8 +4,9 @@ import asyncio
 import json
 
 import pytest
+from starlette.requests import Request
 
-from service.http.bodies import LARGE_FIELD_BYTES, parse_large
+from service.http.bodies import LARGE_FIELD_BYTES, BodyReader, parse_large
 from service.http.schemas import (
     ApiError,
     CompletionRequest,
@@ -165,3 +166,23 @@ def test_prompts_are_counted_before_they_are_decoded(prompt, message):
     with pytest.raises(ApiError) as caught:
         large(GenerateRequest, json.dumps({"prompt": prompt}).encode(), settings)
     assert (caught.value.message, caught.value.param) == (message, "prompt")
+
+
+def test_of_each_client_one_large_body_waits_for_its_turn():
+    reader, done = BodyReader(Settings()), []
+
+    async def read(client):
+        content = json.dumps({"prompt": "a" * 100_000}).encode()
+
+        async def receive():
+            return {"type": "http.request", "body": content}
+
+        await reader.read(GenerateRequest, Request({"type": "http"}, receive), client)
+        done.append(client)
+
+    async def main():
+        await asyncio.gather(*map(read, "aaaaab"))
+
+    asyncio.run(main())
+    assert done.index("b") <= 1
+    assert len(done) == 6 and not reader._turns

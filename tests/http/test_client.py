@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import run_with_sockets
+from helpers import logprobs_of, run_with_sockets
 from prometheus_client import CollectorRegistry
 
 from service.http.client import MAX_RUNS, EngineClient, gathered
@@ -20,7 +20,7 @@ from service.model.tokenizer import CharTokenizer
 from service.observe.metrics import Metrics
 from service.shared import REASONS, SharedState
 from service.sockets import ConsumerLost, SocketTransport
-from service.wire import Delta, Logprobs, Step, Submit
+from service.wire import Abort, Delta, Refused, Step, Submit
 
 CONFIG = GPTConfig(vocab_size=2, block_size=4, n_layer=2, n_head=1, n_kv_head=1, n_embd=8)
 CHECKPOINT = Checkpoint(Path(), vars(CONFIG), CharTokenizer("ab"), {}, "")
@@ -49,10 +49,23 @@ class Peer:
 
     async def lose_worker(self):
         """A new one answers at the same place."""
+        with self.no_worker():
+            await self.until(lambda: not self.client.is_ready)
+        await self.until(lambda: self.client.is_ready)
+
+    @contextlib.contextmanager
+    def no_worker(self):
+        """The worker is lost, and can be found again at the end."""
+        path = Path(self.worker._listener.getsockname())
+        hidden = path.rename(path.with_suffix(".hidden"))
         for connection in list(self.worker._connections.values()):
             self.worker._drop(connection)
-        await self.until(lambda: not self.client.is_ready)
-        await self.until(lambda: self.client.is_ready)
+        yield
+        hidden.rename(path)
+
+    def counts(self):
+        columns = ("submitted", "refused", "begun", *REASONS)
+        return {column: count for column in columns if (count := self.state.num_sequences(column))}
 
     def send(self, *deltas):
         self.worker.send(Step.of(deltas), 0)
@@ -138,15 +151,15 @@ def test_a_sequence_that_lost_its_worker_goes_on_where_it_was_or_ends_with_the_r
 
             tasks = [asyncio.create_task(read(*it)) for it in zip((same, other), texts, strict=True)]
             ids = [it.id for it in peer.received[:2]]
-            columns = Logprobs.of([-0.5, -0.25, -0.125])
+            columns = logprobs_of([-0.5, -0.25, -0.125])
             peer.send(*(Delta(id, [0, 1, 1], **begun, logprobs=columns) for id in ids))
             await peer.until(lambda: all(texts))
             peer.received.clear()
             await peer.lose_worker()
             await peer.until(lambda: len(peer.received) == 3)
             assert [it.id for it in peer.received[:2]] == ids
-            peer.send(Delta(ids[0], [0, 1], **begun, logprobs=Logprobs.of([-0.5, -0.25])))
-            peer.send(Delta(ids[0], [1, 0], "length", ended_at=3.0, logprobs=Logprobs.of([-0.125, -9.0])))
+            peer.send(Delta(ids[0], [0, 1], **begun, logprobs=logprobs_of([-0.5, -0.25])))
+            peer.send(Delta(ids[0], [1, 0], "length", ended_at=3.0, logprobs=logprobs_of([-0.125, -9.0])))
             peer.send(Delta(ids[1], [1, 1, 1], **begun))
             await tasks[0]
             assert "".join(text for text, _ in texts[0]) == "abba"
@@ -165,6 +178,100 @@ def test_a_sequence_that_lost_its_worker_goes_on_where_it_was_or_ends_with_the_r
     run_with_sockets(main)
 
 
+def test_new_sequences_wait_for_a_worker_for_a_moment_and_are_then_refused(monkeypatch):
+    monkeypatch.setattr("service.http.client.REPLACING_SECONDS", 0.3)
+
+    async def main():
+        async with connected() as peer:
+            client = peer.client
+            with peer.no_worker():
+                await peer.until(lambda: not client.is_ready)
+                lucky = client.start([submit([0])], time.monotonic())
+            await peer.until(lambda: peer.received)  # before its time was over
+            [sent], peer.received = peer.received, []
+            peer.send(Delta(sent.id, [1], "length", scheduled_at=1.0, prefilled_at=2.0, ended_at=3.0))
+            assert [piece.text for piece in await gathered(lucky)] == ["b"]
+            with peer.no_worker():
+                await peer.until(lambda: not client.is_ready)
+                generation = client.start([submit([0])] * 3, time.monotonic(), window=2)
+                with pytest.raises(ApiError, match="no inference process is ready"):
+                    await gathered(generation)
+                with pytest.raises(ApiError, match="no inference process is ready"):
+                    client.start([submit([0])], time.monotonic())
+            assert peer.counts() == {"submitted": 4, "refused": 3, "begun": 1, "length": 1}
+
+    run_with_sockets(main)
+
+
+def test_a_sequence_that_loses_its_worker_again_keeps_its_deadline(monkeypatch):
+    """Not that of a new sequence, which it was when it waited for its first worker."""
+    monkeypatch.setattr("service.http.client.REPLACING_SECONDS", 0.3)
+
+    async def main():
+        async with connected() as peer:
+            with peer.no_worker():
+                await peer.until(lambda: not peer.client.is_ready)
+                generation = peer.client.start([submit([0])], time.monotonic())
+            await peer.until(lambda: peer.received)
+            task = asyncio.create_task(gathered(generation))
+            peer.received.clear()
+            with peer.no_worker():
+                await asyncio.sleep(0.5)
+            await peer.until(lambda: peer.received)
+            [sent] = peer.received
+            peer.send(Delta(sent.id, [1], "length", scheduled_at=1.0, prefilled_at=2.0, ended_at=3.0))
+            await peer.until(task.done)
+            assert [piece.text for piece in task.result()] == ["b"]
+
+    run_with_sockets(main)
+
+
+def test_of_a_refused_request_nothing_more_is_submitted():
+    async def main():
+        async with connected() as peer:
+            generation = peer.client.start([submit([0], client="a") for _ in range(100)], time.monotonic(), window=4)
+            task = asyncio.create_task(gathered(generation))
+            await peer.until(lambda: len(peer.received) == 4)
+            first, *others = peer.received
+            peer.received.clear()
+            peer.worker.send(Refused(first.id, "queue full", 7), 0)
+            await peer.until(task.done)
+            assert (task.exception().status, task.exception().headers["Retry-After"]) == (429, "7")
+            await peer.until(lambda: len(peer.received) == 3)
+            assert peer.received == [Abort(one.id) for one in others]
+            assert peer.counts() == {"submitted": 100, "refused": 97, "begun": 3, "abort": 3}
+            peer.client.metrics.flush()
+            rejected = peer.registry.get_sample_value(
+                "chargpt_admission_rejections_total", {"model_name": "m", "reason": "queue_full"}
+            )
+            assert rejected == 97
+
+    run_with_sockets(main)
+
+
+def test_a_refusal_before_the_worker_is_asked_is_that_of_the_same_client():
+    async def main():
+        async with connected() as peer:
+            client = peer.client
+            client._capacity = 1
+            running = {name: client.start([submit([0], client=name)], time.monotonic()) for name in "ab"}
+            refused = client.start([submit([0], client="b")], time.monotonic())
+            await peer.until(lambda: len(peer.received) == 3)
+            peer.worker.send(Refused(peer.received[2].id, "queue full", 30), 0)
+            task = asyncio.create_task(gathered(refused))
+            await peer.until(task.done)
+            assert task.exception().headers["Retry-After"] == "30"
+            client.refuse_if_full("a")  # was never refused, and asks the worker
+            with pytest.raises(ApiError, match="queue full") as again:
+                client.refuse_if_full("b")
+            assert 29 <= int(again.value.headers["Retry-After"]) <= 30
+            for generation in running.values():
+                generation.abort()
+            assert not client._refused
+
+    run_with_sockets(main)
+
+
 def test_a_frame_of_many_sequences_is_cut_into_their_texts():
     """Characters of a sequence aborted meanwhile go nowhere; log-probabilities belong to the characters beside them."""
 
@@ -178,10 +285,10 @@ def test_a_frame_of_many_sequences_is_cut_into_their_texts():
             begun = {"scheduled_at": 1.0, "prefilled_at": 2.0}
             peer.send(Delta(first, [0, 1], **begun), Delta(gone, [1, 1, 1], **begun))
             peer.send(
-                Delta(second, [1], **begun, logprobs=Logprobs.of([-0.5])),
+                Delta(second, [1], **begun, logprobs=logprobs_of([-0.5])),
                 Delta(first, [1], "stop", ended_at=3.0),
             )
-            peer.send(Delta(second, [0, 0], "length", ended_at=3.0, logprobs=Logprobs.of([-1.0, -2.0])))
+            peer.send(Delta(second, [0, 0], "length", ended_at=3.0, logprobs=logprobs_of([-1.0, -2.0])))
             (pieces,) = [some async for some in whole]
             assert [(it.number, it.text, it.finish_reason) for it in pieces] == [
                 (0, "abb", "stop"),

@@ -191,6 +191,18 @@ def test_other_versions_are_refused(server):
         assert b" 200 " in received(connection).splitlines()[0]
 
 
+def test_http_1_0_gets_no_chunks(server):
+    """RFC 9112, section 6.1. A body of unknown length ends with the connection."""
+    body = b'{"prompt": "a", "max_tokens": 300, "n": 3, "stream": true}'
+    head = b"POST /generate HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with sent(server.port, head + body) as connection:
+        head, _, events = received(connection).partition(b"\r\n\r\n")
+    assert b" 200 " in head and b"chunked" not in head.lower()
+    *lines, last = events.strip().split(b"\n\n")
+    assert len(lines) > 3 and all(line.startswith(b"data: {") for line in lines)
+    assert last == b"data: [DONE]"
+
+
 def test_an_upgrade_is_ignored(server):
     upgrade = GET + b"Connection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
     with sent(server.port, upgrade + GET + b"\r\n" + upgrade) as connection:

@@ -8,6 +8,7 @@ import time
 
 import msgspec
 import pytest
+from helpers import logprobs_of
 
 from service.http import stream
 from service.http.admission import Admission
@@ -16,7 +17,6 @@ from service.http.context import RequestContext
 from service.http.schemas import Receipt, Timing
 from service.http.stream import CompletionForm, NativeForm, pieces_of, send_json
 from service.settings import Settings
-from service.wire import Logprobs
 
 CHARACTERS = list('ab"\\\n\0éж漢🙂')
 
@@ -37,7 +37,7 @@ def random_piece(r, number, length, k, is_echo):
     count = length - num_unscored
     values = [-r.expovariate(1) for _ in range(count)]
     top_ids = [id for _ in range(count) for id in r.sample(range(len(CHARACTERS)), k)]
-    logprobs = Logprobs.of(values, top_ids, [-r.expovariate(1) for _ in range(count * k)])
+    logprobs = logprobs_of(values, top_ids, [-r.expovariate(1) for _ in range(count * k)])
     return Piece(number, 7, text, "stop", logprobs, num_unscored)
 
 
