@@ -1,4 +1,4 @@
-"""The console script: chargpt serve | prepare | train | evaluate | sample | score | report | export.
+"""The console script: chargpt serve | prepare | train | evaluate | sample | score | report | export | lecture.
 
 `serve` runs the package service, every other command the package training, which the container image does not ship.
 Both are run by name, so that this module imports neither and `chargpt --help` answers without torch.
@@ -19,6 +19,7 @@ COMMANDS = {
     "score": "print the log-likelihood of each line of a text",
     "report": "measure how much generated text is copied from the training text",
     "export": "convert a checkpoint to GGUF or ONNX",
+    "lecture": "show how it works, from a table of bigrams to attention, on a text",
 }
 HELP = "\n".join(
     [

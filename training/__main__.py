@@ -1,4 +1,4 @@
-"""The commands: python -m training prepare | train | evaluate | sample | score | report | export.
+"""The commands: python -m training prepare | train | evaluate | sample | score | report | export | lecture.
 
 python -m training train --data FILE --out DIR --preset quick
 python -m training train --resume --out DIR
@@ -8,6 +8,7 @@ python -m training sample --checkpoint DIR/best --prompt "ROMEO:" -n 3
 python -m training score --checkpoint DIR/best --data FILE > scores.jsonl
 python -m training report --checkpoint DIR/best
 python -m training export --checkpoint DIR/best --to gguf --out model.gguf
+python -m training lecture
 
 `chargpt train` and so on run the same commands.
 """
@@ -108,14 +109,17 @@ def build_parser() -> Parser:
     p = command("sample", run_sample, "generate texts from a checkpoint")
     add_model_flags(p)
     add_sampling_flags(p, n=1, max_tokens=500)
-    p.add_argument("--prompt", help="text to continue; a line break if none is given")
+    p.add_argument("--prompt", help="text to continue (default: a line break, or the first character)")
     p.add_argument("--temperature", type=float, default=1.0, help="sampling temperature; 0: greedy")
     p.add_argument("--top-k", type=int, default=0, help="sample from the k likeliest characters; 0: all")
     p.add_argument(
         "--top-p", type=float, default=1.0, help="sample from the likeliest characters up to this total probability"
     )
     p.add_argument(
-        "--stop", action="append", default=[], help=r"end a text before this string; repeatable; \n is a line break"
+        "--stop",
+        action="append",
+        default=[],
+        help=r"end a text before this string; repeatable; \n is a line break (default for records)",
     )
     p.add_argument("--unique", action="store_true", help="skip duplicate texts")
     p.add_argument("--format", choices=("text", "jsonl"), default="text", help="plain texts, or JSON lines with seeds")
@@ -133,6 +137,15 @@ def build_parser() -> Parser:
     add_checkpoint_flag(p)
     p.add_argument("--to", choices=("gguf", "onnx"), required=True, help="gguf: llama.cpp; onnx: onnxruntime")
     p.add_argument("--out", type=Path, required=True, metavar="FILE", help="the file to write")
+
+    p = command("lecture", run_lecture, "show how it works, from a table of bigrams to attention, on a text")
+    p.add_argument("--data", nargs="+", default=["tinyshakespeare"], help=DATA_HELP)
+    p.add_argument(
+        "--checkpoint", type=Path, metavar="DIR", help="the full model at the end (default: the bundled one)"
+    )
+    p.add_argument("--steps", type=int, default=10_000, help="training steps of the bigram table; of one head, half")
+    p.add_argument("--seed", type=int, default=1337, help="seed of all that is random")
+    p.add_argument("--out", type=Path, default=Path("out/lecture.png"), metavar="FILE", help="the picture to write")
     return parser
 
 
@@ -167,6 +180,7 @@ def run_prepare(args: argparse.Namespace) -> None:
         f"{len(corpus.train):,} for training, {len(corpus.val):,} for validation\n"
         f"SHA-256 {corpus.sha256}, encoded in {cache_dir() / 'corpora'}"
     )
+    print(*corpus.notes, sep="\n", end="\n" if corpus.notes else "")
 
 
 def run_train(args: argparse.Namespace) -> None:
@@ -207,16 +221,17 @@ def _train(args: argparse.Namespace, given: dict[str, Any]) -> None:
 
 def run_evaluate(args: argparse.Namespace) -> None:
     from training.data import encode_files, find_texts
-    from training.evaluate import bits, streamed_loss, whole_loss
+    from training.evaluate import bits, split_losses
 
     checkpoint, model = load_model(args)
+    records = has_records(checkpoint)
     if args.data is None:
         corpus = training_corpus(checkpoint, None)
         ids, scored = corpus.val, f"validation split of {corpus.name}"
     else:
-        ids, scored = encode_files(find_texts(args.data), checkpoint.tokenizer), " ".join(args.data)
+        ids, scored = encode_files(find_texts(args.data), checkpoint.tokenizer, records=records), " ".join(args.data)
     print(f"{scored}: {plural(len(ids), 'character')}, all but the first scored")
-    for name, loss in ("whole", whole_loss(model, ids)), ("streamed", streamed_loss(model, ids)):
+    for name, loss in split_losses(model, ids, records=records).items():
         print(f"{name:<9} {loss:.4f} nats  {bits(loss):.4f} bits per character")
 
 
@@ -238,17 +253,22 @@ def run_sample(args: argparse.Namespace) -> None:
         raise ConfigError(str(error)) from None
     checkpoint, model = load_model(args)
     tokenizer = checkpoint.tokenizer
-    prompt = tokenizer.encode("\n" if args.prompt is None else args.prompt)
-    stop = tuple(tuple(tokenizer.encode(text.replace("\\n", "\n"))) for text in args.stop)
+    # Without a prompt, what precedes a text; a model of texts without line breaks begins with its first character.
+    given, begins = args.prompt or "", "\n" if "\n" in tokenizer else tokenizer.characters[0]
+    if not given and begins != "\n":
+        given = begins
+    prompt = tokenizer.encode(given or begins)
+    stops = args.stop or (["\n"] if has_records(checkpoint) else [])
+    stop = tuple(tuple(tokenizer.encode(text.replace("\\n", "\n"))) for text in stops)
     if () in stop:
         raise ConfigError("--stop must not be empty")
     texts = sample_texts(model, prompt, args.n, args.max_tokens, params, stop=stop, unique=args.unique)
     console = Console(stderr=True)
     shown = track(texts, "texts", total=args.n, console=console, disable=not console.is_terminal or args.n == 1)
-    separator = "\n" if args.stop else "\n\n"
+    separator = "\n" if stops else "\n\n"
     try:
         for number, (seed, ids) in enumerate(shown):
-            text = (args.prompt or "") + tokenizer.decode(ids)
+            text = given + tokenizer.decode(ids)
             if args.format == "jsonl":
                 print(json.dumps({"text": text, "seed": seed}, ensure_ascii=False))
             else:
@@ -306,6 +326,24 @@ def run_export(args: argparse.Namespace) -> None:
     print(f"{args.out}: {args.out.stat().st_size:,} bytes")
 
 
+def run_lecture(args: argparse.Namespace) -> None:
+    from service.model import checkpoint as module
+    from training.data import prepare
+    from training.lecture import give
+
+    if args.steps < 1:
+        raise ConfigError(f"--steps must be at least 1, got {args.steps}")
+    bundled = Path(module.__file__).parents[1] / "checkpoints" / "tinyshakespeare"
+    checkpoint = module.Checkpoint.read(args.checkpoint or bundled)
+    give(prepare(args.data), checkpoint, args.out, steps=args.steps, seed=args.seed)
+
+
+def has_records(checkpoint: Checkpoint) -> bool:
+    """Whether it was trained on records."""
+    recipe: dict[str, Any] = checkpoint.training.get("recipe", {})
+    return bool(recipe.get("records", False))
+
+
 def training_corpus(checkpoint: Checkpoint, data: list[str] | None) -> Corpus:
     """The text a checkpoint was trained on, in its vocabulary, read from `data` or from where the run read it.
 
@@ -318,7 +356,7 @@ def training_corpus(checkpoint: Checkpoint, data: list[str] | None) -> Corpus:
         if "recipe" not in checkpoint.training:
             raise ConfigError(f"{checkpoint.path / 'training.json'} does not record the training text; pass --data")
         data = checkpoint.training["recipe"]["data"]
-    corpus = prepare(data, records=checkpoint.training.get("recipe", {}).get("records", False))
+    corpus = prepare(data, records=has_records(checkpoint))
     expected = checkpoint.training.get("data", {}).get("sha256")
     if corpus.sha256 != expected:
         raise ConfigError(

@@ -10,11 +10,10 @@ from __future__ import annotations
 import codecs
 import gzip
 import hashlib
+import io
 import itertools
 import json
 import os
-import shutil
-import tempfile
 import urllib.error
 import urllib.request
 import zlib
@@ -29,11 +28,14 @@ from service.model.checkpoint import replacing_folder
 from service.model.tokenizer import CharTokenizer, UnknownCharacterError
 from training.messages import plural
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 CHUNK_BYTES = 1 << 22
 TRAIN_SHARE = 0.9  # the first 90 % of a text is the training split, the rest the validation split
-VAL_EVERY = 10  # with records, every tenth goes to the validation split
+VAL_EVERY = 10  # with records, one in ten goes to the validation split
+IGNORED = -1  # as a target
+RECORDS_AT_ONCE = 1 << 16  # moved to their places
 MAX_SYMBOLS = 1 << 16  # more than any script has; a text with more is probably not text
+BYTE_ORDER_MARK = "\ufeff"
 MIN_CHARACTERS = 20  # leaves the validation split one character to predict
 
 TINYSHAKESPEARE = "tinyshakespeare"
@@ -125,6 +127,7 @@ class Corpus:
     ids: np.ndarray  # (characters,) uint8, uint16 or uint32: the training split, then the validation split
     num_train: int
     records: int | None  # number of records; None: the text is not split into records
+    notes: tuple[str, ...] = ()  # what of the files was not taken as it is, for the user to see
 
     @property
     def train(self) -> np.ndarray:
@@ -149,8 +152,9 @@ class Corpus:
 def prepare(data: str | Sequence[str], *, records: bool = False) -> Corpus:
     """The corpus of `--data`, encoded on first use and read from the cache afterwards.
 
-    With `records`, each line is a record that ends with its line break. One in VAL_EVERY goes to the validation
-    split. Each split begins with a line break, so that every record follows one.
+    With `records`, each line that is not empty is a record that ends with its line break. They are shuffled, always
+    alike, and one in VAL_EVERY goes to the validation split: files are often sorted. Each split begins with a line
+    break, so that every record follows one.
 
     Raises:
         DataError: a file is missing or not UTF-8, or the text is too short or has too many distinct characters.
@@ -160,7 +164,8 @@ def prepare(data: str | Sequence[str], *, records: bool = False) -> Corpus:
     sha256 = _sha256(files)
     folder = _cache_folder(sha256, records)
     if not folder.is_dir():
-        characters, count = _scan(files)
+        notes: set[str] = set()
+        characters, count = _scan(files, notes)
         if len(characters) < 2:
             content = f"contains only the character {characters[0]!r}" if characters else "is empty"
             raise DataError(f"{name} {content}; a text needs at least 2 distinct characters")
@@ -170,11 +175,14 @@ def prepare(data: str | Sequence[str], *, records: bool = False) -> Corpus:
             raise DataError(f"{name} has {len(characters):,} distinct characters; at most {MAX_SYMBOLS:,} are allowed")
         if records:
             characters = sorted({*characters, "\n"})
-        _encode(files, CharTokenizer(characters), sha256, folder, records)
+        _encode(files, CharTokenizer(characters), sha256, folder, records, notes)
     about = json.loads((folder / "corpus.json").read_bytes())
     tokenizer = CharTokenizer(about["characters"])
     ids = np.memmap(folder / "ids.bin", dtype=id_dtype(tokenizer.vocab_size), mode="r")
-    return Corpus(name, sha256, tokenizer, tokenizer.vocab_size, ids, about["num_train"], about["records"])
+    return Corpus(
+        name, sha256, tokenizer, tokenizer.vocab_size, ids,
+        num_train=about["num_train"], records=about["records"], notes=tuple(about["notes"]),
+    )  # fmt: skip
 
 
 def recode(corpus: Corpus, tokenizer: CharTokenizer) -> Corpus:
@@ -210,17 +218,18 @@ def id_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("u1" if vocab_size <= 1 << 8 else "<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
-def read_text(files: Sequence[Path]) -> Iterator[str]:
-    """The concatenated files, in chunks; line breaks are not translated.
+def read_text(files: Sequence[Path], notes: set[str] | None = None) -> Iterator[str]:
+    """The concatenated files, in chunks, as if each had been written on Linux.
 
-    A line break is inserted between files where one is missing.
+    Line breaks of Windows and of old Macs are read as \\n, and a file's byte-order mark is left out; `notes` gets a
+    sentence about each. A line break is inserted between files where one is missing.
 
     Raises:
         DataError: a file cannot be read or is not UTF-8 (gives the byte offset), or one named .gz is not gzip.
     """
     for file in files:
-        decoder = codecs.getincrementaldecoder("utf-8")()
-        start, last = 0, "\n"
+        decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")(), translate=True)
+        start, last, is_first = 0, "\n", True
         for chunk in itertools.chain(_read_bytes(file), [b""]):
             pending = len(decoder.getstate()[0])  # bytes of a character that the last chunk cut in two
             try:
@@ -232,11 +241,23 @@ def read_text(files: Sequence[Path]) -> Iterator[str]:
                     f" ({error.reason}); convert it first, for example with iconv -f LATIN1 -t UTF-8"
                 ) from None
             start += len(chunk)
+            if text and is_first:
+                is_first = False
+                if text[0] == BYTE_ORDER_MARK:
+                    text = text[1:]
+                    _note(notes, f"{file.name}: byte-order mark left out")
             if text:
                 last = text[-1]
                 yield text
+        if set(decoder.newlines or ()) - {"\n"}:
+            _note(notes, f"{file.name}: line breaks of Windows or an old Mac read as \\n")
         if file is not files[-1] and last != "\n":
             yield "\n"
+
+
+def _note(notes: set[str] | None, sentence: str) -> None:
+    if notes is not None:
+        notes.add(sentence)
 
 
 def _read_bytes(file: Path) -> Iterator[bytes]:
@@ -264,8 +285,8 @@ def read_lines(file: Path) -> Iterator[str]:
         yield rest
 
 
-def encode_files(files: Sequence[Path], tokenizer: CharTokenizer) -> np.ndarray:
-    """The ids of the concatenated files: (characters,) in `id_dtype`.
+def encode_files(files: Sequence[Path], tokenizer: CharTokenizer, *, records: bool = False) -> np.ndarray:
+    """The ids of the concatenated files: (characters,) in `id_dtype`; with `records`, as a split of `prepare`.
 
     Raises:
         DataError: a file is not UTF-8, or all together have fewer than two characters.
@@ -280,7 +301,14 @@ def encode_files(files: Sequence[Path], tokenizer: CharTokenizer) -> np.ndarray:
         start += len(text)
     if start < 2:
         raise DataError(f"{files[0]} has {plural(start, 'character')}; scoring needs at least 2")
-    return np.concatenate(pieces)
+    ids = np.concatenate(pieces)
+    if records:
+        end = np.array(tokenizer.encode("\n"), ids.dtype)
+        ids = np.concatenate((end, ids, end))
+        ids = ids[np.concatenate(([True], (ids[1:] != end) | (ids[:-1] != end)))]  # empty lines are no records
+        if len(ids) < 2:
+            raise DataError(f"{files[0]} has no records")
+    return ids
 
 
 def _sha256(files: Sequence[Path]) -> str:
@@ -290,60 +318,87 @@ def _sha256(files: Sequence[Path]) -> str:
     return digest.hexdigest()
 
 
-def _scan(files: Sequence[Path]) -> tuple[list[str], int]:
+def _scan(files: Sequence[Path], notes: set[str]) -> tuple[list[str], int]:
     """The sorted unique characters of a text, and its length."""
     seen, count = np.zeros(0x110000, dtype=bool), 0
-    for text in read_text(files):
+    for text in read_text(files, notes):
         seen[np.frombuffer(text.encode("utf-32-le"), dtype="<u4")] = True
         count += len(text)
     return [chr(code) for code in np.flatnonzero(seen)], count
 
 
-def _encode(files: Sequence[Path], tokenizer: CharTokenizer, sha256: str, folder: Path, records: bool) -> None:
+def _encode(
+    files: Sequence[Path], tokenizer: CharTokenizer, sha256: str, folder: Path, records: bool, notes: set[str]
+) -> None:
     dtype = id_dtype(tokenizer.vocab_size)
     digest = hashlib.sha256()
-    written = num_train = num_records = 0
     break_id = tokenizer.encode("\n")[0] if records else -1
     with replacing_folder(folder) as new:
-        with open(new / "ids.bin", "w+b") as train, tempfile.TemporaryFile(dir=new) as val:
-            if records:
-                train.write(np.array([break_id], dtype).tobytes())
-                val.write(np.array([break_id], dtype).tobytes())
-            last = "\n"
+        with open(new / "ids.bin", "wb") as file:
+            lasts, num_blank = break_id, 0
             for text in read_text(files):
                 digest.update(text.encode())
                 ids = tokenizer.encode_array(text).astype(dtype)
-                written += len(ids)
                 if records:
-                    ends = ids == break_id
-                    number = num_records + np.cumsum(ends) - ends  # record number of each character
-                    validates = number % VAL_EVERY == VAL_EVERY - 1
-                    train.write(ids[~validates].tobytes())
-                    val.write(ids[validates].tobytes())
-                    num_records += int(ends.sum())
-                    last = text[-1]
-                else:
-                    train.write(ids.tobytes())
-            if last != "\n":  # the last record needs its line break too
-                split = val if num_records % VAL_EVERY == VAL_EVERY - 1 else train
-                split.write(np.array([break_id], dtype).tobytes())
-                num_records += 1
-            num_train = train.tell() // dtype.itemsize if records else int(written * TRAIN_SHARE)
-            val.seek(0)
-            shutil.copyfileobj(val, train)
-            train.flush()
-            os.fsync(train.fileno())
+                    is_break = ids == break_id
+                    is_blank = is_break & np.concatenate(([lasts == break_id], is_break[:-1]))
+                    lasts, num_blank = int(ids[-1]), num_blank + int(is_blank.sum())
+                    ids = ids[~is_blank]
+                file.write(ids.tobytes())
+            if records and lasts != break_id:  # the last record needs its line break too
+                file.write(np.array([break_id], dtype).tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+            count = file.tell() // dtype.itemsize
         if digest.hexdigest() != sha256:
             raise DataError(f"{files[0]} or another file changed while being read; try again")
-        if records and num_records < VAL_EVERY:
-            raise DataError(f"{files[0]} has {plural(num_records, 'record')}; --records needs at least {VAL_EVERY}")
+        num_train, num_records = int(count * TRAIN_SHARE), None
+        if records:
+            if num_blank:
+                notes.add(f"{plural(num_blank, 'empty line')} left out")
+            num_train, num_records = _shuffle_records(new / "ids.bin", dtype, break_id, files[0])
         about = {
             "sha256": sha256,
             "characters": tokenizer.characters,
             "num_train": num_train,
-            "records": num_records if records else None,
+            "records": num_records,
+            "notes": sorted(notes),
         }
         (new / "corpus.json").write_text(json.dumps(about), encoding="utf-8")
+
+
+def _shuffle_records(path: Path, dtype: np.dtype[Any], break_id: int, name: Path) -> tuple[int, int]:
+    """Shuffle the records of a file of ids; the last part of them, one in VAL_EVERY, becomes the validation split.
+
+    Takes 24 bytes of memory per record. Returns the length of the training split, and the number of records.
+
+    Raises:
+        DataError: there are fewer than VAL_EVERY.
+    """
+    ids = np.memmap(path, dtype=dtype, mode="r")
+    pieces = [
+        start + np.flatnonzero(ids[start : start + CHUNK_BYTES] == break_id)
+        for start in range(0, len(ids), CHUNK_BYTES)
+    ]
+    ends = np.concatenate(pieces) + 1
+    if len(ends) < VAL_EVERY:
+        raise DataError(f"{name} has {plural(len(ends), 'record')}; --records needs at least {VAL_EVERY}")
+    starts = np.concatenate(([0], ends[:-1]))
+    order = np.argsort(_mix(np.arange(len(ends), dtype=np.uint64)), kind="stable")
+    num_train = len(order) - len(order) // VAL_EVERY
+    shuffled = path.with_name("shuffled.bin")
+    with open(shuffled, "wb") as file:
+        for split in (order[:num_train], order[num_train:]):
+            file.write(np.array([break_id], dtype).tobytes())
+            for first in range(0, len(split), RECORDS_AT_ONCE):
+                some = split[first : first + RECORDS_AT_ONCE]
+                lengths = ends[some] - starts[some]
+                within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+                file.write(ids[np.repeat(starts[some], lengths) + within].tobytes())
+        file.flush()
+        os.fsync(file.fileno())
+    shuffled.replace(path)
+    return 1 + int((ends[order[:num_train]] - starts[order[:num_train]]).sum()), len(ends)
 
 
 class WindowSampler:
@@ -357,11 +412,13 @@ class WindowSampler:
         DataError: the text is shorter than two windows.
     """
 
+    rows = 1  # in place of one row of block_size characters
+
     def __init__(self, ids: np.ndarray, block_size: int, seed: int, position: int = 0):
         self.ids, self.block_size, self.seed, self.position = ids, block_size, seed, position
         # Leaves room for any phase and for the last target, one character past the inputs.
-        self.windows_per_epoch = (len(ids) - block_size) // block_size
-        if self.windows_per_epoch < 1:
+        self.per_epoch = (len(ids) - block_size) // block_size
+        if self.per_epoch < 1:
             raise DataError(
                 f"the training split has {plural(len(ids), 'character')}; block_size {block_size} needs at least "
                 f"{2 * block_size:,}: pass a longer text or a smaller block_size"
@@ -369,10 +426,8 @@ class WindowSampler:
 
     def starts(self, numbers: np.ndarray) -> np.ndarray:
         """Start offsets of the windows with these numbers: (B,) -> (B,) int64."""
-        epoch, place = np.divmod(numbers.astype(np.uint64), np.uint64(self.windows_per_epoch))
-        key = _mix(np.uint64(self.seed) + _mix(epoch))
+        window, key = _places(numbers, self.per_epoch, self.seed)
         phase = _mix(key) % np.uint64(self.block_size)
-        window = _permute(place, self.windows_per_epoch, key)
         return (phase + window * np.uint64(self.block_size)).astype(np.int64)
 
     def next_batch(self, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -381,6 +436,64 @@ class WindowSampler:
         self.position += batch_size
         windows = self.ids[starts[:, None] + np.arange(self.block_size + 1)].astype(np.int64)
         return windows[:, :-1], windows[:, 1:]
+
+
+class RecordSampler:
+    """Draws every record once per epoch, as WindowSampler draws windows, each in a row of its own.
+
+    A row begins with the line break before its record, as at the service, and never sees another record. Records longer
+    than block_size are cut into pieces. `position` is the number of pieces drawn.
+    """
+
+    def __init__(self, ids: np.ndarray, block_size: int, seed: int, position: int = 0):
+        self.ids, self.seed, self.position = ids, seed, position
+        self.pieces = record_pieces(ids, block_size)
+        self.per_epoch = len(self.pieces[0])
+        self.rows = max(1, round(block_size / self.pieces[1].mean()))  # as many characters as a window has
+
+    def next_batch(self, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
+        """As `padded`: each (batch_size, longest) int64."""
+        numbers = np.arange(self.position, self.position + batch_size)
+        self.position += batch_size
+        piece = _places(numbers, self.per_epoch, self.seed)[0].astype(np.int64)
+        return padded(self.ids, *(part[piece] for part in self.pieces))
+
+
+def record_pieces(ids: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarray]:
+    """Starts, and numbers of inputs, of the pieces of all records in a split: (pieces,) int64 each.
+
+    A record's first piece begins with the line break before it; the last target is the line break that ends it.
+    """
+    breaks = np.concatenate(
+        [
+            start + np.flatnonzero(ids[start : start + CHUNK_BYTES] == ids[0])
+            for start in range(0, len(ids), CHUNK_BYTES)
+        ]
+    )
+    lengths = np.diff(breaks)
+    counts = -(-lengths // longest)
+    offsets = longest * (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts))
+    return np.repeat(breaks[:-1], counts) + offsets, np.minimum(longest, np.repeat(lengths, counts) - offsets)
+
+
+def padded(ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs, and targets one character ahead, of pieces of a text: each (pieces, longest) int64.
+
+    On the right, where a causal model sees no effect of it, inputs are padded with 0 and targets with IGNORED.
+    """
+    within = np.arange(lengths.max())
+    is_padding = within >= lengths[:, None]
+    places = np.minimum(starts[:, None] + within, len(ids) - 2)
+    idx, targets = (ids[places + ahead].astype(np.int64) for ahead in (0, 1))
+    idx[is_padding], targets[is_padding] = 0, IGNORED
+    return idx, targets
+
+
+def _places(numbers: np.ndarray, per_epoch: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """The place of each number within its epoch, in [0, per_epoch), and a key of the epoch: (B,) uint64 each."""
+    epoch, place = np.divmod(numbers.astype(np.uint64), np.uint64(per_epoch))
+    key = _mix(np.uint64(seed) + _mix(epoch))
+    return _permute(place, per_epoch, key), key
 
 
 def _mix(x: np.ndarray) -> np.ndarray:

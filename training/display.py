@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,6 +19,7 @@ from training.evaluate import bits
 from training.messages import plural
 from training.state import Progress
 
+LINE_SECONDS = 10.0  # between two lines of progress, where no bar is shown
 LARGE_VOCABULARY = 1000  # more characters than a text in any alphabetic script has
 
 
@@ -27,6 +29,7 @@ class ProgressView:
     def __init__(self, console: Console, config: TrainConfig):
         self.console, self.config = console, config
         self.loss = math.nan  # smoothed
+        self.line_at = time.monotonic() + LINE_SECONDS
         self.bar = Bar(
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(),
@@ -46,14 +49,19 @@ class ProgressView:
 
     def show_step(self, progress: Progress, loss: float) -> None:
         self.loss = loss if math.isnan(self.loss) else 0.95 * self.loss + 0.05 * loss
-        rate = progress.step * self.config.tokens_per_step / progress.elapsed_seconds
-        self.bar.update(self.task, completed=progress.step, figures=f"loss {self.loss:.3f} · {rate:,.0f} characters/s")
+        rate = progress.characters / progress.elapsed_seconds
+        figures = f"loss {self.loss:.3f} · {rate:,.0f} characters/s"
+        self.bar.update(self.task, completed=progress.step, figures=figures)
+        if not self.console.is_terminal and time.monotonic() >= self.line_at:
+            self.line_at = time.monotonic() + LINE_SECONDS
+            self.console.print(f"step {progress.step}/{self.config.steps}  {figures}", markup=False, soft_wrap=True)
 
     def show_evaluation(self, progress: Progress, record: dict[str, Any]) -> None:
+        self.line_at = time.monotonic() + LINE_SECONDS
         val = record["val_loss"]
         best = " (best)" if progress.best_step == progress.step else ""
         train = "" if math.isnan(self.loss) else f"  train {self.loss:.4f}"
-        rate = progress.step * self.config.tokens_per_step / max(progress.elapsed_seconds, 1e-9)
+        rate = progress.characters / max(progress.elapsed_seconds, 1e-9)
         self.console.print(
             f"step {progress.step}/{self.config.steps}{train}  val {val:.4f} nats, "
             f"{bits(val):.4f} bits{best}  {rate:,.0f} characters/s  {progress.elapsed_seconds:.0f} s",
@@ -119,7 +127,7 @@ def print_report(
             soft_wrap=True,
         )
     console.print(
-        f"{progress.step * config.tokens_per_step:,} characters in {progress.elapsed_seconds:.0f} s of training: "
+        f"{progress.characters:,} characters in {progress.elapsed_seconds:.0f} s of training: "
         f"{speed['characters_per_second']:,.0f} characters/s, {speed['peak_share']:.0%} of this machine's measured "
         f"matrix-product peak of {speed['matmul_peak_flops'] / 1e9:,.0f} GFLOP/s; "
         f"best at step {progress.best_step}\ncheckpoint {out / 'best'}   curves {out / 'loss.png'}   "
@@ -163,6 +171,10 @@ def draw_curves(log: Path, png: Path) -> None:
         best = min(val, key=lambda r: r["val_loss"])
         label = f"best {best['val_loss']:.3f} at step {best['step']}"
         axes.plot(best["step"], best["val_loss"], "*", label=label, color="tab:green", ms=14, ls="none")
+    shown = [r["train_loss"] for r in train[len(train) // 20 :]] + [r["val_loss"] for r in val]
+    if shown:  # the first steps, and baselines far above, would squeeze the rest
+        margin = 0.05 * (max(shown) - min(shown)) + 0.02
+        axes.set_ylim(min(shown) - margin, max(shown) + margin)
     for end in (r for r in records if r["event"] == "end"):
         for name, style in (("uniform", ":"), ("unigram", "-."), ("bigram", "--")):
             axes.axhline(end[name], color="gray", ls=style, lw=0.8, label=f"{name} {end[name]:.2f}")

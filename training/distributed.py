@@ -12,9 +12,11 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from typing import Any
 
 import torch
@@ -135,8 +137,12 @@ def launch(processes: int, work: Callable[..., None], *args: Any) -> Iterator[No
     children = [context.Process(target=_child, args=(rank, work, args), daemon=True) for rank in range(1, processes)]
     try:
         os.environ.update(variables)
+        # Ctrl-C reaches every process of a terminal, but this one alone decides when all of them stop.
+        resource_tracker.ensure_running()  # otherwise started with the first child, which unblocks the signal
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         for child in children:
             child.start()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         yield
         for child in children:
             child.join()

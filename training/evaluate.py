@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from service.model.gpt import GPT
+from training.data import IGNORED, padded, record_pieces
 
 CHUNK = 1 << 20  # characters per count
 BATCH_CHARS = 1 << 11  # characters per forward
@@ -21,6 +22,13 @@ BATCH_CHARS = 1 << 11  # characters per forward
 
 def bits(nats: float) -> float:
     return nats / math.log(2)
+
+
+def split_losses(model: GPT, ids: np.ndarray, *, records: bool) -> dict[str, float]:
+    """`whole`, in pieces of at most block_size as in training, and `streamed`, as when generating."""
+    if records:
+        return {"whole": record_loss(model, ids, model.config.block_size), "streamed": record_loss(model, ids)}
+    return {"whole": whole_loss(model, ids), "streamed": streamed_loss(model, ids)}
 
 
 def whole_loss(model: GPT, ids: np.ndarray) -> float:
@@ -58,12 +66,30 @@ def streamed_loss(model: GPT, ids: np.ndarray) -> float:
     return total / scored
 
 
+def record_loss(model: GPT, ids: np.ndarray, longest: int | None = None, part: slice = slice(None)) -> float:
+    """Mean loss of the characters of the records in `ids`, line breaks that end them included, each record alone.
+
+    longest: records are cut after so many characters, as in training; None: they are not. part: of all pieces.
+    """
+    starts, lengths = (x[part] for x in record_pieces(ids, longest or len(ids)))
+    order = np.argsort(-lengths, kind="stable")  # the longest first
+    total, first = 0.0, 0
+    while first < len(order):
+        rows = max(1, BATCH_CHARS // int(lengths[order[first]]))
+        batch = order[first : first + rows]
+        idx, targets = padded(ids, starts[batch], lengths[batch])
+        total += _loss(model, _tensor(idx, model), _tensor(targets, model))
+        first += rows
+    return total / max(1, int(lengths.sum()))
+
+
 @torch.no_grad()
 def _loss(model: GPT, idx: Tensor, targets: Tensor, skip: int = 0) -> float:
     """Summed loss of idx (B, T) against targets (B, T), without the first `skip` characters of each row."""
     assert not model.training, "dropout must be off"
     logits = model(idx)[:, skip:].float()
-    return F.cross_entropy(logits.flatten(0, 1), targets[:, skip:].flatten(), reduction="sum").item()
+    targets = targets[:, skip:].flatten()
+    return F.cross_entropy(logits.flatten(0, 1), targets, ignore_index=IGNORED, reduction="sum").item()
 
 
 def _tensor(ids: np.ndarray, model: GPT) -> Tensor:

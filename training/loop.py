@@ -30,6 +30,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from rich.console import Console
 from torch import Tensor
@@ -40,21 +41,21 @@ from service.model.gpt import GPT
 from service.model.params import SamplingParams
 from training.board import Board
 from training.config import ConfigError, TrainConfig
-from training.data import Corpus, WindowSampler, prepare, recode
+from training.data import IGNORED, Corpus, RecordSampler, WindowSampler, prepare, recode, record_pieces
 from training.display import ProgressView, draw_curves, print_report, read_log, warn_if_vocabulary_is_large
 from training.distributed import World, launch
-from training.evaluate import baselines, streamed_loss, whole_loss
+from training.evaluate import baselines, record_loss, split_losses, whole_loss
 from training.finetune import Origin, describe_origin, load_origin
 from training.fused import FusedForward
 from training.messages import plural, resume_command
 from training.optim import FlatGradients, Optimizers, WeightAverage, lr_scale
 from training.sample import sample_texts
 from training.speed import flops_per_character, keep_freed_memory, matmul_peak
-from training.state import Progress, ResumeError, Saved, generator_states, pack, refuse_changes
+from training.state import Progress, ResumeError, Saved, changed_settings, generator_states, pack
 
 
 class DivergedError(RuntimeError):
-    """The loss or the gradient is not finite."""
+    """The loss, the gradient or a weight is not finite."""
 
 
 class StorageError(OSError):
@@ -91,7 +92,9 @@ class Run:
         self.config = config = replace(config, **resolved)
         torch.set_num_threads(max(1, config.threads // config.processes))
         self.device = torch.device(config.device)
-        self.sampler = WindowSampler(corpus.train, config.block_size, config.seed)
+        sampler = WindowSampler if corpus.records is None else RecordSampler
+        self.sampler = sampler(corpus.train, config.block_size, config.seed)
+        self.rows = config.batch_size * self.sampler.rows  # of a step
         torch.manual_seed(config.seed)
         self.model = GPT(config.model_config(corpus.tokenizer.vocab_size)).to(self.device)
         self.forward = training_forward(self.model, config)
@@ -110,7 +113,7 @@ class Run:
     @classmethod
     def resume(cls, saved: Saved, corpus: Corpus, out: Path, world: World) -> Run:
         run = cls(saved.config, saved.resolved, corpus, out, world)
-        run.progress = saved.progress
+        run.progress = replace(saved.progress, finished=False)
         run.lineage = saved.checkpoint.training.get("init_from")
         run.sampler.position = saved.progress.position
         saved.restore(run.model, run.tensors(), world.rank)
@@ -134,7 +137,8 @@ class Run:
             f"{plural(self.corpus.symbols, 'symbol')}; {self.model.num_parameters:,} parameters; "
             f"{config.dtype} on {config.device}, "
             f"{plural(config.threads, 'thread')} in {plural(config.processes, 'process')}; "
-            f"{plural(config.steps - progress.step, 'step')} of {plural(config.tokens_per_step, 'character')}",
+            f"{plural(config.steps - progress.step, 'step')} of {self.in_a_step}, "
+            f"{(config.steps - progress.step) * self.rows / self.sampler.per_epoch:.3g} epochs",
             markup=False,
             soft_wrap=True,
         )
@@ -148,7 +152,7 @@ class Run:
                     self.save()  # a failing evaluation must not cost any steps
                     view.show_evaluation(progress, self.evaluate())
                 if progress.step and config.keep_every and progress.step % config.keep_every == 0:
-                    self.save_served(f"step-{progress.step:08}", self.served_model, progress.step, {})
+                    self.save_served(f"step-{progress.step:08}", self.served_model, {})
                 if progress.step == config.steps or self.is_out_of_patience:
                     break
                 started = time.monotonic()
@@ -160,8 +164,15 @@ class Run:
                 if self.stopped or self.save_is_due:
                     self.save()
                 if self.stopped:
+                    self.draw()
                     raise InterruptedRun(self.stopped, self.out, progress.step, config.steps)
             self.finish(console)
+
+    @property
+    def in_a_step(self) -> str:
+        if self.corpus.records is None:
+            return plural(self.config.tokens_per_step, "character")
+        return plural(self.rows, "record")
 
     @property
     def evaluation_is_due(self) -> bool:
@@ -184,13 +195,13 @@ class Run:
         """
         started = time.process_time()
         config, progress, world = self.config, self.progress, self.world
-        parts = world.size * config.accumulate
         flat = self.gradients
         flat.zero_()
-        windows = self.sampler.next_batch(config.batch_size)
-        shard = [torch.from_numpy(x[world.rank :: world.size]).to(self.device) for x in windows]
+        batch = self.sampler.next_batch(self.rows)
+        count = int((batch[1] != IGNORED).sum())  # targets of all parts
+        shard = [torch.from_numpy(x[world.rank :: world.size]).to(self.device) for x in batch]
         for idx, targets in zip(*(x.chunk(config.accumulate) for x in shard), strict=True):
-            loss = self.loss(idx, targets) / parts
+            loss = self.loss(idx, targets) / count
             loss.backward()
             flat.extra[0] += loss.detach()
         save_is_due = time.monotonic() - self.saved_at > config.save_seconds
@@ -201,18 +212,14 @@ class Run:
         values = torch.cat((flat.extra, norm[None])).tolist()  # the only device synchronization of a step
         value, cpu_seconds, interrupted, terminated, save_is_due, norm_value = values
         if not (math.isfinite(value) and math.isfinite(norm_value)):
-            lr = lr_scale(progress.step, config)
-            raise DivergedError(
-                f"diverged at step {progress.step + 1}: loss {value}, gradient norm {norm_value}, at muon_lr "
-                f"{config.muon_lr * lr:.3g} and adamw_lr {config.adamw_lr * lr:.3g}. The update was not applied; "
-                f"the last good checkpoint is {self.out / 'last'}. Try lower learning rates or dtype float32"
-            )
+            raise self.diverged(progress.step, f"loss {value}, gradient norm {norm_value}")
         self.stopped = signal.SIGTERM if terminated else signal.SIGINT if interrupted else None
         self.save_is_due = bool(save_is_due)
         self.optimizers.step(progress.step)
         if self.average:
             self.average.update(progress.step)
         progress.step += 1
+        progress.characters += count
         progress.position = self.sampler.position
         progress.loss_sum += value
         progress.loss_steps += 1
@@ -220,11 +227,19 @@ class Run:
         self.cpu_seconds = time.process_time() - started
         return value
 
+    def diverged(self, step: int, what: str) -> DivergedError:
+        config, scale = self.config, lr_scale(step, self.config)
+        return DivergedError(
+            f"diverged at step {step + 1}: {what}, at muon_lr {config.muon_lr * scale:.3g} and adamw_lr "
+            f"{config.adamw_lr * scale:.3g}. The last good checkpoint is {self.out / 'last'}. Try lower learning rates "
+            "or dtype float32"
+        )
+
     def loss(self, idx: Tensor, targets: Tensor) -> Tensor:
-        """Mean loss of idx (B, T) against targets (B, T)."""
+        """Summed loss of idx (B, T) against targets (B, T), which may be IGNORED."""
         with autocast(self.config):
             logits = self.forward(idx)  # (B, T, V)
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
     @property
     def served_model(self) -> GPT:
@@ -236,6 +251,8 @@ class Run:
         progress, model = self.progress, self.served_model
         model.eval()
         val_loss = self.validation_loss(model)
+        if not math.isfinite(val_loss):
+            raise self.diverged(progress.step - 1, f"validation loss {val_loss}")
         progress.evaluated_step = progress.step
         record = {"event": "evaluation", "step": progress.step, "val_loss": val_loss}
         if self.config.sample_chars and self.world.is_main:
@@ -246,19 +263,36 @@ class Run:
             record["sample"] = tokenizer.decode(prompt + ids)
         if progress.best_val_loss is None or val_loss < progress.best_val_loss:
             progress.best_step, progress.best_val_loss = progress.step, val_loss
-            self.save_served("best", model, progress.step, {"val": val_loss})
+            progress.best_elapsed_seconds, progress.best_cpu_seconds = progress.elapsed_seconds, progress.cpu_seconds
+            progress.best_characters = progress.characters
+            self.save_served("best", model, {"val": val_loss})
         self.log(record)
         self.model.train()
         return record
 
     def validation_loss(self, model: GPT) -> float:
         """Mean loss over the validation split, or its first eval_chars; the processes share the work."""
+        if self.corpus.records is not None:
+            return self.record_validation_loss(model)
         cap = self.config.eval_chars
         ids = self.corpus.val[: cap + 1] if cap else self.corpus.val
         first, end = self.world.shard(len(ids) - 1, model.config.block_size)
         with autocast(self.config):  # finish() scores the best weights in fp32, as they are served
             part = whole_loss(model, ids[first : end + 1]) * (end - first) if first < end else 0.0
         return self.world.all_reduce_(torch.tensor(part, dtype=torch.float64)).item() / (len(ids) - 1)
+
+    def record_validation_loss(self, model: GPT) -> float:
+        """As validation_loss; of the records in the first eval_chars characters."""
+        ids, block_size = self.corpus.val, model.config.block_size
+        lengths = record_pieces(ids, block_size)[1]
+        count = len(lengths)
+        if self.config.eval_chars:
+            count = max(1, int(np.searchsorted(np.cumsum(lengths), self.config.eval_chars, "right")))
+        first, end = self.world.shard(count)
+        share = int(lengths[first:end].sum()) / int(lengths[:count].sum())
+        with autocast(self.config):
+            part = record_loss(model, ids, block_size, slice(first, end)) * share
+        return self.world.all_reduce_(torch.tensor(part, dtype=torch.float64)).item()
 
     def finish(self, console: Console) -> None:
         """Score the best weights and the baselines on the whole validation split, save, and print the report."""
@@ -270,20 +304,23 @@ class Run:
         best = Checkpoint.read(self.out / "best").load_model(self.device)
         corpus = self.corpus
         losses = {
-            "whole": whole_loss(best, corpus.val),
-            "streamed": streamed_loss(best, corpus.val),
+            **split_losses(best, corpus.val, records=corpus.records is not None),
             **baselines(corpus.train, corpus.val, corpus.tokenizer.vocab_size),
         }
-        self.save_served("best", best, self.progress.best_step, losses)
+        self.save_served("best", best, losses, self.progress.at_best)
         speed = self.speed()
         self.log({"event": "end", "step": self.progress.step, **losses, **speed})
-        draw_curves(self.out / "log.jsonl", self.out / "loss.png")
+        self.draw()
         self.save()
         print_report(console, self.config, self.progress, losses, speed, self.out)
 
+    def draw(self) -> None:
+        if self.world.is_main:
+            draw_curves(self.out / "log.jsonl", self.out / "loss.png")
+
     def speed(self) -> dict[str, float]:
         """Training speed, in characters per second and as a share of the matrix-product peak, which is measured now."""
-        rate = self.progress.step * self.config.tokens_per_step / self.progress.elapsed_seconds
+        rate = self.progress.characters / self.progress.elapsed_seconds
         peak = matmul_peak(self.device, getattr(torch, self.config.dtype)) * (
             1 if self.device.type == "cpu" else self.world.size
         )
@@ -291,7 +328,13 @@ class Run:
         return {"characters_per_second": rate, "matmul_peak_flops": peak, "peak_share": share}
 
     def save(self) -> None:
-        """Write OUT/last, with the state to resume from."""
+        """Write OUT/last, with the state to resume from.
+
+        Raises:
+            DivergedError: a weight is not finite; nothing was written.
+        """
+        if not all(bool(weight.isfinite().all()) for weight in self.model.parameters()):
+            raise self.diverged(self.progress.step - 1, "weights are not finite")
         generators = self.world.gather(generator_states())
         self.optimizers.muon.collect()
         self.saved_at = time.monotonic()
@@ -302,22 +345,22 @@ class Run:
         self.progress.log_bytes = self._log.tell()
         corpus = self.corpus.describe()
         extra = pack(self.requested, self.resolved, corpus, self.progress, self.tensors(), generators)
-        description = self.describe({"best_val": self.progress.best_val_loss})
+        description = self.describe({"best_val": self.progress.best_val_loss}, self.progress)
         save_checkpoint(self.out / "last", self.model, self.corpus.tokenizer, description, extra)
 
-    def save_served(self, name: str, model: GPT, step: int | None, losses: dict[str, float]) -> None:
+    def save_served(self, name: str, model: GPT, losses: dict[str, float], progress: Progress | None = None) -> None:
+        """Write weights to serve, as of `progress`: now if it is None."""
         if not self.world.is_main:
             return
-        description = self.describe(losses)
-        description["step"] = step
+        description = self.describe(losses, progress or self.progress)
         save_checkpoint(self.out / name, model, self.corpus.tokenizer, description, dtype=self.config.weights)
 
-    def describe(self, losses: dict[str, Any]) -> dict[str, Any]:
+    def describe(self, losses: dict[str, Any], progress: Progress) -> dict[str, Any]:
         """The contents of training.json."""
-        progress, config = self.progress, self.config
+        config = self.config
         return {
             "step": progress.step,
-            "characters_seen": progress.step * config.tokens_per_step,
+            "characters_seen": progress.characters,
             "training_seconds": round(progress.elapsed_seconds, 3),
             "training_cpu_seconds": round(progress.cpu_seconds, 3),
             "losses": losses,  # nats per character
@@ -380,7 +423,6 @@ class Run:
         """Log the mean training loss since the previous call."""
         progress, config = self.progress, self.config
         scale = lr_scale(progress.step - 1, config)
-        characters = progress.step * config.tokens_per_step
         self.log(
             {
                 "event": "train",
@@ -388,7 +430,7 @@ class Run:
                 "train_loss": progress.loss_sum / progress.loss_steps,
                 "muon_lr": config.muon_lr * scale,
                 "adamw_lr": config.adamw_lr * scale,
-                "characters_per_second": round(characters / progress.elapsed_seconds),
+                "characters_per_second": round(progress.characters / progress.elapsed_seconds),
             }
         )
         progress.loss_sum, progress.loss_steps = 0.0, 0
@@ -421,6 +463,8 @@ def start(config: TrainConfig, out: Path, console: Console, *, overwrite: bool =
             )
         corpus = prepare(config.data, records=config.records)
         vocab_size = corpus.tokenizer.vocab_size
+        for note in corpus.notes:
+            console.print(note, markup=False, soft_wrap=True)
         if config.init_from:
             if Path(config.init_from).resolve().is_relative_to(out.resolve()):
                 raise ConfigError(f"{config.init_from} is in {out}, which this run would replace; pass another --out")
@@ -441,7 +485,8 @@ def start(config: TrainConfig, out: Path, console: Console, *, overwrite: bool =
 def resume(out: Path, given: dict[str, Any], console: Console, *, data: tuple[str, ...] | None = None) -> None:
     """Continue the run in `out` to its end.
 
-    Settings in `given` must equal the saved ones. `data`: the new path of the text, if it has moved.
+    Settings in `given` must equal the saved ones, except for CHANGEABLE ones; with more steps, or more patience, a
+    finished run goes on. `data`: the new path of the text, if it has moved.
 
     Raises:
         ResumeError: there is no saved run, or the settings, the number of processes or the text differ.
@@ -450,16 +495,18 @@ def resume(out: Path, given: dict[str, Any], console: Console, *, data: tuple[st
 
     def prepare_job(world: World) -> Job | None:
         saved = Saved.read(out / "last")
-        refuse_changes(saved.config.as_dict(), given)
-        if saved.progress.finished:
-            progress = saved.progress
+        changes = changed_settings(saved.config.as_dict(), given)
+        config, progress = replace(saved.config, **changes), saved.progress
+        if progress.finished and not changes.keys() & {"steps", "patience"}:
             console.print(
                 f"{out} is already finished: step {progress.step} of {saved.config.steps}, best at step "
                 f"{progress.best_step}",
                 soft_wrap=True,
             )
             return None
-        corpus = prepare(data or saved.config.data, records=saved.config.records)
+        if config.steps <= progress.step and "steps" in changes:
+            raise ResumeError(f"steps must be more than the {progress.step:,} taken, got {config.steps:,}")
+        corpus = prepare(data or config.data, records=config.records)
         if corpus.sha256 != saved.data["sha256"]:
             raise ResumeError(
                 f"{corpus.name} is not the text of this run: it has {plural(len(corpus.ids), 'character')} and SHA-256 "
@@ -470,7 +517,7 @@ def resume(out: Path, given: dict[str, Any], console: Console, *, data: tuple[st
                 f"{out} must be resumed with {plural(saved.resolved['processes'], 'process')} as before, "
                 f"got {world.size}"
             )
-        return Job(saved.config, saved.resolved, data or saved.config.data, out, resumed=True)
+        return Job(config, saved.resolved, data or config.data, out, resumed=True)
 
     if not (out / "last").is_dir():
         raise ResumeError(f"nothing to resume: {out / 'last'} does not exist")
@@ -494,7 +541,8 @@ def _run_job(out: Path, console: Console, prepare_job: Callable[[World], Job | N
 
 
 def _join_and_train(job: Job, console: Console | None = None) -> None:
-    with World.join() as world:
+    """console: the main process's, which reports; what ends the run ends it in all processes at the same step."""
+    with contextlib.suppress(*() if console else (InterruptedRun, DivergedError)), World.join() as world:
         _train(job, world, console)
 
 
@@ -502,7 +550,7 @@ def _train(job: Job, world: World, console: Console | None) -> None:
     keep_freed_memory()
     corpus = prepare(job.data, records=job.config.records)
     if job.resumed:
-        saved = Saved.read(job.out / "last")
+        saved = replace(Saved.read(job.out / "last"), config=job.config)
         run = Run.resume(saved, recode(corpus, saved.checkpoint.tokenizer), job.out, world)
     elif job.config.init_from:
         origin = load_origin(job.config, corpus.tokenizer.characters)
@@ -543,7 +591,9 @@ def resolve_auto(config: TrainConfig, vocab_size: int, world_size: int) -> dict[
 
 def faster_dtype(config: TrainConfig, vocab_size: int) -> Literal["float32", "bfloat16"]:
     """The dtype with the faster step on this machine; on a CPU, timed over a few steps of each."""
-    if config.device == "mps" or (config.device == "cuda" and not torch.cuda.is_bf16_supported()):
+    if config.device == "mps" or (
+        config.device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+    ):
         return "float32"
     if config.device == "cuda":
         return "bfloat16"

@@ -18,7 +18,7 @@ from service.wire import Submit
 from training.messages import plural
 
 MAX_RUNNING = 128
-REPEATS_PER_TEXT = 100  # consecutive repeats per requested text before giving up
+REPEATS_PER_TEXT, MAX_REPEATS = 100, 10_000  # consecutive repeats before giving up: per requested text, and at most
 
 
 class ExhaustedError(Exception):
@@ -38,7 +38,7 @@ def sample_texts(
     """(seed, completion) of `count` texts, in seed order; with `unique`, repeated texts are skipped.
 
     Raises:
-        ExhaustedError: with `unique`, after more than REPEATS_PER_TEXT · count consecutive repeats.
+        ExhaustedError: with `unique`, after more than REPEATS_PER_TEXT · count or MAX_REPEATS consecutive repeats.
     """
     running = min(count, MAX_RUNNING)
     engine = Engine(open_runner(model, slots=running, threads=torch.get_num_threads()), max_waiting=running)
@@ -67,7 +67,7 @@ def sample_texts(
             if unique:
                 key = tuple(ids)
                 repeats = repeats + 1 if key in seen else 0
-                if repeats > REPEATS_PER_TEXT * count:
+                if repeats > min(REPEATS_PER_TEXT * count, MAX_REPEATS):
                     raise ExhaustedError(
                         f"found only {plural(len(seen), 'distinct text')} of {count:,} requested; raise the "
                         "temperature or request fewer"

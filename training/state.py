@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,15 @@ from service.model.checkpoint import Checkpoint
 from service.model.gpt import GPT
 from training.config import TrainConfig
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 STATE = "state.json"
 TENSORS = "state.safetensors"
+
+
+# What a resumed run may change: how long it trains, and what it writes. The rest would make it another run.
+CHANGEABLE = frozenset(
+    ("steps", "patience", "log_every", "save_seconds", "keep_every", "sample_chars", "weights", "tensorboard")
+)
 
 
 class ResumeError(ValueError):
@@ -36,16 +42,28 @@ class Progress:
     """Counters of a run."""
 
     step: int = 0  # optimizer steps taken
-    position: int = 0  # windows drawn by the sampler
+    position: int = 0  # windows or records drawn by the sampler
+    characters: int = 0  # trained on, targets
     evaluated_step: int | None = None  # step of the last evaluation
     best_step: int | None = None
     best_val_loss: float | None = None
+    best_characters: int = 0  # these three as below, at the best step
+    best_elapsed_seconds: float = 0.0
+    best_cpu_seconds: float = 0.0
     elapsed_seconds: float = 0.0  # spent in steps, over all resumes
     cpu_seconds: float = 0.0  # CPU time of these steps except the last, over all processes
     loss_sum: float = 0.0  # training losses since the last log line
     loss_steps: int = 0
     log_bytes: int = 0  # length of the log at the save; later lines are cut off by a resumed run
     finished: bool = False
+
+    @property
+    def at_best(self) -> Progress:
+        """As of the best evaluation."""
+        return replace(
+            self, step=self.best_step or 0, characters=self.best_characters,
+            elapsed_seconds=self.best_elapsed_seconds, cpu_seconds=self.best_cpu_seconds,
+        )  # fmt: skip
 
 
 def pack(
@@ -124,10 +142,17 @@ def _accelerators() -> dict[str, Any]:
     return {kind: getattr(torch, kind) for kind in available if available[kind]}
 
 
-def refuse_changes(saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raise ResumeError if a setting in `given` differs from the saved one."""
-    changed = [f"{name} was {saved[name]!r}, got {value!r}" for name, value in given.items() if saved[name] != value]
-    if changed:
+def changed_settings(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings in `given` that differ from the saved ones.
+
+    Raises:
+        ResumeError: one of them is not CHANGEABLE.
+    """
+    changed = {name: value for name, value in given.items() if saved[name] != value}
+    wrong = [f"{name} was {saved[name]!r}, got {changed[name]!r}" for name in changed if name not in CHANGEABLE]
+    if wrong:
         raise ResumeError(
-            f"settings cannot be changed on resume: {'; '.join(changed)}. Omit them, or start another run"
+            f"settings cannot be changed on resume: {'; '.join(wrong)}. Omit them, or start another run; what can be "
+            f"changed is {', '.join(sorted(CHANGEABLE))}"
         )
+    return changed

@@ -187,6 +187,25 @@ def test_sample_unique_and_stop(checkpoint, output_of, error_of, capsys):
     assert "error: found only 1 distinct text of 2 requested; raise the temperature" in capsys.readouterr().err
 
 
+def test_sample_ends_at_the_end_of_a_record(tmp_path, output_of):
+    save_checkpoint(tmp_path, random_model(), CharTokenizer(VOCABULARY), {"losses": {}, "recipe": {"records": True}})
+    command = ["sample", "--checkpoint", tmp_path, "--max-tokens", 60, "-n", 20]
+    records = output_of(*command).splitlines()
+    assert len(records) == 20 and any(len(record) < 60 for record in records)
+    assert any(
+        "\n" in json.loads(line)["text"]
+        for line in output_of(*command, "--stop", "Z", "--format", "jsonl").splitlines()
+    )
+
+
+def test_sample_of_a_text_without_line_breaks(tmp_path, output_of, error_of):
+    model = random_model(vocab_size=4)
+    save_checkpoint(tmp_path, model, CharTokenizer("ACGT"), {"losses": {}})
+    text = output_of("sample", "--checkpoint", tmp_path, "--max-tokens", 30)
+    assert len(text) == 32 and text[0] == "A" and set(text) <= set("ACGT\n")
+    assert "not in the vocabulary" in error_of("sample", "--checkpoint", tmp_path, "--stop", r"\n")
+
+
 def test_a_closed_pipe_ends_the_command_silently(checkpoint):
     """As in `sample | head`."""
     command = [sys.executable, "-W", "error", "-m", "training", "sample", "--checkpoint", checkpoint, "-n", "10000"]

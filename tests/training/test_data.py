@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,17 @@ from hypothesis import strategies as st
 from service.model.tokenizer import CharTokenizer, UnknownCharacterError
 from tests.toolbox.needs import need
 from training import data
-from training.data import DataError, WindowSampler, encode_files, find_text, id_dtype, prepare, read_text, recode
+from training.data import (
+    DataError,
+    RecordSampler,
+    WindowSampler,
+    encode_files,
+    find_text,
+    id_dtype,
+    prepare,
+    read_text,
+    recode,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,13 +54,27 @@ def text_file(tmp_path: Path, text: str | bytes) -> Path:
 
 
 def test_prepare_keeps_every_character(tmp_path):
-    text = "naïve\r\nзима 冬 \U0001f600\n" * 7
+    text = "naïve\tзима 冬 \U0001f600\n" * 7
     corpus = prepare(str(text_file(tmp_path, text)))
     assert corpus.tokenizer.characters == sorted(set(text))
     assert corpus.tokenizer.decode(corpus.ids) == text
     assert corpus.sha256 == hashlib.sha256(text.encode()).hexdigest()
     assert np.array_equal(np.concatenate((corpus.train, corpus.val)), corpus.ids)
     assert len(corpus.train) == int(len(text) * 0.9)
+
+
+@pytest.mark.parametrize("records", [False, True])
+def test_files_from_windows_are_read_as_those_from_linux(tmp_path, monkeypatch, records):
+    text = "".join(f"{name}\n" for name in ("Ada", "Bo", "Cy", "Di", "Ed", "Flo", "Gus", "Hal", "Ida", "Jo"))
+    linux = prepare(str(text_file(tmp_path, text)), records=records)
+    assert linux.notes == ()
+    (tmp_path / "windows.txt").write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
+    windows = prepare(str(tmp_path / "windows.txt"), records=records)
+    assert windows.sha256 == linux.sha256 and np.array_equal(windows.ids, linux.ids)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
+    notes = ("windows.txt: byte-order mark left out", "windows.txt: line breaks of Windows or an old Mac read as \\n")
+    for _ in range(2):  # from the file, then from the cache
+        assert prepare(str(tmp_path / "windows.txt"), records=records).notes == notes
 
 
 def test_tiny_shakespeare(tiny_shakespeare):
@@ -110,7 +135,7 @@ def test_reading_does_not_depend_on_the_chunk_size(tmp_path_factory, text, size)
     file = text_file(tmp_path_factory.getbasetemp(), text)
     before, data.CHUNK_BYTES = data.CHUNK_BYTES, size
     try:
-        assert "".join(read_text([file])) == text
+        assert "".join(read_text([file])) == text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
     finally:
         data.CHUNK_BYTES = before
 
@@ -208,7 +233,7 @@ def test_recode_preserves_the_text(tmp_path, monkeypatch, records):
 
 def test_memory_does_not_grow_with_the_text(tmp_path):
     file = tmp_path / "big.txt"
-    file.write_bytes(b"All work and no play makes Jack a dull boy.\r\n" * (48_000_000 // 45))
+    file.write_bytes(b"All work and no play makes Jack a dull boy. \n" * (48_000_000 // 45))
     code = f"""
 import json, resource
 from training.data import WindowSampler, prepare
@@ -232,7 +257,7 @@ print(json.dumps([len(corpus.ids), prepared - before, peak() - prepared]))
 @pytest.mark.parametrize("seed", [0, 1337, 2**63 - 1])
 def test_an_epoch_has_each_window_once(characters, block_size, seed):
     sampler = WindowSampler(np.arange(characters), block_size, seed)
-    n = sampler.windows_per_epoch
+    n = sampler.per_epoch
     phases = set()
     for epoch in range(5):
         starts = np.sort(sampler.starts(np.arange(epoch * n, (epoch + 1) * n)))
@@ -245,7 +270,7 @@ def test_an_epoch_has_each_window_once(characters, block_size, seed):
 
 def test_the_order_is_uncorrelated():
     sampler = WindowSampler(np.arange(64_100), 64, seed=7)
-    n = sampler.windows_per_epoch
+    n = sampler.per_epoch
     first, second = (sampler.starts(np.arange(n) + epoch * n) // 64 for epoch in (0, 1))
     for order in (first, second):
         assert abs(np.corrcoef(order, np.arange(n))[0, 1]) < 0.1
@@ -281,7 +306,7 @@ def test_windows_depend_only_on_seed_and_position(position, batches, seed):
 def test_a_text_shorter_than_two_windows_is_refused():
     with pytest.raises(DataError, match="has 31 characters; block_size 16 needs at least 32: pass a longer text or"):
         WindowSampler(np.arange(31), 16, seed=0)
-    assert WindowSampler(np.arange(32), 16, seed=0).windows_per_epoch == 1
+    assert WindowSampler(np.arange(32), 16, seed=0).per_epoch == 1
 
 
 # several files, folders, gzip, records
@@ -293,7 +318,7 @@ def test_files_folders_and_gzip_are_concatenated(tmp_path):
     (tmp_path / "plays" / ".hidden").write_text("never")
     (tmp_path / "plays" / "late" / "b.txt.gz").write_bytes(gzip.compress(b"of two cities"))
     (tmp_path / "c.txt").write_text("The end of it all")
-    text = "Ä tale\r\nof two cities\nThe end of it all"
+    text = "Ä tale\nof two cities\nThe end of it all"
     corpus = prepare([str(tmp_path / "plays"), str(tmp_path / "c.txt")])
     assert corpus.tokenizer.decode(corpus.ids) == text
     assert corpus.sha256 == hashlib.sha256(text.encode()).hexdigest()
@@ -313,18 +338,34 @@ def test_bad_gzip_and_empty_folders_are_refused(tmp_path):
 
 @given(st.lists(st.text("abc€", max_size=6), min_size=10, max_size=60), st.booleans(), st.integers(1, 9))
 @settings(max_examples=50, deadline=None)
-def test_every_tenth_record_is_in_the_validation_split(tmp_path_factory, records, ended, chunk):
-    """At any chunk size records stay whole, each preceded by a line break and ended by its own."""
-    text = "\n".join(records) + ("\n" if ended or not records[-1] else "")
-    assume(len(set(text)) > 1 and len(text) >= data.MIN_CHARACTERS)
+def test_records_are_shuffled_and_one_in_ten_validates(tmp_path_factory, lines, ended, chunk):
+    """At any chunk size records stay whole, each after a line break and ended by its own; empty lines are none."""
+    text = "\n".join(lines) + ("\n" if ended or not lines[-1] else "")
+    records = [line for line in lines if line]
+    assume(len(set(text)) > 1 and len(text) >= data.MIN_CHARACTERS and len(records) >= 10)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setattr(data, "CHUNK_BYTES", chunk)
+        patch.setattr(data, "RECORDS_AT_ONCE", chunk)
         corpus = prepare(str(text_file(tmp_path_factory.getbasetemp(), text)), records=True)
-    decode = corpus.tokenizer.decode
-    assert decode(corpus.train) == "\n" + "".join(f"{r}\n" for i, r in enumerate(records) if i % 10 != 9)
-    assert decode(corpus.val) == "\n" + "".join(f"{r}\n" for i, r in enumerate(records) if i % 10 == 9)
+    train, val = (corpus.tokenizer.decode(split) for split in (corpus.train, corpus.val))
+    assert train[0] == val[0] == train[-1] == val[-1] == "\n"
+    train, val = train[1:-1].split("\n"), val[1:-1].split("\n")
+    assert sorted(train + val) == sorted(records)
+    assert len(val) == len(records) // 10
     assert corpus.describe()["records"] == len(records)
+    empty = len(lines) - len(records)
+    assert (f"{empty} empty line" in "".join(corpus.notes)) == (empty > 0)
+
+
+def test_the_order_of_records_is_always_the_same_and_not_that_of_the_file(tmp_path, monkeypatch):
+    names = [f"name{i:03}" for i in range(500)]
+    first = prepare(str(text_file(tmp_path, "\n".join(names))), records=True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
+    assert np.array_equal(prepare(str(tmp_path / "text.txt"), records=True).ids, first.ids)
+    order = [int(name[4:]) for name in first.tokenizer.decode(first.ids).split()]
+    assert abs(np.corrcoef(order, range(500))[0, 1]) < 0.15
+    assert np.mean(order[450:]) == pytest.approx(250, abs=60)  # of the validation split
 
 
 def test_too_few_records_are_refused(tmp_path):
@@ -332,3 +373,42 @@ def test_too_few_records_are_refused(tmp_path):
         prepare(str(text_file(tmp_path, "ab\ncd\n" * 4 + "ef\n")), records=True)
     with pytest.raises(DataError, match="has 1 record; --records needs at least 10"):
         prepare(str(text_file(tmp_path, "one record of 20 characters and more\n")), records=True)
+
+
+@given(st.lists(st.text("abc", min_size=1, max_size=9), min_size=1, max_size=30), st.integers(1, 12), st.integers(0, 3))
+@settings(deadline=None)
+def test_each_record_is_drawn_once_an_epoch_in_a_row_of_its_own(records, block_size, seed):
+    tokenizer = CharTokenizer("\nabc")
+    ids = np.array(tokenizer.encode("\n" + "".join(f"{record}\n" for record in records)), np.uint8)
+    sampler = RecordSampler(ids, block_size, seed)
+    expected = []
+    for text in (f"\n{record}\n" for record in records):
+        expected += [text[i : i + block_size + 1] for i in range(0, len(text) - 1, block_size)]
+    assert sampler.per_epoch == len(expected)
+    idx, targets = sampler.next_batch(2 * sampler.per_epoch)
+    rows = []
+    for inputs, following in zip(idx, targets, strict=True):
+        count = (following >= 0).sum()
+        assert (following[count:] == -1).all() and (inputs[count:] == 0).all()
+        assert (inputs[1:count] == following[: count - 1]).all()
+        rows.append(tokenizer.decode([*inputs[:1].tolist(), *following[:count].tolist()]))
+    assert idx.shape[1] == max(map(len, rows)) - 1 <= block_size
+    assert Counter(rows[: len(expected)]) == Counter(rows[len(expected) :]) == Counter(expected)
+    half = RecordSampler(ids, block_size, seed, position=len(expected))
+    again = half.next_batch(len(expected))[0]
+    assert np.array_equal(again[:, : idx.shape[1]], idx[len(expected) :, : again.shape[1]])
+
+
+def test_a_batch_of_records_has_about_the_characters_of_its_windows():
+    ids = np.array([0, *[1, 2, 3, 0] * 100], np.uint8)
+    assert RecordSampler(ids, 64, seed=0).rows == 16
+    assert RecordSampler(ids, 3, seed=0).rows == 2  # pieces of 3 and 1
+
+
+def test_a_text_of_records_to_evaluate_is_encoded_as_a_split(tmp_path):
+    tokenizer = CharTokenizer("\nab")
+    for content in ("a\nbb", "a\nbb\n", "\n\na\n\nbb\n\n\n"):
+        ids = encode_files([text_file(tmp_path, content)], tokenizer, records=True)
+        assert tokenizer.decode(ids) == "\na\nbb\n"
+    with pytest.raises(DataError, match="has no records"):
+        encode_files([text_file(tmp_path, "\n\n\n")], tokenizer, records=True)

@@ -1,12 +1,13 @@
 """The final report and the curves."""
 
+import io
 import json
 
 import pytest
 from rich.console import Console
 
 from training.config import TrainConfig
-from training.display import draw_curves, print_report, read_log, train_loss_until
+from training.display import ProgressView, draw_curves, print_report, read_log, train_loss_until
 from training.state import Progress
 
 LOSSES = {"uniform": 3.0, "unigram": 2.5, "bigram": 2.2, "whole": 2.0, "streamed": 1.9}
@@ -56,3 +57,26 @@ def test_curves_are_drawn_from_incomplete_logs(tmp_path):
         write_log(tmp_path, train, val)
         draw_curves(tmp_path / "log.jsonl", tmp_path / "loss.png")
         assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_curves_show_the_range_of_what_was_learned(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))
+    train = {step: 4.0 if step == 10 else 2.0 - step / 4000 for step in range(10, 2000, 10)}
+    write_log(tmp_path, train, {1000: 1.8, 1990: 1.6})
+    draw_curves(tmp_path / "log.jsonl", tmp_path / "loss.png")
+    low, high = drawn[0].axes[0].get_ylim()
+    assert 1.3 < low < 1.5 and 1.9 < high < 2.2
+
+
+def test_progress_is_printed_where_there_is_no_terminal(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr("training.display.time.monotonic", lambda: now)
+    console = Console(file=io.StringIO(), width=300)
+    with ProgressView(console, TrainConfig(steps=100)) as view:
+        for step in range(1, 36):
+            now += 1.0
+            view.show_step(Progress(step=step, characters=2048 * step, elapsed_seconds=now), 2.0)
+    lines = console.file.getvalue().splitlines()
+    assert [line.split()[1] for line in lines] == ["10/100", "20/100", "30/100"]
+    assert lines[0] == "step 10/100  loss 2.000 · 2,048 characters/s"

@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from helpers import call
@@ -32,7 +33,7 @@ from tests.toolbox.disk import SmallDisk
 from training import loop
 from training.config import PRESETS, ConfigError, TrainConfig
 from training.data import prepare
-from training.evaluate import baselines, streamed_loss, whole_loss
+from training.evaluate import baselines, record_loss, streamed_loss, whole_loss
 from training.loop import DivergedError, Run
 from training.state import ResumeError
 
@@ -149,6 +150,23 @@ def test_streamed_loss_equals_one_banded_forward(characters, monkeypatch):
     whole = torch.from_numpy(ids.astype(np.int64))
     expected = F.cross_entropy(model(whole[None, :-1])[0], whole[1:]).item()
     assert streamed_loss(model, ids) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("longest", [None, 6, 2])
+def test_record_loss_scores_each_record_alone(longest, monkeypatch):
+    monkeypatch.setattr("training.evaluate.BATCH_CHARS", 20)
+    model = some_model()
+    records = [[1], [2, 3], [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5], [4, 4, 4, 4, 4], [5, 6]]
+    ids = np.array([0] + [id for record in records for id in (*record, 0)], np.uint8)
+    total = 0.0
+    for record in records:
+        text = [0, *record, 0]
+        for start in range(0, len(text) - 1, longest or len(text)):
+            piece = text[start : start + (longest or len(text)) + 1]
+            total -= sum(log_probability(model, piece[:i], piece[i]) for i in range(1, len(piece)))
+    assert record_loss(model, ids, longest) == pytest.approx(total / (len(ids) - 1), rel=1e-5)
+    parts = [record_loss(model, ids, longest, slice(i, i + 1)) for i in range(len(records))]
+    assert parts[1] != pytest.approx(parts[2])
 
 
 def test_baselines_by_hand():
@@ -443,6 +461,104 @@ def test_a_non_finite_loss_or_gradient_stops_before_the_update(tmp_path, monkeyp
     assert all(p.isfinite().all() for p in Checkpoint.read(out / "last").load_model().parameters())
 
 
+def test_weights_that_are_not_finite_are_never_saved(tmp_path, monkeypatch):
+    """After finite gradients, and before the next loss could tell."""
+    out, step = tmp_path / "out", Run.step
+
+    def overflow(run):
+        loss = step(run)
+        if run.progress.step == 11:
+            next(run.model.parameters()).data[0, 0] = math.inf
+            run.save_is_due = True
+        return loss
+
+    monkeypatch.setattr(Run, "step", overflow)
+    with pytest.raises(DivergedError, match=rf"diverged at step 11: weights are not finite, .*{out / 'last'}"):
+        loop.start(tiny(tmp_path), out, quiet())
+    assert json.loads((out / "last" / "state.json").read_text())["progress"]["step"] == 8
+    assert all(p.isfinite().all() for p in Checkpoint.read(out / "last").load_model().parameters())
+
+
+def test_a_validation_loss_that_is_not_a_number_is_never_the_best(tmp_path, monkeypatch):
+    monkeypatch.setattr(Run, "validation_loss", lambda run, model: math.nan)
+    with pytest.raises(DivergedError, match="diverged at step 8: validation loss nan"):
+        loop.start(tiny(tmp_path), tmp_path / "out", quiet())
+    assert not (tmp_path / "out" / "best").exists()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_records_are_trained_on_and_scored_alone(tmp_path, processes):
+    """A sorted file, in one process or two: the same losses; what follows the line break is what was in the file."""
+    names = sorted({f"{a}{b}{c}" for a in "BDGK" for b in "aeiou" for c in ("b", "dd", "lan", "rik")})
+    (tmp_path / "names.txt").write_bytes("\r\n".join(names).encode())
+    out = tmp_path / f"out{processes}"
+    changes = {"data": tmp_path / "names.txt", "steps": 60, "eval_every": 30, "dropout": 0.0, "ema_decay": 0.0}
+    command = ["--out", out, "--records", "--processes", processes, *flags(tmp_path, **changes, dtype="float32")]
+    done = training("train", *command)
+    assert done.returncode == 0, done.stderr
+    assert "names.txt: line breaks of Windows" in done.stderr
+    assert re.search(r"60 steps of 8 records, [\d.]+ epochs", done.stderr)
+    checkpoint = Checkpoint.read(out / "best")
+    model, losses = checkpoint.load_model(), checkpoint.training["losses"]
+    corpus = prepare(str(tmp_path / "names.txt"), records=True)
+    val = corpus.tokenizer.decode(corpus.val).split("\n")[1:-1]
+    assert len(val) == len(names) // 10
+    texts = [corpus.tokenizer.encode(f"\n{name}\n") for name in val]
+    total = -sum(log_probability(model, ids[:i], ids[i]) for ids in texts for i in range(1, len(ids)))
+    assert losses["whole"] == losses["streamed"] == pytest.approx(total / sum(len(ids) - 1 for ids in texts), rel=1e-4)
+    evaluated = [event["val_loss"] for event in events(out) if event["event"] == "evaluation"]
+    assert min(evaluated) == pytest.approx(losses["whole"], rel=1e-4)
+    assert losses["whole"] < losses["unigram"]
+    assert checkpoint.training["characters_seen"] < 60 * 8 * 7
+
+
+def test_a_finished_run_goes_on_with_more_steps(uninterrupted, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(uninterrupted, out)
+    assert not call(["train", "--resume", "--out", out, "--steps", 32, "--log-every", 1])
+    steps = [event["step"] for event in events(out) if event["event"] == "train"]
+    assert steps[-8:] == list(range(25, 33))
+    assert [event["step"] for event in events(out) if event["event"] == "end"] == [24, 32]
+    recipe = Checkpoint.read(out / "last").training["recipe"]
+    assert (recipe["steps"], recipe["log_every"]) == (32, 1)
+
+
+def test_training_json_of_the_best_is_of_its_step(tmp_path, monkeypatch):
+    losses = iter([2.0, 1.0, 3.0])
+    monkeypatch.setattr(Run, "validation_loss", lambda run, model: next(losses))
+    loop.start(tiny(tmp_path), tmp_path / "out", quiet())
+    best, last = (Checkpoint.read(tmp_path / "out" / name).training for name in ("best", "last"))
+    assert (best["step"], best["characters_seen"]) == (16, 16 * 32)
+    assert (last["step"], last["characters_seen"]) == (24, 24 * 32)
+    assert 0 < best["training_seconds"] < last["training_seconds"]
+
+
+@pytest.mark.parametrize("moment", ["loading", "training"])
+def test_ctrl_c_in_several_processes_is_one_message(tmp_path, moment):
+    """As a terminal sends it: to every process of the group."""
+    out = tmp_path / "out"
+    command = ["train", "--out", out, *flags(tmp_path, steps=10**6, eval_every=10**6, processes=2, batch_size=8)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "training", *map(str, command)],
+        cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    main = psutil.Process(process.pid)
+    if moment == "loading":
+        while not any("spawn_main" in " ".join(child.cmdline()) for child in main.children()):
+            time.sleep(0.02)
+        time.sleep(0.5)
+    else:
+        wait_for_progress(out, process)  # type: ignore[arg-type]
+        time.sleep(0.3)
+    os.killpg(process.pid, signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in error, error
+    if moment == "training":
+        assert len(re.findall("SIGINT: saved at step", error)) == 1
+        assert (out / "loss.png").exists()
+
+
 def test_kept_checkpoints(tmp_path, monkeypatch):
     """They have the served weights of their step, also after a resume, and are removed with --overwrite."""
     config, step, out = tiny(tmp_path, dtype="float32", keep_every=8, steps=20), Run.step, tmp_path / "out"
@@ -534,8 +650,10 @@ def test_resume_refuses_changed_settings_texts_and_files(tmp_path, monkeypatch):
     monkeypatch.setattr(Run, "evaluate", lambda run: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         loop.start(tiny(tmp_path), out, quiet())
-    with pytest.raises(ResumeError, match="changed on resume: steps was 24, got 25; muon_lr was 0.03, got 0.01"):
-        loop.resume(out, {"steps": 25, "muon_lr": 0.01, "n_embd": 16}, quiet())
+    with pytest.raises(ResumeError, match=r"changed on resume: seed was 1337, got 1; muon_lr was 0\.03, got 0\.01\."):
+        loop.resume(out, {"seed": 1, "muon_lr": 0.01, "n_embd": 16, "log_every": 1}, quiet())
+    with pytest.raises(ResumeError, match="steps must be more than the 8 taken, got 8"):
+        loop.resume(out, {"steps": 8}, quiet())
     (tmp_path / "text.txt").write_text(TEXT + "!")
     with pytest.raises(ResumeError, match="text.txt is not the text of this run: it has 2,978 characters and SHA-256"):
         loop.resume(out, {}, quiet())

@@ -1,0 +1,341 @@
+"""The lecture, runnable: from a table of bigrams to attention, step by step on a real text.
+
+The steps of Karpathy's "Let's build GPT: from scratch, in code, spelled out" (2023). Each is a function of about ten
+lines that returns its numbers, on the service's own modules where they exist; `give` prints them. LECTURE.md explains
+what is seen. Nothing of the service or of `train` depends on this module.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from service.model.checkpoint import Checkpoint
+from service.model.gpt import GPT, attend
+from service.model.params import SamplingParams
+from training.data import Corpus, WindowSampler
+from training.evaluate import baselines
+from training.sample import sample_texts
+
+B, T = 32, 8  # rows and characters of a batch
+C = 32  # channels of the model with one head
+STEPS = 10_000
+GREETING = "hii, there!"
+
+# -- characters, windows --
+
+
+def there_and_back(corpus: Corpus) -> tuple[list[int], str]:
+    """A text as ids, and these as a text again."""
+    tokenizer, text = corpus.tokenizer, GREETING
+    if not all(character in tokenizer for character in text):
+        text = tokenizer.decode(corpus.train[: len(text)].tolist())
+    ids = tokenizer.encode(text)
+    return ids, tokenizer.decode(ids)
+
+
+def examples(corpus: Corpus, seed: int) -> tuple[Tensor, list[tuple[str, str]]]:
+    """A batch (B, T), and the T examples that its first window holds: a context, and the character that follows it."""
+    idx, targets = WindowSampler(corpus.train, T, seed).next_batch(B)
+    decode = corpus.tokenizer.decode
+    return torch.from_numpy(idx), [(decode(idx[0, : t + 1].tolist()), decode([int(targets[0, t])])) for t in range(T)]
+
+
+# -- a table of bigrams --
+
+
+class Bigram(nn.Module):
+    """The next character from the last one alone: idx (B, T) -> logits (B, T, V), rows of a table."""
+
+    def __init__(self, vocab_size: int):
+        super().__init__()
+        self.table = nn.Embedding(vocab_size, vocab_size)  # N(0, 1)
+
+    def forward(self, idx: Tensor) -> Tensor:
+        return self.table(idx)
+
+
+def train(model: nn.Module, corpus: Corpus, steps: int, seed: int) -> list[float]:
+    """AdamW on batches of B windows of T characters; returns the loss of each step, in nats per character."""
+    sampler, optimizer = WindowSampler(corpus.train, T, seed), torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(steps):
+        idx, targets = map(torch.from_numpy, sampler.next_batch(B))
+        loss = F.cross_entropy(model(idx).flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@torch.no_grad()
+def validation_loss(model: nn.Module, corpus: Corpus) -> float:
+    """Of the validation split, in windows of T."""
+    ids = torch.from_numpy(corpus.val.astype("int64"))
+    n = (len(ids) - 1) // T * T
+    return F.cross_entropy(model(ids[:n].view(-1, T)).flatten(0, 1), ids[1 : n + 1]).item()
+
+
+@torch.no_grad()
+def generate(model: nn.Module, idx: Tensor, count: int, seed: int) -> Tensor:
+    """Logits of the last position, softmax, draw a character, append it, again: idx (B, T) -> (B, T + count)."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        logits = model(idx[:, -T:])[:, -1]  # (B, V)
+        drawn = torch.multinomial(logits.softmax(dim=-1), 1, generator=generator)
+        idx = torch.cat((idx, drawn), dim=1)
+    return idx
+
+
+# -- averaging the past --
+
+
+def averages(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The mean of each vector and all before it, in three ways; x (T, C) -> (T, C) each."""
+    by_loops = torch.stack([torch.stack([x[j] for j in range(i + 1)]).mean(dim=0) for i in range(len(x))])
+    triangle = torch.ones(len(x), len(x), dtype=x.dtype).tril()
+    by_matrix = triangle / triangle.sum(dim=1, keepdim=True) @ x
+    zeros = torch.zeros_like(triangle)
+    by_softmax = zeros.masked_fill(triangle == 0, -math.inf).softmax(dim=1) @ x
+    return by_loops, by_matrix, by_softmax
+
+
+# -- attention --
+
+
+class Head(nn.Module):
+    """One head of self-attention: averaging whose weights come from the data.
+
+    Each character emits what it looks for (query), what it holds (key), and what it passes on (value).
+    """
+
+    def __init__(self, channels: int, head_dim: int, is_causal: bool = True):
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(channels, head_dim, bias=False) for _ in range(3))
+        self.is_causal = is_causal
+
+    def weights(self, x: Tensor) -> Tensor:
+        """x (B, T, C) -> (B, T, T): of each character, how much it takes from each."""
+        q, k = self.query(x), self.key(x)
+        scores = q @ k.mT / math.sqrt(q.size(-1))
+        if self.is_causal:  # nothing from the future
+            scores = scores.masked_fill(torch.ones_like(scores).triu(1) == 1, -math.inf)
+        return scores.softmax(dim=-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weights(x) @ self.value(x)
+
+
+class OneHead(nn.Module):
+    """The smallest model that looks back: idx (B, T) -> logits (B, T, V). Attention alone would not know the order."""
+
+    def __init__(self, vocab_size: int):
+        super().__init__()
+        self.characters, self.places = nn.Embedding(vocab_size, C), nn.Embedding(T, C)
+        self.head, self.logits = Head(C, C), nn.Linear(C, vocab_size)
+
+    def vectors(self, idx: Tensor) -> Tensor:
+        return self.characters(idx) + self.places.weight[: idx.size(1)]
+
+    def forward(self, idx: Tensor) -> Tensor:
+        return self.logits(self.head(self.vectors(idx)))
+
+
+@torch.no_grad()
+def difference_to_the_service(head: Head, x: Tensor) -> float:
+    """Between a head and the fused kernel that the service trains with; x (B, T, C)."""
+    q, k, v = (layer(x)[:, None] for layer in (head.query, head.key, head.value))  # (B, 1, T, hs)
+    return (head(x) - attend(q, k, v, is_causal=True)[:, 0]).abs().max().item()
+
+
+@torch.no_grad()
+def heads_at_once(x: Tensor, num_heads: int) -> float:
+    """Heads share a matrix product and see C / num_heads channels each: the difference to one after the other."""
+    parts = x.unflatten(-1, (num_heads, -1)).transpose(1, 2)  # (B, nh, T, hs)
+    together = attend(parts, parts, parts, is_causal=True)
+    alone = [attend(part[:, None], part[:, None], part[:, None], is_causal=True) for part in parts.unbind(1)]
+    return (together - torch.cat(alone, dim=1)).abs().max().item()
+
+
+class Scale(NamedTuple):
+    variance: float  # of q · k
+    scaled: float  # of q · k / √head_dim
+    sharpest: float  # mean of the largest of T weights without the scale
+    softer: float  # and with it
+    sum_if_late: float  # of a row's weights, if the scale comes after the softmax
+
+
+def scale(head_dim: int, seed: int) -> Scale:
+    """Why q · k is divided by √head_dim, and where; q and k have unit variance."""
+    q, *k = torch.randn(1 + T, 4096, head_dim, generator=torch.Generator().manual_seed(seed))
+    scores = torch.stack([(q * key).sum(dim=1) for key in k], dim=1)  # (4096, T): T keys for each query
+    root = math.sqrt(head_dim)
+    sharp, soft = scores.softmax(dim=1), (scores / root).softmax(dim=1)
+    largest = [weights.amax(dim=1).mean().item() for weights in (sharp, soft)]
+    late = (sharp / root).sum(dim=1).mean().item()
+    return Scale(scores.var().item(), (scores / root).var().item(), largest[0], largest[1], late)
+
+
+@torch.no_grad()
+def seen_from(model: Callable[[Tensor], Tensor], x: Tensor, changed: Tensor) -> list[float]:
+    """How much each position's output changes with what differs between x and `changed`, both (1, T, …)."""
+    return (model(x) - model(changed)).abs().amax(dim=-1)[0].tolist()
+
+
+@torch.no_grad()
+def difference_beside_others(model: GPT, idx: Tensor) -> float:
+    """Of a row's logits in a batch idx (B, T) and alone: rows never talk to each other."""
+    return (model(idx)[:1] - model(idx[:1])).abs().max().item()
+
+
+def score_bytes(rows: int, heads: int, length: int) -> int:
+    """Memory of the attention weights of a layer in float32, if all are written down."""
+    return 4 * rows * heads * length * length
+
+
+# -- the lecture --
+
+
+def give(corpus: Corpus, checkpoint: Checkpoint, picture: Path, *, steps: int = STEPS, seed: int = 1337) -> None:
+    """Print all steps, and draw the picture. Takes under a minute on a CPU."""
+    started = time.monotonic()
+    torch.manual_seed(seed)
+    V, tokenizer = corpus.tokenizer.vocab_size, corpus.tokenizer
+
+    def text(model: nn.Module) -> str:
+        ids = generate(model, torch.tensor([[first_id(corpus)]]), 200, seed)[0].tolist()
+        return tokenizer.decode(ids[1:])
+
+    title(1, "A text is a sequence of integers")
+    ids, back = there_and_back(corpus)
+    print(f"{len(corpus.ids):,} characters, {V} different: {''.join(tokenizer.characters)!r}")
+    print(f"{back!r} is {' '.join(map(str, ids))}, and back")
+    print(f"the first 90 % to train on: {len(corpus.train):,}; the rest to validate: {len(corpus.val):,}")
+
+    title(2, f"A window of {T} characters holds {T} examples")
+    batch, in_window = examples(corpus, seed)
+    for context, following in in_window:
+        print(f"after {context!r} comes {following!r}")
+    print(f"a batch: {B} windows, {batch.numel()} examples")
+
+    title(3, "The bigram model: a table with a row for each character")
+    bigram = Bigram(V)
+    print(f"uniform guess: ln {V} = {math.log(V):.2f} nats; the untrained table: {validation_loss(bigram, corpus):.2f}")
+    print(indented(text(bigram)))
+    bigram_losses = train(bigram, corpus, steps, seed)
+    counted = baselines(corpus.train, corpus.val, V)["bigram"]
+    print(f"after {steps:,} steps: {validation_loss(bigram, corpus):.2f}; counting bigrams gives {counted:.2f}")
+    print(indented(text(bigram)))
+
+    title(4, "Looking back: the mean of the past, in three ways")
+    x = torch.randn(T, 2, dtype=torch.float64)
+    by_loops, by_matrix, by_softmax = averages(x)
+    print(f"loops and a triangular matrix differ by {(by_loops - by_matrix).abs().max():.0e},", end=" ")
+    print(f"loops and a softmax of zeros and -inf by {(by_loops - by_softmax).abs().max():.0e}")
+
+    title(5, "One head of attention: a mean whose weights come from the data")
+    head, vectors = Head(C, 16), torch.randn(B, T, C)
+    print("weights of one row:", *(f"{value:.2f}" for value in head.weights(vectors)[0, -1].tolist()))
+    print(f"the service's kernel gives the same, to {difference_to_the_service(head, vectors):.0e}")
+    print(f"4 heads of {C // 4} channels at once and one after the other: {heads_at_once(vectors, 4):.0e} apart")
+
+    title(6, "The scale: q · k / √head_dim, before the softmax")
+    measured = scale(16, seed)
+    print(f"head_dim 16: q · k has variance {measured.variance:.1f}, divided by √16 {measured.scaled:.2f}")
+    print(f"the largest of {T} weights is {measured.sharpest:.2f} on average, with the scale {measured.softer:.2f}")
+    print(f"scaled after the softmax, a row's weights add up to {measured.sum_if_late:.2f} and stay as sharp")
+
+    title(7, "The mask, the order, the batch")
+    changed, encoder = vectors[:1].clone(), Head(C, 16, is_causal=False)
+    changed[:, -1] += 1
+    print("change the last character; outputs change by", end=" ")
+    print(*(f"{value:.2f}" for value in seen_from(head, vectors[:1], changed)))
+    print("without the mask, as in an encoder, by      ", end=" ")
+    print(*(f"{value:.2f}" for value in seen_from(encoder, vectors[:1], changed)))
+    swapped = vectors[:1, [1, 0, *range(2, T)]]
+    print(f"swap the first two; the last output changes by {seen_from(head, vectors[:1], swapped)[-1]:.0e}: ", end="")
+    print("without positions, attention knows no order")
+    full = checkpoint.load_model()
+    rows = torch.randint(full.config.vocab_size, (4, 64))
+    print(f"a row beside three others and alone: {difference_beside_others(full, rows):.0e} apart")
+    print(f"weights of 32 rows, 8 heads, 512 characters: {score_bytes(32, 8, 512) / 1e6:,.0f} MB; ", end="")
+    print("a fused kernel writes none of them")
+
+    title(8, "A model with one head")
+    one_head = OneHead(V)
+    one_head_losses = train(one_head, corpus, steps // 2, seed)
+    print(f"{sum(p.numel() for p in one_head.parameters()):,} parameters, {steps // 2:,} steps:", end=" ")
+    print(f"{validation_loss(one_head, corpus):.2f}")
+    print(indented(text(one_head)))
+
+    title(9, f"The model that is served: {full.config.n_layer} layers of {full.config.n_head} heads, RoPE, SwiGLU")
+    loss = checkpoint.training.get("losses", {}).get("whole")
+    print(f"{full.num_parameters:,} parameters" + (f": {loss:.2f}" if loss else ""))
+    prompt = checkpoint.tokenizer.encode("\n") if "\n" in checkpoint.tokenizer else [0]
+    [(_, served)] = sample_texts(full, prompt, 1, 200, SamplingParams(seed=seed))
+    print(indented(checkpoint.tokenizer.decode(served)))
+
+    draw(picture, corpus, bigram_losses, one_head_losses, one_head, loss, seed)
+    print(f"\n{time.monotonic() - started:.0f} s; picture: {picture}")
+
+
+def title(number: int, words: str) -> None:
+    print(f"\n{number}. {words}\n")
+
+
+def indented(text: str) -> str:
+    return "\n".join("    " + line for line in text.splitlines())
+
+
+def first_id(corpus: Corpus) -> int:
+    """Of a line break, with which a text begins, or else of the first character."""
+    return corpus.tokenizer.encode("\n")[0] if "\n" in corpus.tokenizer else int(corpus.train[0])
+
+
+def draw(
+    picture: Path,
+    corpus: Corpus,
+    bigram_losses: list[float],
+    one_head_losses: list[float],
+    one_head: OneHead,
+    served_loss: float | None,
+    seed: int,
+) -> None:
+    """Losses, the two softmaxes, the weights of a mean, and those of a trained head."""
+    from matplotlib.figure import Figure  # takes half a second to import
+
+    figure = Figure(figsize=(11, 8), layout="constrained")
+    (losses, softmax), (mean, learned) = figure.subplots(2, 2)
+    for label, values in (("bigram table", bigram_losses), ("one head", one_head_losses)):
+        every = max(1, len(values) // 200)
+        smooth = [sum(values[i : i + every]) / every for i in range(0, len(values) - every + 1, every)]
+        losses.plot([i * every for i in range(len(smooth))], smooth, label=label)
+    losses.axhline(math.log(corpus.tokenizer.vocab_size), color="gray", ls=":", label="uniform guess")
+    if served_loss:
+        losses.axhline(served_loss, color="tab:green", label="the model that is served")
+    losses.set(title="training loss", xlabel="step", ylabel="nats per character")
+    losses.legend()
+    scores = torch.randn(T, generator=torch.Generator().manual_seed(seed))
+    for label, factor, shift in (("q · k / √16", 1.0, -0.2), ("q · k", 4.0, 0.2)):
+        softmax.bar([i + shift for i in range(T)], (factor * scores).softmax(0).tolist(), width=0.4, label=label)
+    softmax.set(title="softmax with and without the scale", xlabel="key", ylabel="weight")
+    softmax.legend()
+    mean.imshow((torch.ones(T, T).tril() / torch.arange(1, T + 1)[:, None]).numpy(), cmap="Blues", vmin=0, vmax=1)
+    mean.set(title="the mean of the past", xlabel="from", ylabel="to")
+    ids = torch.from_numpy(corpus.val[:T].astype("int64"))
+    with torch.no_grad():
+        learned.imshow(one_head.head.weights(one_head.vectors(ids[None]))[0].numpy(), cmap="Blues", vmin=0, vmax=1)
+    characters = [repr(character)[1:-1] for character in corpus.tokenizer.decode(ids.tolist())]
+    learned.set(title="what one head has learned to look at", xlabel="from", ylabel="to")
+    learned.set_xticks(range(T), characters)
+    learned.set_yticks(range(T), characters)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=120)
