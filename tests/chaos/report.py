@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from tests.bench.report import NONE, table
@@ -11,6 +12,63 @@ def shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return f"{value:,}" if isinstance(value, int) else str(value).replace("|", "\\|")
+
+
+# Rows of README.md: the promise, the case that shows it, and what was seen, in figures of that case.
+PROMISES = (
+    ("a worker is killed, 20 times: streams and answers go on", "worker",
+     "in flight: {requests in flight} of 320; next answer after {next request answered after, p50, s} s (p50)"),
+    ("an HTTP process is killed, of two", "http",
+     "next answer after {two processes: next request answered after, max, s} s at most"),
+    ("the main process is killed: nothing is left behind", "main", "{orphans after 10 s} orphans"),
+    ("a process hangs (SIGSTOP): it is replaced", "hang",
+     "next answer after {inference process: next request answered after, s} s"),
+    ("SIGTERM during 100 streams: all end, new requests get 503", "sigterm",
+     "{streams that completed} ended, {new requests that got 503} got 503, exit status {exit status}"),
+    ("one client's flood of 1,000 requests: another's first character", "fairness",
+     "{flood of 1,000: first character, p50, ms} ms (p50), alone {alone: first character, p50, ms} ms"),
+    ("a prompt of 99,000 characters, 128 times: the same", "fairness",
+     "{99,000 characters, n 128: first character, p50, ms} ms"),
+    ("500 clients leave: their slots are free within 1 s", "leave", "{busy slots 1 s later} busy"),
+    ("a bad request beside 31 good ones, 100 times", "bad",
+     "{good texts equal to running alone} of {good requests} good texts as alone"),
+    ("10,000 requests at once: memory is bounded, accepted ones end", "burst",
+     "{new connections: memory at most, MB} MB, {new connections: accepted} ended, the others got 429"),
+    ("the same, goal: refusals within 100 ms (p99)", "burst",
+     "**missed**: {open connections: refused after sending, p99, s} s"),
+    ("headers of 60 MB, slow or silent connections", "headers",
+     "status {a header of 60 MB: status}, {200 silent connections: closed within 10 s} of 200 closed within 10 s"),
+    ("the largest requests in 700 MB of memory", "memory",
+     "{cgroup of 700 MB: at most, MB} MB, {cgroup of 700 MB: processes killed} processes killed"),
+    ("1,000 flipped bits and 1,000 cut files of a checkpoint", "checkpoints", "{refused} of 2,000 refused"),
+    ("20 minutes of mixed traffic: each accepted sequence ends once", "soak",
+     "{endings} of {sequences accepted}; worker's memory {inference: slope of memory, MB per hour} MB per hour"),
+)  # fmt: skip
+STOCK = {
+    "worker": "in flight: {requests in flight}", "main": "{orphans after 10 s} orphans",
+    "hang": "{inference process: next request answered after, s}",
+    "sigterm": "{streams that completed} ended, {new requests that got 503} got 503, exit status {exit status}",
+    "fairness": "{flood of 1,000: first character, p50, ms} ms, alone {alone: first character, p50, ms} ms",
+    "leave": "next answer: {the next request is answered after, s}",
+    "bad": "{good ones that got their text} of {good requests}",
+    "burst": "{new connections: memory at most, MB} MB, {new connections: accepted} ended",
+    "headers": "status {a header of 60 MB: status}, {200 silent connections: closed within 10 s} closed",
+}  # fmt: skip
+
+
+def summary(results: dict[str, Any]) -> str:
+    """The table in README.md."""
+
+    def filled(template: str, figures: dict[str, Any]) -> str:
+        return re.sub(r"\{(.*?)\}", lambda label: shown(figures[label[1]]), template)
+
+    rows, shown_beside = [["promise", "this service", "stock LitServe"]], set()
+    for promise, name, template in PROMISES:
+        case = results["cases"][name]
+        stock = filled(STOCK[name], case["stock"]) if name in STOCK and name not in shown_beside else NONE
+        shown_beside.add(name)
+        rows.append([promise, filled(template, case["figures"]), stock])
+    return "\n".join(table(rows))
 
 
 def markdown(results: dict[str, Any]) -> str:

@@ -8,11 +8,13 @@ import json
 import pytest
 from helpers import wait_until
 
+from tests.bench.servers import ROOT
 from tests.chaos import soak
 from tests.chaos.__main__ import CASES, main
 from tests.chaos.case import Outcome, Plan, endings, left_of, listeners, ours, spread, worker
 from tests.chaos.client import Probe, Reply, ask
 from tests.chaos.processes import SHORT
+from tests.chaos.report import markdown, summary
 
 
 def received(data: bytes) -> Reply:
@@ -112,6 +114,14 @@ def test_failed_cases_are_reported_and_exit_with_status_1(tmp_path, capfd):
     report = (tmp_path / "out" / "RESULTS.md").read_text()
     assert "2 failures: broken, crashing" in report and "**failed**: \u6f22: error" in report
     assert "broken: FAILED, 2 cases" in capfd.readouterr().err
+
+
+def test_the_documents_show_the_committed_results():
+    folder = ROOT / "tests/chaos"
+    results = json.loads((folder / "results.json").read_text())
+    assert (folder / "RESULTS.md").read_text() == markdown(results)
+    assert summary(results) in (ROOT / "README.md").read_text()
+    assert list(results["cases"]) == list(CASES) and not results["quick"]
 
 
 def test_unknown_cases_are_refused(capsys):
