@@ -112,4 +112,4 @@ def test_modules_load_only_allowed_packages(module, allowed):
 
 
 def test_training_loads_no_http_dependencies():
-    assert not loaded_by("training.__main__, training.loop, training.evaluate") & (HEAVY - {"torch", "training"})
+    assert not loaded_by("training.__main__, training.jobs, training.evaluate") & (HEAVY - {"torch", "training"})

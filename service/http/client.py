@@ -435,7 +435,9 @@ class EngineClient:
         Raises:
             ApiError: 503, no worker is connected.
         """
-        if not self.is_ready and not is_accepted and not self._is_replacing(len(submits)):
+        # A worker that shows no life gets requests too: it goes on, as after a pause of all processes, or is replaced.
+        is_connected = bool(self._sockets.connected_workers)
+        if not is_connected and not is_accepted and not self._is_replacing(len(submits)):
             self.metrics.request_rejected("not_ready", len(submits))
             raise _not_ready()
         self.state.submitted(self.consumer_id, len(submits))
@@ -448,8 +450,8 @@ class EngineClient:
         return generation
 
     def _is_replacing(self, count: int) -> bool:
-        """Whether a worker was just lost and none is left, so that one may be here soon, and it will have room."""
-        is_lost = not self._sockets.connected_workers and time.monotonic() < self._lost_at + REPLACING_SECONDS
+        """With no worker left, whether one was just lost, so that another may be here soon and have room."""
+        is_lost = time.monotonic() < self._lost_at + REPLACING_SECONDS
         return is_lost and len(self._running) + count <= self._capacity
 
     def _submit_next(self, generation: Generation, must_run: bool) -> None:

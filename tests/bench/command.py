@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from service.settings import cpus_left
-from training.loop import InterruptedRun, machine
+from training.device import machine
+from training.loop import InterruptedRun
 
 BUSY_LOAD = 0.5  # load average above which figures are unreliable
 

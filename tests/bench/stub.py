@@ -50,6 +50,9 @@ class StubEngine:
         self._new: set[int] = set()  # ids of sequences that have emitted nothing yet
         self._ended: list[Delta] = []
 
+    def generate(self, submits: list[Submit]) -> list[list[int]]:
+        return [[1] * submit.max_tokens for submit in submits]
+
     def __len__(self) -> int:
         return len(self._left)
 

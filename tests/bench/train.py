@@ -29,7 +29,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from service.model.checkpoint import Checkpoint
-from training import loop
+from training import jobs
 from training.config import ConfigError, TrainConfig
 from training.data import TINYSHAKESPEARE, DataError, prepare
 from training.evaluate import whole_loss
@@ -85,7 +85,7 @@ def run_ours(config: TrainConfig, out: Path) -> dict[str, Any]:
     """Figures of one run of our trainer, report included; replaces the folder `out`."""
     started = time.perf_counter()
     shutil.rmtree(out, ignore_errors=True)
-    loop.start(config, out, Console(stderr=True, highlight=False))
+    jobs.start(config, out, Console(stderr=True, highlight=False))
     run_seconds = time.perf_counter() - started
     checkpoint = Checkpoint.read(out / "best")
     best, about = checkpoint.load_model("cpu"), checkpoint.training
@@ -114,7 +114,7 @@ def log_of(out: Path) -> list[dict[str, Any]]:
 def probe_ours(config: TrainConfig, out: Path) -> dict[str, Any]:
     """Cost of our trainer: CPU seconds per step (`step`), extra CPU seconds at the start, and the dtype chosen."""
     shutil.rmtree(out, ignore_errors=True)
-    loop.start(replace(config, log_every=WARM_STEPS), out, Console(quiet=True))
+    jobs.start(replace(config, log_every=WARM_STEPS), out, Console(quiet=True))
     warm, *_, last = (r for r in log_of(out) if r["event"] == "train")
     step = (last["cpu_seconds"] - warm["cpu_seconds"]) / (last["step"] - warm["step"])
     dtype = Checkpoint.read(out / "best").training["machine"]["dtype"]

@@ -1,6 +1,6 @@
 """Faults and hostile clients against real servers: what clients see, how long recovery takes, what remains.
 
-    make chaos                                  all cases, under 30 minutes on 2 cores: tests/chaos/RESULTS.md, README.md
+    make chaos                                  all cases, 29 minutes on 2 cores: tests/chaos/RESULTS.md, README.md
     make chaos ARGS=--quick                     fewer repetitions, a soak of one minute, no LitServe: out/chaos
     make chaos ARGS='--only worker fairness'    some of them: out/chaos
 

@@ -1,0 +1,105 @@
+"""What a run runs on: device, dtype, threads and processes; the forward and the autocast that suit them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from service.model.gpt import GPT
+from training.config import ConfigError, TrainConfig
+from training.fused import FusedForward
+
+
+def resolve_auto(config: TrainConfig, vocab_size: int, world_size: int) -> dict[str, Any]:
+    """Device, dtype, threads and processes of a run on this machine. Saved with the run, whose bits depend on them.
+
+    Raises:
+        ConfigError: the device is not available, or the batch is not divisible among the processes.
+    """
+    device = pick_device(config.device)
+    if config.compile and device == "cpu":
+        raise ConfigError("compile works on cuda and mps only; on a cpu the training step is hand-written")
+    threads = config.threads or torch.get_num_threads()
+    processes = config.processes
+    if world_size > 1 and processes not in (0, world_size):
+        raise ConfigError(f"processes must be 0 or {world_size}, the number that torchrun started, got {processes}")
+    if processes == 0:
+        # At least 4 windows per process and micro-batch, for matrix products of an efficient size.
+        candidates = (n for n in range(threads, 1, -1) if config.batch_size % (n * config.accumulate * 4) == 0)
+        processes = world_size if world_size > 1 or device != "cpu" else next(candidates, 1)
+    if config.batch_size % (processes * config.accumulate):
+        raise ConfigError(
+            f"batch_size must be a multiple of processes × accumulate = {processes} × {config.accumulate}, got "
+            f"{config.batch_size}"
+        )
+    resolved: dict[str, Any] = {"device": device, "dtype": config.dtype, "threads": threads, "processes": processes}
+    if config.dtype == "auto":
+        torch.set_num_threads(max(1, threads // processes))
+        resolved["dtype"] = faster_dtype(replace(config, **resolved), vocab_size)
+    return resolved
+
+
+def faster_dtype(config: TrainConfig, vocab_size: int) -> Literal["float32", "bfloat16"]:
+    """The dtype with the faster step on this machine; on a CPU, timed over a few steps of each."""
+    if config.device == "mps" or (
+        config.device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+    ):
+        return "float32"
+    if config.device == "cuda":
+        return "bfloat16"
+    model = GPT(config.model_config(vocab_size))
+    idx = torch.zeros(config.batch_size // config.processes // config.accumulate, config.block_size, dtype=torch.long)
+    configs = {dtype: replace(config, dtype=dtype) for dtype in ("float32", "bfloat16")}
+    seconds = dict.fromkeys(configs, math.inf)
+    for _ in range(3):
+        for dtype, candidate in configs.items():
+            started = time.perf_counter()
+            with autocast(candidate):
+                logits = training_forward(model, candidate)(idx)
+            F.cross_entropy(logits.float().flatten(0, 1), idx.flatten()).backward()
+            seconds[dtype] = min(seconds[dtype], time.perf_counter() - started)
+    return "bfloat16" if seconds["bfloat16"] < seconds["float32"] else "float32"
+
+
+def training_forward(model: GPT, config: TrainConfig) -> Callable[[Tensor], Tensor]:
+    """The fastest idx (B, T) -> logits (B, T, V) for training on the config's device."""
+    if config.device == "cpu":
+        return FusedForward(model, torch.bfloat16 if config.dtype == "bfloat16" else torch.float32)
+    compiled: Callable[[Tensor], Tensor] = torch.compile(model) if config.compile else model
+    return compiled
+
+
+def autocast(config: TrainConfig) -> torch.autocast:
+    """Matrix products in the config's dtype."""
+    return torch.autocast(config.device, torch.bfloat16, enabled=config.dtype == "bfloat16")
+
+
+def pick_device(device: str) -> Literal["cpu", "cuda", "mps"]:
+    if device in ("auto", "cuda") and torch.cuda.is_available():
+        return "cuda"
+    if device in ("auto", "mps") and torch.backends.mps.is_available():
+        return "mps"
+    if device in ("auto", "cpu"):
+        return "cpu"
+    raise ConfigError(f"device {device!r} is not available on this machine; choose another or auto")
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """System, CPU, cores and GPU, recorded beside measured figures."""
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
+    gpu = {"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
+    return {"system": platform.system(), "cpu": name, "cores": os.cpu_count(), **gpu}

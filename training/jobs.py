@@ -1,0 +1,202 @@
+"""Starts and resumes runs: what may be overwritten or changed, the lock on a run's folder, and its processes."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Iterator, Set
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from training.config import ConfigError, TrainConfig
+from training.data import Corpus, prepare, recode, sampler_of
+from training.device import resolve_auto
+from training.distributed import World, launch
+from training.finetune import describe_origin, load_origin
+from training.loop import DivergedError, InterruptedRun, Run
+from training.messages import plural
+from training.speed import keep_freed_memory
+from training.state import ResumeError, Saved, changed_settings
+
+# Settings that a small text changes, where the user has not set them.
+ADAPTED = frozenset(("block_size", "steps", "warmup_steps", "eval_every", "patience"))
+MAX_EPOCHS = 20.0  # more only memorizes; tiny Shakespeare gets four
+MIN_STEPS = 100
+MIN_BLOCK = 4
+PATIENCE = 3  # evaluations
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every process of a run receives."""
+
+    config: TrainConfig
+    resolved: dict[str, Any]  # settings that replace "auto"
+    data: tuple[str, ...]
+    out: Path
+    resumed: bool
+
+
+def start(
+    config: TrainConfig,
+    out: Path,
+    console: Console,
+    *,
+    overwrite: bool = False,
+    adaptable: Set[str] = frozenset(),
+) -> None:
+    """Train a new run in `out` to its end.
+
+    adaptable: the settings of ADAPTED that a small text may change.
+
+    Raises:
+        ResumeError: `out` is not empty and `overwrite` is false.
+    """
+
+    def prepare_job(world: World) -> Job:
+        nonlocal config
+        existing = sorted(path.name for path in out.iterdir())
+        if existing and not overwrite:
+            raise ResumeError(
+                f"{out} already contains {', '.join(existing[:5])}; pass --resume to continue that run, --overwrite to "
+                "replace it, or another --out"
+            )
+        corpus = prepare(config.data, records=config.records)
+        vocab_size = corpus.tokenizer.vocab_size
+        for note in corpus.notes:
+            console.print(note, markup=False, soft_wrap=True)
+        if config.init_from:
+            if Path(config.init_from).resolve().is_relative_to(out.resolve()):
+                raise ConfigError(f"{config.init_from} is in {out}, which this run would replace; pass another --out")
+            origin = load_origin(config, corpus.tokenizer.characters)
+            console.print(describe_origin(config, origin), markup=False, soft_wrap=True)
+            vocab_size = origin.tokenizer.vocab_size
+        config = adapted(config, corpus, adaptable, console)
+        resolved = resolve_auto(config, vocab_size, world.size)
+        for name in ("last", "best", "tensorboard", *(path.name for path in out.glob("step-" + 8 * "[0-9]"))):
+            shutil.rmtree(out / name, ignore_errors=True)
+        for name in ("log.jsonl", "loss.png"):
+            (out / name).unlink(missing_ok=True)
+        return Job(config, resolved, config.data, out, resumed=False)
+
+    out.mkdir(parents=True, exist_ok=True)
+    _run_job(out, console, prepare_job)
+
+
+def adapted(config: TrainConfig, corpus: Corpus, adaptable: Set[str], console: Console) -> TrainConfig:
+    """Settings for a small text: shorter windows where two do not fit, and at most MAX_EPOCHS, with early stopping."""
+    changes: dict[str, Any] = {}
+    length = len(corpus.train)
+    if "block_size" in adaptable and corpus.records is None and 2 * config.block_size > length >= 4 * MIN_BLOCK:
+        changes["block_size"] = 1 << (length // 4).bit_length() - 1
+    small = replace(config, **changes)
+    if "steps" in adaptable and (corpus.records is not None or 2 * small.block_size <= length):
+        sampler = sampler_of(corpus, small.block_size, small.seed)
+        steps = max(MIN_STEPS, round(MAX_EPOCHS * sampler.per_epoch / (small.batch_size * sampler.rows)))
+        if steps < config.steps:
+            changes |= {
+                "steps": steps, "warmup_steps": min(config.warmup_steps, steps // 4), "eval_every": steps // 10,
+                "patience": PATIENCE,
+            }  # fmt: skip
+    changes = {name: value for name, value in changes.items() if name in adaptable and value != getattr(config, name)}
+    if changes:
+        what = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in changes.items())
+        console.print(f"a small text: {what}, unless you set them", markup=False, soft_wrap=True)
+    return replace(config, **changes)
+
+
+def resume(out: Path, given: dict[str, Any], console: Console, *, data: tuple[str, ...] | None = None) -> None:
+    """Continue the run in `out` to its end.
+
+    Settings in `given` must equal the saved ones, except for CHANGEABLE ones; with more steps, or more patience, a
+    finished run goes on. `data`: the new path of the text, if it has moved.
+
+    Raises:
+        ResumeError: there is no saved run, or the settings, the number of processes or the text differ.
+        CheckpointError: a saved file is missing or altered.
+    """
+
+    def prepare_job(world: World) -> Job | None:
+        saved = Saved.read(out / "last")
+        changes = changed_settings(saved.config.as_dict(), given)
+        config, progress = replace(saved.config, **changes), saved.progress
+        if progress.finished and not changes.keys() & {"steps", "patience"}:
+            console.print(
+                f"{out} is already finished: step {progress.step} of {saved.config.steps}, best at step "
+                f"{progress.best_step}",
+                soft_wrap=True,
+            )
+            return None
+        if config.steps <= progress.step and "steps" in changes:
+            raise ResumeError(f"steps must be more than the {progress.step:,} taken, got {config.steps:,}")
+        corpus = prepare(data or config.data, records=config.records)
+        if corpus.sha256 != saved.data["sha256"]:
+            raise ResumeError(
+                f"{corpus.name} is not the text of this run: it has {plural(len(corpus.ids), 'character')} and SHA-256 "
+                f"{corpus.sha256}, expected {saved.data['characters']:,} and {saved.data['sha256']}"
+            )
+        if world.size not in (1, saved.resolved["processes"]):
+            raise ResumeError(
+                f"{out} must be resumed with {plural(saved.resolved['processes'], 'process')} as before, "
+                f"got {world.size}"
+            )
+        return Job(config, saved.resolved, data or config.data, out, resumed=True)
+
+    if not (out / "last").is_dir():
+        raise ResumeError(f"nothing to resume: {out / 'last'} does not exist")
+    _run_job(out, console, prepare_job)
+
+
+def _run_job(out: Path, console: Console, prepare_job: Callable[[World], Job | None]) -> None:
+    """Train in the processes that torchrun started, or start the job's processes here."""
+    with World.join() as world, exclusive(out) if world.is_main else contextlib.nullcontext():
+        if world.is_main:
+            for partial in out.glob(".*.saving-*"):  # of a killed run; the lock is ours
+                shutil.rmtree(partial)
+        job = world.broadcast(prepare_job(world) if world.is_main else None)
+        if job is None:
+            return
+        if world.size > 1:
+            _train(job, world, console)
+            return
+        with launch(job.resolved["processes"], _join_and_train, job):
+            _join_and_train(job, console)
+
+
+def _join_and_train(job: Job, console: Console | None = None) -> None:
+    """console: the main process's, which reports; what ends the run ends it in all processes at the same step."""
+    with contextlib.suppress(*() if console else (InterruptedRun, DivergedError)), World.join() as world:
+        _train(job, world, console)
+
+
+def _train(job: Job, world: World, console: Console | None) -> None:
+    keep_freed_memory()
+    corpus = prepare(job.data, records=job.config.records)
+    if job.resumed:
+        saved = replace(Saved.read(job.out / "last"), config=job.config)
+        run = Run.resume(saved, recode(corpus, saved.checkpoint.tokenizer), job.out, world)
+    elif job.config.init_from:
+        origin = load_origin(job.config, corpus.tokenizer.characters)
+        run = Run(job.config, job.resolved, recode(corpus, origin.tokenizer), job.out, world, origin)
+    else:
+        run = Run(job.config, job.resolved, corpus, job.out, world)
+    run.train(console if console and world.is_main else Console(quiet=True))
+
+
+@contextlib.contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Lock a folder against other runs; the kernel releases the lock when the process ends."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ResumeError(f"another run is writing to {folder}; wait for it, or pass another --out") from None
+        yield
+    finally:
+        os.close(descriptor)
