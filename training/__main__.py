@@ -21,6 +21,7 @@ import difflib
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
@@ -130,7 +131,8 @@ def build_parser() -> Parser:
 
     p = command("report", run_report, "measure how much generated text is copied from the training text")
     add_model_flags(p)
-    add_sampling_flags(p, n=20, max_tokens=5000)
+    add_sampling_flags(p, n=None, max_tokens=5000)
+    p.add_argument("--check", metavar="CMD", help="for records: a command that prints the valid ones of its input")
     p.add_argument("--data", nargs="+", help=f"the training text: {DATA_HELP} (default: where the run read it)")
 
     p = command("export", run_export, "convert a checkpoint to GGUF or ONNX")
@@ -160,8 +162,9 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: OMP_NUM_THREADS, else one per core")
 
 
-def add_sampling_flags(parser: argparse.ArgumentParser, *, n: int, max_tokens: int) -> None:
-    parser.add_argument("-n", type=int, default=n, help="number of texts")
+def add_sampling_flags(parser: argparse.ArgumentParser, *, n: int | None, max_tokens: int) -> None:
+    default = "" if n else " (default: 20, of records 1000)"
+    parser.add_argument("-n", type=int, default=n, help=f"number of texts{default}")
     parser.add_argument("--max-tokens", type=int, default=max_tokens, help="characters per text")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first text; each further text adds 1")
 
@@ -198,7 +201,7 @@ def run_train(args: argparse.Namespace) -> None:
 def _train(args: argparse.Namespace, given: dict[str, Any]) -> None:
     from rich.console import Console
 
-    from training import loop
+    from training import jobs
     from training.finetune import checkpoint_shape
 
     console = Console(stderr=True, highlight=False)
@@ -209,14 +212,16 @@ def _train(args: argparse.Namespace, given: dict[str, Any]) -> None:
         if args.preset:
             wanted = TrainConfig.from_preset(args.preset, **given).as_dict()
             # The shape is the checkpoint's, not the preset's, and the checkpoint may be gone by now.
-            fixed = set(SHAPE) - set(given) if "init_from" in given else set()
-            given = {name: value for name, value in wanted.items() if name not in {"data", *fixed}}
-        loop.resume(args.out, given, console, data=data)
+            fixed = set(SHAPE) if "init_from" in given else set()
+            # So may what the text was too small for.
+            left_out = {"data", *((fixed | jobs.ADAPTED) - set(given))}
+            given = {name: value for name, value in wanted.items() if name not in left_out}
+        jobs.resume(args.out, given, console, data=data)
     else:
         if "init_from" in given:
             given = checkpoint_shape(given["init_from"]) | given
         config = TrainConfig.from_preset(args.preset or "cpu", **given)
-        loop.start(config, args.out, console, overwrite=args.overwrite)
+        jobs.start(config, args.out, console, overwrite=args.overwrite, adaptable=jobs.ADAPTED - given.keys())
 
 
 def run_evaluate(args: argparse.Namespace) -> None:
@@ -266,8 +271,10 @@ def run_sample(args: argparse.Namespace) -> None:
     console = Console(stderr=True)
     shown = track(texts, "texts", total=args.n, console=console, disable=not console.is_terminal or args.n == 1)
     separator = "\n" if stops else "\n\n"
+    started, characters = time.monotonic(), 0
     try:
         for number, (seed, ids) in enumerate(shown):
+            characters += len(ids)
             text = given + tokenizer.decode(ids)
             if args.format == "jsonl":
                 print(json.dumps({"text": text, "seed": seed}, ensure_ascii=False))
@@ -275,6 +282,10 @@ def run_sample(args: argparse.Namespace) -> None:
                 print(separator if number else "", text, sep="", end="")
         if args.format == "text":
             print()
+        if args.n > 1:
+            seconds = time.monotonic() - started
+            speed = f"{characters:,} characters in {seconds:.1f} s, {characters / seconds:,.0f} characters/s"
+            print(f"{plural(args.n, 'text')}: {speed}", file=sys.stderr)
     except ExhaustedError as error:
         raise ConfigError(str(error)) from None
 
@@ -296,12 +307,30 @@ def run_report(args: argparse.Namespace) -> None:
 
     from service.model.params import SamplingParams
     from training.display import print_copies
-    from training.report import describe_copies
+    from training.report import CheckError, describe_copies, describe_records
     from training.sample import sample_texts
 
-    check_sampling_flags(args)
     checkpoint, model = load_model(args)
+    are_records = has_records(checkpoint)
+    if args.n is None:
+        args.n = 1000 if are_records else 20
+    check_sampling_flags(args)
+    if args.check is not None and not are_records:
+        raise ConfigError("--check is for models of records")
     corpus = training_corpus(checkpoint, args.data)
+    if are_records:
+        end, decode = int(corpus.train[0]), corpus.tokenizer.decode
+        texts = sample_texts(model, [end], args.n, args.max_tokens, SamplingParams(seed=args.seed), stop=((end,),))
+        known, validation = (set(decode(split)[1:-1].split("\n")) for split in (corpus.train, corpus.val))
+        try:
+            columns = {
+                "generated": describe_records([decode(ids) for _, ids in texts], known, args.check),
+                "validation split": describe_records(sorted(validation), known, args.check),
+            }
+        except CheckError as error:
+            raise ConfigError(str(error)) from None
+        print_copies(Console(highlight=False), columns)
+        return
     prompt = [int(corpus.val[0])]
     texts = sample_texts(model, prompt, args.n, args.max_tokens, SamplingParams(seed=args.seed))
     generated = np.concatenate([np.array(ids, corpus.ids.dtype) for _, ids in texts])
@@ -370,7 +399,7 @@ def load_model(args: argparse.Namespace) -> tuple[Checkpoint, GPT]:
     import torch
 
     from service.model.checkpoint import Checkpoint
-    from training.loop import pick_device
+    from training.device import pick_device
 
     if args.threads:
         torch.set_num_threads(args.threads)

@@ -438,6 +438,12 @@ class WindowSampler:
         return windows[:, :-1], windows[:, 1:]
 
 
+def sampler_of(corpus: Corpus, block_size: int, seed: int) -> WindowSampler | RecordSampler:
+    """Draws from the training split: records one by one, other texts in windows."""
+    kind = WindowSampler if corpus.records is None else RecordSampler
+    return kind(corpus.train, block_size, seed)
+
+
 class RecordSampler:
     """Draws every record once per epoch, as WindowSampler draws windows, each in a row of its own.
 
@@ -474,6 +480,12 @@ def record_pieces(ids: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarray
     counts = -(-lengths // longest)
     offsets = longest * (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts))
     return np.repeat(breaks[:-1], counts) + offsets, np.minimum(longest, np.repeat(lengths, counts) - offsets)
+
+
+def window_pieces(ids: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Starts, and numbers of inputs, of consecutive windows; the last may be shorter: (pieces,) int64 each."""
+    starts = np.arange(0, len(ids) - 1, length)
+    return starts, np.minimum(length, len(ids) - 1 - starts)
 
 
 def padded(ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

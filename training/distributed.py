@@ -66,11 +66,9 @@ class World:
         """Whether this process writes files and prints."""
         return self.rank == 0
 
-    def shard(self, n: int, unit: int = 1) -> tuple[int, int]:
-        """Start and end of this process's part of range(n), a multiple of `unit` long unless it ends at n."""
-        units = -(-n // unit)
-        first, end = (units * rank // self.size * unit for rank in (self.rank, self.rank + 1))
-        return min(first, n), min(end, n)
+    def shard(self, n: int) -> slice:
+        """This process's part of range(n)."""
+        return slice(n * self.rank // self.size, n * (self.rank + 1) // self.size)
 
     def all_reduce_(self, tensor: Tensor) -> Tensor:
         """Sum `tensor` over all processes, in place and to the same bits in each."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from service.model.gpt import GPT
-from training.data import IGNORED, padded, record_pieces
+from training.data import IGNORED, padded, record_pieces, window_pieces
 
 CHUNK = 1 << 20  # characters per count
 BATCH_CHARS = 1 << 11  # characters per forward
@@ -27,7 +27,10 @@ def bits(nats: float) -> float:
 def split_losses(model: GPT, ids: np.ndarray, *, records: bool) -> dict[str, float]:
     """`whole`, in pieces of at most block_size as in training, and `streamed`, as when generating."""
     if records:
-        return {"whole": record_loss(model, ids, model.config.block_size), "streamed": record_loss(model, ids)}
+        return {
+            "whole": piece_loss(model, ids, *record_pieces(ids, model.config.block_size)),
+            "streamed": piece_loss(model, ids, *record_pieces(ids, len(ids))),
+        }
     return {"whole": whole_loss(model, ids), "streamed": streamed_loss(model, ids)}
 
 
@@ -37,17 +40,20 @@ def whole_loss(model: GPT, ids: np.ndarray) -> float:
     Each window starts without context, as in training: character i of a window is predicted from the i before it.
     nanoGPT's random windows estimate the same quantity.
     """
-    T = model.config.block_size
-    rows = max(1, BATCH_CHARS // T)
-    total, scored = 0.0, len(ids) - 1
-    for start in range(0, scored, rows * T):
-        piece = _tensor(ids[start : start + rows * T + 1], model)
-        n = (len(piece) - 1) // T * T  # characters in whole windows; the rest is one shorter window
-        if n:
-            total += _loss(model, piece[:n].view(-1, T), piece[1 : n + 1].view(-1, T))
-        if n < len(piece) - 1:
-            total += _loss(model, piece[None, n:-1], piece[None, n + 1 :])
-    return total / scored
+    return piece_loss(model, ids, *window_pieces(ids, model.config.block_size))
+
+
+def piece_loss(model: GPT, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> float:
+    """Mean loss of the targets of pieces of `ids`, each without what precedes it; 0 if there are none."""
+    order = np.argsort(-lengths, kind="stable")  # the longest first
+    total, first = 0.0, 0
+    while first < len(order):
+        rows = max(1, BATCH_CHARS // int(lengths[order[first]]))
+        batch = order[first : first + rows]
+        idx, targets = padded(ids, starts[batch], lengths[batch])
+        total += _loss(model, _tensor(idx, model), _tensor(targets, model))
+        first += rows
+    return total / max(1, int(lengths.sum()))
 
 
 def streamed_loss(model: GPT, ids: np.ndarray) -> float:
@@ -64,23 +70,6 @@ def streamed_loss(model: GPT, ids: np.ndarray) -> float:
         piece = _tensor(ids[first : start + chunk + 1], model)
         total += _loss(model, piece[None, :-1], piece[None, 1:], skip=start - first)
     return total / scored
-
-
-def record_loss(model: GPT, ids: np.ndarray, longest: int | None = None, part: slice = slice(None)) -> float:
-    """Mean loss of the characters of the records in `ids`, line breaks that end them included, each record alone.
-
-    longest: records are cut after so many characters, as in training; None: they are not. part: of all pieces.
-    """
-    starts, lengths = (x[part] for x in record_pieces(ids, longest or len(ids)))
-    order = np.argsort(-lengths, kind="stable")  # the longest first
-    total, first = 0.0, 0
-    while first < len(order):
-        rows = max(1, BATCH_CHARS // int(lengths[order[first]]))
-        batch = order[first : first + rows]
-        idx, targets = padded(ids, starts[batch], lengths[batch])
-        total += _loss(model, _tensor(idx, model), _tensor(targets, model))
-        first += rows
-    return total / max(1, int(lengths.sum()))
 
 
 @torch.no_grad()

@@ -13,22 +13,20 @@ A run that is killed at any moment and resumed ends with the same bytes as an un
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import math
 import os
 import platform
 import shlex
-import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,18 +38,18 @@ from service.model.checkpoint import Checkpoint, save_checkpoint
 from service.model.gpt import GPT
 from service.model.params import SamplingParams
 from training.board import Board
-from training.config import ConfigError, TrainConfig
-from training.data import IGNORED, Corpus, RecordSampler, WindowSampler, prepare, recode, record_pieces
+from training.config import TrainConfig
+from training.data import IGNORED, Corpus, record_pieces, sampler_of, window_pieces
+from training.device import autocast, machine, training_forward
 from training.display import ProgressView, draw_curves, print_report, read_log, warn_if_vocabulary_is_large
-from training.distributed import World, launch
-from training.evaluate import baselines, record_loss, split_losses, whole_loss
-from training.finetune import Origin, describe_origin, load_origin
-from training.fused import FusedForward
+from training.distributed import World
+from training.evaluate import baselines, piece_loss, split_losses
+from training.finetune import Origin
 from training.messages import plural, resume_command
 from training.optim import FlatGradients, Optimizers, WeightAverage, lr_scale
 from training.sample import sample_texts
-from training.speed import flops_per_character, keep_freed_memory, matmul_peak
-from training.state import Progress, ResumeError, Saved, changed_settings, generator_states, pack
+from training.speed import flops_per_character, matmul_peak
+from training.state import Progress, Saved, generator_states, pack
 
 
 class DivergedError(RuntimeError):
@@ -92,8 +90,7 @@ class Run:
         self.config = config = replace(config, **resolved)
         torch.set_num_threads(max(1, config.threads // config.processes))
         self.device = torch.device(config.device)
-        sampler = WindowSampler if corpus.records is None else RecordSampler
-        self.sampler = sampler(corpus.train, config.block_size, config.seed)
+        self.sampler = sampler_of(corpus, config.block_size, config.seed)
         self.rows = config.batch_size * self.sampler.rows  # of a step
         torch.manual_seed(config.seed)
         self.model = GPT(config.model_config(corpus.tokenizer.vocab_size)).to(self.device)
@@ -272,27 +269,16 @@ class Run:
 
     def validation_loss(self, model: GPT) -> float:
         """Mean loss over the validation split, or its first eval_chars; the processes share the work."""
-        if self.corpus.records is not None:
-            return self.record_validation_loss(model)
-        cap = self.config.eval_chars
-        ids = self.corpus.val[: cap + 1] if cap else self.corpus.val
-        first, end = self.world.shard(len(ids) - 1, model.config.block_size)
-        with autocast(self.config):  # finish() scores the best weights in fp32, as they are served
-            part = whole_loss(model, ids[first : end + 1]) * (end - first) if first < end else 0.0
-        return self.world.all_reduce_(torch.tensor(part, dtype=torch.float64)).item() / (len(ids) - 1)
-
-    def record_validation_loss(self, model: GPT) -> float:
-        """As validation_loss; of the records in the first eval_chars characters."""
-        ids, block_size = self.corpus.val, model.config.block_size
-        lengths = record_pieces(ids, block_size)[1]
+        ids, world = self.corpus.val, self.world
+        pieces_of = window_pieces if self.corpus.records is None else record_pieces
+        starts, lengths = pieces_of(ids, model.config.block_size)
         count = len(lengths)
         if self.config.eval_chars:
             count = max(1, int(np.searchsorted(np.cumsum(lengths), self.config.eval_chars, "right")))
-        first, end = self.world.shard(count)
-        share = int(lengths[first:end].sum()) / int(lengths[:count].sum())
-        with autocast(self.config):
-            part = record_loss(model, ids, block_size, slice(first, end)) * share
-        return self.world.all_reduce_(torch.tensor(part, dtype=torch.float64)).item()
+        own = world.shard(count)
+        with autocast(self.config):  # finish() scores the best weights in fp32, as they are served
+            part = piece_loss(model, ids, starts[own], lengths[own]) * int(lengths[own].sum())
+        return world.all_reduce_(torch.tensor(part, dtype=torch.float64)).item() / int(lengths[:count].sum())
 
     def finish(self, console: Console) -> None:
         """Score the best weights and the baselines on the whole validation split, save, and print the report."""
@@ -434,228 +420,6 @@ class Run:
             }
         )
         progress.loss_sum, progress.loss_steps = 0.0, 0
-
-
-@dataclass(frozen=True)
-class Job:
-    """What every process of a run receives."""
-
-    config: TrainConfig
-    resolved: dict[str, Any]  # settings that replace "auto"
-    data: tuple[str, ...]
-    out: Path
-    resumed: bool
-
-
-def start(config: TrainConfig, out: Path, console: Console, *, overwrite: bool = False) -> None:
-    """Train a new run in `out` to its end.
-
-    Raises:
-        ResumeError: `out` is not empty and `overwrite` is false.
-    """
-
-    def prepare_job(world: World) -> Job:
-        existing = sorted(path.name for path in out.iterdir())
-        if existing and not overwrite:
-            raise ResumeError(
-                f"{out} already contains {', '.join(existing[:5])}; pass --resume to continue that run, --overwrite to "
-                "replace it, or another --out"
-            )
-        corpus = prepare(config.data, records=config.records)
-        vocab_size = corpus.tokenizer.vocab_size
-        for note in corpus.notes:
-            console.print(note, markup=False, soft_wrap=True)
-        if config.init_from:
-            if Path(config.init_from).resolve().is_relative_to(out.resolve()):
-                raise ConfigError(f"{config.init_from} is in {out}, which this run would replace; pass another --out")
-            origin = load_origin(config, corpus.tokenizer.characters)
-            console.print(describe_origin(config, origin), markup=False, soft_wrap=True)
-            vocab_size = origin.tokenizer.vocab_size
-        resolved = resolve_auto(config, vocab_size, world.size)
-        for name in ("last", "best", "tensorboard", *(path.name for path in out.glob("step-" + 8 * "[0-9]"))):
-            shutil.rmtree(out / name, ignore_errors=True)
-        for name in ("log.jsonl", "loss.png"):
-            (out / name).unlink(missing_ok=True)
-        return Job(config, resolved, config.data, out, resumed=False)
-
-    out.mkdir(parents=True, exist_ok=True)
-    _run_job(out, console, prepare_job)
-
-
-def resume(out: Path, given: dict[str, Any], console: Console, *, data: tuple[str, ...] | None = None) -> None:
-    """Continue the run in `out` to its end.
-
-    Settings in `given` must equal the saved ones, except for CHANGEABLE ones; with more steps, or more patience, a
-    finished run goes on. `data`: the new path of the text, if it has moved.
-
-    Raises:
-        ResumeError: there is no saved run, or the settings, the number of processes or the text differ.
-        CheckpointError: a saved file is missing or altered.
-    """
-
-    def prepare_job(world: World) -> Job | None:
-        saved = Saved.read(out / "last")
-        changes = changed_settings(saved.config.as_dict(), given)
-        config, progress = replace(saved.config, **changes), saved.progress
-        if progress.finished and not changes.keys() & {"steps", "patience"}:
-            console.print(
-                f"{out} is already finished: step {progress.step} of {saved.config.steps}, best at step "
-                f"{progress.best_step}",
-                soft_wrap=True,
-            )
-            return None
-        if config.steps <= progress.step and "steps" in changes:
-            raise ResumeError(f"steps must be more than the {progress.step:,} taken, got {config.steps:,}")
-        corpus = prepare(data or config.data, records=config.records)
-        if corpus.sha256 != saved.data["sha256"]:
-            raise ResumeError(
-                f"{corpus.name} is not the text of this run: it has {plural(len(corpus.ids), 'character')} and SHA-256 "
-                f"{corpus.sha256}, expected {saved.data['characters']:,} and {saved.data['sha256']}"
-            )
-        if world.size not in (1, saved.resolved["processes"]):
-            raise ResumeError(
-                f"{out} must be resumed with {plural(saved.resolved['processes'], 'process')} as before, "
-                f"got {world.size}"
-            )
-        return Job(config, saved.resolved, data or config.data, out, resumed=True)
-
-    if not (out / "last").is_dir():
-        raise ResumeError(f"nothing to resume: {out / 'last'} does not exist")
-    _run_job(out, console, prepare_job)
-
-
-def _run_job(out: Path, console: Console, prepare_job: Callable[[World], Job | None]) -> None:
-    """Train in the processes that torchrun started, or start the job's processes here."""
-    with World.join() as world, exclusive(out) if world.is_main else contextlib.nullcontext():
-        if world.is_main:
-            for partial in out.glob(".*.saving-*"):  # of a killed run; the lock is ours
-                shutil.rmtree(partial)
-        job = world.broadcast(prepare_job(world) if world.is_main else None)
-        if job is None:
-            return
-        if world.size > 1:
-            _train(job, world, console)
-            return
-        with launch(job.resolved["processes"], _join_and_train, job):
-            _join_and_train(job, console)
-
-
-def _join_and_train(job: Job, console: Console | None = None) -> None:
-    """console: the main process's, which reports; what ends the run ends it in all processes at the same step."""
-    with contextlib.suppress(*() if console else (InterruptedRun, DivergedError)), World.join() as world:
-        _train(job, world, console)
-
-
-def _train(job: Job, world: World, console: Console | None) -> None:
-    keep_freed_memory()
-    corpus = prepare(job.data, records=job.config.records)
-    if job.resumed:
-        saved = replace(Saved.read(job.out / "last"), config=job.config)
-        run = Run.resume(saved, recode(corpus, saved.checkpoint.tokenizer), job.out, world)
-    elif job.config.init_from:
-        origin = load_origin(job.config, corpus.tokenizer.characters)
-        run = Run(job.config, job.resolved, recode(corpus, origin.tokenizer), job.out, world, origin)
-    else:
-        run = Run(job.config, job.resolved, corpus, job.out, world)
-    run.train(console if console and world.is_main else Console(quiet=True))
-
-
-def resolve_auto(config: TrainConfig, vocab_size: int, world_size: int) -> dict[str, Any]:
-    """Device, dtype, threads and processes of a run on this machine. Saved with the run, whose bits depend on them.
-
-    Raises:
-        ConfigError: the device is not available, or the batch is not divisible among the processes.
-    """
-    device = pick_device(config.device)
-    if config.compile and device == "cpu":
-        raise ConfigError("compile works on cuda and mps only; on a cpu the training step is hand-written")
-    threads = config.threads or torch.get_num_threads()
-    processes = config.processes
-    if world_size > 1 and processes not in (0, world_size):
-        raise ConfigError(f"processes must be 0 or {world_size}, the number that torchrun started, got {processes}")
-    if processes == 0:
-        # At least 4 windows per process and micro-batch, for matrix products of an efficient size.
-        candidates = (n for n in range(threads, 1, -1) if config.batch_size % (n * config.accumulate * 4) == 0)
-        processes = world_size if world_size > 1 or device != "cpu" else next(candidates, 1)
-    if config.batch_size % (processes * config.accumulate):
-        raise ConfigError(
-            f"batch_size must be a multiple of processes × accumulate = {processes} × {config.accumulate}, got "
-            f"{config.batch_size}"
-        )
-    resolved: dict[str, Any] = {"device": device, "dtype": config.dtype, "threads": threads, "processes": processes}
-    if config.dtype == "auto":
-        torch.set_num_threads(max(1, threads // processes))
-        resolved["dtype"] = faster_dtype(replace(config, **resolved), vocab_size)
-    return resolved
-
-
-def faster_dtype(config: TrainConfig, vocab_size: int) -> Literal["float32", "bfloat16"]:
-    """The dtype with the faster step on this machine; on a CPU, timed over a few steps of each."""
-    if config.device == "mps" or (
-        config.device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
-    ):
-        return "float32"
-    if config.device == "cuda":
-        return "bfloat16"
-    model = GPT(config.model_config(vocab_size))
-    idx = torch.zeros(config.batch_size // config.processes // config.accumulate, config.block_size, dtype=torch.long)
-    configs = {dtype: replace(config, dtype=dtype) for dtype in ("float32", "bfloat16")}
-    seconds = dict.fromkeys(configs, math.inf)
-    for _ in range(3):
-        for dtype, candidate in configs.items():
-            started = time.perf_counter()
-            with autocast(candidate):
-                logits = training_forward(model, candidate)(idx)
-            F.cross_entropy(logits.float().flatten(0, 1), idx.flatten()).backward()
-            seconds[dtype] = min(seconds[dtype], time.perf_counter() - started)
-    return "bfloat16" if seconds["bfloat16"] < seconds["float32"] else "float32"
-
-
-def training_forward(model: GPT, config: TrainConfig) -> Callable[[Tensor], Tensor]:
-    """The fastest idx (B, T) -> logits (B, T, V) for training on the config's device."""
-    if config.device == "cpu":
-        return FusedForward(model, torch.bfloat16 if config.dtype == "bfloat16" else torch.float32)
-    compiled: Callable[[Tensor], Tensor] = torch.compile(model) if config.compile else model
-    return compiled
-
-
-def autocast(config: TrainConfig) -> torch.autocast:
-    """Matrix products in the config's dtype."""
-    return torch.autocast(config.device, torch.bfloat16, enabled=config.dtype == "bfloat16")
-
-
-def pick_device(device: str) -> Literal["cpu", "cuda", "mps"]:
-    if device in ("auto", "cuda") and torch.cuda.is_available():
-        return "cuda"
-    if device in ("auto", "mps") and torch.backends.mps.is_available():
-        return "mps"
-    if device in ("auto", "cpu"):
-        return "cpu"
-    raise ConfigError(f"device {device!r} is not available on this machine; choose another or auto")
-
-
-def machine(device: torch.device) -> dict[str, Any]:
-    """System, CPU, cores and GPU, recorded beside measured figures."""
-    name = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
-    gpu = {"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
-    return {"system": platform.system(), "cpu": name, "cores": os.cpu_count(), **gpu}
-
-
-@contextlib.contextmanager
-def exclusive(folder: Path) -> Iterator[None]:
-    """Lock a folder against other runs; the kernel releases the lock when the process ends."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ResumeError(f"another run is writing to {folder}; wait for it, or pass another --out") from None
-        yield
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager

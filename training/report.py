@@ -1,11 +1,14 @@
 """Memorization and diversity: how much of a text is copied from the training text, and how often it repeats itself.
 
+Of records: how many are unique, novel and valid.
+
 The training text is processed in chunks and may be larger than memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +20,10 @@ CHUNK = 1 << 22  # training characters hashed at a time
 # Polynomial hashes modulo 2⁶⁴ with an odd base; matches are verified character by character.
 BASE = np.uint64(0x9E3779B97F4A7C15)
 INVERSE = np.uint64(pow(int(BASE), -1, 1 << 64))
+
+
+class CheckError(ValueError):
+    """The command that checks records cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,37 @@ def describe_copies(text: np.ndarray, train: np.ndarray, tokenizer: CharTokenize
         "share of 50-grams copied": copied_share(text, train),
         **{f"distinct-{n}": distinct_n(text, n) for n in (1, 3, 10)},
     }
+
+
+def describe_records(records: Sequence[str], known: Set[str], check: str | None = None) -> dict[str, Any]:
+    """The same for records: the shares that are different from each other, not among the `known`, and valid."""
+    different = set(records)
+    figures = {
+        "records": len(records),
+        "characters per record": sum(map(len, records)) / len(records),
+        "share that is unique": len(different) / len(records),
+        "share that is novel": sum(record not in known for record in records) / len(records),
+    }
+    if check is not None:
+        valid = valid_records(different, check)
+        figures["share that is valid"] = sum(record in valid for record in records) / len(records)
+    return figures
+
+
+def valid_records(records: Set[str], check: str) -> Set[str]:
+    """Those that the shell command `check` prints when it is given all of them, a line each, as grep does.
+
+    Raises:
+        CheckError: the command failed, with a status above 1, or printed another line.
+    """
+    given = "".join(f"{record}\n" for record in sorted(records))
+    done = subprocess.run(check, shell=True, input=given.encode(), stdout=subprocess.PIPE)
+    if not 0 <= done.returncode <= 1:  # 1: grep has found none
+        raise CheckError(f"--check {check!r} ended with status {done.returncode}")
+    printed = set(done.stdout.decode(errors="replace").removesuffix("\n").split("\n")) if done.stdout else set()
+    if other := printed - records:
+        raise CheckError(f"--check {check!r} printed {min(other)!r}, which is not a record that it was given")
+    return printed
 
 
 def longest_copy(text: np.ndarray, train: np.ndarray) -> Copy:

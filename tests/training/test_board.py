@@ -10,7 +10,7 @@ from helpers import call
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from training import loop
+from training import jobs
 from training.config import TrainConfig
 from training.loop import Run
 
@@ -62,10 +62,10 @@ def test_event_files_equal_the_log(tmp_path, monkeypatch, config, stop_at):
             else:
                 patch.setattr(Run, "step", crash_in_step)
             with pytest.raises(MemoryError):
-                loop.start(config, out, Console(quiet=True))
-        loop.resume(out, {}, Console(quiet=True))
+                jobs.start(config, out, Console(quiet=True))
+        jobs.resume(out, {}, Console(quiet=True))
     else:
-        loop.start(config, out, Console(quiet=True))
+        jobs.start(config, out, Console(quiet=True))
     found = scalars(out)
     assert [step for step, _ in found["train_loss"]] == [2, 4, 6, 8, 10, 12]
     assert [step for step, _ in found["val_loss"]] == [4, 8, 12]

@@ -16,6 +16,7 @@ from service.model.checkpoint import Checkpoint, save_checkpoint
 from service.model.params import SamplingParams
 from service.model.tokenizer import CharTokenizer
 from training.config import TrainConfig
+from training.data import prepare
 from training.evaluate import streamed_loss, whole_loss
 
 ROOT = Path(__file__).parents[2]
@@ -96,8 +97,8 @@ def test_unusable_texts_are_refused(text, tmp_path, error_of, command, content, 
 
 def test_texts_shorter_than_two_windows_are_refused(text, tmp_path, error_of):
     text.write_text("to be or not to be, that is the question")
-    error = error_of("train", "--data", text, "--out", tmp_path / "out")
     W = TrainConfig().block_size
+    error = error_of("train", "--data", text, "--out", tmp_path / "out", "--block-size", W)  # as the user wants it
     assert f"the training split has 36 characters; block_size {W} needs at least {2 * W}: pass a longer text" in error
 
 
@@ -231,6 +232,37 @@ def test_report_compares_generated_text_with_the_validation_split(checkpoint, te
     text.write_text(TEXT + "more")
     assert "is not the training text of" in error_of("report", "--checkpoint", checkpoint, "--data", text)
     assert "at least 1, got 0 and 5000" in error_of("report", "--checkpoint", checkpoint, "-n", 0)
+
+
+def test_report_of_records_tells_what_is_unique_novel_and_valid(tmp_path, output_of, error_of, capsys):
+    names = [f"{a}{b}" for a in ("an", "be", "ca", "do", "el") for b in ("", "na", "ra", "mo")]
+    (tmp_path / "names.txt").write_text("\n".join(names))
+    few = ["--steps", 40, "--block-size", 8, "--threads", 1, "--dtype", "float32", "--eval-every", 40]
+    command = ["train", "--records", "--preset", "quick", "--data", tmp_path / "names.txt", "--out", tmp_path / "out"]
+    assert not call([*command, *few])
+    report = ["report", "--checkpoint", tmp_path / "out" / "best", "-n", 50]
+    capsys.readouterr()
+
+    def rows(*flags):
+        lines = [line.split("│") for line in output_of(*report, *flags).splitlines()[3:-1]]
+        return {cells[1].strip(): [float(cell) for cell in cells[2:4]] for cells in lines}
+
+    found = rows("--check", "grep -v o")
+    sampled = output_of("sample", "--checkpoint", tmp_path / "out" / "best", "-n", 50).splitlines()
+    corpus = prepare(str(tmp_path / "names.txt"), records=True)
+    known = set(corpus.tokenizer.decode(corpus.train).split())
+    assert found["records"] == [50, 2]
+    assert found["share that is unique"] == [pytest.approx(len(set(sampled)) / 50), 1]
+    assert found["share that is novel"] == [pytest.approx(sum(name not in known for name in sampled) / 50), 1]
+    assert found["share that is valid"][0] == pytest.approx(sum("o" not in name for name in sampled) / 50)
+    assert rows("--check", "grep nothing-like-this")["share that is valid"] == [0, 0]
+    assert "ended with status 3" in error_of(*report, "--check", "exit 3")
+    assert "printed 'other', which is not a record" in error_of(*report, "--check", "echo other")
+
+
+def test_check_is_for_records(checkpoint, error_of):
+    error = error_of("report", "--checkpoint", checkpoint, "--check", "cat")
+    assert error == "error: --check is for models of records\n"
 
 
 def test_report_without_a_recorded_text_needs_data(checkpoint, tmp_path, error_of):

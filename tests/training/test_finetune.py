@@ -10,7 +10,7 @@ from helpers import VOCABULARY, call, save_random
 from rich.console import Console
 
 from service.model.checkpoint import Checkpoint
-from training import loop
+from training import jobs
 from training.config import ConfigError, TrainConfig
 from training.data import prepare
 from training.evaluate import whole_loss
@@ -49,7 +49,7 @@ def config(tmp_path, source, **changes):
 
 
 def start(config, out):
-    loop.start(config, out, Console(quiet=True))
+    jobs.start(config, out, Console(quiet=True))
 
 
 def events(out):
@@ -172,7 +172,7 @@ def test_resuming_without_the_checkpoint_gives_the_same_bytes(tmp_path, source, 
         start(settings, out)
     monkeypatch.setattr(Run, "step", step)
     shutil.rmtree(source.path)
-    loop.resume(out, {}, Console(quiet=True))
+    jobs.resume(out, {}, Console(quiet=True))
     assert files(out) == files(tmp_path / "uninterrupted")
     assert events(out) == events(tmp_path / "uninterrupted")
     lineages = [Checkpoint.read(folder / "best").training["init_from"] for folder in (out, tmp_path / "uninterrupted")]
@@ -185,5 +185,5 @@ def test_a_run_does_not_overwrite_its_starting_checkpoint(tmp_path, source):
     start(config(tmp_path, source), out)
     before = files(out)
     with pytest.raises(ConfigError, match="best is in .*out, which this run would replace; pass another --out"):
-        loop.start(config(tmp_path, Checkpoint.read(out / "best")), out, Console(quiet=True), overwrite=True)
+        jobs.start(config(tmp_path, Checkpoint.read(out / "best")), out, Console(quiet=True), overwrite=True)
     assert files(out) == before

@@ -30,10 +30,10 @@ from service.model.checkpoint import Checkpoint
 from service.model.config import GPTConfig
 from service.model.gpt import GPT
 from tests.toolbox.disk import SmallDisk
-from training import loop
+from training import jobs
 from training.config import PRESETS, ConfigError, TrainConfig
-from training.data import prepare
-from training.evaluate import baselines, record_loss, streamed_loss, whole_loss
+from training.data import prepare, record_pieces
+from training.evaluate import baselines, piece_loss, streamed_loss, whole_loss
 from training.loop import DivergedError, Run
 from training.state import ResumeError
 
@@ -109,7 +109,7 @@ def uninterrupted(tmp_path_factory):
     before = os.environ.get("XDG_CACHE_HOME")
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
     try:
-        loop.start(tiny(folder, dtype="float32"), folder / "out", quiet())
+        jobs.start(tiny(folder, dtype="float32"), folder / "out", quiet())
     finally:
         os.environ.pop("XDG_CACHE_HOME")
         if before:
@@ -164,9 +164,10 @@ def test_record_loss_scores_each_record_alone(longest, monkeypatch):
         for start in range(0, len(text) - 1, longest or len(text)):
             piece = text[start : start + (longest or len(text)) + 1]
             total -= sum(log_probability(model, piece[:i], piece[i]) for i in range(1, len(piece)))
-    assert record_loss(model, ids, longest) == pytest.approx(total / (len(ids) - 1), rel=1e-5)
-    parts = [record_loss(model, ids, longest, slice(i, i + 1)) for i in range(len(records))]
-    assert parts[1] != pytest.approx(parts[2])
+    starts, lengths = record_pieces(ids, longest or len(ids))
+    assert lengths.sum() == len(ids) - 1
+    assert piece_loss(model, ids, starts, lengths) == pytest.approx(total / (len(ids) - 1), rel=1e-5)
+    assert piece_loss(model, ids, starts[:0], lengths[:0]) == 0
 
 
 def test_baselines_by_hand():
@@ -214,10 +215,10 @@ def test_a_run_learns_and_reports(uninterrupted, tmp_path):
 
 
 def test_equal_seeds_give_equal_bytes_and_different_seeds_do_not(uninterrupted, tmp_path):
-    loop.start(tiny(tmp_path, dtype="float32"), tmp_path / "same", quiet())
+    jobs.start(tiny(tmp_path, dtype="float32"), tmp_path / "same", quiet())
     assert weights(tmp_path / "same") == weights(uninterrupted)
     assert events(tmp_path / "same") == events(uninterrupted)
-    loop.start(tiny(tmp_path, dtype="float32", seed=1), tmp_path / "other", quiet())
+    jobs.start(tiny(tmp_path, dtype="float32", seed=1), tmp_path / "other", quiet())
     assert weights(tmp_path / "other") != weights(uninterrupted)
 
 
@@ -228,14 +229,14 @@ def test_a_crash_between_saves_resumes_to_the_same_bytes(uninterrupted, tmp_path
     expected = uninterrupted
     if dtype == "bfloat16":
         expected = tmp_path / "uninterrupted"
-        loop.start(tiny(tmp_path, dtype=dtype, eval_every=12), expected, quiet())
+        jobs.start(tiny(tmp_path, dtype=dtype, eval_every=12), expected, quiet())
     config = tiny(tmp_path, dtype=dtype, eval_every=12 if dtype == "bfloat16" else 8)
     out = tmp_path / "out"
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
         before_step(patch, stop_at, die)
-        loop.start(config, out, quiet())
+        jobs.start(config, out, quiet())
     torch.manual_seed(stop_at)
-    loop.resume(out, {}, quiet())
+    jobs.resume(out, {}, quiet())
     assert weights(out) == weights(expected)
     assert events(out) == events(expected)
 
@@ -261,11 +262,11 @@ def test_a_second_crash_before_the_next_log_line_keeps_the_log(uninterrupted, tm
     out = tmp_path / "out"
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
         before_step(patch, 15, die)
-        loop.start(tiny(tmp_path, dtype="float32"), out, quiet())
+        jobs.start(tiny(tmp_path, dtype="float32"), out, quiet())
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
         before_step(patch, 8, die)
-        loop.resume(out, {}, quiet())
-    loop.resume(out, {}, quiet())
+        jobs.resume(out, {}, quiet())
+    jobs.resume(out, {}, quiet())
     assert weights(out) == weights(uninterrupted) and events(out) == events(uninterrupted)
 
 
@@ -273,11 +274,11 @@ def test_a_failing_evaluation_costs_no_steps(uninterrupted, tmp_path, monkeypatc
     evaluate, out = Run.evaluate, tmp_path / "out"
     monkeypatch.setattr(Run, "evaluate", lambda run: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        loop.start(tiny(tmp_path, dtype="float32"), out, quiet())
+        jobs.start(tiny(tmp_path, dtype="float32"), out, quiet())
     state = json.loads((out / "last" / "state.json").read_text())
     assert state["progress"]["step"] == 8 and state["progress"]["position"] == 32
     monkeypatch.setattr(Run, "evaluate", evaluate)
-    loop.resume(out, {}, quiet())
+    jobs.resume(out, {}, quiet())
     assert weights(out) == weights(uninterrupted) and events(out) == events(uninterrupted)
 
 
@@ -295,7 +296,7 @@ def test_a_run_stopped_at_random_moments_ends_with_the_same_bytes(uninterrupted,
     steps, expected, out = 24, uninterrupted, tmp_path / "out"
     if stops > 5:  # a longer run has room for more stops
         steps, expected = 240, tmp_path / "uninterrupted"
-        loop.start(tiny(tmp_path, dtype="float32", steps=steps), expected, quiet())
+        jobs.start(tiny(tmp_path, dtype="float32", steps=steps), expected, quiet())
     start = ["--overwrite", *flags(tmp_path, dtype="float32", steps=steps, save_seconds=0.05)]
     codes = {-number, 128 + number, 0}  # before the handlers are set, after a save, after the last step
     points = sorted(chance.randrange(steps) for _ in range(stops))
@@ -455,7 +456,7 @@ def test_a_non_finite_loss_or_gradient_stops_before_the_update(tmp_path, monkeyp
     monkeypatch.setattr(Run, "loss", poisoned)
     message = rf"diverged at step 11: .*nan.* at muon_lr 0.\d+ and adamw_lr .*{out / 'last'}"
     with pytest.raises(DivergedError, match=message):
-        loop.start(tiny(tmp_path), out, quiet())
+        jobs.start(tiny(tmp_path), out, quiet())
     state = json.loads((out / "last" / "state.json").read_text())
     assert state["progress"]["step"] == 8
     assert all(p.isfinite().all() for p in Checkpoint.read(out / "last").load_model().parameters())
@@ -474,7 +475,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Run, "step", overflow)
     with pytest.raises(DivergedError, match=rf"diverged at step 11: weights are not finite, .*{out / 'last'}"):
-        loop.start(tiny(tmp_path), out, quiet())
+        jobs.start(tiny(tmp_path), out, quiet())
     assert json.loads((out / "last" / "state.json").read_text())["progress"]["step"] == 8
     assert all(p.isfinite().all() for p in Checkpoint.read(out / "last").load_model().parameters())
 
@@ -482,7 +483,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path, monkeypatch):
 def test_a_validation_loss_that_is_not_a_number_is_never_the_best(tmp_path, monkeypatch):
     monkeypatch.setattr(Run, "validation_loss", lambda run, model: math.nan)
     with pytest.raises(DivergedError, match="diverged at step 8: validation loss nan"):
-        loop.start(tiny(tmp_path), tmp_path / "out", quiet())
+        jobs.start(tiny(tmp_path), tmp_path / "out", quiet())
     assert not (tmp_path / "out" / "best").exists()
 
 
@@ -526,7 +527,7 @@ def test_a_finished_run_goes_on_with_more_steps(uninterrupted, tmp_path):
 def test_training_json_of_the_best_is_of_its_step(tmp_path, monkeypatch):
     losses = iter([2.0, 1.0, 3.0])
     monkeypatch.setattr(Run, "validation_loss", lambda run, model: next(losses))
-    loop.start(tiny(tmp_path), tmp_path / "out", quiet())
+    jobs.start(tiny(tmp_path), tmp_path / "out", quiet())
     best, last = (Checkpoint.read(tmp_path / "out" / name).training for name in ("best", "last"))
     assert (best["step"], best["characters_seen"]) == (16, 16 * 32)
     assert (last["step"], last["characters_seen"]) == (24, 24 * 32)
@@ -559,10 +560,47 @@ def test_ctrl_c_in_several_processes_is_one_message(tmp_path, moment):
         assert (out / "loss.png").exists()
 
 
+@pytest.mark.parametrize(("characters", "block_size"), [(300, 64), (40, 8)])
+def test_a_text_of_a_few_lines_is_trained_on_for_a_few_epochs(tmp_path, characters, block_size):
+    """With the default preset and no other flag."""
+    (tmp_path / "text.txt").write_text(TEXT[:characters])
+    flags = ["--data", tmp_path / "text.txt", "--out", tmp_path / "out", "--threads", 1, "--dtype", "float32"]
+    done = training("train", *flags)
+    assert done.returncode == 0, done.stderr
+    assert f"a small text: --block-size {block_size}, --steps 100, --warmup-steps 25, --eval-every 10," in done.stderr
+    recipe = Checkpoint.read(tmp_path / "out" / "best").training["recipe"]
+    assert (recipe["block_size"], recipe["steps"], recipe["patience"]) == (block_size, 100, 3)
+    again = training("train", "--resume", "--preset", "cpu", *flags)
+    assert again.returncode == 0 and "is already finished" in again.stderr, again.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "adaptable", "expected"),
+    [
+        ({}, jobs.ADAPTED, {"steps": 310, "warmup_steps": 50, "eval_every": 31, "patience": 3}),
+        ({}, jobs.ADAPTED - {"steps"}, {}),
+        ({}, jobs.ADAPTED - {"patience"}, {"steps": 310, "warmup_steps": 50, "eval_every": 31}),
+        ({"steps": 200}, jobs.ADAPTED, {}),
+        ({"block_size": 4096}, jobs.ADAPTED, {"block_size": 4096, "steps": 100}),
+        ({}, frozenset(), {}),
+    ],
+)
+def test_settings_adapt_to_a_small_text_unless_they_were_given(tmp_path, monkeypatch, changes, adaptable, expected):
+    monkeypatch.setattr(jobs, "MIN_STEPS", 100)
+    (tmp_path / "text.txt").write_text(TEXT * 12)
+    corpus = prepare(str(tmp_path / "text.txt"))
+    config = TrainConfig(**changes)
+    found = jobs.adapted(config, corpus, adaptable, quiet()).as_dict()
+    assert {name: found[name] for name in expected} == expected
+    assert {name for name in found if found[name] != config.as_dict()[name]} <= jobs.ADAPTED & adaptable
+    if not expected:
+        assert found == config.as_dict()
+
+
 def test_kept_checkpoints(tmp_path, monkeypatch):
     """They have the served weights of their step, also after a resume, and are removed with --overwrite."""
     config, step, out = tiny(tmp_path, dtype="float32", keep_every=8, steps=20), Run.step, tmp_path / "out"
-    loop.start(config, tmp_path / "uninterrupted", quiet())
+    jobs.start(config, tmp_path / "uninterrupted", quiet())
 
     def crash(run: Run) -> float:
         if run.progress.step == 13:
@@ -571,9 +609,9 @@ def test_kept_checkpoints(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Run, "step", crash)
     with pytest.raises(MemoryError):
-        loop.start(config, out, quiet())
+        jobs.start(config, out, quiet())
     monkeypatch.setattr(Run, "step", step)
-    loop.resume(out, {}, quiet())
+    jobs.resume(out, {}, quiet())
     val = prepare(str(tmp_path / "text.txt")).val
     for number in (8, 16):
         name = f"step-{number:08}"
@@ -585,7 +623,7 @@ def test_kept_checkpoints(tmp_path, monkeypatch):
             tmp_path / "uninterrupted" / name / "model.safetensors"
         )
     assert len(list(out.glob("step-*"))) == 2
-    loop.start(replace(config, keep_every=0), out, quiet(), overwrite=True)
+    jobs.start(replace(config, keep_every=0), out, quiet(), overwrite=True)
     assert not list(out.glob("step-*"))
 
 
@@ -593,7 +631,7 @@ def test_an_overfitting_run_stops_early_and_reports_it(tmp_path, monkeypatch):
     """Random letters can only be memorized."""
     (tmp_path / "text.txt").write_text("".join(random.Random(0).choices("abcdefghij", k=300)))
     config = tiny(tmp_path, steps=400, eval_every=10, muon_lr=0.1, dropout=0.0, ema_decay=0.0, dtype="float32")
-    loop.start(replace(config, patience=3), tmp_path / "out", console := Console(record=True, width=200))
+    jobs.start(replace(config, patience=3), tmp_path / "out", console := Console(record=True, width=200))
     *_, end = records = events(tmp_path / "out")
     losses = {r["step"]: r["val_loss"] for r in records if r["event"] == "evaluation"}
     best = min(losses, key=losses.get)
@@ -616,12 +654,12 @@ def test_an_overfitting_run_stops_early_and_reports_it(tmp_path, monkeypatch):
     monkeypatch.setattr(Run, "step", crash)
     for patience in (0, 3):
         with pytest.raises(MemoryError):
-            loop.start(replace(config, patience=patience), tmp_path / str(patience), quiet())
+            jobs.start(replace(config, patience=patience), tmp_path / str(patience), quiet())
     assert events(tmp_path / "0") == [r for r in records if r["step"] <= best + 15]
     monkeypatch.setattr(Run, "step", step)
-    loop.resume(tmp_path / "3", {}, quiet())
+    jobs.resume(tmp_path / "3", {}, quiet())
     assert weights(tmp_path / "3") == weights(tmp_path / "out") and events(tmp_path / "3") == records
-    loop.resume(tmp_path / "3", {}, console)
+    jobs.resume(tmp_path / "3", {}, console)
     assert f"is already finished: step {best + 30} of 400, best at step {best}\n" in console.export_text()
 
 
@@ -633,39 +671,39 @@ def test_existing_files_and_running_runs_are_protected(uninterrupted, tmp_path):
     out.mkdir()
     (out / "thesis.tex").write_text("years of work")
     with pytest.raises(ResumeError, match="already contains thesis.tex; pass --resume to continue that run, --over"):
-        loop.start(tiny(tmp_path), out, quiet())
+        jobs.start(tiny(tmp_path), out, quiet())
     with pytest.raises(ResumeError, match="nothing to resume: .*last does not exist"):
-        loop.resume(out, {}, quiet())
-    loop.start(tiny(tmp_path, steps=2), out, quiet(), overwrite=True)
+        jobs.resume(out, {}, quiet())
+    jobs.start(tiny(tmp_path, steps=2), out, quiet(), overwrite=True)
     assert (out / "thesis.tex").read_text() == "years of work"
     before = weights(uninterrupted)
-    loop.resume(uninterrupted, {"steps": 24}, quiet())
+    jobs.resume(uninterrupted, {"steps": 24}, quiet())
     assert weights(uninterrupted) == before, "already finished"
-    with loop.exclusive(out), pytest.raises(ResumeError, match="another run is writing to"):
-        loop.resume(out, {}, quiet())
+    with jobs.exclusive(out), pytest.raises(ResumeError, match="another run is writing to"):
+        jobs.resume(out, {}, quiet())
 
 
 def test_resume_refuses_changed_settings_texts_and_files(tmp_path, monkeypatch):
     out = tmp_path / "out"
     monkeypatch.setattr(Run, "evaluate", lambda run: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        loop.start(tiny(tmp_path), out, quiet())
+        jobs.start(tiny(tmp_path), out, quiet())
     with pytest.raises(ResumeError, match=r"changed on resume: seed was 1337, got 1; muon_lr was 0\.03, got 0\.01\."):
-        loop.resume(out, {"seed": 1, "muon_lr": 0.01, "n_embd": 16, "log_every": 1}, quiet())
+        jobs.resume(out, {"seed": 1, "muon_lr": 0.01, "n_embd": 16, "log_every": 1}, quiet())
     with pytest.raises(ResumeError, match="steps must be more than the 8 taken, got 8"):
-        loop.resume(out, {"steps": 8}, quiet())
+        jobs.resume(out, {"steps": 8}, quiet())
     (tmp_path / "text.txt").write_text(TEXT + "!")
     with pytest.raises(ResumeError, match="text.txt is not the text of this run: it has 2,978 characters and SHA-256"):
-        loop.resume(out, {}, quiet())
+        jobs.resume(out, {}, quiet())
     (tmp_path / "text.txt").rename(tmp_path / "other.txt")
     (tmp_path / "moved.txt").write_text(TEXT)
     with pytest.raises(ZeroDivisionError):
-        loop.resume(out, {}, quiet(), data=str(tmp_path / "moved.txt"))
+        jobs.resume(out, {}, quiet(), data=str(tmp_path / "moved.txt"))
     changed = out / "last" / "state.safetensors"
     content = changed.read_bytes()
     changed.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(ValueError, match="state.safetensors: size or SHA-256 differs"):
-        loop.resume(out, {}, quiet())
+        jobs.resume(out, {}, quiet())
 
 
 @pytest.mark.parametrize("preset", PRESETS)
