@@ -321,11 +321,11 @@ def run_report(args: argparse.Namespace) -> None:
     if are_records:
         end, decode = int(corpus.train[0]), corpus.tokenizer.decode
         texts = sample_texts(model, [end], args.n, args.max_tokens, SamplingParams(seed=args.seed), stop=((end,),))
-        known, validation = (set(decode(split)[1:-1].split("\n")) for split in (corpus.train, corpus.val))
+        known, validation = (decode(split)[1:-1].split("\n") for split in (corpus.train, corpus.val))
         try:
             columns = {
-                "generated": describe_records([decode(ids) for _, ids in texts], known, args.check),
-                "validation split": describe_records(sorted(validation), known, args.check),
+                "generated": describe_records([decode(ids) for _, ids in texts], set(known), args.check),
+                "validation split": describe_records(validation, set(known), args.check),
             }
         except CheckError as error:
             raise ConfigError(str(error)) from None

@@ -1,8 +1,8 @@
 """Text to training windows: encode once into a cache, memory-map, draw windows without replacement.
 
 A text is one or more files or folders, plain or gzip. It is encoded in chunks into 1, 2 or 4 bytes per character, in
-a cache folder named by its SHA-256, so that a text larger than memory trains in constant memory. Knows nothing about
-models.
+a cache folder named by its SHA-256, so that a text larger than memory trains in constant memory; records take some 50
+bytes each. Knows nothing about models.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CHUNK_BYTES = 1 << 22
 TRAIN_SHARE = 0.9  # the first 90 % of a text is the training split, the rest the validation split
 VAL_EVERY = 10  # with records, one in ten goes to the validation split
 IGNORED = -1  # as a target
-RECORDS_AT_ONCE = 1 << 16  # moved to their places
+CHARACTERS_AT_ONCE = 1 << 20  # of records moved to their places
 MAX_SYMBOLS = 1 << 16  # more than any script has; a text with more is probably not text
 BYTE_ORDER_MARK = "\ufeff"
 MIN_CHARACTERS = 20  # leaves the validation split one character to predict
@@ -161,11 +161,11 @@ def prepare(data: str | Sequence[str], *, records: bool = False) -> Corpus:
     """
     files = find_texts([data] if isinstance(data, str) else data)
     name = files[0].name if len(files) == 1 else f"{files[0].name} and {len(files) - 1} more"
-    sha256 = _sha256(files)
+    notes: set[str] = set()
+    sha256 = _sha256(files, notes)
     folder = _cache_folder(sha256, records)
     if not folder.is_dir():
-        notes: set[str] = set()
-        characters, count = _scan(files, notes)
+        characters, count = _scan(files)
         if len(characters) < 2:
             content = f"contains only the character {characters[0]!r}" if characters else "is empty"
             raise DataError(f"{name} {content}; a text needs at least 2 distinct characters")
@@ -175,13 +175,13 @@ def prepare(data: str | Sequence[str], *, records: bool = False) -> Corpus:
             raise DataError(f"{name} has {len(characters):,} distinct characters; at most {MAX_SYMBOLS:,} are allowed")
         if records:
             characters = sorted({*characters, "\n"})
-        _encode(files, CharTokenizer(characters), sha256, folder, records, notes)
+        _encode(files, CharTokenizer(characters), sha256, folder, records)
     about = json.loads((folder / "corpus.json").read_bytes())
     tokenizer = CharTokenizer(about["characters"])
     ids = np.memmap(folder / "ids.bin", dtype=id_dtype(tokenizer.vocab_size), mode="r")
     return Corpus(
         name, sha256, tokenizer, tokenizer.vocab_size, ids,
-        num_train=about["num_train"], records=about["records"], notes=tuple(about["notes"]),
+        num_train=about["num_train"], records=about["records"], notes=(*sorted(notes), *about["notes"]),
     )  # fmt: skip
 
 
@@ -311,25 +311,23 @@ def encode_files(files: Sequence[Path], tokenizer: CharTokenizer, *, records: bo
     return ids
 
 
-def _sha256(files: Sequence[Path]) -> str:
+def _sha256(files: Sequence[Path], notes: set[str]) -> str:
     digest = hashlib.sha256()
-    for text in read_text(files):
+    for text in read_text(files, notes):
         digest.update(text.encode())
     return digest.hexdigest()
 
 
-def _scan(files: Sequence[Path], notes: set[str]) -> tuple[list[str], int]:
+def _scan(files: Sequence[Path]) -> tuple[list[str], int]:
     """The sorted unique characters of a text, and its length."""
     seen, count = np.zeros(0x110000, dtype=bool), 0
-    for text in read_text(files, notes):
+    for text in read_text(files):
         seen[np.frombuffer(text.encode("utf-32-le"), dtype="<u4")] = True
         count += len(text)
     return [chr(code) for code in np.flatnonzero(seen)], count
 
 
-def _encode(
-    files: Sequence[Path], tokenizer: CharTokenizer, sha256: str, folder: Path, records: bool, notes: set[str]
-) -> None:
+def _encode(files: Sequence[Path], tokenizer: CharTokenizer, sha256: str, folder: Path, records: bool) -> None:
     dtype = id_dtype(tokenizer.vocab_size)
     digest = hashlib.sha256()
     break_id = tokenizer.encode("\n")[0] if records else -1
@@ -354,15 +352,13 @@ def _encode(
             raise DataError(f"{files[0]} or another file changed while being read; try again")
         num_train, num_records = int(count * TRAIN_SHARE), None
         if records:
-            if num_blank:
-                notes.add(f"{plural(num_blank, 'empty line')} left out")
             num_train, num_records = _shuffle_records(new / "ids.bin", dtype, break_id, files[0])
         about = {
             "sha256": sha256,
             "characters": tokenizer.characters,
             "num_train": num_train,
             "records": num_records,
-            "notes": sorted(notes),
+            "notes": [f"{plural(num_blank, 'empty line')} left out"] if num_blank else [],
         }
         (new / "corpus.json").write_text(json.dumps(about), encoding="utf-8")
 
@@ -370,7 +366,7 @@ def _encode(
 def _shuffle_records(path: Path, dtype: np.dtype[Any], break_id: int, name: Path) -> tuple[int, int]:
     """Shuffle the records of a file of ids; the last part of them, one in VAL_EVERY, becomes the validation split.
 
-    Takes 24 bytes of memory per record. Returns the length of the training split, and the number of records.
+    Takes about 50 bytes of memory per record. Returns the length of the training split, and the number of records.
 
     Raises:
         DataError: there are fewer than VAL_EVERY.
@@ -390,8 +386,11 @@ def _shuffle_records(path: Path, dtype: np.dtype[Any], break_id: int, name: Path
     with open(shuffled, "wb") as file:
         for split in (order[:num_train], order[num_train:]):
             file.write(np.array([break_id], dtype).tobytes())
-            for first in range(0, len(split), RECORDS_AT_ONCE):
-                some = split[first : first + RECORDS_AT_ONCE]
+            first, ahead = 0, np.cumsum(ends[split] - starts[split])
+            while first < len(split):
+                before = ahead[first - 1] if first else 0
+                last = max(first + 1, int(np.searchsorted(ahead, before + CHARACTERS_AT_ONCE, "right")))
+                some, first = split[first:last], last
                 lengths = ends[some] - starts[some]
                 within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
                 file.write(ids[np.repeat(starts[some], lengths) + within].tobytes())
@@ -499,6 +498,17 @@ def padded(ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[np
     idx, targets = (ids[places + ahead].astype(np.int64) for ahead in (0, 1))
     idx[is_padding], targets[is_padding] = 0, IGNORED
     return idx, targets
+
+
+def micro_batches(idx: np.ndarray, targets: np.ndarray, cells: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The rows of a padded batch, the longest first, in parts of at most `cells` characters, padding included."""
+    lengths = (targets != IGNORED).sum(axis=1)
+    order, first = np.argsort(-lengths, kind="stable"), 0
+    while first < len(order):
+        longest = int(lengths[order[first]])
+        rows = order[first : first + max(1, cells // longest)]
+        yield idx[rows, :longest], targets[rows, :longest]
+        first += len(rows)
 
 
 def _places(numbers: np.ndarray, per_epoch: int, seed: int) -> tuple[np.ndarray, np.ndarray]:

@@ -138,15 +138,18 @@ def launch(processes: int, work: Callable[..., None], *args: Any) -> Iterator[No
         # Ctrl-C reaches every process of a terminal, but this one alone decides when all of them stop.
         resource_tracker.ensure_running()  # otherwise started with the first child, which unblocks the signal
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-        for child in children:
-            child.start()
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        try:
+            for child in children:
+                child.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         yield
         for child in children:
             child.join()
     finally:
         for child in children:
-            child.kill()
+            if child.pid is not None:
+                child.kill()
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 

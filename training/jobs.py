@@ -113,8 +113,8 @@ def adapted(config: TrainConfig, corpus: Corpus, adaptable: Set[str], console: C
 def resume(out: Path, given: dict[str, Any], console: Console, *, data: tuple[str, ...] | None = None) -> None:
     """Continue the run in `out` to its end.
 
-    Settings in `given` must equal the saved ones, except for CHANGEABLE ones; with more steps, or more patience, a
-    finished run goes on. `data`: the new path of the text, if it has moved.
+    Settings in `given` must equal the saved ones, except for CHANGEABLE ones; with more steps a finished run goes on,
+    and with more patience one that stopped early. `data`: the new path of the text, if it has moved.
 
     Raises:
         ResumeError: there is no saved run, or the settings, the number of processes or the text differ.
@@ -132,6 +132,12 @@ def resume(out: Path, given: dict[str, Any], console: Console, *, data: tuple[st
                 soft_wrap=True,
             )
             return None
+        best, patience = progress.best_step or 0, config.patience * config.eval_every
+        if progress.finished and patience and (progress.evaluated_step or 0) - best >= patience:
+            raise ResumeError(
+                f"{out} stopped at step {progress.step}, as the validation loss has not improved since step {best}; "
+                "to go on, pass a larger --patience too, or 0"
+            )
         if config.steps <= progress.step and "steps" in changes:
             raise ResumeError(f"steps must be more than the {progress.step:,} taken, got {config.steps:,}")
         corpus = prepare(data or config.data, records=config.records)

@@ -39,7 +39,7 @@ from service.model.gpt import GPT
 from service.model.params import SamplingParams
 from training.board import Board
 from training.config import TrainConfig
-from training.data import IGNORED, Corpus, record_pieces, sampler_of, window_pieces
+from training.data import IGNORED, Corpus, micro_batches, record_pieces, sampler_of, window_pieces
 from training.device import autocast, machine, training_forward
 from training.display import ProgressView, draw_curves, print_report, read_log, warn_if_vocabulary_is_large
 from training.distributed import World
@@ -196,8 +196,10 @@ class Run:
         flat.zero_()
         batch = self.sampler.next_batch(self.rows)
         count = int((batch[1] != IGNORED).sum())  # targets of all parts
-        shard = [torch.from_numpy(x[world.rank :: world.size]).to(self.device) for x in batch]
-        for idx, targets in zip(*(x.chunk(config.accumulate) for x in shard), strict=True):
+        cells = config.tokens_per_step // (world.size * config.accumulate)  # at once
+        own = slice(world.rank, None, world.size)
+        for part in micro_batches(batch[0][own], batch[1][own], cells):
+            idx, targets = (torch.from_numpy(x).to(self.device) for x in part)
             loss = self.loss(idx, targets) / count
             loss.backward()
             flat.extra[0] += loss.detach()

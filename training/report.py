@@ -2,7 +2,7 @@
 
 Of records: how many are unique, novel and valid.
 
-The training text is processed in chunks and may be larger than memory.
+The training text is processed in chunks and may be larger than memory; not so one of records.
 """
 
 from __future__ import annotations

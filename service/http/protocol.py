@@ -338,7 +338,7 @@ class Protocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
-        if self.scope["http_version"] == "1.0":
+        if cycle.scope["http_version"] == "1.0":
             app = _without_chunks(app, cycle)
         cycle.transport = AnswerTransport(self, cycle)  # type: ignore[assignment]
         super()._start_asgi_task(cycle, app)

@@ -203,6 +203,16 @@ def test_http_1_0_gets_no_chunks(server):
     assert last == b"data: [DONE]"
 
 
+def test_pipelined_versions_are_told_apart(server):
+    """Of a stream before a request of HTTP/1.0, chunks tell where it ends."""
+    body = b'{"prompt": "a", "max_tokens": 30, "stream": true}'
+    stream = b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    with sent(server.port, stream + stream + b"GET /livez HTTP/1.0\r\n\r\n") as connection:
+        answers = received(connection).split(b"HTTP/1.1 200 OK\r\n")[1:]
+    assert [b"transfer-encoding: chunked" in answer for answer in answers] == [True, True, False]
+    assert all(answer.endswith(b"0\r\n\r\n") for answer in answers[:2])
+
+
 def test_an_upgrade_is_ignored(server):
     upgrade = GET + b"Connection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
     with sent(server.port, upgrade + GET + b"\r\n" + upgrade) as connection:

@@ -27,6 +27,7 @@ from training.data import (
     encode_files,
     find_text,
     id_dtype,
+    micro_batches,
     prepare,
     read_text,
     recode,
@@ -71,7 +72,8 @@ def test_files_from_windows_are_read_as_those_from_linux(tmp_path, monkeypatch, 
     (tmp_path / "windows.txt").write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
     windows = prepare(str(tmp_path / "windows.txt"), records=records)
     assert windows.sha256 == linux.sha256 and np.array_equal(windows.ids, linux.ids)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
+    if records:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
     notes = ("windows.txt: byte-order mark left out", "windows.txt: line breaks of Windows or an old Mac read as \\n")
     for _ in range(2):  # from the file, then from the cache
         assert prepare(str(tmp_path / "windows.txt"), records=records).notes == notes
@@ -346,7 +348,7 @@ def test_records_are_shuffled_and_one_in_ten_validates(tmp_path_factory, lines, 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setattr(data, "CHUNK_BYTES", chunk)
-        patch.setattr(data, "RECORDS_AT_ONCE", chunk)
+        patch.setattr(data, "CHARACTERS_AT_ONCE", chunk)
         corpus = prepare(str(text_file(tmp_path_factory.getbasetemp(), text)), records=True)
     train, val = (corpus.tokenizer.decode(split) for split in (corpus.train, corpus.val))
     assert train[0] == val[0] == train[-1] == val[-1] == "\n"
@@ -412,3 +414,12 @@ def test_a_text_of_records_to_evaluate_is_encoded_as_a_split(tmp_path):
         assert tokenizer.decode(ids) == "\na\nbb\n"
     with pytest.raises(DataError, match="has no records"):
         encode_files([text_file(tmp_path, "\n\n\n")], tokenizer, records=True)
+
+
+def test_a_padded_batch_is_cut_into_parts_of_bounded_size():
+    lengths = [1, 9, 2, 2, 5, 1, 300]
+    targets = np.array([[1] * n + [-1] * (300 - n) for n in lengths])
+    parts = list(micro_batches(targets + 1, targets, 20))
+    assert [part.shape for part, _ in parts] == [(1, 300), (2, 9), (4, 2)]
+    assert all(np.array_equal(idx, its_targets + 1) for idx, its_targets in parts)
+    assert sum((its_targets >= 0).sum() for _, its_targets in parts) == sum(lengths)
