@@ -128,7 +128,8 @@ def resume(out: Path, given: dict[str, Any], console: Console, *, data: tuple[st
         if progress.finished and not changes.keys() & {"steps", "patience"}:
             console.print(
                 f"{out} is already finished: step {progress.step} of {saved.config.steps}, best at step "
-                f"{progress.best_step}",
+                f"{progress.best_step}"
+                + ("; it stopped early, and goes on with a larger --patience" if progress.step < config.steps else ""),
                 soft_wrap=True,
             )
             return None

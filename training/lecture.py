@@ -278,7 +278,11 @@ def give(corpus: Corpus, checkpoint: Checkpoint, picture: Path, *, steps: int = 
 
     title(9, f"The model that is served: {full.config.n_layer} layers of {full.config.n_head} heads, RoPE, SwiGLU")
     loss = checkpoint.training.get("losses", {}).get("whole")
-    print(f"{full.num_parameters:,} parameters" + (f": {loss:.2f}" if loss else ""))
+    about = checkpoint.training.get("data", {})
+    print(f"{full.num_parameters:,} parameters" + (f": {loss:.2f}" if loss else ""), end=" ")
+    print(f"(trained on {about.get('name', 'another text')})")
+    if about.get("sha256") != corpus.sha256:
+        loss = None  # of another text, and nothing to compare with
     prompt = checkpoint.tokenizer.encode("\n") if "\n" in checkpoint.tokenizer else [0]
     [(_, served)] = sample_texts(full, prompt, 1, 200, SamplingParams(seed=seed))
     print(indented(checkpoint.tokenizer.decode(served)))

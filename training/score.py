@@ -28,7 +28,7 @@ def score_lines(model: GPT, tokenizer: CharTokenizer, lines: Iterable[str]) -> I
         DataError: a line has a character that is not in the vocabulary, or the vocabulary has no line break.
     """
     if "\n" not in tokenizer:
-        raise DataError("score needs a model whose vocabulary includes the line break; this one does not")
+        raise DataError("score needs a model whose vocabulary includes the line break; this one does not: use evaluate")
     group: list[tuple[str, list[int]]] = []
     number = 0
     for line in lines:
