@@ -660,7 +660,8 @@ def test_an_overfitting_run_stops_early_and_reports_it(tmp_path, monkeypatch):
     jobs.resume(tmp_path / "3", {}, quiet())
     assert weights(tmp_path / "3") == weights(tmp_path / "out") and events(tmp_path / "3") == records
     jobs.resume(tmp_path / "3", {}, console)
-    assert f"is already finished: step {best + 30} of 400, best at step {best}; it stopped early" in console.export_text()
+    finished = f"is already finished: step {best + 30} of 400, best at step {best}; it stopped early"
+    assert finished in console.export_text()
     with pytest.raises(ResumeError, match="pass a larger --patience too"):
         jobs.resume(tmp_path / "3", {"steps": 500}, quiet())
 
