@@ -183,13 +183,13 @@ def resident_bytes(server):
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "estimated"),
+    ("path", "body", "estimated", "beside"),
     [
-        ("/generate", {"prompt": "A", "max_tokens": 3000, "n": 15, "logprobs": V}, 15 * 3000 * (24 + 12 * (1 + V))),
-        ("/v1/score", {"texts": ["a" * 800_000]}, 800_000 * (32 + 12)),
+        ("/generate", {"prompt": "A", "max_tokens": 3000, "n": 15, "logprobs": V}, 15 * 3000 * (24 + 12 * (1 + V)), 25),
+        ("/v1/score", {"texts": ["a" * 800_000]}, 800_000 * (32 + 12), 64),  # an allocator's spike of 40 MiB was seen
     ],
 )
-def test_the_estimate_is_near_what_a_large_request_holds(checkpoint, path, body, estimated):
+def test_the_estimate_is_near_what_a_large_request_holds(checkpoint, path, body, estimated, beside):
     with RunningServer(checkpoint.path, max_request_bytes=64 * MiB) as server:
         server.wait_until_ready()
         web.post(server.url + path, json=body | ({"max_tokens": 20} if "max_tokens" in body else {"texts": "ab"}))
@@ -208,7 +208,7 @@ def test_the_estimate_is_near_what_a_large_request_holds(checkpoint, path, body,
         is_done.set()
         watcher.join()
         # Beside what the request holds: memory that allocators keep, and buffers of the first long prefill.
-        assert 0.3 * estimated < most - before < 1.5 * estimated + 64 * MiB
+        assert 0.3 * estimated < most - before < 1.5 * estimated + beside * MiB
 
 
 def test_what_used_to_kill_processes_is_refused_or_served_in_little_memory(checkpoint):
