@@ -247,6 +247,7 @@ def run_sample(args: argparse.Namespace) -> None:
     from rich.progress import track
 
     from service.model.params import SamplingParams
+    from service.model.tokenizer import UnknownCharacterError
     from training.sample import ExhaustedError, sample_texts
 
     check_sampling_flags(args)
@@ -264,9 +265,12 @@ def run_sample(args: argparse.Namespace) -> None:
         given = begins
     prompt = tokenizer.encode(given or begins)
     stops = args.stop or (["\n"] if has_records(checkpoint) else [])
-    stop = tuple(tuple(tokenizer.encode(text.replace("\\n", "\n"))) for text in stops)
-    if () in stop:
+    if "" in stops:
         raise ConfigError("--stop must not be empty")
+    try:
+        stop = tuple(tuple(tokenizer.encode(text.replace("\\n", "\n"))) for text in stops)
+    except UnknownCharacterError as error:
+        raise ConfigError(f"--stop: {error}") from None
     texts = sample_texts(model, prompt, args.n, args.max_tokens, params, stop=stop, unique=args.unique)
     console = Console(stderr=True)
     shown = track(texts, "texts", total=args.n, console=console, disable=not console.is_terminal or args.n == 1)

@@ -20,6 +20,7 @@ from training.messages import plural
 from training.state import Progress
 
 LINE_SECONDS = 10.0  # between two lines of progress, where no bar is shown
+NOISE = 0.005  # differences in validation loss, in nats, that another seed would make too
 LARGE_VOCABULARY = 1000  # more characters than a text in any alphabetic script has
 
 
@@ -119,7 +120,7 @@ def print_report(
             f"{plural(config.patience, 'evaluation')} since step {best}",
             soft_wrap=True,
         )
-    if best is not None and val[last] > val[best] and train[last] < train[best]:
+    if best is not None and val[last] > val[best] + NOISE and train[last] < train[best]:
         console.print(
             f"overfitting: since step {best} the validation loss has risen by {val[last] - val[best]:.4f} and the "
             f"training loss has fallen by {train[best] - train[last]:.4f}; the checkpoint is from step {best}. Train "

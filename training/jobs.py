@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
+from service.model.checkpoint import restore_folder
 from training.config import ConfigError, TrainConfig
 from training.data import Corpus, prepare, recode, sampler_of
 from training.device import resolve_auto
@@ -163,7 +164,9 @@ def _run_job(out: Path, console: Console, prepare_job: Callable[[World], Job | N
     """Train in the processes that torchrun started, or start the job's processes here."""
     with World.join() as world, exclusive(out) if world.is_main else contextlib.nullcontext():
         if world.is_main:
-            for partial in out.glob(".*.saving-*"):  # of a killed run; the lock is ours
+            for name in ("last", "best"):  # of a killed run; the lock is ours
+                restore_folder(out / name)
+            for partial in out.glob(".*.saving-*"):
                 shutil.rmtree(partial)
         job = world.broadcast(prepare_job(world) if world.is_main else None)
         if job is None:

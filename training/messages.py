@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
 
 def program() -> str:
     """The program as the user typed it; `service.command` sets argv[0] to chargpt."""
-    return "chargpt" if sys.argv[0] == "chargpt" else "python -m training"
+    return "chargpt" if sys.argv[0] == "chargpt" else f"{shlex.quote(_python())} -m training"
+
+
+def _python() -> str:
+    """What runs this interpreter in this shell: python, or its path where another one, or none, has that name."""
+    if shutil.which("python") == sys.executable:
+        return "python"
+    path = Path(sys.executable)
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def resume_command(out: Path) -> str:

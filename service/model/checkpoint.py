@@ -179,7 +179,9 @@ class Checkpoint:
         """
         path = Path(path)
         if not os.path.isdir(path):
-            raise CheckpointError(f"no checkpoint at {path}: not a folder")
+            kept = previous_of(path.absolute())
+            hint = f"; a save was interrupted: rename {kept} to {path.name}" if kept.is_dir() else ""
+            raise CheckpointError(f"no checkpoint at {path}: not a folder{hint}")
         file = path / MANIFEST
         with _open(file) as (stream, size):
             if size > _MAX_CONFIG_BYTES:
@@ -357,9 +359,12 @@ def save_checkpoint(
 def replacing_folder(path: Path) -> Iterator[Path]:
     """A temporary folder that atomically replaces `path` when the block succeeds.
 
-    On Linux the two folders are exchanged. Where the system or file system lacks that call, the old folder is renamed
-    first, and a kill between the two renames leaves only `<name>.previous`.
+    On Linux and macOS the two folders are exchanged. Where the system or file system lacks that call, the old folder is
+    moved to `.<name>.previous` first; after a kill between the two, `restore_folder` moves it back.
     Concurrent processes all succeed; the last one's folder remains.
+
+    Raises:
+        OSError: the folder cannot be written.
     """
     path = path.absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -378,14 +383,29 @@ def replacing_folder(path: Path) -> Iterator[Path]:
             if not path.exists():
                 raise
             if not _exchange(new, path):
-                previous = path.with_name(f"{path.name}.previous")
+                previous = previous_of(path)
                 shutil.rmtree(previous, ignore_errors=True)
-                path.rename(previous)
+                _move(path, previous)
                 new.rename(path)
-                shutil.rmtree(previous, ignore_errors=True)
-        _fsync_folder(path.parent)
+        shutil.rmtree(previous_of(path), ignore_errors=True)
+        try:
+            _fsync_folder(path.parent)
+        except OSError as error:
+            reason = f"it is saved, but a power failure could lose it: {error.strerror}"
+            raise OSError(error.errno, reason, str(path)) from error
     finally:
         shutil.rmtree(new, ignore_errors=True)
+
+
+def previous_of(path: Path) -> Path:
+    """Where `replacing_folder` keeps the old folder for a moment, on systems that cannot exchange two."""
+    return path.with_name(f".{path.name}.previous")
+
+
+def restore_folder(path: Path) -> None:
+    """Move the old folder back to `path`, if a kill in `replacing_folder` has left no other."""
+    if not path.exists() and previous_of(path).is_dir():
+        previous_of(path).rename(path)
 
 
 def _is_other_process(pid: str) -> bool:
@@ -400,18 +420,31 @@ def _is_other_process(pid: str) -> bool:
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Atomically exchange two paths (renameat2, Linux); False where this is not supported."""
-    try:
-        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
-    except AttributeError:
+    """Atomically exchange two paths (renameat2 of Linux, renamex_np of macOS); False where this is not supported."""
+    library, exchange = ctypes.CDLL(None, use_errno=True), 2  # RENAME_EXCHANGE, RENAME_SWAP
+    if hasattr(library, "renameat2"):
+        at_cwd = -100
+        failed = library.renameat2(at_cwd, os.fsencode(a), at_cwd, os.fsencode(b), exchange)
+    elif hasattr(library, "renamex_np"):
+        failed = library.renamex_np(os.fsencode(a), os.fsencode(b), exchange)
+    else:
         return False
-    AT_FDCWD, RENAME_EXCHANGE = -100, 2
-    if renameat2(AT_FDCWD, os.fsencode(a), AT_FDCWD, os.fsencode(b), RENAME_EXCHANGE) == 0:
-        return True
     code = ctypes.get_errno()
-    if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-        return False
-    raise OSError(code, os.strerror(code), str(b))
+    # EXDEV: a folder of a lower layer of overlayfs, such as one of an image.
+    if failed and code not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EXDEV):
+        raise OSError(code, os.strerror(code), str(b))
+    return not failed
+
+
+def _move(folder: Path, to: Path) -> None:
+    """Rename a folder; copy one that overlayfs cannot rename, since it lies in a lower layer."""
+    try:
+        folder.rename(to)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        shutil.copytree(folder, to)
+        shutil.rmtree(folder)
 
 
 def _fsync_folder(path: Path) -> None:

@@ -20,8 +20,19 @@ from helpers import VOCABULARY, random_model, save_random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.model.checkpoint import REQUIRED, Checkpoint, CheckpointError, replacing_folder, save_checkpoint
+from service.model import checkpoint as checkpoint_module
+from service.model.checkpoint import (
+    REQUIRED,
+    Checkpoint,
+    CheckpointError,
+    replacing_folder,
+    restore_folder,
+    save_checkpoint,
+)
 from service.model.tokenizer import CharTokenizer
+from tests.toolbox.needs import missing
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_round_trip(tmp_path):
@@ -195,6 +206,72 @@ def test_killed_while_saving(tmp_path, chance, kills):
         print(f"kill {kill + 1} of {kills} in save {reported + 1}; {interrupted} left a partial folder", flush=True)
     save_random(folder)
     assert os.listdir(tmp_path) == ["ck"]
+
+
+@pytest.mark.parametrize("at", ["before", "between", "after"])
+def test_killed_while_replacing_a_folder_that_cannot_be_exchanged(tmp_path, monkeypatch, at):
+    """As on a network file system: whatever the moment, one whole folder is left, at its place or where a run, or a
+    reader of the message, finds it."""
+    monkeypatch.setattr("service.model.checkpoint._exchange", lambda a, b: False)
+    before, folder, move = save_random(tmp_path / "ck"), tmp_path / "ck", checkpoint_module._move
+
+    class Killed(BaseException):
+        pass
+
+    def killed(source, to):
+        if at != "before":
+            move(source, to)
+        if at == "after":
+            (tmp_path / f".ck.saving-{os.getpid()}").rename(folder)
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr("service.model.checkpoint._move", killed)
+        save_random(folder, seed=1)
+    if at == "between":
+        with pytest.raises(CheckpointError, match=f"a save was interrupted: rename {tmp_path}/.ck.previous to ck"):
+            Checkpoint.read(folder)
+    restore_folder(folder)
+    assert (Checkpoint.read(folder).digest == before.digest) == (at != "after")
+    save_random(folder, seed=2)
+    Checkpoint.read(folder)
+    assert os.listdir(tmp_path) == ["ck"]
+
+
+OVERLAY = """
+set -e
+mount -t tmpfs chargpt "$0"
+cd "$0"
+mkdir lower upper work merged
+"$1" -c "$2" lower/ck
+mount -t overlay overlay -o lowerdir=lower,upperdir=upper,workdir=work merged
+echo mounted
+for i in 1 2; do "$1" -c "$2" merged/ck; done
+ls -A merged merged/ck
+cat merged/ck/written
+"""
+WRITE = """
+import sys
+from pathlib import Path
+from service.model.checkpoint import replacing_folder
+with replacing_folder(Path(sys.argv[1])) as new:
+    (new / "written").write_text(sys.argv[1])
+"""
+
+
+def test_a_folder_of_an_image_is_replaced(tmp_path):
+    """overlayfs can neither exchange nor rename a folder of a lower layer."""
+    for rights in ([], ["--map-root-user"]):
+        command = ["unshare", "--mount", *rights, "sh", "-c", OVERLAY, str(tmp_path), sys.executable, WRITE]
+        done = subprocess.run(
+            command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+        )
+        if "mounted" in done.stdout:
+            break
+    else:
+        missing("mount", f"cannot mount a file system: {done.stderr}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["mounted", "merged:", "ck", "merged/ck:", "written", "merged/ck"]
 
 
 SLOW_SAVER = """

@@ -204,7 +204,8 @@ def test_sample_of_a_text_without_line_breaks(tmp_path, output_of, error_of):
     save_checkpoint(tmp_path, model, CharTokenizer("ACGT"), {"losses": {}})
     text = output_of("sample", "--checkpoint", tmp_path, "--max-tokens", 30)
     assert len(text) == 32 and text[0] == "A" and set(text) <= set("ACGT\n")
-    assert "not in the vocabulary" in error_of("sample", "--checkpoint", tmp_path, "--stop", r"\n")
+    error = error_of("sample", "--checkpoint", tmp_path, "--stop", r"\n")
+    assert error.startswith("error: --stop: ") and "not in the vocabulary" in error
 
 
 def test_a_closed_pipe_ends_the_command_silently(checkpoint):

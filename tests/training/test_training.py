@@ -379,10 +379,8 @@ def test_a_full_disk_loses_no_saved_work(
         assert [path.name for path in out.iterdir()] == ["log.jsonl"]
         resume = ["train", "--overwrite", "--out", out, *flags(tmp_path, dtype="float32")]
     else:
-        assert error.endswith(
-            f"The last good checkpoint is {out / 'last'}; once the problem is solved, resume with: "
-            f"python -m training train --resume --out {out}"
-        )
+        assert f"The last good checkpoint is {out / 'last'}; once the problem is solved, resume with: " in error
+        assert error.endswith(f"-m training train --resume --out {out}")
         small_disk.fill(0)
         for _ in range(2):  # as left by the failure, and after a failed resume
             assert {p.name for p in out.iterdir()} <= {"last", "best", "log.jsonl", "loss.png"}
@@ -422,7 +420,7 @@ def wait_for_progress(out: Path, process: subprocess.Popen[bytes]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("program", "name"), [(("training",), "python -m training"), (("service.command",), "chargpt")]
+    ("program", "name"), [(("training",), r"(\S*python\S*) -m training"), (("service.command",), "chargpt")]
 )
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_saves_and_prints_the_resume_command(tmp_path, number, code, program, name):
@@ -440,7 +438,13 @@ def test_a_signal_saves_and_prints_the_resume_command(tmp_path, number, code, pr
     assert stop, error
     state = json.loads((out / "last" / "state.json").read_text())
     assert state["progress"]["step"] == int(stop[1])
-    assert stop[2] == f"{name} train --resume --out {out}"
+    resume = re.fullmatch(rf"{name} train --resume --out {re.escape(str(out))}", stop[2])
+    assert resume, stop[2]
+    for python in resume.groups():  # as a shell would find it
+        found = subprocess.run(
+            [python, "-c", "import sys; print(sys.prefix)"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        )
+        assert found.stdout.strip() == sys.prefix
 
 
 @pytest.mark.parametrize("poison", ["loss", "gradient"])
