@@ -1,13 +1,14 @@
 """Text to training windows: encode once into a cache, memory-map, draw windows without replacement.
 
 A text is one or more files or folders, plain or gzip. It is encoded in chunks into 1, 2 or 4 bytes per character, in
-a cache folder named by its SHA-256, so that a text larger than memory trains in constant memory; records take some 50
-bytes each. Knows nothing about models.
+a cache folder named by its SHA-256, so that a text larger than memory can be trained on: the order of its windows takes
+8 bytes each, records some 50. Knows nothing about models.
 """
 
 from __future__ import annotations
 
 import codecs
+import functools
 import gzip
 import hashlib
 import io
@@ -28,7 +29,7 @@ from service.model.checkpoint import replacing_folder
 from service.model.tokenizer import CharTokenizer, UnknownCharacterError
 from training.messages import plural
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 CHUNK_BYTES = 1 << 22
 TRAIN_SHARE = 0.9  # the first 90 % of a text is the training split, the rest the validation split
 VAL_EVERY = 10  # with records, one in ten goes to the validation split
@@ -380,7 +381,7 @@ def _shuffle_records(path: Path, dtype: np.dtype[Any], break_id: int, name: Path
     if len(ends) < VAL_EVERY:
         raise DataError(f"{name} has {plural(len(ends), 'record')}; --records needs at least {VAL_EVERY}")
     starts = np.concatenate(([0], ends[:-1]))
-    order = np.argsort(_mix(np.arange(len(ends), dtype=np.uint64)), kind="stable")
+    order, _ = _epoch(len(ends), seed=0, epoch=0)
     num_train = len(order) - len(order) // VAL_EVERY
     shuffled = path.with_name("shuffled.bin")
     with open(shuffled, "wb") as file:
@@ -425,9 +426,8 @@ class WindowSampler:
 
     def starts(self, numbers: np.ndarray) -> np.ndarray:
         """Start offsets of the windows with these numbers: (B,) -> (B,) int64."""
-        window, key = _places(numbers, self.per_epoch, self.seed)
-        phase = _mix(key) % np.uint64(self.block_size)
-        return (phase + window * np.uint64(self.block_size)).astype(np.int64)
+        places, phases = _places(numbers, self.per_epoch, self.seed)
+        return places * self.block_size + (phases * self.block_size).astype(np.int64)
 
     def next_batch(self, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
         """Inputs, and targets one character ahead: each (batch_size, block_size) int64."""
@@ -460,7 +460,7 @@ class RecordSampler:
         """As `padded`: each (batch_size, longest) int64."""
         numbers = np.arange(self.position, self.position + batch_size)
         self.position += batch_size
-        piece = _places(numbers, self.per_epoch, self.seed)[0].astype(np.int64)
+        piece, _ = _places(numbers, self.per_epoch, self.seed)
         return padded(self.ids, *(part[piece] for part in self.pieces))
 
 
@@ -512,34 +512,20 @@ def micro_batches(idx: np.ndarray, targets: np.ndarray, cells: int) -> Iterator[
 
 
 def _places(numbers: np.ndarray, per_epoch: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """The place of each number within its epoch, in [0, per_epoch), and a key of the epoch: (B,) uint64 each."""
-    epoch, place = np.divmod(numbers.astype(np.uint64), np.uint64(per_epoch))
-    key = _mix(np.uint64(seed) + _mix(epoch))
-    return _permute(place, per_epoch, key), key
+    """The place of each number within its epoch, (B,) int64 in [0, per_epoch), and its epoch's phase in [0, 1), (B,)."""
+    epochs, within = np.divmod(numbers, per_epoch)
+    places, phases = np.empty(len(numbers), np.int64), np.empty(len(numbers))
+    for epoch in np.unique(epochs):
+        own = epochs == epoch
+        order, phases[own] = _epoch(per_epoch, seed, int(epoch))
+        places[own] = order[within[own]]
+    return places, phases
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
-    """A pseudo-random bijection of 64-bit integers: SplitMix64's finalizer (Steele et al. 2014)."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: np.ndarray = x ^ (x >> np.uint64(31))
-    return mixed
-
-
-def _permute(x: np.ndarray, n: int, key: np.ndarray) -> np.ndarray:
-    """Apply to each of x (B,) the pseudo-random permutation of 0 … n−1 that its `key` (B,) selects, without a table.
-
-    A Feistel network over the next power of four, with cycle walking back below n (Black & Rogaway 2002).
-    """
-    half = np.uint64(((n - 1).bit_length() + 1) // 2)
-    low = (np.uint64(1) << half) - np.uint64(1)
-    x = x.copy()
-    todo = np.arange(len(x))
-    while todo.size:
-        left, right = x[todo] >> half, x[todo] & low
-        for i in range(6):
-            left, right = right, left ^ (_mix(right ^ _mix(key[todo] + np.uint64(i))) & low)
-        x[todo] = (left << half) | right
-        todo = todo[x[todo] >= n]
-    return x
+@functools.lru_cache(maxsize=2)  # a batch may straddle two
+def _epoch(n: int, seed: int, epoch: int) -> tuple[np.ndarray, float]:
+    """A random order of 0 … n−1, and a random number in [0, 1): the same in every version of NumPy."""
+    words = [*divmod(seed, 1 << 32), *divmod(epoch, 1 << 32)]
+    random, order = np.random.RandomState(words), np.arange(n, dtype=np.uint32)  # frozen, unlike np.random.Generator
+    random.shuffle(order)
+    return order, random.random_sample()

@@ -22,7 +22,7 @@ from service.model.checkpoint import Checkpoint
 from service.model.gpt import GPT
 from training.config import TrainConfig
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 STATE = "state.json"
 TENSORS = "state.safetensors"
 
