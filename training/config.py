@@ -6,6 +6,7 @@ Imports no torch, so that `--help` answers at once.
 from __future__ import annotations
 
 import importlib.util
+import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -48,6 +49,9 @@ class TrainConfig:
     init_from: str | None = option(
         None, "fine-tune: checkpoint folder to start from; its model shape overrides the preset's"
     )
+    teachers: tuple[str, ...] = option(
+        (), "checkpoint folders whose mean prediction is learned, instead of the text's next character (distillation)"
+    )
     extend_vocabulary: bool = option(False, "add the text's characters that are absent from the init_from checkpoint")
 
     # the model (GPTConfig)
@@ -64,6 +68,9 @@ class TrainConfig:
     # optimization
     steps: int = option(1952, "optimizer steps")
     batch_size: int = option(8, "windows of block_size characters per step")
+    window_stages: int = option(
+        3, "windows grow: with 3, they are cut in four, then in two, then whole for half of the steps; 1: always whole"
+    )
     muon_lr: float = option(0.03, "peak learning rate of the hidden matrices (Muon)")
     adamw_lr: float = option(0.003, "peak learning rate of embedding, head and norms (AdamW)")
     muon_momentum: float = option(0.93, "Nesterov momentum of Muon, in [0, 1)")
@@ -103,10 +110,12 @@ class TrainConfig:
     def __post_init__(self) -> None:
         # A single name is allowed, and JSON has lists only.
         object.__setattr__(self, "data", (self.data,) if isinstance(self.data, str) else tuple(self.data))
+        object.__setattr__(self, "teachers", tuple(self.teachers))
         bounds: dict[str, tuple[float, float]] = {
             "seed": (0, 2**63 - 1),
             "steps": (1, 10**9),
             "batch_size": (1, 10**6),
+            "window_stages": (1, 20),
             "warmup_steps": (0, 10**9),
             "eval_every": (1, 10**9),
             "patience": (0, 10**9),
@@ -158,6 +167,15 @@ class TrainConfig:
     @property
     def tokens_per_step(self) -> int:
         return self.batch_size * self.block_size
+
+    def window_at(self, step: int) -> int:
+        """Characters per window at a step, which divides block_size (sequence length warmup, Li et al. 2021).
+
+        Records are not cut.
+        """
+        cut_stages = self.window_stages - 1  # which share the first half of the steps
+        halvings = max(0, cut_stages - 2 * cut_stages * step // self.steps)
+        return self.block_size // math.gcd(self.block_size, 1 << halvings)
 
     def model_config(self, vocab_size: int) -> GPTConfig:
         """Raises ConfigError if the sizes are inconsistent."""

@@ -512,7 +512,7 @@ def micro_batches(idx: np.ndarray, targets: np.ndarray, cells: int) -> Iterator[
 
 
 def _places(numbers: np.ndarray, per_epoch: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """The place of each number within its epoch, (B,) int64 in [0, per_epoch), and its epoch's phase in [0, 1), (B,)."""
+    """Of numbers (B,): their places within their epochs, (B,) int64 in [0, per_epoch), and phases, (B,) in [0, 1)."""
     epochs, within = np.divmod(numbers, per_epoch)
     places, phases = np.empty(len(numbers), np.int64), np.empty(len(numbers))
     for epoch in np.unique(epochs):

@@ -17,13 +17,13 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from service.model.checkpoint import Checkpoint, named_tensors
 from service.model.gpt import GPT
+from service.model.kv_cache import CacheRows
 
 
 def to_gguf(checkpoint: Checkpoint, file: Path) -> None:
@@ -65,45 +65,33 @@ def to_gguf(checkpoint: Checkpoint, file: Path) -> None:
     writer.close()
 
 
+class _WholeText(CacheRows):
+    """A cache for one forward over a whole text: it returns the keys it is given, and its mask is the band.
+
+    Without a cache, GPT.forward splits longer texts into blocks, a branch on the length that a graph cannot have.
+    """
+
+    def __init__(self, idx: Tensor, window: int):
+        places = torch.arange(idx.size(1))
+        distance = places[:, None] - places
+        self.positions = places.expand(idx.size())
+        hidden = (distance < 0) | (distance >= window)  # (T, T)
+        self.mask = torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)
+
+    def update_and_fetch(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return k, v
+
+
 class _OnnxForward(nn.Module):
-    """The model's forward in basic ONNX operators."""
+    """GPT.forward over whole texts."""
 
     def __init__(self, model: GPT):
         super().__init__()
         self.model = model
-        self.blocks: list[Any] = list(model.blocks)
 
     def forward(self, idx: Tensor) -> Tensor:
-        model, config = self.model, self.model.config
-        hs, nh, nkv = config.head_dim, config.n_head, config.n_kv_head
-        T = idx.size(1)
-        positions = torch.arange(T)
-        frequencies = config.rope_theta ** (-torch.arange(0, hs, 2, dtype=torch.float64) / hs)
-        angles = positions.double()[:, None] * frequencies
-        cos, sin = (torch.cat((f, f), dim=-1).float() for f in (angles.cos(), angles.sin()))
-        distance = positions[:, None] - positions
-        masked = (distance < 0) | (distance >= config.block_size)  # (T, T)
-
-        def norm(x: Tensor, weight: Tensor) -> Tensor:
-            return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config.norm_eps) * weight
-
-        def rotate(x: Tensor) -> Tensor:
-            a, b = x[..., : hs // 2], x[..., hs // 2 :]
-            return x * cos + torch.cat((-b, a), dim=-1) * sin
-
-        x = model.embed(idx)
-        for block in self.blocks:
-            attn, mlp = block.attn, block.mlp
-            q, k, v = attn.qkv(norm(x, block.attn_norm.weight)).split(attn.sizes, dim=-1)
-            q = rotate(norm(q.unflatten(-1, (nh, hs)).transpose(1, 2), attn.q_norm.weight))
-            k = rotate(norm(k.unflatten(-1, (nkv, hs)).transpose(1, 2), attn.k_norm.weight))
-            v = v.unflatten(-1, (nkv, hs)).transpose(1, 2)
-            k, v = (y.repeat_interleave(nh // nkv, dim=1) for y in (k, v))
-            scores = (q @ k.transpose(2, 3) * hs**-0.5).masked_fill(masked, -torch.inf)
-            x = x + attn.proj((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
-            gate, up = mlp.gate_up(norm(x, block.mlp_norm.weight)).chunk(2, dim=-1)
-            x = x + mlp.proj(gate * torch.sigmoid(gate) * up)
-        return model.head(norm(x, model.norm.weight))
+        logits: Tensor = self.model(idx, _WholeText(idx, self.model.config.block_size))
+        return logits
 
 
 def to_onnx(checkpoint: Checkpoint, file: Path) -> None:
@@ -111,7 +99,7 @@ def to_onnx(checkpoint: Checkpoint, file: Path) -> None:
     import onnx
 
     model = checkpoint.load_model()
-    batch, length = torch.export.Dim("batch", min=1, max=1 << 20), torch.export.Dim("length", min=1, max=1 << 20)
+    batch, length = torch.export.Dim("batch", min=1, max=1 << 20), torch.export.Dim("length", min=2, max=1 << 20)
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # its warnings about torchvision do not concern us
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch warns about its own code

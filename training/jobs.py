@@ -17,6 +17,7 @@ from service.model.checkpoint import restore_folder
 from training.config import ConfigError, TrainConfig
 from training.data import Corpus, prepare, recode, sampler_of
 from training.device import resolve_auto
+from training.distill import Teachers
 from training.distributed import World, launch
 from training.finetune import describe_origin, load_origin
 from training.loop import DivergedError, InterruptedRun, Run
@@ -68,17 +69,20 @@ def start(
                 "replace it, or another --out"
             )
         corpus = prepare(config.data, records=config.records)
-        vocab_size = corpus.tokenizer.vocab_size
+        tokenizer = corpus.tokenizer
         for note in corpus.notes:
             console.print(note, markup=False, soft_wrap=True)
+        for path in (*config.teachers, *([config.init_from] if config.init_from else [])):
+            if Path(path).resolve().is_relative_to(out.resolve()):
+                raise ConfigError(f"{path} is in {out}, which this run would replace; pass another --out")
         if config.init_from:
-            if Path(config.init_from).resolve().is_relative_to(out.resolve()):
-                raise ConfigError(f"{config.init_from} is in {out}, which this run would replace; pass another --out")
             origin = load_origin(config, corpus.tokenizer.characters)
             console.print(describe_origin(config, origin), markup=False, soft_wrap=True)
-            vocab_size = origin.tokenizer.vocab_size
+            tokenizer = origin.tokenizer
         config = adapted(config, corpus, adaptable, console)
-        resolved = resolve_auto(config, vocab_size, world.size)
+        resolved = resolve_auto(config, tokenizer.vocab_size, world.size)
+        if config.teachers:
+            Teachers(replace(config, **resolved), tokenizer)  # refused here, before an earlier run is replaced
         for name in ("last", "best", "tensorboard", *(path.name for path in out.glob("step-" + 8 * "[0-9]"))):
             shutil.rmtree(out / name, ignore_errors=True)
         for name in ("log.jsonl", "loss.png"):
@@ -134,11 +138,10 @@ def resume(out: Path, given: dict[str, Any], console: Console, *, data: tuple[st
                 soft_wrap=True,
             )
             return None
-        best, patience = progress.best_step or 0, config.patience * config.eval_every
-        if progress.finished and patience and (progress.evaluated_step or 0) - best >= patience:
+        if progress.finished and progress.is_out_of_patience(config):
             raise ResumeError(
-                f"{out} stopped at step {progress.step}, as the validation loss has not improved since step {best}; "
-                "to go on, pass a larger --patience too, or 0"
+                f"{out} stopped at step {progress.step}, as the validation loss has not improved since step "
+                f"{progress.best_step}; to go on, pass a larger --patience too, or 0"
             )
         if config.steps <= progress.step and "steps" in changes:
             raise ResumeError(f"steps must be more than the {progress.step:,} taken, got {config.steps:,}")

@@ -42,6 +42,7 @@ from training.config import TrainConfig
 from training.data import IGNORED, Corpus, micro_batches, record_pieces, sampler_of, window_pieces
 from training.device import autocast, machine, training_forward
 from training.display import ProgressView, draw_curves, print_report, read_log, warn_if_vocabulary_is_large
+from training.distill import Teachers
 from training.distributed import World
 from training.evaluate import baselines, piece_loss, split_losses
 from training.finetune import Origin
@@ -49,7 +50,7 @@ from training.messages import plural, resume_command
 from training.optim import FlatGradients, Optimizers, WeightAverage, lr_scale
 from training.sample import sample_texts
 from training.speed import flops_per_character, matmul_peak
-from training.state import Progress, Saved, generator_states, pack
+from training.state import Progress, ResumeError, Saved, generator_states, pack
 
 
 class DivergedError(RuntimeError):
@@ -92,6 +93,7 @@ class Run:
         self.device = torch.device(config.device)
         self.sampler = sampler_of(corpus, config.block_size, config.seed)
         self.rows = config.batch_size * self.sampler.rows  # of a step
+        self.teachers = Teachers(config, corpus.tokenizer) if config.teachers else None
         torch.manual_seed(config.seed)
         self.model = GPT(config.model_config(corpus.tokenizer.vocab_size)).to(self.device)
         self.forward = training_forward(self.model, config)
@@ -109,10 +111,14 @@ class Run:
 
     @classmethod
     def resume(cls, saved: Saved, corpus: Corpus, out: Path, world: World) -> Run:
+        """Raises ResumeError if a teacher is not the one that the run began with."""
         run = cls(saved.config, saved.resolved, corpus, out, world)
         run.progress = replace(saved.progress, finished=False)
         run.lineage = saved.checkpoint.training.get("init_from")
         run.sampler.position = saved.progress.position
+        teachers = saved.checkpoint.training.get("teachers")
+        if run.teachers and run.teachers.lineage != teachers:
+            raise ResumeError(f"the teachers of this run have changed: expected {teachers}, got {run.teachers.lineage}")
         saved.restore(run.model, run.tensors(), world.rank)
         return run
 
@@ -150,7 +156,7 @@ class Run:
                     view.show_evaluation(progress, self.evaluate())
                 if progress.step and config.keep_every and progress.step % config.keep_every == 0:
                     self.save_served(f"step-{progress.step:08}", self.served_model, {})
-                if progress.step == config.steps or self.is_out_of_patience:
+                if progress.step == config.steps or progress.is_out_of_patience(config):
                     break
                 started = time.monotonic()
                 loss = self.step()
@@ -177,13 +183,6 @@ class Run:
         is_regular = step % self.config.eval_every == 0 and (step > 0 or self.lineage is not None)
         return step != self.progress.evaluated_step and (is_regular or at_end)
 
-    @property
-    def is_out_of_patience(self) -> bool:
-        progress, config = self.progress, self.config
-        if not config.patience or progress.best_step is None or progress.evaluated_step is None:
-            return False
-        return progress.evaluated_step - progress.best_step >= config.patience * config.eval_every
-
     def step(self) -> float:
         """Take one optimizer step and return the loss before it.
 
@@ -195,6 +194,9 @@ class Run:
         flat = self.gradients
         flat.zero_()
         batch = self.sampler.next_batch(self.rows)
+        if not config.records:
+            window = config.window_at(progress.step)
+            batch = batch[0].reshape(-1, window), batch[1].reshape(-1, window)
         count = int((batch[1] != IGNORED).sum())  # targets of all parts
         cells = config.tokens_per_step // (world.size * config.accumulate)  # at once
         own = slice(world.rank, None, world.size)
@@ -235,9 +237,12 @@ class Run:
         )
 
     def loss(self, idx: Tensor, targets: Tensor) -> Tensor:
-        """Summed loss of idx (B, T) against targets (B, T), which may be IGNORED."""
+        """Summed loss of idx (B, T) against targets (B, T), which may be IGNORED, or against the teachers there."""
         with autocast(self.config):
             logits = self.forward(idx)  # (B, T, V)
+        if self.teachers:
+            expected = self.teachers(idx) * (targets != IGNORED)[..., None]
+            return F.cross_entropy(logits.float().flatten(0, 1), expected.flatten(0, 1), reduction="sum")
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
     @property
@@ -357,6 +362,7 @@ class Run:
             "recipe": self.requested.as_dict(),
             "seed": config.seed,
             **({"init_from": self.lineage} if self.lineage else {}),
+            **({"teachers": self.teachers.lineage} if self.teachers else {}),
             "versions": {name: version(name) for name in ("chargpt", "torch", "numpy", "safetensors")}
             | {"python": platform.python_version()},
             "machine": {**machine(self.device), **self.resolved},

@@ -57,6 +57,12 @@ class Progress:
     log_bytes: int = 0  # length of the log at the save; later lines are cut off by a resumed run
     finished: bool = False
 
+    def is_out_of_patience(self, config: TrainConfig) -> bool:
+        """Whether `config.patience` evaluations have passed without a new best."""
+        if not config.patience or self.best_step is None or self.evaluated_step is None:
+            return False
+        return self.evaluated_step - self.best_step >= config.patience * config.eval_every
+
     @property
     def at_best(self) -> Progress:
         """As of the best evaluation."""

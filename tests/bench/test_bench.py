@@ -146,11 +146,11 @@ def test_run_yields_all_figures_of_the_tables(tmp_path, monkeypatch):
     assert run["characters"] == 24 * 4 * 8 and run["threads"] == 1
     assert set(bench.FIGURES) - set(run) == {"cpu_ratio"}
 
-    results = {"runs": {"cpu": [run, run | {"seed": 1, "whole": run["whole"] + 1}]}, "share": 1}
+    results = {"curve": {}, "runs": {"cpu": [run, run | {"seed": 1, "whole": run["whole"] + 1}]}, "share": 1}
     rows = {row[0]: row[1:] for row in bench.cells(results)}
     assert rows["nats per character"] == ["ours, --preset cpu"]
     assert rows["whole loss"] == [f"{run['whole'] + 0.5:.4f} ({run['whole']:.4f}–{run['whole'] + 1:.4f})"]
-    assert rows["target"][0].startswith("whole loss ≤ 1.45: MISSED; ")
+    assert rows["target"][0].startswith("whole loss ≤ 1.428: MISSED; ")
     json.dumps(run)
 
 
@@ -164,7 +164,7 @@ def test_failed_and_crashed_runs_report_the_reason():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--only", "tpu"], "unknown part 'tpu'; allowed: nanogpt, equal, cpu, gpu"),
+        (["--only", "tpu"], "unknown part 'tpu'; allowed: nanogpt, equal, quick, minute, cpu, gpu, curve"),
         (["--seeds", "a"], "must be comma-separated integers, got 'a'"),
         (["--share", "2"], "--share must be in (0, 1], got 2.0"),
     ],

@@ -1,12 +1,14 @@
-"""Benchmarks of training: our trainer against nanoGPT's CPU recipe, and the presets over several seeds.
+"""Benchmarks of training: our trainer against nanoGPT's CPU recipe, over seeds that nothing was tuned on.
 
     make bench-train
     make bench-train ARGS='--only nanogpt,equal --threads 1'
     python -m tests.bench.train --share 0.01        a smoke test; its figures mean nothing
 
-    nanogpt   nanoGPT's CPU recipe (nanogpt.py)
-    equal     our trainer for the same CPU time
-    cpu, gpu  the presets; gpu needs a CUDA GPU
+    nanogpt           nanoGPT's CPU recipe (nanogpt.py)
+    equal             our trainer for the same CPU time
+    quick, cpu, gpu   the presets; gpu needs a CUDA GPU
+    minute            the preset cpu for a quarter of its steps
+    curve             the preset cpu and nanoGPT's recipe for several times, each run with its whole schedule
 
 Rewrites OUT/train.json, OUT/train.md and OUT/train.png after each run, and keeps a folder per run. Each run has a fresh
 process, so that runs do not affect each other. Times cover optimizer steps only, unless stated otherwise.
@@ -19,7 +21,9 @@ import json
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,16 +55,23 @@ EQUAL: dict[str, Any] = {
 # Bounds of the mean over the seeds, by part. Those of nanogpt verify that the baseline is a fair one.
 TARGETS: dict[str, dict[str, tuple[float, float]]] = {
     "nanogpt": {"whole": (1.88, 1.92)},
-    "equal": {"whole": (0, 1.53), "cpu_ratio": (0, 1.05)},
-    "cpu": {"whole": (0, 1.45), "streamed": (0, 1.42), "wall_seconds": (0, 240)},
+    "equal": {"whole": (0, 1.50), "cpu_ratio": (0, 1.02)},
+    "quick": {"whole": (0, 1.70)},
+    "minute": {"whole": (0, 1.55), "wall_seconds": (0, 90)},
+    "cpu": {"whole": (0, 1.428), "wall_seconds": (0, 240)},
     "gpu": {"whole": (0, 1.44), "wall_seconds": (0, 120)},
 }
 TITLES = {
     "nanogpt": "nanoGPT's CPU recipe",
     "equal": "ours, equal CPU time",
+    "quick": "ours, --preset quick",
+    "minute": "ours, a quarter of cpu's steps",
     "cpu": "ours, --preset cpu",
     "gpu": "ours, --preset gpu",
 }
+MINUTE = 488  # steps: 1.0 M characters
+CURVE_SECONDS = (20, 60, 180, 600)
+PARTS = (*TITLES, "curve")
 FIGURES = {  # name in the JSON: label in the tables, format
     "parameters": ("parameters", "{:,.0f}"),
     "characters": ("characters trained on", "{:,.0f}"),
@@ -75,7 +86,7 @@ FIGURES = {  # name in the JSON: label in the tables, format
     "peak_tflops": ("peak of matrix products, TFLOP/s", "{:.3g}"),
     "peak_share": ("share of that peak", "{:.1%}"),
 }
-PROBE_STEPS, WARM_STEPS = 40, 8
+PROBE_STEPS, WARM_STEPS = 200, 8  # enough that the first ones, which are left out, do not change the mean
 
 
 # Runs, each in a process of its own
@@ -197,6 +208,7 @@ class Bench:
             **context("tests.bench.train", "torch", "numpy"),
             "share": self.share,
             "runs": {},  # part: figures per seed
+            "curve": {"nanogpt": [], "cpu": []},  # figures per time, of the first seed
             "errors": {},  # part: a reason per failed run
         }
 
@@ -205,16 +217,40 @@ class Bench:
         (self.out / "train.png").unlink(missing_ok=True)  # shows figures about to be replaced
         self.write()
         for part in parts:
-            for seed in self.seeds[:1] if part == "nanogpt" else self.seeds:
-                self.console.rule(f"{TITLES[part]}, seed {seed}")
-                try:
-                    figures = self.figures(part, seed)
-                except (BenchError, ConfigError) as error:
-                    self.results["errors"].setdefault(part, []).append(f"seed {seed}: {error}")
-                    self.console.print(f"failed: {error}", style="red", markup=False, soft_wrap=True)
-                else:
-                    self.results["runs"].setdefault(part, []).append(figures)
-                self.write()
+            if part == "curve":
+                self.run_curve()
+                continue
+            for seed in self.seeds:
+                figures = partial(self.figures, part, seed)
+                self.add(self.results["runs"].setdefault(part, []), part, f"seed {seed}", figures)
+
+    def run_curve(self) -> None:
+        """Run the baseline and the preset cpu for each time, with as many steps as fit at the speed seen so far."""
+        for seconds in CURVE_SECONDS:
+            for part, runs in self.results["curve"].items():
+                figures = partial(self.curve_figures, part, seconds)
+                self.add(runs, part, f"{seconds} s", figures)
+
+    def add(self, runs: list[dict[str, Any]], part: str, what: str, figures: Callable[[], dict[str, Any]]) -> None:
+        """Append the figures of one run to `runs`."""
+        self.console.rule(f"{TITLES[part]}, {what}")
+        try:
+            runs.append(figures())
+        except (BenchError, ConfigError) as error:
+            self.results["errors"].setdefault(part, []).append(f"{what}: {error}")
+            self.console.print(f"failed: {error}", style="red", markup=False, soft_wrap=True)
+        self.write()
+
+    def curve_figures(self, part: str, seconds: float) -> dict[str, Any]:
+        speeds = [run["steps"] / run["wall_seconds"] for run in self.results["runs"][part]]
+        if not speeds:
+            raise BenchError("no speed to scale the steps by: all its runs failed")
+        steps = self.shared(round(seconds * sum(speeds) / len(speeds)))
+        if part == "nanogpt":
+            recipe = nanogpt.Recipe(steps=steps, eval_every=steps)
+            return in_child(run_nanogpt, recipe, self.seeds[0], self.threads)
+        config = self.ours(part, seed=self.seeds[0], steps=steps, eval_every=steps)
+        return in_child(run_ours, config, self.out / "runs" / f"curve-{seconds}")
 
     def figures(self, part: str, seed: int) -> dict[str, Any]:
         if part == "nanogpt":
@@ -224,10 +260,15 @@ class Bench:
         if part == "equal":
             config = self.equal_config(seed)
             figures = in_child(run_ours, config, out)
-            [baseline] = self.results["runs"]["nanogpt"]
-            return figures | {"cpu_ratio": figures["cpu_seconds"] / baseline["cpu_seconds"]}
-        steps = self.shared(self.ours(part).steps)
-        return in_child(run_ours, self.ours(part, seed=seed, steps=steps), out)
+            return figures | {"cpu_ratio": figures["cpu_seconds"] / self.baseline_cpu_seconds}
+        preset = "cpu" if part == "minute" else part
+        steps = self.shared(MINUTE if part == "minute" else self.ours(preset).steps)
+        return in_child(run_ours, self.ours(preset, seed=seed, steps=steps), out)
+
+    @property
+    def baseline_cpu_seconds(self) -> float:
+        runs = self.results["runs"]["nanogpt"]
+        return float(sum(run["cpu_seconds"] for run in runs) / len(runs))
 
     def ours(self, preset: str, **changes: Any) -> TrainConfig:
         """A preset, without samples at evaluations."""
@@ -236,10 +277,10 @@ class Bench:
 
     def equal_config(self, seed: int) -> TrainConfig:
         """Our trainer with the CPU time of nanoGPT's run; the steps that fit are probed once."""
-        if "nanogpt" not in self.results["runs"]:
+        if not self.results["runs"].get("nanogpt"):
             raise BenchError("no CPU time to match: nanoGPT's run failed")
         if self.equal is None:
-            budget = self.results["runs"]["nanogpt"][0]["cpu_seconds"]
+            budget = self.baseline_cpu_seconds
             cost = in_child(probe_ours, self.ours("cpu", **EQUAL, steps=PROBE_STEPS), self.out / "runs" / "probe")
             steps = max(1, int((budget - cost["start"]) / cost["step"]))
             self.console.print(f"{cost['step'] * 1e3:.1f} ms of CPU time per step: {steps} steps in {budget:.1f} s")
@@ -254,7 +295,7 @@ class Bench:
         self.out.mkdir(parents=True, exist_ok=True)
         (self.out / "train.json").write_text(json.dumps(self.results, indent=1) + "\n", encoding="utf-8")
         (self.out / "train.md").write_text(markdown(self.results), encoding="utf-8")
-        if "nanogpt" in self.results["runs"]:
+        if any(self.results["curve"].values()):
             draw(self.results, self.out / "train.png")
 
 
@@ -263,7 +304,7 @@ class Bench:
 
 def cells(results: dict[str, Any]) -> list[list[str]]:
     """Rows of the table: titles, one row per figure (mean, lowest, highest over seeds), seeds, targets."""
-    runs = results["runs"]
+    runs = {part: runs for part, runs in results["runs"].items() if runs}
     rows = [["nats per character", *(TITLES[part] for part in runs)]]
     for name, (label, form) in FIGURES.items():
         values = [[run[name] for run in runs[part] if name in run] for part in runs]
@@ -310,12 +351,12 @@ def footnotes(results: dict[str, Any]) -> list[str]:
 
 
 def every_run(results: dict[str, Any]) -> list[dict[str, Any]]:
-    return [run for runs in results["runs"].values() for run in runs]
+    return [run for group in ("runs", "curve") for runs in results[group].values() for run in runs]
 
 
 def markdown(results: dict[str, Any]) -> str:
     head, *rows = ("| " + " | ".join(row) + " |" for row in cells(results))
-    lines = [head, "|---" * (1 + len(results["runs"])) + "|", *rows, "", *("- " + line for line in footnotes(results))]
+    lines = [head, "|---" * len(cells(results)[0]) + "|", *rows, "", *("- " + line for line in footnotes(results))]
     return "\n".join(lines) + "\n"
 
 
@@ -331,28 +372,24 @@ def show(results: dict[str, Any], console: Console) -> None:
 
 
 def draw(results: dict[str, Any], png: Path) -> None:
-    """Plot validation loss against CPU time of steps for nanogpt and equal."""
+    """Plot the loss of whole runs against the time they took: the curve, and every seed's run of the baseline, of the
+    preset cpu and of a quarter of it."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    target = TARGETS["equal"]["whole"][1]
-    lowest = target
-    for part, color in (("nanogpt", "tab:gray"), ("equal", "tab:blue")):
-        runs = results["runs"].get(part, [])
-        for run in runs:
-            points = [(point["cpu_seconds"], point["val_loss"]) for point in run["curve"]]
-            lowest = min(lowest, *(loss for _, loss in points))
-            ends = spread([run["whole"] for run in runs], "{:.3f}")
-            label = f"{TITLES[part]}: {ends}" if run is runs[0] else None
-            axes.plot(*zip(*points, strict=True), "o-", color=color, alpha=0.6, ms=4, label=label)
-    axes.axhline(target, color="tab:green", ls="--", lw=0.8, label=f"target {target}")
-    axes.set_xlim(left=0)
-    axes.set_ylim(lowest - 0.05, lowest + 1.25)  # both curves begin above 4
-    axes.set_xlabel("CPU time of steps, s")
+    for part, seeds, color in (("nanogpt", ["nanogpt"], "tab:gray"), ("cpu", ["cpu", "minute"], "tab:blue")):
+        curve = results["curve"][part]
+        runs = [run for name in seeds for run in results["runs"].get(name, [])]
+        for points, style in ((curve, "o-"), (runs, "x")):
+            times, losses = ([point[name] for point in points] for name in ("wall_seconds", "whole"))
+            axes.plot(times, losses, style, color=color, ms=5, label=TITLES[part] if points is curve else None)
+    axes.set_xscale("log")
+    axes.set_xlabel("seconds of training on this machine, each point a whole run")
     axes.set_ylabel("whole validation loss, nats per character")
-    axes.set_title(f"{results['machine']['cpu']}, {results['date'][:10]}", fontsize=9)
-    axes.grid(alpha=0.3)
+    about = results["machine"]
+    axes.set_title(f"Tiny Shakespeare; {about['cpu']}, {about['cores']} cores, {results['date'][:10]}", fontsize=9)
+    axes.grid(alpha=0.3, which="both")
     axes.legend()
     figure.savefig(png, dpi=120)
 
@@ -364,12 +401,12 @@ def parse_args() -> argparse.Namespace:
     parser = build_parser("tests.bench.train", __doc__, "out/bench-train")
     parser.add_argument(
         "--only",
-        type=subset(TITLES),
+        type=subset(PARTS),
         metavar="PARTS",
-        help=f"of {','.join(TITLES)}; equal needs nanogpt (default: all)",
+        help=f"of {','.join(PARTS)}; equal needs nanogpt, and curve cpu too (default: all)",
     )
     parser.add_argument(
-        "--seeds", type=seed_list, default=[1337, 1338, 1339], help="nanogpt takes the first (default: 1337,1338,1339)"
+        "--seeds", type=seed_list, default=[2026, 2027, 2028], help="(default: 2026,2027,2028, never tuned on)"
     )
     parser.add_argument(
         "--threads", type=integer(0, 4096), default=0, help="CPU threads; 0: OMP_NUM_THREADS, else one per core"
@@ -391,11 +428,13 @@ def seed_list(text: str) -> list[int]:
 def main() -> int:
     args = parse_args()
     console = Console(stderr=True, highlight=False)
-    asked = args.only or [part for part in TITLES if part != "gpu" or torch.cuda.is_available()]
+    asked = args.only or [part for part in PARTS if part != "gpu" or torch.cuda.is_available()]
     if "gpu" in asked and not torch.cuda.is_available():
         print("error: the part gpu needs a CUDA GPU and a torch build with CUDA", file=sys.stderr)
         return 1
-    parts = [part for part in TITLES if part in asked or (part == "nanogpt" and "equal" in asked)]
+    needed = {"equal": {"nanogpt"}, "curve": {"nanogpt", "cpu"}}
+    wanted = set(asked).union(*(needed.get(part, set()) for part in asked))
+    parts = [part for part in PARTS if part in wanted]
     try:
         prepare(TINYSHAKESPEARE)
     except DataError as error:

@@ -32,7 +32,7 @@ from service.model.gpt import GPT
 from tests.toolbox.disk import SmallDisk
 from training import jobs
 from training.config import PRESETS, ConfigError, TrainConfig
-from training.data import prepare, record_pieces
+from training.data import prepare, record_pieces, sampler_of
 from training.evaluate import baselines, piece_loss, streamed_loss, whole_loss
 from training.loop import DivergedError, Run
 from training.state import ResumeError
@@ -668,6 +668,34 @@ def test_an_overfitting_run_stops_early_and_reports_it(tmp_path, monkeypatch):
     assert finished in console.export_text()
     with pytest.raises(ResumeError, match="pass a larger --patience too"):
         jobs.resume(tmp_path / "3", {"steps": 500}, quiet())
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 6 * [4] + 6 * [8] + 12 * [16]),
+        ({"window_stages": 2}, 12 * [8] + 12 * [16]),
+        ({"window_stages": 1}, 24 * [16]),
+        ({"block_size": 6}, 6 * [3] + 6 * [3] + 12 * [6]),  # a quarter would not be whole
+        ({"steps": 3}, [4, 8, 16]),
+    ],
+)
+def test_windows_grow(tmp_path, monkeypatch, changes, expected):
+    """The same characters in each step, cut in shorter windows at first."""
+    seen, loss = [], Run.loss
+
+    def see(run, idx, targets):
+        seen.append((idx.clone(), targets.clone()))
+        return loss(run, idx, targets)
+
+    monkeypatch.setattr(Run, "loss", see)
+    config = tiny(tmp_path, **{"block_size": 16, "dropout": 0.0, **changes})
+    jobs.start(config, tmp_path / "out", quiet())
+    assert [idx.size(1) for idx, _ in seen] == expected
+    whole = sampler_of(prepare(config.data), config.block_size, config.seed)
+    for idx, targets in seen:
+        for got, full in zip((idx, targets), whole.next_batch(4), strict=True):
+            assert np.array_equal(got.flatten(), full.flatten())
 
 
 # Refusals

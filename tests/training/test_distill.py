@@ -1,0 +1,149 @@
+"""Runs that learn from teachers: what is learned, whom they refuse, and resuming."""
+
+import random
+
+import numpy as np
+import pytest
+import reference
+import torch
+from helpers import call, random_model
+from rich.console import Console
+
+from service.model.checkpoint import Checkpoint, CheckpointError, save_checkpoint
+from service.model.tokenizer import CharTokenizer
+from training import jobs
+from training.config import ConfigError, TrainConfig
+from training.data import IGNORED, prepare
+from training.distributed import World
+from training.evaluate import whole_loss
+from training.loop import Run
+from training.state import ResumeError
+
+SHAPE = {"block_size": 8, "n_layer": 2, "n_head": 2, "n_kv_head": 1, "n_embd": 16}
+FEW = {
+    "steps": 24, "batch_size": 4, "warmup_steps": 2, "eval_every": 8, "sample_chars": 0, "threads": 1,
+    "dtype": "float32", "dropout": 0.1, "ema_decay": 0.5,
+}  # fmt: skip
+TEXT = "".join(random.Random(1).choices("abcd\n", weights=[8, 4, 2, 1, 1], k=4000))
+
+
+@pytest.fixture(autouse=True)
+def restore(tmp_path, monkeypatch):
+    """A cache, a text and two teachers per test; torch's thread count is restored."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text(TEXT)
+    for seed in (1, 2):
+        teach(tmp_path / f"teacher{seed}", seed=seed)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def teach(folder, vocabulary="\nabcd", **options):
+    save_checkpoint(
+        folder, random_model(vocab_size=len(vocabulary), **options), CharTokenizer(vocabulary), {"losses": {}}
+    )
+
+
+def config(tmp_path, **changes):
+    teachers = [str(tmp_path / f"teacher{seed}") for seed in (1, 2)]
+    return TrainConfig(**{**SHAPE, **FEW, "data": str(tmp_path / "text.txt"), "teachers": teachers, **changes})
+
+
+def run_of(config, out):
+    resolved = {"device": "cpu", "dtype": "float32", "threads": 1, "processes": 1}
+    return Run(config, resolved, prepare(config.data), out, World())
+
+
+def weights(out):
+    return (out / "best" / "model.safetensors").read_bytes()
+
+
+def test_the_loss_is_that_against_the_teachers_mean(tmp_path):
+    run = run_of(config(tmp_path, dropout=0.0), tmp_path / "out")
+    with torch.no_grad():
+        run.model.head.weight.normal_()
+    idx, targets = (
+        torch.tensor([[1, 2, 3, 4, 0], [0, 1, 1, 2, 2]]),
+        torch.tensor([[2, 3, 4, 0, 1], [1, 1, 2, IGNORED, IGNORED]]),
+    )
+    own = run.model(idx).log_softmax(-1).tolist()
+    expected = 0.0
+    for row in range(2):
+        taught = [reference.logits(tmp_path / f"teacher{seed}", idx[row].tolist()) for seed in (1, 2)]
+        for place in range(5):
+            if targets[row, place] != IGNORED:
+                for each in taught:
+                    probabilities = reference.softmax(each[place])
+                    expected -= sum(p / 2 * q for p, q in zip(probabilities, own[row][place], strict=True))
+    assert run.loss(idx, targets).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_student_predicts_as_its_teachers_and_not_as_the_text(tmp_path):
+    """Random teachers know nothing of the text; what the student has learned can only be theirs."""
+    out = tmp_path / "out"
+    jobs.start(config(tmp_path, steps=300, eval_every=300, dropout=0.0, ema_decay=0.0), out, Console(quiet=True))
+    checkpoint = Checkpoint.read(out / "best")
+    ids = prepare(str(tmp_path / "text.txt")).val[:8].tolist()
+    student = [reference.softmax(row) for row in reference.logits(checkpoint.path, ids)]
+    taught = [[reference.softmax(row) for row in reference.logits(tmp_path / f"teacher{s}", ids)] for s in (1, 2)]
+    mean = (np.array(taught[0]) + np.array(taught[1])) / 2
+    divergence = (mean * np.log(mean / np.array(student))).sum(1).mean()
+    text = np.array([0.5, 0.25, 0.125, 0.0625, 0.0625])[[3, 0, 1, 2, 4]]  # in the order of the vocabulary
+    assert divergence < 0.1 < 0.5 < (mean * np.log(mean / text)).sum(1).mean()
+    assert [teacher["path"] for teacher in checkpoint.training["teachers"]] == list(
+        checkpoint.training["recipe"]["teachers"]
+    )
+    # the validation loss is the text's, as ever
+    val = prepare(str(tmp_path / "text.txt")).val
+    assert checkpoint.training["losses"]["whole"] == pytest.approx(whole_loss(checkpoint.load_model(), val))
+
+
+def test_a_run_with_teachers_resumes_to_the_same_bytes(tmp_path, monkeypatch):
+    jobs.start(config(tmp_path), tmp_path / "whole", Console(quiet=True))
+    step = Run.step
+
+    def crash(run):
+        if run.progress.step == 13:
+            raise MemoryError
+        return step(run)
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(Run, "step", crash)
+        jobs.start(config(tmp_path), tmp_path / "out", Console(quiet=True))
+    teach(tmp_path / "teacher2", seed=3)
+    with pytest.raises(ResumeError, match="the teachers of this run have changed: expected .*teacher2"):
+        jobs.resume(tmp_path / "out", {}, Console(quiet=True))
+    teach(tmp_path / "teacher2", seed=2)
+    jobs.resume(tmp_path / "out", {}, Console(quiet=True))
+    assert weights(tmp_path / "out") == weights(tmp_path / "whole")
+
+
+def test_several_processes_learn_the_same(tmp_path):
+    changes = {"dropout": 0.0, "ema_decay": 0.0, "steps": 8}
+    losses = []
+    for processes in (1, 2):
+        out = tmp_path / str(processes)
+        jobs.start(config(tmp_path, processes=processes, **changes), out, Console(quiet=True))
+        losses.append(Checkpoint.read(out / "best").training["losses"]["whole"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_teachers_that_do_not_fit_are_refused_before_an_earlier_run_is_replaced(tmp_path, capsys):
+    out = tmp_path / "out"
+    jobs.start(config(tmp_path, steps=1, teachers=()), out, Console(quiet=True))
+    before = weights(out)
+    teach(tmp_path / "other", "\nabcde")
+    teach(tmp_path / "small", block_size=4)
+    for teacher, error, message in (
+        ("other", ConfigError, "teachers must have the text's vocabulary, of 5 characters: .*other has another, of 6"),
+        ("small", ConfigError, "teachers must have a block_size of at least 8: .*small has 4"),
+        ("missing", CheckpointError, "no checkpoint at .*missing"),
+        ("out/best", ConfigError, "out/best is in .*out, which this run would replace"),
+    ):
+        with pytest.raises(error, match=message):
+            jobs.start(config(tmp_path, teachers=[str(tmp_path / teacher)]), out, Console(quiet=True), overwrite=True)
+    assert weights(out) == before
+    flags = ["--data", tmp_path / "text.txt", "--overwrite", "--block-size", 8]
+    assert call(["train", "--out", out, *flags, "--teachers", tmp_path / "other"]) == 1
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: --teachers must have the text's vocabulary")

@@ -1,0 +1,55 @@
+"""Knowledge distillation (Hinton et al. 2015): a model learns what its teachers predict on average.
+
+The average of several models that differ in their seeds predicts better than each of them, and most of that can be
+taught to one (README.md has figures). Knows nothing about the text.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from service.model.checkpoint import WEIGHTS, Checkpoint
+from service.model.tokenizer import CharTokenizer
+from training.config import ConfigError, TrainConfig
+from training.device import autocast, training_forward
+
+
+class Teachers:
+    """The mean prediction of the checkpoints in `config.teachers`.
+
+    Raises:
+        CheckpointError: one cannot be read.
+        ConfigError: one has another vocabulary than `tokenizer`, or a smaller window than `config`.
+    """
+
+    def __init__(self, config: TrainConfig, tokenizer: CharTokenizer):
+        self.config = config
+        checkpoints = [Checkpoint.read(path) for path in config.teachers]
+        for checkpoint in checkpoints:
+            if checkpoint.tokenizer.characters != tokenizer.characters:
+                raise ConfigError(
+                    f"teachers must have the text's vocabulary, of {tokenizer.vocab_size:,} characters: "
+                    f"{checkpoint.path} has another, of {checkpoint.tokenizer.vocab_size:,}"
+                )
+            if checkpoint.hyperparameters["block_size"] < config.block_size:
+                raise ConfigError(
+                    f"teachers must have a block_size of at least {config.block_size}: {checkpoint.path} has "
+                    f"{checkpoint.hyperparameters['block_size']}"
+                )
+        self.lineage: list[dict[str, Any]] = [  # for training.json
+            {"path": path, "weights_sha256": checkpoint.files[WEIGHTS].sha256}
+            for path, checkpoint in zip(config.teachers, checkpoints, strict=True)
+        ]
+        self.forwards = [training_forward(c.load_model(config.device), config) for c in checkpoints]
+
+    @torch.no_grad()
+    def __call__(self, idx: Tensor) -> Tensor:
+        """Ids (B, T) -> probabilities of the next character (B, T, V), float32."""
+        mean = torch.zeros(())
+        with autocast(self.config):
+            for forward in self.forwards:
+                mean = mean + forward(idx).float().softmax(-1) / len(self.forwards)
+        return mean
