@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ from rich.table import Table
 
 from training.config import TrainConfig
 from training.evaluate import bits
+from training.log import read_log
 from training.messages import plural
 from training.state import Progress
 
@@ -105,7 +105,7 @@ def print_report(
     for name, label in labels.items():
         table.add_row(label, f"{losses[name]:.4f}", f"{bits(losses[name]):.4f}")
     console.print(table)
-    records = read_log(out / "log.jsonl")
+    records = read_log(out)
     val = {r["step"]: r["val_loss"] for r in records if r["event"] == "evaluation"}
     table = Table("step", "training loss", "validation loss")
     best, last = progress.best_step, max(val)
@@ -148,21 +148,17 @@ def print_copies(console: Console, texts: dict[str, dict[str, Any]]) -> None:
     console.print(table)
 
 
-def read_log(log: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
-
-
 def train_loss_until(records: list[dict[str, Any]], step: int, steps: int) -> float:
     """Mean logged training loss over the `steps` up to `step`; nan if none was logged."""
     losses = [r["train_loss"] for r in records if r["event"] == "train" and step - steps < r["step"] <= step]
     return sum(losses) / len(losses) if losses else math.nan
 
 
-def draw_curves(log: Path, png: Path) -> None:
-    """Plot training and validation loss, learning rate and baselines."""
+def draw_curves(out: Path) -> None:
+    """Plot training and validation loss, learning rate and baselines of a run: OUT/loss.png."""
     from matplotlib.figure import Figure  # takes half a second to import
 
-    records = read_log(log)
+    records = read_log(out)
     train = [r for r in records if r["event"] == "train"]
     val = [r for r in records if r["event"] == "evaluation"]
     figure = Figure(figsize=(9, 5), layout="constrained")
@@ -190,4 +186,4 @@ def draw_curves(log: Path, png: Path) -> None:
     rate.set_ylim(bottom=0)
     lines = [*axes.get_lines(), *rate.get_lines()]
     axes.legend(lines, [str(line.get_label()) for line in lines], loc="upper right")
-    figure.savefig(png, dpi=120)
+    figure.savefig(out / "loss.png", dpi=120)

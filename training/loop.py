@@ -13,9 +13,7 @@ A run that is killed at any moment and resumed ends with the same bytes as an un
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import os
 import platform
 import shlex
 import signal
@@ -37,15 +35,15 @@ from torch.nn import functional as F
 from service.model.checkpoint import Checkpoint, save_checkpoint
 from service.model.gpt import GPT
 from service.model.params import SamplingParams
-from training.board import Board
 from training.config import TrainConfig
 from training.data import IGNORED, Corpus, micro_batches, record_pieces, sampler_of, window_pieces
 from training.device import autocast, machine, training_forward
-from training.display import ProgressView, draw_curves, print_report, read_log, warn_if_vocabulary_is_large
+from training.display import ProgressView, draw_curves, print_report, warn_if_vocabulary_is_large
 from training.distill import Teachers
 from training.distributed import World
 from training.evaluate import baselines, piece_loss, split_losses
 from training.finetune import Origin
+from training.log import RunLog
 from training.messages import plural, resume_command
 from training.optim import FlatGradients, Optimizers, WeightAverage, lr_scale
 from training.sample import sample_texts
@@ -106,7 +104,6 @@ class Run:
         self.progress = Progress()
         self.saved_at = time.monotonic()
         self.cpu_seconds = 0.0  # this process's last step
-        self._board: Board | None = None
         torch.manual_seed(config.seed + world.rank)  # for dropout
 
     @classmethod
@@ -148,7 +145,13 @@ class Run:
         warn_if_vocabulary_is_large(console, config, self.model.config.vocab_size, self.model.num_parameters)
         self.world.all_reduce_(torch.zeros(1))  # barrier: the first save replaces files that every process reads
         view = ProgressView(console, config)
-        with self.storage_errors(), self.open_log(), catch_signals() as self.received, view:
+        log = RunLog(self.out, progress, tensorboard=config.tensorboard) if self.world.is_main else None
+        with (
+            self.storage_errors(),
+            log or contextlib.nullcontext() as self.run_log,
+            catch_signals() as self.received,
+            view,
+        ):
             self.save()
             while True:
                 if self.evaluation_is_due:
@@ -309,7 +312,7 @@ class Run:
 
     def draw(self) -> None:
         if self.world.is_main:
-            draw_curves(self.out / "log.jsonl", self.out / "loss.png")
+            draw_curves(self.out)
 
     def speed(self) -> dict[str, float]:
         """Training speed, in characters per second and as a share of the matrix-product peak, which is measured now."""
@@ -333,9 +336,8 @@ class Run:
         self.saved_at = time.monotonic()
         if generators is None:
             return
-        self._log.flush()
-        os.fsync(self._log.fileno())
-        self.progress.log_bytes = self._log.tell()
+        assert self.run_log
+        self.progress.log_bytes = self.run_log.sync()
         corpus = self.corpus.describe()
         extra = pack(self.requested, self.resolved, corpus, self.progress, self.tensors(), generators)
         description = self.describe({"best_val": self.progress.best_val_loss}, self.progress)
@@ -385,33 +387,9 @@ class Run:
                 f"cannot write {error.filename or self.out}: {error.strerror or error}. {hint}"
             ) from error
 
-    @contextlib.contextmanager
-    def open_log(self) -> Iterator[None]:
-        """Open OUT/log.jsonl, truncated to its length at the save that the run resumes from."""
-        if not self.world.is_main:
-            yield
-            return
-        with open(self.out / "log.jsonl", "ab") as self._log:
-            self._log.truncate(self.progress.log_bytes)
-            self._log.seek(0, os.SEEK_END)  # truncate() leaves the position, which save() records, at the old end
-            if self.config.tensorboard:
-                records = read_log(self.out / "log.jsonl")
-                self._board = Board(self.out / "tensorboard", records, self.progress.elapsed_seconds)
-            try:
-                yield
-            finally:
-                if self._board:
-                    self._board.close()
-
     def log(self, record: dict[str, Any]) -> None:
-        if not self.world.is_main:
-            return
-        record["elapsed_seconds"] = round(self.progress.elapsed_seconds, 3)
-        record["cpu_seconds"] = round(self.progress.cpu_seconds, 3)
-        self._log.write((json.dumps(record, ensure_ascii=False) + "\n").encode())
-        self._log.flush()
-        if self._board:
-            self._board.add(record)
+        if self.run_log:
+            self.run_log.add(record)
 
     def log_losses(self) -> None:
         """Log the mean training loss since the previous call."""

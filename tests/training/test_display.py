@@ -7,7 +7,8 @@ import pytest
 from rich.console import Console
 
 from training.config import TrainConfig
-from training.display import ProgressView, draw_curves, print_report, read_log, train_loss_until
+from training.display import ProgressView, draw_curves, print_report, train_loss_until
+from training.log import read_log
 from training.state import Progress
 
 LOSSES = {"uniform": 3.0, "unigram": 2.5, "bigram": 2.2, "whole": 2.0, "streamed": 1.9}
@@ -21,7 +22,7 @@ def write_log(out, train, val):
 
 
 def report(out, steps, **changes):
-    val = {r["step"]: r["val_loss"] for r in read_log(out / "log.jsonl") if r["event"] == "evaluation"}
+    val = {r["step"]: r["val_loss"] for r in read_log(out) if r["event"] == "evaluation"}
     best = min(val, key=val.get)
     progress = Progress(step=max(val), best_step=best, best_val_loss=val[best], elapsed_seconds=1.0)
     speed = {"characters_per_second": 1e4, "matmul_peak_flops": 1e11, "peak_share": 0.5}
@@ -55,7 +56,7 @@ def test_overfitting_is_reported_only_if_training_loss_falls_and_validation_loss
 def test_curves_are_drawn_from_incomplete_logs(tmp_path):
     for train, val in (({}, {10: 2.0}), ({10: 2.0}, {0: 3.0, 10: 2.1})):
         write_log(tmp_path, train, val)
-        draw_curves(tmp_path / "log.jsonl", tmp_path / "loss.png")
+        draw_curves(tmp_path)
         assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -64,7 +65,7 @@ def test_curves_show_the_range_of_what_was_learned(tmp_path, monkeypatch):
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))
     train = {step: 4.0 if step == 10 else 2.0 - step / 4000 for step in range(10, 2000, 10)}
     write_log(tmp_path, train, {1000: 1.8, 1990: 1.6})
-    draw_curves(tmp_path / "log.jsonl", tmp_path / "loss.png")
+    draw_curves(tmp_path)
     low, high = drawn[0].axes[0].get_ylim()
     assert 1.3 < low < 1.5 and 1.9 < high < 2.2
 

@@ -1,0 +1,84 @@
+"""The log of a run: OUT/log.jsonl, and TensorBoard's event files on request.
+
+The log continues where the save ends that a run resumes from; the event files are rewritten from it, so that no step
+appears twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Self
+
+from training.state import Progress
+
+LOG = "log.jsonl"
+
+
+class RunLog:
+    """The log in the folder `out` of the run with this `progress`; it takes one record per event."""
+
+    def __init__(self, out: Path, progress: Progress, *, tensorboard: bool):
+        self.out, self.progress, self.tensorboard = out, progress, tensorboard
+        self._board: _Board | None = None
+
+    def __enter__(self) -> Self:
+        self._file = open(self.out / LOG, "ab")
+        self._file.truncate(self.progress.log_bytes)
+        self._file.seek(0, os.SEEK_END)  # truncate() leaves the position, which sync() returns, at the old end
+        if self.tensorboard:
+            self._board = _Board(self.out / "tensorboard", read_log(self.out), self.progress.elapsed_seconds)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        if self._board:
+            self._board.writer.close()
+
+    def add(self, record: dict[str, Any]) -> None:
+        record["elapsed_seconds"] = round(self.progress.elapsed_seconds, 3)
+        record["cpu_seconds"] = round(self.progress.cpu_seconds, 3)
+        self._file.write((json.dumps(record, ensure_ascii=False) + "\n").encode())
+        self._file.flush()
+        if self._board:
+            self._board.add(record)
+
+    def sync(self) -> int:
+        """Write the log to the disk and return its length in bytes."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return self._file.tell()
+
+
+def read_log(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / LOG).read_text(encoding="utf-8").splitlines()]
+
+
+class _Board:
+    """Event files in `folder`, beginning with `records`.
+
+    Scalars have their names in the log. Wall times count training only, not the pauses between resumed runs.
+    """
+
+    def __init__(self, folder: Path, records: Iterable[dict[str, Any]], elapsed_seconds: float):
+        from torch.utils.tensorboard import SummaryWriter  # optional, and takes seconds to import
+
+        shutil.rmtree(folder, ignore_errors=True)
+        # purge_step makes a running TensorBoard drop what it read from the old files.
+        self.writer = SummaryWriter(str(folder), purge_step=0, flush_secs=10)
+        self.start = time.time() - elapsed_seconds
+        for record in records:
+            self.add(record)
+
+    def add(self, record: dict[str, Any]) -> None:
+        when = self.start + record["elapsed_seconds"]
+        for name, value in record.items():
+            if name == "sample":
+                indented = "    " + value.replace("\n", "\n    ")  # a Markdown code block
+                self.writer.add_text(name, indented, record["step"], walltime=when)
+            elif name not in ("event", "step", "elapsed_seconds"):
+                self.writer.add_scalar(name, value, record["step"], walltime=when)
