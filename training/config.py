@@ -66,7 +66,7 @@ class TrainConfig:
     dropout: float = option(0.0, "dropout on each residual branch, in [0, 1)")
 
     # optimization
-    steps: int = option(1952, "optimizer steps")
+    steps: int = option(2440, "optimizer steps")
     batch_size: int = option(8, "windows of block_size characters per step")
     window_stages: int = option(
         3, "windows grow: with 3, they are cut in four, then in two, then whole for half of the steps; 1: always whole"
@@ -74,10 +74,13 @@ class TrainConfig:
     muon_lr: float = option(0.03, "peak learning rate of the hidden matrices (Muon)")
     adamw_lr: float = option(0.003, "peak learning rate of embedding, head and norms (AdamW)")
     muon_momentum: float = option(0.93, "Nesterov momentum of Muon, in [0, 1)")
+    momentum_steps: int = option(1000, "steps over which Muon's momentum rises to it, from 0.85")
     muon_beta2: float = option(0.95, "decay of Muon's per-row second moment, in [0, 1)")
     adamw_beta1: float = option(0.9, "decay of AdamW's first moment, in [0, 1)")
     adamw_beta2: float = option(0.99, "decay of AdamW's second moment, in [0, 1)")
-    weight_decay: float = option(0.2, "decoupled weight decay of the hidden matrices, times the learning rate")
+    weight_decay: float = option(
+        0.2, "decoupled weight decay of the hidden matrices, times the learning rate, after three epochs; less before"
+    )
     warmup_steps: int = option(50, "steps of linear warmup, followed by linear decay to 0")
     grad_clip: float = option(1.0, "maximum gradient norm; 0: no clipping")
     ema_decay: float = option(
@@ -85,7 +88,7 @@ class TrainConfig:
     )
 
     # evaluation, logs and checkpoints
-    eval_every: int = option(488, "steps between evaluations")
+    eval_every: int = option(610, "steps between evaluations")
     eval_chars: int = option(
         1_000_000, "validation characters per evaluation, 0: all; the final report always scores all"
     )
@@ -117,6 +120,7 @@ class TrainConfig:
             "batch_size": (1, 10**6),
             "window_stages": (1, 20),
             "warmup_steps": (0, 10**9),
+            "momentum_steps": (0, 10**9),
             "eval_every": (1, 10**9),
             "patience": (0, 10**9),
             "log_every": (1, 10**9),
@@ -189,17 +193,15 @@ class TrainConfig:
         return asdict(self)
 
 
-# The experiments behind these values are in README.md.
+# The experiments behind these values are in RECIPE.md.
 PRESETS: dict[str, dict[str, Any]] = {
     "quick": dict(
         n_layer=4,
-        block_size=64,
-        batch_size=16,
+        block_size=128,
+        batch_size=8,
         muon_lr=0.04,
-        muon_momentum=0.9,
-        weight_decay=0.0,
-        steps=400,
-        eval_every=200,
+        steps=550,
+        eval_every=275,
         eval_chars=30_000,
     ),
     "cpu": dict(),
@@ -214,6 +216,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         eval_every=250,
         muon_lr=0.02,
         muon_momentum=0.95,
+        momentum_steps=300,
         dropout=0.2,
         weight_decay=0.3,
         ema_decay=0.995,

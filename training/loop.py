@@ -219,7 +219,7 @@ class Run:
             raise self.diverged(progress.step, f"loss {value}, gradient norm {norm_value}")
         self.stopped = signal.SIGTERM if terminated else signal.SIGINT if interrupted else None
         self.save_is_due = bool(save_is_due)
-        self.optimizers.step(progress.step)
+        self.optimizers.step(progress.step, progress.position / self.sampler.per_epoch)
         if self.average:
             self.average.update(progress.step)
         progress.step += 1

@@ -8,9 +8,13 @@ import sys
 from pathlib import Path
 
 
-def program() -> str:
+def program(python: str = "python") -> str:
     """The program as the user typed it; `service.command` sets argv[0] to chargpt."""
-    return "chargpt" if sys.argv[0] == "chargpt" else f"{shlex.quote(_python())} -m training"
+    return "chargpt" if sys.argv[0] == "chargpt" else f"{python} -m training"
+
+
+def resume_command(out: Path) -> str:
+    return f"{program(shlex.quote(_python()))} train --resume --out {shlex.quote(str(out))}"
 
 
 def _python() -> str:
@@ -19,10 +23,6 @@ def _python() -> str:
         return "python"
     path = Path(sys.executable)
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
-
-
-def resume_command(out: Path) -> str:
-    return f"{program()} train --resume --out {shlex.quote(str(out))}"
 
 
 def plural(count: int, noun: str) -> str:

@@ -81,14 +81,11 @@ class Muon:
     def __init__(
         self,
         matrices: Iterable[tuple[Tensor, list[int]]],
-        momentum: float,
-        weight_decay: float,
         row_decay: float,
         dtype: torch.dtype = torch.float32,
         world: World | None = None,
     ):
-        self.momentum, self.weight_decay, self.row_decay = momentum, weight_decay, row_decay
-        self.dtype, self.world = dtype, world or World()
+        self.row_decay, self.dtype, self.world = row_decay, dtype, world or World()
         parts: dict[tuple[int, int], list[tuple[Tensor, slice]]] = {}
         for parameter, sizes in matrices:
             start = 0
@@ -102,22 +99,22 @@ class Muon:
         self._updates_of = self._updates.split(lengths, dim=1)
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
+    def step(self, lr: float, momentum: float, weight_decay: float) -> None:
         rank = self.world.rank
         for group, updates in zip(self._groups.values(), self._updates_of, strict=True):
             if group.mine:
                 gradient = torch.stack([_gradient(parameter)[rows] for parameter, rows in group.mine])
                 average = group.momentum[rank, : len(group.mine)]
-                average.lerp_(gradient, 1.0 - self.momentum)
-                update = orthogonalize(gradient.lerp_(average, self.momentum), self.dtype)
+                average.lerp_(gradient, 1.0 - momentum)
+                update = orthogonalize(gradient.lerp_(average, momentum), self.dtype)
                 update = self.normalize_rows(update, group.strength[rank, : len(group.mine)])
                 updates[rank, : update.numel()] = update.flatten()
         self.world.all_gather_(self._updates)
         for group, updates in zip(self._groups.values(), self._updates_of, strict=True):
             each = updates.reshape(-1, *group.momentum.shape[2:])
             for (parameter, rows), update in zip(group.parts, each, strict=False):
-                if self.weight_decay:
-                    parameter[rows].mul_(1.0 - lr * self.weight_decay)
+                if weight_decay:
+                    parameter[rows].mul_(1.0 - lr * weight_decay)
                 parameter[rows].add_(update, alpha=-lr * group.scale)
 
     def normalize_rows(self, update: Tensor, strength: Tensor) -> Tensor:
@@ -180,7 +177,7 @@ class Optimizers:
         hidden = {id(parameter) for parameter, _ in matrices}
         self._others = {name: p for name, p in model.named_parameters() if id(p) not in hidden}
         dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-        self.muon = Muon(matrices, config.muon_momentum, config.weight_decay, config.muon_beta2, dtype, world)
+        self.muon = Muon(matrices, config.muon_beta2, dtype, world)
         self._adamw = {
             name: {
                 "step": torch.zeros((), device=parameter.device),
@@ -191,8 +188,8 @@ class Optimizers:
         }
 
     @torch.no_grad()
-    def step(self, step: int) -> None:
-        """Update the parameters, at the learning rate of step number `step`, counted from 0."""
+    def step(self, step: int, epochs: float) -> None:
+        """Update the parameters in step number `step`, counted from 0, after `epochs` of the training split."""
         scale = lr_scale(step, self.config)
         parameters: list[Tensor] = list(self._others.values())
         states = self._adamw.values()
@@ -213,7 +210,8 @@ class Optimizers:
             eps=1e-8,
             maximize=False,
         )
-        self.muon.step(self.config.muon_lr * scale)
+        momentum, weight_decay = momentum_at(step, self.config), weight_decay_at(epochs, self.config)
+        self.muon.step(self.config.muon_lr * scale, momentum, weight_decay)
 
     def tensors(self) -> dict[str, Tensor]:
         """The state by name; copying into these tensors restores it."""
@@ -229,6 +227,17 @@ def lr_scale(step: int, config: TrainConfig) -> float:
     if step < warmup:
         return (step + 1) / warmup
     return (config.steps - step) / (config.steps - warmup)
+
+
+def momentum_at(step: int, config: TrainConfig) -> float:
+    """Muon's momentum, which rises from 0.85: short runs need less than long ones."""
+    low, high = min(0.85, config.muon_momentum), config.muon_momentum
+    return low + (high - low) * min(1.0, (step + 1) / max(1, config.momentum_steps))
+
+
+def weight_decay_at(epochs: float, config: TrainConfig) -> float:
+    """Weight decay, which rises with the epochs seen, to its full value after three: what repeats can be memorized."""
+    return config.weight_decay * min(1.0, epochs / 3)
 
 
 class WeightAverage:

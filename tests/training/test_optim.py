@@ -8,7 +8,16 @@ import torch
 from service.model.config import GPTConfig
 from service.model.gpt import GPT
 from training.config import TrainConfig
-from training.optim import Muon, Optimizers, WeightAverage, hidden_matrices, lr_scale, orthogonalize
+from training.optim import (
+    Muon,
+    Optimizers,
+    WeightAverage,
+    hidden_matrices,
+    lr_scale,
+    momentum_at,
+    orthogonalize,
+    weight_decay_at,
+)
 
 
 def with_gradients(seed: int = 0) -> GPT:
@@ -71,11 +80,11 @@ def test_two_steps_of_muon_equal_nesterov_momentum_with_an_svd():
         for name in expected
         if name.startswith("blocks") and name.split(".", 2)[2] in parts
     }
-    muon = Muon(hidden_matrices(model), momentum, decay, row_decay)
+    muon = Muon(hidden_matrices(model), row_decay)
     for step in range(2):
         for parameter in model.parameters():
             parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step))
-        muon.step(lr)
+        muon.step(lr, momentum, decay)
         for i in range(2):
             for suffix, sizes in parts.items():
                 name = f"blocks.{i}.{suffix}"
@@ -103,7 +112,7 @@ def test_every_parameter_has_one_optimizer():
     assert {name for name, p in model.named_parameters() if id(p) in muon} == {
         f"blocks.{i}.{name}.weight" for i in range(2) for name in ("attn.qkv", "attn.proj", "mlp.gate_up", "mlp.proj")
     }
-    optimizers.step(0)
+    optimizers.step(0, 0.0)
     assert all(not torch.equal(before[name], p) for name, p in model.named_parameters())
 
 
@@ -111,7 +120,7 @@ def test_the_first_step_of_adamw_is_the_sign_of_the_gradient():
     model = with_gradients()
     before = model.embed.weight.detach().clone()
     config = TrainConfig(adamw_lr=0.01, warmup_steps=4)
-    Optimizers(model, config).step(0)
+    Optimizers(model, config).step(0, 0.0)
     torch.testing.assert_close(model.embed.weight, before - 0.01 / 4 * model.embed.weight.grad.sign())
 
 
@@ -119,14 +128,14 @@ def test_restored_optimizers_take_the_same_step():
     config = TrainConfig(warmup_steps=2)
     one, other = with_gradients(1), with_gradients(1)
     first, second = Optimizers(one, config), Optimizers(other, config)
-    first.step(0)
-    second.step(0)
+    first.step(0, 0.0)
+    second.step(0, 0.0)
     fresh = Optimizers(other, config)
     saved = {name: tensor.clone() for name, tensor in second.tensors().items()}
     for name, tensor in fresh.tensors().items():
         tensor.copy_(saved[name])
-    first.step(1)
-    fresh.step(1)
+    first.step(1, 2.0)
+    fresh.step(1, 2.0)
     for a, b in zip(one.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
 
@@ -138,6 +147,15 @@ def test_the_learning_rate_warms_up_then_decays_to_zero():
     assert scales[55] == pytest.approx(0.5) and scales[99] == pytest.approx(1 / 90)
     assert lr_scale(0, TrainConfig(steps=100, warmup_steps=0)) == 1.0
     assert lr_scale(4, TrainConfig(steps=5, warmup_steps=50)) == 1.0, "a run shorter than its warm-up"
+
+
+def test_momentum_rises_with_steps_and_weight_decay_with_epochs():
+    config = TrainConfig(muon_momentum=0.95, momentum_steps=10, weight_decay=0.6)
+    assert [momentum_at(step, config) for step in (0, 4, 9, 10, 10**6)] == pytest.approx([0.86, 0.9, 0.95, 0.95, 0.95])
+    assert [momentum_at(step, TrainConfig(muon_momentum=0.5)) for step in (0, 9)] == [0.5, 0.5]
+    assert momentum_at(0, TrainConfig(muon_momentum=0.9, momentum_steps=0)) == pytest.approx(0.9)
+    decays = [weight_decay_at(epochs, config) for epochs in (0, 0.5, 1.5, 3, 99)]
+    assert decays == pytest.approx([0, 0.1, 0.3, 0.6, 0.6])
 
 
 def test_the_weight_average_follows_its_recurrence():
@@ -156,7 +174,7 @@ def test_the_weight_average_follows_its_recurrence():
 
 def test_row_norms_become_equal_over_time_and_the_matrix_norm_is_preserved():
     generator = torch.Generator().manual_seed(5)
-    muon = Muon([(torch.zeros(6, 8), [6])], momentum=0.9, weight_decay=0.0, row_decay=0.5)
+    muon = Muon([(torch.zeros(6, 8), [6])], row_decay=0.5)
     uneven = torch.tensor([1.0, 2, 3, 4, 5, 0])[None, :, None]
     strength = torch.zeros(1, 6, 1)
     for _ in range(20):
