@@ -70,7 +70,7 @@ test-native-sanitized: $(VENV)/.installed-test ## run the native engine's tests 
 chaos: $(VENV)/.installed-test ## kill, hang, flood and starve real servers, under 30 minutes: tests/chaos/RESULTS.md
 	$(BIN)/python -m tests.chaos $(ARGS)
 
-chaos-train: $(VENV)/.installed-test ## stop runs and saves at 117 random moments and compare the outcomes
+chaos-train: $(VENV)/.installed-test ## stop runs and saves at 116 random moments and compare the outcomes
 	$(BIN)/python -m pytest -m chaos --capture=no --durations=0 $(ARGS)
 
 # Building llama.cpp takes about nine minutes of one core, so no other target needs it.

@@ -5,18 +5,21 @@ The modules, in the order a run uses them:
     __main__.py     the commands and their flags
     config.py       the settings of a run, and the presets
     data.py         text to memory-mapped character ids; the split; the order of the windows
+    jobs.py         starts and resumes runs
     distributed.py  data-parallel processes
+    device.py       device, dtype and threads
     finetune.py     the start from another checkpoint's weights
+    distill.py      the predictions of teachers
     fused.py        the model's forward and backward, hand-written for CPUs
-    optim.py        Muon for the hidden matrices, AdamW for the rest; the learning-rate schedule
+    optim.py        Muon for the hidden matrices, AdamW for the rest, and their schedules
     loop.py         the training loop: steps, evaluations, saves, signals, the final report
     evaluate.py     windowed and streamed losses, baselines
     speed.py        speed as a share of the machine's matrix-product peak
     display.py      progress, tables, curves
-    board.py        TensorBoard event files
+    log.py          the log and TensorBoard's event files
     state.py        what a resumed run needs, without pickle
 
-sample.py, score.py, report.py and export.py each hold the command of that name.
+sample.py, score.py, report.py, export.py and lecture.py each hold the command of that name.
 
 Import rule: `service.model`, and for sampling `service.engine` and `service.wire`; nothing else of `service`.
 """

@@ -78,7 +78,7 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
             options["type"] = next((k for k in get_args(kind) if k is not NoneType), kind)
             options["metavar"] = options["type"].__name__.upper()
         changed = [f"{preset}: {values[field.name]}" for preset, values in PRESETS.items() if field.name in values]
-        shown = " ".join(field.default) if isinstance(field.default, tuple) else field.default
+        shown = " ".join(field.default) or "none" if isinstance(field.default, tuple) else field.default
         default = ", ".join([f"default {shown}".replace("None", "none"), *changed])
         parser.add_argument(f"--{field.name.replace('_', '-')}", help=f"{help} ({default})", **options)
 
@@ -188,7 +188,8 @@ def run_prepare(args: argparse.Namespace) -> None:
 
 def run_train(args: argparse.Namespace) -> None:
     names = {field.name for field in dataclasses.fields(TrainConfig)}
-    given = {name: value for name, value in vars(args).items() if name in names}
+    flags = {name: value for name, value in vars(args).items() if name in names}
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in flags.items()}
     try:
         _train(args, dict(given))
     except ConfigError as error:
@@ -212,14 +213,14 @@ def _train(args: argparse.Namespace, given: dict[str, Any]) -> None:
         if args.preset:
             wanted = TrainConfig.from_preset(args.preset, **given).as_dict()
             # The shape is the checkpoint's, not the preset's, and the checkpoint may be gone by now.
-            fixed = set(SHAPE) if "init_from" in given else set()
+            fixed = {*SHAPE, "window_stages"} if "init_from" in given else set()
             # So may what the text was too small for.
             left_out = {"data", *((fixed | jobs.ADAPTED) - set(given))}
             given = {name: value for name, value in wanted.items() if name not in left_out}
         jobs.resume(args.out, given, console, data=data)
     else:
         if "init_from" in given:
-            given = checkpoint_shape(given["init_from"]) | given
+            given = checkpoint_shape(given["init_from"]) | {"window_stages": 1} | given  # it has seen whole windows
         config = TrainConfig.from_preset(args.preset or "cpu", **given)
         jobs.start(config, args.out, console, overwrite=args.overwrite, adaptable=jobs.ADAPTED - given.keys())
 
@@ -396,6 +397,11 @@ def training_corpus(checkpoint: Checkpoint, data: list[str] | None) -> Corpus:
             f"{' '.join(data)} is not the training text of {checkpoint.path}: "
             f"SHA-256 {corpus.sha256}, expected {expected}"
         )
+    if corpus.describe()["split"] != checkpoint.training["data"].get("split"):
+        raise ConfigError(
+            f"{checkpoint.path} was trained by an older version, which shuffled records in another order: it is not "
+            "known which of them it has seen"
+        )
     return recode(corpus, checkpoint.tokenizer)
 
 
@@ -414,7 +420,7 @@ def load_model(args: argparse.Namespace) -> tuple[Checkpoint, GPT]:
 def main() -> int:
     """Exit status: 0, 1 for a refusal, 2 for a bad command line, 128 + n after signal n."""
     # Threads of GNU OpenMP spin while waiting, which slows a step when another program needs the core; this many
-    # spins cost nothing otherwise (README.md). Read when torch is imported.
+    # spins cost nothing otherwise (RECIPE.md). Read when torch is imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     args = build_parser().parse_args()
     from service.model.checkpoint import CheckpointError

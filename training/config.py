@@ -21,6 +21,7 @@ def option(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
+MIN_WINDOW = 16  # characters; shorter ones would teach little
 DATA_HELP = "UTF-8 text files, plain or gzip, or folders of them, or the name tinyshakespeare"
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
@@ -67,9 +68,11 @@ class TrainConfig:
 
     # optimization
     steps: int = option(2440, "optimizer steps")
-    batch_size: int = option(8, "windows of block_size characters per step")
+    batch_size: int = option(8, "windows of block_size characters per step; cut ones are as many more")
     window_stages: int = option(
-        3, "windows grow: with 3, they are cut in four, then in two, then whole for half of the steps; 1: always whole"
+        3,
+        "windows grow: with 3, they are cut in four, then in two, as far as they can be and have 16 characters, then "
+        "whole for half of the steps; 1, and with init_from: always whole",
     )
     muon_lr: float = option(0.03, "peak learning rate of the hidden matrices (Muon)")
     adamw_lr: float = option(0.003, "peak learning rate of embedding, head and norms (AdamW)")
@@ -103,17 +106,15 @@ class TrainConfig:
     # the machine
     device: Device = option("auto", "auto: cuda, else mps, else cpu")
     dtype: Dtype = option("auto", "dtype of matrix products; auto: bfloat16 if a short probe finds it faster")
-    threads: int = option(0, "CPU threads of all processes together; 0: OMP_NUM_THREADS, else one per core")
-    processes: int = option(
-        0, "data-parallel processes; 0: on a CPU one per thread with at least 4 windows each, otherwise 1"
-    )
+    threads: int = option(0, "CPU threads of a process; 0: OMP_NUM_THREADS, else one per core")
     accumulate: int = option(1, "gradient accumulation: micro-batches per process and step, to save memory")
-    compile: bool = option(False, "torch.compile the model, up to a minute before the first step; not for cpu")
+    compile: bool = option(False, "torch.compile the model, up to a minute for each size of window; not for cpu")
 
     def __post_init__(self) -> None:
         # A single name is allowed, and JSON has lists only.
-        object.__setattr__(self, "data", (self.data,) if isinstance(self.data, str) else tuple(self.data))
-        object.__setattr__(self, "teachers", tuple(self.teachers))
+        for name in ("data", "teachers"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
         bounds: dict[str, tuple[float, float]] = {
             "seed": (0, 2**63 - 1),
             "steps": (1, 10**9),
@@ -126,7 +127,6 @@ class TrainConfig:
             "log_every": (1, 10**9),
             "keep_every": (0, 10**9),
             "threads": (0, 4096),
-            "processes": (0, 4096),
             "accumulate": (1, 10**6),
             "eval_chars": (0, 10**12),
             "sample_chars": (0, 10**6),
@@ -179,7 +179,8 @@ class TrainConfig:
         """
         cut_stages = self.window_stages - 1  # which share the first half of the steps
         halvings = max(0, cut_stages - 2 * cut_stages * step // self.steps)
-        return self.block_size // math.gcd(self.block_size, 1 << halvings)
+        most = max(1, self.block_size // MIN_WINDOW).bit_length() - 1
+        return self.block_size // math.gcd(self.block_size, 1 << min(halvings, most))
 
     def model_config(self, vocab_size: int) -> GPTConfig:
         """Raises ConfigError if the sizes are inconsistent."""

@@ -33,6 +33,7 @@ FORMAT_VERSION = 4
 CHUNK_BYTES = 1 << 22
 TRAIN_SHARE = 0.9  # the first 90 % of a text is the training split, the rest the validation split
 VAL_EVERY = 10  # with records, one in ten goes to the validation split
+RECORDS_ORDER = 2  # version of the order in which they are shuffled before
 IGNORED = -1  # as a target
 CHARACTERS_AT_ONCE = 1 << 20  # of records moved to their places
 MAX_SYMBOLS = 1 << 16  # more than any script has; a text with more is probably not text
@@ -147,6 +148,7 @@ class Corpus:
             "train_characters": len(self.train),
             "val_characters": len(self.val),
             "records": self.records,
+            "split": RECORDS_ORDER if self.records is not None else None,
         }
 
 

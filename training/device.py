@@ -1,4 +1,4 @@
-"""What a run runs on: device, dtype, threads and processes; the forward and the autocast that suit them."""
+"""What a run runs on: device, dtype and threads; the forward and the autocast that suit them."""
 
 from __future__ import annotations
 
@@ -22,36 +22,30 @@ from training.fused import FusedForward
 
 
 def resolve_auto(config: TrainConfig, vocab_size: int, world_size: int) -> dict[str, Any]:
-    """Device, dtype, threads and processes of a run on this machine. Saved with the run, whose bits depend on them.
+    """Device, dtype and threads of a run on this machine. Saved with the run, whose bits depend on them.
 
     Raises:
-        ConfigError: the device is not available, or the batch is not divisible among the processes.
+        ConfigError: the device is not available, or the batch is not divisible among the `world_size` processes.
     """
     device = pick_device(config.device)
     if config.compile and device == "cpu":
         raise ConfigError("compile works on cuda and mps only; on a cpu the training step is hand-written")
     threads = config.threads or torch.get_num_threads()
-    processes = config.processes
-    if world_size > 1 and processes not in (0, world_size):
-        raise ConfigError(f"processes must be 0 or {world_size}, the number that torchrun started, got {processes}")
-    if processes == 0:
-        # At least 4 windows per process and micro-batch, for matrix products of an efficient size.
-        candidates = (n for n in range(threads, 1, -1) if config.batch_size % (n * config.accumulate * 4) == 0)
-        processes = world_size if world_size > 1 or device != "cpu" else next(candidates, 1)
-    if config.batch_size % (processes * config.accumulate):
+    if config.batch_size % (world_size * config.accumulate):
         raise ConfigError(
-            f"batch_size must be a multiple of processes × accumulate = {processes} × {config.accumulate}, got "
+            f"batch_size must be a multiple of processes × accumulate = {world_size} × {config.accumulate}, got "
             f"{config.batch_size}"
         )
-    resolved: dict[str, Any] = {"device": device, "dtype": config.dtype, "threads": threads, "processes": processes}
+    resolved: dict[str, Any] = {"device": device, "dtype": config.dtype, "threads": threads}
     if config.dtype == "auto":
-        torch.set_num_threads(max(1, threads // processes))
-        resolved["dtype"] = faster_dtype(replace(config, **resolved), vocab_size)
+        torch.set_num_threads(threads)
+        rows = config.batch_size // world_size // config.accumulate
+        resolved["dtype"] = faster_dtype(replace(config, **resolved), vocab_size, rows)
     return resolved
 
 
-def faster_dtype(config: TrainConfig, vocab_size: int) -> Literal["float32", "bfloat16"]:
-    """The dtype with the faster step on this machine; on a CPU, timed over a few steps of each."""
+def faster_dtype(config: TrainConfig, vocab_size: int, rows: int) -> Literal["float32", "bfloat16"]:
+    """The dtype with the faster step on this machine; on a CPU, timed over a few steps of each with `rows` windows."""
     if config.device == "mps" or (
         config.device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
     ):
@@ -59,7 +53,7 @@ def faster_dtype(config: TrainConfig, vocab_size: int) -> Literal["float32", "bf
     if config.device == "cuda":
         return "bfloat16"
     model = GPT(config.model_config(vocab_size))
-    idx = torch.zeros(config.batch_size // config.processes // config.accumulate, config.block_size, dtype=torch.long)
+    idx = torch.zeros(rows, config.block_size, dtype=torch.long)
     configs = {dtype: replace(config, dtype=dtype) for dtype in ("float32", "bfloat16")}
     seconds = dict.fromkeys(configs, math.inf)
     for _ in range(3):

@@ -1,11 +1,12 @@
 """Knowledge distillation (Hinton et al. 2015): a model learns what its teachers predict on average.
 
 The average of several models that differ in their seeds predicts better than each of them, and most of that can be
-taught to one (README.md has figures). Knows nothing about the text.
+taught to one (RECIPE.md has figures). Knows nothing about the text.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from service.model.checkpoint import WEIGHTS, Checkpoint
 from service.model.tokenizer import CharTokenizer
 from training.config import ConfigError, TrainConfig
 from training.device import autocast, training_forward
+from training.messages import plural
 
 
 class Teachers:
@@ -31,8 +33,8 @@ class Teachers:
         for checkpoint in checkpoints:
             if checkpoint.tokenizer.characters != tokenizer.characters:
                 raise ConfigError(
-                    f"teachers must have the text's vocabulary, of {tokenizer.vocab_size:,} characters: "
-                    f"{checkpoint.path} has another, of {checkpoint.tokenizer.vocab_size:,}"
+                    f"teachers must have the run's vocabulary, {plural(tokenizer.vocab_size, 'character')} in their "
+                    f"order: {checkpoint.path} has another, of {checkpoint.tokenizer.vocab_size:,}"
                 )
             if checkpoint.hyperparameters["block_size"] < config.block_size:
                 raise ConfigError(
@@ -43,13 +45,14 @@ class Teachers:
             {"path": path, "weights_sha256": checkpoint.files[WEIGHTS].sha256}
             for path, checkpoint in zip(config.teachers, checkpoints, strict=True)
         ]
-        self.forwards = [training_forward(c.load_model(config.device), config) for c in checkpoints]
+        self.models = [checkpoint.load_model(config.device) for checkpoint in checkpoints]
+        self._forwards = [training_forward(model, replace(config, compile=False)) for model in self.models]
 
     @torch.no_grad()
     def __call__(self, idx: Tensor) -> Tensor:
         """Ids (B, T) -> probabilities of the next character (B, T, V), float32."""
         mean = torch.zeros(())
         with autocast(self.config):
-            for forward in self.forwards:
-                mean = mean + forward(idx).float().softmax(-1) / len(self.forwards)
+            for forward in self._forwards:
+                mean = mean + forward(idx).float().softmax(-1) / len(self._forwards)
         return mean

@@ -1,8 +1,5 @@
-"""Data-parallel training: every process holds the whole model and takes a share of each batch.
-
-On a CPU, two single-threaded processes synchronize once a step, two threads at every operation: equally fast on idle
-cores, faster on busy ones (README.md). A run starts such processes itself (`launch`); on several GPUs or machines
-torchrun does (`World.join`).
+"""Data-parallel training in the processes that torchrun starts, on several GPUs or machines: every process holds the
+whole model and takes a share of each batch.
 
 Knows nothing about models; it reduces and gathers tensors, over gloo between CPUs and NCCL between GPUs.
 """
@@ -10,13 +7,10 @@ Knows nothing about models; it reduces and gathers tensors, over gloo between CP
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
-from multiprocessing import resource_tracker
 from typing import Any
 
 import torch
@@ -42,7 +36,7 @@ class World:
     @classmethod
     @contextlib.contextmanager
     def join(cls) -> Iterator[World]:
-        """The world described by the environment variables of torchrun or `launch`; without them, of size 1.
+        """The world described by torchrun's environment variables; without them, of size 1.
 
         Raises:
             LostProcessError: a variable is missing, or another process is unreachable.
@@ -111,49 +105,6 @@ def _lost_process() -> Iterator[None]:
         raise LostProcessError(f"a process of this run has died or is unreachable: {error}") from None
 
 
-@contextlib.contextmanager
-def launch(processes: int, work: Callable[..., None], *args: Any) -> Iterator[None]:
-    """Call work(*args) in `processes` - 1 child processes; the caller does the same work as rank 0.
-
-    The children are killed when the context ends, and die with this process.
-    """
-    if processes == 1:
-        yield
-        return
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    variables = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 uses the store above instead of creating one
-        "WORLD_SIZE": str(processes),
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        **({"GLOO_SOCKET_IFNAME": "lo"} if os.path.exists("/sys/class/net/lo") else {}),
-    }
-    before = {name: os.environ.get(name) for name in variables}
-    context = multiprocessing.get_context("spawn")
-    children = [context.Process(target=_child, args=(rank, work, args), daemon=True) for rank in range(1, processes)]
-    try:
-        os.environ.update(variables)
-        # Ctrl-C reaches every process of a terminal, but this one alone decides when all of them stop.
-        resource_tracker.ensure_running()  # otherwise started with the first child, which unblocks the signal
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-        try:
-            for child in children:
-                child.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        yield
-        for child in children:
-            child.join()
-    finally:
-        for child in children:
-            if child.pid is not None:
-                child.kill()
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
-
-
 def exit_if_distributed(status: int) -> None:
     """End this process without interpreter shutdown if it has been in a world of several.
 
@@ -163,10 +114,3 @@ def exit_if_distributed(status: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
-
-
-def _child(rank: int, work: Callable[..., None], args: tuple[Any, ...]) -> None:
-    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
-    with contextlib.suppress(LostProcessError):  # reported by the main process, if it is still alive
-        work(*args)
-    exit_if_distributed(0)

@@ -1,4 +1,4 @@
-"""Starts and resumes runs: what may be overwritten or changed, the lock on a run's folder, and its processes."""
+"""Starts and resumes runs: what may be overwritten or changed, and the lock on a run's folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from training.config import ConfigError, TrainConfig
 from training.data import Corpus, prepare, recode, sampler_of
 from training.device import resolve_auto
 from training.distill import Teachers
-from training.distributed import World, launch
+from training.distributed import World
 from training.finetune import describe_origin, load_origin
 from training.loop import DivergedError, InterruptedRun, Run
 from training.messages import plural
@@ -27,7 +27,7 @@ from training.state import ResumeError, Saved, changed_settings
 
 # Settings that a small text changes, where the user has not set them.
 ADAPTED = frozenset(("block_size", "steps", "warmup_steps", "eval_every", "patience"))
-MAX_EPOCHS = 20.0  # more only memorizes; tiny Shakespeare gets four
+MAX_EPOCHS = 20.0  # more only memorizes; tiny Shakespeare gets five
 MIN_STEPS = 100
 MIN_BLOCK = 4
 PATIENCE = 3  # evaluations
@@ -127,6 +127,8 @@ def resume(out: Path, given: dict[str, Any], console: Console, *, data: tuple[st
     """
 
     def prepare_job(world: World) -> Job | None:
+        if not (out / "last").is_dir():
+            raise ResumeError(f"nothing to resume: {out / 'last'} does not exist")
         saved = Saved.read(out / "last")
         changes = changed_settings(saved.config.as_dict(), given)
         config, progress = replace(saved.config, **changes), saved.progress
@@ -151,43 +153,43 @@ def resume(out: Path, given: dict[str, Any], console: Console, *, data: tuple[st
                 f"{corpus.name} is not the text of this run: it has {plural(len(corpus.ids), 'character')} and SHA-256 "
                 f"{corpus.sha256}, expected {saved.data['characters']:,} and {saved.data['sha256']}"
             )
-        if world.size not in (1, saved.resolved["processes"]):
+        if world.size != saved.processes:
             raise ResumeError(
-                f"{out} must be resumed with {plural(saved.resolved['processes'], 'process')} as before, "
-                f"got {world.size}"
+                f"{out} must be resumed with {plural(saved.processes, 'process')} as before, got {world.size}; "
+                "torchrun starts several"
             )
         return Job(config, saved.resolved, data or config.data, out, resumed=True)
 
-    if not (out / "last").is_dir():
-        raise ResumeError(f"nothing to resume: {out / 'last'} does not exist")
+    if not out.is_dir():
+        raise ResumeError(f"nothing to resume: {out} does not exist")
     _run_job(out, console, prepare_job)
 
 
 def _run_job(out: Path, console: Console, prepare_job: Callable[[World], Job | None]) -> None:
-    """Train in the processes that torchrun started, or start the job's processes here."""
+    """Train in this process, or in those that torchrun started."""
     with World.join() as world, exclusive(out) if world.is_main else contextlib.nullcontext():
         if world.is_main:
             for name in ("last", "best"):  # of a killed run; the lock is ours
                 restore_folder(out / name)
             for partial in out.glob(".*.saving-*"):
                 shutil.rmtree(partial)
-        job = world.broadcast(prepare_job(world) if world.is_main else None)
-        if job is None:
-            return
-        if world.size > 1:
-            _train(job, world, console)
-            return
-        with launch(job.resolved["processes"], _join_and_train, job):
-            _join_and_train(job, console)
+        job, refusal = None, None
+        if world.is_main:
+            try:
+                job = prepare_job(world)
+            except Exception as error:
+                refusal = error
+        job = world.broadcast(job)
+        if refusal:
+            raise refusal
+        # What ends the run ends it in all processes at the same step, and the main one reports it.
+        reported = () if world.is_main else (InterruptedRun, DivergedError, ResumeError, ConfigError)
+        with contextlib.suppress(*reported):
+            if job:
+                _train(job, world, console)
 
 
-def _join_and_train(job: Job, console: Console | None = None) -> None:
-    """console: the main process's, which reports; what ends the run ends it in all processes at the same step."""
-    with contextlib.suppress(*() if console else (InterruptedRun, DivergedError)), World.join() as world:
-        _train(job, world, console)
-
-
-def _train(job: Job, world: World, console: Console | None) -> None:
+def _train(job: Job, world: World, console: Console) -> None:
     keep_freed_memory()
     corpus = prepare(job.data, records=job.config.records)
     if job.resumed:
@@ -198,7 +200,7 @@ def _train(job: Job, world: World, console: Console | None) -> None:
         run = Run(job.config, job.resolved, recode(corpus, origin.tokenizer), job.out, world, origin)
     else:
         run = Run(job.config, job.resolved, corpus, job.out, world)
-    run.train(console if console and world.is_main else Console(quiet=True))
+    run.train(console if world.is_main else Console(quiet=True))
 
 
 @contextlib.contextmanager

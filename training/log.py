@@ -6,6 +6,7 @@ appears twice.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -27,17 +28,18 @@ class RunLog:
         self._board: _Board | None = None
 
     def __enter__(self) -> Self:
-        self._file = open(self.out / LOG, "ab")
-        self._file.truncate(self.progress.log_bytes)
-        self._file.seek(0, os.SEEK_END)  # truncate() leaves the position, which sync() returns, at the old end
-        if self.tensorboard:
-            self._board = _Board(self.out / "tensorboard", read_log(self.out), self.progress.elapsed_seconds)
+        with contextlib.ExitStack() as stack:
+            self._file = stack.enter_context(open(self.out / LOG, "ab"))
+            self._file.truncate(self.progress.log_bytes)
+            self._file.seek(0, os.SEEK_END)  # truncate() leaves the position, which sync() returns, at the old end
+            if self.tensorboard:
+                self._board = _Board(self.out / "tensorboard", read_log(self.out), self.progress.elapsed_seconds)
+                stack.callback(self._board.writer.close)
+            self._open = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
-        if self._board:
-            self._board.writer.close()
+        self._open.close()
 
     def add(self, record: dict[str, Any]) -> None:
         record["elapsed_seconds"] = round(self.progress.elapsed_seconds, 3)

@@ -13,6 +13,7 @@ A run that is killed at any moment and resumed ends with the same bytes as an un
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import platform
 import shlex
@@ -62,9 +63,10 @@ class StorageError(OSError):
 class InterruptedRun(Exception):
     """A signal ended the run, after a save."""
 
-    def __init__(self, number: int, out: Path, step: int, steps: int):
+    def __init__(self, number: int, out: Path, step: int, steps: int, processes: int):
         super().__init__(
-            f"{signal.Signals(number).name}: saved at step {step} of {steps}; resume with: {resume_command(out)}"
+            f"{signal.Signals(number).name}: saved at step {step} of {steps}; resume with: "
+            f"{resume_command(out, processes)}"
         )
         self.number = number
 
@@ -87,7 +89,7 @@ class Run:
     ):
         self.requested, self.resolved, self.corpus, self.out, self.world = config, resolved, corpus, out, world
         self.config = config = replace(config, **resolved)
-        torch.set_num_threads(max(1, config.threads // config.processes))
+        torch.set_num_threads(config.threads)
         self.device = torch.device(config.device)
         self.sampler = sampler_of(corpus, config.block_size, config.seed)
         self.rows = config.batch_size * self.sampler.rows  # of a step
@@ -136,7 +138,7 @@ class Run:
             f"{self.corpus.name}: {plural(len(self.corpus.ids), 'character')}, "
             f"{plural(self.corpus.symbols, 'symbol')}; {self.model.num_parameters:,} parameters; "
             f"{config.dtype} on {config.device}, "
-            f"{plural(config.threads, 'thread')} in {plural(config.processes, 'process')}; "
+            f"{plural(self.world.size, 'process')} of {plural(config.threads, 'thread')}; "
             f"{plural(config.steps - progress.step, 'step')} of {self.in_a_step}, "
             f"{(config.steps - progress.step) * self.rows / self.sampler.per_epoch:.3g} epochs",
             markup=False,
@@ -171,7 +173,7 @@ class Run:
                     self.save()
                 if self.stopped:
                     self.draw()
-                    raise InterruptedRun(self.stopped, self.out, progress.step, config.steps)
+                    raise InterruptedRun(self.stopped, self.out, progress.step, config.steps, self.world.size)
             self.finish(console)
 
     @property
@@ -277,11 +279,15 @@ class Run:
         self.model.train()
         return record
 
+    @functools.cached_property
+    def val_pieces(self) -> tuple[np.ndarray, np.ndarray]:
+        pieces_of = window_pieces if self.corpus.records is None else record_pieces
+        return pieces_of(self.corpus.val, self.config.block_size)
+
     def validation_loss(self, model: GPT) -> float:
         """Mean loss over the validation split, or its first eval_chars; the processes share the work."""
         ids, world = self.corpus.val, self.world
-        pieces_of = window_pieces if self.corpus.records is None else record_pieces
-        starts, lengths = pieces_of(ids, model.config.block_size)
+        starts, lengths = self.val_pieces
         count = len(lengths)
         if self.config.eval_chars:
             count = max(1, int(np.searchsorted(np.cumsum(lengths), self.config.eval_chars, "right")))
@@ -296,7 +302,6 @@ class Run:
         if not self.world.is_main:
             self.save()
             return
-        torch.set_num_threads(self.config.threads)
         best = Checkpoint.read(self.out / "best").load_model(self.device)
         corpus = self.corpus
         losses = {
@@ -320,8 +325,15 @@ class Run:
         peak = matmul_peak(self.device, getattr(torch, self.config.dtype)) * (
             1 if self.device.type == "cpu" else self.world.size
         )
-        share = rate * flops_per_character(self.model) / peak
+        share = rate * self.flops_per_character() / peak
         return {"characters_per_second": rate, "matmul_peak_flops": peak, "peak_share": share}
+
+    def flops_per_character(self) -> float:
+        """On average over the run, whose windows grow; forwards of teachers included."""
+        config = self.config
+        window = sum(config.window_at(config.steps * i // 100) for i in range(100)) / 100
+        teachers = self.teachers.models if self.teachers else []
+        return flops_per_character(self.model, window) + sum(flops_per_character(each, window) / 3 for each in teachers)
 
     def save(self) -> None:
         """Write OUT/last, with the state to resume from.
@@ -367,7 +379,7 @@ class Run:
             **({"teachers": self.teachers.lineage} if self.teachers else {}),
             "versions": {name: version(name) for name in ("chargpt", "torch", "numpy", "safetensors")}
             | {"python": platform.python_version()},
-            "machine": {**machine(self.device), **self.resolved},
+            "machine": {**machine(self.device), **self.resolved, "processes": self.world.size},
             "command": shlex.join(["python", "-m", "training", *sys.argv[1:]]),
         }
 
@@ -381,7 +393,7 @@ class Run:
             if (self.out / "last").is_dir():
                 hint = (
                     f"The last good checkpoint is {self.out / 'last'}; once the problem is solved, resume with: "
-                    f"{resume_command(self.out)}"
+                    f"{resume_command(self.out, self.world.size)}"
                 )
             raise StorageError(
                 f"cannot write {error.filename or self.out}: {error.strerror or error}. {hint}"

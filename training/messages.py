@@ -13,8 +13,11 @@ def program(python: str = "python") -> str:
     return "chargpt" if sys.argv[0] == "chargpt" else f"{python} -m training"
 
 
-def resume_command(out: Path) -> str:
-    return f"{program(shlex.quote(_python()))} train --resume --out {shlex.quote(str(out))}"
+def resume_command(out: Path, processes: int) -> str:
+    start = program(shlex.quote(_python()))
+    if processes > 1:
+        start = f"torchrun --nproc-per-node {processes} -m training"
+    return f"{start} train --resume --out {shlex.quote(str(out))}"
 
 
 def _python() -> str:

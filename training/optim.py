@@ -1,4 +1,4 @@
-"""Muon for the hidden matrices, AdamW for embedding, head and norms, and their learning-rate schedule.
+"""Muon for the hidden matrices, AdamW for embedding, head and norms, and their schedules.
 
 Muon (Jordan et al. 2024) replaces each matrix's momentum by the nearest semi-orthogonal matrix. Parameters that pack
 several matrices (query, key and value; gate and up) are split, and each matrix is orthogonalized separately, in one
@@ -169,7 +169,7 @@ class FlatGradients:
 
 
 class Optimizers:
-    """Muon and AdamW for all parameters of a model, on one schedule."""
+    """Muon and AdamW for all parameters of a model, with learning rates on one schedule."""
 
     def __init__(self, model: GPT, config: TrainConfig, world: World | None = None):
         self.config = config

@@ -16,15 +16,15 @@ M_TOP_PAD = (-2, 1 << 26)
 M_MMAP_THRESHOLD = (-3, 1 << 30)
 
 
-def flops_per_character(model: Any) -> int:
-    """FLOPs per character of the matrix products of a forward and backward.
+def flops_per_character(model: Any, window: float | None = None) -> float:
+    """FLOPs per character of the matrix products of a forward and backward, in windows of block_size or `window`.
 
     Counted as in PaLM (Chowdhery et al. 2022), appendix B: all T² attention scores, without the optimizer.
     `model` is any module whose `config` has n_layer, n_embd and block_size.
     """
     config = model.config
     linear: int = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
-    scores: int = config.n_layer * config.n_embd * config.block_size  # q·k; weights·v takes as many
+    scores: float = config.n_layer * config.n_embd * (window or config.block_size)  # q·k; weights·v takes as many
     return 3 * (2 * linear + 2 * 2 * scores)
 
 

@@ -89,6 +89,7 @@ def pack(
         "format_version": FORMAT_VERSION,
         "config": config.as_dict(),
         "found": dict(resolved),
+        "processes": len(generators),
         "data": dict(data),
         "progress": asdict(progress),
     }
@@ -104,6 +105,7 @@ class Saved:
     checkpoint: Checkpoint
     config: TrainConfig
     resolved: dict[str, Any]
+    processes: int
     data: dict[str, Any]
     progress: Progress
 
@@ -122,7 +124,7 @@ class Saved:
         if state["format_version"] != FORMAT_VERSION:
             raise ResumeError(f"{path / STATE}: format_version must be {FORMAT_VERSION}, got {state['format_version']}")
         config, progress = TrainConfig(**state["config"]), Progress(**state["progress"])
-        return cls(checkpoint, config, state["found"], state["data"], progress)
+        return cls(checkpoint, config, state["found"], state["processes"], state["data"], progress)
 
     def restore(self, model: GPT, tensors: Mapping[str, Tensor], rank: int) -> None:
         """Copy the saved state into `model`, into `tensors` by name, and into the generators of process `rank`."""

@@ -178,10 +178,12 @@ class Checkpoint:
                 the folder was replaced by one with another digest.
         """
         path = Path(path)
+        if not (path / MANIFEST).is_file() and previous_of(path.absolute()).is_dir():
+            raise CheckpointError(
+                f"no checkpoint at {path}: a save was interrupted; the one before is {previous_of(path)}, rename it"
+            )
         if not os.path.isdir(path):
-            kept = previous_of(path.absolute())
-            hint = f"; a save was interrupted: rename {kept} to {path.name}" if kept.is_dir() else ""
-            raise CheckpointError(f"no checkpoint at {path}: not a folder{hint}")
+            raise CheckpointError(f"no checkpoint at {path}: not a folder")
         file = path / MANIFEST
         with _open(file) as (stream, size):
             if size > _MAX_CONFIG_BYTES:
@@ -360,7 +362,7 @@ def replacing_folder(path: Path) -> Iterator[Path]:
     """A temporary folder that atomically replaces `path` when the block succeeds.
 
     On Linux and macOS the two folders are exchanged. Where the system or file system lacks that call, the old folder is
-    moved to `.<name>.previous` first; after a kill between the two, `restore_folder` moves it back.
+    moved to `.<name>.previous` first; after a kill before all is done, `restore_folder` moves it back.
     Concurrent processes all succeed; the last one's folder remains.
 
     Raises:
@@ -383,11 +385,10 @@ def replacing_folder(path: Path) -> Iterator[Path]:
             if not path.exists():
                 raise
             if not _exchange(new, path):
-                previous = previous_of(path)
-                shutil.rmtree(previous, ignore_errors=True)
-                _move(path, previous)
+                _move(path, previous_of(path))
                 new.rename(path)
-        shutil.rmtree(previous_of(path), ignore_errors=True)
+        if previous_of(path).is_dir() and not new.exists():
+            previous_of(path).rename(new)  # done; removed below
         try:
             _fsync_folder(path.parent)
         except OSError as error:
@@ -398,13 +399,14 @@ def replacing_folder(path: Path) -> Iterator[Path]:
 
 
 def previous_of(path: Path) -> Path:
-    """Where `replacing_folder` keeps the old folder for a moment, on systems that cannot exchange two."""
+    """Where `replacing_folder` keeps the old folder, whole, on systems that cannot exchange two, until it is done."""
     return path.with_name(f".{path.name}.previous")
 
 
 def restore_folder(path: Path) -> None:
-    """Move the old folder back to `path`, if a kill in `replacing_folder` has left no other."""
-    if not path.exists() and previous_of(path).is_dir():
+    """Undo a `replacing_folder` that was killed before it was done: put the old folder back."""
+    if previous_of(path).is_dir():
+        shutil.rmtree(path, ignore_errors=True)
         previous_of(path).rename(path)
 
 
@@ -437,13 +439,17 @@ def _exchange(a: Path, b: Path) -> bool:
 
 
 def _move(folder: Path, to: Path) -> None:
-    """Rename a folder; copy one that overlayfs cannot rename, since it lies in a lower layer."""
+    """Rename a folder; copy one that overlayfs cannot rename, since it lies in a lower layer. `to` is always whole."""
+    shutil.rmtree(to, ignore_errors=True)
     try:
         folder.rename(to)
     except OSError as error:
         if error.errno != errno.EXDEV:
             raise
-        shutil.copytree(folder, to)
+        part = to.with_name(f"{to.name}.part")
+        shutil.rmtree(part, ignore_errors=True)
+        shutil.copytree(folder, part)
+        part.rename(to)
         shutil.rmtree(folder)
 
 

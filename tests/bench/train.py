@@ -10,8 +10,9 @@
     minute            the preset cpu for a fifth of its steps, 1.0 M characters
     curve             the preset cpu and nanoGPT's recipe for several times, each run with its whole schedule
 
-Rewrites OUT/train.json, OUT/train.md and OUT/train.png after each run, and keeps a folder per run. Each run has a fresh
-process, so that runs do not affect each other. Times cover optimizer steps only, unless stated otherwise.
+Rewrites OUT/train.json, OUT/train.md and, for the curve, OUT/train.png after each run, and keeps a folder per run.
+Each run has a fresh process, so that runs do not affect each other. Times cover optimizer steps only, unless stated
+otherwise.
 """
 
 from __future__ import annotations
@@ -68,7 +69,6 @@ TITLES = {
     "gpu": "ours, --preset gpu",
 }
 MINUTE = 488  # steps
-CURVE_SECONDS = (20, 60, 180, 600)
 PARTS = (*TITLES, "curve")
 FIGURES = {  # name in the JSON: label in the tables, format
     "parameters": ("parameters", "{:,.0f}"),
@@ -112,8 +112,14 @@ def run_ours(config: TrainConfig, out: Path) -> dict[str, Any]:
         "curve": [{"step": r["step"], "val_loss": r["val_loss"], "cpu_seconds": r["cpu_seconds"]} for r in evaluations],
         "recipe": config.as_dict(),
     }
-    found = about["machine"]
-    return figures | speed(best, figures, found["device"], found["dtype"], found["threads"], found["processes"])
+    end = log_of(out)[-1]
+    return figures | {
+        "parameters": best.num_parameters,
+        "characters_per_second": end["characters_per_second"],
+        "peak_tflops": end["matmul_peak_flops"] / 1e12,
+        "peak_share": end["peak_share"],
+        **{name: about["machine"][name] for name in ("device", "dtype", "threads")},
+    }
 
 
 def log_of(out: Path) -> list[dict[str, Any]]:
@@ -169,23 +175,16 @@ def run_nanogpt(recipe: nanogpt.Recipe, seed: int, threads: int, device: str = "
         "run_seconds": time.perf_counter() - started,
         "curve": curve,
     }
-    dtype = "float32" if device == "cpu" else "bfloat16"
-    return figures | speed(model, figures, device, dtype, torch.get_num_threads(), 1)
-
-
-def speed(model: Any, figures: dict[str, Any], device: str, dtype: str, threads: int, processes: int) -> dict[str, Any]:
-    torch.set_num_threads(threads)
-    rate = figures["characters"] / figures["wall_seconds"]
+    rate, dtype = figures["characters"] / figures["wall_seconds"], "float32" if device == "cpu" else "bfloat16"
     peak = matmul_peak(torch.device(device), getattr(torch, dtype))
-    return {
+    return figures | {
         "parameters": sum(p.numel() for p in model.parameters()),
         "characters_per_second": rate,
         "peak_tflops": peak / 1e12,
         "peak_share": rate * flops_per_character(model) / peak,
         "device": device,
         "dtype": dtype,
-        "threads": threads,
-        "processes": processes,
+        "threads": torch.get_num_threads(),
     }
 
 
@@ -199,6 +198,7 @@ class Bench:
         self.seeds: list[int] = args.seeds
         self.threads: int = args.threads
         self.share: float = args.share
+        self.curve_seconds: list[int] = args.curve_seconds
         self.out: Path = args.out
         self.console = console
         self.equal: TrainConfig | None = None  # once its steps are known
@@ -224,7 +224,7 @@ class Bench:
 
     def run_curve(self) -> None:
         """Run the baseline and the preset cpu for each time, with as many steps as fit at the speed seen so far."""
-        for seconds in CURVE_SECONDS:
+        for seconds in self.curve_seconds:
             for part, runs in self.results["curve"].items():
                 figures = partial(self.curve_figures, part, seconds)
                 self.add(runs, part, f"{seconds} s", figures)
@@ -333,10 +333,7 @@ def judge(runs: list[dict[str, Any]], targets: dict[str, tuple[float, float]], s
 def footnotes(results: dict[str, Any]) -> list[str]:
     """Machine, versions and settings of the figures, and failures."""
     about, versions = results["machine"], results["versions"]
-    settings = {
-        f"{run['threads']} threads in {run['processes']} processes, {run['dtype']} on {run['device']}": None
-        for run in every_run(results)
-    }
+    settings = {f"{run['threads']} threads, {run['dtype']} on {run['device']}": None for run in every_run(results)}
     return [
         f"{about['cpu']}, {about['cores']} cores{', ' + about['gpu'] if 'gpu' in about else ''}, {about['system']}; "
         f"load {results['load_average']:.2f} at the start; {results['date']}; "
@@ -404,10 +401,13 @@ def parse_args() -> argparse.Namespace:
         help=f"of {','.join(PARTS)}; equal needs nanogpt, and curve cpu too (default: all)",
     )
     parser.add_argument(
-        "--seeds", type=seed_list, default=[2026, 2027, 2028], help="(default: 2026,2027,2028, never tuned on)"
+        "--seeds", type=integers, default=[2026, 2027, 2028], help="(default: 2026,2027,2028, never tuned on)"
     )
     parser.add_argument(
         "--threads", type=integer(0, 4096), default=0, help="CPU threads; 0: OMP_NUM_THREADS, else one per core"
+    )
+    parser.add_argument(
+        "--curve-seconds", type=integers, default=[20, 60, 180, 600], metavar="S,…", help="(default: 20,60,180,600)"
     )
     parser.add_argument("--share", type=float, default=1.0, help="share of the steps, in (0, 1] (default: 1)")
     args = parser.parse_args()
@@ -416,7 +416,7 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def seed_list(text: str) -> list[int]:
+def integers(text: str) -> list[int]:
     try:
         return [int(seed) for seed in text.split(",")]
     except ValueError:
@@ -448,7 +448,8 @@ def main() -> int:
     except KeyboardInterrupt:
         stopped = True
     show(bench.results, Console(highlight=False))
-    console.print(f"{'Stopped; ' if stopped else ''}figures: {args.out / 'train.json'}, .md, .png", soft_wrap=True)
+    files = f"{args.out / 'train.json'}, .md and, of the curve, .png"
+    console.print(f"{'Stopped; ' if stopped else ''}figures: {files}", soft_wrap=True)
     return 130 if stopped else 1 if bench.results["errors"] else 0
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 from helpers import CORPUS
@@ -28,8 +30,13 @@ def test_small_and_served_by_default(bundled):
 def test_names_its_text_recipe_and_command(bundled):
     about = bundled.training
     assert about["data"]["sha256"] == TINYSHAKESPEARE_SHA256
-    assert TrainConfig(**about["recipe"]) == TrainConfig.from_preset("cpu", weights="float16"), "make bundled"
-    assert "train --preset cpu --weights float16" in about["command"]
+    makefile = (Path(__file__).parents[2] / "Makefile").read_text()
+    seeds = re.search(r"^TEACHERS := (.*)$", makefile, re.M)[1].split()
+    teachers = [f"checkpoints/teacher-{seed}/best" for seed in seeds]
+    steps = int(re.search(r"training train --steps (\d+) --teachers", makefile)[1])
+    assert TrainConfig(**about["recipe"]) == TrainConfig(steps=steps, teachers=teachers, weights="float16")
+    assert f"train --steps {steps} --teachers {' '.join(teachers)} --weights float16" in about["command"]
+    assert [teacher["path"] for teacher in about["teachers"]] == teachers
 
 
 @pytest.mark.needs("corpus")
@@ -39,7 +46,7 @@ def test_recorded_losses_are_reproduced(bundled, monkeypatch, tmp_path):
     model, losses = bundled.load_model(), bundled.training["losses"]
     assert whole_loss(model, corpus.val) == pytest.approx(losses["whole"], abs=1e-4)
     assert streamed_loss(model, corpus.val) == pytest.approx(losses["streamed"], abs=1e-4)
-    assert losses["whole"] < 1.45 and losses["streamed"] < 1.42
+    assert losses["whole"] < 1.41 and losses["streamed"] < 1.40
 
 
 def test_predicts_unseen_shakespeare(bundled):

@@ -1,3 +1,4 @@
+import errno
 import hashlib
 import itertools
 import json
@@ -20,7 +21,6 @@ from helpers import VOCABULARY, random_model, save_random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.model import checkpoint as checkpoint_module
 from service.model.checkpoint import (
     REQUIRED,
     Checkpoint,
@@ -208,34 +208,56 @@ def test_killed_while_saving(tmp_path, chance, kills):
     assert os.listdir(tmp_path) == ["ck"]
 
 
-@pytest.mark.parametrize("at", ["before", "between", "after"])
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("at", ["moving", "copying", "removing", "renaming", "cleaning"])
 def test_killed_while_replacing_a_folder_that_cannot_be_exchanged(tmp_path, monkeypatch, at):
-    """As on a network file system: whatever the moment, one whole folder is left, at its place or where a run, or a
-    reader of the message, finds it."""
-    monkeypatch.setattr("service.model.checkpoint._exchange", lambda a, b: False)
-    before, folder, move = save_random(tmp_path / "ck"), tmp_path / "ck", checkpoint_module._move
+    """As on a network file system, or in the lower layer of overlayfs: a run finds the old folder again, whole, and a
+    reader of the message knows where it is."""
+    before, folder, previous = save_random(tmp_path / "ck"), tmp_path / "ck", tmp_path / ".ck.previous"
+    rename, copytree, rmtree = Path.rename, shutil.copytree, shutil.rmtree
+    is_copied = at in ("copying", "removing")
 
-    class Killed(BaseException):
-        pass
+    def killed_rename(self, target):
+        if self == folder and is_copied:
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        if at == "moving" and self == folder:
+            raise Killed
+        if at == "renaming" and target == folder and previous.exists():
+            raise Killed
+        if at == "cleaning" and self == previous:
+            raise Killed
+        return rename(self, target)
 
-    def killed(source, to):
-        if at != "before":
-            move(source, to)
-        if at == "after":
-            (tmp_path / f".ck.saving-{os.getpid()}").rename(folder)
-        raise Killed
+    def killed_copy(source, target):
+        copytree(source, target)
+        if at == "copying":
+            (target / "model.safetensors").unlink()
+            raise Killed
+
+    def killed_remove(which, **options):
+        if at == "removing" and which == folder:
+            for name in ("manifest.json", "model.safetensors"):
+                (folder / name).unlink()
+            raise Killed
+        rmtree(which, **options)
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr("service.model.checkpoint._move", killed)
+        patch.setattr("service.model.checkpoint._exchange", lambda a, b: False)
+        patch.setattr(Path, "rename", killed_rename)
+        patch.setattr(shutil, "copytree", killed_copy)
+        patch.setattr(shutil, "rmtree", killed_remove)
         save_random(folder, seed=1)
-    if at == "between":
-        with pytest.raises(CheckpointError, match=f"a save was interrupted: rename {tmp_path}/.ck.previous to ck"):
+    if at in ("removing", "renaming"):
+        with pytest.raises(CheckpointError, match=f"a save was interrupted; the one before is {previous}, rename it"):
             Checkpoint.read(folder)
     restore_folder(folder)
-    assert (Checkpoint.read(folder).digest == before.digest) == (at != "after")
-    save_random(folder, seed=2)
-    Checkpoint.read(folder)
-    assert os.listdir(tmp_path) == ["ck"]
+    assert Checkpoint.read(folder).digest == before.digest
+    monkeypatch.setattr("service.model.checkpoint._exchange", lambda a, b: False)
+    assert save_random(folder, seed=2).digest != before.digest
+    assert set(os.listdir(tmp_path)) <= {"ck", ".ck.previous.part"}
 
 
 OVERLAY = """

@@ -51,7 +51,7 @@ def config(tmp_path, **changes):
 
 
 def run_of(config, out):
-    resolved = {"device": "cpu", "dtype": "float32", "threads": 1, "processes": 1}
+    resolved = {"device": "cpu", "dtype": "float32", "threads": 1}
     return Run(config, resolved, prepare(config.data), out, World())
 
 
@@ -99,6 +99,19 @@ def test_a_student_predicts_as_its_teachers_and_not_as_the_text(tmp_path):
     assert checkpoint.training["losses"]["whole"] == pytest.approx(whole_loss(checkpoint.load_model(), val))
 
 
+def test_a_fine_tuned_run_takes_teachers_of_its_vocabulary(tmp_path):
+    """That of the checkpoint it starts from, with the characters added."""
+    teach(tmp_path / "origin", "\nabc", n_head=2, n_kv_head=1)
+    teach(tmp_path / "of_the_run", "\nabcd")
+    teach(tmp_path / "sorted", "abcd\n")
+    flags = [part for name, value in FEW.items() for part in (f"--{name.replace('_', '-')}", value)]
+    origin = ["--init-from", tmp_path / "origin", "--extend-vocabulary"]
+    command = ["train", "--data", tmp_path / "text.txt", *origin, *flags]
+    assert call([*command, "--out", tmp_path / "a", "--teachers", tmp_path / "of_the_run"]) == 0
+    assert Checkpoint.read(tmp_path / "a/best").training["recipe"]["window_stages"] == 1
+    assert call([*command, "--out", tmp_path / "b", "--teachers", tmp_path / "sorted"]) == 1
+
+
 def test_a_run_with_teachers_resumes_to_the_same_bytes(tmp_path, monkeypatch):
     jobs.start(config(tmp_path), tmp_path / "whole", Console(quiet=True))
     step = Run.step
@@ -115,18 +128,9 @@ def test_a_run_with_teachers_resumes_to_the_same_bytes(tmp_path, monkeypatch):
     with pytest.raises(ResumeError, match="the teachers of this run have changed: expected .*teacher2"):
         jobs.resume(tmp_path / "out", {}, Console(quiet=True))
     teach(tmp_path / "teacher2", seed=2)
-    jobs.resume(tmp_path / "out", {}, Console(quiet=True))
+    flags = ["--teachers", tmp_path / "teacher1", tmp_path / "teacher2"]
+    assert call(["train", "--resume", "--out", tmp_path / "out", *flags]) == 0
     assert weights(tmp_path / "out") == weights(tmp_path / "whole")
-
-
-def test_several_processes_learn_the_same(tmp_path):
-    changes = {"dropout": 0.0, "ema_decay": 0.0, "steps": 8}
-    losses = []
-    for processes in (1, 2):
-        out = tmp_path / str(processes)
-        jobs.start(config(tmp_path, processes=processes, **changes), out, Console(quiet=True))
-        losses.append(Checkpoint.read(out / "best").training["losses"]["whole"])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 def test_teachers_that_do_not_fit_are_refused_before_an_earlier_run_is_replaced(tmp_path, capsys):
@@ -136,7 +140,11 @@ def test_teachers_that_do_not_fit_are_refused_before_an_earlier_run_is_replaced(
     teach(tmp_path / "other", "\nabcde")
     teach(tmp_path / "small", block_size=4)
     for teacher, error, message in (
-        ("other", ConfigError, "teachers must have the text's vocabulary, of 5 characters: .*other has another, of 6"),
+        (
+            "other",
+            ConfigError,
+            "teachers must have the run's vocabulary, 5 characters in their order: .*has another, of 6",
+        ),
         ("small", ConfigError, "teachers must have a block_size of at least 8: .*small has 4"),
         ("missing", CheckpointError, "no checkpoint at .*missing"),
         ("out/best", ConfigError, "out/best is in .*out, which this run would replace"),
@@ -146,4 +154,4 @@ def test_teachers_that_do_not_fit_are_refused_before_an_earlier_run_is_replaced(
     assert weights(out) == before
     flags = ["--data", tmp_path / "text.txt", "--overwrite", "--block-size", 8]
     assert call(["train", "--out", out, *flags, "--teachers", tmp_path / "other"]) == 1
-    assert capsys.readouterr().err.splitlines()[-1].startswith("error: --teachers must have the text's vocabulary")
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: --teachers must have the run's vocabulary")

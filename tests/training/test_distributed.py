@@ -1,4 +1,4 @@
-"""Data-parallel training in real processes over gloo, started by the run itself and by torchrun."""
+"""Data-parallel training in real processes over gloo, started by torchrun."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
-from helpers import call
 
 from service.model.checkpoint import Checkpoint
 from training.distributed import World
@@ -28,7 +28,8 @@ def text(tmp_path) -> Path:
     return tmp_path / "text.txt"
 
 
-def train(*flags: str, start: tuple[str, ...] = ("-m",)) -> list[str]:
+def train(*flags: str, processes: int = 2) -> list[str]:
+    start = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "-m"] if processes > 1 else ["-m"]
     return [sys.executable, *start, "training", "train", *flags]
 
 
@@ -51,26 +52,37 @@ def losses(out: Path) -> list[float]:
     return [record["train_loss"] for record in records if record["event"] == "train"]
 
 
-def test_losses_do_not_depend_on_processes_or_accumulation(text, tmp_path, monkeypatch):
-    """Without dropout, they differ by rounding only; two processes give the same bytes however they are started."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_losses_do_not_depend_on_processes_or_accumulation(text, tmp_path):
+    """Without dropout, they differ by rounding only."""
     common = ["--data", str(text), *TINY, *RUN, "--dtype", "float32"]
-    variants = {"one": [], "two": ["--processes", "2"], "accumulated": ["--accumulate", "4"]}
-    for name, flags in variants.items():
-        assert call(["train", *common, *flags, "--out", tmp_path / name]) == 0
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m")
-    run(train(*common, "--out", str(tmp_path / "torchrun"), start=torchrun), tmp_path)
+    variants = {"one": (1, []), "two": (2, []), "accumulated": (1, ["--accumulate", "4"])}
+    for name, (processes, flags) in variants.items():
+        run(train(*common, *flags, "--out", str(tmp_path / name), processes=processes), tmp_path)
     one = losses(tmp_path / "one")
     assert one[-1] < one[0] - 0.3, "it learns"
-    for name in ("two", "accumulated", "torchrun"):
+    for name, (processes, _) in variants.items():
         assert losses(tmp_path / name) == pytest.approx(one, abs=2e-3), name
         trained = json.loads((tmp_path / name / "best" / "training.json").read_text())
-        assert trained["machine"]["processes"] == (1 if name == "accumulated" else 2)
-    two, torchrun_two = weights(tmp_path / "two/last"), weights(tmp_path / "torchrun/last")
-    assert all(torch.equal(two[name], torchrun_two[name]) for name in two)
+        assert trained["machine"]["processes"] == processes
 
 
-STOPPED = [*TINY, *RUN, "--dtype", "float32", "--processes", "2", "--dropout", "0.1"]
+def test_records_and_teachers_in_two_processes(text, tmp_path):
+    """The losses of one process, whatever a row is and whatever is learned."""
+    lines = sorted({f"{a}{b}{c}" for a in "bdgk" for b in "aeiou" for c in ("b", "dd", "lan", "rik")})
+    (tmp_path / "names.txt").write_text("\n".join(lines))
+    common = [*TINY, *RUN, "--dtype", "float32"]
+    teacher = tmp_path / "teacher"
+    run(train("--data", str(text), *common, "--out", str(teacher), processes=1), tmp_path)
+    for name, flags in {
+        "records": ["--data", str(tmp_path / "names.txt"), "--records"],
+        "student": ["--data", str(text), "--teachers", str(teacher / "best"), "--seed", "1"],
+    }.items():
+        for processes in (1, 2):
+            run(train(*common, *flags, "--out", str(tmp_path / f"{name}{processes}"), processes=processes), tmp_path)
+        assert losses(tmp_path / f"{name}2") == pytest.approx(losses(tmp_path / f"{name}1"), abs=2e-3)
+
+
+STOPPED = [*TINY, *RUN, "--dtype", "float32", "--dropout", "0.1"]
 
 
 @pytest.fixture(scope="module")
@@ -81,42 +93,45 @@ def uninterrupted(tmp_path_factory) -> Path:
     return folder / "out"
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.chaos), signal.SIGKILL])
-def test_two_processes_resume_to_the_same_bytes(uninterrupted, text, tmp_path, monkeypatch, number):
+def workers(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """By rank."""
+    return sorted(psutil.Process(process.pid).children(), key=lambda child: int(child.environ()["RANK"]))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_two_processes_resume_to_the_same_bytes(uninterrupted, text, tmp_path, number):
+    """After SIGTERM to torchrun, which passes it on, and after the death of one, which the other reports."""
     flags = ["--data", str(text), *STOPPED, "--save-seconds", "0"]
     out = tmp_path / "out"
     process = subprocess.Popen(train(*flags, "--out", str(out)), env=environment(tmp_path), stderr=subprocess.PIPE)
     while not (out / "last").is_dir() or json.loads((out / "last/state.json").read_text())["progress"]["step"] < 7:
         time.sleep(0.01)
         assert process.poll() is None
-    process.send_signal(number)
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == (-number if number == signal.SIGKILL else 128 + number), error
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert call(["train", "--resume", "--out", out]) == 0
+    if number == signal.SIGTERM:
+        process.send_signal(number)
+    else:
+        workers(process)[1].send_signal(number)
+    error = process.communicate(timeout=60)[1].decode()
+    assert process.returncode != 0
+    own = [line for line in error.splitlines() if line.startswith(("SIG", "error:"))]
+    if number == signal.SIGTERM:
+        assert len(own) == 1 and own[0].startswith("SIGTERM: saved at step "), error
+        hint = f"; resume with: torchrun --nproc-per-node 2 -m training train --resume --out {out}"
+        assert own[0].endswith(hint), error
+    else:
+        assert len(own) == 1 and own[0].startswith("error: a process of this run has died"), error
+    alone = run(train("--resume", "--out", str(out), processes=1), tmp_path, code=1)
+    assert "must be resumed with 2 processes as before, got 1; torchrun starts several" in alone
+    run(train("--resume", "--out", str(out)), tmp_path)
     expected, found = weights(uninterrupted / "last"), weights(out / "last")
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
-def test_the_death_of_a_process_ends_the_run_with_a_message(text, tmp_path):
-    out = tmp_path / "out"
-    flags = ["--data", str(text), *TINY, *RUN, "--steps", "100000", "--processes", "2", "--out", str(out)]
-    process = subprocess.Popen(train(*flags), env=environment(tmp_path), stderr=subprocess.PIPE, text=True)
-    while not (out / "log.jsonl").is_file() or not (out / "log.jsonl").stat().st_size:
-        time.sleep(0.05)
-        assert process.poll() is None
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    workers = [int(child) for child in children if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text()]
-    os.kill(workers[0], signal.SIGKILL)
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "a process of this run has died" in error and "Traceback" not in error
-
-
 def test_indivisible_batch_sizes_are_refused(text, tmp_path):
-    flags = ["--data", str(text), *TINY, *RUN, "--processes", "3", "--out", str(tmp_path / "out")]
-    message = "--batch-size must be a multiple of processes × accumulate = 3 × 1, got 8"
-    assert message in run(train(*flags), tmp_path, code=1)
+    flags = ["--data", str(text), *TINY, *RUN, "--accumulate", "3", "--out", str(tmp_path / "out")]
+    message = "--batch-size must be a multiple of processes × accumulate = 2 × 3, got 8"
+    printed = run(train(*flags), tmp_path, code=1)
+    assert printed.count(message) == 1 and "has died" not in printed
 
 
 @pytest.mark.parametrize(("n", "size"), [(100, 3), (5, 2), (1, 2), (0, 2), (64, 5)])
