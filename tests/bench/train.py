@@ -370,6 +370,7 @@ def draw(results: dict[str, Any], png: Path) -> None:
     """Plot the loss of whole runs against the time they took: the curve, and every seed's run of the baseline, of the
     preset cpu and of a fifth of it."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
@@ -380,6 +381,9 @@ def draw(results: dict[str, Any], png: Path) -> None:
             times, losses = ([point[name] for point in points] for name in ("wall_seconds", "whole"))
             axes.plot(times, losses, style, color=color, ms=5, label=TITLES[part] if points is curve else None)
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 6)))
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("seconds of training on this machine, each point a whole run")
     axes.set_ylabel("whole validation loss, nats per character")
     about = results["machine"]
