@@ -178,7 +178,7 @@ class Checkpoint:
                 the folder was replaced by one with another digest.
         """
         path = Path(path)
-        if not (path / MANIFEST).is_file() and previous_of(path.absolute()).is_dir():
+        if not os.path.isfile(path / MANIFEST) and os.path.isdir(previous_of(path.absolute())):
             raise CheckpointError(
                 f"no checkpoint at {path}: a save was interrupted; the one before is {previous_of(path)}, rename it"
             )
