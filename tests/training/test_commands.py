@@ -199,6 +199,25 @@ def test_sample_ends_at_the_end_of_a_record(tmp_path, output_of):
     )
 
 
+def test_records_that_were_shuffled_otherwise_are_not_scored(tmp_path, monkeypatch, output_of, error_of):
+    """A checkpoint of before the order changed has seen most of what is the validation split now."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "names.txt").write_text("".join(f"{a}{b}{c}\n" for a in "bcd" for b in "aei" for c in "lmn"))
+    corpus = prepare(str(tmp_path / "names.txt"), records=True)
+    about = {
+        "losses": {},
+        "recipe": {"records": True, "data": [str(tmp_path / "names.txt")]},
+        "data": corpus.describe(),
+    }
+    model = random_model(vocab_size=corpus.tokenizer.vocab_size)
+    save_checkpoint(tmp_path / "new", model, corpus.tokenizer, about)
+    assert "whole" in output_of("evaluate", "--checkpoint", tmp_path / "new")
+    old = {name: value for name, value in corpus.describe().items() if name != "split"}
+    save_checkpoint(tmp_path / "old", model, corpus.tokenizer, {**about, "data": old})
+    for command in ("evaluate", "report"):
+        assert "which shuffled records in another order" in error_of(command, "--checkpoint", tmp_path / "old")
+
+
 def test_sample_of_a_text_without_line_breaks(tmp_path, output_of, error_of):
     model = random_model(vocab_size=4)
     save_checkpoint(tmp_path, model, CharTokenizer("ACGT"), {"losses": {}})
