@@ -173,15 +173,12 @@ def _run_job(out: Path, console: Console, prepare_job: Callable[[World], Job | N
                 restore_folder(out / name)
             for partial in out.glob(".*.saving-*"):
                 shutil.rmtree(partial)
-        job, refusal = None, None
-        if world.is_main:
-            try:
-                job = prepare_job(world)
-            except Exception as error:
-                refusal = error
+        try:
+            job = prepare_job(world) if world.is_main else None
+        except Exception:
+            world.broadcast(None)  # the others end without a word
+            raise
         job = world.broadcast(job)
-        if refusal:
-            raise refusal
         # What ends the run ends it in all processes at the same step, and the main one reports it.
         reported = () if world.is_main else (InterruptedRun, DivergedError, ResumeError, ConfigError)
         with contextlib.suppress(*reported):
