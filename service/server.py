@@ -212,12 +212,12 @@ class Server(LitServer):
         def stop(*_: Any) -> None:
             if os.getpid() != main:  # an HTTP process whose server has finished
                 raise SystemExit(0)
-            if self.state.is_draining:
+            if self.state.is_leaving:
                 self.must_hurry = True
                 return
             # `_check_signal` raises, not this handler: Python would swallow an exception in a hook of os.fork, and one
             # while a process is spawned would cut off what the child reads.
-            self.state.start_draining()
+            self.state.start_leaving()
 
         def hang_up(*_: Any) -> None:
             self._must_reload = True
@@ -380,7 +380,7 @@ class Server(LitServer):
         Raises:
             KeyboardInterrupt: SIGTERM or SIGINT has arrived.
         """
-        if self.state.is_draining:
+        if self.state.is_leaving:
             raise KeyboardInterrupt
 
     def _reload(self) -> None:
@@ -394,23 +394,36 @@ class Server(LitServer):
                 os.kill(process.pid, signal.SIGHUP)  # type: ignore[arg-type]  # it was started
 
     def _perform_graceful_shutdown(self, manager: Any, uvicorn_workers: Any, shutdown_reason: str = "normal") -> None:
-        """Refuse new requests, wait for running ones, then end the HTTP processes, then the workers."""
-        self.state.start_draining()
-        deadline = time.monotonic() + self.settings.drain_seconds
+        """Wait until load balancers know, refuse new requests, finish running ones, end HTTP processes, then workers."""
+        delay, drain = self.settings.shutdown_delay_seconds, self.settings.drain_seconds
         logger.info("shutting down, running requests: %d", self.state.num_busy)
         try:
-            while self.state.num_busy and time.monotonic() < deadline and not self.must_hurry:
-                self.supervisor.check()  # running requests need their processes
-                time.sleep(0.02)
+            if delay and self.state.is_leaving:  # otherwise processes keep dying
+                logger.info("not ready any more; new requests are accepted for %g s", delay)
+                self._keep_serving(delay, lambda: True)
+            self.state.start_draining()
+            self._keep_serving(drain, lambda: self.state.num_busy > 0)
         except TooManyDeathsError as error:
             logger.error("not waiting for running requests: %s", error)
+            self.state.start_draining()
         if self.state.num_busy:
-            logger.warning("requests not finished within %g s: %d", self.settings.drain_seconds, self.state.num_busy)
+            logger.warning("requests not finished within %g s: %d", drain, self.state.num_busy)
         self.state.start_stopping()
         end_all(list(uvicorn_workers.values()), 10)  # they abort remaining requests
         end_all(self.inference_workers, 5)
         super()._perform_graceful_shutdown(manager, {}, shutdown_reason)
         logger.info("all processes have ended")
+
+    def _keep_serving(self, seconds: float, is_needed: Callable[[], bool]) -> None:
+        """During a shutdown, until a second signal.
+
+        Raises:
+            TooManyDeathsError: processes keep dying.
+        """
+        deadline = time.monotonic() + seconds
+        while is_needed() and time.monotonic() < deadline and not self.must_hurry:
+            self.supervisor.check()
+            time.sleep(0.02)
 
 
 @contextmanager

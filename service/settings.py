@@ -214,7 +214,14 @@ class Settings(BaseSettings):
     request_timeout_seconds: float = Field(
         300, gt=0, le=86_400, description="time limit for a request, waiting and running"
     )
-    drain_seconds: float = Field(30, ge=0, le=3600, description="time limit for running requests after SIGTERM")
+    shutdown_delay_seconds: float = Field(
+        0,
+        ge=0,
+        le=3600,
+        description="time after SIGTERM in which /readyz is 503 and requests are still accepted, as load balancers "
+        "notice late",
+    )
+    drain_seconds: float = Field(30, ge=0, le=3600, description="time limit for running requests after that")
     hang_seconds: float = Field(
         10, ge=1, le=3600, description="time without a sign of life after which a process is killed and replaced"
     )

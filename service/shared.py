@@ -33,6 +33,7 @@ class SharedState:
         self._beats = multiprocessing.RawArray("d", len(self._index))  # 0: it is starting
         self._pids = multiprocessing.RawArray("q", len(self._index))
         self._restarts = multiprocessing.RawArray("q", len(self._index))
+        self._leaving = multiprocessing.RawValue("b", 0)
         self._draining = multiprocessing.RawValue("b", 0)
         self._stopping = multiprocessing.RawValue("b", 0)
         self._busy = multiprocessing.RawArray("q", http_processes)  # requests running
@@ -73,11 +74,20 @@ class SharedState:
         return sum(self._restarts[self._index[name]] for name in names)
 
     @property
+    def is_leaving(self) -> bool:
+        """A shutdown has begun: the service is not ready any more."""
+        return bool(self._leaving.value)
+
+    def start_leaving(self) -> None:
+        self._leaving.value = 1
+
+    @property
     def is_draining(self) -> bool:
+        """New requests are refused, and running ones finish."""
         return bool(self._draining.value)
 
     def start_draining(self) -> None:
-        self._draining.value = 1
+        self._leaving.value = self._draining.value = 1
 
     @property
     def is_stopping(self) -> bool:

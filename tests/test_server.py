@@ -524,6 +524,40 @@ def test_sigterm_drains_running_streams_and_rejects_new_requests(tmp_path):
         assert "Traceback" not in server.output()
 
 
+def test_requests_are_accepted_during_the_shutdown_delay(checkpoint):
+    """A load balancer that has not seen /readyz yet still sends; answers close their connections."""
+    with RunningServer(checkpoint.path, shutdown_delay_seconds=ENDLESS // 100_000) as server:
+        server.wait_until_ready()
+        server.process.send_signal(signal.SIGTERM)
+        probe = wait_until(lambda: (answer := web.get(f"{server.url}/readyz")).status_code == 503 and answer)
+        assert probe.json() == {"status": "shutting down"}
+        body = {"prompt": "a", "max_tokens": 5, "seed": 1}
+        with httpx.Client() as client:  # which would keep its connection
+            answers = [client.post(f"{server.url}/generate", json=body) for _ in range(3)]
+        assert [answer.status_code for answer in answers] == [200] * 3
+        assert {answer.headers["connection"] for answer in (probe, *answers)} == {"close"}
+        text = answers[0].json()["choices"][0]["text"]
+        assert text == reference(checkpoint)("a", 5, seed=1)
+        assert server.stop() == 0  # the second signal ends the delay
+
+
+def test_after_the_shutdown_delay_requests_are_refused_and_running_ones_finish(tmp_path):
+    checkpoint = save_random(tmp_path / "slow", **SLOW)
+    with RunningServer(checkpoint.path, shutdown_delay_seconds=0.5) as server:
+        server.wait_until_ready()
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            body = {"prompt": "a", "max_tokens": 1000, "seed": 1}
+            running = pool.submit(web.post, f"{server.url}/generate", json=body, timeout=60)
+            server.wait_until_metric("chargpt_num_requests_running", 1)
+            server.process.send_signal(signal.SIGTERM)
+            wait_until(lambda: web.get(f"{server.url}/readyz").json() == {"status": "draining"})
+            refused = web.post(f"{server.url}/generate", json=body)
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+            assert refused.json()["error"]["code"] == "shutting_down"
+            assert len(running.result().json()["choices"][0]["text"]) == 1000
+        assert server.process.wait(20) == 0
+
+
 def test_requests_still_running_after_the_drain_end_with_an_error(checkpoint):
     with RunningServer(checkpoint.path, drain_seconds=0.2) as server:
         server.wait_until_ready()

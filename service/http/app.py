@@ -135,8 +135,9 @@ class App:
     def middleware(self, app: ASGIApp) -> ASGIApp:
         service = self.service
         return RequestMiddleware(
-            app, service.settings, lambda: service.metrics, lambda: service.tracer, service.admission, service.limits
-        )
+            app, service.settings, lambda: service.metrics, lambda: service.tracer, service.admission, service.limits,
+            lambda: service.state.is_leaving,
+        )  # fmt: skip
 
     async def _beat(self, process: str) -> None:
         while True:

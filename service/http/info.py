@@ -110,8 +110,8 @@ async def livez(service: Service, request: Request) -> Response:
 
 async def readyz(service: Service, request: Request) -> Response:
     """Whether requests are accepted: not while starting, without a worker, or shutting down."""
-    if service.state.is_draining:
-        return _json(Status("draining"), 503)
+    if service.state.is_leaving:
+        return _json(Status("draining" if service.state.is_draining else "shutting down"), 503)
     if not service.is_ready:
         return _json(Status("no worker"), 503)
     return _json(Status("ready"))

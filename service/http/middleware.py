@@ -49,6 +49,8 @@ EXPOSED_HEADERS = (
 class RequestMiddleware:
     """The outermost layer. `metrics` and `tracer` return None until the HTTP process has started.
 
+    is_leaving: whether a shutdown has begun, so that connections end with their answers.
+
     From outside in: request id, metrics and log; cross-origin rules; then `_guard`. So every answer has an id, is
     counted, and is readable by pages of allowed origins.
     """
@@ -63,12 +65,13 @@ class RequestMiddleware:
         tracer: Callable[[], Tracer | None] = lambda: None,
         admission: Admission | None = None,
         limits: ClientLimits | None = None,
+        is_leaving: Callable[[], bool] = lambda: False,
     ):
         self.limits = ClientLimits(settings) if limits is None else limits
         self.app = app
         self.admission = admission or Admission(settings)
         self.settings = settings
-        self.metrics, self.tracer = metrics, tracer
+        self.metrics, self.tracer, self.is_leaving = metrics, tracer, is_leaving
         self._inner: ASGIApp = self._guard
         self._paths: set[str] = set()  # of the routes without a parameter
         if settings.cors_origins:
@@ -100,6 +103,8 @@ class RequestMiddleware:
             if message["type"] == "http.response.start":
                 context.status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+                if self.is_leaving():  # so that nobody sends another request on a connection that is about to end
+                    message["headers"].append((b"connection", b"close"))
             await send(message)
 
         try:

@@ -735,4 +735,4 @@ class Info(msgspec.Struct):
 class Status(msgspec.Struct):
     """Answer of a probe."""
 
-    status: Literal["alive", "main process hangs", "ready", "draining", "no worker"]
+    status: Literal["alive", "main process hangs", "ready", "shutting down", "draining", "no worker"]
