@@ -394,7 +394,7 @@ class Server(LitServer):
                 os.kill(process.pid, signal.SIGHUP)  # type: ignore[arg-type]  # it was started
 
     def _perform_graceful_shutdown(self, manager: Any, uvicorn_workers: Any, shutdown_reason: str = "normal") -> None:
-        """Wait until load balancers know, refuse new requests, finish running ones, end HTTP processes, then workers."""
+        """Be unready first, then refuse new requests and finish running ones, then end HTTP processes, then workers."""
         delay, drain = self.settings.shutdown_delay_seconds, self.settings.drain_seconds
         logger.info("shutting down, running requests: %d", self.state.num_busy)
         try:

@@ -218,7 +218,7 @@ class Settings(BaseSettings):
         0,
         ge=0,
         le=3600,
-        description="time after SIGTERM in which /readyz is 503 and requests are still accepted, as load balancers "
+        description="time after SIGTERM in which `/readyz` is 503 and requests are still accepted, as load balancers "
         "notice late",
     )
     drain_seconds: float = Field(30, ge=0, le=3600, description="time limit for running requests after that")
