@@ -13,6 +13,7 @@ import os
 import runpy
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -324,6 +325,8 @@ class Server(LitServer):
             self.app, log_level=log_level, timeout_graceful_shutdown=UVICORN_GRACE_SECONDS, **options
         )
         config.load()  # here, so that a process that is replaced later needs no certificate's file
+        if self.settings.tls_certificate is not None:
+            self.service.exposition.certificate_expires_at = certificate_expiry(self.settings.tls_certificate)
         for listener in sockets:
             try:
                 listener.listen(config.backlog)  # uvloop would not notice that it fails
@@ -463,6 +466,12 @@ def check_address(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise StartError(_cannot_listen(host, port, error)) from None
+
+
+def certificate_expiry(path: Path) -> float:
+    """When the first certificate of a PEM file expires, in Unix time; that is the one which TLS presents."""
+    decoded = ssl._ssl._test_decode_cert(str(path))  # type: ignore[attr-defined]  # nothing public decodes a file
+    return ssl.cert_time_to_seconds(decoded["notAfter"])
 
 
 def _cannot_listen(host: str, port: int, error: OSError) -> str:

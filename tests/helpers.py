@@ -170,6 +170,16 @@ def make_certificate(folder: Path) -> tuple[Path, Path]:
     return certificate, key
 
 
+def http_processes(server: RunningServer) -> list[psutil.Process]:
+    """In order of their numbers; multiprocessing's resource tracker is neither one nor a worker."""
+    command, found = psutil.Process(server.process.pid).cmdline(), []
+    for child in psutil.Process(server.process.pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # or a zombie
+            if child.cmdline() == command:
+                found.append(child)
+    return found
+
+
 def is_worker(process: psutil.Process) -> bool:
     """Whether it is an inference process: LitServe spawns these and forks the others."""
     return "spawn_main" in " ".join(process.cmdline())

@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from helpers import ENDLESS, SLOW, RunningServer, is_worker, save_random, wait_until, web
+from helpers import ENDLESS, SLOW, RunningServer, http_processes, is_worker, save_random, wait_until, web
 
 from service.__main__ import serve
 from service.process import run_folder
@@ -37,16 +37,6 @@ def checkpoint(tmp_path_factory):
 def slow(tmp_path_factory):
     """A model that takes seconds for a few hundred characters."""
     return save_random(tmp_path_factory.mktemp("slow") / "checkpoint", **SLOW)
-
-
-def http_processes(server):
-    """In order of their numbers; multiprocessing's resource tracker is neither one nor a worker."""
-    command, found = psutil.Process(server.process.pid).cmdline(), []
-    for child in psutil.Process(server.process.pid).children():
-        with contextlib.suppress(psutil.NoSuchProcess):  # or a zombie
-            if child.cmdline() == command:
-                found.append(child)
-    return found
 
 
 def generate(server, **body):

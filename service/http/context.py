@@ -109,7 +109,7 @@ class Service:
         self.exposition = Exposition(
             settings.model_name, checkpoint,
             engine={"backend": backend, "dtype": dtype}, vllm_names=settings.metrics_vllm_names,
-            state=state,
+            state=state, hang_seconds=settings.hang_seconds,
         )  # fmt: skip
 
     @property

@@ -70,10 +70,12 @@ class Exposition(Collector):
         engine: dict[str, str],
         vllm_names: bool,
         state: SharedState,
+        hang_seconds: float,
     ):
         self.model_name, self.checkpoint, self.engine = model_name, checkpoint, engine
         self.vllm_names = vllm_names
-        self.state = state
+        self.state, self.hang_seconds = state, hang_seconds
+        self.certificate_expires_at: float | None = None  # Unix time, of the one in use; None: no TLS
         self._lock = threading.Lock()
 
     def page(self, accept: str) -> tuple[bytes, str]:
@@ -141,6 +143,25 @@ class Exposition(Collector):
                     threads.add_metric(labels, process.num_threads())
                     cpu.add_metric(labels, times.user + times.system)
         yield from (memory, files, threads, cpu)
+        for name, text, names in (
+            ("chargpt_http_processes", "HTTP processes", self.state.http_names),
+            ("chargpt_workers", "Inference workers", self.state.worker_names),
+        ):
+            ready = sum(self.state.is_responsive(process, self.hang_seconds) for process in names)
+            for suffix, help, value in (
+                ("", f"{text} that should run", len(names)),
+                ("_ready", f"{text} that have started and do not hang", ready),
+            ):
+                count = self._gauge(name + suffix, help)
+                count.add_metric([self.model_name], value)
+                yield count
+        expiry = self._gauge(
+            "chargpt_tls_certificate_expiry_timestamp_seconds",
+            "When the certificate in use expires, in seconds since the Unix epoch; only with TLS",
+        )
+        if self.certificate_expires_at is not None:
+            expiry.add_metric([self.model_name], self.certificate_expires_at)
+        yield expiry
 
     def _identity(self) -> Iterator[Metric]:
         yield self._info(

@@ -3,17 +3,29 @@
 import concurrent.futures
 import contextlib
 import signal
+import ssl
+import subprocess
 import time
 
 import psutil
 import pytest
-from helpers import ENDLESS, VOCABULARY, RunningServer, random_model, wait_until, web
+from helpers import (
+    ENDLESS,
+    VOCABULARY,
+    RunningServer,
+    http_processes,
+    make_certificate,
+    random_model,
+    wait_until,
+    web,
+)
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from service.model.checkpoint import save_checkpoint
 from service.model.tokenizer import CharTokenizer
 from service.observe.exposition import VLLM_NAMES
 from tests.toolbox.http import answer, post, sent
+from tests.toolbox.needs import program
 
 OPEN_METRICS = {"Accept": "application/openmetrics-text; version=1.0.0, text/plain; q=0.5"}
 LOSS = 1.25
@@ -185,6 +197,43 @@ def test_counters_survive_a_worker_restart_and_gauges_do_not(checkpoint):
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "not_ready"
         assert server.metric("chargpt_admission_rejections_total", reason="not_ready") >= 1
+
+
+def test_processes_that_hang_or_died_are_not_ready(checkpoint):
+    names = ("chargpt_http_processes", "chargpt_workers")
+    with RunningServer(checkpoint, http_processes=2, workers_per_device=2, hang_seconds=1) as server:
+        server.wait_until_ready()
+        for name in names:
+            server.wait_until_metric(f"{name}_ready", 2)
+        main = psutil.Process(server.process.pid)
+        main.suspend()  # so that nobody replaces them
+        server.worker().suspend()
+        http_processes(server)[0].kill()
+        for name in names:
+            server.wait_until_metric(f"{name}_ready", 1)
+            assert server.metric(name) == 2
+        main.resume()
+        for name in names:
+            server.wait_until_metric(f"{name}_ready", 2)
+
+
+@pytest.mark.needs("openssl")
+def test_certificate_expiry_is_that_of_the_certificate_in_use(checkpoint, tmp_path, monkeypatch):
+    certificate, key = make_certificate(tmp_path)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))  # trusted by the client here
+    command = [program("openssl"), "x509", "-enddate", "-noout", "-in", certificate]
+    shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    end = ssl.cert_time_to_seconds(shown.strip().removeprefix("notAfter="))
+    with RunningServer(checkpoint, tls_certificate=certificate, tls_key=key) as server:
+        server.url = f"https://127.0.0.1:{server.port}"
+        server.wait_until_ready()
+        name = "chargpt_tls_certificate_expiry_timestamp_seconds"
+        assert server.metric(name) == end > time.time()
+        certificate.write_text("a later one, which is not loaded")
+        before = {process.pid for process in http_processes(server)}
+        http_processes(server)[0].kill()
+        wait_until(lambda: http_processes(server) and not before & {process.pid for process in http_processes(server)})
+        server.wait_until_metric(name, end)
 
 
 def test_iteration_phases_add_up_to_the_iteration_time(server):
