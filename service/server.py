@@ -35,6 +35,7 @@ from litserve.connector import check_cuda_with_nvidia_smi
 from litserve.specs.base import LitSpec
 from litserve.utils import WorkerSetupStatus
 
+from service.catalog import Catalog
 from service.engine import native
 from service.engine.runner import resolve, slots_that_fit
 from service.engine.scheduler import reserved_slots
@@ -42,7 +43,6 @@ from service.engine.worker import EngineAPI, EngineLoop, EngineOptions
 from service.http.app import App
 from service.http.context import Service
 from service.http.protocol import Connections, Loop, Protocol
-from service.model.checkpoint import Checkpoint
 from service.model.config import GPTConfig
 from service.observe.logs import adopt_litserve, configure_logging
 from service.observe.metrics import allocate_files, forget_process
@@ -129,8 +129,8 @@ class Spec(LitSpec):
 class Server(LitServer):
     """LitServe with other routes, transport, supervision and shutdown; placement is LitServe's."""
 
-    def __init__(self, settings: Settings, checkpoint: Checkpoint, **lit_options: Any):
-        self.settings = settings
+    def __init__(self, settings: Settings, catalog: Catalog, **lit_options: Any):
+        self.settings, self.catalog = settings, catalog
         self.connections = Connections(settings, lambda: self.service.metrics)
         self.spec = Spec()
         self.must_hurry = False  # after a second signal: do not wait for running requests
@@ -154,7 +154,8 @@ class Server(LitServer):
         configured = self._inference_workers_config_for_api(api.api_path)
         devices = [device if isinstance(device, str) else device[0] for device in configured]
         backend, dtype = choose_backend(settings, devices[0])
-        slots = choose_slots(settings, GPTConfig(**checkpoint.hyperparameters), dtype, devices[0])
+        configs = [GPTConfig(**checkpoint.hyperparameters) for checkpoint in catalog.served.values()]
+        slots = choose_slots(settings, configs, dtype, devices[0])
         api.state = self.state = SharedState(settings.http_processes, len(devices))
         self.supervisor = Supervisor(
             self.state,
@@ -163,8 +164,7 @@ class Server(LitServer):
             window_seconds=settings.restart_window_seconds,
         )
         api.options = EngineOptions(
-            checkpoint.path,
-            checkpoint.digest,
+            catalog.folder,
             settings.model_name,
             backend,
             dtype,
@@ -178,11 +178,20 @@ class Server(LitServer):
             settings.log_format,
         )
         try:
-            allocate_files([*self.state.http_names, *self.state.worker_names], settings.model_name)
+            names = [settings.model_name, *catalog.served]
+            allocate_files([*self.state.http_names, *self.state.worker_names], names)
+            catalog.publish(self.state)
         except OSError as error:
             raise BackendError(f"{os.environ['PROMETHEUS_MULTIPROC_DIR']}: {error.strerror}") from None
         self.service = Service(
-            settings, checkpoint, self.state, backend=backend, dtype=dtype, slots=slots, devices=devices
+            settings,
+            catalog.listing,
+            catalog.checkpoints,
+            self.state,
+            backend=backend,
+            dtype=dtype,
+            slots=slots,
+            devices=devices,
         )
         self.http = App(self.service)
         if lit_options.get("callbacks"):
@@ -370,10 +379,14 @@ class Server(LitServer):
             TooManyDeathsError: processes keep dying.
         """
         self._check_signal()
-        if self._must_reload:
+        # Not while no worker runs, as one that dies of a new checkpoint must be told from one that dies anyway.
+        has_worker = any(self.state.last_beat(name) is not None for name in self.state.worker_names)
+        if self._must_reload and has_worker and not self.catalog.is_rolling_out:
             self._must_reload = False
             self._reload()
         self.supervisor.check()
+        if self.catalog.check(self.state):
+            self.service.serve(self.catalog.listing, self.catalog.checkpoints)
         for process in self._others:
             if not process.is_alive():
                 raise TooManyDeathsError(f"process {process.pid} of the loggers died, which cannot be replaced")
@@ -387,9 +400,9 @@ class Server(LitServer):
             raise KeyboardInterrupt
 
     def _reload(self) -> None:
-        """After SIGHUP: read the clients' limits again, here for HTTP processes to come, and in those that run."""
+        """After SIGHUP: read the checkpoints again, and the clients' limits, here and in each HTTP process."""
+        self.catalog.refresh(self.state)
         if self.settings.client_limits is None:
-            logger.info("SIGHUP: ignored, as there are no --client-limits to read again")
             return
         self.service.limits.reload()
         for process in self._http_processes.values():
@@ -530,8 +543,10 @@ def torch_build() -> tuple[str, str | None]:
     return build["__version__"], build["cuda"]
 
 
-def choose_slots(settings: Settings, config: GPTConfig, dtype: str, device: str) -> int:
+def choose_slots(settings: Settings, configs: list[GPTConfig], dtype: str, device: str) -> int:
     """Cache slots per worker that one client can use; with fair queueing there are `reserved_slots` more.
+
+    Each model has a cache of its own, of so many slots.
 
     Raises:
         BackendError: `auto`, and not one fits, or that cannot be known.
@@ -541,7 +556,7 @@ def choose_slots(settings: Settings, config: GPTConfig, dtype: str, device: str)
     if not device.startswith("cuda"):
         return 64
     free = free_gpu_bytes(settings.devices) / settings.workers_per_device
-    fitting = slots = slots_that_fit(config, dtype, free)
+    fitting = slots = min(slots_that_fit(config, dtype, free / len(configs)) for config in configs)
     if settings.fair_queueing:
         slots = next((n for n in range(fitting - 1, 0, -1) if n + reserved_slots(n) <= fitting), 0)
     if not slots:
@@ -601,7 +616,7 @@ def build_server(
     of routes that run the model; their arguments are LitServe's. Middlewares see every request before this service's.
 
     Raises:
-        CheckpointError: the folder is not a checkpoint that can be trusted.
+        CheckpointError: a folder is not a checkpoint that can be trusted.
         BackendError: the settings' backend, dtype or devices cannot run here, no slot fits, or the disk is full.
         OpenFilesError: this process may not open enough files.
         RuntimeError: PROMETHEUS_MULTIPROC_DIR is not set; `service.__main__.serve` sets it.
@@ -612,6 +627,6 @@ def build_server(
             "service.__main__.serve(settings, …) does that"
         )
     configure_logging(settings.log_level, settings.log_format)
-    checkpoint = Checkpoint.read(settings.checkpoint)
-    checkpoint.load_weights()  # refused here in one sentence; each worker loads its own
-    return Server(settings, checkpoint, callbacks=callbacks, loggers=loggers, middlewares=middlewares)
+    catalog = Catalog(settings.places, settings.model_name, Path(os.environ["PROMETHEUS_MULTIPROC_DIR"]))
+    catalog.open()
+    return Server(settings, catalog, callbacks=callbacks, loggers=loggers, middlewares=middlewares)

@@ -36,6 +36,8 @@ from service.observe.logs import LogFormat
 # Tiny Shakespeare; `make bundled` retrains it.
 BUNDLED = Path(__file__).parent / "checkpoints" / "tinyshakespeare"
 
+MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,63}")  # before the = of --checkpoint NAME=DIR
+
 # The Origin header as browsers send it: lower case, no path, no default port.
 ORIGIN = re.compile(r"(?!http:.*:80$|https:.*:443$)[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 
@@ -100,9 +102,17 @@ class Settings(BaseSettings):
         env_prefix="CHARGPT_", allow_inf_nan=False, cli_kebab_case=True, cli_avoid_json=True
     )
 
-    checkpoint: Path = Field(BUNDLED, description="checkpoint folder to serve")
+    checkpoint: Annotated[list[str], NoDecode] = Field(
+        [str(BUNDLED)],
+        description="checkpoint folder to serve; NAME=DIR for several, repeated or comma-separated; or a folder of "
+        "training runs, each served under its folder's name",
+    )
     model_name: str = Field(
-        "chargpt", min_length=1, max_length=256, description="the model's name in requests, answers and metrics"
+        "chargpt",
+        min_length=1,
+        max_length=256,
+        description="name of a checkpoint without one, in requests, answers and metrics; of several, the one that is "
+        "meant where a request names none; and of the service as a whole in metrics",
     )
     host: Literal["127.0.0.1", "0.0.0.0", "::"] = Field(
         "127.0.0.1", description="address to listen on: 127.0.0.1, 0.0.0.0 or ::"
@@ -248,9 +258,31 @@ class Settings(BaseSettings):
         return self._api_keys
 
     @property
+    def places(self) -> list[tuple[str | None, Path]]:
+        """`checkpoint` as (name, folder)."""
+        return [split_checkpoint(place) for place in self.checkpoint]
+
+    @property
     def limits(self) -> ClientLimitsFile:
         """Of `client_limits`, as read at start."""
         return self._limits
+
+    @field_validator("checkpoint", mode="before")
+    @classmethod
+    def _split_checkpoints(cls, given: object) -> object:
+        if isinstance(given, Path) or (isinstance(given, str) and Path(given).is_dir()):  # may have a comma
+            return [str(given)]
+        return [part.strip() for part in given.split(",") if part.strip()] if isinstance(given, str) else given
+
+    @field_validator("checkpoint")
+    @classmethod
+    def _check_checkpoints(cls, places: list[str]) -> list[str]:
+        if not places:
+            raise ValueError("must name at least one folder")
+        names = [name for name, _ in map(split_checkpoint, places) if name is not None]
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"each name must be given once, got twice: {', '.join(repeated)}")
+        return places
 
     @field_validator("root_path")
     @classmethod
@@ -335,6 +367,14 @@ class Settings(BaseSettings):
         if self.client_limits is not None:
             self._limits = read_client_limits(self.client_limits)
         return self
+
+
+def split_checkpoint(place: str) -> tuple[str | None, Path]:
+    """NAME=DIR as (name, folder); without a name before the =, all of it is the folder."""
+    name, equals, folder = place.partition("=")
+    if equals and MODEL_NAME.fullmatch(name):
+        return name, Path(folder)
+    return None, Path(place)
 
 
 def _refuse_password() -> str:

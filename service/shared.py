@@ -17,6 +17,9 @@ from service.wire import FinishReason
 
 REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 _COLUMNS = ("submitted", "refused", "begun", *REASONS)  # of each HTTP process's sequences
+_RELOADS = ("loaded", "refused", "removed")
+MAX_NAMES = 256  # of checkpoints, in the life of a service
+_MAX_VERSIONS = 4096  # of checkpoints in use at once
 
 
 class SharedState:
@@ -38,7 +41,12 @@ class SharedState:
         self._stopping = multiprocessing.RawValue("b", 0)
         self._busy = multiprocessing.RawArray("q", http_processes)  # requests running
         self._outstanding = multiprocessing.RawArray("q", http_processes * workers)  # sequences, by worker
-        self._sequences = multiprocessing.RawArray("q", http_processes * len(_COLUMNS))
+        self._sequences = multiprocessing.RawArray("q", http_processes * MAX_NAMES * len(_COLUMNS))
+        self._generation = multiprocessing.RawValue("q", 0)
+        self._followed = multiprocessing.RawArray("q", len(self._index))  # 1 + the generation; 0: none yet
+        self._failed = multiprocessing.RawArray("b", len(self._index))
+        self._reloads = multiprocessing.RawArray("q", MAX_NAMES * len(_RELOADS))
+        self._users = multiprocessing.RawArray("q", http_processes * _MAX_VERSIONS)  # requests, by version
 
     # -- processes --
 
@@ -49,6 +57,7 @@ class SharedState:
     def died(self, name: str) -> None:
         self._pids[self._index[name]] = 0
         self._beats[self._index[name]] = 0.0
+        self._followed[self._index[name]] = self._failed[self._index[name]] = 0
 
     @property
     def pids(self) -> dict[str, int]:
@@ -97,7 +106,43 @@ class SharedState:
         """The time to drain is over: HTTP processes end."""
         self._stopping.value = 1
 
-    # -- requests and sequences --
+    # -- which checkpoints (catalog.py) --
+
+    @property
+    def generation(self) -> int:
+        """Of the listing that all processes are to follow; the main process sets it."""
+        return self._generation.value
+
+    @generation.setter
+    def generation(self, number: int) -> None:
+        self._generation.value = number
+
+    def follow(self, name: str, generation: int, has_failed: bool = False) -> None:
+        """The process `name` does what the listing says; has_failed: it could not load a checkpoint."""
+        self._failed[self._index[name]] = has_failed
+        self._followed[self._index[name]] = generation + 1
+
+    def follows(self, name: str, generation: int) -> bool:
+        return self._followed[self._index[name]] > generation
+
+    def has_failed(self, name: str) -> bool:
+        return bool(self._failed[self._index[name]])
+
+    def use(self, http: int, version: int, change: int) -> None:
+        """Count requests of an HTTP process that may submit sequences of a version of a checkpoint."""
+        self._users[http * _MAX_VERSIONS + version % _MAX_VERSIONS] += change
+
+    def is_used(self, version: int) -> bool:
+        return any(self._users[version % _MAX_VERSIONS :: _MAX_VERSIONS])
+
+    def count_reload(self, row: int, result: str) -> None:
+        self._reloads[row * len(_RELOADS) + _RELOADS.index(result)] += 1
+
+    def num_reloads(self, row: int) -> dict[str, int]:
+        """By result: a checkpoint was loaded, refused or removed."""
+        return dict(zip(_RELOADS, self._reloads[row * len(_RELOADS) :][: len(_RELOADS)], strict=True))
+
+    # -- requests and sequences; `row` is that of the model's name in the listing --
 
     @property
     def num_busy(self) -> int:
@@ -122,35 +167,37 @@ class SharedState:
         """Sequences that all HTTP processes have in a worker."""
         return sum(self._outstanding[worker :: len(self.worker_names)])
 
-    def submitted(self, http: int, count: int) -> None:
+    def submitted(self, http: int, row: int, count: int) -> None:
         """Sequences that must now be refused or end, each once."""
-        self._add(http, "submitted", count)
+        self._add(http, row, "submitted", count)
 
-    def refused(self, http: int, count: int) -> None:
+    def refused(self, http: int, row: int, count: int) -> None:
         """Sequences were not accepted."""
-        self._add(http, "refused", count)
+        self._add(http, row, "refused", count)
 
-    def began(self, http: int) -> None:
+    def began(self, http: int, row: int) -> None:
         """A first delta has come, so that the sequence is known to be accepted; before its ending at the latest."""
-        self._add(http, "begun")
+        self._add(http, row, "begun")
 
-    def ended(self, http: int, reason: FinishReason) -> None:
-        self._add(http, reason)
+    def ended(self, http: int, row: int, reason: FinishReason) -> None:
+        self._add(http, row, reason)
 
-    def num_sequences(self, column: str) -> int:
+    def num_sequences(self, row: int, column: str) -> int:
         """Over all HTTP processes, of all time: those begun, or ended for a reason. Never decreases."""
-        return sum(self._sequences[_COLUMNS.index(column) :: len(_COLUMNS)])
+        return sum(self._sequences[row * len(_COLUMNS) + _COLUMNS.index(column) :: MAX_NAMES * len(_COLUMNS)])
 
     def http_process_died(self, http: int) -> None:
         """Nothing of a dead process runs; its sequences have ended, as nobody waits for them."""
         self._busy[http] = 0
         workers = len(self.worker_names)
         self._outstanding[http * workers : (http + 1) * workers] = [0] * workers
-        row = http * len(_COLUMNS)
-        submitted, refused, begun, *ended = self._sequences[row : row + len(_COLUMNS)]
-        lost = submitted - refused - sum(ended)
-        self._add(http, "begun", sum(ended) + lost - begun)
-        self._add(http, "abort", lost)
+        self._users[http * _MAX_VERSIONS : (http + 1) * _MAX_VERSIONS] = [0] * _MAX_VERSIONS
+        for row in range(MAX_NAMES):
+            start = (http * MAX_NAMES + row) * len(_COLUMNS)
+            submitted, refused, begun, *ended = self._sequences[start : start + len(_COLUMNS)]
+            lost = submitted - refused - sum(ended)
+            self._add(http, row, "begun", sum(ended) + lost - begun)
+            self._add(http, row, "abort", lost)
 
-    def _add(self, http: int, column: str, count: int = 1) -> None:
-        self._sequences[http * len(_COLUMNS) + _COLUMNS.index(column)] += count
+    def _add(self, http: int, row: int, column: str, count: int = 1) -> None:
+        self._sequences[(http * MAX_NAMES + row) * len(_COLUMNS) + _COLUMNS.index(column)] += count

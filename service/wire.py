@@ -58,6 +58,7 @@ class Submit(msgspec.Struct, gc=False, array_like=True, tag=True):
     request_id: str = ""  # for the log
     client: str = ""  # whose sequence it is; clients share the worker fairly
     weight: float = 1.0  # of the client, above 0: how large a part is fair
+    model: int = 0  # id of the version of a checkpoint (catalog.py)
 
 
 class Abort(msgspec.Struct, gc=False, array_like=True, tag=True):

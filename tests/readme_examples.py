@@ -153,7 +153,7 @@ def settings_table() -> dict[str, list[str]]:
 def metrics_table(url: str) -> dict[str, list[str]]:
     """Series -> help, type and labels. Declarations count too: a server exports some series only after use."""
     registry = CollectorRegistry()
-    Metrics("m", registry, "test")
+    Metrics("m", registry, "test").of("m")
     request = urllib.request.Request(f"{url}/metrics", headers={"Accept": "application/openmetrics-text"})
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request) as answer:
         page = answer.read().decode()

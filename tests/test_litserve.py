@@ -114,8 +114,9 @@ class Hooks(ls.Callback):
     def on_before_setup(self, lit_api):
         note("before_setup")
     def on_after_setup(self, lit_api):
-        note("after_setup", lit_api.options.model_name)
-        lit_api.log("slots", lit_api.engine.runner.slots)
+        note("after_setup", lit_api.options.service_name)
+        (hosted,) = lit_api.host.models.values()
+        lit_api.log("slots", hosted.engine.runner.slots)
     def on_server_start(self, litserver):
         note("server_start")
     def on_server_end(self, litserver):

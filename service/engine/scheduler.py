@@ -127,12 +127,17 @@ class Scheduler:
     @property
     def num_open(self) -> int:
         """Free slots for any client."""
-        return max(0, len(self._free) - self.reserve)
+        return max(0, self.max_running - self.num_running)
 
     @property
     def is_saturated(self) -> bool:
         """Some sequence waits, or would if it came now."""
         return self.num_waiting >= self.num_open
+
+    def limit(self, max_running: int) -> None:
+        """Run fewer than there are slots for, or as many again; what runs goes on. At most slots − reserve."""
+        assert 1 <= max_running <= self.slots - self.reserve
+        self.max_running = self.queue.max_running = max_running
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence.

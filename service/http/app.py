@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 from starlette.background import BackgroundTask
@@ -20,6 +22,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from service.catalog import Listing
 from service.http import generate, info, score
 from service.http import schemas as s
 from service.http.client import EngineClient
@@ -117,7 +120,10 @@ class App:
             route.methods = set(by_method)  # starlette adds HEAD to GET, which would run a whole generation
             routes.append(route)
         settings = self.service.settings
-        return routes + documentation(settings, build_document(settings, self.service.tokenizer, OPERATIONS))
+        model = self.service.default_model
+        vocab_size = max(it.tokenizer.vocab_size for it in self.service.models.values())
+        document = build_document(settings, model.tokenizer, OPERATIONS, model.name, vocab_size)
+        return routes + documentation(settings, document)
 
     def _hooked(self, operation: Operation, on_request: Hook, on_response: Hook) -> Handler:
         """The handler with the hooks around it, if its route runs the model."""
@@ -136,13 +142,24 @@ class App:
         service = self.service
         return RequestMiddleware(
             app, service.settings, lambda: service.metrics, lambda: service.tracer, service.admission, service.limits,
-            lambda: service.state.is_leaving,
+            lambda: service.state.is_leaving, service.ended,
         )  # fmt: skip
 
     async def _beat(self, process: str) -> None:
         while True:
             self.service.state.beat(process)
+            if self.service.state.generation != self.service.listing.generation:
+                await self._follow(process)
             await asyncio.sleep(BEAT_SECONDS)
+
+    async def _follow(self, process: str) -> None:
+        """Serve what the main process lists now."""
+        service = self.service
+        listing = Listing.read(Path(os.environ["PROMETHEUS_MULTIPROC_DIR"]))
+        known = {model.id for model in service.models.values()}
+        new = [version for version in listing.serve if version.id not in known]
+        service.serve(listing, {version.id: await asyncio.to_thread(version.read) for version in new})
+        service.state.follow(process, listing.generation)
 
     @asynccontextmanager
     async def running(self, transport: SocketTransport, process_id: int) -> AsyncIterator[None]:
@@ -150,12 +167,13 @@ class App:
         service, loop = self.service, asyncio.get_running_loop()
         service.process_id, process = process_id, f"http-{process_id}"
         metrics = Metrics(service.settings.model_name, CollectorRegistry(), process, later=loop.call_later)
-        service.client = EngineClient(
-            transport, process_id, metrics, service.checkpoint, service.state,
+        client = EngineClient(
+            transport, process_id, metrics, service.state,
             hang_seconds=service.settings.hang_seconds,
             capacity=service.slots + service.settings.max_queued_requests,
         )  # fmt: skip
-        service.metrics = service.admission.metrics = metrics
+        service.connect(client, metrics)
+        service.state.follow(process, service.listing.generation)
         metrics.held_bytes.set(0)
         loop.add_signal_handler(signal.SIGHUP, service.limits.reload)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])  # blocked while this process was forked
@@ -164,7 +182,7 @@ class App:
 
             service.tracer = Tracer(service.settings.otlp_traces_endpoint, service.settings.model_name, process)
         heart = asyncio.create_task(self._beat(process))
-        async with service.client.connected():
+        async with client.connected():
             yield
         heart.cancel()
         metrics.flush()

@@ -20,8 +20,8 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from service.http.models import Model
 from service.http.schemas import ApiError, Timing
-from service.model.checkpoint import Checkpoint
 from service.observe.metrics import Metrics
 from service.shared import SharedState
 from service.sockets import SocketTransport, WorkerEvent, WorkerFound, WorkerLost
@@ -98,13 +98,14 @@ class Generation:
     def __init__(
         self,
         client: EngineClient,
+        model: Model,
         submits: list[Submit],
         arrived_at: float,
         *,
         echo: list[str] | None = None,
         interval: float | None = None,
     ):
-        self._client, self._metrics = client, client.metrics
+        self._client, self.model, self._metrics = client, model, model.metrics
         self._arrived_at = arrived_at
         self._interval = interval
         self._submitted_at = time.monotonic()
@@ -254,7 +255,7 @@ class Generation:
             self._metrics.request_prompt_tokens.observe(len(sequence.submit.prompt))
         if not sequence.is_begun:
             sequence.is_begun = True
-            self._client.state.began(self._client.consumer_id)
+            self._client.state.began(self._client.consumer_id, self.model.row)
         reason = delta.finish_reason
         if reason is not None:
             sequence.finish_reason, sequence.ended_at = reason, delta.ended_at or now
@@ -262,7 +263,7 @@ class Generation:
                 sequence.decode_seconds = delta.ended_at - sequence.prefilled_at
             self._failure = self._failure or self._failed(sequence, reason)
             self._metrics.request_generation_tokens.observe(sequence.num_completion_tokens)
-            self._client.state.ended(self._client.consumer_id, reason)
+            self._client.state.ended(self._client.consumer_id, self.model.row, reason)
             self._touched[sequence] = None
         is_first = delta.prefilled_at is not None and self.is_stream
         if is_first or reason in FAILURES or (not self.open and not self.pending):
@@ -367,7 +368,7 @@ class EngineClient:
     """Connected to every worker; a sequence goes to the one with the fewest sequences.
 
     hang_seconds: a worker without a heartbeat for so long is not ready; capacity: sequences that a worker accepts of a
-    client, if it has no others.
+    client for each model, if it has no others.
     """
 
     def __init__(
@@ -375,18 +376,17 @@ class EngineClient:
         transport: SocketTransport,
         consumer_id: int,
         metrics: Metrics,
-        checkpoint: Checkpoint,
         state: SharedState,
         hang_seconds: float = math.inf,
         capacity: int = 2**31,
     ):
-        self.metrics, self.tokenizer = metrics, checkpoint.tokenizer
+        self.metrics = metrics
         self.state, self.consumer_id = state, consumer_id
         self._hang_seconds, self._capacity = hang_seconds, capacity
         self._by_client: Counter[str] = Counter()  # sequences of each client that workers have
         self._refused: dict[str, tuple[Refused, float]] = {}  # by client: the last refusal, and until when it holds
+        self.num_models = 1
         self._lost_at = -math.inf  # when a worker was lost most recently
-        self._receptive_field = checkpoint.receptive_field
         self.loop = asyncio.get_running_loop()
         self._sockets = transport.connect(consumer_id, self._received)
         self._numbers = itertools.count()
@@ -410,7 +410,8 @@ class EngineClient:
         Raises:
             ApiError: 429, the client has as many sequences as all workers accept of it.
         """
-        if self._by_client[client] < self._capacity * len(self.state.worker_names) or client not in self._refused:
+        capacity = self._capacity * self.num_models * len(self.state.worker_names)
+        if self._by_client[client] < capacity or client not in self._refused:
             return
         refused, until = self._refused[client]
         seconds = math.ceil(until - time.monotonic())
@@ -420,6 +421,7 @@ class EngineClient:
 
     def start(
         self,
+        model: Model,
         submits: list[Submit],
         arrived_at: float,
         *,
@@ -438,10 +440,12 @@ class EngineClient:
         # A worker that shows no life gets requests too: it goes on, as after a pause of all processes, or is replaced.
         is_connected = bool(self._sockets.connected_workers)
         if not is_connected and not is_accepted and not self._is_replacing(len(submits)):
-            self.metrics.request_rejected("not_ready", len(submits))
+            model.metrics.request_rejected("not_ready", len(submits))
             raise _not_ready()
-        self.state.submitted(self.consumer_id, len(submits))
-        generation = Generation(self, submits, arrived_at, echo=echo, interval=interval)
+        self.state.submitted(self.consumer_id, model.row, len(submits))
+        for submit in submits:
+            submit.model = model.id
+        generation = Generation(self, model, submits, arrived_at, echo=echo, interval=interval)
         self._late[generation] = self.loop.call_later(
             generation.deadline - time.monotonic() + LATE_SECONDS, self.abort, generation, "timeout"
         )
@@ -503,8 +507,8 @@ class EngineClient:
             if it == id or (sequence.worker == HOMELESS and not sequence.submit.must_run):
                 self._end(it)
                 count += 1
-        self.state.refused(self.consumer_id, count)
-        self.metrics.request_rejected(reason, count)
+        self.state.refused(self.consumer_id, generation.model.row, count)
+        generation.model.metrics.request_rejected(reason, count)
         generation.fail(error)
 
     def _leave(self, sequence: SequenceState) -> None:
@@ -548,7 +552,7 @@ class EngineClient:
     def _shortened(self, generation: Generation, submit: Submit) -> Submit:
         """Without the beginning of a prompt that no needed logit depends on; a penalty needs to know what is in it."""
         first_needed = submit.score_from or len(submit.prompt)  # the first id whose logits are needed
-        start = first_needed - self._receptive_field
+        start = first_needed - generation.model.receptive_field
         if start <= 0:
             return submit
         seen: list[int] = []
@@ -612,7 +616,14 @@ class EngineClient:
                     logger.error("lost worker %d with %d sequences, which run again", worker, len(lost))
 
     def _received_step(self, step: Step, now: float) -> None:
-        text = self.tokenizer.decode_array(np.frombuffer(step.ids, np.uint32))  # of all sequences
+        model = next((self._running[id][0].model for id in step.sequences if id in self._running), None)
+        if model is not None:  # the one of all its sequences
+            self._received_ids(step, model, now)
+        for delta in step.deltas:
+            self._received_delta(delta, now)
+
+    def _received_ids(self, step: Step, model: Model, now: float) -> None:
+        text = model.tokenizer.decode_array(np.frombuffer(step.ids, np.uint32))  # of all sequences
         total, end = 0, 0
         streams: dict[Generation, None] = {}
         # Most sequences share the time of their last characters and the number of the new ones.
@@ -636,12 +647,10 @@ class EngineClient:
             if generation.is_stream:
                 streams[generation] = None
         if total:
-            self.metrics.generation_tokens.inc(total)
+            model.metrics.generation_tokens.inc(total)
         for (last_at, count), (characters, request_id) in gaps.items():
             if count:  # characters that arrived together share the time since the ones before
-                self.metrics.inter_token_latency.observe((now - last_at) / count, characters, request_id)
-        for delta in step.deltas:
-            self._received_delta(delta, now)
+                model.metrics.inter_token_latency.observe((now - last_at) / count, characters, request_id)
         for generation in streams:
             generation.wake_when_due(now)
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.types import Scope
 
+from service.catalog import Listing
 from service.http.admission import Admission, Estimate, Hold, estimate
 from service.http.bodies import BodyReader
 from service.http.client import EngineClient, Generation
 from service.http.clients import ClientLimits
-from service.http.patterns import PatternCompiler
+from service.http.models import Model, choose
 from service.http.schemas import AnyRequest, ApiError
 from service.model.checkpoint import Checkpoint
 from service.observe.exposition import Exposition
@@ -36,6 +37,7 @@ class RequestContext:
     arrived_at: float  # when the body was complete, by time.monotonic()
     hold: Hold  # the memory it may need
     client: str = ""  # whose request it is: the name of its API key, or its address
+    model: Model | None = None  # that the request has chosen
     num_charged_characters: int = 0  # to the client's limit
     timeout_seconds: float | None = None  # the request's own time limit
     num_prompt_tokens: int | None = None  # None: the request does not run the model
@@ -77,7 +79,7 @@ class RequestContext:
 
 
 class Service:
-    """What the routes need: the served checkpoint, the settings, and in an HTTP process the connected client."""
+    """What the routes need: the served models, the settings, and in an HTTP process the connected client."""
 
     client: EngineClient  # these three from App.running, in an HTTP process
     metrics: Metrics | None = None
@@ -86,7 +88,8 @@ class Service:
     def __init__(
         self,
         settings: Settings,
-        checkpoint: Checkpoint,
+        listing: Listing,
+        checkpoints: Mapping[int, Checkpoint],
         state: SharedState,
         *,
         backend: str,
@@ -97,17 +100,17 @@ class Service:
         self.settings = settings
         # What `auto` in the settings stands for here; slots per worker, and a device per worker.
         self.backend, self.dtype, self.slots, self.devices = backend, dtype, slots, devices
-        self.checkpoint = checkpoint
-        self.tokenizer = checkpoint.tokenizer
         self.state = state
+        self.models: dict[str, Model] = {}  # by name
+        self.serve(listing, checkpoints)
         self.process_id = 0  # of this HTTP process
-        self.started_at = int(time.time())
         self.admission = Admission(settings)
         self.bodies = BodyReader(settings)
         self.limits = ClientLimits(settings)
-        self.patterns = PatternCompiler(checkpoint.tokenizer.characters, settings.max_regex_characters)
         self.exposition = Exposition(
-            settings.model_name, checkpoint,
+            settings.model_name,
+            lambda: {name: model.checkpoint for name, model in self.models.items()},
+            lambda: self.listing.rows,
             engine={"backend": backend, "dtype": dtype}, vllm_names=settings.metrics_vllm_names,
             state=state, hang_seconds=settings.hang_seconds,
         )  # fmt: skip
@@ -120,10 +123,47 @@ class Service:
         """Count a request as running, so that a shutdown waits for it."""
         return self.state.busy(self.process_id)
 
-    def check_model(self, name: str | None) -> None:
-        if name is not None and name != self.settings.model_name:
-            message = f"model {name!r} is not served here; the served model is {self.settings.model_name!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+    def serve(self, listing: Listing, checkpoints: Mapping[int, Checkpoint]) -> None:
+        """Requests from now on choose among the listing's models; `checkpoints` has those that were not served."""
+        known = {model.id: model for model in self.models.values()}
+        for version in listing.serve:
+            if version.id not in known:
+                model = Model(
+                    version, checkpoints[version.id], listing.rows[version.name], self.settings.max_regex_characters
+                )
+                known[version.id] = model
+                if self.metrics is not None:
+                    model.metrics = self.metrics.of(model.name)
+        self.listing, self.models = listing, {version.name: known[version.id] for version in listing.serve}
+        if self.metrics is not None:
+            self.client.num_models = len(self.models)
+
+    def connect(self, client: EngineClient, metrics: Metrics) -> None:
+        """The HTTP process has started."""
+        self.client, self.metrics, self.admission.metrics = client, metrics, metrics
+        client.num_models = len(self.models)
+        for model in self.models.values():
+            model.metrics = metrics.of(model.name)
+
+    @property
+    def default_model(self) -> Model:
+        """For documents: the one that a request without a name gets, or the first."""
+        return self.models.get(self.settings.model_name) or next(iter(self.models.values()))
+
+    def find(self, name: str | None) -> Model:
+        """Raises as `choose`."""
+        return choose(self.models, name, self.settings.model_name)
+
+    def choose(self, context: RequestContext, name: str | None) -> Model:
+        """The model of a request, which it keeps to its end even if another takes the name; raises as `choose`."""
+        context.model = self.find(name)
+        self.state.use(self.process_id, context.model.id, 1)
+        return context.model
+
+    def ended(self, context: RequestContext) -> None:
+        """Must be called once for each request."""
+        if context.model is not None:
+            self.state.use(self.process_id, context.model.id, -1)
 
     async def read(self, kind: type[AnyRequest], request: Request) -> AnyRequest:
         """The request in a JSON body; raises as BodyReader.read."""
@@ -144,7 +184,8 @@ class Service:
         Raises:
             ApiError: 400, it needs more than allowed; 429, more than is free now.
         """
-        needed = estimate(submits, self.checkpoint.receptive_field, self.tokenizer.vocab_size, **options)
+        assert context.model is not None
+        needed = estimate(submits, context.model.receptive_field, context.model.tokenizer.vocab_size, **options)
         limit = self.settings.max_request_bytes
         if needed.total > limit:
             raise ApiError(400, _too_much(needed, len(submits), limit), param=needed.largest)
@@ -157,9 +198,10 @@ class Service:
             ApiError: 503, the server is shutting down, or no worker is connected; 429 or 400, too many characters for
                 the client's limit.
         """
-        assert self.metrics is not None
+        model = context.model
+        assert model is not None
         if self.state.is_draining and not context.generations:  # those that were accepted run all their stages
-            self.metrics.request_rejected("shutting_down", len(submits))
+            model.metrics.request_rejected("shutting_down", len(submits))
             raise ApiError(503, "server is shutting down", code="shutting_down", retry_after_seconds=1)
         weight = self.limits.of(context.client).weight
         for submit in submits:
@@ -169,11 +211,11 @@ class Service:
             self.limits.charge(context.client, characters, must_wait=not context.generations)
         except ApiError as error:
             if error.status == 429:
-                self.metrics.request_rejected("rate_limit", len(submits))
+                model.metrics.request_rejected("rate_limit", len(submits))
             raise
         context.num_charged_characters += characters
         is_accepted = bool(context.generations)
-        generation = self.client.start(submits, context.arrived_at, is_accepted=is_accepted, **options)
+        generation = self.client.start(model, submits, context.arrived_at, is_accepted=is_accepted, **options)
         context.generations.append(generation)
         if context.client_left:
             generation.abort()

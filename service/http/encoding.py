@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from service.http.context import Service
+from service.http.models import Model
 from service.http.pause import Pause
 from service.http.schemas import ApiError, ModelRequest, Prompt, Receipt, Timing
 from service.model.tokenizer import UnknownCharacterError
@@ -20,9 +21,9 @@ class Encoder:
         ApiError: 400, the replacement character is not in the vocabulary.
     """
 
-    def __init__(self, service: Service, body: ModelRequest):
-        self.service = service
-        self.tokenizer = service.tokenizer
+    def __init__(self, service: Service, model: Model, body: ModelRequest):
+        self.service, self.model = service, model
+        self.tokenizer = model.tokenizer
         self.policy = body.unknown_characters or service.settings.unknown_characters
         self.replacement = body.replacement_character or service.settings.replacement_character
         self.replaced = self.dropped = 0
@@ -80,7 +81,7 @@ class Encoder:
             if len(prompt) > limit:
                 raise ApiError(400, f"{name}: at most {limit} characters, got {len(prompt)}", param="prompt")
             if isinstance(prompt, list):
-                check_ids(self.service, prompt, "prompt", name)
+                check_ids(self.model, prompt, "prompt", name)
                 ids.append(prompt)
             else:
                 ids.append(await self.encode(prompt, "prompt", index))
@@ -90,32 +91,31 @@ class Encoder:
     def receipt(self, timing: Timing, seeds: Iterable[int] = ()) -> Receipt:
         service = self.service
         return Receipt(
-            service.checkpoint.digest, service.backend, service.dtype, list(seeds), timing, self.replaced, self.dropped
+            self.model.digest, service.backend, service.dtype, list(seeds), timing, self.replaced, self.dropped
         )
 
     def count_unknown(self) -> None:
         """Add the unknown characters of an accepted request to the metrics."""
-        if self.service.metrics is not None:
-            self.service.metrics.unknown_characters("replace", self.replaced)
-            self.service.metrics.unknown_characters("drop", self.dropped)
+        self.model.metrics.unknown_characters("replace", self.replaced)
+        self.model.metrics.unknown_characters("drop", self.dropped)
 
 
-def check_ids(service: Service, ids: list[int], param: str, name: str | None = None) -> None:
-    if ids and max(ids) >= service.tokenizer.vocab_size:
-        wrong = next(id for id in ids if id >= service.tokenizer.vocab_size)
-        message = f"{name or param}: ids must be in [0, {service.tokenizer.vocab_size - 1}], got {wrong}"
+def check_ids(model: Model, ids: list[int], param: str, name: str | None = None) -> None:
+    if ids and max(ids) >= model.tokenizer.vocab_size:
+        wrong = next(id for id in ids if id >= model.tokenizer.vocab_size)
+        message = f"{name or param}: ids must be in [0, {model.tokenizer.vocab_size - 1}], got {wrong}"
         raise ApiError(400, message, param=param)
 
 
-def document_start(service: Service, param: str) -> list[int]:
+def document_start(model: Model, param: str) -> list[int]:
     """What an empty text means.
 
     Raises:
         ApiError: 400, the vocabulary has no line break.
     """
-    if "\n" not in service.tokenizer:
+    if "\n" not in model.tokenizer:
         raise ApiError(400, f"{param}: must not be empty, as the vocabulary has no line break", param=param)
-    return service.tokenizer.encode("\n")
+    return model.tokenizer.encode("\n")
 
 
 def unknown_characters(unknown: list[tuple[int, str]], count: int, param: str, index: int | None = None) -> ApiError:

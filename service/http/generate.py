@@ -15,6 +15,7 @@ from service.http.admission import MAX_CUTS
 from service.http.client import Piece, gathered
 from service.http.context import RequestContext, Service
 from service.http.encoding import Encoder, document_start, unknown_characters
+from service.http.models import Model
 from service.http.pause import Pause
 from service.http.schemas import ApiError, CompletionRequest, GenerateRequest, GenerationRequest, parse
 from service.http.stream import DONE, CompletionForm, Form, NativeForm, RunningAnswer, write_stream, write_whole
@@ -54,11 +55,11 @@ async def _answer(
 ) -> Response:
     context = RequestContext.of(request.scope)
     context.timeout_seconds = body.timeout_seconds
-    service.check_model(body.model)
+    model = service.choose(context, body.model)
     candidates = _num_candidates(service, body)
-    _check_limits(service, body, candidates)
+    _check_limits(service, model, body, candidates)
 
-    encoder = Encoder(service, body)
+    encoder = Encoder(service, model, body)
     prompts = await encoder.encode_prompts(body.prompts, isinstance(body.prompt, list))
     suffix = await encoder.encode(body.suffix, "suffix") if body.suffix else []
     if body.suffix and not suffix:
@@ -67,7 +68,7 @@ async def _answer(
     if not isinstance(seeds, list):
         seeds = [secrets.randbits(53) if seeds is None else seeds for _ in prompts]
 
-    submits = await _submits(service, body, prompts, seeds, candidates)
+    submits = await _submits(service, model, body, prompts, seeds, candidates)
     service.admit(context, submits, echo=body.echo, num_rankings=candidates * len(prompts) if suffix else 0)
     echo = None
     if body.echo:
@@ -87,8 +88,8 @@ async def _answer(
 
     form = form_class(
         context,
-        service.settings.model_name,
-        service.tokenizer.characters,
+        model.name,
+        model.tokenizer.characters,
         functools.partial(encoder.receipt, seeds=seeds),
         include_usage=body.stream_options.include_usage,
         continuous_usage=body.stream_options.continuous_usage_stats,
@@ -110,7 +111,7 @@ def _num_candidates(service: Service, body: GenerationRequest) -> int:
     return max(body.n, min(SUFFIX_CANDIDATES, service.settings.max_prompts // max(1, len(body.prompts))))
 
 
-def _check_limits(service: Service, body: GenerationRequest, candidates: int) -> None:
+def _check_limits(service: Service, model: Model, body: GenerationRequest, candidates: int) -> None:
     """Limits of this server and its model."""
     settings, count = service.settings, len(body.prompts)
     if not 1 <= count * candidates <= settings.max_prompts:
@@ -123,22 +124,27 @@ def _check_limits(service: Service, body: GenerationRequest, candidates: int) ->
     for param in ("max_tokens", "min_tokens"):
         if getattr(body, param) > settings.max_tokens:
             raise ApiError(400, f"{param}: at most {settings.max_tokens}, got {getattr(body, param)}", param=param)
-    vocab_size = service.tokenizer.vocab_size
+    vocab_size = model.tokenizer.vocab_size
     if body.logprobs is not None and body.logprobs > vocab_size:
         message = f"logprobs: at most {vocab_size}, the size of the vocabulary, got {body.logprobs}"
         raise ApiError(400, message, param="logprobs")
 
 
 async def _submits(
-    service: Service, body: GenerationRequest, prompts: list[list[int]], seeds: list[int], candidates: int
+    service: Service,
+    model: Model,
+    body: GenerationRequest,
+    prompts: list[list[int]],
+    seeds: list[int],
+    candidates: int,
 ) -> list[Submit]:
     """The sequences of a request: `candidates` for each prompt, with consecutive seeds."""
-    tokenizer = service.tokenizer
+    tokenizer = model.tokenizer
     shared = Submit(
         0,
         [],
         body.max_tokens,
-        body.sampling(_logit_bias(service, body)),
+        body.sampling(_logit_bias(model, body)),
         service.timeout(body.timeout_seconds),
         # A stop string with an unknown character can never appear.
         stop=tuple(tuple(tokenizer.encode(s)) for s in body.stops if all(c in tokenizer for c in s)),
@@ -147,13 +153,13 @@ async def _submits(
         logprobs=body.logprobs,
         priority=2 * body.priority,
     )
-    await _constrain(service, body, shared)
+    await _constrain(model, body, shared)
     if candidates > body.n and shared.logprobs is None:
         shared.logprobs = 0  # to rank the candidates
     return [
         msgspec.structs.replace(
             shared,
-            prompt=prompt or document_start(service, "prompt"),
+            prompt=prompt or document_start(model, "prompt"),
             sampling=msgspec.structs.replace(shared.sampling, seed=(seed + j) % (MAX_SEED + 1)),
             score_from=1 if body.echo and shared.logprobs is not None and len(prompt) > 1 else None,
         )
@@ -162,34 +168,34 @@ async def _submits(
     ]
 
 
-async def _constrain(service: Service, body: GenerationRequest, submit: Submit) -> None:
+async def _constrain(model: Model, body: GenerationRequest, submit: Submit) -> None:
     """Set the patterns that a request asks for."""
     allowed = None
     if body.allowed_characters is not None:
-        unknown = [(i, c) for i, c in enumerate(body.allowed_characters) if c not in service.tokenizer]
+        unknown = [(i, c) for i, c in enumerate(body.allowed_characters) if c not in model.tokenizer]
         if unknown:
             raise unknown_characters(unknown, len(unknown), "allowed_characters")
         allowed = frozenset(body.allowed_characters)
     if body.stop_regex is not None:
-        stop_pattern = await service.patterns.compile("stop_regex", body.stop_regex)
+        stop_pattern = await model.patterns.compile("stop_regex", body.stop_regex)
         if stop_pattern.matches_empty:
             raise ApiError(400, "stop_regex: must not match the empty text", param="stop_regex")
         submit.stop_pattern = stop_pattern.packed
     if body.regex is not None or body.choice is not None:
         param = "regex" if body.choice is None else "choice"
-        constraint = await service.patterns.compile(param, body.regex or tuple(body.choice or ()), allowed)
+        constraint = await model.patterns.compile(param, body.regex or tuple(body.choice or ()), allowed)
         if constraint.min_length > body.max_tokens:
             message = f"the shortest match has {constraint.min_length} characters, max_tokens is {body.max_tokens}"
             raise ApiError(400, f"{param}: {message}", param=param)
         submit.constraint = constraint.packed
     elif allowed is not None:
-        submit.constraint = service.patterns.any_of(allowed)
+        submit.constraint = model.patterns.any_of(allowed)
         submit.may_leave = False
 
 
-def _logit_bias(service: Service, body: GenerationRequest) -> tuple[tuple[int, float], ...]:
+def _logit_bias(model: Model, body: GenerationRequest) -> tuple[tuple[int, float], ...]:
     """Pairs of an id and its bias."""
-    tokenizer, given = service.tokenizer, body.logit_bias
+    tokenizer, given = model.tokenizer, body.logit_bias
     biases: dict[int, float] = {}
     for key, bias in given.items() if isinstance(given, dict) else given:
         if isinstance(given, dict) and isinstance(key, str) and key.isascii() and key.isdigit():
@@ -247,7 +253,9 @@ async def _infill(
     Each candidate is also cut where the suffix's first character is likeliest to come next; all are ranked by
     log p(suffix | prompt, middle).
     """
-    suffix = suffix[: service.checkpoint.receptive_field]
+    model = context.model
+    assert model is not None
+    suffix = suffix[: model.receptive_field]
     timeout_seconds = submits[0].timeout_seconds  # as requested; the client lowers it to what is left
     for submit in submits:
         submit.logprobs, submit.logprob_ids, submit.score_from = 0, (suffix[0],), None
@@ -258,7 +266,7 @@ async def _infill(
     scoring: dict[tuple[int, str], Submit] = {}  # (prompt, text): equal texts are scored once, and alike
     for middle in middles:
         submit = submits[middle.number]
-        before = submit.prompt + service.tokenizer.encode(middle.text)
+        before = submit.prompt + model.tokenizer.encode(middle.text)
         scoring[middle.number // num_candidates, middle.text] = Submit(
             0, before + suffix, 0, submit.sampling, timeout_seconds,
             logprobs=0, score_from=len(before), priority=submit.priority,

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from service.http.admission import PROMPT_BYTES
 from service.http.context import RequestContext, Service
 from service.http.encoding import Encoder, check_ids
+from service.http.models import Model
 from service.http.schemas import (
     DetokenizeAnswer,
     DetokenizeRequest,
@@ -35,10 +36,10 @@ def _json(content: msgspec.Struct, status: int = 200) -> Response:
 async def tokenize(service: Service, request: Request) -> Response:
     """Encode a text."""
     body = await service.read(TokenizeRequest, request)
-    service.check_model(body.model)
-    encoder = Encoder(service, body)
+    context = RequestContext.of(request.scope)
+    encoder = Encoder(service, service.choose(context, body.model), body)
     tokens = await encoder.encode(body.prompt, "prompt")
-    RequestContext.of(request.scope).hold.grow(PROMPT_BYTES * len(tokens))
+    context.hold.grow(PROMPT_BYTES * len(tokens))
     longest = service.settings.max_prompt_characters
     answer = TokenizeAnswer(len(tokens), longest, HOLE, encoder.replaced, encoder.dropped)
     return PartedAnswer(filled(answer, list_parts(sliced(tokens))))
@@ -47,47 +48,48 @@ async def tokenize(service: Service, request: Request) -> Response:
 async def detokenize(service: Service, request: Request) -> Response:
     """Decode ids."""
     body = await service.read(DetokenizeRequest, request)
-    service.check_model(body.model)
-    check_ids(service, body.tokens, "tokens")
-    RequestContext.of(request.scope).hold.grow(PROMPT_BYTES * len(body.tokens))
-    text = await Encoder(service, body).decode(body.tokens)
+    context = RequestContext.of(request.scope)
+    model = service.choose(context, body.model)
+    check_ids(model, body.tokens, "tokens")
+    context.hold.grow(PROMPT_BYTES * len(body.tokens))
+    text = await Encoder(service, model, body).decode(body.tokens)
     return PartedAnswer(filled(DetokenizeAnswer(HOLE), text_parts(text)))
 
 
 async def tokenizer_info(service: Service, request: Request) -> Response:
     """Describe the tokenizer, as vLLM does."""
-    beginning = "\n" if "\n" in service.tokenizer else None
-    return _json(TokenizerInfo("CharTokenizer", service.tokenizer.vocab_size, beginning, None, None))
+    tokenizer = service.find(request.query_params.get("model")).tokenizer
+    beginning = "\n" if "\n" in tokenizer else None
+    return _json(TokenizerInfo("CharTokenizer", tokenizer.vocab_size, beginning, None, None))
 
 
-def _model_card(service: Service) -> ModelCard:
-    settings = service.settings
-    return ModelCard(settings.model_name, "model", service.started_at, "chargpt", settings.max_prompt_characters)
+def _model_card(service: Service, model: Model) -> ModelCard:
+    return ModelCard(model.name, "model", model.created_at, "chargpt", service.settings.max_prompt_characters)
 
 
 async def models(service: Service, request: Request) -> Response:
-    """List the served model, as OpenAI does."""
-    return _json(ModelList("list", [_model_card(service)]))
+    """List the served models, as OpenAI does."""
+    return _json(ModelList("list", [_model_card(service, model) for model in service.models.values()]))
 
 
 async def model(service: Service, request: Request) -> Response:
     """Describe the served model, as OpenAI does."""
-    service.check_model(request.path_params["model"])
-    return _json(_model_card(service))
+    return _json(_model_card(service, service.find(request.path_params["model"])))
 
 
 async def info(service: Service, request: Request) -> Response:
     """Describe what is served: the checkpoint, its losses, limits, backend, devices and versions."""
-    settings, checkpoint = service.settings, service.checkpoint
+    settings, model = service.settings, service.find(request.query_params.get("model"))
     return _json(
         Info(
             ServedModel(
-                settings.model_name,
-                checkpoint.digest,
-                checkpoint.hyperparameters,
-                "".join(checkpoint.tokenizer.characters),
-                checkpoint.training,
+                model.name,
+                model.digest,
+                model.checkpoint.hyperparameters,
+                "".join(model.tokenizer.characters),
+                model.checkpoint.training,
             ),
+            list(service.models),
             Limits(
                 **{name: getattr(settings, name) for name in Limits.__struct_fields__}
                 | {"max_running_requests": service.slots}

@@ -49,7 +49,8 @@ EXPOSED_HEADERS = (
 class RequestMiddleware:
     """The outermost layer. `metrics` and `tracer` return None until the HTTP process has started.
 
-    is_leaving: whether a shutdown has begun, so that connections end with their answers.
+    is_leaving: whether a shutdown has begun, so that connections end with their answers; ended: called with the context
+    of each request that has ended.
 
     From outside in: request id, metrics and log; cross-origin rules; then `_guard`. So every answer has an id, is
     counted, and is readable by pages of allowed origins.
@@ -66,12 +67,13 @@ class RequestMiddleware:
         admission: Admission | None = None,
         limits: ClientLimits | None = None,
         is_leaving: Callable[[], bool] = lambda: False,
+        ended: Callable[[RequestContext], None] = lambda context: None,
     ):
         self.limits = ClientLimits(settings) if limits is None else limits
         self.app = app
         self.admission = admission or Admission(settings)
         self.settings = settings
-        self.metrics, self.tracer, self.is_leaving = metrics, tracer, is_leaving
+        self.metrics, self.tracer, self.is_leaving, self.ended = metrics, tracer, is_leaving, ended
         self._inner: ASGIApp = self._guard
         self._paths: set[str] = set()  # of the routes without a parameter
         if settings.cors_origins:
@@ -116,6 +118,7 @@ class RequestMiddleware:
             context.client_left = True
             scope["extensions"]["chargpt.abort"]()
         finally:
+            self.ended(context)
             seconds = time.monotonic() - started_at
             if context.client_left:
                 context.status = CLIENT_CLOSED_REQUEST

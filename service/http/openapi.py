@@ -116,16 +116,26 @@ class Operation:
         return ["POST"] if self.request else ["GET"] if self.events else ["GET", "HEAD"]
 
 
-def build_document(settings: Settings, tokenizer: CharTokenizer, operations: Iterable[Operation]) -> dict[str, Any]:
-    """OpenAPI 3.1 of a server with these settings and this vocabulary."""
-    operations = list(operations)
+def build_document(
+    settings: Settings,
+    tokenizer: CharTokenizer,
+    operations: Iterable[Operation],
+    model: str | None = None,
+    vocab_size: int = 0,
+) -> dict[str, Any]:
+    """OpenAPI 3.1 of a server with these settings, with examples for a model (by default, of the service's name).
+
+    tokenizer: the model's; vocab_size: of the largest vocabulary that is served.
+    """
+    operations, model = list(operations), model or settings.model_name
+    vocab_size = max(vocab_size, tokenizer.vocab_size)
     requests = [it.request for it in operations if it.request is not None]
     events = [event for it in operations for event in it.events]
     schemas = _schemas(requests, [*events, *(it.answer for it in operations if it.answer is not None)])
-    _add_limits(schemas, requests, settings, tokenizer)
+    _add_limits(schemas, requests, settings, tokenizer, model, vocab_size)
     paths: dict[str, dict[str, Any]] = {}
     for operation in operations:
-        described = _operation(operation, schemas, settings, tokenizer)
+        described = _operation(operation, schemas, settings, tokenizer, model)
         paths.setdefault(operation.path, {})[operation.methods[0].lower()] = described
     vocabulary = f"GET /info gives the {tokenizer.vocab_size} characters."
     if tokenizer.vocab_size <= MAX_SHOWN_CHARACTERS:
@@ -184,7 +194,7 @@ def _schemas(requests: list[type[BaseModel]], answers: list[type[msgspec.Struct]
 
 
 def _operation(
-    operation: Operation, schemas: dict[str, Any], settings: Settings, tokenizer: CharTokenizer
+    operation: Operation, schemas: dict[str, Any], settings: Settings, tokenizer: CharTokenizer, model: str
 ) -> dict[str, Any]:
     is_public = operation.path in PROBES or (operation.path == "/metrics" and settings.public_metrics)
     security: list[dict[str, Any]] = [{"key": []}] if settings.api_keys else [{}, {"key": []}]
@@ -204,14 +214,14 @@ def _operation(
     if description:
         described["description"] = description
     if operation.request is not None:
-        examples = _request_examples(operation.request, settings, tokenizer)
+        examples = _request_examples(operation.request, settings, tokenizer, model)
         content = {"schema": _ref("schemas", operation.request.__name__), "examples": examples}
         described["requestBody"] = {"required": True, "content": {"application/json": content}}
     elif operation.events:
         described["parameters"] += _query_parameters(schemas["GenerateRequest"]["properties"])
         responses["204"] = _response("The stream has ended: EventSource stops reconnecting.")
     if "{model}" in operation.path:
-        schema = {"type": "string", "examples": [settings.model_name]}
+        schema = {"type": "string", "examples": [model]}
         described["parameters"].append(
             {"name": "model", "in": "path", "required": True, "description": "name of the model", "schema": schema}
         )
@@ -265,13 +275,15 @@ def _failure(status: int, meaning: str) -> dict[str, Any]:
 # -- examples and bounds of this server --
 
 
-def _request_examples(request: type[BaseModel], settings: Settings, tokenizer: CharTokenizer) -> dict[str, Any]:
+def _request_examples(
+    request: type[BaseModel], settings: Settings, tokenizer: CharTokenizer, model: str
+) -> dict[str, Any]:
     prompt, max_tokens = _in_vocabulary("ROMEO:", tokenizer), min(80, settings.max_tokens)
     bodies: dict[str, dict[str, Any]]
     if request in (GenerateRequest, CompletionRequest):
         shared: dict[str, Any] = {"prompt": prompt, "max_tokens": max_tokens}
         if request is CompletionRequest:
-            shared = {"model": settings.model_name} | shared
+            shared = {"model": model} | shared
         bodies = {
             "a text": {"seed": 1},
             "a stream": {"seed": 1, "stream": True},
@@ -311,10 +323,15 @@ def _in_vocabulary(value: Any, tokenizer: CharTokenizer) -> Any:
 
 
 def _add_limits(
-    schemas: dict[str, Any], requests: list[type[BaseModel]], settings: Settings, tokenizer: CharTokenizer
+    schemas: dict[str, Any],
+    requests: list[type[BaseModel]],
+    settings: Settings,
+    tokenizer: CharTokenizer,
+    model: str,
+    vocab_size: int,
 ) -> None:
     """State what the routes check against the settings and the vocabulary; make the examples valid here."""
-    V, longest, most = tokenizer.vocab_size, settings.max_prompt_characters, settings.max_prompts
+    V, longest, most = vocab_size, settings.max_prompt_characters, settings.max_prompts
     id, tokens, count = {"maximum": V - 1}, {"maximum": settings.max_tokens}, {"maximum": most}
     pattern = {"maxLength": settings.max_regex_characters}
     bounds: dict[str, tuple[str, dict[str, int]]] = {
@@ -332,7 +349,7 @@ def _add_limits(
             if name in bounds:
                 _bound(field, *bounds[name])
             if name == "model":
-                field["examples"] = [settings.model_name]
+                field["examples"] = [model]
             elif name == "prompt" and request is not TokenizeRequest:
                 _bound(field, "string", {"maxLength": longest})
                 for branch in _lists(field):

@@ -723,7 +723,8 @@ class Limits(msgspec.Struct):
 class Info(msgspec.Struct):
     """Answer of GET /info."""
 
-    model: ServedModel
+    model: Annotated[ServedModel, Meta(description="the one that the query names, ?model=NAME; else the default")]
+    models: Annotated[list[str], Meta(description="names of all that are served")]
     limits: Limits
     unknown_characters: UnknownCharacters
     backend: str

@@ -14,6 +14,7 @@ from starlette.types import Send
 from service.http.client import gathered
 from service.http.context import RequestContext, Service
 from service.http.encoding import Encoder, document_start
+from service.http.models import Model
 from service.http.pause import Pause
 from service.http.schemas import (
     ApiError,
@@ -49,13 +50,13 @@ async def score(service: Service, request: Request) -> Response:
     service.refuse_if_full(context)
     body = await service.read(ScoreRequest, request)
     context.timeout_seconds = body.timeout_seconds
-    service.check_model(body.model)
-    encoder = Encoder(service, body)
+    model = service.choose(context, body.model)
+    encoder = Encoder(service, model, body)
     if body.texts is not None:
         param, texts, before = "texts", [body.texts] if isinstance(body.texts, str) else body.texts, []
     else:
         param, texts = "continuations", body.continuations or []
-        before = await encoder.encode(body.prefix, "prefix") or document_start(service, "prefix")
+        before = await encoder.encode(body.prefix, "prefix") or document_start(model, "prefix")
     limit = service.settings.max_score_texts
     if not 1 <= len(texts) <= limit:
         raise ApiError(400, f"{param}: the number of texts must be in [1, {limit}], got {len(texts)}", param=param)
@@ -99,7 +100,7 @@ async def score(service: Service, request: Request) -> Response:
             has_first = bool(not before and ids[item.index])  # which nothing precedes
             return filled(item, list_parts(_character_nats(logprobs[item.index], has_first)))
 
-        content = ScoreAnswer(context.request_id, service.settings.model_name, "list", HOLE, usage, receipt)
+        content = ScoreAnswer(context.request_id, model.name, "list", HOLE, usage, receipt)
         return content, map(parts, scores)
 
     return _running(service, context, answer)
@@ -136,8 +137,8 @@ async def next_character(service: Service, request: Request) -> Response:
     service.refuse_if_full(context)
     body = await service.read(NextRequest, request)
     context.timeout_seconds = body.timeout_seconds
-    service.check_model(body.model)
-    encoder = Encoder(service, body)
+    model = service.choose(context, body.model)
+    encoder = Encoder(service, model, body)
     prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     limit = service.settings.max_prompts
     if not 1 <= len(prompts) <= limit:
@@ -147,9 +148,9 @@ async def next_character(service: Service, request: Request) -> Response:
     ids = await encoder.encode_prompts([*prompts], isinstance(body.prompt, list))
     submits = [
         Submit(
-            0, prompt or document_start(service, "prompt"), 1, SamplingParams(temperature=0.0),
+            0, prompt or document_start(model, "prompt"), 1, SamplingParams(temperature=0.0),
             service.timeout(body.timeout_seconds),
-            logprobs=service.tokenizer.vocab_size, priority=2 * body.priority,
+            logprobs=model.tokenizer.vocab_size, priority=2 * body.priority,
         )
         for prompt in ids
     ]  # fmt: skip
@@ -161,18 +162,18 @@ async def next_character(service: Service, request: Request) -> Response:
     async def answer() -> tuple[NextAnswer, Iterator[Iterator[bytes]]]:
         pieces = await gathered(generation)
         usage, receipt = Usage.of(context.num_prompt_tokens or 0), encoder.receipt(generation.timing)
-        content = NextAnswer(context.request_id, service.settings.model_name, "list", HOLE, usage, receipt)
+        content = NextAnswer(context.request_id, model.name, "list", HOLE, usage, receipt)
         # No row for a sequence that ended because the client left.
-        return content, (_next(service, it.number, it.logprobs) for it in pieces if it.logprobs)
+        return content, (_next(model, it.number, it.logprobs) for it in pieces if it.logprobs)
 
     return _running(service, context, answer)
 
 
-def _next(service: Service, index: int, logprobs: Logprobs) -> Iterator[bytes]:
+def _next(model: Model, index: int, logprobs: Logprobs) -> Iterator[bytes]:
     """The distribution in the first row."""
     ((_, top),) = logprobs.part(0, 1).rows()
     entropy = -math.fsum(math.exp(value) * value for _, value in top)
-    characters = service.tokenizer.characters
+    characters = model.tokenizer.characters
     slices = ([NextCharacter(characters[id], id, math.exp(value), value) for id, value in some] for some in sliced(top))
     return filled(Next(index, entropy, entropy / math.log(2), HOLE), list_parts(slices))
 

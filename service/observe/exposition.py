@@ -7,13 +7,13 @@ under vLLM's names. Records no observations.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import platform
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import psutil
@@ -60,19 +60,24 @@ VLLM_NAMES = {
 
 
 class Exposition(Collector):
-    """All metrics of a served checkpoint. `engine`: labels of its info."""
+    """All metrics of the service and of the checkpoints it serves.
+
+    served: those, by name; rows: in shared memory, of every name that was ever listed; engine: labels of its info.
+    """
 
     def __init__(
         self,
-        model_name: str,
-        checkpoint: Checkpoint,
+        service_name: str,
+        served: Callable[[], Mapping[str, Checkpoint]],
+        rows: Callable[[], Mapping[str, int]],
         *,
         engine: dict[str, str],
         vllm_names: bool,
         state: SharedState,
         hang_seconds: float,
     ):
-        self.model_name, self.checkpoint, self.engine = model_name, checkpoint, engine
+        self.service_name, self.engine = service_name, engine
+        self._served, self._rows = served, rows
         self.vllm_names = vllm_names
         self.state, self.hang_seconds = state, hang_seconds
         self.certificate_expires_at: float | None = None  # Unix time, of the one in use; None: no TLS
@@ -118,8 +123,8 @@ class Exposition(Collector):
         usage = self._gauge("chargpt_kv_cache_usage_perc", "Share of cache slots in use, 0 to 1")
         slots = sum(sample.value for sample in families["chargpt_cache_slots"].samples)
         if slots:  # 0 without a worker
-            used = sum(sample.value for sample in families["chargpt_cache_slots_in_use"].samples)
-            usage.add_metric([self.model_name], min(1.0, used / slots))
+            for sample in families["chargpt_cache_slots_in_use"].samples:
+                usage.add_metric([sample.labels["model_name"]], min(1.0, sample.value / slots))
         yield usage
 
     def _processes(self) -> Iterator[Metric]:
@@ -133,7 +138,7 @@ class Exposition(Collector):
             labels=[*metrics.LABELS, "process"],
         )  # fmt: skip
         for name, pid in sorted((self.state.pids | {"main": os.getppid()}).items()):
-            labels = [self.model_name, name]
+            labels = [self.service_name, name]
             with contextlib.suppress(psutil.Error):  # ended since, or a zombie
                 process = psutil.Process(pid)
                 with process.oneshot():
@@ -153,14 +158,14 @@ class Exposition(Collector):
                 ("_ready", f"{text} that have started and do not hang", ready),
             ):
                 count = self._gauge(name + suffix, help)
-                count.add_metric([self.model_name], value)
+                count.add_metric([self.service_name], value)
                 yield count
         expiry = self._gauge(
             "chargpt_tls_certificate_expiry_timestamp_seconds",
             "When the certificate in use expires, in seconds since the Unix epoch; only with TLS",
         )
         if self.certificate_expires_at is not None:
-            expiry.add_metric([self.model_name], self.certificate_expires_at)
+            expiry.add_metric([self.service_name], self.certificate_expires_at)
         yield expiry
 
     def _identity(self) -> Iterator[Metric]:
@@ -170,71 +175,82 @@ class Exposition(Collector):
             | {name: version(name) for name in ("torch", "litserve")},
         )  # fmt: skip
         yield self._info("chargpt_engine_info", "Always 1; backend and dtype of the engine as labels", self.engine)
-        shape = self.checkpoint.hyperparameters
-        yield self._info(
+        sizes = ("block_size", "n_layer", "n_embd", "vocab_size")
+        info = self._gauge(
             "chargpt_checkpoint_info", "Always 1; hash and sizes of the served checkpoint as labels",
-            {"checkpoint_sha256": self.checkpoint.digest}
-            | {name: str(shape[name]) for name in ("block_size", "n_layer", "n_embd", "vocab_size")},
+            "checkpoint_sha256", *sizes,
         )  # fmt: skip
         loss = self._gauge(
             "chargpt_checkpoint_validation_loss", "Validation loss recorded in training, in nats per character"
         )
-        recorded = self.checkpoint.training.get("losses", {}).get("whole")
-        if recorded is not None:
-            loss.add_metric([self.model_name], recorded)
-        yield loss
+        for name, checkpoint in self._served().items():
+            shape = checkpoint.hyperparameters
+            info.add_metric([name, checkpoint.digest, *(str(shape[size]) for size in sizes)], 1)
+            recorded = checkpoint.training.get("losses", {}).get("whole")
+            if recorded is not None:
+                loss.add_metric([name], recorded)
+        yield from (info, loss)
 
     def _sequences(self) -> Iterator[Metric]:
         accepted = CounterMetricFamily(
             "chargpt_requests_accepted", "Sequences accepted that have begun or ended; each ends once",
             labels=metrics.LABELS,
         )  # fmt: skip
-        accepted.add_metric([self.model_name], self.state.num_sequences("begun"))
-        yield accepted
         ended = CounterMetricFamily(
             "chargpt_request_success", "Accepted sequences that ended, by finish reason",
             labels=[*metrics.LABELS, "finished_reason"],
         )  # fmt: skip
-        for reason in REASONS:
-            ended.add_metric([self.model_name, reason], self.state.num_sequences(reason))
-        yield ended
+        reloads = CounterMetricFamily(
+            "chargpt_checkpoint_reloads", "Checkpoints loaded, refused or removed at SIGHUP, or refused at start",
+            labels=[*metrics.LABELS, "result"],
+        )  # fmt: skip
+        for name, row in self._rows().items():
+            accepted.add_metric([name], self.state.num_sequences(row, "begun"))
+            for reason in REASONS:
+                ended.add_metric([name, reason], self.state.num_sequences(row, reason))
+            for result, count in self.state.num_reloads(row).items():
+                reloads.add_metric([name, result], count)
+        yield from (accepted, ended, reloads)
         for kind, text, names in (
             ("worker", "inference workers", self.state.worker_names),
             ("http_process", "HTTP processes", self.state.http_names),
         ):
             help = f"Restarts of {text} after a crash"
             restarts = CounterMetricFamily(f"chargpt_{kind}_restarts", help, labels=metrics.LABELS)
-            restarts.add_metric([self.model_name], self.state.num_restarts(names))
+            restarts.add_metric([self.service_name], self.state.num_restarts(names))
             yield restarts
 
     def _info(self, name: str, help: str, labels: dict[str, str]) -> Metric:
         family = self._gauge(name, help, *labels)
-        family.add_metric([self.model_name, *labels.values()], 1)
+        family.add_metric([self.service_name, *labels.values()], 1)
         return family
 
 
-def _read_exemplars(folder: Path) -> dict[str, dict[float, metrics.Exemplar]]:
-    """The latest exemplar of all processes, by histogram name and upper bound of the bucket."""
-    latest: dict[str, dict[float, metrics.Exemplar]] = {}
+Bucket = tuple[str, float]  # model_name, upper bound
+
+
+def _read_exemplars(folder: Path) -> dict[str, dict[Bucket, metrics.Exemplar]]:
+    """The latest exemplar of all processes, by histogram name and bucket."""
+    latest: dict[str, dict[Bucket, metrics.Exemplar]] = {}
     for path in folder.glob(metrics.EXEMPLARS.format("*")):
-        content: dict[str, dict[str, Any]] = msgspec.json.decode(path.read_bytes())
-        for name, buckets in content.items():
-            known = latest.setdefault(name, {})
-            for bound, values in buckets.items():
-                exemplar = metrics.Exemplar(*values)
-                if float(bound) not in known or exemplar.timestamp > known[float(bound)].timestamp:
-                    known[float(bound)] = exemplar
+        for name, model_name, bound, *values in msgspec.json.decode(path.read_bytes()):
+            known, exemplar = latest.setdefault(name, {}), metrics.Exemplar(*values)
+            bucket = (model_name, math.inf if bound is None else bound)  # JSON has no infinity
+            if bucket not in known or exemplar.timestamp > known[bucket].timestamp:
+                known[bucket] = exemplar
     return latest
 
 
-def _add_exemplars(families: dict[str, Metric], exemplars: dict[str, dict[float, metrics.Exemplar]]) -> None:
+def _add_exemplars(families: dict[str, Metric], exemplars: dict[str, dict[Bucket, metrics.Exemplar]]) -> None:
     for name, buckets in exemplars.items():
         samples = families[name].samples
         for i, sample in enumerate(samples):
-            exemplar = buckets.get(float(sample.labels.get("le", "nan")))
+            labels = sample.labels
+            exemplar = buckets.get((labels["model_name"], float(labels.get("le", "nan"))))
             if sample.name.endswith("_bucket") and exemplar is not None:
-                labels = {"request_id": exemplar.request_id}
-                samples[i] = sample._replace(exemplar=SampleExemplar(labels, exemplar.value, exemplar.timestamp))
+                exemplar_labels = {"request_id": exemplar.request_id}
+                value = SampleExemplar(exemplar_labels, exemplar.value, exemplar.timestamp)
+                samples[i] = sample._replace(exemplar=value)
 
 
 def _renamed(family: Metric, name: str) -> Metric:

@@ -14,7 +14,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -33,6 +33,8 @@ RATIOS = tuple(i / 10 for i in range(1, 11))
 
 # Bytes of prometheus-client's files of one process, by kind; more than all series take if the model's name is short.
 FILES = {"counter": 1 << 20, "histogram": 1 << 22, "gauge_livesum": 1 << 16, "gauge_liveall": 1 << 16}
+MODEL_FILES = {"counter": 1 << 14, "histogram": 1 << 18, "gauge_livesum": 1 << 12}  # and for each further model
+SPARE_MODELS = 8  # that may come while the service runs
 MAX_EXEMPLAR_CHARACTERS = 128 - len("request_id")  # OpenMetrics 1.0: of all label names and values together
 EXEMPLARS = "exemplars_{}.json"  # file of a process, beside those
 
@@ -42,6 +44,7 @@ LABELS = ["model_name"]
 METHODS = frozenset(("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH"))
 
 BufferedKind = TypeVar("BufferedKind", bound="_Buffered")
+FamilyKind = TypeVar("FamilyKind", bound=prometheus_client.metrics.MetricWrapperBase)
 
 
 class _Buffered(ABC):
@@ -66,6 +69,7 @@ class Histogram(_Buffered):
     def __init__(self, child: prometheus_client.Histogram, request_flush: Callable[[], None]):
         super().__init__(request_flush)
         self.name: str = child._name
+        self.model_name: str = child._labelvalues[0]
         self._child = child
         self._bounds: list[float] = child._upper_bounds
         self._observed: list[tuple[float, int, str | None]] = []
@@ -137,61 +141,54 @@ class Gauge(_Buffered):
             self._written = self._value
 
 
-class Metrics:
-    """All metrics of one process.
+class _Labelled:
+    """The series of one `model_name`: of a served model, or of the service as a whole."""
 
-    registry: holds the declarations; exposition.py reads the values of all processes from the shared files.
-    process: the value of the `process` label: main, http-0, worker-0.
-    later: loop.call_later or the like, called once after a change to schedule `flush`. Without it the owner calls
-    `flush`.
-    """
+    def __init__(self, owner: Metrics, model_name: str):
+        self._owner, self._model_name = owner, model_name
 
-    FLUSH_SECONDS = 0.05
-    EXEMPLAR_SECONDS = 1.0  # between two writes of the exemplars' file
+    def _histogram(self, name: str, help: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
+        return self._labeled_histogram(name, help, buckets=buckets)()
 
-    def __init__(
-        self,
-        model_name: str,
-        registry: CollectorRegistry,
-        process: str,
-        later: Callable[[float, Callable[[], None]], Any] = lambda seconds, flush: None,
-    ):
-        self._process = process
-        # Files are named after the process, so that one that replaces a dead one goes on where that ended.
-        if values.ValueClass is not values.MutexValue:  # which keeps values in this process, in tests
-            values.ValueClass = values.MultiProcessValue(lambda: process)
-        self._buffered: list[_Buffered] = []
-        self._later = later
-        self._is_flush_due = False
-        self._exemplars_at = 0.0
-        self._can_write_exemplars = True
+    def _labeled_histogram(
+        self, name: str, help: str, *labels: str, buckets: tuple[float, ...] = SECONDS
+    ) -> Callable[..., Histogram]:
+        owner = self._owner
+        family = owner.family(prometheus_client.Histogram, name, help, labels, buckets=buckets)
+        return functools.cache(
+            lambda *values: owner.buffered(Histogram(family.labels(self._model_name, *values), owner.request_flush))
+        )
 
-        def buffered(metric: BufferedKind) -> BufferedKind:
-            self._buffered.append(metric)
-            return metric
+    def _counter(self, name: str, help: str) -> Counter:
+        return self._labeled_counter(name, help)()
 
-        def histogram(name: str, help: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
-            family = prometheus_client.Histogram(name, help, LABELS, buckets=buckets, registry=registry)
-            return buffered(Histogram(family.labels(model_name), self._request_flush))
+    def _labeled_counter(self, name: str, help: str, *labels: str) -> Callable[..., Counter]:
+        owner = self._owner
+        family = owner.family(prometheus_client.Counter, name, help, labels)
+        return functools.cache(
+            lambda *values: owner.buffered(Counter(family.labels(self._model_name, *values), owner.request_flush))
+        )
 
-        def labeled_histogram(name: str, help: str, *labels: str) -> Callable[..., Histogram]:
-            family = prometheus_client.Histogram(name, help, [*LABELS, *labels], buckets=SECONDS, registry=registry)
-            return functools.cache(
-                lambda *values: buffered(Histogram(family.labels(model_name, *values), self._request_flush))
-            )
+    def _gauge(self, name: str, help: str) -> Gauge:
+        owner = self._owner
+        family = owner.family(prometheus_client.Gauge, name, help, (), multiprocess_mode="livesum")
+        return owner.buffered(Gauge(family.labels(self._model_name), owner.request_flush))
 
-        def counter(name: str, help: str) -> Counter:
-            return labeled_counter(name, help)()
+    def _rejections(self) -> Callable[..., Counter]:
+        return self._labeled_counter(
+            "chargpt_admission_rejections",
+            "Sequences rejected at admission, by reason",
+            "reason",
+        )
 
-        def labeled_counter(name: str, help: str, *labels: str) -> Callable[..., Counter]:
-            family = prometheus_client.Counter(name, help, [*LABELS, *labels], registry=registry)
-            return functools.cache(
-                lambda *values: buffered(Counter(family.labels(model_name, *values), self._request_flush))
-            )
 
-        def gauge(name: str, help: str) -> Gauge:
-            family = prometheus_client.Gauge(name, help, LABELS, registry=registry, multiprocess_mode="livesum")
-            return buffered(Gauge(family.labels(model_name), self._request_flush))
+class ModelMetrics(_Labelled):
+    """Of one served model."""
+
+    def __init__(self, owner: Metrics, model_name: str):
+        super().__init__(owner, model_name)
+        histogram, counter, gauge = self._histogram, self._counter, self._gauge
+        labeled_counter, labeled_histogram = self._labeled_counter, self._labeled_histogram
 
         # Recorded by HTTP processes. A sequence is one prompt with its completion; a request may have several.
         self.time_to_first_token = histogram(
@@ -236,49 +233,19 @@ class Metrics:
         self.request_generation_tokens = histogram(
             "chargpt_request_generation_tokens", "Completion length of a sequence, in characters", LENGTHS
         )
-        self._admission_rejections = labeled_counter(
-            "chargpt_admission_rejections",
-            "Sequences rejected at admission, by reason",
-            "reason",
-        )
+        self._admission_rejections = self._rejections()
         self._unknown_characters = labeled_counter(
             "chargpt_unknown_characters",
             "Characters absent from the vocabulary, replaced or dropped by policy",
             "policy",
         )
-        self._http_requests = labeled_counter(
-            "chargpt_http_requests",
-            "HTTP requests completed, by route, method and status; 499 if the client disconnected",
-            "handler", "method", "status",
-        )  # fmt: skip
-        self._http_request_duration = labeled_histogram(
-            "chargpt_http_request_duration_seconds",
-            "Time from HTTP request headers to the end of the response, in seconds",
-            "handler", "method",
-        )  # fmt: skip
-        self.http_requests_in_progress = gauge("chargpt_http_requests_in_progress", "HTTP requests in progress")
-        self._http_connections_rejected = labeled_counter(
-            "chargpt_http_connections_rejected",
-            "Connections closed by a limit or for a malformed request, by reason",
-            "reason",
-        )
-
-        self.held_bytes = gauge(
-            "chargpt_held_bytes", "Memory that requests in progress may need, by estimate, in bytes"
-        )
-
         # Created at 0: the rate of a series that appears at 1 misses its first event.
         for reason in ("queue_full", "rate_limit", "overloaded", "shutting_down", "not_ready"):
             self._admission_rejections(reason)
-        for reason in ("limit", "address_limit", "header_timeout", "headers_too_large", "malformed"):
-            self._http_connections_rejected(reason)
 
         # Recorded by inference processes.
         self.num_requests_running = gauge("chargpt_num_requests_running", "Sequences running in a cache slot")
         self.num_requests_waiting = gauge("chargpt_num_requests_waiting", "Sequences waiting in the queue")
-        self.cache_slots = gauge(
-            "chargpt_cache_slots", "Cache slots that one client can use; the reserve for other clients comes on top"
-        )
         self.cache_slots_in_use = gauge("chargpt_cache_slots_in_use", "Cache slots in use")
         self.num_preemptions = counter(
             "chargpt_num_preemptions", "Sequences preempted; always 0, as the engine never preempts"
@@ -300,7 +267,6 @@ class Metrics:
             "Duration of a phase of an engine step, in seconds; transport: exchange of frames between steps",
             "phase",
         )
-        self.engine_idle = counter("chargpt_engine_idle_seconds", "Time without work in the engine, in seconds")
         self.prefix_cache_hit_tokens = counter(
             "chargpt_prefix_cache_hit_tokens", "Prompt characters copied from another sequence's cache instead of run"
         )
@@ -308,18 +274,107 @@ class Metrics:
             "chargpt_dropped_tokens", "Characters generated beyond a stop, or after an abort, and dropped"
         )
 
-        started = prometheus_client.Gauge(
-            "chargpt_process_start_time_seconds", "Start time of a process, in seconds since the Unix epoch",
-            [*LABELS, "process"], registry=registry, multiprocess_mode="liveall",
-        )  # fmt: skip
-        started.labels(model_name, process).set(time.time())
-
     def request_rejected(self, reason: str, count: int = 1) -> None:
         self._admission_rejections(reason).inc(count)
 
     def unknown_characters(self, policy: str, count: int) -> None:
         if count:
             self._unknown_characters(policy).inc(count)
+
+
+class Metrics(_Labelled):
+    """All metrics of one process: those of the service as a whole, and with `of` those of each model.
+
+    service_name: their model_name.
+    registry: holds the declarations; exposition.py reads the values of all processes from the shared files.
+    process: the value of the `process` label: main, http-0, worker-0.
+    later: loop.call_later or the like, called once after a change to schedule `flush`. Without it the owner calls
+    `flush`.
+    """
+
+    FLUSH_SECONDS = 0.05
+    EXEMPLAR_SECONDS = 1.0  # between two writes of the exemplars' file
+
+    def __init__(
+        self,
+        service_name: str,
+        registry: CollectorRegistry,
+        process: str,
+        later: Callable[[float, Callable[[], None]], Any] = lambda seconds, flush: None,
+    ):
+        super().__init__(self, service_name)
+        self._registry, self._process = registry, process
+        # Files are named after the process, so that one that replaces a dead one goes on where that ended.
+        if values.ValueClass is not values.MutexValue:  # which keeps values in this process, in tests
+            values.ValueClass = values.MultiProcessValue(lambda: process)
+        self._families: dict[str, Any] = {}
+        self._buffered: list[_Buffered] = []
+        self._later = later
+        self._is_flush_due = False
+        self._exemplars_at = 0.0
+        self._can_write_exemplars = True
+        self._models: dict[str, ModelMetrics] = {}
+        counter, gauge = self._counter, self._gauge
+        labeled_counter, labeled_histogram = self._labeled_counter, self._labeled_histogram
+
+        self._http_requests = labeled_counter(
+            "chargpt_http_requests",
+            "HTTP requests completed, by route, method and status; 499 if the client disconnected",
+            "handler", "method", "status",
+        )  # fmt: skip
+        self._http_request_duration = labeled_histogram(
+            "chargpt_http_request_duration_seconds",
+            "Time from HTTP request headers to the end of the response, in seconds",
+            "handler", "method",
+        )  # fmt: skip
+        self.http_requests_in_progress = gauge("chargpt_http_requests_in_progress", "HTTP requests in progress")
+        self._http_connections_rejected = labeled_counter(
+            "chargpt_http_connections_rejected",
+            "Connections closed by a limit or for a malformed request, by reason",
+            "reason",
+        )
+
+        self.held_bytes = gauge(
+            "chargpt_held_bytes", "Memory that requests in progress may need, by estimate, in bytes"
+        )
+
+        self.cache_slots = gauge(
+            "chargpt_cache_slots", "Cache slots that one client can use; the reserve for other clients comes on top"
+        )
+        self.engine_idle = counter("chargpt_engine_idle_seconds", "Time without work in the engine, in seconds")
+        self._admission_rejections = self._rejections()
+
+        # Created at 0: the rate of a series that appears at 1 misses its first event.
+        for reason in ("queue_full", "rate_limit", "overloaded", "shutting_down", "not_ready"):
+            self._admission_rejections(reason)
+        for reason in ("limit", "address_limit", "header_timeout", "headers_too_large", "malformed"):
+            self._http_connections_rejected(reason)
+
+        started = prometheus_client.Gauge(
+            "chargpt_process_start_time_seconds", "Start time of a process, in seconds since the Unix epoch",
+            [*LABELS, "process"], registry=registry, multiprocess_mode="liveall",
+        )  # fmt: skip
+        started.labels(service_name, process).set(time.time())
+
+    def of(self, model_name: str) -> ModelMetrics:
+        if model_name not in self._models:
+            self._models[model_name] = ModelMetrics(self, model_name)
+        return self._models[model_name]
+
+    def family(self, kind: type[FamilyKind], name: str, help: str, labels: Iterable[str], **options: Any) -> FamilyKind:
+        """Declared at its first use."""
+        if name not in self._families:
+            self._families[name] = kind(name, help, [*LABELS, *labels], registry=self._registry, **options)
+        found: FamilyKind = self._families[name]
+        return found
+
+    def buffered(self, metric: BufferedKind) -> BufferedKind:
+        self._buffered.append(metric)
+        return metric
+
+    def request_rejected(self, reason: str, count: int = 1) -> None:
+        """Before it was known which model it is for."""
+        self._admission_rejections(reason).inc(count)
 
     def http_request(self, handler: str, method: str, status: int, seconds: float) -> None:
         method = method if method in METHODS else "other"  # otherwise clients could create series
@@ -331,7 +386,7 @@ class Metrics:
     def http_connection_rejected(self, reason: str) -> None:
         self._http_connections_rejected(reason).inc()
 
-    def _request_flush(self) -> None:
+    def request_flush(self) -> None:
         if not self._is_flush_due:
             self._is_flush_due = True
             self._later(self.FLUSH_SECONDS, self.flush)
@@ -347,11 +402,12 @@ class Metrics:
 
     def _write_exemplars(self) -> None:
         """Write them to a file of their own, as prometheus-client's multiprocess files hold values only."""
-        exemplars = {
-            metric.name: {str(bound): exemplar for bound, exemplar in metric.exemplars.items()}
+        exemplars = [
+            (metric.name, metric.model_name, bound, *exemplar)
             for metric in self._buffered
-            if isinstance(metric, Histogram) and metric.exemplars
-        }
+            if isinstance(metric, Histogram)
+            for bound, exemplar in metric.exemplars.items()
+        ]
         if exemplars:
             path = _folder() / EXEMPLARS.format(self._process)
             temporary = path.with_suffix(".new")
@@ -370,17 +426,21 @@ def _folder() -> Path:
     return Path(os.environ["PROMETHEUS_MULTIPROC_DIR"])
 
 
-def allocate_files(processes: Iterable[str], model_name: str) -> None:
+def allocate_files(processes: Iterable[str], model_names: Collection[str]) -> None:
     """Take the disk space of all processes' files. They are mapped: on a full disk, the first write would be SIGBUS.
+
+    model_names: of the service and the models. There is room for SPARE_MODELS more; beyond them, files grow.
 
     Raises:
         OSError: the disk is full.
     """
-    name_bytes = len(json.dumps(model_name))  # as each key has it
+    names = [len(json.dumps(name)) for name in model_names]  # as each key has it
     for process in processes:
         for kind, size in FILES.items():
+            model = MODEL_FILES.get(kind, 0)
+            total = size + SPARE_MODELS * model + sum(model + (size + model) * name // 128 for name in names)
             with open(_folder() / f"{kind}_{process}.db", "wb") as file:
-                file.write(bytes(size + size * name_bytes // 128))
+                file.write(bytes(total))
 
 
 def forget_process(process: str) -> None:

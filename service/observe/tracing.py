@@ -43,8 +43,8 @@ class Tracer:
 
     FLUSH_SECONDS = 3  # to export the last spans at shutdown
 
-    def __init__(self, endpoint: str, model_name: str, process: str):
-        self._model_name = model_name
+    def __init__(self, endpoint: str, service_name: str, process: str):
+        self._service_name = service_name
         resource = Resource.create({"service.instance.id": f"{process}-{os.getpid()}"})
         if str(resource.attributes["service.name"]).startswith("unknown_service"):  # not set by a variable
             resource = resource.merge(Resource({"service.name": "chargpt"}))
@@ -60,6 +60,7 @@ class Tracer:
         operation = OPERATIONS.get(context.route)
         if operation is None:
             return
+        model_name = self._service_name if context.model is None else context.model.name
         offset = time.time_ns() - time.monotonic_ns()
 
         def unix(at: float) -> int:
@@ -67,13 +68,13 @@ class Tracer:
 
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         span = self._tracer.start_span(
-            f"{operation} {self._model_name}",
+            f"{operation} {model_name}",
             self._propagator.extract(headers),
             SpanKind.SERVER,
             {
                 "gen_ai.operation.name": operation,
                 "gen_ai.provider.name": "chargpt",
-                "gen_ai.request.model": self._model_name,
+                "gen_ai.request.model": model_name,
                 "gen_ai.request.id": context.request_id,
                 "http.request.method": scope["method"],
                 "http.route": context.route,

@@ -1,6 +1,6 @@
 import pytest
 
-from service.engine.worker import DrainRate
+from service.engine.host import DrainRate
 
 
 def test_the_drain_rate_is_that_of_saturated_time():

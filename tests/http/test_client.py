@@ -11,7 +11,9 @@ import pytest
 from helpers import logprobs_of, run_with_sockets
 from prometheus_client import CollectorRegistry
 
+from service.catalog import Version
 from service.http.client import MAX_RUNS, EngineClient, gathered
+from service.http.models import Model
 from service.http.schemas import ApiError
 from service.model.checkpoint import Checkpoint
 from service.model.config import GPTConfig
@@ -65,7 +67,7 @@ class Peer:
 
     def counts(self):
         columns = ("submitted", "refused", "begun", *REASONS)
-        return {column: count for column in columns if (count := self.state.num_sequences(column))}
+        return {column: count for column in columns if (count := self.state.num_sequences(0, column))}
 
     def send(self, *deltas):
         self.worker.send(Step.of(deltas), 0)
@@ -76,7 +78,9 @@ async def connected():
     transport = SocketTransport(1, Path(tempfile.mkdtemp(prefix="chargpt-test-")))
     peer = Peer(transport.listen(0))
     metrics = Metrics("m", peer.registry, "http-0")
-    peer.client = EngineClient(transport, 0, metrics, CHECKPOINT, peer.state)
+    peer.client = EngineClient(transport, 0, metrics, peer.state)
+    peer.model = Model(Version(1, "m", "", "", ""), CHECKPOINT, 0, 1000)
+    peer.model.metrics = metrics.of("m")
     pumping = asyncio.create_task(peer.until(lambda: peer.client.is_ready))
     async with peer.client.connected():
         await pumping
@@ -96,7 +100,7 @@ def test_timeout_counts_from_the_request_arrival_in_every_stage():
         async with connected() as peer:
             for seconds_ago in (10, 40):
                 arrived_at = time.monotonic() - seconds_ago
-                generation = peer.client.start([submit([0])], arrived_at)
+                generation = peer.client.start(peer.model, [submit([0])], arrived_at)
                 await peer.until(lambda: peer.received)
                 assert peer.received.pop().timeout_seconds <= 100 - seconds_ago
                 assert (generation.timeout_seconds, generation.deadline) == (100, arrived_at + 100)
@@ -121,7 +125,7 @@ def test_a_prompt_travels_without_what_no_logit_depends_on():
                 submit(prompt, 0, logprobs=0, score_from=1),
                 submit(prompt, 0, logprobs=0, score_from=30),
             ]
-            generation = peer.client.start(given, time.monotonic())
+            generation = peer.client.start(peer.model, given, time.monotonic())
             await peer.until(lambda: len(peer.received) == len(given))
             sent = [(len(it.prompt), it.score_from) for it in peer.received]
             assert sent == [(field, None), (field, None), (field, None), (40, 1), (17, 7)]
@@ -140,7 +144,8 @@ def test_a_sequence_that_lost_its_worker_goes_on_where_it_was_or_ends_with_the_r
     async def main():
         async with connected() as peer:
             same, other, tired = (
-                peer.client.start([submit([seed], logprobs=0)], time.monotonic(), interval=0.0) for seed in (0, 1, 1)
+                peer.client.start(peer.model, [submit([seed], logprobs=0)], time.monotonic(), interval=0.0)
+                for seed in (0, 1, 1)
             )
             await peer.until(lambda: len(peer.received) == 3)
             texts = [[], []]
@@ -172,7 +177,7 @@ def test_a_sequence_that_lost_its_worker_goes_on_where_it_was_or_ends_with_the_r
             with pytest.raises(ApiError, match="3 in a row") as lost:
                 await gathered(tired)
             assert (lost.value.status, lost.value.headers["Retry-After"]) == (503, "1")
-            ended = {reason: peer.state.num_sequences(reason) for reason in REASONS}
+            ended = {reason: peer.state.num_sequences(0, reason) for reason in REASONS}
             assert ended == {"stop": 0, "length": 1, "abort": 0, "timeout": 0, "error": 2}
 
     run_with_sockets(main)
@@ -186,18 +191,18 @@ def test_new_sequences_wait_for_a_worker_for_a_moment_and_are_then_refused(monke
             client = peer.client
             with peer.no_worker():
                 await peer.until(lambda: not client.is_ready)
-                lucky = client.start([submit([0])], time.monotonic())
+                lucky = client.start(peer.model, [submit([0])], time.monotonic())
             await peer.until(lambda: peer.received)  # before its time was over
             [sent], peer.received = peer.received, []
             peer.send(Delta(sent.id, [1], "length", scheduled_at=1.0, prefilled_at=2.0, ended_at=3.0))
             assert [piece.text for piece in await gathered(lucky)] == ["b"]
             with peer.no_worker():
                 await peer.until(lambda: not client.is_ready)
-                generation = client.start([submit([0])] * 3, time.monotonic(), window=2)
+                generation = client.start(peer.model, [submit([0])] * 3, time.monotonic(), window=2)
                 with pytest.raises(ApiError, match="no inference process is ready"):
                     await gathered(generation)
                 with pytest.raises(ApiError, match="no inference process is ready"):
-                    client.start([submit([0])], time.monotonic())
+                    client.start(peer.model, [submit([0])], time.monotonic())
             assert peer.counts() == {"submitted": 4, "refused": 3, "begun": 1, "length": 1}
 
     run_with_sockets(main)
@@ -211,7 +216,7 @@ def test_a_sequence_that_loses_its_worker_again_keeps_its_deadline(monkeypatch):
         async with connected() as peer:
             with peer.no_worker():
                 await peer.until(lambda: not peer.client.is_ready)
-                generation = peer.client.start([submit([0])], time.monotonic())
+                generation = peer.client.start(peer.model, [submit([0])], time.monotonic())
             await peer.until(lambda: peer.received)
             task = asyncio.create_task(gathered(generation))
             peer.received.clear()
@@ -229,7 +234,9 @@ def test_a_sequence_that_loses_its_worker_again_keeps_its_deadline(monkeypatch):
 def test_of_a_refused_request_nothing_more_is_submitted():
     async def main():
         async with connected() as peer:
-            generation = peer.client.start([submit([0], client="a") for _ in range(100)], time.monotonic(), window=4)
+            generation = peer.client.start(
+                peer.model, [submit([0], client="a") for _ in range(100)], time.monotonic(), window=4
+            )
             task = asyncio.create_task(gathered(generation))
             await peer.until(lambda: len(peer.received) == 4)
             first, *others = peer.received
@@ -254,8 +261,8 @@ def test_a_refusal_before_the_worker_is_asked_is_that_of_the_same_client():
         async with connected() as peer:
             client = peer.client
             client._capacity = 1
-            running = {name: client.start([submit([0], client=name)], time.monotonic()) for name in "ab"}
-            refused = client.start([submit([0], client="b")], time.monotonic())
+            running = {name: client.start(peer.model, [submit([0], client=name)], time.monotonic()) for name in "ab"}
+            refused = client.start(peer.model, [submit([0], client="b")], time.monotonic())
             await peer.until(lambda: len(peer.received) == 3)
             peer.worker.send(Refused(peer.received[2].id, "queue full", 30), 0)
             task = asyncio.create_task(gathered(refused))
@@ -277,8 +284,8 @@ def test_a_frame_of_many_sequences_is_cut_into_their_texts():
 
     async def main():
         async with connected() as peer:
-            whole = peer.client.start([submit([0]), submit([1], logprobs=0)], time.monotonic())
-            aborted = peer.client.start([submit([0])], time.monotonic())
+            whole = peer.client.start(peer.model, [submit([0]), submit([1], logprobs=0)], time.monotonic())
+            aborted = peer.client.start(peer.model, [submit([0])], time.monotonic())
             await peer.until(lambda: len(peer.received) == 3)
             first, second, gone = (it.id for it in peer.received)
             aborted.abort()
@@ -306,7 +313,7 @@ def test_a_frame_of_many_sequences_is_cut_into_their_texts():
 def test_a_stream_gets_its_first_text_at_once_and_an_ending_without_text_too():
     async def main():
         async with connected() as peer:
-            stream = peer.client.start([submit([0]), submit([0])], time.monotonic(), interval=0.01)
+            stream = peer.client.start(peer.model, [submit([0]), submit([0])], time.monotonic(), interval=0.01)
             await peer.until(lambda: len(peer.received) == 2)
             first, second = (it.id for it in peer.received)
             pieces = aiter(stream)

@@ -27,7 +27,7 @@ from service.http.app import OPERATIONS
 from service.http.openapi import build_document
 from service.model.checkpoint import Checkpoint, save_checkpoint
 from service.model.tokenizer import CharTokenizer
-from service.server import Server
+from service.server import build_server
 from service.settings import Settings
 from tests.toolbox.needs import program
 
@@ -73,7 +73,7 @@ def operations(document):
 def test_document_is_openapi_3_1_and_lists_exactly_the_routes(checkpoint, document, tmp_path, monkeypatch):
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     OpenAPIV31SpecValidator(document).validate()
-    routes = Server(Settings(checkpoint=checkpoint.path), checkpoint).app.routes
+    routes = build_server(Settings(checkpoint=checkpoint.path)).app.routes
     own = {"/openapi.json", "/docs", "/docs/assets"}
     assert own <= {route.path for route in routes}
     expected = {
@@ -141,7 +141,7 @@ def test_security_follows_the_settings(checkpoint, tmp_path):
     keys.write_text("some-key-0123")
 
     def security(**options):
-        document = build_document(Settings(checkpoint=checkpoint.path, **options), checkpoint.tokenizer, OPERATIONS)
+        document = build_document(Settings(**options), checkpoint.tokenizer, OPERATIONS)
         return {path: operation["security"] for _, path, operation in operations(document)}
 
     assert security()["/info"] == [{}, {"key": []}]

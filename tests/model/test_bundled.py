@@ -23,7 +23,7 @@ def bundled() -> Checkpoint:
 
 def test_small_and_served_by_default(bundled):
     assert sum(path.stat().st_size for path in BUNDLED.iterdir()) < 3_000_000
-    assert Settings().checkpoint == BUNDLED
+    assert Settings().places == [(None, BUNDLED)]
     assert bundled.load_model().num_parameters == bundled.training["parameters"]
 
 

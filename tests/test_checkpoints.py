@@ -1,0 +1,381 @@
+"""Several checkpoints behind one server, and new ones at SIGHUP, without a failed request."""
+
+import concurrent.futures
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+
+import pytest
+import torch
+from helpers import ENDLESS, SLOW, VOCABULARY, RunningServer, http_processes, random_model, save_random, wait_until, web
+
+from service.catalog import Catalog, Listing
+from service.model.checkpoint import Checkpoint, CheckpointError, save_checkpoint
+from service.model.params import SamplingParams
+from service.model.tokenizer import CharTokenizer
+from service.shared import SharedState
+from tests.toolbox.http import pieces, text_of
+
+
+def exact(checkpoint, prompt, max_tokens, seed):
+    """The reference text of a seed."""
+    model = checkpoint.load_model(dtype=torch.float64)
+    return checkpoint.tokenizer.decode(
+        model.generate(checkpoint.tokenizer.encode(prompt), max_tokens, SamplingParams(seed=seed))
+    )
+
+
+def ask(server, model=None, **body):
+    body = {"prompt": "a", "max_tokens": 20, "seed": 1} | ({} if model is None else {"model": model}) | body
+    return web.post(f"{server.url}/generate", json=body, timeout=60)
+
+
+def text(answer):
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["text"]
+
+
+def served(server):
+    return {
+        card["id"]: web.get(f"{server.url}/info", params={"model": card["id"]}).json()["model"]["checkpoint_sha256"]
+        for card in web.get(f"{server.url}/v1/models").json()["data"]
+    }
+
+
+def reload(server, result, name):
+    """SIGHUP, and wait until it has had this result for the checkpoint `name`."""
+
+    def count():
+        line = f'chargpt_checkpoint_reloads_total{{model_name="{name}",result="{result}"}} '
+        lines = web.get(f"{server.url}/metrics").text.splitlines()
+        return sum(float(it.removeprefix(line)) for it in lines if it.startswith(line))
+
+    before = count()
+    server.process.send_signal(signal.SIGHUP)
+    wait_until(lambda: count() > before, otherwise=server.output)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder of runs: two checkpoints with different vocabularies, one of them in best/, and what is none."""
+    folder = tmp_path_factory.mktemp("runs")
+    save_random(folder / "plays", seed=1)
+    digits = sorted("\n0123456789")
+    save_checkpoint(
+        folder / "numbers" / "best", random_model(vocab_size=len(digits), seed=2), CharTokenizer(digits), {"losses": {}}
+    )
+    (folder / "notes").mkdir()
+    (folder / ".hidden").mkdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(runs):
+    with RunningServer(runs) as server:
+        server.wait_until_ready()
+        yield server
+
+
+def test_a_request_chooses_its_model_by_name(server, runs):
+    plays, numbers = Checkpoint.read(runs / "plays"), Checkpoint.read(runs / "numbers" / "best")
+    assert served(server) == {"numbers": numbers.digest, "plays": plays.digest}
+    assert text(ask(server, "plays")) == exact(plays, "a", 20, seed=1)
+    answer = ask(server, "numbers", prompt="12")
+    assert text(answer) == exact(numbers, "12", 20, seed=1)
+    assert (answer.json()["model"], answer.headers["x-checkpoint"]) == ("numbers", numbers.digest)
+    unknown = ask(server, "numbers", prompt="a")
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (400, "unknown_character")
+    for path, body in {
+        "/v1/completions": {"prompt": "12", "max_tokens": 3},
+        "/v1/score": {"texts": "123"},
+        "/v1/next": {"prompt": "12"},
+        "/tokenize": {"prompt": "12"},
+        "/detokenize": {"tokens": [1, 2]},
+    }.items():
+        assert web.post(server.url + path, json=body | {"model": "numbers"}).status_code == 200
+    assert web.get(f"{server.url}/tokenizer_info", params={"model": "numbers"}).json()["vocab_size"] == 11
+    assert web.get(f"{server.url}/v1/models/numbers").json()["id"] == "numbers"
+
+
+def test_a_request_must_name_its_model_where_none_is_the_default(server):
+    answer = ask(server)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "model"
+    assert answer.json()["error"]["message"] == "model: must be one of numbers, plays"
+    answer = ask(server, "other")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+    assert "'numbers', 'plays'" in answer.json()["error"]["message"]
+    assert web.get(f"{server.url}/info").status_code == 400
+
+
+def test_metrics_tell_models_apart(server):
+    def generated():
+        page = web.get(f"{server.url}/metrics").text.splitlines()
+        prefix = "chargpt_generation_tokens_total{model_name="
+        return {line.split('"')[1]: float(line.split()[-1]) for line in page if line.startswith(prefix)}
+
+    before = generated()
+    for count, name, prompt in ((7, "plays", "a"), (9, "numbers", "1")):
+        assert text(ask(server, name, prompt=prompt, max_tokens=count))
+    wait_until(lambda: generated() == {"plays": before["plays"] + 7, "numbers": before["numbers"] + 9})
+
+
+def test_sequences_of_all_models_run_at_once_with_their_own_texts(server, runs):
+    plays, numbers = Checkpoint.read(runs / "plays"), Checkpoint.read(runs / "numbers" / "best")
+    expected = {"plays": [exact(plays, "a", 60, i) for i in range(8)]}
+    expected["numbers"] = [exact(numbers, "1", 60, i) for i in range(8)]
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        calls = {
+            name: [pool.submit(ask, server, name, prompt=prompt, max_tokens=60, seed=i) for i in range(8)]
+            for name, prompt in (("plays", "a"), ("numbers", "1"))
+        }
+        assert {name: [text(call.result()) for call in its] for name, its in calls.items()} == expected
+
+
+def test_a_model_does_not_wait_for_the_slots_of_another(tmp_path):
+    """One that comes while another holds all slots starts at once."""
+    save_random(tmp_path / "a", seed=1)
+    save_random(tmp_path / "b", seed=2)
+    with RunningServer(tmp_path, max_running_requests=4, fair_queueing=False) as server:
+        server.wait_until_ready()
+        flood = {"model": "a", "prompt": "a", "max_tokens": ENDLESS, "n": 8, "stream": True}
+        with web.stream("POST", f"{server.url}/generate", json=flood, timeout=60) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            assert text(ask(server, "b", max_tokens=300)) == exact(Checkpoint.read(tmp_path / "b"), "a", 300, seed=1)
+
+
+def test_the_default_is_the_checkpoint_without_a_name(tmp_path):
+    save_random(tmp_path / "a", seed=1)
+    save_random(tmp_path / "b", seed=2)
+    with RunningServer(f"{tmp_path}/a,second={tmp_path}/b", model_name="first") as server:
+        server.wait_until_ready()
+        assert list(served(server)) == ["first", "second"]
+        assert ask(server).json()["model"] == "first"
+        assert ask(server, "second").json()["model"] == "second"
+
+
+# -- SIGHUP --
+
+
+def test_checkpoints_change_under_load_without_a_failed_request(tmp_path):
+    first = save_random(tmp_path / "plays", seed=1)
+    save_random(tmp_path / "names", seed=2)
+    expected = {first.digest: exact(first, "a", 100, seed=1)}
+    seen, failed, stop = Counter(), [], threading.Event()
+    with RunningServer(tmp_path, http_processes=2) as server:
+        server.wait_until_ready()
+
+        def work(name):
+            while not stop.is_set():
+                answer = ask(server, name, max_tokens=100)
+                if answer.status_code != 200:
+                    failed.append(answer.text)
+                    return
+                seen[name, answer.headers["x-checkpoint"], text(answer)] += 1
+
+        with concurrent.futures.ThreadPoolExecutor(6) as pool:
+            workers = [pool.submit(work, name) for name in ("plays", "names") * 3]
+            try:
+                wait_until(lambda: len(seen) == 2)
+                second = save_random(tmp_path / "plays", seed=3)
+                expected[second.digest] = exact(second, "a", 100, seed=1)
+                reload(server, "loaded", "plays")
+                assert served(server)["plays"] == second.digest
+                wait_until(lambda: len(seen) == 3)
+                third = save_random(tmp_path / "logs", seed=4)
+                reload(server, "loaded", "logs")
+                assert text(ask(server, "logs")) == exact(third, "a", 20, seed=1)
+                shutil.rmtree(tmp_path / "logs")
+                reload(server, "removed", "logs")
+                assert ask(server, "logs").status_code == 404
+                reload_again = sum(seen.values()) + 20
+                wait_until(lambda: sum(seen.values()) > reload_again or failed)
+            finally:
+                stop.set()
+            for worker in workers:
+                worker.result()
+        assert failed == []
+        texts = {(name, digest): text for name, digest, text in seen}
+        assert len(texts) == len(seen) == 3  # a name, its checkpoint and the text always go together
+        assert {digest: text for (name, digest), text in texts.items() if name == "plays"} == expected
+        assert server.stop() == 0
+        assert "Traceback" not in server.output()
+
+
+def test_a_running_stream_ends_on_the_checkpoint_with_which_it_began(tmp_path):
+    old = save_random(tmp_path / "model", **SLOW)
+    expected = exact(old, "a", 100, seed=1)
+    with RunningServer(tmp_path / "model") as server:
+        server.wait_until_ready()
+        body = {"prompt": "a", "max_tokens": 1500, "seed": 1, "stream": True}
+        with web.stream("POST", f"{server.url}/generate", json=body, timeout=60) as stream:
+            lines = stream.iter_lines()
+            first = [next(lines)]
+            new = save_random(tmp_path / "model", seed=5)
+            reload(server, "loaded", "chargpt")
+            assert text(ask(server)) == exact(new, "a", 20, seed=1)
+            answer = text_of(pieces([*first, *lines])[:-1])
+        assert len(answer) == 1500 and answer.startswith(expected)
+        wait_until(lambda: "dropped checkpoint chargpt" in server.output())
+
+
+@pytest.mark.parametrize("damage", ["weights", "missing"])
+def test_a_bad_checkpoint_is_refused_and_the_old_one_keeps_serving(tmp_path, damage):
+    expected = exact(save_random(tmp_path / "model", seed=1), "a", 20, seed=1)
+    with RunningServer(f"m={tmp_path}/model") as server:
+        server.wait_until_ready()
+        if damage == "weights":
+            file = tmp_path / "model" / "model.safetensors"
+            file.write_bytes(file.read_bytes()[:-1] + b"\x00")
+        else:
+            shutil.rmtree(tmp_path / "model")
+        reload(server, "refused", "m")
+        assert text(ask(server)) == expected
+        assert "checkpoint m: refused: " in server.output()
+        server.worker().kill()  # its replacement has the old one too, whatever is in the folder
+        server.wait_until_metric("chargpt_worker_restarts_total", 1)
+        wait_until(lambda: ask(server).status_code == 200)
+        assert text(ask(server)) == expected
+
+
+def test_a_checkpoint_that_a_worker_cannot_load_is_refused(tmp_path):
+    """It verifies, but its cache is larger than any memory."""
+    old = save_random(tmp_path / "model", seed=1)
+    with RunningServer(tmp_path / "model", max_running_requests=4096) as server:
+        server.wait_until_ready()
+        save_random(tmp_path / "model", seed=2, block_size=1 << 20)
+        reload(server, "refused", "chargpt")
+        assert text(ask(server))
+        assert served(server) == {"chargpt": old.digest}
+        save_random(tmp_path / "model", seed=3)
+        reload(server, "loaded", "chargpt")
+        assert text(ask(server))
+
+
+def test_an_http_process_that_is_replaced_serves_the_newest(tmp_path):
+    save_random(tmp_path / "model", seed=1)
+    with RunningServer(tmp_path / "model") as server:
+        server.wait_until_ready()
+        new = save_random(tmp_path / "model", seed=2)
+        reload(server, "loaded", "chargpt")
+        (http,) = http_processes(server)
+        http.kill()
+        wait_until(lambda: (found := http_processes(server)) and found != [http])
+        server.wait_until_ready()
+        assert served(server) == {"chargpt": new.digest}
+        save_random(tmp_path / "model", seed=3)
+        reload(server, "loaded", "chargpt")
+
+
+# -- at start --
+
+
+def refusal(*flags):
+    command = [sys.executable, "-m", "service", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    return done.stderr
+
+
+def test_wrong_lists_are_refused(tmp_path):
+    save_random(tmp_path / "a")
+    assert "each name must be given once, got twice: x" in refusal("--checkpoint=x=a,x=b")
+    assert "two checkpoints have the name chargpt" in refusal(f"--checkpoint={tmp_path}/a,{tmp_path}/a")
+    assert f"no checkpoint at {tmp_path}/none" in refusal(f"--checkpoint=a={tmp_path}/a,b={tmp_path}/none")
+
+
+def test_a_bad_run_in_a_folder_of_runs_is_left_out(tmp_path):
+    save_random(tmp_path / "good")
+    save_random(tmp_path / "bad")
+    (tmp_path / "bad" / "config.json").write_text("{}")
+    catalog = Catalog([(None, tmp_path)], "chargpt", tmp_path)
+    catalog.open()
+    assert (list(catalog.served), catalog.refused) == (["good"], ["bad"])
+    shutil.rmtree(tmp_path / "good")
+    with pytest.raises(CheckpointError, match="no checkpoint in .* can be served"):
+        Catalog([(None, tmp_path)], "chargpt", tmp_path).open()
+
+
+# -- the catalog alone --
+
+
+@pytest.fixture
+def catalog(tmp_path):
+    (tmp_path / "run").mkdir()
+    save_random(tmp_path / "runs" / "a", seed=1)
+    catalog = Catalog([(None, tmp_path / "runs")], "chargpt", tmp_path / "run")
+    catalog.open()
+    return catalog
+
+
+@pytest.fixture
+def state(catalog):
+    state = SharedState(http_processes=2, workers=2)
+    catalog.publish(state)
+    for name in (*state.http_names, *state.worker_names):
+        state.started(name, 100)
+        state.beat(name)
+        state.follow(name, 0)
+    return state
+
+
+def listing(catalog):
+    found = Listing.read(catalog.folder)
+    return [version.id for version in found.load], [version.id for version in found.serve]
+
+
+def test_a_list_changes_step_by_step_as_all_processes_follow(catalog, state, tmp_path):
+    save_random(tmp_path / "runs" / "a", seed=2)
+    catalog.refresh(state)
+    assert listing(catalog) == ([1, 2], [1])
+    state.follow("worker-0", state.generation)
+    assert not catalog.check(state) and listing(catalog) == ([1, 2], [1])
+    state.follow("worker-1", state.generation)
+    assert catalog.check(state) and listing(catalog) == ([1, 2], [2])
+    state.follow("http-0", state.generation)
+    state.died("http-1")  # its replacement reads the newest
+    assert not catalog.check(state) and listing(catalog) == ([2], [2])
+    assert not catalog.is_rolling_out and state.num_reloads(0) == {"loaded": 1, "refused": 0, "removed": 0}
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]
+
+
+@pytest.mark.parametrize("what", ["fails", "dies"])
+def test_a_worker_that_fails_or_dies_while_loading_brings_the_old_list_back(catalog, state, tmp_path, what):
+    save_random(tmp_path / "runs" / "b", seed=2)
+    catalog.refresh(state)
+    assert listing(catalog) == ([1, 2], [1])
+    if what == "fails":
+        state.follow("worker-1", state.generation, has_failed=True)
+    else:
+        state.died("worker-1")
+    assert not catalog.check(state) and listing(catalog) == ([1], [1])
+    assert not catalog.is_rolling_out and state.num_reloads(catalog.listing.rows["b"])["refused"] == 1
+
+
+def test_an_unchanged_list_is_not_rolled_out(catalog, state):
+    catalog.refresh(state)
+    assert state.generation == 0 and not catalog.is_rolling_out
+
+
+def test_the_last_checkpoint_is_never_removed(catalog, state, tmp_path):
+    shutil.rmtree(tmp_path / "runs" / "a")
+    catalog.refresh(state)
+    assert not catalog.is_rolling_out and list(catalog.served) == ["a"]
+
+
+def test_a_full_disk_refuses_a_checkpoint(catalog, state, tmp_path, monkeypatch):
+    save_random(tmp_path / "runs" / "b", seed=2)
+    (tmp_path / "run" / "checkpoint-2").write_text("in the way")  # as root, no folder is read-only
+    catalog.refresh(state)
+    assert not catalog.is_rolling_out and state.num_reloads(catalog.listing.rows["b"])["refused"] == 1
+
+
+def test_info_and_models_name_all(server):
+    info = web.get(f"{server.url}/info", params={"model": "plays"}).json()
+    assert (info["models"], info["model"]["name"]) == (["numbers", "plays"], "plays")
+    assert info["model"]["vocabulary"] == "".join(VOCABULARY)
+    assert json.loads(web.get(f"{server.url}/v1/models").text)["data"][1]["id"] == "plays"
