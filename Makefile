@@ -23,7 +23,7 @@ RUN := $(VENV)/.installed-service,training
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help serve train bundled native test test-native-sanitized test-slow test-tools chaos chaos-train bench bench-quick \
-  bench-table bench-train gpu-check load load-guidellm load-aiperf load-sweep lint clean
+  bench-table bench-train bench-checkpoints gpu-check load load-guidellm load-aiperf load-sweep lint clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -100,6 +100,9 @@ gpu-check: ## on an NVIDIA GPU: tests, benchmarks, training and image, about 25 
 
 bench-train: $(RUN) ## benchmark training against nanoGPT's CPU recipe, each preset over three seeds: out/bench-train
 	$(BIN)/python -m tests.bench.train $(ARGS)
+
+bench-checkpoints: $(VENV)/.installed-test ## add and replace checkpoints with SIGHUP under load: out/bench/checkpoints.json
+	$(BIN)/python -m tests.bench.checkpoints $(ARGS)
 
 LOAD = $(BIN)/python -m tests.load --checkpoint '$(CHECKPOINT)' $(if $(URL),--url '$(URL)')
 

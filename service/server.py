@@ -401,6 +401,7 @@ class Server(LitServer):
 
     def _reload(self) -> None:
         """After SIGHUP: read the checkpoints again, and the clients' limits, here and in each HTTP process."""
+        logger.info("SIGHUP: reading checkpoints%s again", " and limits" if self.settings.client_limits else "")
         self.catalog.refresh(self.state)
         if self.settings.client_limits is None:
             return

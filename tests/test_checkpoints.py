@@ -379,3 +379,12 @@ def test_info_and_models_name_all(server):
     assert (info["models"], info["model"]["name"]) == (["numbers", "plays"], "plays")
     assert info["model"]["vocabulary"] == "".join(VOCABULARY)
     assert json.loads(web.get(f"{server.url}/v1/models").text)["data"][1]["id"] == "plays"
+
+
+@pytest.mark.tools
+def test_the_benchmark_of_checkpoints(tmp_path):
+    measure = ["--add", "1", "--replace", "2", "--clients", "2", "--out", str(tmp_path)]
+    subprocess.run([sys.executable, "-m", "tests.bench.checkpoints", *measure], check=True)
+    results = json.loads((tmp_path / "checkpoints.json").read_text())
+    assert results["failed"] == [] and results["requests"] > 10
+    assert results["megabytes_per_checkpoint"]["worker"] > results["megabytes_of_files"]

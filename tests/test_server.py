@@ -680,7 +680,7 @@ def test_auto_takes_as_many_slots_as_fit_the_gpus(monkeypatch, checkpoint):
     config = GPTConfig(**checkpoint.hyperparameters)
 
     def slots(device="cuda:0", **settings):
-        return choose_slots(Settings(**{"max_running_requests": "auto"} | settings), config, "float32", device)
+        return choose_slots(Settings(**{"max_running_requests": "auto"} | settings), [config], "float32", device)
 
     fitting = slots_that_fit(config, "float32", 1.3e9)
     assert slots(devices=2) + reserved_slots(slots(devices=2)) == fitting > 0

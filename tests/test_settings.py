@@ -1,5 +1,6 @@
 import subprocess
 from hashlib import sha256
+from pathlib import Path
 
 import pytest
 
@@ -192,3 +193,17 @@ def test_certificate_and_key_are_checked_when_settings_are_read(tmp_path, capsys
         text = rejection(arguments, capsys)
         assert "--tls-key (CHARGPT_TLS_KEY): " in text
         assert message in text
+
+
+def test_checkpoints_are_folders_with_or_without_a_name(tmp_path, monkeypatch):
+    def places(*arguments):
+        return read_settings([*arguments]).places
+
+    assert places("--checkpoint", "a=x", "--checkpoint", "b=y") == [("a", Path("x")), ("b", Path("y"))]
+    assert places("--checkpoint=x, b=y=z") == [(None, Path("x")), ("b", Path("y=z"))]
+    assert places("--checkpoint=./a=b") == [(None, Path("a=b"))]  # no name has a /
+    monkeypatch.setenv("CHARGPT_CHECKPOINT", "a=x,b=y")
+    assert places() == [("a", Path("x")), ("b", Path("y"))]
+    folder = tmp_path / "with, a comma"
+    folder.mkdir()
+    assert places("--checkpoint", str(folder)) == [(None, folder)]

@@ -1,7 +1,8 @@
 """The models of one inference process: an engine for each checkpoint in the listing, which share its slots and time.
 
-A model's cache has a slot for every sequence that the process may run, but memory is taken only by those that were
-used. Slots go to the models that want them in equal parts (max-min fairness); what one does not want is the others'.
+Each model has a cache of its own with a slot for every sequence that the process may run, so that none waits for the
+memory of another. Slots go to the models that want them in equal parts (max-min fairness); what one does not want is
+the others'.
 Turns go to the model that has used the least time (start-time fair queueing, as in fair_queue.py). Checkpoints that
 come later are loaded beside the running engines. Ids and numbers only: no text, no HTTP, no LitServe.
 """

@@ -31,9 +31,10 @@ COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 RATIOS = tuple(i / 10 for i in range(1, 11))
 
-# Bytes of prometheus-client's files of one process, by kind; more than all series take if the model's name is short.
-FILES = {"counter": 1 << 20, "histogram": 1 << 22, "gauge_livesum": 1 << 16, "gauge_liveall": 1 << 16}
-MODEL_FILES = {"counter": 1 << 14, "histogram": 1 << 18, "gauge_livesum": 1 << 12}  # and for each further model
+# Bytes of prometheus-client's files of one process, by kind; more than all series take if names are short: those of the
+# service, and those of each model.
+FILES = {"counter": 1 << 19, "histogram": 1 << 21, "gauge_livesum": 1 << 14, "gauge_liveall": 1 << 14}
+MODEL_FILES = {"counter": 1 << 13, "histogram": 3 << 16, "gauge_livesum": 1 << 12}
 SPARE_MODELS = 8  # that may come while the service runs
 MAX_EXEMPLAR_CHARACTERS = 128 - len("request_id")  # OpenMetrics 1.0: of all label names and values together
 EXEMPLARS = "exemplars_{}.json"  # file of a process, beside those
