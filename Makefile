@@ -23,7 +23,7 @@ RUN := $(VENV)/.installed-service,training
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help serve train bundled native test test-native-sanitized test-slow test-tools chaos chaos-train bench bench-quick \
-  bench-table bench-train bench-checkpoints gpu-check load load-guidellm load-aiperf load-sweep lint clean
+  bench-table bench-train bench-checkpoints gpu-check load load-guidellm load-aiperf load-sweep rules lint clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -123,6 +123,13 @@ $(LOAD_VENV)/.installed: Makefile | $(VENV)/.installed-test
 	  '$(LOAD_VENV)/bin/pip' install --no-deps --index-url '$(TORCH_INDEX_URL)' '$(TORCH)')
 	@'$(LOAD_VENV)/bin/pip' install --quiet $(LOAD_TOOLS) $(TORCH)
 	@touch $@
+
+# The operator takes rules in a resource of its own, which no part of kustomize can make of another file.
+PROMETHEUS_RULE := deploy/k8s/components/monitoring/prometheusrule.yaml
+rules: ## write deploy/prometheus/rules.yml into the PrometheusRule of deploy/k8s
+	@printf '%s\n' '# deploy/prometheus/rules.yml for the Prometheus operator: written by make rules, not to be edited.' \
+	  'apiVersion: monitoring.coreos.com/v1' 'kind: PrometheusRule' 'metadata:' '  name: chargpt' 'spec:' >$(PROMETHEUS_RULE)
+	@sed -e '/^#/d' -e 's/^./  &/' deploy/prometheus/rules.yml >>$(PROMETHEUS_RULE)
 
 lint: $(VENV)/.installed-dev ## check style and types
 	$(BIN)/ruff check .

@@ -1,8 +1,8 @@
-"""The Grafana dashboard: `python deploy/grafana/dashboard.py` writes dashboards/chargpt.json, which is committed.
+"""The Grafana dashboards: `python deploy/grafana/dashboard.py` writes dashboards/*.json, which are committed.
 
-Generated, not hand-written: every latency needs three quantiles and a heat map, and with grafana-foundation-sdk, which
-follows the schema of Grafana 11.6, mypy checks every field. Uses the metrics of service/observe/metrics.py and the
-recording rules of deploy/prometheus.
+chargpt.json shows in ten panels whether the service is well, chargpt-internals.json why it is not. Generated, not
+hand-written: with grafana-foundation-sdk, which follows the schema of Grafana 11.6, mypy checks every field. Uses the
+metrics of service/observe and the recording rules of deploy/prometheus.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 
 from grafana_foundation_sdk.builders import common, heatmap, stat, table, timeseries
-from grafana_foundation_sdk.builders.dashboard import Dashboard, DatasourceVariable, QueryVariable, Row
+from grafana_foundation_sdk.builders.dashboard import Dashboard, DashboardLink, DatasourceVariable, QueryVariable, Row
 from grafana_foundation_sdk.builders.prometheus import Dataquery
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.common import (
@@ -26,6 +26,7 @@ from grafana_foundation_sdk.models.common import (
 )
 from grafana_foundation_sdk.models.dashboard import (
     DashboardCursorSync,
+    DashboardLinkType,
     DataSourceRef,
     DataTransformerConfig,
     VariableOption,
@@ -34,29 +35,22 @@ from grafana_foundation_sdk.models.dashboard import (
 from grafana_foundation_sdk.models.heatmap import HeatmapColorMode
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
-PATH = Path(__file__).parent / "dashboards" / "chargpt.json"
+FOLDER = Path(__file__).parent / "dashboards"
+TITLES = {"chargpt": "chargpt", "chargpt-internals": "chargpt internals"}  # by uid, which is the name of the file
 
 DATASOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
-CHOSEN = 'model_name=~"$model_name", instance=~"$instance"'
+CHOSEN = 'environment=~"$environment", model_name=~"$model_name", instance=~"$instance"'
+CHOSEN_MODELS = 'environment=~"$environment", model_name=~"$model_name"'
 QUANTILES = (0.5, 0.95, 0.99)
 SECONDS, PER_SECOND, SHARE, COUNT, BYTES, CORES = "s", "cps", "percentunit", "short", "bytes", "short"
 CHARACTERS_PER_SECOND = "suffix: characters/s"
-
-# Stem of the metric, title and description of its panels.
-LATENCIES = (
-    ("time_to_first_token", "Time to first character", "From request arrival to the first character written"),
-    ("request_queue_time", "Queue time", "From request arrival to cache slot assignment"),
-    ("request_prefill_time", "Prefill time", "From cache slot assignment to the end of prefill"),
-    ("request_first_decode_time", "First decode time", "From the end of prefill to the first character written"),
-    ("inter_token_latency", "Inter-character latency", "Time between consecutive characters of a sequence"),
-    ("request_time_per_output_token", "Time per character", "Mean of a sequence, first character excluded"),
-    ("e2e_request_latency", "End-to-end latency",
-     "From request arrival to the last character written; sequences ended by stop or length"),
-)  # fmt: skip
+FIRST = "chargpt_time_to_first_token_seconds"
+BETWEEN = "chargpt_inter_token_latency_seconds"
+FAILED = "environment_model_name:chargpt_failures:ratio_rate"
 
 
 def rate(series: str, by: str = "", labels: str = "") -> str:
-    """Per-second rate, summed over the selected instances, or grouped `by` labels."""
+    """Per-second rate, summed over the chosen instances, or grouped `by` labels."""
     selected = f"{series}{{{CHOSEN}{labels and ', ' + labels}}}"
     return f"sum{by and f' by ({by})'} (rate({selected}[$__rate_interval]))"
 
@@ -110,7 +104,7 @@ def stacked(title: str, description: str, unit: str, expressions: dict[str, str]
     )
 
 
-def heat(title: str, description: str, unit: str, histogram: str, *, exemplars: bool = True) -> heatmap.Panel:
+def heat(title: str, description: str, unit: str, histogram: str) -> heatmap.Panel:
     target = query(rate(histogram + "_bucket", "le"), "{{le}}").format(PromQueryFormat.HEATMAP).ref_id("A")
     return (
         heatmap.Panel()
@@ -121,54 +115,59 @@ def heat(title: str, description: str, unit: str, histogram: str, *, exemplars: 
         .rows_frame(heatmap.RowsHeatmapOptions().layout(HeatmapCellLayout.LE))
         .y_axis(heatmap.YAxisConfig().unit(unit))
         .color(heatmap.HeatmapColorOptions().mode(HeatmapColorMode.SCHEME).scheme("Spectral").steps(64).reverse(False))
-        .with_target(target.exemplar(exemplars))
+        .with_target(target.exemplar(True))
     )
 
 
-def number(title: str, description: str, unit: str, expression: str, legend: str = "") -> stat.Panel:
+def number(title: str, description: str, unit: str, expression: str, legend: str) -> stat.Panel:
     return (
         stat.Panel()
         .title(title)
         .description(description)
         .datasource(DATASOURCE)
         .unit(unit)
-        .height(4)
-        .span(4)
         .with_target(query(expression, legend).ref_id("A"))
     )
 
 
-def facts(title: str, description: str, series: str, hidden: tuple[str, ...]) -> table.Panel:
+def facts(title: str, description: str, series: str) -> table.Panel:
     """A table of the labels of an info metric."""
-    tidy = {"excludeByName": {name: True for name in ("Time", "Value", "__name__", "job", *hidden)}}
+    tidy = {"excludeByName": {name: True for name in ("Time", "Value", "__name__", "job")}}
     return (
         table.Panel()
         .title(title)
         .description(description)
         .datasource(DATASOURCE)
-        .height(5)
-        .span(8)
         .with_target(latest(f"{series}{{{CHOSEN}}}", "").format(PromQueryFormat.TABLE).ref_id("A"))
         .with_transformation(DataTransformerConfig(id_val="organize", options=tidy))
     )
 
 
-def build() -> Dashboard:
-    ids = itertools.count(1)
+def empty(uid: str, description: str) -> Dashboard:
+    """A dashboard without panels, with its variables and a link to the other one."""
+    [other] = TITLES.keys() - {uid}
     dashboard = (
-        Dashboard("chargpt")
-        .uid("chargpt")
-        .description("Character-level GPT service: traffic, objectives, latency, engine and resources")
+        Dashboard(TITLES[uid])
+        .uid(uid)
+        .description(description)
         .tags(["chargpt", "inference"])
         .timezone("browser")
         .time("now-1h", "now")
         .refresh("15s")
         .tooltip(DashboardCursorSync.CROSSHAIR)
         .with_variable(DatasourceVariable("datasource").label("Data source").type("prometheus"))
+        .link(
+            DashboardLink(TITLES[other])
+            .type(DashboardLinkType.LINK)
+            .url(f"/d/{other}")
+            .keep_time(True)
+            .include_vars(True)
+        )
     )
     for name, label, labels in (
-        ("model_name", "Model", ""),
-        ("instance", "Instance", '{model_name=~"$model_name"}'),
+        ("environment", "Environment", ""),
+        ("model_name", "Model", '{environment=~"$environment"}'),
+        ("instance", "Instance", f"{{{CHOSEN_MODELS}}}"),
     ):
         dashboard.with_variable(
             QueryVariable(name)
@@ -178,74 +177,105 @@ def build() -> Dashboard:
             .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
             .multi(True)
             .include_all(True)
-            .all_value(".*")
+            .all_value(".*")  # matches targets without the label, too
             .current(VariableOption(text="All", value="$__all", selected=True))
         )
+    return dashboard
 
-    def row(title: str) -> None:
-        dashboard.with_row(Row(title).id(next(ids)))
 
-    def show(*panels: timeseries.Panel | heatmap.Panel, height: int = 8) -> None:
-        """Add panels side by side."""
+class Page:
+    """Adds panels to a dashboard, side by side."""
+
+    def __init__(self, dashboard: Dashboard):
+        self.dashboard = dashboard
+        self._ids = itertools.count(1)
+
+    def row(self, title: str) -> None:
+        self.dashboard.with_row(Row(title).id(next(self._ids)))
+
+    def show(self, *panels: timeseries.Panel | heatmap.Panel | table.Panel | stat.Panel, height: int = 8) -> None:
         for panel in panels:
-            dashboard.with_panel(panel.id(next(ids)).height(height).span(24 // len(panels)))
+            self.dashboard.with_panel(panel.id(next(self._ids)).height(height).span(24 // len(panels)))
 
-    first, failed = "chargpt_time_to_first_token_seconds", "model_name:chargpt_failures:ratio_rate"
-    for panel in (
-        number("Instances up", "Instances that answered the last scrape", COUNT,
-               'sum(up{job="chargpt", instance=~"$instance"})'),
-        number("Sequences", "Sequences ended per second", PER_SECOND, rate("chargpt_request_success_total")),
-        number("Characters", "Characters generated per second", CHARACTERS_PER_SECOND,
-               rate("chargpt_generation_tokens_total")),
-        number("First character, p95", "95th percentile of the time to first character", SECONDS,
-               quantiles(first)["p95"]),
-        number("Failures", "Share of sequences that failed in the last hour", SHARE,
-               f'max({failed}1h{{model_name=~"$model_name", slo="sequences"}})'),
-        number("Waiting", "Sequences waiting for a cache slot; scale on this value", COUNT,
-               gauge("chargpt_num_requests_waiting")),
-    ):  # fmt: skip
-        dashboard.with_panel(panel.id(next(ids)))
 
-    row("Traffic")
-    show(
+def burn(windows: tuple[str, ...], slo: str, legend: str) -> dict[str, str]:
+    budget = " / on (slo) group_left () chargpt:error_budget:ratio"
+    return {legend.format(window): f'{FAILED}{window}{{{CHOSEN_MODELS}, slo=~"{slo}"}}{budget}' for window in windows}
+
+
+def overview() -> Dashboard:
+    dashboard = empty("chargpt", "Character-level GPT service: whether it serves, how fast, and how full it is")
+    page = Page(dashboard)
+    page.show(
+        lines("Requests", "HTTP requests without probes and scrapes, and sequences; a request may have several",
+              PER_SECOND,
+              {"requests": rate("chargpt_http_requests_total", labels='handler!~"/metrics|/livez|/readyz|/health"'),
+               "sequences": rate("chargpt_request_success_total")}),
+        lines("Failures", "Share of failures over the last hour, and the share that the objective allows", SHARE,
+              {"{{environment}} {{model_name}} {{slo}}": f"{FAILED}1h{{{CHOSEN_MODELS}}}",
+               "{{slo}}, allowed": "chargpt:error_budget:ratio"}),
+        lines("Error budget burn", "Failure rate divided by the error budget: 1 spends a month's budget in a month;"
+              " 14.4 over 1 h and 6 over 6 h page", COUNT,
+              burn(("1h", "6h"), ".*", "{{{{environment}}}} {{{{model_name}}}} {{{{slo}}}} {}")),
+    )  # fmt: skip
+    page.show(
+        lines("Time to first character", "From request arrival to the first character written", SECONDS,
+              quantiles(FIRST), exemplars=True),
+        lines("Characters", "Characters generated, and prompt characters processed", CHARACTERS_PER_SECOND,
+              {"generated": rate("chargpt_generation_tokens_total"), "prompts": rate("chargpt_prompt_tokens_total")}),
+        lines("Running", "Sequences running, by instance", COUNT,
+              {"{{instance}}": gauge("chargpt_num_requests_running", "instance")}),
+    )  # fmt: skip
+    page.show(
+        lines("Waiting", "Sequences waiting for a cache slot, by instance; scale on their sum", COUNT,
+              {"{{instance}}": gauge("chargpt_num_requests_waiting", "instance")}),
+        lines("Cache slots in use", "Share of all cache slots, by instance", SHARE,
+              {"{{instance}}": f"max by (instance) (chargpt_kv_cache_usage_perc{{{CHOSEN}}})"}),
+        lines("Replicas and workers", "Replicas that answered the last scrape; inference workers that are ready and"
+              " that should be", COUNT,
+              {"replicas": 'sum(up{job="chargpt", environment=~"$environment", instance=~"$instance"})',
+               "workers ready": gauge("chargpt_workers_ready"), "workers configured": gauge("chargpt_workers")}),
+        lines("Memory", "Resident memory of all processes, by instance", BYTES,
+              {"{{instance}}": gauge("chargpt_process_resident_memory_bytes", "instance")}),
+    )  # fmt: skip
+    return dashboard
+
+
+def internals() -> Dashboard:
+    dashboard = empty(
+        "chargpt-internals", "Character-level GPT service: traffic, latency, engine and processes in detail"
+    )
+    page = Page(dashboard)
+
+    page.row("Traffic")
+    page.show(
         lines("HTTP requests", "Requests per second, by route", PER_SECOND,
               {"{{handler}}": rate("chargpt_http_requests_total", "handler")}),
-        lines("HTTP requests in progress", "Requests in progress, by instance", COUNT,
-              {"{{instance}}": gauge("chargpt_http_requests_in_progress", "instance")}),
-        lines("Characters", "Prompt characters processed and characters generated", CHARACTERS_PER_SECOND,
-              {"generated": rate("chargpt_generation_tokens_total"), "prompts": rate("chargpt_prompt_tokens_total")}),
-    )  # fmt: skip
-    show(
+        stacked("HTTP status", "Responses by status; 499: client disconnected", PER_SECOND,
+                {"{{status}}": rate("chargpt_http_requests_total", "status")}),
         lines("Prompt length", "Characters per prompt", COUNT, quantiles("chargpt_request_prompt_tokens")),
         lines("Completion length", "Characters per completion", COUNT, quantiles("chargpt_request_generation_tokens")),
-        lines("Unknown characters", "Characters absent from the vocabulary, by policy", CHARACTERS_PER_SECOND,
-              {"{{policy}}": rate("chargpt_unknown_characters_total", "policy")}),
     )  # fmt: skip
 
-    row("Objectives")
-    show(
+    page.row("Objectives")
+    page.show(
         *(
-            lines(f"Burn rate: {slo.replace('_', ' ')}", "Failure rate divided by the error budget: 1 spends a"
-                  " month's budget in a month; 14.4 over 1 h and 6 over 6 h page", COUNT,
-                  {window: f'{failed}{window}{{model_name=~"$model_name", slo="{slo}"}}'
-                           " / on (slo) group_left () chargpt:error_budget:ratio"
-                   for window in ("1h", "6h", "1d", "3d")})
+            lines(f"Burn rate: {slo.replace('_', ' ')}", "Failure rate divided by the error budget, by window", COUNT,
+                  burn(("1h", "6h", "1d", "3d"), slo, "{{{{environment}}}} {{{{model_name}}}} {}"))
             for slo in ("sequences", "answers", "first_characters")
         )
     )  # fmt: skip
-    show(
+    page.show(
         stacked("Finish reasons", "Accepted sequences, by finish reason", PER_SECOND,
                 {"{{finished_reason}}": rate("chargpt_request_success_total", "finished_reason")}),
         stacked("Rejections", "Sequences rejected at admission, by reason", PER_SECOND,
                 {"{{reason}}": rate("chargpt_admission_rejections_total", "reason")}),
-        stacked("HTTP status", "Responses by status; 499: client disconnected", PER_SECOND,
-                {"{{status}}": rate("chargpt_http_requests_total", "status")}),
-        lines("Failure ratio", "Failures over the last 5 minutes, by objective", SHARE,
-              {"{{model_name}} {{slo}}": f'{failed}5m{{model_name=~"$model_name"}}'}),
+        lines("Unknown characters", "Characters absent from the vocabulary, by policy", CHARACTERS_PER_SECOND,
+              {"{{policy}}": rate("chargpt_unknown_characters_total", "policy")}),
     )  # fmt: skip
 
-    row("Latency")
-    show(
+    page.row("Latency")
+    page.show(
         stacked("Time to first character, breakdown", "Means of its three parts", SECONDS,
                 {part: mean(f"chargpt_{stem}_seconds")
                  for stem, part in (("request_queue_time", "queue"), ("request_prefill_time", "prefill"),
@@ -257,96 +287,90 @@ def build() -> Dashboard:
               "Inference: from cache slot assignment; decode: from the end of prefill; to the last character", SECONDS,
               {name: quantiles(f"chargpt_request_{name}_time_seconds")["p95"] for name in ("inference", "decode")}),
     )  # fmt: skip
-    for stem, title, description in LATENCIES:
-        name = f"chargpt_{stem}_seconds"
-        show(
-            lines(title, description, SECONDS, quantiles(name), exemplars=True),
-            heat(title, description, SECONDS, name),
+    page.show(
+        heat("Time to first character", "From request arrival to the first character written", SECONDS, FIRST),
+        heat("Inter-character latency", "Time between consecutive characters of a sequence", SECONDS, BETWEEN),
+        lines("Inter-character latency, quantiles", "Time between consecutive characters of a sequence", SECONDS,
+              quantiles(BETWEEN), exemplars=True),
+    )  # fmt: skip
+    page.show(
+        *(
+            lines(title, description, SECONDS, quantiles(f"chargpt_{stem}_seconds"), exemplars=True)
+            for stem, title, description in (
+                ("request_queue_time", "Queue time", "From request arrival to cache slot assignment"),
+                ("request_prefill_time", "Prefill time", "From cache slot assignment to the end of prefill"),
+                ("request_first_decode_time", "First decode time",
+                 "From the end of prefill to the first character written"),
+                ("e2e_request_latency", "End-to-end latency",
+                 "From request arrival to the last character written; sequences ended by stop or length"),
+            )
         )
+    )  # fmt: skip
 
-    row("Engine")
+    page.row("Engine")
     workers = f'count(chargpt_process_start_time_seconds{{{CHOSEN}, process=~"worker-.*"}})'
     dropped = rate("chargpt_dropped_tokens_total")
     phases = rate("chargpt_iteration_phase_seconds_sum", "phase")
     step, between = rate("chargpt_iteration_seconds_sum"), 'phase="transport"'
     busy = f"({step} + {rate('chargpt_iteration_phase_seconds_sum', labels=between)})"
-    show(
-        lines("Waiting", "Sequences waiting for a cache slot", COUNT,
-              {"{{instance}}": gauge("chargpt_num_requests_waiting", "instance")}),
-        lines("Running", "Sequences running, cache slots in use and cache slots available", COUNT,
-              {"{{instance}}": gauge("chargpt_num_requests_running", "instance"),
-               "{{instance}} slots in use": gauge("chargpt_cache_slots_in_use", "instance"),
-               "{{instance}} slots": gauge("chargpt_cache_slots", "instance")}),
-        lines("Cache slots in use", "Share of all cache slots", SHARE,
-              {"{{instance}}": f"max by (instance) (chargpt_kv_cache_usage_perc{{{CHOSEN}}})"}),
-    )  # fmt: skip
     utilization = "chargpt_iteration_batch_utilization_ratio"
-    show(
+    page.show(
         lines("Batch size", "Mean sequences decoded per engine step", COUNT,
               {"sequences": mean("chargpt_iteration_batch_size")}),
         lines("Batch utilization", "Sequences decoded per engine step divided by cache slots", SHARE,
               {"mean": mean(utilization)} | quantiles(utilization)),
-        heat("Batch utilization", "Sequences decoded per engine step divided by cache slots", SHARE, utilization,
-             exemplars=False),
-        lines("Characters per step", "Characters processed per engine step, prompts included", COUNT,
-              quantiles("chargpt_iteration_tokens_total")),
-    )  # fmt: skip
-    show(
-        lines("Step duration", "Duration of an engine step", SECONDS, quantiles("chargpt_iteration_seconds")),
-        heat("Step duration", "Duration of an engine step", SECONDS, "chargpt_iteration_seconds", exemplars=False),
-        lines("Step phases", "Mean duration of each phase, over the steps that have it", SECONDS,
-              {"{{phase}}": mean("chargpt_iteration_phase_seconds", "phase")}),
-    )  # fmt: skip
-    show(
-        stacked("Worker time", "Share by phase; prefill and decode run the model, schedule and transport are"
-                " overhead", SHARE,
-                {"{{phase}}": f"{phases} / scalar({workers})",
-                 "idle": f"clamp_min(1 - {busy} / {workers}, 0)"}),
-        lines("Device and scheduler", "Share of step time: the runner, and the scheduler", SHARE,
-              {"device": rate("chargpt_iteration_phase_seconds_sum", labels='phase=~"decode|prefill"')
-               + f" / {step}",
-               "scheduler": rate("chargpt_iteration_phase_seconds_sum", labels='phase="schedule"') + f" / {step}"}),
         lines("Copied and dropped characters", "Share of prompt characters copied from another sequence's cache, and of"
               " generated characters beyond a stop", SHARE,
               {"copied": f"{rate('chargpt_prefix_cache_hit_tokens_total')} / {rate('chargpt_prompt_tokens_total')}",
                "dropped": f"{dropped} / ({dropped} + {rate('chargpt_generation_tokens_total')})"}),
     )  # fmt: skip
+    page.show(
+        lines("Step duration", "Duration of an engine step", SECONDS, quantiles("chargpt_iteration_seconds")),
+        lines("Step phases", "Mean duration of each phase, over the steps that have it", SECONDS,
+              {"{{phase}}": mean("chargpt_iteration_phase_seconds", "phase")}),
+        stacked("Worker time", "Share by phase; prefill and decode run the model, schedule and transport are"
+                " overhead", SHARE,
+                {"{{phase}}": f"{phases} / scalar({workers})",
+                 "idle": f"clamp_min(1 - {busy} / {workers}, 0)"}),
+    )  # fmt: skip
 
-    row("Resources")
+    page.row("Processes")
     by_process = "instance, process"
-    show(
-        lines("Memory", "Resident memory, by process", BYTES,
-              {"{{instance}} {{process}}": gauge("chargpt_process_resident_memory_bytes", by_process)}),
+    page.show(
         lines("CPU", "Cores in use, by process", CORES,
               {"{{instance}} {{process}}": rate("chargpt_process_cpu_seconds_total", by_process)}),
+        lines("Memory by process", "Resident memory, by process", BYTES,
+              {"{{instance}} {{process}}": gauge("chargpt_process_resident_memory_bytes", by_process)}),
         lines("Files and threads", "Open file descriptors and threads, by process", COUNT,
               {"{{instance}} {{process}} files": gauge("chargpt_process_open_fds", by_process),
                "{{instance}} {{process}} threads": gauge("chargpt_process_threads", by_process)}),
-        lines("Worker restarts", "Restarts in the last 15 minutes", COUNT,
-              {"{{instance}}":
-               f"sum by (instance) (increase(chargpt_worker_restarts_total{{{CHOSEN}}}[15m]))"}),
+        lines("Restarts", "Restarts of workers and of HTTP processes in the last 15 minutes", COUNT,
+              {f"{{{{instance}}}} {kind}":
+               f"sum by (instance) (increase(chargpt_{kind}_restarts_total{{{CHOSEN}}}[15m]))"
+               for kind in ("worker", "http_process")}),
     )  # fmt: skip
 
-    row("Model and build")
-    for part in (
-        facts("Build", "Software versions", "chargpt_build_info", ()),
-        facts("Engine", "Backend and dtype", "chargpt_engine_info", ()),
-        facts("Checkpoint", "Hash and sizes of the served checkpoint", "chargpt_checkpoint_info", ()),
-    ):
-        dashboard.with_panel(part.id(next(ids)))
-    for panel in (
-        number("Validation loss", "Recorded in training, in nats per character", "none",
-               f"chargpt_checkpoint_validation_loss{{{CHOSEN}}}", "{{instance}}").decimals(4).span(8),
+    page.row("What runs")
+    page.show(
+        facts("Build", "Software versions", "chargpt_build_info"),
+        facts("Engine", "Backend and dtype", "chargpt_engine_info"),
+        facts("Checkpoint", "Hash and sizes of the served checkpoint", "chargpt_checkpoint_info"),
         number("Uptime", "Age of the oldest process of each instance", SECONDS,
-               f"time() - min by (instance) (chargpt_process_start_time_seconds{{{CHOSEN}}})", "{{instance}}").span(16),
-    ):  # fmt: skip
-        dashboard.with_panel(panel.id(next(ids)))
+               f"time() - min by (instance) (chargpt_process_start_time_seconds{{{CHOSEN}}})", "{{instance}}"),
+        height=5,
+    )  # fmt: skip
     return dashboard
 
 
-def text() -> str:
-    return json.dumps(build().build(), cls=JSONEncoder, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+def texts() -> dict[str, str]:
+    """The dashboards as JSON, by the names of their files."""
+    return {
+        f"{dashboard.uid}.json": json.dumps(dashboard, cls=JSONEncoder, indent=1, sort_keys=True, ensure_ascii=False)
+        + "\n"
+        for dashboard in (overview().build(), internals().build())
+    }
 
 
 if __name__ == "__main__":
-    PATH.write_text(text(), encoding="utf-8")
+    for name, text in texts().items():
+        (FOLDER / name).write_text(text, encoding="utf-8")

@@ -22,6 +22,7 @@ PROGRAMS = {
     "browser": {"chromium": ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")},
     "compiler": {"c++": ("c++", "g++", "clang++")},
     "curl": {"curl": ("curl",)},
+    "kubectl": {"kubectl": ("kubectl",)},
     "openssl": {"openssl": ("openssl",)},
     "prometheus": {
         "prometheus": ("prometheus",),

@@ -1,0 +1,339 @@
+"""deploy/k8s as kubectl renders it, against the schemas of Kubernetes and of the operators and against the service."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import yaml
+from cloudcoil.models.keda.v1alpha1 import ScaledObject
+from cloudcoil.models.prometheus_operator.v1 import PrometheusRule, ServiceMonitor
+from starlette.routing import compile_path
+
+from service.http.app import OPERATIONS
+from service.settings import Settings
+from tests.toolbox.needs import program
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+OVERLAYS = sorted(path.name for path in (DEPLOY / "k8s" / "overlays").iterdir())
+CUSTOM = {"ScaledObject": ScaledObject, "ServiceMonitor": ServiceMonitor, "PrometheusRule": PrometheusRule}
+STOP_SECONDS = 10  # for processes to end, after the drain
+
+# What the comments of the overlays offer, as edits of their text.
+VARIANTS = {
+    "as it is": {},
+    "keda": {"../../components/hpa ": "../../components/keda "},
+    "checkpoint-volume": {"# - ../../components/checkpoint-volume ": "- ../../components/checkpoint-volume "},
+    "checkpoint-init": {"# - ../../components/checkpoint-volume ": "- ../../components/checkpoint-init "},
+    "without the operator": {"- ../../components/monitoring": "# - ../../components/monitoring"},
+}
+
+
+def rendered(folder):
+    """The resources by kind; several of a kind only of ConfigMap, whose names are part of the key."""
+    command = [program("kubectl"), "kustomize", folder]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    found = list(yaml.safe_load_all(done.stdout))
+    by_kind = {
+        f"ConfigMap {re.sub(r'-[a-z0-9]{10}$', '', it['metadata']['name'])}"
+        if it["kind"] == "ConfigMap"
+        else it["kind"]: it
+        for it in found
+    }
+    assert len(by_kind) == len(found)
+    return by_kind
+
+
+@pytest.fixture(scope="module", params=[(overlay, variant) for overlay in OVERLAYS for variant in VARIANTS], ids=str)
+def variant(request, tmp_path_factory):
+    overlay, name = request.param
+    folder = tmp_path_factory.mktemp("k8s") / "deploy"
+    shutil.copytree(DEPLOY, folder)
+    file = folder / "k8s" / "overlays" / overlay / "kustomization.yaml"
+    for before, after in VARIANTS[name].items():
+        assert file.read_text().count(before) == 1
+        file.write_text(file.read_text().replace(before, after))
+    return overlay, name, rendered(file.parent)
+
+
+@pytest.fixture(scope="module")
+def resources(variant):
+    return variant[2]
+
+
+@pytest.fixture(scope="module")
+def pod(resources):
+    return resources["Deployment"]["spec"]["template"]["spec"]
+
+
+@pytest.fixture(scope="module")
+def container(pod):
+    [container] = pod["containers"]
+    return container
+
+
+def variables(resources, container):
+    """The environment of the container."""
+    [source] = container["envFrom"]
+    config = resources["ConfigMap chargpt"]
+    assert source["configMapRef"]["name"] == config["metadata"]["name"]
+    return config["data"] | {each["name"]: each["value"] for each in container.get("env", [])}
+
+
+def settings(resources, container):
+    return {name.removeprefix("CHARGPT_").lower(): value for name, value in variables(resources, container).items()}
+
+
+def fields(given, kept):
+    """Names that a model of the resource did not keep, because its schema has none such."""
+    if isinstance(given, dict):
+        unknown = given.keys() - kept.keys()
+        return sorted(unknown) + [name for key in given.keys() - unknown for name in fields(given[key], kept[key])]
+    if isinstance(given, list):
+        return [name for one, other in zip(given, kept, strict=True) for name in fields(one, other)]
+    return []
+
+
+# -- schemas --
+
+
+@pytest.mark.parametrize("version", ["1.29", "1.31", "1.33", "1.35", "1.37"])
+def test_resources_are_valid_for_several_versions_of_kubernetes(variant, version):
+    _, name, resources = variant
+    core = [it for it in resources.values() if it["kind"] not in CUSTOM]
+    assert len(core) >= 6
+    for resource in core:
+        if name == "checkpoint-volume" and resource["kind"] == "Deployment" and version == "1.29":
+            with pytest.raises(kubernetes_validate.ValidationError, match="'image' was unexpected"):
+                kubernetes_validate.validate(resource, version, strict=True)
+        else:
+            kubernetes_validate.validate(resource, version, strict=True)
+
+
+def test_custom_resources_are_valid_by_the_operators_own_schemas(resources):
+    custom = [it for it in resources.values() if it["kind"] in CUSTOM]
+    for resource in custom:
+        model = CUSTOM[resource["kind"]].model_validate(resource)
+        kept = model.model_dump(mode="json", by_alias=True, exclude_unset=True)
+        assert fields(resource, kept) == []
+
+
+@pytest.mark.parametrize(
+    "kind,spoil",
+    [
+        ("Deployment", lambda spec: spec.update(replica=2)),
+        ("NetworkPolicy", lambda spec: spec["ingress"][0].update(form=[])),
+        ("ServiceMonitor", lambda spec: spec["endpoints"][0].update(intervall="15s")),
+        ("PrometheusRule", lambda spec: spec["groups"][0].update(rule=[])),
+    ],
+)
+def test_misspelled_fields_are_found(kind, spoil):
+    resource = rendered(DEPLOY / "k8s" / "overlays" / "cpu")[kind]
+    spoil(resource["spec"])
+    with pytest.raises((kubernetes_validate.ValidationError, AssertionError)):
+        if kind in CUSTOM:
+            test_custom_resources_are_valid_by_the_operators_own_schemas({kind: resource})
+        else:
+            kubernetes_validate.validate(resource, "1.35", strict=True)
+
+
+def test_everything_but_the_namespace_is_in_the_namespace(resources):
+    namespace = resources["Namespace"]["metadata"]["name"]
+    others = [it for kind, it in resources.items() if kind != "Namespace"]
+    assert {it["metadata"]["namespace"] for it in others} == {namespace}
+
+
+# -- monitoring --
+
+
+def test_rules_and_dashboards_are_those_of_prometheus_and_grafana():
+    resources = rendered(DEPLOY / "k8s" / "overlays" / "cpu")
+    rules = yaml.safe_load((DEPLOY / "prometheus" / "rules.yml").read_text())
+    assert resources["PrometheusRule"]["spec"] == rules, "make rules"
+    dashboards = [it for kind, it in resources.items() if kind.startswith("ConfigMap chargpt-dashboard")]
+    assert all(it["metadata"]["labels"] == {"grafana_dashboard": "1"} for it in dashboards)
+    shown = {name: text for it in dashboards for name, text in it["data"].items()}
+    assert shown == {path.name: path.read_text() for path in (DEPLOY / "grafana" / "dashboards").iterdir()}
+    # kubectl apply keeps a copy in an annotation of at most 256 KiB
+    assert all(len(text.encode()) < 200_000 for text in shown.values())
+
+
+def test_make_rules_writes_the_committed_prometheus_rule(tmp_path):
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    file = Path("deploy/k8s/components/monitoring/prometheusrule.yaml")
+    (tmp_path / file).parent.mkdir(parents=True)
+    shutil.copytree(DEPLOY / "prometheus", tmp_path / "deploy" / "prometheus")
+    subprocess.run(["make", "rules"], cwd=tmp_path, check=True, capture_output=True)
+    assert (tmp_path / file).read_text() == (ROOT / file).read_text()
+
+
+def test_prometheus_finds_the_pods_under_the_job_of_the_rules():
+    resources = rendered(DEPLOY / "k8s" / "overlays" / "cpu")
+    monitor, service = resources["ServiceMonitor"]["spec"], resources["Service"]
+    assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
+    assert service["metadata"]["labels"][monitor["jobLabel"]] == "chargpt"
+    assert 'up{job="chargpt"}' in (DEPLOY / "prometheus" / "rules.yml").read_text()
+    [endpoint] = monitor["endpoints"]
+    assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
+    assert routes(endpoint["path"]) == {"/metrics"}
+    assert [each["targetLabel"] for each in endpoint["relabelings"]] == ["environment"]
+
+
+# -- the service's own facts --
+
+
+def routes(path):
+    return {it.path for it in OPERATIONS if "GET" in it.methods and compile_path(it.path)[0].fullmatch(path)}
+
+
+def test_variables_are_settings_and_their_values_are_accepted(resources, container, monkeypatch, tmp_path):
+    given = variables(resources, container)
+    assert {name.removeprefix("CHARGPT_").lower() for name in given} <= Settings.model_fields.keys()
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    read = Settings(_cli_parse_args=[])
+    for name, value in settings(resources, container).items():
+        assert str(getattr(read, name)) in (value, f"{value}.0"), name
+
+
+def test_links_of_services_do_not_become_settings(pod):
+    """Kubernetes would set CHARGPT_PORT=tcp://… in every pod beside a Service named chargpt."""
+    assert pod["enableServiceLinks"] is False
+
+
+def test_a_pod_has_time_to_stop(resources, pod, container):
+    chosen = settings(resources, container)
+    delay, drain = float(chosen["shutdown_delay_seconds"]), float(chosen["drain_seconds"])
+    assert pod["terminationGracePeriodSeconds"] >= delay + drain + STOP_SECONDS
+    assert drain >= float(chosen["request_timeout_seconds"])
+    ready = container["readinessProbe"]
+    assert delay > ready["periodSeconds"] * ready["failureThreshold"]
+
+
+def test_probes_ask_routes_of_the_port_that_the_service_listens_on(resources, container):
+    port = int(settings(resources, container)["port"])
+    assert container["ports"] == [{"name": "http", "containerPort": port}]
+    paths = {"startupProbe": "/readyz", "readinessProbe": "/readyz", "livenessProbe": "/livez"}
+    for probe, path in paths.items():
+        asked = container[probe]["httpGet"]
+        assert asked == {"path": path, "port": "http"} and routes(path) == {path}
+    assert settings(resources, container)["host"] == "0.0.0.0"
+    assert [each["targetPort"] for each in resources["Service"]["spec"]["ports"]] == ["http"]
+
+
+def test_selectors_match_the_pods(resources, pod):
+    labels = resources["Deployment"]["spec"]["template"]["metadata"]["labels"].items()
+    selectors = [
+        resources["Deployment"]["spec"]["selector"]["matchLabels"],
+        resources["Service"]["spec"]["selector"],
+        resources["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"],
+        resources["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"],
+        *(spread["labelSelector"]["matchLabels"] for spread in pod["topologySpreadConstraints"]),
+    ]
+    assert len(selectors) == 6 and all(selector and selector.items() <= labels for selector in selectors)
+
+
+def test_pods_have_no_rights_and_the_uid_of_the_image(resources, pod):
+    enforced = resources["Namespace"]["metadata"]["labels"]["pod-security.kubernetes.io/enforce"]
+    assert enforced == "restricted" and pod["automountServiceAccountToken"] is False
+    uid = int(re.search(r"^USER (\d+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)[1])
+    security = pod["securityContext"]
+    assert security["runAsNonRoot"] is True and security["runAsUser"] == uid
+    assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+    for container in [*pod["containers"], *pod.get("initContainers", [])]:
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}
+        }  # fmt: skip
+        assert {"cpu", "memory"} <= container["resources"]["limits"].keys() & container["resources"]["requests"].keys()
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    mounts = {mount["mountPath"]: mount for mount in pod["containers"][0]["volumeMounts"]}
+    assert volumes.keys() == {mount["name"] for mount in mounts.values()}
+    assert [path for path, mount in mounts.items() if not mount.get("readOnly")] == ["/tmp"]
+
+
+def test_network_policy_lets_in_proxies_and_prometheus_and_nothing_out(resources):
+    """The kubelet's probes come from the pod's own node, which no policy excludes."""
+    policy = resources["NetworkPolicy"]["spec"]
+    assert policy["policyTypes"] == ["Ingress", "Egress"] and policy.get("egress", []) == []
+    [rule] = policy["ingress"]
+    assert rule["ports"] == [{"port": "http", "protocol": "TCP"}]
+    same, others = rule["from"]
+    assert same == {"podSelector": {}}
+    [namespaces] = others["namespaceSelector"]["matchExpressions"]
+    assert (namespaces["key"], namespaces["operator"]) == ("kubernetes.io/metadata.name", "In")
+    assert set(namespaces["values"]) == {"ingress-nginx", "monitoring"}
+
+
+def test_one_autoscaler_acts_on_the_deployment_and_an_eviction_leaves_a_replica(variant):
+    _, name, resources = variant
+    deployment = resources["Deployment"]
+    target = {"apiVersion": "apps/v1", "kind": "Deployment", "name": deployment["metadata"]["name"]}
+    scalers = resources.keys() & {"HorizontalPodAutoscaler", "ScaledObject"}
+    assert scalers == {"ScaledObject" if name == "keda" else "HorizontalPodAutoscaler"}
+    [spec] = [resources[kind]["spec"] for kind in scalers]
+    assert spec["scaleTargetRef"] == target and "replicas" not in deployment["spec"]
+    least = spec.get("minReplicas", spec.get("minReplicaCount"))
+    assert least - resources["PodDisruptionBudget"]["spec"]["maxUnavailable"] >= 1
+    assert deployment["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
+
+
+def test_both_autoscalers_follow_the_same_metrics_and_limits(container, resources):
+    hpa = yaml.safe_load((DEPLOY / "k8s/components/hpa/horizontalpodautoscaler.yaml").read_text())["spec"]
+    keda = yaml.safe_load((DEPLOY / "k8s/components/keda/scaledobject.yaml").read_text())["spec"]
+    thresholds = {it["pods"]["metric"]["name"]: it["pods"]["target"]["averageValue"] for it in hpa["metrics"]}
+    namespace = resources["Namespace"]["metadata"]["name"]
+    queries = {trigger["metadata"]["query"]: trigger["metadata"]["threshold"] for trigger in keda["triggers"]}
+    assert queries == {
+        f'sum({metric}{{job="chargpt", namespace="{namespace}"}})': value for metric, value in thresholds.items()
+    }
+    assert (keda["minReplicaCount"], keda["maxReplicaCount"]) == (hpa["minReplicas"], hpa["maxReplicas"])
+    assert keda["advanced"]["horizontalPodAutoscalerConfig"]["behavior"] == hpa["behavior"]
+    metrics = (ROOT / "service" / "README.md").read_text()
+    assert all(f"| `{metric}` |" in metrics for metric in thresholds)
+    # below the slots of a worker, or the running sequences could never ask for another replica
+    slots = int(
+        settings(resources, container).get(
+            "max_running_requests", Settings.model_fields["max_running_requests"].default
+        )
+    )
+    assert float(thresholds["chargpt_num_requests_running"]) < slots
+
+
+def test_checkpoint_of_an_image_is_served(variant, pod, container):
+    _, name, resources = variant
+    chosen = settings(resources, container)
+    if not name.startswith("checkpoint"):
+        assert "checkpoint" not in chosen  # the image's own, by its variable
+        return
+    [mount] = [mount for mount in container["volumeMounts"] if mount["name"] == "model"]
+    [volume] = [volume for volume in pod["volumes"] if volume["name"] == "model"]
+    assert mount["readOnly"] and chosen["checkpoint"] == f"{mount['mountPath']}/checkpoint"
+    if name == "checkpoint-volume":
+        assert volume["image"]["reference"].startswith("registry.example.com/chargpt-checkpoint:")
+        assert "initContainers" not in pod
+    else:
+        [init] = pod["initContainers"]
+        assert init["command"] == ["cp", "-R", "/checkpoint", f"{init['volumeMounts'][0]['mountPath']}/"]
+        assert init["volumeMounts"] == [{"name": "model", "mountPath": mount["mountPath"]}] and "emptyDir" in volume
+
+
+def test_gpu_overlay_asks_for_as_many_gpus_as_it_uses(variant, pod, container):
+    overlay, _, resources = variant
+    chosen, limits = settings(resources, container), container["resources"]["limits"]
+    if overlay == "cpu":
+        assert "nvidia.com/gpu" not in limits and "accelerator" not in chosen
+        return
+    assert chosen["accelerator"] == "cuda" and str(limits["nvidia.com/gpu"]) == chosen["devices"]
+    assert pod["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+
+
+def test_gpus_of_a_pod_are_set_in_one_place(tmp_path):
+    shutil.copytree(DEPLOY, tmp_path / "deploy")
+    file = tmp_path / "deploy" / "k8s" / "overlays" / "gpu" / "kustomization.yaml"
+    file.write_text(file.read_text().replace("CHARGPT_DEVICES=1", "CHARGPT_DEVICES=4"))
+    [container] = rendered(file.parent)["Deployment"]["spec"]["template"]["spec"]["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 4
