@@ -40,7 +40,13 @@ TITLES = {"chargpt": "chargpt", "chargpt-internals": "chargpt internals"}  # by 
 
 DATASOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 CHOSEN = 'environment=~"$environment", model_name=~"$model_name", instance=~"$instance"'
-CHOSEN_MODELS = 'environment=~"$environment", model_name=~"$model_name"'
+CHOSEN_MODELS = 'environment=~"$environment", model_name=~"$model_name"'  # where instances are summed over
+CHOSEN_SERVICES = 'environment=~"$environment", instance=~"$instance"'
+# Series of the service as a whole, whose model_name is that of the service; checkpoints share its slots.
+OF_SERVICE = (
+    "chargpt_http_", "chargpt_process_", "chargpt_worker", "chargpt_cache_slots", "chargpt_build_info",
+    "chargpt_engine_info",
+)  # fmt: skip
 QUANTILES = (0.5, 0.95, 0.99)
 SECONDS, PER_SECOND, SHARE, COUNT, BYTES, CORES = "s", "cps", "percentunit", "short", "bytes", "short"
 CHARACTERS_PER_SECOND = "suffix: characters/s"
@@ -49,14 +55,19 @@ BETWEEN = "chargpt_inter_token_latency_seconds"
 FAILED = "environment_model_name:chargpt_failures:ratio_rate"
 
 
+def select(series: str, labels: str = "") -> str:
+    """The chosen series of this name."""
+    chosen = CHOSEN_SERVICES if series.startswith(OF_SERVICE) else CHOSEN
+    return f"{series}{{{chosen}{labels and ', ' + labels}}}"
+
+
 def rate(series: str, by: str = "", labels: str = "") -> str:
     """Per-second rate, summed over the chosen instances, or grouped `by` labels."""
-    selected = f"{series}{{{CHOSEN}{labels and ', ' + labels}}}"
-    return f"sum{by and f' by ({by})'} (rate({selected}[$__rate_interval]))"
+    return f"sum{by and f' by ({by})'} (rate({select(series, labels)}[$__rate_interval]))"
 
 
 def gauge(series: str, by: str = "", labels: str = "") -> str:
-    return f"sum{by and f' by ({by})'} ({series}{{{CHOSEN}{labels and ', ' + labels}}})"
+    return f"sum{by and f' by ({by})'} ({select(series, labels)})"
 
 
 def quantiles(histogram: str) -> dict[str, str]:
@@ -138,7 +149,7 @@ def facts(title: str, description: str, series: str) -> table.Panel:
         .title(title)
         .description(description)
         .datasource(DATASOURCE)
-        .with_target(latest(f"{series}{{{CHOSEN}}}", "").format(PromQueryFormat.TABLE).ref_id("A"))
+        .with_target(latest(select(series), "").format(PromQueryFormat.TABLE).ref_id("A"))
         .with_transformation(DataTransformerConfig(id_val="organize", options=tidy))
     )
 
@@ -164,16 +175,16 @@ def empty(uid: str, description: str) -> Dashboard:
             .include_vars(True)
         )
     )
-    for name, label, labels in (
-        ("environment", "Environment", ""),
-        ("model_name", "Model", '{environment=~"$environment"}'),
-        ("instance", "Instance", f"{{{CHOSEN_MODELS}}}"),
+    for name, label, series in (
+        ("environment", "Environment", "chargpt_build_info"),
+        ("model_name", "Model", 'chargpt_checkpoint_info{environment=~"$environment"}'),
+        ("instance", "Instance", 'chargpt_build_info{environment=~"$environment"}'),
     ):
         dashboard.with_variable(
             QueryVariable(name)
             .label(label)
             .datasource(DATASOURCE)
-            .query(f"label_values(chargpt_build_info{labels}, {name})")
+            .query(f"label_values({series}, {name})")
             .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
             .multi(True)
             .include_all(True)
@@ -198,9 +209,16 @@ class Page:
             self.dashboard.with_panel(panel.id(next(self._ids)).height(height).span(24 // len(panels)))
 
 
+def failures(window: str, slo: str = "") -> str:
+    """The recorded ratio of an objective, or of all; that of HTTP answers is of the service, not of a model."""
+    of_models = f"{FAILED}{window}{{{CHOSEN_MODELS}" + (f', slo="{slo}"}}' if slo else "}")
+    of_service = f'{FAILED}{window}{{environment=~"$environment", slo="answers"}}'
+    return {"": f"({of_models} or {of_service})", "answers": of_service}.get(slo, of_models)
+
+
 def burn(windows: tuple[str, ...], slo: str, legend: str) -> dict[str, str]:
     budget = " / on (slo) group_left () chargpt:error_budget:ratio"
-    return {legend.format(window): f'{FAILED}{window}{{{CHOSEN_MODELS}, slo=~"{slo}"}}{budget}' for window in windows}
+    return {legend.format(window): failures(window, slo) + budget for window in windows}
 
 
 def overview() -> Dashboard:
@@ -212,11 +230,11 @@ def overview() -> Dashboard:
               {"requests": rate("chargpt_http_requests_total", labels='handler!~"/metrics|/livez|/readyz|/health"'),
                "sequences": rate("chargpt_request_success_total")}),
         lines("Failures", "Share of failures over the last hour, and the share that the objective allows", SHARE,
-              {"{{environment}} {{model_name}} {{slo}}": f"{FAILED}1h{{{CHOSEN_MODELS}}}",
+              {"{{environment}} {{model_name}} {{slo}}": failures("1h"),
                "{{slo}}, allowed": "chargpt:error_budget:ratio"}),
         lines("Error budget burn", "Failure rate divided by the error budget: 1 spends a month's budget in a month;"
               " 14.4 over 1 h and 6 over 6 h page", COUNT,
-              burn(("1h", "6h"), ".*", "{{{{environment}}}} {{{{model_name}}}} {{{{slo}}}} {}")),
+              burn(("1h", "6h"), "", "{{{{environment}}}} {{{{model_name}}}} {{{{slo}}}} {}")),
     )  # fmt: skip
     page.show(
         lines("Time to first character", "From request arrival to the first character written", SECONDS,
@@ -230,7 +248,8 @@ def overview() -> Dashboard:
         lines("Waiting", "Sequences waiting for a cache slot, by instance; scale on their sum", COUNT,
               {"{{instance}}": gauge("chargpt_num_requests_waiting", "instance")}),
         lines("Cache slots in use", "Share of all cache slots, by instance", SHARE,
-              {"{{instance}}": f"max by (instance) (chargpt_kv_cache_usage_perc{{{CHOSEN}}})"}),
+              {"{{instance}}": f"clamp_max({gauge('chargpt_cache_slots_in_use', 'instance')}"
+               f" / {gauge('chargpt_cache_slots', 'instance')}, 1)"}),
         lines("Replicas and workers", "Replicas that answered the last scrape; inference workers that are ready and"
               " that should be", COUNT,
               {"replicas": 'sum(up{job="chargpt", environment=~"$environment", instance=~"$instance"})',
@@ -308,7 +327,8 @@ def internals() -> Dashboard:
     )  # fmt: skip
 
     page.row("Engine")
-    workers = f'count(chargpt_process_start_time_seconds{{{CHOSEN}, process=~"worker-.*"}})'
+    of_workers = 'process=~"worker-.*"'
+    workers = f"count({select('chargpt_process_start_time_seconds', of_workers)})"
     dropped = rate("chargpt_dropped_tokens_total")
     phases = rate("chargpt_iteration_phase_seconds_sum", "phase")
     step, between = rate("chargpt_iteration_seconds_sum"), 'phase="transport"'
@@ -346,7 +366,7 @@ def internals() -> Dashboard:
                "{{instance}} {{process}} threads": gauge("chargpt_process_threads", by_process)}),
         lines("Restarts", "Restarts of workers and of HTTP processes in the last 15 minutes", COUNT,
               {f"{{{{instance}}}} {kind}":
-               f"sum by (instance) (increase(chargpt_{kind}_restarts_total{{{CHOSEN}}}[15m]))"
+               f"sum by (instance) (increase({select(f'chargpt_{kind}_restarts_total')}[15m]))"
                for kind in ("worker", "http_process")}),
     )  # fmt: skip
 
@@ -356,7 +376,7 @@ def internals() -> Dashboard:
         facts("Engine", "Backend and dtype", "chargpt_engine_info"),
         facts("Checkpoint", "Hash and sizes of the served checkpoint", "chargpt_checkpoint_info"),
         number("Uptime", "Age of the oldest process of each instance", SECONDS,
-               f"time() - min by (instance) (chargpt_process_start_time_seconds{{{CHOSEN}}})", "{{instance}}"),
+               f"time() - min by (instance) ({select('chargpt_process_start_time_seconds')})", "{{instance}}"),
         height=5,
     )  # fmt: skip
     return dashboard

@@ -197,7 +197,8 @@ def test_variables_are_settings_and_their_values_are_accepted(resources, contain
         monkeypatch.setenv(name, value)
     read = Settings(_cli_parse_args=[])
     for name, value in settings(resources, container).items():
-        assert str(getattr(read, name)) in (value, f"{value}.0"), name
+        expected = (f"['{value}']",) if name == "checkpoint" else (value, f"{value}.0")
+        assert str(getattr(read, name)) in expected, name
 
 
 def test_links_of_services_do_not_become_settings(pod):
