@@ -1,16 +1,19 @@
 # The service: HTTP on port 8000, the checkpoint in /checkpoint. Training is not included.
 #
 #   docker build -t chargpt .
-#   docker run --rm -p 127.0.0.1:8000:8000 --read-only --tmpfs /tmp chargpt
+#   docker run --rm -p 127.0.0.1:8000:8000 --read-only chargpt
 #
-# More, such as other checkpoints and builds of torch: deploy/README.md
+# More, such as CUDA and other checkpoints: deploy/README.md
+ARG BASE=python:3.11-slim-bookworm
 FROM scratch AS checkpoint
 COPY service/checkpoints/tinyshakespeare /
 FROM scratch AS wheels
 
 # A compiler of the same Debian as the last stage, whose libstdc++ the libraries use.
-FROM python:3.11-slim-bookworm AS compiler
-RUN apt-get update && apt-get install --yes --no-install-recommends g++
+FROM ${BASE} AS compiler
+# Debian keeps one version of g++ per release: a pinned one would be gone after its next security update.
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -r /var/lib/apt/lists
 WORKDIR /src
 COPY setup.py .
 COPY service/engine/native.cpp service/engine/
@@ -19,38 +22,48 @@ RUN CXXFLAGS=-s python setup.py --quiet build_ext --build-lib /native \
 FROM scratch AS native
 COPY --from=compiler /native /
 
-FROM python:3.11-slim-bookworm AS dependencies
-WORKDIR /src
-COPY pyproject.toml .
-RUN python -m venv --without-pip /venv \
- && python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-    print(*p['dependencies'], *p['optional-dependencies']['service'], sep='\n')" > requirements.txt \
- && grep ^torch requirements.txt > torch.txt
-ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
+# What is installed, with hashes: deploy/image/cpu.txt or cuda.txt. PyTorch's index has the CPU build of torch, PyPI that
+# with CUDA; pip may take a file from either, as its hash decides.
+FROM ${BASE} AS dependencies
+ARG ACCELERATOR=cpu
+ARG TORCH_INDEX_URL
+COPY deploy/image/${ACCELERATOR}.txt /lock.txt
 # Torch's own tests and its headers for extensions take 190 MB, the tests of other packages 23. Of the 147 MB of bytecode
 # that pip would compile, the service loads 23, which the import below writes.
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=bind,from=wheels,target=/wheels \
     export PIP_PYTHON=/venv/bin/python PIP_FIND_LINKS=/wheels PIP_DISABLE_PIP_VERSION_CHECK=1 \
- && pip install --no-compile --no-deps ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} -r torch.txt \
- && pip install --no-compile -r requirements.txt \
+ && if [ "$ACCELERATOR" = cpu ]; then index=${TORCH_INDEX_URL-https://download.pytorch.org/whl/cpu}; fi \
+ && python -m venv --without-pip /venv \
+ && pip install --no-compile --no-deps --only-binary :all: --require-hashes \
+    ${index:+--extra-index-url "$index"} -r /lock.txt \
+ && pip check \
  && torch=/venv/lib/python3.11/site-packages/torch \
  && rm -r "$torch/include" "$torch/test" \
  && find "$torch/bin" -type f ! -name torch_shm_manager -delete \
  && find /venv/lib -type d -name tests -prune -exec rm -r {} + \
- && /venv/bin/python -c "import litserve, pydantic_settings, torch"
+ && /venv/bin/python -c "import litserve, opentelemetry.exporter.otlp.proto.http.trace_exporter, pydantic_settings, torch"
+
+FROM ${BASE} AS wheel
+WORKDIR /src
+COPY deploy/image/build.txt .
+RUN --mount=type=cache,target=/root/.cache/pip \
+    pip install --disable-pip-version-check --no-deps --only-binary :all: --require-hashes -r build.txt
+COPY pyproject.toml setup.py ./
+COPY service service
+# The native libraries have their own stage. pyproject.toml also names the package training; an empty folder installs
+# nothing.
+ARG VERSION=0.0
+RUN rm -r service/checkpoints \
+ && mkdir training \
+ && SETUPTOOLS_SCM_PRETEND_VERSION_FOR_CHARGPT="$VERSION" \
+    pip wheel --disable-pip-version-check --no-build-isolation --no-deps --wheel-dir /dist .
 
 FROM dependencies AS package
-COPY service service
-RUN rm -r service/checkpoints
-# pyproject.toml also names the package training; an empty folder installs nothing.
-RUN --mount=type=cache,target=/root/.cache/pip \
-    mkdir training \
- && PIP_PYTHON=/venv/bin/python pip install --disable-pip-version-check --no-deps --target /package . \
+RUN --mount=type=bind,from=wheel,source=/dist,target=/dist \
+    PIP_PYTHON=/venv/bin/python pip install --disable-pip-version-check --no-cache-dir --no-index --no-deps --target /package /dist/*.whl \
  && mv /package/bin /scripts
 
-FROM python:3.11-slim-bookworm
-LABEL org.opencontainers.image.title="chargpt" \
-      org.opencontainers.image.description="HTTP service for character-level GPT checkpoints"
+FROM ${BASE}
 RUN useradd --uid 10001 --no-create-home --home-dir /tmp chargpt
 # Two layers: a new version of the service transfers kilobytes, not torch.
 COPY --from=dependencies /venv /venv
@@ -68,4 +81,12 @@ EXPOSE 8000
 # http.client, because urllib would use a proxy set in the environment.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --start-interval=1s CMD ["python", "-Ic", \
   "import http.client as h, os, ssl, sys; e = os.environ; tls = {'context': ssl._create_unverified_context()} if e.get('CHARGPT_TLS_CERTIFICATE') else {}; c = (h.HTTPSConnection if tls else h.HTTPConnection)('127.0.0.1', e['CHARGPT_PORT'], timeout=4, **tls); c.request('GET', '/readyz'); sys.exit(c.getresponse().status != 200)"]
+ARG BASE
+ARG REVISION
+ARG VERSION=0.0
+LABEL org.opencontainers.image.title="chargpt" \
+      org.opencontainers.image.description="HTTP service for character-level GPT checkpoints" \
+      org.opencontainers.image.base.name="$BASE" \
+      org.opencontainers.image.revision="$REVISION" \
+      org.opencontainers.image.version="$VERSION"
 ENTRYPOINT ["python", "-m", "service"]

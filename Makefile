@@ -22,8 +22,9 @@ NATIVE := service/engine/native.cpp
 RUN := $(VENV)/.installed-service,training
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help serve train bundled native test test-native-sanitized test-slow test-tools chaos chaos-train bench bench-quick \
-  bench-table bench-train bench-checkpoints gpu-check load load-guidellm load-aiperf load-sweep rules lint clean
+.PHONY: help serve train bundled native image lock sbom test test-native-sanitized test-slow test-tools chaos chaos-train \
+  bench bench-quick bench-table bench-train bench-checkpoints gpu-check load load-guidellm load-aiperf load-sweep rules \
+  lint clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -131,10 +132,30 @@ rules: ## write deploy/prometheus/rules.yml into the PrometheusRule of deploy/k8
 	  'apiVersion: monitoring.coreos.com/v1' 'kind: PrometheusRule' 'metadata:' '  name: chargpt' 'spec:' >$(PROMETHEUS_RULE)
 	@sed -e '/^#/d' -e 's/^./  &/' deploy/prometheus/rules.yml >>$(PROMETHEUS_RULE)
 
-lint: $(VENV)/.installed-dev ## check style and types
+# ARGS='--build-context wheels=DIR --build-arg TORCH_INDEX_URL=' takes torch from local wheels.
+ACCELERATOR ?= cpu
+image: $(VENV)/.installed-test ## build the image chargpt, with the version of the git tag; ACCELERATOR=cuda for NVIDIA GPUs
+	docker build --tag chargpt --build-arg ACCELERATOR=$(ACCELERATOR) \
+	  --build-arg VERSION="$$($(BIN)/python -m setuptools_scm)" --build-arg REVISION="$$(git rev-parse HEAD)" $(ARGS) .
+
+lock: $(VENV)/.installed-dev ## renew the versions and hashes that the image installs: deploy/image/*.txt
+	$(BIN)/python deploy/image/lock.py
+
+# Debian's packages are not in it. CycloneDX takes name and version of what it describes from a pyproject.toml.
+SBOM := out/sbom.cdx.json
+sbom: $(VENV)/.installed-test ## list what the image of ACCELERATOR installs, in CycloneDX: out/sbom.cdx.json
+	@mkdir -p $(dir $(SBOM))
+	@printf '[project]\nname = "chargpt"\nversion = "%s"\n' "$$($(BIN)/python -m setuptools_scm)" >$(SBOM).toml
+	$(BIN)/python -W ignore::UserWarning -m cyclonedx_py requirements deploy/image/$(ACCELERATOR).txt \
+	  --pyproject $(SBOM).toml --mc-type application --output-format JSON --output-file $(SBOM)
+	@rm $(SBOM).toml
+
+lint: $(VENV)/.installed-dev ## check style, types, the Dockerfile and the workflows
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/hadolint Dockerfile
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 clean: ## remove the environment, the native libraries and tool caches; checkpoints stay
 	rm -rf $(VENV) build *.egg-info service/engine/_native_* .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -15,6 +15,7 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 MAX_FOLDER_BYTES = 75  # a socket's path has at most 103 bytes (macOS) or 107
+SHARED_MEMORY = "/dev/shm"  # writable even in a container whose root is read-only
 
 
 class FolderError(OSError):
@@ -55,6 +56,8 @@ def relax_garbage_collector() -> None:
 def run_folder() -> Iterator[Path]:
     """A temporary folder for this run of the service: its sockets and metrics. Removed at the end.
 
+    Sets TMPDIR to shared memory where none of the usual places is writable, so that libraries use it too.
+
     This user's folders of earlier runs that were killed are removed too: nobody holds their locks.
 
     Raises:
@@ -63,7 +66,10 @@ def run_folder() -> Iterator[Path]:
     try:
         temporary = Path(tempfile.gettempdir())
     except OSError as error:
-        raise FolderError(f"TMPDIR: {error.strerror}") from None
+        if not os.access(SHARED_MEMORY, os.W_OK):
+            raise FolderError(f"TMPDIR: {error.strerror}, nor is {SHARED_MEMORY} writable") from None
+        tempfile.tempdir = os.environ["TMPDIR"] = SHARED_MEMORY
+        temporary = Path(SHARED_MEMORY)
     if len(os.fsencode(temporary)) > MAX_FOLDER_BYTES:
         raise FolderError(f"TMPDIR: {temporary} is too long for Unix sockets: at most {MAX_FOLDER_BYTES} bytes")
     for old in temporary.glob("chargpt-*"):

@@ -59,20 +59,41 @@ half_of_connections.__qualname__ = "--max-connections ÷ 2"  # how --help shows 
 cpus_left.__qualname__ = "(CPUs − HTTP processes) ÷ workers"
 
 
-def available_cpus() -> int:
-    """CPUs this process may use: its affinity, or a container's quota (cgroup v2 or v1) if lower."""
+def available_cpus(root: Path = Path("/")) -> int:
+    """CPUs this process may use: its affinity, or the quota of its cgroup if lower, rounded down, at least 1.
+
+    A quota of any ancestor counts too. Inside a container the group's path is often the host's, of which only the root
+    is mounted: a group without a folder has no quota of its own.
+
+    root: of a file system with proc and sys.
+    """
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except (OSError, ValueError):
-        try:
-            quota = Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us").read_text().strip()
-            period = Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us").read_text().strip()
-        except OSError:
-            return cpus
-    if quota in ("max", "-1"):
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:  # not Linux
         return cpus
-    return max(1, min(cpus, int(quota) // int(period)))
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if "cpu" not in controllers.split(",") and controllers:
+            continue
+        mount = root / ("sys/fs/cgroup/cpu" if controllers else "sys/fs/cgroup")  # version 1 or 2
+        group = Path(path.lstrip("/"))
+        for folder in (group, *group.parents):
+            quota = _cpu_quota(mount / folder)
+            cpus = min(cpus, quota) if quota else cpus
+    return cpus
+
+
+def _cpu_quota(group: Path) -> int | None:
+    """The quota in a cgroup's folder, in CPUs."""
+    try:
+        quota, period = (group / "cpu.max").read_text().split()
+    except OSError:
+        try:
+            quota, period = ((group / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+        except OSError:
+            return None
+    return None if quota in ("max", "-1") else max(1, int(quota) // int(period))
 
 
 class Limits(BaseModel):

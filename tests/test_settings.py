@@ -1,10 +1,11 @@
+import os
 import subprocess
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
-from service.settings import Settings, read_settings
+from service.settings import Settings, available_cpus, read_settings
 from tests.toolbox.needs import program
 
 
@@ -207,3 +208,59 @@ def test_checkpoints_are_folders_with_or_without_a_name(tmp_path, monkeypatch):
     folder = tmp_path / "with, a comma"
     folder.mkdir()
     assert places("--checkpoint", str(folder)) == [(None, folder)]
+
+
+def cgroups(root, groups, files):
+    """A file system's root with proc and sys as a Linux kernel shows them."""
+    for path, text in {
+        "proc/self/cgroup": groups,
+        **{f"sys/fs/cgroup/{name}": text for name, text in files.items()},
+    }.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+    return root
+
+
+V1 = "3:cpu,cpuacct:/docker/0123\n2:memory:/docker/0123\n1:name=systemd:/docker/0123\n0::/docker/0123\n"
+QUOTAS = {
+    "version 2, in a container": ("0::/\n", {"cpu.max": "200000 100000\n"}, 2),
+    "version 2, rounded down": ("0::/\n", {"cpu.max": "350000 100000\n"}, 3),
+    "version 2, less than one": ("0::/\n", {"cpu.max": "50000 100000\n"}, 1),
+    "version 2, no quota": ("0::/\n", {"cpu.max": "max 100000\n"}, 8),
+    "version 2, more than the affinity": ("0::/\n", {"cpu.max": "6400000 100000\n"}, 8),
+    "version 2, a unit of systemd": (
+        "0::/system.slice/a.service\n",
+        {"system.slice/a.service/cpu.max": "300000 100000\n"},
+        3,
+    ),
+    "version 2, an ancestor's": (
+        "0::/system.slice/a.service\n",
+        {"system.slice/cpu.max": "200000 100000\n", "system.slice/a.service/cpu.max": "max 100000\n"},
+        2,
+    ),
+    "version 1, in a container": (V1, {"cpu/cpu.cfs_quota_us": "200000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 2),
+    "version 1, no quota": (V1, {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8),
+    "version 1, on the host": (
+        V1,
+        {
+            "cpu/docker/0123/cpu.cfs_quota_us": "250000\n",
+            "cpu/docker/0123/cpu.cfs_period_us": "50000\n",
+            "cpu/cpu.cfs_quota_us": "-1\n",
+            "cpu/cpu.cfs_period_us": "100000\n",
+        },
+        5,
+    ),
+    "none": ("0::/\n", {}, 8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", QUOTAS)
+def test_cpus_are_those_of_the_quota(case, tmp_path, monkeypatch):
+    groups, files, expected = QUOTAS[case]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    assert available_cpus(cgroups(tmp_path, groups, files)) == expected
+
+
+def test_cpus_without_cgroups_are_those_of_the_affinity(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 3, 5}, raising=False)
+    assert available_cpus(tmp_path) == 3

@@ -18,6 +18,7 @@ import psutil
 import pytest
 from helpers import ENDLESS, SLOW, RunningServer, http_processes, is_worker, save_random, wait_until, web
 
+import service.process
 from service.__main__ import serve
 from service.process import run_folder
 from service.settings import Settings
@@ -452,6 +453,7 @@ def test_folders_of_killed_servers_are_removed_and_those_of_running_ones_stay(ch
 
 
 def test_an_unusable_temporary_folder_is_one_sentence(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(service.process, "SHARED_MEMORY", str(tmp_path / "shm"))
     for folder, message in (
         (tmp_path / "absent", "TMPDIR: No usable temporary directory found in "),
         (tmp_path / ("d" * 80), f"TMPDIR: {tmp_path / ('d' * 80)} is too long for Unix sockets: at most 75 bytes"),
@@ -461,7 +463,9 @@ def test_an_unusable_temporary_folder_is_one_sentence(tmp_path, monkeypatch, cap
         monkeypatch.setattr(tempfile, "tempdir", None)
         monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda folder=folder: [str(folder)])
         assert serve(Settings()) == 2
-        assert capsys.readouterr().err.startswith(f"python -m service: {message}")
+        error = capsys.readouterr().err
+        assert error.startswith(f"python -m service: {message}")
+        assert (f"nor is {tmp_path / 'shm'} writable" in error) == (folder.name == "absent")
 
 
 def test_a_full_temporary_folder_ends_nothing(checkpoint, monkeypatch):

@@ -1,0 +1,121 @@
+"""Renews the locks of the image, beside this file: make lock
+
+cpu.txt and cuda.txt hold what the image installs, build.txt what builds its wheel: the newest versions that
+pyproject.toml allows, for Python 3.11 on x86-64 and arm64, with the hashes of their files. cpu.txt and cuda.txt differ
+in torch and CUDA's packages alone.
+
+PyPI's torch is the CUDA build. The CPU build's hashes come from the index of PyTorch (TORCH_INDEX_URL), which is asked
+only if the version changes. Those of 2.13.0 were not read there: x86-64's is that of the file that the tests install,
+arm64's was copied from published locks (nixpkgs and others, which agree). arm64's wheel was never downloaded: were its
+hash wrong, pip would refuse it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import urllib.request
+from pathlib import Path
+from urllib.parse import unquote
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[1]
+EXTRAS = ("service", "tracing")
+MACHINES = ("x86_64", "aarch64")
+CUDA_ONLY = re.compile(r"nvidia-|cuda-|triton$")
+INDEX = "https://download.pytorch.org/whl/cpu"
+
+Lock = dict[str, str]  # by package: its lines
+
+
+class LockError(Exception):
+    """The locks cannot be renewed; none was changed."""
+
+
+def parse(text: str) -> Lock:
+    blocks = re.split(r"^(?=[a-z0-9])", text, flags=re.MULTILINE)
+    return {block.partition("==")[0]: block for block in blocks if "==" in block}
+
+
+def version(lock: Lock, package: str) -> str:
+    return lock[package].partition("==")[2].split()[0]
+
+
+def resolve(requirements: list[str]) -> Lock:
+    """The newest versions, the same for every machine.
+
+    Raises:
+        LockError: there are none.
+    """
+    command = [sys.executable, "-m", "uv", "pip", "compile", "-", "--python-version", "3.11"]
+    command += ["--generate-hashes", "--only-binary", ":all:", "--no-header", "--no-annotate", "--quiet"]
+    found = []
+    for machine in MACHINES:
+        done = subprocess.run(
+            [*command, "--python-platform", f"{machine}-manylinux_2_28"],
+            input="\n".join(requirements), text=True, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        if done.returncode != 0:
+            raise LockError(f"uv pip compile failed for {machine}")
+        found.append(parse(done.stdout))
+    if found[0] != found[1]:
+        differing = sorted(
+            name for name in found[0].keys() | found[1].keys() if found[0].get(name) != found[1].get(name)
+        )
+        raise LockError(f"{' and '.join(MACHINES)} need different versions of {', '.join(differing)}")
+    return found[0]
+
+
+def cpu_torch(wanted: str, before: Lock, index: str) -> str:
+    """The lines of the CPU build of a version of torch: those of `before`, or new ones from PyTorch's index.
+
+    Raises:
+        LockError: the index cannot be read, or lacks a file.
+    """
+    if "torch" in before and version(before, "torch") == f"{wanted}+cpu":
+        return before["torch"]
+    page = f"{index.rstrip('/')}/torch/"
+    try:
+        with urllib.request.urlopen(page, timeout=60) as response:
+            links = response.read().decode()
+    except OSError as error:
+        raise LockError(f"{page} (TORCH_INDEX_URL) is needed for the hashes of torch {wanted}+cpu: {error}") from None
+    hashes = []
+    for machine in MACHINES:
+        name = rf"/torch-{re.escape(wanted)}\+cpu-cp311-cp311-manylinux\w*_{machine}\.whl#sha256=([0-9a-f]{{64}})"
+        matched = re.search(name, unquote(links))
+        if matched is None:
+            raise LockError(f"{page} has no hash of torch {wanted}+cpu for Python 3.11 on {machine}")
+        hashes.append(matched[1])
+    return " \\\n    ".join([f"torch=={wanted}+cpu", *(f"--hash=sha256:{each}" for each in sorted(hashes))]) + "\n"
+
+
+def main() -> int:
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project = pyproject["project"]
+    needed = [*project["dependencies"], *(each for extra in EXTRAS for each in project["optional-dependencies"][extra])]
+    path = FOLDER / "cpu.txt"
+    before = parse(path.read_text()) if path.exists() else {}
+    try:
+        cuda = resolve(needed)
+        torch = cpu_torch(version(cuda, "torch"), before, os.environ.get("TORCH_INDEX_URL") or INDEX)
+        locks = {
+            "cpu": {name: lines for name, lines in cuda.items() if not CUDA_ONLY.match(name)} | {"torch": torch},
+            "cuda": cuda,
+            "build": resolve(pyproject["build-system"]["requires"]),
+        }
+    except LockError as error:
+        print(f"make lock: {error}", file=sys.stderr)
+        return 1
+    for name, lock in locks.items():
+        (FOLDER / f"{name}.txt").write_text(
+            f"# Written by `make lock`: {Path(__file__).name}\n" + "".join(lock.values())
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
