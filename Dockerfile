@@ -38,7 +38,7 @@ RUN --mount=type=cache,target=/root/.cache/pip --mount=type=bind,from=wheels,tar
     ${index:+--extra-index-url "$index"} -r /lock.txt \
  && pip check \
  && torch=/venv/lib/python3.11/site-packages/torch \
- && rm -r "$torch/include" "$torch/test" \
+ && rm -rf "$torch/include" "$torch/test" \
  && find "$torch/bin" -type f ! -name torch_shm_manager -delete \
  && find /venv/lib -type d -name tests -prune -exec rm -r {} + \
  && /venv/bin/python -c "import litserve, opentelemetry.exporter.otlp.proto.http.trace_exporter, pydantic_settings, torch"
