@@ -77,6 +77,36 @@ def test_a_source_distribution_contains_the_source(source, tmp_path):
     assert {"setup.py", setup.SOURCE.as_posix()} <= names
 
 
+def git(source, *command):
+    identity = ["-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "init.defaultBranch=main"]
+    return subprocess.run(["git", *identity, *command], cwd=source, check=True, stdout=subprocess.PIPE).stdout
+
+
+def version_of(source):
+    return run(source, "-W", "ignore", "setup.py", "--version").splitlines()[-1]
+
+
+def test_the_version_is_that_of_the_git_tag(source, tmp_path):
+    """Also in a shallow clone and an archive, as GitHub offers for each tag; 0.0 without any of these."""
+    assert version_of(source) == "0.0"
+    for name in (".gitattributes", ".git_archival.txt", ".gitignore"):
+        shutil.copy(ROOT / name, source)
+    git(source, "init", "--quiet")
+    git(source, "add", ".")
+    git(source, "commit", "--quiet", "--message", "first")
+    commit = git(source, "rev-parse", "--short=9", "HEAD").decode().strip()
+    assert version_of(source) == f"0.1.dev1+g{commit}"
+    git(source, "tag", "v1.2.3")
+    assert version_of(source) == "1.2.3"
+    (tmp_path / "archive").mkdir()
+    subprocess.run(["tar", "-x", "-C", tmp_path / "archive"], input=git(source, "archive", "HEAD"), check=True)
+    assert version_of(tmp_path / "archive") == "1.2.3"
+    git(source, "commit", "--quiet", "--allow-empty", "--message", "second")
+    assert version_of(source).startswith("1.2.4.dev1+g")
+    git(tmp_path, "clone", "--quiet", "--depth", "1", source.as_uri(), "shallow")
+    assert version_of(tmp_path / "shallow").startswith("0.1.dev1+g")
+
+
 @pytest.mark.needs("compiler")
 def test_an_editable_install_places_the_libraries_beside_the_source(source, tmp_path):
     pip(source, "install", "--target", str(tmp_path / "site"), "--editable", ".")

@@ -1,0 +1,129 @@
+"""What the image is built from: locks, Dockerfile, workflows; test_container.py builds and runs it."""
+
+import http.server
+import re
+import subprocess
+import sys
+import threading
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+from deploy.image import lock
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def read(name):
+    return lock.parse((ROOT / "deploy" / "image" / f"{name}.txt").read_text())
+
+
+def required(name):
+    """Requirements of pyproject.toml that a lock must satisfy."""
+    if name == "build":
+        return PYPROJECT["build-system"]["requires"]
+    project = PYPROJECT["project"]
+    return project["dependencies"] + [each for extra in lock.EXTRAS for each in project["optional-dependencies"][extra]]
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda", "build"])
+def test_a_lock_satisfies_pyproject(name):
+    locked = read(name)
+    for requirement in map(Requirement, required(name)):
+        version = lock.version(locked, requirement.name)
+        assert requirement.specifier.contains(version), f"{requirement}, locked {version}: run make lock"
+    for package, lines in locked.items():
+        first, *hashes = lines.rstrip().split(" \\\n    ")
+        assert re.fullmatch(rf"{package}==\S+", first) and hashes, lines
+        assert all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", each) for each in hashes), lines
+
+
+def test_the_cpu_lock_is_the_cuda_lock_without_cuda():
+    cpu, cuda = read("cpu"), read("cuda")
+    assert lock.version(cpu, "torch") == f"{lock.version(cuda, 'torch')}+cpu"
+    assert f"torch=={lock.version(cpu, 'torch')}" in (ROOT / "Makefile").read_text()  # what make test installs
+    assert cpu.pop("torch") != cuda.pop("torch")
+    assert {name: lines for name, lines in cuda.items() if name in cpu} == cpu
+    assert {name for name in cuda.keys() - cpu.keys() if not lock.CUDA_ONLY.match(name)} == set()
+
+
+@pytest.fixture
+def index():
+    """An index with the links of PyTorch's: (URL, folder of paths served -> page)."""
+    pages = {}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200 if self.path in pages else 404)
+            self.end_headers()
+            self.wfile.write(pages.get(self.path, "").encode())
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever).start()
+    yield f"http://127.0.0.1:{server.server_port}/whl/cpu", pages
+    server.shutdown()
+    server.server_close()
+
+
+def link(python, machine, digit):
+    name = f"torch-2.13.1%2Bcpu-{python}-{python}-{machine}.whl"
+    return f'<a href="https://download.example/whl/cpu/{name}#sha256={digit * 64}">{name}</a><br/>\n'
+
+
+def test_hashes_of_another_torch_come_from_the_index_of_pytorch(index):
+    url, pages = index
+    before = read("cpu")
+    with pytest.raises(lock.LockError, match=r"/whl/cpu/torch/ \(TORCH_INDEX_URL\) .* torch 2.13.1\+cpu: .*404"):
+        lock.cpu_torch("2.13.1", before, url)
+    pages["/whl/cpu/torch/"] = link("cp312", "manylinux_2_28_x86_64", "1") + link("cp311", "manylinux_2_28_x86_64", "2")
+    with pytest.raises(lock.LockError, match="no hash of torch 2.13.1.cpu for Python 3.11 on aarch64"):
+        lock.cpu_torch("2.13.1", before, url)
+    pages["/whl/cpu/torch/"] += link("cp311", "manylinux_2_28_aarch64", "3") + link("cp311", "win_amd64", "4")
+    lines = lock.cpu_torch("2.13.1", before, url + "/")
+    assert lock.parse(lines) == {"torch": lines}
+    assert lines == (f"torch==2.13.1+cpu \\\n    --hash=sha256:{'2' * 64} \\\n    --hash=sha256:{'3' * 64}\n")
+    assert lock.cpu_torch(lock.version(read("cuda"), "torch"), before, "http://127.0.0.1:9") == before["torch"]
+
+
+def test_the_dockerfile_is_clean():
+    done = subprocess.run([BIN / "hadolint", ROOT / "Dockerfile"], text=True, stdout=subprocess.PIPE)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_workflows_are_valid():
+    """Against GitHub's schema. They have never run."""
+    command = [BIN / "check-jsonschema", "--builtin-schema", "vendor.github-workflows", *WORKFLOWS]
+    done = subprocess.run(command, text=True, stdout=subprocess.PIPE)
+    assert (len(WORKFLOWS), done.returncode) == (2, 0), done.stdout
+
+
+def test_workflows_run_what_exists():
+    """Targets of make, files, and actions with a version."""
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for path in WORKFLOWS:
+        for job in yaml.safe_load(path.read_text())["jobs"].values():
+            for step in job["steps"]:
+                assert re.fullmatch(r"[\w-]+/[\w/-]+@v\d+(\.\d+)*", step.get("uses", "a/b@v1")), step
+                script = step.get("run", "")
+                assert set(re.findall(r"\bmake ([a-z-]+)", script)) <= targets, script
+                for file in re.findall(r"(?<![\w/.-])(?:tests|deploy|\.ci)/[\w./-]+", script):
+                    assert (ROOT / file).exists(), file
+
+
+def test_the_changelog_has_the_form_of_keep_a_changelog():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    versions = re.findall(r"^## \[(.+?)\](?: - \d{4}-\d\d-\d\d)?$", text, re.MULTILINE)
+    assert versions[0] == "Unreleased" and len(versions) == len(set(versions))
+    assert all(re.fullmatch(r"\d+\.\d+\.\d+", version) for version in versions[1:])
+    assert set(re.findall(r"^### (.+)$", text, re.MULTILINE)) <= {
+        "Added", "Changed", "Deprecated", "Removed", "Fixed", "Security",
+    }  # fmt: skip
