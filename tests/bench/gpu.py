@@ -190,7 +190,7 @@ class Check:
     def image(self) -> dict[str, Any]:
         if shutil.which("docker") is None or subprocess.run(["docker", "version"], capture_output=True).returncode:
             return {"skipped": "no Docker engine answers"}
-        _checked("docker build --quiet --build-arg TORCH_INDEX_URL= -t chargpt:cuda .")
+        _checked("docker build --quiet --build-arg ACCELERATOR=cuda -t chargpt:cuda .")
         size = int(_checked("docker image inspect --format {{.Size}} chargpt:cuda"))
         container = _checked("docker run --rm --detach --gpus all --read-only --tmpfs /tmp chargpt:cuda").strip()
         ask = "import json, urllib.request as u; print(u.urlopen(u.Request('http://127.0.0.1:8000/generate', "
