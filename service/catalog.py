@@ -274,24 +274,29 @@ class Catalog:
 
 def _checkpoint_in(path: Path) -> Path:
     """The checkpoint of a training run's folder is in best/."""
-    return path / "best" if not (path / MANIFEST).is_file() and (path / "best" / MANIFEST).is_file() else path
+    return path / "best" if not _is_checkpoint(path) and _is_checkpoint(path / "best") else path
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """False too where that may not be seen; who reads it then says why."""
+    return os.path.isfile(path / MANIFEST)
 
 
 def _runs(path: Path, served: Iterable[str]) -> Iterator[Path]:
     """The folders of a folder of runs that hold a checkpoint, or whose name is served; none if it is no such folder."""
-    if (_checkpoint_in(path) / MANIFEST).is_file():
+    if _is_checkpoint(_checkpoint_in(path)):
         return
     with contextlib.suppress(OSError):  # not a folder: there is no checkpoint, which is said when it is read
         for child in sorted(path.iterdir()):
-            if child.name.startswith(".") or not child.is_dir():
+            if child.name.startswith(".") or not os.path.isdir(child):
                 continue
-            if (_checkpoint_in(child) / MANIFEST).is_file() or child.name in served:
+            if _is_checkpoint(_checkpoint_in(child)) or child.name in served:
                 yield child
 
 
 def _digest(path: Path) -> str | None:
     """SHA-256 of a checkpoint whose files are all as the manifest says; None: it must be read to know."""
     try:
-        return Checkpoint.read(path).digest if os.path.isfile(path / MANIFEST) else None
+        return Checkpoint.read(path).digest if _is_checkpoint(path) else None
     except CheckpointError:
         return None

@@ -228,6 +228,8 @@ class Server(LitServer):
             # `_check_signal` raises, not this handler: Python would swallow an exception in a hook of os.fork, and one
             # while a process is spawned would cut off what the child reads.
             self.state.start_leaving()
+            if not self.settings.shutdown_delay_seconds:
+                self.state.start_draining()
 
         def hang_up(*_: Any) -> None:
             self._must_reload = True
