@@ -291,7 +291,7 @@ class Settings(BaseSettings):
     @field_validator("checkpoint", mode="before")
     @classmethod
     def _split_checkpoints(cls, given: object) -> object:
-        if isinstance(given, Path) or (isinstance(given, str) and Path(given).is_dir()):  # may have a comma
+        if isinstance(given, Path) or (isinstance(given, str) and os.path.isdir(given)):  # may have a comma
             return [str(given)]
         return [part.strip() for part in given.split(",") if part.strip()] if isinstance(given, str) else given
 
