@@ -320,7 +320,9 @@ def start_prometheus(folder, config, port, alertmanager_port=1):
     config["global"] = {"scrape_interval": "400ms", "evaluation_interval": "500ms"}
     config["rule_files"] = [str(RULES)]
     config["alerting"]["alertmanagers"][0]["static_configs"][0]["targets"] = [f"127.0.0.1:{alertmanager_port}"]
-    config["scrape_configs"][0]["static_configs"][0]["targets"] = [f"127.0.0.1:{port}"]
+    config["scrape_configs"] = [chargpt] = [job for job in config["scrape_configs"] if job["job_name"] == "chargpt"]
+    del chargpt["dns_sd_configs"]
+    chargpt["static_configs"] = [{"targets": [f"127.0.0.1:{port}"]}]
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     check("promtool", "check", "config", folder / "prometheus.yml")
     port = free_port()

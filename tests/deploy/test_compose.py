@@ -1,0 +1,298 @@
+"""compose.yaml on a real engine, with stand-ins for the images of others: load, lost and restarted replicas, alerts."""
+
+import datetime
+import json
+import os
+import re
+import time
+from collections import Counter
+
+import pytest
+import yaml
+from helpers import save_random, wait_until, web
+
+from service.settings import Settings
+from tests.deploy.stack import DEPLOY, ROOT, Load, answered_by, build, build_stand_ins, build_with, run, show
+from tests.toolbox.http import events
+from tests.toolbox.launch import free_port
+
+pytestmark = [pytest.mark.container, pytest.mark.needs("docker", "compose"), pytest.mark.timeout(900)]
+
+# A long stream takes a second or two.
+SIZE = {"n_embd": 256, "n_head": 8, "n_kv_head": 8}
+PROJECT = "chargpt-test-compose"
+
+
+class Stack:
+    """The stack of compose.yaml, as a project of its own on free ports, without Grafana, which has no stand-in."""
+
+    SERVICES = ("haproxy", "prometheus", "alertmanager")  # and what these depend on
+
+    def __init__(self, engine, folder, checkpoint):
+        self.engine, self.checkpoint = engine, checkpoint
+        names = ("HTTP_PORT", "PROMETHEUS_PORT", "ALERTMANAGER_PORT")
+        self.ports = {name: str(free_port()) for name in names}
+        images = build_stand_ins() | {"CHARGPT_IMAGE": build_with(checkpoint, "chargpt:test-compose")}
+        dockerfile = ["--file", DEPLOY / "train.Dockerfile", "--build-arg", f"BASE={images['CHARGPT_IMAGE']}"]
+        images["TRAIN_IMAGE"] = build("chargpt:test-train", ROOT, *dockerfile)
+        self.environment = os.environ | self.ports | images
+        self.url = f"http://127.0.0.1:{self.ports['HTTP_PORT']}"
+        self.prometheus = f"http://127.0.0.1:{self.ports['PROMETHEUS_PORT']}"
+        self.files = ["-f", DEPLOY / "compose.yaml", "-f", self._in_seconds(folder)]
+
+    def _in_seconds(self, folder):
+        """An override file in which Prometheus and Alertmanager take seconds where they take minutes."""
+        folder.chmod(0o755)
+        scrape = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
+        scrape["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+        route = yaml.safe_load((DEPLOY / "prometheus" / "alertmanager.yml").read_text())
+        route["route"] |= {"group_wait": "0s", "group_interval": "1s"}
+        route["route"]["routes"][0]["group_wait"] = "0s"
+        rules = re.sub(r"for: \d+m", "for: 3s", (DEPLOY / "prometheus" / "rules.yml").read_text())
+        for name, text in {
+            "prometheus.yml": yaml.safe_dump(scrape),
+            "alertmanager.yml": yaml.safe_dump(route),
+            "rules.yml": rules,
+        }.items():
+            (folder / name).write_text(text)
+        override = {
+            "services": {
+                "prometheus": {"volumes": [f"{folder}:/etc/prometheus:ro"]},
+                "alertmanager": {"volumes": [f"{folder}/alertmanager.yml:/etc/alertmanager/alertmanager.yml:ro"]},
+            }
+        }
+        path = folder / "override.yaml"
+        path.write_text(yaml.safe_dump(override))
+        return path
+
+    def compose(self, *words, **variables):
+        return run("docker", "compose", "-p", PROJECT, *self.files, *words, env=self.environment | variables)
+
+    def containers(self, service):
+        labels = [f"com.docker.compose.project={PROJECT}", f"com.docker.compose.service={service}"]
+        return sorted(self.engine.containers.list(filters={"label": labels}), key=lambda each: each.name)
+
+    def replicas(self):
+        return self.containers("chargpt")
+
+    def are_up(self):
+        """How many replicas haproxy sends to, by its own metrics."""
+        [haproxy] = self.containers("haproxy")
+        page = haproxy.exec_run(["python", "-c", READ.format("http://127.0.0.1:8404/metrics")]).output.decode()
+        return int(float(re.search(r'^haproxy_backend_active_servers\{proxy="chargpt"\} (\S+)', page, re.M)[1]))
+
+    def wait_until_both_serve(self):
+        wait_until(lambda: all(health(each) == "healthy" for each in self.replicas()) and self.are_up() == 2, 120)
+
+    def query(self, expression):
+        answer = web.get(f"{self.prometheus}/api/v1/query", params={"query": expression}, timeout=30)
+        return [(series["metric"], float(series["value"][1])) for series in answer.json()["data"]["result"]]
+
+    def alerts(self):
+        """The lines of the container that receives alerts."""
+        [receiver] = self.containers("alerts")
+        return [json.loads(line) for line in receiver.logs().decode().splitlines()]
+
+
+READ = "import urllib.request as u; print(u.urlopen('{}').read().decode())"
+
+
+def health(container):
+    container.reload()
+    return container.health
+
+
+def kill(engine, container):
+    """SIGKILL that is no command of Docker's, after which it would not restart the container: like the OOM killer's.
+
+    Returns time.time() of it.
+    """
+    container.reload()
+    program = f"import os, time; print(time.time()); os.kill({container.attrs['State']['Pid']}, 9)"
+    options = {"entrypoint": "python", "user": "root", "pid_mode": "host", "cap_add": ["KILL"], "remove": True}
+    return float(engine.containers.run(container.image, ["-c", program], **options))
+
+
+@pytest.fixture(scope="module")
+def stack(engine, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("compose")
+    stack = Stack(engine, folder, save_random(folder / "checkpoint", **SIZE))
+    down = ["down", "--volumes", "--remove-orphans"]
+    stack.compose(*down)  # what a test run that was killed left
+    try:
+        started = time.monotonic()
+        stack.compose("up", "--detach", "--wait", *stack.SERVICES)
+        show("compose up", seconds=round(time.monotonic() - started, 1))
+        stack.wait_until_both_serve()
+        yield stack
+    finally:
+        stack.compose(*down)
+        label = {"label": f"com.docker.compose.project={PROJECT}"}
+        left = [engine.containers.list(all=True, filters=label), engine.networks.list(filters=label)]
+        assert [*left, engine.volumes.list(filters=label)] == [[], [], []]
+
+
+def loaded(stack):
+    return Load(stack.url, {"random": stack.checkpoint})
+
+
+@pytest.mark.parametrize("name", ["compose.yaml", "stack.yaml"])
+def test_grace_period_and_timeouts_follow_from_the_settings(name):
+    service = yaml.safe_load((DEPLOY / name).read_text())["services"]["chargpt"]
+    given = {key.removeprefix("CHARGPT_").lower(): value for key, value in service["environment"].items()}
+    settings = Settings(shutdown_delay_seconds=given["shutdown_delay_seconds"], drain_seconds=given["drain_seconds"])
+    grace = settings.shutdown_delay_seconds + settings.drain_seconds + 10
+    assert service["stop_grace_period"] == f"{grace:.0f}s"
+    haproxy = (DEPLOY / "haproxy" / "haproxy.cfg").read_text()
+    waits = {int(seconds) for seconds in re.findall(r"timeout (?:client|server) (\d+)s", haproxy)}
+    assert len(waits) == 1 and min(waits) > settings.request_timeout_seconds
+
+
+def test_override_for_gpus_builds_with_cuda_and_reserves_a_gpu():
+    files = ["-f", DEPLOY / "compose.yaml", "-f", DEPLOY / "compose.gpu.yaml", "--profile", "train"]
+    services = json.loads(run("docker", "compose", *files, "config", "--format", "json"))["services"]
+    gpu = {"driver": "nvidia", "device_ids": ["0"], "capabilities": ["gpu"]}
+    for name, image in {"chargpt": "chargpt:cuda", "train": "chargpt-train:cuda"}.items():
+        reserved = services[name]["deploy"]["resources"]["reservations"]["devices"]
+        assert (services[name]["image"], reserved) == (image, [gpu])
+    assert services["chargpt"]["build"]["args"] == {"ACCELERATOR": "cuda"}
+    assert services["train"]["build"]["args"] == {"BASE": "chargpt:cuda"}
+
+
+def test_requests_spread_over_both_replicas_and_keep_their_client(stack):
+    with loaded(stack) as load:
+        load.wait_for(3)
+    assert load.failed() == []
+    logs = [answered_by(replica) for replica in stack.replicas()]
+    counts = [len({sent.id for sent in load.sent} & set(log)) for log in logs]
+    show("spread", **load.figures(), replicas=counts)
+    assert sum(counts) == len(load.sent) and min(counts) > len(load.sent) / 4
+    [haproxy] = stack.containers("haproxy")
+    networks = haproxy.attrs["NetworkSettings"]["Networks"].values()
+    clients = {line["client"] for log in logs for line in log.values()}
+    assert not clients & {network["IPAddress"] for network in networks}
+
+
+def test_events_of_a_stream_arrive_one_by_one(stack):
+    """The first event comes while the replica still writes: it has not logged the request yet."""
+    headers = {"X-Request-Id": "one-by-one"}
+    body = {"prompt": "Hello", "max_tokens": 8000, "seed": 1, "stream": True}
+    with web.stream("POST", f"{stack.url}/generate", json=body, headers=headers, timeout=60) as answer:
+        pieces, running = 0, 0
+        for _ in events(answer):
+            pieces += 1
+            if pieces in (1, 10, 20):
+                running += all("one-by-one" not in answered_by(replica) for replica in stack.replicas())
+    assert pieces > 20 and running == 3
+
+
+def test_a_trained_checkpoint_is_served_after_sighup(stack, tmp_path):
+    text = tmp_path / "my.txt"
+    text.write_text("".join(f"{number} sheep and {number + 1} wolves.\n" for number in range(2000)))
+    text.chmod(0o644)
+    tmp_path.chmod(0o755)
+    with loaded(stack) as load:
+        size = ["--n-layer=1", "--n-head=2", "--n-kv-head=1", "--n-embd=16", "--block-size=32"]
+        train = ["--profile=train", "run", "--rm", "train", "--steps=20", *size]
+        stack.compose(*train, TEXT=str(text), NAME="sheep")
+        started = time.monotonic()
+        stack.compose("kill", "--signal=HUP", "chargpt")
+
+        def models():
+            answers = [web.get(f"{stack.url}/v1/models").json() for _ in range(6)]
+            return {tuple(sorted(model["id"] for model in answer["data"])) for answer in answers}
+
+        wait_until(lambda: models() == {("chargpt", "sheep")}, 60, models)
+        seconds = time.monotonic() - started
+        body = {"model": "sheep", "prompt": "12 sheep", "max_tokens": 40, "seed": 1}
+        answers = [web.post(f"{stack.url}/generate", json=body).json() for _ in range(6)]
+    show("a trained checkpoint", **load.figures(), seconds_after_sighup=round(seconds, 1))
+    assert load.failed() == []
+    [text] = {answer["choices"][0]["text"] for answer in answers}
+    assert len(text) == 40 and {answer["model"] for answer in answers} == {"sheep"}
+
+
+def test_a_killed_replica_costs_only_its_requests_and_comes_back(stack, engine):
+    killed, other = stack.replicas()
+    with loaded(stack) as load:
+        load.wait_for(1)
+        end = kill(engine, killed)
+        wait_until(lambda: killed.reload() or killed.attrs["RestartCount"] == 1)
+        wait_until(lambda: health(killed) == "healthy", 120)
+        stack.wait_until_both_serve()
+        recovered = time.time()
+        load.wait_for(2)
+    assert killed.attrs["RestartCount"] == 1
+    failed = load.failed()
+    show("one replica killed", **load.figures(), kinds=Counter(sent.failure.partition(":")[0] for sent in failed),
+         recovery_seconds=round(recovered - end, 1))  # fmt: skip
+    for sent in failed:
+        assert sent.started < end < sent.ended and sent.id not in answered_by(other), sent
+        assert sent.failure.startswith("broken") or '"replica_lost"' in sent.failure, sent
+    assert set(answered_by(killed)) & {sent.id for sent in load.sent if sent.started > recovered}
+
+
+def test_replicas_restarted_one_by_one_lose_nothing(stack):
+    monitoring = {each.id: each.attrs["State"]["StartedAt"] for name in MONITORING for each in stack.containers(name)}
+    with loaded(stack) as load:
+        load.wait_for(1)
+        started = time.monotonic()
+        for replica in stack.replicas():
+            run("docker", "restart", replica.id)  # SIGTERM, and the file's stop_grace_period
+            stack.compose("up", "--detach", "--wait", "--no-recreate", "chargpt")
+        seconds = time.monotonic() - started
+        load.wait_for(1)
+    show("restart one by one", **load.figures(), seconds=round(seconds, 1))
+    assert load.failed() == []
+    stack.wait_until_both_serve()
+    assert monitoring == {
+        each.id: each.attrs["State"]["StartedAt"] for name in MONITORING for each in stack.containers(name)
+    }
+    wait_until(lambda: [value for _, value in stack.query("up")] == [1, 1, 1], 60)
+
+
+MONITORING = ("haproxy", "prometheus", "alertmanager", "alerts")
+
+
+def test_prometheus_scrapes_both_replicas_and_haproxy(stack):
+    def found():
+        return Counter(labels["job"] for labels, value in stack.query("up == 1"))
+
+    wait_until(lambda: found() == {"chargpt": 2, "haproxy": 1}, 60, lambda: found())
+    wait_until(lambda: stack.query('haproxy_backend_http_responses_total{proxy="chargpt", code="2xx"} > 0'))
+
+
+def test_a_replica_that_hangs_is_left_out_and_its_alert_arrives(stack):
+    hung, other = stack.replicas()
+    address = next(iter(hung.attrs["NetworkSettings"]["Networks"].values()))["IPAddress"]
+    paused_at = datetime.datetime.now(datetime.UTC)
+    hung.pause()
+    try:
+        wait_until(lambda: stack.are_up() == 1, 60)
+        body = {"prompt": "Hello", "max_tokens": 5}
+        assert [web.post(f"{stack.url}/generate", json=body).status_code for _ in range(10)] == [200] * 10
+
+        def alert(status):
+            return [
+                each for each in stack.alerts()
+                if (each["status"], each["labels"]["alertname"]) == (status, "ChargptTargetDown")
+                and each["labels"]["instance"] == f"{address}:8000"
+                and datetime.datetime.fromisoformat(each["startsAt"]) > paused_at
+            ]  # fmt: skip
+
+        [firing, *_] = wait_until(lambda: alert("firing"), 60, stack.alerts)
+        assert (firing["receiver"], firing["labels"]["severity"]) == ("pager", "page")
+        assert not alert("resolved")
+
+        other.pause()  # none is left: haproxy answers itself, in the service's form
+        wait_until(lambda: stack.are_up() == 0, 60)
+        answer = web.post(f"{stack.url}/generate", json=body)
+        assert (answer.status_code, answer.headers["Retry-After"]) == (503, "2")
+        assert answer.json()["error"]["code"] == "not_ready"
+    finally:
+        for replica in (hung, other):
+            replica.reload()
+            if replica.status == "paused":
+                replica.unpause()
+    wait_until(lambda: alert("resolved"), 60, stack.alerts)
+    stack.wait_until_both_serve()

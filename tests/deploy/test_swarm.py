@@ -1,0 +1,162 @@
+"""stack.yaml on a real engine in swarm mode: a new checkpoint under load, and an image that fails."""
+
+import contextlib
+import os
+import time
+from collections import Counter
+
+import docker
+import pytest
+from helpers import save_random, wait_until, web
+
+from tests.deploy.stack import DEPLOY, Load, answered_by, build, build_stand_ins, build_with, run, show
+from tests.toolbox.launch import free_port
+
+pytestmark = [pytest.mark.container, pytest.mark.needs("docker"), pytest.mark.timeout(900)]
+
+# A long stream takes a second or two.
+SIZE = {"n_embd": 256, "n_head": 8, "n_kv_head": 8}
+STACK = "chargpt-test-swarm"
+BRIDGE = "docker_gwbridge"
+SERVICE = f"{STACK}_chargpt"
+LABEL = {"label": f"com.docker.stack.namespace={STACK}"}
+
+
+class Swarm:
+    """The stack of stack.yaml on a free port."""
+
+    def __init__(self, engine, checkpoints, images):
+        self.engine, self.checkpoints, self.images = engine, checkpoints, images
+        port = str(free_port())
+        self.environment = os.environ | build_stand_ins()
+        self.environment |= {"HTTP_PORT": port, "CHARGPT_IMAGE": images["old"], "CONFIG_VERSION": "test"}
+        self.url = f"http://127.0.0.1:{port}"
+
+    def deploy(self):
+        """`docker stack deploy`, and until every task runs, which it does once it is healthy."""
+        deploy = ["docker", "stack", "deploy", "--resolve-image=never", "--compose-file", DEPLOY / "stack.yaml"]
+        run(*deploy, STACK, env=self.environment)
+        states = {"desired-state": "running"}
+
+        def tasks():
+            services = self.engine.services.list(filters=LABEL)
+            return {each.name: [task["Status"]["State"] for task in each.tasks(filters=states)] for each in services}
+
+        wait_until(lambda: sorted(sum(tasks().values(), [])) == ["running"] * 6, 180, lambda: tasks())
+
+    def update(self, image):
+        """`docker service update`, until it is complete or rolled back; returns what it came to."""
+        command = ["docker", "service", "update", "--quiet", "--no-resolve-image", "--image", image, SERVICE]
+        done = run(*command, timeout=300)
+        states = ("completed", "paused", "rollback_completed", "rollback_paused")
+
+        def state():
+            found = self.engine.services.get(SERVICE).attrs["UpdateStatus"]["State"]
+            return found if found in states else None
+
+        return wait_until(state, 300, done)
+
+    def replicas(self):
+        """Containers of the tasks that run."""
+        tasks = self.engine.services.get(SERVICE).tasks(filters={"desired-state": "running"})
+        running = [task for task in tasks if task["Status"]["State"] == "running"]
+        return [self.engine.containers.get(task["Status"]["ContainerStatus"]["ContainerID"]) for task in running]
+
+    def images_of_replicas(self):
+        return [replica.attrs["Config"]["Image"] for replica in self.replicas()]
+
+    def left_behind(self):
+        """What there is of the stack."""
+        client = self.engine
+        kinds = [client.services, client.networks, client.volumes, client.configs]
+        found = [each for kind in kinds for each in kind.list(filters=LABEL)]
+        return [*found, *client.containers.list(all=True, filters=LABEL, ignore_removed=True)]
+
+    def remove(self):
+        run("docker", "stack", "rm", STACK)
+        # Its volumes stay, and can only be removed once its containers are gone.
+        wait_until(lambda: {type(each) for each in self.left_behind()} <= {docker.models.volumes.Volume}, 120)
+        for volume in self.engine.volumes.list(filters=LABEL):
+            volume.remove()
+        assert self.left_behind() == []
+
+
+@contextlib.contextmanager
+def in_swarm_mode(engine):
+    """A swarm of this machine alone, unless the engine is in one already: that stays."""
+    if engine.info()["Swarm"]["LocalNodeState"] == "active":
+        yield
+        return
+    bridges = engine.networks.list(names=[BRIDGE])
+    run("docker", "swarm", "init", "--advertise-addr", "127.0.0.1")
+    try:
+        yield
+    finally:
+        run("docker", "swarm", "leave", "--force")
+        if not bridges:
+            run("docker", "network", "rm", BRIDGE)  # swarm leaves it
+        assert engine.info()["Swarm"]["LocalNodeState"] == "inactive"
+
+
+@pytest.fixture(scope="module")
+def swarm(engine, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("swarm")
+    checkpoints = {name: save_random(folder / name, seed=seed, **SIZE) for seed, name in enumerate(("old", "new"))}
+    images = {name: build_with(checkpoint, f"chargpt:test-swarm-{name}") for name, checkpoint in checkpoints.items()}
+    swarm = Swarm(engine, checkpoints, images)
+    with in_swarm_mode(engine):
+        swarm.remove()  # what a test run that was killed left
+        try:
+            started = time.monotonic()
+            swarm.deploy()
+            show("stack deploy", seconds=round(time.monotonic() - started, 1))
+            yield swarm
+        finally:
+            swarm.remove()
+
+
+def test_a_new_checkpoint_rolls_out_under_load(swarm):
+    """Without a failed request, and every answer is that of the old or the new checkpoint."""
+    with Load(swarm.url, swarm.checkpoints) as load:
+        load.wait_for(1)
+        assert {sent.checkpoint for sent in load.sent} == {"old"}
+        started = time.monotonic()
+        assert swarm.update(swarm.images["new"]) == "completed"
+        seconds = time.monotonic() - started
+        before = len(load.sent)
+        load.wait_for(1)
+    answered = Counter(sent.checkpoint for sent in load.sent)
+    show("swarm: a new checkpoint", **load.figures(), seconds=round(seconds, 1), answered=answered)
+    assert load.failed() == []
+    assert {sent.checkpoint for sent in load.sent[before + load.clients :]} == {"new"}
+    assert swarm.images_of_replicas() == [swarm.images["new"]] * 2
+
+
+def test_an_image_that_fails_rolls_back_by_itself(swarm, tmp_path):
+    (tmp_path / "Dockerfile").write_text(f'FROM {swarm.images["new"]}\nENTRYPOINT ["false"]\n')
+    failing = build("chargpt:test-swarm-failing", tmp_path)
+    before = {replica.id for replica in swarm.replicas()}
+    with Load(swarm.url, swarm.checkpoints) as load:
+        load.wait_for(1)
+        started = time.monotonic()
+        assert swarm.update(failing) == "rollback_completed"
+        seconds = time.monotonic() - started
+        load.wait_for(1)
+    show("swarm: a failing image", **load.figures(), seconds=round(seconds, 1))
+    assert load.failed() == []
+    assert {replica.id for replica in swarm.replicas()} == before
+
+
+def test_the_stack_scales_and_prometheus_finds_all_replicas(swarm):
+    run("docker", "service", "scale", f"{SERVICE}=3", timeout=120)
+    [prometheus] = swarm.engine.containers.list(filters={"label": f"com.docker.swarm.service.name={STACK}_prometheus"})
+
+    def up():
+        command = ["promtool", "query", "instant", "http://127.0.0.1:9090", "sum by (job) (up)"]
+        return sorted(line.partition(" => ")[::2] for line in prometheus.exec_run(command).output.decode().splitlines())
+
+    wait_until(lambda: [value.split()[0] for _, value in up()] == ["3", "1"], 60, up)
+    replicas = swarm.replicas()
+    for _ in range(12):
+        assert web.post(f"{swarm.url}/generate", json={"prompt": "Hello", "max_tokens": 2}).status_code == 200
+    wait_until(lambda: all(answered_by(replica) for replica in replicas))
