@@ -89,4 +89,6 @@ LABEL org.opencontainers.image.title="chargpt" \
       org.opencontainers.image.base.name="$BASE" \
       org.opencontainers.image.revision="$REVISION" \
       org.opencontainers.image.version="$VERSION"
+# Docker takes any signal for a stop, and does not restart the container after one, unless this is set: SIGHUP is none.
+STOPSIGNAL SIGTERM
 ENTRYPOINT ["python", "-m", "service"]
