@@ -69,11 +69,14 @@ class Listing(msgspec.Struct):
 class Catalog:
     """Which checkpoints the settings name, and the steps from one list of them to the next.
 
-    places: names and folders, as --checkpoint has them; model_name: of a checkpoint without a name; folder: the run's.
+    places: names and folders, as --checkpoint has them; model_name: of a checkpoint without a name; folder: the run's;
+    replacement: the character that replaces unknown ones by default, which every vocabulary must have; None: none does.
     """
 
-    def __init__(self, places: list[tuple[str | None, Path]], model_name: str, folder: Path):
-        self.places, self.model_name, self.folder = places, model_name, folder
+    def __init__(
+        self, places: list[tuple[str | None, Path]], model_name: str, folder: Path, replacement: str | None = None
+    ):
+        self.places, self.model_name, self.folder, self.replacement = places, model_name, folder, replacement
         self.listing = Listing()
         self.checkpoints: dict[int, Checkpoint] = {}  # of the versions in the listing, and of those to come
         self.refused: list[str] = []  # names, at start
@@ -244,11 +247,17 @@ class Catalog:
         """Verify a checkpoint, weights included, and copy it; `old` if it is the same.
 
         Raises:
-            CheckpointError: it is bad, or was changed meanwhile, or the disk is full.
+            CheckpointError: it is bad, or was changed meanwhile, or cannot be served with these settings, or the disk
+                is full.
         """
         if old is not None and _digest(path) == old.digest:
             return old
         checkpoint = Checkpoint.read(path)
+        if self.replacement is not None and self.replacement not in checkpoint.tokenizer:
+            raise CheckpointError(
+                f"{path}: its vocabulary does not have the character {self.replacement!r}, which is to replace unknown "
+                "ones: set --replacement-character to one that it has, or --unknown-characters to drop or refuse"
+            )
         checkpoint.load_weights()
         id, self._next_id = self._next_id, self._next_id + 1
         folder = self.folder / f"checkpoint-{id}"

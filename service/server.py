@@ -619,7 +619,7 @@ def build_server(
     of routes that run the model; their arguments are LitServe's. Middlewares see every request before this service's.
 
     Raises:
-        CheckpointError: a folder is not a checkpoint that can be trusted.
+        CheckpointError: a folder is not a checkpoint that can be trusted, or that these settings can serve.
         BackendError: the settings' backend, dtype or devices cannot run here, no slot fits, or the disk is full.
         OpenFilesError: this process may not open enough files.
         RuntimeError: PROMETHEUS_MULTIPROC_DIR is not set; `service.__main__.serve` sets it.
@@ -630,6 +630,8 @@ def build_server(
             "service.__main__.serve(settings, …) does that"
         )
     configure_logging(settings.log_level, settings.log_format)
-    catalog = Catalog(settings.places, settings.model_name, Path(os.environ["PROMETHEUS_MULTIPROC_DIR"]))
+    replacement = settings.replacement_character if settings.unknown_characters == "replace" else None
+    folder = Path(os.environ["PROMETHEUS_MULTIPROC_DIR"])
+    catalog = Catalog(settings.places, settings.model_name, folder, replacement)
     catalog.open()
     return Server(settings, catalog, callbacks=callbacks, loggers=loggers, middlewares=middlewares)

@@ -300,6 +300,27 @@ def test_a_bad_run_in_a_folder_of_runs_is_left_out(tmp_path):
         Catalog([(None, tmp_path)], "chargpt", tmp_path).open()
 
 
+def without_space(folder, seed=0):
+    characters = [c for c in VOCABULARY if c != " "]
+    save_checkpoint(
+        folder, random_model(vocab_size=len(characters), seed=seed), CharTokenizer(characters), {"losses": {}}
+    )
+
+
+def test_a_vocabulary_without_the_replacement_character_is_refused_at_start(tmp_path):
+    without_space(tmp_path / "words")
+    problem = refusal(f"--checkpoint={tmp_path}/words", "--unknown-characters=replace")
+    assert "vocabulary does not have the character ' ', which is to replace unknown ones" in problem
+    assert "set --replacement-character to one that it has, or --unknown-characters to drop or refuse" in problem
+    (tmp_path / "run").mkdir()
+    places = [(None, tmp_path / "words")]
+    for replacement in ("a", None):
+        catalog = Catalog(places, "chargpt", tmp_path / "run", replacement)
+        catalog.open()
+        assert list(catalog.served) == ["chargpt"]
+        shutil.rmtree(tmp_path / "run" / "checkpoint-1")
+
+
 # -- the catalog alone --
 
 
@@ -354,6 +375,16 @@ def test_a_worker_that_fails_or_dies_while_loading_brings_the_old_list_back(cata
         state.died("worker-1")
     assert not catalog.check(state) and listing(catalog) == ([1], [1])
     assert not catalog.is_rolling_out and state.num_reloads(catalog.listing.rows["b"])["refused"] == 1
+
+
+def test_a_new_checkpoint_without_the_replacement_character_is_refused_at_sighup(catalog, state, tmp_path, caplog):
+    catalog.replacement = " "
+    without_space(tmp_path / "runs" / "b", seed=2)
+    without_space(tmp_path / "runs" / "a", seed=2)
+    catalog.refresh(state)
+    assert not catalog.is_rolling_out and listing(catalog) == ([1], [1])
+    assert [state.num_reloads(catalog.listing.rows[name])["refused"] for name in "ab"] == [1, 1]
+    assert "set --replacement-character" in caplog.text
 
 
 def test_an_unchanged_list_is_not_rolled_out(catalog, state):

@@ -15,11 +15,7 @@ MAX_ENCODED = 1 << 15  # characters encoded or decoded at a time: about 1 ms
 
 
 class Encoder:
-    """Encodes texts as the request or the settings say, and counts the unknown characters replaced or dropped.
-
-    Raises:
-        ApiError: 400, the replacement character is not in the vocabulary.
-    """
+    """Encodes texts as the request or the settings say, and counts the unknown characters replaced or dropped."""
 
     def __init__(self, service: Service, model: Model, body: ModelRequest):
         self.service, self.model = service, model
@@ -28,15 +24,13 @@ class Encoder:
         self.replacement = body.replacement_character or service.settings.replacement_character
         self.replaced = self.dropped = 0
         self._pause = Pause()
-        if self.policy == "replace" and self.replacement not in self.tokenizer:
-            message = f"replacement_character: {self.replacement!r} is not in the vocabulary"
-            raise ApiError(400, message, param="replacement_character")
 
     async def encode(self, text: str, param: str, index: int | None = None) -> list[int]:
         """The ids of a text: the request's field `param`, or with `index` one of several in it.
 
         Raises:
-            ApiError: 400, the text has unknown characters, which are to be refused.
+            ApiError: 400, the text has unknown characters, and they are to be refused or their replacement is unknown
+                too.
         """
         ids: list[int] = []
         unknown: list[tuple[int, str]] = []  # the first of them
@@ -50,6 +44,13 @@ class Encoder:
                 found = [(start + i, c) for i, c in enumerate(part) if c not in self.tokenizer]
                 num_unknown += len(found)
                 unknown += found[: MAX_LISTED - len(unknown)]
+                if self.policy == "replace" and self.replacement not in self.tokenizer:
+                    offset, character = unknown[0]
+                    message = (
+                        f"replacement_character: {self.replacement!r}, which is to replace {character!r} at offset "
+                        f"{offset} of {param if index is None else f'{param}.{index}'}, is not in the vocabulary either"
+                    )
+                    raise ApiError(400, message, param="replacement_character")
                 other = self.replacement if self.policy == "replace" else ""
                 ids += self.tokenizer.encode("".join([c if c in self.tokenizer else other for c in part]))
         if num_unknown and self.policy == "refuse":

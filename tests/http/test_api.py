@@ -393,6 +393,16 @@ def test_setting_selects_the_default_for_unknown_characters(checkpoint):
 # -- small routes --
 
 
+def test_a_replacement_outside_the_vocabulary_matters_only_where_something_is_replaced(client, post):
+    options = {"max_tokens": 4, "unknown_characters": "replace", "replacement_character": "€"}
+    assert post("/generate", prompt="JULIET", **options)["chargpt"]["replaced_characters"] == 0
+    error = rejection(client, "/generate", prompt="JULI\u6f22ET", **options)
+    assert error["param"] == "replacement_character"
+    assert error["message"] == (
+        "replacement_character: '€', which is to replace '漢' at offset 4 of prompt, is not in the vocabulary either"
+    )
+
+
 def test_tokenize_and_detokenize(client, post, checkpoint):
     text = "Hello there\n"
     answer = post("/tokenize", prompt=text)
