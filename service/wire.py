@@ -48,6 +48,7 @@ class Submit(msgspec.Struct, gc=False, array_like=True, tag=True):
     include_stop: bool = False  # keep the stop at the end of the text
     min_tokens: int = 0  # no stop before this many ids
     constraint: bytes | None = None  # a packed Automaton that the text must match
+    minimum: bytes | None = None  # its packed MinimumLength for min_tokens; None: every match has so many
     may_leave: bool = True  # an id that leaves the constraint where it accepts ends the text; False: it is masked out
     logprobs: int | None = None  # report each id's log-probability and this many of the likeliest; None: neither
     logprob_ids: tuple[int, ...] = ()  # report the log-probabilities of these ids instead of the likeliest

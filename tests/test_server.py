@@ -245,7 +245,11 @@ INVALID = [
     ({"prompt": "a", "stop_regex": "b*"}, 400, "stop_regex"),
     ({"prompt": "a", "stop_regex": "("}, 400, "stop_regex"),
     ({"prompt": "a", "unknown_characters": "keep"}, 400, "unknown_characters"),
-    ({"prompt": "\u6f22", "unknown_characters": "replace", "replacement_character": "\u20ac"}, 400, "replacement_character"),
+    (
+        {"prompt": "\u6f22", "unknown_characters": "replace", "replacement_character": "\u20ac"},
+        400,
+        "replacement_character",
+    ),
     ({"prompt": "a", "replacement_character": "ab"}, 400, "replacement_character"),
     ({"prompt": "a", "model": "gpt-4"}, 404, "model"),
     ({"prompt": "a" * 200_000}, 413, None),

@@ -14,9 +14,12 @@ import numpy as np
 
 MAX_STATES = 2**15 - 1  # int16
 MAX_CELLS = 2**20  # states times classes
-MASK_CACHE_BYTES = 2**20  # per automaton
+MASK_CACHE_BYTES = 2**20  # per automaton, and per minimum length
+MAX_LENGTH_STEPS = 2**26  # transitions followed for a minimum length; about 0.2 s
+MAX_LENGTH_BITS = 2**21  # of its layers together
 
 _HEADER = struct.Struct("<III")  # ids, states, classes
+_MINIMUM_HEADER = struct.Struct("<IIII")  # length, states, layers, repeated layer
 _UNREACHABLE = np.iinfo(np.int32).max  # distance from the dead state
 
 
@@ -103,16 +106,114 @@ class Automaton:
             raise ValueError("the distances are inconsistent with the table and the accepting states")
 
 
+class LengthError(ValueError):
+    """Which matches have an allowed length is too expensive to find out."""
+
+
+@dataclass(frozen=True, eq=False)
+class MinimumLength:
+    """From which states of an automaton a text that is still too short can end as a match that is not too long.
+
+    A text that lacks d characters of the minimum may get d to d + room more, where room = maximum − minimum. Layer d
+    holds the states from which a match is that far; it follows from layer d − 1, so that equal layers have equal
+    successors. After the last layer comes layer `repeat` again.
+    """
+
+    length: int  # the minimum
+    layers: np.ndarray  # (layers, ⌈states / 8⌉) uint8: a bit for each state
+    repeat: int
+    _masks: dict[tuple[int, int], np.ndarray | None] = field(default_factory=dict, init=False, repr=False)
+
+    @classmethod
+    def of(cls, automaton: Automaton, minimum: int, maximum: int) -> MinimumLength | None:
+        """For matches of `minimum` to `maximum` characters; None: there is none.
+
+        Raises:
+            LengthError: beyond MAX_LENGTH_STEPS or MAX_LENGTH_BITS.
+        """
+        states = len(automaton.table)
+        targets = np.sort(automaton.table, axis=1)
+        is_new = np.ones(targets.shape, dtype=bool)
+        is_new[:, 1:] = targets[:, 1:] != targets[:, :-1]
+        edges = targets[is_new]  # the next states of each state, the dead one included
+        starts = np.append(0, is_new.sum(axis=1).cumsum()[:-1])
+        reach = np.zeros(states + 1, dtype=bool)  # index −1: the dead state
+        reach[:states] = automaton.distance <= maximum - minimum
+        layers: dict[bytes, int] = {}
+        for missing in range(minimum + 1):
+            if not reach.any():  # nor in later layers
+                return None
+            packed = np.packbits(reach[:states]).tobytes()
+            if packed in layers:
+                break
+            layers[packed] = missing
+            if len(layers) * states > MAX_LENGTH_BITS or missing * len(edges) > MAX_LENGTH_STEPS:
+                raise LengthError(f"an automaton of {states} states is too large for a minimum length of {minimum}")
+            reach[:states] = np.logical_or.reduceat(reach[edges], starts)
+        rows = np.frombuffer(b"".join(layers), dtype=np.uint8).reshape(len(layers), -1)
+        found = cls(minimum, rows, layers[packed])
+        return found if found.layers[found._index(minimum)][0] & 0x80 else None  # from state 0
+
+    def _index(self, missing: int) -> int:
+        count = len(self.layers)
+        return missing if missing < count else self.repeat + (missing - self.repeat) % (count - self.repeat)
+
+    def allowed(self, automaton: Automaton, state: int, missing: int) -> np.ndarray | None:
+        """The ids after which a match of an allowed length can be reached: (V,) bool with at least one; None: all."""
+        key = (state, self._index(missing - 1))
+        if key in self._masks:
+            return self._masks[key]
+        layer = np.unpackbits(self.layers[key[1]], count=len(automaton.table)).astype(bool)
+        good = np.append(layer, False)[automaton.table[state]]  # (classes,)
+        mask = None if good.all() else good[automaton.classes]
+        if mask is not None:
+            mask.flags.writeable = False
+        if len(self._masks) * len(automaton.classes) < MASK_CACHE_BYTES:
+            self._masks[key] = mask
+        return mask
+
+    def pack(self, states: int) -> bytes:
+        header = _MINIMUM_HEADER.pack(self.length, states, len(self.layers), self.repeat)
+        return header + zlib.compress(self.layers.tobytes(), level=1)
+
+    @classmethod
+    def unpack(cls, data: bytes, automaton: Automaton) -> MinimumLength:
+        """The inverse of `pack`, for the same automaton.
+
+        Raises:
+            ValueError: the data is truncated, damaged or of an automaton of another size.
+        """
+        if len(data) < _MINIMUM_HEADER.size:
+            raise ValueError(f"a packed minimum length has at least {_MINIMUM_HEADER.size} bytes, got {len(data)}")
+        length, states, count, repeat = _MINIMUM_HEADER.unpack_from(data)
+        if states != len(automaton.table) or not repeat < count or count * states > MAX_LENGTH_BITS + states:
+            raise ValueError(
+                f"a minimum length must have its automaton's {len(automaton.table)} states and repeat one of its own "
+                f"layers, got {states} states and layer {repeat} of {count}"
+            )
+        size = count * ((states + 7) // 8)
+        inflater = zlib.decompressobj()
+        try:
+            body = inflater.decompress(data[_MINIMUM_HEADER.size :], size + 1)
+        except zlib.error as error:
+            raise ValueError(f"the layers of a minimum length are damaged: {error}") from None
+        if len(body) != size or not inflater.eof or inflater.unused_data:
+            raise ValueError(f"{count} layers of {states} states must take exactly {size} bytes")
+        return cls(length, np.frombuffer(body, dtype=np.uint8).reshape(count, -1), repeat)
+
+
 class Guide:
     """One sequence's path through an automaton: the ids allowed next, and where the text ends.
 
     A character-level model has no end-of-text token. Instead, in an accepting state every id outside the pattern is
-    allowed, and choosing one ends the text without that id.
+    allowed, and choosing one ends the text without that id: not before `minimum`. None: every match is long enough.
     """
 
-    def __init__(self, automaton: Automaton):
+    def __init__(self, automaton: Automaton, minimum: MinimumLength | None = None):
         self.automaton = automaton
         self._state = 0
+        self._minimum = minimum
+        self._missing = 0 if minimum is None else minimum.length  # characters, to the minimum
         self._out_of_budget = False  # no id that stays in the pattern can be completed: any id ends the text
         self._class_of = automaton.classes.item
         self._next = automaton.table.item
@@ -128,33 +229,36 @@ class Guide:
         """Whether the text so far matches and no longer text with this beginning does."""
         return self.may_end and bool((self.automaton.table[self._state] < 0).all())
 
-    def allowed(self, remaining: int, must_continue: bool = False) -> np.ndarray | None:
+    def allowed(self, remaining: int, may_leave: bool = True) -> np.ndarray | None:
         """The allowed next ids: (V,) bool, read-only and shared; None: all.
 
         `remaining`: characters that may still be generated, this one included. An id in the pattern is allowed only if
-        the text can be completed after it. So at least one id is always allowed, and as long as only allowed ids are
-        chosen, the text matches when nothing remains.
+        the text can be completed after it, and to the minimum while it is shorter. So at least one id is always
+        allowed, and as long as only allowed ids are chosen, the text matches when nothing remains.
 
-        With `must_continue` (the text is still too short) ids outside the pattern are allowed only if no other is. If
-        all ids stay in the pattern and none can be completed, the result is None and `push` refuses any id.
+        Without `may_leave`, ids outside the pattern are allowed only if no other is. If all ids stay in the pattern and
+        none can be completed, the result is None and `push` refuses any id.
         """
         assert self.automaton.distance[self._state] <= remaining > 0, "no matching text is that short"
-        key = (self._state, min(remaining, self._ample), must_continue)
+        if self._missing:
+            assert self._minimum is not None
+            return self._minimum.allowed(self.automaton, self._state, self._missing)
+        key = (self._state, min(remaining, self._ample), may_leave)
         masks = self.automaton._masks
         found = masks.get(key)
         if found is None:
-            found = self._find_allowed(remaining, must_continue)
+            found = self._find_allowed(remaining, may_leave)
             if len(masks) * len(self.automaton.classes) < MASK_CACHE_BYTES:
                 masks[key] = found
         mask, self._out_of_budget = found
         return mask
 
-    def _find_allowed(self, remaining: int, must_continue: bool) -> tuple[np.ndarray | None, bool]:
+    def _find_allowed(self, remaining: int, may_leave: bool) -> tuple[np.ndarray | None, bool]:
         """(mask, out of budget)."""
         automaton = self.automaton
         distance = np.append(automaton.distance, _UNREACHABLE)[automaton.table[self._state]]  # (classes,)
         good = distance < remaining
-        if automaton.accepting[self._state] and not (must_continue and good.any()):
+        if automaton.accepting[self._state] and (may_leave or not good.any()):
             good |= distance == _UNREACHABLE
             if not good.any():
                 return None, True
@@ -170,6 +274,8 @@ class Guide:
         if state < 0 or self._out_of_budget:
             return False
         self._state = state
+        if self._missing:
+            self._missing -= 1
         return True
 
 

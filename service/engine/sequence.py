@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from service.constrain.automaton import Automaton, Guide, StopPattern
+from service.constrain.automaton import Automaton, Guide, MinimumLength, StopPattern
 from service.wire import FinishReason, Logprobs, Submit
 
 
@@ -58,6 +58,11 @@ def _automaton(packed: bytes) -> Automaton:
     return Automaton.unpack(packed)
 
 
+@functools.lru_cache(maxsize=64)
+def _minimum(packed: bytes, automaton: bytes) -> MinimumLength:
+    return MinimumLength.unpack(packed, _automaton(automaton))
+
+
 class Sequence:
     """The state of one submitted sequence. Times are on the engine's clock.
 
@@ -90,7 +95,10 @@ class Sequence:
         self.is_timed = False  # its times until the first character were emitted
         self.unemitted_logprobs = Logprobs()
         self.unemitted_prompt_logprobs = Logprobs()
-        self._guide = None if request.constraint is None else Guide(_automaton(request.constraint))
+        self._guide: Guide | None = None
+        if request.constraint is not None:
+            minimum = None if request.minimum is None else _minimum(request.minimum, request.constraint)
+            self._guide = Guide(_automaton(request.constraint), minimum)
         self.is_guided = self._guide is not None
         self._stops: list[StopMatcher | StopPattern] = [StopMatcher(request.stop)] if request.stop else []
         if request.stop_pattern is not None:
@@ -117,8 +125,7 @@ class Sequence:
         """(V,) bool with at least one True: the ids that may come next; None: all."""
         if self._guide is None:
             return None
-        must_continue = not self.request.may_leave or self.num_completion_tokens < self.request.min_tokens
-        return self._guide.allowed(self.request.max_tokens - self.num_completion_tokens, must_continue)
+        return self._guide.allowed(self.request.max_tokens - self.num_completion_tokens, self.request.may_leave)
 
     def extend_simply(self, ids: list[int]) -> bool:
         """Take ids that are emitted at once and can only end the sequence by max_tokens, which the caller watches.

@@ -50,7 +50,7 @@ class Encoder:
                         f"replacement_character: {self.replacement!r}, which is to replace {character!r} at offset "
                         f"{offset} of {param if index is None else f'{param}.{index}'}, is not in the vocabulary either"
                     )
-                    raise ApiError(400, message, param="replacement_character")
+                    raise ApiError(400, message, param="replacement_character") from None
                 other = self.replacement if self.policy == "replace" else ""
                 ids += self.tokenizer.encode("".join([c if c in self.tokenizer else other for c in part]))
         if num_unknown and self.policy == "refuse":

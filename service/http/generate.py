@@ -188,6 +188,7 @@ async def _constrain(model: Model, body: GenerationRequest, submit: Submit) -> N
             message = f"the shortest match has {constraint.min_length} characters, max_tokens is {body.max_tokens}"
             raise ApiError(400, f"{param}: {message}", param=param)
         submit.constraint = constraint.packed
+        submit.minimum = await model.patterns.minimum(param, constraint, body.min_tokens, body.max_tokens)
     elif allowed is not None:
         submit.constraint = model.patterns.any_of(allowed)
         submit.may_leave = False

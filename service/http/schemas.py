@@ -210,7 +210,11 @@ class GenerationRequest(SamplingFields):
     )
     max_tokens: int = _max_tokens(16)
     min_tokens: int = Field(
-        0, ge=0, description="minimum number of characters: stops before this are ignored", examples=[20]
+        0,
+        ge=0,
+        description="minimum number of characters: stops before this are ignored, and `regex` and `choice` match "
+        "with at least so many",
+        examples=[20],
     )
     ignore_eos: bool = Field(
         False,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.constrain.automaton import MAX_CELLS, Automaton, Guide, StopPattern
+from service.constrain.automaton import MAX_CELLS, Automaton, Guide, LengthError, MinimumLength, StopPattern
 from service.constrain.regex import compile_choice, compile_regex
 
 VOCABULARY = "abc"
@@ -33,19 +33,17 @@ def follow(automaton, text, vocabulary=VOCABULARY):
 # -- guides --
 
 
-def check_allowed(guide, prefix, language, remaining, must_continue):
-    """Compare with the language, cut to `remaining` more characters; returns (allowed ids, those in the pattern)."""
+def check_allowed(guide, prefix, language, remaining, min_tokens):
+    """Compare with the matches of allowed lengths; returns (allowed ids, those in the pattern)."""
     good = {i for i, c in enumerate(VOCABULARY) if any(t.startswith(prefix + c) for t in language)}
     ids = set(range(len(VOCABULARY)))
-    mask = guide.allowed(remaining, must_continue)
+    mask = guide.allowed(remaining)
     mine = ids if mask is None else set(np.flatnonzero(mask))
     if mask is not None:
         assert (mask.dtype, mask.shape, mask.flags.writeable) == (np.bool_, (len(VOCABULARY),), False)
         assert not mask.all()
     assert mine, "no dead end"
-    if prefix not in language:
-        assert mine == good
-    elif must_continue and good:
+    if prefix not in language or len(prefix) < min_tokens:
         assert mine == good
     else:
         leaving = {i for i in ids if follow(guide.automaton, prefix + VOCABULARY[i]) is None}
@@ -53,31 +51,35 @@ def check_allowed(guide, prefix, language, remaining, must_continue):
     return mine, good
 
 
-@given(st.sampled_from(PATTERNS), st.integers(1, 6), st.integers(0, 6), st.randoms(use_true_random=False))
-@settings(max_examples=500, deadline=None)
-def test_guided_texts_match_within_their_budget(pattern, max_tokens, min_tokens, chance):
+@given(st.sampled_from(PATTERNS), st.integers(0, 6), st.integers(0, 6), st.randoms(use_true_random=False))
+@settings(max_examples=700, deadline=None)
+def test_guided_texts_match_within_their_budget(pattern, min_tokens, room, chance):
+    max_tokens = min(6, min_tokens + room)
     automaton = automaton_of(pattern)
     reference = re.compile(pattern)
     texts = ("".join(t) for n in range(max_tokens + 1) for t in itertools.product(VOCABULARY, repeat=n))
-    language = {t for t in texts if reference.fullmatch(t)}
-    assert (automaton.min_length <= max_tokens) == bool(language)
-    if not language:
+    language = {t for t in texts if len(t) >= min_tokens and reference.fullmatch(t)}
+    minimum = MinimumLength.of(automaton, min_tokens, max_tokens)
+    assert (minimum is not None) == bool(language)
+    if not min_tokens:
+        assert (automaton.min_length <= max_tokens) == bool(language)
+    if minimum is None:
         return
-    guide, text, cut_short = Guide(automaton), "", False
+    if min_tokens <= automaton.min_length and chance.random() < 0.5:
+        minimum = None  # which is the same
+    else:
+        minimum = MinimumLength.unpack(minimum.pack(len(automaton.table)), automaton)
+    guide, text = Guide(automaton, minimum), ""
     while len(text) < max_tokens and not guide.must_end:
-        assert guide.may_end == (text in language)
-        mine, good = check_allowed(guide, text, language, max_tokens - len(text), len(text) < min_tokens)
+        assert guide.may_end == bool(reference.fullmatch(text))
+        mine, good = check_allowed(guide, text, language, max_tokens - len(text), min_tokens)
         id = chance.choice(sorted(mine))
         taken = guide.push(id)
         assert taken == (id in good)
         if not taken:
-            cut_short = not good
             break
         text += VOCABULARY[id]
     assert text in language and guide.may_end
-    if len(text) < min(min_tokens, max_tokens):
-        assert cut_short or guide.must_end
-        assert not any(t.startswith(text) and t != text for t in language)
 
 
 @given(st.sampled_from(PATTERNS), st.integers(0, 5), st.randoms(use_true_random=False))
@@ -107,11 +109,57 @@ def test_a_text_that_cannot_be_completed_further_ends_with_any_id():
     guide = Guide(automaton_of("(..)*"))
     assert guide.allowed(3) is None
     assert guide.push(0) and guide.push(0)
-    for must_continue in (False, True):
-        assert guide.allowed(1, must_continue) is None
+    for may_leave in (False, True):
+        assert guide.allowed(1, may_leave) is None
         assert not any(guide.push(id) for id in range(3))
     assert guide.may_end
     assert guide.allowed(2) is None and guide.push(2)  # a larger budget allows it
+
+
+@given(st.sampled_from(PATTERNS), st.integers(0, 300), st.integers(0, 20))
+@settings(max_examples=200, deadline=None)
+def test_layers_of_a_minimum_length_are_those_of_the_definition(pattern, minimum, room):
+    """However long the minimum is: they repeat."""
+    automaton = automaton_of(pattern)
+    found = MinimumLength.of(automaton, minimum, minimum + room)
+    ends = [automaton.accepting]  # by length: the states from which some text of exactly so many characters matches
+    for _ in range(minimum + room):
+        ends.append(np.append(ends[-1], False)[automaton.table].any(axis=1))
+    layers = [np.any(ends[missing : missing + room + 1], axis=0) for missing in range(minimum + 1)]
+    assert (found is not None) == bool(layers[minimum][0])
+    for missing, layer in enumerate(layers if found is not None else ()):
+        row = found.layers[found._index(missing)]
+        assert np.unpackbits(row, count=len(layer)).astype(bool).tolist() == layer.tolist()
+
+
+def test_a_minimum_length_is_small_or_refused():
+    assert len(MinimumLength.of(automaton_of(".*"), 16_000, 16_384).layers) == 1
+    assert len(MinimumLength.of(automaton_of("(.{7})*"), 16_002, 16_002).layers) == 7
+    assert len(MinimumLength.of(automaton_of(".{0,900}"), 500, 900).pack(901)) < 20_000
+    # Cycles of 29, 31, 37 and 41 states: the layers repeat only after 1,363,783.
+    cycles = "aa(.{29})*|ab(.{31})*|ba(.{37})*|bb(.{41})*"
+    automaton = compile_regex(cycles, VOCABULARY)
+    states = len(automaton.table)
+    with pytest.raises(
+        LengthError, match=f"an automaton of {states} states is too large for a minimum length of 1000000"
+    ):
+        MinimumLength.of(automaton, 1_000_000, 1_000_000)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "at least 16 bytes, got 0"),
+        (struct.pack("<IIII", 3, 9, 1, 0), "2 states and .* got 9 states"),
+        (struct.pack("<IIII", 3, 2, 1, 1), "got 2 states and layer 1 of 1"),
+        (struct.pack("<IIII", 3, 2, 1 << 31, 0), "layer 0 of 2147483648"),
+        (struct.pack("<IIII", 3, 2, 1, 0) + b"not zlib", "damaged"),
+        (struct.pack("<IIII", 3, 2, 1, 0) + zlib.compress(b"ab"), "must take exactly 1 bytes"),
+    ],
+)
+def test_invalid_packed_minimum_lengths_are_refused(data, message):
+    with pytest.raises(ValueError, match=message):
+        MinimumLength.unpack(data, automaton_of("a"))
 
 
 def test_masks_of_a_long_text_are_shared():

@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers import VOCABULARY, random_model, save_random
 
+from service.constrain.automaton import MinimumLength
 from service.constrain.regex import any_of, compile_choice, compile_regex
 from service.engine.cuda import CudaRunner
 from service.engine.engine import Cost, Engine
@@ -527,9 +528,9 @@ def request_with_options(id):
     options = {"logprobs": r.choice([None, 0, 5]), "min_tokens": r.choice([0, 0, 5])}
     match r.randrange(5):
         case 0:
-            options["constraint"] = compile_regex(r.choice(PATTERNS), VOCABULARY).pack()
+            options |= constrained(compile_regex(r.choice(PATTERNS), VOCABULARY), options["min_tokens"])
         case 1:
-            options["constraint"] = compile_choice(["yes", "no", "yesterday"], VOCABULARY).pack()
+            options |= constrained(compile_choice(["yes", "no", "yesterday"], VOCABULARY), options["min_tokens"])
         case 2:
             options |= {"constraint": any_of(frozenset("aeiou x"), VOCABULARY).pack(), "may_leave": False}
         case 3:
@@ -538,6 +539,11 @@ def request_with_options(id):
     if options["logprobs"] is not None and r.random() < 0.5 and len(prompt) > 1:
         options["score_from"] = r.randrange(1, len(prompt))
     return Submit(id, prompt, r.choice([1, 40, 45]) if "constraint" not in options else 40, params, **options)
+
+
+def constrained(automaton, min_tokens):
+    minimum = MinimumLength.of(automaton, min_tokens, 40)
+    return {"constraint": automaton.pack(), "minimum": minimum.pack(len(automaton.table))}
 
 
 @torch.no_grad()

@@ -261,6 +261,30 @@ def test_every_completion_matches_its_regex(post, pattern):
             assert choice["finish_reason"] in ("stop", "length")
 
 
+@pytest.mark.parametrize(
+    ("pattern", "min_tokens", "max_tokens"),
+    [("a|bbbb", 3, 10), ("[A-Z][a-z]*", 6, 6), ("(ab|c)+d?", 7, 9), ("(x{5})*", 6, 14), (".*", 12, 40)],
+)
+def test_min_tokens_holds_for_a_pattern(post, pattern, min_tokens, max_tokens):
+    options = {"prompt": "a", "min_tokens": min_tokens, "max_tokens": max_tokens, "n": 30, "temperature": 2}
+    options |= {"logit_bias": {"a": 20}}  # the model wants the short one
+    for choice in post("/generate", regex=pattern, **options)["choices"]:
+        assert re.fullmatch(pattern, choice["text"]) and min_tokens <= len(choice["text"]) <= max_tokens, choice
+
+
+def test_min_tokens_holds_for_a_choice_and_is_refused_where_no_match_is_long_enough(client, post):
+    (choice,) = post("/generate", prompt="a", choice=["a", "abc"], min_tokens=2, logit_bias={"x": 50})["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("abc", "stop")
+    error = rejection(client, "/generate", prompt="a", choice=["a", "abcd"], min_tokens=2, max_tokens=3)
+    assert (error["param"], error["code"]) == ("choice", "invalid_pattern")
+    assert error["message"] == "choice: no match has min_tokens (2) to max_tokens (3) characters"
+    assert rejection(client, "/generate", prompt="a", regex="(..)*", min_tokens=3, max_tokens=3)["param"] == "regex"
+    # Cycles of 29, 31, 37 and 41 characters.
+    cycles = "aa(.{29})*|ab(.{31})*|ba(.{37})*|bb(.{41})*"
+    error = rejection(client, "/generate", prompt="a", regex=cycles, min_tokens=10**6, max_tokens=10**6)
+    assert error["param"] == "min_tokens" and "is too large for a minimum length of 1000000" in error["message"]
+
+
 def test_choice_frequencies_follow_the_model(post, peer, checkpoint):
     """The model's probabilities apply, renormalised at each character."""
     rows = peer("Hello")[-1].exp()
