@@ -17,7 +17,7 @@ from service.http.context import RequestContext, Service
 from service.http.encoding import Encoder, document_start, unknown_characters
 from service.http.models import Model
 from service.http.pause import Pause
-from service.http.schemas import ApiError, CompletionRequest, GenerateRequest, GenerationRequest, parse
+from service.http.schemas import ApiError, CompletionRequest, GenerateRequest, GenerationRequest, parse, shortened
 from service.http.stream import DONE, CompletionForm, Form, NativeForm, RunningAnswer, write_stream, write_whole
 from service.model.params import MAX_SEED
 from service.wire import Submit, floats
@@ -208,13 +208,23 @@ def _logit_bias(model: Model, body: GenerationRequest) -> tuple[tuple[int, float
         if id >= tokenizer.vocab_size:
             message = (
                 f"keys must be characters of the vocabulary or ids in [0, {tokenizer.vocab_size - 1}], "
-                f"biases in [-100, 100], got {key!r}: {bias!r}"
+                f"biases in [-100, 100], got {shortened(key)}: {bias!r}{_about_digits(given, key, bias)}"
             )
             raise ApiError(400, f"logit_bias: {message}", param="logit_bias")
         if id in biases:
-            raise ApiError(400, f"logit_bias: {key!r}, id {id}, appears twice", param="logit_bias")
+            message = f"{key!r}, id {id}, appears twice{_about_digits(given, key, bias)}"
+            raise ApiError(400, f"logit_bias: {message}", param="logit_bias")
         biases[id] = bias
     return tuple(biases.items())
+
+
+def _about_digits(given: object, key: str | int, bias: float) -> str:
+    """For errors: which of its two meanings a digit has here, and how to write the other."""
+    if not isinstance(key, str) or not (key.isascii() and key.isdigit() and len(key) == 1):
+        return ""
+    if isinstance(given, dict):
+        return f'; in an object "{key}" is the id, and the character is written as a pair: [["{key}", {bias!r}]]'
+    return f'; in a pair "{key}" is the character, and the id is written as a number: [[{key}, {bias!r}]]'
 
 
 # -- best_of and suffix: sample candidates, rank them, answer with the best --

@@ -243,7 +243,8 @@ class GenerationRequest(SamplingFields):
     ) = Field(
         default_factory=dict,
         description="added to logits, -100 to 100. The keys of an object are ids in decimal (as in OpenAI's API) or "
-        'any other single character; a list of pairs distinguishes "5", the character, from 5, the id',
+        'any other single character: {"5": -100} is about id 5. In a list of pairs, [["5", -100]] is about the '
+        "character 5 and [[5, -100]] about id 5",
         examples=[{"e": -100, "\n": 2.5}, [["e", -100], [5, 1.0]]],
     )
 
@@ -428,7 +429,7 @@ def parse(kind: type[AnyRequest], body: bytes | dict[str, Any]) -> AnyRequest:
         if problem["type"] == "json_invalid":
             reason = message.removeprefix("Invalid JSON: ")
             raise ApiError(400, f"body is not valid JSON: {reason}", code="invalid_json") from None
-        shown = f", got {_shortened(given)}"
+        shown = f", got {shortened(given)}"
         if place and place[0] in EXPECTED:
             place, shown = place[:1], ""
             message = f"Input should be {EXPECTED[str(place[0])]}"
@@ -436,7 +437,7 @@ def parse(kind: type[AnyRequest], body: bytes | dict[str, Any]) -> AnyRequest:
         raise ApiError(400, f"{param or 'body'}: {message}{shown}", param=param) from None
 
 
-def _shortened(value: object) -> str:
+def shortened(value: object) -> str:
     text = repr(value[:101] if isinstance(value, str | list) else value)
     return text if len(text) <= 100 else text[:100] + "…"
 

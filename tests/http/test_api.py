@@ -447,6 +447,17 @@ def test_model_is_retrieved_by_name(client):
     assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
 
 
+def test_logit_bias_errors_say_what_a_digit_means(client):
+    digits = rejection(client, "/generate", logit_bias={VOCABULARY[5]: 1, "5": 2})["message"]
+    assert digits == (
+        "logit_bias: '5', id 5, appears twice; in an object \"5\" is the id, and the character is written as a pair: "
+        '[["5", 2.0]]'
+    )
+    pair = rejection(client, "/generate", logit_bias=[["5", -3]])["message"]  # not in this vocabulary
+    assert "got '5': -3.0; in a pair \"5\" is the character, and the id is written as a number: [[5, -3.0]]" in pair
+    assert len(rejection(client, "/generate", logit_bias={"9" * 5000: 1})["message"]) < 300
+
+
 def test_logit_bias_accepts_characters_and_ids(post):
     options = {"prompt": "a", "max_tokens": 5, "temperature": 0}
     x = VOCABULARY.index("x")
