@@ -216,6 +216,9 @@ class Settings(BaseSettings):
         " ", min_length=1, max_length=1, description="default replacement for characters outside the vocabulary"
     )
 
+    strict_fields: bool = Field(
+        False, description="refuse requests with unknown fields, unless they have strict: false"
+    )
     stream_interval_seconds: float = Field(0.02, ge=0, le=60, description="minimum time between two events of a stream")
     keep_alive_seconds: float = Field(
         15,

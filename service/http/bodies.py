@@ -21,10 +21,12 @@ from starlette.requests import Request
 from service.http.pause import Pause
 from service.http.schemas import (
     EXPECTED,
+    FIELD_NAME,
     MAX_BIASES,
     MAX_CHOICES,
     MAX_ID,
     MAX_STOPS,
+    MAX_UNKNOWN_FIELDS,
     AnyRequest,
     ApiError,
     NextRequest,
@@ -79,7 +81,7 @@ async def parse_large(kind: type[AnyRequest], body: bytes, settings: Settings) -
     """
     pause = Pause()
     fields = _fields(kind, body)
-    small: dict[str, Any] = {}
+    small: dict[str, Any] = dict.fromkeys(await _unknown(kind, body, pause))
     large: dict[str, Any] = {}
     for name, raw in fields.items():
         await pause.if_due()
@@ -103,7 +105,8 @@ async def parse_large(kind: type[AnyRequest], body: bytes, settings: Settings) -
         elif name == "logit_bias":
             small[name] = _biases(raw)
         elif name == "stream_options" and raw[:1] == b"{":
-            small[name] = {key: _abbreviated(key, value) for key, value in _fields(StreamOptions, raw).items()}
+            small[name] = dict.fromkeys(await _unknown(StreamOptions, raw, pause))
+            small[name] |= {key: _abbreviated(key, value) for key, value in _fields(StreamOptions, raw).items()}
         else:
             small[name] = _abbreviated(name, raw)
     await pause.if_due()
@@ -117,6 +120,39 @@ async def parse_large(kind: type[AnyRequest], body: bytes, settings: Settings) -
 def _decoder(kind: type[BaseModel]) -> msgspec.json.Decoder[msgspec.Struct]:
     """Cuts an object into the JSON of its fields, and skips unknown ones."""
     return msgspec.json.Decoder(msgspec.defstruct(kind.__name__, [(name, Raw, Raw()) for name in kind.model_fields]))
+
+
+@functools.lru_cache(maxsize=256)
+def _strict_decoder(kind: type[BaseModel], others: tuple[str, ...]) -> msgspec.json.Decoder[msgspec.Struct]:
+    """Fails at the first field that is neither the kind's nor one of the others."""
+    names = {f"field_{i}": name for i, name in enumerate((*kind.model_fields, *others))}
+    fields = [(field, Raw, Raw()) for field in names]
+    return msgspec.json.Decoder(msgspec.defstruct(kind.__name__, fields, rename=names, forbid_unknown_fields=True))
+
+
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+
+
+async def _unknown(kind: type[BaseModel], body: bytes, pause: Pause) -> list[str]:
+    """The unknown fields of a JSON object, in order: at most one more than allowed, and none after an invalid name.
+
+    A decoder names the first one that it does not have, so that each takes another; a dict of all fields could have
+    hundreds of thousands.
+    """
+    names: list[str] = []
+    while len(names) <= MAX_UNKNOWN_FIELDS:
+        try:
+            _strict_decoder(kind, tuple(names)).decode(body)
+        except msgspec.ValidationError as error:
+            found = _UNKNOWN.fullmatch(str(error))
+            assert found is not None, error  # it is an object, as _fields has decoded it
+            names.append(found[1])
+            if not FIELD_NAME.fullmatch(found[1]):
+                break
+        else:
+            break
+        await pause.if_due()
+    return names
 
 
 def _fields(kind: type[BaseModel], body: bytes) -> dict[str, bytes]:

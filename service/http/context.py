@@ -16,7 +16,7 @@ from service.http.bodies import BodyReader
 from service.http.client import EngineClient, Generation
 from service.http.clients import ClientLimits
 from service.http.models import Model, choose
-from service.http.schemas import AnyRequest, ApiError
+from service.http.schemas import AnyRequest, ApiError, ModelRequest
 from service.model.checkpoint import Checkpoint
 from service.observe.exposition import Exposition
 from service.observe.metrics import Metrics
@@ -40,6 +40,7 @@ class RequestContext:
     model: Model | None = None  # that the request has chosen
     num_charged_characters: int = 0  # to the client's limit
     timeout_seconds: float | None = None  # the request's own time limit
+    ignored_fields: list[str] = field(default_factory=list)  # unknown ones of the request
     num_prompt_tokens: int | None = None  # None: the request does not run the model
     generations: list[Generation] = field(default_factory=list)  # the first gives the answer, or candidates for it
     client_left: bool = False  # before its sequences had ended
@@ -166,8 +167,24 @@ class Service:
             self.state.use(self.process_id, context.model.id, -1)
 
     async def read(self, kind: type[AnyRequest], request: Request) -> AnyRequest:
-        """The request in a JSON body; raises as BodyReader.read."""
-        return await self.bodies.read(kind, request, RequestContext.of(request.scope).client)
+        """The request in a JSON body; raises as BodyReader.read and `check_fields`."""
+        context = RequestContext.of(request.scope)
+        body = await self.bodies.read(kind, request, context.client)
+        self.check_fields(context, body)
+        return body
+
+    def check_fields(self, context: RequestContext, body: ModelRequest) -> None:
+        """Note the unknown fields of a request.
+
+        Raises:
+            ApiError: 400, it has some, and they are to be refused.
+        """
+        context.ignored_fields = body.ignored_fields
+        if body.ignored_fields and (self.settings.strict_fields if body.strict is None else body.strict):
+            name, known = body.ignored_fields[0], ", ".join(type(body).model_fields)
+            reason = "the server's setting strict_fields" if body.strict is None else "strict"
+            message = f"{name}: unknown field, refused because of {reason}; known fields are {known}"
+            raise ApiError(400, message, param=name, code="unknown_field")
 
     def refuse_if_full(self, context: RequestContext) -> None:
         """Before anything of a request is read; raises as EngineClient.refuse_if_full."""

@@ -40,6 +40,7 @@ async def generate_events(service: Service, request: Request) -> Response:
     if "stop" in fields:
         fields["stop"] = request.query_params.getlist("stop")
     body = parse(GenerateRequest, fields | {"stream": "true"})
+    service.check_fields(RequestContext.of(request.scope), body)
     await request.body()  # a client that leaves is seen only once all that it announced has come
     return await _answer(service, request, body, NativeForm, done=b"id: %b\n" % EVENT_SOURCE_END.encode() + DONE)
 

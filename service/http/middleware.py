@@ -42,7 +42,7 @@ PROBES = frozenset({"/livez", "/readyz", "/health"})  # never need an API key
 QUIET = PROBES | {"/metrics"}  # logged at level debug
 EXPOSED_HEADERS = (
     "X-Request-Id", "Retry-After", "X-Queue-Time", "X-Prefill-Time", "X-Inference-Time", "X-Time-Per-Token",
-    "X-Total-Time", "X-Checkpoint", "X-Backend", "X-Dtype", "X-Seed",
+    "X-Total-Time", "X-Checkpoint", "X-Backend", "X-Dtype", "X-Seed", "X-Ignored-Fields",
 )  # fmt: skip
 
 
@@ -105,6 +105,9 @@ class RequestMiddleware:
             if message["type"] == "http.response.start":
                 context.status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+                if context.ignored_fields:
+                    names = ", ".join(context.ignored_fields)
+                    message["headers"].append((b"x-ignored-fields", names.encode()))
                 if self.is_leaving():  # so that nobody sends another request on a connection that is about to end
                     message["headers"].append((b"connection", b"close"))
             await send(message)

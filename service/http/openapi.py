@@ -27,6 +27,7 @@ from service.http.context import Service
 from service.http.generate import EVENT_SOURCE_END
 from service.http.middleware import PROBES
 from service.http.schemas import (
+    MAX_UNKNOWN_FIELDS,
     CompletionRequest,
     DetokenizeRequest,
     Error,
@@ -44,8 +45,10 @@ DESCRIPTION = """
 A token is a character everywhere. The same request with the same seed gives the same text, whole or streamed, alone \
 or among others.
 
-Unknown fields are ignored, and null means a field's default. Strings of `format: vocabulary` contain the model's \
-characters only, unless `unknown_characters` says what to do with others. {vocabulary}
+Up to {unknown} unknown fields are ignored and named in the header `X-Ignored-Fields`, or refused with `strict`; one \
+that is likely to be a typo of a known field is always refused. null means a field's default. Strings of \
+`format: vocabulary` contain the model's characters only, unless `unknown_characters` says what to do with others. \
+{vocabulary}
 
 Every answer has an `X-Request-Id`. Every error has the body `{{"error": {{"message", "type", "param", "code"}}}}`; \
 an unknown path gives 404, a wrong method 405.
@@ -64,7 +67,7 @@ TAGS = {
 # status -> meaning; codes of the errors, if any
 FAILURES = {
     400: "A field is missing, invalid or out of bounds, or a text has unknown characters. Codes: `invalid_json`, "
-    "`unknown_character`, `invalid_pattern`, or null; `param` names the field.",
+    "`unknown_character`, `invalid_pattern`, `unknown_field`, or null; `param` names the field.",
     401: "The API key is missing or invalid. Code: `invalid_api_key`.",
     404: "The model is not served here. Code: `model_not_found`.",
     408: "The body took too long to arrive. Code: `body_timeout`.",
@@ -83,6 +86,10 @@ MILLISECONDS = {"type": "number", "minimum": 0}
 HEADERS: dict[str, tuple[str, dict[str, Any]]] = {
     "X-Request-Id": ("The request's id: the client's own, or a new one", {"type": "string"}),
     "Retry-After": ("Seconds; an error during shutdown may lack it", {"type": "integer"}),
+    "X-Ignored-Fields": (
+        "Unknown fields of the request, comma-separated; absent if there are none",
+        {"type": "string"},
+    ),
     "X-Checkpoint": ("SHA-256 of the checkpoint", {"type": "string"}),
     "X-Backend": ("What ran the model", {"type": "string"}),
     "X-Dtype": ("Arithmetic of the model", {"type": "string"}),
@@ -146,7 +153,7 @@ def build_document(
         "info": {
             "title": settings.model_name,
             "summary": "A character-level GPT",
-            "description": DESCRIPTION.format(vocabulary=vocabulary),
+            "description": DESCRIPTION.format(vocabulary=vocabulary, unknown=MAX_UNKNOWN_FIELDS),
             "version": version("chargpt"),
         },
         "servers": [{"url": settings.root_path or "/"}],
@@ -237,7 +244,7 @@ def _answer(operation: Operation) -> dict[str, Any]:
         content["application/json"] = {"schema": _ref("schemas", operation.answer.__name__)}
     if operation.events:
         content["text/event-stream"] = _event_stream(operation.events)
-    headers: tuple[str, ...] = ()
+    headers: tuple[str, ...] = ("X-Ignored-Fields",) if operation.request is not None else ()
     if set(RUN) <= set(operation.failures):
         headers = tuple(name for name in HEADERS if name not in ("X-Request-Id", "Retry-After"))
     return _response("The answer.", content or {"text/plain": {"schema": {"type": "string"}}}, *headers)

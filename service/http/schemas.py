@@ -6,8 +6,11 @@ a fraction of a microsecond. Bounds that depend on the served model or its setti
 
 from __future__ import annotations
 
+import difflib
+import functools
+import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -16,8 +19,10 @@ from pydantic import (
     ConfigDict,
     Field,
     GetJsonSchemaHandler,
+    PrivateAttr,
     Strict,
     ValidationError,
+    ValidationInfo,
     create_model,
     model_validator,
 )
@@ -30,6 +35,31 @@ MAX_CHOICES = 1000
 MAX_STOPS = 16
 MAX_BIASES = 10_000
 MAX_ID = 2**31 - 1
+MAX_UNKNOWN_FIELDS = 16
+# Of an unknown field: printable ASCII that can stand in a header's list.
+FIELD_NAME = re.compile(r"[!#-+\--\[\]-~]{1,64}")
+
+# Fields of OpenAI's and vLLM's completions that this service does not have: never taken for typos.
+FOREIGN_FIELDS = frozenset(
+    (
+        # OpenAI
+        "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "response_format",
+        "parallel_tool_calls", "tools", "tool_choice", "top_logprobs", "modalities", "verbosity", "reasoning_effort",
+        # vLLM
+        "add_special_tokens", "allowed_token_ids", "bad_words", "cache_salt", "detokenize", "kv_transfer_params",
+        "length_penalty", "logits_processors", "prompt_embeds", "prompt_logprobs", "request_id",
+        "return_token_ids", "return_token_strs", "return_tokens_as_token_ids", "skip_special_tokens",
+        "spaces_between_special_tokens", "stop_token_ids", "structured_outputs", "truncate_prompt_tokens",
+        "truncation_side", "use_beam_search", "vllm_xargs",
+    )
+)  # fmt: skip
+# What other APIs call a field: refused, unless the field itself is given too.
+OTHER_NAMES = {
+    "max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens", "max_length": "max_tokens",
+    "n_predict": "max_tokens", "num_predict": "max_tokens", "max_gen_toks": "max_tokens",
+    "min_new_tokens": "min_tokens", "guided_regex": "regex", "guided_choice": "choice", "stop_sequences": "stop",
+    "until": "stop", "num_return_sequences": "n", "repeat_penalty": "repetition_penalty",
+}  # fmt: skip
 
 Item = TypeVar("Item")
 # Validated up to the first error, as only that is reported.
@@ -91,15 +121,24 @@ class ApiError(Exception):
 
 
 class Body(BaseModel):
-    """A request body. Unknown fields are ignored, invalid ones refused; null means a field's default."""
+    """A request body. Invalid fields are refused; null means a field's default.
+
+    Unknown fields are named in the validation's context, a list, unless they are likely to be meant for known ones.
+    """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
+    path: ClassVar[str] = ""  # of this body's fields, in errors
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, data: Any) -> Any:
+    def _known_fields(cls, data: Any, info: ValidationInfo) -> Any:
         if not isinstance(data, dict):
             return data
+        unknown = [name for name in data if name not in cls.model_fields]
+        if unknown:
+            _check_unknown(cls, unknown, data)
+            if info.context is not None:
+                info.context.extend(cls.path + name for name in unknown)
         return {
             name: data[name]
             for name, field in cls.model_fields.items()
@@ -117,8 +156,43 @@ class Body(BaseModel):
         return schema
 
 
+def _check_unknown(kind: type[Body], unknown: list[str], given: Mapping[str, object]) -> None:
+    """
+    Raises:
+        ApiError: 400, there are too many, one's name is invalid, or one is likely to be meant for a known field.
+    """
+    for name in unknown[: MAX_UNKNOWN_FIELDS + 1]:
+        if not FIELD_NAME.fullmatch(name):
+            message = (
+                f"{shortened(name)} is not the name of a field: 1 to 64 printable ASCII characters, without blanks"
+            )
+            raise ApiError(400, f"{kind.path or 'body'}: {message}", code="unknown_field")
+        meant = _meant(kind, name)
+        if name in OTHER_NAMES and any(given.get(known) is not None for known in meant):
+            continue
+        if meant:
+            message = f"unknown field; did you mean {' or '.join(meant)}?"
+            raise ApiError(400, f"{kind.path}{name}: {message}", param=kind.path + name, code="unknown_field")
+    if len(unknown) > MAX_UNKNOWN_FIELDS:
+        message = f"at most {MAX_UNKNOWN_FIELDS} unknown fields are ignored, got more"
+        raise ApiError(400, f"{kind.path or 'body'}: {message}", code="unknown_field")
+
+
+@functools.lru_cache(maxsize=1024)
+def _meant(kind: type[Body], name: str) -> list[str]:
+    """The known fields that an unknown one is likely to be meant for."""
+    if name in FOREIGN_FIELDS:
+        return []
+    if OTHER_NAMES.get(name) in kind.model_fields:
+        return [OTHER_NAMES[name]]
+    usual = name.lower().replace("-", "_")
+    return [usual] if usual in kind.model_fields else difflib.get_close_matches(usual, kind.model_fields, cutoff=0.8)
+
+
 class StreamOptions(Body):
     """How a stream reports usage."""
+
+    path: ClassVar[str] = "stream_options."
 
     include_usage: bool = Field(
         False,
@@ -130,6 +204,13 @@ class StreamOptions(Body):
 
 class ModelRequest(Body):
     """Fields that all routes which use the model share."""
+
+    _ignored: list[str] = PrivateAttr(default_factory=list)
+
+    @property
+    def ignored_fields(self) -> list[str]:
+        """The names of unknown fields."""
+        return self._ignored
 
     model: str | None = Field(
         None, max_length=1000, description="name of the served model, as /v1/models gives it", examples=["chargpt"]
@@ -156,6 +237,12 @@ class ModelRequest(Body):
         le=86_400,
         description="time limit for waiting and running together; the server's own limit applies if it is lower",
         examples=[30],
+    )
+    strict: bool | None = Field(
+        None,
+        description="refuse the request if it has unknown fields; otherwise they are ignored, and named in the header "
+        "X-Ignored-Fields. Default: the server's setting",
+        examples=[True],
     )
 
 
@@ -419,10 +506,14 @@ def parse(kind: type[AnyRequest], body: bytes | dict[str, Any]) -> AnyRequest:
     Raises:
         ApiError: 400, with the field, what was given and what is allowed.
     """
+    ignored: list[str] = []
     try:
         if isinstance(body, dict):
-            return kind.model_validate(body, strict=False)
-        return kind.model_validate_json(body)
+            request = kind.model_validate(body, strict=False, context=ignored)
+        else:
+            request = kind.model_validate_json(body, context=ignored)
+        request._ignored = ignored
+        return request
     except ValidationError as error:
         problem = error.errors(include_url=False, include_context=False)[0]
         place, message, given = problem["loc"], problem["msg"], problem["input"]

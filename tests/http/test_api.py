@@ -403,9 +403,14 @@ def test_unknown_characters_are_refused_replaced_or_dropped(client, post):
     assert "and 980 more" in many and len(many) < 1000
 
 
-def test_setting_selects_the_default_for_unknown_characters(checkpoint):
-    with RunningServer(checkpoint.path, unknown_characters="replace", replacement_character="?") as server:
+def test_settings_select_the_defaults_for_unknown_characters_and_fields(checkpoint):
+    options = {"unknown_characters": "replace", "replacement_character": "?", "strict_fields": True}
+    with RunningServer(checkpoint.path, **options) as server:
         server.wait_until_ready()
+        body = {"prompt": "a", "max_tokens": 1, "user": "me"}
+        error = web.post(f"{server.url}/v1/completions", json=body).json()["error"]
+        assert error["message"].startswith("user: unknown field, refused because of the server's setting strict_fields")
+        assert web.post(f"{server.url}/v1/completions", json=body | {"strict": False}).status_code == 200
         answer = web.post(f"{server.url}/generate", json={"prompt": "\u00e9a", "max_tokens": 1, "echo": True}).json()
         assert answer["choices"][0]["text"].startswith("?a")
         assert answer["chargpt"]["replaced_characters"] == 1
@@ -445,6 +450,49 @@ def test_model_is_retrieved_by_name(client):
     assert client.get("/v1/models/chargpt").json()["id"] == "chargpt"
     response = client.get("/v1/models/other")
     assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize(
+    ("path", "given", "meant"),
+    [
+        ("/generate", {"max_token": 5}, "max_tokens"),
+        ("/generate", {"maxTokens": 5}, "max_tokens"),
+        ("/v1/completions", {"top-p": 0.5}, "top_p"),
+        ("/v1/completions", {"max_new_tokens": 5}, "max_tokens"),
+        ("/generate", {"guided_regex": "a"}, "regex"),
+        ("/v1/score", {"texts": ["ab"], "priorty": 1}, "priority"),
+        ("/v1/next", {"prompts": ["a"]}, "prompt"),
+        ("/tokenize", {"promt": "a"}, "prompt"),
+        ("/detokenize", {"token": [1]}, "tokens"),
+        ("/generate", {"stream_options": {"include_usages": True}}, "include_usage"),
+    ],
+)
+def test_likely_typos_are_refused(client, path, given, meant):
+    error = rejection(client, path, **given)
+    assert error["code"] == "unknown_field"
+    assert error["message"] == f"{error['param']}: unknown field; did you mean {meant}?"
+
+
+def test_unknown_fields_are_named_and_refused_on_request(client, post):
+    body = {"prompt": "a", "max_tokens": 2, "user": "me", "colour": "red", "stream_options": {"x": 1}}
+    for size in (0, 70_000):  # small and large bodies
+        for stream in (False, True):
+            response = client.post("/generate", json=body | {"metadata": "m" * size, "stream": stream})
+            assert response.status_code == 200
+            names = set(response.headers["x-ignored-fields"].split(", "))
+            assert names == {"user", "colour", "metadata", "stream_options.x"}
+        error = rejection(client, "/generate", **body, metadata="m" * size, strict=True)
+        assert (
+            error["code"] == "unknown_field" and "refused because of strict; known fields are model" in error["message"]
+        )
+    assert "x-ignored-fields" not in client.post("/tokenize", json={"prompt": "a"}).headers
+    assert client.post("/tokenize", json={"prompt": "a", "user": 1}).headers["x-ignored-fields"] == "user"
+    query = {"prompt": "a", "max_tokens": 2, "user": "me"}
+    with client.stream("GET", "/generate", params=query) as response:
+        assert response.headers["x-ignored-fields"] == "user"
+    assert client.get("/generate", params=query | {"strict": "true"}).json()["error"]["param"] == "user"
+    assert client.get("/generate", params={"max_token": 2}).json()["error"]["param"] == "max_token"
+    post("/generate", prompt="a", max_tokens=2, strict=True)
 
 
 def test_logit_bias_errors_say_what_a_digit_means(client):

@@ -32,7 +32,7 @@ def outcome(parser, kind, body):
     except ApiError as error:
         message, _, _ = error.message.partition(", got ")
         return message, error.param, error.code
-    return request.model_dump(), request.model_fields_set
+    return request.model_dump(), request.model_fields_set, request.ignored_fields
 
 
 IDS, TEXTS = [3] * 3000, ["abc"] * 2000
@@ -109,6 +109,21 @@ BODIES = [
     (ScoreRequest, {"continuations": [*TEXTS, None]}),
     (ScoreRequest, {"continuations": IDS}),
     (ScoreRequest, {"unknown": IDS}),
+    (GenerateRequest, {"user": "a", "prompt": IDS, "é": 1}),
+    (GenerateRequest, {"user": "a", "prompt": IDS, "a b": 1}),
+    (GenerateRequest, {"prompt": IDS, 'a"b': 1}),
+    (GenerateRequest, {"prompt": IDS, "a`\n`": 1}),
+    (GenerateRequest, {"prompt": IDS, "": 1}),
+    (GenerateRequest, {"prompt": IDS, "x" * 65: 1}),
+    (GenerateRequest, {"z": 1, "prompt": IDS, "x" * 64: 1, "user": {"prompt": 1}, "y-$.": None}),
+    (GenerateRequest, {"prompt": IDS, "max_token": 5}),
+    (GenerateRequest, {"prompt": IDS, "max_new_tokens": 5}),
+    (GenerateRequest, {"prompt": IDS, "max_new_tokens": 5, "max_tokens": None}),
+    (GenerateRequest, {"prompt": IDS, "max_new_tokens": 5, "max_tokens": 5}),
+    (GenerateRequest, {"prompt": IDS} | {f"u{i}": i for i in range(16)}),
+    (GenerateRequest, {"prompt": IDS} | {f"u{i}": i for i in range(17)}),
+    (GenerateRequest, {"stream_options": {"x": "a" * 9000, "include_usage": True}, "user": 1}),
+    (GenerateRequest, {"stream_options": {"x": "a" * 9000, "include_usages": True}, "user": 1}),
 ]
 RAW = [
     b'{"prompt": ["a"' + b" " * 9000 + b"]}",
@@ -186,3 +201,15 @@ def test_of_each_client_one_large_body_waits_for_its_turn():
     asyncio.run(main())
     assert done.index("b") <= 1
     assert len(done) == 6 and not reader._turns
+
+
+def test_unknown_fields_are_named_in_order():
+    body = {"user": 1, "prompt": "a" * 9000, "stream_options": {"y": 1}, "x": 1}
+    for read in (large, parse):
+        assert sorted(read(GenerateRequest, json.dumps(body).encode()).ignored_fields) == [
+            "stream_options.y",
+            "user",
+            "x",
+        ]
+    _, _, code = outcome(large, GenerateRequest, json.dumps(body | {"seeds": 1}).encode())
+    assert code == "unknown_field"

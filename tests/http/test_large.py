@@ -68,7 +68,7 @@ CASES = {
     "many invalid bodies": (400, 0, content_of(*[("/generate", {"prompt": [[-1] * 100_000]})] * 20)),
     "invalid texts": (400, 0, content_of(("/v1/score", {"continuations": [5] * 1_000_000}))),
     "unknown characters": (400, 0, content_of(("/generate", {"prompt": "\u6f22" * 100_000}))),
-    "unknown fields": (200, 0, [("/generate", b'{"max_tokens": 1' + b',"%d":1' * 600_000 % (*range(600_000),) + b"}")]),
+    "unknown fields": (400, 0, [("/generate", b'{"max_tokens": 1' + b',"%d":1' * 600_000 % (*range(600_000),) + b"}")]),
     "a number for a list": (400, 0, content_of(("/generate", {"n": [1] * 2_000_000}))),
     "a long number": (400, 0, content_of(("/generate", b'{"n": ' + b"1" * 4_000_000 + b"}"))),
     "many ids": (200, 2e6, content_of(("/detokenize", {"tokens": [5] * 2_000_000}))),
