@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """Exit status: 0 after a signal, 1 when the server failed, 2 for bad settings or a bad checkpoint."""
+    """Exit status: 0 after a signal, 1 when the server failed, 2 for bad settings, a bad checkpoint or a taken port."""
     if sys.stderr is None:  # closed by whoever started this
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         os.set_inheritable(2, True)  # for all processes
@@ -54,7 +54,7 @@ def serve(settings: "Settings", **options: Any) -> int:
 
         from service.http.protocol import OpenFilesError
         from service.model.checkpoint import CheckpointError
-        from service.server import BackendError, StartError, build_server
+        from service.server import AddressError, BackendError, StartError, build_server
         from service.supervisor import TooManyDeathsError
 
         try:
@@ -64,6 +64,9 @@ def serve(settings: "Settings", **options: Any) -> int:
             return 2
         try:
             server.serve()
+        except AddressError as error:
+            print(f"{program()}: {error}", file=sys.stderr)
+            return 2
         except (StartError, TooManyDeathsError) as error:
             print(f"{program()}: {error}", file=sys.stderr)
             return 1

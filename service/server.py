@@ -51,6 +51,7 @@ from service.settings import Settings
 from service.shared import SharedState
 from service.sockets import SocketTransport
 from service.supervisor import START_SECONDS, Supervisor, TooManyDeathsError
+from service.words import plural
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +59,12 @@ UVICORN_GRACE_SECONDS = 1  # requests are drained before uvicorn stops
 HTTP_START_SECONDS = 60.0  # of an HTTP process, until its first heartbeat
 
 
+class AddressError(ValueError):
+    """The address cannot be listened on."""
+
+
 class StartError(Exception):
-    """The port cannot be listened on, or every inference process failed before it was ready."""
+    """Every inference process failed before it was ready."""
 
 
 class BackendError(ValueError):
@@ -135,6 +140,7 @@ class Server(LitServer):
         self.spec = Spec()
         self.must_hurry = False  # after a second signal: do not wait for running requests
         self._must_reload = False  # after SIGHUP
+        self._is_announced = False  # that it is ready
         self._http_processes: dict[int, BaseProcess] = {}  # those that run, or died last
         self._others: list[BaseProcess] = []  # processes that are neither HTTP processes nor workers
         api = self.api = EngineAPI(spec=self.spec, loop=EngineLoop())
@@ -213,10 +219,11 @@ class Server(LitServer):
         """Serve until SIGTERM or Ctrl-C; running requests finish first.
 
         Raises:
-            StartError: the address cannot be listened on, or no inference process could start.
+            AddressError: the address cannot be listened on.
+            StartError: no inference process could start.
             TooManyDeathsError: processes keep dying.
         """
-        check_address(self.settings.host, self.settings.port)
+        self._listener = bind(self.settings.host, self.settings.port)
         main = os.getpid()
 
         def stop(*_: Any) -> None:
@@ -239,10 +246,12 @@ class Server(LitServer):
         signal.signal(signal.SIGHUP, hang_up)
         try:
             self.run(
-                host=self.settings.host,
+                host="127.0.0.1",  # LitServe knows three hosts; uvicorn is given the socket instead
                 port=self.settings.port,
+                fd=self._listener.fileno(),
                 num_api_servers=self.settings.http_processes,
-                log_level=self.settings.log_level,
+                # uvicorn's own lines call it running and complete before the port answers.
+                log_level="error" if self.settings.log_level == "error" else "warning",
                 generate_client_file=False,
                 loop=Loop,
                 http=functools.partial(Protocol, self.connections),
@@ -329,20 +338,22 @@ class Server(LitServer):
         """Start the HTTP processes, and keep all processes running from here on.
 
         Raises:
-            StartError: another process has taken the address.
+            AddressError: another process has taken the address.
         """
         processes = self._http_processes
+        for duplicate in sockets:  # uvicorn takes its family for Unix
+            duplicate.close()
+        del options["fd"]
         config = uvicorn.Config(
             self.app, log_level=log_level, timeout_graceful_shutdown=UVICORN_GRACE_SECONDS, **options
         )
         config.load()  # here, so that a process that is replaced later needs no certificate's file
         if self.settings.tls_certificate is not None:
             self.service.exposition.certificate_expires_at = certificate_expiry(self.settings.tls_certificate)
-        for listener in sockets:
-            try:
-                listener.listen(config.backlog)  # uvloop would not notice that it fails
-            except OSError as error:
-                raise StartError(_cannot_listen(self.settings.host, port, error)) from None
+        try:
+            self._listener.listen(config.backlog)  # uvloop would not notice that it fails
+        except OSError as error:
+            raise AddressError(_cannot_listen(self.settings.host, self._listener.getsockname(), error)) from None
         # The queue of LitServe's loggers and their process, if there are any: these cannot be replaced.
         self._others = [it for it in multiprocessing.active_children() if it not in self.inference_workers]
 
@@ -350,7 +361,7 @@ class Server(LitServer):
             server = HttpServer(config, self.state)
             self.spec.response_queue_id = id
             fork = multiprocessing.get_context("fork")
-            process = fork.Process(target=server.run, args=(sockets,), name=f"http-{id}")
+            process = fork.Process(target=server.run, args=([self._listener],), name=f"http-{id}")
             with blocked(signal.SIGHUP):  # there until App.running has its handler
                 process.start()
             processes[id] = process
@@ -387,6 +398,9 @@ class Server(LitServer):
             self._must_reload = False
             self._reload()
         self.supervisor.check()
+        if not self._is_announced and all(map(self.state.is_answering, self.state.http_names)):
+            self._is_announced = True
+            logger.info("ready: %s", url_of(self.settings))
         if self.catalog.check(self.state):
             self.service.serve(self.catalog.listing, self.catalog.checkpoints)
         for process in self._others:
@@ -471,17 +485,27 @@ def end_all(processes: list[BaseProcess], seconds: float) -> None:
             process.join()
 
 
-def check_address(host: str, port: int) -> None:
-    """
+def bind(host: str, port: int) -> socket.socket:
+    """A socket at an address, or at a name's first IPv4 address, or its first one if it has none.
+
     Raises:
-        StartError: the address cannot be listened on; uvicorn would exit with a status of its own.
+        AddressError: the name has no address, or it cannot be bound.
     """
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise StartError(_cannot_listen(host, port, error)) from None
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, ValueError) as error:  # ValueError: no name at all
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise AddressError(f"--host {host}: neither an IP address nor a name that has one: {reason}") from None
+    family, kind, protocol, _, address = min(found, key=lambda it: it[0] != socket.AF_INET)
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise AddressError(_cannot_listen(host, address, error)) from None
+    listener.set_inheritable(True)
+    return listener
 
 
 def certificate_expiry(path: Path) -> float:
@@ -490,8 +514,16 @@ def certificate_expiry(path: Path) -> float:
     return ssl.cert_time_to_seconds(decoded["notAfter"])
 
 
-def _cannot_listen(host: str, port: int, error: OSError) -> str:
-    return f"cannot listen on {host}, port {port}: {error.strerror}"
+def _cannot_listen(host: str, address: tuple[Any, ...], error: OSError) -> str:
+    shown = host if host == address[0] else f"{host} ({address[0]})"
+    return f"cannot listen on {shown}, port {address[1]}: {error.strerror}"
+
+
+def url_of(settings: Settings) -> str:
+    """For people: where the service answers, on this machine if on every address."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
+    scheme = "http" if settings.tls_certificate is None else "https"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.port}{settings.root_path}"
 
 
 def choose_accelerator(asked: str) -> str:
@@ -535,7 +567,8 @@ def check_devices(devices: int, accelerator: str) -> None:
         )
     gpus = check_cuda_with_nvidia_smi() if accelerator == "cuda" else 0
     if 0 < gpus < devices:  # 0: named by UUID, which it does not count
-        raise BackendError(f"--devices {devices}: there are {gpus} GPUs, by nvidia-smi and CUDA_VISIBLE_DEVICES")
+        found = plural(gpus, "GPU")
+        raise BackendError(f"--devices {devices}: nvidia-smi and CUDA_VISIBLE_DEVICES give {found}")
 
 
 def torch_build() -> tuple[str, str | None]:
@@ -564,7 +597,8 @@ def choose_slots(settings: Settings, configs: list[GPTConfig], dtype: str, devic
         slots = next((n for n in range(fitting - 1, 0, -1) if n + reserved_slots(n) <= fitting), 0)
     if not slots:
         raise BackendError(f"--max-running-requests auto: not one sequence fits into {free / 1e9:.1f} GB of GPU memory")
-    logger.info("--max-running-requests auto: %d sequences fit into %.1f GB of free GPU memory", fitting, free / 1e9)
+    what = plural(fitting, "sequence")
+    logger.info("--max-running-requests auto: %.1f GB of free GPU memory hold %s", free / 1e9, what)
     return slots
 
 
@@ -579,7 +613,8 @@ def free_gpu_bytes(devices: int) -> float:
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise BackendError(
-            f"--max-running-requests auto: the free memory of {devices} GPUs is unknown ({reason}); pass a number"
+            f"--max-running-requests auto: the free memory of {plural(devices, 'GPU')} is unknown ({reason}); pass a "
+            "number"
         )
     return float(done.stdout)
 

@@ -135,8 +135,11 @@ class Settings(BaseSettings):
         description="name of a checkpoint without one, in requests, answers and metrics; of several, the one that is "
         "meant where a request names none; and of the service as a whole in metrics",
     )
-    host: Literal["127.0.0.1", "0.0.0.0", "::"] = Field(
-        "127.0.0.1", description="address to listen on: 127.0.0.1, 0.0.0.0 or ::"
+    host: str = Field(
+        "127.0.0.1",
+        min_length=1,
+        max_length=255,
+        description="address or host name to listen on; 0.0.0.0: every IPv4 address, :: every address",
     )
     port: int = Field(8000, ge=1024, le=65535, description="TCP port to listen on")
     root_path: str = Field("", description="path prefix added by a proxy, such as /chargpt")

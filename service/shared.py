@@ -35,6 +35,7 @@ class SharedState:
         self._index = {name: i for i, name in enumerate(("main", *self.http_names, *self.worker_names))}
         self._beats = multiprocessing.RawArray("d", len(self._index))  # 0: it is starting
         self._pids = multiprocessing.RawArray("q", len(self._index))
+        self._answering = multiprocessing.RawArray("b", len(self._index))
         self._restarts = multiprocessing.RawArray("q", len(self._index))
         self._leaving = multiprocessing.RawValue("b", 0)
         self._draining = multiprocessing.RawValue("b", 0)
@@ -57,6 +58,7 @@ class SharedState:
     def died(self, name: str) -> None:
         self._pids[self._index[name]] = 0
         self._beats[self._index[name]] = 0.0
+        self._answering[self._index[name]] = 0
         self._followed[self._index[name]] = self._failed[self._index[name]] = 0
 
     @property
@@ -66,6 +68,13 @@ class SharedState:
     def beat(self, name: str) -> None:
         """The process `name` runs: it is not stopped, and not stuck in one call."""
         self._beats[self._index[name]] = time.monotonic()
+
+    def answer(self, name: str) -> None:
+        """The HTTP process `name` is connected to a worker, so that requests are answered."""
+        self._answering[self._index[name]] = 1
+
+    def is_answering(self, name: str) -> bool:
+        return bool(self._answering[self._index[name]])
 
     def last_beat(self, name: str) -> float | None:
         """When a process last showed that it runs; None: it is starting."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 
 from service.shared import SharedState
+from service.words import plural
 
 logger = logging.getLogger(__name__)
 
@@ -136,14 +137,17 @@ class Supervisor:
         while self._deaths[0] < now - self._window_seconds:
             self._deaths.popleft()
         if len(self._deaths) > self._max_deaths:
-            many = f"{len(self._deaths)} deaths of processes within {self._window_seconds:g} s"
+            count = len(self._deaths)
+            many = f"{plural(count, 'death')} of processes within {self._window_seconds:g} s"
         elif watched.early_deaths > self._max_deaths:
-            many = f"{watched.early_deaths} early deaths of it in a row"
+            count = watched.early_deaths
+            many = f"{plural(count, 'early death')} of it in a row"
         else:
             logger.error("%s %s: restarting%s", watched.name, what, f" in {pause:g} s" if pause else "")
             return
         raise TooManyDeathsError(
-            f"{watched.name} {what}: {many} are more than --max-restarts {self._max_deaths} allows"
+            f"{watched.name} {what}: {many} {'is' if count == 1 else 'are'} more than --max-restarts "
+            f"{self._max_deaths} allows"
         )
 
 

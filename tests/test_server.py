@@ -23,6 +23,7 @@ from litserve.connector import check_cuda_with_nvidia_smi
 from service.engine import native
 from service.engine.runner import resolve, slots_that_fit
 from service.engine.scheduler import reserved_slots
+from service.http.info import published
 from service.model.checkpoint import save_checkpoint
 from service.model.config import GPTConfig
 from service.model.params import SamplingParams
@@ -304,6 +305,72 @@ def test_values_at_the_limits_are_accepted(server):
         assert response.status_code == 200, (options, response.text)
 
 
+@pytest.mark.parametrize(
+    ("given", "page", "status"),
+    [
+        ("application/json", True, 200),
+        ("Application/JSON; charset=utf-8; x=1", False, 200),
+        ("application/x-www-form-urlencoded", False, 200),
+        (None, False, 200),
+        ("", False, 200),
+        ("application/x-www-form-urlencoded", True, 415),
+        (None, True, 415),
+        ("text/plain", False, 415),
+        ("text/plain;charset=UTF-8", True, 415),
+        ("multipart/form-data; boundary=x", False, 415),
+        ("application/jsonp", False, 415),
+    ],
+)
+def test_content_types(server, given, page, status):
+    """A browser sends the simple types, but not application/json, to another origin without asking."""
+    headers = {} if given is None else {"Content-Type": given}
+    headers |= {"Origin": "https://example.org"} if page else {}
+    for path, body in (("/generate", b'{"prompt": "a", "max_tokens": 1}'), ("/tokenize", b'{"prompt": "a"}')):
+        for content in (body, body + b" " * 70_000):
+            response = web.post(server.url + path, content=content, headers=headers)
+            assert response.status_code == status, response.text
+            if status == 415:
+                error = response.json()["error"]
+                assert error["code"] == "unsupported_content_type"
+                assert "must be application/json" in error["message"] and (given or "''") in error["message"]
+
+
+SURROGATES = [
+    (b'{"prompt": "ab\\ud800"}', "U+D800 at byte 14"),
+    (b'{"prompt": "\\ud83d\\ude42\\uDE42"}', "U+DE42 at byte 24"),
+    (b'{"prompt": "\\\\ud83d\\\\\\ud83dx"}', "U+D83D at byte 21"),
+    (b'{"user": "\xed\xa0\x80"}', "U+D800 at byte 10"),
+]
+
+
+@pytest.mark.parametrize(("body", "what"), SURROGATES)
+def test_a_lone_surrogate_is_named_with_its_place(server, body, what):
+    message = f"body is not valid JSON: {what} is a lone surrogate, half of a pair and not a character"
+    large = b'{"stop": ["' + b"x" * 70_000 + b'"], ' + body[1:]
+    moved = message.replace(what.split()[-1], str(int(what.split()[-1]) + len(large) - len(body)))
+    for content, expected in ((body, message), (large, moved)):
+        error = web.post(f"{server.url}/generate", content=content).json()["error"]
+        assert (error["message"], error["code"]) == (expected, "invalid_json")
+
+
+def test_info_has_no_paths_of_the_trainer():
+    training = {
+        "data": {"name": "a.txt", "sha256": "ab"},
+        "recipe": {"data": ["/home/me/a.txt"], "init_from": "/home/me/b", "teachers": ["/home/me/c"], "steps": 5},
+        "init_from": {"path": "/home/me/b", "weights_sha256": "cd", "init_from": {"path": "/home/me/d", "step": 1}},
+        "teachers": [{"path": "/home/me/c", "weights_sha256": "ef"}],
+        "command": "python -m training train --data /home/me/a.txt",
+    }
+    assert published(training) == {
+        "data": {"name": "a.txt", "sha256": "ab"},
+        "recipe": {"steps": 5},
+        "init_from": {"weights_sha256": "cd", "init_from": {"step": 1}},
+        "teachers": [{"weights_sha256": "ef"}],
+    }
+    assert published({}) == {} and published({"recipe": None}) == {"recipe": None}
+    assert "/home/me/a.txt" in training["recipe"]["data"]
+
+
 def test_chunked_body_is_bounded(server):
     chunks = (b"x" * 10_000 for _ in range(100))
     response = web.post(f"{server.url}/generate", content=chunks)
@@ -490,12 +557,19 @@ def test_request_timeout_returns_504(checkpoint):
         long = {"prompt": "a", "max_tokens": ENDLESS}
         response = web.post(f"{server.url}/generate", json=long)
         assert response.status_code == 504
+        limit = "the server's --request-timeout-seconds"
+        assert response.json()["error"]["message"] == f"the request took longer than 0.3 s, {limit}"
+        assert (
+            limit in web.post(f"{server.url}/generate", json=long | {"timeout_seconds": 9}).json()["error"]["message"]
+        )
+        own = web.post(f"{server.url}/generate", json=long | {"timeout_seconds": 0.1}).json()["error"]["message"]
+        assert own == "the request took longer than 0.1 s, its timeout_seconds"
         with web.stream("POST", f"{server.url}/generate", json=long | {"stream": True}) as response:
             assert response.status_code == 200
             *_, last = pieces(response)
         assert last["error"]["code"] == "timeout"
         server.wait_until_metric("chargpt_num_requests_running", 0)
-        server.wait_until_metric("chargpt_request_success_total", 2, finished_reason="timeout")
+        server.wait_until_metric("chargpt_request_success_total", 4, finished_reason="timeout")
         assert server.stop() == 0
 
 
@@ -669,7 +743,7 @@ def test_more_devices_than_there_are_is_one_sentence(tmp_path, monkeypatch, chec
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     check_cuda_with_nvidia_smi.cache_clear()
     check_devices(1, "cuda")
-    with pytest.raises(BackendError, match="--devices 3: there are 1 GPUs"):
+    with pytest.raises(BackendError, match="--devices 3: nvidia-smi and CUDA_VISIBLE_DEVICES give 1 GPU$"):
         check_devices(3, "cuda")
     check_cuda_with_nvidia_smi.cache_clear()
 

@@ -380,7 +380,7 @@ def test_of_two_servers_that_start_at_a_port_one_ends_with_a_sentence(checkpoint
     with RunningServer(checkpoint.path) as one, RunningServer(checkpoint.path, port=one.port) as other:
         wait_until(lambda: one.process.poll() is not None or other.process.poll() is not None)
         lost, won = (one, other) if one.process.poll() is not None else (other, one)
-        assert lost.process.wait() == 1
+        assert lost.process.wait() == 2
         assert f"cannot listen on 127.0.0.1, port {one.port}: Address already in use" in lost.output()
         assert Program.wait_until_ready(won) and won.stop() == 0
 
@@ -415,15 +415,62 @@ def test_a_closed_stderr_ends_nothing(checkpoint):
         server.wait_until_ready()
 
 
+def refusal(*flags):
+    done = subprocess.run([sys.executable, "-m", "service", *flags], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    return done.stderr
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.2", "::1", "0.0.0.0"])
+def test_every_host_that_can_be_bound_is_served_and_its_url_logged_last(checkpoint, host):
+    address = "127.0.0.1" if host in ("localhost", "0.0.0.0") else host
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError as error:
+            pytest.skip(f"this machine has no {address}: {error}")
+    shown = {"::1": "[::1]", "0.0.0.0": "127.0.0.1"}.get(host, host)
+    with RunningServer(checkpoint.path, host=host) as server:
+        server.url = f"http://{f'[{address}]' if ':' in address else address}:{server.port}"
+        server.wait_until_ready()
+        line = f'"message":"ready: http://{shown}:{server.port}"}}\n'
+        wait_until(lambda: line in server.output(), otherwise=server.output)
+        assert server.output().endswith(line)
+        assert "uvicorn" not in server.output() and "litserve.server" not in server.output()
+        assert server.stop() == 0
+
+
+def test_the_ready_line_comes_once_the_port_answers(checkpoint):
+    with RunningServer(checkpoint.path, http_processes=2) as server:
+        wait_until(lambda: '"message":"ready: ' in server.output(), otherwise=server.output)
+        assert web.get(f"{server.url}/readyz").status_code == 200
+        http_processes(server)[0].kill()
+        server.wait_until_metric("chargpt_http_process_restarts_total", 1)
+        server.wait_until_ready()
+        assert server.output().count("ready: ") == 1
+
+
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [
+        ("no-such-host.invalid", "neither an IP address nor a name that has one: "),
+        ("a" * 80, "neither an IP address nor a name that has one: "),
+        ("192.0.2.1", "cannot listen on 192.0.2.1, port 23456: Cannot assign requested address"),
+    ],
+)
+def test_a_host_that_cannot_be_bound_is_one_sentence(checkpoint, host, reason):
+    problem = refusal("--checkpoint", str(checkpoint.path), "--host", host, "--port", "23456")
+    assert host in problem and reason in problem and problem.count("\n") == 1
+
+
 def test_port_in_use_is_one_sentence(checkpoint):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        command = [sys.executable, "-m", "service", "--checkpoint", str(checkpoint.path), "--port", str(port)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
-    assert done.stderr == f"python -m service: cannot listen on 127.0.0.1, port {port}: Address already in use\n"
+        for host, shown in (("127.0.0.1", "127.0.0.1"), ("localhost", "localhost (127.0.0.1)")):
+            problem = refusal("--checkpoint", str(checkpoint.path), "--port", str(port), "--host", host)
+            assert problem == f"python -m service: cannot listen on {shown}, port {port}: Address already in use\n"
 
 
 def test_folders_of_killed_servers_are_removed_and_those_of_running_ones_stay(checkpoint, tmp_path, monkeypatch):

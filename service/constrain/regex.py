@@ -28,6 +28,7 @@ from itertools import pairwise
 import numpy as np
 
 from service.constrain.automaton import MAX_CELLS, MAX_STATES, Automaton
+from service.words import plural
 
 MAX_NESTING = 50  # groups within groups
 MAX_POSITIONS = 2000  # characters and classes of a pattern, with counted repeats expanded
@@ -82,7 +83,7 @@ def compile_regex(
         RegexError: the syntax is not supported, the pattern is too large, or nothing can match it.
     """
     if len(pattern) > max_characters:
-        raise RegexError(f"a pattern must have at most {max_characters} characters, got {len(pattern)}")
+        raise RegexError(f"a pattern must have at most {plural(max_characters, 'character')}, got {len(pattern)}")
     alphabet = _Alphabet(characters, allowed)
     parser = _Parser(pattern, alphabet)
     tree = parser.parse()

@@ -17,6 +17,7 @@ from service.engine.runner import FAILED, Outcome, Piece, Runner
 from service.engine.scheduler import MIN_PREFILL, Copy, Prefill, Scheduler
 from service.engine.sequence import Sequence
 from service.wire import Delta, FinishReason, Logprobs, Submit
+from service.words import plural
 
 logger = logging.getLogger(__name__)
 
@@ -369,7 +370,7 @@ class Engine:
                 raise
             self._ran(well=False)
             about = {"request_ids": [sequence.request.request_id for sequence in sequences]}
-            logger.exception("a forward over %d sequences failed", len(sequences), extra=about)
+            logger.exception("a forward over %s failed", plural(len(sequences), "sequence"), extra=about)
             for sequence in sequences:
                 self.abort(sequence.id, "error")
 

@@ -39,7 +39,7 @@ OPERATIONS = (
     ),
     Operation(
         "/generate", generate.generate_events, "generate_events", "text",
-        events=(s.GenerateEvent, s.GenerateEnd), failures=(400, 404, *RUN),
+        events=(s.GenerateEvent, s.GenerateEnd), failures=(400, 404, 414, *RUN),
     ),
     Operation(
         "/v1/completions", generate.completions, "create_completion", "text", s.Completion, s.CompletionRequest,
@@ -148,6 +148,8 @@ class App:
     async def _beat(self, process: str) -> None:
         while True:
             self.service.state.beat(process)
+            if self.service.is_ready:
+                self.service.state.answer(process)
             if self.service.state.generation != self.service.listing.generation:
                 await self._follow(process)
             await asyncio.sleep(BEAT_SECONDS)

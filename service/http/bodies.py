@@ -32,9 +32,12 @@ from service.http.schemas import (
     NextRequest,
     StreamOptions,
     TokenizeRequest,
+    invalid_json,
     parse,
+    shortened,
 )
 from service.settings import Settings
+from service.words import plural
 
 LARGE_BODY_BYTES = 1 << 16
 LARGE_FIELD_BYTES = 1 << 12
@@ -62,8 +65,9 @@ class BodyReader:
         """The request in a JSON body.
 
         Raises:
-            ApiError: 400, with the field, what was given and what is allowed.
+            ApiError: 415, the body is not declared as JSON; 400, with the field, what was given and what is allowed.
         """
+        check_content_type(request)
         body = await request.body()
         if len(body) <= LARGE_BODY_BYTES:
             return parse(kind, body)
@@ -71,6 +75,28 @@ class BodyReader:
         async with own, self._turn:
             await asyncio.sleep(0)
             return await parse_large(kind, body, self._settings)
+
+
+def check_content_type(request: Request) -> None:
+    """Accept application/json, and for curl's sake its default and none at all; but these from no web page.
+
+    A browser sends application/json to another origin only after asking, so that --cors-origins decides. It would send
+    the others without; it names the page's origin with each.
+
+    Raises:
+        ApiError: 415
+    """
+    given = request.headers.get("content-type", "")
+    kind = given.partition(";")[0].strip().lower()
+    if kind == "application/json":
+        return
+    if kind not in ("", "application/x-www-form-urlencoded"):
+        message = f"Content-Type must be application/json, got {shortened(given)}"
+    elif "origin" in request.headers:
+        message = f"Content-Type must be application/json in a request of a web page, got {shortened(given)}"
+    else:
+        return
+    raise ApiError(415, message, code="unsupported_content_type")
 
 
 async def parse_large(kind: type[AnyRequest], body: bytes, settings: Settings) -> AnyRequest:
@@ -130,6 +156,7 @@ def _strict_decoder(kind: type[BaseModel], others: tuple[str, ...]) -> msgspec.j
     return msgspec.json.Decoder(msgspec.defstruct(kind.__name__, fields, rename=names, forbid_unknown_fields=True))
 
 
+_PLACE = re.compile(r"\(byte (\d+)\)$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 
 
@@ -163,9 +190,12 @@ def _fields(kind: type[BaseModel], body: bytes) -> dict[str, bytes]:
         cut = _decoder(kind).decode(body)
     except msgspec.ValidationError:
         raise ApiError(400, "body: Input should be an object") from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except UnicodeDecodeError as error:
+        raise invalid_json(body, str(error), error.start) from None
+    except (msgspec.DecodeError, RecursionError) as error:
         reason = str(error).removeprefix("JSON is malformed: ")
-        raise ApiError(400, f"body is not valid JSON: {reason}", code="invalid_json") from None
+        place = _PLACE.search(reason)
+        raise invalid_json(body, reason, int(place[1]) if place else len(body)) from None
     raws = ((name, bytes(getattr(cut, name))) for name in kind.model_fields)
     return {name: raw for name, raw in raws if raw}
 
@@ -192,7 +222,7 @@ async def _prompts(raw: bytes, settings: Settings, pause: Pause, *, may_be_ids: 
 async def _prompt(raw: bytes, settings: Settings, pause: Pause, name: str) -> list[int]:
     limit, length = settings.max_prompt_characters, raw.count(b",") + 1
     if length > limit:
-        raise ApiError(400, f"{name}: at most {limit} characters, got {length}", param="prompt")
+        raise ApiError(400, f"{name}: at most {plural(limit, 'character')}, got {length}", param="prompt")
     ids = await _ids(raw, pause)
     if ids is None:
         raise _expected("prompt")

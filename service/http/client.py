@@ -26,6 +26,7 @@ from service.observe.metrics import Metrics
 from service.shared import SharedState
 from service.sockets import SocketTransport, WorkerEvent, WorkerFound, WorkerLost
 from service.wire import Abort, Delta, FinishReason, Logprobs, Refused, Step, Submit, sequence_id
+from service.words import plural
 
 logger = logging.getLogger(__name__)
 
@@ -104,12 +105,14 @@ class Generation:
         *,
         echo: list[str] | None = None,
         interval: float | None = None,
+        timeout_name: str = "its time limit",
     ):
         self._client, self.model, self._metrics = client, model, model.metrics
         self._arrived_at = arrived_at
         self._interval = interval
         self._submitted_at = time.monotonic()
         self.timeout_seconds = max(submit.timeout_seconds for submit in submits)
+        self.timeout_name = timeout_name
         self.deadline = arrived_at + self.timeout_seconds
         self.sequences = [
             SequenceState(i, submit, text)
@@ -282,7 +285,8 @@ class Generation:
 
     def _failed(self, sequence: SequenceState, reason: FinishReason) -> ApiError | None:
         if reason == "timeout":
-            return ApiError(504, f"request timed out after {self.timeout_seconds:g} s", code="timeout")
+            message = f"the request took longer than {self.timeout_seconds:g} s, {self.timeout_name}"
+            return ApiError(504, message, code="timeout")
         if reason == "error":
             return sequence.error or ApiError(500, "inference failed on this request", code="engine_error")
         return None
@@ -429,10 +433,12 @@ class EngineClient:
         interval: float | None = None,
         window: int | None = None,
         is_accepted: bool = False,
+        timeout_name: str = "its time limit",
     ) -> Generation:
         """Run sequences, at most `window` of them at once; their ids are set here.
 
-        echo: each prompt's text, if the answer is to begin with it; is_accepted: the request has run others before.
+        echo: each prompt's text, if the answer is to begin with it; is_accepted: the request has run others before;
+        timeout_name: what the sequences' time limit is, for an error.
 
         Raises:
             ApiError: 503, no worker is connected.
@@ -445,7 +451,9 @@ class EngineClient:
         self.state.submitted(self.consumer_id, model.row, len(submits))
         for submit in submits:
             submit.model = model.id
-        generation = Generation(self, model, submits, arrived_at, echo=echo, interval=interval)
+        generation = Generation(
+            self, model, submits, arrived_at, echo=echo, interval=interval, timeout_name=timeout_name
+        )
         self._late[generation] = self.loop.call_later(
             generation.deadline - time.monotonic() + LATE_SECONDS, self.abort, generation, "timeout"
         )
@@ -613,7 +621,8 @@ class EngineClient:
                     self._leave(sequence)
                     self._run_again(generation, sequence)
                 if lost:
-                    logger.error("lost worker %d with %d sequences, which run again", worker, len(lost))
+                    what = plural(len(lost), "sequence")
+                    logger.error("lost worker %d; running %s of it again", worker, what)
 
     def _received_step(self, step: Step, now: float) -> None:
         model = next((self._running[id][0].model for id in step.sequences if id in self._running), None)

@@ -19,6 +19,7 @@ from starlette.types import Scope
 
 from service.http.schemas import ApiError
 from service.settings import ClientLimitsFile, Limits, Settings, read_client_limits
+from service.words import plural
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +149,7 @@ class ClientLimits:
             return
         if must_wait and characters > limit:
             message = (
-                f"the request may take {characters} characters, prompts and max_tokens of all its sequences; "
+                f"the request may take {plural(characters, 'character')}, prompts and max_tokens of all its sequences; "
                 f"characters_per_minute of client {client} is {limit}"
             )
             raise ApiError(400, message)

@@ -23,6 +23,7 @@ from service.observe.metrics import Metrics
 from service.settings import Settings
 from service.shared import SharedState
 from service.wire import Submit
+from service.words import plural
 
 if TYPE_CHECKING:
     from service.observe.tracing import Tracer
@@ -232,7 +233,11 @@ class Service:
             raise
         context.num_charged_characters += characters
         is_accepted = bool(context.generations)
-        generation = self.client.start(model, submits, context.arrived_at, is_accepted=is_accepted, **options)
+        own, longest = context.timeout_seconds, self.settings.request_timeout_seconds
+        name = "its timeout_seconds" if own is not None and own <= longest else "the server's --request-timeout-seconds"
+        generation = self.client.start(
+            model, submits, context.arrived_at, is_accepted=is_accepted, timeout_name=name, **options
+        )
         context.generations.append(generation)
         if context.client_left:
             generation.abort()
@@ -241,7 +246,7 @@ class Service:
 
 def _too_much(needed: Estimate, num_sequences: int, limit: int) -> str:
     parts = ", ".join(f"{size} for {name}" for name, size in zip(needed._fields, needed, strict=True) if size)
-    sequences = f"{num_sequences} sequence{'' if num_sequences == 1 else 's'}"
+    sequences = plural(num_sequences, "sequence")
     return (
         f"{needed.largest}: {sequences} may need {needed.total} bytes of memory ({parts}), {limit} are allowed: "
         "lower n, logprobs or max_tokens, or shorten the prompt"

@@ -9,6 +9,7 @@ from service.http.models import Model
 from service.http.pause import Pause
 from service.http.schemas import ApiError, ModelRequest, Prompt, Receipt, Timing
 from service.model.tokenizer import UnknownCharacterError
+from service.words import plural
 
 MAX_LISTED = 20  # unknown characters that an error names
 MAX_ENCODED = 1 << 15  # characters encoded or decoded at a time: about 1 ms
@@ -80,7 +81,8 @@ class Encoder:
         for i, prompt in enumerate(prompts):
             index, name = (i, f"prompt.{i}") if is_list else (None, "prompt")
             if len(prompt) > limit:
-                raise ApiError(400, f"{name}: at most {limit} characters, got {len(prompt)}", param="prompt")
+                message = f"{name}: at most {plural(limit, 'character')}, got {len(prompt)}"
+                raise ApiError(400, message, param="prompt")
             if isinstance(prompt, list):
                 check_ids(self.model, prompt, "prompt", name)
                 ids.append(prompt)

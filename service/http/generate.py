@@ -21,6 +21,7 @@ from service.http.schemas import ApiError, CompletionRequest, GenerateRequest, G
 from service.http.stream import DONE, CompletionForm, Form, NativeForm, RunningAnswer, write_stream, write_whole
 from service.model.params import MAX_SEED
 from service.wire import Submit, floats
+from service.words import plural
 
 SUFFIX_CANDIDATES = 8  # sampled per prompt, if the request does not say and limits allow
 EVENT_SOURCE_END = "done"  # id of the last event, with which EventSource reconnects
@@ -186,7 +187,8 @@ async def _constrain(model: Model, body: GenerationRequest, submit: Submit) -> N
         param = "regex" if body.choice is None else "choice"
         constraint = await model.patterns.compile(param, body.regex or tuple(body.choice or ()), allowed)
         if constraint.min_length > body.max_tokens:
-            message = f"the shortest match has {constraint.min_length} characters, max_tokens is {body.max_tokens}"
+            shortest = plural(constraint.min_length, "character")
+            message = f"the shortest match has {shortest}, max_tokens is {body.max_tokens}"
             raise ApiError(400, f"{param}: {message}", param=param)
         submit.constraint = constraint.packed
         submit.minimum = await model.patterns.minimum(param, constraint, body.min_tokens, body.max_tokens)

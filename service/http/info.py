@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from importlib.metadata import version
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -27,6 +28,21 @@ from service.http.schemas import (
     TokenizerInfo,
 )
 from service.http.stream import HOLE, PartedAnswer, filled, list_parts, sliced, text_parts
+
+
+def published(training: dict[str, Any]) -> dict[str, Any]:
+    """What training.json tells strangers: not where files were on the trainer's disk; names and hashes stay."""
+
+    def without_paths(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: without_paths(part) for name, part in value.items() if name not in ("command", "path")}
+        return [without_paths(part) for part in value] if isinstance(value, list) else value
+
+    published: dict[str, Any] = without_paths(training)
+    if isinstance(recipe := published.get("recipe"), dict):
+        for name in ("data", "init_from", "teachers"):
+            recipe.pop(name, None)
+    return published
 
 
 def _json(content: msgspec.Struct, status: int = 200) -> Response:
@@ -87,7 +103,7 @@ async def info(service: Service, request: Request) -> Response:
                 model.digest,
                 model.checkpoint.hyperparameters,
                 "".join(model.tokenizer.characters),
-                model.checkpoint.training,
+                published(model.checkpoint.training),
             ),
             list(service.models),
             Limits(

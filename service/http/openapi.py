@@ -50,6 +50,8 @@ that is likely to be a typo of a known field is always refused. null means a fie
 `format: vocabulary` contain the model's characters only, unless `unknown_characters` says what to do with others. \
 {vocabulary}
 
+A body is `application/json`. curl's default type and none at all mean the same, except in a request with `Origin`.
+
 Every answer has an `X-Request-Id`. Every error has the body `{{"error": {{"message", "type", "param", "code"}}}}`; \
 an unknown path gives 404, a wrong method 405.
 
@@ -72,6 +74,8 @@ FAILURES = {
     404: "The model is not served here. Code: `model_not_found`.",
     408: "The body took too long to arrive. Code: `body_timeout`.",
     413: "The body is too large. Code: `body_too_large`.",
+    414: "The URL is too long. Code: `headers_too_large`.",
+    415: "The body is declared as something other than JSON. Code: `unsupported_content_type`.",
     429: "The queue is full or the wait would be too long, code `queue_full`; requests in progress need too much "
     "memory, `overloaded`; or beyond a limit of this client, `rate_limit`. `Retry-After` estimates when to retry.",
     500: "The service failed; a retry may succeed. Code: `engine_error`, or null.",
@@ -79,7 +83,7 @@ FAILURES = {
     "Codes: `not_ready`, `shutting_down`.",
     504: "The request took longer than its `timeout_seconds` or the server's limit. Code: `timeout`.",
 }
-BODY = (400, 404, 408, 413, 429)  # of routes with a body
+BODY = (400, 404, 408, 413, 415, 429)  # of routes with a body
 RUN = (429, 503, 504)  # of routes that run the model
 
 MILLISECONDS = {"type": "number", "minimum": 0}

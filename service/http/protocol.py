@@ -29,6 +29,7 @@ from service.http.clients import network_of
 from service.http.schemas import ApiError
 from service.observe.metrics import Metrics
 from service.settings import Settings
+from service.words import plural
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class Connections:
         already = self._open_by_network.get(network, 0)
         options: dict[str, Any] = {"code": "too_many_connections", "retry_after_seconds": 1}
         if already >= self.limit_per_address:
-            message = f"your address has {already} connections open, which is the maximum"
+            message = f"your address has {plural(already, 'connection')} open, which is the maximum"
             raise RefusedRequest(ApiError(429, message, **options), "address_limit")
         room = self.limit
         if not already:

@@ -518,14 +518,37 @@ def parse(kind: type[AnyRequest], body: bytes | dict[str, Any]) -> AnyRequest:
         problem = error.errors(include_url=False, include_context=False)[0]
         place, message, given = problem["loc"], problem["msg"], problem["input"]
         if problem["type"] == "json_invalid":
-            reason = message.removeprefix("Invalid JSON: ")
-            raise ApiError(400, f"body is not valid JSON: {reason}", code="invalid_json") from None
+            assert isinstance(body, bytes)
+            raise invalid_json(body, message.removeprefix("Invalid JSON: ")) from None
         shown = f", got {shortened(given)}"
         if place and place[0] in EXPECTED:
             place, shown = place[:1], ""
             message = f"Input should be {EXPECTED[str(place[0])]}"
         param = ".".join(map(str, place)) or None
         raise ApiError(400, f"{param or 'body'}: {message}{shown}", param=param) from None
+
+
+# An escaped half of a surrogate pair without its other half, or one in UTF-8. The backslash is not itself escaped.
+_LONE_SURROGATE = re.compile(
+    rb"(?:(?<!\\)(?:\\\\)+|(?<!\\)(?<!\\u[dD][89abAB][0-9a-fA-F]{2}))"
+    rb"\\u([dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F][0-9a-fA-F]{2})|[c-fC-F][0-9a-fA-F]{2}))"
+    rb"|(\xed[\xa0-\xbf][\x80-\xbf])"
+)
+SURROGATE_BYTES = 1 << 16  # looked at, before the place of an error
+
+
+def invalid_json(body: bytes, reason: str, place: int | None = None) -> ApiError:
+    """The error for a body that cannot be parsed, as a parser says; it is named if a lone surrogate is the reason.
+
+    place: the byte at which the parser stopped; None: unknown, the body is small.
+    """
+    start, end = (0, len(body)) if place is None else (max(0, place - SURROGATE_BYTES), place + 16)
+    found = _LONE_SURROGATE.search(body, start, end)
+    if found is not None:
+        code = found[1].decode().upper() if found[1] else f"{ord(found[2].decode(errors='surrogatepass')):04X}"
+        at = found.start(1) - 2 if found[1] else found.start(2)
+        reason = f"U+{code} at byte {at} is a lone surrogate, half of a pair and not a character"
+    return ApiError(400, f"body is not valid JSON: {reason}", code="invalid_json")
 
 
 def shortened(value: object) -> str:
@@ -798,7 +821,7 @@ class ServedModel(msgspec.Struct):
     checkpoint_sha256: str
     config: Annotated[dict[str, Any], Meta(description="hyperparameters of the network")]
     vocabulary: Annotated[str, Meta(description="every character; its index is its id")]
-    training: Annotated[dict[str, Any], Meta(description="training.json: recipe, data and losses")]
+    training: Annotated[dict[str, Any], Meta(description="training.json without paths: recipe, data and losses")]
 
 
 class Limits(msgspec.Struct):

@@ -61,8 +61,8 @@ def adopt_litserve() -> None:
     litserve = logging.getLogger("litserve")
     litserve.handlers.clear()
     litserve.propagate = True
-    for name in ("litserve", "litserve.server"):  # they log prompts at DEBUG
-        logging.getLogger(name).setLevel(max(logging.INFO, logging.getLogger().level))
+    for name in ("litserve", "litserve.server"):  # they log prompts at DEBUG, and a SIGTERM as KeyboardInterrupt
+        logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
 def process_name() -> str:
