@@ -3,7 +3,15 @@
 import msgspec
 import pytest
 
-from service.http.schemas import CompletionRequest, GenerateRequest, parse
+from service.http.schemas import (
+    FOREIGN_FIELDS,
+    MAX_UNKNOWN_FIELDS,
+    OTHER_NAMES,
+    ApiError,
+    CompletionRequest,
+    GenerateRequest,
+    parse,
+)
 from service.model.params import SAMPLING_META, SamplingParams
 from service.wire import Submit
 
@@ -33,3 +41,17 @@ def test_request_field_reaches_the_worker(name):
     assert sampling == SamplingParams(**{name: value}, logit_bias=((3, 1.5),))
     submit = Submit(1, [0], 1, sampling)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(submit), type=Submit) == submit
+
+
+def test_fields_of_other_apis_are_ignored_or_their_name_here_is_given():
+    assert not (FOREIGN_FIELDS | OTHER_NAMES.keys()) & CompletionRequest.model_fields.keys()
+    fields = sorted(FOREIGN_FIELDS)
+    for start in range(0, len(fields), MAX_UNKNOWN_FIELDS):
+        some = fields[start : start + MAX_UNKNOWN_FIELDS]
+        body = parse(CompletionRequest, msgspec.json.encode({"prompt": "a"} | dict.fromkeys(some, 1)))
+        assert body.ignored_fields == some
+    for name, meant in OTHER_NAMES.items():
+        with pytest.raises(ApiError, match=f"{name}: unknown field; did you mean {meant}\\?"):
+            parse(CompletionRequest, msgspec.json.encode({name: 1}))
+    both = parse(CompletionRequest, b'{"max_tokens": 5, "max_completion_tokens": 5}')
+    assert (both.max_tokens, both.ignored_fields) == (5, ["max_completion_tokens"])
