@@ -4,9 +4,7 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import select
-import signal
 import socket
 import ssl
 import time
@@ -15,7 +13,7 @@ import httpx
 import openai
 import pytest
 from fastapi import FastAPI
-from helpers import ENDLESS, RunningServer, make_certificate, save_random, wait_until, web
+from helpers import ENDLESS, RunningServer, http_processes, make_certificate, save_random, wait_until, web
 
 from service.http.middleware import EXPOSED_HEADERS, RequestMiddleware
 from service.settings import Settings
@@ -224,7 +222,7 @@ def test_unlisted_origin_is_not_allowed(server, origin):
 
 def test_error_responses_carry_cors_headers(server):
     def ask(method, path, status, key=KEYS[0], **body):
-        headers = {"Origin": ORIGIN} | bearer(key)
+        headers = {"Origin": ORIGIN, "Content-Type": "application/json"} | bearer(key)
         response = web.request(method, server.url + path, headers=headers, timeout=20, **body)
         assert response.status_code == status
         assert response.headers["access-control-allow-origin"] == ORIGIN
@@ -391,8 +389,7 @@ def test_an_http_process_is_replaced_without_the_certificate_files(checkpoint, t
 
             wait_until(is_served)
             files[1].unlink()
-            lines = map(json.loads, server.output().splitlines())
-            os.kill(next(line["pid"] for line in lines if line["process"] == "http-0"), signal.SIGKILL)
+            http_processes(server)[0].kill()
             wait_until(is_served)
         assert server.stop() == 0
 

@@ -192,7 +192,7 @@ def test_of_each_client_one_large_body_waits_for_its_turn():
         async def receive():
             return {"type": "http.request", "body": content}
 
-        await reader.read(GenerateRequest, Request({"type": "http"}, receive), client)
+        await reader.read(GenerateRequest, Request({"type": "http", "headers": []}, receive), client)
         done.append(client)
 
     async def main():

@@ -94,6 +94,7 @@ def server(checkpoint):
     with RunningServer(checkpoint.path, http_processes=2, workers_per_device=2, log_level="debug") as server:
         server.wait_until_ready()  # when the first of two workers is
         wait_until(lambda: server.output().count('"message":"serving ') == 2, otherwise=server.output())
+        wait_until(lambda: '"message":"ready: ' in server.output(), otherwise=server.output)
         yield server
 
 
