@@ -215,6 +215,8 @@ def _logit_bias(model: Model, body: GenerationRequest) -> tuple[tuple[int, float
             )
             raise ApiError(400, f"logit_bias: {message}", param="logit_bias")
         if id in biases:
+            if isinstance(given, dict) and str(id) in given:
+                key, bias = str(id), given[str(id)]
             message = f"{key!r}, id {id}, appears twice{_about_digits(given, key, bias)}"
             raise ApiError(400, f"logit_bias: {message}", param="logit_bias")
         biases[id] = bias

@@ -501,6 +501,8 @@ def test_logit_bias_errors_say_what_a_digit_means(client):
         "logit_bias: '5', id 5, appears twice; in an object \"5\" is the id, and the character is written as a pair: "
         '[["5", 2.0]]'
     )
+    turned = rejection(client, "/generate", logit_bias={"5": 2, VOCABULARY[5]: 1})["message"]
+    assert turned.endswith('; in an object "5" is the id, and the character is written as a pair: [["5", 2.0]]')
     pair = rejection(client, "/generate", logit_bias=[["5", -3]])["message"]  # not in this vocabulary
     assert "got '5': -3.0; in a pair \"5\" is the character, and the id is written as a number: [[5, -3.0]]" in pair
     assert len(rejection(client, "/generate", logit_bias={"9" * 5000: 1})["message"]) < 300
