@@ -2,22 +2,27 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import select
 import socket
 import ssl
+import threading
 import time
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import openai
 import pytest
 from fastapi import FastAPI
 from helpers import ENDLESS, RunningServer, http_processes, make_certificate, save_random, wait_until, web
+from playwright.sync_api import sync_playwright
 
 from service.http.middleware import EXPOSED_HEADERS, RequestMiddleware
 from service.settings import Settings
 from tests.toolbox.http import answer, post, received, sent
+from tests.toolbox.needs import program
 
 KEYS = ["first-key-0123", 'odd~!"%&/()=#', "last" * 50]
 ORIGIN = "https://app.example.org"
@@ -218,6 +223,38 @@ def test_unlisted_origin_is_not_allowed(server, origin):
     response = web.get(f"{server.url}/info", headers={"Origin": origin} | bearer(KEYS[0]))
     assert "access-control-allow-origin" not in response.headers
     assert "Origin" in response.headers["vary"]
+
+
+def test_a_page_of_another_origin_has_no_post_run(checkpoint, tmp_path):
+    """A browser asks before it sends application/json, and the types that it sends unasked are refused."""
+    (tmp_path / "index.html").write_text("<title>another origin</title>")
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=tmp_path)
+    ask = """async ([url, type, mode]) => {
+        const body = new Blob([JSON.stringify({prompt: "a", max_tokens: 5})], type === null ? {} : {type});
+        try { return (await fetch(url, {method: "POST", mode, body})).type; } catch (error) { return error.name; }
+    }"""
+    simple = (None, "text/plain", "application/x-www-form-urlencoded")
+    with RunningServer(checkpoint.path) as server, ThreadingHTTPServer(("127.0.0.1", 0), handler) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        server.wait_until_ready()
+        with sync_playwright() as playwright:
+            browser = playwright.chromium.launch(executable_path=program("browser"), args=["--no-sandbox"])
+            page = browser.new_page()
+            page.goto(f"http://127.0.0.1:{other.server_port}/")
+            url = f"{server.url}/generate"
+            assert page.evaluate(ask, [url, "application/json", "cors"]) == "TypeError"
+            assert [page.evaluate(ask, [url, kind, "cors"]) for kind in simple] == ["TypeError"] * 3
+            assert [page.evaluate(ask, [url, kind, "no-cors"]) for kind in simple] == ["opaque"] * 3  # sent, not read
+            image = "url => new Promise(done => { const it = new Image(); it.onerror = () => done(0); it.src = url; })"
+            page.evaluate(image, f"{url}?prompt=a&max_tokens=1")
+            browser.close()
+        other.shutdown()
+        posts = {"handler": "/generate", "method": "POST"}
+        server.wait_until_metric("chargpt_http_requests_total", 6, **posts, status="415")
+        assert server.metric("chargpt_http_requests_total", **posts, status="200") == 0
+        # Documented: the address of an image needs no permission.
+        server.wait_until_metric("chargpt_http_requests_total", 1, handler="/generate", method="GET", status="200")
+        assert server.metric("chargpt_prompt_tokens_total") == 1
 
 
 def test_error_responses_carry_cors_headers(server):
