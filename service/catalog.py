@@ -5,10 +5,11 @@ folder, which nobody replaces, and publishes a `Listing` there, step by step:
 
     load    workers load what is new; requests go where they went
     serve   HTTP processes send new requests to it; running ones stay where they are
-    drop    workers drop what is old, once no request uses it
+    drop    workers drop what is old, as soon as no request uses it; the next list need not wait for that
 
 All processes see a new listing by its generation in shared memory, and show there which one they follow. If a worker
-cannot load a checkpoint, or dies of it, the old list stays. Knows nothing of engines and HTTP.
+cannot load a checkpoint, or dies meanwhile, or a listing cannot be written, the old list stays. Knows nothing of
+engines and HTTP.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -38,13 +40,17 @@ class Version(msgspec.Struct, frozen=True):
 
     id: int  # later ones have higher ones
     name: str
-    source: str  # the folder that it was read from
-    folder: str  # its copy, in the run's folder
+    source: str  # the folder that it was read from, for messages
     digest: str
+    created_at: int  # Unix time
 
-    def read(self) -> Checkpoint:
+    def folder(self, run: Path) -> Path:
+        """Its copy in the run's folder."""
+        return run / f"checkpoint-{self.id}"
+
+    def read(self, run: Path) -> Checkpoint:
         """Raises CheckpointError: the copy is gone or was altered."""
-        return Checkpoint.read(self.folder, self.digest)
+        return Checkpoint.read(self.folder(run), self.digest)
 
 
 class Listing(msgspec.Struct):
@@ -78,18 +84,22 @@ class Catalog:
     ):
         self.places, self.model_name, self.folder, self.replacement = places, model_name, folder, replacement
         self.listing = Listing()
-        self.checkpoints: dict[int, Checkpoint] = {}  # of the versions in the listing, and of those to come
+        self.checkpoints: dict[int, Checkpoint] = {}  # of all versions that have a copy
         self.refused: list[str] = []  # names, at start
         self._next_id = 1
-        self._new: list[Version] | None = None  # being rolled out
-        self._step = ""
+        self._rows: dict[str, int] = {}  # of the listing, and of the next one
+        self._with_runs: set[Path] = set()  # places that are folders of runs
+        self._step: Literal["", "load", "serve"] = ""
+        self._new: list[Version] = []  # being rolled out
+        self._before: list[Version] = []  # which it replaces
         self._deadline = 0.0
-        self._before: dict[int, Version] = {}  # served when the roll-out began
         self._pids: dict[str, int] = {}  # of the workers that were running when the step began
+        self._retired: list[Version] = []  # loaded, not served, and maybe used by a request
+        self._can_publish = True
 
     @property
     def is_rolling_out(self) -> bool:
-        return self._new is not None
+        return bool(self._step)
 
     @property
     def served(self) -> dict[str, Checkpoint]:
@@ -112,135 +122,161 @@ class Catalog:
                 self.refused.append(name)
         if not versions:
             raise CheckpointError(f"no checkpoint in {self._folders()} can be served; the log says why")
-        rows = self._rows([*(version.name for version in versions), *self.refused])
-        self.listing = Listing(0, versions, versions, rows)
+        self._add_rows([*(version.name for version in versions), *self.refused])
+        self.listing = Listing(0, versions, versions, self._rows)
 
     def publish(self, state: SharedState) -> None:
-        """The first listing; before any other process starts."""
+        """The first listing; before any other process starts.
+
+        Raises:
+            OSError: the disk is full.
+        """
         self.listing.publish(self.folder, state)
         for name in self.refused:
-            state.count_reload(self.listing.rows[name], "refused")
+            state.count_reload(self._rows[name], "refused")
 
     def refresh(self, state: SharedState) -> None:
         """Read the folders again, and begin to roll out what has changed. Nothing may be rolling out."""
         old = {version.name: version for version in self.listing.serve}
-        versions, rows = [], self.listing.rows
         try:
             found = self._find(old)
         except CheckpointError as error:
             logger.error("checkpoints: %s: the old ones stay", error)
             return
+        versions = []
         for name, (path, _) in found.items():
+            state.beat("main")  # a large one takes seconds
+            if name not in self._rows and len(self._rows) >= MAX_NAMES:
+                logger.error("checkpoint %s: refused: there have been %d names since the start", name, MAX_NAMES)
+                continue
             try:
                 versions.append(self._read(name, path, old.get(name)))
             except CheckpointError as error:
                 self._refuse(state, name, str(error))
                 if name in old:
                     versions.append(old[name])
+        self._add_rows(version.name for version in versions)
         if not versions:
             logger.error("no checkpoint is left in %s: the old ones stay", self._folders())
         elif versions == self.listing.serve:
             logger.info("checkpoints: nothing has changed")
-            if rows != self.listing.rows:  # those that were refused
-                self._publish(state, "drop", 0.0, self.listing.load, self.listing.serve)
         else:
-            self._new = versions
-            # A name that comes back later finds its row again.
-            self.listing.rows = self._rows(version.name for version in versions)
-            self._publish(state, "load", LOAD_SECONDS, [*self.listing.load, *versions], self.listing.serve)
-
-    def check(self, state: SharedState) -> bool:
-        """Go on with what is rolling out, as far as the other processes have come; whether `serve` has changed."""
-        if self._new is None:
-            return False
-        if self._step == "load":
-            running = {name: pid for name, pid in state.pids.items() if name in self._pids}
-            if running != self._pids or any(map(state.has_failed, self._pids)):
-                self._revert(state, "a worker could not load it; its log says why")
-            elif all(state.follows(name, self.listing.generation) for name in self._pids):
-                self._publish(state, "serve", SERVE_SECONDS, self.listing.load, self._new)
-                return True
-            elif time.monotonic() > self._deadline:
-                self._revert(state, f"workers have not loaded it within {LOAD_SECONDS:g} s")
-            return False
-        running_http = [name for name in state.http_names if state.last_beat(name) is not None]
-        if all(state.follows(name, self.listing.generation) for name in running_http):
-            self._finish(state)
-        elif time.monotonic() > self._deadline:
-            logger.error("HTTP processes have not read the new checkpoints within %g s", SERVE_SECONDS)
-            self._finish(state)  # those that hang are replaced, by ones that have
-        return False
-
-    def _finish(self, state: SharedState) -> None:
-        assert self._new is not None
-        self._publish(state, "drop", 0.0, self._new, self._new)
-        before, self._new = self._before, None
-        kept = {version.id for version in self.listing.load}
-        for version in self.listing.serve:
-            if version.id not in before:
-                logger.info("checkpoint %s: now %s of %s", version.name, version.digest[:12], version.source)
-                state.count_reload(self.listing.rows[version.name], "loaded")
-        names = {version.name for version in self.listing.serve}
-        for version in before.values():
-            if version.name not in names:
-                logger.info("checkpoint %s: removed; %s is gone", version.name, version.source)
-                state.count_reload(self.listing.rows[version.name], "removed")
-            if version.id not in kept:
-                self._discard(version)
-
-    def _revert(self, state: SharedState, reason: str) -> None:
-        assert self._new is not None
-        new = [version for version in self._new if version.id not in self._before]
-        self._new = None
-        for version in new:
-            self._refuse(state, version.name, reason)
-            self._discard(version)
-        self._publish(state, "drop", 0.0, self.listing.serve, self.listing.serve)
-
-    def _publish(
-        self, state: SharedState, step: str, seconds: float, load: list[Version], serve: list[Version]
-    ) -> None:
-        if step == "load":
-            self._before = {version.id: version for version in self.listing.serve}
             self._pids = {
                 name: pid
                 for name, pid in state.pids.items()
                 if name in state.worker_names and state.last_beat(name) is not None
             }
+            self._new = versions
+            if self._publish(state, [*self.listing.load, *versions], self.listing.serve):
+                self._step, self._deadline = "load", time.monotonic() + LOAD_SECONDS
+            else:
+                self._revert(state, "the temporary folder is full")
+            return
+        if self._rows != self.listing.rows:  # of those that were refused
+            self._publish(state, self.listing.load, self.listing.serve)
+
+    def check(self, state: SharedState) -> bool:
+        """Go on with what is rolling out, as far as the other processes have come; whether `serve` has changed."""
+        generation = self.listing.generation
+        if self._step == "load":
+            if {name: pid for name, pid in state.pids.items() if name in self._pids} != self._pids:
+                self._revert(state, "a worker died meanwhile, maybe of it")
+            elif any(state.has_failed(name, generation) for name in self._pids):
+                self._revert(state, "a worker could not load it; the log says why")
+            elif time.monotonic() > self._deadline:
+                self._revert(state, f"workers have not loaded it within {LOAD_SECONDS:g} s")
+            elif all(state.follows(name, generation) for name in self._pids):
+                self._before = self.listing.serve
+                if self._publish(state, self.listing.load, self._new):  # else it is tried again until the deadline
+                    self._step, self._deadline = "serve", time.monotonic() + SERVE_SECONDS
+                    return True
+        elif self._step == "serve":
+            running = [name for name in state.http_names if state.last_beat(name) is not None]
+            is_late = time.monotonic() > self._deadline  # of those that hang; they are replaced, by ones that know
+            if is_late or all(state.follows(name, generation) for name in running):
+                served = {version.id for version in self._new}
+                self._retired = [version for version in self.listing.load if version.id not in served]
+                self._step = ""
+                self._note_changes(state)
+        elif self._retired:
+            self._drop(state)
+        return False
+
+    def _note_changes(self, state: SharedState) -> None:
+        ids, names = {version.id for version in self._before}, {version.name for version in self._new}
+        for version in self._new:
+            if version.id not in ids:
+                logger.info("checkpoint %s: now %s of %s", version.name, version.digest[:12], version.source)
+                state.count_reload(self._rows[version.name], "loaded")
+        for version in self._before:
+            if version.name not in names:
+                logger.info("checkpoint %s: removed; %s is gone", version.name, version.source)
+                state.count_reload(self._rows[version.name], "removed")
+
+    def _revert(self, state: SharedState, reason: str) -> None:
+        served = {version.id for version in self.listing.serve}
+        for version in self._new:
+            if version.id not in served:
+                self._refuse(state, version.name, reason)
+                self._retired.append(version)
+        self._step = ""
+        self._drop(state)
+
+    def _drop(self, state: SharedState) -> None:
+        """Of what is retired, all that no request uses."""
+        unused = [version for version in self._retired if not state.is_used(version.id)]
+        gone = {version.id for version in unused}
+        kept = [version for version in self.listing.load if version.id not in gone]
+        if unused and self._publish(state, kept, self.listing.serve):
+            self._retired = [version for version in self._retired if version.id not in gone]
+            for version in unused:
+                del self.checkpoints[version.id]
+                shutil.rmtree(version.folder(self.folder), ignore_errors=True)
+
+    def _publish(self, state: SharedState, load: list[Version], serve: list[Version]) -> bool:
+        """False: the disk is full, and the listing as before."""
         unique = list({version.id: version for version in load}.values())
-        self._step, self._deadline = step, time.monotonic() + seconds
-        self.listing = Listing(self.listing.generation + 1, unique, serve, self.listing.rows)
-        self.listing.publish(self.folder, state)
+        listing = Listing(self.listing.generation + 1, unique, serve, dict(self._rows))
+        try:
+            listing.publish(self.folder, state)
+        except OSError as error:
+            if self._can_publish:  # once, as it is tried again and again
+                logger.error("checkpoints: the new list cannot be written to %s: %s", self.folder, error.strerror)
+            self._can_publish = False
+            return False
+        self.listing, self._can_publish = listing, True
+        return True
 
     def _refuse(self, state: SharedState, name: str, reason: str) -> None:
         logger.error("checkpoint %s: refused: %s", name, reason)
-        self.listing.rows = self._rows([name])
-        state.count_reload(self.listing.rows[name], "refused")
+        self._add_rows([name])
+        state.count_reload(self._rows[name], "refused")
 
-    def _rows(self, names: Iterable[str]) -> dict[str, int]:
-        rows = dict(self.listing.rows)
+    def _add_rows(self, names: Iterable[str]) -> None:
+        """A name that comes back later finds its row again."""
         for name in names:
-            rows.setdefault(name, min(len(rows), MAX_NAMES - 1))
-        return rows
+            self._rows.setdefault(name, len(self._rows))
 
     def _find(self, served: Iterable[str] = ()) -> dict[str, tuple[Path, bool]]:
         """The folder of each name, and whether the settings name it; those of `served` may be damaged.
 
         Raises:
-            CheckpointError: two have one name, or there are too many.
+            CheckpointError: two have one name, or a folder of runs has none any more.
         """
         found: dict[str, tuple[Path, bool]] = {}
         for given, path in self.places:
-            if given is None and (runs := list(_runs(path, served))):
+            runs = list(_runs(path, served)) if given is None else []
+            if runs:
+                self._with_runs.add(path)
                 items = [(run.name, _checkpoint_in(run), False) for run in runs]
+            elif path in self._with_runs:  # not mounted, say
+                raise CheckpointError(f"there is no run in {path} any more")
             else:
                 items = [(given or self.model_name, _checkpoint_in(path), True)]
             for name, folder, is_named in items:
                 if name in found:
                     raise CheckpointError(f"two checkpoints have the name {name}: {found[name][0]} and {folder}")
                 found[name] = (folder, is_named)
-        if len(self.listing.rows.keys() | found.keys()) > MAX_NAMES:
-            raise CheckpointError(f"checkpoints of more than {MAX_NAMES} names since the start")
         return found
 
     def _read(self, name: str, path: Path, old: Version | None = None) -> Version:
@@ -259,26 +295,23 @@ class Catalog:
                 "ones: set --replacement-character to one that it has, or --unknown-characters to drop or refuse"
             )
         checkpoint.load_weights()
-        id, self._next_id = self._next_id, self._next_id + 1
-        folder = self.folder / f"checkpoint-{id}"
+        version = Version(self._next_id, name, _shown(path), checkpoint.digest, int(time.time()))
+        self._next_id += 1
+        folder = version.folder(self.folder)
         try:
             folder.mkdir()
             for file in (MANIFEST, *checkpoint.files):
                 shutil.copyfile(path / file, folder / file)
-            version = Version(id, name, str(path), str(folder), checkpoint.digest)
-            self.checkpoints[id] = version.read()
+            self.checkpoints[version.id] = version.read(self.folder)
         except (OSError, CheckpointError) as error:
             shutil.rmtree(folder, ignore_errors=True)
-            reason = f"{path} cannot be copied to {folder}: {error.strerror}" if isinstance(error, OSError) else error
-            raise CheckpointError(str(reason)) from None
+            if isinstance(error, OSError):
+                raise CheckpointError(f"{path} cannot be copied to {folder}: {error.strerror}") from None
+            raise CheckpointError(f"{path} was changed while it was read") from None
         return version
 
     def _folders(self) -> str:
         return ", ".join(str(path) for _, path in self.places)
-
-    def _discard(self, version: Version) -> None:
-        del self.checkpoints[version.id]
-        shutil.rmtree(version.folder, ignore_errors=True)
 
 
 def _checkpoint_in(path: Path) -> Path:
@@ -299,8 +332,16 @@ def _runs(path: Path, served: Iterable[str]) -> Iterator[Path]:
         for child in sorted(path.iterdir()):
             if child.name.startswith(".") or not os.path.isdir(child):
                 continue
+            if _shown(child.name) != child.name:
+                logger.error("%s: left out, as its name is not UTF-8", _shown(child))
+                continue
             if _is_checkpoint(_checkpoint_in(child)) or child.name in served:
                 yield child
+
+
+def _shown(path: Path | str) -> str:
+    """As text: a path may have bytes that are not UTF-8."""
+    return os.fsencode(path).decode("utf-8", "replace")
 
 
 def _digest(path: Path) -> str | None:

@@ -401,11 +401,14 @@ class Server(LitServer):
         if not self._is_announced and all(map(self.state.is_answering, self.state.http_names)):
             self._is_announced = True
             logger.info("ready: %s", url_of(self.settings))
-        if self.catalog.check(self.state):
-            self.service.serve(self.catalog.listing, self.catalog.checkpoints)
+        self._roll_out()
         for process in self._others:
             if not process.is_alive():
                 raise TooManyDeathsError(f"process {process.pid} of the loggers died, which cannot be replaced")
+
+    def _roll_out(self) -> None:
+        if self.catalog.check(self.state):
+            self.service.serve(self.catalog.listing, self.catalog.checkpoints)
 
     def _check_signal(self) -> None:
         """
@@ -456,6 +459,7 @@ class Server(LitServer):
         deadline = time.monotonic() + seconds
         while is_needed() and time.monotonic() < deadline and not self.must_hurry:
             self.supervisor.check()
+            self._roll_out()  # what was begun
             time.sleep(0.02)
 
 

@@ -134,8 +134,9 @@ class SharedState:
     def follows(self, name: str, generation: int) -> bool:
         return self._followed[self._index[name]] > generation
 
-    def has_failed(self, name: str) -> bool:
-        return bool(self._failed[self._index[name]])
+    def has_failed(self, name: str, generation: int) -> bool:
+        """To do what this listing says, or a later one."""
+        return self.follows(name, generation) and bool(self._failed[self._index[name]])
 
     def use(self, http: int, version: int, change: int) -> None:
         """Count requests of an HTTP process that may submit sequences of a version of a checkpoint."""

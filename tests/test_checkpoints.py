@@ -2,12 +2,14 @@
 
 import concurrent.futures
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -256,6 +258,23 @@ def test_a_checkpoint_that_a_worker_cannot_load_is_refused(tmp_path):
         assert text(ask(server))
 
 
+def test_a_request_on_a_replaced_checkpoint_outlives_its_worker(tmp_path):
+    """The new worker loads the old version too, as long as a request uses it."""
+    old = save_random(tmp_path / "model", **SLOW)
+    expected = exact(old, "a", 100, seed=1)
+    with RunningServer(tmp_path / "model") as server:
+        server.wait_until_ready()
+        body = {"prompt": "a", "max_tokens": 2000, "seed": 1, "stream": True}
+        with web.stream("POST", f"{server.url}/generate", json=body, timeout=60) as stream:
+            lines = stream.iter_lines()
+            first = [next(lines)]
+            save_random(tmp_path / "model", seed=5)
+            reload(server, "loaded", "chargpt")
+            server.worker().kill()
+            answer = text_of(pieces([*first, *lines])[:-1])
+        assert len(answer) == 2000 and answer.startswith(expected)
+
+
 def test_an_http_process_that_is_replaced_serves_the_newest(tmp_path):
     save_random(tmp_path / "model", seed=1)
     with RunningServer(tmp_path / "model") as server:
@@ -359,8 +378,13 @@ def test_a_list_changes_step_by_step_as_all_processes_follow(catalog, state, tmp
     assert catalog.check(state) and listing(catalog) == ([1, 2], [2])
     state.follow("http-0", state.generation)
     state.died("http-1")  # its replacement reads the newest
+    state.use(1, 1, 1)
+    assert not catalog.check(state) and not catalog.is_rolling_out
+    assert not catalog.check(state) and listing(catalog) == ([1, 2], [2])  # a request still uses it
+    assert len(list((tmp_path / "run").glob("checkpoint-*"))) == 2
+    state.use(1, 1, -1)
     assert not catalog.check(state) and listing(catalog) == ([2], [2])
-    assert not catalog.is_rolling_out and state.num_reloads(0) == {"loaded": 1, "refused": 0, "removed": 0}
+    assert state.num_reloads(0) == {"loaded": 1, "refused": 0, "removed": 0}
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]
 
 
@@ -387,6 +411,52 @@ def test_a_new_checkpoint_without_the_replacement_character_is_refused_at_sighup
     assert "set --replacement-character" in caplog.text
 
 
+def test_a_failure_is_not_taken_for_one_of_the_next_list(catalog, state, tmp_path):
+    save_random(tmp_path / "runs" / "b", seed=2)
+    catalog.refresh(state)
+    state.follow("worker-0", state.generation, has_failed=True)
+    catalog.check(state)
+    save_random(tmp_path / "runs" / "b", seed=3)
+    catalog.refresh(state)  # before the worker has looked again
+    assert not catalog.check(state) and catalog.is_rolling_out
+    for name in state.worker_names:
+        state.follow(name, state.generation)
+    assert catalog.check(state) and list(catalog.served) == ["a", "b"]
+
+
+def test_a_list_that_cannot_be_written_leaves_the_old_one(catalog, state, tmp_path, monkeypatch):
+    save_random(tmp_path / "runs" / "b", seed=2)
+    (tmp_path / "run" / "checkpoints.json.new").mkdir()  # in the way, as a full disk would be
+    catalog.refresh(state)
+    assert not catalog.is_rolling_out and list(catalog.served) == ["a"] and state.generation == 0
+    shutil.rmtree(tmp_path / "run" / "checkpoints.json.new")
+    assert not catalog.check(state) and listing(catalog) == ([1], [1])
+    catalog.refresh(state)
+    assert catalog.is_rolling_out
+
+
+def test_a_folder_of_runs_that_is_not_there_removes_nothing(tmp_path):
+    (tmp_path / "run").mkdir()
+    for name in ("runs/a", "runs/b", "other"):
+        save_random(tmp_path / name)
+    catalog = Catalog([(None, tmp_path / "runs"), ("other", tmp_path / "other")], "chargpt", tmp_path / "run")
+    catalog.open()
+    state = SharedState()
+    catalog.publish(state)
+    (tmp_path / "runs").rename(tmp_path / "away")
+    catalog.refresh(state)
+    (tmp_path / "runs").mkdir()  # an empty mount point
+    catalog.refresh(state)
+    assert not catalog.is_rolling_out and list(catalog.served) == ["a", "b", "other"]
+    assert list(catalog.listing.rows) == ["a", "b", "other"]
+
+
+def test_a_run_whose_name_is_not_utf_8_is_left_out(catalog, state, tmp_path, caplog):
+    save_random(Path(os.fsdecode(bytes(tmp_path / "runs") + b"/caf\xe9")))
+    catalog.refresh(state)
+    assert not catalog.is_rolling_out and "as its name is not UTF-8" in caplog.text
+
+
 def test_an_unchanged_list_is_not_rolled_out(catalog, state):
     catalog.refresh(state)
     assert state.generation == 0 and not catalog.is_rolling_out
@@ -396,6 +466,7 @@ def test_the_last_checkpoint_is_never_removed(catalog, state, tmp_path):
     shutil.rmtree(tmp_path / "runs" / "a")
     catalog.refresh(state)
     assert not catalog.is_rolling_out and list(catalog.served) == ["a"]
+    assert Listing.read(catalog.folder) == catalog.listing
 
 
 def test_a_full_disk_refuses_a_checkpoint(catalog, state, tmp_path, monkeypatch):

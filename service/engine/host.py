@@ -219,12 +219,17 @@ class DrainRate:
         self._ends: deque[float] = deque(maxlen=256)  # when the latest ended, in seconds of such time
         self._seconds = 0.0
         self._observed_at = 0.0
+        self._is_paused = True
 
-    def observe(self, seconds: float, num_ended: int, now: float) -> None:
-        """Add a step."""
-        self._seconds += seconds
-        self._observed_at = now
+    def observe(self, began: float, num_ended: int, now: float) -> None:
+        """Add a step, and the turns of other models since the last one."""
+        self._seconds += now - (began if self._is_paused else self._observed_at)
+        self._observed_at, self._is_paused = now, False
         self._ends.extend([self._seconds] * num_ended)
+
+    def pause(self) -> None:
+        """A step in which nothing would wait."""
+        self._is_paused = True
 
     def rate(self, now: float) -> float | None:
         """Sequences per second; None before two have ended."""

@@ -105,7 +105,9 @@ class EngineAPI(LitAPI):
 
         options = self.options
         slots = options.max_running + (reserved_slots(options.max_running) if options.is_fair else 0)
-        runner = open_runner(version.read(), options.backend, options.dtype, slots, options.threads, device)
+        runner = open_runner(
+            version.read(options.folder), options.backend, options.dtype, slots, options.threads, device
+        )
         logger.info(
             "serving %s on %s: backend %s, dtype %s, slots %d, threads %d%s",
             version.source, device, runner.backend, runner.dtype, runner.slots, options.threads,
@@ -170,10 +172,12 @@ class EngineLoop(LitLoop):
         seconds = time.monotonic() - receiving_until
         if is_saturated:
             num_ended = sum(delta.ended_at is not None for delta in deltas)
-            hosted.drain.observe(time.monotonic() - began, num_ended, time.monotonic())
+            hosted.drain.observe(began, num_ended, time.monotonic())
+        if not is_saturated or not engine.has_work:
+            hosted.drain.pause()
         self._send(engine, sockets, deltas)
         transport_seconds = receiving_until - began + time.monotonic() - engine.stats.ended_at
-        _observe(hosted, lit_api.options.max_running, transport_seconds)
+        _observe(host, hosted, lit_api.options.max_running, transport_seconds)
         host.ran(hosted, seconds)
 
     def _handle(
@@ -226,9 +230,9 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or "out of memory" in text or "status_alloc_failed" in text
 
 
-def _observe(hosted: Hosted, slots: int, transport_seconds: float) -> None:
+def _observe(host: Host, hosted: Hosted, slots: int, transport_seconds: float) -> None:
     """Metrics of a model's last step."""
-    metrics, stats, scheduler = hosted.metrics, hosted.engine.stats, hosted.engine.scheduler
+    metrics, stats = hosted.metrics, hosted.engine.stats
     metrics.iteration_seconds.observe(stats.seconds)
     for phase, seconds in stats.phases.items():
         metrics.iteration_phase(phase).observe(seconds)
@@ -241,6 +245,11 @@ def _observe(hosted: Hosted, slots: int, transport_seconds: float) -> None:
         metrics.prefix_cache_hit_tokens.inc(stats.num_copied_tokens)
     if stats.num_dropped_tokens:
         metrics.dropped_tokens.inc(stats.num_dropped_tokens)
-    metrics.num_requests_running.set(scheduler.num_running)
-    metrics.num_requests_waiting.set(scheduler.num_waiting)
-    metrics.cache_slots_in_use.set(scheduler.num_running)
+    running = waiting = 0
+    for other in host.models.values():
+        if other.metrics is metrics:  # a version before or after this one has the same series
+            running += other.engine.scheduler.num_running
+            waiting += other.engine.scheduler.num_waiting
+    metrics.num_requests_running.set(running)
+    metrics.num_requests_waiting.set(waiting)
+    metrics.cache_slots_in_use.set(running)

@@ -29,6 +29,7 @@ from service.http.client import EngineClient
 from service.http.context import RequestContext, Service
 from service.http.middleware import RequestMiddleware
 from service.http.openapi import BODY, RUN, Handler, Operation, build_document, documentation
+from service.model.checkpoint import CheckpointError
 from service.observe.metrics import Metrics
 from service.sockets import SocketTransport
 
@@ -156,11 +157,16 @@ class App:
 
     async def _follow(self, process: str) -> None:
         """Serve what the main process lists now."""
-        service = self.service
-        listing = Listing.read(Path(os.environ["PROMETHEUS_MULTIPROC_DIR"]))
+        service, folder = self.service, Path(os.environ["PROMETHEUS_MULTIPROC_DIR"])
         known = {model.id for model in service.models.values()}
-        new = [version for version in listing.serve if version.id not in known]
-        service.serve(listing, {version.id: await asyncio.to_thread(version.read) for version in new})
+        try:
+            listing = Listing.read(folder)
+            new = [version for version in listing.serve if version.id not in known]
+            checkpoints = {version.id: await asyncio.to_thread(version.read, folder) for version in new}
+        except (OSError, CheckpointError) as error:  # tried again at the next heartbeat
+            logger.error("the new list of checkpoints cannot be followed: %s", error)
+            return
+        service.serve(listing, checkpoints)
         service.state.follow(process, listing.generation)
 
     @asynccontextmanager

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from service.catalog import Version
 from service.http.patterns import PatternCompiler
 from service.http.schemas import ApiError
@@ -23,7 +21,7 @@ class Model:
         self.id, self.name, self.digest, self.row = version.id, version.name, version.digest, row
         self.checkpoint, self.tokenizer = checkpoint, checkpoint.tokenizer
         self.patterns = PatternCompiler(checkpoint.tokenizer.characters, max_regex_characters)
-        self.created_at = int(time.time())
+        self.created_at = version.created_at
 
     @property
     def receptive_field(self) -> int:
