@@ -38,7 +38,7 @@ ARROWS = {
         "service.server", "service.settings", "service.model", "service.process", "service.supervisor",
         "service.http",
     },
-    "training": {"service.model", "service.engine", "service.wire"},
+    "training": {"service.model", "service.engine", "service.constrain", "service.wire"},
 }  # fmt: skip
 # Of the engine, only these two know that there are other processes.
 HOSTS = {"service.engine.worker", "service.engine.host"}

@@ -6,6 +6,7 @@ The modules, in the order a run uses them:
     config.py       the settings of a run, and the presets
     data.py         text to memory-mapped character ids; the split; the order of the windows
     jobs.py         starts and resumes runs
+    check.py        what is said of a text before a run: its size, duplicates, rare symbols
     distributed.py  data-parallel processes
     device.py       device, dtype and threads
     finetune.py     the start from another checkpoint's weights
@@ -19,7 +20,9 @@ The modules, in the order a run uses them:
     log.py          the log and TensorBoard's event files
     state.py        what a resumed run needs, without pickle
 
-sample.py, score.py, report.py, export.py and lecture.py each hold the command of that name.
+sample.py, score.py, report.py, export.py and lecture.py each hold the command of that name; page.py writes report's
+page, encoding.py reads the texts and patterns given to sample and score.
 
-Import rule: `service.model`, and for sampling `service.engine` and `service.wire`; nothing else of `service`.
+Import rule: `service.model`, and for sampling `service.engine`, `service.constrain` and `service.wire`; nothing else of
+`service`.
 """

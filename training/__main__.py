@@ -22,17 +22,23 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
-from training.config import DATA_HELP, PRESETS, SHAPE, ConfigError, Device, TrainConfig
-from training.messages import plural, program
+from training.config import DATA_HELP, GLOB_HELP, PRESETS, SHAPE, ConfigError, Device, TrainConfig
+from training.messages import plural, program, unescaped
 
 if TYPE_CHECKING:
     from service.model.checkpoint import Checkpoint
     from service.model.gpt import GPT
     from training.data import Corpus
+    from training.encoding import Encoder
+
+
+MAX_REPORTED = 20  # lines that are not scored
+ESCAPES = r"\n, \t and \\ stand for a line break, a tab and a backslash"
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -93,7 +99,7 @@ def build_parser() -> Parser:
         return added
 
     p = command("prepare", run_prepare, "encode a text into the cache; train does this too")
-    p.add_argument("--data", nargs="+", default=["tinyshakespeare"], help=DATA_HELP)
+    add_data_flags(p, DATA_HELP, default=["tinyshakespeare"])
     p.add_argument("--records", action="store_true", help="each line is a record; every tenth goes to validation")
 
     p = command("train", run_train, "train a model; losses are in nats per character")
@@ -105,35 +111,63 @@ def build_parser() -> Parser:
 
     p = command("evaluate", run_evaluate, "measure a checkpoint's loss on a text")
     add_model_flags(p)
-    p.add_argument("--data", nargs="+", help=f"{DATA_HELP} (default: the validation split of the training text)")
+    add_data_flags(p, f"{DATA_HELP} (default: the validation split of the training text)")
 
     p = command("sample", run_sample, "generate texts from a checkpoint")
     add_model_flags(p)
     add_sampling_flags(p, n=1, max_tokens=500)
-    p.add_argument("--prompt", help="text to continue (default: a line break, or the first character)")
+    p.add_argument(
+        "--prompt", help=rf"text to continue (default: a line break, or the first character); {ESCAPES}", metavar="TEXT"
+    )
     p.add_argument("--temperature", type=float, default=1.0, help="sampling temperature; 0: greedy")
     p.add_argument("--top-k", type=int, default=0, help="sample from the k likeliest characters; 0: all")
     p.add_argument(
         "--top-p", type=float, default=1.0, help="sample from the likeliest characters up to this total probability"
     )
     p.add_argument(
-        "--stop",
-        action="append",
-        default=[],
-        help=r"end a text before this string; repeatable; \n is a line break (default for records)",
+        "--min-p", type=float, default=0.0, help="sample from characters at least this probable beside the likeliest"
     )
+    p.add_argument(
+        "--typical-p", type=float, default=1.0, help="sample from the most typical characters with this probability"
+    )
+    p.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT",
+        help=rf"end a text before this string; repeatable (default for records: a line break); {ESCAPES}",
+    )  # fmt: skip
+    p.add_argument("--stop-regex", metavar="REGEX", help="end a text before the first match of this regular expression")
+    p.add_argument("--regex", help="what follows the prompt matches this regular expression as a whole")
+    add_unknown_flags(p, "the prompt")
     p.add_argument("--unique", action="store_true", help="skip duplicate texts")
+    p.add_argument("--novel", action="store_true", help="skip texts that are lines of the training text")
+    add_data_flags(p, f"of --novel, the training text: {DATA_HELP} (default: where the run read it)")
     p.add_argument("--format", choices=("text", "jsonl"), default="text", help="plain texts, or JSON lines with seeds")
 
     p = command("score", run_score, "print the log-likelihood of each line of a text, as JSON lines")
     add_model_flags(p)
-    p.add_argument("--data", type=Path, required=True, metavar="FILE", help="a UTF-8 text file, one record per line")
+    p.add_argument("--data", type=Path, required=True, metavar="FILE", help="a UTF-8 text file")
+    p.add_argument(
+        "--records",
+        action="store_true",
+        help="score each line from the line break before it to its own, as a record is trained on; without it the "
+        "first character of a line is not scored, and the line break is no part of it, as for texts of /v1/score",
+    )
+    add_unknown_flags(p, "lines")
 
     p = command("report", run_report, "measure how much generated text is copied from the training text")
     add_model_flags(p)
     add_sampling_flags(p, n=None, max_tokens=5000)
-    p.add_argument("--check", metavar="CMD", help="for records: a command that prints the valid ones of its input")
-    p.add_argument("--data", nargs="+", help=f"the training text: {DATA_HELP} (default: where the run read it)")
+    p.add_argument("--regex", help="for records: valid ones match this regular expression (Python's) as a whole")
+    p.add_argument(
+        "--command",
+        "--check",
+        dest="check",
+        metavar="CMD",
+        help="for records: a command that prints the valid ones of its input",
+    )
+    add_data_flags(p, f"the training text: {DATA_HELP} (default: where the run read it)")
+    p.add_argument(
+        "--html", type=Path, metavar="FILE", help="the page to write (default: report.html in the run's folder)"
+    )
 
     p = command("export", run_export, "convert a checkpoint to GGUF or ONNX")
     add_checkpoint_flag(p)
@@ -141,7 +175,7 @@ def build_parser() -> Parser:
     p.add_argument("--out", type=Path, required=True, metavar="FILE", help="the file to write")
 
     p = command("lecture", run_lecture, "show how it works, from a table of bigrams to attention, on a text")
-    p.add_argument("--data", nargs="+", default=["tinyshakespeare"], help=DATA_HELP)
+    add_data_flags(p, DATA_HELP, default=["tinyshakespeare"])
     p.add_argument(
         "--checkpoint", type=Path, metavar="DIR", help="the full model at the end (default: the bundled one)"
     )
@@ -152,7 +186,25 @@ def build_parser() -> Parser:
 
 
 def add_checkpoint_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="a checkpoint folder")
+    parser.add_argument(
+        "--checkpoint", type=Path, required=True, metavar="DIR", help="a checkpoint folder, or a run's, for its best"
+    )
+
+
+def add_data_flags(parser: argparse.ArgumentParser, help: str, default: list[str] | None = None) -> None:
+    parser.add_argument("--data", nargs="+", default=default, help=help)
+    parser.add_argument("--glob", nargs="+", metavar="GLOB", help=GLOB_HELP)
+
+
+def add_unknown_flags(parser: argparse.ArgumentParser, where: str) -> None:
+    """Read by `encoder_of`."""
+    parser.add_argument(
+        "--unknown-characters", choices=("refuse", "replace", "drop"), default="refuse",
+        help=f"for characters of {where} outside the vocabulary",
+    )  # fmt: skip
+    parser.add_argument(
+        "--replacement-character", default=" ", metavar="TEXT", help=f"of --unknown-characters replace; {ESCAPES}"
+    )
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -177,7 +229,7 @@ def check_sampling_flags(args: argparse.Namespace) -> None:
 def run_prepare(args: argparse.Namespace) -> None:
     from training.data import cache_dir, prepare
 
-    corpus = prepare(args.data, records=args.records)
+    corpus = prepare(args.data, records=args.records, glob=args.glob or ())
     print(
         f"{corpus.name}: {plural(len(corpus.ids), 'character')}, {plural(corpus.symbols, 'symbol')}; "
         f"{len(corpus.train):,} for training, {len(corpus.val):,} for validation\n"
@@ -206,6 +258,11 @@ def _train(args: argparse.Namespace, given: dict[str, Any]) -> None:
     from training.finetune import checkpoint_shape
 
     console = Console(stderr=True, highlight=False)
+    # A resumed run no longer needs the one it began from, so that may be gone.
+    if "init_from" in given:
+        given["init_from"] = str(find_checkpoint(Path(given["init_from"])))
+    if "teachers" in given:
+        given["teachers"] = tuple(str(find_checkpoint(Path(path))) for path in given["teachers"])
     if args.resume and args.overwrite:
         raise ConfigError("--resume continues a run, --overwrite replaces it; pass only one of them")
     if args.resume:
@@ -232,10 +289,13 @@ def run_evaluate(args: argparse.Namespace) -> None:
     checkpoint, model = load_model(args)
     records = has_records(checkpoint)
     if args.data is None:
-        corpus = training_corpus(checkpoint, None)
+        corpus = training_corpus(checkpoint, args)
         ids, scored = corpus.val, f"validation split of {corpus.name}"
     else:
-        ids, scored = encode_files(find_texts(args.data), checkpoint.tokenizer, records=records), " ".join(args.data)
+        notes: set[str] = set()
+        files = find_texts(args.data, args.glob or (), notes)
+        ids, scored = encode_files(files, checkpoint.tokenizer, records=records), " ".join(args.data)
+        print(*sorted(notes), sep="\n", end="\n" if notes else "")
     print(f"{scored}: {plural(len(ids), 'character')}, all but the first scored")
     for name, loss in split_losses(model, ids, records=records).items():
         print(f"{name:<9} {loss:.4f} nats  {bits(loss):.4f} bits per character")
@@ -249,33 +309,64 @@ def run_sample(args: argparse.Namespace) -> None:
 
     from service.model.params import SamplingParams
     from service.model.tokenizer import UnknownCharacterError
+    from training.encoding import compile_pattern
     from training.sample import ExhaustedError, sample_texts
 
     check_sampling_flags(args)
     if args.prompt == "":
         raise ConfigError("--prompt must not be empty")
+    if args.regex is not None and (args.stop or args.stop_regex is not None):
+        raise ConfigError(
+            "--regex cannot be combined with --stop or --stop-regex, which could end a text before a match"
+        )
     try:
-        params = SamplingParams(args.temperature, args.top_k, args.top_p, args.seed)
+        params = SamplingParams(
+            args.temperature, args.top_k, args.top_p, args.seed, min_p=args.min_p, typical_p=args.typical_p
+        )
     except ValueError as error:
         raise ConfigError(str(error)) from None
     checkpoint, model = load_model(args)
-    tokenizer = checkpoint.tokenizer
+    tokenizer, encoder = checkpoint.tokenizer, encoder_of(args, checkpoint)
     # Without a prompt, what precedes a text; a model of texts without line breaks begins with its first character.
-    given, begins = args.prompt or "", "\n" if "\n" in tokenizer else tokenizer.characters[0]
+    begins = "\n" if "\n" in tokenizer else tokenizer.characters[0]
+    try:
+        prompt = encoder.encode(unescaped(args.prompt or ""))
+    except UnknownCharacterError as error:
+        raise ConfigError(f"--prompt: {error}") from None
+    given = tokenizer.decode(prompt)
     if not given and begins != "\n":
         given = begins
-    prompt = tokenizer.encode(given or begins)
-    stops = args.stop or (["\n"] if has_records(checkpoint) else [])
+    prompt = prompt or tokenizer.encode(begins)
+    stops = [unescaped(text) for text in args.stop]
+    if has_records(checkpoint) and not stops and args.stop_regex is None and args.regex is None:
+        stops = ["\n"]
     if "" in stops:
         raise ConfigError("--stop must not be empty")
     try:
-        stop = tuple(tuple(tokenizer.encode(text.replace("\\n", "\n"))) for text in stops)
+        stop = tuple(tuple(tokenizer.encode(text)) for text in stops)
     except UnknownCharacterError as error:
         raise ConfigError(f"--stop: {error}") from None
-    texts = sample_texts(model, prompt, args.n, args.max_tokens, params, stop=stop, unique=args.unique)
+    stop_pattern = constraint = None
+    if args.stop_regex is not None:
+        stop_pattern = compile_pattern("--stop-regex", args.stop_regex, tokenizer).pack()
+    if args.regex is not None:
+        automaton = compile_pattern("--regex", args.regex, tokenizer)
+        if automaton.min_length > args.max_tokens:
+            raise ConfigError(
+                f"--regex: the shortest match has {plural(automaton.min_length, 'character')}, --max-tokens is "
+                f"{args.max_tokens:,}"
+            )
+        constraint = automaton.pack()
+    is_known = known_lines(training_corpus(checkpoint, args)) if args.novel else None
+    texts = sample_texts(
+        model, prompt, args.n, args.max_tokens, params,
+        stop=stop, stop_pattern=stop_pattern, constraint=constraint, unique=args.unique,
+        is_novel=is_known and (lambda ids: not is_known(given + tokenizer.decode(ids))),
+    )  # fmt: skip
+    report_unknown(encoder)
     console = Console(stderr=True)
     shown = track(texts, "texts", total=args.n, console=console, disable=not console.is_terminal or args.n == 1)
-    separator = "\n" if stops else "\n\n"
+    separator = "\n" if stops or args.stop_regex is not None or args.regex is not None else "\n\n"
     started, characters = time.monotonic(), 0
     try:
         for number, (seed, ids) in enumerate(shown):
@@ -289,7 +380,7 @@ def run_sample(args: argparse.Namespace) -> None:
             print()
         if args.n > 1:
             seconds = time.monotonic() - started
-            speed = f"{characters:,} characters in {seconds:.1f} s, {characters / seconds:,.0f} characters/s"
+            speed = f"{plural(characters, 'character')} in {seconds:.1f} s, {characters / seconds:,.0f} characters/s"
             print(f"{plural(args.n, 'text')}: {speed}", file=sys.stderr)
     except ExhaustedError as error:
         raise ConfigError(str(error)) from None
@@ -298,55 +389,56 @@ def run_sample(args: argparse.Namespace) -> None:
 def run_score(args: argparse.Namespace) -> None:
     import json
 
-    from training.data import read_lines
+    from training.data import DataError, read_lines
     from training.score import score_lines
 
     checkpoint, model = load_model(args)
-    for record in score_lines(model, checkpoint.tokenizer, read_lines(args.data)):
+    encoder = encoder_of(args, checkpoint)
+    num_scored = num_refused = 0
+
+    def refused(number: int, reason: str) -> None:
+        nonlocal num_refused
+        num_refused += 1
+        if num_refused <= MAX_REPORTED:
+            print(f"line {number:,}: {reason}", file=sys.stderr)
+
+    for record in score_lines(model, encoder, read_lines(args.data), records=args.records, refused=refused):
+        num_scored += 1
         print(json.dumps(record, ensure_ascii=False))
+    report_unknown(encoder)
+    if has_records(checkpoint) and not args.records:
+        print("the model was trained on records: --records scores each line as one", file=sys.stderr)
+    if num_refused:
+        more = f", the first {MAX_REPORTED} of which are named above" if num_refused > MAX_REPORTED else ""
+        raise DataError(f"{plural(num_refused, 'line')} of {num_scored + num_refused:,} not scored{more}")
 
 
 def run_report(args: argparse.Namespace) -> None:
-    import numpy as np
     from rich.console import Console
 
-    from service.model.params import SamplingParams
+    from training import report
     from training.display import print_copies
-    from training.report import CheckError, describe_copies, describe_records
-    from training.sample import sample_texts
+    from training.page import write_page
 
+    args.checkpoint = find_checkpoint(args.checkpoint)
+    out = args.checkpoint.parent
+    is_run = (out / "log.jsonl").is_file()
     checkpoint, model = load_model(args)
     are_records = has_records(checkpoint)
     if args.n is None:
         args.n = 1000 if are_records else 20
     check_sampling_flags(args)
-    if args.check is not None and not are_records:
-        raise ConfigError("--check is for models of records")
-    corpus = training_corpus(checkpoint, args.data)
-    if are_records:
-        end, decode = int(corpus.train[0]), corpus.tokenizer.decode
-        texts = sample_texts(model, [end], args.n, args.max_tokens, SamplingParams(seed=args.seed), stop=((end,),))
-        known, validation = (decode(split)[1:-1].split("\n") for split in (corpus.train, corpus.val))
-        try:
-            columns = {
-                "generated": describe_records([decode(ids) for _, ids in texts], set(known), args.check),
-                "validation split": describe_records(validation, set(known), args.check),
-            }
-        except CheckError as error:
-            raise ConfigError(str(error)) from None
-        print_copies(Console(highlight=False), columns)
-        return
-    prompt = [int(corpus.val[0])]
-    texts = sample_texts(model, prompt, args.n, args.max_tokens, SamplingParams(seed=args.seed))
-    generated = np.concatenate([np.array(ids, corpus.ids.dtype) for _, ids in texts])
-    held_out = corpus.val[: len(generated)]
-    print_copies(
-        Console(highlight=False),
-        {
-            "generated": describe_copies(generated, corpus.train, corpus.tokenizer),
-            "validation split": describe_copies(held_out, corpus.train, corpus.tokenizer),
-        },
-    )
+    if (args.check is not None or args.regex is not None) and not are_records:
+        raise ConfigError("--regex and --command are for models of records")
+    corpus = training_corpus(checkpoint, args)
+    try:
+        found = report.examine(model, corpus, args.n, args.max_tokens, args.seed, args.regex, args.check)
+    except report.CheckError as error:
+        raise ConfigError(str(error)) from None
+    print_copies(Console(highlight=False), found.columns)
+    if page := args.html or (out / "report.html" if is_run else None):
+        write_page(page, checkpoint, corpus, found, out if is_run else None)
+        print(f"report {page}", file=sys.stderr)
 
 
 def run_export(args: argparse.Namespace) -> None:
@@ -354,10 +446,10 @@ def run_export(args: argparse.Namespace) -> None:
     from training.export import export
 
     try:
-        export(Checkpoint.read(args.checkpoint), args.to, args.out)
+        export(Checkpoint.read(find_checkpoint(args.checkpoint)), args.to, args.out)
     except ModuleNotFoundError as error:
         raise ConfigError(f"--to {args.to} needs the package {error.name}; pip install -e '.[export]'") from None
-    print(f"{args.out}: {args.out.stat().st_size:,} bytes")
+    print(f"{args.out}: {plural(args.out.stat().st_size, 'byte')}")
 
 
 def run_lecture(args: argparse.Namespace) -> None:
@@ -368,8 +460,8 @@ def run_lecture(args: argparse.Namespace) -> None:
     if args.steps < 1:
         raise ConfigError(f"--steps must be at least 1, got {args.steps}")
     bundled = Path(module.__file__).parents[1] / "checkpoints" / "tinyshakespeare"
-    checkpoint = module.Checkpoint.read(args.checkpoint or bundled)
-    give(prepare(args.data), checkpoint, args.out, steps=args.steps, seed=args.seed)
+    checkpoint = module.Checkpoint.read(find_checkpoint(args.checkpoint) if args.checkpoint else bundled)
+    give(prepare(args.data, glob=args.glob or ()), checkpoint, args.out, steps=args.steps, seed=args.seed)
 
 
 def has_records(checkpoint: Checkpoint) -> bool:
@@ -378,19 +470,62 @@ def has_records(checkpoint: Checkpoint) -> bool:
     return bool(recipe.get("records", False))
 
 
-def training_corpus(checkpoint: Checkpoint, data: list[str] | None) -> Corpus:
-    """The text a checkpoint was trained on, in its vocabulary, read from `data` or from where the run read it.
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint at `path`; of a run's folder its best, which a line says.
 
     Raises:
-        ConfigError: the checkpoint does not record its training text, or `data` is a different one.
+        ConfigError: a run's folder has no best yet.
+    """
+    from service.model.checkpoint import MANIFEST
+
+    if (path / MANIFEST).is_file():
+        return path
+    if (path / "best" / MANIFEST).is_file():
+        print(f"{path} is a run's folder: taking its best, {path / 'best'}", file=sys.stderr)
+        return path / "best"
+    if (path / "last" / MANIFEST).is_file():
+        raise ConfigError(
+            f"{path} is the folder of a run that has no best yet, as it was not evaluated; its newest weights are "
+            f"{path / 'last'}"
+        )
+    return path
+
+
+def encoder_of(args: argparse.Namespace, checkpoint: Checkpoint) -> Encoder:
+    from training.encoding import Encoder
+
+    return Encoder(checkpoint.tokenizer, args.unknown_characters, unescaped(args.replacement_character))
+
+
+def report_unknown(encoder: Encoder) -> None:
+    if encoder.num_unknown:
+        done = "replaced" if encoder.policy == "replace" else "dropped"
+        print(f"{plural(encoder.num_unknown, 'unknown character')} {done}", file=sys.stderr)
+
+
+def known_lines(corpus: Corpus) -> Callable[[str], bool]:
+    """Whether a text is a line of the training text, of either split, or several consecutive ones."""
+    text = corpus.tokenizer.decode_array(corpus.ids)
+    lines, text = set(text.split("\n")), f"\n{text}\n"
+    return lambda it: f"\n{it}\n" in text if "\n" in it else it in lines
+
+
+def training_corpus(checkpoint: Checkpoint, args: argparse.Namespace) -> Corpus:
+    """The text a checkpoint was trained on, in its vocabulary, read from `--data` or from where the run read it.
+
+    Raises:
+        ConfigError: the checkpoint does not record its training text, or `--data` is a different one.
     """
     from training.data import prepare, recode
 
+    data, glob = args.data, args.glob
     if data is None:
         if "recipe" not in checkpoint.training:
             raise ConfigError(f"{checkpoint.path / 'training.json'} does not record the training text; pass --data")
         data = checkpoint.training["recipe"]["data"]
-    corpus = prepare(data, records=has_records(checkpoint))
+    if glob is None:
+        glob = checkpoint.training.get("recipe", {}).get("glob", ())
+    corpus = prepare(data, records=has_records(checkpoint), glob=glob)
     expected = checkpoint.training.get("data", {}).get("sha256")
     if corpus.sha256 != expected:
         raise ConfigError(
@@ -413,7 +548,7 @@ def load_model(args: argparse.Namespace) -> tuple[Checkpoint, GPT]:
 
     if args.threads:
         torch.set_num_threads(args.threads)
-    checkpoint = Checkpoint.read(args.checkpoint)
+    checkpoint = Checkpoint.read(find_checkpoint(args.checkpoint))
     return checkpoint, checkpoint.load_model(pick_device(args.device))
 
 

@@ -23,6 +23,7 @@ def option(default: Any, help: str) -> Any:
 
 MIN_WINDOW = 16  # characters; shorter ones would teach little
 DATA_HELP = "UTF-8 text files, plain or gzip, or folders of them, or the name tinyshakespeare"
+GLOB_HELP = "of a folder, take only the files whose names match one of these: '*.py' 'docs/*.md'"
 
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Dtype = Literal["auto", "float32", "bfloat16"]
@@ -43,6 +44,7 @@ class TrainConfig:
     """
 
     data: tuple[str, ...] = option(("tinyshakespeare",), DATA_HELP)
+    glob: tuple[str, ...] = option((), GLOB_HELP)
     records: bool = option(False, "each line is a record (a name, a SMILES, a game); every tenth goes to validation")
     seed: int = option(1337, "seed of the initial weights, the window order and dropout")
 
@@ -112,7 +114,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         # A single name is allowed, and JSON has lists only.
-        for name in ("data", "teachers"):
+        for name in ("data", "glob", "teachers"):
             value = getattr(self, name)
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
         bounds: dict[str, tuple[float, float]] = {

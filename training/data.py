@@ -38,6 +38,8 @@ IGNORED = -1  # as a target
 CHARACTERS_AT_ONCE = 1 << 20  # of records moved to their places
 MAX_SYMBOLS = 1 << 16  # more than any script has; a text with more is probably not text
 BYTE_ORDER_MARK = "\ufeff"
+HEAD_BYTES = 1 << 13  # by which a binary file is recognized
+MAX_LISTED = 5  # binary files that are named
 MIN_CHARACTERS = 20  # leaves the validation split one character to predict
 
 TINYSHAKESPEARE = "tinyshakespeare"
@@ -55,23 +57,52 @@ def cache_dir() -> Path:
     return Path(base) / "chargpt"
 
 
-def find_texts(data: Sequence[str]) -> list[Path]:
-    """The files of `--data`; a folder stands for all files below it, sorted, except hidden ones.
+def find_texts(data: Sequence[str], glob: Sequence[str] = (), notes: set[str] | None = None) -> list[Path]:
+    """The files of `--data`; a folder stands for all text files below it, sorted, except hidden ones.
+
+    glob: patterns such as *.py or docs/*.md, one of which the path of a file below a folder must match from the right.
+    Binary files below a folder are skipped, and counted in `notes`.
 
     Raises:
-        DataError: a folder has no files, or as `find_text`.
+        DataError: a folder has no such files, or as `find_text`.
     """
     files = []
     for name in data:
         if Path(name).is_dir():
-            below = (path.relative_to(name) for path in Path(name).rglob("*") if path.is_file())
-            found = [Path(name) / path for path in sorted(below) if not any(p.startswith(".") for p in path.parts)]
-            if not found:
+            below = sorted(path.relative_to(name) for path in Path(name).rglob("*") if path.is_file())
+            seen = [path for path in below if not any(part.startswith(".") for part in path.parts)]
+            if not seen:
                 raise DataError(f"the folder {name} has no files")
-            files += found
+            chosen = [path for path in seen if not glob or any(path.match(pattern) for pattern in glob)]
+            if not chosen:
+                raise DataError(f"none of the {plural(len(seen), 'file')} in {name} matches --glob {' '.join(glob)}")
+            binary = [path for path in chosen if _is_binary(Path(name) / path)]
+            if len(binary) == len(chosen):
+                raise DataError(f"the folder {name} has no text files: skipped {_listed(binary)}")
+            if binary:
+                _note(notes, f"{name}: skipped {_listed(binary)}")
+            files += [Path(name) / path for path in chosen if path not in set(binary)]
         else:
             files.append(find_text(name))
     return files
+
+
+def _listed(binary: list[Path]) -> str:
+    """The number of binary files, and some of their names."""
+    more = f" and {len(binary) - MAX_LISTED:,} more" if len(binary) > MAX_LISTED else ""
+    return f"{plural(len(binary), 'binary file')}: {', '.join(str(path) for path in binary[:MAX_LISTED])}{more}"
+
+
+def _is_binary(file: Path) -> bool:
+    """Whether a file begins as no text does: with a NUL, or with bytes that are neither UTF-8 nor printable Latin-1."""
+    head = next(_read_bytes(file, HEAD_BYTES), b"")
+    if b"\0" in head:
+        return True
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head)  # which may end within a character
+    except UnicodeDecodeError:
+        return any(byte < 32 and byte not in b"\t\n\f\r\x1b" for byte in head)
+    return False
 
 
 def find_text(data: str) -> Path:
@@ -152,8 +183,8 @@ class Corpus:
         }
 
 
-def prepare(data: str | Sequence[str], *, records: bool = False) -> Corpus:
-    """The corpus of `--data`, encoded on first use and read from the cache afterwards.
+def prepare(data: str | Sequence[str], *, records: bool = False, glob: Sequence[str] = ()) -> Corpus:
+    """The corpus of `--data` and `--glob`, encoded on first use and read from the cache afterwards.
 
     With `records`, each line that is not empty is a record that ends with its line break. They are shuffled, always
     alike, and one in VAL_EVERY goes to the validation split: files are often sorted. Each split begins with a line
@@ -162,9 +193,9 @@ def prepare(data: str | Sequence[str], *, records: bool = False) -> Corpus:
     Raises:
         DataError: a file is missing or not UTF-8, or the text is too short or has too many distinct characters.
     """
-    files = find_texts([data] if isinstance(data, str) else data)
-    name = files[0].name if len(files) == 1 else f"{files[0].name} and {len(files) - 1} more"
     notes: set[str] = set()
+    files = find_texts([data] if isinstance(data, str) else data, glob, notes)
+    name = files[0].name if len(files) == 1 else f"{files[0].name} and {len(files) - 1} more"
     sha256 = _sha256(files, notes)
     folder = _cache_folder(sha256, records)
     if not folder.is_dir():
@@ -173,7 +204,7 @@ def prepare(data: str | Sequence[str], *, records: bool = False) -> Corpus:
             content = f"contains only the character {characters[0]!r}" if characters else "is empty"
             raise DataError(f"{name} {content}; a text needs at least 2 distinct characters")
         if count < MIN_CHARACTERS:
-            raise DataError(f"{name} has {count} characters; a text needs at least {MIN_CHARACTERS}")
+            raise DataError(f"{name} has {plural(count, 'character')}; a text needs at least {MIN_CHARACTERS}")
         if len(characters) > MAX_SYMBOLS:
             raise DataError(f"{name} has {len(characters):,} distinct characters; at most {MAX_SYMBOLS:,} are allowed")
         if records:
@@ -221,17 +252,17 @@ def id_dtype(vocab_size: int) -> np.dtype[Any]:
     return np.dtype("u1" if vocab_size <= 1 << 8 else "<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
-def read_text(files: Sequence[Path], notes: set[str] | None = None) -> Iterator[str]:
+def read_text(files: Sequence[Path], notes: set[str] | None = None, errors: str = "strict") -> Iterator[str]:
     """The concatenated files, in chunks, as if each had been written on Linux.
 
     Line breaks of Windows and of old Macs are read as \\n, and a file's byte-order mark is left out; `notes` gets a
-    sentence about each. A line break is inserted between files where one is missing.
+    sentence about each. A line break is inserted between files where one is missing. `errors`: as of bytes.decode.
 
     Raises:
         DataError: a file cannot be read or is not UTF-8 (gives the byte offset), or one named .gz is not gzip.
     """
     for file in files:
-        decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")(), translate=True)
+        decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")(errors), translate=True)
         start, last, is_first = 0, "\n", True
         for chunk in itertools.chain(_read_bytes(file), [b""]):
             pending = len(decoder.getstate()[0])  # bytes of a character that the last chunk cut in two
@@ -239,9 +270,12 @@ def read_text(files: Sequence[Path], notes: set[str] | None = None) -> Iterator[
                 text = decoder.decode(chunk, final=not chunk)
             except UnicodeDecodeError as error:
                 offset = start - pending + error.start
+                hint = "convert it first, for example with iconv -f LATIN1 -t UTF-8"
+                if _is_binary(file):
+                    hint = "it is a binary file; of a folder, binary files are skipped"
                 raise DataError(
                     f"{file} is not UTF-8: byte 0x{error.object[error.start]:02X} at offset {offset}"
-                    f" ({error.reason}); convert it first, for example with iconv -f LATIN1 -t UTF-8"
+                    f" ({error.reason}); {hint}"
                 ) from None
             start += len(chunk)
             if text and is_first:
@@ -263,10 +297,10 @@ def _note(notes: set[str] | None, sentence: str) -> None:
         notes.add(sentence)
 
 
-def _read_bytes(file: Path) -> Iterator[bytes]:
+def _read_bytes(file: Path, size: int | None = None) -> Iterator[bytes]:
     try:
         with gzip.open(file) if file.suffix == ".gz" else open(file, "rb") as binary:
-            while chunk := binary.read(CHUNK_BYTES):
+            while chunk := binary.read(size or CHUNK_BYTES):
                 yield chunk
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"{file} is not a complete gzip file: {error}") from None
@@ -275,13 +309,13 @@ def _read_bytes(file: Path) -> Iterator[bytes]:
 
 
 def read_lines(file: Path) -> Iterator[str]:
-    """The lines of a text, split at \\n alone and without it.
+    """The lines of a text, without their line breaks. Bytes that are not UTF-8 become lone surrogates.
 
     Raises:
-        DataError: the file cannot be read, or is not UTF-8; gives the byte offset.
+        DataError: the file cannot be read.
     """
     rest = ""
-    for text in read_text([file]):
+    for text in read_text([file], errors="surrogateescape"):
         *lines, rest = (rest + text).split("\n")
         yield from lines
     if rest:

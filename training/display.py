@@ -6,7 +6,7 @@ import math
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
@@ -19,8 +19,12 @@ from training.log import read_log
 from training.messages import plural
 from training.state import Progress
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 LINE_SECONDS = 10.0  # between two lines of progress, where no bar is shown
 NOISE = 0.005  # differences in validation loss, in nats, that another seed would make too
+TRAIN_COLOR, VAL_COLOR, BEST_COLOR = "tab:blue", "tab:orange", "tab:green"
 LARGE_VOCABULARY = 1000  # more characters than a text in any alphabetic script has
 
 
@@ -105,6 +109,8 @@ def print_report(
     for name, label in labels.items():
         table.add_row(label, f"{losses[name]:.4f}", f"{bits(losses[name]):.4f}")
     console.print(table)
+    if warning := verdict(losses):
+        console.print(warning, markup=False, soft_wrap=True)
     records = read_log(out)
     val = {r["step"]: r["val_loss"] for r in records if r["event"] == "evaluation"}
     table = Table("step", "training loss", "validation loss")
@@ -129,7 +135,7 @@ def print_report(
             soft_wrap=True,
         )
     console.print(
-        f"{progress.characters:,} characters in {progress.elapsed_seconds:.0f} s of training: "
+        f"{plural(progress.characters, 'character')} in {progress.elapsed_seconds:.0f} s of training: "
         f"{speed['characters_per_second']:,.0f} characters/s, {speed['peak_share']:.0%} of this machine's measured "
         f"matrix-product peak of {speed['matmul_peak_flops'] / 1e9:,.0f} GFLOP/s; "
         f"best at step {progress.best_step}\ncheckpoint {out / 'best'}   curves {out / 'loss.png'}   "
@@ -139,13 +145,34 @@ def print_report(
     )
 
 
+def verdict(losses: dict[str, float]) -> str | None:
+    """In words, what the model is no better than; None: it is better than all baselines."""
+    loss = min(losses["whole"], losses["streamed"])
+    for name, what in (
+        ("uniform", "guessing all characters alike"),
+        ("unigram", "guessing by how often each character occurs"),
+        ("bigram", "counting pairs of characters"),
+    ):
+        if loss >= losses[name]:
+            return (
+                f"the best weights are no better than {what}: {loss:.4f} nats on the validation split, {name} "
+                f"{losses[name]:.4f}. Train on more text or for more steps; a large model of a small text memorizes it "
+                "instead, and a validation split unlike the training split cannot be predicted"
+            )
+    return None
+
+
 def print_copies(console: Console, texts: dict[str, dict[str, Any]]) -> None:
     """The figures of `report.describe_copies`, one column per text."""
     table = Table("", *texts)
     for name in next(iter(texts.values())):
         values = [figures[name] for figures in texts.values()]
-        table.add_row(name, *(repr(v) if isinstance(v, str) else f"{v:,.4f}".removesuffix(".0000") for v in values))
+        table.add_row(name, *(repr(v) if isinstance(v, str) else figure_of(v) for v in values))
     console.print(table)
+
+
+def figure_of(value: float) -> str:
+    return f"{value:,.4f}".removesuffix(".0000")
 
 
 def train_loss_until(records: list[dict[str, Any]], step: int, steps: int) -> float:
@@ -155,35 +182,55 @@ def train_loss_until(records: list[dict[str, Any]], step: int, steps: int) -> fl
 
 
 def draw_curves(out: Path) -> None:
-    """Plot training and validation loss, learning rate and baselines of a run: OUT/loss.png."""
+    """Plot the losses of a run beside the baselines, and its learning rate: OUT/loss.png."""
+    curves(read_log(out)).savefig(out / "loss.png", dpi=120)
+
+
+def curves(records: list[dict[str, Any]]) -> Figure:
+    """Each curve and baseline is named at the right edge, at its last value; the learning rate is below."""
     from matplotlib.figure import Figure  # takes half a second to import
 
-    records = read_log(out)
     train = [r for r in records if r["event"] == "train"]
     val = [r for r in records if r["event"] == "evaluation"]
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    axes = figure.subplots()
-    axes.plot([r["step"] for r in train], [r["train_loss"] for r in train], label="train", color="tab:blue", lw=0.8)
-    axes.plot([r["step"] for r in val], [r["val_loss"] for r in val], "o-", label="validation", color="tab:orange")
+    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    axes, rate = figure.subplots(2, sharex=True, height_ratios=(5, 1))
+    names: list[tuple[float, str, str]] = []  # height, text, color
+    if train:
+        losses = [r["train_loss"] for r in train]
+        axes.plot([r["step"] for r in train], losses, color=TRAIN_COLOR, lw=1)
+        names.append((losses[-1], f"training {losses[-1]:.2f}", TRAIN_COLOR))
     if val:
         best = min(val, key=lambda r: r["val_loss"])
-        label = f"best {best['val_loss']:.3f} at step {best['step']}"
-        axes.plot(best["step"], best["val_loss"], "*", label=label, color="tab:green", ms=14, ls="none")
+        axes.plot([r["step"] for r in val], [r["val_loss"] for r in val], "o-", color=VAL_COLOR, ms=4)
+        axes.plot(best["step"], best["val_loss"], "*", color=BEST_COLOR, ms=15, ls="none", zorder=3)
+        names.append((val[-1]["val_loss"], f"validation {val[-1]['val_loss']:.2f}", VAL_COLOR))
+        axes.set_title(
+            f"best validation loss: {best['val_loss']:.3f} nats per character, at step {best['step']} (star)",
+            loc="left", fontsize="medium", color=BEST_COLOR,
+        )  # fmt: skip
+    ends = [r for r in records if r["event"] == "end"]
+    for name in ("uniform", "unigram", "bigram") if ends else ():
+        axes.axhline(ends[-1][name], color="gray", ls="--", lw=0.8)
+        names.append((ends[-1][name], f"{name} {ends[-1][name]:.2f}", "dimgray"))
     shown = [r["train_loss"] for r in train[len(train) // 20 :]] + [r["val_loss"] for r in val]
     if shown:  # the first steps, and baselines far above, would squeeze the rest
         margin = 0.05 * (max(shown) - min(shown)) + 0.02
         axes.set_ylim(min(shown) - margin, max(shown) + margin)
-    for end in (r for r in records if r["event"] == "end"):
-        for name, style in (("uniform", ":"), ("unigram", "-."), ("bigram", "--")):
-            axes.axhline(end[name], color="gray", ls=style, lw=0.8, label=f"{name} {end[name]:.2f}")
-        axes.axhline(end["streamed"], color="tab:green", lw=0.8, label=f"best, streamed {end['streamed']:.3f}")
-    axes.set_xlabel("step")
+    low, high = axes.get_ylim()
+    bottom = low
+    for height, text, color in sorted(names):
+        arrow = "↑ " if height > high else "↓ " if height < low else ""
+        place = max(min(max(height, low), high), bottom)  # no name covers the one below it
+        bottom = place + 0.055 * (high - low)
+        axes.annotate(
+            arrow + text, (1.01, place), xycoords=("axes fraction", "data"), color=color, va="center",
+            fontsize="small", annotation_clip=False,
+        )  # fmt: skip
     axes.set_ylabel("nats per character")
     axes.grid(alpha=0.3)
-    rate = axes.twinx()
-    rate.plot([r["step"] for r in train], [r["muon_lr"] for r in train], color="tab:red", lw=0.8, label="learning rate")
-    rate.set_ylabel("learning rate (muon_lr)")
+    rate.plot([r["step"] for r in train], [r["muon_lr"] for r in train], color="gray", lw=1)
+    rate.set_ylabel("muon_lr")
     rate.set_ylim(bottom=0)
-    lines = [*axes.get_lines(), *rate.get_lines()]
-    axes.legend(lines, [str(line.get_label()) for line in lines], loc="upper right")
-    figure.savefig(out / "loss.png", dpi=120)
+    rate.grid(alpha=0.3)
+    rate.set_xlabel("step")
+    return figure

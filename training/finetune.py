@@ -64,10 +64,11 @@ def load_origin(config: TrainConfig, characters: Sequence[str]) -> Origin:
     if added and not config.extend_vocabulary:
         listed = ", ".join(f"{c!r} (U+{ord(c):04X})" for c in added[:MAX_LISTED])
         more = f" and {len(added) - MAX_LISTED:,} more" if len(added) > MAX_LISTED else ""
+        it = "it" if len(added) == 1 else "them"
         unused = vocabulary.vocab_size - (len(characters) - len(added))
         raise ConfigError(
             f"the vocabulary of {config.init_from} lacks {len(added):,} of the text's {len(characters):,} characters: "
-            f"{listed}{more}. Remove them from the text, or pass --extend-vocabulary to add them. "
+            f"{listed}{more}. Remove {it} from the text, or pass --extend-vocabulary to add {it}. "
             f"(Characters of the vocabulary absent from the text, which are kept: {unused:,})"
         )
     weights = checkpoint.load_model().state_dict()

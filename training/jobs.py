@@ -25,12 +25,14 @@ from training.messages import plural
 from training.speed import keep_freed_memory
 from training.state import ResumeError, Saved, changed_settings
 
-# Settings that a small text changes, where the user has not set them.
+# Settings that a small text or a short run changes, where the user has not set them.
 ADAPTED = frozenset(("block_size", "steps", "warmup_steps", "eval_every", "patience"))
 MAX_EPOCHS = 20.0  # more only memorizes; tiny Shakespeare gets five
 MIN_STEPS = 100
 MIN_BLOCK = 4
 PATIENCE = 3  # evaluations
+MIN_EVALUATIONS = 4  # fewer would say little about a run's course
+SHORT_EVALUATIONS = 8  # of a run that would have fewer
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ def start(
 ) -> None:
     """Train a new run in `out` to its end.
 
-    adaptable: the settings of ADAPTED that a small text may change.
+    adaptable: the settings of ADAPTED that a small text or a short run may change.
 
     Raises:
         ResumeError: `out` is not empty and `overwrite` is false.
@@ -68,7 +70,7 @@ def start(
                 f"{out} already contains {', '.join(existing[:5])}; pass --resume to continue that run, --overwrite to "
                 "replace it, or another --out"
             )
-        corpus = prepare(config.data, records=config.records)
+        corpus = prepare(config.data, records=config.records, glob=config.glob)
         tokenizer = corpus.tokenizer
         for note in corpus.notes:
             console.print(note, markup=False, soft_wrap=True)
@@ -94,7 +96,10 @@ def start(
 
 
 def adapted(config: TrainConfig, corpus: Corpus, adaptable: Set[str], console: Console) -> TrainConfig:
-    """Settings for a small text: shorter windows where two do not fit, and at most MAX_EPOCHS, with early stopping."""
+    """Settings for a small text: shorter windows where two do not fit, and at most MAX_EPOCHS, with early stopping.
+
+    A short run of any text is evaluated more often.
+    """
     changes: dict[str, Any] = {}
     length = len(corpus.train)
     if "block_size" in adaptable and corpus.records is None and 2 * config.block_size > length >= 4 * MIN_BLOCK:
@@ -112,7 +117,11 @@ def adapted(config: TrainConfig, corpus: Corpus, adaptable: Set[str], console: C
     if changes:
         what = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in changes.items())
         console.print(f"a small text: {what}, unless you set them", markup=False, soft_wrap=True)
-    return replace(config, **changes)
+    config = replace(config, **changes)
+    if "eval_every" in adaptable - changes.keys() and config.steps < MIN_EVALUATIONS * config.eval_every:
+        config = replace(config, eval_every=max(1, config.steps // SHORT_EVALUATIONS))
+        console.print(f"a short run: --eval-every {config.eval_every}, unless you set it", markup=False, soft_wrap=True)
+    return config
 
 
 def resume(out: Path, given: dict[str, Any], console: Console, *, data: tuple[str, ...] | None = None) -> None:
@@ -147,7 +156,7 @@ def resume(out: Path, given: dict[str, Any], console: Console, *, data: tuple[st
             )
         if config.steps <= progress.step and "steps" in changes:
             raise ResumeError(f"steps must be more than the {progress.step:,} taken, got {config.steps:,}")
-        corpus = prepare(data or config.data, records=config.records)
+        corpus = prepare(data or config.data, records=config.records, glob=config.glob)
         if corpus.sha256 != saved.data["sha256"]:
             raise ResumeError(
                 f"{corpus.name} is not the text of this run: it has {plural(len(corpus.ids), 'character')} and SHA-256 "
@@ -188,7 +197,7 @@ def _run_job(out: Path, console: Console, prepare_job: Callable[[World], Job | N
 
 def _train(job: Job, world: World, console: Console) -> None:
     keep_freed_memory()
-    corpus = prepare(job.data, records=job.config.records)
+    corpus = prepare(job.data, records=job.config.records, glob=job.config.glob)
     if job.resumed:
         saved = replace(Saved.read(job.out / "last"), config=job.config)
         run = Run.resume(saved, recode(corpus, saved.checkpoint.tokenizer), job.out, world)

@@ -22,6 +22,7 @@ from service.model.gpt import GPT, attend
 from service.model.params import SamplingParams
 from training.data import Corpus, WindowSampler
 from training.evaluate import baselines
+from training.messages import plural
 from training.sample import sample_texts
 
 B, T = 32, 8  # rows and characters of a batch
@@ -216,7 +217,7 @@ def give(corpus: Corpus, checkpoint: Checkpoint, picture: Path, *, steps: int = 
 
     title(1, "A text is a sequence of integers")
     ids, back = there_and_back(corpus)
-    print(f"{len(corpus.ids):,} characters, {V} different: {''.join(tokenizer.characters)!r}")
+    print(f"{plural(len(corpus.ids), 'character')}, {V} different: {''.join(tokenizer.characters)!r}")
     print(f"{back!r} is {' '.join(map(str, ids))}, and back")
     print(f"the first 90 % to train on: {len(corpus.train):,}; the rest to validate: {len(corpus.val):,}")
 
@@ -232,7 +233,7 @@ def give(corpus: Corpus, checkpoint: Checkpoint, picture: Path, *, steps: int = 
     print(indented(text(bigram)))
     bigram_losses = train(bigram, corpus, steps, seed)
     counted = baselines(corpus.train, corpus.val, V)["bigram"]
-    print(f"after {steps:,} steps: {validation_loss(bigram, corpus):.2f}; counting bigrams gives {counted:.2f}")
+    print(f"after {plural(steps, 'step')}: {validation_loss(bigram, corpus):.2f}; counting bigrams gives {counted:.2f}")
     print(indented(text(bigram)))
 
     title(4, "Looking back: the mean of the past, in three ways")
@@ -272,7 +273,7 @@ def give(corpus: Corpus, checkpoint: Checkpoint, picture: Path, *, steps: int = 
     title(8, "A model with one head")
     one_head = OneHead(V)
     one_head_losses = train(one_head, corpus, steps // 2, seed)
-    print(f"{sum(p.numel() for p in one_head.parameters()):,} parameters, {steps // 2:,} steps:", end=" ")
+    print(f"{sum(p.numel() for p in one_head.parameters()):,} parameters, {plural(steps // 2, 'step')}:", end=" ")
     print(f"{validation_loss(one_head, corpus):.2f}")
     print(indented(text(one_head)))
 

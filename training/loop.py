@@ -36,6 +36,7 @@ from torch.nn import functional as F
 from service.model.checkpoint import Checkpoint, save_checkpoint
 from service.model.gpt import GPT
 from service.model.params import SamplingParams
+from training.check import size_check
 from training.config import TrainConfig
 from training.data import IGNORED, Corpus, micro_batches, record_pieces, sampler_of, window_pieces
 from training.device import autocast, machine, training_forward
@@ -45,7 +46,7 @@ from training.distributed import World
 from training.evaluate import baselines, piece_loss, split_losses
 from training.finetune import Origin
 from training.log import RunLog
-from training.messages import plural, resume_command
+from training.messages import plural, plural_number, resume_command
 from training.optim import FlatGradients, Optimizers, WeightAverage, lr_scale
 from training.sample import sample_texts
 from training.speed import flops_per_character, matmul_peak
@@ -140,10 +141,13 @@ class Run:
             f"{config.dtype} on {config.device}, "
             f"{plural(self.world.size, 'process')} of {plural(config.threads, 'thread')}; "
             f"{plural(config.steps - progress.step, 'step')} of {self.in_a_step}, "
-            f"{(config.steps - progress.step) * self.rows / self.sampler.per_epoch:.3g} epochs",
+            f"{plural_number((config.steps - progress.step) * self.rows / self.sampler.per_epoch, 'epoch')}",
             markup=False,
             soft_wrap=True,
         )
+        if progress.step == 0 and self.world.is_main:
+            for line in size_check(self.corpus, self.model.num_parameters):
+                console.print(line, markup=False, soft_wrap=True)
         warn_if_vocabulary_is_large(console, config, self.model.config.vocab_size, self.model.num_parameters)
         self.world.all_reduce_(torch.zeros(1))  # barrier: the first save replaces files that every process reads
         view = ProgressView(console, config)

@@ -1,7 +1,8 @@
-"""Wording shared by messages: the program's name, the command that resumes a run, plurals."""
+"""Wording shared by commands: the program's name, the command that resumes a run, plurals, escapes in flags."""
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 import sys
@@ -32,3 +33,16 @@ def plural(count: int, noun: str) -> str:
     """1 step, 2,000 steps."""
     ending = "" if count == 1 else "es" if noun.endswith("s") else "s"
     return f"{count:,} {noun}{ending}"
+
+
+def plural_number(number: float, noun: str) -> str:
+    """`plural` of a number that need not be whole, to three digits: 1 epoch, 0.5 epochs."""
+    return f"{number:.3g} {noun}{'' if f'{number:.3g}' == '1' else 's'}"
+
+
+def unescaped(text: str) -> str:
+    r"""A text given as a flag: \n, \t and \\ stand for a line break, a tab and a backslash.
+
+    Any other backslash is itself, as in a SMILES string.
+    """
+    return re.sub(r"\\([nt\\])", lambda match: {"n": "\n", "t": "\t", "\\": "\\"}[match[1]], text)

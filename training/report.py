@@ -1,12 +1,13 @@
 """Memorization and diversity: how much of a text is copied from the training text, and how often it repeats itself.
 
-Of records: how many are unique, novel and valid.
+Of records: how many are unique, novel, copies and valid, and how long they are. page.py shows it as a page.
 
 The training text is processed in chunks and may be larger than memory; not so one of records.
 """
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
@@ -14,9 +15,14 @@ from typing import Any
 
 import numpy as np
 
+from service.model.gpt import GPT
+from service.model.params import SamplingParams
 from service.model.tokenizer import CharTokenizer
+from training.data import Corpus
+from training.sample import sample_texts
 
 CHUNK = 1 << 22  # training characters hashed at a time
+NGRAM = 50  # characters of a passage that is called copied
 # Polynomial hashes modulo 2⁶⁴ with an odd base; matches are verified character by character.
 BASE = np.uint64(0x9E3779B97F4A7C15)
 INVERSE = np.uint64(pow(int(BASE), -1, 1 << 64))
@@ -24,6 +30,65 @@ INVERSE = np.uint64(pow(int(BASE), -1, 1 << 64))
 
 class CheckError(ValueError):
     """The command that checks records cannot be used."""
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What `examine` found, and the texts it looked at."""
+
+    columns: dict[
+        str, dict[str, Any]
+    ]  # of the table: figures by row, of what was generated and of the validation split
+    texts: list[tuple[int, str]]  # generated: (seed, text)
+    passages: list[list[tuple[int, int]]]  # of each text: starts and ends of what is copied; of records none
+    copies: Set[str] = frozenset()  # of records: the generated ones that are in the training split
+    valid: Set[str] | None = None  # of records: the valid ones, if it was asked
+
+
+def examine(
+    model: GPT, corpus: Corpus, count: int, max_tokens: int, seed: int, regex: str | None, check: str | None
+) -> Examination:
+    """Generate texts, or records, and compare them with the text that the model was trained on.
+
+    regex, check: what decides whether a record is valid.
+
+    Raises:
+        CheckError: as `matching` and `valid_records`.
+    """
+    params, decode = SamplingParams(seed=seed), corpus.tokenizer.decode
+    if corpus.records is None:
+        generated = list(sample_texts(model, [int(corpus.val[0])], count, max_tokens, params))
+        texts = [np.array(ids, corpus.ids.dtype) for _, ids in generated]
+        whole = np.concatenate(texts)
+        return Examination(
+            {
+                "generated": describe_copies(whole, corpus.train, corpus.tokenizer),
+                "validation split": describe_copies(corpus.val[: len(whole)], corpus.train, corpus.tokenizer),
+            },
+            [(its_seed, decode(ids)) for its_seed, ids in generated],
+            [copied_passages(text, corpus.train) for text in texts],
+        )
+    end = int(corpus.train[0])
+    generated = list(sample_texts(model, [end], count, max_tokens, params, stop=((end,),)))
+    records = [decode(ids) for _, ids in generated]
+    known, unseen = (decode(split)[1:-1].split("\n") for split in (corpus.train, corpus.val))
+    valid: set[str] | None = None
+    if regex is not None or check is not None:
+        valid = {*records, *unseen}
+        if regex is not None:
+            valid = matching(valid, regex)
+        if check is not None:
+            valid = valid_records(valid, check)
+    return Examination(
+        {
+            "generated": describe_records(records, set(known), set(unseen), valid),
+            "validation split": describe_records(unseen, set(known), set(unseen), valid),
+        },
+        [(its_seed, record) for (its_seed, _), record in zip(generated, records, strict=True)],
+        [[] for _ in records],
+        copies=set(records) & set(known),
+        valid=valid,
+    )
 
 
 @dataclass(frozen=True)
@@ -42,27 +107,48 @@ def describe_copies(text: np.ndarray, train: np.ndarray, tokenizer: CharTokenize
         "characters": len(text),
         "longest copied passage": copy.length,
         "copied text": tokenizer.decode(text[copy.start : copy.start + copy.length].tolist()),
-        "share of 50-grams copied": copied_share(text, train),
+        f"share of {NGRAM}-grams copied": copied_share(text, train),
         **{f"distinct-{n}": distinct_n(text, n) for n in (1, 3, 10)},
     }
 
 
-def describe_records(records: Sequence[str], known: Set[str], check: str | None = None) -> dict[str, Any]:
-    """The same for records: the shares that are different from each other, not among the `known`, and valid."""
-    different = set(records)
+def describe_records(
+    records: Sequence[str], known: Set[str], unseen: Set[str], valid: Set[str] | None = None
+) -> dict[str, Any]:
+    """The same for records.
+
+    known, unseen: those of the training split, and of the validation split; valid: of `records`, if it was asked.
+    """
+    lengths = sorted(map(len, records))
     figures = {
         "records": len(records),
-        "characters per record": sum(map(len, records)) / len(records),
-        "share that is unique": len(different) / len(records),
+        "share that is unique": len(set(records)) / len(records),
         "share that is novel": sum(record not in known for record in records) / len(records),
+        "exact copies of training lines": sum(record in known for record in records),
+        "in the validation split alone": sum(record in unseen - known for record in records),
+        "shortest, characters": lengths[0],
+        "median": lengths[len(lengths) // 2],
+        "longest": lengths[-1],
     }
-    if check is not None:
-        valid = valid_records(different, check)
+    if valid is not None:
         figures["share that is valid"] = sum(record in valid for record in records) / len(records)
     return figures
 
 
-def valid_records(records: Set[str], check: str) -> Set[str]:
+def matching(records: Set[str], pattern: str) -> set[str]:
+    """Those that match the whole of a regular expression, of Python's `re`.
+
+    Raises:
+        CheckError: the pattern is invalid.
+    """
+    try:
+        whole = re.compile(pattern)
+    except re.error as error:
+        raise CheckError(f"--regex {pattern!r}: {error}") from None
+    return {record for record in records if whole.fullmatch(record)}
+
+
+def valid_records(records: Set[str], check: str) -> set[str]:
     """Those that the shell command `check` prints when it is given all of them, a line each, as grep does.
 
     Raises:
@@ -71,10 +157,10 @@ def valid_records(records: Set[str], check: str) -> Set[str]:
     given = "".join(f"{record}\n" for record in sorted(records))
     done = subprocess.run(check, shell=True, input=given.encode(), stdout=subprocess.PIPE)
     if not 0 <= done.returncode <= 1:  # 1: grep has found none
-        raise CheckError(f"--check {check!r} ended with status {done.returncode}")
+        raise CheckError(f"--command {check!r} ended with status {done.returncode}")
     printed = set(done.stdout.decode(errors="replace").removesuffix("\n").split("\n")) if done.stdout else set()
     if other := printed - records:
-        raise CheckError(f"--check {check!r} printed {min(other)!r}, which is not a record that it was given")
+        raise CheckError(f"--command {check!r} printed {min(other)!r}, which is not a record that it was given")
     return printed
 
 
@@ -103,16 +189,35 @@ def longest_copy(text: np.ndarray, train: np.ndarray) -> Copy:
     return best
 
 
-def copied_share(text: np.ndarray, train: np.ndarray, length: int = 50) -> float:
+def copied_share(text: np.ndarray, train: np.ndarray, length: int = NGRAM) -> float:
     """The share of the `length`-grams of `text` that occur in `train`; 0 for a shorter text."""
-    total = len(text) - length + 1
-    if total < 1:
-        return 0.0
+    grams = copied_grams(text, train, length)
+    return float(grams.mean()) if len(grams) else 0.0
+
+
+def copied_grams(text: np.ndarray, train: np.ndarray, length: int = NGRAM) -> np.ndarray:
+    """Whether each `length`-gram of `text` occurs in `train`: (len(text) − length + 1,) bool, or empty."""
+    if len(text) < length:
+        return np.zeros(0, dtype=bool)
     unique, which = np.unique(_hashes(text, length), return_inverse=True)
     copied = np.zeros(len(unique), dtype=bool)  # per distinct n-gram
     for i, _ in _copies(text, train, length):
         copied[which[i]] = True
-    return float(copied[which].mean())
+    return copied[which]
+
+
+def copied_passages(text: np.ndarray, train: np.ndarray, length: int = NGRAM) -> list[tuple[int, int]]:
+    """Starts and ends in `text` of what copied `length`-grams cover, in order.
+
+    A passage may join pieces that come from different places of `train` and overlap.
+    """
+    passages: list[tuple[int, int]] = []
+    for start in np.flatnonzero(copied_grams(text, train, length)).tolist():
+        if passages and start <= passages[-1][1]:
+            passages[-1] = passages[-1][0], start + length
+        else:
+            passages.append((start, start + length))
+    return passages
 
 
 def distinct_n(text: np.ndarray, n: int) -> float:

@@ -5,7 +5,7 @@ Text i has seed `params.seed + i`, so each can be reproduced alone. Knows nothin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import torch
@@ -18,11 +18,12 @@ from service.wire import Submit
 from training.messages import plural
 
 MAX_RUNNING = 128
-REPEATS_PER_TEXT, MAX_REPEATS = 100, 10_000  # consecutive repeats before giving up: per requested text, and at most
+# Consecutive texts that are skipped before giving up: per requested text, and at most.
+SKIPPED_PER_TEXT, MAX_SKIPPED = 100, 10_000
 
 
 class ExhaustedError(Exception):
-    """`unique` found fewer distinct texts than requested."""
+    """Fewer distinct or novel texts were found than requested."""
 
 
 def sample_texts(
@@ -33,26 +34,33 @@ def sample_texts(
     params: SamplingParams,
     *,
     stop: tuple[tuple[int, ...], ...] = (),
+    stop_pattern: bytes | None = None,
+    constraint: bytes | None = None,
     unique: bool = False,
+    is_novel: Callable[[list[int]], bool] | None = None,
 ) -> Iterator[tuple[int, list[int]]]:
-    """(seed, completion) of `count` texts, in seed order; with `unique`, repeated texts are skipped.
+    """(seed, completion) of `count` texts, in seed order; skips repeated ones if `unique`, and those not `is_novel`.
+
+    stop_pattern, constraint: packed automata, as in Submit.
 
     Raises:
-        ExhaustedError: with `unique`, after more than REPEATS_PER_TEXT · count or MAX_REPEATS consecutive repeats.
+        ExhaustedError: more than SKIPPED_PER_TEXT · count or MAX_SKIPPED consecutive texts were skipped.
     """
     running = min(count, MAX_RUNNING)
     engine = Engine(open_runner(model, slots=running, threads=torch.get_num_threads()), max_waiting=running)
-    submitted = emitted = 0  # texts, repeats included
-    repeats = 0  # since the last new text
+    shared = Submit(0, list(prompt), max_tokens, params, stop=stop, stop_pattern=stop_pattern, constraint=constraint)
+    submitted = emitted = 0  # texts, skipped ones included
+    skipped = 0  # since the last new text
+    is_picky = unique or is_novel is not None
     completions: dict[int, list[int]] = {}
     finished: set[int] = set()
     seen: set[tuple[int, ...]] = set()
     remaining = count
     while remaining:
-        while len(engine.scheduler) < 2 * running and (unique or submitted < count):
+        while len(engine.scheduler) < 2 * running and (is_picky or submitted < count):
             seed = (params.seed + submitted) & MAX_SEED
             sampling = msgspec.structs.replace(params, seed=seed)
-            engine.submit(Submit(submitted, list(prompt), max_tokens, sampling, stop=stop))
+            engine.submit(msgspec.structs.replace(shared, id=submitted, prompt=list(prompt), sampling=sampling))
             completions[submitted] = []
             submitted += 1
         for delta in engine.step():
@@ -64,16 +72,17 @@ def sample_texts(
             finished.remove(emitted)
             seed = (params.seed + emitted) & MAX_SEED
             emitted += 1
-            if unique:
-                key = tuple(ids)
-                repeats = repeats + 1 if key in seen else 0
-                if repeats > min(REPEATS_PER_TEXT * count, MAX_REPEATS):
+            if (unique and tuple(ids) in seen) or (is_novel is not None and not is_novel(ids)):
+                skipped += 1
+                if skipped > min(SKIPPED_PER_TEXT * count, MAX_SKIPPED):
+                    kind = " ".join(["distinct"] * unique + ["novel"] * (is_novel is not None))
                     raise ExhaustedError(
-                        f"found only {plural(len(seen), 'distinct text')} of {count:,} requested; raise the "
+                        f"found only {plural(count - remaining, f'{kind} text')} of {count:,} requested; raise the "
                         "temperature or request fewer"
                     )
-                if key in seen:
-                    continue
-                seen.add(key)
+                continue
+            skipped = 0
+            if unique:
+                seen.add(tuple(ids))
             remaining -= 1
             yield seed, ids

@@ -1,11 +1,13 @@
 """The log-likelihood of each line of a text, in batches.
 
-A line is scored in its usual context: preceded by a line break, and including the line break that ends it.
+As /v1/score of the service has it: a line is a text of its own, whose first character has nothing before it and is not
+scored; its line break is no part of it. Or each line is scored as a record, from the line break before it to its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,54 +15,65 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from service.model.gpt import GPT
-from service.model.tokenizer import CharTokenizer, UnknownCharacterError
+from service.model.tokenizer import UnknownCharacterError
 from training.data import DataError
+from training.encoding import Encoder
 from training.evaluate import bits
 
 BATCH_CHARS = 1 << 14  # characters per forward, padding included
 LINES = 4096  # per group that is sorted by length
+SURROGATE = 0xDC00  # plus a byte that is not UTF-8, as `data.read_lines` gives it
 
 
-def score_lines(model: GPT, tokenizer: CharTokenizer, lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """The record of each line, in order; `characters` counts the line break that ends it.
+def score_lines(
+    model: GPT, encoder: Encoder, lines: Iterable[str], *, records: bool, refused: Callable[[int, str], None]
+) -> Iterator[dict[str, Any]]:
+    """The scores of each line, in order; `characters` are those scored, with `records` the line break too.
+
+    A line that is not UTF-8 or has unknown characters is left out: `refused` is called with its number, from 1, and
+    the reason.
 
     Raises:
-        DataError: a line has a character that is not in the vocabulary, or the vocabulary has no line break.
+        DataError: with `records`, the vocabulary has no line break.
     """
-    if "\n" not in tokenizer:
-        raise DataError("score needs a model whose vocabulary includes the line break; this one does not: use evaluate")
-    group: list[tuple[str, list[int]]] = []
-    number = 0
-    for line in lines:
-        number += 1
+    if records and "\n" not in encoder.tokenizer:
+        raise DataError("--records needs a model whose vocabulary includes the line break; this one does not")
+    end = encoder.tokenizer.encode("\n") if records else []
+    group: list[tuple[int, str, list[int]]] = []
+    for number, line in enumerate(lines, 1):
         try:
-            group.append((line, tokenizer.encode(f"\n{line}\n")))
+            if offset := next((i for i, c in enumerate(line, 1) if "\ud800" <= c <= "\udfff"), 0):
+                refused(number, f"byte 0x{ord(line[offset - 1]) - SURROGATE:02X} at offset {offset - 1} is not UTF-8")
+                continue
+            group.append((number, line, end + encoder.encode(line) + end))
         except UnknownCharacterError as error:
-            place = f"line {number}, character {error.offset}"  # from 1, as a line break precedes the line
-            raise DataError(f"{place}: {error.character!r} is not in the vocabulary") from None
+            refused(number, str(error))
         if len(group) == LINES:
             yield from _score_group(model, group)
             group = []
     yield from _score_group(model, group)
 
 
-def _score_group(model: GPT, group: list[tuple[str, list[int]]]) -> Iterator[dict[str, Any]]:
+def _score_group(model: GPT, group: list[tuple[int, str, list[int]]]) -> Iterator[dict[str, Any]]:
     nats = [0.0] * len(group)
-    by_length = sorted(range(len(group)), key=lambda i: len(group[i][1]))
+    by_length = sorted((i for i in range(len(group)) if len(group[i][2]) > 1), key=lambda i: len(group[i][2]))
     while by_length:
-        longest = len(group[by_length[-1]][1])
+        longest = len(group[by_length[-1]][2])
         rows = max(1, BATCH_CHARS // longest)
         batch, by_length = by_length[-rows:], by_length[:-rows]
-        for i, value in zip(batch, _nats(model, [group[i][1] for i in batch]).tolist(), strict=True):
+        for i, value in zip(batch, _nats(model, [group[i][2] for i in batch]).tolist(), strict=True):
             nats[i] = value
-    for (line, ids), value in zip(group, nats, strict=True):
-        count = len(ids) - 1
+    for (number, line, ids), value in zip(group, nats, strict=True):
+        count = max(0, len(ids) - 1)
+        mean = value / count if count else None
         yield {
+            "line": number,
             "text": line,
             "characters": count,
             "nats": value,
-            "nats_per_character": value / count,
-            "bits_per_character": bits(value / count),
+            "nats_per_character": mean,
+            "bits_per_character": None if mean is None else bits(mean),
+            "perplexity": None if mean is None else math.exp(mean),
         }
 
 

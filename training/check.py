@@ -1,0 +1,74 @@
+"""What is said of a text before a run, in at most five lines: what would make a small training disappoint.
+
+Looks at the first AT_MOST characters of each split, so that a text may be larger than memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+
+from training.data import Corpus
+from training.messages import plural
+from training.report import NGRAM, copied_share
+
+AT_MOST = 1 << 24  # characters
+MANY_PARAMETERS = 10  # per character of the training split: such a model memorizes in few epochs
+RARE = 5  # occurrences from which little can be learned
+MAX_NAMED = 10  # rare symbols
+VAL_CHARACTERS = 1 << 16  # of the validation split that are looked for in the training split
+MUCH = 0.05  # of duplicates, or of the validation split that is known from training
+SHORT_LINE, SORTED_SHARE, MIN_LINES = 80, 0.95, 20  # of a list that should have been read with --records
+
+
+def size_check(corpus: Corpus, num_parameters: int) -> list[str]:
+    return list(_lines(corpus, num_parameters))
+
+
+def _lines(corpus: Corpus, num_parameters: int) -> Iterator[str]:
+    train, val = corpus.train[:AT_MOST], corpus.val[:AT_MOST]
+    ratio = num_parameters / len(corpus.train)
+    line = (
+        f"size: {plural(num_parameters, 'parameter')} for {plural(len(corpus.train), 'character')} to train on, "
+        f"{ratio:.2g} per character"
+    )
+    if ratio > MANY_PARAMETERS:
+        line += "; that many memorize a text: take more text, a smaller --n-embd and --n-layer, or --dropout"
+    yield line
+    decode = corpus.tokenizer.decode_array
+    counts = np.bincount(train, minlength=corpus.tokenizer.vocab_size)
+    rare = np.flatnonzero((counts > 0) & (counts < RARE)).tolist()
+    if rare:
+        named = " ".join(repr(corpus.tokenizer.characters[id]) for id in rare[:MAX_NAMED])
+        more = f" and {len(rare) - MAX_NAMED:,} more" if len(rare) > MAX_NAMED else ""
+        yield f"rare: {plural(len(rare), 'symbol')} with fewer than {RARE} occurrences to learn from: {named}{more}"
+    if corpus.records is None:
+        lines = decode(train).split("\n")
+        lines = [line for line in lines if line]
+        ordered = sum(a <= b for a, b in pairwise(lines))
+        if len(lines) >= MIN_LINES and max(map(len, lines)) <= SHORT_LINE and ordered >= SORTED_SHARE * len(lines):
+            yield "sorted: the lines are in order, and the last tenth validates; --records shuffles lines of a list"
+        share = copied_share(val[:VAL_CHARACTERS], train)
+        if share > MUCH:
+            yield (
+                f"overlap: {share:.0%} of the validation split's {NGRAM}-grams occur in the training split: the "
+                "validation loss will look better than the model is"
+            )
+        return
+    records, held_out = (decode(split)[1:-1].split("\n") for split in (train, val))
+    repeated = Counter(records)
+    duplicates = len(records) - len(repeated)
+    if duplicates > MUCH * len(records):
+        yield (
+            f"duplicates: {plural(duplicates, 'record')} of {len(records):,} to train on repeat another, the most "
+            f"frequent {plural(max(repeated.values()), 'time')}: the model will favor them"
+        )
+    known = sum(record in repeated for record in held_out)
+    if known > MUCH * len(held_out):
+        yield (
+            f"overlap: {plural(known, 'record')} of {len(held_out):,} to validate are also trained on: the validation "
+            "loss will look better than the model is"
+        )
