@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from service.model.tokenizer import CharTokenizer
 from training.config import TrainConfig
 from training.data import prepare
 from training.evaluate import streamed_loss, whole_loss
+from training.messages import unescaped
 
 ROOT = Path(__file__).parents[2]
 TEXT = "The cat sat on the mat.\nA dog, too!\n" * 20
@@ -139,25 +141,90 @@ def test_evaluate_prints_both_losses_of_any_text(checkpoint, text, tmp_path, out
 # score
 
 
+def score(command_output):
+    return [json.loads(line) for line in command_output.splitlines()]
+
+
+def nats_of(text):
+    ids = torch.tensor(CharTokenizer(VOCABULARY).encode(text))
+    return torch.nn.functional.cross_entropy(MODEL(ids[None, :-1])[0], ids[1:], reduction="sum").item()
+
+
 def test_score_prints_an_object_per_line(checkpoint, tmp_path, output_of, error_of):
-    lines = ["The cat", "", "To be, or not to be?"]
+    """Of each line alone, or with the line breaks on both sides."""
+    lines = ["The cat", "", "T", "To be, or not to be?"]
     (tmp_path / "lines.txt").write_text("\n".join(lines))
-    records = [
-        json.loads(line)
-        for line in output_of("score", "--checkpoint", checkpoint, "--data", tmp_path / "lines.txt").splitlines()
-    ]
-    assert [r["text"] for r in records] == lines
+    command = ["score", "--checkpoint", checkpoint, "--data", tmp_path / "lines.txt"]
+    alone, records = score(output_of(*command)), score(output_of(*command, "--records"))
+    for found in (alone, records):
+        assert [(r["line"], r["text"]) for r in found] == list(enumerate(lines, 1))
+    assert [r["characters"] for r in alone] == [6, 0, 0, 19] and [r["characters"] for r in records] == [8, 1, 2, 21]
+    assert [r["nats"] for r in alone[1:3]] == [0, 0] and alone[1]["perplexity"] is None
+    for record in (alone[0], alone[3]):
+        assert record["nats"] == pytest.approx(nats_of(record["text"]), rel=1e-5)
+        assert record["nats_per_character"] == pytest.approx(record["nats"] / record["characters"])
     for record in records:
-        ids = torch.tensor(CharTokenizer(VOCABULARY).encode(f"\n{record['text']}\n"))
-        nats = torch.nn.functional.cross_entropy(MODEL(ids[None, :-1])[0], ids[1:], reduction="sum").item()
-        assert record["nats"] == pytest.approx(nats, rel=1e-5)
-        assert record["nats_per_character"] == pytest.approx(nats / record["characters"], rel=1e-5)
-    (tmp_path / "lines.txt").write_text("good\nbäd\n")
-    assert error_of("score", "--checkpoint", checkpoint, "--data", tmp_path / "lines.txt").startswith(
-        "error: line 2, character 2: 'ä' is not in the vocabulary"
-    )
+        assert record["nats"] == pytest.approx(nats_of(f"\n{record['text']}\n"), rel=1e-5)
     assert "nowhere.txt" in error_of("score", "--checkpoint", checkpoint, "--data", tmp_path / "nowhere.txt")
     assert "required: --data" in error_of("score", "--checkpoint", checkpoint, code=2)
+
+
+def test_a_bad_line_is_reported_and_the_others_are_scored(checkpoint, tmp_path, output_of, capsys):
+    (tmp_path / "lines.txt").write_bytes("good\nbäd\n".encode() + b"b\xe4d\nfine\n")
+    command = ["score", "--checkpoint", checkpoint, "--data", tmp_path / "lines.txt"]
+    assert call(command) == 1
+    output, error = capsys.readouterr()
+    assert [(r["line"], r["text"]) for r in score(output)] == [(1, "good"), (4, "fine")]
+    assert error.splitlines() == [
+        "line 2: character 'ä' (U+00E4) at offset 1 is not in the vocabulary",
+        "line 3: byte 0xE4 at offset 1 is not UTF-8",
+        "error: 2 lines of 4 not scored",
+    ]
+    assert call([*command, "--unknown-characters", "drop"]) == 1
+    output, error = capsys.readouterr()
+    records = score(output)
+    assert [(r["line"], r["characters"]) for r in records] == [(1, 3), (2, 1), (4, 3)]
+    assert records[1]["text"] == "bäd" and records[1]["nats"] == pytest.approx(nats_of("bd"), rel=1e-5)
+    assert "1 unknown character dropped" in error and "error: 1 line of 4 not scored" in error
+    (tmp_path / "lines.txt").write_text("bäd\n")
+    command += ["--unknown-characters", "replace", "--replacement-character"]
+    assert score(output_of(*command, r"\n"))[0]["nats"] == pytest.approx(nats_of("b\nd"), rel=1e-5)
+
+
+def test_many_bad_lines_are_counted(checkpoint, tmp_path, capsys):
+    (tmp_path / "lines.txt").write_text("é\n" * 30 + "ok\n")
+    assert call(["score", "--checkpoint", checkpoint, "--data", tmp_path / "lines.txt"]) == 1
+    *reported, last = capsys.readouterr().err.splitlines()
+    assert len(reported) == 20 and last == "error: 30 lines of 31 not scored, the first 20 of which are named above"
+
+
+# a run's folder as a checkpoint
+
+
+def test_a_runs_folder_stands_for_its_best(checkpoint, text, tmp_path, output_of, error_of, capsys):
+    run = tmp_path / "run"
+    run.mkdir()
+    checkpoint.rename(run / "best")
+    (tmp_path / "lines.txt").write_text("The cat\n")
+    for command in (
+        ["evaluate", "--data", text],
+        ["sample", "--max-tokens", 3],
+        ["score", "--data", tmp_path / "lines.txt"],
+        ["report", "-n", 1, "--max-tokens", 60],
+        ["export", "--to", "gguf", "--out", tmp_path / "model.gguf"],
+    ):
+        assert call([command[0], "--checkpoint", run, *command[1:]]) == 0
+        output, error = capsys.readouterr()
+        assert f"{run} is a run's folder: taking its best, {run / 'best'}\n" in error
+        if command[0] != "export":
+            assert output == output_of(command[0], "--checkpoint", run / "best", *command[1:])
+    few = ["--data", text, "--out", tmp_path / "tuned", "--steps", 1, "--sample-chars", 0, "--threads", 1]
+    assert call(["train", "--init-from", run, *few, "--dtype", "float32"]) == 0
+    assert Checkpoint.read(tmp_path / "tuned" / "best").training["init_from"]["path"] == str(run / "best")
+    (run / "best").rename(run / "last")
+    error = error_of("sample", "--checkpoint", run)
+    assert f"{run} is the folder of a run that has no best yet" in error and str(run / "last") in error
+    assert "not a folder" in error_of("sample", "--checkpoint", tmp_path / "nothing")
 
 
 # sample
@@ -186,6 +253,61 @@ def test_sample_unique_and_stop(checkpoint, output_of, error_of, capsys):
     assert error == "error: --stop must not be empty\n"
     assert call([*command, "--top-k", 1, "-n", 2]) == 1
     assert "error: found only 1 distinct text of 2 requested; raise the temperature" in capsys.readouterr().err
+
+
+def test_texts_in_flags_are_unescaped_alike(checkpoint, output_of):
+    command = ["sample", "--checkpoint", checkpoint, "--max-tokens", 40, "--format", "jsonl"]
+    [record] = score(output_of(*command, "--prompt", r"A\nThe ", "--stop", r"\n"))
+    assert record["text"].startswith("A\nThe ") and record["text"].count("\n") == 1
+    assert record == score(output_of(*command, "--prompt", "A\nThe ", "--stop", "\n"))[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [(r"a\nb", "a\nb"), (r"\t", "\t"), (r"\\n", r"\n"), (r"F/C=C\F", r"F/C=C\F"), ("\\", "\\")]
+)
+def test_escapes(given, meant):
+    assert unescaped(given) == meant
+
+
+def test_sample_follows_patterns(checkpoint, output_of, error_of):
+    command = ["sample", "--checkpoint", checkpoint, "--prompt", "The ", "--max-tokens", 20, "-n", 30]
+    pattern = "[a-e]{2,5}( [f-z]+)?"
+    texts = [record["text"] for record in score(output_of(*command, "--regex", pattern, "--format", "jsonl"))]
+    assert len(set(texts)) > 5 and all(re.fullmatch(f"The {pattern}", text) for text in texts)
+    free = [record["text"] for record in score(output_of(*command, "--format", "jsonl"))]
+    stopped = [record["text"] for record in score(output_of(*command, "--stop-regex", "[aeiou]+", "--format", "jsonl"))]
+    assert stopped == ["The " + re.split("[aeiou]", text.removeprefix("The "))[0] for text in free] != free
+    assert (
+        error_of(*command, "--regex", "(") == "error: --regex: offset 0: unmatched '('; write \\( for a literal '('\n"
+    )
+    assert "the shortest match has 30 characters, --max-tokens is 20" in error_of(*command, "--regex", "a{30}")
+    assert "must not match the empty text, got 'a*'" in error_of(*command, "--stop-regex", "a*")
+    assert "cannot be combined with --stop" in error_of(*command, "--regex", "a", "--stop", "b")
+
+
+def test_sample_takes_the_sampling_parameters_of_the_service(checkpoint, output_of, error_of):
+    exact, tokenizer = random_model(torch.float64), CharTokenizer(VOCABULARY)
+    for flags, params in ((["--min-p", 0.2], {"min_p": 0.2}), (["--typical-p", 0.5], {"typical_p": 0.5})):
+        [record] = score(
+            output_of("sample", "--checkpoint", checkpoint, "--format", "jsonl", "--max-tokens", 20, *flags)
+        )
+        ids = exact.generate(tokenizer.encode("\n"), 20, SamplingParams(**params))
+        assert record["text"] == tokenizer.decode(ids)
+    assert "min_p must be in [0, 1], got 2.0" in error_of("sample", "--checkpoint", checkpoint, "--min-p", 2)
+
+
+def test_unknown_characters_of_a_prompt_are_refused_replaced_or_dropped(checkpoint, output_of, error_of, capsys):
+    command = ["sample", "--checkpoint", checkpoint, "--max-tokens", 5, "--prompt"]
+    error = error_of(*command, "naïve")
+    assert error == "error: --prompt: character 'ï' (U+00EF) at offset 2 is not in the vocabulary\n"
+    command += ["naïve", "--unknown-characters"]
+    assert output_of(*command, "drop") == output_of(*command[:-2], "nave")
+    assert output_of(*command, "replace") == output_of(*command[:-2], "na ve")
+    call([*command, "replace"])
+    assert "1 unknown character replaced" in capsys.readouterr().err
+    error = error_of(*command, "replace", "--replacement-character", "é")
+    assert error == "error: --replacement-character 'é' is not in the vocabulary\n"
+    output_of(*command[:-2], "nave", "--unknown-characters", "replace", "--replacement-character", "é")  # not needed
 
 
 def test_sample_ends_at_the_end_of_a_record(tmp_path, output_of):
@@ -267,7 +389,7 @@ def test_report_of_records_tells_what_is_unique_novel_and_valid(tmp_path, output
         lines = [line.split("│") for line in output_of(*report, *flags).splitlines()[3:-1]]
         return {cells[1].strip(): [float(cell) for cell in cells[2:4]] for cells in lines}
 
-    found = rows("--check", "grep -v o")
+    found = rows("--command", "grep -v o")
     sampled = output_of("sample", "--checkpoint", tmp_path / "out" / "best", "-n", 50).splitlines()
     corpus = prepare(str(tmp_path / "names.txt"), records=True)
     known = set(corpus.tokenizer.decode(corpus.train).split())
@@ -275,14 +397,39 @@ def test_report_of_records_tells_what_is_unique_novel_and_valid(tmp_path, output
     assert found["share that is unique"] == [pytest.approx(len(set(sampled)) / 50), 1]
     assert found["share that is novel"] == [pytest.approx(sum(name not in known for name in sampled) / 50), 1]
     assert found["share that is valid"][0] == pytest.approx(sum("o" not in name for name in sampled) / 50)
-    assert rows("--check", "grep nothing-like-this")["share that is valid"] == [0, 0]
-    assert "ended with status 3" in error_of(*report, "--check", "exit 3")
-    assert "printed 'other', which is not a record" in error_of(*report, "--check", "echo other")
+    assert rows("--command", "grep nothing-like-this")["share that is valid"] == [0, 0]
+    assert "ended with status 3" in error_of(*report, "--command", "exit 3")
+    assert "printed 'other', which is not a record" in error_of(*report, "--command", "echo other")
+    lengths = sorted(map(len, sampled))
+    assert found["exact copies of training lines"] == [sum(name in known for name in sampled), 0]
+    names = set(corpus.tokenizer.decode(corpus.val).split())
+    assert found["in the validation split alone"] == [sum(name in names for name in sampled), 2]
+    assert [found[row][0] for row in ("shortest, characters", "median", "longest")] == [
+        lengths[0],
+        lengths[25],
+        lengths[-1],
+    ]
+    matched = rows("--regex", "[^o]*")["share that is valid"]
+    assert matched == found["share that is valid"]
+    both = rows("--regex", ".{4}", "--command", "grep -v o")["share that is valid"][0]
+    assert both == pytest.approx(sum(len(name) == 4 and "o" not in name for name in sampled) / 50)
+    assert "--regex '(': missing )" in error_of(*report, "--regex", "(")
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "Exact copies of training lines" in page and str(tmp_path) not in page
+    novel = output_of("sample", "--checkpoint", tmp_path / "out", "-n", 20, "--novel", "--unique").splitlines()
+    assert len(set(novel)) == 20 and not {*novel} & (known | names)
+    first = [name for name in dict.fromkeys(sampled) if name and name not in known | names]
+    assert novel[: len(first)] == first
+    capsys.readouterr()
+    command = ["sample", "--checkpoint", tmp_path / "out" / "best", "-n", 20, "--novel", "--temperature", 0.01]
+    assert call(command) == 1 and "distinct" not in (error := capsys.readouterr().err), error
+    assert re.search(r"found only \d+ novel texts? of 20 requested", error)
 
 
-def test_check_is_for_records(checkpoint, error_of):
-    error = error_of("report", "--checkpoint", checkpoint, "--check", "cat")
-    assert error == "error: --check is for models of records\n"
+def test_validity_is_for_records(checkpoint, error_of):
+    for flag in ("--command", "--regex"):
+        error = error_of("report", "--checkpoint", checkpoint, flag, "cat")
+        assert error == "error: --regex and --command are for models of records\n"
 
 
 def test_report_without_a_recorded_text_needs_data(checkpoint, tmp_path, error_of):

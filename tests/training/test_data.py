@@ -334,6 +334,48 @@ def test_files_folders_and_gzip_are_concatenated(tmp_path):
     assert prepare(str(tmp_path / "whole.txt")).sha256 == corpus.sha256
 
 
+def test_binary_files_of_a_folder_are_skipped_and_counted(tmp_path):
+    """But not texts in other encodings, which are to be converted."""
+    folder = tmp_path / "code"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "a.py").write_text("print('é')\n" * 5)
+    (folder / "sub" / "b.md").write_text("# text\n" * 5)
+    (folder / "empty.py").write_text("")
+    only_text = data.prepare(str(folder))
+    assert only_text.notes == ()
+    (folder / "a.pyc").write_bytes(b"\xa7\r\r\n\0\0code")
+    (folder / "sub" / "c.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    (folder / "d.bin.gz").write_bytes(gzip.compress(bytes(100)))
+    corpus = data.prepare(str(folder))
+    assert corpus.notes == (f"{folder}: skipped 3 binary files: a.pyc, d.bin.gz, sub/c.png",)
+    assert corpus.sha256 == only_text.sha256
+    (folder / "latin1.txt").write_bytes("schön".encode("latin1"))
+    with pytest.raises(DataError, match=r"latin1.txt is not UTF-8: .*iconv"):
+        data.prepare(str(folder))
+    with pytest.raises(DataError, match=r"a.pyc is not UTF-8: .*it is a binary file"):
+        data.prepare(str(folder / "a.pyc"))
+
+
+def test_glob_chooses_among_the_files_of_a_folder(tmp_path):
+    folder = tmp_path / "code"
+    (folder / "docs").mkdir(parents=True)
+    for name in ("a.py", "docs/b.py", "docs/c.md", "d.txt"):
+        (folder / name).write_text(f"this is the file {name}\n")
+
+    def names(*glob):
+        return [str(path.relative_to(folder)) for path in data.find_texts([str(folder)], glob)]
+
+    assert names("*.py") == ["a.py", "docs/b.py"]
+    assert names("docs/*.py", "*.txt") == ["d.txt", "docs/b.py"]
+    assert names() == ["a.py", "d.txt", "docs/b.py", "docs/c.md"]
+    with pytest.raises(DataError, match=r"none of the 4 files in .* matches --glob \*.c \*.h"):
+        names("*.c", "*.h")
+    assert data.find_texts([str(folder / "d.txt")], ["*.py"]) == [folder / "d.txt"]  # files are taken as they are named
+    (folder / "e.png").write_bytes(bytes(9))
+    with pytest.raises(DataError, match="has no text files: skipped 1 binary file: e.png"):
+        names("*.png")
+
+
 def test_bad_gzip_and_empty_folders_are_refused(tmp_path):
     (tmp_path / "bad.gz").write_bytes(gzip.compress(b"some text" * 100)[:-12])
     with pytest.raises(DataError, match=r"bad\.gz is not a complete gzip file"):

@@ -53,6 +53,23 @@ def test_overfitting_is_reported_only_if_training_loss_falls_and_validation_loss
     assert "overfitting:" not in report(tmp_path, steps=20)
 
 
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (3.1, "no better than guessing all characters alike: 3.1000 nats on the validation split, uniform 3.0000."),
+        (3.0, "no better than guessing all characters alike"),
+        (2.7, "no better than guessing by how often each character occurs: 2.7000"),
+        (2.3, "no better than counting pairs of characters: 2.3000"),
+        (2.1, None),
+    ],
+)
+def test_weights_that_are_no_better_than_a_baseline_are_reported(tmp_path, monkeypatch, loss, said):
+    write_log(tmp_path, {10: 2.0}, {10: loss})
+    monkeypatch.setattr("test_display.LOSSES", {**LOSSES, "whole": loss, "streamed": loss + 0.1})
+    output = report(tmp_path, steps=10)
+    assert (said in output) if said else "no better than" not in output
+
+
 def test_curves_are_drawn_from_incomplete_logs(tmp_path):
     for train, val in (({}, {10: 2.0}), ({10: 2.0}, {0: 3.0, 10: 2.1})):
         write_log(tmp_path, train, val)

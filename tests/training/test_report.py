@@ -44,3 +44,30 @@ def test_distinct_n():
     assert report.distinct_n(text, 1) == 2 / 5
     assert report.distinct_n(text, 2) == 2 / 4
     assert report.distinct_n(text, 9) == 1.0
+
+
+@given(ids, ids, st.integers(1, 6))
+@settings(max_examples=200, deadline=None)
+def test_copied_passages_are_what_copied_ngrams_cover(text, train, length):
+    covered = set()
+    for i in range(len(text) - length + 1):
+        if bytes(text[i : i + length]) in bytes(train):
+            covered.update(range(i, i + length))
+    passages = report.copied_passages(text, train, length)
+    assert {i for start, end in passages for i in range(start, end)} == covered
+    assert all(end - start >= length for start, end in passages)
+
+
+def test_records_are_counted():
+    figures = report.describe_records(["ann", "bo", "bo", "cleo", ""], {"bo", "dan"}, {"ann", "bo"}, {"bo", "ann"})
+    assert figures == {
+        "records": 5,
+        "share that is unique": 4 / 5,
+        "share that is novel": 3 / 5,
+        "exact copies of training lines": 2,
+        "in the validation split alone": 1,
+        "shortest, characters": 0,
+        "median": 2,
+        "longest": 4,
+        "share that is valid": 3 / 5,
+    }

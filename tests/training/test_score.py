@@ -7,6 +7,7 @@ from helpers import VOCABULARY, random_model
 from service.model.tokenizer import CharTokenizer
 from training import score
 from training.data import DataError
+from training.encoding import Encoder
 
 
 @pytest.fixture(scope="module")
@@ -26,13 +27,28 @@ def test_nats_are_the_sum_of_the_characters_losses(model, monkeypatch):
     for batch, group in ((1 << 14, 4096), (70, 3), (1, 1)):
         monkeypatch.setattr(score, "BATCH_CHARS", batch)
         monkeypatch.setattr(score, "LINES", group)
-        records = list(score.score_lines(model, tokenizer, lines))
+        records = list(score.score_lines(model, Encoder(tokenizer), lines, records=True, refused=pytest.fail))
         assert [r["text"] for r in records] == lines
         assert [r["characters"] for r in records] == [len(line) + 1 for line in lines]
         assert [r["nats"] for r in records] == pytest.approx(expected, abs=1e-4)
         assert records[3]["nats_per_character"] == pytest.approx(expected[3] / 61, abs=1e-5)
 
 
-def test_an_unknown_character_is_reported_with_its_line(model):
-    with pytest.raises(DataError, match=r"line 2, character 3: 'é' is not in the vocabulary"):
-        list(score.score_lines(model, CharTokenizer(VOCABULARY), ["ok", "abé"]))
+def test_a_bad_line_does_not_end_the_others(model, monkeypatch):
+    """Also where it ends a group."""
+    monkeypatch.setattr(score, "LINES", 2)
+    lines, refused = ["ok", "abé", "\udcff", "yes", "", "no"], []
+    encoder = Encoder(CharTokenizer(VOCABULARY))
+    records = score.score_lines(model, encoder, lines, records=False, refused=lambda *what: refused.append(what))
+    assert [(r["line"], r["text"], r["characters"]) for r in records] == [
+        (1, "ok", 1), (4, "yes", 2), (5, "", 0), (6, "no", 1)
+    ]  # fmt: skip
+    assert refused == [
+        (2, "character 'é' (U+00E9) at offset 2 is not in the vocabulary"),
+        (3, "byte 0xFF at offset 0 is not UTF-8"),
+    ]
+
+
+def test_records_need_a_line_break(model):
+    with pytest.raises(DataError, match="whose vocabulary includes the line break"):
+        list(score.score_lines(model, Encoder(CharTokenizer("ab")), ["a"], records=True, refused=pytest.fail))

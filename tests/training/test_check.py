@@ -1,0 +1,71 @@
+"""What is said of a text before a run."""
+
+import pytest
+
+from training.check import size_check
+from training.data import prepare
+
+WORDS = "the cat sat on a mat and the dog ran off with it to see what was in a box or not".split()
+
+
+@pytest.fixture
+def check(tmp_path, monkeypatch):
+    """The subjects of the lines, and the lines, for a text."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def run(text, *, records=False, parameters=1000):
+        (tmp_path / "text.txt").write_text(text)
+        lines = size_check(prepare(str(tmp_path / "text.txt"), records=records), parameters)
+        assert len(lines) <= 5 and not any("\n" in line for line in lines)
+        return [line.split(":")[0] for line in lines], "\n".join(lines)
+
+    return run
+
+
+def sentences(count):
+    """Which do not repeat."""
+    return "".join(
+        f"{WORDS[i % 19]} {WORDS[i // 3 % 17]} {WORDS[i // 5 % 13]} {i * 7919 % 9973}\n" for i in range(count)
+    )
+
+
+def test_a_text_without_problems_has_one_line(check):
+    subjects, line = check(sentences(300))
+    assert subjects == ["size"] and line.startswith("size: 1,000 parameters for ") and "memorize" not in line
+    assert check("".join(f"{i * 7919 % 9973}\n" for i in range(300)), records=True)[0] == ["size"]
+
+
+def test_more_parameters_than_a_text_can_teach(check):
+    text = sentences(300)
+    assert f"1,000,000 parameters for {int(0.9 * len(text)):,} characters" in (
+        found := check(text, parameters=10**6)[1]
+    )
+    assert "that many memorize a text" in found
+
+
+def test_rare_symbols_are_named(check):
+    subjects, lines = check("€" + sentences(300) + "ÄÖ")  # the last two are in the validation split
+    assert subjects == ["size", "rare"]
+    assert "rare: 1 symbol with fewer than 5 occurrences to learn from: '€'" in lines
+    many = "".join(map(chr, range(0x400, 0x400 + 15)))
+    assert "rare: 15 symbols" in (found := check(many + sentences(300))[1]) and found.endswith(" and 5 more")
+
+
+def test_a_sorted_list_should_be_read_as_records(check):
+    names = "".join(f"{a}{b}{c}\n" for a in "abcdefgh" for b in "aeiou" for c in "lmnrst")
+    assert check(names)[0] == ["size", "sorted"]
+    assert "sorted" not in check(names, records=True)[0]
+    assert "sorted" not in check("\n".join(sorted(names.split(), key=lambda it: it[::-1])) + "\n")[0]
+
+
+def test_a_validation_split_that_was_trained_on(check):
+    subjects, lines = check(sentences(50) * 10)
+    assert subjects == ["size", "overlap"] and "100% of the validation split's 50-grams occur" in lines
+
+
+def test_duplicate_records_and_those_in_both_splits(check):
+    names = "".join(f"{i * 7919 % 9973}\n" for i in range(100))
+    subjects, lines = check(names * 2, records=True)
+    assert subjects == ["size", "duplicates", "overlap"]
+    assert "records of 180 to train on repeat another, the most frequent 2 times" in lines
+    assert "records of 20 to validate are also trained on" in lines
