@@ -116,6 +116,74 @@ def test_large_vocabularies_train_with_a_warning(text, tmp_path, capsys, symbols
     assert (warning in error) == (symbols == 3000) and ("warning: the vocabulary" in error) == (symbols == 3000)
 
 
+TINY = ["--block-size", 8, "--n-layer", 1, "--n-head", 1, "--n-kv-head", 1, "--n-embd", 4, "--threads", 1]
+TINY += ["--dtype", "float32", "--sample-chars", 0]
+
+
+def test_a_folder_is_trained_on_by_its_texts_that_match(text, tmp_path, capsys):
+    """Also by the commands that follow, and when the run is resumed."""
+    folder, out = tmp_path / "folder", tmp_path / "out"
+    folder.mkdir()
+    text.rename(folder / "a.py")
+    (folder / "b.md").write_text("not this\n" * 9)
+    (folder / "c.pyc").write_bytes(bytes(100))
+    (folder / "d.py").write_bytes(bytes(100))
+    command = ["train", "--data", folder, "--glob", "*.py", "*.txt", "--out", out, *TINY]
+    assert call([*command, "--steps", 8]) == 0
+    assert f"{folder}: skipped 1 binary file: d.py\n" in capsys.readouterr().err
+    assert Checkpoint.read(out / "best").training["data"]["sha256"] == hashlib.sha256(TEXT.encode()).hexdigest()
+    assert call(["train", "--resume", "--out", out, "--steps", 12]) == 0
+    assert call(["evaluate", "--checkpoint", out]) == 0 and call(["sample", "--checkpoint", out, "--novel"]) == 0
+    assert "all but the first scored" in capsys.readouterr().out
+    assert call(["evaluate", "--checkpoint", out, "--data", folder, "--glob", "*.py"]) == 0
+    assert capsys.readouterr().out.startswith(
+        f"{folder}: skipped 1 binary file: d.py\n{folder}: {len(TEXT)} characters"
+    )
+
+
+def test_a_run_says_what_to_expect_and_how_it_went(text, tmp_path, capsys):
+    """The size of the text before, the verdict after; a short run is evaluated often."""
+    out = tmp_path / "out"
+    assert call(["train", "--data", text, "--out", out, *TINY, "--steps", 16, "--muon-lr", 0, "--adamw-lr", 0]) == 0
+    output = capsys.readouterr().err
+    parameters = Checkpoint.read(out / "best").load_model().num_parameters
+    assert f"size: {parameters} parameters for 648 characters to train on" in output
+    assert "overlap: 100% of the validation split's 50-grams" in output  # as the text repeats two lines
+    assert "a short run: --eval-every 2, unless you set it" in output
+    log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in log if r["event"] == "evaluation"] == list(range(2, 17, 2))
+    assert "the best weights are no better than guessing all characters alike" in output
+    assert call(["train", "--resume", "--out", out, "--steps", 18]) == 0
+    assert "size:" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("records", [[], ["--records"]])
+def test_one_of_a_kind_is_in_the_singular(tmp_path, capsys, records):
+    """In all that the commands print about the smallest runs."""
+    wrong = re.compile(r"(?<![\d.,])1 (?:\w+ )?\w*[^\Ws]s\b(?!/)")
+    lines = [f"{a}{b}" for a in "abcdefghij" for b in "xyz"]
+    (tmp_path / "text.txt").write_text("\n".join([*lines, "", "€", "ax", "ax", ""]))
+    out = tmp_path / "out"
+    few = ["--steps", 1, "--batch-size", 1, "--out", out, *TINY, "--block-size", 4]
+    (tmp_path / "lines.txt").write_text("ax\né\n")
+    for command in (
+        ["prepare", "--data", tmp_path / "text.txt", *records],
+        ["train", "--data", tmp_path / "text.txt", *few, *records, "--preset", "quick"],
+        ["train", "--resume", "--out", out, "--steps", 2],
+        ["train", "--resume", "--out", out],
+        ["evaluate", "--checkpoint", out],
+        ["sample", "--checkpoint", out, "-n", 2, "--max-tokens", 1],
+        ["score", "--checkpoint", out, "--data", tmp_path / "lines.txt"],
+        ["report", "--checkpoint", out, "-n", 1, "--max-tokens", 1],
+    ):
+        call(command)
+        captured = capsys.readouterr()
+        for printed in (captured.out, captured.err):
+            assert not wrong.search(re.sub("in 1 s of training", "", printed)), (command, printed)
+    page = re.sub(r"<svg.*</svg>|<style.*</style>", "", (out / "report.html").read_text(), flags=re.S)
+    assert not wrong.search(page), page
+
+
 # evaluate
 
 

@@ -764,7 +764,7 @@ def test_an_invalid_setting_is_reported_with_the_allowed_values():
         TrainConfig(dtype="float16")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="preset must be one of quick, cpu, gpu, got 'huge'"):
         TrainConfig.from_preset("huge")
-    with pytest.raises(ConfigError, match="unknown setting 'lr'; allowed: data, records, seed"):
+    with pytest.raises(ConfigError, match="unknown setting 'lr'; allowed: data, glob, records, seed"):
         TrainConfig.from_preset("cpu", lr=1)
     with pytest.raises(ConfigError, match="n_kv_head must divide n_head, got n_kv_head=3, n_head=4"):
         TrainConfig(n_kv_head=3).model_config(65)
