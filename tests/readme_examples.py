@@ -7,9 +7,12 @@ responses (ENVELOPE) unless the document shows them. JSON longer than one line i
 """
 
 import json
+import os
 import re
+import shlex
 import subprocess
 import sys
+import tempfile
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,7 @@ EXAMPLE = re.compile(
     (.*?)```""",
     re.DOTALL | re.VERBOSE,
 )
+SCORE = re.compile(r"```console\n((?:\$ [^\n]+\n)*?\$ \S+ (-m training score[^\n]+)\n)(.*?)```", re.DOTALL)
 WIDTH = 118
 LONGEST_LIST = 12
 ENVELOPE = ("id", "object", "created", "model", "usage", "chargpt")
@@ -125,6 +129,22 @@ def run(command: str, url: str, whole: bool) -> str:
     return laid_out(finished.stdout, whole)
 
 
+def run_score(arguments: str, folder: Path) -> str:
+    """Runs `python -m training score` of an example in a folder that has its lines."""
+    (folder / "lines.txt").write_text("To be\nor not\n", encoding="utf-8")
+    (folder / "service").symlink_to(ROOT / "service")
+    command = [sys.executable, *shlex.split(arguments)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    finished = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
+    return laid_out(finished.stdout, whole=True)
+
+
+def score_examples() -> list[tuple[str, str, str]]:
+    """(lines before the output, arguments, output) of each example of `training score` with its output."""
+    found = SCORE.findall(DOCUMENTS[2].read_text(encoding="utf-8"))
+    return [example for example in found if "lines.txt" in example[1] and "tinyshakespeare" in example[1]]
+
+
 def shows_all(output: str) -> bool:
     return '"usage": ' in output
 
@@ -187,6 +207,12 @@ def regenerated(text: str, url: str) -> str:
     """A document with regenerated tables and example outputs."""
     text = with_table(text, "| flag | default | |", settings_table())
     text = with_table(text, "| series | | kind | labels |", metrics_table(url))
+
+    def scored(match: re.Match[str]) -> str:
+        with tempfile.TemporaryDirectory() as folder:
+            return f"```console\n{match[1]}{run_score(match[2], Path(folder))}```"
+
+    text = SCORE.sub(lambda match: scored(match) if "tinyshakespeare" in match[2] else match[0], text)
     return EXAMPLE.sub(lambda match: f"```console\n$ {match[1]}\n{run(match[1], url, shows_all(match[2]))}```", text)
 
 

@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 from helpers import RunningServer
-from readme_examples import DOCUMENTS, ROOT, examples, metrics_table, run, settings_table, shows_all
+from readme_examples import (
+    DOCUMENTS,
+    ROOT,
+    examples,
+    metrics_table,
+    run,
+    run_score,
+    score_examples,
+    settings_table,
+    shows_all,
+)
 
 from service.settings import BUNDLED, Settings
 from training.__main__ import build_parser
@@ -138,6 +148,22 @@ def joined(output):
 @pytest.mark.parametrize("command,output", examples(), ids=[command[:90] for command, _ in examples()])
 def test_example_output_matches_the_document(server, command, output):
     assert joined(run(command, server.url, shows_all(output))) == joined(output)
+
+
+def numbers(output):
+    """The scores in an example's output, in order."""
+    return re.findall(r'"(characters|nats|nats_per_character|bits_per_character|perplexity)": ([\d.…]+)', output)
+
+
+@pytest.mark.parametrize("kind", ["texts", "records"])
+def test_training_and_service_score_alike(tmp_path, kind):
+    """Both documents show the same numbers, which the commands print: these here, the service's in the test above."""
+    (_, arguments, output), *others = [e for e in score_examples() if ("--records" in e[1]) == (kind == "records")]
+    assert not others and run_score(arguments, tmp_path) == output
+    asked = {"texts": '"texts": ["To be", "or not"]', "records": '"continuations": ["To be\\n", "or not\\n"]'}[kind]
+    of_service = [found for command, found in examples() if asked in command]
+    assert len(of_service) == {"texts": 2, "records": 1}[kind]  # one of the texts is in the service's document
+    assert len(numbers(output)) == 10 and all(numbers(found) == numbers(output) for found in of_service)
 
 
 def test_every_curl_example_is_tested():
