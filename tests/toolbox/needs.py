@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import NoReturn
@@ -35,7 +36,7 @@ PROGRAMS = {
         "aarch64-linux-gnu-g++": ("aarch64-linux-gnu-g++",),
     },
 }
-OTHERS = ("compose", "corpus", "cuda", "docker", "mount")
+OTHERS = ("compose", "corpus", "cuda", "docker", "lm_eval", "mount")
 AREAS = sorted([*PROGRAMS, *OTHERS])
 CORPUS = Path(os.environ.get("CHARGPT_DATA_DIR") or cache_dir()) / "tinyshakespeare.txt"
 
@@ -81,12 +82,21 @@ def need(area: str) -> None:
             program(area, name)
     elif area == "corpus" and not CORPUS.exists():
         missing(area, f"{CORPUS} is missing")
+    elif area == "lm_eval" and not _succeeds(
+        sys.executable, "-c", "import lm_eval.models.openai_completions, aiohttp, tenacity", PYTHONPATH=lm_eval_path()
+    ):
+        missing(area, "lm_eval and what its local-completions needs are not installed")
     elif area == "docker" and not _succeeds("docker", "version"):
         missing(area, "no Docker engine answers")
     elif area == "cuda" and not _has_gpu():
         missing(area, "no GPU that this build of torch can use")
     elif area == "compose" and not _succeeds("docker", "compose", "version"):
         missing(area, "docker compose is not installed")
+
+
+def lm_eval_path() -> str:
+    """Where lm-evaluation-harness is to be imported from, for PYTHONPATH."""
+    return os.pathsep.join(filter(None, (os.environ.get("CHARGPT_LM_EVAL"), os.environ.get("PYTHONPATH"))))
 
 
 @cache
@@ -97,5 +107,7 @@ def _has_gpu() -> bool:
 
 
 @cache
-def _succeeds(*command: str) -> bool:
-    return shutil.which(command[0]) is not None and subprocess.run(command, capture_output=True).returncode == 0
+def _succeeds(*command: str, **environment: str) -> bool:
+    if shutil.which(command[0]) is None:
+        return False
+    return subprocess.run(command, capture_output=True, env=os.environ | environment).returncode == 0

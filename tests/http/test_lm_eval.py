@@ -1,0 +1,77 @@
+"""lm-evaluation-harness's own code against a real server, offline; as its command runs it.
+
+It runs in a process of its own, as its packages are not in the environment of the tests: a folder that CHARGPT_LM_EVAL
+names (tests/README.md says how to fill it), or this environment.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import requests as web
+from helpers import RunningServer
+
+from service.settings import BUNDLED
+from tests.toolbox.needs import lm_eval_path
+
+pytestmark = pytest.mark.needs("lm_eval")
+
+LINES = "First Citizen:\nBefore we proceed any further, hear me speak.\n\nAll:\nSpeak, speak.\n"
+PAIRS = [("ROMEO:\nWhat", " is the matter"), ("KING RICHARD", " II:\nNow")]
+SCRIPT = """
+import json, sys
+from lm_eval.api.instance import Instance
+from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+url, folder, texts, pairs, options = json.loads(sys.argv[1])
+model = LocalCompletionsAPI(
+    base_url=f"{url}/v1/completions", model="chargpt", tokenizer=folder, tokenizer_backend="huggingface",
+    max_length=256, **options,
+)
+
+def instances(kind, arguments):
+    return [Instance(kind, {}, tuple(each), number) for number, each in enumerate(arguments)]
+
+print(json.dumps({
+    "prefix_token_id": model.prefix_token_id,
+    "rolling": model.loglikelihood_rolling(instances("loglikelihood_rolling", [[text] for text in texts])),
+    "pairs": model.loglikelihood(instances("loglikelihood", pairs)),
+    "generated": model.generate_until(instances("generate_until", [
+        [context, {"until": ["\\n\\n"], "max_gen_toks": 20, "temperature": 0}] for context, _ in pairs
+    ])),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def server():
+    with RunningServer(BUNDLED) as server:
+        server.wait_until_ready()
+        yield server
+        assert server.stop() == 0
+
+
+def nats(server, prefix, continuation):
+    body = {"prefix": prefix, "continuations": [continuation], "characters": False}
+    return web.post(f"{server.url}/v1/score", json=body).json()["data"][0]["nats"]
+
+
+def test_harness_scores_and_generates(server):
+    """With the checkpoint's folder as tokenizer, and the id of the line break as what precedes a text."""
+    texts = [LINES, "O", "\n\nROMEO:\n"]
+    options = {"custom_prefix_token_id": 0}
+    given = [server.url, str(BUNDLED), texts, PAIRS, options]
+    environment = os.environ | {"PYTHONPATH": lm_eval_path(), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps(given)], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["prefix_token_id"] == 0
+    assert found["rolling"] == pytest.approx([-nats(server, "\n", text) for text in texts], abs=1e-4)
+    assert [value for value, _ in found["pairs"]] == pytest.approx([-nats(server, *pair) for pair in PAIRS], abs=1e-4)
+    for (context, _), text in zip(PAIRS, found["generated"], strict=True):
+        body = {"prompt": context, "max_tokens": 20, "temperature": 0, "stop": "\n\n"}
+        assert text == web.post(f"{server.url}/generate", json=body).json()["choices"][0]["text"]
