@@ -1,6 +1,6 @@
 """What is said of a text before a run, in at most five lines: what would make a small training disappoint.
 
-Looks at the first AT_MOST characters of each split, so that a text may be larger than memory.
+Looks at the first AT_MOST characters of each split for all but symbols, so that a text may be larger than memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from training.data import Corpus
 from training.messages import plural
 from training.report import NGRAM, copied_share
 
-AT_MOST = 1 << 24  # characters
+AT_MOST = 1 << 22  # characters
 MANY_PARAMETERS = 10  # per character of the training split: such a model memorizes in few epochs
 RARE = 5  # occurrences from which little can be learned
 MAX_NAMED = 10  # rare symbols
@@ -39,8 +39,9 @@ def _lines(corpus: Corpus, num_parameters: int) -> Iterator[str]:
         line += "; that many memorize a text: take more text, a smaller --n-embd and --n-layer, or --dropout"
     yield line
     decode = corpus.tokenizer.decode_array
-    counts = np.bincount(train, minlength=corpus.tokenizer.vocab_size)
-    rare = np.flatnonzero((counts > 0) & (counts < RARE)).tolist()
+    where = f", of the first {AT_MOST:,} characters" if len(corpus.train) > AT_MOST else ""
+    counts = [_counts(split, corpus.tokenizer.vocab_size) for split in (corpus.train, corpus.val)]
+    rare = np.flatnonzero((sum(counts) > 0) & (counts[0] < RARE)).tolist()
     if rare:
         named = " ".join(repr(corpus.tokenizer.characters[id]) for id in rare[:MAX_NAMED])
         more = f" and {len(rare) - MAX_NAMED:,} more" if len(rare) > MAX_NAMED else ""
@@ -63,12 +64,20 @@ def _lines(corpus: Corpus, num_parameters: int) -> Iterator[str]:
     duplicates = len(records) - len(repeated)
     if duplicates > MUCH * len(records):
         yield (
-            f"duplicates: {plural(duplicates, 'record')} of {len(records):,} to train on repeat another, the most "
-            f"frequent {plural(max(repeated.values()), 'time')}: the model will favor them"
+            f"duplicates: {plural(duplicates, 'record')} of {len(records):,} to train on repeat another{where}, the "
+            f"most frequent {plural(max(repeated.values()), 'time')}: the model will favor them"
         )
     known = sum(record in repeated for record in held_out)
     if known > MUCH * len(held_out):
         yield (
-            f"overlap: {plural(known, 'record')} of {len(held_out):,} to validate are also trained on: the validation "
-            "loss will look better than the model is"
+            f"overlap: {plural(known, 'record')} of {len(held_out):,} to validate are also trained on{where}: the "
+            "validation loss will look better than the model is"
         )
+
+
+def _counts(ids: np.ndarray, vocab_size: int) -> np.ndarray:
+    """Of each symbol, (V,) int64, in pieces that fit memory."""
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for start in range(0, len(ids), AT_MOST):
+        counts += np.bincount(ids[start : start + AT_MOST], minlength=vocab_size)
+    return counts

@@ -217,11 +217,14 @@ def curves(records: list[dict[str, Any]]) -> Figure:
         margin = 0.05 * (max(shown) - min(shown)) + 0.02
         axes.set_ylim(min(shown) - margin, max(shown) + margin)
     low, high = axes.get_ylim()
-    bottom = low
-    for height, text, color in sorted(names):
+    spacing = 0.055 * (high - low)  # so that no name covers another
+    places = [max(min(height, high), low) for height, _, _ in sorted(names)]
+    for i in range(1, len(places)):
+        places[i] = max(places[i], places[i - 1] + spacing)
+    for i in reversed(range(len(places))):  # back below the top
+        places[i] = min(places[i], high - spacing * (len(places) - 1 - i))
+    for place, (height, text, color) in zip(places, sorted(names), strict=True):
         arrow = "↑ " if height > high else "↓ " if height < low else ""
-        place = max(min(max(height, low), high), bottom)  # no name covers the one below it
-        bottom = place + 0.055 * (high - low)
         axes.annotate(
             arrow + text, (1.01, place), xycoords=("axes fraction", "data"), color=color, va="center",
             fontsize="small", annotation_clip=False,

@@ -46,7 +46,8 @@ def test_more_parameters_than_a_text_can_teach(check):
 def test_rare_symbols_are_named(check):
     subjects, lines = check("€" + sentences(300) + "ÄÖ")  # the last two are in the validation split
     assert subjects == ["size", "rare"]
-    assert "rare: 1 symbol with fewer than 5 occurrences to learn from: '€'" in lines
+    assert "rare: 3 symbols with fewer than 5 occurrences to learn from: 'Ä' 'Ö' '€'" in lines
+    assert "rare: 1 symbol with fewer than 5 occurrences to learn from: '€'" in check("€" + sentences(300))[1]
     many = "".join(map(chr, range(0x400, 0x400 + 15)))
     assert "rare: 15 symbols" in (found := check(many + sentences(300))[1]) and found.endswith(" and 5 more")
 
@@ -69,3 +70,12 @@ def test_duplicate_records_and_those_in_both_splits(check):
     assert subjects == ["size", "duplicates", "overlap"]
     assert "records of 180 to train on repeat another, the most frequent 2 times" in lines
     assert "records of 20 to validate are also trained on" in lines
+
+
+def test_large_texts_are_looked_at_in_part(check, monkeypatch):
+    """But symbols are counted in all."""
+    monkeypatch.setattr("training.check.AT_MOST", 100)
+    names = "".join(f"{i * 7919 % 9973}\n" for i in range(20))
+    subjects, lines = check(names * 10, records=True)
+    assert subjects == ["size", "duplicates", "overlap"] and lines.count("of the first 100 characters") == 2
+    assert check(sentences(300) + "€")[0] == ["size", "rare"]

@@ -2,12 +2,13 @@
 
 import io
 import json
+from itertools import pairwise
 
 import pytest
 from rich.console import Console
 
 from training.config import TrainConfig
-from training.display import ProgressView, draw_curves, print_report, train_loss_until
+from training.display import ProgressView, curves, draw_curves, print_report, train_loss_until
 from training.log import read_log
 from training.state import Progress
 
@@ -85,6 +86,19 @@ def test_curves_show_the_range_of_what_was_learned(tmp_path, monkeypatch):
     draw_curves(tmp_path)
     low, high = drawn[0].axes[0].get_ylim()
     assert 1.3 < low < 1.5 and 1.9 < high < 2.2
+
+
+@pytest.mark.parametrize("ends", [(3.0, 2.5, 2.2), (9.0, 8.0, 7.0), (1.61, 1.6, 1.59), (1.0, 1.1, 1.2)])
+def test_names_at_the_curves_do_not_cover_each_other(tmp_path, ends):
+    records = write_log(tmp_path, {10: 2.0, 20: 1.6}, {10: 1.8, 20: 1.6})
+    figure = curves([*records, {"event": "end", **dict(zip(("uniform", "unigram", "bigram"), ends, strict=True))}])
+    axes = figure.axes[0]
+    low, high = axes.get_ylim()
+    places = sorted(name.xy[1] for name in axes.texts)
+    assert len(places) == 5 and all(b - a > 0.05 * (high - low) for a, b in pairwise(places))
+    assert low <= places[0] and places[-1] <= high + 1e-9
+    above = [name.get_text() for name in axes.texts if name.get_text().startswith("↑")]
+    assert len(above) == sum(end > high for end in ends)
 
 
 def test_progress_is_printed_where_there_is_no_terminal(monkeypatch):
