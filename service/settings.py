@@ -159,7 +159,7 @@ class Settings(BaseSettings):
         description="header of a trusted proxy whose last address is the client's, such as X-Forwarded-For",
     )
     public_metrics: bool = Field(False, description="serve /metrics without an API key")
-    public_docs: bool = Field(False, description="serve /docs and /openapi.json without an API key")
+    public_docs: bool = Field(False, description="serve the page at /, /docs and /openapi.json without an API key")
     cors_origins: Annotated[list[str], NoDecode] = Field(
         [],
         description="origins of web pages that may send requests, comma-separated; * for all",
@@ -200,6 +200,7 @@ class Settings(BaseSettings):
     max_prompts: int = Field(128, ge=1, le=10_000, description="maximum sequences per request: prompts × n or best_of")
     max_score_texts: int = Field(10_000, ge=1, le=1_000_000, description="maximum texts per request of /v1/score")
     max_regex_characters: int = Field(1000, ge=1, le=10_000, description="maximum length of a regex or stop_regex")
+    attention: bool = Field(True, description="serve /v1/attention, which runs in the HTTP processes")
     max_body_bytes: int = Field(4 << 20, ge=1024, le=1 << 30, description="maximum size of a request body, in bytes")
 
     max_request_bytes: int = Field(

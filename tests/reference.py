@@ -38,23 +38,30 @@ def softmax(scores):
     return [w / sum(weights) for w in weights]
 
 
-def attention(q, k, v, window):
+def attention(q, k, v, window, kept=None):
     """One head: q, k, v lists of vectors, one per position -> one vector per position.
 
-    The query at p attends to the keys at p − window < j ≤ p.
+    The query at p attends to the keys at p − window < j ≤ p. To `kept`, a list, its weights are appended: for each
+    query a dict by key.
     """
-    out = []
+    out, rows = [], []
     for p in range(len(q)):
         seen = [j for j in range(len(k)) if p - window < j <= p]
         # scaled before the softmax
         scores = [sum(a * b for a, b in zip(q[p], k[j], strict=True)) / math.sqrt(len(q[p])) for j in seen]
         weights = softmax(scores)
+        rows.append(dict(zip(seen, weights, strict=True)))
         out.append([sum(w * v[j][d] for w, j in zip(weights, seen, strict=True)) for d in range(len(v[0]))])
+    if kept is not None:
+        kept.append(rows)
     return out
 
 
-def logits(folder, ids):
-    """Logits (len(ids), vocab_size), as nested lists, of a checkpoint folder in the Qwen3 layout."""
+def logits(folder, ids, kept=None):
+    """Logits (len(ids), vocab_size), as nested lists, of a checkpoint folder in the Qwen3 layout.
+
+    kept: a list to which the weights of each head of each layer are appended, as `attention` does.
+    """
     folder = Path(folder)
     config = json.loads((folder / "config.json").read_text())
     w = load_file(folder / "model.safetensors")
@@ -78,7 +85,7 @@ def logits(folder, ids):
             return out
 
         q, k, v = heads("q_proj", n_head, "q_norm"), heads("k_proj", n_kv, "k_norm"), heads("v_proj", n_kv)
-        per_head = [attention(q[h], k[h * n_kv // n_head], v[h * n_kv // n_head], window) for h in range(n_head)]
+        per_head = [attention(q[h], k[h * n_kv // n_head], v[h * n_kv // n_head], window, kept) for h in range(n_head)]
         for p in range(len(x)):
             joined = [value for head in per_head for value in head[p]]
             x[p] = [a + b for a, b in zip(x[p], matvec(w[at + "self_attn.o_proj.weight"], joined), strict=True)]

@@ -1,7 +1,7 @@
 """The HTTP process: the table of routes, and the process's life.
 
 A request passes middleware.py, then its handler: generate.py and score.py run the model through client.py and write
-their answers with stream.py; info.py answers at once.
+their answers with stream.py; attention.py runs it in a thread, info.py answers at once; page.py has the page at /.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.catalog import Listing
-from service.http import generate, info, score
+from service.http import attention, generate, info, score
 from service.http import schemas as s
 from service.http.client import EngineClient
 from service.http.context import RequestContext, Service
 from service.http.middleware import RequestMiddleware
 from service.http.openapi import BODY, RUN, Handler, Operation, build_document, documentation
+from service.http.page import page
 from service.model.checkpoint import CheckpointError
 from service.observe.metrics import Metrics
 from service.sockets import SocketTransport
 
+ATTENTION = "/v1/attention"
 OPERATIONS = (
     Operation(
         "/generate", generate.generate, "generate", "text", s.GenerateAnswer, s.GenerateRequest,
@@ -51,6 +53,10 @@ OPERATIONS = (
     ),
     Operation(
         "/v1/next", score.next_character, "next_character", "likelihood", s.NextAnswer, s.NextRequest,
+        failures=(*BODY, *RUN),
+    ),
+    Operation(
+        ATTENTION, attention.attention, "attention", "likelihood", s.AttentionAnswer, s.AttentionRequest,
         failures=(*BODY, *RUN),
     ),
     Operation(
@@ -112,7 +118,9 @@ class App:
     def routes(self) -> list[BaseRoute]:
         """Plain starlette routes: FastAPI's would resolve dependencies and answer models for each request."""
         handlers: dict[str, dict[str, Handler]] = {}
-        for operation in OPERATIONS:
+        settings = self.service.settings
+        operations = [it for it in OPERATIONS if settings.attention or it.path != ATTENTION]
+        for operation in operations:
             handler = self._hooked(operation, *self.hooks) if self.hooks else operation.handler
             handlers.setdefault(operation.path, {}).update(dict.fromkeys(operation.methods, handler))
         routes: list[BaseRoute] = []
@@ -120,11 +128,13 @@ class App:
             route = Route(path, Endpoint(self.service, by_method), methods=list(by_method))
             route.methods = set(by_method)  # starlette adds HEAD to GET, which would run a whole generation
             routes.append(route)
-        settings = self.service.settings
-        model = self.service.default_model
-        vocab_size = max(it.tokenizer.vocab_size for it in self.service.models.values())
-        document = build_document(settings, model.tokenizer, OPERATIONS, model.name, vocab_size)
-        return routes + documentation(settings, document)
+        model, models = self.service.default_model, self.service.models.values()
+        vocab_size = max(it.tokenizer.vocab_size for it in models)
+        shapes = [it.checkpoint.hyperparameters for it in models]
+        bounds = {"text": max(map(attention.max_characters, models))}
+        bounds |= {name: max(shape["n_" + name] for shape in shapes) - 1 for name in ("layer", "head")}
+        document = build_document(settings, model.tokenizer, operations, model.name, vocab_size, bounds)
+        return routes + documentation(settings, document) + page()
 
     def _hooked(self, operation: Operation, on_request: Hook, on_response: Hook) -> Handler:
         """The handler with the hooks around it, if its route runs the model."""
@@ -167,6 +177,7 @@ class App:
             logger.error("the new list of checkpoints cannot be followed: %s", error)
             return
         service.serve(listing, checkpoints)
+        service.attention.keep([version.id for version in listing.serve])
         service.state.follow(process, listing.generation)
 
     @asynccontextmanager
@@ -180,6 +191,7 @@ class App:
             hang_seconds=service.settings.hang_seconds,
             capacity=service.slots + service.settings.max_queued_requests,
         )  # fmt: skip
+        service.attention = attention.AttentionThread()
         service.connect(client, metrics)
         service.state.follow(process, service.listing.generation)
         metrics.held_bytes.set(0)

@@ -26,6 +26,7 @@ from service.wire import Submit
 from service.words import plural
 
 if TYPE_CHECKING:
+    from service.http.attention import AttentionThread
     from service.observe.tracing import Tracer
 
 
@@ -83,9 +84,10 @@ class RequestContext:
 class Service:
     """What the routes need: the served models, the settings, and in an HTTP process the connected client."""
 
-    client: EngineClient  # these three from App.running, in an HTTP process
+    client: EngineClient  # these four from App.running, in an HTTP process
     metrics: Metrics | None = None
     tracer: Tracer | None = None
+    attention: AttentionThread
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from service.http.admission import PROMPT_BYTES
+from service.http.attention import max_characters
 from service.http.context import RequestContext, Service
 from service.http.encoding import Encoder, check_ids
 from service.http.models import Model
@@ -107,8 +108,9 @@ async def info(service: Service, request: Request) -> Response:
             ),
             list(service.models),
             Limits(
-                **{name: getattr(settings, name) for name in Limits.__struct_fields__}
+                **{name: getattr(settings, name) for name in Limits.__struct_fields__ if hasattr(settings, name)}
                 | {"max_running_requests": service.slots}
+                | {"max_attention_characters": max_characters(model) if settings.attention else 0}
             ),
             settings.unknown_characters,
             service.backend,

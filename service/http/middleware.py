@@ -251,7 +251,7 @@ class RequestMiddleware:
     def _is_public(self, route: str) -> bool:
         if route == "/metrics":
             return self.settings.public_metrics
-        if route in ("/docs", "/openapi.json") or route.startswith("/docs/"):
+        if route in ("/", "/docs", "/openapi.json") or route.startswith(("/docs/", "/page/")):
             return self.settings.public_docs
         return route in PROBES
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -28,6 +28,7 @@ from service.http.generate import EVENT_SOURCE_END
 from service.http.middleware import PROBES
 from service.http.schemas import (
     MAX_UNKNOWN_FIELDS,
+    AttentionRequest,
     CompletionRequest,
     DetokenizeRequest,
     Error,
@@ -133,17 +134,19 @@ def build_document(
     operations: Iterable[Operation],
     model: str | None = None,
     vocab_size: int = 0,
+    attention: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """OpenAPI 3.1 of a server with these settings, with examples for a model (by default, of the service's name).
 
-    tokenizer: the model's; vocab_size: of the largest vocabulary that is served.
+    tokenizer: the model's; vocab_size: of the largest vocabulary that is served; attention: bounds of fields of
+    /v1/attention, of the largest model.
     """
     operations, model = list(operations), model or settings.model_name
     vocab_size = max(vocab_size, tokenizer.vocab_size)
     requests = [it.request for it in operations if it.request is not None]
     events = [event for it in operations for event in it.events]
     schemas = _schemas(requests, [*events, *(it.answer for it in operations if it.answer is not None)])
-    _add_limits(schemas, requests, settings, tokenizer, model, vocab_size)
+    _add_limits(schemas, requests, settings, tokenizer, model, vocab_size, attention or {})
     paths: dict[str, dict[str, Any]] = {}
     for operation in operations:
         described = _operation(operation, schemas, settings, tokenizer, model)
@@ -312,6 +315,10 @@ def _request_examples(
             },
             NextRequest: {"a text": {"prompt": prompt}, "several texts": {"prompt": [prompt, prompt[0]]}},
             TokenizeRequest: {"a text": {"prompt": prompt}},
+            AttentionRequest: {
+                "a text": {"text": prompt[:2]},
+                "one head": {"text": prompt[:2], "layer": 0, "head": 0, "scores": True},
+            },
             DetokenizeRequest: {"ids": {"tokens": tokenizer.encode(prompt)}},
         }
         bodies = texts[request]
@@ -340,6 +347,7 @@ def _add_limits(
     tokenizer: CharTokenizer,
     model: str,
     vocab_size: int,
+    attention: Mapping[str, int],
 ) -> None:
     """State what the routes check against the settings and the vocabulary; make the examples valid here."""
     V, longest, most = vocab_size, settings.max_prompt_characters, settings.max_prompts
@@ -374,6 +382,13 @@ def _add_limits(
             elif name in ("texts", "continuations"):
                 for branch in _lists(field):
                     branch |= {"minItems": 1, "maxItems": settings.max_score_texts}
+            elif request is AttentionRequest and name in attention:
+                _bound(
+                    field,
+                    "string" if name == "text" else "integer",
+                    {"maxLength" if name == "text" else "maximum": attention[name]},
+                )
+                field["examples"] = [_at_most(example, attention[name]) for example in field["examples"]]
             elif name in ("max_tokens", "min_tokens"):
                 field["default"] = min(field["default"], settings.max_tokens)
                 field["examples"] = [min(example, settings.max_tokens) for example in field["examples"]]
@@ -381,7 +396,22 @@ def _add_limits(
                 field["examples"] = _in_vocabulary(field["examples"], tokenizer)
 
 
-TEXTS = ("prompt", "suffix", "choice", "allowed_characters", "logit_bias", "texts", "prefix", "continuations", "tokens")
+TEXTS = (
+    "prompt",
+    "suffix",
+    "choice",
+    "allowed_characters",
+    "logit_bias",
+    "texts",
+    "prefix",
+    "continuations",
+    "tokens",
+    "text",
+)
+
+
+def _at_most(example: str | int, limit: int) -> str | int:
+    return example[:limit] if isinstance(example, str) else min(example, limit)
 
 
 def _bound(schema: dict[str, Any], type: str, bounds: dict[str, int]) -> None:

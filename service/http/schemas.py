@@ -60,6 +60,7 @@ OTHER_NAMES = {
     "min_new_tokens": "min_tokens", "guided_regex": "regex", "guided_choice": "choice", "stop_sequences": "stop",
     "until": "stop", "num_return_sequences": "n", "repeat_penalty": "repetition_penalty",
 }  # fmt: skip
+MAX_ATTENTION_CHARACTERS = 256
 
 Item = TypeVar("Item")
 # Validated up to the first error, as only that is reported.
@@ -476,6 +477,19 @@ class NextRequest(ModelRequest):
     )
 
 
+class AttentionRequest(ModelRequest):
+    """Body of POST /v1/attention."""
+
+    text: Text = Field(
+        max_length=MAX_ATTENTION_CHARACTERS,
+        description=f"text to look at: at most the model's block_size and {MAX_ATTENTION_CHARACTERS} characters",
+        examples=["To be"],
+    )
+    layer: int | None = Field(None, ge=0, le=MAX_ID, description="only this layer; 0 is the first", examples=[0])
+    head: int | None = Field(None, ge=0, le=MAX_ID, description="only this head of each layer", examples=[1])
+    scores: bool = Field(False, description="report the products of queries and keys too", examples=[True])
+
+
 class TokenizeRequest(ModelRequest):
     """Body of POST /tokenize."""
 
@@ -771,6 +785,33 @@ class NextAnswer(msgspec.Struct):
     chargpt: Receipt
 
 
+class HeadAttention(msgspec.Struct):
+    """One head's attention over a text."""
+
+    layer: int
+    head: int
+    weights: Annotated[list[list[float]], Meta(description="row t: of the characters 0 to t; it sums to 1")]
+    scores: Annotated[
+        list[list[float]] | UnsetType,
+        Meta(description="query t · key j in row t, column j, before scale and mask; if requested"),
+    ] = UNSET
+
+
+class AttentionAnswer(msgspec.Struct):
+    """Answer of POST /v1/attention, computed in float64."""
+
+    id: RequestId
+    model: str
+    checkpoint_sha256: str
+    text: Annotated[str, Meta(description="as it was read: unknown characters are replaced or dropped")]
+    n_layer: int
+    n_head: int
+    scale: Annotated[float, Meta(description="of the scores before the softmax: 1 / √head_dim")]
+    data: list[HeadAttention]
+    replaced_characters: int
+    dropped_characters: int
+
+
 class TokenizeAnswer(msgspec.Struct):
     """Answer of POST /tokenize."""
 
@@ -837,6 +878,9 @@ class Limits(msgspec.Struct):
     max_running_requests: int
     max_queued_requests: int
     request_timeout_seconds: float
+    max_attention_characters: Annotated[
+        int, Meta(description="of a text for /v1/attention and this model; 0: not available")
+    ]
 
 
 class Info(msgspec.Struct):

@@ -74,8 +74,9 @@ def test_document_is_openapi_3_1_and_lists_exactly_the_routes(checkpoint, docume
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     OpenAPIV31SpecValidator(document).validate()
     routes = build_server(Settings(checkpoint=checkpoint.path)).app.routes
-    own = {"/openapi.json", "/docs", "/docs/assets"}
+    own = {"/openapi.json", "/docs", "/docs/assets", "/"}
     assert own <= {route.path for route in routes}
+    own |= {route.path for route in routes if route.path.startswith("/page/")}
     expected = {
         (route.path, method.lower()) for route in routes if route.path not in own for method in route.methods - {"HEAD"}
     }
@@ -225,10 +226,19 @@ def other_fields(path, name, value):
         }
     if path == "/v1/score":
         return {} if name in ("texts", "continuations") else {"texts": "ab"}
-    return {"tokens": [1]} if path == "/detokenize" else {"prompt": "a"}
+    return {"/detokenize": {"tokens": [1]}, "/v1/attention": {"text": "a"}}.get(path, {"prompt": "a"})
 
 
-BOUNDED = ["/generate", "/v1/completions", "/v1/score", "/v1/next", "/tokenize", "/detokenize", "query"]
+BOUNDED = [
+    "/generate",
+    "/v1/completions",
+    "/v1/score",
+    "/v1/next",
+    "/tokenize",
+    "/detokenize",
+    "/v1/attention",
+    "query",
+]
 
 
 @pytest.mark.parametrize("path", BOUNDED)

@@ -1,0 +1,170 @@
+"""POST /v1/attention: the attention weights of a short text, computed in a thread of this HTTP process.
+
+Beside the engine, whose kernels keep no weights: one text at a time, so that it takes at most one CPU from it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Send
+
+from service.http.context import RequestContext, Service
+from service.http.encoding import Encoder
+from service.http.models import Model
+from service.http.schemas import (
+    MAX_ATTENTION_CHARACTERS,
+    ApiError,
+    AttentionAnswer,
+    AttentionRequest,
+    HeadAttention,
+)
+from service.http.stream import HOLE, RunningAnswer, filled, joined, list_parts, send_json
+from service.model.attention import LayerAttention, attention_layers
+from service.model.checkpoint import WEIGHTS
+from service.model.config import GPTConfig
+
+MAX_WEIGHT_BYTES = 128 << 20  # of a checkpoint's file: its weights are kept in this process, of one model at a time
+MAX_WAITING = 8  # texts that wait for the thread, or run in it
+NUMBER_BYTES = 8
+
+Found = list[tuple[int, int, LayerAttention]]  # layer, head, its scores and weights (T, T)
+
+
+def max_characters(model: Model) -> int:
+    """Of a text for this model; 0: its weights are too large."""
+    if model.checkpoint.files[WEIGHTS].size > MAX_WEIGHT_BYTES:
+        return 0
+    return min(int(model.checkpoint.hyperparameters["block_size"]), MAX_ATTENTION_CHARACTERS)
+
+
+class AttentionThread:
+    """Computes one text after the other."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, "attention")  # starts its thread with the first text
+        self._weights: dict[int, dict[str, np.ndarray]] = {}  # by model id: of the last model asked for
+        self._places = threading.BoundedSemaphore(MAX_WAITING)
+
+    def submit(self, call: Callable[[], Found]) -> asyncio.Future[Found]:
+        """Cancelling the future takes a text that has not begun out of the queue.
+
+        Raises:
+            ApiError: 429, too many wait.
+        """
+        if not self._places.acquire(blocking=False):
+            message = f"{MAX_WAITING} texts already wait for their attention weights: retry later"
+            raise ApiError(429, message, code="queue_full", retry_after_seconds=1)
+        future = self._pool.submit(call)
+        future.add_done_callback(lambda _: self._places.release())
+        return asyncio.wrap_future(future)
+
+    def weights(self, model: Model) -> dict[str, np.ndarray]:
+        """Within the thread."""
+        found = self._weights.get(model.id)
+        if found is None:
+            self._weights.clear()  # before the next is read
+            found = self._weights[model.id] = model.checkpoint.load_weights()
+        return found
+
+    def keep(self, ids: Collection[int]) -> None:
+        """Forget the weights of models that are no longer served."""
+        if not self._weights.keys() <= set(ids):
+            self._weights = {}
+
+
+async def attention(service: Service, request: Request) -> Response:
+    """Give the attention weights of a short text, of each layer and head.
+
+    Row t of a head's `weights` says how much of its output at character t comes from each of the characters 0 to t; it
+    sums to 1. With `scores`, also what they are made of: the products of queries and keys for all pairs of characters.
+    Multiplied by `scale` and, without those after t, through a softmax, row t of `scores` is row t of `weights`.
+    """
+    context = RequestContext.of(request.scope)
+    body = await service.read(AttentionRequest, request)
+    context.timeout_seconds = body.timeout_seconds
+    model = service.choose(context, body.model)
+    config = GPTConfig(**model.checkpoint.hyperparameters)
+    limit = max_characters(model)
+    if not limit:
+        message = f"checkpoints must have at most {MAX_WEIGHT_BYTES} bytes of weights for this route"
+        raise ApiError(400, f"model: {message}, got {model.checkpoint.files[WEIGHTS].size}", param="model")
+    if len(body.text) > limit:
+        raise ApiError(400, f"text: at most {limit} characters, got {len(body.text)}", param="text")
+    for param, number, count in ("layer", body.layer, config.n_layer), ("head", body.head, config.n_head):
+        if number is not None and number >= count:
+            raise ApiError(400, f"{param}: must be in [0, {count - 1}], got {number}", param=param)
+    encoder = Encoder(service, model, body)
+    ids = await encoder.encode(body.text, "text")
+    layers = range(config.n_layer) if body.layer is None else [body.layer]
+    heads = range(config.n_head) if body.head is None else [body.head]
+    # What is kept, and a layer's matrices while it is computed.
+    num_matrices = len(layers) * len(heads) * (2 if body.scores else 1) + 4 * config.n_head
+    needed, allowed = NUMBER_BYTES * num_matrices * len(ids) ** 2, service.settings.max_request_bytes
+    if needed > allowed:
+        message = f"{len(layers)} layers of {len(heads)} heads need {needed} bytes of memory, {allowed} are allowed"
+        raise ApiError(400, f"layer: {message}: choose one, or shorten the text", param="layer")
+    context.hold.resize(needed)
+    if service.state.is_draining:
+        model.metrics.request_rejected("shutting_down")
+        raise ApiError(503, "server is shutting down", code="shutting_down", retry_after_seconds=1)
+    try:
+        service.limits.charge(context.client, len(ids))
+        future = service.attention.submit(
+            lambda: _found(service.attention.weights(model), config, ids, layers, heads, body.scores)
+        )
+    except ApiError as error:
+        if error.status == 429:
+            model.metrics.request_rejected("rate_limit" if error.code == "rate_limit" else "queue_full")
+        raise
+    encoder.count_unknown()
+    context.num_prompt_tokens = len(ids)
+
+    async def write(send: Send) -> None:
+        seconds = service.timeout(body.timeout_seconds)
+        try:
+            async with asyncio.timeout(context.arrived_at + seconds - time.monotonic()):
+                found = await future
+        except TimeoutError:
+            raise ApiError(504, f"request timed out after {seconds:g} s", code="timeout") from None
+        answer = AttentionAnswer(
+            context.request_id, model.name, model.digest, model.tokenizer.decode(ids), config.n_layer, config.n_head,
+            1 / math.sqrt(config.head_dim), HOLE, encoder.replaced, encoder.dropped,
+        )  # fmt: skip
+        heads = (_head(*of_head, with_scores=body.scores) for of_head in found)
+        await send_json(send, filled(answer, joined(heads)), [], lambda: context.is_gone)
+
+    return RunningAnswer(context, service.busy(), write)
+
+
+def _found(
+    weights: dict[str, np.ndarray],
+    config: GPTConfig,
+    ids: list[int],
+    layers: Collection[int],
+    heads: Collection[int],
+    with_scores: bool,
+) -> Found:
+    found: Found = []
+    for layer, of_layer in enumerate(itertools.islice(attention_layers(weights, config, ids), max(layers) + 1)):
+        for head in heads if layer in layers else ():
+            scores = of_layer.scores[head].copy() if with_scores else np.empty(0)  # a view would keep all heads'
+            found.append((layer, head, LayerAttention(scores, of_layer.weights[head].copy())))
+    return found
+
+
+def _head(layer: int, head: int, found: LayerAttention, with_scores: bool) -> Iterator[bytes]:
+    content = HeadAttention(layer, head, HOLE, HOLE if with_scores else UNSET)
+    weights = ([np.round(row[: t + 1], 7).tolist()] for t, row in enumerate(found.weights))
+    scores = ([row.tolist()] for row in np.round(found.scores, 5))
+    return filled(content, list_parts(weights), *([list_parts(scores)] if with_scores else []))

@@ -1,0 +1,75 @@
+"""A forward pass that keeps the attention weights which kernels never write down: NumPy in float64, without torch.
+
+For one short text, to be looked at: `training/LECTURE.md` explains the steps. Letters as in gpt.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from service.model.config import GPTConfig
+
+Array = np.ndarray
+
+
+class LayerAttention(NamedTuple):
+    """Of each head of a layer, row by query and column by key."""
+
+    scores: Array  # (nh, T, T): q · k, before scale and mask
+    weights: Array  # (nh, T, T): softmax of the scaled scores of the keys that the query sees; 0 elsewhere
+
+
+def attention_layers(weights: Mapping[str, Array], config: GPTConfig, ids: list[int]) -> Iterator[LayerAttention]:
+    """The attention of each layer in turn; what follows the last one that is taken is not computed.
+
+    weights: under the names of GPT's parameters, in any precision, as Checkpoint.load_weights gives them.
+    """
+    T, hs, nh, nkv = len(ids), config.head_dim, config.n_head, config.n_kv_head
+    angles = np.arange(T)[:, None] * config.rope_theta ** -(np.arange(0, hs, 2) / hs)  # (T, hs/2)
+    cos, sin = np.tile(np.cos(angles), 2), np.concatenate((-np.sin(angles), np.sin(angles)), axis=1)  # (T, hs)
+    place = np.arange(T)
+    is_seen = (place <= place[:, None]) & (place > place[:, None] - config.block_size)  # (T, T)
+
+    def get(name: str) -> Array:
+        return weights[name].astype(np.float64)
+
+    def normed(x: Array, name: str) -> Array:
+        return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + config.norm_eps) * get(name)
+
+    def rotated(x: Array) -> Array:  # (heads, T, hs)
+        return x * cos + np.roll(x, hs // 2, axis=-1) * sin
+
+    x = get("embed.weight")[ids]  # (T, C)
+    for layer in range(config.n_layer):
+        at = f"blocks.{layer}."
+        qkv = normed(x, at + "attn_norm.weight") @ get(at + "attn.qkv.weight").T  # (T, (nh + 2·nkv)·hs)
+        heads = qkv.reshape(T, nh + 2 * nkv, hs).transpose(1, 0, 2)
+        q, k, v = np.split(heads, [nh, nh + nkv])
+        q = rotated(normed(q, at + "attn.q_norm.weight"))  # (nh, T, hs)
+        k, v = (np.repeat(part, nh // nkv, axis=0) for part in (rotated(normed(k, at + "attn.k_norm.weight")), v))
+        scores = q @ k.transpose(0, 2, 1)
+        found = LayerAttention(scores, _softmax(scores / math.sqrt(hs), is_seen))
+        yield found
+        y = (found.weights @ v).transpose(1, 0, 2).reshape(T, nh * hs)
+        x = x + y @ get(at + "attn.proj.weight").T
+        gate, up = np.split(normed(x, at + "mlp_norm.weight") @ get(at + "mlp.gate_up.weight").T, 2, axis=1)
+        x = x + (_silu(gate) * up) @ get(at + "mlp.proj.weight").T
+
+
+def _softmax(scores: Array, is_seen: Array) -> Array:
+    """Over the last axis, of those that are seen; every row sees itself."""
+    masked = np.where(is_seen, scores, -np.inf)
+    exponentials = np.exp(masked - masked.max(axis=-1, keepdims=True, initial=-np.inf))
+    weights: Array = exponentials / exponentials.sum(axis=-1, keepdims=True)
+    return weights
+
+
+def _silu(x: Array) -> Array:
+    # exp of a positive number could overflow
+    e = np.exp(-np.abs(x))
+    result: Array = x * np.where(x >= 0, 1, e) / (1 + e)
+    return result

@@ -1,0 +1,174 @@
+"""POST /v1/attention of a running server: bounds, shapes, refusals; its numbers are tested in tests/model."""
+
+import asyncio
+import threading
+
+import httpx
+import numpy as np
+import pytest
+from helpers import RunningServer, save_random, wait_until, web
+
+from service.http.attention import MAX_WAITING, AttentionThread
+from service.http.schemas import ApiError
+from service.model.attention import attention_layers
+from service.model.config import GPTConfig
+
+TEXT = "To be or"  # as long as the model's block_size
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return save_random(tmp_path_factory.mktemp("attention") / "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint):
+    with RunningServer(checkpoint.path) as server:
+        server.wait_until_ready()
+        yield server
+        assert server.stop() == 0
+        assert "Traceback" not in server.output()
+
+
+def ask(server, **body):
+    return web.post(f"{server.url}/v1/attention", json=body)
+
+
+def test_every_head_comes_as_ragged_rows_of_the_computed_weights(server, checkpoint):
+    config = GPTConfig(**checkpoint.hyperparameters)
+    ids = checkpoint.tokenizer.encode(TEXT)
+    expected = list(attention_layers(checkpoint.load_weights(), config, ids))
+    answer = ask(server, text=TEXT, scores=True).raise_for_status().json()
+    assert (answer["text"], answer["n_layer"], answer["n_head"]) == (TEXT, 2, 4)
+    assert answer["checkpoint_sha256"] == checkpoint.digest
+    assert [(it["layer"], it["head"]) for it in answer["data"]] == [(i, j) for i in range(2) for j in range(4)]
+    for it in answer["data"]:
+        assert [len(row) for row in it["weights"]] == list(range(1, len(TEXT) + 1))
+        assert [len(row) for row in it["scores"]] == [len(TEXT)] * len(TEXT)
+        found = expected[it["layer"]]
+        for t, row in enumerate(it["weights"]):
+            assert sum(row) == pytest.approx(1, abs=1e-6)
+            np.testing.assert_allclose(row, found.weights[it["head"], t, : t + 1], rtol=0, atol=6e-8)
+            exponentials = np.exp(np.array(it["scores"][t][: t + 1]) * answer["scale"])
+            np.testing.assert_allclose(row, exponentials / exponentials.sum(), rtol=0, atol=1e-4)
+        np.testing.assert_allclose(it["scores"], found.scores[it["head"]], rtol=0, atol=6e-6)
+
+
+def test_one_layer_one_head_and_short_texts(server):
+    whole = ask(server, text=TEXT).json()["data"]
+    assert ask(server, text=TEXT, layer=1).json()["data"] == whole[4:]
+    assert ask(server, text=TEXT, head=2).json()["data"] == [whole[2], whole[6]]
+    assert ask(server, text=TEXT, layer=1, head=0).json()["data"] == [whole[4]]
+    assert "scores" not in whole[0]
+    assert [it["weights"] for it in ask(server, text="T").json()["data"]] == [[[1.0]]] * 8
+    assert [it["weights"] for it in ask(server, text="").json()["data"]] == [[]] * 8
+    dropped = ask(server, text="T0 be", unknown_characters="drop").json()
+    assert (dropped["text"], dropped["dropped_characters"]) == ("T be", 1)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"text": TEXT + "x"}, "text: at most 8 characters, got 9"),
+        ({"text": "T0 be"}, "text: character '0' (U+0030) at offset 1 is not in the vocabulary"),
+        ({"text": TEXT, "layer": 2}, "layer: must be in [0, 1], got 2"),
+        ({"text": TEXT, "head": 4}, "head: must be in [0, 3], got 4"),
+        ({}, "text: Field required, got {}"),
+    ],
+)
+def test_refusals_name_the_field(server, body, message):
+    response = ask(server, **body)
+    assert (response.status_code, response.json()["error"]["message"]) == (400, message)
+    assert response.json()["error"]["param"] == message.partition(":")[0]
+
+
+def test_its_memory_is_admitted_and_given_back(checkpoint, tmp_path):
+    big = save_random(tmp_path / "big", block_size=128, n_head=16, n_kv_head=16, n_embd=64, n_layer=2)
+    with RunningServer(big.path, max_request_bytes=10_000_000, max_held_bytes=1 << 25) as server:
+        server.wait_until_ready()
+        text = "a" * 128
+        response = ask(server, text=text)
+        assert response.status_code == 400
+        assert "2 layers of 16 heads need 12582912 bytes of memory, 10000000 are allowed" in response.text
+        assert len(ask(server, text=text, head=3).json()["data"]) == 2
+        server.wait_until_metric("chargpt_held_bytes", 0)
+
+
+def test_the_setting_turns_it_off(checkpoint):
+    with RunningServer(checkpoint.path, attention="false") as server:
+        server.wait_until_ready()
+        assert ask(server, text=TEXT).status_code == 404
+        assert "/v1/attention" not in web.get(f"{server.url}/openapi.json").json()["paths"]
+        assert web.get(f"{server.url}/info").json()["limits"]["max_attention_characters"] == 0
+
+
+def test_info_gives_the_longest_text(server):
+    assert web.get(f"{server.url}/info").json()["limits"]["max_attention_characters"] == 8
+
+
+def test_texts_run_one_by_one_and_too_many_are_refused():
+    async def main():
+        thread, may_end, running = AttentionThread(), threading.Event(), []
+
+        def call():
+            running.append(1)
+            assert may_end.wait(10)
+            return []
+
+        futures = [thread.submit(call) for _ in range(MAX_WAITING)]
+        with pytest.raises(ApiError) as refused:
+            thread.submit(call)
+        assert (refused.value.status, refused.value.code, refused.value.headers) == (
+            429, "queue_full", {"Retry-After": "1"},
+        )  # fmt: skip
+        futures.pop().cancel()
+        for _ in range(3):  # turns of the loop, until the thread's future is cancelled too
+            await asyncio.sleep(0)
+        futures.append(thread.submit(call))  # in the place of the one that was cancelled
+        while not running:
+            await asyncio.sleep(0.01)
+        assert len(running) == 1
+        may_end.set()
+        assert await asyncio.gather(*futures) == [[]] * MAX_WAITING
+        assert len(running) == MAX_WAITING
+
+    asyncio.run(main())
+
+
+def test_weights_are_read_once_and_forgotten_with_their_model(checkpoint):
+    class Served:
+        id = 1
+
+        def __init__(self):
+            self.checkpoint, self.reads = self, 0
+
+        def load_weights(self):
+            self.reads += 1
+            return checkpoint.load_weights()
+
+    thread, model = AttentionThread(), Served()
+    assert thread.weights(model) is thread.weights(model)
+    thread.keep([1, 2])
+    thread.weights(model)
+    assert model.reads == 1
+    thread.keep([2])
+    thread.weights(model)
+    assert model.reads == 2
+
+
+def test_a_time_limit_ends_it(server):
+    responses = [ask(server, text=TEXT, timeout_seconds=1e-9) for _ in range(3)]
+    assert {response.status_code for response in responses} == {504}
+    assert responses[0].json()["error"]["code"] == "timeout"
+    wait_until(lambda: ask(server, text=TEXT).status_code == 200)
+
+
+def test_many_at_once_are_answered_or_refused(server):
+    async def main():
+        async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
+            return await asyncio.gather(*(client.post("/v1/attention", json={"text": TEXT}) for _ in range(60)))
+
+    responses = asyncio.run(main())
+    assert {response.status_code for response in responses} <= {200, 429}
+    assert all(response.headers["retry-after"] == "1" for response in responses if response.status_code == 429)
+    assert any(response.status_code == 200 for response in responses)
