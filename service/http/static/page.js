@@ -1,0 +1,190 @@
+// What the views share: tabs, the model, the status corner, links that restore everything.
+
+import { Failure, call, json, setKey } from "./api.js";
+import { $, h, later } from "./text.js";
+import * as attending from "./attend.js";
+import * as reading from "./read.js";
+import * as writing from "./write.js";
+
+const POLL_SECONDS = 2.5;
+const VIEWS = ["write", "read", "attend"];
+const SHARED = [...document.querySelectorAll("main [name]")];
+const defaults = new Map(SHARED.map((element) => [element.name, valueOf(element)]));
+let view = "write", info = null, isGone = false, model = null;
+
+// -- views --
+
+function open(name, focus = false) {
+  view = name;
+  for (const it of VIEWS) {
+    const tab = $(`tab-${it}`), is = it === name;
+    tab.setAttribute("aria-selected", String(is));
+    tab.tabIndex = is ? 0 : -1;
+    $(it).hidden = !is;
+    if (is && focus) tab.focus();
+  }
+  begin();
+}
+
+function begin() {
+  if (!info) return;
+  if (view === "read") reading.read();
+  if (view === "attend" && info.limits.max_attention_characters) attending.attend();
+}
+
+for (const name of VIEWS) $(`tab-${name}`).addEventListener("click", () => open(name));
+document.querySelector("[role=tablist]").addEventListener("keydown", (event) => {
+  const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+  if (by) open(VIEWS[(VIEWS.indexOf(view) + by + VIEWS.length) % VIEWS.length], true);
+});
+
+// -- links --
+
+function valueOf(element) { return element.type === "checkbox" ? String(element.checked) : element.value; }
+
+function link() {
+  const state = new URLSearchParams();
+  if (view !== "write") state.set("view", view);
+  if (info && info.models.length > 1) state.set("model", info.model.name);
+  for (const element of SHARED) if (element.name === "prompt" || valueOf(element) !== defaults.get(element.name)) state.set(element.name, valueOf(element));
+  if (!state.has("seed") && writing.seedOfLast() !== null) state.set("seed", writing.seedOfLast());
+  return `${location.origin}${location.pathname}#${state}`;
+}
+
+function restore() {
+  const state = new URLSearchParams(location.hash.slice(1));
+  if (!state.has("prompt")) return false;
+  for (const element of SHARED) {
+    const value = state.get(element.name) ?? defaults.get(element.name);
+    if (element.type === "checkbox") element.checked = value === "true";
+    else element.value = value;
+  }
+  for (const details of document.querySelectorAll("details.more")) {
+    if ([...details.querySelectorAll("[name]")].some((it) => state.has(it.name))) details.open = true;
+  }
+  model = state.get("model");
+  writing.refresh();
+  open(VIEWS.includes(state.get("view")) ? state.get("view") : "write");
+  return true;
+}
+
+async function copy(text, button) {
+  const before = button.textContent;
+  try { await navigator.clipboard.writeText(text); } catch {
+    // Without HTTPS there is no clipboard: the text is shown, selected, to be copied by hand.
+    const area = h("textarea", { value: text, readOnly: true, rows: 4 });
+    area.setAttribute("aria-label", before);
+    button.closest(".sheet").querySelector(".bar").after(area);
+    area.select();
+    area.addEventListener("blur", () => area.remove());
+    return;
+  }
+  button.textContent = "Copied";
+  setTimeout(() => { button.textContent = before; }, 1500);
+}
+
+$("copy-curl").addEventListener("click", ({ target }) => copy(writing.curl(), target));
+$("copy-python").addEventListener("click", ({ target }) => copy(writing.python(), target));
+$("share").addEventListener("click", ({ target }) => { history.replaceState(null, "", link()); copy(location.href, target); });
+addEventListener("hashchange", async () => { if (restore()) { await load(false); replay(); } });
+const replay = () => { if (view === "write" && $("seed").value && $("max_tokens").valueAsNumber <= 4096) writing.run(); };
+
+// -- status --
+
+const number = (x) => x.toLocaleString("en", { maximumFractionDigits: 0 });
+const facts = { model: [], now: [] };
+
+function show() {
+  $("facts").replaceChildren(...[...facts.now, ...facts.model].flatMap(([name, value]) => [h("dt", { textContent: name }), h("dd", { textContent: value })]));
+}
+
+async function load(isFirst) {
+  try {
+    info = await json(`info${model ? `?model=${encodeURIComponent(model)}` : ""}`);
+  } catch (error) {
+    if (!(error instanceof Failure)) throw error;
+    trouble(error);
+    return;
+  }
+  heal();
+  const { config, training, checkpoint_sha256: hash, name, vocabulary } = info.model, { losses = {}, data = {}, parameters } = training;
+  $("name").textContent = document.title = name;
+  $("model-field").hidden = info.models.length < 2;
+  $("model").replaceChildren(...info.models.map((it) => h("option", { textContent: it, selected: it === name })));
+  const loss = (key) => (typeof losses[key] === "number" ? `${losses[key].toFixed(3)} nats, ${(losses[key] / Math.LN2).toFixed(2)} bits per character` : null);
+  facts.model = [
+    ["parameters", parameters && number(parameters)],
+    ["network", `${config.n_layer} layers of ${config.n_head} heads, sees ${config.block_size} characters`],
+    ["vocabulary", `${number([...vocabulary].length)} characters`],
+    ["learned from", data.name && `${data.name}, ${number(data.characters)} characters`],
+    ["validation loss", loss("whole")],
+    ["a table of pairs", loss("bigram")],
+    ["checkpoint", hash.slice(0, 16)],
+    ["runs on", `${info.backend}, ${info.dtype}, ${info.devices.join(", ")}`],
+  ].filter(([, value]) => value);
+  writing.useModel(info, isFirst && !location.hash);
+  for (const part of [reading, attending]) part.useModel(info, isFirst);
+  show();
+  begin();
+}
+
+const samples = (text, name) => [...text.matchAll(new RegExp(`^${name}\\{[^\\n]*\\} (\\S+)$`, "gm"))].map((found) => Number(found[1]));
+const sum = (values) => values.reduce((a, b) => a + b, 0);
+let before = null;
+
+async function poll() {
+  try {
+    if (!document.hidden) {
+      const text = await (await call("metrics")).text(), now = performance.now();
+      const [running, waiting, written] = ["num_requests_running", "num_requests_waiting", "generation_tokens_total"].map((name) => sum(samples(text, `chargpt_${name}`)));
+      const rate = before && now > before.now ? Math.max(0, (1000 * (written - before.written)) / (now - before.now)) : 0;
+      before = { now, written };
+      facts.now = [["running", number(running)], ["waiting", number(waiting)], ["characters per second", number(rate)]];
+      $("pulse").textContent = running || rate >= 1 ? `${number(running)} running · ${number(rate)} chars/s` : `ready · ${info?.backend ?? ""}`;
+      $("dot").className = "dot ready";
+      if (isGone) { heal(); banner("The server is back.", true); if (!info) await load(true); }
+      show();
+    }
+  } catch (error) {
+    if (!(error instanceof Failure)) throw error;
+    trouble(error);
+  }
+  setTimeout(poll, 1000 * POLL_SECONDS);
+}
+
+function trouble(failure) {
+  $("dot").className = failure.isGone ? "dot gone" : "dot";
+  if (failure.isGone) {
+    isGone = true;
+    $("pulse").textContent = "no answer";
+    banner(failure.sentence);
+  } else if (failure.status === 401) {
+    $("pulse").textContent = "key needed";
+    if (!info) banner(failure.sentence);
+  } else if (failure.status === 503) $("pulse").textContent = "not ready";
+}
+
+function heal() {
+  isGone = false;
+  $("banner").hidden = true;
+}
+
+function banner(text, isGood = false) {
+  $("banner").textContent = text;
+  $("banner").classList.toggle("good", isGood);
+  $("banner").hidden = false;
+  if (isGood) setTimeout(() => { if (!isGone) $("banner").hidden = true; }, 6000);
+}
+
+document.addEventListener("failure", ({ detail }) => trouble(detail));
+$("key").addEventListener("input", later(400, async () => { setKey($("key").value); await load(!info); }));
+$("model").addEventListener("change", () => { model = $("model").value; load(false); });
+document.addEventListener("pointerdown", ({ target }) => { if (!$("status").contains(target)) $("status").open = false; });
+$("status").addEventListener("keydown", (event) => { if (event.key === "Escape") { $("status").open = false; $("status").firstElementChild.focus(); } });
+
+$("key").value = ""; // a browser may have kept it
+const isRestored = restore();
+writing.refresh();
+await load(true);
+if (isRestored && info) { writing.checkConstraint(); replay(); }
+poll();

@@ -1,0 +1,183 @@
+// Texts whose characters are tinted by their probability, and the small window with what else could have come.
+
+export const $ = (id) => document.getElementById(id);
+
+export function h(tag, properties = {}, ...children) {
+  const element = Object.assign(document.createElement(tag), properties);
+  element.append(...children);
+  return element;
+}
+
+export const shown = (c) => ({ "\n": "↵", " ": "␣", "\t": "⇥" })[c] ?? c;
+export const percent = (p) => (p >= 0.9995 ? "100 %" : p >= 0.0995 ? `${(100 * p).toFixed(0)} %` : p >= 0.001 ? `${(100 * p).toFixed(1)} %` : "< 0.1 %");
+const named = (c) => ({ "\n": "line break", " ": "space" })[c] ?? c;
+const level = (p) => (p >= 0.7 ? 0 : p >= 0.4 ? 1 : p >= 0.2 ? 2 : p >= 0.08 ? 3 : p >= 0.02 ? 4 : 5);
+
+const MAX_TINTED = 6000; // later characters are plain: a page of many thousand elements is slow
+const peek = $("peek");
+let owner = null; // the text whose alternatives are shown
+let timer = 0;
+
+function hide() {
+  clearTimeout(timer);
+  owner?.unmark();
+  owner = null;
+  peek.hidden = true;
+}
+const hideSoon = () => { clearTimeout(timer); timer = setTimeout(hide, 260); };
+
+peek.addEventListener("pointerenter", () => clearTimeout(timer));
+peek.addEventListener("pointerleave", hideSoon);
+peek.addEventListener("keydown", (event) => {
+  const buttons = [...peek.querySelectorAll("button")], at = buttons.indexOf(document.activeElement);
+  if (event.key === "Escape") { owner?.root.focus(); hide(); }
+  else if (event.key === "ArrowDown") buttons[(at + 1) % buttons.length]?.focus();
+  else if (event.key === "ArrowUp") buttons[(at - 1 + buttons.length) % buttons.length]?.focus();
+  else return;
+  event.preventDefault();
+});
+document.addEventListener("pointerdown", (event) => { if (!peek.contains(event.target) && !owner?.root.contains(event.target)) hide(); });
+document.addEventListener("scroll", (event) => { if (!peek.contains(event.target)) hide(); }, true);
+
+export class Tinted {
+  // onBranch(index, character, logprob): a choice of another character; null: there are none to choose.
+  constructor(label, onBranch = null) {
+    this.root = h("div", { className: "written", tabIndex: 0 });
+    this.root.setAttribute("role", "group");
+    this.root.setAttribute("aria-label", label);
+    this.onBranch = onBranch;
+    this.cursor = -1;
+    this.clear();
+    this.root.addEventListener("pointerover", ({ target, pointerType }) => {
+      if (pointerType === "mouse" && target.at !== undefined) { clearTimeout(timer); timer = setTimeout(() => this.show(target.at), owner ? 30 : 90); }
+    });
+    this.root.addEventListener("pointerleave", hideSoon);
+    this.root.addEventListener("click", ({ target }) => { if (target.at !== undefined) { clearTimeout(timer); this.show(target.at); } });
+    this.root.addEventListener("keydown", (event) => this.key(event));
+    this.root.addEventListener("blur", () => setTimeout(() => { if (owner === this && !peek.contains(document.activeElement) && !peek.matches(":hover")) hide(); }));
+  }
+
+  clear(before = "") {
+    if (owner === this) hide();
+    this.characters = [];
+    this.spans = [];
+    this.tail = null;
+    this.root.replaceChildren(...(before ? [h("span", { className: "said", textContent: before })] : []));
+  }
+
+  get text() { return this.characters.map((it) => it.c).join(""); }
+
+  // logprob null: unknown; top: {character: logprob} of the likeliest
+  append(items, className = "") {
+    const some = document.createDocumentFragment();
+    for (const { c, logprob, top } of items) {
+      this.characters.push({ c, logprob, top, className });
+      if (this.spans.length >= MAX_TINTED) {
+        if (!this.tail) some.append(this.tail = h("span"));
+        this.tail.append(c);
+        continue;
+      }
+      const tint = logprob === null || logprob === undefined ? "s0" : `s${level(Math.exp(logprob))}`;
+      const span = h("span", { className: `${tint}${c === "\n" ? " nl" : ""} ${className}`.trim(), textContent: c });
+      span.dataset.c = "";
+      span.at = this.spans.length;
+      this.spans.push(span);
+      some.append(span);
+    }
+    const { root } = this, follow = root.scrollHeight - root.scrollTop - root.clientHeight < 40;
+    root.append(some);
+    if (follow) root.scrollTop = root.scrollHeight;
+  }
+
+  truncate(length) {
+    const kept = this.characters.slice(0, length);
+    const before = this.root.querySelector(".said")?.textContent ?? "";
+    this.clear(before);
+    for (const it of kept) this.append([it], it.className);
+  }
+
+  unmark() { this.spans[this.cursor]?.classList.remove("here"); }
+
+  describe({ c, logprob, top }) {
+    const known = logprob !== null && logprob !== undefined;
+    const others = Object.entries(top ?? {}).sort((a, b) => b[1] - a[1]);
+    return { known, head: known ? `${percent(Math.exp(logprob))} · ${(-logprob / Math.LN2).toFixed(1)} bits` : "nothing before it to judge it by", others, c };
+  }
+
+  show(at) {
+    this.unmark();
+    owner = this;
+    this.cursor = at;
+    const span = this.spans[at], { head, others, c } = this.describe(this.characters[at]);
+    span.classList.add("here");
+    const rows = others.map(([other, logprob]) => {
+      const bar = h("progress", { max: 1, value: Math.exp(logprob) });
+      bar.setAttribute("aria-hidden", "true");
+      const parts = [bar, h("span", { textContent: shown(other) }), h("span", { textContent: percent(Math.exp(logprob)) })];
+      if (!this.onBranch) return h("div", { className: other === c ? "row is" : "row" }, ...parts);
+      const button = h("button", { type: "button", className: other === c ? "is" : "", title: other === c ? "Write on from here anew" : "Branch from here" }, ...parts);
+      button.setAttribute("aria-label", `${named(other)}, ${percent(Math.exp(logprob))}: branch from here`);
+      button.addEventListener("click", () => { hide(); this.root.focus({ preventScroll: true }); this.onBranch(at, other, logprob, this.characters[at].top); });
+      return button;
+    });
+    peek.replaceChildren(h("p", {}, h("b", { textContent: shown(c) }), ` ${head}`), ...rows);
+    peek.hidden = false;
+    const box = span.getBoundingClientRect(), own = peek.getBoundingClientRect();
+    const below = box.bottom + 6 + own.height < innerHeight || box.top < own.height;
+    peek.style.left = `${Math.max(8, Math.min(innerWidth - own.width - 8, box.left - 20))}px`;
+    peek.style.top = `${below ? box.bottom + 6 : box.top - own.height - 6}px`;
+  }
+
+  key(event) {
+    const last = this.spans.length - 1, at = this.cursor;
+    const to = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: last, ArrowDown: at + 20, ArrowUp: at - 20 }[event.key];
+    if (to !== undefined && last >= 0) {
+      const next = Math.max(0, Math.min(last, at < 0 ? 0 : to));
+      this.spans[next].scrollIntoView({ block: "nearest" });
+      requestAnimationFrame(() => this.show(next));
+      const { head, others, c } = this.describe(this.characters[next]);
+      $("said").textContent = `${named(c)}, ${head}. ${others.slice(0, 3).map(([o, p]) => `${named(o)} ${percent(Math.exp(p))}`).join(", ")}`;
+    } else if (event.key === "Enter" && owner === this) peek.querySelector("button")?.focus();
+    else if (event.key === "Escape") hide();
+    else return;
+    event.preventDefault();
+  }
+}
+
+// The pieces of an answer's `logprobs`, or of its text alone.
+export function items(text, logprobs) {
+  return [...text].map((c, i) => {
+    if (!logprobs) return { c, logprob: null, top: null };
+    return { c, logprob: logprobs.token_logprobs[i], top: logprobs.top_logprobs[i] };
+  });
+}
+
+// A text area over a copy of its text, in which single characters can be marked.
+export class Editor {
+  constructor(area) {
+    this.area = area;
+    this.copy = area.previousElementSibling;
+    area.addEventListener("input", () => this.mark([]));
+    area.addEventListener("scroll", () => { this.copy.scrollTop = area.scrollTop; });
+  }
+
+  mark(offsets) {
+    const bad = new Set(offsets);
+    this.copy.replaceChildren(...(bad.size ? [...this.area.value].map((c, i) => (bad.has(i) ? h("mark", { textContent: c }) : c)) : []));
+    this.copy.scrollTop = this.area.scrollTop;
+    this.area.setAttribute("aria-invalid", String(bad.size > 0));
+  }
+}
+
+export function later(milliseconds, work) {
+  // Calls `work` once nothing has asked for it for a while; the signal aborts what the call before has begun.
+  let wait = 0, controller = null;
+  return () => {
+    clearTimeout(wait);
+    controller?.abort();
+    wait = setTimeout(async () => {
+      controller = new AbortController();
+      try { await work(controller.signal); } catch (error) { if (error.name !== "AbortError") throw error; }
+    }, milliseconds);
+  };
+}
