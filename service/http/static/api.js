@@ -12,6 +12,11 @@ export class Failure extends Error {
     Object.assign(this, { status, param, code, wait });
   }
 
+  static of(error) {
+    if (error instanceof Failure) return error;
+    throw error;
+  }
+
   get isGone() { return this.status === 0; }
 
   get offsets() {

@@ -1,217 +1,182 @@
 // Attend: the causal weights of every head for a short text, and how one row of them comes about.
 
 import { Failure, json } from "./api.js";
-import { $, Editor, h, later, percent, shown } from "./text.js";
-
-const editor = new Editor($("short")), map = $("map"), looks = $("looks");
-let answer = null, characters = [], layer = 0, head = 0, row = 0, step = 4, scores = null, over = null;
-const product = (t, j) => scores.scores[t][j];
-const fixed = (x) => (Math.abs(x) < 0.005 ? 0 : x).toFixed(2).replace("-", "−");
-const quoted = (c) => h("code", { textContent: shown(c) });
-const weights = () => answer.data.find((it) => it.layer === layer && it.head === head).weights;
+import { $, Editor, h, later, on, percent, pressed, shown, sum } from "./text.js";
 
 const STEPS = ["Plain average", "Queries · keys", "Scale", "Mask", "Softmax", "Heads"];
+const editor = new Editor($("short"), $("attend-error")), map = $("map"), looks = $("looks");
+let answer = null, characters = [], layer = 2, head = 0, row = 0, step = 4;
+let chosen = null; // the weights and scores of one head
+let isOver = false; // the map
 
-// -- asking --
+const fixed = (x) => (Math.abs(x) < 0.005 ? 0 : x).toFixed(2).replace("-", "−");
+const variance = (xs) => sum(xs.map((x) => (x - sum(xs) / xs.length) ** 2)) / xs.length;
+
+function softmax(xs) {
+  const top = Math.max(...xs), es = xs.map((x) => Math.exp(x - top));
+  return es.map((e) => e / sum(es));
+}
 
 async function ask(signal) {
-  const text = $("short").value;
   try {
-    const found = await json("v1/attention", { text }, signal);
-    fail(null);
-    answer = found;
+    answer = await json("v1/attention", { text: $("short").value }, signal);
+    editor.fail(null);
+    chosen = null;
     characters = [...answer.text];
-    layer = Math.min(layer, answer.n_layer - 1);
-    head = Math.min(head, answer.n_head - 1);
-    row = characters.length - 1;
+    looks.replaceChildren(...characters.map((c, at) => h("span", { textContent: c === "\n" ? "↵\n" : c, at })));
+    row = Math.floor(0.8 * (characters.length - 1));
     drawHeads();
-    await choose(layer, head, signal);
-  } catch (error) {
-    if (!(error instanceof Failure)) throw error;
-    fail(error);
-  }
+    await choose(Math.min(layer, answer.n_layer - 1), Math.min(head, answer.n_head - 1), signal);
+  } catch (error) { editor.fail(Failure.of(error)); }
 }
 
 async function choose(newLayer, newHead, signal) {
-  const text = answer.text;
+  const { text } = answer;
   const found = await json("v1/attention", { text, layer: newLayer, head: newHead, scores: true }, signal);
   if (answer.text !== text) return;
-  [layer, head, scores] = [newLayer, newHead, found.data[0]];
-  for (const button of $("heads").children) button.setAttribute("aria-pressed", String(button.layer === layer && button.head === head));
+  [layer, head, chosen] = [newLayer, newHead, found.data[0]];
+  for (const button of $("heads").children) button.ariaPressed = String(button.layer === layer && button.head === head);
   draw();
-}
-
-function fail(failure) {
-  editor.mark(failure?.code === "unknown_character" ? failure.offsets : []);
-  $("attend-error").textContent = failure?.sentence ?? "";
-  if (failure) document.dispatchEvent(new CustomEvent("failure", { detail: failure }));
 }
 
 // -- heat maps --
 
-const colours = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim().split(/\s+/).map(Number);
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim().split(" ").map(Number);
+const shade = (w) => w ** 0.6; // so that small weights are seen
 
 function paint(canvas, value) {
-  // value(t, j): −1 to 1, or null for nothing; a pixel for each pair of characters
-  const T = characters.length, cool = colours("--map"), warm = colours("--map-warm");
+  // A pixel for each pair of characters. value(t, j): −1 to 1, 0 for nothing.
+  const T = characters.length, cool = colour("--map"), warm = colour("--map-warm");
   canvas.width = canvas.height = Math.max(1, T);
-  const context = canvas.getContext("2d"), image = context.createImageData(Math.max(1, T), Math.max(1, T));
+  const context = canvas.getContext("2d"), image = context.createImageData(canvas.width, canvas.height);
   for (let t = 0; t < T; t += 1) for (let j = 0; j < T; j += 1) {
     const x = value(t, j);
-    if (x === null) continue;
     image.data.set([...(x < 0 ? warm : cool), 255 * Math.min(1, Math.abs(x))], 4 * (t * T + j));
   }
   context.putImageData(image, 0, 0);
 }
 
-const shade = (w) => w ** 0.6; // so that small weights are seen
-
 function drawHeads() {
-  const grid = $("heads");
-  grid.style.gridTemplateColumns = `repeat(${Math.max(4, answer.n_head)}, minmax(0, 1fr))`;
-  grid.replaceChildren(...answer.data.map((it) => {
-    const canvas = h("canvas");
-    canvas.setAttribute("aria-hidden", "true");
-    const button = h("button", { type: "button", title: `layer ${it.layer + 1}, head ${it.head + 1}` }, canvas);
-    Object.assign(button, { layer: it.layer, head: it.head });
-    button.setAttribute("aria-label", `Layer ${it.layer + 1}, head ${it.head + 1}`);
-    button.addEventListener("click", () => choose(it.layer, it.head).catch((error) => { if (error instanceof Failure) fail(error); else throw error; }));
-    paint(canvas, (t, j) => (j > t ? null : shade(it.weights[t][j])));
-    return button;
+  $("heads").style.gridTemplateColumns = `repeat(${Math.max(4, answer.n_head)}, minmax(0, 1fr))`;
+  $("heads").replaceChildren(...answer.data.map((it) => {
+    const canvas = h("canvas", { ariaHidden: "true" }), ariaLabel = `Layer ${it.layer + 1}, head ${it.head + 1}`;
+    paint(canvas, (t, j) => (j > t ? 0 : shade(it.weights[t][j])));
+    return Object.assign(pressed(canvas, () => choose(it.layer, it.head).catch((error) => editor.fail(Failure.of(error)))), { ariaLabel, title: ariaLabel, layer: it.layer, head: it.head });
   }));
 }
 
-function valueOf() {
-  const w = weights(), all = scores.scores.flat(), largest = Math.max(1e-9, ...all.map(Math.abs));
-  const signed = (t, j) => product(t, j) / largest;
-  return [
-    (t, j) => (j > t ? null : shade(1 / (t + 1))), signed, (t, j) => signed(t, j) * answer.scale,
-    (t, j) => (j > t ? null : signed(t, j)), (t, j) => (j > t ? null : shade(w[t][j])), (t, j) => (j > t ? null : shade(w[t][j])),
-  ][step];
-}
-
 function draw() {
+  if (!chosen) return;
   if (!characters.length) {
-    for (const element of [looks, $("step"), $("row")]) element.replaceChildren();
-    $("map-note").textContent = "";
-    paint(map, () => null);
+    for (const element of [$("step"), $("row"), $("map-note")]) element.replaceChildren();
+    paint(map, () => 0);
     return;
   }
-  const value = valueOf(), dim = over !== null;
-  paint(map, (t, j) => { const x = value(t, j); return x === null ? null : dim && t !== row ? x * 0.45 : x; });
+  const { weights, scores } = chosen, largest = Math.max(1e-9, ...scores.flat().map(Math.abs));
+  const average = (t) => shade(1 / (t + 1)), product = (t, j) => scores[t][j] / largest, weight = (t, j) => shade(weights[t][j]);
+  const value = [average, product, (t, j) => product(t, j) * answer.scale, product, weight, weight][step], isMasked = step !== 1 && step !== 2;
+  paint(map, (t, j) => (isMasked && j > t ? 0 : value(t, j) * (isOver && t !== row ? 0.45 : 1)));
   drawRow();
 }
 
 // -- one row --
 
 function drawRow() {
-  const w = weights()[row], c = characters[row], T = characters.length, seen = row + 1;
-  const most = w.map((x, j) => [x, j]).sort((a, b) => b[0] - a[0]);
-  const largest = most[0][0];
-  if (looks.children.length !== T || looks.textContent !== answer.text) {
-    looks.replaceChildren(...characters.map((it, at) => Object.assign(h("span", { textContent: it === "\n" ? "↵\n" : it }), { at })));
-  }
+  const w = chosen.weights[row], seen = row + 1, order = [...w.keys()].sort((a, b) => w[b] - w[a]), top = Math.max(w[order[0]], 0.2);
   [...looks.children].forEach((span, j) => {
-    span.className = j > row ? "after" : `w${w[j] < 0.01 ? 0 : Math.min(5, Math.ceil((5 * w[j]) / Math.max(largest, 0.2)))}`;
-    if (j === row) span.classList.add("here");
+    const level = j > row ? "after" : w[j] < 0.01 ? "" : `w${Math.min(5, Math.ceil((5 * w[j]) / top))}`;
+    span.className = j === row ? `${level} here` : level;
   });
-  const named = (j) => `“${shown(characters[j])}”${j === row ? " (itself)" : ` ${row - j} back`}`;
-  $("map-note").textContent = `Layer ${layer + 1}, head ${head + 1}: “${shown(c)}” looks at ${most.slice(0, 3).filter(([x]) => x >= 0.01).map(([x, j]) => `${named(j)} (${percent(x)})`).join(", ")}.`;
-  map.setAttribute("aria-label", `Heat map of ${STEPS[step].toLowerCase()}, ${T} by ${T}. ${$("map-note").textContent}`);
-  $("step").replaceChildren(...sentences(w, c, seen, most));
-  const products = characters.map((_, j) => product(row, j)), head_ = ["", "plain average", "q · k", "scaled", "masked", "weight"];
+  const best = order.slice(0, 3).filter((j) => w[j] >= 0.01).map((j) => `“${shown(characters[j])}” ${place(j)} (${percent(w[j])})`);
+  $("map-note").textContent = `Layer ${layer + 1}, head ${head + 1}: “${shown(characters[row])}” looks at ${best.join(", ")}.`;
+  map.ariaLabel = `Heat map of ${STEPS[step].toLowerCase()}. ${$("map-note").textContent}`;
+  $("step").replaceChildren(...sentences(w, seen, order).map((parts) => h("p", {}, ...parts)));
+  const cell = (textContent) => h("td", { textContent }), title = (textContent, scope) => h("th", { textContent, scope });
   $("row").replaceChildren(
-    h("thead", {}, h("tr", {}, ...head_.map((name) => Object.assign(h("th", { textContent: name }), { scope: "col" })))),
-    h("tbody", {}, ...characters.map((it, j) => h("tr", {}, Object.assign(h("th", { textContent: shown(it) }), { scope: "row" }),
-      ...[j < seen ? (1 / seen).toFixed(3) : "0", fixed(products[j]), fixed(products[j] * answer.scale), j < seen ? fixed(products[j] * answer.scale) : "−∞", j < seen ? w[j].toFixed(3) : "0"].map((x) => h("td", { textContent: x }))))));
+    h("thead", {}, h("tr", {}, ...["", "average", "q · k", "scaled", "masked", "weight"].map((name) => title(name, "col")))),
+    h("tbody", {}, ...characters.map((c, j) => {
+      const q = chosen.scores[row][j], scaled = fixed(q * answer.scale), isSeen = j < seen;
+      return h("tr", {}, title(shown(c), "row"), ...[isSeen ? (1 / seen).toFixed(3) : "0", fixed(q), scaled, isSeen ? scaled : "−∞", isSeen ? w[j].toFixed(3) : "0"].map(cell));
+    })));
 }
 
-function softmax(xs) {
-  const top = Math.max(...xs), es = xs.map((x) => Math.exp(x - top)), sum = es.reduce((a, b) => a + b);
-  return es.map((e) => e / sum);
-}
-const variance = (xs) => { const mean = xs.reduce((a, b) => a + b, 0) / xs.length; return xs.reduce((a, x) => a + (x - mean) ** 2, 0) / xs.length; };
+const place = (j) => (j === row ? "itself" : `${row - j} back`);
 
-function sentences(w, c, seen, most) {
-  const b = (x) => h("b", { textContent: x }), p = (...parts) => h("p", {}, ...parts);
-  const products = characters.slice(0, seen).map((_, j) => product(row, j)), scaled = products.map((x) => x * answer.scale);
-  const low = Math.min(...products), high = Math.max(...products), best = products.indexOf(high), size = Math.round(1 / answer.scale ** 2);
-  switch (step) {
-    case 0: return [
-      p("The simplest way to look back: ", quoted(c), " takes the mean of all it has seen, itself included. That is ", b(`${seen}`), seen === 1 ? " character, with weight " : " characters, each with weight ", b((1 / seen).toFixed(3)), "."),
-      p("It is a row of a triangular matrix whose rows add up to 1. Nothing here depends on the text.")];
-    case 1: return [
-      p("Each character emits a query, what it looks for, and a key, what it holds. The product of the two says how well they fit."),
-      p("For ", quoted(c), " the products with what it has seen go from ", b(fixed(low)), " to ", b(fixed(high)), "; the best fit is ", quoted(characters[best]), ".")];
-    case 2: return [
-      p("A product of ", b(`${size}`), " numbers grows with their count, so it is divided by ", b(`√${size} = ${fixed(1 / answer.scale)}`), " before the softmax. The variance of this row goes from ", b(fixed(variance(products))), " to ", b(fixed(variance(scaled))), "."),
-      p("Without the scale, the largest weight would be ", b(percent(Math.max(...softmax(products)))), "; with it, it is ", b(percent(most[0][0])), ". Scaled afterwards instead, the row would add up to ", b(answer.scale.toFixed(3)), " and be as sharp.")];
-    case 3: {
-      const all = softmax(characters.map((_, j) => product(row, j) * answer.scale)), future = all.slice(seen).reduce((x, y) => x + y, 0);
-      return [
-        p("A character may not see what comes after it: that is what it is to predict. The ", b(`${characters.length - seen}`), " products after ", quoted(c), " become −∞."),
-        p(characters.length > seen ? "Unmasked, they would have taken " : "This is the last character: nothing is hidden from it. An earlier one would show how much of the weight is kept from the future, here ", b(percent(future)), characters.length > seen ? " of the weight." : ".")];
-    }
-    case 4: return [
-      p("Softmax turns the products into weights: none is negative, and they add up to ", b(w.reduce((x, y) => x + y, 0).toFixed(2)), ". The output for ", quoted(c), " is the mean of the values with these weights."),
-      p(...most.slice(0, 4).flatMap(([x, j], i) => [i ? ", " : "Most of it: ", quoted(characters[j]), " ", b(percent(x))]), `. A plain average would give each ${percent(1 / seen)}.`)];
-    default: return [
-      p("Several heads look at the same text in different ways, each with queries and keys of its own. In layer ", b(`${layer + 1}`), ", ", quoted(c), " looks most at:"),
-      p(...answer.data.filter((it) => it.layer === layer).flatMap((it, i) => { const best_ = Math.max(...it.weights[row]), j = it.weights[row].indexOf(best_); return [i ? ", " : "", `head ${it.head + 1} at `, quoted(characters[j]), ` ${j === row ? "itself" : `${row - j} back`} `, b(percent(best_))]; }), ".")];
-  }
+function sentences(w, seen, order) {
+  const b = (x) => h("b", { textContent: x }), quoted = (j) => h("code", { textContent: shown(characters[j]) });
+  const c = quoted(row), all = chosen.scores[row], q = all.slice(0, seen), scaled = q.map((x) => x * answer.scale);
+  const high = Math.max(...q), size = Math.round(1 / answer.scale ** 2), hidden = characters.length - seen;
+  return [
+    () => [
+      ["The simplest way to look back: ", c, " takes the mean of all it has seen, itself included. Each of the ", b(seen), " gets the weight ", b((1 / seen).toFixed(3)), "."],
+      ["As rows of a triangular matrix these add up to 1. Nothing here depends on the text."]],
+    () => [
+      ["Each character emits a query, what it looks for, and a key, what it holds. Their product says how well two fit."],
+      ["For ", c, " and what it has seen the products go from ", b(fixed(Math.min(...q))), " to ", b(fixed(high)), "; ", quoted(q.indexOf(high)), " fits best."]],
+    () => [
+      ["A product of ", b(size), " numbers grows with their count, so it is divided by ", b(`√${size} = ${fixed(1 / answer.scale)}`), " before the softmax: the variance of this row goes from ", b(fixed(variance(q))), " to ", b(fixed(variance(scaled))), "."],
+      ["Unscaled, the largest weight would be ", b(percent(Math.max(...softmax(q)))), " instead of ", b(percent(w[order[0]])), ". Scaled after the softmax, the row would add up to ", b(answer.scale.toFixed(3)), " and stay as sharp."]],
+    () => [
+      ["A character may not see what comes after it: that is what it is to predict. The ", b(hidden), " products after ", c, " become −∞."],
+      hidden ? ["Unmasked, they would take ", b(percent(sum(softmax(all.map((x) => x * answer.scale)).slice(seen)))), " of the weight."] : ["Choose an earlier character to see what the mask takes from it."]],
+    () => [
+      ["Softmax makes weights of the products: none is negative, and they add up to ", b(sum(w).toFixed(2)), ". The output for ", c, " is the mean of the values with these weights."],
+      ["Most of it: ", ...order.slice(0, 4).flatMap((j, i) => [i ? ", " : "", quoted(j), " ", b(percent(w[j]))]), `. A plain average gives each ${percent(1 / seen)}.`]],
+    () => [
+      ["Heads look at the same text in different ways, with queries and keys of their own. In layer ", b(layer + 1), ", ", c, " looks most at"],
+      ...answer.data.filter((it) => it.layer === layer).map((it) => {
+        const most = Math.max(...it.weights[row]), j = it.weights[row].indexOf(most);
+        return [quoted(j), ` ${place(j)}, `, b(percent(most)), `: head ${it.head + 1}`];
+      })],
+  ][step]();
 }
+
+// -- what moves --
 
 function look(at) {
-  if (at === row || !scores || at < 0 || at >= characters.length) return;
+  if (at === row || !chosen || !(at >= 0 && at < characters.length)) return;
   row = at;
   draw();
 }
 
-looks.addEventListener("pointerover", ({ target }) => { if (target.at !== undefined) look(target.at); });
-looks.addEventListener("click", ({ target }) => { if (target.at !== undefined) look(target.at); });
-looks.addEventListener("keydown", (event) => {
+on(looks, "pointerover click", ({ target }) => look(target.at));
+on(looks, "keydown", (event) => {
   const to = { ArrowRight: row + 1, ArrowLeft: row - 1, Home: 0, End: characters.length - 1 }[event.key];
   if (to === undefined) return;
   event.preventDefault();
   look(to);
   $("said").textContent = $("map-note").textContent;
 });
-for (const kind of ["pointermove", "click"]) map.addEventListener(kind, (event) => {
-  const box = map.getBoundingClientRect();
-  over = Math.floor(((event.clientY - box.top) / box.height) * characters.length);
-  look(over);
+on(map, "pointermove click", (event) => {
+  const { top, height } = map.getBoundingClientRect();
+  isOver = true;
+  look(Math.floor(((event.clientY - top) / height) * characters.length));
 });
-map.addEventListener("pointerleave", () => { over = null; if (scores) draw(); });
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { if (scores) { drawHeads(); choose(layer, head); } });
+on(map, "pointerleave", () => { isOver = false; draw(); });
+on(matchMedia("(prefers-color-scheme: dark)"), "change", () => { if (chosen) { drawHeads(); choose(layer, head); } });
 
-STEPS.forEach((name, number) => {
-  const button = h("button", { type: "button", textContent: `${number + 1} ${name}`, tabIndex: number === step ? 0 : -1 });
-  button.setAttribute("role", "radio");
-  button.setAttribute("aria-checked", String(number === step));
-  button.addEventListener("click", () => setStep(number));
-  $("steps").append(button);
-});
-$("steps").addEventListener("keydown", (event) => {
+function setStep(number) {
+  step = (number + STEPS.length) % STEPS.length;
+  [...$("steps").children].forEach((it, i) => Object.assign(it, { ariaChecked: String(i === step), tabIndex: i === step ? 0 : -1 }));
+  draw();
+}
+
+$("steps").append(...STEPS.map((name, i) => Object.assign(pressed(`${i + 1} ${name}`, () => setStep(i)), { role: "radio" })));
+on($("steps"), "keydown", (event) => {
   const by = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
   if (!by) return;
   event.preventDefault();
-  setStep((step + by + STEPS.length) % STEPS.length);
+  setStep(step + by);
   $("steps").children[step].focus();
 });
-
-function setStep(number) {
-  step = number;
-  [...$("steps").children].forEach((button, i) => { button.setAttribute("aria-checked", String(i === step)); button.tabIndex = i === step ? 0 : -1; });
-  if (scores) draw();
-}
+setStep(step);
 
 export const attend = later(300, ask);
-$("short").addEventListener("input", attend);
+on($("short"), "input", attend);
 
 export function useModel({ limits, model }, isFirst) {
-  const limit = limits.max_attention_characters, text = "JULIET:\nO Romeo, Romeo! wherefore art thou Romeo?";
-  $("short-note").textContent = limit ? `At most ${limit} characters.` : "This service does not show attention: it is switched off, or the model is too large.";
-  $("short").maxLength = limit;
-  $("short").disabled = !limit;
-  if (isFirst && limit >= text.length && !$("short").value && [...text].every((c) => model.vocabulary.includes(c))) $("short").value = text;
+  const maxLength = limits.max_attention_characters;
+  $("short-note").textContent = maxLength ? `At most ${maxLength} characters.` : "This service does not show attention: it is switched off, or the model is too large.";
+  Object.assign($("short"), { maxLength, disabled: !maxLength });
+  if (isFirst) editor.suggest("JULIET:\nO Romeo, Romeo! wherefore art thou Romeo?", model);
 }

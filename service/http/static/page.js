@@ -1,7 +1,7 @@
 // What the views share: tabs, the model, the status corner, links that restore everything.
 
 import { Failure, call, json, setKey } from "./api.js";
-import { $, h, later } from "./text.js";
+import { $, h, later, number, on, sum } from "./text.js";
 import * as attending from "./attend.js";
 import * as reading from "./read.js";
 import * as writing from "./write.js";
@@ -18,7 +18,7 @@ function open(name, focus = false) {
   view = name;
   for (const it of VIEWS) {
     const tab = $(`tab-${it}`), is = it === name;
-    tab.setAttribute("aria-selected", String(is));
+    tab.ariaSelected = String(is);
     tab.tabIndex = is ? 0 : -1;
     $(it).hidden = !is;
     if (is && focus) tab.focus();
@@ -32,8 +32,8 @@ function begin() {
   if (view === "attend" && info.limits.max_attention_characters) attending.attend();
 }
 
-for (const name of VIEWS) $(`tab-${name}`).addEventListener("click", () => open(name));
-document.querySelector("[role=tablist]").addEventListener("keydown", (event) => {
+for (const name of VIEWS) on($(`tab-${name}`), "click", () => open(name));
+on(document.querySelector("[role=tablist]"), "keydown", (event) => {
   const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
   if (by) open(VIEWS[(VIEWS.indexOf(view) + by + VIEWS.length) % VIEWS.length], true);
 });
@@ -72,26 +72,24 @@ async function copy(text, button) {
   const before = button.textContent;
   try { await navigator.clipboard.writeText(text); } catch {
     // Without HTTPS there is no clipboard: the text is shown, selected, to be copied by hand.
-    const area = h("textarea", { value: text, readOnly: true, rows: 4 });
-    area.setAttribute("aria-label", before);
+    const area = h("textarea", { value: text, readOnly: true, rows: 4, ariaLabel: before });
     button.closest(".sheet").querySelector(".bar").after(area);
     area.select();
-    area.addEventListener("blur", () => area.remove());
+    on(area, "blur", () => area.remove());
     return;
   }
   button.textContent = "Copied";
   setTimeout(() => { button.textContent = before; }, 1500);
 }
 
-$("copy-curl").addEventListener("click", ({ target }) => copy(writing.curl(), target));
-$("copy-python").addEventListener("click", ({ target }) => copy(writing.python(), target));
-$("share").addEventListener("click", ({ target }) => { history.replaceState(null, "", link()); copy(location.href, target); });
-addEventListener("hashchange", async () => { if (restore()) { await load(false); replay(); } });
+on($("copy-curl"), "click", ({ target }) => copy(writing.curl(), target));
+on($("copy-python"), "click", ({ target }) => copy(writing.python(), target));
+on($("share"), "click", ({ target }) => { history.replaceState(null, "", link()); copy(location.href, target); });
+on(window, "hashchange", async () => { if (restore()) { await load(false); replay(); } });
 const replay = () => { if (view === "write" && $("seed").value && $("max_tokens").valueAsNumber <= 4096) writing.run(); };
 
 // -- status --
 
-const number = (x) => x.toLocaleString("en", { maximumFractionDigits: 0 });
 const facts = { model: [], now: [] };
 
 function show() {
@@ -102,8 +100,7 @@ async function load(isFirst) {
   try {
     info = await json(`info${model ? `?model=${encodeURIComponent(model)}` : ""}`);
   } catch (error) {
-    if (!(error instanceof Failure)) throw error;
-    trouble(error);
+    trouble(Failure.of(error));
     return;
   }
   heal();
@@ -111,7 +108,7 @@ async function load(isFirst) {
   $("name").textContent = document.title = name;
   $("model-field").hidden = info.models.length < 2;
   $("model").replaceChildren(...info.models.map((it) => h("option", { textContent: it, selected: it === name })));
-  const loss = (key) => (typeof losses[key] === "number" ? `${losses[key].toFixed(3)} nats, ${(losses[key] / Math.LN2).toFixed(2)} bits per character` : null);
+  const loss = (key) => (typeof losses[key] === "number" ? `${losses[key].toFixed(3)} nats · ${(losses[key] / Math.LN2).toFixed(2)} bits` : null);
   facts.model = [
     ["parameters", parameters && number(parameters)],
     ["network", `${config.n_layer} layers of ${config.n_head} heads, sees ${config.block_size} characters`],
@@ -129,7 +126,6 @@ async function load(isFirst) {
 }
 
 const samples = (text, name) => [...text.matchAll(new RegExp(`^${name}\\{[^\\n]*\\} (\\S+)$`, "gm"))].map((found) => Number(found[1]));
-const sum = (values) => values.reduce((a, b) => a + b, 0);
 let before = null;
 
 async function poll() {
@@ -139,15 +135,14 @@ async function poll() {
       const [running, waiting, written] = ["num_requests_running", "num_requests_waiting", "generation_tokens_total"].map((name) => sum(samples(text, `chargpt_${name}`)));
       const rate = before && now > before.now ? Math.max(0, (1000 * (written - before.written)) / (now - before.now)) : 0;
       before = { now, written };
-      facts.now = [["running", number(running)], ["waiting", number(waiting)], ["characters per second", number(rate)]];
-      $("pulse").textContent = running || rate >= 1 ? `${number(running)} running · ${number(rate)} chars/s` : `ready · ${info?.backend ?? ""}`;
+      facts.now = [["running", number(running)], ["waiting", number(waiting)], ["characters per second", number(Math.round(rate))]];
+      $("pulse").textContent = running || rate >= 1 ? `${number(running)} running · ${number(Math.round(rate))} chars/s` : `ready · ${info?.backend ?? ""}`;
       $("dot").className = "dot ready";
       if (isGone) { heal(); banner("The server is back.", true); if (!info) await load(true); }
       show();
     }
   } catch (error) {
-    if (!(error instanceof Failure)) throw error;
-    trouble(error);
+    trouble(Failure.of(error));
   }
   setTimeout(poll, 1000 * POLL_SECONDS);
 }
@@ -176,11 +171,11 @@ function banner(text, isGood = false) {
   if (isGood) setTimeout(() => { if (!isGone) $("banner").hidden = true; }, 6000);
 }
 
-document.addEventListener("failure", ({ detail }) => trouble(detail));
-$("key").addEventListener("input", later(400, async () => { setKey($("key").value); await load(!info); }));
-$("model").addEventListener("change", () => { model = $("model").value; load(false); });
-document.addEventListener("pointerdown", ({ target }) => { if (!$("status").contains(target)) $("status").open = false; });
-$("status").addEventListener("keydown", (event) => { if (event.key === "Escape") { $("status").open = false; $("status").firstElementChild.focus(); } });
+on(document, "failure", ({ detail }) => trouble(detail));
+on($("key"), "input", later(400, async () => { setKey($("key").value); await load(!info); }));
+on($("model"), "change", () => { model = $("model").value; load(false); });
+on(document, "pointerdown", ({ target }) => { if (!$("status").contains(target)) $("status").open = false; });
+on($("status"), "keydown", (event) => { if (event.key === "Escape") { $("status").open = false; $("status").firstElementChild.focus(); } });
 
 $("key").value = ""; // a browser may have kept it
 const isRestored = restore();

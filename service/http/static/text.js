@@ -1,6 +1,7 @@
 // Texts whose characters are tinted by their probability, and the small window with what else could have come.
 
 export const $ = (id) => document.getElementById(id);
+export const on = (target, kinds, work, capture) => { for (const kind of kinds.split(" ")) target.addEventListener(kind, work, capture); };
 
 export function h(tag, properties = {}, ...children) {
   const element = Object.assign(document.createElement(tag), properties);
@@ -8,10 +9,18 @@ export function h(tag, properties = {}, ...children) {
   return element;
 }
 
+export function pressed(content, work, className = "") {
+  const button = h("button", { type: "button", className }, content);
+  on(button, "click", work);
+  return button;
+}
+
+export const number = (x) => x.toLocaleString("en", { maximumFractionDigits: x < 100 ? 1 : 0 });
+export const sum = (xs) => xs.reduce((a, b) => a + b, 0);
 export const shown = (c) => ({ "\n": "↵", " ": "␣", "\t": "⇥" })[c] ?? c;
-export const percent = (p) => (p >= 0.9995 ? "100 %" : p >= 0.0995 ? `${(100 * p).toFixed(0)} %` : p >= 0.001 ? `${(100 * p).toFixed(1)} %` : "< 0.1 %");
+export const percent = (p) => `${p < 0.001 ? "<\u00a00.1" : (100 * p).toFixed(p < 0.0995 ? 1 : 0)}\u00a0%`;
 const named = (c) => ({ "\n": "line break", " ": "space" })[c] ?? c;
-const level = (p) => (p >= 0.7 ? 0 : p >= 0.4 ? 1 : p >= 0.2 ? 2 : p >= 0.08 ? 3 : p >= 0.02 ? 4 : 5);
+const level = (p) => [0.5, 0.25, 0.1, 0.04, 0.012].filter((bound) => p < bound).length;
 
 const MAX_TINTED = 6000; // later characters are plain: a page of many thousand elements is slow
 const peek = $("peek");
@@ -26,9 +35,9 @@ function hide() {
 }
 const hideSoon = () => { clearTimeout(timer); timer = setTimeout(hide, 260); };
 
-peek.addEventListener("pointerenter", () => clearTimeout(timer));
-peek.addEventListener("pointerleave", hideSoon);
-peek.addEventListener("keydown", (event) => {
+on(peek, "pointerenter", () => clearTimeout(timer));
+on(peek, "pointerleave", hideSoon);
+on(peek, "keydown", (event) => {
   const buttons = [...peek.querySelectorAll("button")], at = buttons.indexOf(document.activeElement);
   if (event.key === "Escape") { owner?.root.focus(); hide(); }
   else if (event.key === "ArrowDown") buttons[(at + 1) % buttons.length]?.focus();
@@ -36,25 +45,24 @@ peek.addEventListener("keydown", (event) => {
   else return;
   event.preventDefault();
 });
-document.addEventListener("pointerdown", (event) => { if (!peek.contains(event.target) && !owner?.root.contains(event.target)) hide(); });
-document.addEventListener("scroll", (event) => { if (!peek.contains(event.target)) hide(); }, true);
+on(document, "pointerdown", (event) => { if (!peek.contains(event.target) && !owner?.root.contains(event.target)) hide(); });
+on(document, "scroll", () => owner?.place(), true);
 
 export class Tinted {
   // onBranch(index, character, logprob): a choice of another character; null: there are none to choose.
   constructor(label, onBranch = null) {
-    this.root = h("div", { className: "written", tabIndex: 0 });
-    this.root.setAttribute("role", "group");
-    this.root.setAttribute("aria-label", label);
+    this.root = h("div", { className: "written", tabIndex: 0, role: "group", ariaLabel: label });
     this.onBranch = onBranch;
     this.cursor = -1;
     this.clear();
-    this.root.addEventListener("pointerover", ({ target, pointerType }) => {
-      if (pointerType === "mouse" && target.at !== undefined) { clearTimeout(timer); timer = setTimeout(() => this.show(target.at), owner ? 30 : 90); }
+    on(this.root, "pointerover click", ({ target, type, pointerType }) => {
+      if (target.at === undefined || (type === "pointerover" && pointerType !== "mouse")) return;
+      clearTimeout(timer);
+      timer = setTimeout(() => this.show(target.at), type === "click" ? 0 : owner ? 30 : 90);
     });
-    this.root.addEventListener("pointerleave", hideSoon);
-    this.root.addEventListener("click", ({ target }) => { if (target.at !== undefined) { clearTimeout(timer); this.show(target.at); } });
-    this.root.addEventListener("keydown", (event) => this.key(event));
-    this.root.addEventListener("blur", () => setTimeout(() => { if (owner === this && !peek.contains(document.activeElement) && !peek.matches(":hover")) hide(); }));
+    on(this.root, "pointerleave", hideSoon);
+    on(this.root, "keydown", (event) => this.key(event));
+    on(this.root, "blur", () => setTimeout(() => { if (owner === this && !peek.contains(document.activeElement) && !peek.matches(":hover")) hide(); }));
   }
 
   clear(before = "") {
@@ -77,16 +85,14 @@ export class Tinted {
         this.tail.append(c);
         continue;
       }
-      const tint = logprob === null || logprob === undefined ? "s0" : `s${level(Math.exp(logprob))}`;
+      const tint = `s${logprob === null ? 0 : level(Math.exp(logprob))}`;
       const span = h("span", { className: `${tint}${c === "\n" ? " nl" : ""} ${className}`.trim(), textContent: c });
       span.dataset.c = "";
       span.at = this.spans.length;
       this.spans.push(span);
       some.append(span);
     }
-    const { root } = this, follow = root.scrollHeight - root.scrollTop - root.clientHeight < 40;
-    root.append(some);
-    if (follow) root.scrollTop = root.scrollHeight;
+    this.root.append(some);
   }
 
   truncate(length) {
@@ -99,9 +105,8 @@ export class Tinted {
   unmark() { this.spans[this.cursor]?.classList.remove("here"); }
 
   describe({ c, logprob, top }) {
-    const known = logprob !== null && logprob !== undefined;
-    const others = Object.entries(top ?? {}).sort((a, b) => b[1] - a[1]);
-    return { known, head: known ? `${percent(Math.exp(logprob))} · ${(-logprob / Math.LN2).toFixed(1)} bits` : "nothing before it to judge it by", others, c };
+    const head = logprob === null ? "nothing before it to judge it by" : `${percent(Math.exp(logprob))} · ${(-logprob / Math.LN2).toFixed(1)} bits`;
+    return { c, head, others: Object.entries(top ?? {}).sort((a, b) => b[1] - a[1]) };
   }
 
   show(at) {
@@ -111,17 +116,20 @@ export class Tinted {
     const span = this.spans[at], { head, others, c } = this.describe(this.characters[at]);
     span.classList.add("here");
     const rows = others.map(([other, logprob]) => {
-      const bar = h("progress", { max: 1, value: Math.exp(logprob) });
-      bar.setAttribute("aria-hidden", "true");
+      const bar = h("progress", { max: 1, value: Math.exp(logprob), ariaHidden: "true" });
       const parts = [bar, h("span", { textContent: shown(other) }), h("span", { textContent: percent(Math.exp(logprob)) })];
       if (!this.onBranch) return h("div", { className: other === c ? "row is" : "row" }, ...parts);
-      const button = h("button", { type: "button", className: other === c ? "is" : "", title: other === c ? "Write on from here anew" : "Branch from here" }, ...parts);
-      button.setAttribute("aria-label", `${named(other)}, ${percent(Math.exp(logprob))}: branch from here`);
-      button.addEventListener("click", () => { hide(); this.root.focus({ preventScroll: true }); this.onBranch(at, other, logprob, this.characters[at].top); });
+      const button = h("button", { className: other === c ? "is" : "", ariaLabel: `${named(other)}, ${percent(Math.exp(logprob))}: branch from here` }, ...parts);
+      on(button, "click", () => { hide(); this.root.focus({ preventScroll: true }); this.onBranch(at, other, logprob, this.characters[at].top); });
       return button;
     });
     peek.replaceChildren(h("p", {}, h("b", { textContent: shown(c) }), ` ${head}`), ...rows);
     peek.hidden = false;
+    this.place();
+  }
+
+  place() {
+    const span = this.spans[this.cursor];
     const box = span.getBoundingClientRect(), own = peek.getBoundingClientRect();
     const below = box.bottom + 6 + own.height < innerHeight || box.top < own.height;
     peek.style.left = `${Math.max(8, Math.min(innerWidth - own.width - 8, box.left - 20))}px`;
@@ -134,7 +142,7 @@ export class Tinted {
     if (to !== undefined && last >= 0) {
       const next = Math.max(0, Math.min(last, at < 0 ? 0 : to));
       this.spans[next].scrollIntoView({ block: "nearest" });
-      requestAnimationFrame(() => this.show(next));
+      this.show(next);
       const { head, others, c } = this.describe(this.characters[next]);
       $("said").textContent = `${named(c)}, ${head}. ${others.slice(0, 3).map(([o, p]) => `${named(o)} ${percent(Math.exp(p))}`).join(", ")}`;
     } else if (event.key === "Enter" && owner === this) peek.querySelector("button")?.focus();
@@ -146,26 +154,36 @@ export class Tinted {
 
 // The pieces of an answer's `logprobs`, or of its text alone.
 export function items(text, logprobs) {
-  return [...text].map((c, i) => {
-    if (!logprobs) return { c, logprob: null, top: null };
-    return { c, logprob: logprobs.token_logprobs[i], top: logprobs.top_logprobs[i] };
-  });
+  return [...text].map((c, i) => ({ c, logprob: logprobs?.token_logprobs[i] ?? null, top: logprobs?.top_logprobs[i] }));
 }
 
-// A text area over a copy of its text, in which single characters can be marked.
+// A text area over a copy of its text, in which single characters can be marked, and the place for its errors.
 export class Editor {
-  constructor(area) {
+  constructor(area, error) {
     this.area = area;
+    this.error = error;
     this.copy = area.previousElementSibling;
-    area.addEventListener("input", () => this.mark([]));
-    area.addEventListener("scroll", () => { this.copy.scrollTop = area.scrollTop; });
+    on(area, "input", () => this.mark([]));
+    on(area, "scroll", () => { this.copy.scrollTop = area.scrollTop; });
+  }
+
+  fail(failure) {
+    const isOurs = failure?.code === "unknown_character" && ["prompt", "text", "texts"].includes(failure.param);
+    this.mark(isOurs ? failure.offsets : []);
+    this.error.textContent = failure?.sentence ?? "";
+    if (failure) document.dispatchEvent(new CustomEvent("failure", { detail: failure }));
+  }
+
+  suggest(text, model) {
+    const { area } = this, isKnown = [...text].every((c) => model.vocabulary.includes(c));
+    if (!area.value && isKnown && (area.maxLength < 0 || text.length <= area.maxLength)) area.value = text;
   }
 
   mark(offsets) {
     const bad = new Set(offsets);
     this.copy.replaceChildren(...(bad.size ? [...this.area.value].map((c, i) => (bad.has(i) ? h("mark", { textContent: c }) : c)) : []));
     this.copy.scrollTop = this.area.scrollTop;
-    this.area.setAttribute("aria-invalid", String(bad.size > 0));
+    this.area.ariaInvalid = String(bad.size > 0);
   }
 }
 

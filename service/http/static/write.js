@@ -1,31 +1,53 @@
 // Write: a prompt, how to sample, and the texts as they come.
 
 import { call, events, json, Failure, hasKey } from "./api.js";
-import { $, Editor, Tinted, h, items, later } from "./text.js";
+import { $, Editor, Tinted, h, items, later, number, on, pressed } from "./text.js";
 
 const ALTERNATIVES = 8;
-const NUMBERS = { max_tokens: 400, temperature: 1, top_p: 1, top_k: 0, min_p: 0, typical_p: 1, repetition_penalty: 1, n: 1 };
-const number = (x) => x.toLocaleString("en", { maximumFractionDigits: x < 100 ? 1 : 0 });
+// field -> label, sentence, value, and of a slider its least, greatest and step
+const KNOBS = {
+  max_tokens: ["Length", "The most characters it may write.", 400],
+  temperature: ["Temperature", "Low is careful, high is bold; at 0 always the likeliest character.", 0.8, 0, 2, 0.05],
+  top_p: ["Top-p", "Only the likeliest characters that together reach this probability.", 1, 0.05, 1, 0.05],
+  seed: ["Seed", "The same seed gives the same text. Empty: a new one each time.", ""],
+  n: ["Samples", "Texts side by side, each from the next seed.", 1, 1, 4, 1],
+};
+const MORE = {
+  top_k: ["Top-k", "Only this many of the likeliest characters; 0: all of them.", 0, 0, 65, 1],
+  min_p: ["Min-p", "Only characters at least this likely, measured against the likeliest.", 0, 0, 0.5, 0.01],
+  typical_p: ["Typical-p", "Only the characters whose surprise is closest to the expected one.", 1, 0.05, 1, 0.05],
+  repetition_penalty: ["Repetition penalty", "Above 1, characters that were used become less likely.", 1, 0.8, 1.6, 0.02],
+  stop_text: ["Stop before", "The text ends before these characters; \\n is a line break.", ""],
+};
+const NEUTRAL = { temperature: 1, top_p: 1, top_k: 0, min_p: 0, typical_p: 1, repetition_penalty: 1, n: 1 };
 
-const form = $("write-form"), editor = new Editor($("prompt"));
+for (const [place, knobs] of [["knobs", KNOBS], ["more-knobs", MORE]]) {
+  for (const [id, [label, note, value, min, max, step]] of Object.entries(knobs)) {
+    const type = max ? "range" : value === "" ? "text" : "number";
+    const input = h("input", { id, name: id, type, ...(max ? { min, max, step } : {}), autocomplete: "off" });
+    input.defaultValue = value;
+    input.setAttribute("aria-describedby", `${id}-note`);
+    const output = max ? [h("output")] : [];
+    $(place).append(h("div", { className: "knob" }, h("label", { htmlFor: id, textContent: label }), ...output, input, h("p", { className: "note", id: `${id}-note`, textContent: note })));
+  }
+}
+Object.assign($("max_tokens"), { min: 1, step: 1, required: true });
+Object.assign($("seed"), { inputMode: "numeric", pattern: "[0-9]{1,16}", placeholder: "a new one" });
+
+const editor = new Editor($("prompt"), $("write-error"));
 let panes = [], running = null, lastSeed = null;
 
 // -- the request --
 
-const unescaped = (text) => text.replace(/\\([nt\\])/g, (_, c) => ({ n: "\n", t: "\t", "\\": "\\" })[c]);
-
 function fields() {
-  const body = { prompt: $("prompt").value };
-  for (const [name, neutral] of Object.entries(NUMBERS)) {
-    const value = $(name).valueAsNumber;
-    if (name === "max_tokens" || (Number.isFinite(value) && value !== neutral)) body[name] = value;
-  }
+  const body = { prompt: $("prompt").value, max_tokens: $("max_tokens").valueAsNumber };
+  for (const [name, neutral] of Object.entries(NEUTRAL)) if ($(name).valueAsNumber !== neutral) body[name] = $(name).valueAsNumber;
   const seed = $("seed").value.trim();
   if (seed) body.seed = Number(seed);
   const kind = $("constraint").value;
   if (kind === "regex") body.regex = $("regex").value;
   if (kind === "choice") body.choice = $("choice").value.split("\n").filter(Boolean);
-  else if (!kind && $("stop_text").value) body.stop = unescaped($("stop_text").value);
+  else if (!kind && $("stop_text").value) body.stop = $("stop_text").value.replaceAll("\\n", "\n");
   return body;
 }
 
@@ -33,23 +55,22 @@ const isConstrained = () => $("constraint").value !== "";
 
 function reproducible() {
   const body = fields();
-  if (body.seed === undefined && lastSeed !== null) body.seed = lastSeed;
+  if (lastSeed !== null) body.seed ??= Number(lastSeed);
   return body;
 }
 
 export function curl() {
   const body = JSON.stringify(reproducible()).replaceAll("'", "'\\''");
-  const auth = hasKey() ? " -H \"Authorization: Bearer $CHARGPT_API_KEY\"" : "";
+  const auth = hasKey() ? ' -H "Authorization: Bearer $CHARGPT_API_KEY"' : "";
   return `curl -s ${new URL("generate", document.baseURI)}${auth} -d '${body}'`;
 }
 
 export function python() {
-  const literal = JSON.stringify(reproducible()).replace(/("(?:[^"\\]|\\.)*")|\b(true|false|null)\b/g, (_, text, word) => text ?? { true: "True", false: "False", null: "None" }[word]);
-  const auth = hasKey() ? ", \"Authorization\": \"Bearer \" + os.environ[\"CHARGPT_API_KEY\"]" : "";
-  return `import json${auth ? "\nimport os" : ""}
+  const auth = hasKey() ? `, "Authorization": "Bearer " + os.environ["CHARGPT_API_KEY"]` : "";
+  return `import json, os
 from urllib.request import Request, urlopen
 
-body = ${literal}
+body = ${JSON.stringify(reproducible())}
 headers = {"Content-Type": "application/json"${auth}}
 request = Request("${new URL("generate", document.baseURI)}", json.dumps(body).encode(), headers)
 for choice in json.load(urlopen(request))["choices"]:
@@ -59,9 +80,9 @@ for choice in json.load(urlopen(request))["choices"]:
 
 // -- running it --
 
-function newPane(number, count) {
+function newPane(ariaLabel) {
   const pane = { seed: null, before: null };
-  pane.tinted = new Tinted(count > 1 ? `Text ${number + 1}` : "Text", (at, c, logprob, top) => branch(pane, at, c, logprob, top));
+  pane.tinted = new Tinted(ariaLabel, (...other) => branch(pane, ...other));
   pane.foot = h("div", { className: "foot" });
   pane.root = h("div", {}, pane.tinted.root, pane.foot);
   return pane;
@@ -71,30 +92,29 @@ function footer(pane) {
   const parts = [];
   if (pane.seed !== null) {
     parts.push(h("span", { textContent: `seed ${pane.seed}` }));
-    if (!pane.before) parts.push(action("Replay", () => { $("seed").value = pane.seed; $("n").value = 1; refresh(); run(); }));
+    if (!pane.before) parts.push(pressed("Replay", () => { $("seed").value = pane.seed; $("n").value = 1; refresh(); run(); }, "quiet"));
   }
   parts.push(h("span", { textContent: `${number(pane.tinted.characters.length)} characters` }));
-  if (pane.before) parts.push(action("Undo the branch", () => undo(pane)));
+  if (pane.before) parts.push(pressed("Undo the branch", () => undo(pane), "quiet"));
   pane.foot.replaceChildren(...parts);
 }
 
-const action = (text, work) => { const button = h("button", { type: "button", className: "quiet", textContent: text }); button.addEventListener("click", work); return button; };
-
 async function stream(body, chosen) {
-  // Into the panes by the events' index; resolves when the stream has ended, in whatever way.
+  // Into the panes, by the events' index, until the end, whatever it is; returns the seed.
   running?.abort();
   const controller = running = new AbortController();
   const started = performance.now();
-  let first = 0, last = 0, count = 0, ending = null;
-  fail(null);
-  $("go").disabled = true;
+  let first = 0, last = 0, count = 0, ending = null, seed = null;
+  editor.fail(null);
+  $("summary").textContent = "Writing…";
   $("stop").disabled = false;
   for (const pane of chosen) pane.root.classList.add("writing");
   try {
     const response = await call("generate", { ...body, stream: true, ...($("certainty").checked ? { logprobs: ALTERNATIVES } : {}) }, controller.signal);
-    if (!body.seed) lastSeed = Number((response.headers.get("X-Seed") ?? "").split(",")[0]) || null;
+    seed = response.headers.get("X-Seed");
     for await (const event of events(response)) {
-      if (event.chargpt) { lastSeed = event.chargpt.seeds[0]; continue; }
+      if (controller.signal.aborted) break;
+      if (event.chargpt) continue;
       last = performance.now();
       first ||= last;
       count += [...event.text].length;
@@ -104,31 +124,30 @@ async function stream(body, chosen) {
       if (event.finish_reason) { ending = event.finish_reason; pane.root.classList.remove("writing"); footer(pane); }
     }
   } catch (error) {
-    if (error.name === "AbortError") ending = "stopped";
-    else if (error instanceof Failure) fail(error);
-    else throw error;
+    if (error.name !== "AbortError") fail(Failure.of(error));
   }
-  if (running !== controller) return; // another has begun
+  if (running !== controller) return seed; // another has begun
+  if (controller.signal.aborted) ending = "stopped";
   running = null;
-  $("go").disabled = false;
   $("stop").disabled = true;
   for (const pane of chosen) { pane.root.classList.remove("writing"); footer(pane); }
   if (first) {
     const seconds = (last - first) / 1000, rate = seconds > 0.001 ? `, then ${number(count / seconds)} characters per second` : "";
     const how = { stopped: "Stopped. ", stop: "Done. ", length: "Done: the length is reached. " }[ending] ?? "";
-    $("summary").textContent = `${how}First character after ${number(first - started)} ms${rate}; ${number(count)} in all${lastSeed === null ? "" : `, seed ${lastSeed}`}.`;
-  } else if (ending === "stopped") $("summary").textContent = "Stopped before the first character.";
+    $("summary").textContent = `${how}First character after ${number(first - started)} ms${rate}; ${number(count)} in all${seed === null ? "" : `, seed ${seed}`}.`;
+  } else if (ending) $("summary").textContent = "Stopped before the first character.";
+  return seed;
 }
 
 export async function run() {
   for (const name of ["max_tokens", "seed"]) if (!$(name).reportValidity()) return;
   const body = fields();
-  lastSeed = body.seed ?? null;
-  panes = Array.from({ length: body.n ?? 1 }, (_, i) => newPane(i, body.n ?? 1));
+  panes = Array.from({ length: body.n ?? 1 }, (_, i) => newPane(`Text ${i + 1}`));
   for (const pane of panes) pane.tinted.clear(body.prompt);
   $("panes").replaceChildren(...panes.map((pane) => pane.root));
+  $("panes").className = `panes of${panes.length}`;
   view();
-  await stream(body, panes);
+  lastSeed = await stream(body, panes);
 }
 
 async function branch(pane, at, c, logprob, top) {
@@ -152,14 +171,10 @@ function undo(pane) {
 }
 
 function fail(failure) {
-  editor.mark(failure?.code === "unknown_character" && failure.param === "prompt" ? failure.offsets : []);
-  $("write-error").textContent = failure?.sentence ?? "";
-  if (failure) {
-    if (failure.status === 401) { $("status").open = true; $("key").focus(); }
-    for (const pane of panes) if (!pane.tinted.characters.length) pane.root.remove();
-    $("summary").textContent = "";
-    document.dispatchEvent(new CustomEvent("failure", { detail: failure }));
-  }
+  editor.fail(failure);
+  if (failure.status === 401) { $("status").open = true; $("key").focus(); }
+  for (const pane of panes) if (!pane.tinted.characters.length) pane.root.remove();
+  $("summary").textContent = "";
 }
 
 // -- constraints, checked as they are typed --
@@ -172,14 +187,13 @@ const check = later(350, async (signal) => {
     const answer = await json("generate", { ...body, n: 1, max_tokens: Math.min(body.max_tokens, 400) }, signal);
     note.textContent = `For example: ${answer.choices[0].text}`;
   } catch (error) {
-    if (!(error instanceof Failure)) throw error;
-    note.className = error.status === 400 ? "error" : "note";
+    note.className = Failure.of(error).status === 400 ? "error" : "note";
     note.textContent = error.sentence;
   }
 });
 
 export function refresh() {
-  for (const output of form.querySelectorAll("output")) output.value = $(output.htmlFor.value).value;
+  for (const output of document.querySelectorAll(".knob output")) output.value = output.nextSibling.value;
   $("regex-field").hidden = $("constraint").value !== "regex";
   $("choice-field").hidden = $("constraint").value !== "choice";
   if (isConstrained()) $("more-constraint").open = true;
@@ -194,17 +208,19 @@ function view() {
 export function useModel({ limits, model }, isFirst) {
   $("max_tokens").max = limits.max_tokens;
   $("top_k").max = [...model.vocabulary].length;
-  if (isFirst && !$("prompt").value && [..."ROMEO:\n"].every((c) => model.vocabulary.includes(c))) $("prompt").value = "ROMEO:\n";
+  if (isFirst) editor.suggest("ROMEO:\n", model);
 }
 
-form.addEventListener("submit", (event) => { event.preventDefault(); run(); });
-form.addEventListener("keydown", (event) => { if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) { event.preventDefault(); run(); } });
-form.addEventListener("input", ({ target }) => {
+on($("write-form"), "submit", (event) => { event.preventDefault(); run(); });
+on($("write"), "keydown", (event) => {
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey || event.target.matches(".knob input"))) { event.preventDefault(); run(); }
+});
+on($("write"), "input", ({ target }) => {
   refresh();
   if (["regex", "choice", "constraint", "prompt"].includes(target.id)) check();
 });
-$("certainty").addEventListener("change", view);
-$("stop").addEventListener("click", () => running?.abort());
-document.addEventListener("keydown", (event) => { if (event.key === "Escape" && $("peek").hidden) running?.abort(); });
+on($("certainty"), "change", view);
+on($("stop"), "click", () => running?.abort());
+on(document, "keydown", (event) => { if (event.key === "Escape" && $("peek").hidden) running?.abort(); });
 export const seedOfLast = () => lastSeed;
 export const checkConstraint = check;

@@ -1,0 +1,475 @@
+"""The page at /, in headless Chromium against a running server with the bundled checkpoint."""
+
+import contextlib
+import json
+import re
+import subprocess
+import sys
+
+import httpx
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from helpers import RunningServer, web
+from playwright.sync_api import expect, sync_playwright
+
+from service.http.page import STATIC
+from service.settings import BUNDLED
+from tests.toolbox.http import events
+from tests.toolbox.launch import free_port
+from tests.toolbox.needs import program
+
+KEY = "a-key-for-the-page"
+VIEWS = ("write", "read", "attend")
+ALLOWED = "an answer of the service that the page must explain"
+
+pytestmark = pytest.mark.needs("browser")
+
+
+@pytest.fixture(scope="module")
+def server():
+    with RunningServer(BUNDLED) as server:
+        server.wait_until_ready()
+        yield server
+        assert server.stop() == 0
+        assert "Traceback" not in server.output()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    expect.set_options(timeout=20_000)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program("browser"), args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def visit(browser, server):
+    """Opens the page at a fragment. At the end: no errors in the console but for refusals, no other server asked."""
+    contexts, problems, asked = [], [], []
+
+    def visit(fragment="", url=server.url + "/", may_fail=False, **options):
+        context = browser.new_context(viewport={"width": 1280, "height": 900}, **options)
+        contexts.append(context)
+        context.grant_permissions(["clipboard-read", "clipboard-write"])
+        page = context.new_page()
+        page.on("request", lambda request: asked.append(request.url))
+        page.on("pageerror", lambda error: problems.append(str(error)))
+
+        def note(message):
+            is_refusal = may_fail and message.text.startswith("Failed to load resource: ")
+            if message.type in ("error", "warning") and not is_refusal:
+                problems.append(message.text)
+
+        page.on("console", note)
+        page.goto(url + fragment)
+        if not may_fail:
+            expect(page.locator("#dot")).to_have_class("dot ready")
+        return page
+
+    yield visit
+    for context in contexts:
+        context.close()
+    assert problems == []
+    assert all(url.startswith("http://127.0.0.1:") for url in asked)
+
+
+def fill(page, **fields):
+    for name, value in fields.items():
+        field = page.locator(f"#{name}")
+        if field.get_attribute("type") == "range":
+            field.evaluate(
+                "(it, value) => { it.value = value; it.dispatchEvent(new Event('input', {bubbles: true})); }", value
+            )
+        else:
+            field.fill(str(value))
+
+
+def write(page, **fields):
+    """Presses Write; the texts once they are complete."""
+    fill(page, **fields)
+    page.click("#go")
+    expect(page.locator("#summary")).to_have_text(re.compile("^Done"))
+    return texts(page)
+
+
+def texts(page):
+    return ["".join(it.locator("span[data-c]").all_text_contents()) for it in page.locator("#panes .written").all()]
+
+
+def generate(server, **body):
+    answer = web.post(
+        f"{server.url}/generate", json={"prompt": "ROMEO:\n", "temperature": 0.8} | body
+    ).raise_for_status()
+    return answer.json()["choices"]
+
+
+# -- files --
+
+
+def test_files_are_small_cached_by_etag_and_sent_with_a_strict_policy(server):
+    paths = ["", *(f"page/{file.name}" for file in STATIC.iterdir() if file.name != "index.html")]
+    total = 0
+    for path in paths:
+        answer = web.get(f"{server.url}/{path}").raise_for_status()
+        total += len(answer.content)
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'none'; script-src 'self'; style-src 'self'" in policy and "unsafe" not in policy
+        assert "frame-ancestors 'none'" in policy
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["referrer-policy"] == "no-referrer"
+        assert answer.headers["cache-control"] == "no-cache"
+        again = web.get(answer.url, headers={"If-None-Match": answer.headers["etag"]})
+        assert (again.status_code, again.content) == (304, b"")
+        assert web.get(answer.url, headers={"If-None-Match": '"other"'}).status_code == 200
+        head = web.head(answer.url)
+        assert (head.status_code, head.headers["etag"], head.content) == (200, answer.headers["etag"], b"")
+        text = answer.text.replace("http://www.w3.org/2000/svg", "")
+        assert not re.search(r"https?://|innerHTML|<style|style=|\son[a-z]+=|localStorage|sessionStorage", text), path
+    assert total < 60 << 10
+    for path in ("page/", "page/nothing.js", "page/%2e%2e/page.py"):
+        assert web.get(f"{server.url}/{path}").status_code == 404
+
+
+def test_the_page_is_public_as_the_docs_are(tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text(KEY)
+    for public, status in (("false", 401), ("true", 200)):
+        with RunningServer(BUNDLED, api_keys_file=keys, public_docs=public) as server:
+            server.wait_until_ready()
+            for path in ("/", "/page/page.js", "/docs"):
+                assert web.get(server.url + path).status_code == status
+            assert web.get(f"{server.url}/info").status_code == 401
+
+
+# -- write --
+
+
+def test_a_text_is_written_as_the_seed_says_with_its_certainty(visit, server):
+    page = visit()
+    expect(page.locator("#prompt")).to_have_value("ROMEO:\n")
+    (choice,) = generate(server, max_tokens=300, seed=11, logprobs=8)
+    assert write(page, max_tokens=300, seed=11) == [choice["text"]]
+    summary = page.locator("#summary").inner_text()
+    assert re.match(r"Done: the length is reached\. First character after [\d.]+ ms, then [\d,.]+ characters", summary)
+    assert summary.endswith("300 in all, seed 11.")
+    likely, surprising = (
+        page.locator("#panes .written span[data-c]").nth(
+            choice["logprobs"]["token_logprobs"].index(extreme(choice["logprobs"]["token_logprobs"]))
+        )
+        for extreme in (max, min)
+    )
+    expect(likely).to_have_class(re.compile("s0"))
+    expect(surprising).to_have_class(re.compile("s[45]"))
+    page.uncheck("#certainty")
+    expect(page.locator("#panes .written")).to_have_class(re.compile("plain"))
+    assert surprising.evaluate("it => getComputedStyle(it).backgroundColor") == "rgba(0, 0, 0, 0)"
+
+
+def test_several_samples_come_side_by_side_and_one_is_replayed(visit, server):
+    page = visit()
+    expected = [choice["text"] for choice in generate(server, max_tokens=60, seed=5, n=3)]
+    assert write(page, max_tokens=60, seed=5, n=3) == expected
+    tops = [it.bounding_box()["y"] for it in page.locator("#panes .written").all()]
+    assert len(set(tops)) == 1
+    page.locator(".foot button", has_text="Replay").nth(2).click()
+    expect(page.locator("#seed")).to_have_value("7")
+    expect(page.locator("#panes .written")).to_have_count(1)
+    expect(page.locator("#summary")).to_have_text(re.compile("^Done.*seed 7.$"))
+    assert texts(page) == expected[2:]
+
+
+def test_stop_frees_the_slot(visit, server):
+    page = visit()
+    page.uncheck("#certainty")
+    before = server.metric("chargpt_request_success_total", finished_reason="abort")
+    fill(page, max_tokens=50_000_000)
+    page.click("#go")
+    expect(page.locator("#panes .written span[data-c]").nth(50)).to_be_attached()
+    assert server.metric("chargpt_num_requests_running") == 1
+    page.click("#stop")
+    expect(page.locator("#summary")).to_have_text(re.compile("^Stopped. First character"))
+    expect(page.locator("#stop")).to_be_disabled()
+    server.wait_until_metric("chargpt_num_requests_running", 0)
+    server.wait_until_metric("chargpt_request_success_total", before + 1, finished_reason="abort")
+
+
+def test_hover_shows_alternatives_and_a_click_branches(visit, server):
+    page = visit()
+    (choice,) = generate(server, max_tokens=80, seed=2, logprobs=8)
+    assert write(page, max_tokens=80, seed=2) == [choice["text"]]
+    page.locator("#panes .written span[data-c]").nth(40).hover()
+    expect(page.locator("#peek")).to_be_visible()
+    tops = choice["logprobs"]["top_logprobs"][40]
+    assert page.locator("#peek button").count() == len(tops)
+    other = next(c for c in sorted(tops, key=tops.get, reverse=True) if c != choice["text"][40] and c.isalpha())
+    page.fill("#seed", "")
+    page.locator("#peek button", has=page.get_by_text(other, exact=True)).click()
+    expect(page.locator("#summary")).to_have_text(re.compile("^Done"))
+    (text,) = texts(page)
+    kept = choice["text"][:40] + other
+    assert text.startswith(kept) and len(text) == 41 + 80
+    seed = int(re.search(r"seed (\d+)", page.locator(".foot").inner_text())[1])
+    (branch,) = generate(server, prompt="ROMEO:\n" + kept, max_tokens=80, seed=seed)
+    assert text == kept + branch["text"]
+    page.get_by_role("button", name="Undo the branch").click()
+    assert texts(page) == [choice["text"]]
+
+
+def test_alternatives_by_keyboard(visit, server):
+    page = visit()
+    write(page, max_tokens=30, seed=2)
+    page.locator("#panes .written").focus()
+    for key in ("ArrowRight", "ArrowRight", "ArrowRight"):
+        page.keyboard.press(key)
+    expect(page.locator("#peek")).to_be_visible()
+    expect(page.locator("#panes .written span[data-c]").nth(2)).to_have_class(re.compile("here"))
+    expect(page.locator("#said")).to_have_text(re.compile(r"bits\. "))
+    page.keyboard.press("Enter")
+    expect(page.locator("#peek button").first).to_be_focused()
+    page.keyboard.press("ArrowDown")
+    expect(page.locator("#peek button").nth(1)).to_be_focused()
+    page.keyboard.press("Escape")
+    expect(page.locator("#peek")).to_be_hidden()
+    expect(page.locator("#panes .written")).to_be_focused()
+
+
+def test_a_link_restores_everything_and_copies_run(visit, server):
+    page = visit()
+    fields = {
+        "prompt": "KING:\nWhat's “new”"[:12] + "s it",
+        "max_tokens": 50,
+        "temperature": "1.2",
+        "top_p": "0.9",
+        "n": 2,
+    }
+    expected = write(page, **fields)
+    page.click("#share")
+    expect(page.locator("#share")).to_have_text("Copied")
+    link = page.evaluate("navigator.clipboard.readText()")
+    assert link == page.url and "seed=" in link
+    other = visit(url=link)
+    expect(other.locator("#summary")).to_have_text(re.compile("^Done"))
+    assert texts(other) == expected
+    for name, value in fields.items():
+        expect(other.locator(f"#{name}")).to_have_value(str(value))
+    other.click("#copy-python")
+    expect(other.locator("#copy-python")).to_have_text("Copied")
+    source = other.evaluate("navigator.clipboard.readText()")
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    assert done.stdout == "".join(f"{text}\n" for text in expected)
+    other.click("#copy-curl")
+    expect(other.locator("#copy-curl")).to_have_text("Copied")
+    command = other.evaluate("navigator.clipboard.readText()").replace("curl", program("curl"), 1)
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True)
+    assert [choice["text"] for choice in json.loads(done.stdout)["choices"]] == expected
+
+
+def test_constraints_are_checked_as_one_types(visit, server):
+    page = visit(may_fail=True)
+    page.click("#more-constraint summary")
+    page.select_option("#constraint", "regex")
+    note = page.locator("#constraint-note")
+    page.fill("#regex", "[a-z]+(")
+    refusal = web.post(f"{server.url}/generate", json={"prompt": "a", "regex": "[a-z]+("}).json()["error"]["message"]
+    expect(note).to_have_text(re.compile(re.escape(refusal[1:])))
+    expect(note).to_have_class("error")
+    page.fill("#regex", "[A-Z][a-z]{2,5}!")
+    expect(note).to_have_text(re.compile("^For example: [A-Z][a-z]{2,5}!$"))
+    (text,) = write(page)
+    assert re.fullmatch("[A-Z][a-z]{2,5}!", text)
+    page.select_option("#constraint", "choice")
+    page.fill("#choice", "Ay\nNo")
+    expect(note).to_have_text(re.compile("^For example: (Ay|No)$"))
+    assert write(page)[0] in ("Ay", "No")
+
+
+def test_output_is_text_and_never_markup(visit):
+    page = visit(may_fail=True)
+    markup = "<img src=x onerror=alert(1)>"
+    event = json.dumps({"index": 0, "text": markup, "finish_reason": "stop", "seed": 1})
+    answer = {"content_type": "text/event-stream", "body": f"data: {event}\n\ndata: [DONE]\n\n"}
+    page.route("**/generate", lambda route: route.fulfill(**answer))
+    assert write(page, prompt="<b>") == [markup]
+    assert page.locator("main img").count() == page.locator("#panes .written b").count() == 0
+
+
+# -- read --
+
+
+def test_surprise_is_that_of_the_service(visit, server):
+    page = visit()
+    page.click("#tab-read")
+    text = "To be, or not to bee"
+    page.fill("#text", text)
+    score = web.post(f"{server.url}/v1/score", json={"texts": text}).json()["data"][0]
+    expect(page.locator("#read-numbers .big")).to_have_text(f"{score['bits_per_character']:.2f}")
+    spans = page.locator("#read-text span[data-c]")
+    expect(spans).to_have_count(len(text))
+    worst = max(range(1, len(text)), key=lambda i: score["character_nats"][i])
+    expect(spans.nth(worst)).to_have_class(re.compile("s[45]"))
+    spans.nth(worst).hover()
+    expect(page.locator("#peek .row").nth(7)).to_be_visible()
+    assert page.locator("#peek button").count() == 0
+
+
+# -- attend --
+
+
+def test_heat_maps_show_the_weights_of_the_service(visit, server):
+    page = visit()
+    page.click("#tab-attend")
+    text = "ROMEO:\nO Juliet"
+    page.fill("#short", text)
+    expect(page.locator("#looks span")).to_have_count(len(text))
+    expect(page.locator("#heads button")).to_have_count(24)
+    page.locator("#heads button").nth(9).click()
+    expect(page.locator("#heads button").nth(9)).to_have_attribute("aria-pressed", "true")
+    body = {"text": text, "layer": 2, "head": 1, "scores": True}
+    answer = web.post(f"{server.url}/v1/attention", json=body).json()
+    weights, scores = answer["data"][0]["weights"], answer["data"][0]["scores"]
+    size = len(text)
+    pixels = page.evaluate(
+        "size => [...document.querySelector('#map').getContext('2d').getImageData(0, 0, size, size).data]", size
+    )
+    opacity = [[pixels[4 * (t * size + j) + 3] for j in range(size)] for t in range(size)]
+    for t in range(size):
+        assert opacity[t][t + 1 :] == [0] * (size - t - 1)
+        for j in range(t + 1):
+            assert opacity[t][j] == pytest.approx(255 * weights[t][j] ** 0.6, abs=1.5)
+
+    page.locator("#looks span").nth(9).hover()
+    best = max(range(10), key=lambda j: weights[9][j])
+    expect(page.locator("#map-note")).to_have_text(
+        re.compile(f"Layer 3, head 2: “J” looks at “{answer['text'][best].strip() or '.'}”")
+    )
+    said = page.locator("#step")
+    for name, numbers in {
+        "Plain average": ["10", f"{1 / 10:.3f}"],
+        "Queries": [f"{min(scores[9][:10]):.2f}".replace("-", "−"), f"{max(scores[9][:10]):.2f}".replace("-", "−")],
+        "Scale": [f"√32 = {32**0.5:.2f}"],
+        "Mask": [f"{size - 10}"],
+        "Softmax": ["1.00"],
+        "Heads": ["layer 3"],
+    }.items():
+        page.get_by_role("radio", name=re.compile(name)).click()
+        for number in numbers:
+            expect(said).to_contain_text(number)
+    page.click("#attend details summary")
+    row = page.locator("#row tbody tr").nth(best).locator("td").all_text_contents()
+    assert row[0] == "0.100" and float(row[4]) == pytest.approx(weights[9][best], abs=6e-4)
+    page.locator("#looks").focus()
+    page.keyboard.press("Home")
+    expect(page.locator("#map-note")).to_have_text(re.compile("“R” looks at “R” itself \\(100"))
+
+
+# -- errors --
+
+
+def test_unknown_characters_are_marked_in_the_prompt(visit):
+    page = visit(may_fail=True)
+    fill(page, prompt="a naïve 😀 café")
+    page.click("#go")
+    error = page.locator("#write-error")
+    expect(error).to_have_text("The model has never seen “ï”, “😀”, “é”, marked above. Replace or remove them.")
+    assert page.locator("#write .editor mark").all_text_contents() == ["ï", "😀", "é"]
+    page.fill("#prompt", "a naive cafe")
+    assert page.locator("#write .editor mark").count() == 0
+    assert write(page, max_tokens=5)
+    expect(error).to_have_text("")
+
+
+def test_key_busy_gone_and_back_behind_a_prefix(visit, tmp_path):
+    keys, port = tmp_path / "keys", free_port()
+    keys.write_text(KEY)
+    settings = {
+        "api_keys_file": keys, "public_docs": "true", "root_path": "/chargpt", "port": port,
+        "max_running_requests": 1, "max_queued_requests": 0,
+    }  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(RunningServer(BUNDLED, **settings))
+        server.wait_until_ready()
+        page = visit(url=f"{server.url}/chargpt/", may_fail=True)
+        expect(page.locator("#banner")).to_have_text("This service needs an API key. Type it at the top right.")
+        page.click("#go")
+        expect(page.locator("#key")).to_be_focused()
+        page.fill("#key", "not-this-one")
+        expect(page.locator("#banner")).to_have_text("This API key is not valid. Check it at the top right.")
+        page.fill("#key", KEY)
+        expect(page.locator("#facts")).to_contain_text("1,106,176")
+        expect(page.locator("#banner")).to_be_hidden()
+        page.keyboard.press("Escape")
+        write(page, max_tokens=20, seed=1)
+        page.click("#share")
+        kept = page.url + page.evaluate("JSON.stringify([localStorage, sessionStorage, document.cookie])")
+        assert KEY not in kept + page.content()
+
+        headers = {"Authorization": f"Bearer {KEY}"}
+        body = {"prompt": "a", "max_tokens": 50_000_000, "stream": True}
+        with httpx.stream("POST", f"{server.url}/generate", json=body, headers=headers, timeout=30) as busy:
+            stream = events(busy)  # kept: its end would end the connection
+            next(stream)
+            page.click("#go")
+            expect(page.locator("#write-error")).to_have_text(
+                re.compile(r"^The service is busy \(.+\)\. Try again in \d+ seconds?\.$")
+            )
+        server.process.kill()
+        server.process.wait()
+        server.wait_until_gone()
+        expect(page.locator("#banner")).to_have_text(re.compile("^The server does not answer"))
+        page.click("#go")
+        expect(page.locator("#write-error")).to_have_text(re.compile("^The server does not answer"))
+        again = stack.enter_context(RunningServer(BUNDLED, **settings))
+        again.wait_until_ready()
+        expect(page.locator("#banner")).to_have_text("The server is back.")
+        write(page, max_tokens=20)
+
+
+# -- everyone --
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_no_violation(visit, scheme):
+    page = visit(color_scheme=scheme, reduced_motion="reduce")
+    write(page, max_tokens=200, seed=1, temperature="1.5")
+    for details in page.locator("#write details summary").all():
+        details.click()
+    page.locator("#panes .written span[data-c]").nth(30).hover()
+    expect(page.locator("#peek")).to_be_visible()
+    for view in VIEWS:
+        if view != "write":
+            page.click(f"#tab-{view}")
+            expect(
+                page.locator({"read": "#read-text span[data-c]", "attend": "#heads [aria-pressed=true]"}[view]).first
+            ).to_be_visible()
+        found = Axe().run(page).response["violations"]
+        assert not found, [(it["id"], [node["html"][:120] for node in it["nodes"][:3]]) for it in found]
+    page.click("#status summary")
+    found = Axe().run(page).response["violations"]
+    assert not found, [(it["id"], [node["html"][:120] for node in it["nodes"][:3]]) for it in found]
+
+
+def test_a_phone_scrolls_in_one_direction_only(visit):
+    page = visit(is_mobile=True, has_touch=True)
+    page.set_viewport_size({"width": 360, "height": 740})
+    write(page, max_tokens=120, seed=1, n=2)
+    for view in VIEWS:
+        page.tap(f"#tab-{view}")
+        expect(page.locator(f"#{view}")).to_be_visible()
+        if view == "attend":
+            expect(page.locator("#heads [aria-pressed=true]")).to_be_visible()
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360, view
+    page.tap("#tab-write")
+    page.locator("#panes .written span[data-c]").nth(20).tap()
+    box = page.locator("#peek").bounding_box()
+    assert box["x"] >= 0 and box["x"] + box["width"] <= 360
+
+
+def test_tabs_by_keyboard(visit):
+    page = visit()
+    page.locator("#tab-write").focus()
+    for view in ("read", "attend", "write"):
+        page.keyboard.press("ArrowRight")
+        expect(page.locator(f"#tab-{view}")).to_be_focused()
+        expect(page.locator(f"#{view}")).to_be_visible()
+        assert page.locator("main > section:visible").count() == 1
