@@ -100,6 +100,7 @@ def loaded_by(module):
         ("service.model.tokenizer", set()),
         ("service.model.checkpoint", set()),
         ("service.model.params", set()),
+        ("service.model.attention", set()),
         ("service.model.gpt", {"torch"}),
         ("service.constrain.regex", set()),
         ("service.wire", set()),

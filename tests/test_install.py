@@ -57,7 +57,7 @@ def libraries(folder):
 
 
 @pytest.mark.needs("compiler")
-def test_a_wheel_contains_the_libraries(source, tmp_path):
+def test_a_wheel_contains_the_libraries_and_the_page(source, tmp_path):
     pip(source, "wheel", "--wheel-dir", str(tmp_path), ".")
     (wheel,) = tmp_path.glob("*.whl")
     assert not wheel.name.endswith("-any.whl"), "libraries of one platform in a wheel for all"
@@ -65,6 +65,8 @@ def test_a_wheel_contains_the_libraries(source, tmp_path):
         archive.extractall(tmp_path / "wheel")
     assert libraries(tmp_path / "wheel") == ALL
     assert not list((tmp_path / "wheel").rglob("*.cpp"))
+    page = Path("service", "http", "static")
+    assert {path.name for path in (tmp_path / "wheel" / page).iterdir()} == {it.name for it in (ROOT / page).iterdir()}
     for name in ALL:
         assert ctypes.CDLL(str(tmp_path / "wheel" / "service" / "engine" / name)).chargpt_abi() == 7
 

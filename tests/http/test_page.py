@@ -9,7 +9,7 @@ import sys
 import httpx
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from helpers import RunningServer, web
+from helpers import RunningServer, save_random, web
 from playwright.sync_api import expect, sync_playwright
 
 from service.http.page import STATIC
@@ -20,7 +20,6 @@ from tests.toolbox.needs import program
 
 KEY = "a-key-for-the-page"
 VIEWS = ("write", "read", "attend")
-ALLOWED = "an answer of the service that the page must explain"
 
 pytestmark = pytest.mark.needs("browser")
 
@@ -151,8 +150,11 @@ def test_a_text_is_written_as_the_seed_says_with_its_certainty(visit, server):
     (choice,) = generate(server, max_tokens=300, seed=11, logprobs=8)
     assert write(page, max_tokens=300, seed=11) == [choice["text"]]
     summary = page.locator("#summary").inner_text()
-    assert re.match(r"Done: the length is reached\. First character after [\d.]+ ms, then [\d,.]+ characters", summary)
-    assert summary.endswith("300 in all, seed 11.")
+    assert re.match(
+        r"Done: the length is reached\. First character after [\d.]+ ms(, then [\d,.]+ characters per second)?; seed 11\.$",
+        summary,
+    )
+    expect(page.locator(".foot")).to_contain_text("300 characters")
     likely, surprising = (
         page.locator("#panes .written span[data-c]").nth(
             choice["logprobs"]["token_logprobs"].index(extreme(choice["logprobs"]["token_logprobs"]))
@@ -461,6 +463,7 @@ def test_a_phone_scrolls_in_one_direction_only(visit):
         assert page.evaluate("document.documentElement.scrollWidth") <= 360, view
     page.tap("#tab-write")
     page.locator("#panes .written span[data-c]").nth(20).tap()
+    expect(page.locator("#peek")).to_be_visible()
     box = page.locator("#peek").bounding_box()
     assert box["x"] >= 0 and box["x"] + box["width"] <= 360
 
@@ -473,3 +476,25 @@ def test_tabs_by_keyboard(visit):
         expect(page.locator(f"#tab-{view}")).to_be_focused()
         expect(page.locator(f"#{view}")).to_be_visible()
         assert page.locator("main > section:visible").count() == 1
+
+
+def test_each_of_several_models_is_asked_by_its_name(visit, tmp_path):
+    save_random(tmp_path / "other")
+    with RunningServer(f"plays={BUNDLED},other={tmp_path / 'other'}") as server:
+        server.wait_until_ready()
+        page = visit(url=f"{server.url}/", may_fail=True)  # no model is the default
+        expect(page.locator("#name")).to_have_text("plays")
+        plays, other = (
+            [choice["text"] for choice in generate(server, model=name, max_tokens=30, seed=1)]
+            for name in ("plays", "other")
+        )
+        assert write(page, max_tokens=30, seed=1) == plays
+        page.click("#status summary")
+        page.select_option("#model", "other")
+        expect(page.locator("#name")).to_have_text("other")
+        page.keyboard.press("Escape")
+        assert write(page) == other
+        page.click("#share")
+        again = visit(url=page.url)
+        expect(again.locator("#summary")).to_have_text(re.compile("^Done"))
+        assert texts(again) == other

@@ -2,6 +2,7 @@
 
 let key = "";
 
+export const chosen = {}; // the model, where there are several: goes into every body
 export const setKey = (given) => { key = given.trim(); };
 export const hasKey = () => key !== "";
 
@@ -52,7 +53,7 @@ export async function call(path, body, signal) {
   if (key) headers.Authorization = `Bearer ${key}`;
   let response;
   try {
-    response = await fetch(path, { method: body ? "POST" : "GET", headers, body: body && JSON.stringify(body), signal, cache: "no-store" });
+    response = await fetch(path, { method: body ? "POST" : "GET", headers, body: body && JSON.stringify({ ...chosen, ...body }), signal, cache: "no-store" });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new Failure(0);

@@ -5,7 +5,7 @@ import { $, Editor, h, later, on, percent, pressed, shown, sum } from "./text.js
 
 const STEPS = ["Plain average", "Queries · keys", "Scale", "Mask", "Softmax", "Heads"];
 const editor = new Editor($("short"), $("attend-error")), map = $("map"), looks = $("looks");
-let answer = null, characters = [], layer = 2, head = 0, row = 0, step = 4;
+let answer = null, characters = [], layer = 3, head = 3, row = 0, step = 4;
 let chosen = null; // the weights and scores of one head
 let isOver = false; // the map
 

@@ -1,6 +1,6 @@
 // What the views share: tabs, the model, the status corner, links that restore everything.
 
-import { Failure, call, json, setKey } from "./api.js";
+import { Failure, call, chosen, json, setKey } from "./api.js";
 import { $, h, later, number, on, sum } from "./text.js";
 import * as attending from "./attend.js";
 import * as reading from "./read.js";
@@ -47,7 +47,7 @@ function link() {
   if (view !== "write") state.set("view", view);
   if (info && info.models.length > 1) state.set("model", info.model.name);
   for (const element of SHARED) if (element.name === "prompt" || valueOf(element) !== defaults.get(element.name)) state.set(element.name, valueOf(element));
-  if (!state.has("seed") && writing.seedOfLast() !== null) state.set("seed", writing.seedOfLast());
+  if (!state.has("seed") && writing.lastSeed !== null) state.set("seed", writing.lastSeed);
   return `${location.origin}${location.pathname}#${state}`;
 }
 
@@ -100,9 +100,11 @@ async function load(isFirst) {
   try {
     info = await json(`info${model ? `?model=${encodeURIComponent(model)}` : ""}`);
   } catch (error) {
-    trouble(Failure.of(error));
-    return;
+    if (Failure.of(error).param !== "model") return trouble(error);
+    model = (await json("v1/models")).data[0].id; // none is the default, or that one is gone
+    return load(isFirst);
   }
+  if (info.models.length > 1) chosen.model = info.model.name;
   heal();
   const { config, training, checkpoint_sha256: hash, name, vocabulary } = info.model, { losses = {}, data = {}, parameters } = training;
   $("name").textContent = document.title = name;
@@ -181,5 +183,5 @@ $("key").value = ""; // a browser may have kept it
 const isRestored = restore();
 writing.refresh();
 await load(true);
-if (isRestored && info) { writing.checkConstraint(); replay(); }
+if (isRestored && info) { writing.check(); replay(); }
 poll();

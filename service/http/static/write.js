@@ -1,6 +1,6 @@
 // Write: a prompt, how to sample, and the texts as they come.
 
-import { call, events, json, Failure, hasKey } from "./api.js";
+import { call, chosen, events, json, Failure, hasKey } from "./api.js";
 import { $, Editor, Tinted, h, items, later, number, on, pressed } from "./text.js";
 
 const ALTERNATIVES = 8;
@@ -35,7 +35,8 @@ Object.assign($("max_tokens"), { min: 1, step: 1, required: true });
 Object.assign($("seed"), { inputMode: "numeric", pattern: "[0-9]{1,16}", placeholder: "a new one" });
 
 const editor = new Editor($("prompt"), $("write-error"));
-let panes = [], running = null, lastSeed = null;
+export let lastSeed = null;
+let panes = [], running = null;
 
 // -- the request --
 
@@ -54,7 +55,7 @@ function fields() {
 const isConstrained = () => $("constraint").value !== "";
 
 function reproducible() {
-  const body = fields();
+  const body = { ...chosen, ...fields() };
   if (lastSeed !== null) body.seed ??= Number(lastSeed);
   return body;
 }
@@ -99,7 +100,7 @@ function footer(pane) {
   pane.foot.replaceChildren(...parts);
 }
 
-async function stream(body, chosen) {
+async function stream(body, into) {
   // Into the panes, by the events' index, until the end, whatever it is; returns the seed.
   running?.abort();
   const controller = running = new AbortController();
@@ -108,7 +109,7 @@ async function stream(body, chosen) {
   editor.fail(null);
   $("summary").textContent = "Writing…";
   $("stop").disabled = false;
-  for (const pane of chosen) pane.root.classList.add("writing");
+  for (const pane of into) pane.root.classList.add("writing");
   try {
     const response = await call("generate", { ...body, stream: true, ...($("certainty").checked ? { logprobs: ALTERNATIVES } : {}) }, controller.signal);
     seed = response.headers.get("X-Seed");
@@ -116,9 +117,9 @@ async function stream(body, chosen) {
       if (controller.signal.aborted) break;
       if (event.chargpt) continue;
       last = performance.now();
+      if (first) count += [...event.text].length; // those that came with the first took no time of their own
       first ||= last;
-      count += [...event.text].length;
-      const pane = chosen[event.index];
+      const pane = into[event.index];
       pane.seed = event.seed;
       pane.tinted.append(items(event.text, event.logprobs));
       if (event.finish_reason) { ending = event.finish_reason; pane.root.classList.remove("writing"); footer(pane); }
@@ -130,11 +131,11 @@ async function stream(body, chosen) {
   if (controller.signal.aborted) ending = "stopped";
   running = null;
   $("stop").disabled = true;
-  for (const pane of chosen) { pane.root.classList.remove("writing"); footer(pane); }
+  for (const pane of into) { pane.root.classList.remove("writing"); footer(pane); }
   if (first) {
-    const seconds = (last - first) / 1000, rate = seconds > 0.001 ? `, then ${number(count / seconds)} characters per second` : "";
+    const seconds = (last - first) / 1000, rate = seconds > 0.005 ? `, then ${number(count / seconds)} characters per second` : "";
     const how = { stopped: "Stopped. ", stop: "Done. ", length: "Done: the length is reached. " }[ending] ?? "";
-    $("summary").textContent = `${how}First character after ${number(first - started)} ms${rate}; ${number(count)} in all${seed === null ? "" : `, seed ${seed}`}.`;
+    $("summary").textContent = `${how}First character after ${number(first - started)} ms${rate}; seed ${seed}.`;
   } else if (ending) $("summary").textContent = "Stopped before the first character.";
   return seed;
 }
@@ -179,7 +180,7 @@ function fail(failure) {
 
 // -- constraints, checked as they are typed --
 
-const check = later(350, async (signal) => {
+export const check = later(350, async (signal) => {
   const note = $("constraint-note"), body = fields();
   note.className = "note";
   if (!isConstrained() || (!body.regex && !body.choice?.length)) { note.textContent = ""; return; }
@@ -221,6 +222,3 @@ on($("write"), "input", ({ target }) => {
 });
 on($("certainty"), "change", view);
 on($("stop"), "click", () => running?.abort());
-on(document, "keydown", (event) => { if (event.key === "Escape" && $("peek").hidden) running?.abort(); });
-export const seedOfLast = () => lastSeed;
-export const checkConstraint = check;
