@@ -5,6 +5,7 @@ Their links are relative, so that any prefix of a proxy works.
 
 from __future__ import annotations
 
+import re
 from hashlib import sha256
 from pathlib import Path
 
@@ -39,9 +40,14 @@ def _route(path: str, file: Path) -> Route:
     headers = HEADERS | {"ETag": etag}
 
     async def answer(request: Request) -> Response:
+        if path == "/" and not request.scope["path"].endswith("/"):  # a proxy's prefix alone
+            return Response(status_code=307, headers={"Location": request.scope["path"].rpartition("/")[2] + "/"})
         known = request.headers.get("if-none-match", "")
         if known == "*" or etag in (tag.strip().removeprefix("W/") for tag in known.split(",")):
             return Response(status_code=304, headers=headers)
         return Response(content, headers=headers, media_type=MEDIA_TYPES[file.suffix])
 
-    return Route(path, answer)
+    route = Route(path, answer)
+    if path == "/":
+        route.path_regex = re.compile("/?$")
+    return route

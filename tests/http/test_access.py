@@ -315,7 +315,10 @@ def test_routes_answer_with_and_without_the_prefix(server):
         assert document["servers"] == [{"url": "/chargpt"}]
         page = web.get(f"{server.url}{prefix}/docs", headers=bearer(KEYS[0])).text
         assert "url: 'openapi.json'" in page  # relative to the page
-    for path in ("/chargptgenerate", "/chargpt", "/chargpt/", "/chargpt/chargpt/generate", "/other/generate"):
+        assert web.get(f"{server.url}{prefix}/", headers=bearer(KEYS[0])).status_code == 200
+    bare = web.get(f"{server.url}/chargpt", headers=bearer(KEYS[0]))
+    assert (bare.status_code, bare.headers["location"]) == (307, "chargpt/")  # so that the page's links are right
+    for path in ("/chargptgenerate", "/chargpt/chargpt/generate", "/other/generate"):
         assert web.get(server.url + path, headers=bearer(KEYS[0])).status_code == 404, path
 
 

@@ -389,7 +389,7 @@ def test_key_busy_gone_and_back_behind_a_prefix(visit, tmp_path):
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(RunningServer(BUNDLED, **settings))
         server.wait_until_ready()
-        page = visit(url=f"{server.url}/chargpt/", may_fail=True)
+        page = visit(url=f"{server.url}/chargpt", may_fail=True)  # redirected to /chargpt/
         expect(page.locator("#banner")).to_have_text("This service needs an API key. Type it at the top right.")
         page.click("#go")
         expect(page.locator("#key")).to_be_focused()
