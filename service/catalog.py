@@ -109,10 +109,12 @@ class Catalog:
         """Read all checkpoints, at start. One in a folder of runs is left out if it is bad, and logged.
 
         Raises:
-            CheckpointError: one that is named is bad, or there is none.
+            CheckpointError: one that is named is bad, or there is none, or there are too many.
         """
-        versions = []
-        for name, (path, is_named) in self._find().items():
+        versions, found = [], self._find()
+        if len(found) > MAX_NAMES:
+            raise CheckpointError(f"at most {MAX_NAMES} checkpoints can be served, got {len(found)}")
+        for name, (path, is_named) in found.items():
             try:
                 versions.append(self._read(name, path))
             except CheckpointError as error:

@@ -19,7 +19,7 @@ from service.catalog import Catalog, Listing
 from service.model.checkpoint import Checkpoint, CheckpointError, save_checkpoint
 from service.model.params import SamplingParams
 from service.model.tokenizer import CharTokenizer
-from service.shared import SharedState
+from service.shared import MAX_NAMES, SharedState
 from tests.toolbox.http import pieces, text_of
 
 
@@ -338,6 +338,14 @@ def test_a_vocabulary_without_the_replacement_character_is_refused_at_start(tmp_
         catalog.open()
         assert list(catalog.served) == ["chargpt"]
         shutil.rmtree(tmp_path / "run" / "checkpoint-1")
+
+
+def test_more_checkpoints_than_can_be_served_are_refused(tmp_path):
+    save_random(tmp_path / "0")
+    for i in range(1, MAX_NAMES + 1):
+        shutil.copytree(tmp_path / "0", tmp_path / str(i))
+    with pytest.raises(CheckpointError, match="at most 256 checkpoints can be served, got 257"):
+        Catalog([(None, tmp_path)], "chargpt", tmp_path).open()
 
 
 # -- the catalog alone --
