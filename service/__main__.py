@@ -52,7 +52,7 @@ def serve(settings: "Settings", **options: Any) -> int:
         signal.signal(signal.SIGTERM, stop)  # these until Server.serve
         signal.signal(signal.SIGINT, stop)
 
-        from service.http.protocol import OpenFilesError
+        from service.http.connection import OpenFilesError
         from service.model.checkpoint import CheckpointError
         from service.server import AddressError, BackendError, StartError, build_server
         from service.supervisor import TooManyDeathsError

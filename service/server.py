@@ -41,8 +41,9 @@ from service.engine.runner import resolve, slots_that_fit
 from service.engine.scheduler import reserved_slots
 from service.engine.worker import EngineAPI, EngineLoop, EngineOptions
 from service.http.app import App
+from service.http.asgi import Wrapped
+from service.http.connection import Connection, Connections, Loop
 from service.http.context import Service
-from service.http.protocol import Connections, Loop, Protocol
 from service.model.config import GPTConfig
 from service.observe.logs import adopt_litserve, configure_logging
 from service.observe.metrics import allocate_files, forget_process
@@ -206,14 +207,10 @@ class Server(LitServer):
                 lambda: trigger(EventTypes.ON_REQUEST.value, active_requests=self.state.num_busy, litserver=self),
                 lambda: trigger(EventTypes.ON_RESPONSE.value, litserver=self),
             )
-        self.app.router.routes += self.http.routes()
+        self.http.add_files()
+        entrance = Wrapped(self.http, self.middlewares) if self.middlewares else self.http
+        self.protocol = functools.partial(Connection, self.connections, entrance)
         self._monitor_workers = False  # the supervisor does it, for HTTP processes too
-
-        # Replaces FastAPI's own layers, which no route here needs.
-        self.app.middleware_stack = self.http.middleware(self.app.router)
-        for middleware in self.middlewares:
-            kind, options = middleware if isinstance(middleware, tuple) else (middleware, {})
-            self.app.middleware_stack = kind(self.app.middleware_stack, **options)
 
     def serve(self) -> None:
         """Serve until SIGTERM or Ctrl-C; running requests finish first.
@@ -254,7 +251,7 @@ class Server(LitServer):
                 log_level="error" if self.settings.log_level == "error" else "warning",
                 generate_client_file=False,
                 loop=Loop,
-                http=functools.partial(Protocol, self.connections),
+                http=self.protocol,
                 ws="none",
                 access_log=False,
                 log_config=None,
@@ -301,7 +298,7 @@ class Server(LitServer):
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
         die_with_parent(self.state.main_pid)
-        async with self.http.running(self._transport, self.spec.response_queue_id):
+        async with self.http.running(self._transport, self.spec.response_queue_id, self.connections):
             relax_garbage_collector()
             yield
         self._callback_runner.trigger_event(EventTypes.ON_SERVER_END.value, litserver=self)

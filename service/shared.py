@@ -6,11 +6,9 @@ numbers of one that has died. Times are by time.monotonic(), which all processes
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator
 from typing import get_args
 
 from service.wire import FinishReason
@@ -158,14 +156,9 @@ class SharedState:
     def num_busy(self) -> int:
         return sum(self._busy)
 
-    @contextlib.contextmanager
-    def busy(self, http: int) -> Iterator[None]:
-        """Count a request of an HTTP process as running."""
-        self._busy[http] += 1
-        try:
-            yield
-        finally:
-            self._busy[http] -= 1
+    def busy(self, http: int, change: int) -> None:
+        """Count requests of an HTTP process as running."""
+        self._busy[http] += change
 
     def sent(self, http: int, worker: int) -> None:
         self._outstanding[http * len(self.worker_names) + worker] += 1

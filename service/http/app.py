@@ -1,7 +1,9 @@
-"""The HTTP process: the table of routes, and the process's life.
+"""The HTTP process: the table of routes, what every request passes on its way, and the process's life.
 
-A request passes middleware.py, then its handler: generate.py and score.py run the model through client.py and write
-their answers with stream.py; attention.py runs it in a thread, info.py answers at once; page.py has the page at /.
+Of a request, in order: `begin` (head: id, client, key, limits), `receive` (body, bounded), its handler (decode, encode,
+submit, wait, write), `end` (metrics, log, and all that it held). generate.py and score.py run the model through
+client.py and write their answers with stream.py; attention.py runs it in a thread, info.py answers at once; page.py has
+the page at /.
 """
 
 from __future__ import annotations
@@ -10,27 +12,32 @@ import asyncio
 import logging
 import os
 import signal
+import string
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from prometheus_client import CollectorRegistry
-from starlette.background import BackgroundTask
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.datastructures import Headers as StarletteHeaders
+from starlette.middleware.cors import CORSMiddleware
 
 from service.catalog import Listing
 from service.http import attention, generate, info, score
 from service.http import schemas as s
 from service.http.client import EngineClient
-from service.http.context import RequestContext, Service
-from service.http.middleware import RequestMiddleware
-from service.http.openapi import BODY, RUN, Handler, Operation, build_document, documentation
+from service.http.clients import address_of
+from service.http.connection import SWEEP_SECONDS, Connections
+from service.http.context import Service
+from service.http.files import File
+from service.http.openapi import BODY, RUN, Operation, build_document, documentation
 from service.http.page import page
+from service.http.request import Headers, Request
+from service.http.schemas import ApiError
 from service.model.checkpoint import CheckpointError
+from service.observe.logs import request_id as current_request_id
 from service.observe.metrics import Metrics
 from service.sockets import SocketTransport
 
@@ -70,91 +77,315 @@ OPERATIONS = (
     Operation("/v1/models", info.models, "list_models", "information", s.ModelList),
     Operation("/v1/models/{model}", info.model, "get_model", "information", s.ModelCard, failures=(404,)),
     Operation("/info", info.info, "get_info", "information", s.Info),
-    Operation("/livez", info.livez, "livez", "operation", s.Status),
-    Operation("/readyz", info.readyz, "readyz", "operation", s.Status),
-    Operation("/health", info.readyz, "health", "operation", s.Status),
+    Operation("/livez", info.livez, "livez", "operation", s.Status, is_probe=True),
+    Operation("/readyz", info.readyz, "readyz", "operation", s.Status, is_probe=True),
+    Operation("/health", info.readyz, "health", "operation", s.Status, is_probe=True),
     Operation("/metrics", info.prometheus, "metrics", "operation"),
 )  # fmt: skip
+PARAMETER = "{model}"  # of a path
 
-
-class Endpoint:
-    """An ASGI application of one route, without starlette's wrapper for exceptions: the middleware answers those.
-
-    A request's time limit covers writing too: the connection of a client that does not read is dropped.
-    """
-
-    def __init__(self, service: Service, handlers: dict[str, Handler]):
-        self.service, self.handlers = service, handlers
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        handler = self.handlers[scope["method"]]
-        response = await handler(self.service, Request(scope, receive, send))
-        context = RequestContext.of(scope)
-        limit = self.service.timeout(context.timeout_seconds) + UNREAD_SECONDS
-        try:
-            async with asyncio.timeout(context.arrived_at + limit - time.monotonic()):
-                await response(scope, receive, send)
-        except TimeoutError:
-            logger.info("the client did not read its answer in time: dropping its connection")
-            context.client_left = True
-            scope["extensions"]["chargpt.abort"]()
-
+CLIENT_CLOSED_REQUEST = 499  # nginx's number for a client that left
+EXPOSED_HEADERS = (
+    "X-Request-Id", "Retry-After", "X-Queue-Time", "X-Prefill-Time", "X-Inference-Time", "X-Time-Per-Token",
+    "X-Total-Time", "X-Checkpoint", "X-Backend", "X-Dtype", "X-Seed", "X-Ignored-Fields",
+)  # fmt: skip
+SAFE = frozenset((string.ascii_letters + string.digits + "-_.:").encode())  # in a request id
+MAX_ID_BYTES = 128
 
 Hook = Callable[[], None]
 
 BEAT_SECONDS = 0.25  # between two heartbeats of an HTTP process
-UNREAD_SECONDS = 6.0  # for what is left to write at the deadline; 5 of them may pass until a worker is given up
 
 logger = logging.getLogger(__name__)
+access_logger = logging.getLogger("service.access")
+
+
+class Endpoint:
+    """All of a path, as metrics and the log name it.
+
+    is_public: needs no API key; is_quiet: logged at level debug, and within no client's limits.
+    """
+
+    __slots__ = ("path", "operations", "is_public", "is_quiet", "allow")
+
+    def __init__(self, path: str, operations: dict[str, Operation | File], is_public: bool, is_quiet: bool):
+        self.path, self.operations = path, operations
+        self.is_public, self.is_quiet = is_public, is_quiet
+        self.allow = ", ".join(operations).encode()
 
 
 class App:
-    """All routes, and what they share."""
+    """All routes, and what every request passes. Holds the requests of one HTTP process."""
 
     def __init__(self, service: Service):
-        self.service = service
+        self.service, self.settings = service, service.settings
         self.hooks: tuple[Hook, Hook] | None = None  # called before and after each request that runs the model
+        self.tasks: set[asyncio.Task[None]] = set()  # of handlers
+        self.cors: CORSMiddleware | None = None
+        if self.settings.cors_origins:
+            self.cors = CORSMiddleware(
+                self,  # type: ignore[arg-type]  # only its rules are used
+                allow_origins=self.settings.cors_origins,
+                allow_methods=("GET", "POST"),
+                allow_headers=("*",),  # the openai SDK sends many of its own
+                expose_headers=EXPOSED_HEADERS,
+            )
+        self.endpoints: dict[str, Endpoint] = {}
+        self._nothing = Endpoint("other", {}, is_public=False, is_quiet=False)
+        for operation in self.operations:
+            endpoint = self.endpoints.get(operation.path)
+            if endpoint is None:
+                is_metrics = operation.path == "/metrics"
+                is_public = operation.is_probe or (is_metrics and self.settings.public_metrics)
+                endpoint = Endpoint(operation.path, {}, is_public, operation.is_probe or is_metrics)
+                self.endpoints[operation.path] = endpoint
+            endpoint.operations |= dict.fromkeys(operation.methods, operation)
+            endpoint.allow = ", ".join(endpoint.operations).encode()
 
-    def routes(self) -> list[BaseRoute]:
-        """Plain starlette routes: FastAPI's would resolve dependencies and answer models for each request."""
-        handlers: dict[str, dict[str, Handler]] = {}
-        settings = self.service.settings
-        operations = [it for it in OPERATIONS if settings.attention or it.path != ATTENTION]
-        for operation in operations:
-            handler = self._hooked(operation, *self.hooks) if self.hooks else operation.handler
-            handlers.setdefault(operation.path, {}).update(dict.fromkeys(operation.methods, handler))
-        routes: list[BaseRoute] = []
-        for path, by_method in handlers.items():
-            route = Route(path, Endpoint(self.service, by_method), methods=list(by_method))
-            route.methods = set(by_method)  # starlette adds HEAD to GET, which would run a whole generation
-            routes.append(route)
-        model, models = self.service.default_model, self.service.models.values()
+    @property
+    def operations(self) -> list[Operation]:
+        return [it for it in OPERATIONS if self.settings.attention or it.path != ATTENTION]
+
+    @property
+    def is_leaving(self) -> bool:
+        return self.service.state.is_leaving
+
+    def add_files(self) -> None:
+        """The page, and the document of all routes for the models that are served now."""
+        service = self.service
+        model, models = service.default_model, service.models.values()
         vocab_size = max(it.tokenizer.vocab_size for it in models)
         shapes = [it.checkpoint.hyperparameters for it in models]
         bounds = {"text": max(map(attention.max_characters, models))}
         bounds |= {name: max(shape["n_" + name] for shape in shapes) - 1 for name in ("layer", "head")}
-        document = build_document(settings, model.tokenizer, operations, model.name, vocab_size, bounds)
-        return routes + documentation(settings, document) + page()
+        document = build_document(self.settings, model.tokenizer, self.operations, model.name, vocab_size, bounds)
+        for path, file in (documentation(self.settings, document) | page()).items():
+            methods: dict[str, Operation | File] = {"GET": file, "HEAD": file}
+            self.endpoints[path] = Endpoint(file.label or path, methods, self.settings.public_docs, is_quiet=False)
 
-    def _hooked(self, operation: Operation, on_request: Hook, on_response: Hook) -> Handler:
-        """The handler with the hooks around it, if its route runs the model."""
-        if not set(RUN) <= set(operation.failures):
-            return operation.handler
+    # -- the head --
 
-        async def hooked(service: Service, request: Request) -> Response:
-            on_request()
-            response = await operation.handler(service, request)
-            response.background = BackgroundTask(on_response)
-            return response
+    def begin(self, request: Request) -> None:
+        """A request's head has arrived, and those before it on its connection are answered."""
+        request.app = self
+        given = request.header(b"x-request-id")
+        if given is not None and 0 < len(given) <= MAX_ID_BYTES and SAFE.issuperset(given):
+            request.id = given.decode()
+        else:
+            request.id = os.urandom(16).hex()
+        request.client = address_of(request.peer, request.headers, self.settings.client_header)
+        request.hold = self.service.admission.hold(request.client)
+        request.endpoint, request.parameter = self.find(request.path)
+        if (metrics := self.service.metrics) is not None:
+            metrics.http_requests_in_progress.inc()
+        try:
+            self._check_head(request)
+        except ApiError as error:
+            request.fail(error)
+            self.end(request)
+        except Exception:
+            self._broke(request)
 
-        return hooked
+    def find(self, path: str) -> tuple[Endpoint, str]:
+        """The endpoint of a path, with or without the prefix of a proxy, and the path's parameter."""
+        root, endpoints = self.settings.root_path, self.endpoints
+        endpoint = endpoints.get(path)
+        # With a root such as /v1, a route's own path looks as if it had the prefix.
+        if endpoint is None and root and (path == root or path.startswith(root + "/")):
+            path = path[len(root) :] or "/"
+            endpoint = endpoints.get(path)
+        if endpoint is not None and PARAMETER not in path:
+            return endpoint, ""
+        start, _, parameter = path.rpartition("/")
+        return endpoints.get(f"{start}/{PARAMETER}", self._nothing), parameter
 
-    def middleware(self, app: ASGIApp) -> ASGIApp:
+    def _check_head(self, request: Request) -> None:
+        """
+        Raises:
+            ApiError: what the head alone rules out, before the body is read.
+        """
+        settings, endpoint, cors = self.settings, request.endpoint, self.cors
+        headers = dict(request.headers)
+        if cors is not None and request.method == "OPTIONS" and b"origin" in headers:
+            if b"access-control-request-method" in headers:
+                preflight = cors.preflight_response(StarletteHeaders(raw=request.headers))
+                raw = [pair for pair in preflight.raw_headers if pair[0] != b"content-length"]
+                request.respond(bytes(preflight.body), raw, preflight.status_code)
+                self.end(request)
+                return
+        if len(headers) < len(request.headers):  # a proxy may have checked another one
+            count = sum([name == b"authorization" for name, _ in request.headers])
+            if count > 1:
+                message = f"a request must have at most one Authorization header, got {count}"
+                raise ApiError(400, message, code="duplicate_header")
+        if settings.api_keys and not endpoint.is_public:
+            request.client = request.hold.client = self._name_of_key(headers.get(b"authorization"))
+        length, limit = headers.get(b"content-length", b"0"), settings.max_body_bytes
+        if len(length) > 4 and int(length) > limit:
+            raise ApiError(413, f"body must have at most {limit} bytes, got {int(length)}", code="body_too_large")
+        if not (endpoint.is_quiet or endpoint.is_public):
+            try:
+                self.service.limits.begin(request.client)
+            except ApiError:
+                if self.service.metrics is not None:
+                    self.service.metrics.request_rejected("rate_limit")
+                raise
+            request.is_limited = True
+        operation = endpoint.operations.get(request.method)
+        if operation is None:
+            shown = f"{request.method} {request.path}"
+            if endpoint.operations:
+                raise ApiError(405, f"{shown}: Method Not Allowed", headers={"Allow": endpoint.allow.decode()})
+            raise ApiError(404, f"{shown}: Not Found")
+        if operation.is_refused_early:
+            self.service.refuse_if_full(request)
+        if operation.request is not None:
+            check_content_type(headers)
+
+    def _name_of_key(self, authorization: bytes | None) -> str:
+        """Looked up by digest, so that the time it takes tells nothing of a key.
+
+        Raises:
+            ApiError: 401
+        """
+        if authorization is None:
+            raise ApiError(401, "an API key is required: Authorization: Bearer KEY", code="invalid_api_key")
+        scheme, _, key = authorization.partition(b" ")
+        name = self.settings.api_keys.get(sha256(key.strip(b" ")).digest())
+        if name is None or scheme.lower() != b"bearer":
+            raise ApiError(401, "the API key in Authorization is not valid", code="invalid_api_key")
+        return name
+
+    def add_cors_headers(self, request: Request, headers: Headers) -> None:
+        """As CORSMiddleware.send does for requests without credentials."""
+        cors, origin = self.cors, request.header(b"origin")
+        assert cors is not None
+        if any(name == b"vary" for name, _ in headers):  # a preflight's answer
+            return
+        if origin is not None:
+            headers += [(name.lower().encode(), value.encode()) for name, value in cors.simple_headers.items()]
+            if not cors.allow_all_origins and cors.is_allowed_origin(origin.decode("latin-1")):
+                headers.append((b"access-control-allow-origin", origin))
+        headers.append((b"vary", b"Origin"))
+
+    # -- the body --
+
+    def receive(self, request: Request) -> None:
+        """More of the current request's body has arrived, or all of it."""
+        size, limit = request.num_body_bytes, self.settings.max_body_bytes
+        try:
+            if size > limit:
+                raise ApiError(413, f"body must have at most {limit} bytes", code="body_too_large")
+            if size > request.hold.bytes:
+                request.hold.resize(size)
+        except ApiError as error:
+            request.fail(error)
+            self.end(request)
+            return
+        operation = request.endpoint.operations[request.method]
+        if request.is_complete or not operation.reads_body:
+            self._start(request, operation)
+
+    def expire(self, request: Request) -> None:
+        """A request's deadline has passed."""
+        if not request.is_running:
+            message = f"body not received within {self.settings.body_timeout_seconds:g} s"
+            request.fail(ApiError(408, message, code="body_timeout"))
+            self.end(request)
+        else:
+            logger.info("the client did not read its answer in time: dropping its connection")
+            request.drop()
+
+    # -- the handler --
+
+    def _start(self, request: Request, operation: Operation | File) -> None:
+        request.is_running = True
+        request.arrived_at = time.monotonic()
+        request.set_timeout(None)
+        try:
+            if self.hooks is not None and operation.runs_model:
+                self.hooks[0]()
+                request.after = self.hooks[1]
+            answering = operation.handler(self.service, request)
+        except ApiError as error:
+            request.fail(error)
+            self.end(request)
+            return
+        except Exception:
+            self._broke(request)
+            return
+        if answering is None:
+            self.end(request)
+            return
+        request.task = task = asyncio.get_running_loop().create_task(self._run(request, answering))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def _run(self, request: Request, answering: Coroutine[Any, Any, None]) -> None:
+        current_request_id.set(request.id)
+        try:
+            await answering
+        except ApiError as error:
+            if request.status is None:
+                request.fail(error)
+            else:
+                self._broke(request)
+                return
+        except asyncio.CancelledError:  # when the time to drain is over
+            if request.status is None:
+                close = {"Connection": "close"}
+                request.fail(ApiError(503, "server has shut down", code="shutting_down", headers=close))
+            else:
+                request.drop()
+        except Exception:
+            self._broke(request)
+            return
+        self.end(request)
+
+    def _broke(self, request: Request) -> None:
+        """In an except clause: the handler failed unexpectedly."""
+        current_request_id.set(request.id)
+        logger.exception("request %s failed", request.id)
+        if request.status is None:
+            request.fail(ApiError(500, "internal error"))
+        elif request.responder is not None:
+            request.responder.abort()
+        self.end(request)
+
+    # -- the end --
+
+    def end(self, request: Request) -> None:
+        """Give back all that a request held, count it and log it. Whatever happens, each request gets here once."""
+        if request.is_ended:
+            return
+        request.is_ended = True
         service = self.service
-        return RequestMiddleware(
-            app, service.settings, lambda: service.metrics, lambda: service.tracer, service.admission, service.limits,
-            lambda: service.state.is_leaving, service.ended,
-        )  # fmt: skip
+        request.abort()
+        request.hold.resize(0)
+        if request.is_limited:
+            service.limits.end(request.client)
+            if request.num_charged_characters:
+                service.limits.give_back(request.client, request.num_charged_characters - request.num_run_characters)
+        service.ended(request)
+        request.chunks.clear()
+        request.task = None
+        if request.client_left:
+            request.status = CLIENT_CLOSED_REQUEST
+        ended_at = time.monotonic()
+        route, seconds = request.endpoint.path, ended_at - request.started_at
+        if (metrics := service.metrics) is not None:
+            metrics.http_requests_in_progress.dec()
+            if request.status is not None:
+                metrics.http_request(route, request.method, request.status, seconds)
+        level = logging.DEBUG if request.endpoint.is_quiet else logging.INFO
+        if access_logger.isEnabledFor(level):
+            _log_access(level, request, seconds)
+        if service.tracer is not None:
+            service.tracer.request(request, ended_at)
+        if request.after is not None:
+            request.after()
+
+    # -- the process --
 
     async def _beat(self, process: str) -> None:
         while True:
@@ -164,6 +395,11 @@ class App:
             if self.service.state.generation != self.service.listing.generation:
                 await self._follow(process)
             await asyncio.sleep(BEAT_SECONDS)
+
+    async def _sweep(self, connections: Connections) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            connections.sweep(time.monotonic())
 
     async def _follow(self, process: str) -> None:
         """Serve what the main process lists now."""
@@ -181,7 +417,9 @@ class App:
         service.state.follow(process, listing.generation)
 
     @asynccontextmanager
-    async def running(self, transport: SocketTransport, process_id: int) -> AsyncIterator[None]:
+    async def running(
+        self, transport: SocketTransport, process_id: int, connections: Connections
+    ) -> AsyncIterator[None]:
         """The life of an HTTP process; SIGHUP reads the client limits again."""
         service, loop = self.service, asyncio.get_running_loop()
         service.process_id, process = process_id, f"http-{process_id}"
@@ -201,10 +439,47 @@ class App:
             from service.observe.tracing import Tracer  # loads OpenTelemetry
 
             service.tracer = Tracer(service.settings.otlp_traces_endpoint, service.settings.model_name, process)
-        heart = asyncio.create_task(self._beat(process))
+        tasks = [asyncio.create_task(self._beat(process)), asyncio.create_task(self._sweep(connections))]
         async with client.connected():
             yield
-        heart.cancel()
+        for task in tasks:
+            task.cancel()
         metrics.flush()
         if service.tracer is not None:
             await asyncio.to_thread(service.tracer.shutdown)
+
+
+def check_content_type(headers: dict[bytes, bytes]) -> None:
+    """Accept application/json, and for curl's sake its default and none at all; but these from no web page.
+
+    A browser sends application/json to another origin only after asking, so that --cors-origins decides. It would send
+    the others without; it names the page's origin with each.
+
+    Raises:
+        ApiError: 415
+    """
+    given = headers.get(b"content-type", b"").decode("latin-1")
+    kind = given.partition(";")[0].strip().lower()
+    if kind == "application/json":
+        return
+    if kind not in ("", "application/x-www-form-urlencoded"):
+        message = f"Content-Type must be application/json, got {s.shortened(given)}"
+    elif b"origin" in headers:
+        message = f"Content-Type must be application/json in a request of a web page, got {s.shortened(given)}"
+    else:
+        return
+    raise ApiError(415, message, code="unsupported_content_type")
+
+
+def _log_access(level: int, request: Request, seconds: float) -> None:
+    """One line per request: the path of the route, not the query, which may contain a prompt."""
+    route = request.endpoint.path
+    fields: dict[str, Any] = {"method": request.method, "handler": route, "status": request.status}
+    fields["client"] = request.client
+    fields["seconds"] = round(seconds, 6)
+    fields["request_id"] = request.id
+    if request.num_prompt_tokens is not None:
+        fields["prompt_characters"] = request.num_prompt_tokens
+        fields["completion_characters"] = request.num_completion_tokens
+        fields["endings"] = request.endings
+    access_logger.log(level, "%s %s %s", request.method, route, request.status, extra={"fields": fields})

@@ -15,13 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from msgspec import UNSET
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Send
 
-from service.http.context import RequestContext, Service
+from service.http.context import Service
 from service.http.encoding import Encoder
 from service.http.models import Model
+from service.http.request import Request
 from service.http.schemas import (
     MAX_ATTENTION_CHARACTERS,
     ApiError,
@@ -29,7 +27,7 @@ from service.http.schemas import (
     AttentionRequest,
     HeadAttention,
 )
-from service.http.stream import HOLE, RunningAnswer, filled, joined, list_parts, send_json
+from service.http.stream import HOLE, filled, joined, list_parts, send_json
 from service.model.attention import LayerAttention, attention_layers
 from service.model.checkpoint import WEIGHTS
 from service.model.config import GPTConfig
@@ -83,17 +81,16 @@ class AttentionThread:
             self._weights = {}
 
 
-async def attention(service: Service, request: Request) -> Response:
+async def attention(service: Service, request: Request) -> None:
     """Give the attention weights of a short text, of each layer and head.
 
     Row t of a head's `weights` says how much of its output at character t comes from each of the characters 0 to t; it
     sums to 1. With `scores`, also what they are made of: the products of queries and keys for all pairs of characters.
     Multiplied by `scale` and, without those after t, through a softmax, row t of `scores` is row t of `weights`.
     """
-    context = RequestContext.of(request.scope)
     body = await service.read(AttentionRequest, request)
-    context.timeout_seconds = body.timeout_seconds
-    model = service.choose(context, body.model)
+    request.set_timeout(body.timeout_seconds)
+    model = service.choose(request, body.model)
     config = GPTConfig(**model.checkpoint.hyperparameters)
     limit = max_characters(model)
     if not limit:
@@ -114,12 +111,12 @@ async def attention(service: Service, request: Request) -> Response:
     if needed > allowed:
         message = f"{len(layers)} layers of {len(heads)} heads need {needed} bytes of memory, {allowed} are allowed"
         raise ApiError(400, f"layer: {message}: choose one, or shorten the text", param="layer")
-    context.hold.resize(needed)
+    request.hold.resize(needed)
     if service.state.is_draining:
         model.metrics.request_rejected("shutting_down")
         raise ApiError(503, "server is shutting down", code="shutting_down", retry_after_seconds=1)
     try:
-        service.limits.charge(context.client, len(ids))
+        service.limits.charge(request.client, len(ids))
         future = service.attention.submit(
             lambda: _found(service.attention.weights(model), config, ids, layers, heads, body.scores)
         )
@@ -128,23 +125,21 @@ async def attention(service: Service, request: Request) -> Response:
             model.metrics.request_rejected("rate_limit" if error.code == "rate_limit" else "queue_full")
         raise
     encoder.count_unknown()
-    context.num_prompt_tokens = len(ids)
+    request.num_prompt_tokens = len(ids)
 
-    async def write(send: Send) -> None:
-        seconds = service.timeout(body.timeout_seconds)
-        try:
-            async with asyncio.timeout(context.arrived_at + seconds - time.monotonic()):
-                found = await future
-        except TimeoutError:
-            raise ApiError(504, f"request timed out after {seconds:g} s", code="timeout") from None
-        answer = AttentionAnswer(
-            context.request_id, model.name, model.digest, model.tokenizer.decode(ids), config.n_layer, config.n_head,
-            1 / math.sqrt(config.head_dim), HOLE, encoder.replaced, encoder.dropped,
-        )  # fmt: skip
-        heads = (_head(*of_head, with_scores=body.scores) for of_head in found)
-        await send_json(send, filled(answer, joined(heads)), [], lambda: context.is_gone)
-
-    return RunningAnswer(context, service.busy(), write)
+    service.set_busy(request)
+    seconds = service.timeout(body.timeout_seconds)
+    try:
+        async with asyncio.timeout(request.arrived_at + seconds - time.monotonic()):
+            found = await future
+    except TimeoutError:
+        raise ApiError(504, f"request timed out after {seconds:g} s", code="timeout") from None
+    answer = AttentionAnswer(
+        request.id, model.name, model.digest, model.tokenizer.decode(ids), config.n_layer, config.n_head,
+        1 / math.sqrt(config.head_dim), HOLE, encoder.replaced, encoder.dropped,
+    )  # fmt: skip
+    of_heads = (_head(*of_head, with_scores=body.scores) for of_head in found)
+    await send_json(request, filled(answer, joined(of_heads)), [])
 
 
 def _found(

@@ -16,7 +16,6 @@ from weakref import WeakValueDictionary
 import msgspec
 from msgspec import Meta, Raw
 from pydantic import BaseModel
-from starlette.requests import Request
 
 from service.http.pause import Pause
 from service.http.schemas import (
@@ -34,7 +33,6 @@ from service.http.schemas import (
     TokenizeRequest,
     invalid_json,
     parse,
-    shortened,
 )
 from service.settings import Settings
 from service.words import plural
@@ -61,42 +59,18 @@ class BodyReader:
         self._turn = asyncio.Lock()
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by client, of those that wait
 
-    async def read(self, kind: type[AnyRequest], request: Request, client: str) -> AnyRequest:
+    async def read(self, kind: type[AnyRequest], body: bytes, client: str) -> AnyRequest:
         """The request in a JSON body.
 
         Raises:
-            ApiError: 415, the body is not declared as JSON; 400, with the field, what was given and what is allowed.
+            ApiError: 400, with the field, what was given and what is allowed.
         """
-        check_content_type(request)
-        body = await request.body()
         if len(body) <= LARGE_BODY_BYTES:
             return parse(kind, body)
         own = self._turns.get(client) or self._turns.setdefault(client, asyncio.Lock())
         async with own, self._turn:
             await asyncio.sleep(0)
             return await parse_large(kind, body, self._settings)
-
-
-def check_content_type(request: Request) -> None:
-    """Accept application/json, and for curl's sake its default and none at all; but these from no web page.
-
-    A browser sends application/json to another origin only after asking, so that --cors-origins decides. It would send
-    the others without; it names the page's origin with each.
-
-    Raises:
-        ApiError: 415
-    """
-    given = request.headers.get("content-type", "")
-    kind = given.partition(";")[0].strip().lower()
-    if kind == "application/json":
-        return
-    if kind not in ("", "application/x-www-form-urlencoded"):
-        message = f"Content-Type must be application/json, got {shortened(given)}"
-    elif "origin" in request.headers:
-        message = f"Content-Type must be application/json in a request of a web page, got {shortened(given)}"
-    else:
-        return
-    raise ApiError(415, message, code="unsupported_content_type")
 
 
 async def parse_large(kind: type[AnyRequest], body: bytes, settings: Settings) -> AnyRequest:

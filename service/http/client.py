@@ -31,6 +31,7 @@ from service.words import plural
 logger = logging.getLogger(__name__)
 
 LATE_SECONDS = 5.0  # grace period after the deadline, before a sequence without news is given up
+SWEEP_SECONDS = 0.1  # between two looks at all time limits
 TICK_SECONDS = 0.001  # resolution of the event loop's timers
 CONNECT_SECONDS = 5.0  # how long a starting HTTP process waits for a first worker
 MAX_RUNS = 3  # of a sequence, if workers are lost
@@ -122,7 +123,7 @@ class Generation:
         self.open: set[int] = set()  # ids of the sequences that run
         self.seen: dict[tuple[int, int], list[int]] = {}  # see EngineClient._shortened
         self._touched: dict[SequenceState, None] = {}  # with undelivered deltas, in order of arrival
-        self._failure: ApiError | None = None
+        self._failure: ApiError | None = None  # raised by `_fail`
         self._is_urgent = False
         self._taken_at = 0.0
         self._waiter: asyncio.Future[None] | None = None
@@ -183,20 +184,41 @@ class Generation:
 
     async def __aiter__(self) -> AsyncIterator[list[Piece]]:
         while not self.is_finished:
-            try:
-                await self._until_due()
-            except asyncio.CancelledError:  # by uvicorn, when the time to drain is over
-                raise ApiError(503, "server has shut down", code="shutting_down") from None
-            touched, self._touched = self._touched, {}
-            pieces = [self._take(sequence) for sequence in touched]
+            touched, pieces = await self._new_pieces()
             if self._failure is None:
                 yield pieces
-            else:
-                self.abort()
             for sequence, piece in zip(touched, pieces, strict=True):
                 self._written(sequence, piece.finish_reason)
+        self._fail()
+
+    async def whole(self) -> list[Piece]:
+        """Each sequence's text in one piece, in order of their numbers; only if `interval` is None."""
+        parts: list[Piece] = []
+        while not self.is_finished:
+            touched, pieces = await self._new_pieces()
+            for sequence, piece in zip(touched, pieces, strict=True):
+                self._written(sequence, piece.finish_reason)
+            parts += pieces
+        self._fail()
+        return parts if len(parts) == 1 else _in_order(parts)
+
+    async def _new_pieces(self) -> tuple[dict[SequenceState, None], list[Piece]]:
+        try:
+            await self._until_due()
+        except asyncio.CancelledError:  # when the time to drain is over
+            raise ApiError(503, "server has shut down", code="shutting_down") from None
+        touched, self._touched = self._touched, {}
         if self._failure is not None:
-            raise self._failure
+            self.abort()
+        return touched, [self._take(sequence) for sequence in touched]
+
+    def _fail(self) -> None:
+        """Raise the failure, if there is one. Nothing may keep it: its traceback would hold what holds it."""
+        if self._failure is not None:
+            try:
+                raise self._failure
+            finally:
+                self._failure = None
 
     async def _until_due(self) -> None:
         if self._is_urgent:
@@ -337,10 +359,15 @@ class Generation:
 
 async def gathered(pieces: AsyncIterable[list[Piece]]) -> list[Piece]:
     """Every sequence's text in one piece, in order of their numbers."""
+    if isinstance(pieces, Generation):
+        return await pieces.whole()
+    return _in_order([piece async for some in pieces for piece in some])
+
+
+def _in_order(pieces: list[Piece]) -> list[Piece]:
     parts: dict[int, list[Piece]] = {}
-    async for some in pieces:
-        for piece in some:
-            parts.setdefault(piece.number, []).append(piece)
+    for piece in pieces:
+        parts.setdefault(piece.number, []).append(piece)
     return [_joined(parts[number]) for number in sorted(parts)]
 
 
@@ -396,7 +423,8 @@ class EngineClient:
         self._numbers = itertools.count()
         self._running: dict[int, tuple[Generation, SequenceState]] = {}  # by sequence id
         self._turns = itertools.count()
-        self._late: dict[Generation, asyncio.TimerHandle] = {}
+        self._open: dict[Generation, float] = {}  # -> when what is left of it is given up
+        self._homeless: dict[int, float] = {}  # ids of sequences that wait for a worker -> until when
         self._sleeping: dict[Generation, None] = {}  # streams with text that is not due yet
         self._clock: asyncio.TimerHandle | None = None  # wakes them, at `_tick_at`
         self._tick_at = math.inf
@@ -454,9 +482,7 @@ class EngineClient:
         generation = Generation(
             self, model, submits, arrived_at, echo=echo, interval=interval, timeout_name=timeout_name
         )
-        self._late[generation] = self.loop.call_later(
-            generation.deadline - time.monotonic() + LATE_SECONDS, self.abort, generation, "timeout"
-        )
+        self._open[generation] = generation.deadline + LATE_SECONDS
         for _ in submits[:window]:
             self._submit_next(generation, is_accepted)
         return generation
@@ -482,8 +508,9 @@ class EngineClient:
             until = generation.deadline
             if not sequence.submit.must_run:
                 until = min(until, self._lost_at + REPLACING_SECONDS)
-            self.loop.call_later(max(0.0, until - time.monotonic()), self._expire, generation, sequence)
+            self._homeless[sequence.submit.id] = until
             return
+        self._homeless.pop(sequence.submit.id, None)
         if len(workers) > 1:
             first = next(self._turns)  # of equals, each in turn
             workers = [workers[(first + i) % len(workers)] for i in range(len(workers))]
@@ -495,15 +522,19 @@ class EngineClient:
         submit.timeout_seconds = max(0.0, generation.deadline - time.monotonic())
         self._sockets.send(self._shortened(generation, submit), sequence.worker)
 
-    def _expire(self, generation: Generation, sequence: SequenceState) -> None:
-        """A sequence has waited for a worker for too long."""
-        id, now = sequence.submit.id, time.monotonic()
-        if id not in self._running or sequence.worker != HOMELESS:
-            return
-        if now >= generation.deadline - TICK_SECONDS:
-            self._received_delta(Delta(id, [], "timeout"), now)
-        elif not sequence.submit.must_run:  # otherwise it had a worker in between, and waits until its deadline
-            self._refuse(id, "not_ready", _not_ready())
+    def sweep(self, now: float) -> None:
+        """End what has waited for too long; to be called every SWEEP_SECONDS or so."""
+        for id in [id for id, until in self._homeless.items() if until <= now]:
+            self._homeless.pop(id, None)
+            if id not in self._running:  # refused with the one before
+                continue
+            generation, sequence = self._running[id]
+            if now >= generation.deadline:
+                self._received_delta(Delta(id, [], "timeout"), now)
+            elif not sequence.submit.must_run:
+                self._refuse(id, "not_ready", _not_ready())
+        for generation in [it for it, until in self._open.items() if until <= now]:
+            self.abort(generation, "timeout")
 
     def _refuse(self, id: int, reason: str, error: ApiError) -> None:
         """A sequence was not accepted: nor are those of its request that no worker had; the others are aborted."""
@@ -581,12 +612,7 @@ class EngineClient:
             if worker != HOMELESS:
                 self._sockets.send(Abort(id), worker)
             self._received_delta(Delta(id, [], reason), now)
-        self._forget(generation)
-
-    def _forget(self, generation: Generation) -> None:
-        timer = self._late.pop(generation, None)
-        if timer is not None:
-            timer.cancel()
+        self._open.pop(generation, None)
 
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
@@ -594,6 +620,7 @@ class EngineClient:
 
         Workers are loaded before HTTP processes start. Without one within CONNECT_SECONDS, requests are answered 503.
         """
+        keeper = asyncio.create_task(self._keep_time())
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CONNECT_SECONDS):
@@ -601,7 +628,13 @@ class EngineClient:
                         await asyncio.sleep(0.005)
             yield
         finally:
+            keeper.cancel()
             await self._sockets.close()
+
+    async def _keep_time(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            self.sweep(time.monotonic())
 
     def _received(self, worker: int, message: WorkerEvent) -> None:
         match message:
@@ -699,6 +732,7 @@ class EngineClient:
         running = self._running.pop(id, None)
         if running is not None:
             generation, sequence = running
+            self._homeless.pop(id, None)
             generation.open.discard(id)
             self._by_client[sequence.submit.client] -= 1
             if not self._by_client[sequence.submit.client]:
@@ -708,5 +742,5 @@ class EngineClient:
             if generation.pending:
                 self._submit_next(generation, must_run=True)
             elif not generation.open:
-                self._forget(generation)
+                self._open.pop(generation, None)
         return running

@@ -15,8 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from starlette.types import Scope
-
+from service.http.request import Headers
 from service.http.schemas import ApiError
 from service.settings import ClientLimitsFile, Limits, Settings, read_client_limits
 from service.words import plural
@@ -27,28 +26,34 @@ MINUTE = 60.0  # seconds; what a bucket holds at most is a minute's worth
 BUSY_RETRY_SECONDS = 1  # when one of a client's running requests will have ended is not known
 
 
-def address_of(scope: Scope, header: str | None) -> str:
-    """The address that a request comes from, as `network_of`.
+def address_of(peer: str, headers: Headers, header: str | None) -> str:
+    """The address that a request comes from, as `network_of`; `peer` is the connection's.
 
     header: that which a trusted proxy sets. Its last address counts, the one that the nearest proxy added: those before
     it are the client's own words. Without a valid one it is the peer's address.
     """
     if header is not None:
         name = header.lower().encode()
-        values = [value for key, value in scope["headers"] if key == name]
+        values = [value for key, value in headers if key == name]
         last = values[-1].decode("latin-1").rpartition(",")[2].strip() if values else ""
         address = network_of(last)
         if address is not None:
             return address
-    host = (scope.get("client") or ("", 0))[0]
-    return network_of(host) or "unknown"
+    return network_of(peer) or "unknown"
 
 
 @functools.lru_cache(maxsize=1024)
 def network_of(text: str) -> str | None:
-    """What counts as one address: of IPv6 a /64, all of which one customer gets; None: not an address."""
+    """What counts as one address: of IPv6 a /64, all of which one customer gets; None: not an address.
+
+    A port may follow, as some proxies have it: 192.0.2.7:5678, [2001:db8::1]:443.
+    """
     try:
-        address = ipaddress.ip_address(text.partition("%")[0].removeprefix("[").removesuffix("]"))
+        if text.startswith("["):
+            text = text[1:].partition("]")[0]
+        elif text.count(":") == 1:
+            text = text.partition(":")[0]
+        address = ipaddress.ip_address(text.partition("%")[0])
     except ValueError:
         return None
     if isinstance(address, ipaddress.IPv6Address):

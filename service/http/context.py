@@ -1,21 +1,17 @@
-"""What the parts of the HTTP process pass to each other: the state of one request, and what all requests share."""
+"""What all requests of an HTTP process share: the served models, the settings, limits, metrics, and the client."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from starlette.requests import Request
-from starlette.types import Scope
-
 from service.catalog import Listing
-from service.http.admission import Admission, Estimate, Hold, estimate
+from service.http.admission import Admission, Estimate, estimate
 from service.http.bodies import BodyReader
 from service.http.client import EngineClient, Generation
 from service.http.clients import ClientLimits
 from service.http.models import Model, choose
+from service.http.request import Request
 from service.http.schemas import AnyRequest, ApiError, ModelRequest
 from service.model.checkpoint import Checkpoint
 from service.observe.exposition import Exposition
@@ -28,57 +24,6 @@ from service.words import plural
 if TYPE_CHECKING:
     from service.http.attention import AttentionThread
     from service.observe.tracing import Tracer
-
-
-@dataclass(eq=False)
-class RequestContext:
-    """The state of one request, from the middleware to its log line and span."""
-
-    request_id: str
-    route: str  # path of the matching route, as metrics name it
-    arrived_at: float  # when the body was complete, by time.monotonic()
-    hold: Hold  # the memory it may need
-    client: str = ""  # whose request it is: the name of its API key, or its address
-    model: Model | None = None  # that the request has chosen
-    num_charged_characters: int = 0  # to the client's limit
-    timeout_seconds: float | None = None  # the request's own time limit
-    ignored_fields: list[str] = field(default_factory=list)  # unknown ones of the request
-    num_prompt_tokens: int | None = None  # None: the request does not run the model
-    generations: list[Generation] = field(default_factory=list)  # the first gives the answer, or candidates for it
-    client_left: bool = False  # before its sequences had ended
-    is_gone: bool = False  # the client, whenever it left
-    status: int | None = None  # of the answer; None: it has not begun
-
-    @classmethod
-    def of(cls, scope: Scope) -> RequestContext:
-        context: RequestContext = scope["chargpt"]
-        return context
-
-    @property
-    def num_completion_tokens(self) -> int:
-        return self.generations[0].num_completion_tokens if self.generations else 0
-
-    @property
-    def num_run_characters(self) -> int:
-        """Of all sequences whose prompts have run: prompts and completions."""
-        sequences = [sequence for generation in self.generations for sequence in generation.sequences]
-        run = [it for it in sequences if it.queue_seconds is not None]
-        return sum(len(it.submit.prompt) + it.num_completion_tokens for it in run)
-
-    @property
-    def endings(self) -> dict[str, int]:
-        """How many sequences of the answer ended for each reason."""
-        return self.generations[0].endings if self.generations else {}
-
-    def client_has_left(self) -> None:
-        """End whatever still runs."""
-        self.is_gone = True
-        self.client_left = any(not generation.is_finished for generation in self.generations)
-        self.abort()
-
-    def abort(self) -> None:
-        for generation in self.generations:
-            generation.abort()
 
 
 class Service:
@@ -123,9 +68,11 @@ class Service:
     def is_ready(self) -> bool:
         return self.metrics is not None and self.client.is_ready
 
-    def busy(self) -> contextlib.AbstractContextManager[None]:
-        """Count a request as running, so that a shutdown waits for it."""
-        return self.state.busy(self.process_id)
+    def set_busy(self, request: Request) -> None:
+        """Count a request as running until it ends, so that a shutdown waits for it."""
+        if not request.is_busy:
+            request.is_busy = True
+            self.state.busy(self.process_id, 1)
 
     def serve(self, listing: Listing, checkpoints: Mapping[int, Checkpoint]) -> None:
         """Requests from now on choose among the listing's models; `checkpoints` has those that were not served."""
@@ -158,90 +105,92 @@ class Service:
         """Raises as `choose`."""
         return choose(self.models, name, self.settings.model_name)
 
-    def choose(self, context: RequestContext, name: str | None) -> Model:
+    def choose(self, request: Request, name: str | None) -> Model:
         """The model of a request, which it keeps to its end even if another takes the name; raises as `choose`."""
-        context.model = self.find(name)
-        self.state.use(self.process_id, context.model.id, 1)
-        return context.model
+        request.model = self.find(name)
+        self.state.use(self.process_id, request.model.id, 1)
+        return request.model
 
-    def ended(self, context: RequestContext) -> None:
+    def ended(self, request: Request) -> None:
         """Must be called once for each request."""
-        if context.model is not None:
-            self.state.use(self.process_id, context.model.id, -1)
+        if request.model is not None:
+            self.state.use(self.process_id, request.model.id, -1)
+        if request.is_busy:
+            self.state.busy(self.process_id, -1)
 
     async def read(self, kind: type[AnyRequest], request: Request) -> AnyRequest:
         """The request in a JSON body; raises as BodyReader.read and `check_fields`."""
-        context = RequestContext.of(request.scope)
-        body = await self.bodies.read(kind, request, context.client)
-        self.check_fields(context, body)
+        body = await self.bodies.read(kind, request.body, request.client)
+        request.chunks.clear()
+        self.check_fields(request, body)
         return body
 
-    def check_fields(self, context: RequestContext, body: ModelRequest) -> None:
+    def check_fields(self, request: Request, body: ModelRequest) -> None:
         """Note the unknown fields of a request.
 
         Raises:
             ApiError: 400, it has some, and they are to be refused.
         """
-        context.ignored_fields = body.ignored_fields
+        request.ignored_fields = body.ignored_fields
         if body.ignored_fields and (self.settings.strict_fields if body.strict is None else body.strict):
             name, known = body.ignored_fields[0], ", ".join(type(body).model_fields)
             reason = "the server's setting strict_fields" if body.strict is None else "strict"
             message = f"{name}: unknown field, refused because of {reason}; known fields are {known}"
             raise ApiError(400, message, param=name, code="unknown_field")
 
-    def refuse_if_full(self, context: RequestContext) -> None:
+    def refuse_if_full(self, request: Request) -> None:
         """Before anything of a request is read; raises as EngineClient.refuse_if_full."""
         if self.settings.fair_queueing:
-            self.client.refuse_if_full(context.client)
+            self.client.refuse_if_full(request.client)
 
     def timeout(self, seconds: float | None) -> float:
         longest = self.settings.request_timeout_seconds
         return longest if seconds is None else min(seconds, longest)
 
-    def admit(self, context: RequestContext, submits: list[Submit], **options: Any) -> None:
+    def admit(self, request: Request, submits: list[Submit], **options: Any) -> None:
         """Hold the memory that a request of these sequences may need; options as those of `estimate`.
 
         Raises:
             ApiError: 400, it needs more than allowed; 429, more than is free now.
         """
-        assert context.model is not None
-        needed = estimate(submits, context.model.receptive_field, context.model.tokenizer.vocab_size, **options)
+        assert request.model is not None
+        needed = estimate(submits, request.model.receptive_field, request.model.tokenizer.vocab_size, **options)
         limit = self.settings.max_request_bytes
         if needed.total > limit:
             raise ApiError(400, _too_much(needed, len(submits), limit), param=needed.largest)
-        context.hold.resize(needed.total, len(submits))
+        request.hold.resize(needed.total, len(submits))
 
-    def start(self, context: RequestContext, submits: list[Submit], **options: Any) -> Generation:
+    def start(self, request: Request, submits: list[Submit], **options: Any) -> Generation:
         """Run sequences for a request; options as those of EngineClient.start.
 
         Raises:
             ApiError: 503, the server is shutting down, or no worker is connected; 429 or 400, too many characters for
                 the client's limit.
         """
-        model = context.model
+        model = request.model
         assert model is not None
-        if self.state.is_draining and not context.generations:  # those that were accepted run all their stages
+        if self.state.is_draining and not request.generations:  # those that were accepted run all their stages
             model.metrics.request_rejected("shutting_down", len(submits))
             raise ApiError(503, "server is shutting down", code="shutting_down", retry_after_seconds=1)
-        weight = self.limits.of(context.client).weight
+        weight = self.limits.of(request.client).weight
         for submit in submits:
-            submit.request_id, submit.client, submit.weight = context.request_id, context.client, weight
+            submit.request_id, submit.client, submit.weight = request.id, request.client, weight
         characters = sum(len(submit.prompt) + submit.max_tokens for submit in submits)
         try:  # what follows from a request that was accepted is too
-            self.limits.charge(context.client, characters, must_wait=not context.generations)
+            self.limits.charge(request.client, characters, must_wait=not request.generations)
         except ApiError as error:
             if error.status == 429:
                 model.metrics.request_rejected("rate_limit", len(submits))
             raise
-        context.num_charged_characters += characters
-        is_accepted = bool(context.generations)
-        own, longest = context.timeout_seconds, self.settings.request_timeout_seconds
+        request.num_charged_characters += characters
+        is_accepted = bool(request.generations)
+        own, longest = request.timeout_seconds, self.settings.request_timeout_seconds
         name = "its timeout_seconds" if own is not None and own <= longest else "the server's --request-timeout-seconds"
         generation = self.client.start(
-            model, submits, context.arrived_at, is_accepted=is_accepted, timeout_name=name, **options
+            model, submits, request.arrived_at, is_accepted=is_accepted, timeout_name=name, **options
         )
-        context.generations.append(generation)
-        if context.client_left:
+        request.generations.append(generation)
+        if request.client_left:
             generation.abort()
         return generation
 

@@ -4,60 +4,57 @@ from __future__ import annotations
 
 import functools
 import secrets
-from collections.abc import AsyncIterable, AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator, Coroutine
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
 
 from service.http.admission import MAX_CUTS
 from service.http.client import Piece, gathered
-from service.http.context import RequestContext, Service
+from service.http.context import Service
 from service.http.encoding import Encoder, document_start, unknown_characters
 from service.http.models import Model
 from service.http.pause import Pause
+from service.http.request import Request
 from service.http.schemas import ApiError, CompletionRequest, GenerateRequest, GenerationRequest, parse, shortened
-from service.http.stream import DONE, CompletionForm, Form, NativeForm, RunningAnswer, write_stream, write_whole
+from service.http.stream import DONE, CompletionForm, Form, NativeForm, write_stream, write_whole
 from service.model.params import MAX_SEED
 from service.wire import Submit, floats
 from service.words import plural
 
 SUFFIX_CANDIDATES = 8  # sampled per prompt, if the request does not say and limits allow
-EVENT_SOURCE_END = "done"  # id of the last event, with which EventSource reconnects
+EVENT_SOURCE_END = b"done"  # id of the last event, with which EventSource reconnects
 
 
-async def generate(service: Service, request: Request) -> Response:
+async def generate(service: Service, request: Request) -> None:
     """Continue a text."""
-    service.refuse_if_full(RequestContext.of(request.scope))
-    return await _answer(service, request, await service.read(GenerateRequest, request), NativeForm)
+    await _answer(service, request, await service.read(GenerateRequest, request), NativeForm)
 
 
-async def generate_events(service: Service, request: Request) -> Response:
+def generate_events(service: Service, request: Request) -> Coroutine[Any, Any, None] | None:
     """Continue a text, for a browser's EventSource: always a stream, with its fields in the query."""
-    if request.headers.get("last-event-id") == EVENT_SOURCE_END:
-        return Response(status_code=204)  # otherwise EventSource would reconnect for ever
-    fields: dict[str, Any] = dict(request.query_params)
+    if request.header(b"last-event-id") == EVENT_SOURCE_END:
+        request.respond(b"", (), 204)  # otherwise EventSource would reconnect for ever
+        return None
+    given = request.query_fields
+    fields: dict[str, Any] = dict(given)
     if "stop" in fields:
-        fields["stop"] = request.query_params.getlist("stop")
+        fields["stop"] = [value for name, value in given if name == "stop"]
     body = parse(GenerateRequest, fields | {"stream": "true"})
-    service.check_fields(RequestContext.of(request.scope), body)
-    await request.body()  # a client that leaves is seen only once all that it announced has come
-    return await _answer(service, request, body, NativeForm, done=b"id: %b\n" % EVENT_SOURCE_END.encode() + DONE)
+    service.check_fields(request, body)
+    return _answer(service, request, body, NativeForm, done=b"id: %b\n" % EVENT_SOURCE_END + DONE)
 
 
-async def completions(service: Service, request: Request) -> Response:
+async def completions(service: Service, request: Request) -> None:
     """Continue a text, as OpenAI's completions."""
-    service.refuse_if_full(RequestContext.of(request.scope))
-    return await _answer(service, request, await service.read(CompletionRequest, request), CompletionForm)
+    await _answer(service, request, await service.read(CompletionRequest, request), CompletionForm)
 
 
 async def _answer(
     service: Service, request: Request, body: GenerationRequest, form_class: type[Form], done: bytes = DONE
-) -> Response:
-    context = RequestContext.of(request.scope)
-    context.timeout_seconds = body.timeout_seconds
-    model = service.choose(context, body.model)
+) -> None:
+    request.set_timeout(body.timeout_seconds)
+    model = service.choose(request, body.model)
     candidates = _num_candidates(service, body)
     _check_limits(service, model, body, candidates)
 
@@ -71,37 +68,36 @@ async def _answer(
         seeds = [secrets.randbits(53) if seeds is None else seeds for _ in prompts]
 
     submits = await _submits(service, model, body, prompts, seeds, candidates)
-    service.admit(context, submits, echo=body.echo, num_rankings=candidates * len(prompts) if suffix else 0)
+    service.admit(request, submits, echo=body.echo, num_rankings=candidates * len(prompts) if suffix else 0)
     echo = None
     if body.echo:
         echo = [text for prompt in prompts for text in [await encoder.decode(prompt)] * candidates]
-    context.num_prompt_tokens = sum(map(len, prompts))
+    request.num_prompt_tokens = sum(map(len, prompts))
 
     pieces: AsyncIterable[list[Piece]]
     if suffix:
-        pieces = _infill(service, context, submits, body.n, candidates, suffix, echo)
+        pieces = _infill(service, request, submits, body.n, candidates, suffix, echo)
     elif candidates > body.n:
-        pieces = _best_of(service, context, submits, body, candidates, echo)
+        pieces = _best_of(service, request, submits, body, candidates, echo)
     else:
         default = service.settings.stream_interval_seconds
         interval = default if body.stream_interval is None else body.stream_interval
-        pieces = service.start(context, submits, echo=echo, interval=interval if body.stream else None)
+        pieces = service.start(request, submits, echo=echo, interval=interval if body.stream else None)
     encoder.count_unknown()
 
+    service.set_busy(request)
     form = form_class(
-        context,
+        request,
         model.name,
         model.tokenizer.characters,
         functools.partial(encoder.receipt, seeds=seeds),
         include_usage=body.stream_options.include_usage,
         continuous_usage=body.stream_options.continuous_usage_stats,
     )
-    write = functools.partial(write_whole, context=context, pieces=pieces, form=form)
     if body.stream:
-        keep_alive = service.settings.keep_alive_seconds
-        options: dict[str, Any] = {"done": done, "keep_alive_seconds": keep_alive}
-        write = functools.partial(write_stream, context=context, pieces=pieces, form=form, **options)
-    return RunningAnswer(context, service.busy(), write)
+        await write_stream(request, pieces, form, done=done, keep_alive_seconds=service.settings.keep_alive_seconds)
+    else:
+        await write_whole(request, pieces, form)
 
 
 def _num_candidates(service: Service, body: GenerationRequest) -> int:
@@ -237,7 +233,7 @@ def _about_digits(given: object, key: str | int, bias: float) -> str:
 
 async def _best_of(
     service: Service,
-    context: RequestContext,
+    request: Request,
     submits: list[Submit],
     body: GenerationRequest,
     num_candidates: int,
@@ -245,7 +241,7 @@ async def _best_of(
 ) -> AsyncIterator[list[Piece]]:
     """The `n` texts of each prompt with the highest mean log-probability."""
     ranked, pause = [], Pause()
-    for piece in await gathered(service.start(context, submits, echo=echo)):
+    for piece in await gathered(service.start(request, submits, echo=echo)):
         start = len(echo[piece.number]) - piece.num_unscored if echo else 0
         values = floats(piece.logprobs.values[8 * start :]) if piece.logprobs is not None else []
         if body.logprobs is None:
@@ -257,7 +253,7 @@ async def _best_of(
 
 async def _infill(
     service: Service,
-    context: RequestContext,
+    request: Request,
     submits: list[Submit],
     n: int,
     num_candidates: int,
@@ -269,14 +265,14 @@ async def _infill(
     Each candidate is also cut where the suffix's first character is likeliest to come next; all are ranked by
     log p(suffix | prompt, middle).
     """
-    model = context.model
+    model = request.model
     assert model is not None
     suffix = suffix[: model.receptive_field]
     timeout_seconds = submits[0].timeout_seconds  # as requested; the client lowers it to what is left
     for submit in submits:
         submit.logprobs, submit.logprob_ids, submit.score_from = 0, (suffix[0],), None
-    sampled = await gathered(service.start(context, submits))
-    if context.client_left:
+    sampled = await gathered(service.start(request, submits))
+    if request.client_left:
         return
     middles = [middle for piece in sampled for middle in _cut(piece, submits[piece.number].min_tokens)]
     scoring: dict[tuple[int, str], Submit] = {}  # (prompt, text): equal texts are scored once, and alike
@@ -287,7 +283,7 @@ async def _infill(
             0, before + suffix, 0, submit.sampling, timeout_seconds,
             logprobs=0, score_from=len(before), priority=submit.priority,
         )  # fmt: skip
-    generation = service.start(context, list(scoring.values()))
+    generation = service.start(request, list(scoring.values()))
     await gathered(generation)
     scores = {key: sum(floats(generation.prompt_logprobs(i).values)) for i, key in enumerate(scoring)}
     ranked = [(scores[middle.number // num_candidates, middle.text], middle) for middle in middles]

@@ -7,14 +7,13 @@ from importlib.metadata import version
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
 
 from service.http.admission import PROMPT_BYTES
 from service.http.attention import max_characters
-from service.http.context import RequestContext, Service
+from service.http.context import Service
 from service.http.encoding import Encoder, check_ids
 from service.http.models import Model
+from service.http.request import JSON, Request
 from service.http.schemas import (
     DetokenizeAnswer,
     DetokenizeRequest,
@@ -28,7 +27,7 @@ from service.http.schemas import (
     TokenizeRequest,
     TokenizerInfo,
 )
-from service.http.stream import HOLE, PartedAnswer, filled, list_parts, sliced, text_parts
+from service.http.stream import HOLE, filled, list_parts, send_json, sliced, text_parts
 
 
 def published(training: dict[str, Any]) -> dict[str, Any]:
@@ -46,58 +45,57 @@ def published(training: dict[str, Any]) -> dict[str, Any]:
     return published
 
 
-def _json(content: msgspec.Struct, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(content), status, media_type="application/json")
+def _respond(request: Request, content: msgspec.Struct, status: int = 200) -> None:
+    request.respond(msgspec.json.encode(content), (JSON,), status)
 
 
-async def tokenize(service: Service, request: Request) -> Response:
+async def tokenize(service: Service, request: Request) -> None:
     """Encode a text."""
     body = await service.read(TokenizeRequest, request)
-    context = RequestContext.of(request.scope)
-    encoder = Encoder(service, service.choose(context, body.model), body)
+    encoder = Encoder(service, service.choose(request, body.model), body)
     tokens = await encoder.encode(body.prompt, "prompt")
-    context.hold.grow(PROMPT_BYTES * len(tokens))
+    request.hold.grow(PROMPT_BYTES * len(tokens))
     longest = service.settings.max_prompt_characters
     answer = TokenizeAnswer(len(tokens), longest, HOLE, encoder.replaced, encoder.dropped)
-    return PartedAnswer(filled(answer, list_parts(sliced(tokens))))
+    await send_json(request, filled(answer, list_parts(sliced(tokens))), [])
 
 
-async def detokenize(service: Service, request: Request) -> Response:
+async def detokenize(service: Service, request: Request) -> None:
     """Decode ids."""
     body = await service.read(DetokenizeRequest, request)
-    context = RequestContext.of(request.scope)
-    model = service.choose(context, body.model)
+    model = service.choose(request, body.model)
     check_ids(model, body.tokens, "tokens")
-    context.hold.grow(PROMPT_BYTES * len(body.tokens))
+    request.hold.grow(PROMPT_BYTES * len(body.tokens))
     text = await Encoder(service, model, body).decode(body.tokens)
-    return PartedAnswer(filled(DetokenizeAnswer(HOLE), text_parts(text)))
+    await send_json(request, filled(DetokenizeAnswer(HOLE), text_parts(text)), [])
 
 
-async def tokenizer_info(service: Service, request: Request) -> Response:
+def tokenizer_info(service: Service, request: Request) -> None:
     """Describe the tokenizer, as vLLM does."""
-    tokenizer = service.find(request.query_params.get("model")).tokenizer
+    tokenizer = service.find(dict(request.query_fields).get("model")).tokenizer
     beginning = "\n" if "\n" in tokenizer else None
-    return _json(TokenizerInfo("CharTokenizer", tokenizer.vocab_size, beginning, None, None))
+    _respond(request, TokenizerInfo("CharTokenizer", tokenizer.vocab_size, beginning, None, None))
 
 
 def _model_card(service: Service, model: Model) -> ModelCard:
     return ModelCard(model.name, "model", model.created_at, "chargpt", service.settings.max_prompt_characters)
 
 
-async def models(service: Service, request: Request) -> Response:
+def models(service: Service, request: Request) -> None:
     """List the served models, as OpenAI does."""
-    return _json(ModelList("list", [_model_card(service, model) for model in service.models.values()]))
+    _respond(request, ModelList("list", [_model_card(service, model) for model in service.models.values()]))
 
 
-async def model(service: Service, request: Request) -> Response:
+def model(service: Service, request: Request) -> None:
     """Describe the served model, as OpenAI does."""
-    return _json(_model_card(service, service.find(request.path_params["model"])))
+    _respond(request, _model_card(service, service.find(request.parameter)))
 
 
-async def info(service: Service, request: Request) -> Response:
+def info(service: Service, request: Request) -> None:
     """Describe what is served: the checkpoint, its losses, limits, backend, devices and versions."""
-    settings, model = service.settings, service.find(request.query_params.get("model"))
-    return _json(
+    settings, model = service.settings, service.find(dict(request.query_fields).get("model"))
+    _respond(
+        request,
         Info(
             ServedModel(
                 model.name,
@@ -117,29 +115,30 @@ async def info(service: Service, request: Request) -> Response:
             service.dtype,
             service.devices,
             {name: version(name) for name in ("chargpt", "torch", "litserve")},
-        )
+        ),
     )
 
 
-async def livez(service: Service, request: Request) -> Response:
+def livez(service: Service, request: Request) -> None:
     """Whether this HTTP process answers, and the main process still looks after all of them."""
     if not service.state.is_responsive("main", 2 * service.settings.hang_seconds):
-        return _json(Status("main process hangs"), 503)
-    return _json(Status("alive"))
+        return _respond(request, Status("main process hangs"), 503)
+    _respond(request, Status("alive"))
 
 
-async def readyz(service: Service, request: Request) -> Response:
+def readyz(service: Service, request: Request) -> None:
     """Whether requests are accepted: not while starting, without a worker, or shutting down."""
     if service.state.is_leaving:
-        return _json(Status("draining" if service.state.is_draining else "shutting down"), 503)
+        return _respond(request, Status("draining" if service.state.is_draining else "shutting down"), 503)
     if not service.is_ready:
-        return _json(Status("no worker"), 503)
-    return _json(Status("ready"))
+        return _respond(request, Status("no worker"), 503)
+    _respond(request, Status("ready"))
 
 
-async def prometheus(service: Service, request: Request) -> Response:
+async def prometheus(service: Service, request: Request) -> None:
     """Metrics of all processes, in Prometheus' text format, or in OpenMetrics if Accept asks for it."""
     if service.metrics is not None:
         service.metrics.flush()
-    text, content_type = await asyncio.to_thread(service.exposition.page, request.headers.get("accept", ""))
-    return Response(text, headers={"Content-Type": content_type})
+    accept = (request.header(b"accept") or b"").decode("latin-1")
+    text, content_type = await asyncio.to_thread(service.exposition.page, accept)
+    request.respond(text, [(b"content-type", content_type.encode())])

@@ -9,25 +9,25 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib import resources
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from fastapi.openapi.docs import get_swagger_ui_html
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import BaseRoute, Mount, Route
-from starlette.staticfiles import StaticFiles
 
 from service.http.context import Service
+from service.http.files import MEDIA_TYPES, File
 from service.http.generate import EVENT_SOURCE_END
-from service.http.middleware import PROBES
+from service.http.request import Request
 from service.http.schemas import (
     MAX_UNKNOWN_FIELDS,
+    AttentionAnswer,
     AttentionRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -106,7 +106,8 @@ HEADERS: dict[str, tuple[str, dict[str, Any]]] = {
     "X-Total-Time": ("Milliseconds from the request's arrival to its answer; not in a stream", MILLISECONDS),
 }
 
-Handler = Callable[[Service, Request], Awaitable[Response]]
+# Answers the request at once, or returns the coroutine that does.
+Handler = Callable[[Service, Request], Coroutine[Any, Any, None] | None]
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,21 @@ class Operation:
     request: type[BaseModel] | None = None  # the body; without one the method is GET
     events: tuple[type[msgspec.Struct], ...] = ()  # of a stream
     failures: tuple[int, ...] = ()
+    is_probe: bool = False  # needs no API key, and is within no client's limits
+
+    @property
+    def runs_model(self) -> bool:
+        return set(RUN) <= set(self.failures)
+
+    @property
+    def is_refused_early(self) -> bool:
+        """While the client's queue is full, before the body is read."""
+        return self.runs_model and self.request is not None and self.answer is not AttentionAnswer
+
+    @property
+    def reads_body(self) -> bool:
+        """A client that leaves is seen only once all that it announced has come; so streams wait for it too."""
+        return self.request is not None or bool(self.events)
 
     @property
     def methods(self) -> list[str]:
@@ -210,10 +226,10 @@ def _schemas(requests: list[type[BaseModel]], answers: list[type[msgspec.Struct]
 def _operation(
     operation: Operation, schemas: dict[str, Any], settings: Settings, tokenizer: CharTokenizer, model: str
 ) -> dict[str, Any]:
-    is_public = operation.path in PROBES or (operation.path == "/metrics" and settings.public_metrics)
+    is_public = operation.is_probe or (operation.path == "/metrics" and settings.public_metrics)
     security: list[dict[str, Any]] = [{"key": []}] if settings.api_keys else [{}, {"key": []}]
     responses: dict[str, dict[str, Any]] = {"200": _answer(operation)}
-    is_limited = settings.client_limits is not None and operation.path not in PROBES | {"/metrics"}
+    is_limited = settings.client_limits is not None and not operation.is_probe and operation.path != "/metrics"
     for status in (*operation.failures, 500, *([] if is_public else [401]), *([429] if is_limited else [])):
         responses[str(status)] = _ref("responses", f"Status{status}")
     summary, _, description = inspect.cleandoc(operation.handler.__doc__ or "").partition("\n\n")
@@ -239,7 +255,7 @@ def _operation(
         described["parameters"].append(
             {"name": "model", "in": "path", "required": True, "description": "name of the model", "schema": schema}
         )
-    if operation.path in PROBES - {"/livez"}:
+    if operation.is_probe and operation.path != "/livez":
         responses["503"] = _response("Requests are not accepted.", responses["200"]["content"])
     described["responses"] = dict(sorted(responses.items()))
     return described
@@ -252,7 +268,7 @@ def _answer(operation: Operation) -> dict[str, Any]:
     if operation.events:
         content["text/event-stream"] = _event_stream(operation.events)
     headers: tuple[str, ...] = ("X-Ignored-Fields",) if operation.request is not None else ()
-    if set(RUN) <= set(operation.failures):
+    if operation.runs_model:
         headers = tuple(name for name in HEADERS if name not in ("X-Request-Id", "Retry-After"))
     return _response("The answer.", content or {"text/plain": {"schema": {"type": "string"}}}, *headers)
 
@@ -268,7 +284,7 @@ def _event_stream(events: tuple[type[msgspec.Struct], ...]) -> dict[str, Any]:
             "type": "object",
             "properties": {
                 "data": {"type": "string", "anyOf": [{"const": "[DONE]"}, data]},
-                "id": {"const": EVENT_SOURCE_END},
+                "id": {"const": EVENT_SOURCE_END.decode()},
             },
             "required": ["data"],
         },
@@ -443,18 +459,11 @@ def _query_parameters(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
 # -- /openapi.json and /docs --
 
 
-class _Assets(StaticFiles):
-    """Swagger UI, from its package: the page must work offline."""
+def documentation(settings: Settings, document: dict[str, Any]) -> dict[str, File]:
+    """The document and its page by path, with Swagger UI from its package: the page must work offline.
 
-    def file_response(self, *arguments: Any, **options: Any) -> Response:
-        response = super().file_response(*arguments, **options)
-        response.headers["Cache-Control"] = "max-age=31536000, immutable"  # the page requests them by version
-        return response
-
-
-def documentation(settings: Settings, document: dict[str, Any]) -> list[BaseRoute]:
-    """The routes of the document and its page; the page's links are relative, so that any prefix works."""
-    body = msgspec.json.encode(document)
+    The page's links are relative, so that any prefix works.
+    """
     release = version("fastapi-swagger")
     page = get_swagger_ui_html(
         openapi_url="openapi.json",
@@ -465,15 +474,13 @@ def documentation(settings: Settings, document: dict[str, Any]) -> list[BaseRout
         swagger_ui_parameters={"validatorUrl": None, "tryItOutEnabled": True, "displayRequestDuration": True},
     )
     fresh = {"Cache-Control": "no-cache"}  # the next start may have other settings
-
-    async def openapi_json(request: Request) -> Response:
-        return Response(body, headers=fresh, media_type="application/json")
-
-    async def docs(request: Request) -> Response:
-        return Response(page.body, headers=fresh, media_type="text/html")
-
-    return [
-        Route("/openapi.json", openapi_json),
-        Route("/docs", docs),
-        Mount("/docs/assets", _Assets(packages=[("fastapi_swagger", "resources")])),
-    ]
+    files = {
+        "/openapi.json": File(msgspec.json.encode(document), ".json", fresh),
+        "/docs": File(bytes(page.body), ".html", fresh),
+    }
+    lasting = {"Cache-Control": "max-age=31536000, immutable"}  # the page requests them by version
+    for asset in resources.files("fastapi_swagger").joinpath("resources").iterdir():
+        suffix = Path(asset.name).suffix
+        if suffix in MEDIA_TYPES:
+            files[f"/docs/assets/{asset.name}"] = File(asset.read_bytes(), suffix, lasting, "/docs/assets")
+    return files

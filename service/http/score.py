@@ -7,15 +7,13 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 
 from msgspec import UNSET
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Send
 
 from service.http.client import gathered
-from service.http.context import RequestContext, Service
+from service.http.context import Service
 from service.http.encoding import Encoder, document_start
 from service.http.models import Model
 from service.http.pause import Pause
+from service.http.request import Headers, Request
 from service.http.schemas import (
     ApiError,
     Next,
@@ -30,7 +28,6 @@ from service.http.schemas import (
 from service.http.stream import (
     HOLE,
     MAX_NUMBERS,
-    RunningAnswer,
     filled,
     joined,
     list_parts,
@@ -44,13 +41,11 @@ from service.wire import Logprobs, Submit, floats
 MAX_SUMMED = 1 << 14  # nats added up at a time: about 1 ms
 
 
-async def score(service: Service, request: Request) -> Response:
+async def score(service: Service, request: Request) -> None:
     """Score texts, or rank continuations of a prefix."""
-    context = RequestContext.of(request.scope)
-    service.refuse_if_full(context)
     body = await service.read(ScoreRequest, request)
-    context.timeout_seconds = body.timeout_seconds
-    model = service.choose(context, body.model)
+    request.set_timeout(body.timeout_seconds)
+    model = service.choose(request, body.model)
     encoder = Encoder(service, model, body)
     if body.texts is not None:
         param, texts, before = "texts", [body.texts] if isinstance(body.texts, str) else body.texts, []
@@ -72,11 +67,11 @@ async def score(service: Service, request: Request) -> Response:
         )
         for i in order
     ]  # fmt: skip
-    context.num_prompt_tokens = len(before) + sum(map(len, ids))
+    request.num_prompt_tokens = len(before) + sum(map(len, ids))
     # A quarter of the slots, so that scoring does not starve generations.
     window = max(1, service.slots // 4)
-    service.admit(context, submits, window=window)
-    generation = service.start(context, submits, window=window) if submits else None
+    service.admit(request, submits, window=window)
+    generation = service.start(request, submits, window=window) if submits else None
     encoder.count_unknown()
 
     async def answer() -> tuple[ScoreAnswer, Iterator[Iterator[bytes]]]:
@@ -90,7 +85,7 @@ async def score(service: Service, request: Request) -> Response:
         if body.continuations is not None:
             for rank, item in enumerate(sorted(scores, key=lambda item: (item.nats, item.index)), 1):
                 item.rank = rank
-        usage = Usage.of(context.num_prompt_tokens or 0)
+        usage = Usage.of(request.num_prompt_tokens or 0)
         receipt = encoder.receipt(generation.timing) if generation is not None else UNSET
 
         def parts(item: Score) -> Iterator[bytes]:
@@ -100,10 +95,10 @@ async def score(service: Service, request: Request) -> Response:
             has_first = bool(not before and ids[item.index])  # which nothing precedes
             return filled(item, list_parts(_character_nats(logprobs[item.index], has_first)))
 
-        content = ScoreAnswer(context.request_id, model.name, "list", HOLE, usage, receipt)
+        content = ScoreAnswer(request.id, model.name, "list", HOLE, usage, receipt)
         return content, map(parts, scores)
 
-    return _running(service, context, answer)
+    await _write(service, request, answer)
 
 
 async def _score(index: int, logprobs: Logprobs, pause: Pause) -> Score:
@@ -131,13 +126,11 @@ def _character_nats(logprobs: Logprobs, has_first: bool) -> Iterator[list[float 
         yield [round(-value, 7) for value in values]
 
 
-async def next_character(service: Service, request: Request) -> Response:
+async def next_character(service: Service, request: Request) -> None:
     """Give the distribution of the next character."""
-    context = RequestContext.of(request.scope)
-    service.refuse_if_full(context)
     body = await service.read(NextRequest, request)
-    context.timeout_seconds = body.timeout_seconds
-    model = service.choose(context, body.model)
+    request.set_timeout(body.timeout_seconds)
+    model = service.choose(request, body.model)
     encoder = Encoder(service, model, body)
     prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     limit = service.settings.max_prompts
@@ -154,19 +147,19 @@ async def next_character(service: Service, request: Request) -> Response:
         )
         for prompt in ids
     ]  # fmt: skip
-    context.num_prompt_tokens = sum(map(len, ids))
-    service.admit(context, submits)
-    generation = service.start(context, submits)
+    request.num_prompt_tokens = sum(map(len, ids))
+    service.admit(request, submits)
+    generation = service.start(request, submits)
     encoder.count_unknown()
 
     async def answer() -> tuple[NextAnswer, Iterator[Iterator[bytes]]]:
         pieces = await gathered(generation)
-        usage, receipt = Usage.of(context.num_prompt_tokens or 0), encoder.receipt(generation.timing)
-        content = NextAnswer(context.request_id, model.name, "list", HOLE, usage, receipt)
+        usage, receipt = Usage.of(request.num_prompt_tokens or 0), encoder.receipt(generation.timing)
+        content = NextAnswer(request.id, model.name, "list", HOLE, usage, receipt)
         # No row for a sequence that ended because the client left.
         return content, (_next(model, it.number, it.logprobs) for it in pieces if it.logprobs)
 
-    return _running(service, context, answer)
+    await _write(service, request, answer)
 
 
 def _next(model: Model, index: int, logprobs: Logprobs) -> Iterator[bytes]:
@@ -178,18 +171,15 @@ def _next(model: Model, index: int, logprobs: Logprobs) -> Iterator[bytes]:
     return filled(Next(index, entropy, entropy / math.log(2), HOLE), list_parts(slices))
 
 
-def _running(
+async def _write(
     service: Service,
-    context: RequestContext,
+    request: Request,
     answer: Callable[[], Awaitable[tuple[ScoreAnswer | NextAnswer, Iterator[Iterator[bytes]]]]],
-) -> RunningAnswer:
+) -> None:
     """`answer` gives the content with a hole for its data, and the parts of each item of that."""
-
-    async def write(send: Send) -> None:
-        content, items = await answer()
-        headers: list[tuple[bytes, bytes]] = []
-        if content.chargpt is not UNSET:
-            headers = receipt_headers(content.chargpt, time.monotonic() - context.arrived_at)
-        await send_json(send, filled(content, joined(items)), headers, lambda: context.is_gone)
-
-    return RunningAnswer(context, service.busy(), write)
+    service.set_busy(request)
+    content, items = await answer()
+    headers: Headers = []
+    if content.chargpt is not UNSET:
+        headers = receipt_headers(content.chargpt, time.monotonic() - request.arrived_at)
+    await send_json(request, filled(content, joined(items)), headers)

@@ -8,18 +8,15 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from service.http.client import Piece, gathered
-from service.http.context import RequestContext
 from service.http.pause import Pause
+from service.http.request import JSON, Headers, Request
 from service.http.schemas import (
     ApiError,
     ChunkChoice,
@@ -52,51 +49,6 @@ HOLE: Any = msgspec.Raw(b"\0")  # stands for a part of an answer; JSON never con
 _encode = msgspec.json.encode
 
 AnyChoice = TypeVar("AnyChoice", bound=ChunkChoice)
-
-
-class RunningAnswer(Response):
-    """Writes an answer while its sequences run; a client that leaves aborts them."""
-
-    WATCH_AFTER_SECONDS = 0.02  # most answers are out by then and need no task that watches the client
-
-    def __init__(
-        self, context: RequestContext, busy: AbstractContextManager[None], write: Callable[[Send], Awaitable[None]]
-    ):
-        self.context, self.busy, self.write = context, busy, write
-        self.background = None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watchers: list[asyncio.Task[None]] = []
-        loop = asyncio.get_running_loop()
-        timer = loop.call_later(
-            self.WATCH_AFTER_SECONDS, lambda: watchers.append(loop.create_task(self._watch(receive)))
-        )
-        try:
-            with self.busy:
-                await self.write(send)
-                if self.background is not None:
-                    await self.background()
-        finally:
-            timer.cancel()
-            for watcher in watchers:
-                watcher.cancel()
-            self.context.abort()
-
-    async def _watch(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self.context.client_has_left()
-
-
-class PartedAnswer(Response):
-    """A JSON answer that needs no sequences."""
-
-    def __init__(self, parts: Iterable[bytes]):
-        self.parts = parts
-        self.background = None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send_json(send, self.parts, [])
 
 
 # -- parts of an answer --
@@ -164,7 +116,7 @@ class Form(ABC):
 
     def __init__(
         self,
-        context: RequestContext,
+        request: Request,
         model: str,
         characters: list[str],
         receipt: Callable[[Timing], Receipt],
@@ -172,7 +124,7 @@ class Form(ABC):
         include_usage: bool,
         continuous_usage: bool,
     ):
-        self.context, self.model = context, model
+        self.request, self.model = request, model
         self.receipt = receipt
         self.include_usage = include_usage
         self.continuous_usage = continuous_usage
@@ -181,11 +133,11 @@ class Form(ABC):
 
     @property
     def timing(self) -> Timing:
-        return self.context.generations[0].timing
+        return self.request.generations[0].timing
 
     @property
     def usage(self) -> Usage:
-        return Usage.of(self.context.num_prompt_tokens or 0, self.context.num_completion_tokens)
+        return Usage.of(self.request.num_prompt_tokens or 0, self.request.num_completion_tokens)
 
     def logprobs(self, piece: Piece) -> TokenLogprobs | None:
         if piece.logprobs is None:
@@ -245,7 +197,7 @@ class NativeForm(Form):
     """/generate"""
 
     def answer(self, choices: list[Any]) -> GenerateAnswer:
-        return GenerateAnswer(self.context.request_id, self.model, choices, self.usage, self.receipt(self.timing))
+        return GenerateAnswer(self.request.id, self.model, choices, self.usage, self.receipt(self.timing))
 
     def choice(self, piece: Piece, text: str, logprobs: TokenLogprobs | None) -> GenerateChoice:
         finish_reason: Any = piece.finish_reason
@@ -259,15 +211,15 @@ class NativeForm(Form):
 
     def end(self) -> bytes:
         receipt = self.receipt(self.timing)
-        return _encode(GenerateEnd(self.context.request_id, self.model, self.usage, receipt))
+        return _encode(GenerateEnd(self.request.id, self.model, self.usage, receipt))
 
 
 class CompletionForm(Form):
     """/v1/completions, as in OpenAI's API"""
 
-    def __init__(self, context: RequestContext, *arguments: Any, **options: Any):
-        super().__init__(context, *arguments, **options)
-        self.id, self.created = f"cmpl-{context.request_id}", int(time.time())
+    def __init__(self, request: Request, *arguments: Any, **options: Any):
+        super().__init__(request, *arguments, **options)
+        self.id, self.created = f"cmpl-{request.id}", int(time.time())
 
     def answer(self, choices: list[Any]) -> Completion:
         receipt = self.receipt(self.timing)
@@ -315,15 +267,14 @@ def _size(piece: Piece) -> float:
 # -- writing it --
 
 
-async def write_whole(send: Send, context: RequestContext, pieces: AsyncIterable[list[Piece]], form: Form) -> None:
+async def write_whole(request: Request, pieces: AsyncIterable[list[Piece]], form: Form) -> None:
     complete = await gathered(pieces)
-    headers = receipt_headers(form.receipt(form.timing), time.monotonic() - context.arrived_at)
-    await send_json(send, form.whole(complete), headers, lambda: context.is_gone)
+    headers = receipt_headers(form.receipt(form.timing), time.monotonic() - request.arrived_at)
+    await send_json(request, form.whole(complete), headers)
 
 
 async def write_stream(
-    send: Send,
-    context: RequestContext,
+    request: Request,
     pieces: AsyncIterable[list[Piece]],
     form: Form,
     *,
@@ -334,30 +285,25 @@ async def write_stream(
     loop = asyncio.get_running_loop()
     last_write: float | None = None  # None: the headers are not out
 
-    async def write(data: bytes, more_body: bool = True) -> None:
+    def begin() -> None:
         nonlocal last_write
         if last_write is None:
-            headers = [
-                (b"content-type", b"text/event-stream; charset=utf-8"),
-                (b"cache-control", b"no-store"),
-                *receipt_headers(form.receipt(form.timing), None),
-            ]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            request.begin([*EVENT_STREAM, *receipt_headers(form.receipt(form.timing), None)])
         last_write = loop.time()
-        await send({"type": "http.response.body", "body": data, "more_body": more_body})
 
     async def keep_alive() -> None:
         while True:
             since = 0.0 if last_write is None else loop.time() - last_write
             if since >= keep_alive_seconds:
-                await write(KEEP_ALIVE)
+                begin()
+                await request.write(KEEP_ALIVE)
                 since = 0.0
             await asyncio.sleep(keep_alive_seconds - since)
 
     keeper = asyncio.create_task(keep_alive())
     try:
         async for some in pieces:
-            is_end = all(generation.is_finished for generation in context.generations)
+            is_end = all(generation.is_finished for generation in request.generations)
             new = [piece for piece in some if piece.text or piece.finish_reason]
             data, pause = b"", Pause()
             for piece in new:
@@ -365,11 +311,13 @@ async def write_stream(
                     is_last = is_end and piece is new[-1] and part.finish_reason is not None
                     data += b"data: %b\n\n" % form.event(part, is_last)
                     if len(data) >= CHUNK_BYTES:
-                        await write(data)
+                        begin()
+                        await request.write(data)
                         data = b""
                     await pause.if_due()
             if data:
-                await write(data)
+                begin()
+                await request.write(data)
         end = form.end()
     except ApiError as error:
         if last_write is None:
@@ -377,39 +325,38 @@ async def write_stream(
         end = error.body
     finally:
         keeper.cancel()
-    await write((b"data: %b\n\n" % end if end else b"") + done, more_body=False)
+    begin()
+    request.finish((b"data: %b\n\n" % end if end else b"") + done)
 
 
-async def send_json(
-    send: Send,
-    parts: Iterable[bytes],
-    headers: list[tuple[bytes, bytes]],
-    is_gone: Callable[[], bool] = lambda: False,
-) -> None:
+EVENT_STREAM = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store"))
+
+
+async def send_json(request: Request, parts: Iterable[bytes], headers: Headers) -> None:
     """A whole answer with status 200, until the client is gone.
 
     A small one has its length; a large one is encoded while it is written, a chunk at a time.
     """
-    headers = [(b"content-type", b"application/json"), *headers]
+    headers = [JSON, *headers]
     has_begun, body, pause = False, bytearray(), Pause()
     for part in parts:
         body += part
         if len(body) > (CHUNK_BYTES if has_begun else MAX_WHOLE_BYTES):
             if not has_begun:
-                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                request.begin(headers)
                 has_begun = True
-            await send({"type": "http.response.body", "body": bytes(body), "more_body": True})
+            await request.write(bytes(body))
             body.clear()
         await pause.if_due()
-        if is_gone():
+        if request.is_gone:
             return
-    if not has_begun:
-        headers.insert(1, (b"content-length", b"%d" % len(body)))
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": bytes(body)})
+    if has_begun:
+        request.finish(bytes(body))
+    else:
+        request.respond(bytes(body), headers)
 
 
-def receipt_headers(receipt: Receipt, total_seconds: float | None) -> list[tuple[bytes, bytes]]:
+def receipt_headers(receipt: Receipt, total_seconds: float | None) -> Headers:
     """Times in milliseconds, under text-generation-inference's names.
 
     Times of the end only with `total_seconds`: the headers of a stream go out before it.

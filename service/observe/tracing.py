@@ -21,10 +21,9 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-from starlette.types import Scope
 
 if TYPE_CHECKING:
-    from service.http.context import RequestContext
+    from service.http.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -55,18 +54,19 @@ class Tracer:
         self._tracer = self._provider.get_tracer("chargpt")
         self._propagator = TraceContextTextMapPropagator()
 
-    def request(self, scope: Scope, context: RequestContext, started_at: float, ended_at: float) -> None:
+    def request(self, request: Request, ended_at: float) -> None:
         """Create the span of a finished request, unless its route runs no model. Times are from time.monotonic()."""
-        operation = OPERATIONS.get(context.route)
+        route = request.endpoint.path
+        operation = OPERATIONS.get(route)
         if operation is None:
             return
-        model_name = self._service_name if context.model is None else context.model.name
+        model_name = self._service_name if request.model is None else request.model.name
         offset = time.time_ns() - time.monotonic_ns()
 
         def unix(at: float) -> int:
             return int(at * 1e9) + offset
 
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in request.headers}
         span = self._tracer.start_span(
             f"{operation} {model_name}",
             self._propagator.extract(headers),
@@ -75,26 +75,26 @@ class Tracer:
                 "gen_ai.operation.name": operation,
                 "gen_ai.provider.name": "chargpt",
                 "gen_ai.request.model": model_name,
-                "gen_ai.request.id": context.request_id,
-                "http.request.method": scope["method"],
-                "http.route": context.route,
+                "gen_ai.request.id": request.id,
+                "http.request.method": request.method,
+                "http.route": route,
             },
-            start_time=unix(started_at),
+            start_time=unix(request.started_at),
         )
         if span.is_recording():
-            status = context.status
+            status = request.status
             if status is not None:
                 span.set_attribute("http.response.status_code", status)
-            failure = next((reason for reason in FAILURES if reason in context.endings), None)
+            failure = next((reason for reason in FAILURES if reason in request.endings), None)
             if failure is None and status is not None and status >= 500:
                 failure = str(status)
             if failure is not None:
                 span.set_attribute("error.type", failure)
                 span.set_status(StatusCode.ERROR)
-            if context.num_prompt_tokens is not None:
-                span.set_attributes(_attributes(context, ended_at - started_at))
+            if request.num_prompt_tokens is not None:
+                span.set_attributes(_attributes(request, ended_at - request.started_at))
                 parent = set_span_in_context(span)
-                for generation in context.generations:
+                for generation in request.generations:
                     for name, began, ended in generation.phases:
                         phase = self._tracer.start_span(name, parent, start_time=unix(began))
                         phase.end(unix(min(ended, ended_at)))
@@ -110,17 +110,17 @@ class Tracer:
             self._exporter.shutdown()
 
 
-def _attributes(context: RequestContext, seconds: float) -> dict[str, Any]:
+def _attributes(request: Request, seconds: float) -> dict[str, Any]:
     """OpenTelemetry's gen_ai attributes, and vLLM's where OpenTelemetry defines none."""
     attributes: dict[str, Any] = {
-        "gen_ai.usage.input_tokens": context.num_prompt_tokens,
-        "gen_ai.usage.output_tokens": context.num_completion_tokens,
-        "gen_ai.response.finish_reasons": [reason for reason, count in context.endings.items() for _ in range(count)],
+        "gen_ai.usage.input_tokens": request.num_prompt_tokens,
+        "gen_ai.usage.output_tokens": request.num_completion_tokens,
+        "gen_ai.response.finish_reasons": [reason for reason, count in request.endings.items() for _ in range(count)],
         "gen_ai.latency.e2e": seconds,
     }
-    if not context.generations:
+    if not request.generations:
         return attributes
-    generation = context.generations[0]
+    generation = request.generations[0]
     timing, first = generation.timing, generation.sequences[0].submit
     attributes |= {
         "gen_ai.usage.num_sequences": len(generation.sequences),

@@ -1,6 +1,5 @@
 """Access over real sockets: API keys, CORS, path prefix, slow bodies, TLS."""
 
-import asyncio
 import contextlib
 import functools
 import json
@@ -11,15 +10,19 @@ import ssl
 import threading
 import time
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import httpx
 import openai
 import pytest
-from fastapi import FastAPI
 from helpers import ENDLESS, RunningServer, http_processes, make_certificate, save_random, wait_until, web
 from playwright.sync_api import sync_playwright
 
-from service.http.middleware import EXPOSED_HEADERS, RequestMiddleware
+from service.http.admission import Admission
+from service.http.app import EXPOSED_HEADERS, App, Endpoint
+from service.http.clients import ClientLimits
+from service.http.openapi import Operation
+from service.http.request import Request
 from service.settings import Settings
 from tests.toolbox.http import answer, post, received, sent
 from tests.toolbox.needs import program
@@ -276,30 +279,43 @@ def test_error_responses_carry_cors_headers(server):
     assert ask("POST", "/generate", 504, json={"prompt": "a", "max_tokens": ENDLESS})["error"]["code"] == "timeout"
 
 
-def test_unhandled_exception_returns_a_regular_error_response(caplog):
-    app = FastAPI()
-    app.add_middleware(RequestMiddleware, settings=Settings(cors_origins=[ORIGIN]), metrics=lambda: None)
+class Recorded:
+    """A Responder that keeps the answer."""
 
-    @app.get("/broken")
-    async def broken():
+    def respond(self, status, headers, body):
+        self.answer = status, dict(headers), json.loads(body)
+
+
+def app_with(**settings):
+    """An application without checkpoints, workers or metrics, whose one route is /broken."""
+
+    def broken(service, request):
         raise ZeroDivisionError("a secret of the code")
 
-    async def ask():
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.get("/broken", headers={"Origin": ORIGIN, "X-Request-Id": "mine"})
+    settings = Settings(**settings)
+    state = SimpleNamespace(is_leaving=False)
+    service = SimpleNamespace(
+        settings=settings, state=state, metrics=None, tracer=None, admission=Admission(settings),
+        limits=ClientLimits(settings), timeout=lambda seconds: 1.0, ended=lambda request: None,
+    )  # fmt: skip
+    app = App(service)
+    operation = Operation("/broken", broken, "broken", "text")
+    app.endpoints["/broken"] = Endpoint("/broken", {"GET": operation}, is_public=False, is_quiet=False)
+    return app
 
-    with caplog.at_level(logging.ERROR, "service.http.middleware"):
-        response = asyncio.run(ask())
-    assert response.status_code == 500
-    assert response.json()["error"] == {
-        "message": "internal error",
-        "type": "server_error",
-        "param": None,
-        "code": None,
-    }
-    assert response.headers["x-request-id"] == "mine"
-    assert response.headers["access-control-allow-origin"] == ORIGIN
+
+def test_unhandled_exception_returns_a_regular_error_response(caplog):
+    app, responder = app_with(cors_origins=[ORIGIN]), Recorded()
+    request = Request("GET", "/broken", b"", [(b"origin", ORIGIN.encode()), (b"x-request-id", b"mine")], "::1", 0.0)
+    request.responder, request.is_complete = responder, True
+    with caplog.at_level(logging.ERROR, "service.http.app"):
+        app.begin(request)
+        app.receive(request)
+    status, headers, answer = responder.answer
+    assert status == 500
+    assert answer["error"] == {"message": "internal error", "type": "server_error", "param": None, "code": None}
+    assert headers[b"x-request-id"] == b"mine"
+    assert headers[b"access-control-allow-origin"] == ORIGIN.encode()
     assert "request mine failed" in caplog.text
 
 
@@ -324,18 +340,10 @@ def test_routes_answer_with_and_without_the_prefix(server):
 
 @pytest.mark.parametrize("root_path", ["/v1", "/generate", "/deep/er"])
 def test_prefix_may_equal_a_route(root_path):
-    app = FastAPI()
-    app.add_middleware(RequestMiddleware, settings=Settings(root_path=root_path), metrics=lambda: None)
+    app = app_with(root_path=root_path)
     for path in ("/generate", "/v1/models"):
-        app.add_api_route(path, lambda path=path: path)
-
-    async def ask(path):
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
-            return (await client.get(path)).json()
-
-    for path in ("/generate", "/v1/models"):
-        assert asyncio.run(ask(path)) == path
-        assert asyncio.run(ask(root_path + path)) == path
+        assert app.find(path)[0].path == path
+        assert app.find(root_path + path)[0].path == path
 
 
 # -- slow bodies --

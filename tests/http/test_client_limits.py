@@ -55,8 +55,8 @@ def clients_of(server, count):
 # -- who a client is --
 
 
-def scope(peer, *forwarded):
-    return {"client": peer and (peer, 1), "headers": [(b"x-forwarded-for", value.encode()) for value in forwarded]}
+def headers(*forwarded):
+    return [(b"x-forwarded-for", value.encode()) for value in forwarded]
 
 
 @pytest.mark.parametrize(
@@ -72,13 +72,15 @@ def scope(peer, *forwarded):
         ("fe80::1%eth0", [], "fe80::/64"),
         ("::ffff:192.0.2.7", [], "192.0.2.7"),
         ("192.0.2.7", ["[2001:db8::1]"], "2001:db8::/64"),
-        (None, [], "unknown"),
+        ("", [], "unknown"),
+        ("192.0.2.7", ["198.51.100.1:5678"], "198.51.100.1"),
+        ("192.0.2.7", ["[2001:db8::1]:443"], "2001:db8::/64"),
     ],
 )
 def test_an_address_comes_from_the_nearest_proxy_or_the_peer(peer, forwarded, client):
-    assert address_of(scope(peer, *forwarded), "X-Forwarded-For") == client
-    if peer is not None and forwarded:
-        assert address_of(scope(peer, *forwarded), None) == address_of(scope(peer), None)
+    assert address_of(peer, headers(*forwarded), "X-Forwarded-For") == client
+    if forwarded:
+        assert address_of(peer, headers(*forwarded), None) == address_of(peer, [], None)
 
 
 def test_the_log_names_clients_and_never_keys(checkpoint, keys_file):

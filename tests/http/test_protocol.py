@@ -20,7 +20,8 @@ import uvicorn
 from helpers import ENDLESS, SLOW, RunningServer, make_certificate, save_random, wait_until, web
 
 from service.http.clients import network_of
-from service.http.protocol import LOOPBACK, Connections, Protocol
+from service.http.connection import LOOPBACK, Connection, Connections
+from service.http.request import Request
 from service.settings import Settings
 from tests.toolbox.http import answer, post, received, sent
 from tests.toolbox.launch import Program, free_port
@@ -491,31 +492,51 @@ def test_a_request_whose_body_is_awaited_is_answered_when_the_server_stops(check
         assert "Traceback" not in server.output()
 
 
-def test_a_request_can_abort_its_connection():
-    async def app(scope, receive, send):
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(0.5):
-                while True:
-                    await send({"type": "http.response.body", "body": b"x" * 100_000, "more_body": True})
-        scope["extensions"]["chargpt.abort"]()
-        ended.set()
+def test_a_client_that_does_not_read_loses_its_connection_at_the_deadline():
+    ended = asyncio.Event()
+
+    class App:
+        """Writes until the connection is aborted."""
+
+        is_leaving, cors = False, None
+
+        def begin(self, request):
+            request.app = self
+
+        def receive(self, request):
+            request.is_running, request.deadline = True, time.monotonic() + 0.5
+            request.task = asyncio.create_task(self.write(request))
+
+        async def write(self, request):
+            request.begin([])
+            while request.responder is not None:
+                await request.write(b"x" * 100_000)
+            ended.set()
+
+        def expire(self, request):
+            assert isinstance(request, Request)
+            request.drop()
+
+        def end(self, request):
+            pass
 
     async def main():
-        protocol = partial(Protocol, Connections(Settings()))
-        server = uvicorn.Server(uvicorn.Config(app, port=free_port(), http=protocol, lifespan="off", log_config=None))
+        connections = Connections(Settings())
+        protocol = partial(Connection, connections, App())
+        server = uvicorn.Server(uvicorn.Config(None, port=free_port(), http=protocol, lifespan="off", log_config=None))
         serving = asyncio.create_task(server.serve())
         while not server.started:
             await asyncio.sleep(0.01)
         _, writer = await asyncio.open_connection("127.0.0.1", server.config.port)
         writer.transport.pause_reading()
         writer.write(GET + b"\r\n")
-        await ended.wait()
+        while not ended.is_set():
+            await asyncio.sleep(0.1)
+            connections.sweep(time.monotonic())
         while server.server_state.connections:
             await asyncio.sleep(0.01)
         writer.close()
         server.should_exit = True
         await serving
 
-    ended = asyncio.Event()
     asyncio.run(asyncio.wait_for(main(), 20))

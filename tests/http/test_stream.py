@@ -11,20 +11,19 @@ import pytest
 from helpers import logprobs_of
 
 from service.http import stream
-from service.http.admission import Admission
 from service.http.client import Piece
-from service.http.context import RequestContext
+from service.http.request import Request
 from service.http.schemas import Receipt, Timing
 from service.http.stream import CompletionForm, NativeForm, pieces_of, send_json
-from service.settings import Settings
 
 CHARACTERS = list('ab"\\\n\0éж漢🙂')
 
 
 def form(kind):
-    context = RequestContext("id", "/generate", 0.0, Admission(Settings()).hold("client"))
+    request = Request("POST", "/generate", b"", [], "", 0.0)
+    request.id = "id"
     receipt = Receipt("hash", "native", "float32", [1], Timing(0.0, 0.0, 0.0, None), 0, 0)
-    form = kind(context, "m", CHARACTERS, lambda timing: receipt, include_usage=True, continuous_usage=False)
+    form = kind(request, "m", CHARACTERS, lambda timing: receipt, include_usage=True, continuous_usage=False)
     form.created = 0
     return form
 
@@ -72,13 +71,34 @@ def test_a_piece_is_cut_into_pieces_with_their_log_probabilities():
     assert all(len(part.logprobs) == len(part.text) - part.num_unscored for part in parts)
 
 
+class Sent:
+    """What of a Request writes an answer."""
+
+    is_gone = is_whole = is_finished = False
+
+    def __init__(self):
+        self.bodies = []
+
+    def respond(self, body, headers):
+        self.bodies.append(body)
+        self.is_whole = self.is_finished = True
+
+    def begin(self, headers):
+        assert not self.bodies
+
+    async def write(self, data):
+        assert not self.is_finished
+        self.bodies.append(data)
+
+    def finish(self, data):
+        self.bodies.append(data)
+        self.is_finished = True
+
+
 @pytest.mark.parametrize("size", [0, 100, 1 << 17, 1 << 20])
 def test_small_answers_have_their_length_and_large_ones_go_out_in_chunks_with_pauses(size):
     async def main():
-        sent, turns = [], 0
-
-        async def send(message):
-            sent.append(message)
+        sent, turns = Sent(), 0
 
         async def count():
             nonlocal turns
@@ -94,13 +114,13 @@ def test_small_answers_have_their_length_and_large_ones_go_out_in_chunks_with_pa
                     time.sleep(0.005)
                 yield b"x" * 1000
 
-        await send_json(send, parts(), [])
+        await send_json(sent, parts(), [])
         counting.cancel()
-        bodies = [message["body"] for message in sent[1:]]
+        bodies = sent.bodies
         assert sum(map(len, bodies)) == math.ceil(size / 1000) * 1000
-        assert [message.get("more_body", False) for message in sent[1:]] == [True] * (len(bodies) - 1) + [False]
+        assert sent.is_finished
         is_chunked = size > 1 << 18
-        assert (b"content-length" in dict(sent[0]["headers"])) != is_chunked
+        assert sent.is_whole != is_chunked
         assert (len(bodies) > 1) == is_chunked
         assert max(map(len, bodies)) < 2 * (1 << 18)
         assert turns >= size // 50_000 - 1
@@ -117,10 +137,12 @@ def test_an_answer_ends_when_its_client_is_gone():
                 encoded.append(i)
                 yield b"x" * 10_000
 
-        async def send(message):
-            pass
+        class Leaving(Sent):
+            @property
+            def is_gone(self):
+                return len(encoded) > 50
 
-        await send_json(send, parts(), [], lambda: len(encoded) > 50)
+        await send_json(Leaving(), parts(), [])
         assert len(encoded) < 70
 
     asyncio.run(main())

@@ -1,0 +1,231 @@
+"""ASGI around the application, for the middlewares that a LitServe user passes in; without any, nothing here runs.
+
+A connection hands its requests to `Wrapped` in place of App; the outermost middleware is called as an ASGI application,
+and the innermost one calls `_application`, which hands the request on to App.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from service.http.app import App
+from service.http.request import Headers, Request
+
+logger = logging.getLogger(__name__)
+
+MAX_UNSENT = 4  # messages of an answer that middlewares have not passed on
+
+
+class Wrapped:
+    """Has what a connection and a Request use of App."""
+
+    cors, is_leaving = None, False
+
+    def __init__(self, app: App, middlewares: Iterable[Any]):
+        self.app = app
+        self._asgi: ASGIApp = self._application
+        for middleware in middlewares:
+            kind, options = middleware if isinstance(middleware, tuple) else (middleware, {})
+            self._asgi = kind(self._asgi, **options)
+
+    @property
+    def tasks(self) -> set[asyncio.Task[None]]:
+        return self.app.tasks
+
+    @tasks.setter
+    def tasks(self, tasks: set[asyncio.Task[None]]) -> None:
+        self.app.tasks = tasks
+
+    def begin(self, request: Request) -> None:
+        request.app = self  # type: ignore[assignment]
+        exchange = Exchange(request, self.app.settings.max_body_bytes)
+        request.generations = [exchange]  # type: ignore[list-item]  # aborted when the client leaves
+        task = asyncio.get_running_loop().create_task(self._run(exchange))
+        self.app.tasks.add(task)
+        task.add_done_callback(self.app.tasks.discard)
+
+    def receive(self, request: Request) -> None:
+        exchange: Any = request.generations[0]
+        exchange.take()
+
+    def expire(self, request: Request) -> None:
+        if request.responder is not None:
+            request.responder.abort()
+
+    def end(self, request: Request) -> None:
+        """The client has left before its body was complete, which `Exchange.abort` was told."""
+
+    async def _run(self, exchange: Exchange) -> None:
+        request = exchange.request
+        try:
+            await self._asgi(exchange.scope, exchange.receive, exchange.send)
+        except Exception:
+            logger.exception("a middleware failed")
+        if request.responder is not None:  # the answer is not complete
+            request.responder.abort()
+        request.generations.clear()
+
+    async def _application(self, scope: Scope, receive: Receive, send: Send) -> None:
+        peer = (scope.get("client") or ("", 0))[0]
+        request = Request(
+            scope["method"], scope["path"], scope["query_string"], list(scope["headers"]), peer, time.monotonic()
+        )
+        carrier = Carrier(scope)
+        request.responder = carrier
+        reader: asyncio.Task[None] | None = None
+
+        async def read() -> None:
+            while (message := await receive())["type"] == "http.request":
+                if not request.is_running and not request.is_ended:
+                    request.chunks.append(message.get("body", b""))
+                    request.num_body_bytes += len(request.chunks[-1])
+                    request.is_complete = not message.get("more_body", False)
+                    self.app.receive(request)
+            if not request.is_ended:
+                request.left()
+            carrier.abort()
+
+        try:
+            self.app.begin(request)
+            if not request.is_ended:
+                reader = asyncio.create_task(read())
+            while (message := await carrier.next()) is not None:
+                await send(message)
+        finally:
+            if reader is not None:
+                reader.cancel()
+            if not request.is_ended:
+                request.left()
+
+
+class Exchange:
+    """A connection's request as ASGI shows it."""
+
+    is_finished = False
+
+    def __init__(self, request: Request, max_body_bytes: int):
+        self.request, self._max_body_bytes = request, max_body_bytes
+        self._news = asyncio.Event()
+        self._is_told = False  # that the body is complete
+        self._has_begun = False
+        self._status, self._headers = 200, Headers()
+        self.scope: dict[str, Any] = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.0" if request.is_old else "1.1",
+            "method": request.method,
+            "scheme": "https" if getattr(request.responder, "is_secure", False) else "http",
+            "path": request.path,
+            "raw_path": request.path.encode(),
+            "query_string": request.query,
+            "root_path": "",
+            "headers": request.headers,
+            "client": (request.peer, 0),
+            "server": None,
+            "state": {},
+            "extensions": {},
+            "chargpt.exchange": self,
+        }
+
+    def take(self) -> None:
+        """More of the body has come."""
+        request = self.request
+        request.is_running = request.is_complete
+        if request.is_complete and request.responder is not None:
+            request.responder.deadline = math.inf
+        self._news.set()
+        if request.num_body_bytes > 2 * self._max_body_bytes and request.responder is not None:
+            request.responder.abort()
+
+    def abort(self) -> None:
+        """The client has left."""
+        self._news.set()
+
+    async def receive(self) -> dict[str, Any]:
+        request = self.request
+        while True:
+            if request.responder is None:
+                return {"type": "http.disconnect"}
+            if request.chunks or (request.is_complete and not self._is_told):
+                body = request.body
+                request.chunks.clear()
+                self._is_told = request.is_complete
+                return {"type": "http.request", "body": body, "more_body": not request.is_complete}
+            self._news.clear()
+            await self._news.wait()
+
+    async def send(self, message: Any) -> None:
+        responder = self.request.responder
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            self._headers = [(name.lower(), value) for name, value in message.get("headers", ())]
+            self._headers = [pair for pair in self._headers if pair[0] not in (b"content-length", b"transfer-encoding")]
+        elif responder is not None:
+            body, is_last = message.get("body", b""), not message.get("more_body", False)
+            if is_last and not self._has_begun:
+                responder.respond(self._status, self._headers, body)
+                return
+            if not self._has_begun:
+                self._has_begun = True
+                responder.begin(self._status, self._headers)
+            if body:
+                responder.write(body)
+                await responder.drain()
+            if is_last:
+                responder.finish()
+
+
+class Carrier:
+    """The Responder that gives its answer to an ASGI `send`."""
+
+    def __init__(self, scope: Scope):
+        self._exchange: Exchange | None = scope.get("chargpt.exchange")
+        self._messages: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        self._sent = asyncio.Event()
+
+    @property
+    def deadline(self) -> float:
+        return math.inf
+
+    @deadline.setter
+    def deadline(self, at: float) -> None:
+        if self._exchange is not None and self._exchange.request.responder is not None:
+            self._exchange.request.responder.deadline = at
+
+    async def next(self) -> dict[str, Any] | None:
+        message = await self._messages.get()
+        self._sent.set()
+        return message
+
+    def respond(self, status: int, headers: Headers, body: bytes) -> None:
+        if status not in (204, 304):
+            headers = [*headers, (b"content-length", b"%d" % len(body))]
+        self.begin(status, headers)
+        self._messages.put_nowait({"type": "http.response.body", "body": body})
+        self._messages.put_nowait(None)
+
+    def begin(self, status: int, headers: Headers) -> None:
+        self._messages.put_nowait({"type": "http.response.start", "status": status, "headers": headers})
+
+    def write(self, data: bytes) -> None:
+        self._messages.put_nowait({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def drain(self) -> None:
+        while self._messages.qsize() > MAX_UNSENT:
+            self._sent.clear()
+            await self._sent.wait()
+
+    def finish(self) -> None:
+        self._messages.put_nowait({"type": "http.response.body", "body": b""})
+        self._messages.put_nowait(None)
+
+    def abort(self) -> None:
+        self._messages.put_nowait(None)
+        self._sent.set()

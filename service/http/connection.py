@@ -1,0 +1,701 @@
+"""HTTP/1.1 connections: their number, heads and bodies as they arrive, pipelining, answers, and all time limits.
+
+httptools parses; uvicorn owns the listening sockets and the loop, and this class is its protocol. What is refused here
+never reaches a route, and is answered with the body of every other error. RFC 9112 is what the section numbers mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http
+import logging
+import math
+import os
+import resource
+import socket
+import ssl
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
+
+import uvloop
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser, parse_url
+from uvicorn.config import Config
+from uvicorn.server import ServerState
+
+from service.http.clients import network_of
+from service.http.request import CLOSE, Headers, Request
+from service.http.schemas import ApiError
+from service.observe.metrics import Metrics
+from service.settings import Settings
+from service.words import plural
+
+if TYPE_CHECKING:
+    from service.http.app import App
+    from service.http.asgi import Wrapped
+
+logger = logging.getLogger(__name__)
+
+MAX_HEADERS = 100
+MAX_PIPELINED = 16
+PIECE_BYTES = 4096  # fed to the parser at once, so that the limits are checked before much is parsed
+LINGER_SECONDS = 1.0
+SWEEP_SECONDS = 0.1
+MAX_QUEUED_BYTES = 1 << 16  # of bodies behind the current request
+LINGER_BYTES = 4 << 20
+
+
+class OpenFilesError(ValueError):
+    """The process may not open enough files to serve."""
+
+
+class RefusedRequest(Exception):
+    """A request that is not passed on: the answer, and the reason as metrics name it."""
+
+    def __init__(self, error: ApiError, reason: str):
+        self.error, self.reason = error, reason
+
+
+class Connections:
+    """The open connections of one HTTP process and their limits, in all and per address.
+
+    The limits leave room for probes: an address without an open connection gets one of RESERVED connections beyond
+    the limit, and loopback, from which a container's health check comes, one of RESERVED_FOR_LOOPBACK more.
+
+    metrics: returns None until the HTTP process has started.
+
+    Raises:
+        OpenFilesError: the limit of open files (RLIMIT_NOFILE, hard) is less than MIN_FILES.
+    """
+
+    RESERVED = 16
+    RESERVED_FOR_LOOPBACK = 4
+    LINGERING = 64  # refused connections that are kept until the client has read why
+    MIN_FILES = 256
+    SPARE_FILES = 2300  # own files, the connections above, and as many as are accepted at once (uvicorn's backlog)
+
+    def __init__(self, settings: Settings, metrics: Callable[[], Metrics | None] = lambda: None):
+        self.settings, self._metrics = settings, metrics
+        asked = settings.max_connections // settings.http_processes or 1
+        files = raise_files_limit()
+        if files < self.MIN_FILES:
+            raise OpenFilesError(f"the limit of open files (ulimit -n) must be at least {self.MIN_FILES}, got {files}")
+        self.limit = min(asked, files - min(self.SPARE_FILES, files // 2))
+        if self.limit < asked:
+            logger.warning(
+                "--max-connections: at most %d per HTTP process instead of %d, as the limit of open files is %d",
+                self.limit, asked, files,
+            )  # fmt: skip
+        share = settings.max_connections_per_address * self.limit // settings.max_connections
+        self.limit_per_address = max(1, share) if settings.max_connections_per_address else self.limit + self.RESERVED
+        self.num_open = self.num_lingering = 0
+        self.every: set[Connection] = set()
+        self._open_by_network: dict[str, int] = {}
+
+    def admit(self, network: str) -> None:
+        """Count a connection as open.
+
+        Raises:
+            RefusedRequest: there are too many.
+        """
+        already = self._open_by_network.get(network, 0)
+        options: dict[str, Any] = {"code": "too_many_connections", "retry_after_seconds": 1}
+        if already >= self.limit_per_address:
+            message = f"your address has {plural(already, 'connection')} open, which is the maximum"
+            raise RefusedRequest(ApiError(429, message, **options), "address_limit")
+        room = self.limit
+        if not already:
+            room += self.RESERVED + (self.RESERVED_FOR_LOOPBACK if network in LOOPBACK else 0)
+        if self.num_open >= room:
+            raise RefusedRequest(ApiError(503, "the server has no connection left", **options), "limit")
+        self.num_open += 1
+        self._open_by_network[network] = already + 1
+
+    def leave(self, network: str) -> None:
+        self.num_open -= 1
+        self._open_by_network[network] -= 1
+        if not self._open_by_network[network]:
+            del self._open_by_network[network]
+
+    def sweep(self, now: float) -> None:
+        """End what has taken too long, by time.monotonic(); to be called every SWEEP_SECONDS."""
+        for connection in [it for it in self.every if it.deadline < now]:
+            connection.expire(now)
+
+    def count_rejection(self, reason: str) -> None:
+        if (metrics := self._metrics()) is not None:
+            metrics.http_connection_rejected(reason)
+
+
+def raise_files_limit() -> int:
+    """Raise the limit of open files as far as this process may; returns it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (OSError, ValueError):  # macOS has a lower limit of its own: OPEN_MAX
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (10240, hard))
+            return 10240
+        return soft
+    return hard if hard != resource.RLIM_INFINITY else 1 << 30
+
+
+LOOPBACK = frozenset(("127.0.0.1", "::1"))
+
+
+class Connection(asyncio.Protocol):
+    """One connection, and the Responder of the request that it answers.
+
+    One `deadline` at a time ends it, whatever it waits for; Connections.sweep looks at it. Times are by
+    time.monotonic().
+    """
+
+    def __init__(
+        self,
+        limits: Connections,
+        app: App | Wrapped,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any] | None = None,
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ):
+        self.limits, self.app, self.settings = limits, app, limits.settings
+        app.tasks = server_state.tasks  # uvicorn cancels what still runs when the time to drain is over
+        self._server, self._idle_seconds = server_state, config.timeout_keep_alive
+        self._grace_seconds = config.timeout_graceful_shutdown or 1
+        self._loop = _loop or asyncio.get_running_loop()
+        self._network: str | None = None  # None: not admitted
+        self.peer = ""
+        self.is_secure = False
+        self.transport: asyncio.Transport
+        self.deadline = time.monotonic() + self.settings.header_timeout_seconds
+        # Reading. Trailers of a chunked body, and line breaks between requests, count as a head too.
+        self._parser: HttpRequestParser | None = None
+        self._in_head = True
+        self._is_begun = False  # a request whose headers are not complete
+        self._began_in_piece = False
+        self._head_bytes = 0
+        self._url = b""
+        self._headers: Headers = []
+        self._reading: Request | None = None  # whose body arrives
+        self._parsed: deque[Request] = deque()  # behind the current one
+        self._unparsed = b""  # read, but to be parsed when pipelined requests have been answered
+        self._is_held = False  # reading stops until then
+        # Answering.
+        self.current: Request | None = None
+        self._is_advancing = False
+        self._keeps_alive = True  # after the current request
+        self._is_chunked = self._has_begun = False  # the current answer
+        self._drained: asyncio.Future[None] | None = None
+        self._is_full = False  # the client does not read what was written
+        # Ending.
+        self._is_ending = False  # uvicorn shuts down
+        self._refusal: ApiError | None = None
+        self._is_lingering = False
+        self._discarded_bytes = 0
+
+    # -- the connection --
+
+    def admit(self, address: str) -> None:
+        """
+        Raises:
+            RefusedRequest: there are too many connections.
+        """
+        network = network_of(address) or "unknown"
+        self.limits.admit(network)
+        self._network = network
+
+    def leave(self) -> None:
+        if self._network is not None:
+            self.limits.leave(self._network)
+            self._network = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.transport = transport
+        self._server.connections.add(self)  # type: ignore[arg-type]  # uvicorn calls `shutdown`
+        self.limits.every.add(self)
+        self.is_secure = transport.get_extra_info("sslcontext") is not None
+        self._parser = HttpRequestParser(self)
+        # A request may follow one that asks to close, in a pipeline: it is read, and not answered.
+        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        peer = transport.get_extra_info("peername")
+        if isinstance(peer, (tuple, list)) and len(peer) >= 2:
+            self.peer = str(peer[0])
+        if self._network is None:  # otherwise TlsServer has admitted it
+            if not self.peer:  # gone already
+                transport.abort()
+                return
+            try:
+                self.admit(self.peer)
+            except RefusedRequest as refused:
+                self._refuse(refused.error, refused.reason)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._server.connections.discard(self)
+        self.limits.every.discard(self)
+        self.leave()
+        if self._is_lingering:
+            self.limits.num_lingering -= 1
+            self._is_lingering = False
+        self._parser = self._reading = None
+        self._parsed.clear()
+        self._unparsed, self._headers = b"", []
+        self._end_current()
+        self.resume_writing()
+
+    def _end_current(self) -> None:
+        """The current request's answer reaches nobody any more."""
+        request, self.current = self.current, None
+        if request is not None and not request.is_gone:
+            request.left()
+
+    def abort(self) -> None:
+        self.transport.abort()
+        self._end_current()
+        self.resume_writing()
+
+    def shutdown(self) -> None:
+        """uvicorn shuts down."""
+        self._is_ending = True
+        request = self.current
+        if request is None:
+            self.transport.close()
+            self.deadline = time.monotonic() + 0.5 * self._grace_seconds  # until the client has read its answer
+        elif not request.is_running:  # its body is awaited
+            request.fail(ApiError(503, "server has shut down", code="shutting_down", headers={"Connection": "close"}))
+        else:
+            # Before uvicorn cancels what still runs.
+            self.deadline = min(self.deadline, time.monotonic() + 0.5 * self._grace_seconds)
+
+    # -- time --
+
+    def expire(self, now: float) -> None:
+        """`deadline` has passed."""
+        request = self.current
+        if self.transport.is_closing():  # the client has not read its answer
+            self.deadline = math.inf
+            self.transport.abort()
+        elif self._is_lingering:
+            self.transport.abort()
+        elif self._is_ending:
+            self.deadline = math.inf
+            if self._is_full:  # the client reads nothing of what it was sent
+                self.abort()
+        elif request is not None:
+            self.deadline = math.inf
+            self.app.expire(request)
+        elif self._reading is not None or not (self._is_begun or self._awaits_first):  # idle
+            self._close()
+        elif not self._head_bytes and not self._is_begun:  # nothing has come
+            self.limits.count_rejection("header_timeout")
+            self.transport.close()
+        else:
+            message = f"headers not received within {self.settings.header_timeout_seconds:g} s"
+            self._refuse(ApiError(408, message, code="header_timeout"), "header_timeout")
+
+    _awaits_first = True  # nothing was answered yet
+
+    def _close(self) -> None:
+        if self.transport.get_write_buffer_size():  # close() would wait for the client to read
+            self.transport.abort()
+        else:
+            self.transport.close()
+
+    # -- reading --
+
+    def data_received(self, data: bytes) -> None:
+        if self._refusal is not None or self._is_lingering:
+            self._discarded_bytes += len(data)
+            if self._discarded_bytes > LINGER_BYTES:
+                self.transport.abort()
+        elif self._is_held:
+            self._unparsed += data
+        else:
+            self._parse(data)
+
+    def _parse(self, data: bytes) -> None:
+        position, size, parser = 0, len(data), self._parser
+        limit = self.settings.max_header_bytes
+        while position < size and parser is not None:
+            length = min(size - position, PIECE_BYTES)
+            if self._in_head:
+                length = min(length, limit - self._head_bytes)
+            self._began_in_piece = False
+            try:
+                parser.feed_data(data if length == size else data[position : position + length])
+            except HttpParserUpgrade as upgrade:  # not supported, so ignored, as RFC 9110 has it
+                length = upgrade.args[0]
+            except HttpParserError as error:
+                self._refuse_malformed(error)
+                return
+            position += length
+            if self._in_head and not self._began_in_piece:
+                self._head_bytes += length
+                if self._head_bytes >= limit:
+                    self._refuse_too_large()
+                    return
+            if self._parsed or (self.current is not None and not self.current.is_running):
+                self._advance()
+                if self._refusal is not None or self._is_lingering or self.transport.is_closing():
+                    return
+            if len(self._parsed) >= MAX_PIPELINED or sum(it.num_body_bytes for it in self._parsed) > MAX_QUEUED_BYTES:
+                self._unparsed = data[position:]
+                self._hold()
+                return
+
+    def _hold(self) -> None:
+        if not self._is_held:
+            self._is_held = True
+            self.transport.pause_reading()
+
+    def _release(self) -> None:
+        if self._is_held:
+            self._is_held = False
+            if not self.transport.is_closing():
+                self.transport.resume_reading()
+
+    # Called by the parser.
+
+    def on_message_begin(self) -> None:
+        self._is_begun = True
+        self._url, self._headers = b"", []
+        if self.current is None:
+            self.deadline = time.monotonic() + self.settings.header_timeout_seconds
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        headers, parser = self._headers, self._parser
+        assert parser is not None
+        if len(headers) > MAX_HEADERS:
+            message = f"a request must have at most {MAX_HEADERS} headers, got {len(headers)}"
+            raise RefusedRequest(ApiError(431, message, code="headers_too_large"), "headers_too_large")
+        version, hosts = parser.get_http_version(), sum([name == b"host" for name, _ in headers])
+        if version not in ("1.1", "1.0"):
+            raise RefusedRequest(ApiError(505, f"HTTP/{version} is not served, only 1.1 and 1.0"), "malformed")
+        if hosts > 1 or (hosts == 0 and version == "1.1"):
+            raise RefusedRequest(ApiError(400, f"a request must have one Host header, got {hosts}"), "malformed")
+        url = parse_url(self._url)
+        path = url.path.decode("ascii")
+        now = time.monotonic()
+        request = Request(
+            parser.get_method().decode("ascii"), unquote(path) if "%" in path else path, url.query or b"", headers,
+            self.peer, now,
+        )  # fmt: skip
+        request.is_old = version == "1.0"
+        request.closes = request.is_old or not parser.should_keep_alive()
+        self._headers = []  # takes the trailers, which would otherwise join the headers
+        self._in_head = self._is_begun = False
+        self._reading = request
+        self._parsed.append(request)
+
+    def on_body(self, body: bytes) -> None:
+        self._in_head = False
+        request = self._reading
+        if request is not None and not request.is_ended:
+            request.num_body_bytes += len(body)
+            request.chunks.append(body)
+
+    def on_chunk_header(self) -> None:
+        self._expect_head()  # the trailers, if this is the last chunk
+
+    def on_message_complete(self) -> None:
+        self._expect_head()
+        if self._reading is not None:
+            self._reading.is_complete = True
+            self._reading = None
+
+    def _expect_head(self) -> None:
+        self._in_head = self._began_in_piece = True
+        self._head_bytes = 0
+
+    # -- from one request to the next --
+
+    def _advance(self) -> None:
+        """Hand what has arrived to the application."""
+        if self._is_advancing:  # an answer at once ends in here
+            return
+        self._is_advancing = True
+        try:
+            while True:
+                request = self.current
+                if request is None:
+                    if not self._parsed or self._is_lingering or self.transport.is_closing():
+                        break
+                    request = self.current = self._parsed.popleft()
+                    request.responder = self
+                    self._keeps_alive, self._has_begun = not request.closes, False
+                    self.deadline = request.started_at + self.settings.body_timeout_seconds
+                    self.app.begin(request)
+                    if self.current is request and not request.is_running and self._expects_continue(request):
+                        self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                if request is self.current and not request.is_running:
+                    self.app.receive(request)
+                if request is self.current:
+                    break
+        finally:
+            self._is_advancing = False
+        if self.current is not None and self.current.is_running:
+            self.deadline = self.current.deadline
+        elif self.current is None and self._refusal is not None and not self._is_lingering:
+            self._write_refusal(self._refusal)
+
+    def _expects_continue(self, request: Request) -> bool:
+        return not request.is_complete and (request.header(b"expect") or b"").lower() == b"100-continue"
+
+    def _answered(self) -> None:
+        """The current answer is complete."""
+        request, self.current = self.current, None
+        assert request is not None
+        request.responder = None
+        self._server.total_requests += 1
+        self._awaits_first = False
+        if not self._keeps_alive or self._is_ending:
+            if not request.is_complete and not self.transport.is_closing():
+                self.linger()
+            else:
+                self.transport.close()
+                self.deadline = time.monotonic() + self._idle_seconds  # until the client has read the answer
+            return
+        self.deadline = time.monotonic() + (
+            self.settings.header_timeout_seconds if self._is_begun else self._idle_seconds
+        )
+        if self._parsed or self._refusal is not None:
+            self._advance()
+        if self._is_held and not self._parsed and self.current is None and self._refusal is None:
+            data, self._unparsed = self._unparsed, b""
+            self._release()
+            self._parse(data)
+
+    # -- answering --
+
+    def respond(self, status: int, headers: Headers, body: bytes) -> None:
+        request = self.current
+        assert request is not None
+        has_body = status >= 200 and status not in (204, 304)
+        lines = self._head(status, headers)
+        if has_body:
+            lines.append(b"content-length: %d\r\n\r\n" % len(body))
+        else:
+            lines.append(b"\r\n")
+        if has_body and request.method != "HEAD":
+            lines.append(body)
+        if not self.transport.is_closing():
+            self.transport.write(b"".join(lines))
+        self._answered()
+
+    def begin(self, status: int, headers: Headers) -> None:
+        request = self.current
+        assert request is not None
+        self._is_chunked = not request.is_old
+        if not self._is_chunked:  # section 6.1: a body of unknown length ends with the connection
+            self._keeps_alive = False
+        lines = self._head(status, headers)
+        lines.append(b"transfer-encoding: chunked\r\n\r\n" if self._is_chunked else b"\r\n")
+        self._begun_head = b"".join(lines)  # goes out with the first part
+
+    _begun_head = b""
+
+    def write(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        head, self._begun_head = self._begun_head, b""
+        if self._is_chunked:
+            data = b"%b%x\r\n%b\r\n" % (head, len(data), data)
+        elif head:
+            data = head + data
+        self.transport.write(data)
+
+    def finish(self) -> None:
+        if not self.transport.is_closing():
+            head, self._begun_head = self._begun_head, b""
+            if self._is_chunked or head:
+                self.transport.write(head + (b"0\r\n\r\n" if self._is_chunked else b""))
+        self._answered()
+
+    def _head(self, status: int, headers: Headers) -> list[bytes]:
+        request = self.current
+        assert request is not None
+        if CLOSE in headers:
+            self._keeps_alive = False
+        self._has_begun = True
+        lines = [_STATUS_LINES[status]]
+        for name, value in self._server.default_headers:
+            lines += (name, b": ", value, b"\r\n")
+        for name, value in headers:
+            lines += (name, b": ", value, b"\r\n")
+        if (not self._keeps_alive or self._is_ending or request.is_old) and CLOSE not in headers:
+            lines.append(b"connection: close\r\n")
+        return lines
+
+    async def drain(self) -> None:
+        if self._is_full and not self.transport.is_closing():
+            self._drained = self._loop.create_future()
+            try:
+                await self._drained
+            finally:
+                self._drained = None
+
+    def pause_writing(self) -> None:
+        self._is_full = True
+
+    def resume_writing(self) -> None:
+        self._is_full = False
+        if self._drained is not None and not self._drained.done():
+            self._drained.set_result(None)
+
+    # -- refusing --
+
+    def _refuse_too_large(self) -> None:
+        limit = self.settings.max_header_bytes
+        is_url = self._is_begun and len(self._url) > limit // 2
+        message = f"request line and headers must have at most {limit} bytes"
+        self._refuse(ApiError(414 if is_url else 431, message, code="headers_too_large"), "headers_too_large")
+
+    def _refuse_malformed(self, error: HttpParserError) -> None:
+        cause = error.__context__
+        if isinstance(cause, RefusedRequest):
+            self._refuse(cause.error, cause.reason)
+            return
+        reason = "invalid request target" if cause is not None else error
+        self._refuse(ApiError(400, f"the request is not valid HTTP: {reason}", code="invalid_http"), "malformed")
+
+    def _refuse(self, error: ApiError, reason: str) -> None:
+        """Answer with an error and close, once the requests before are answered."""
+        if self.transport.is_closing():
+            return
+        self.limits.count_rejection(reason)
+        logger.debug("refused: %s", error.message)
+        self._unparsed, self._refusal = b"", error
+        if self._parsed and not self._parsed[-1].is_complete:  # the request that is at fault
+            self._parsed.pop()
+        self._advance()  # what came before
+        request = self.current
+        if request is None:
+            if not self._is_lingering and not self.transport.is_closing():
+                self._write_refusal(error)
+        elif request is self._reading:  # the current one is at fault
+            has_begun = self._has_begun
+            self._end_current()
+            if has_begun:
+                self.transport.abort()
+            else:
+                self._write_refusal(error)
+        else:
+            self._hold()
+
+    def _write_refusal(self, error: ApiError) -> None:
+        body = error.body
+        headers = {
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            "connection": "close",
+            "x-request-id": os.urandom(16).hex(),
+        } | error.headers
+        lines = "".join([f"{name.lower()}: {value}\r\n" for name, value in headers.items()])
+        self.transport.write(_STATUS_LINES[error.status] + lines.encode() + b"\r\n" + body)
+        self.linger()
+
+    def linger(self) -> None:
+        """Close after LINGER_SECONDS: closing while data arrives would send a reset, and the client lose the answer."""
+        self.deadline = time.monotonic() + LINGER_SECONDS
+        if self.is_secure or self.limits.num_lingering >= self.limits.LINGERING:
+            self.transport.close()
+            return
+        self.limits.num_lingering += 1
+        self._is_lingering = True
+        self.transport.write_eof()
+        self._release()
+
+
+_STATUS_LINES = {it.value: f"HTTP/1.1 {it.value} {it.phrase}\r\n".encode() for it in http.HTTPStatus}
+
+
+class TlsServer:
+    """Listens for TLS connections and admits each before its handshake, which must end within the time for headers.
+
+    Has what uvicorn uses of an asyncio.Server.
+    """
+
+    ACCEPTED_AT_ONCE = 100
+    PAUSE_SECONDS = 0.5  # when the process can open no more files
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        factory: Callable[[], Connection],
+        listener: socket.socket,
+        context: ssl.SSLContext,
+    ):
+        self._loop, self._factory, self._context = loop, factory, context
+        self._handshakes: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+        self.sockets = (listener,)
+        self._listen()
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._loop.remove_reader(self.sockets[0])
+        for handshake in self._handshakes:
+            handshake.cancel()
+
+    async def wait_closed(self) -> None:
+        """uvicorn waits for connections itself."""
+
+    def _listen(self) -> None:
+        if not self._is_closed:
+            self._loop.add_reader(self.sockets[0], self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(self.ACCEPTED_AT_ONCE):
+            try:
+                connection, address = self.sockets[0].accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                logger.warning("no connection accepted for %g s: %s", self.PAUSE_SECONDS, error.strerror)
+                self._loop.remove_reader(self.sockets[0])
+                self._loop.call_later(self.PAUSE_SECONDS, self._listen)
+                return
+            protocol = self._factory()
+            try:
+                protocol.admit(address[0])
+            except RefusedRequest as refused:  # an answer is not worth a handshake
+                protocol.limits.count_rejection(refused.reason)
+                connection.close()
+                continue
+            task = self._loop.create_task(self._connect(connection, protocol))
+            self._handshakes.add(task)
+            task.add_done_callback(self._handshakes.discard)
+
+    async def _connect(self, connection: socket.socket, protocol: Connection) -> None:
+        connection.setblocking(False)
+        try:
+            await self._loop.connect_accepted_socket(
+                lambda: protocol, connection, ssl=self._context,
+                ssl_handshake_timeout=protocol.limits.settings.header_timeout_seconds,
+                ssl_shutdown_timeout=LINGER_SECONDS,
+            )  # fmt: skip
+        except OSError:  # ssl.SSLError and TimeoutError included
+            protocol.leave()
+            connection.close()
+
+
+class Loop(uvloop.Loop):
+    """uvloop with TlsServer in place of its own TLS servers, which count a connection after its handshake."""
+
+    async def create_server(  # type: ignore[override]
+        self, factory: Callable[[], Any], *arguments: Any, sock: socket.socket, ssl: ssl.SSLContext | None, backlog: int
+    ) -> Any:
+        if ssl is None:
+            return await super().create_server(factory, *arguments, sock=sock, backlog=backlog)
+        sock.setblocking(False)
+        sock.listen(backlog)
+        return TlsServer(self, factory, sock, ssl)

@@ -1,0 +1,216 @@
+"""One HTTP request: what was asked, what it holds until it ends, and its answer.
+
+Born when its head is parsed, with one owner at a time: the connection while its body arrives, then its handler. Knows
+nothing of routes' meaning or of sockets; a Responder carries the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import parse_qsl
+
+from service.http.schemas import ApiError
+
+if TYPE_CHECKING:
+    from service.http.admission import Hold
+    from service.http.app import App, Endpoint, Hook
+    from service.http.client import Generation
+    from service.http.models import Model
+
+Headers = list[tuple[bytes, bytes]]
+
+JSON = (b"content-type", b"application/json")
+CLOSE = (b"connection", b"close")
+
+
+UNREAD_SECONDS = 6.0  # for what is left to write at the deadline; 5 of them may pass until a worker is given up
+
+
+class Responder(Protocol):
+    """Carries one request's answer. What is written after the client has left is dropped."""
+
+    deadline: float  # when App.expire is called
+
+    def respond(self, status: int, headers: Headers, body: bytes) -> None:
+        """A whole answer; `headers` lack its length."""
+
+    def begin(self, status: int, headers: Headers) -> None:
+        """An answer of unknown length; parts follow."""
+
+    def write(self, data: bytes) -> None: ...
+
+    async def drain(self) -> None:
+        """Return once the client has read most of what was written, or has left."""
+
+    def finish(self) -> None:
+        """No part follows."""
+
+    def abort(self) -> None:
+        """Close the connection at once, whatever the client has still to read."""
+
+
+class Request:
+    """Times are by time.monotonic()."""
+
+    __slots__ = (
+        "app", "responder", "id", "method", "path", "query", "headers", "peer", "endpoint", "parameter",
+        "started_at", "arrived_at", "deadline", "chunks", "num_body_bytes", "is_complete", "is_running", "is_ended",
+        "task", "hold", "client", "is_limited", "is_busy", "model", "num_charged_characters",
+        "timeout_seconds", "ignored_fields", "num_prompt_tokens", "generations", "client_left", "is_gone", "status",
+        "after", "is_old", "closes",
+    )  # fmt: skip
+
+    def __init__(self, method: str, path: str, query: bytes, headers: Headers, peer: str, started_at: float):
+        self.method, self.path, self.query, self.headers, self.peer = method, path, query, headers, peer
+        self.started_at = self.arrived_at = started_at  # arrived_at: when the body was complete
+        self.is_old = False  # of HTTP/1.0
+        self.closes = False  # the connection is to end after it
+        self.app: App
+        self.responder: Responder | None = None  # None: it was answered, or the client has left
+        self.id = ""
+        self.endpoint: Endpoint
+        self.parameter = ""  # of the path
+        self.deadline = math.inf  # when it ends, whatever it waits for
+        self.chunks: list[bytes] = []  # of the body
+        self.num_body_bytes = 0
+        self.is_complete = False  # the body has arrived
+        self.is_running = False  # its handler was called
+        self.is_ended = False
+        self.task: asyncio.Task[None] | None = None  # of its handler
+        self.after: Hook | None = None  # called when it ends
+        # What it holds.
+        self.hold: Hold  # memory
+        self.client = ""  # whose request it is: the name of its API key, or its address
+        self.is_limited = False  # counted in the client's limits
+        self.is_busy = False  # counted as running, so that a shutdown waits for it
+        self.model: Model | None = None  # that it has chosen
+        self.num_charged_characters = 0  # to the client's limit
+        # What is known of it.
+        self.timeout_seconds: float | None = None  # its own time limit
+        self.ignored_fields: list[str] = []  # unknown ones
+        self.num_prompt_tokens: int | None = None  # None: it does not run the model
+        self.generations: list[Generation] = []  # the first gives the answer, or candidates for it
+        self.client_left = False  # before its sequences had ended
+        self.is_gone = False  # the client, whenever it left
+        self.status: int | None = None  # of the answer; None: it has not begun
+
+    # -- what was asked --
+
+    def header(self, name: bytes) -> bytes | None:
+        """The last header of this name, in lower case."""
+        found = None
+        for key, value in self.headers:
+            if key == name:
+                found = value
+        return found
+
+    @property
+    def body(self) -> bytes:
+        chunks = self.chunks
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    @property
+    def query_fields(self) -> list[tuple[str, str]]:
+        return parse_qsl(self.query.decode("latin-1"), keep_blank_values=True)
+
+    # -- what is known of it --
+
+    @property
+    def num_completion_tokens(self) -> int:
+        return self.generations[0].num_completion_tokens if self.generations else 0
+
+    @property
+    def num_run_characters(self) -> int:
+        """Of all sequences whose prompts have run: prompts and completions."""
+        sequences = [sequence for generation in self.generations for sequence in generation.sequences]
+        run = [it for it in sequences if it.queue_seconds is not None]
+        return sum(len(it.submit.prompt) + it.num_completion_tokens for it in run)
+
+    @property
+    def endings(self) -> dict[str, int]:
+        """How many sequences of the answer ended for each reason."""
+        return self.generations[0].endings if self.generations else {}
+
+    # -- its end --
+
+    def set_timeout(self, seconds: float | None) -> None:
+        """Its own time limit; None: the server's. Writing counts: a client that does not read loses its connection."""
+        self.timeout_seconds = seconds
+        self.deadline = self.arrived_at + self.app.service.timeout(seconds) + UNREAD_SECONDS
+        if self.responder is not None:
+            self.responder.deadline = self.deadline
+
+    def left(self) -> None:
+        """The client has left: end whatever still runs."""
+        self.responder = None
+        self.is_gone = True
+        self.client_left = self.client_left or any(not generation.is_finished for generation in self.generations)
+        self.abort()
+        if not self.is_running:  # its body is not complete
+            self.client_left = True
+            self.app.end(self)
+
+    def drop(self) -> None:
+        """Close its connection, as the client does not read its answer in time."""
+        self.client_left = True
+        if self.responder is not None:
+            self.responder.abort()  # calls `left`
+
+    def abort(self) -> None:
+        for generation in self.generations:
+            generation.abort()
+
+    # -- its answer --
+
+    def respond(self, body: bytes, headers: Iterable[tuple[bytes, bytes]] = (JSON,), status: int = 200) -> None:
+        """A whole answer."""
+        responder = self.responder
+        if responder is not None:
+            self.status = status
+            responder.respond(status, self._complete(headers), body)
+
+    def fail(self, error: ApiError) -> None:
+        headers = [JSON, *header_pairs(error.headers)]
+        if error.status == 401:
+            headers.append((b"www-authenticate", b"Bearer"))
+        elif error.status == 408:
+            headers.append(CLOSE)  # otherwise the server would wait for the rest of the body
+        self.respond(error.body, headers, error.status)
+
+    def begin(self, headers: Iterable[tuple[bytes, bytes]], status: int = 200) -> None:
+        responder = self.responder
+        if responder is not None:
+            self.status = status
+            responder.begin(status, self._complete(headers))
+
+    async def write(self, data: bytes) -> None:
+        """A part; returns when another one may follow."""
+        responder = self.responder
+        if responder is not None:
+            responder.write(data)
+            await responder.drain()
+
+    def finish(self, data: bytes = b"") -> None:
+        """The last part."""
+        responder = self.responder
+        if responder is not None:
+            if data:
+                responder.write(data)
+            responder.finish()
+
+    def _complete(self, headers: Iterable[tuple[bytes, bytes]]) -> Headers:
+        complete = [*headers, (b"x-request-id", self.id.encode())]
+        if self.ignored_fields:
+            complete.append((b"x-ignored-fields", ", ".join(self.ignored_fields).encode()))
+        if self.app.is_leaving and CLOSE not in complete:  # or another request may come on a connection about to end
+            complete.append(CLOSE)
+        if self.app.cors is not None:
+            self.app.add_cors_headers(self, complete)
+        return complete
+
+
+def header_pairs(headers: dict[str, Any]) -> Headers:
+    return [(name.lower().encode(), str(value).encode()) for name, value in headers.items()]
