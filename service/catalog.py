@@ -138,7 +138,10 @@ class Catalog:
             state.count_reload(self._rows[name], "refused")
 
     def refresh(self, state: SharedState) -> None:
-        """Read the folders again, and begin to roll out what has changed. Nothing may be rolling out."""
+        """Read the folders again, and begin to roll out what has changed. Nothing may be rolling out.
+
+        May run in a thread, while `check` is not called.
+        """
         old = {version.name: version for version in self.listing.serve}
         try:
             found = self._find(old)
@@ -147,7 +150,6 @@ class Catalog:
             return
         versions = []
         for name, (path, _) in found.items():
-            state.beat("main")  # a large one takes seconds
             if name not in self._rows and len(self._rows) >= MAX_NAMES:
                 logger.error("checkpoint %s: refused: there have been %d names since the start", name, MAX_NAMES)
                 continue

@@ -141,6 +141,8 @@ class Server(LitServer):
         self.spec = Spec()
         self.must_hurry = False  # after a second signal: do not wait for running requests
         self._must_reload = False  # after SIGHUP
+        self._reading: threading.Thread | None = None  # checkpoints, after SIGHUP: a large one takes seconds
+        self._tls: ssl.SSLContext | None = None
         self._is_announced = False  # that it is ready
         self._http_processes: dict[int, BaseProcess] = {}  # those that run, or died last
         self._others: list[BaseProcess] = []  # processes that are neither HTTP processes nor workers
@@ -345,6 +347,7 @@ class Server(LitServer):
             self.app, log_level=log_level, timeout_graceful_shutdown=UVICORN_GRACE_SECONDS, **options
         )
         config.load()  # here, so that a process that is replaced later needs no certificate's file
+        self._tls, self.http.load_certificate = config.ssl, self._load_certificate
         if self.settings.tls_certificate is not None:
             self.service.exposition.certificate_expires_at = certificate_expiry(self.settings.tls_certificate)
         try:
@@ -391,7 +394,7 @@ class Server(LitServer):
         self._check_signal()
         # Not while no worker runs, as one that dies of a new checkpoint must be told from one that dies anyway.
         has_worker = any(self.state.last_beat(name) is not None for name in self.state.worker_names)
-        if self._must_reload and has_worker and not self.catalog.is_rolling_out:
+        if self._must_reload and has_worker and not self.catalog.is_rolling_out and not self._is_reading:
             self._must_reload = False
             self._reload()
         self.supervisor.check()
@@ -403,8 +406,12 @@ class Server(LitServer):
             if not process.is_alive():
                 raise TooManyDeathsError(f"process {process.pid} of the loggers died, which cannot be replaced")
 
+    @property
+    def _is_reading(self) -> bool:
+        return self._reading is not None and self._reading.is_alive()
+
     def _roll_out(self) -> None:
-        if self.catalog.check(self.state):
+        if not self._is_reading and self.catalog.check(self.state):
             self.service.serve(self.catalog.listing, self.catalog.checkpoints)
 
     def _check_signal(self) -> None:
@@ -416,15 +423,33 @@ class Server(LitServer):
             raise KeyboardInterrupt
 
     def _reload(self) -> None:
-        """After SIGHUP: read the checkpoints again, and the clients' limits, here and in each HTTP process."""
-        logger.info("SIGHUP: reading checkpoints%s again", " and limits" if self.settings.client_limits else "")
-        self.catalog.refresh(self.state)
-        if self.settings.client_limits is None:
+        """After SIGHUP: read the checkpoints again, and the other files, here and in each HTTP process."""
+        settings = self.settings
+        files = {"limits": settings.client_limits, "API keys": settings.api_keys_file, "TLS": settings.tls_certificate}
+        others = [name for name, path in files.items() if path is not None]
+        logger.info("SIGHUP: reading %s again", " and ".join(["checkpoints", *others]))
+        self._reading = threading.Thread(target=self.catalog.refresh, args=(self.state,), daemon=True)
+        self._reading.start()
+        if not others:
             return
-        self.service.limits.reload()
+        self.http.reload()
         for process in self._http_processes.values():
             if process.is_alive():
                 os.kill(process.pid, signal.SIGHUP)  # type: ignore[arg-type]  # it was started
+
+    def _load_certificate(self) -> None:
+        """Present the certificate that is in its file now on new connections; an invalid one changes nothing."""
+        certificate, key = self.settings.tls_certificate, self.settings.tls_key
+        if self._tls is None or certificate is None:
+            return
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+            self._tls.load_cert_chain(certificate, key)
+            self.service.exposition.certificate_expires_at = certificate_expiry(certificate)
+        except (OSError, ValueError) as error:  # ssl.SSLError included
+            logger.error("certificate not changed: %s: %s", certificate, error)
+        else:
+            logger.info("certificate read again from %s", certificate)
 
     def _perform_graceful_shutdown(self, manager: Any, uvicorn_workers: Any, shutdown_reason: str = "normal") -> None:
         """Be unready first, then refuse new requests and finish running ones, then end HTTP processes, then workers."""

@@ -218,7 +218,7 @@ class WorkerSide:
         self._selector.unregister(connection.sock)
         connection.sock.close()
         connection.unsent.clear()
-        if connection.consumer_id is not None:
+        if connection.consumer_id is not None and self._connections.get(connection.consumer_id) is connection:
             del self._connections[connection.consumer_id]
             self._messages.append((connection.consumer_id, ConsumerLost()))
 
@@ -280,8 +280,9 @@ class _WorkerConnection(asyncio.Protocol):
         self._received = received
         self._reader: _Reader[FromWorker] = _Reader(FromWorker)
         self._unsent: list[bytes] = []
-        self.greeted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self.greeted: asyncio.Future[None] = self._loop.create_future()
+        self.ended: asyncio.Future[None] = self._loop.create_future()
         self.transport: asyncio.WriteTransport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -290,7 +291,7 @@ class _WorkerConnection(asyncio.Protocol):
     def send(self, frame: bytes) -> None:
         """Send a frame together with the others of this turn of the event loop: each write wakes the worker."""
         if not self._unsent:
-            asyncio.get_running_loop().call_soon(self._flush)
+            self._loop.call_soon(self._flush)
         self._unsent.append(frame)
 
     def _flush(self) -> None:

@@ -169,3 +169,15 @@ def test_training_and_service_score_alike(tmp_path, kind):
 def test_every_curl_example_is_tested():
     shown = sum(text.count("$ curl") - text.count("$ curl -s https") for text in TEXTS.values())
     assert len(examples()) == shown >= 15
+
+
+def test_no_document_or_source_has_merge_conflict_markers():
+    suffixes = {".md", ".py", ".cpp", ".toml", ".yml", ".yaml", ".json", ".sh", ".js", ".html", ".css", ""}
+    skipped = {".git", ".venv", "out", "build", "checkpoints", "node_modules"}
+    found = [
+        path
+        for path in ROOT.rglob("*")
+        if path.suffix in suffixes and not skipped & set(path.relative_to(ROOT).parts) and path.is_file()
+        if re.search(rb"^(<{7}|>{7}) ", path.read_bytes(), re.MULTILINE)
+    ]
+    assert not found

@@ -16,8 +16,16 @@ from pathlib import Path
 import pytest
 from helpers import logprobs_of, run_with_sockets
 
-from service.sockets import BACKLOG_BYTES, MAX_UNSENT_BYTES, ConsumerLost, SocketTransport, WorkerFound, WorkerLost
-from service.wire import Abort, Delta, Step
+from service.sockets import (
+    BACKLOG_BYTES,
+    MAX_UNSENT_BYTES,
+    ConsumerLost,
+    SocketTransport,
+    WorkerFound,
+    WorkerLost,
+    _frame,
+)
+from service.wire import Abort, Delta, Hello, Step
 
 HTTP = 7  # the number of the HTTP process
 
@@ -327,6 +335,33 @@ def test_wake_interrupts_a_blocking_receive(monkeypatch):
             if not is_early:
                 worker.wake()
             thread.join()
+        shutil.rmtree(transport.folder)
+
+    run_with_sockets(main)
+
+
+def test_a_connection_that_was_replaced_takes_nothing_with_it():
+    """An HTTP process that died is replaced by one of the same number; the end of the old connection comes later."""
+
+    async def main():
+        transport = new_transport()
+        worker = transport.listen(0)
+        path = str(transport.folder / "0.sock")
+        hello = _frame(Hello(HTTP))
+        (_, old), (reader, new) = [await asyncio.open_unix_connection(path) for _ in range(2)]
+        for writer in (old, new):
+            writer.write(hello)
+            for _ in range(10):
+                await asyncio.sleep(0.01)
+                worker.receive(block=False)
+        old.close()
+        for _ in range(10):
+            await asyncio.sleep(0.01)
+            assert worker.receive(block=False) == []
+        worker.send(Step.of([Delta(1, [2])]), HTTP)
+        async with asyncio.timeout(10):
+            assert await reader.read(1000)
+        new.close()
         shutil.rmtree(transport.folder)
 
     run_with_sockets(main)

@@ -193,6 +193,10 @@ class EngineLoop(LitLoop):
                     except (LongWaitError, QueueFullError) as error:
                         seconds = max(1, min(MAX_RETRY_SECONDS, math.ceil(hosted.expected_wait(message))))
                         sockets.send(Refused(message.id, str(error), seconds), consumer_id)
+                    except Exception:  # of this request alone
+                        extra = {"request_ids": [message.request_id]}
+                        logger.exception("a sequence could not be queued", extra=extra)
+                        sockets.send(Step.of([Delta(message.id, [], "error")]), consumer_id)
                 elif host.is_behind:
                     self._early.append((consumer_id, message))
                 else:  # replaced since, and this process has started since

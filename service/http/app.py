@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from hashlib import sha256
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -37,8 +38,10 @@ from service.http.page import page
 from service.http.request import Headers, Request
 from service.http.schemas import ApiError
 from service.model.checkpoint import CheckpointError
+from service.observe.logs import AccessLog
 from service.observe.logs import request_id as current_request_id
 from service.observe.metrics import Metrics
+from service.settings import read_api_keys
 from service.sockets import SocketTransport
 
 ATTENTION = "/v1/attention"
@@ -89,6 +92,7 @@ EXPOSED_HEADERS = (
     "X-Request-Id", "Retry-After", "X-Queue-Time", "X-Prefill-Time", "X-Inference-Time", "X-Time-Per-Token",
     "X-Total-Time", "X-Checkpoint", "X-Backend", "X-Dtype", "X-Seed", "X-Ignored-Fields",
 )  # fmt: skip
+SMALL_BODY_BYTES = 1 << 14  # one that has come at once is not held, but what its request may need
 SAFE = frozenset((string.ascii_letters + string.digits + "-_.:").encode())  # in a request id
 MAX_ID_BYTES = 128
 
@@ -97,7 +101,6 @@ Hook = Callable[[], None]
 BEAT_SECONDS = 0.25  # between two heartbeats of an HTTP process
 
 logger = logging.getLogger(__name__)
-access_logger = logging.getLogger("service.access")
 
 
 class Endpoint:
@@ -119,8 +122,13 @@ class App:
 
     def __init__(self, service: Service):
         self.service, self.settings = service, service.settings
+        self.load_certificate: Hook = lambda: None  # from the server
         self.hooks: tuple[Hook, Hook] | None = None  # called before and after each request that runs the model
+        self.access_log: AccessLog | None = None  # in an HTTP process
         self.tasks: set[asyncio.Task[None]] = set()  # of handlers
+        self.random = Random()  # of ids and of seeds that no request gives
+        self._loop: asyncio.AbstractEventLoop  # from `running`
+        self._keys = self.settings.api_keys
         self.cors: CORSMiddleware | None = None
         if self.settings.cors_origins:
             self.cors = CORSMiddleware(
@@ -141,6 +149,19 @@ class App:
                 self.endpoints[operation.path] = endpoint
             endpoint.operations |= dict.fromkeys(operation.methods, operation)
             endpoint.allow = ", ".join(endpoint.operations).encode()
+
+    def reload(self) -> None:
+        """After SIGHUP: read API keys, clients' limits and certificate again. What is not valid changes nothing."""
+        self.service.limits.reload()
+        path = self.settings.api_keys_file
+        if path is not None:
+            try:
+                self._keys = read_api_keys(path)
+            except ValueError as error:
+                logger.error("API keys not changed: %s", error)
+            else:
+                logger.info("API keys read again from %s", path)
+        self.load_certificate()
 
     @property
     def operations(self) -> list[Operation]:
@@ -172,7 +193,7 @@ class App:
         if given is not None and 0 < len(given) <= MAX_ID_BYTES and SAFE.issuperset(given):
             request.id = given.decode()
         else:
-            request.id = os.urandom(16).hex()
+            request.id = f"{self.random.getrandbits(128):032x}"
         request.client = address_of(request.peer, request.headers, self.settings.client_header)
         request.hold = self.service.admission.hold(request.client)
         request.endpoint, request.parameter = self.find(request.path)
@@ -218,7 +239,7 @@ class App:
             if count > 1:
                 message = f"a request must have at most one Authorization header, got {count}"
                 raise ApiError(400, message, code="duplicate_header")
-        if settings.api_keys and not endpoint.is_public:
+        if self._keys and not endpoint.is_public:
             request.client = request.hold.client = self._name_of_key(headers.get(b"authorization"))
         length, limit = headers.get(b"content-length", b"0"), settings.max_body_bytes
         if len(length) > 4 and int(length) > limit:
@@ -251,7 +272,7 @@ class App:
         if authorization is None:
             raise ApiError(401, "an API key is required: Authorization: Bearer KEY", code="invalid_api_key")
         scheme, _, key = authorization.partition(b" ")
-        name = self.settings.api_keys.get(sha256(key.strip(b" ")).digest())
+        name = self._keys.get(sha256(key.strip(b" ")).digest())
         if name is None or scheme.lower() != b"bearer":
             raise ApiError(401, "the API key in Authorization is not valid", code="invalid_api_key")
         return name
@@ -276,7 +297,7 @@ class App:
         try:
             if size > limit:
                 raise ApiError(413, f"body must have at most {limit} bytes", code="body_too_large")
-            if size > request.hold.bytes:
+            if size > request.hold.bytes and not (request.is_complete and size <= SMALL_BODY_BYTES):
                 request.hold.resize(size)
         except ApiError as error:
             request.fail(error)
@@ -317,7 +338,7 @@ class App:
         if answering is None:
             self.end(request)
             return
-        request.task = task = asyncio.get_running_loop().create_task(self._run(request, answering))
+        request.task = task = self._loop.create_task(self._run(request, answering))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
@@ -377,13 +398,25 @@ class App:
             metrics.http_requests_in_progress.dec()
             if request.status is not None:
                 metrics.http_request(route, request.method, request.status, seconds)
-        level = logging.DEBUG if request.endpoint.is_quiet else logging.INFO
-        if access_logger.isEnabledFor(level):
-            _log_access(level, request, seconds)
+        if self.access_log is not None:
+            self._log(self.access_log, request, seconds)
         if service.tracer is not None:
             service.tracer.request(request, ended_at)
         if request.after is not None:
             request.after()
+
+    def _log(self, log: AccessLog, request: Request, seconds: float) -> None:
+        """One line per request: the path of the route, not the query, which may contain a prompt."""
+        method, route, status = request.method, request.endpoint.path, request.status
+        fields: dict[str, Any] = {
+            "method": method, "handler": route, "status": status, "client": request.client,
+            "seconds": round(seconds, 6), "request_id": request.id,
+        }  # fmt: skip
+        if request.num_prompt_tokens is not None:
+            fields["prompt_characters"] = request.num_prompt_tokens
+            fields["completion_characters"] = request.num_completion_tokens
+            fields["endings"] = request.endings
+        log.add(logging.DEBUG if request.endpoint.is_quiet else logging.INFO, f"{method} {route} {status}", fields)
 
     # -- the process --
 
@@ -420,9 +453,11 @@ class App:
     async def running(
         self, transport: SocketTransport, process_id: int, connections: Connections
     ) -> AsyncIterator[None]:
-        """The life of an HTTP process; SIGHUP reads the client limits again."""
+        """The life of an HTTP process."""
         service, loop = self.service, asyncio.get_running_loop()
         service.process_id, process = process_id, f"http-{process_id}"
+        self._loop = loop
+        self.random.seed()  # with the kernel's entropy: this process was forked
         metrics = Metrics(service.settings.model_name, CollectorRegistry(), process, later=loop.call_later)
         client = EngineClient(
             transport, process_id, metrics, service.state,
@@ -433,7 +468,8 @@ class App:
         service.connect(client, metrics)
         service.state.follow(process, service.listing.generation)
         metrics.held_bytes.set(0)
-        loop.add_signal_handler(signal.SIGHUP, service.limits.reload)
+        self.access_log = AccessLog(loop.call_later)
+        loop.add_signal_handler(signal.SIGHUP, self.reload)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])  # blocked while this process was forked
         if service.settings.otlp_traces_endpoint is not None:
             from service.observe.tracing import Tracer  # loads OpenTelemetry
@@ -445,6 +481,7 @@ class App:
         for task in tasks:
             task.cancel()
         metrics.flush()
+        self.access_log.flush()
         if service.tracer is not None:
             await asyncio.to_thread(service.tracer.shutdown)
 
@@ -469,17 +506,3 @@ def check_content_type(headers: dict[bytes, bytes]) -> None:
     else:
         return
     raise ApiError(415, message, code="unsupported_content_type")
-
-
-def _log_access(level: int, request: Request, seconds: float) -> None:
-    """One line per request: the path of the route, not the query, which may contain a prompt."""
-    route = request.endpoint.path
-    fields: dict[str, Any] = {"method": request.method, "handler": route, "status": request.status}
-    fields["client"] = request.client
-    fields["seconds"] = round(seconds, 6)
-    fields["request_id"] = request.id
-    if request.num_prompt_tokens is not None:
-        fields["prompt_characters"] = request.num_prompt_tokens
-        fields["completion_characters"] = request.num_completion_tokens
-        fields["endings"] = request.endings
-    access_logger.log(level, "%s %s %s", request.method, route, request.status, extra={"fields": fields})

@@ -33,6 +33,7 @@ from service.http.schemas import (
     TokenizeRequest,
     invalid_json,
     parse,
+    parse_plain,
 )
 from service.settings import Settings
 from service.words import plural
@@ -66,7 +67,7 @@ class BodyReader:
             ApiError: 400, with the field, what was given and what is allowed.
         """
         if len(body) <= LARGE_BODY_BYTES:
-            return parse(kind, body)
+            return parse_plain(kind, body) or parse(kind, body)
         own = self._turns.get(client) or self._turns.setdefault(client, asyncio.Lock())
         async with own, self._turn:
             await asyncio.sleep(0)

@@ -34,7 +34,7 @@ LATE_SECONDS = 5.0  # grace period after the deadline, before a sequence without
 SWEEP_SECONDS = 0.1  # between two looks at all time limits
 TICK_SECONDS = 0.001  # resolution of the event loop's timers
 CONNECT_SECONDS = 5.0  # how long a starting HTTP process waits for a first worker
-MAX_RUNS = 3  # of a sequence, if workers are lost
+MAX_RUNS = 2  # of a sequence, if workers are lost: it may be what ends them
 REPLACING_SECONDS = 2.0  # after a worker was lost, for which new requests wait for another before they are refused
 HOMELESS = -1  # in place of a worker: the sequence waits until one is connected
 FAILURES = frozenset({"abort", "timeout", "error"})
@@ -143,6 +143,9 @@ class Generation:
 
     @property
     def endings(self) -> dict[str, int]:
+        if len(self.sequences) == 1:
+            reason = self.sequences[0].finish_reason
+            return {} if reason is None else {reason: 1}
         return dict(Counter(it.finish_reason for it in self.sequences if it.finish_reason is not None))
 
     @property
@@ -174,6 +177,15 @@ class Generation:
     @property
     def timing(self) -> Timing:
         every = self.sequences
+        if len(every) == 1:
+            (it,) = every
+            count = it.num_completion_tokens - 1
+            return Timing(
+                round(it.queue_seconds or 0.0, 6),
+                round(it.prefill_seconds, 6),
+                round(it.decode_seconds, 6),
+                round(it.decode_seconds / count, 9) if count > 0 else None,
+            )
         later = sum([max(0, it.num_completion_tokens - 1) for it in every])  # characters after each first one
         return Timing(
             round(max([it.queue_seconds or 0.0 for it in every]), 6),
@@ -420,7 +432,8 @@ class EngineClient:
         self._lost_at = -math.inf  # when a worker was lost most recently
         self.loop = asyncio.get_running_loop()
         self._sockets = transport.connect(consumer_id, self._received)
-        self._numbers = itertools.count()
+        # Not those of a process before this one, whose deltas may be on their way.
+        self._numbers = itertools.count(int(time.time()) << 16)
         self._running: dict[int, tuple[Generation, SequenceState]] = {}  # by sequence id
         self._turns = itertools.count()
         self._open: dict[Generation, float] = {}  # -> when what is left of it is given up

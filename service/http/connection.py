@@ -393,6 +393,8 @@ class Connection(asyncio.Protocol):
         request.closes = request.is_old or not parser.should_keep_alive()
         self._headers = []  # takes the trailers, which would otherwise join the headers
         self._in_head = self._is_begun = False
+        if any(name == b"transfer-encoding" for name, _ in headers):
+            self._expect_head()  # a chunk's line, with its extensions
         self._reading = request
         self._parsed.append(request)
 
@@ -405,6 +407,9 @@ class Connection(asyncio.Protocol):
 
     def on_chunk_header(self) -> None:
         self._expect_head()  # the trailers, if this is the last chunk
+
+    def on_chunk_complete(self) -> None:
+        self._expect_head()  # the next chunk's line
 
     def on_message_complete(self) -> None:
         self._expect_head()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import secrets
 from collections.abc import AsyncIterable, AsyncIterator, Coroutine
 from typing import Any
 
@@ -65,7 +64,7 @@ async def _answer(
         raise ApiError(400, "suffix: none of its characters is in the vocabulary", param="suffix")
     seeds = body.seed
     if not isinstance(seeds, list):
-        seeds = [secrets.randbits(53) if seeds is None else seeds for _ in prompts]
+        seeds = [request.app.random.getrandbits(53) if seeds is None else seeds for _ in prompts]
 
     submits = await _submits(service, model, body, prompts, seeds, candidates)
     service.admit(request, submits, echo=body.echo, num_rankings=candidates * len(prompts) if suffix else 0)
@@ -117,7 +116,7 @@ def _check_limits(service: Service, model: Model, body: GenerationRequest, candi
         given = f"{count}" if candidates == 1 else f"{count} × {candidates}"
         message = f"sequences per request (prompts × n or best_of) must be in [1, {settings.max_prompts}], got {given}"
         raise ApiError(400, f"{param}: {message}", param=param)
-    if "max_tokens" not in body.model_fields_set:
+    if not body.has_max_tokens:
         body.max_tokens = min(body.max_tokens, settings.max_tokens)
     for param in ("max_tokens", "min_tokens"):
         if getattr(body, param) > settings.max_tokens:
@@ -142,10 +141,10 @@ async def _submits(
         0,
         [],
         body.max_tokens,
-        body.sampling(_logit_bias(model, body)),
+        body.sampling(_logit_bias(model, body) if body.logit_bias else (), seeds[0]),
         service.timeout(body.timeout_seconds),
         # A stop string with an unknown character can never appear.
-        stop=tuple(tuple(tokenizer.encode(s)) for s in body.stops if all(c in tokenizer for c in s)),
+        stop=tuple([tuple(tokenizer.encode(s)) for s in body.stops if all(c in tokenizer for c in s)]),
         include_stop=body.include_stop_str_in_output,
         min_tokens=body.min_tokens,
         logprobs=body.logprobs,
@@ -154,16 +153,17 @@ async def _submits(
     await _constrain(model, body, shared)
     if candidates > body.n and shared.logprobs is None:
         shared.logprobs = 0  # to rank the candidates
-    return [
-        msgspec.structs.replace(
-            shared,
-            prompt=prompt or document_start(model, "prompt"),
-            sampling=msgspec.structs.replace(shared.sampling, seed=(seed + j) % (MAX_SEED + 1)),
-            score_from=1 if body.echo and shared.logprobs is not None and len(prompt) > 1 else None,
-        )
-        for prompt, seed in zip(prompts, seeds, strict=True)
-        for j in range(candidates)
-    ]
+    submits: list[Submit] = []
+    for prompt, seed in zip(prompts, seeds, strict=True):
+        for j in range(candidates):
+            submit = msgspec.structs.replace(shared) if submits else shared
+            submit.prompt = prompt or document_start(model, "prompt")
+            if submits:
+                submit.sampling = msgspec.structs.replace(shared.sampling, seed=(seed + j) % (MAX_SEED + 1))
+            if body.echo and shared.logprobs is not None:
+                submit.score_from = 1 if len(prompt) > 1 else None
+            submits.append(submit)
+    return submits
 
 
 async def _constrain(model: Model, body: GenerationRequest, submit: Submit) -> None:

@@ -1,16 +1,20 @@
-"""Compiles the patterns of requests to packed automata, in a thread, with a cache."""
+"""Compiles the patterns of requests to packed automata: in a thread, unless one is still known."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 from service.constrain.automaton import Automaton, LengthError, MinimumLength
 from service.constrain.regex import RegexError, any_of, compile_choice, compile_regex
 from service.http.schemas import ApiError
 
+CACHE_BYTES = 32 << 20  # of each cache of a model
+ENTRY_BYTES = 500  # of an entry beside its key and its result
+MAX_CHOICE_CHARACTERS = 20_000  # of all texts of a choice together
 MAX_STOP_STATES = 256  # of stop_regex: each may cost time at each character
 
 
@@ -20,12 +24,41 @@ class Compiled(NamedTuple):
     matches_empty: bool
 
 
+class _Cache:
+    """Results that were used last, of at most CACHE_BYTES together; an error is kept as its message.
+
+    An exception would hold its traceback, and with it everything that its frames hold.
+    """
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
+        self._bytes = 0
+
+    async def find(self, key: Hashable, key_bytes: int, call: Callable[[], Any]) -> Any:
+        """What `call` returned for this key; called in a thread if that is not known."""
+        entry = self._found.get(key)
+        if entry is not None:
+            self._found.move_to_end(key)
+            return entry[0]
+        found = await asyncio.to_thread(call)
+        size = ENTRY_BYTES + key_bytes + _size(found)
+        if size <= CACHE_BYTES and key not in self._found:
+            self._found[key] = found, size
+            self._bytes += size
+            while self._bytes > CACHE_BYTES:
+                self._bytes -= self._found.popitem(last=False)[1][1]
+        return found
+
+
+def _size(found: Any) -> int:
+    return len(found.packed) if isinstance(found, Compiled) else 0 if found is None else len(found)
+
+
 class PatternCompiler:
     def __init__(self, characters: Sequence[str], max_regex_characters: int):
         self._characters = characters
         self._max_characters = max_regex_characters
-        self._compile = functools.lru_cache(maxsize=256)(self._compile_uncached)
-        self._find_minimum = functools.lru_cache(maxsize=64)(_find_minimum_uncached)
+        self._compiled, self._minima = _Cache(), _Cache()
 
     async def compile(
         self, param: str, pattern: str | tuple[str, ...], allowed: frozenset[str] | None = None
@@ -35,10 +68,15 @@ class PatternCompiler:
         Raises:
             ApiError: 400, the pattern is invalid or too large.
         """
-        compiled = await asyncio.to_thread(self._compile, param == "stop_regex", pattern, allowed)
-        if isinstance(compiled, RegexError):
-            raise ApiError(400, f"{param}: {compiled}", param=param, code="invalid_pattern")
-        return compiled
+        compile = functools.partial(self._compile, param == "stop_regex", pattern, allowed)
+        length = len(pattern) if isinstance(pattern, str) else sum(map(len, pattern))
+        if length > (self._max_characters if isinstance(pattern, str) else MAX_CHOICE_CHARACTERS):
+            found = compile()  # refused for its length, and not kept
+        else:
+            found = await self._compiled.find((param == "stop_regex", pattern, allowed), 8 * length, compile)
+        if isinstance(found, str):
+            raise ApiError(400, f"{param}: {found}", param=param, code="invalid_pattern")
+        return found
 
     async def minimum(self, param: str, compiled: Compiled, min_tokens: int, max_tokens: int) -> bytes | None:
         """The packed MinimumLength for matches of so many characters; None: every match has `min_tokens`.
@@ -48,7 +86,9 @@ class PatternCompiler:
         """
         if min_tokens <= compiled.min_length:
             return None
-        found = await asyncio.to_thread(self._find_minimum, compiled.packed, min_tokens, max_tokens)
+        packed = compiled.packed
+        find = functools.partial(_find_minimum, packed, min_tokens, max_tokens)
+        found: bytes | str | None = await self._minima.find((packed, min_tokens, max_tokens), len(packed), find)
         if isinstance(found, bytes):
             return found
         if found is None:
@@ -61,26 +101,27 @@ class PatternCompiler:
         """Texts of these characters, of any length."""
         return any_of(allowed, self._characters).pack()
 
-    def _compile_uncached(
-        self, is_stop: bool, pattern: str | tuple[str, ...], allowed: frozenset[str] | None
-    ) -> Compiled | RegexError:
+    def _compile(self, is_stop: bool, pattern: str | tuple[str, ...], allowed: frozenset[str] | None) -> Compiled | str:
+        """The message of a RegexError if there is one."""
         try:
             if isinstance(pattern, tuple):
-                automaton = compile_choice(pattern, self._characters, allowed=allowed)
+                automaton = compile_choice(
+                    pattern, self._characters, allowed=allowed, max_characters=MAX_CHOICE_CHARACTERS
+                )
             else:
                 limits = {"max_states": MAX_STOP_STATES} if is_stop else {}
                 automaton = compile_regex(
                     pattern, self._characters, allowed=allowed, max_characters=self._max_characters, **limits
                 )
         except RegexError as error:
-            return error
+            return str(error)
         return Compiled(automaton.pack(), automaton.min_length, bool(automaton.accepting[0]))
 
 
-def _find_minimum_uncached(packed: bytes, min_tokens: int, max_tokens: int) -> bytes | LengthError | None:
+def _find_minimum(packed: bytes, min_tokens: int, max_tokens: int) -> bytes | str | None:
     automaton = Automaton.unpack(packed)
     try:
         found = MinimumLength.of(automaton, min_tokens, max_tokens)
     except LengthError as error:
-        return error
+        return str(error)
     return None if found is None else found.pack(len(automaton.table))

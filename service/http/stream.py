@@ -6,6 +6,7 @@ Knows ASGI and the two forms of answers; nothing of what a request means.
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Sequence
@@ -135,6 +136,11 @@ class Form(ABC):
     def timing(self) -> Timing:
         return self.request.generations[0].timing
 
+    @functools.cached_property
+    def last_receipt(self) -> Receipt:
+        """Once every sequence has ended."""
+        return self.receipt(self.timing)
+
     @property
     def usage(self) -> Usage:
         return Usage.of(self.request.num_prompt_tokens or 0, self.request.num_completion_tokens)
@@ -197,7 +203,7 @@ class NativeForm(Form):
     """/generate"""
 
     def answer(self, choices: list[Any]) -> GenerateAnswer:
-        return GenerateAnswer(self.request.id, self.model, choices, self.usage, self.receipt(self.timing))
+        return GenerateAnswer(self.request.id, self.model, choices, self.usage, self.last_receipt)
 
     def choice(self, piece: Piece, text: str, logprobs: TokenLogprobs | None) -> GenerateChoice:
         finish_reason: Any = piece.finish_reason
@@ -210,8 +216,7 @@ class NativeForm(Form):
         return _encode(GenerateEvent(piece.number, piece.text, finish_reason, piece.seed, logprobs, usage))
 
     def end(self) -> bytes:
-        receipt = self.receipt(self.timing)
-        return _encode(GenerateEnd(self.request.id, self.model, self.usage, receipt))
+        return _encode(GenerateEnd(self.request.id, self.model, self.usage, self.last_receipt))
 
 
 class CompletionForm(Form):
@@ -222,8 +227,8 @@ class CompletionForm(Form):
         self.id, self.created = f"cmpl-{request.id}", int(time.time())
 
     def answer(self, choices: list[Any]) -> Completion:
-        receipt = self.receipt(self.timing)
-        return Completion(self.id, "text_completion", self.created, self.model, choices, self.usage, receipt)
+        created, receipt = self.created, self.last_receipt
+        return Completion(self.id, "text_completion", created, self.model, choices, self.usage, receipt)
 
     def choice(self, piece: Piece, text: str, logprobs: TokenLogprobs | None) -> CompletionChoice:
         return _openai_choice(CompletionChoice, piece, text, logprobs)
@@ -233,7 +238,7 @@ class CompletionForm(Form):
         if self.continuous_usage:
             usage = self.usage
         choice = _openai_choice(ChunkChoice, piece, piece.text, self.logprobs(piece))
-        return self._chunk([choice], usage, self.receipt(self.timing) if is_last else UNSET)
+        return self._chunk([choice], usage, self.last_receipt if is_last else UNSET)
 
     def end(self) -> bytes:
         return self._chunk([], self.usage) if self.include_usage else b""
@@ -269,7 +274,7 @@ def _size(piece: Piece) -> float:
 
 async def write_whole(request: Request, pieces: AsyncIterable[list[Piece]], form: Form) -> None:
     complete = await gathered(pieces)
-    headers = receipt_headers(form.receipt(form.timing), time.monotonic() - request.arrived_at)
+    headers = receipt_headers(form.last_receipt, time.monotonic() - request.arrived_at)
     await send_json(request, form.whole(complete), headers)
 
 

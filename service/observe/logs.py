@@ -16,6 +16,7 @@ import os
 import select
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -81,7 +82,7 @@ class LineHandler(logging.Handler):
 
     def __init__(self, format_line: Callable[[dict[str, Any]], bytes]):
         super().__init__()
-        self._format_line = format_line
+        self.format_line = format_line
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -90,19 +91,18 @@ class LineHandler(logging.Handler):
             record.msg, record.args = f"cannot format {record.msg!r}", None
             record.levelname, record.exc_info = "ERROR", (type(error), error, error.__traceback__)
             fields = self._fields(record)
-        while len(line := self._format_line(fields)) > MAX_LINE_BYTES:  # cut the middle out of the longest field
+        while len(line := self.format_line(fields)) > MAX_LINE_BYTES:  # cut the middle out of the longest field
             name = max(("message", "exception", "request_ids"), key=lambda name: len(fields.get(name, "")))
             value, kept = fields[name], len(fields[name]) * 9 // 20
             fields[name] = value[:kept] if name == "request_ids" else f"{value[:kept]} … {value[-kept:]}"
-        with contextlib.suppress(OSError):  # stderr is closed: nowhere left to report it
-            os.write(2, line)
+        _write(line)
 
     def _fields(self, record: logging.LogRecord) -> dict[str, Any]:
         message = record.getMessage()
         if record.name == "asyncio":  # further lines show tasks with the text of their exceptions
             message = message.partition("\n")[0]
         fields: dict[str, Any] = {
-            "timestamp": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")[:23] + "Z",
+            "timestamp": _timestamp(record.created),
             "level": record.levelname,
             "logger": record.name,
             "process": process_name(),
@@ -119,6 +119,55 @@ class LineHandler(logging.Handler):
             text = _traceback(record.exc_info[1], with_text=not fields["process"].startswith("http"))
             fields["exception"] = _encodable(text)
         return fields
+
+
+class AccessLog:
+    """Lines of requests, written several at a time: a system call for each would cost as much as a small answer.
+
+    later: loop.call_later or the like. A process that is killed loses the lines of FLUSH_SECONDS.
+    """
+
+    FLUSH_SECONDS = 0.05
+
+    def __init__(self, later: Callable[[float, Callable[[], None]], Any]):
+        self._later = later
+        self._logger = logging.getLogger("service.access")
+        self._lines: list[bytes] = []
+        self._process, self._pid = process_name(), os.getpid()
+
+    def add(self, level: int, message: str, fields: dict[str, Any]) -> None:
+        if not self._logger.isEnabledFor(level):
+            return
+        if not self._lines:
+            self._later(self.FLUSH_SECONDS, self.flush)
+        line = {
+            "timestamp": _timestamp(time.time()), "level": logging.getLevelName(level), "logger": self._logger.name,
+            "process": self._process, "pid": self._pid, "message": message, **fields,
+        }  # fmt: skip
+        for handler in logging.getLogger().handlers:
+            if isinstance(handler, LineHandler):
+                self._lines.append(handler.format_line(line))
+
+    def flush(self) -> None:
+        """Each write is of whole lines, and no longer than one that other processes' writes cannot interrupt."""
+        lines, self._lines = self._lines, []
+        start = size = 0
+        for i, line in enumerate(lines):
+            if size and size + len(line) > MAX_LINE_BYTES:
+                _write(b"".join(lines[start:i]))
+                start, size = i, 0
+            size += len(line)
+        if size:
+            _write(b"".join(lines[start:]))
+
+
+def _write(data: bytes) -> None:
+    with contextlib.suppress(OSError):  # stderr is closed: nowhere left to report it
+        os.write(2, data)
+
+
+def _timestamp(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")[:23] + "Z"
 
 
 def json_line(fields: dict[str, Any]) -> bytes:

@@ -4,7 +4,9 @@ import contextlib
 import functools
 import json
 import logging
+import os
 import select
+import signal
 import socket
 import ssl
 import threading
@@ -317,6 +319,63 @@ def test_unhandled_exception_returns_a_regular_error_response(caplog):
     assert headers[b"x-request-id"] == b"mine"
     assert headers[b"access-control-allow-origin"] == ORIGIN.encode()
     assert "request mine failed" in caplog.text
+
+
+# -- SIGHUP --
+
+
+def test_keys_change_at_sighup_and_an_invalid_file_changes_nothing(checkpoint, tmp_path):
+    keys = tmp_path / "keys.txt"
+    keys.write_text("first-key-0123\n")
+    with RunningServer(checkpoint.path, api_keys_file=keys) as server:
+        server.wait_until_ready()
+
+        def status(key):
+            return web.get(f"{server.url}/info", headers=bearer(key)).status_code
+
+        assert (status("first-key-0123"), status("second-key-0123")) == (200, 401)
+        keys.write_text("second-key-0123\n")
+        os.kill(server.process.pid, signal.SIGHUP)
+        wait_until(lambda: status("second-key-0123") == 200)
+        assert status("first-key-0123") == 401
+        keys.write_text("short\n")
+        os.kill(server.process.pid, signal.SIGHUP)
+        wait_until(lambda: "API keys not changed" in server.output())
+        assert status("second-key-0123") == 200
+        (http,) = http_processes(server)
+        http.kill()  # the one in its place has the new keys too
+        wait_until(lambda: http_processes(server) and http_processes(server)[0].pid != http.pid)
+        wait_until(lambda: reached(lambda: status("second-key-0123")) == 200)
+        assert status("first-key-0123") == 401
+
+
+def reached(call):
+    with contextlib.suppress(httpx.TransportError):
+        return call()
+
+
+@pytest.mark.needs("openssl")
+def test_a_certificate_changes_at_sighup(checkpoint, tmp_path):
+    certificate, key = make_certificate(tmp_path)
+    with RunningServer(checkpoint.path, tls_certificate=certificate, tls_key=key) as server:
+
+        def presented():
+            return reached(lambda: ssl.get_server_certificate(("127.0.0.1", server.port)))
+
+        def shown():
+            with contextlib.suppress(OSError):
+                return presented()
+
+        first = wait_until(shown)
+        assert first.split() == certificate.read_text().split()
+        make_certificate(tmp_path)
+        os.kill(server.process.pid, signal.SIGHUP)
+        second = wait_until(lambda: (found := shown()) != first and found)
+        assert second.split() == certificate.read_text().split()
+        certificate.write_text("nonsense")
+        os.kill(server.process.pid, signal.SIGHUP)
+        wait_until(lambda: "certificate not changed" in server.output())
+        assert shown() == second
 
 
 # -- path prefix --

@@ -4,7 +4,10 @@ import asyncio
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from service.http import schemas
 from service.http.bodies import LARGE_FIELD_BYTES, BodyReader, parse_large
 from service.http.schemas import (
     ApiError,
@@ -207,3 +210,43 @@ def test_unknown_fields_are_named_in_order():
         ]
     _, _, code = outcome(large, GenerateRequest, json.dumps(body | {"seeds": 1}).encode())
     assert code == "unknown_field"
+
+
+# -- plain requests --
+
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 3), st.sampled_from([2**31, 2**63, 2**64 - 1, 2**64, 0.0, 0.5, 1e400]),
+    st.floats(-101, 101), st.text(max_size=3), st.lists(st.text(max_size=2), max_size=2),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [GenerateRequest, CompletionRequest])
+@given(fields=st.dictionaries(st.sampled_from(sorted(schemas._PLAIN)), VALUES, max_size=6), unknown=st.booleans())
+def test_a_plain_request_means_what_pydantic_says(kind, fields, unknown):
+    body = json.dumps({"max_tokens": 3} | fields | ({"user": "x"} if unknown else {})).encode()
+    plain = schemas.parse_plain(kind, body)
+    if plain is None:
+        return
+    request = parse(kind, body)
+    for name in (*kind.model_fields, "stops", "prompts", "ignored_fields", "has_max_tokens"):
+        assert getattr(plain, name) == getattr(request, name), name
+    assert plain.sampling((), 5) == request.sampling((), 5)
+
+
+@pytest.mark.parametrize("kind", [GenerateRequest, CompletionRequest])
+def test_ordinary_requests_are_plain(kind):
+    for fields in (
+        {},
+        {"temperature": 0.8, "top_k": 20, "seed": 1},
+        {"stream": True, "stop": "\n", "n": 2, "top_p": 1},
+    ):
+        assert schemas.parse_plain(kind, json.dumps({"prompt": "a", "max_tokens": 5} | fields).encode()) is not None
+    for fields in (
+        {"regex": "a"},
+        {"n": 0},
+        {"stop": ["a"]},
+        {"min_tokens": 6},
+        {"temperature": None},
+        {"max_token": 5},
+    ):
+        assert schemas.parse_plain(kind, json.dumps({"prompt": "a", "max_tokens": 5} | fields).encode()) is None

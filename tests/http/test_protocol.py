@@ -185,6 +185,15 @@ def test_malformed_chunks_are_refused(server, chunk):
     assert ask(server, head + chunk + b"0\r\n\r\n" + GET + b"\r\n") == (400, "invalid_http")
 
 
+@pytest.mark.parametrize("before", [b"", b"1\r\n{\r\n"])
+def test_chunk_extensions_are_limited(server, before):
+    head = b"POST /tokenize HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    assert ask(server, head + before + b"1;" + b"x" * 1_000_000) == (431, "headers_too_large")
+    body = b'd;a=b;c\r\n{"prompt":"a"\r\n1;d\r\n}\r\n0\r\n\r\n'
+    with sent(server.port, head + body) as connection:
+        assert statuses(connection, 1) == [200]
+
+
 def test_other_versions_are_refused(server):
     assert ask(server, b"GET /livez\r\n\r\n")[0] == 505
     assert ask(server, b"GET /livez HTTP/2.0\r\nHost: a\r\n\r\n")[0] == 505

@@ -101,6 +101,8 @@ def server(checkpoint):
 def test_every_line_is_json_with_time_process_and_message(server):
     for _ in range(20):
         assert web.post(f"{server.url}/generate", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+    # The last requests' lines are written in batches.
+    wait_until(lambda: len({line["process"] for line in lines_of(server.output())}) == 5)
     lines = lines_of(server.output())
     started = psutil.Process(server.process.pid).create_time() - 1  # rounded to kernel ticks
     pids = {}
