@@ -49,7 +49,7 @@ def relax_garbage_collector() -> None:
     """Exempt start-up's objects from collection, and collect little at a time.
 
     Requests leave no cycles (tests/http/test_garbage.py), so that a collection finds only what is in use: 10,000
-    objects take about a millisecond, in which everybody waits. What is older is looked at every 20 and 1,000 collections.
+    objects take about a millisecond, in which everybody waits. What is older is looked at every 20, or 1,000, times.
     """
     gc.collect()
     gc.freeze()

@@ -21,6 +21,8 @@ from service.words import plural
 
 logger = logging.getLogger(__name__)
 
+MIN_STEPS = 8  # of a call over more than CACHED_ROWS rows, where nobody waits for its end
+CACHED_ROWS = 16
 MAX_FAILURES = 16  # calls of the runner in a row that gave nothing of use, after which it counts as broken
 
 # Takes in what a launch gave: waits for it, updates its sequences and adds their deltas.
@@ -125,6 +127,7 @@ class Engine:
         self._decode_cost = Cost(each=step_seconds)  # of one step, by rows; the first call has one step
         self._prefill_cost = Cost(each=step_seconds / MIN_PREFILL)  # by characters
         self._ended: list[Delta] = []  # ended early; returned by the current step, or the next
+        self._turn, self._decoded_at = 0, np.zeros(runner.slots, np.int64)  # calls of clients that share; by slot
         self._in_flight: list[Collect] = []  # launched by the last step, if the runner is asynchronous
         self._num_failures = 0  # calls in a row
 
@@ -165,7 +168,7 @@ class Engine:
         if self._in_flight and scheduler.num_guided:  # the mask of a guided sequence follows from its last character
             self._collect(self._in_flight, deltas)
             self._in_flight = []
-        slots = np.flatnonzero(scheduler.is_decoding & (scheduler.num_left > 0))  # (B,)
+        slots = self._share(np.flatnonzero(scheduler.is_decoding & (scheduler.num_left > 0)))  # (B,)
         plan = scheduler.schedule(stats.started_at, self._prefill_budget(len(slots)))
         for sequence, copy in plan.copies:
             with self._isolated([sequence]):
@@ -175,7 +178,7 @@ class Engine:
         stats.lap("schedule")
         launched: list[Collect] = []
         if len(slots):
-            self._decode(slots, launched)
+            self._decode(slots, sum(piece.length for piece in plan.pieces), launched)
         # A start or a copy that failed has ended its sequence.
         pieces = [piece for piece in plan.pieces if not piece.sequence.is_finished]
         if pieces:
@@ -204,16 +207,62 @@ class Engine:
                 completions[delta.id] += delta.ids
         return list(completions.values())
 
-    def _prefill_budget(self, rows: int) -> int:
-        """Prompt characters of a step that decodes `rows`."""
-        # Where decoding alone takes as long as a step should, prompts get half as much again.
-        decoding = self._decode_cost.seconds(rows) if rows else 0.0
-        return max(MIN_PREFILL, self._prefill_cost.size_for(max(self.step_seconds - decoding, 0.5 * decoding)))
+    def _share(self, slots: np.ndarray) -> np.ndarray:
+        """Of the slots that decode (B,), those whose turn it is, so that clients share the time and not the sequences.
 
-    def _num_steps(self, rows: int) -> int:
-        """Decode steps of a call over `rows`, if nobody waits for its end."""
-        seconds = self._decode_cost.seconds(rows)
-        return max(n for n in self.runner.step_counts if n == 1 or n * seconds <= self.step_seconds)
+        With k clients, a call takes as many rows as take k times as long as those of the client with the fewest: that
+        client has its share of the time then, and the sequences of clients with many take turns.
+        """
+        if len(slots) < 2 or not self.scheduler.is_fair:
+            return slots
+        by_client: dict[str, list[int]] = {}
+        for slot in slots.tolist():
+            sequence = self.scheduler.by_slot[slot]
+            assert sequence is not None
+            by_client.setdefault(sequence.request.client, []).append(slot)
+        if len(by_client) == 1:
+            return slots
+        fewest, k = min(map(len, by_client.values())), len(by_client)
+        limit = max(
+            k * fewest, int((k * self._decode_cost.seconds(fewest) - self._decode_cost.fixed) / self._decode_cost.each)
+        )
+        if limit >= len(slots):
+            return slots
+        chosen: list[int] = []
+        for its_slots in sorted(by_client.values(), key=len):
+            room = max(1, (limit - len(chosen)) // k)
+            k -= 1
+            if len(its_slots) > room:  # those that have waited longest
+                its_slots = sorted(its_slots, key=self._decoded_at.__getitem__)[:room]
+            chosen += its_slots
+        self._turn += 1
+        self._decoded_at[chosen] = self._turn
+        return np.array(sorted(chosen))
+
+    def _prefill_budget(self, rows: int) -> int:
+        """Prompt characters of a step that decodes `rows`: half of its time, or what one decode step leaves of it."""
+        decoding = self._decode_cost.seconds(rows) if rows else 0.0
+        seconds = self.step_seconds if not rows else max(0.5 * self.step_seconds, decoding)
+        return max(MIN_PREFILL, self._prefill_cost.size_for(seconds))
+
+    def _num_steps(self, rows: int, num_prompt: int) -> int:
+        """Decode steps of a call over `rows`, beside `num_prompt` characters of prompts.
+
+        Alone, as many as fit `step_seconds`; of many rows MIN_STEPS, in which each stays in the cache, even if they
+        take up to three times as long. Beside prompts, as many as fit the time that these take, so that neither stalls
+        the other.
+        """
+        seconds, limit = self._decode_cost.seconds(rows), self.step_seconds
+        free = MIN_STEPS if rows > CACHED_ROWS else 1
+        if num_prompt:
+            limit, free = min(0.5 * limit, self._prefill_cost.seconds(num_prompt)), 1
+        elif self.scheduler.prefilling:  # which wait for others
+            limit, free = 0.5 * limit, 1
+        return max(
+            n
+            for n in self.runner.step_counts
+            if n == 1 or n * seconds <= limit or (n <= free and n * seconds <= 3 * limit)
+        )
 
     def _collect(self, launched: list[Collect], deltas: list[Delta]) -> None:
         for collect in launched:
@@ -231,8 +280,8 @@ class Engine:
             if shared is not None:
                 self._copy(shared)
 
-    def _decode(self, slots: np.ndarray, launched: list[Collect]) -> None:
-        """Launch the sequences in `slots` (B,)."""
+    def _decode(self, slots: np.ndarray, num_prompt: int, launched: list[Collect]) -> None:
+        """Launch the sequences in `slots` (B,), beside `num_prompt` characters of prompts."""
         scheduler, stats = self.scheduler, self.stats
         by_slot = scheduler.by_slot
         sequences = [sequence for slot in slots.tolist() if (sequence := by_slot[slot]) is not None]
@@ -245,8 +294,8 @@ class Engine:
             wants_logits = [b for b in special if sequences[b].request.logprobs is not None]
             # A guided row takes one step per call, as each needs a mask. Beside rows of K steps it would wait for all K
             # after each character, so that its own text would be up to K times slower: then all take one.
-            is_waited_for = scheduler.prefilling or scheduler.num_guided
-            steps = np.minimum(1 if is_waited_for else self._num_steps(len(slots)), scheduler.num_left[slots])
+            most = 1 if scheduler.num_guided else self._num_steps(len(slots), num_prompt)
+            steps = np.minimum(most, scheduler.num_left[slots])
             pending = self.runner.decode(slots, steps, allowed, wants_logits)
             scheduler.decoded(slots, steps)
             is_end = (scheduler.num_left[slots] == 0).tolist()

@@ -836,6 +836,7 @@ template <class T, class W, class K> class Net final : public Engine {
  private:
   static constexpr size_t TEAM_BYTES = size_t(16) << 20, OUTGROWN_BYTES = size_t(32) << 20;  // of weights
   static constexpr int TEAM_ROWS = 64;                    // of a prompt
+  static constexpr int TOGETHER = 8;                      // sequences of a thread
   // Sequences up to which a second row of each is nearly free, as the time goes into reading the weights.
   static constexpr size_t GUESSED = 1, GUESSED_LARGE = 4;
 
@@ -853,16 +854,21 @@ template <class T, class W, class K> class Net final : public Engine {
     return item.count + item.steps - (item.count ? std::min(item.steps, 1) : 0);
   }
 
-  // Run items to their ends: feed the ids that were given, then what is chosen, BATCH rows at a time.
+  // Run items to their ends: feed the ids that were given, then what is chosen, BATCH rows at a time. Where all only
+  // choose, TOGETHER of them take all their steps before the next ones begin: their keys and values stay in the cache,
+  // where all rows' would be read from memory at every step. Not with weights that a cache does not hold either.
   void lead(const std::vector<const ChargptItem*>& items, Workspace& w, Team team) {
     std::vector<Progress> active;
     for (const ChargptItem* item : items) active.push_back({item, 0, 0});
+    const bool stays = std::all_of(items.begin(), items.end(), [](auto item) { return item->count == 0; }) &&
+                       storage.bytes <= TEAM_BYTES;
+    const int limit = stays ? TOGETHER : BATCH;
     while (!active.empty()) {
       w.rows.clear();
       const bool may_guess = active.size() <= (storage.bytes > TEAM_BYTES ? GUESSED_LARGE : GUESSED);
       size_t taken = 0;  // sequences with rows in this batch
       for (Progress& it : active) {
-        const int room = BATCH - int(w.rows.size());
+        const int room = limit - int(w.rows.size());
         if (room == 0) break;
         const ChargptItem& item = *it.item;
         Slot& s = states[item.slot];
@@ -881,15 +887,18 @@ template <class T, class W, class K> class Net final : public Engine {
       }
       team.wait();
       forward(w, w, team);
-      // Choose where a sequence's given ids have run; sequences that are done leave, the others go on in turn.
-      std::vector<Progress> rest(active.begin() + taken, active.end());
+      // Choose where a sequence's given ids have run; sequences that are done leave, the others go on: at once, or in
+      // turn.
+      std::vector<Progress> going, rest(active.begin() + taken, active.end());
       int row = 0, logits = 0;
       for (size_t k = 0; k < taken; ++k) {
         Progress it = active[k];
-        if (finish(it, w, row, logits)) rest.push_back(it);
+        if (finish(it, w, row, logits)) going.push_back(it);
         row += it.rows;
       }
-      active.swap(rest);
+      if (stays) going.swap(rest);
+      active = std::move(rest);
+      active.insert(active.end(), going.begin(), going.end());
     }
     w.rows.clear();
     team.wait();

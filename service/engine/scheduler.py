@@ -96,7 +96,7 @@ class Scheduler:
         is_fair: bool = True,
     ):
         self.max_running, self.reserve, self.slots = max_running, reserve, max_running + reserve
-        self.piece = piece
+        self.piece, self.is_fair = piece, is_fair
         self.max_waiting = max_waiting
         self.by_slot: list[Sequence | None] = [None] * self.slots
         self.is_decoding = np.zeros(self.slots, dtype=bool)
