@@ -78,6 +78,7 @@ def test_every_private_name_is_listed():
     methods = {node.name for node in server.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
     names = {node.attr for node in ast.walk(server) if isinstance(node, ast.Attribute)}
     ours = {"__init__", "_loggers", "_must_reload", "_others", "_http_processes", "_listener", "_is_announced"}
+    ours |= {"_reading", "_tls"}
     used = {name for name in names - methods - ours if name.startswith("_")}
     overridden = {name for name in methods if hasattr(litserve.LitServer, name) and name != "__init__"}
     assert used | overridden <= PRIVATE.keys()

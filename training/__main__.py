@@ -337,8 +337,11 @@ def run_sample(args: argparse.Namespace) -> None:
     if not given and begins != "\n":
         given = begins
     prompt = prompt or tokenizer.encode(begins)
+    end = checkpoint.record_end
+    if end is not None and prompt[0] != end:
+        prompt = [end, *prompt]  # a record begins after the line break of the one before
     stops = [unescaped(text) for text in args.stop]
-    if has_records(checkpoint) and not stops and args.stop_regex is None and args.regex is None:
+    if end is not None and not stops and args.stop_regex is None and args.regex is None:
         stops = ["\n"]
     if "" in stops:
         raise ConfigError("--stop must not be empty")

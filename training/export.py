@@ -52,7 +52,11 @@ def to_gguf(checkpoint: Checkpoint, file: Path) -> None:
     writer.add_token_list(characters)
     writer.add_token_scores([0.0] * len(characters))
     writer.add_token_types([TokenType.NORMAL] * len(characters))
-    writer.add_add_bos_token(False)
+    end = checkpoint.record_end
+    if end is not None:
+        writer.add_bos_token_id(end)
+        writer.add_eos_token_id(end)
+    writer.add_add_bos_token(end is not None)
     writer.add_add_eos_token(False)
     names = get_tensor_name_map(MODEL_ARCH.QWEN3, config.n_layer)
     for name, tensor in named_tensors(model).items():

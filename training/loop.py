@@ -52,6 +52,8 @@ from training.sample import sample_texts
 from training.speed import flops_per_character, matmul_peak
 from training.state import Progress, ResumeError, Saved, generator_states, pack
 
+SAMPLED_RECORDS = 5  # shown at each evaluation
+
 
 class DivergedError(RuntimeError):
     """The loss, the gradient or a weight is not finite."""
@@ -272,8 +274,14 @@ class Run:
             tokenizer = self.corpus.tokenizer
             prompt = tokenizer.encode("\n") if "\n" in tokenizer else [int(self.corpus.train[0])]
             params = SamplingParams(seed=self.config.seed)
-            [(_, ids)] = sample_texts(model, prompt, 1, self.config.sample_chars, params)
-            record["sample"] = tokenizer.decode(prompt + ids)
+            if self.config.records:
+                found = sample_texts(
+                    model, prompt, SAMPLED_RECORDS, self.config.sample_chars, params, stop=(tuple(prompt),)
+                )
+                record["sample"] = "\n".join(tokenizer.decode(ids) for _, ids in found)
+            else:
+                [(_, ids)] = sample_texts(model, prompt, 1, self.config.sample_chars, params)
+                record["sample"] = tokenizer.decode(prompt + ids)
         if progress.best_val_loss is None or val_loss < progress.best_val_loss:
             progress.best_step, progress.best_val_loss = progress.step, val_loss
             progress.best_elapsed_seconds, progress.best_cpu_seconds = progress.elapsed_seconds, progress.cpu_seconds

@@ -257,6 +257,8 @@ class App:
             shown = f"{request.method} {request.path}"
             if endpoint.operations:
                 raise ApiError(405, f"{shown}: Method Not Allowed", headers={"Allow": endpoint.allow.decode()})
+            if request.path.endswith(("/v1/chat/completions", "/v1/responses")):
+                raise ApiError(404, f"{shown}: there is no chat; use /v1/completions, which continues a text")
             raise ApiError(404, f"{shown}: Not Found")
         if operation.is_refused_early:
             self.service.refuse_if_full(request)

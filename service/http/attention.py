@@ -17,7 +17,7 @@ import numpy as np
 from msgspec import UNSET
 
 from service.http.context import Service
-from service.http.encoding import Encoder
+from service.http.encoding import Encoder, begun
 from service.http.models import Model
 from service.http.request import Request
 from service.http.schemas import (
@@ -102,7 +102,7 @@ async def attention(service: Service, request: Request) -> None:
         if number is not None and number >= count:
             raise ApiError(400, f"{param}: must be in [0, {count - 1}], got {number}", param=param)
     encoder = Encoder(service, model, body)
-    ids = await encoder.encode(body.text, "text")
+    ids = begun(model, await encoder.encode(body.text, "text"), "text")[:limit]
     layers = range(config.n_layer) if body.layer is None else [body.layer]
     heads = range(config.n_head) if body.head is None else [body.head]
     # What is kept, and a layer's matrices while it is computed.

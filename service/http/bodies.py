@@ -26,6 +26,7 @@ from service.http.schemas import (
     MAX_ID,
     MAX_STOPS,
     MAX_UNKNOWN_FIELDS,
+    REFUSED_FIELDS,
     AnyRequest,
     ApiError,
     NextRequest,
@@ -120,7 +121,12 @@ async def parse_large(kind: type[AnyRequest], body: bytes, settings: Settings) -
 @functools.cache
 def _decoder(kind: type[BaseModel]) -> msgspec.json.Decoder[msgspec.Struct]:
     """Cuts an object into the JSON of its fields, and skips unknown ones."""
-    return msgspec.json.Decoder(msgspec.defstruct(kind.__name__, [(name, Raw, Raw()) for name in kind.model_fields]))
+    return msgspec.json.Decoder(msgspec.defstruct(kind.__name__, [(name, Raw, Raw()) for name in _names(kind)]))
+
+
+def _names(kind: type[BaseModel]) -> list[str]:
+    """The kind's fields, and those of others whose values are looked at."""
+    return [*kind.model_fields, *REFUSED_FIELDS, "structured_outputs"]
 
 
 @functools.lru_cache(maxsize=256)
@@ -171,7 +177,7 @@ def _fields(kind: type[BaseModel], body: bytes) -> dict[str, bytes]:
         reason = str(error).removeprefix("JSON is malformed: ")
         place = _PLACE.search(reason)
         raise invalid_json(body, reason, int(place[1]) if place else len(body)) from None
-    raws = ((name, bytes(getattr(cut, name))) for name in kind.model_fields)
+    raws = ((name, bytes(getattr(cut, name))) for name in _names(kind))
     return {name: raw for name, raw in raws if raw}
 
 

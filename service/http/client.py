@@ -337,7 +337,8 @@ class Generation:
             if logprobs is not None:
                 of_prompt, sequence.prompt_logprobs = sequence.prompt_logprobs, Logprobs()
                 of_prompt.extend(logprobs)
-                logprobs, num_unscored = of_prompt, 1
+                # The first character, unless one that is not shown precedes it.
+                logprobs, num_unscored = of_prompt, len(sequence.echo) - len(sequence.submit.prompt) + 1
         sequence.echo, seed = "", sequence.submit.sampling.seed
         return Piece(sequence.number, seed, text, sequence.finish_reason, logprobs, num_unscored)
 

@@ -110,6 +110,18 @@ def check_ids(model: Model, ids: list[int], param: str, name: str | None = None)
         raise ApiError(400, message, param=param)
 
 
+def begun(model: Model, ids: list[int], param: str) -> list[int]:
+    """What the model sees of a prompt: of records, a line break first, unless the prompt begins with one itself.
+
+    Raises:
+        ApiError: 400, it is empty, and the vocabulary has no line break.
+    """
+    end = model.record_end
+    if end is not None and ids and ids[0] != end:
+        return [end, *ids]
+    return ids or document_start(model, param)
+
+
 def document_start(model: Model, param: str) -> list[int]:
     """What an empty text means.
 

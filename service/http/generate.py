@@ -11,7 +11,7 @@ import msgspec
 from service.http.admission import MAX_CUTS
 from service.http.client import Piece, gathered
 from service.http.context import Service
-from service.http.encoding import Encoder, document_start, unknown_characters
+from service.http.encoding import Encoder, begun, unknown_characters
 from service.http.models import Model
 from service.http.pause import Pause
 from service.http.request import Request
@@ -151,17 +151,20 @@ async def _submits(
         priority=2 * body.priority,
     )
     await _constrain(model, body, shared)
+    if model.record_end is not None and not body.ignore_eos and shared.constraint is None:
+        shared.stop = (*shared.stop, (model.record_end,))
     if candidates > body.n and shared.logprobs is None:
         shared.logprobs = 0  # to rank the candidates
     submits: list[Submit] = []
-    for prompt, seed in zip(prompts, seeds, strict=True):
+    for given, seed in zip(prompts, seeds, strict=True):
+        prompt = begun(model, given, "prompt")
         for j in range(candidates):
             submit = msgspec.structs.replace(shared) if submits else shared
-            submit.prompt = prompt or document_start(model, "prompt")
+            submit.prompt = prompt
             if submits:
                 submit.sampling = msgspec.structs.replace(shared.sampling, seed=(seed + j) % (MAX_SEED + 1))
             if body.echo and shared.logprobs is not None:
-                submit.score_from = 1 if len(prompt) > 1 else None
+                submit.score_from = 1 if len(prompt) > 1 and given else None
             submits.append(submit)
     return submits
 
@@ -189,8 +192,17 @@ async def _constrain(model: Model, body: GenerationRequest, submit: Submit) -> N
         submit.constraint = constraint.packed
         submit.minimum = await model.patterns.minimum(param, constraint, body.min_tokens, body.max_tokens)
     elif allowed is not None:
-        submit.constraint = model.patterns.any_of(allowed)
+        ends = model.record_end is not None and not body.ignore_eos
+        submit.constraint = model.patterns.any_of(allowed | {"\n"} if ends else allowed)
         submit.may_leave = False
+        if ends:
+            assert model.record_end is not None
+            submit.stop = (*submit.stop, (model.record_end,))
+    elif body.min_tokens and model.record_end is not None and not body.ignore_eos:
+        # A record that has not enough characters yet does not end; once it has, a line break leaves the pattern.
+        record = await model.patterns.compile("min_tokens", "[^\n]*")
+        submit.constraint = record.packed
+        submit.minimum = await model.patterns.minimum("min_tokens", record, body.min_tokens, body.max_tokens)
 
 
 def _logit_bias(model: Model, body: GenerationRequest) -> tuple[tuple[int, float], ...]:

@@ -72,9 +72,11 @@ async def detokenize(service: Service, request: Request) -> None:
 
 def tokenizer_info(service: Service, request: Request) -> None:
     """Describe the tokenizer, as vLLM does."""
-    tokenizer = service.find(dict(request.query_fields).get("model")).tokenizer
+    model = service.find(dict(request.query_fields).get("model"))
+    tokenizer = model.tokenizer
     beginning = "\n" if "\n" in tokenizer else None
-    _respond(request, TokenizerInfo("CharTokenizer", tokenizer.vocab_size, beginning, None, None))
+    end = None if model.record_end is None else "\n"
+    _respond(request, TokenizerInfo("CharTokenizer", tokenizer.vocab_size, beginning, end, None))
 
 
 def _model_card(service: Service, model: Model) -> ModelCard:
@@ -102,6 +104,7 @@ def info(service: Service, request: Request) -> None:
                 model.digest,
                 model.checkpoint.hyperparameters,
                 "".join(model.tokenizer.characters),
+                model.record_end is not None,
                 published(model.checkpoint.training),
             ),
             list(service.models),

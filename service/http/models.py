@@ -27,6 +27,11 @@ class Model:
     def receptive_field(self) -> int:
         return self.checkpoint.receptive_field
 
+    @property
+    def record_end(self) -> int | None:
+        """See Checkpoint."""
+        return self.checkpoint.record_end
+
 
 def choose(models: dict[str, Model], name: str | None, default: str) -> Model:
     """The model that a request names; without a name the only one, or the one called `default`.

@@ -43,22 +43,48 @@ FIELD_NAME = re.compile(r"[!#-+\--\[\]-~]{1,64}")
 FOREIGN_FIELDS = frozenset(
     (
         # OpenAI
-        "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "response_format",
+        "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
         "parallel_tool_calls", "tools", "tool_choice", "top_logprobs", "modalities", "verbosity", "reasoning_effort",
         # vLLM
-        "add_special_tokens", "allowed_token_ids", "bad_words", "cache_salt", "detokenize", "kv_transfer_params",
-        "length_penalty", "logits_processors", "prompt_embeds", "prompt_logprobs", "request_id",
-        "return_token_ids", "return_token_strs", "return_tokens_as_token_ids", "skip_special_tokens",
-        "spaces_between_special_tokens", "stop_token_ids", "structured_outputs", "truncate_prompt_tokens",
-        "truncation_side", "use_beam_search", "vllm_xargs",
+        "add_special_tokens", "cache_salt", "kv_transfer_params", "request_id", "return_token_strs",
+        "return_tokens_as_token_ids", "skip_special_tokens", "spaces_between_special_tokens", "truncation_side",
+        "vllm_xargs",
     )
 )  # fmt: skip
+_FORM = "give the form of the answer as regex or choice"
+_CHARACTERS = "say it in characters, with stop, allowed_characters or logit_bias"
+# Fields of other APIs that would change a generation's answer -> what to do. Refused, unless a value changes nothing.
+REFUSED_FIELDS: dict[str, str] = {
+    **dict.fromkeys(("guided_json", "guided_grammar", "grammar", "json_schema", "response_format"), _FORM),
+    **dict.fromkeys(("allowed_token_ids", "stop_token_ids", "bad_words"), _CHARACTERS),
+    **dict.fromkeys(
+        ("use_beam_search", "num_beams", "length_penalty", "early_stopping"), "no beam search: use best_of"
+    ),
+    **dict.fromkeys(("prompt_logprobs", "logprob_token_ids"), "use logprobs, echo or /v1/score"),
+    **dict.fromkeys(
+        ("mirostat", "mirostat_mode", "tfs_z", "top_a", "xtc_probability"), "use top_p, min_p or typical_p"
+    ),
+    **dict.fromkeys(
+        ("no_repeat_ngram_size", "dry_multiplier", "dry_base", "dry_allowed_length"),
+        "use repetition_penalty, presence_penalty or frequency_penalty",
+    ),
+    "do_sample": "for the likeliest characters say temperature 0",
+    "detokenize": "an answer is always text",
+    "logits_processors": "no code of clients runs here",
+    "messages": "there is no chat: give prompt",
+    "prompt_embeds": "a prompt is text or ids",
+    "return_token_ids": "POST /tokenize gives the ids of a text",
+    "truncate_prompt_tokens": "shorten the prompt, or leave it: its length does not matter",
+}
+# The values with which these change nothing.
+_NEUTRAL: dict[str, Any] = {"do_sample": True, "detokenize": True, "length_penalty": 1, "num_beams": 1}
 # What other APIs call a field: refused, unless the field itself is given too.
 OTHER_NAMES = {
     "max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens", "max_length": "max_tokens",
     "n_predict": "max_tokens", "num_predict": "max_tokens", "max_gen_toks": "max_tokens",
     "min_new_tokens": "min_tokens", "guided_regex": "regex", "guided_choice": "choice", "stop_sequences": "stop",
-    "until": "stop", "num_return_sequences": "n", "repeat_penalty": "repetition_penalty",
+    "until": "stop", "num_return_sequences": "n", "repeat_penalty": "repetition_penalty", "inputs": "prompt",
+    "max_output_tokens": "max_tokens",
 }  # fmt: skip
 MAX_ATTENTION_CHARACTERS = 256
 
@@ -135,6 +161,7 @@ class Body(BaseModel):
     def _known_fields(cls, data: Any, info: ValidationInfo) -> Any:
         if not isinstance(data, dict):
             return data
+        data = cls._mapped(data)
         unknown = [name for name in data if name not in cls.model_fields]
         if unknown:
             _check_unknown(cls, unknown, data)
@@ -145,6 +172,15 @@ class Body(BaseModel):
             for name, field in cls.model_fields.items()
             if name in data and (data[name] is not None or field.is_required())
         }
+
+    @classmethod
+    def _mapped(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """The fields, with those of other APIs in the place of ours that mean exactly the same.
+
+        Raises:
+            ApiError: 400, one would change the answer, and has no counterpart.
+        """
+        return data
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
@@ -182,7 +218,7 @@ def _check_unknown(kind: type[Body], unknown: list[str], given: Mapping[str, obj
 @functools.lru_cache(maxsize=1024)
 def _meant(kind: type[Body], name: str) -> list[str]:
     """The known fields that an unknown one is likely to be meant for."""
-    if name in FOREIGN_FIELDS:
+    if name in FOREIGN_FIELDS or name in REFUSED_FIELDS or name == "structured_outputs":
         return []
     if OTHER_NAMES.get(name) in kind.model_fields:
         return [OTHER_NAMES[name]]
@@ -284,10 +320,30 @@ else:
 class GenerationRequest(SamplingFields):
     """Fields that the two generation routes share."""
 
+    @classmethod
+    def _mapped(cls, data: dict[str, Any]) -> dict[str, Any]:
+        given = data.get("structured_outputs")
+        if given is not None:
+            kinds = {name: value for name, value in given.items() if value} if isinstance(given, dict) else {}
+            if len(kinds) != 1 or not kinds.keys() <= {"regex", "choice"} or kinds.keys() & data.keys():
+                param = "structured_outputs"
+                message = f"{param}: must be an object with either regex or choice, got {shortened(given)}"
+                raise ApiError(400, message, param=param, code="unsupported_field")
+            data = {name: value for name, value in data.items() if name != "structured_outputs"} | kinds
+        for name in data.keys() & REFUSED_FIELDS.keys():
+            value = data[name]
+            is_text = name == "response_format" and isinstance(value, dict) and value.get("type") == "text"
+            changes = value is False if _NEUTRAL.get(name) is True else value and value != _NEUTRAL.get(name)
+            if changes and not is_text:
+                message = f"{name}: not supported here, and not ignored, as it would change the answer; "
+                raise ApiError(400, message + REFUSED_FIELDS[name], param=name, code="unsupported_field")
+        return data
+
     prompt: Text | List[Text] | List[Id] | List[List[Id]] = Field(
         "",
         description="text to continue, or a list of texts, or ids. "
-        "An empty text means the beginning of a document: a line break that is not part of the answer",
+        "An empty text means the beginning of a document: a line break that is not part of the answer. For a model of "
+        "records, a text is the beginning of one: a line break precedes it unseen, and one ends the answer",
         examples=["ROMEO:"],
     )
     suffix: Text | None = Field(
@@ -306,7 +362,8 @@ class GenerationRequest(SamplingFields):
     )
     ignore_eos: bool = Field(
         False,
-        description="accepted for compatibility; has no effect, as there is no end-of-text character",
+        description="of a model of records: go on after the line break that ends one; no effect on other models, which "
+        "have no end-of-text character",
         examples=[True],
     )
     n: int = Field(1, ge=1, le=10_000, description="answers per prompt; the server limits prompts × n", examples=[2])
@@ -907,7 +964,7 @@ class TokenizerInfo(msgspec.Struct):
     tokenizer_class: Literal["CharTokenizer"]
     vocab_size: int
     bos_token: Annotated[str | None, Meta(description="what an empty prompt means: a line break, if in the vocabulary")]
-    eos_token: None
+    eos_token: Annotated[str | None, Meta(description="what ends a text: of a model of records a line break")]
     pad_token: None
 
 
@@ -935,6 +992,7 @@ class ServedModel(msgspec.Struct):
     checkpoint_sha256: str
     config: Annotated[dict[str, Any], Meta(description="hyperparameters of the network")]
     vocabulary: Annotated[str, Meta(description="every character; its index is its id")]
+    records: Annotated[bool, Meta(description="it was trained on records: a prompt begins one, a line break ends it")]
     training: Annotated[dict[str, Any], Meta(description="training.json without paths: recipe, data and losses")]
 
 

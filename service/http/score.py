@@ -10,7 +10,7 @@ from msgspec import UNSET
 
 from service.http.client import gathered
 from service.http.context import Service
-from service.http.encoding import Encoder, document_start
+from service.http.encoding import Encoder, begun
 from service.http.models import Model
 from service.http.pause import Pause
 from service.http.request import Headers, Request
@@ -51,12 +51,16 @@ async def score(service: Service, request: Request) -> None:
         param, texts, before = "texts", [body.texts] if isinstance(body.texts, str) else body.texts, []
     else:
         param, texts = "continuations", body.continuations or []
-        before = await encoder.encode(body.prefix, "prefix") or document_start(model, "prefix")
+        before = begun(model, await encoder.encode(body.prefix, "prefix"), "prefix")
     limit = service.settings.max_score_texts
     if not 1 <= len(texts) <= limit:
         raise ApiError(400, f"{param}: the number of texts must be in [1, {limit}], got {len(texts)}", param=param)
     is_list = not isinstance(body.texts, str)
     ids = [await encoder.encode(text, param, i if is_list else None) for i, text in enumerate(texts)]
+    end = model.record_end
+    if end is not None and body.texts is not None:  # each from its first character to the line break that ends it
+        before = [end]
+        ids = [[*(text[1:] if text[:1] == before else text), *([] if text[-1:] == before else before)] for text in ids]
     first = max(1, len(before))  # index of the first character that is scored
     # Texts of similar length run together.
     order = sorted((i for i in range(len(ids)) if len(before) + len(ids[i]) > first), key=lambda i: len(ids[i]))
@@ -67,7 +71,7 @@ async def score(service: Service, request: Request) -> None:
         )
         for i in order
     ]  # fmt: skip
-    request.num_prompt_tokens = len(before) + sum(map(len, ids))
+    request.num_prompt_tokens = (0 if before == [end] else len(before)) + sum(map(len, ids))
     # A quarter of the slots, so that scoring does not starve generations.
     window = max(1, service.slots // 4)
     service.admit(request, submits, window=window)
@@ -141,7 +145,7 @@ async def next_character(service: Service, request: Request) -> None:
     ids = await encoder.encode_prompts([*prompts], isinstance(body.prompt, list))
     submits = [
         Submit(
-            0, prompt or document_start(model, "prompt"), 1, SamplingParams(temperature=0.0),
+            0, begun(model, prompt, "prompt"), 1, SamplingParams(temperature=0.0),
             service.timeout(body.timeout_seconds),
             logprobs=model.tokenizer.vocab_size, priority=2 * body.priority,
         )

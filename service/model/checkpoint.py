@@ -239,6 +239,16 @@ class Checkpoint:
         return _read(self.path, name, self.files)
 
     @functools.cached_property
+    def record_end(self) -> int | None:
+        """Of a model of records: the id of the line break that precedes each and ends it, its bos and eos token.
+
+        None: the model is of other texts.
+        """
+        if self.training.get("recipe", {}).get("records") and "\n" in self.tokenizer:
+            return self.tokenizer.encode("\n")[0]
+        return None
+
+    @functools.cached_property
     def receptive_field(self) -> int:
         """See GPTConfig."""
         return GPTConfig(**self.hyperparameters).receptive_field
@@ -331,8 +341,13 @@ def save_checkpoint(
     import torch
     from safetensors.torch import save
 
+    special: dict[str, int] = {}
+    if training.get("recipe", {}).get("records") and "\n" in tokenizer:
+        # Not in tokenizer_config.json: transformers leaves special tokens out of decoded texts.
+        special = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.encode("\n")[0])
+        extra = {"generation_config.json": _dump(special), **(extra or {})}
     files = {
-        "config.json": _dump(_hf_config(model.config) | {"dtype": dtype}),
+        "config.json": _dump(_hf_config(model.config) | {"dtype": dtype} | special),
         WEIGHTS: save(
             {name: t.to(getattr(torch, dtype)) for name, t in named_tensors(model).items()}, {"format": "pt"}
         ),

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from service.settings import cpus_left
+from service.settings import cpus_per_worker
 from training.device import machine
 from training.loop import InterruptedRun
 
@@ -49,7 +49,7 @@ def build_parser(module: str, doc: str | None, out: str) -> argparse.ArgumentPar
 
 def add_threads(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--threads", type=integer(1, 1024), default=cpus_left({}), metavar="N",
+        "--threads", type=integer(1, 1024), default=cpus_per_worker({}), metavar="N",
         help="CPU threads per engine (default: %(default)s, as the service)",
     )  # fmt: skip
 

@@ -174,7 +174,7 @@ def test_a_sequence_that_lost_its_worker_goes_on_where_it_was_or_ends_with_the_r
             assert diverged.value.status == 500
             for _ in range(MAX_RUNS - 1):
                 await peer.lose_worker()
-            with pytest.raises(ApiError, match="3 in a row") as lost:
+            with pytest.raises(ApiError, match="2 in a row") as lost:
                 await gathered(tired)
             assert (lost.value.status, lost.value.headers["Retry-After"]) == (503, "1")
             ended = {reason: peer.state.num_sequences(0, reason) for reason in REASONS}

@@ -1,18 +1,24 @@
 """Sampling parameters are stated once: the HTTP schema and the frame follow from service/model/params.py."""
 
+import asyncio
+import json
+
 import msgspec
 import pytest
 
+from service.http.bodies import BodyReader
 from service.http.schemas import (
     FOREIGN_FIELDS,
     MAX_UNKNOWN_FIELDS,
     OTHER_NAMES,
+    REFUSED_FIELDS,
     ApiError,
     CompletionRequest,
     GenerateRequest,
     parse,
 )
 from service.model.params import SAMPLING_META, SamplingParams
+from service.settings import Settings
 from service.wire import Submit
 
 OWN_FORM = {"seed", "logit_bias"}  # a request has lists of seeds, and biases by character
@@ -55,3 +61,46 @@ def test_fields_of_other_apis_are_ignored_or_their_name_here_is_given():
             parse(CompletionRequest, msgspec.json.encode({name: 1}))
     both = parse(CompletionRequest, b'{"max_tokens": 5, "max_completion_tokens": 5}')
     assert (both.max_tokens, both.ignored_fields) == (5, ["max_completion_tokens"])
+
+
+# -- fields of other APIs that would change the answer --
+
+
+@pytest.mark.parametrize("kind", [GenerateRequest, CompletionRequest])
+@pytest.mark.parametrize("name", sorted(REFUSED_FIELDS))
+def test_a_field_that_would_change_the_answer_is_refused_by_name(kind, name):
+    value = False if name in ("do_sample", "detokenize") else {"type": "json_object"}
+    for body in ({"prompt": "a", name: value}, {"prompt": "a" * 70_000, name: value}):
+        with pytest.raises(ApiError) as error:
+            asyncio.run(BodyReader(Settings()).read(kind, json.dumps(body).encode(), "client"))
+        assert (error.value.status, error.value.param, error.value.code) == (400, name, "unsupported_field")
+        assert error.value.message.endswith(REFUSED_FIELDS[name])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"do_sample": True}, {"detokenize": True}, {"response_format": {"type": "text"}}, {"length_penalty": 1.0},
+     {"use_beam_search": False}, {"bad_words": []}, {"truncate_prompt_tokens": None}, {"no_repeat_ngram_size": 0}],
+)  # fmt: skip
+def test_values_that_change_nothing_are_ignored_by_name(fields):
+    request = parse(GenerateRequest, json.dumps({"prompt": "a"} | fields).encode())
+    assert request.ignored_fields == list(fields)
+
+
+def test_structured_outputs_are_regex_and_choice():
+    for given in ({"regex": "[0-9]+"}, {"choice": ["a", "b"], "json": None}):
+        request = parse(CompletionRequest, json.dumps({"prompt": "a", "structured_outputs": given}).encode())
+        assert {name: getattr(request, name) for name, value in given.items() if value}.items() <= given.items()
+        assert request.ignored_fields == []
+    for given in ({"json": {}}, {"json": {"type": "object"}}, {"regex": "a", "choice": ["a"]}, {}, "x"):
+        with pytest.raises(ApiError) as error:
+            parse(CompletionRequest, json.dumps({"prompt": "a", "structured_outputs": given}).encode())
+        assert error.value.param == "structured_outputs"
+    with pytest.raises(ApiError):
+        parse(GenerateRequest, b'{"prompt": "a", "regex": "b", "structured_outputs": {"regex": "a"}}')
+
+
+@pytest.mark.parametrize(("name", "meant"), [("inputs", "prompt"), ("max_output_tokens", "max_tokens")])
+def test_a_prompt_under_another_name_is_not_an_empty_one(name, meant):
+    with pytest.raises(ApiError, match=f"did you mean {meant}"):
+        parse(GenerateRequest, json.dumps({name: 5}).encode())
