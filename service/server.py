@@ -18,17 +18,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.managers import SyncManager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
 from litserve import Callback, LitServer, Logger
 from litserve.callbacks.base import EventTypes
 from litserve.connector import check_cuda_with_nvidia_smi
@@ -57,6 +55,7 @@ from service.words import plural
 logger = logging.getLogger(__name__)
 
 UVICORN_GRACE_SECONDS = 1  # requests are drained before uvicorn stops
+POLL_SECONDS = 0.1  # between two looks at all processes
 HTTP_START_SECONDS = 60.0  # of an HTTP process, until its first heartbeat
 
 
@@ -88,24 +87,6 @@ class SetupStatus:
         return [self.STATES[i] for i in self._states]
 
 
-class PolledEvent(threading.Event):
-    """Polls, so that Python can run signal handlers: a signal delivered to another thread does not end a wait.
-
-    `check` is called at each poll and may raise.
-    """
-
-    POLL_SECONDS = 0.1
-
-    def __init__(self, check: Callable[[], None]):
-        super().__init__()
-        self._check = check
-
-    def wait(self, timeout: float | None = None) -> bool:
-        while timeout is None and not super().wait(self.POLL_SECONDS):
-            self._check()
-        return super().wait(timeout)
-
-
 class HttpServer(uvicorn.Server):
     """Ends when the main process says so: a signal to the process group is for the main process to handle."""
 
@@ -129,7 +110,7 @@ class Spec(LitSpec):
         return True  # otherwise LitServe would compress answers
 
     def setup(self, server: LitServer) -> None:
-        """LitServe hands over its queues here; `Server.lifespan` connects the transport instead."""
+        """LitServe hands over its queues here; `Server._lifespan` connects the transport instead."""
 
 
 class Server(LitServer):
@@ -212,7 +193,6 @@ class Server(LitServer):
         self.http.add_files()
         entrance = Wrapped(self.http, self.middlewares) if self.middlewares else self.http
         self.protocol = functools.partial(Connection, self.connections, entrance)
-        self._monitor_workers = False  # the supervisor does it, for HTTP processes too
 
     def serve(self) -> None:
         """Serve until SIGTERM or Ctrl-C; running requests finish first.
@@ -244,26 +224,7 @@ class Server(LitServer):
         signal.signal(signal.SIGINT, stop)
         signal.signal(signal.SIGHUP, hang_up)
         try:
-            self.run(
-                host="127.0.0.1",  # LitServe knows three hosts; uvicorn is given the socket instead
-                port=self.settings.port,
-                fd=self._listener.fileno(),
-                num_api_servers=self.settings.http_processes,
-                # uvicorn's own lines call it running and complete before the port answers.
-                log_level="error" if self.settings.log_level == "error" else "warning",
-                generate_client_file=False,
-                loop=Loop,
-                http=self.protocol,
-                ws="none",
-                access_log=False,
-                log_config=None,
-                server_header=False,
-                proxy_headers=False,  # uvicorn would believe X-Forwarded-For of any local peer; see --client-header
-                timeout_keep_alive=self.settings.idle_connection_seconds,
-                # Both, even if None: otherwise LitServe reads environment variables of its own.
-                ssl_certfile=self.settings.tls_certificate,
-                ssl_keyfile=self.settings.tls_key,
-            )
+            self.run()
         except KeyboardInterrupt:
             logger.info("stopped while starting")
         finally:
@@ -272,56 +233,55 @@ class Server(LitServer):
                 process.join(2)
                 process.kill()
 
-    # -- LitServe's extension points --
+    def run(self, *_: Any, **__: Any) -> None:
+        """Launch the workers, start the HTTP processes, keep all of them running, and stop: instead of LitServe's run.
 
-    def _register_internal_endpoints(self) -> None:
-        """LitServe's /, /health and /info: not served."""
-
-    def _register_spec_endpoints(self, lit_api: Any) -> None:
-        """LitServe's FastAPI routes: App.routes has plain ones."""
-
-    def _register_middleware(self) -> None:
-        """LitServe's way through FastAPI: __init__ wraps the application instead."""
-
-    def _init_manager(self, num_api_servers: int) -> Any:
-        """LitServe's manager process, for the queue of loggers alone."""
+        Raises as `serve`; KeyboardInterrupt: SIGTERM or SIGINT while starting.
+        """
         adopt_litserve()
-        self.workers_setup_status = SetupStatus(len(self.service.devices))
-        self._shutdown_event = PolledEvent(self._check)
+        num_workers = len(self.service.devices)
+        self.workers_setup_status = SetupStatus(num_workers)
         self.litapi_request_queues = {self.spec.api_path: None}
-        self._transport = SocketTransport(len(self.service.devices), Path(os.environ["PROMETHEUS_MULTIPROC_DIR"]))
-        if not self._logger_connector._loggers:
-            return SimpleNamespace(shutdown=lambda: None)
-        manager = SyncManager()
-        manager.start(_ignore_signals, (self.state.main_pid,))
-        self.logger_queue = manager.Queue()
-        return manager
-
-    @asynccontextmanager
-    async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
-        die_with_parent(self.state.main_pid)
-        async with self.http.running(self._transport, self.spec.response_queue_id, self.connections):
-            relax_garbage_collector()
-            yield
-        self._callback_runner.trigger_event(EventTypes.ON_SERVER_END.value, litserver=self)
-
-    def launch_inference_worker(self, lit_api: Any) -> Any:
+        self._transport = SocketTransport(num_workers, Path(os.environ["PROMETHEUS_MULTIPROC_DIR"]))
+        manager: SyncManager | None = None
+        if self._logger_connector._loggers:  # which take what they log from a queue
+            manager = SyncManager()
+            manager.start(_ignore_signals, (self.state.main_pid,))
+            self.logger_queue = manager.Queue()
+        self._logger_connector.run(self)
         with spawning():
-            return super().launch_inference_worker(lit_api)
+            self.inference_workers = [self._launch(id) for id in range(num_workers)]
+        self._await_worker()
+        try:
+            self._start_http()
+            while True:
+                time.sleep(POLL_SECONDS)  # so that Python can run signal handlers
+                self._check()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            self._stop()
+            if manager is not None:
+                manager.shutdown()
+            logger.info("all processes have ended")
 
-    def launch_single_inference_worker(self, lit_api: Any, worker_id: int) -> Any:
+    # -- starting --
+
+    def _launch(self, id: int) -> BaseProcess:
         with spawning():
-            return super().launch_single_inference_worker(lit_api, worker_id)
+            process: BaseProcess = self.launch_single_inference_worker(self.api, id)
+            return process
 
-    def verify_worker_status(self) -> None:
-        """Wait for a first worker; LitServe would wait for ever if it were killed while loading.
+    def _await_worker(self) -> None:
+        """Return once a first worker is ready.
 
         Raises:
+            KeyboardInterrupt: SIGTERM or SIGINT has arrived, which may have ended workers too.
             StartError: all failed, or took too long.
         """
         deadline = time.monotonic() + START_SECONDS
         while WorkerSetupStatus.READY not in self.workers_setup_status.values():
-            self._check_signal()  # which may have ended workers too
+            self._check_signal()
             if time.monotonic() > deadline:
                 raise StartError(f"no inference process was ready within {START_SECONDS:g} s")
             if not any(
@@ -331,44 +291,54 @@ class Server(LitServer):
                 raise StartError("no inference process could start; the log says why, unless a signal ended it")
             time.sleep(0.05)
 
-    def _start_server(
-        self, port: int, count: int, log_level: str, sockets: list[socket.socket], kind: str, **options: Any
-    ) -> dict[int, BaseProcess]:
-        """Start the HTTP processes, and keep all processes running from here on.
+    def _start_http(self) -> None:
+        """Start the HTTP processes, and watch all processes from here on.
 
         Raises:
             AddressError: another process has taken the address.
         """
-        processes = self._http_processes
-        for duplicate in sockets:  # uvicorn takes its family for Unix
-            duplicate.close()
-        del options["fd"]
+        settings = self.settings
         config = uvicorn.Config(
-            self.app, log_level=log_level, timeout_graceful_shutdown=UVICORN_GRACE_SECONDS, **options
+            self._lifespan,
+            loop=Loop,  # type: ignore[arg-type]  # a class, as uvicorn takes one
+            http=self.protocol,  # type: ignore[arg-type]
+            ws="none",
+            lifespan="on",
+            interface="asgi3",
+            # uvicorn's own lines call it running and complete before the port answers.
+            log_level="error" if settings.log_level == "error" else "warning",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            proxy_headers=False,  # uvicorn would believe X-Forwarded-For of any local peer; see --client-header
+            timeout_keep_alive=settings.idle_connection_seconds,
+            timeout_graceful_shutdown=UVICORN_GRACE_SECONDS,
+            ssl_certfile=settings.tls_certificate,
+            ssl_keyfile=settings.tls_key,
         )
         config.load()  # here, so that a process that is replaced later needs no certificate's file
         self._tls, self.http.load_certificate = config.ssl, self._load_certificate
-        if self.settings.tls_certificate is not None:
-            self.service.exposition.certificate_expires_at = certificate_expiry(self.settings.tls_certificate)
+        if settings.tls_certificate is not None:
+            self.service.exposition.certificate_expires_at = certificate_expiry(settings.tls_certificate)
         try:
             self._listener.listen(config.backlog)  # uvloop would not notice that it fails
         except OSError as error:
-            raise AddressError(_cannot_listen(self.settings.host, self._listener.getsockname(), error)) from None
+            raise AddressError(_cannot_listen(settings.host, self._listener.getsockname(), error)) from None
         # The queue of LitServe's loggers and their process, if there are any: these cannot be replaced.
         self._others = [it for it in multiprocessing.active_children() if it not in self.inference_workers]
 
         def start_http(id: int) -> BaseProcess:
             server = HttpServer(config, self.state)
-            self.spec.response_queue_id = id
+            self._http_id = id
             fork = multiprocessing.get_context("fork")
             process = fork.Process(target=server.run, args=([self._listener],), name=f"http-{id}")
             with blocked(signal.SIGHUP):  # there until App.running has its handler
                 process.start()
-            processes[id] = process
+            self._http_processes[id] = process
             return process
 
         def start_worker(id: int) -> BaseProcess:
-            process = self.inference_workers[id] = self.launch_single_inference_worker(self.api, id)
+            process = self.inference_workers[id] = self._launch(id)
             return process
 
         for id, name in enumerate(self.state.worker_names):
@@ -378,11 +348,23 @@ class Server(LitServer):
             start = functools.partial(start_http, id)
             died = functools.partial(self._http_process_died, id)
             self.supervisor.watch(name, start(), start, died, HTTP_START_SECONDS)
-        return processes
+
+    async def _lifespan(self, scope: Any, receive: Callable[[], Awaitable[Any]], send: Callable[[Any], Any]) -> None:
+        """ASGI's lifespan of an HTTP process; its requests do not pass here, see Connection."""
+        await receive()  # lifespan.startup
+        die_with_parent(self.state.main_pid)
+        async with self.http.running(self._transport, self._http_id, self.connections):
+            relax_garbage_collector()
+            await send({"type": "lifespan.startup.complete"})
+            await receive()  # lifespan.shutdown
+        self._callback_runner.trigger_event(EventTypes.ON_SERVER_END.value, litserver=self)
+        await send({"type": "lifespan.shutdown.complete"})
 
     def _http_process_died(self, id: int) -> None:
         self.state.http_process_died(id)
         forget_process(self.state.http_names[id])
+
+    # -- while serving --
 
     def _check(self) -> None:
         """Called in every polling loop while serving.
@@ -451,7 +433,7 @@ class Server(LitServer):
         else:
             logger.info("certificate read again from %s", certificate)
 
-    def _perform_graceful_shutdown(self, manager: Any, uvicorn_workers: Any, shutdown_reason: str = "normal") -> None:
+    def _stop(self) -> None:
         """Be unready first, then refuse new requests and finish running ones, then end HTTP processes, then workers."""
         delay, drain = self.settings.shutdown_delay_seconds, self.settings.drain_seconds
         logger.info("shutting down, running requests: %d", self.state.num_busy)
@@ -467,10 +449,8 @@ class Server(LitServer):
         if self.state.num_busy:
             logger.warning("requests not finished within %g s: %d", drain, self.state.num_busy)
         self.state.start_stopping()
-        end_all(list(uvicorn_workers.values()), 10)  # they abort remaining requests
+        end_all(list(self._http_processes.values()), 10)  # they abort remaining requests
         end_all(self.inference_workers, 5)
-        super()._perform_graceful_shutdown(manager, {}, shutdown_reason)
-        logger.info("all processes have ended")
 
     def _keep_serving(self, seconds: float, is_needed: Callable[[], bool]) -> None:
         """During a shutdown, until a second signal.

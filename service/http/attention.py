@@ -102,7 +102,9 @@ async def attention(service: Service, request: Request) -> None:
         if number is not None and number >= count:
             raise ApiError(400, f"{param}: must be in [0, {count - 1}], got {number}", param=param)
     encoder = Encoder(service, model, body)
-    ids = begun(model, await encoder.encode(body.text, "text"), "text")[:limit]
+    ids = await encoder.encode(body.text, "text")
+    if model.record_end is not None:
+        ids = begun(model, ids, "text")[:limit]
     layers = range(config.n_layer) if body.layer is None else [body.layer]
     heads = range(config.n_head) if body.head is None else [body.head]
     # What is kept, and a layer's matrices while it is computed.

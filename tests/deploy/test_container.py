@@ -274,7 +274,7 @@ def test_threads_follow_from_the_quota(engine, image, case):
     options, cpus = QUOTAS[case]
     look = "from service.settings import *; print(available_cpus(), read_settings([]).threads)"
     answer = engine.containers.run(image, ["-c", look], entrypoint="python", remove=True, **options)
-    assert answer.decode().split() == [str(cpus), str(max(1, cpus - 1))]
+    assert answer.decode().split() == [str(cpus), str(cpus)]
 
 
 def test_traces_are_sent(engine, image, tiny):

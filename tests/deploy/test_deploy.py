@@ -69,7 +69,7 @@ def panels(*names):
 
 @needs("prometheus")
 def test_configuration_and_rules_are_valid():
-    assert "45 rules found" in check("promtool", "check", "config", PROMETHEUS / "prometheus.yml")
+    assert "49 rules found" in check("promtool", "check", "config", PROMETHEUS / "prometheus.yml")
     check("amtool", "check-config", PROMETHEUS / "alertmanager.yml")
 
 
@@ -392,7 +392,10 @@ class Load:
         assert sorted(call.result().status_code for call in crowd) == [200] * 4 + [429] * 16
 
     def kill_the_worker(self):
-        """Kills each that runs the same stream, until that gives up; the next request finds no worker."""
+        """Kills each that runs the same stream, until that gives up, and one more: the next request finds no worker.
+
+        Each replacement waits for longer than the one before, at last for longer than a request does.
+        """
 
         def kill():
             for number in range(MAX_RUNS):
@@ -402,6 +405,8 @@ class Load:
 
         *_, last, _ = self.stream(max_tokens=ENDLESS, meanwhile=kill)
         assert json.loads(last)["error"]["code"] == "worker_lost"
+        self.server.wait_until_metric("chargpt_worker_restarts_total", MAX_RUNS)
+        self.server.worker().kill()
         assert self.ask(prompt="To be").status_code == 503
 
 
