@@ -9,9 +9,8 @@ import sys
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
-from helpers import RunningServer, save_random
+from helpers import RunningServer, http_processes, save_random
 
 from service.http import patterns
 from tests.toolbox.http import post, received
@@ -95,7 +94,7 @@ def test_long_prompts_are_given_back(checkpoint):
     """By reference cycles, each of these once left 15 MB behind, until the process was ended for lack of memory."""
     with RunningServer(checkpoint) as server:
         server.wait_until_ready()
-        (http,) = [it for it in server.processes()[1:] if it.num_fds() > 15 and it != server.worker()][:1]
+        (http,) = http_processes(server)
         body = json.dumps({"prompt": [[1] * 100_000] * 5, "max_tokens": 1})
         with httpx.Client(base_url=server.url, timeout=60) as client:
 
@@ -103,7 +102,7 @@ def test_long_prompts_are_given_back(checkpoint):
                 for _ in range(count):
                     headers = {"Content-Type": "application/json"}
                     assert client.post("/generate", content=body, headers=headers).status_code == 200
-                return psutil.Process(http.pid).memory_info().rss
+                return http.memory_info().rss
 
             before = ask(5)
             assert ask(30) - before < 30_000_000  # 112 MB before
