@@ -648,7 +648,10 @@ class EngineClient:
     async def _keep_time(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
-            self.sweep(time.monotonic())
+            try:
+                self.sweep(time.monotonic())
+            except Exception:  # the next one comes
+                logger.exception("time limits could not be applied")
 
     def _received(self, worker: int, message: WorkerEvent) -> None:
         match message:

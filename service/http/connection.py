@@ -123,7 +123,12 @@ class Connections:
     def sweep(self, now: float) -> None:
         """End what has taken too long, by time.monotonic(); to be called every SWEEP_SECONDS."""
         for connection in [it for it in self.every if it.deadline < now]:
-            connection.expire(now)
+            try:
+                connection.expire(now)
+            except Exception:  # of this connection alone: all others depend on this sweep too
+                logger.exception("a time limit could not be applied")
+                connection.deadline = math.inf
+                connection.transport.abort()
 
     def count_rejection(self, reason: str) -> None:
         if (metrics := self._metrics()) is not None:
