@@ -443,7 +443,7 @@ class Connection(asyncio.Protocol):
                     request = self.current = self._parsed.popleft()
                     request.responder = self
                     self._keeps_alive, self._has_begun = not request.closes, False
-                    self.deadline = request.started_at + self.settings.body_timeout_seconds
+                    self.deadline = time.monotonic() + self.settings.body_timeout_seconds
                     self.app.begin(request)
                     if self.current is request and not request.is_running and self._expects_continue(request):
                         self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
