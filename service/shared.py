@@ -15,6 +15,7 @@ from service.wire import FinishReason
 
 REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 _COLUMNS = ("submitted", "refused", "begun", *REASONS)  # of each HTTP process's sequences
+_NUMBER = {column: number for number, column in enumerate(_COLUMNS)}
 _RELOADS = ("loaded", "refused", "removed")
 MAX_NAMES = 256  # of checkpoints, in the life of a service
 _MAX_VERSIONS = 4096  # of checkpoints in use at once
@@ -38,7 +39,6 @@ class SharedState:
         self._leaving = multiprocessing.RawValue("b", 0)
         self._draining = multiprocessing.RawValue("b", 0)
         self._stopping = multiprocessing.RawValue("b", 0)
-        self._busy = multiprocessing.RawArray("q", http_processes)  # requests running
         self._outstanding = multiprocessing.RawArray("q", http_processes * workers)  # sequences, by worker
         self._sequences = multiprocessing.RawArray("q", http_processes * MAX_NAMES * len(_COLUMNS))
         self._generation = multiprocessing.RawValue("q", 0)
@@ -137,7 +137,7 @@ class SharedState:
         return self.follows(name, generation) and bool(self._failed[self._index[name]])
 
     def use(self, http: int, version: int, change: int) -> None:
-        """Count requests of an HTTP process that may submit sequences of a version of a checkpoint."""
+        """Count requests of an HTTP process that run with a version of a checkpoint."""
         self._users[http * _MAX_VERSIONS + version % _MAX_VERSIONS] += change
 
     def is_used(self, version: int) -> bool:
@@ -154,11 +154,8 @@ class SharedState:
 
     @property
     def num_busy(self) -> int:
-        return sum(self._busy)
-
-    def busy(self, http: int, change: int) -> None:
-        """Count requests of an HTTP process as running."""
-        self._busy[http] += change
+        """Requests that run, for which a shutdown waits."""
+        return sum(self._users)
 
     def sent(self, http: int, worker: int) -> None:
         self._outstanding[http * len(self.worker_names) + worker] += 1
@@ -191,7 +188,6 @@ class SharedState:
 
     def http_process_died(self, http: int) -> None:
         """Nothing of a dead process runs; its sequences have ended, as nobody waits for them."""
-        self._busy[http] = 0
         workers = len(self.worker_names)
         self._outstanding[http * workers : (http + 1) * workers] = [0] * workers
         self._users[http * _MAX_VERSIONS : (http + 1) * _MAX_VERSIONS] = [0] * _MAX_VERSIONS
@@ -203,4 +199,4 @@ class SharedState:
             self._add(http, row, "abort", lost)
 
     def _add(self, http: int, row: int, column: str, count: int = 1) -> None:
-        self._sequences[(http * MAX_NAMES + row) * len(_COLUMNS) + _COLUMNS.index(column)] += count
+        self._sequences[(http * MAX_NAMES + row) * len(_COLUMNS) + _NUMBER[column]] += count

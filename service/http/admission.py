@@ -5,8 +5,7 @@ Knows sizes only; a client is a string that the caller chooses.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -45,7 +44,7 @@ class Estimate(NamedTuple):
 
 
 def estimate(
-    submits: Iterable[Submit],
+    submits: Sequence[Submit],
     receptive_field: int,
     vocab_size: int,
     *,
@@ -67,6 +66,10 @@ def estimate(
     With more than 257 ids, WIDE_ID_BYTES are added to each character sent or generated.
     """
     wide = WIDE_ID_BYTES if vocab_size > 257 else 0
+    if len(submits) == 1 and submits[0].logprobs is None and not (echo or num_rankings):  # most requests
+        length, max_tokens = len(submits[0].prompt), submits[0].max_tokens
+        prompt = PROMPT_BYTES * length + (SENT_BYTES + wide) * min(length, receptive_field)
+        return Estimate(prompt, (COMPLETION_BYTES + wide) * max_tokens, 0)
     sent: list[int] = []
     prompts: dict[int, int] = {}
     echoed = completion = logprobs = max_tokens = 0
@@ -82,13 +85,12 @@ def estimate(
             alternatives = len(submit.logprob_ids) or min(submit.logprobs, vocab_size)
             reported = submit.max_tokens + (0 if submit.score_from is None else length - submit.score_from)
             logprobs += reported * (1 + alternatives)
-    longest = max(prompts.values(), default=0) + max_tokens
-    rankings = (1 + MAX_CUTS) * num_rankings
-    ranking = PROMPT_BYTES * longest + (SENT_BYTES + wide) * 2 * min(receptive_field, longest)
     running = sum(sorted(sent)[-window:] if window else sent)
-    prompt = (
-        PROMPT_BYTES * sum(prompts.values()) + (SENT_BYTES + wide) * running + ECHO_BYTES * echoed + rankings * ranking
-    )
+    prompt = PROMPT_BYTES * sum(prompts.values()) + (SENT_BYTES + wide) * running + ECHO_BYTES * echoed
+    if num_rankings:
+        longest = max(prompts.values()) + max_tokens
+        ranking = PROMPT_BYTES * longest + (SENT_BYTES + wide) * 2 * min(receptive_field, longest)
+        prompt += (1 + MAX_CUTS) * num_rankings * ranking
     return Estimate(prompt, (COMPLETION_BYTES + wide) * completion, LOGPROB_BYTES * logprobs)
 
 
@@ -105,7 +107,7 @@ class Admission:
         self.max_bytes, self.max_client_bytes = max(share, largest), max(share // 2, largest)
         self.held = 0
         self.metrics: Metrics | None = None  # in a running HTTP process
-        self._by_client: Counter[str] = Counter()
+        self._by_client: dict[str, int] = {}
 
     def hold(self, client: str) -> Hold:
         """What a request of this client holds: nothing yet."""
@@ -113,7 +115,8 @@ class Admission:
 
     def change(self, client: str, difference: int, num_sequences: int) -> None:
         if difference > 0 and (
-            self.held + difference > self.max_bytes or self._by_client[client] + difference > self.max_client_bytes
+            self.held + difference > self.max_bytes
+            or self._by_client.get(client, 0) + difference > self.max_client_bytes
         ):
             if self.metrics is not None:
                 self.metrics.request_rejected("overloaded", num_sequences)
@@ -121,8 +124,10 @@ class Admission:
             message = f"requests of {whose} in progress leave no memory for {difference} bytes more: retry later"
             raise ApiError(429, message, code="overloaded", retry_after_seconds=1)
         self.held += difference
-        self._by_client[client] += difference
-        if not self._by_client[client]:
+        held = self._by_client.get(client, 0) + difference
+        if held:
+            self._by_client[client] = held
+        else:
             del self._by_client[client]
         if self.metrics is not None:
             self.metrics.held_bytes.set(self.held)

@@ -14,7 +14,7 @@ import os
 import signal
 import string
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager
 from hashlib import sha256
 from pathlib import Path
@@ -35,8 +35,9 @@ from service.http.context import Service
 from service.http.files import File
 from service.http.openapi import BODY, RUN, Operation, build_document, documentation
 from service.http.page import page
-from service.http.request import Headers, Request
+from service.http.request import UNREAD_SECONDS, Headers, Request
 from service.http.schemas import ApiError
+from service.http.turns import Run, Turn
 from service.model.checkpoint import CheckpointError
 from service.observe.logs import AccessLog
 from service.observe.logs import request_id as current_request_id
@@ -117,6 +118,22 @@ class Endpoint:
         self.allow = ", ".join(operations).encode()
 
 
+class Handling(Run):
+    """A request's handler while it runs."""
+
+    __slots__ = ("app", "request")
+
+    def __init__(self, app: App, request: Request, answering: Coroutine[Any, Any, None]):
+        super().__init__(answering)
+        self.app, self.request = app, request
+
+    def entered(self) -> None:
+        current_request_id.set(self.request.id)
+
+    def ended(self, error: BaseException | None) -> None:
+        self.app.ran(self, error)
+
+
 class App:
     """All routes, and what every request passes. Holds the requests of one HTTP process."""
 
@@ -125,9 +142,8 @@ class App:
         self.load_certificate: Hook = lambda: None  # from the server
         self.hooks: tuple[Hook, Hook] | None = None  # called before and after each request that runs the model
         self.access_log: AccessLog | None = None  # in an HTTP process
-        self.tasks: set[asyncio.Task[None]] = set()  # of handlers
+        self.tasks: set[Any] = set()  # handlers that run: uvicorn waits for them, and cancels them in the end
         self.random = Random()  # of ids and of seeds that no request gives
-        self._loop: asyncio.AbstractEventLoop  # from `running`
         self._keys = self.settings.api_keys
         self.cors: CORSMiddleware | None = None
         if self.settings.cors_origins:
@@ -189,23 +205,23 @@ class App:
     def begin(self, request: Request) -> None:
         """A request's head has arrived, and those before it on its connection are answered."""
         request.app = self
-        given = request.header(b"x-request-id")
+        given = request.fields.get(b"x-request-id")
         if given is not None and 0 < len(given) <= MAX_ID_BYTES and SAFE.issuperset(given):
             request.id = given.decode()
         else:
             request.id = f"{self.random.getrandbits(128):032x}"
-        request.client = address_of(request.peer, request.headers, self.settings.client_header)
+        request.client = address_of(request.peer, request.fields, self.settings.client_header)
         request.hold = self.service.admission.hold(request.client)
         request.endpoint, request.parameter = self.find(request.path)
         if (metrics := self.service.metrics) is not None:
-            metrics.http_requests_in_progress.inc()
+            metrics.http_requests_in_progress.change(1)
         try:
             self._check_head(request)
         except ApiError as error:
             request.fail(error)
             self.end(request)
-        except Exception:
-            self._broke(request)
+        except Exception as error:
+            self._broke(request, error)
 
     def find(self, path: str) -> tuple[Endpoint, str]:
         """The endpoint of a path, with or without the prefix of a proxy, and the path's parameter."""
@@ -226,7 +242,7 @@ class App:
             ApiError: what the head alone rules out, before the body is read.
         """
         settings, endpoint, cors = self.settings, request.endpoint, self.cors
-        headers = dict(request.headers)
+        headers = request.fields
         if cors is not None and request.method == "OPTIONS" and b"origin" in headers:
             if b"access-control-request-method" in headers:
                 preflight = cors.preflight_response(StarletteHeaders(raw=request.headers))
@@ -244,7 +260,7 @@ class App:
         length, limit = headers.get(b"content-length", b"0"), settings.max_body_bytes
         if len(length) > 4 and int(length) > limit:
             raise ApiError(413, f"body must have at most {limit} bytes, got {int(length)}", code="body_too_large")
-        if not (endpoint.is_quiet or endpoint.is_public):
+        if self.service.limits.has_any and not (endpoint.is_quiet or endpoint.is_public):
             try:
                 self.service.limits.begin(request.client)
             except ApiError:
@@ -281,7 +297,7 @@ class App:
 
     def add_cors_headers(self, request: Request, headers: Headers) -> None:
         """As CORSMiddleware.send does for requests without credentials."""
-        cors, origin = self.cors, request.header(b"origin")
+        cors, origin = self.cors, request.fields.get(b"origin")
         assert cors is not None
         if any(name == b"vary" for name, _ in headers):  # a preflight's answer
             return
@@ -324,7 +340,9 @@ class App:
     def _start(self, request: Request, operation: Operation | File) -> None:
         request.is_running = True
         request.arrived_at = time.monotonic()
-        request.set_timeout(None)
+        request.deadline = request.arrived_at + self.settings.request_timeout_seconds + UNREAD_SECONDS
+        if request.responder is not None:
+            request.responder.deadline = request.deadline
         try:
             if self.hooks is not None and operation.runs_model:
                 self.hooks[0]()
@@ -334,41 +352,37 @@ class App:
             request.fail(error)
             self.end(request)
             return
-        except Exception:
-            self._broke(request)
+        except Exception as error:
+            self._broke(request, error)
             return
         if answering is None:
             self.end(request)
             return
-        request.task = task = self._loop.create_task(self._run(request, answering))
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        run = Handling(self, request, answering)
+        self.tasks.add(run)
+        run.go_on()
 
-    async def _run(self, request: Request, answering: Coroutine[Any, Any, None]) -> None:
-        current_request_id.set(request.id)
-        try:
-            await answering
-        except ApiError as error:
-            if request.status is None:
-                request.fail(error)
-            else:
-                self._broke(request)
-                return
-        except asyncio.CancelledError:  # when the time to drain is over
+    def ran(self, run: Handling, error: BaseException | None) -> None:
+        """A handler has ended."""
+        self.tasks.discard(run)
+        request = run.request
+        if isinstance(error, asyncio.CancelledError):  # when the time to drain is over
             if request.status is None:
                 close = {"Connection": "close"}
                 request.fail(ApiError(503, "server has shut down", code="shutting_down", headers=close))
             else:
                 request.drop()
-        except Exception:
-            self._broke(request)
+        elif isinstance(error, ApiError) and request.status is None:
+            request.fail(error)
+        elif error is not None:
+            self._broke(request, error)
             return
         self.end(request)
 
-    def _broke(self, request: Request) -> None:
-        """In an except clause: the handler failed unexpectedly."""
+    def _broke(self, request: Request, error: BaseException) -> None:
+        """The handler failed unexpectedly."""
         current_request_id.set(request.id)
-        logger.exception("request %s failed", request.id)
+        logger.error("request %s failed", request.id, exc_info=error)
         if request.status is None:
             request.fail(ApiError(500, "internal error"))
         elif request.responder is not None:
@@ -383,42 +397,34 @@ class App:
             return
         request.is_ended = True
         service = self.service
-        request.abort()
+        if request.generations:
+            request.abort()
         request.hold.resize(0)
         if request.is_limited:
             service.limits.end(request.client)
-            if request.num_charged_characters:
-                service.limits.give_back(request.client, request.num_charged_characters - request.num_run_characters)
+        if request.num_charged_characters:
+            service.limits.give_back(request.client, request.num_charged_characters - request.num_run_characters)
         service.ended(request)
         request.chunks.clear()
-        request.task = None
         if request.client_left:
             request.status = CLIENT_CLOSED_REQUEST
         ended_at = time.monotonic()
         route, seconds = request.endpoint.path, ended_at - request.started_at
         if (metrics := service.metrics) is not None:
-            metrics.http_requests_in_progress.dec()
+            metrics.http_requests_in_progress.change(-1)
             if request.status is not None:
                 metrics.http_request(route, request.method, request.status, seconds)
-        if self.access_log is not None:
-            self._log(self.access_log, request, seconds)
+        level = logging.DEBUG if request.endpoint.is_quiet else logging.INFO
+        if (log := self.access_log) is not None and log.shows(level):
+            others: tuple[Any, ...] = ()
+            if request.num_prompt_tokens is not None:
+                others = (request.num_prompt_tokens, request.num_completion_tokens, request.endings)
+            client = request.client
+            log.add(level, request.method, route, request.status, client, round(seconds, 6), request.id, *others)
         if service.tracer is not None:
             service.tracer.request(request, ended_at)
         if request.after is not None:
             request.after()
-
-    def _log(self, log: AccessLog, request: Request, seconds: float) -> None:
-        """One line per request: the path of the route, not the query, which may contain a prompt."""
-        method, route, status = request.method, request.endpoint.path, request.status
-        fields: dict[str, Any] = {
-            "method": method, "handler": route, "status": status, "client": request.client,
-            "seconds": round(seconds, 6), "request_id": request.id,
-        }  # fmt: skip
-        if request.num_prompt_tokens is not None:
-            fields["prompt_characters"] = request.num_prompt_tokens
-            fields["completion_characters"] = request.num_completion_tokens
-            fields["endings"] = request.endings
-        log.add(logging.DEBUG if request.endpoint.is_quiet else logging.INFO, f"{method} {route} {status}", fields)
 
     # -- the process --
 
@@ -458,7 +464,6 @@ class App:
         """The life of an HTTP process."""
         service, loop = self.service, asyncio.get_running_loop()
         service.process_id, process = process_id, f"http-{process_id}"
-        self._loop = loop
         self.random.seed()  # with the kernel's entropy: this process was forked
         metrics = Metrics(service.settings.model_name, CollectorRegistry(), process, later=loop.call_later)
         client = EngineClient(
@@ -466,6 +471,17 @@ class App:
             hang_seconds=service.settings.hang_seconds,
             capacity=service.slots + service.settings.max_queued_requests,
         )  # fmt: skip
+
+        def resume(turns: Iterable[Turn]) -> None:
+            connections.hold_writes()
+            for turn in turns:
+                try:
+                    turn.come()
+                except Exception:  # of one request alone
+                    logger.exception("a request could not go on")
+            connections.write_held()
+
+        client.resume = resume
         service.attention = attention.AttentionThread()
         service.connect(client, metrics)
         service.state.follow(process, service.listing.generation)
@@ -488,7 +504,7 @@ class App:
             await asyncio.to_thread(service.tracer.shutdown)
 
 
-def check_content_type(headers: dict[bytes, bytes]) -> None:
+def check_content_type(headers: Mapping[bytes, bytes]) -> None:
     """Accept application/json, and for curl's sake its default and none at all; but these from no web page.
 
     A browser sends application/json to another origin only after asking, so that --cors-origins decides. It would send
@@ -497,7 +513,10 @@ def check_content_type(headers: dict[bytes, bytes]) -> None:
     Raises:
         ApiError: 415
     """
-    given = headers.get(b"content-type", b"").decode("latin-1")
+    content_type = headers.get(b"content-type", b"")
+    if content_type == b"application/json":
+        return
+    given = content_type.decode("latin-1")
     kind = given.partition(";")[0].strip().lower()
     if kind == "application/json":
         return

@@ -36,11 +36,11 @@ class Wrapped:
             self._asgi = kind(self._asgi, **options)
 
     @property
-    def tasks(self) -> set[asyncio.Task[None]]:
+    def tasks(self) -> set[Any]:
         return self.app.tasks
 
     @tasks.setter
-    def tasks(self, tasks: set[asyncio.Task[None]]) -> None:
+    def tasks(self, tasks: set[Any]) -> None:
         self.app.tasks = tasks
 
     def begin(self, request: Request) -> None:

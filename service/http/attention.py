@@ -129,13 +129,13 @@ async def attention(service: Service, request: Request) -> None:
     encoder.count_unknown()
     request.num_prompt_tokens = len(ids)
 
-    service.set_busy(request)
     seconds = service.timeout(body.timeout_seconds)
-    try:
-        async with asyncio.timeout(request.arrived_at + seconds - time.monotonic()):
-            found = await future
-    except TimeoutError:
-        raise ApiError(504, f"request timed out after {seconds:g} s", code="timeout") from None
+    deadline = request.arrived_at + seconds
+    await asyncio.wait([future], timeout=deadline - time.monotonic())
+    if not future.done() or time.monotonic() >= deadline:
+        future.cancel()
+        raise ApiError(504, f"request timed out after {seconds:g} s", code="timeout")
+    found = future.result()
     answer = AttentionAnswer(
         request.id, model.name, model.digest, model.tokenizer.decode(ids), config.n_layer, config.n_head,
         1 / math.sqrt(config.head_dim), HOLE, encoder.replaced, encoder.dropped,

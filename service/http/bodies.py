@@ -17,7 +17,6 @@ import msgspec
 from msgspec import Meta, Raw
 from pydantic import BaseModel
 
-from service.http.pause import Pause
 from service.http.schemas import (
     EXPECTED,
     FIELD_NAME,
@@ -34,8 +33,8 @@ from service.http.schemas import (
     TokenizeRequest,
     invalid_json,
     parse,
-    parse_plain,
 )
+from service.http.turns import Pause
 from service.settings import Settings
 from service.words import plural
 
@@ -62,13 +61,11 @@ class BodyReader:
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by client, of those that wait
 
     async def read(self, kind: type[AnyRequest], body: bytes, client: str) -> AnyRequest:
-        """The request in a JSON body.
+        """The request in a large JSON body.
 
         Raises:
             ApiError: 400, with the field, what was given and what is allowed.
         """
-        if len(body) <= LARGE_BODY_BYTES:
-            return parse_plain(kind, body) or parse(kind, body)
         own = self._turns.get(client) or self._turns.setdefault(client, asyncio.Lock())
         async with own, self._turn:
             await asyncio.sleep(0)

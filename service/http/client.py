@@ -13,15 +13,15 @@ import math
 import time
 import zlib
 from collections import Counter, deque
-from collections.abc import AsyncIterable, AsyncIterator
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from service.http.models import Model
 from service.http.schemas import ApiError, Timing
+from service.http.turns import Turn
 from service.observe.metrics import Metrics
 from service.shared import SharedState
 from service.sockets import SocketTransport, WorkerEvent, WorkerFound, WorkerLost
@@ -51,7 +51,6 @@ class Piece(NamedTuple):
     num_unscored: int = 0  # characters that nothing precedes: the first of an echoed prompt
 
 
-@dataclass(slots=True, eq=False)
 class SequenceState:
     """One sequence of a request. Times are by time.monotonic(), durations in seconds.
 
@@ -59,9 +58,12 @@ class SequenceState:
     dropped, after it was compared by checksum: parts of it may be on their way to the client.
     """
 
-    number: int
-    submit: Submit
-    echo: str  # to be emitted before the first character
+    def __init__(self, number: int, submit: Submit, echo: str):
+        self.number, self.submit = number, submit
+        self.echo = echo  # to be emitted before the first character
+        self.new_texts: list[str] = []  # arrived, not taken yet
+
+    # What follows is in the class until it changes: most of it never does.
     worker: int = HOMELESS
     runs: int = 0
     is_begun: bool = False  # a first delta, or the ending, has come
@@ -71,10 +73,9 @@ class SequenceState:
     logprobs_replay_left: int = 0  # their log-probabilities likewise
     prompt_replay_left: int = 0  # and those of the prompt
     error: ApiError | None = None  # why it failed, if that is known here
-    prompt_logprobs: Logprobs = field(default_factory=Logprobs)
+    prompt_logprobs: Logprobs | None = None
     num_prompt_logprobs: int = 0  # that arrived
-    new_texts: list[str] = field(default_factory=list)  # arrived, not taken yet
-    new_logprobs: Logprobs = field(default_factory=Logprobs)
+    new_logprobs: Logprobs | None = None
     num_completion_tokens: int = 0
     num_taken: int = 0
     last_at: float | None = None  # arrival of the latest character
@@ -112,13 +113,11 @@ class Generation:
         self._arrived_at = arrived_at
         self._interval = interval
         self._submitted_at = time.monotonic()
-        self.timeout_seconds = max(submit.timeout_seconds for submit in submits)
+        self.timeout_seconds = submits[0].timeout_seconds  # of each
         self.timeout_name = timeout_name
         self.deadline = arrived_at + self.timeout_seconds
-        self.sequences = [
-            SequenceState(i, submit, text)
-            for i, (submit, text) in enumerate(zip(submits, echo or itertools.repeat(""), strict=False))
-        ]
+        self.sequences = [SequenceState(i, submit, echo[i] if echo else "") for i, submit in enumerate(submits)]
+        self.num_completion_tokens = 0
         self.pending = deque(self.sequences)  # not submitted yet
         self.open: set[int] = set()  # ids of the sequences that run
         self.seen: dict[tuple[int, int], list[int]] = {}  # see EngineClient._shortened
@@ -126,20 +125,17 @@ class Generation:
         self._failure: ApiError | None = None  # raised by `_fail`
         self._is_urgent = False
         self._taken_at = 0.0
-        self._waiter: asyncio.Future[None] | None = None
+        self._turn = Turn()
 
     def abort(self) -> None:
         """End whatever still runs."""
-        self._client.abort(self, "abort")
+        if self.open or self.pending:
+            self._client.abort(self, "abort")
 
     @property
     def is_finished(self) -> bool:
         """Every sequence has ended and everything was taken."""
         return not self.open and not self.pending and not self._touched
-
-    @property
-    def num_completion_tokens(self) -> int:
-        return sum(sequence.num_completion_tokens for sequence in self.sequences)
 
     @property
     def endings(self) -> dict[str, int]:
@@ -196,7 +192,9 @@ class Generation:
 
     async def __aiter__(self) -> AsyncIterator[list[Piece]]:
         while not self.is_finished:
-            touched, pieces = await self._new_pieces()
+            await self._until_due()
+            touched = self._new()
+            pieces = [self._take(sequence) for sequence in touched]
             if self._failure is None:
                 yield pieces
             for sequence, piece in zip(touched, pieces, strict=True):
@@ -207,22 +205,21 @@ class Generation:
         """Each sequence's text in one piece, in order of their numbers; only if `interval` is None."""
         parts: list[Piece] = []
         while not self.is_finished:
-            touched, pieces = await self._new_pieces()
-            for sequence, piece in zip(touched, pieces, strict=True):
+            if not self._is_urgent:
+                await self._wait()
+            self._is_urgent = False
+            for sequence in self._new():
+                piece = self._take(sequence)
                 self._written(sequence, piece.finish_reason)
-            parts += pieces
+                parts.append(piece)
         self._fail()
         return parts if len(parts) == 1 else _in_order(parts)
 
-    async def _new_pieces(self) -> tuple[dict[SequenceState, None], list[Piece]]:
-        try:
-            await self._until_due()
-        except asyncio.CancelledError:  # when the time to drain is over
-            raise ApiError(503, "server has shut down", code="shutting_down") from None
+    def _new(self) -> dict[SequenceState, None]:
         touched, self._touched = self._touched, {}
         if self._failure is not None:
             self.abort()
-        return touched, [self._take(sequence) for sequence in touched]
+        return touched
 
     def _fail(self) -> None:
         """Raise the failure, if there is one. Nothing may keep it: its traceback would hold what holds it."""
@@ -236,14 +233,16 @@ class Generation:
         if self._is_urgent:
             self._taken_at = time.monotonic()
         else:
-            self._waiter = self._client.loop.create_future()
-            if self._touched:  # since the last piece was taken
-                self.wake_when_due(time.monotonic())
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+            if self._touched and self.is_stream:  # since the last piece was taken
+                self._client.wake_later(self)
+            await self._wait()
         self._is_urgent = False
+
+    async def _wait(self) -> None:
+        try:
+            await self._turn
+        except asyncio.CancelledError:  # when the time to drain is over
+            raise ApiError(503, "server has shut down", code="shutting_down") from None
 
     @property
     def due_at(self) -> float:
@@ -255,13 +254,13 @@ class Generation:
         return self._interval is not None
 
     def wake(self, now: float) -> None:
-        if self._waiter is not None and not self._waiter.done():
+        if self._turn.is_awaited:
             self._taken_at = now
-            self._waiter.set_result(None)
+            self._client.let_go_on(self._turn)
 
     def wake_when_due(self, now: float) -> None:
         """Now, or at the tick of the client's clock that follows `due_at`."""
-        if self._waiter is None or self._waiter.done() or not self.is_stream:
+        if not (self._turn.is_awaited and self.is_stream):
             return
         if self.due_at <= now + TICK_SECONDS:
             self.wake(now)
@@ -270,6 +269,7 @@ class Generation:
 
     def add(self, sequence: SequenceState, text: str, now: float) -> None:
         """Take in new characters."""
+        self.num_completion_tokens += len(text)
         sequence.num_completion_tokens += len(text)
         sequence.checksum = zlib.crc32(text.encode(), sequence.checksum)
         sequence.new_texts.append(text)
@@ -279,17 +279,20 @@ class Generation:
     def receive(self, sequence: SequenceState, delta: Delta, now: float) -> None:
         """Take in a delta without ids; the client calls this, after it has updated `open` and `pending`."""
         if delta.logprobs is not None:
+            if sequence.new_logprobs is None:
+                sequence.new_logprobs = Logprobs()
             sequence.new_logprobs.extend(delta.logprobs)
         if delta.prompt_logprobs is not None:
+            if sequence.prompt_logprobs is None:
+                sequence.prompt_logprobs = Logprobs()
             sequence.prompt_logprobs.extend(delta.prompt_logprobs)
             sequence.num_prompt_logprobs += len(delta.prompt_logprobs)
-        is_timed = sequence.queue_seconds is not None
-        if delta.scheduled_at is not None and delta.prefilled_at is not None and not is_timed:
+        prefilled_at = delta.prefilled_at
+        if prefilled_at is not None and delta.scheduled_at is not None and sequence.queue_seconds is None:
             sequence.queue_seconds = delta.scheduled_at - self._arrived_at
-            sequence.prefill_seconds = delta.prefilled_at - delta.scheduled_at
-            sequence.prefilled_at = delta.prefilled_at
-            self._metrics.prompt_tokens.inc(len(sequence.submit.prompt))
-            self._metrics.request_prompt_tokens.observe(len(sequence.submit.prompt))
+            sequence.prefill_seconds = prefilled_at - delta.scheduled_at
+            sequence.prefilled_at = prefilled_at
+            self._metrics.prompt_ran(len(sequence.submit.prompt))
         if not sequence.is_begun:
             sequence.is_begun = True
             self._client.state.began(self._client.consumer_id, self.model.row)
@@ -298,11 +301,12 @@ class Generation:
             sequence.finish_reason, sequence.ended_at = reason, delta.ended_at or now
             if delta.ended_at is not None and sequence.queue_seconds is not None:
                 sequence.decode_seconds = delta.ended_at - sequence.prefilled_at
-            self._failure = self._failure or self._failed(sequence, reason)
-            self._metrics.request_generation_tokens.observe(sequence.num_completion_tokens)
+            if reason in FAILURES and self._failure is None:
+                self._failure = self._failed(sequence, reason)
+            self._metrics.sequence_ended(sequence.num_completion_tokens)
             self._client.state.ended(self._client.consumer_id, self.model.row, reason)
             self._touched[sequence] = None
-        is_first = delta.prefilled_at is not None and self.is_stream
+        is_first = prefilled_at is not None and self.is_stream
         if is_first or reason in FAILURES or (not self.open and not self.pending):
             self._wake_urgently(now)
         elif reason is not None:
@@ -326,16 +330,16 @@ class Generation:
         return None
 
     def _take(self, sequence: SequenceState) -> Piece:
-        text = "".join(sequence.new_texts)
-        sequence.new_texts.clear()
+        texts, sequence.new_texts = sequence.new_texts, []
+        text = texts[0] if len(texts) == 1 else "".join(texts)
         sequence.num_taken += len(text)
         logprobs, num_unscored = None, 0
         if sequence.submit.logprobs is not None:
-            logprobs, sequence.new_logprobs = sequence.new_logprobs, Logprobs()
+            logprobs, sequence.new_logprobs = sequence.new_logprobs or Logprobs(), None
         if sequence.echo and sequence.finish_reason != "abort":  # an aborted prompt may not have all its rows
             text = sequence.echo + text
             if logprobs is not None:
-                of_prompt, sequence.prompt_logprobs = sequence.prompt_logprobs, Logprobs()
+                of_prompt, sequence.prompt_logprobs = sequence.prompt_logprobs or Logprobs(), None
                 of_prompt.extend(logprobs)
                 # The first character, unless one that is not shown precedes it.
                 logprobs, num_unscored = of_prompt, len(sequence.echo) - len(sequence.submit.prompt) + 1
@@ -344,36 +348,33 @@ class Generation:
 
     def prompt_logprobs(self, number: int) -> Logprobs:
         """Of a sequence's prompt from `score_from` on, once it has ended."""
-        return self.sequences[number].prompt_logprobs
+        return self.sequences[number].prompt_logprobs or Logprobs()
 
     def _written(self, sequence: SequenceState, finish_reason: str | None) -> None:
         """Observe that a piece was written."""
+        if sequence.first_token_seconds is not None and finish_reason is None:
+            return
         metrics, id, now = self._metrics, sequence.submit.request_id, time.monotonic()
-        is_unwritten = sequence.first_token_seconds is None
-        is_first = is_unwritten and sequence.num_taken > 0
-        if sequence.queue_seconds is not None and (is_first or (is_unwritten and finish_reason is not None)):
-            metrics.request_queue_time.observe(sequence.queue_seconds, request_id=id)
-            metrics.request_prefill_time.observe(sequence.prefill_seconds, request_id=id)
-        if is_first:
-            sequence.first_token_seconds = now - self._arrived_at
-            metrics.time_to_first_token.observe(sequence.first_token_seconds, request_id=id)
-            metrics.request_first_decode_time.observe(now - sequence.prefilled_at, request_id=id)
-        if finish_reason is None:
-            return
-        if finish_reason in FAILURES:
-            return
-        metrics.e2e_request_latency.observe(now - self._arrived_at, request_id=id)
-        metrics.request_decode_time.observe(sequence.decode_seconds, request_id=id)
-        metrics.request_inference_time.observe(sequence.prefill_seconds + sequence.decode_seconds, request_id=id)
-        if sequence.num_completion_tokens > 1:
-            per_character = sequence.decode_seconds / (sequence.num_completion_tokens - 1)
-            metrics.request_time_per_output_token.observe(per_character, request_id=id)
+        queue, prefill, decode = sequence.queue_seconds, sequence.prefill_seconds, sequence.decode_seconds
+        if sequence.first_token_seconds is None:
+            is_first = sequence.num_taken > 0
+            if queue is not None and (is_first or finish_reason is not None):
+                metrics.scheduled.add((id, queue, prefill))
+            if is_first:
+                sequence.first_token_seconds = now - self._arrived_at
+                metrics.begun.add((id, sequence.first_token_seconds, now - sequence.prefilled_at))
+        if finish_reason is not None and finish_reason not in FAILURES:
+            metrics.ended.add((id, now - self._arrived_at, decode, prefill + decode))
+            if sequence.num_completion_tokens > 1:
+                metrics.paced.add((id, decode / (sequence.num_completion_tokens - 1)))
 
 
-async def gathered(pieces: AsyncIterable[list[Piece]]) -> list[Piece]:
+def gathered(pieces: AsyncIterable[list[Piece]]) -> Coroutine[Any, Any, list[Piece]]:
     """Every sequence's text in one piece, in order of their numbers."""
-    if isinstance(pieces, Generation):
-        return await pieces.whole()
+    return pieces.whole() if isinstance(pieces, Generation) else _gathered(pieces)
+
+
+async def _gathered(pieces: AsyncIterable[list[Piece]]) -> list[Piece]:
     return _in_order([piece async for some in pieces for piece in some])
 
 
@@ -393,6 +394,11 @@ def _joined(pieces: list[Piece]) -> Piece:
             first.logprobs.extend(piece.logprobs or Logprobs())
     text = "".join([piece.text for piece in pieces])
     return last._replace(text=text, logprobs=first.logprobs, num_unscored=first.num_unscored)
+
+
+def come_all(turns: Iterable[Turn]) -> None:
+    for turn in turns:
+        turn.come()
 
 
 def _queue_full(refused: Refused, seconds: int) -> ApiError:
@@ -427,7 +433,7 @@ class EngineClient:
         self.metrics = metrics
         self.state, self.consumer_id = state, consumer_id
         self._hang_seconds, self._capacity = hang_seconds, capacity
-        self._by_client: Counter[str] = Counter()  # sequences of each client that workers have
+        self._by_client: dict[str, int] = {}  # sequences of each client that workers have
         self._refused: dict[str, tuple[Refused, float]] = {}  # by client: the last refusal, and until when it holds
         self.num_models = 1
         self._lost_at = -math.inf  # when a worker was lost most recently
@@ -442,6 +448,9 @@ class EngineClient:
         self._sleeping: dict[Generation, None] = {}  # streams with text that is not due yet
         self._clock: asyncio.TimerHandle | None = None  # wakes them, at `_tick_at`
         self._tick_at = math.inf
+        self.resume: Callable[[Iterable[Turn]], None] = come_all  # lets coroutines go on
+        self._due: dict[Turn, None] = {}  # of coroutines that may go on, once all that has arrived was taken in
+        self._is_receiving = False
 
     @property
     def is_ready(self) -> bool:
@@ -456,8 +465,9 @@ class EngineClient:
         Raises:
             ApiError: 429, the client has as many sequences as all workers accept of it.
         """
-        capacity = self._capacity * self.num_models * len(self.state.worker_names)
-        if self._by_client[client] < capacity or client not in self._refused:
+        if client not in self._refused:
+            return
+        if self._by_client.get(client, 0) < self._capacity * self.num_models * len(self.state.worker_names):
             return
         refused, until = self._refused[client]
         seconds = math.ceil(until - time.monotonic())
@@ -512,7 +522,8 @@ class EngineClient:
         sequence.submit.id = sequence_id(self.consumer_id, next(self._numbers))
         self._running[sequence.submit.id] = (generation, sequence)
         generation.open.add(sequence.submit.id)
-        self._by_client[sequence.submit.client] += 1
+        client = sequence.submit.client
+        self._by_client[client] = self._by_client.get(client, 0) + 1
         self._send(generation, sequence)
 
     def _send(self, generation: Generation, sequence: SequenceState) -> None:
@@ -524,7 +535,8 @@ class EngineClient:
                 until = min(until, self._lost_at + REPLACING_SECONDS)
             self._homeless[sequence.submit.id] = until
             return
-        self._homeless.pop(sequence.submit.id, None)
+        if self._homeless:
+            self._homeless.pop(sequence.submit.id, None)
         if len(workers) > 1:
             first = next(self._turns)  # of equals, each in turn
             workers = [workers[(first + i) % len(workers)] for i in range(len(workers))]
@@ -654,6 +666,14 @@ class EngineClient:
                 logger.exception("time limits could not be applied")
 
     def _received(self, worker: int, message: WorkerEvent) -> None:
+        self._is_receiving = True
+        try:
+            self._take_in(worker, message)
+        finally:
+            self._is_receiving = False
+            self._resume()
+
+    def _take_in(self, worker: int, message: WorkerEvent) -> None:
         match message:
             case Step():
                 self._received_step(message, time.monotonic())
@@ -713,6 +733,17 @@ class EngineClient:
         for generation in streams:
             generation.wake_when_due(now)
 
+    def let_go_on(self, turn: Turn) -> None:
+        """Soon: what wakes one may be in the middle of others."""
+        if not (self._due or self._is_receiving):
+            self.loop.call_soon(self._resume)
+        self._due[turn] = None
+
+    def _resume(self) -> None:
+        due, self._due = self._due, {}
+        if due:
+            self.resume(due)
+
     def wake_later(self, generation: Generation) -> None:
         """Wake a stream when it is due; streams share a timer, as each timer wakes the process."""
         self._sleeping[generation] = None
@@ -749,12 +780,14 @@ class EngineClient:
         running = self._running.pop(id, None)
         if running is not None:
             generation, sequence = running
-            self._homeless.pop(id, None)
+            if self._homeless:
+                self._homeless.pop(id, None)
             generation.open.discard(id)
-            self._by_client[sequence.submit.client] -= 1
-            if not self._by_client[sequence.submit.client]:
-                del self._by_client[sequence.submit.client]
-                self._refused.pop(sequence.submit.client, None)
+            client = sequence.submit.client
+            self._by_client[client] -= 1
+            if not self._by_client[client]:
+                del self._by_client[client]
+                self._refused.pop(client, None)
             self._leave(sequence)
             if generation.pending:
                 self._submit_next(generation, must_run=True)

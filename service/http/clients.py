@@ -12,10 +12,9 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from service.http.request import Headers
 from service.http.schemas import ApiError
 from service.settings import ClientLimitsFile, Limits, Settings, read_client_limits
 from service.words import plural
@@ -26,7 +25,7 @@ MINUTE = 60.0  # seconds; what a bucket holds at most is a minute's worth
 BUSY_RETRY_SECONDS = 1  # when one of a client's running requests will have ended is not known
 
 
-def address_of(peer: str, headers: Headers, header: str | None) -> str:
+def address_of(peer: str, headers: Mapping[bytes, bytes], header: str | None) -> str:
     """The address that a request comes from, as `network_of`; `peer` is the connection's.
 
     header: that which a trusted proxy sets. Its last address counts, the one that the nearest proxy added: those before
@@ -34,9 +33,7 @@ def address_of(peer: str, headers: Headers, header: str | None) -> str:
     """
     if header is not None:
         name = header.lower().encode()
-        values = [value for key, value in headers if key == name]
-        last = values[-1].decode("latin-1").rpartition(",")[2].strip() if values else ""
-        address = network_of(last)
+        address = network_of(headers.get(name, b"").decode("latin-1").rpartition(",")[2].strip())
         if address is not None:
             return address
     return network_of(peer) or "unknown"
@@ -102,7 +99,7 @@ class ClientLimits:
 
     def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic):
         self._path, self._num_processes = settings.client_limits, settings.http_processes
-        self._file: ClientLimitsFile = settings.limits
+        self._read(settings.limits)
         self._clock = clock
         self._states: dict[str, _State] = {}  # the one that was looked at longest ago first
 
@@ -111,11 +108,16 @@ class ClientLimits:
         if self._path is None:
             return
         try:
-            self._file = read_client_limits(self._path)
+            self._read(read_client_limits(self._path))
         except ValueError as error:
             logger.error("client limits not changed: %s", error)
         else:
             logger.info("client limits read again from %s", self._path)
+
+    def _read(self, file: ClientLimitsFile) -> None:
+        self._file = file
+        every = [file.default, *file.clients.values()]
+        self.has_any = any(limits != Limits(weight=limits.weight) for limits in every)  # otherwise nothing is counted
 
     def of(self, client: str) -> Limits:
         return self._file.clients.get(client, self._file.default)
@@ -126,14 +128,15 @@ class ClientLimits:
         Raises:
             ApiError: 429, beyond a limit; it was not counted.
         """
-        self._forget_idle()
-        limits, now = self.of(client), self._clock()
-        state = self._states.setdefault(client, _State())
+        limits, state = self.of(client), self._states.get(client)
+        if state is None:
+            self._forget_idle()
+            state = self._states[client] = _State()
         most = limits.concurrent_requests
         if most is not None and state.num_running >= max(1, most // self._num_processes):
             raise _refusal(client, "concurrent_requests", most, BUSY_RETRY_SECONDS)
         if limits.requests_per_minute is not None:
-            limit = limits.requests_per_minute / self._num_processes
+            limit, now = limits.requests_per_minute / self._num_processes, self._clock()
             if seconds := state.requests.seconds_until(1, limit, now):
                 raise _refusal(client, "requests_per_minute", limits.requests_per_minute, seconds)
             state.requests.take(1, limit, now)
@@ -143,15 +146,15 @@ class ClientLimits:
         """A request that `begin` counted has ended."""
         self._states[client].num_running -= 1
 
-    def charge(self, client: str, characters: int, must_wait: bool = True) -> None:
-        """Count characters that are going to run; with must_wait=False even beyond the limit.
+    def charge(self, client: str, characters: int, must_wait: bool = True) -> int:
+        """Count characters that are going to run; with must_wait=False even beyond the limit. Returns how many count.
 
         Raises:
             ApiError: 429, not yet within the limit, or 400, more than a whole minute's; nothing was counted.
         """
         limit = self.of(client).characters_per_minute
         if limit is None:
-            return
+            return 0
         if must_wait and characters > limit:
             message = (
                 f"the request may take {plural(characters, 'character')}, prompts and max_tokens of all its sequences; "
@@ -163,6 +166,7 @@ class ClientLimits:
         if must_wait and (seconds := bucket.seconds_until(characters, share, now)):
             raise _refusal(client, "characters_per_minute", limit, seconds)
         bucket.take(characters, share, now)
+        return characters
 
     def give_back(self, client: str, characters: int) -> None:
         """Return characters that were charged and not used."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import http
 import logging
 import math
@@ -93,6 +94,7 @@ class Connections:
         self.limit_per_address = max(1, share) if settings.max_connections_per_address else self.limit + self.RESERVED
         self.num_open = self.num_lingering = 0
         self.every: set[Connection] = set()
+        self._held: list[tuple[asyncio.Transport, bytes]] | None = None  # None: writes are not held
         self._open_by_network: dict[str, int] = {}
 
     def admit(self, network: str) -> None:
@@ -129,6 +131,35 @@ class Connections:
                 logger.exception("a time limit could not be applied")
                 connection.deadline = math.inf
                 connection.transport.abort()
+
+    def write(self, transport: asyncio.Transport, data: bytes) -> None:
+        if self._held is None:
+            transport.write(data)
+        else:
+            self._held.append((transport, data))
+
+    def hold_writes(self) -> None:
+        """Until write_held: answers that are due at once go out one after the other, not each after its making.
+
+        So whoever reads them is woken once.
+        """
+        self._held = []
+
+    def write_held(self) -> None:
+        held, self._held = self._held, None
+        for transport, data in held or ():
+            if not transport.is_closing():
+                try:
+                    transport.write(data)
+                except Exception:  # of this connection alone
+                    logger.exception("an answer could not be written")
+                    transport.abort()
+
+    def flush(self) -> None:
+        """Before a connection is closed."""
+        if self._held:
+            self.write_held()
+            self.hold_writes()
 
     def count_rejection(self, reason: str) -> None:
         if (metrics := self._metrics()) is not None:
@@ -326,9 +357,11 @@ class Connection(asyncio.Protocol):
         position, size, parser = 0, len(data), self._parser
         limit = self.settings.max_header_bytes
         while position < size and parser is not None:
-            length = min(size - position, PIECE_BYTES)
-            if self._in_head:
-                length = min(length, limit - self._head_bytes)
+            length = size - position
+            if length > PIECE_BYTES:
+                length = PIECE_BYTES
+            if self._in_head and length > limit - self._head_bytes:
+                length = limit - self._head_bytes
             self._began_in_piece = False
             try:
                 parser.feed_data(data if length == size else data[position : position + length])
@@ -347,7 +380,9 @@ class Connection(asyncio.Protocol):
                 self._advance()
                 if self._refusal is not None or self._is_lingering or self.transport.is_closing():
                     return
-            if len(self._parsed) >= MAX_PIPELINED or sum(it.num_body_bytes for it in self._parsed) > MAX_QUEUED_BYTES:
+            if self._parsed and (
+                len(self._parsed) >= MAX_PIPELINED or sum(it.num_body_bytes for it in self._parsed) > MAX_QUEUED_BYTES
+            ):
                 self._unparsed = data[position:]
                 self._hold()
                 return
@@ -383,23 +418,23 @@ class Connection(asyncio.Protocol):
         if len(headers) > MAX_HEADERS:
             message = f"a request must have at most {MAX_HEADERS} headers, got {len(headers)}"
             raise RefusedRequest(ApiError(431, message, code="headers_too_large"), "headers_too_large")
-        version, hosts = parser.get_http_version(), sum([name == b"host" for name, _ in headers])
+        version = parser.get_http_version()
         if version not in ("1.1", "1.0"):
             raise RefusedRequest(ApiError(505, f"HTTP/{version} is not served, only 1.1 and 1.0"), "malformed")
-        if hosts > 1 or (hosts == 0 and version == "1.1"):
-            raise RefusedRequest(ApiError(400, f"a request must have one Host header, got {hosts}"), "malformed")
-        url = parse_url(self._url)
-        path = url.path.decode("ascii")
+        path, query = _split(self._url) if len(self._url) > MAX_KNOWN_TARGET or b"?" in self._url else _known(self._url)
         now = time.monotonic()
-        request = Request(
-            parser.get_method().decode("ascii"), unquote(path) if "%" in path else path, url.query or b"", headers,
-            self.peer, now,
-        )  # fmt: skip
+        request = Request(parser.get_method().decode("ascii"), path, query, headers, self.peer, now)
+        fields = request.fields
+        has_host = b"host" in fields
+        if (not has_host and version == "1.1") or len(fields) < len(headers):
+            hosts = sum([name == b"host" for name, _ in headers])
+            if hosts > 1 or (not has_host and version == "1.1"):
+                raise RefusedRequest(ApiError(400, f"a request must have one Host header, got {hosts}"), "malformed")
         request.is_old = version == "1.0"
         request.closes = request.is_old or not parser.should_keep_alive()
         self._headers = []  # takes the trailers, which would otherwise join the headers
         self._in_head = self._is_begun = False
-        if any(name == b"transfer-encoding" for name, _ in headers):
+        if b"transfer-encoding" in fields:
             self._expect_head()  # a chunk's line, with its extensions
         self._reading = request
         self._parsed.append(request)
@@ -446,7 +481,7 @@ class Connection(asyncio.Protocol):
                     self.deadline = time.monotonic() + self.settings.body_timeout_seconds
                     self.app.begin(request)
                     if self.current is request and not request.is_running and self._expects_continue(request):
-                        self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                        self.limits.write(self.transport, b"HTTP/1.1 100 Continue\r\n\r\n")
                 if request is self.current and not request.is_running:
                     self.app.receive(request)
                 if request is self.current:
@@ -459,7 +494,7 @@ class Connection(asyncio.Protocol):
             self._write_refusal(self._refusal)
 
     def _expects_continue(self, request: Request) -> bool:
-        return not request.is_complete and (request.header(b"expect") or b"").lower() == b"100-continue"
+        return not request.is_complete and (request.fields.get(b"expect") or b"").lower() == b"100-continue"
 
     def _answered(self) -> None:
         """The current answer is complete."""
@@ -469,6 +504,7 @@ class Connection(asyncio.Protocol):
         self._server.total_requests += 1
         self._awaits_first = False
         if not self._keeps_alive or self._is_ending:
+            self.limits.flush()
             if not request.is_complete and not self.transport.is_closing():
                 self.linger()
             else:
@@ -499,7 +535,7 @@ class Connection(asyncio.Protocol):
         if has_body and request.method != "HEAD":
             lines.append(body)
         if not self.transport.is_closing():
-            self.transport.write(b"".join(lines))
+            self.limits.write(self.transport, b"".join(lines))
         self._answered()
 
     def begin(self, status: int, headers: Headers) -> None:
@@ -522,13 +558,13 @@ class Connection(asyncio.Protocol):
             data = b"%b%x\r\n%b\r\n" % (head, len(data), data)
         elif head:
             data = head + data
-        self.transport.write(data)
+        self.limits.write(self.transport, data)
 
     def finish(self) -> None:
         if not self.transport.is_closing():
             head, self._begun_head = self._begun_head, b""
             if self._is_chunked or head:
-                self.transport.write(head + (b"0\r\n\r\n" if self._is_chunked else b""))
+                self.limits.write(self.transport, head + (b"0\r\n\r\n" if self._is_chunked else b""))
         self._answered()
 
     def _head(self, status: int, headers: Headers) -> list[bytes]:
@@ -611,6 +647,7 @@ class Connection(asyncio.Protocol):
             "x-request-id": os.urandom(16).hex(),
         } | error.headers
         lines = "".join([f"{name.lower()}: {value}\r\n" for name, value in headers.items()])
+        self.limits.flush()
         self.transport.write(_STATUS_LINES[error.status] + lines.encode() + b"\r\n" + body)
         self.linger()
 
@@ -627,6 +664,17 @@ class Connection(asyncio.Protocol):
 
 
 _STATUS_LINES = {it.value: f"HTTP/1.1 {it.value} {it.phrase}\r\n".encode() for it in http.HTTPStatus}
+
+
+def _split(target: bytes) -> tuple[str, bytes]:
+    """The path and the query."""
+    url = parse_url(target)
+    path = url.path.decode("ascii")
+    return unquote(path) if "%" in path else path, url.query or b""
+
+
+_known = functools.lru_cache(maxsize=64)(_split)  # not with a query, which may contain a prompt
+MAX_KNOWN_TARGET = 100
 
 
 class TlsServer:

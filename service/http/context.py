@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from service.catalog import Listing
 from service.http.admission import Admission, Estimate, estimate
-from service.http.bodies import BodyReader
+from service.http.bodies import LARGE_BODY_BYTES, BodyReader
 from service.http.client import EngineClient, Generation
 from service.http.clients import ClientLimits
 from service.http.models import Model, choose
 from service.http.request import Request
-from service.http.schemas import AnyRequest, ApiError, ModelRequest
+from service.http.schemas import AnyRequest, ApiError, ModelRequest, parse, parse_plain
 from service.model.checkpoint import Checkpoint
 from service.observe.exposition import Exposition
 from service.observe.metrics import Metrics
@@ -68,12 +68,6 @@ class Service:
     def is_ready(self) -> bool:
         return self.metrics is not None and self.client.is_ready
 
-    def set_busy(self, request: Request) -> None:
-        """Count a request as running until it ends, so that a shutdown waits for it."""
-        if not request.is_busy:
-            request.is_busy = True
-            self.state.busy(self.process_id, 1)
-
     def serve(self, listing: Listing, checkpoints: Mapping[int, Checkpoint]) -> None:
         """Requests from now on choose among the listing's models; `checkpoints` has those that were not served."""
         known = {model.id: model for model in self.models.values()}
@@ -106,7 +100,10 @@ class Service:
         return choose(self.models, name, self.settings.model_name)
 
     def choose(self, request: Request, name: str | None) -> Model:
-        """The model of a request, which it keeps to its end even if another takes the name; raises as `choose`."""
+        """The model of a request, which it keeps to its end even if another takes the name; raises as `choose`.
+
+        From here on a shutdown waits for the request.
+        """
         request.model = self.find(name)
         self.state.use(self.process_id, request.model.id, 1)
         return request.model
@@ -115,12 +112,14 @@ class Service:
         """Must be called once for each request."""
         if request.model is not None:
             self.state.use(self.process_id, request.model.id, -1)
-        if request.is_busy:
-            self.state.busy(self.process_id, -1)
 
     async def read(self, kind: type[AnyRequest], request: Request) -> AnyRequest:
         """The request in a JSON body; raises as BodyReader.read and `check_fields`."""
-        body = await self.bodies.read(kind, request.body, request.client)
+        content = request.body
+        if request.num_body_bytes <= LARGE_BODY_BYTES:
+            body: AnyRequest = parse_plain(kind, content) or parse(kind, content)
+        else:
+            body = await self.bodies.read(kind, content, request.client)
         request.chunks.clear()
         self.check_fields(request, body)
         return body
@@ -155,10 +154,10 @@ class Service:
         """
         assert request.model is not None
         needed = estimate(submits, request.model.receptive_field, request.model.tokenizer.vocab_size, **options)
-        limit = self.settings.max_request_bytes
-        if needed.total > limit:
+        total, limit = sum(needed), self.settings.max_request_bytes
+        if total > limit:
             raise ApiError(400, _too_much(needed, len(submits), limit), param=needed.largest)
-        request.hold.resize(needed.total, len(submits))
+        request.hold.resize(total, len(submits))
 
     def start(self, request: Request, submits: list[Submit], **options: Any) -> Generation:
         """Run sequences for a request; options as those of EngineClient.start.
@@ -175,15 +174,16 @@ class Service:
         weight = self.limits.of(request.client).weight
         for submit in submits:
             submit.request_id, submit.client, submit.weight = request.id, request.client, weight
-        characters = sum(len(submit.prompt) + submit.max_tokens for submit in submits)
-        try:  # what follows from a request that was accepted is too
-            self.limits.charge(request.client, characters, must_wait=not request.generations)
-        except ApiError as error:
-            if error.status == 429:
-                model.metrics.request_rejected("rate_limit", len(submits))
-            raise
-        request.num_charged_characters += characters
-        is_accepted = bool(request.generations)
+        is_accepted = bool(request.generations)  # what follows from a request that was accepted is too
+        if self.limits.has_any:
+            characters = sum(len(submit.prompt) + submit.max_tokens for submit in submits)
+            try:
+                charged = self.limits.charge(request.client, characters, must_wait=not is_accepted)
+            except ApiError as error:
+                if error.status == 429:
+                    model.metrics.request_rejected("rate_limit", len(submits))
+                raise
+            request.num_charged_characters += charged
         own, longest = request.timeout_seconds, self.settings.request_timeout_seconds
         name = "its timeout_seconds" if own is not None and own <= longest else "the server's --request-timeout-seconds"
         generation = self.client.start(

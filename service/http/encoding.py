@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from service.http.context import Service
 from service.http.models import Model
-from service.http.pause import Pause
 from service.http.schemas import ApiError, ModelRequest, Prompt, Receipt, Timing
+from service.http.turns import Pause
 from service.model.tokenizer import UnknownCharacterError
 from service.words import plural
 
@@ -24,7 +24,6 @@ class Encoder:
         self.policy = body.unknown_characters or service.settings.unknown_characters
         self.replacement = body.replacement_character or service.settings.replacement_character
         self.replaced = self.dropped = 0
-        self._pause = Pause()
 
     async def encode(self, text: str, param: str, index: int | None = None) -> list[int]:
         """The ids of a text: the request's field `param`, or with `index` one of several in it.
@@ -35,9 +34,9 @@ class Encoder:
         """
         ids: list[int] = []
         unknown: list[tuple[int, str]] = []  # the first of them
-        num_unknown = 0
+        num_unknown, pause = 0, Pause()
         for start in range(0, len(text), MAX_ENCODED):
-            await self._pause.if_due()
+            await pause.if_due()
             part = text[start : start + MAX_ENCODED]
             try:
                 ids += self.tokenizer.encode(part)
@@ -64,9 +63,9 @@ class Encoder:
 
     async def decode(self, ids: list[int]) -> str:
         """The text of ids."""
-        parts = []
+        parts, pause = [], Pause()
         for start in range(0, len(ids), MAX_ENCODED):
-            await self._pause.if_due()
+            await pause.if_due()
             parts.append(self.tokenizer.decode(ids[start : start + MAX_ENCODED]))
         return "".join(parts)
 
@@ -76,7 +75,7 @@ class Encoder:
         Raises:
             ApiError: 400, a prompt is too long or has unknown characters or ids.
         """
-        limit = self.service.settings.max_prompt_characters
+        limit, pause = self.service.settings.max_prompt_characters, Pause()
         ids = []
         for i, prompt in enumerate(prompts):
             index, name = (i, f"prompt.{i}") if is_list else (None, "prompt")
@@ -87,9 +86,19 @@ class Encoder:
                 check_ids(self.model, prompt, "prompt", name)
                 ids.append(prompt)
             else:
-                ids.append(await self.encode(prompt, "prompt", index))
-            await self._pause.if_due()
+                known = self._known(prompt)
+                ids.append(await self.encode(prompt, "prompt", index) if known is None else known)
+            await pause.if_due()
         return ids
+
+    def _known(self, text: str) -> list[int] | None:
+        """The ids of a short text of known characters."""
+        if len(text) > MAX_ENCODED:
+            return None
+        try:
+            return self.tokenizer.encode(text)
+        except UnknownCharacterError:
+            return None
 
     def receipt(self, timing: Timing, seeds: Iterable[int] = ()) -> Receipt:
         service = self.service
@@ -99,6 +108,8 @@ class Encoder:
 
     def count_unknown(self) -> None:
         """Add the unknown characters of an accepted request to the metrics."""
+        if not (self.replaced or self.dropped):
+            return
         self.model.metrics.unknown_characters("replace", self.replaced)
         self.model.metrics.unknown_characters("drop", self.dropped)
 

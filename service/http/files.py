@@ -30,7 +30,7 @@ class File:
         self._type = (b"content-type", MEDIA_TYPES[suffix].encode())
 
     def handler(self, service: Service, request: Request) -> None:
-        known = (request.header(b"if-none-match") or b"").decode("latin-1")
+        known = (request.fields.get(b"if-none-match") or b"").decode("latin-1")
         if known == "*" or self.etag in (tag.strip().removeprefix("W/") for tag in known.split(",")):
             request.respond(b"", self._headers, 304)
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import AsyncIterable, AsyncIterator, Coroutine
 from typing import Any
 
@@ -13,26 +12,27 @@ from service.http.client import Piece, gathered
 from service.http.context import Service
 from service.http.encoding import Encoder, begun, unknown_characters
 from service.http.models import Model
-from service.http.pause import Pause
 from service.http.request import Request
 from service.http.schemas import ApiError, CompletionRequest, GenerateRequest, GenerationRequest, parse, shortened
 from service.http.stream import DONE, CompletionForm, Form, NativeForm, write_stream, write_whole
+from service.http.turns import Pause
 from service.model.params import MAX_SEED
 from service.wire import Submit, floats
 from service.words import plural
 
+NO_PATTERNS = (None, None, None, None)
 SUFFIX_CANDIDATES = 8  # sampled per prompt, if the request does not say and limits allow
 EVENT_SOURCE_END = b"done"  # id of the last event, with which EventSource reconnects
 
 
-async def generate(service: Service, request: Request) -> None:
+def generate(service: Service, request: Request) -> Coroutine[Any, Any, None]:
     """Continue a text."""
-    await _answer(service, request, await service.read(GenerateRequest, request), NativeForm)
+    return _answer(service, request, GenerateRequest, NativeForm)
 
 
 def generate_events(service: Service, request: Request) -> Coroutine[Any, Any, None] | None:
     """Continue a text, for a browser's EventSource: always a stream, with its fields in the query."""
-    if request.header(b"last-event-id") == EVENT_SOURCE_END:
+    if request.fields.get(b"last-event-id") == EVENT_SOURCE_END:
         request.respond(b"", (), 204)  # otherwise EventSource would reconnect for ever
         return None
     given = request.query_fields
@@ -44,21 +44,28 @@ def generate_events(service: Service, request: Request) -> Coroutine[Any, Any, N
     return _answer(service, request, body, NativeForm, done=b"id: %b\n" % EVENT_SOURCE_END + DONE)
 
 
-async def completions(service: Service, request: Request) -> None:
+def completions(service: Service, request: Request) -> Coroutine[Any, Any, None]:
     """Continue a text, as OpenAI's completions."""
-    await _answer(service, request, await service.read(CompletionRequest, request), CompletionForm)
+    return _answer(service, request, CompletionRequest, CompletionForm)
 
 
 async def _answer(
-    service: Service, request: Request, body: GenerationRequest, form_class: type[Form], done: bytes = DONE
+    service: Service,
+    request: Request,
+    asked: GenerationRequest | type[GenerationRequest],
+    form_class: type[Form],
+    done: bytes = DONE,
 ) -> None:
+    """asked: what the body is to be read as, or what it would say."""
+    body = await service.read(asked, request) if isinstance(asked, type) else asked
     request.set_timeout(body.timeout_seconds)
     model = service.choose(request, body.model)
-    candidates = _num_candidates(service, body)
-    _check_limits(service, model, body, candidates)
+    given = body.prompts
+    candidates = _num_candidates(service, body, len(given))
+    _check_limits(service, model, body, len(given), candidates)
 
     encoder = Encoder(service, model, body)
-    prompts = await encoder.encode_prompts(body.prompts, isinstance(body.prompt, list))
+    prompts = await encoder.encode_prompts(given, isinstance(body.prompt, list))
     suffix = await encoder.encode(body.suffix, "suffix") if body.suffix else []
     if body.suffix and not suffix:
         raise ApiError(400, "suffix: none of its characters is in the vocabulary", param="suffix")
@@ -84,33 +91,26 @@ async def _answer(
         pieces = service.start(request, submits, echo=echo, interval=interval if body.stream else None)
     encoder.count_unknown()
 
-    service.set_busy(request)
-    form = form_class(
-        request,
-        model.name,
-        model.tokenizer.characters,
-        functools.partial(encoder.receipt, seeds=seeds),
-        include_usage=body.stream_options.include_usage,
-        continuous_usage=body.stream_options.continuous_usage_stats,
-    )
+    options = body.stream_options
+    form = form_class(request, model, encoder, seeds, options.include_usage, options.continuous_usage_stats)
     if body.stream:
         await write_stream(request, pieces, form, done=done, keep_alive_seconds=service.settings.keep_alive_seconds)
     else:
         await write_whole(request, pieces, form)
 
 
-def _num_candidates(service: Service, body: GenerationRequest) -> int:
+def _num_candidates(service: Service, body: GenerationRequest, count: int) -> int:
     """Sequences sampled per prompt."""
     if body.best_of is not None:
         return body.best_of
     if not body.suffix:
         return body.n
-    return max(body.n, min(SUFFIX_CANDIDATES, service.settings.max_prompts // max(1, len(body.prompts))))
+    return max(body.n, min(SUFFIX_CANDIDATES, service.settings.max_prompts // max(1, count)))
 
 
-def _check_limits(service: Service, model: Model, body: GenerationRequest, candidates: int) -> None:
+def _check_limits(service: Service, model: Model, body: GenerationRequest, count: int, candidates: int) -> None:
     """Limits of this server and its model."""
-    settings, count = service.settings, len(body.prompts)
+    settings = service.settings
     if not 1 <= count * candidates <= settings.max_prompts:
         param = "prompt" if candidates == 1 else "n" if body.best_of is None else "best_of"
         given = f"{count}" if candidates == 1 else f"{count} × {candidates}"
@@ -118,9 +118,9 @@ def _check_limits(service: Service, model: Model, body: GenerationRequest, candi
         raise ApiError(400, f"{param}: {message}", param=param)
     if not body.has_max_tokens:
         body.max_tokens = min(body.max_tokens, settings.max_tokens)
-    for param in ("max_tokens", "min_tokens"):
-        if getattr(body, param) > settings.max_tokens:
-            raise ApiError(400, f"{param}: at most {settings.max_tokens}, got {getattr(body, param)}", param=param)
+    if max(body.max_tokens, body.min_tokens) > settings.max_tokens:
+        param = "max_tokens" if body.max_tokens > settings.max_tokens else "min_tokens"
+        raise ApiError(400, f"{param}: at most {settings.max_tokens}, got {getattr(body, param)}", param=param)
     vocab_size = model.tokenizer.vocab_size
     if body.logprobs is not None and body.logprobs > vocab_size:
         message = f"logprobs: at most {vocab_size}, the size of the vocabulary, got {body.logprobs}"
@@ -150,7 +150,9 @@ async def _submits(
         logprobs=body.logprobs,
         priority=2 * body.priority,
     )
-    await _constrain(model, body, shared)
+    patterns: tuple[object, ...] = (body.regex, body.choice, body.allowed_characters, body.stop_regex)
+    if body.min_tokens or patterns != NO_PATTERNS:
+        await _constrain(model, body, shared)
     if model.record_end is not None and not body.ignore_eos and shared.constraint is None:
         shared.stop = (*shared.stop, (model.record_end,))
     if candidates > body.n and shared.logprobs is None:

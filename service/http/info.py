@@ -142,6 +142,6 @@ async def prometheus(service: Service, request: Request) -> None:
     """Metrics of all processes, in Prometheus' text format, or in OpenMetrics if Accept asks for it."""
     if service.metrics is not None:
         service.metrics.flush()
-    accept = (request.header(b"accept") or b"").decode("latin-1")
+    accept = (request.fields.get(b"accept") or b"").decode("latin-1")
     text, content_type = await asyncio.to_thread(service.exposition.page, accept)
     request.respond(text, [(b"content-type", content_type.encode())])

@@ -7,6 +7,7 @@ application, and schemathesis holds a running server against the document.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
@@ -124,16 +125,16 @@ class Operation:
     failures: tuple[int, ...] = ()
     is_probe: bool = False  # needs no API key, and is within no client's limits
 
-    @property
+    @functools.cached_property
     def runs_model(self) -> bool:
         return set(RUN) <= set(self.failures)
 
-    @property
+    @functools.cached_property
     def is_refused_early(self) -> bool:
         """While the client's queue is full, before the body is read."""
         return self.runs_model and self.request is not None and self.answer is not AttentionAnswer
 
-    @property
+    @functools.cached_property
     def reads_body(self) -> bool:
         """A client that leaves is seen only once all that it announced has come; so streams wait for it too."""
         return self.request is not None or bool(self.events)

@@ -6,7 +6,6 @@ nothing of routes' meaning or of sockets; a Responder carries the answer.
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol
@@ -56,15 +55,16 @@ class Request:
     """Times are by time.monotonic()."""
 
     __slots__ = (
-        "app", "responder", "id", "method", "path", "query", "headers", "peer", "endpoint", "parameter",
+        "app", "responder", "id", "method", "path", "query", "headers", "fields", "peer", "endpoint", "parameter",
         "started_at", "arrived_at", "deadline", "chunks", "num_body_bytes", "is_complete", "is_running", "is_ended",
-        "task", "hold", "client", "is_limited", "is_busy", "model", "num_charged_characters",
+        "hold", "client", "is_limited", "model", "num_charged_characters",
         "timeout_seconds", "ignored_fields", "num_prompt_tokens", "generations", "client_left", "is_gone", "status",
         "after", "is_old", "closes",
     )  # fmt: skip
 
     def __init__(self, method: str, path: str, query: bytes, headers: Headers, peer: str, started_at: float):
         self.method, self.path, self.query, self.headers, self.peer = method, path, query, headers, peer
+        self.fields = dict(headers)  # of several with one name, in lower case, the last
         self.started_at = self.arrived_at = started_at  # arrived_at: when the body was complete
         self.is_old = False  # of HTTP/1.0
         self.closes = False  # the connection is to end after it
@@ -79,13 +79,11 @@ class Request:
         self.is_complete = False  # the body has arrived
         self.is_running = False  # its handler was called
         self.is_ended = False
-        self.task: asyncio.Task[None] | None = None  # of its handler
         self.after: Hook | None = None  # called when it ends
         # What it holds.
         self.hold: Hold  # memory
         self.client = ""  # whose request it is: the name of its API key, or its address
         self.is_limited = False  # counted in the client's limits
-        self.is_busy = False  # counted as running, so that a shutdown waits for it
         self.model: Model | None = None  # that it has chosen
         self.num_charged_characters = 0  # to the client's limit
         # What is known of it.
@@ -98,14 +96,6 @@ class Request:
         self.status: int | None = None  # of the answer; None: it has not begun
 
     # -- what was asked --
-
-    def header(self, name: bytes) -> bytes | None:
-        """The last header of this name, in lower case."""
-        found = None
-        for key, value in self.headers:
-            if key == name:
-                found = value
-        return found
 
     @property
     def body(self) -> bytes:
@@ -137,7 +127,9 @@ class Request:
     # -- its end --
 
     def set_timeout(self, seconds: float | None) -> None:
-        """Its own time limit; None: the server's. Writing counts: a client that does not read loses its connection."""
+        """Its own time limit; None: as before. Writing counts: a client that does not read loses its connection."""
+        if seconds is None:
+            return
         self.timeout_seconds = seconds
         self.deadline = self.arrived_at + self.app.service.timeout(seconds) + UNREAD_SECONDS
         if self.responder is not None:

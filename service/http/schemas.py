@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import operator
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
@@ -514,6 +515,9 @@ _PLAIN: dict[str, Any] = {
 _BOUNDS = {"stop": Meta(min_length=1, max_length=1000), "seed": Meta(ge=0, le=2**63 - 1)}  # that unions hide
 
 
+_sampling_values = operator.attrgetter(*[name for name in SamplingParams.__struct_fields__ if name in SAMPLING_META])
+
+
 class PlainRequest(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     """A generation request of plain fields, which msgspec validates in a tenth of pydantic's time.
 
@@ -522,8 +526,8 @@ class PlainRequest(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     """
 
     def sampling(self, logit_bias: tuple[tuple[int, float], ...], seed: int = 0) -> SamplingParams:
-        given = {name: getattr(self, name) for name in SAMPLING_META}
-        return SamplingParams(**given, seed=seed, logit_bias=logit_bias)
+        temperature, top_k, top_p, *others = _sampling_values(self)
+        return SamplingParams(temperature, top_k, top_p, seed, *others, logit_bias)  # type: ignore[call-arg]
 
     @property
     def stops(self) -> list[str]:

@@ -12,7 +12,6 @@ from service.http.client import gathered
 from service.http.context import Service
 from service.http.encoding import Encoder, begun
 from service.http.models import Model
-from service.http.pause import Pause
 from service.http.request import Headers, Request
 from service.http.schemas import (
     ApiError,
@@ -35,6 +34,7 @@ from service.http.stream import (
     send_json,
     sliced,
 )
+from service.http.turns import Pause
 from service.model.params import SamplingParams
 from service.wire import Logprobs, Submit, floats
 
@@ -102,7 +102,7 @@ async def score(service: Service, request: Request) -> None:
         content = ScoreAnswer(request.id, model.name, "list", HOLE, usage, receipt)
         return content, map(parts, scores)
 
-    await _write(service, request, answer)
+    await _write(request, answer)
 
 
 async def _score(index: int, logprobs: Logprobs, pause: Pause) -> Score:
@@ -163,7 +163,7 @@ async def next_character(service: Service, request: Request) -> None:
         # No row for a sequence that ended because the client left.
         return content, (_next(model, it.number, it.logprobs) for it in pieces if it.logprobs)
 
-    await _write(service, request, answer)
+    await _write(request, answer)
 
 
 def _next(model: Model, index: int, logprobs: Logprobs) -> Iterator[bytes]:
@@ -176,12 +176,10 @@ def _next(model: Model, index: int, logprobs: Logprobs) -> Iterator[bytes]:
 
 
 async def _write(
-    service: Service,
     request: Request,
     answer: Callable[[], Awaitable[tuple[ScoreAnswer | NextAnswer, Iterator[Iterator[bytes]]]]],
 ) -> None:
     """`answer` gives the content with a hole for its data, and the parts of each item of that."""
-    service.set_busy(request)
     content, items = await answer()
     headers: Headers = []
     if content.chargpt is not UNSET:

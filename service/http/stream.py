@@ -9,14 +9,15 @@ import asyncio
 import functools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from service.http.client import Piece, gathered
-from service.http.pause import Pause
+from service.http.encoding import Encoder
+from service.http.models import Model
 from service.http.request import JSON, Headers, Request
 from service.http.schemas import (
     ApiError,
@@ -33,6 +34,7 @@ from service.http.schemas import (
     TokenLogprobs,
     Usage,
 )
+from service.http.turns import Pause
 from service.wire import floats
 
 DONE = b"data: [DONE]\n\n"
@@ -118,28 +120,26 @@ class Form(ABC):
     def __init__(
         self,
         request: Request,
-        model: str,
-        characters: list[str],
-        receipt: Callable[[Timing], Receipt],
-        *,
+        model: Model,
+        encoder: Encoder,
+        seeds: list[int],
         include_usage: bool,
         continuous_usage: bool,
     ):
-        self.request, self.model = request, model
-        self.receipt = receipt
+        self.request, self.model = request, model.name
         self.include_usage = include_usage
         self.continuous_usage = continuous_usage
-        self._characters = characters
+        self._characters = model.tokenizer.characters
+        self._encoder, self._seeds = encoder, seeds
         self._offsets: dict[int, int] = {}  # characters of each choice written so far, if log-probabilities are
 
     @property
     def timing(self) -> Timing:
         return self.request.generations[0].timing
 
-    @functools.cached_property
-    def last_receipt(self) -> Receipt:
-        """Once every sequence has ended."""
-        return self.receipt(self.timing)
+    @property
+    def receipt(self) -> Receipt:
+        return self._encoder.receipt(self.timing, self._seeds)
 
     @property
     def usage(self) -> Usage:
@@ -162,12 +162,12 @@ class Form(ABC):
             for character, (value, top) in zip(piece.text[piece.num_unscored :], piece.logprobs.rows(), strict=True)
         ]
 
-    def whole(self, pieces: list[Piece]) -> Iterator[bytes]:
-        """The answer of complete choices, in parts."""
-        if sum(map(_size, pieces)) <= 1:
-            yield _encode(self.answer([self.choice(piece, piece.text, self.logprobs(piece)) for piece in pieces]))
-        else:
-            yield from filled(self.answer(HOLE), joined(map(self._parts, pieces)))
+    def whole(self, pieces: list[Piece], receipt: Receipt) -> bytes | Iterator[bytes]:
+        """The answer of complete choices, in parts if it is large."""
+        if (_size(pieces[0]) if len(pieces) == 1 else sum(map(_size, pieces))) > 1:
+            return filled(self.answer(HOLE, receipt), joined(map(self._parts, pieces)))
+        choices = [self.choice(piece, piece.text, self.logprobs(piece)) for piece in pieces]
+        return _encode(self.answer(choices, receipt))
 
     def _parts(self, piece: Piece) -> Iterator[bytes]:
         """A choice."""
@@ -183,7 +183,7 @@ class Form(ABC):
         return filled(self.choice(piece, HOLE, HOLE), text_parts(piece.text), logprobs)
 
     @abstractmethod
-    def answer(self, choices: list[Any]) -> msgspec.Struct:
+    def answer(self, choices: list[Any], receipt: Receipt) -> msgspec.Struct:
         """The whole answer."""
 
     @abstractmethod
@@ -202,8 +202,8 @@ class Form(ABC):
 class NativeForm(Form):
     """/generate"""
 
-    def answer(self, choices: list[Any]) -> GenerateAnswer:
-        return GenerateAnswer(self.request.id, self.model, choices, self.usage, self.last_receipt)
+    def answer(self, choices: list[Any], receipt: Receipt) -> GenerateAnswer:
+        return GenerateAnswer(self.request.id, self.model, choices, self.usage, receipt)
 
     def choice(self, piece: Piece, text: str, logprobs: TokenLogprobs | None) -> GenerateChoice:
         finish_reason: Any = piece.finish_reason
@@ -216,7 +216,7 @@ class NativeForm(Form):
         return _encode(GenerateEvent(piece.number, piece.text, finish_reason, piece.seed, logprobs, usage))
 
     def end(self) -> bytes:
-        return _encode(GenerateEnd(self.request.id, self.model, self.usage, self.last_receipt))
+        return _encode(GenerateEnd(self.request.id, self.model, self.usage, self.receipt))
 
 
 class CompletionForm(Form):
@@ -226,9 +226,8 @@ class CompletionForm(Form):
         super().__init__(request, *arguments, **options)
         self.id, self.created = f"cmpl-{request.id}", int(time.time())
 
-    def answer(self, choices: list[Any]) -> Completion:
-        created, receipt = self.created, self.last_receipt
-        return Completion(self.id, "text_completion", created, self.model, choices, self.usage, receipt)
+    def answer(self, choices: list[Any], receipt: Receipt) -> Completion:
+        return Completion(self.id, "text_completion", self.created, self.model, choices, self.usage, receipt)
 
     def choice(self, piece: Piece, text: str, logprobs: TokenLogprobs | None) -> CompletionChoice:
         return _openai_choice(CompletionChoice, piece, text, logprobs)
@@ -238,7 +237,7 @@ class CompletionForm(Form):
         if self.continuous_usage:
             usage = self.usage
         choice = _openai_choice(ChunkChoice, piece, piece.text, self.logprobs(piece))
-        return self._chunk([choice], usage, self.last_receipt if is_last else UNSET)
+        return self._chunk([choice], usage, self.receipt if is_last else UNSET)
 
     def end(self) -> bytes:
         return self._chunk([], self.usage) if self.include_usage else b""
@@ -274,8 +273,13 @@ def _size(piece: Piece) -> float:
 
 async def write_whole(request: Request, pieces: AsyncIterable[list[Piece]], form: Form) -> None:
     complete = await gathered(pieces)
-    headers = receipt_headers(form.last_receipt, time.monotonic() - request.arrived_at)
-    await send_json(request, form.whole(complete), headers)
+    receipt = form.receipt
+    headers = receipt_headers(receipt, time.monotonic() - request.arrived_at)
+    parts = form.whole(complete, receipt)
+    if isinstance(parts, bytes):
+        request.respond(parts, (JSON, *headers))
+    else:
+        await send_json(request, parts, headers)
 
 
 async def write_stream(
@@ -293,7 +297,7 @@ async def write_stream(
     def begin() -> None:
         nonlocal last_write
         if last_write is None:
-            request.begin([*EVENT_STREAM, *receipt_headers(form.receipt(form.timing), None)])
+            request.begin([*EVENT_STREAM, *receipt_headers(form.receipt, None)])
         last_write = loop.time()
 
     async def keep_alive() -> None:
@@ -366,18 +370,22 @@ def receipt_headers(receipt: Receipt, total_seconds: float | None) -> Headers:
 
     Times of the end only with `total_seconds`: the headers of a stream go out before it.
     """
+    timing = receipt.timing
     headers = [
-        (b"x-checkpoint", receipt.checkpoint_sha256.encode()),
-        (b"x-backend", receipt.backend.encode()),
-        (b"x-dtype", receipt.dtype.encode()),
+        *_model_headers(receipt.checkpoint_sha256, receipt.backend, receipt.dtype),
+        (b"x-queue-time", b"%.3f" % (1000 * timing.queue_seconds)),
+        (b"x-prefill-time", b"%.3f" % (1000 * timing.prefill_seconds)),
     ]
     if receipt.seeds:
-        headers.append((b"x-seed", b",".join(b"%d" % seed for seed in receipt.seeds)))
-    timing = receipt.timing
-    times = {b"x-queue-time": timing.queue_seconds, b"x-prefill-time": timing.prefill_seconds}
+        headers.append((b"x-seed", b",".join([b"%d" % seed for seed in receipt.seeds])))
     if total_seconds is not None:
-        times[b"x-inference-time"] = timing.prefill_seconds + timing.decode_seconds
-        times[b"x-total-time"] = total_seconds
+        headers.append((b"x-inference-time", b"%.3f" % (1000 * (timing.prefill_seconds + timing.decode_seconds))))
+        headers.append((b"x-total-time", b"%.3f" % (1000 * total_seconds)))
         if timing.seconds_per_character is not None:
-            times[b"x-time-per-token"] = timing.seconds_per_character
-    return headers + [(name, b"%.3f" % (1000 * seconds)) for name, seconds in times.items()]
+            headers.append((b"x-time-per-token", b"%.3f" % (1000 * timing.seconds_per_character)))
+    return headers
+
+
+@functools.lru_cache(maxsize=256)
+def _model_headers(checkpoint: str, backend: str, dtype: str) -> Headers:
+    return [(b"x-checkpoint", checkpoint.encode()), (b"x-backend", backend.encode()), (b"x-dtype", dtype.encode())]

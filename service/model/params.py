@@ -7,6 +7,8 @@ Loads without torch.
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Annotated, Any, get_type_hints
 
 import msgspec
@@ -53,10 +55,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
     logit_bias: tuple[tuple[int, float], ...] = ()  # (id, added to its logit)
 
     def __post_init__(self) -> None:
-        for name, low, is_open, high in _BOUNDS:
-            value = getattr(self, name)
-            if not low <= value <= high or (is_open and value == low):
-                raise ValueError(f"{name} must be in {'(' if is_open else '['}{low}, {high}], got {value}")
+        _check_bounds(_bounded_values(self))
         if not 0 <= self.seed <= MAX_SEED:
             raise ValueError(f"seed must be in [0, {MAX_SEED}], got {self.seed}")
         if not self.logit_bias:
@@ -81,6 +80,17 @@ SAMPLING_META: dict[str, Meta] = {
     for name, hint in get_type_hints(SamplingParams, include_extras=True).items()
     if hasattr(hint, "__metadata__")
 }
-_BOUNDS = [
+_BOUNDS: list[tuple[str, Any, bool, Any]] = [
     (name, meta.gt if meta.ge is None else meta.ge, meta.ge is None, meta.le) for name, meta in SAMPLING_META.items()
 ]
+
+
+@functools.lru_cache(maxsize=1024)  # most requests are alike
+def _check_bounds(values: tuple[float, ...]) -> None:
+    """Raises as SamplingParams."""
+    for (name, low, is_open, high), value in zip(_BOUNDS, values, strict=True):
+        if not low <= value <= high or (is_open and value == low):
+            raise ValueError(f"{name} must be in {'(' if is_open else '['}{low}, {high}], got {value}")
+
+
+_bounded_values = operator.attrgetter(*SAMPLING_META)

@@ -10,6 +10,7 @@ an exception may, so HTTP processes log its type and traceback only. Inference p
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import multiprocessing
 import os
@@ -80,7 +81,7 @@ class LineHandler(logging.Handler):
     `format_line` turns fields into a line. A record's `fields` and `request_ids` become part of it.
     """
 
-    def __init__(self, format_line: Callable[[dict[str, Any]], bytes]):
+    def __init__(self, format_line: Callable[[Any], bytes]):
         super().__init__()
         self.format_line = format_line
 
@@ -121,6 +122,29 @@ class LineHandler(logging.Handler):
         return fields
 
 
+_LEVELS = {level: logging.getLevelName(level) for level in (logging.DEBUG, logging.INFO)}
+
+
+class AccessLine(msgspec.Struct, gc=False):
+    """Of a request: the path of its route, not the query, which may contain a prompt."""
+
+    timestamp: str
+    level: str
+    logger: str
+    process: str
+    pid: int
+    message: str
+    method: str
+    handler: str
+    status: int | None
+    client: str
+    seconds: float
+    request_id: str
+    prompt_characters: int | msgspec.UnsetType = msgspec.UNSET  # these of one that runs the model
+    completion_characters: int | msgspec.UnsetType = msgspec.UNSET
+    endings: dict[str, int] | msgspec.UnsetType = msgspec.UNSET
+
+
 class AccessLog:
     """Lines of requests, written several at a time: a system call for each would cost as much as a small answer.
 
@@ -132,25 +156,30 @@ class AccessLog:
     def __init__(self, later: Callable[[float, Callable[[], None]], Any]):
         self._later = later
         self._logger = logging.getLogger("service.access")
-        self._lines: list[bytes] = []
+        self._lines: list[AccessLine] = []
         self._process, self._pid = process_name(), os.getpid()
 
-    def add(self, level: int, message: str, fields: dict[str, Any]) -> None:
-        if not self._logger.isEnabledFor(level):
-            return
+    def shows(self, level: int) -> bool:
+        return self._logger.isEnabledFor(level)
+
+    def add(self, level: int, method: str, route: str, status: int | None, client: str, *others: Any) -> None:
+        """A line of a request; the others are the last fields of AccessLine."""
         if not self._lines:
             self._later(self.FLUSH_SECONDS, self.flush)
-        line = {
-            "timestamp": _timestamp(time.time()), "level": logging.getLevelName(level), "logger": self._logger.name,
-            "process": self._process, "pid": self._pid, "message": message, **fields,
-        }  # fmt: skip
-        for handler in logging.getLogger().handlers:
-            if isinstance(handler, LineHandler):
-                self._lines.append(handler.format_line(line))
+        self._lines.append(
+            AccessLine(
+                _timestamp(time.time()), _LEVELS[level], self._logger.name, self._process, self._pid,
+                f"{method} {route} {status}", method, route, status, client, *others,
+            )
+        )  # fmt: skip
 
     def flush(self) -> None:
         """Each write is of whole lines, and no longer than one that other processes' writes cannot interrupt."""
-        lines, self._lines = self._lines, []
+        records, self._lines = self._lines, []
+        lines: list[bytes] = []
+        for handler in logging.getLogger().handlers:
+            if isinstance(handler, LineHandler):
+                lines += [handler.format_line(record) for record in records]
         start = size = 0
         for i, line in enumerate(lines):
             if size and size + len(line) > MAX_LINE_BYTES:
@@ -167,15 +196,24 @@ def _write(data: bytes) -> None:
 
 
 def _timestamp(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")[:23] + "Z"
+    whole = int(seconds)
+    return f"{_second(whole)}.{int(1000 * (seconds - whole)):03d}Z"
 
 
-def json_line(fields: dict[str, Any]) -> bytes:
+@functools.lru_cache(maxsize=16)
+def _second(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()[:19]
+
+
+def json_line(fields: dict[str, Any] | AccessLine) -> bytes:
     return msgspec.json.encode(fields) + b"\n"
 
 
-def text_line(fields: dict[str, Any]) -> bytes:
+def text_line(fields: dict[str, Any] | AccessLine) -> bytes:
     """For a terminal: local time of day, the message, further fields, request ids."""
+    if isinstance(fields, AccessLine):
+        given = msgspec.structs.asdict(fields)
+        fields = {name: value for name, value in given.items() if value is not msgspec.UNSET}
     clock = datetime.fromisoformat(fields["timestamp"]).astimezone().time().isoformat("milliseconds")
     line = f"{clock} {fields['level']} {fields['process']} {fields['logger']}: {fields['message']}"
     line += "".join(f" {name}={value}" for name, value in fields.items() if name not in FIXED_FIELDS)

@@ -14,7 +14,8 @@ import os
 import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable
+from collections import Counter as Occurrences
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -51,8 +52,8 @@ FamilyKind = TypeVar("FamilyKind", bound=prometheus_client.metrics.MetricWrapper
 class _Buffered(ABC):
     """Buffers observations: a write to the shared file costs ten times as much as an addition."""
 
-    def __init__(self, request_flush: Callable[[], None]):
-        self._request_flush = request_flush
+    def __init__(self, owner: Metrics):
+        self._owner = owner
 
     @abstractmethod
     def flush(self) -> None: ...
@@ -67,8 +68,8 @@ class Exemplar(NamedTuple):
 
 
 class Histogram(_Buffered):
-    def __init__(self, child: prometheus_client.Histogram, request_flush: Callable[[], None]):
-        super().__init__(request_flush)
+    def __init__(self, child: prometheus_client.Histogram, owner: Metrics):
+        super().__init__(owner)
         self.name: str = child._name
         self.model_name: str = child._labelvalues[0]
         self._child = child
@@ -78,39 +79,70 @@ class Histogram(_Buffered):
 
     def observe(self, amount: float, count: int = 1, request_id: str | None = None) -> None:
         """Record `count` observations of the same amount; `request_id`, if short, becomes the bucket's exemplar."""
-        if not self._observed:
-            self._request_flush()
+        if not self._owner.is_flush_due:
+            self._owner.request_flush()
         self._observed.append((amount, count, request_id))
 
     def flush(self) -> None:
         if not self._observed:
             return
-        total, counts, latest = 0.0, [0] * len(self._bounds), {}
+        total, counts, latest = 0.0, Occurrences[int](), {}
         for amount, count, request_id in self._observed:
             bucket = bisect_left(self._bounds, amount)
             counts[bucket] += count
             total += amount * count
-            if request_id is not None and len(request_id) <= MAX_EXEMPLAR_CHARACTERS:
+            if request_id is not None:
                 latest[bucket] = (request_id, amount)
         self._observed.clear()
+        self._write(total, counts, latest)
+
+    def observe_all(self, amounts: Collection[float], request_ids: Iterable[str | None]) -> None:
+        """Record them at once; each belongs to a request, or None."""
+        bounds = self._bounds
+        buckets = [bisect_left(bounds, amount) for amount in amounts]
+        latest = dict(zip(buckets, zip(request_ids, amounts, strict=True), strict=True))
+        self._write(sum(amounts), Occurrences(buckets), latest)
+
+    def _write(self, total: float, counts: dict[int, int], latest: Mapping[int, tuple[str | None, float]]) -> None:
         self._child._sum.inc(total)
-        for bucket, count in enumerate(counts):
-            if count:
-                self._child._buckets[bucket].inc(count)
+        for bucket, count in counts.items():
+            self._child._buckets[bucket].inc(count)
         now = time.time()
         for bucket, (request_id, amount) in latest.items():
-            self.exemplars[self._bounds[bucket]] = Exemplar(request_id, amount, now)
+            if request_id is not None and len(request_id) <= MAX_EXEMPLAR_CHARACTERS:
+                self.exemplars[self._bounds[bucket]] = Exemplar(request_id, amount, now)
+
+
+class Records(_Buffered):
+    """Observations that come together, one of each histogram: (request id, amount, …)."""
+
+    def __init__(self, histograms: list[Histogram], owner: Metrics):
+        super().__init__(owner)
+        self._histograms = histograms
+        self._records: list[tuple[Any, ...]] = []
+
+    def add(self, record: tuple[Any, ...]) -> None:
+        if not self._owner.is_flush_due:
+            self._owner.request_flush()
+        self._records.append(record)
+
+    def flush(self) -> None:
+        if self._records:
+            ids, *columns = zip(*self._records, strict=True)
+            self._records.clear()
+            for histogram, amounts in zip(self._histograms, columns, strict=True):
+                histogram.observe_all(amounts, ids)
 
 
 class Counter(_Buffered):
-    def __init__(self, child: prometheus_client.Counter, request_flush: Callable[[], None]):
-        super().__init__(request_flush)
+    def __init__(self, child: prometheus_client.Counter, owner: Metrics):
+        super().__init__(owner)
         self._child = child
         self._count = 0.0
 
     def inc(self, count: float = 1) -> None:
-        if not self._count:
-            self._request_flush()
+        if not self._owner.is_flush_due:
+            self._owner.request_flush()
         self._count += count
 
     def flush(self) -> None:
@@ -120,21 +152,21 @@ class Counter(_Buffered):
 
 
 class Gauge(_Buffered):
-    def __init__(self, child: prometheus_client.Gauge, request_flush: Callable[[], None]):
-        super().__init__(request_flush)
+    def __init__(self, child: prometheus_client.Gauge, owner: Metrics):
+        super().__init__(owner)
         self._child = child
         self._value = 0.0
         self._written = -1.0
 
     def set(self, value: float) -> None:
         self._value = value
-        self._request_flush()
+        if not self._owner.is_flush_due:
+            self._owner.request_flush()
 
-    def inc(self) -> None:
-        self.set(self._value + 1)
-
-    def dec(self) -> None:
-        self.set(self._value - 1)
+    def change(self, difference: float) -> None:
+        self._value += difference
+        if not self._owner.is_flush_due:
+            self._owner.request_flush()
 
     def flush(self) -> None:
         if self._value != self._written:
@@ -157,7 +189,7 @@ class _Labelled:
         owner = self._owner
         family = owner.family(prometheus_client.Histogram, name, help, labels, buckets=buckets)
         return functools.cache(
-            lambda *values: owner.buffered(Histogram(family.labels(self._model_name, *values), owner.request_flush))
+            lambda *values: owner.buffered(Histogram(family.labels(self._model_name, *values), owner))
         )
 
     def _counter(self, name: str, help: str) -> Counter:
@@ -166,14 +198,12 @@ class _Labelled:
     def _labeled_counter(self, name: str, help: str, *labels: str) -> Callable[..., Counter]:
         owner = self._owner
         family = owner.family(prometheus_client.Counter, name, help, labels)
-        return functools.cache(
-            lambda *values: owner.buffered(Counter(family.labels(self._model_name, *values), owner.request_flush))
-        )
+        return functools.cache(lambda *values: owner.buffered(Counter(family.labels(self._model_name, *values), owner)))
 
     def _gauge(self, name: str, help: str) -> Gauge:
         owner = self._owner
         family = owner.family(prometheus_client.Gauge, name, help, (), multiprocess_mode="livesum")
-        return owner.buffered(Gauge(family.labels(self._model_name), owner.request_flush))
+        return owner.buffered(Gauge(family.labels(self._model_name), owner))
 
     def _rejections(self) -> Callable[..., Counter]:
         return self._labeled_counter(
@@ -234,6 +264,18 @@ class ModelMetrics(_Labelled):
         self.request_generation_tokens = histogram(
             "chargpt_request_generation_tokens", "Completion length of a sequence, in characters", LENGTHS
         )
+
+        def records(*histograms: Histogram) -> Records:
+            return owner.buffered(Records([*histograms], owner))
+
+        # Of each sequence: once a first character was written or it has ended; of one with characters; at its end;
+        # at the end of one with several characters.
+        self.scheduled = records(self.request_queue_time, self.request_prefill_time)
+        self.begun = records(self.time_to_first_token, self.request_first_decode_time)
+        self.ended = records(self.e2e_request_latency, self.request_decode_time, self.request_inference_time)
+        self.paced = records(self.request_time_per_output_token)
+        self._prompts, self._completions = records(self.request_prompt_tokens), records(self.request_generation_tokens)
+
         self._admission_rejections = self._rejections()
         self._unknown_characters = labeled_counter(
             "chargpt_unknown_characters",
@@ -275,6 +317,13 @@ class ModelMetrics(_Labelled):
             "chargpt_dropped_tokens", "Characters generated beyond a stop, or after an abort, and dropped"
         )
 
+    def prompt_ran(self, length: int) -> None:
+        self.prompt_tokens.inc(length)
+        self._prompts.add((None, length))
+
+    def sequence_ended(self, length: int) -> None:
+        self._completions.add((None, length))
+
     def request_rejected(self, reason: str, count: int = 1) -> None:
         self._admission_rejections(reason).inc(count)
 
@@ -311,23 +360,26 @@ class Metrics(_Labelled):
         self._families: dict[str, Any] = {}
         self._buffered: list[_Buffered] = []
         self._later = later
-        self._is_flush_due = False
+        self.is_flush_due = False
         self._exemplars_at = 0.0
         self._can_write_exemplars = True
         self._models: dict[str, ModelMetrics] = {}
         counter, gauge = self._counter, self._gauge
         labeled_counter, labeled_histogram = self._labeled_counter, self._labeled_histogram
 
-        self._http_requests = labeled_counter(
+        self._http_requests = self.family(
+            prometheus_client.Counter,
             "chargpt_http_requests",
             "HTTP requests completed, by route, method and status; 499 if the client disconnected",
-            "handler", "method", "status",
+            ("handler", "method", "status"),
         )  # fmt: skip
-        self._http_request_duration = labeled_histogram(
+        duration = labeled_histogram(
             "chargpt_http_request_duration_seconds",
             "Time from HTTP request headers to the end of the response, in seconds",
             "handler", "method",
         )  # fmt: skip
+        self._durations_of = functools.cache(lambda *labels: self.buffered(Records([duration(*labels)], self)))
+        self._series_of = functools.cache(self._series_of_route)
         self.http_requests_in_progress = gauge("chargpt_http_requests_in_progress", "HTTP requests in progress")
         self._http_connections_rejected = labeled_counter(
             "chargpt_http_connections_rejected",
@@ -378,23 +430,25 @@ class Metrics(_Labelled):
         self._admission_rejections(reason).inc(count)
 
     def http_request(self, handler: str, method: str, status: int, seconds: float) -> None:
-        method = method if method in METHODS else "other"  # otherwise clients could create series
-        requests = self._http_requests(handler, method, str(status))
-        requests.inc()
-        requests.flush()  # not lost if this process is killed
-        self._http_request_duration(handler, method).observe(seconds)
+        count, durations = self._series_of(handler, method if method in METHODS else "other", status)
+        count(1)  # at once: not lost if this process is killed
+        durations.add((None, seconds))
+
+    def _series_of_route(self, handler: str, method: str, status: int) -> tuple[Callable[[float], None], Records]:
+        requests = self._http_requests.labels(self._model_name, handler, method, str(status))
+        return requests._value.inc, self._durations_of(handler, method)
 
     def http_connection_rejected(self, reason: str) -> None:
         self._http_connections_rejected(reason).inc()
 
     def request_flush(self) -> None:
-        if not self._is_flush_due:
-            self._is_flush_due = True
-            self._later(self.FLUSH_SECONDS, self.flush)
+        """Once, until it comes."""
+        self.is_flush_due = True
+        self._later(self.FLUSH_SECONDS, self.flush)
 
     def flush(self) -> None:
         """Write buffered observations to the shared files."""
-        self._is_flush_due = False
+        self.is_flush_due = False
         for metric in self._buffered:
             metric.flush()
         if time.monotonic() >= self._exemplars_at:

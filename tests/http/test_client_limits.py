@@ -56,7 +56,8 @@ def clients_of(server, count):
 
 
 def headers(*forwarded):
-    return [(b"x-forwarded-for", value.encode()) for value in forwarded]
+    """As a request has them: of several with one name, the last."""
+    return dict([(b"x-forwarded-for", value.encode()) for value in forwarded])
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def headers(*forwarded):
 def test_an_address_comes_from_the_nearest_proxy_or_the_peer(peer, forwarded, client):
     assert address_of(peer, headers(*forwarded), "X-Forwarded-For") == client
     if forwarded:
-        assert address_of(peer, headers(*forwarded), None) == address_of(peer, [], None)
+        assert address_of(peer, headers(*forwarded), None) == address_of(peer, {}, None)
 
 
 def test_the_log_names_clients_and_never_keys(checkpoint, keys_file):

@@ -514,7 +514,7 @@ def test_a_client_that_does_not_read_loses_its_connection_at_the_deadline():
 
         def receive(self, request):
             request.is_running, request.deadline = True, time.monotonic() + 0.5
-            request.task = asyncio.create_task(self.write(request))
+            self.task = asyncio.create_task(self.write(request))
 
         async def write(self, request):
             request.begin([])

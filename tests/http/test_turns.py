@@ -1,0 +1,119 @@
+"""Handlers run as tasks would: each of these is also what asyncio.Task does with the same coroutine."""
+
+import asyncio
+
+import pytest
+
+from service.http.turns import Run, Turn
+
+
+class Recorded(Run):
+    """A Run that tells how it ended."""
+
+    __slots__ = ("outcome",)
+
+    def __init__(self, coroutine):
+        super().__init__(coroutine)
+        self.outcome = asyncio.get_running_loop().create_future()
+
+    def ended(self, error):
+        self.outcome.set_result(error)
+
+
+async def outcome_of(coroutine, meanwhile):
+    """(what a task ends with, what a Run ends with)"""
+    task, run = asyncio.create_task(coroutine()), Recorded(coroutine())
+    run.go_on()
+    await asyncio.sleep(0)  # the task begins here
+    for it in (task, run):
+        meanwhile(it)
+    (of_task,) = await asyncio.gather(task, return_exceptions=True)
+    return of_task, await asyncio.wait_for(run.outcome, 10)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_run_ends_as_a_task(waits):
+    async def main():
+        for wrong in (None, KeyError("k")):
+
+            async def handler(wrong=wrong):
+                for _ in range(3 if waits else 0):
+                    await asyncio.sleep(0)
+                    await asyncio.sleep(0.001)
+                    await asyncio.to_thread(int)
+                if wrong is not None:
+                    raise wrong
+
+            of_task, of_run = await outcome_of(handler, lambda it: None)
+            assert type(of_task) is type(of_run)
+
+    asyncio.run(main())
+
+
+def test_a_run_is_cancelled_as_a_task_where_it_waits():
+    async def main():
+        turn = asyncio.Event()
+        for wait in (lambda: asyncio.sleep(60), turn.wait, lambda: asyncio.to_thread(int)):
+            seen = []
+
+            async def handler(wait=wait, seen=seen):
+                try:
+                    while True:
+                        await wait()
+                except asyncio.CancelledError:
+                    seen.append("told")
+                    await asyncio.sleep(0)  # what must still be done
+                    raise
+
+            of_task, of_run = await outcome_of(handler, lambda it: it.cancel())
+            assert type(of_task) is type(of_run) is asyncio.CancelledError
+            assert seen == ["told", "told"]
+
+    asyncio.run(main())
+
+
+def test_a_turn_comes_once_for_each_wait_and_in_the_call_itself():
+    async def main():
+        turn, seen = Turn(), []
+
+        async def handler():
+            for i in range(3):
+                await turn
+                seen.append(i)
+
+        run = Recorded(handler())
+        turn.come()  # nobody waits
+        run.go_on()
+        assert turn.is_awaited
+        for i in range(3):
+            assert seen == list(range(i))
+            turn.come()
+        assert seen == [0, 1, 2] and not turn.is_awaited
+        assert await run.outcome is None
+
+    asyncio.run(main())
+
+
+def test_a_task_can_wait_for_a_turn_and_both_can_be_cancelled():
+    async def main():
+        for start in (asyncio.ensure_future, lambda coroutine: Recorded(coroutine)):
+            turn = Turn()
+
+            async def handler(turn=turn):
+                await turn
+                await turn
+
+            it = start(handler())
+            if isinstance(it, Recorded):
+                it.go_on()
+            await asyncio.sleep(0)
+            turn.come()
+            await asyncio.sleep(0)
+            it.cancel()
+            if isinstance(it, Recorded):
+                assert isinstance(await it.outcome, asyncio.CancelledError)
+            else:
+                with pytest.raises(asyncio.CancelledError):
+                    await it
+
+    asyncio.run(main())
