@@ -16,6 +16,7 @@ from service.wire import FinishReason
 REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 _COLUMNS = ("submitted", "refused", "begun", *REASONS)  # of each HTTP process's sequences
 _NUMBER = {column: number for number, column in enumerate(_COLUMNS)}
+_WIDTH, _SUBMITTED, _BEGUN = len(_COLUMNS), _NUMBER["submitted"], _NUMBER["begun"]
 _RELOADS = ("loaded", "refused", "removed")
 MAX_NAMES = 256  # of checkpoints, in the life of a service
 _MAX_VERSIONS = 4096  # of checkpoints in use at once
@@ -31,6 +32,7 @@ class SharedState:
         self.main_pid = os.getpid()
         self.http_names = [f"http-{i}" for i in range(http_processes)]
         self.worker_names = [f"worker-{i}" for i in range(workers)]
+        self._num_workers = workers
         self._index = {name: i for i, name in enumerate(("main", *self.http_names, *self.worker_names))}
         self._beats = multiprocessing.RawArray("d", len(self._index))  # 0: it is starting
         self._pids = multiprocessing.RawArray("q", len(self._index))
@@ -40,7 +42,7 @@ class SharedState:
         self._draining = multiprocessing.RawValue("b", 0)
         self._stopping = multiprocessing.RawValue("b", 0)
         self._outstanding = multiprocessing.RawArray("q", http_processes * workers)  # sequences, by worker
-        self._sequences = multiprocessing.RawArray("q", http_processes * MAX_NAMES * len(_COLUMNS))
+        self._sequences = multiprocessing.RawArray("q", http_processes * MAX_NAMES * _WIDTH)
         self._generation = multiprocessing.RawValue("q", 0)
         self._followed = multiprocessing.RawArray("q", len(self._index))  # 1 + the generation; 0: none yet
         self._failed = multiprocessing.RawArray("b", len(self._index))
@@ -158,10 +160,10 @@ class SharedState:
         return sum(self._users)
 
     def sent(self, http: int, worker: int) -> None:
-        self._outstanding[http * len(self.worker_names) + worker] += 1
+        self._outstanding[http * self._num_workers + worker] += 1
 
     def returned(self, http: int, worker: int) -> None:
-        self._outstanding[http * len(self.worker_names) + worker] -= 1
+        self._outstanding[http * self._num_workers + worker] -= 1
 
     def load(self, worker: int) -> int:
         """Sequences that all HTTP processes have in a worker."""
@@ -169,7 +171,7 @@ class SharedState:
 
     def submitted(self, http: int, row: int, count: int) -> None:
         """Sequences that must now be refused or end, each once."""
-        self._add(http, row, "submitted", count)
+        self._sequences[(http * MAX_NAMES + row) * _WIDTH + _SUBMITTED] += count
 
     def refused(self, http: int, row: int, count: int) -> None:
         """Sequences were not accepted."""
@@ -177,14 +179,14 @@ class SharedState:
 
     def began(self, http: int, row: int) -> None:
         """A first delta has come, so that the sequence is known to be accepted; before its ending at the latest."""
-        self._add(http, row, "begun")
+        self._sequences[(http * MAX_NAMES + row) * _WIDTH + _BEGUN] += 1
 
     def ended(self, http: int, row: int, reason: FinishReason) -> None:
-        self._add(http, row, reason)
+        self._sequences[(http * MAX_NAMES + row) * _WIDTH + _NUMBER[reason]] += 1
 
     def num_sequences(self, row: int, column: str) -> int:
         """Over all HTTP processes, of all time: those begun, or ended for a reason. Never decreases."""
-        return sum(self._sequences[row * len(_COLUMNS) + _COLUMNS.index(column) :: MAX_NAMES * len(_COLUMNS)])
+        return sum(self._sequences[row * _WIDTH + _NUMBER[column] :: MAX_NAMES * _WIDTH])
 
     def http_process_died(self, http: int) -> None:
         """Nothing of a dead process runs; its sequences have ended, as nobody waits for them."""
@@ -192,11 +194,11 @@ class SharedState:
         self._outstanding[http * workers : (http + 1) * workers] = [0] * workers
         self._users[http * _MAX_VERSIONS : (http + 1) * _MAX_VERSIONS] = [0] * _MAX_VERSIONS
         for row in range(MAX_NAMES):
-            start = (http * MAX_NAMES + row) * len(_COLUMNS)
-            submitted, refused, begun, *ended = self._sequences[start : start + len(_COLUMNS)]
+            start = (http * MAX_NAMES + row) * _WIDTH
+            submitted, refused, begun, *ended = self._sequences[start : start + _WIDTH]
             lost = submitted - refused - sum(ended)
             self._add(http, row, "begun", sum(ended) + lost - begun)
             self._add(http, row, "abort", lost)
 
     def _add(self, http: int, row: int, column: str, count: int = 1) -> None:
-        self._sequences[(http * MAX_NAMES + row) * len(_COLUMNS) + _NUMBER[column]] += count
+        self._sequences[(http * MAX_NAMES + row) * _WIDTH + _NUMBER[column]] += count

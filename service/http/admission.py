@@ -136,6 +136,8 @@ class Admission:
 class Hold:
     """What one request holds, until the end of the `with` statement. `client` may change while that is nothing."""
 
+    __slots__ = ("_admission", "bytes", "client")
+
     def __init__(self, admission: Admission, client: str):
         self._admission, self.client = admission, client
         self.bytes = 0

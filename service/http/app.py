@@ -416,9 +416,8 @@ class App:
                 metrics.http_request(route, request.method, request.status, seconds)
         level = logging.DEBUG if request.endpoint.is_quiet else logging.INFO
         if (log := self.access_log) is not None and log.shows(level):
-            others: tuple[Any, ...] = ()
-            if request.num_prompt_tokens is not None:
-                others = (request.num_prompt_tokens, request.num_completion_tokens, request.endings)
+            ran = request.num_prompt_tokens is not None
+            others = (request.num_prompt_tokens, request.num_completion_tokens, request.endings) if ran else ()
             client = request.client
             log.add(level, request.method, route, request.status, client, round(seconds, 6), request.id, *others)
         if service.tracer is not None:

@@ -177,7 +177,8 @@ class Exchange:
                 responder.begin(self._status, self._headers)
             if body:
                 responder.write(body)
-                await responder.drain()
+                if responder.is_full:
+                    await responder.drain()
             if is_last:
                 responder.finish()
 
@@ -216,6 +217,10 @@ class Carrier:
 
     def write(self, data: bytes) -> None:
         self._messages.put_nowait({"type": "http.response.body", "body": data, "more_body": True})
+
+    @property
+    def is_full(self) -> bool:
+        return self._messages.qsize() > MAX_UNSENT
 
     async def drain(self) -> None:
         while self._messages.qsize() > MAX_UNSENT:

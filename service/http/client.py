@@ -192,7 +192,13 @@ class Generation:
 
     async def __aiter__(self) -> AsyncIterator[list[Piece]]:
         while not self.is_finished:
-            await self._until_due()
+            if self._is_urgent:
+                self._taken_at = time.monotonic()
+            else:
+                if self._touched and self.is_stream:  # since the last piece was taken
+                    self._client.wake_later(self)
+                await self._wait()
+            self._is_urgent = False
             touched = self._new()
             pieces = [self._take(sequence) for sequence in touched]
             if self._failure is None:
@@ -228,15 +234,6 @@ class Generation:
                 raise self._failure
             finally:
                 self._failure = None
-
-    async def _until_due(self) -> None:
-        if self._is_urgent:
-            self._taken_at = time.monotonic()
-        else:
-            if self._touched and self.is_stream:  # since the last piece was taken
-                self._client.wake_later(self)
-            await self._wait()
-        self._is_urgent = False
 
     async def _wait(self) -> None:
         try:

@@ -94,7 +94,7 @@ class Connections:
         self.limit_per_address = max(1, share) if settings.max_connections_per_address else self.limit + self.RESERVED
         self.num_open = self.num_lingering = 0
         self.every: set[Connection] = set()
-        self._held: list[tuple[asyncio.Transport, bytes]] | None = None  # None: writes are not held
+        self._held: dict[asyncio.Transport, bytes] | None = None  # None: writes are not held
         self._open_by_network: dict[str, int] = {}
 
     def admit(self, network: str) -> None:
@@ -136,18 +136,19 @@ class Connections:
         if self._held is None:
             transport.write(data)
         else:
-            self._held.append((transport, data))
+            before = self._held.get(transport)
+            self._held[transport] = data if before is None else before + data
 
     def hold_writes(self) -> None:
         """Until write_held: answers that are due at once go out one after the other, not each after its making.
 
         So whoever reads them is woken once.
         """
-        self._held = []
+        self._held = {}
 
     def write_held(self) -> None:
         held, self._held = self._held, None
-        for transport, data in held or ():
+        for transport, data in held.items() if held else ():
             if not transport.is_closing():
                 try:
                     transport.write(data)
@@ -226,7 +227,7 @@ class Connection(asyncio.Protocol):
         self._keeps_alive = True  # after the current request
         self._is_chunked = self._has_begun = False  # the current answer
         self._drained: asyncio.Future[None] | None = None
-        self._is_full = False  # the client does not read what was written
+        self.is_full = False  # the client does not read what was written
         # Ending.
         self._is_ending = False  # uvicorn shuts down
         self._refusal: ApiError | None = None
@@ -319,7 +320,7 @@ class Connection(asyncio.Protocol):
             self.transport.abort()
         elif self._is_ending:
             self.deadline = math.inf
-            if self._is_full:  # the client reads nothing of what it was sent
+            if self.is_full:  # the client reads nothing of what it was sent
                 self.abort()
         elif request is not None:
             self.deadline = math.inf
@@ -583,7 +584,7 @@ class Connection(asyncio.Protocol):
         return lines
 
     async def drain(self) -> None:
-        if self._is_full and not self.transport.is_closing():
+        if self.is_full and not self.transport.is_closing():
             self._drained = self._loop.create_future()
             try:
                 await self._drained
@@ -591,10 +592,10 @@ class Connection(asyncio.Protocol):
                 self._drained = None
 
     def pause_writing(self) -> None:
-        self._is_full = True
+        self.is_full = True
 
     def resume_writing(self) -> None:
-        self._is_full = False
+        self.is_full = False
         if self._drained is not None and not self._drained.done():
             self._drained.set_result(None)
 

@@ -12,6 +12,7 @@ from service.model.tokenizer import UnknownCharacterError
 from service.words import plural
 
 MAX_LISTED = 20  # unknown characters that an error names
+MAX_SHORT = 256  # characters encoded without a thought of others
 MAX_ENCODED = 1 << 15  # characters encoded or decoded at a time: about 1 ms
 
 
@@ -69,6 +70,17 @@ class Encoder:
             parts.append(self.tokenizer.decode(ids[start : start + MAX_ENCODED]))
         return "".join(parts)
 
+    def short(self, prompts: list[Prompt]) -> list[list[int]] | None:
+        """The ids of one short text of known characters, as most requests have; None: `encode_prompts` has to look."""
+        (text, *others) = prompts
+        longest = min(MAX_SHORT, self.service.settings.max_prompt_characters)
+        if others or not isinstance(text, str) or len(text) > longest:
+            return None
+        try:
+            return [self.tokenizer.encode(text)]
+        except UnknownCharacterError:
+            return None
+
     async def encode_prompts(self, prompts: list[Prompt], is_list: bool) -> list[list[int]]:
         """The ids of the field `prompt`, within the server's limits; `is_list`: errors give a prompt's index.
 
@@ -86,19 +98,9 @@ class Encoder:
                 check_ids(self.model, prompt, "prompt", name)
                 ids.append(prompt)
             else:
-                known = self._known(prompt)
-                ids.append(await self.encode(prompt, "prompt", index) if known is None else known)
+                ids.append(await self.encode(prompt, "prompt", index))
             await pause.if_due()
         return ids
-
-    def _known(self, text: str) -> list[int] | None:
-        """The ids of a short text of known characters."""
-        if len(text) > MAX_ENCODED:
-            return None
-        try:
-            return self.tokenizer.encode(text)
-        except UnknownCharacterError:
-            return None
 
     def receipt(self, timing: Timing, seeds: Iterable[int] = ()) -> Receipt:
         service = self.service

@@ -65,7 +65,7 @@ async def _answer(
     _check_limits(service, model, body, len(given), candidates)
 
     encoder = Encoder(service, model, body)
-    prompts = await encoder.encode_prompts(given, isinstance(body.prompt, list))
+    prompts = encoder.short(given) or await encoder.encode_prompts(given, isinstance(body.prompt, list))
     suffix = await encoder.encode(body.suffix, "suffix") if body.suffix else []
     if body.suffix and not suffix:
         raise ApiError(400, "suffix: none of its characters is in the vocabulary", param="suffix")
@@ -73,7 +73,10 @@ async def _answer(
     if not isinstance(seeds, list):
         seeds = [request.app.random.getrandbits(53) if seeds is None else seeds for _ in prompts]
 
-    submits = await _submits(service, model, body, prompts, seeds, candidates)
+    shared = _shared(service, model, body, seeds[0], candidates)
+    if body.min_tokens or (body.regex, body.choice, body.allowed_characters, body.stop_regex) != NO_PATTERNS:
+        await _constrain(model, body, shared)
+    submits = _submits(model, body, shared, prompts, seeds, candidates)
     service.admit(request, submits, echo=body.echo, num_rankings=candidates * len(prompts) if suffix else 0)
     echo = None
     if body.echo:
@@ -127,21 +130,14 @@ def _check_limits(service: Service, model: Model, body: GenerationRequest, count
         raise ApiError(400, message, param="logprobs")
 
 
-async def _submits(
-    service: Service,
-    model: Model,
-    body: GenerationRequest,
-    prompts: list[list[int]],
-    seeds: list[int],
-    candidates: int,
-) -> list[Submit]:
-    """The sequences of a request: `candidates` for each prompt, with consecutive seeds."""
+def _shared(service: Service, model: Model, body: GenerationRequest, seed: int, candidates: int) -> Submit:
+    """What all sequences of a request have in common, but patterns."""
     tokenizer = model.tokenizer
     shared = Submit(
         0,
         [],
         body.max_tokens,
-        body.sampling(_logit_bias(model, body) if body.logit_bias else (), seeds[0]),
+        body.sampling(_logit_bias(model, body) if body.logit_bias else (), seed),
         service.timeout(body.timeout_seconds),
         # A stop string with an unknown character can never appear.
         stop=tuple([tuple(tokenizer.encode(s)) for s in body.stops if all(c in tokenizer for c in s)]),
@@ -150,13 +146,22 @@ async def _submits(
         logprobs=body.logprobs,
         priority=2 * body.priority,
     )
-    patterns: tuple[object, ...] = (body.regex, body.choice, body.allowed_characters, body.stop_regex)
-    if body.min_tokens or patterns != NO_PATTERNS:
-        await _constrain(model, body, shared)
-    if model.record_end is not None and not body.ignore_eos and shared.constraint is None:
-        shared.stop = (*shared.stop, (model.record_end,))
     if candidates > body.n and shared.logprobs is None:
         shared.logprobs = 0  # to rank the candidates
+    return shared
+
+
+def _submits(
+    model: Model,
+    body: GenerationRequest,
+    shared: Submit,
+    prompts: list[list[int]],
+    seeds: list[int],
+    candidates: int,
+) -> list[Submit]:
+    """The sequences of a request: `candidates` for each prompt, with consecutive seeds."""
+    if model.record_end is not None and not body.ignore_eos and shared.constraint is None:
+        shared.stop = (*shared.stop, (model.record_end,))
     submits: list[Submit] = []
     for given, seed in zip(prompts, seeds, strict=True):
         prompt = begun(model, given, "prompt")

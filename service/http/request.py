@@ -33,6 +33,10 @@ class Responder(Protocol):
 
     deadline: float  # when App.expire is called
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the client has yet to read much of what was written."""
+
     def respond(self, status: int, headers: Headers, body: bytes) -> None:
         """A whole answer; `headers` lack its length."""
 
@@ -178,12 +182,22 @@ class Request:
             self.status = status
             responder.begin(status, self._complete(headers))
 
+    def put(self, data: bytes) -> bool:
+        """A part; returns whether `drained` is to be awaited before another one."""
+        responder = self.responder
+        if responder is None:
+            return False
+        responder.write(data)
+        return responder.is_full
+
+    async def drained(self) -> None:
+        if self.responder is not None:
+            await self.responder.drain()
+
     async def write(self, data: bytes) -> None:
         """A part; returns when another one may follow."""
-        responder = self.responder
-        if responder is not None:
-            responder.write(data)
-            await responder.drain()
+        if self.put(data):
+            await self.drained()
 
     def finish(self, data: bytes = b"") -> None:
         """The last part."""

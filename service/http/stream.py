@@ -309,16 +309,24 @@ async def write_stream(
                 since = 0.0
             await asyncio.sleep(keep_alive_seconds - since)
 
+    def event(piece: Piece, is_last: bool) -> bytes:
+        if is_last and piece.finish_reason is not None:
+            is_last = all([generation.is_finished for generation in request.generations])
+            return b"data: %b\n\n" % form.event(piece, is_last)
+        return b"data: %b\n\n" % form.event(piece, False)
+
     keeper = asyncio.create_task(keep_alive())
     try:
         async for some in pieces:
-            is_end = all(generation.is_finished for generation in request.generations)
-            new = [piece for piece in some if piece.text or piece.finish_reason]
-            data, pause = b"", Pause()
-            for piece in new:
+            data, pause, last = b"", None, some[-1] if some else None
+            for piece in some:
+                if piece.logprobs is None:
+                    if piece.text or piece.finish_reason:
+                        data += event(piece, piece is last)
+                    continue
+                pause = pause or Pause()
                 for part in pieces_of(piece):
-                    is_last = is_end and piece is new[-1] and part.finish_reason is not None
-                    data += b"data: %b\n\n" % form.event(part, is_last)
+                    data += event(part, piece is last)
                     if len(data) >= CHUNK_BYTES:
                         begin()
                         await request.write(data)
@@ -326,7 +334,8 @@ async def write_stream(
                     await pause.if_due()
             if data:
                 begin()
-                await request.write(data)
+                if request.put(data):
+                    await request.drained()
         end = form.end()
     except ApiError as error:
         if last_write is None:

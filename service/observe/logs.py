@@ -196,13 +196,12 @@ def _write(data: bytes) -> None:
 
 
 def _timestamp(seconds: float) -> str:
-    whole = int(seconds)
-    return f"{_second(whole)}.{int(1000 * (seconds - whole)):03d}Z"
+    return _stamp(int(1000 * seconds))
 
 
-@functools.lru_cache(maxsize=16)
-def _second(seconds: int) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat()[:19]
+@functools.lru_cache(maxsize=16)  # a busy process logs several lines in a millisecond
+def _stamp(milliseconds: int) -> str:
+    return datetime.fromtimestamp(milliseconds / 1000, UTC).isoformat(timespec="milliseconds")[:23] + "Z"
 
 
 def json_line(fields: dict[str, Any] | AccessLine) -> bytes:
