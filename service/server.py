@@ -47,7 +47,7 @@ from service.observe.logs import adopt_litserve, configure_logging
 from service.observe.metrics import allocate_files, forget_process
 from service.process import blocked, die_with_parent, relax_garbage_collector
 from service.settings import Settings
-from service.shared import SharedState
+from service.shared import SharedState, SharedTable
 from service.sockets import SocketTransport
 from service.supervisor import START_SECONDS, Supervisor, TooManyDeathsError
 from service.words import plural
@@ -118,7 +118,8 @@ class Server(LitServer):
 
     def __init__(self, settings: Settings, catalog: Catalog, **lit_options: Any):
         self.settings, self.catalog = settings, catalog
-        self.connections = Connections(settings, lambda: self.service.metrics)
+        self._table = SharedTable(settings.http_processes)  # of clients and connections
+        self.connections = Connections(settings, self._table, lambda: self.service.metrics)
         self.spec = Spec()
         self.must_hurry = False  # after a second signal: do not wait for running requests
         self._must_reload = False  # after SIGHUP
@@ -178,6 +179,7 @@ class Server(LitServer):
             catalog.listing,
             catalog.checkpoints,
             self.state,
+            self._table,
             backend=backend,
             dtype=dtype,
             slots=slots,
@@ -352,6 +354,7 @@ class Server(LitServer):
     async def _lifespan(self, scope: Any, receive: Callable[[], Awaitable[Any]], send: Callable[[Any], Any]) -> None:
         """ASGI's lifespan of an HTTP process; its requests do not pass here, see Connection."""
         await receive()  # lifespan.startup
+        self._table.process = self._http_id
         die_with_parent(self.state.main_pid)
         async with self.http.running(self._transport, self._http_id, self.connections):
             relax_garbage_collector()
@@ -362,6 +365,7 @@ class Server(LitServer):
 
     def _http_process_died(self, id: int) -> None:
         self.state.http_process_died(id)
+        self._table.forget(id)
         forget_process(self.state.http_names[id])
 
     # -- while serving --

@@ -236,9 +236,7 @@ class Settings(BaseSettings):
     header_timeout_seconds: float = Field(
         8, gt=0, le=3600, description="time limit for receiving request line and headers, and for a TLS handshake"
     )
-    max_connections: int = Field(
-        10_000, ge=1, le=1_000_000, description="maximum open connections, shared out between HTTP processes"
-    )
+    max_connections: int = Field(10_000, ge=1, le=1_000_000, description="maximum open connections")
     max_connections_per_address: int = Field(
         default_factory=half_of_connections,
         ge=0,

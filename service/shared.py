@@ -1,15 +1,22 @@
-"""Memory that all processes of the service share: heartbeats, loads, and the count of every sequence's ending.
+"""Memory that all processes of the service share: heartbeats, loads, the count of every sequence's ending, clients.
 
-Allocated by the main process before it starts any other. Each number has one writer, until the main process settles the
-numbers of one that has died. Times are by time.monotonic(), which all processes of a machine share.
+Allocated by the main process before it starts any other. Each number of SharedState has one writer, until the main
+process settles the numbers of one that has died. Times are by time.monotonic(), which all processes of a machine share.
 """
 
 from __future__ import annotations
 
+import fcntl
+import mmap
 import multiprocessing
 import os
+import tempfile
 import time
+import weakref
+from hashlib import blake2b
 from typing import get_args
+
+import numpy as np
 
 from service.wire import FinishReason
 
@@ -202,3 +209,72 @@ class SharedState:
 
     def _add(self, http: int, row: int, column: str, count: int = 1) -> None:
         self._sequences[(http * MAX_NAMES + row) * _WIDTH + _NUMBER[column]] += count
+
+
+class SharedTable:
+    """Of each of many names, two moments and a count per HTTP process, in memory that forked processes share.
+
+    Used within `with`, which keeps the other processes out; the kernel ends that for a process that dies. A name that
+    nobody counts and whose moments have passed is forgotten when its place is needed.
+    """
+
+    ROWS = 1 << 16
+    PROBES = 128  # places in which a name may be
+
+    def __init__(self, num_processes: int = 1):
+        self.process = 0  # this one; an HTTP process sets it
+        self._num_processes, self._width = num_processes, 3 + num_processes
+        self._secret = os.urandom(16)  # otherwise names could be chosen so that they share places
+        self._memory = mmap.mmap(-1, 8 * self.ROWS * self._width)  # zeros, which take no memory until they change
+        self._keys = memoryview(self._memory).cast("Q")
+        self.numbers = memoryview(self._memory).cast("d")
+        self._lock, path = tempfile.mkstemp()
+        os.unlink(path)
+        weakref.finalize(self, os.close, self._lock)
+
+    def __enter__(self) -> SharedTable:
+        if self._num_processes > 1:
+            fcntl.lockf(self._lock, fcntl.LOCK_EX)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._num_processes > 1:
+            fcntl.lockf(self._lock, fcntl.LOCK_UN)
+
+    def row(self, name: str, now: float) -> int:
+        """Where in `numbers` its two moments are; zeros if it is new.
+
+        Raises:
+            LookupError: all of its places are taken by names that count.
+        """
+        keys, width, free, forgiven = self._keys, self._width, -1, -1
+        key = int.from_bytes(blake2b(name.encode(), digest_size=8, key=self._secret).digest(), "little") or 1
+        for probe in range(key, key + self.PROBES):
+            at = probe % self.ROWS * width
+            found = keys[at]
+            if found == key:
+                return at + 1
+            if free < 0 and (not found or not self.count(at + 1)):
+                forgiven = at
+                if not found or max(self.numbers[at + 1 : at + 3]) <= now:
+                    free = at
+            if not found:  # no name was ever put behind this place
+                break
+        at = free if free >= 0 else forgiven
+        if at < 0:
+            raise LookupError(name)
+        self._memory[8 * at : 8 * (at + width)] = bytes(8 * width)
+        keys[at] = key
+        return at + 1
+
+    def count(self, row: int) -> int:
+        """Of all processes."""
+        return int(sum(self.numbers[row + 2 : row + 2 + self._num_processes]))
+
+    def change(self, row: int, difference: int) -> None:
+        """This process's count."""
+        self.numbers[row + 2 + self.process] += difference
+
+    def forget(self, process: int) -> None:
+        """A process has died: what it counted is over."""
+        np.frombuffer(self._memory).reshape(self.ROWS, self._width)[:, 3 + process] = 0

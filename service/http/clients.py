@@ -1,4 +1,4 @@
-"""Who a client is, and its limits in this HTTP process.
+"""Who a client is, and its limits.
 
 A client is the name of its API key, or without keys its address. Limits come from a file that can be read again while
 the service runs. Knows nothing of routes or of the model; a client that is idle is forgotten.
@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import functools
 import ipaddress
-import itertools
 import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 
 from service.http.schemas import ApiError
 from service.settings import ClientLimitsFile, Limits, Settings, read_client_limits
+from service.shared import SharedTable
 from service.words import plural
 
 logger = logging.getLogger(__name__)
 
-MINUTE = 60.0  # seconds; what a bucket holds at most is a minute's worth
+MINUTE = 60.0  # seconds; at most a minute's worth is there
+ROUNDING = 1e-6  # seconds
 BUSY_RETRY_SECONDS = 1  # when one of a client's running requests will have ended is not known
 
 
@@ -62,46 +62,19 @@ def network_of(text: str) -> str | None:
     return str(address)
 
 
-@dataclass(slots=True)
-class Bucket:
-    """Tokens that return at `limit` a minute, up to `limit` and at least one; None: not used yet, full."""
-
-    tokens: float | None = None
-    updated_at: float = 0.0
-
-    def level(self, limit: float, now: float) -> float:
-        size = max(1.0, limit)
-        if self.tokens is None:
-            self.tokens = size
-        self.tokens = min(size, self.tokens + (now - self.updated_at) * limit / MINUTE)
-        self.updated_at = now
-        return self.tokens
-
-    def seconds_until(self, amount: float, limit: float, now: float) -> float:
-        """Until `amount`, or all that it can hold, is there."""
-        missing = min(amount, max(1.0, limit)) - self.level(limit, now)
-        return max(0.0, missing) * MINUTE / limit
-
-    def take(self, amount: float, limit: float, now: float) -> None:
-        """May leave less than nothing."""
-        self.tokens = self.level(limit, now) - amount
-
-
-@dataclass(slots=True, eq=False)
-class _State:
-    requests: Bucket = field(default_factory=Bucket)
-    characters: Bucket = field(default_factory=Bucket)
-    num_running: int = 0
-
-
 class ClientLimits:
-    """The limits of all clients. Each HTTP process enforces its part: a limit divided by the number of processes."""
+    """The limits of all clients, over all HTTP processes.
 
-    def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic):
-        self._path, self._num_processes = settings.client_limits, settings.http_processes
+    Of each rate the table has the moment at which the whole minute's worth is there again: virtual scheduling, as in
+    the generic cell rate algorithm (ITU-T I.371). Taking moves it into the future.
+    """
+
+    def __init__(
+        self, settings: Settings, table: SharedTable | None = None, clock: Callable[[], float] = time.monotonic
+    ):
+        self._path = settings.client_limits
         self._read(settings.limits)
-        self._clock = clock
-        self._states: dict[str, _State] = {}  # the one that was looked at longest ago first
+        self._clock, self._table = clock, table or SharedTable()
 
     def reload(self) -> None:
         """Read the file again; if it is not valid, the old limits stay and the log says why."""
@@ -128,23 +101,22 @@ class ClientLimits:
         Raises:
             ApiError: 429, beyond a limit; it was not counted.
         """
-        limits, state = self.of(client), self._states.get(client)
-        if state is None:
-            self._forget_idle()
-            state = self._states[client] = _State()
+        limits, now = self.of(client), self._clock()
         most = limits.concurrent_requests
-        if most is not None and state.num_running >= max(1, most // self._num_processes):
-            raise _refusal(client, "concurrent_requests", most, BUSY_RETRY_SECONDS)
-        if limits.requests_per_minute is not None:
-            limit, now = limits.requests_per_minute / self._num_processes, self._clock()
-            if seconds := state.requests.seconds_until(1, limit, now):
-                raise _refusal(client, "requests_per_minute", limits.requests_per_minute, seconds)
-            state.requests.take(1, limit, now)
-        state.num_running += 1
+        with self._table:
+            row = self._row(client, now)
+            if most is not None and self._table.count(row) >= most:
+                raise _refusal(client, "concurrent_requests", most, BUSY_RETRY_SECONDS)
+            if limits.requests_per_minute is not None:
+                seconds = self._take(row, 1, limits.requests_per_minute, now)
+                if seconds:
+                    raise _refusal(client, "requests_per_minute", limits.requests_per_minute, seconds)
+            self._table.change(row, 1)
 
     def end(self, client: str) -> None:
         """A request that `begin` counted has ended."""
-        self._states[client].num_running -= 1
+        with self._table:
+            self._table.change(self._row(client, self._clock()), -1)
 
     def charge(self, client: str, characters: int, must_wait: bool = True) -> int:
         """Count characters that are going to run; with must_wait=False even beyond the limit. Returns how many count.
@@ -161,31 +133,36 @@ class ClientLimits:
                 f"characters_per_minute of client {client} is {limit}"
             )
             raise ApiError(400, message)
-        now, share = self._clock(), limit / self._num_processes
-        bucket = self._states.setdefault(client, _State()).characters
-        if must_wait and (seconds := bucket.seconds_until(characters, share, now)):
+        now = self._clock()
+        with self._table:
+            seconds = self._take(self._row(client, now) + 1, characters, limit, now, must_wait)
+        if seconds:
             raise _refusal(client, "characters_per_minute", limit, seconds)
-        bucket.take(characters, share, now)
         return characters
 
     def give_back(self, client: str, characters: int) -> None:
         """Return characters that were charged and not used."""
-        limit, state = self.of(client).characters_per_minute, self._states.get(client)
-        if limit is not None and state is not None:
-            state.characters.take(-characters, limit / self._num_processes, self._clock())
+        limit, now = self.of(client).characters_per_minute, self._clock()
+        if limit is not None:
+            with self._table:
+                self._take(self._row(client, now) + 1, -characters, limit, now)
 
-    def _forget_idle(self) -> None:
-        """Look at two clients, and forget those without running requests whose buckets are full again."""
-        for client in list(itertools.islice(self._states, 2)):
-            state, limits, now = self._states.pop(client), self.of(client), self._clock()
-            if state.num_running or any(
-                limit is not None and bucket.seconds_until(limit, limit / self._num_processes, now)
-                for bucket, limit in (
-                    (state.requests, limits.requests_per_minute),
-                    (state.characters, limits.characters_per_minute),
-                )
-            ):
-                self._states[client] = state
+    def _row(self, client: str, now: float) -> int:
+        try:
+            return self._table.row(f"client {client}", now)
+        except LookupError:
+            message = "requests of too many clients are in progress"
+            raise ApiError(429, message, code="rate_limit", retry_after_seconds=BUSY_RETRY_SECONDS) from None
+
+    def _take(self, moment: int, amount: int, limit: int, now: float, must_wait: bool = True) -> float:
+        """Take `amount` of `limit` per minute, if it is there or need not be; returns after how long it will be."""
+        numbers, cost = self._table.numbers, amount * MINUTE / limit
+        full_at = max(numbers[moment], now) + cost
+        seconds = full_at - now - MINUTE
+        if must_wait and seconds > ROUNDING:
+            return seconds
+        numbers[moment] = full_at
+        return 0.0
 
 
 def _refusal(client: str, name: str, limit: int, seconds: float) -> ApiError:

@@ -32,6 +32,7 @@ from service.http.request import CLOSE, Headers, Request
 from service.http.schemas import ApiError
 from service.observe.metrics import Metrics
 from service.settings import Settings
+from service.shared import SharedTable
 from service.words import plural
 
 if TYPE_CHECKING:
@@ -61,12 +62,12 @@ class RefusedRequest(Exception):
 
 
 class Connections:
-    """The open connections of one HTTP process and their limits, in all and per address.
+    """The open connections of one HTTP process, and the limits of all HTTP processes together and per address.
 
     The limits leave room for probes: an address without an open connection gets one of RESERVED connections beyond
     the limit, and loopback, from which a container's health check comes, one of RESERVED_FOR_LOOPBACK more.
 
-    metrics: returns None until the HTTP process has started.
+    table: counts the connections; metrics: returns None until the HTTP process has started.
 
     Raises:
         OpenFilesError: the limit of open files (RLIMIT_NOFILE, hard) is less than MIN_FILES.
@@ -78,24 +79,29 @@ class Connections:
     MIN_FILES = 256
     SPARE_FILES = 2300  # own files, the connections above, and as many as are accepted at once (uvicorn's backlog)
 
-    def __init__(self, settings: Settings, metrics: Callable[[], Metrics | None] = lambda: None):
-        self.settings, self._metrics = settings, metrics
-        asked = settings.max_connections // settings.http_processes or 1
+    def __init__(
+        self,
+        settings: Settings,
+        table: SharedTable | None = None,
+        metrics: Callable[[], Metrics | None] = lambda: None,
+    ):
+        self.settings, self._metrics, self._table = settings, metrics, table or SharedTable()
+        asked = settings.max_connections
         files = raise_files_limit()
         if files < self.MIN_FILES:
             raise OpenFilesError(f"the limit of open files (ulimit -n) must be at least {self.MIN_FILES}, got {files}")
-        self.limit = min(asked, files - min(self.SPARE_FILES, files // 2))
+        self._own_limit = files - min(self.SPARE_FILES, files // 2)
+        self.limit = min(asked, settings.http_processes * self._own_limit)
         if self.limit < asked:
             logger.warning(
                 "--max-connections: at most %d per HTTP process instead of %d, as the limit of open files is %d",
-                self.limit, asked, files,
+                self._own_limit, asked, files,
             )  # fmt: skip
-        share = settings.max_connections_per_address * self.limit // settings.max_connections
+        share = settings.max_connections_per_address * self.limit // asked
         self.limit_per_address = max(1, share) if settings.max_connections_per_address else self.limit + self.RESERVED
         self.num_open = self.num_lingering = 0
         self.every: set[Connection] = set()
         self._held: dict[asyncio.Transport, bytes] | None = None  # None: writes are not held
-        self._open_by_network: dict[str, int] = {}
 
     def admit(self, network: str) -> None:
         """Count a connection as open.
@@ -103,24 +109,32 @@ class Connections:
         Raises:
             RefusedRequest: there are too many.
         """
-        already = self._open_by_network.get(network, 0)
         options: dict[str, Any] = {"code": "too_many_connections", "retry_after_seconds": 1}
-        if already >= self.limit_per_address:
-            message = f"your address has {plural(already, 'connection')} open, which is the maximum"
-            raise RefusedRequest(ApiError(429, message, **options), "address_limit")
-        room = self.limit
-        if not already:
-            room += self.RESERVED + (self.RESERVED_FOR_LOOPBACK if network in LOOPBACK else 0)
-        if self.num_open >= room:
-            raise RefusedRequest(ApiError(503, "the server has no connection left", **options), "limit")
-        self.num_open += 1
-        self._open_by_network[network] = already + 1
+        with self._table as table:
+            rows = self._rows(network)
+            already, total = map(table.count, rows)
+            if already >= self.limit_per_address:
+                message = f"your address has {plural(already, 'connection')} open, which is the maximum"
+                raise RefusedRequest(ApiError(429, message, **options), "address_limit")
+            reserved = 0
+            if not already:
+                reserved = self.RESERVED + (self.RESERVED_FOR_LOOPBACK if network in LOOPBACK else 0)
+            if total >= self.limit + reserved or self.num_open >= self._own_limit + reserved:
+                raise RefusedRequest(ApiError(503, "the server has no connection left", **options), "limit")
+            self.num_open += 1
+            for row in rows:
+                table.change(row, 1)
 
     def leave(self, network: str) -> None:
         self.num_open -= 1
-        self._open_by_network[network] -= 1
-        if not self._open_by_network[network]:
-            del self._open_by_network[network]
+        with self._table as table:
+            for row in self._rows(network):
+                table.change(row, -1)
+
+    def _rows(self, network: str) -> tuple[int, int]:
+        """In the table: of an address, and of all."""
+        now = time.monotonic()
+        return self._table.row(f"connections {network}", now), self._table.row("connections", now)
 
     def sweep(self, now: float) -> None:
         """End what has taken too long, by time.monotonic(); to be called every SWEEP_SECONDS."""

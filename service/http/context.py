@@ -17,7 +17,7 @@ from service.model.checkpoint import Checkpoint
 from service.observe.exposition import Exposition
 from service.observe.metrics import Metrics
 from service.settings import Settings
-from service.shared import SharedState
+from service.shared import SharedState, SharedTable
 from service.wire import Submit
 from service.words import plural
 
@@ -40,6 +40,7 @@ class Service:
         listing: Listing,
         checkpoints: Mapping[int, Checkpoint],
         state: SharedState,
+        table: SharedTable,
         *,
         backend: str,
         dtype: str,
@@ -55,7 +56,7 @@ class Service:
         self.process_id = 0  # of this HTTP process
         self.admission = Admission(settings)
         self.bodies = BodyReader(settings)
-        self.limits = ClientLimits(settings)
+        self.limits = ClientLimits(settings, table)
         self.exposition = Exposition(
             settings.model_name,
             lambda: {name: model.checkpoint for name, model in self.models.items()},

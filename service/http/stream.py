@@ -380,13 +380,11 @@ def receipt_headers(receipt: Receipt, total_seconds: float | None) -> Headers:
     Times of the end only with `total_seconds`: the headers of a stream go out before it.
     """
     timing = receipt.timing
-    headers = [
-        *_model_headers(receipt.checkpoint_sha256, receipt.backend, receipt.dtype),
-        (b"x-queue-time", b"%.3f" % (1000 * timing.queue_seconds)),
-        (b"x-prefill-time", b"%.3f" % (1000 * timing.prefill_seconds)),
-    ]
+    headers = [*_model_headers(receipt.checkpoint_sha256, receipt.backend, receipt.dtype)]
     if receipt.seeds:
         headers.append((b"x-seed", b",".join([b"%d" % seed for seed in receipt.seeds])))
+    headers.append((b"x-queue-time", b"%.3f" % (1000 * timing.queue_seconds)))
+    headers.append((b"x-prefill-time", b"%.3f" % (1000 * timing.prefill_seconds)))
     if total_seconds is not None:
         headers.append((b"x-inference-time", b"%.3f" % (1000 * (timing.prefill_seconds + timing.decode_seconds))))
         headers.append((b"x-total-time", b"%.3f" % (1000 * total_seconds)))

@@ -3,16 +3,19 @@
 import contextlib
 import itertools
 import json
+import multiprocessing
 import os
 import signal
 from hashlib import sha256
 
+import httpx
 import pytest
 from helpers import ENDLESS, RunningServer, save_random, wait_until, web
 
 from service.http.clients import ClientLimits, address_of
 from service.http.schemas import ApiError
 from service.settings import Settings, read_client_limits
+from service.shared import SharedTable
 from tests.toolbox.http import post, sent
 
 KEYS = {"team-a": "key-of-team-a", "team-b": "key-of-team-b"}
@@ -151,7 +154,7 @@ def test_an_invalid_file_is_one_sentence_with_table_and_key(tmp_path, text, mess
 
 
 def limits(tmp_path, text, now=lambda: 0.0, **settings):
-    return ClientLimits(Settings(client_limits=limits_file(tmp_path, text), **settings), now)
+    return ClientLimits(Settings(client_limits=limits_file(tmp_path, text), **settings), clock=now)
 
 
 def refused(function, *arguments):
@@ -200,25 +203,63 @@ def test_characters_that_did_not_run_are_given_back(tmp_path):
     it.charge("a", 300)
 
 
-def test_each_of_several_processes_enforces_its_part(tmp_path):
-    text = "[default]\nrequests_per_minute = 2\ncharacters_per_minute = 100\nconcurrent_requests = 9"
-    it = limits(tmp_path, text, http_processes=4)
-    it.begin("a")
-    assert refused(it.begin, "a")[2] == "120"  # at least one fits
-    it.charge("a", 100)  # more than the part, not more than the limit: when the bucket is full
-    assert refused(it.charge, "a", 1)[2] == "183"
+@pytest.mark.parametrize("limit", range(1, 100, 7))
+def test_exactly_a_minutes_worth_comes_at_once(tmp_path, limit):
+    it = limits(tmp_path, f"[default]\nrequests_per_minute = {limit}", lambda: 12345.678)
+    for _ in range(limit):
+        it.begin("a")
+    assert refused(it.begin, "a")[0] == 429
 
 
-def test_idle_clients_are_forgotten(tmp_path):
+def test_idle_clients_make_room_for_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(SharedTable, "ROWS", 256)
     now = 0.0
-    it = limits(tmp_path, "[default]\nrequests_per_minute = 60\n[clients.free]\nrequests_per_minute = 1", lambda: now)
-    it.begin("stays")
-    for i in range(10_000):
-        now += 0.1
+    it = limits(tmp_path, "[default]\nrequests_per_minute = 2\nconcurrent_requests = 2", lambda: now)
+    for _ in range(2):
+        it.begin("stays")
+    for i in range(5000):
+        now += 1
         it.begin(f"client {i}")
         it.end(f"client {i}")
-    assert len(it._states) < 50
-    assert it._states["stays"].num_running == 1
+    assert refused(it.begin, "stays")[1] == "concurrent_requests of client stays is 2"
+    it.begin("client 4999")
+    assert refused(it.begin, "client 4999")[1] == "requests_per_minute of client client 4999 is 2"
+    with pytest.raises(ApiError, match="too many clients"):
+        for i in range(300):
+            it.begin(f"other {i}")
+
+
+def count_in(table, process, repeats):
+    table.process = process
+    for i in range(repeats):
+        with table:
+            table.change(table.row(f"name {i % 3}", 0.0), 1)
+    os._exit(0)
+
+
+def test_processes_count_together_and_one_that_dies_counts_no_more():
+    fork = multiprocessing.get_context("fork")
+    table = SharedTable(3)
+    processes = [fork.Process(target=count_in, args=(table, process, 3000)) for process in (1, 2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    rows = [table.row(f"name {i}", 0.0) for i in range(3)]
+    assert [table.count(row) for row in rows] == [2000] * 3
+    table.forget(2)
+    assert [table.count(row) for row in rows] == [1000] * 3
+
+    def die_within():
+        table.__enter__()
+        os._exit(0)
+
+    dying = fork.Process(target=die_within)
+    dying.start()
+    dying.join(60)
+    with table:
+        table.change(rows[0], 1)
+    assert table.count(rows[0]) == 1001
 
 
 def test_a_bad_file_keeps_the_old_limits(tmp_path, caplog):
@@ -234,6 +275,15 @@ def test_a_bad_file_keeps_the_old_limits(tmp_path, caplog):
 
 
 # -- over sockets --
+
+
+def test_limits_hold_over_all_http_processes_and_not_in_parts(checkpoint, tmp_path):
+    text = "[default]\nrequests_per_minute = 20\nconcurrent_requests = 1"
+    with RunningServer(checkpoint, http_processes=2, client_limits=limits_file(tmp_path, text)) as server:
+        server.wait_until_ready()
+        with httpx.Client() as kept:  # one connection, so one process
+            statuses = [kept.get(f"{server.url}/info").status_code for _ in range(21)]
+        assert statuses == [200] * 20 + [429]
 
 
 @pytest.fixture(scope="module")

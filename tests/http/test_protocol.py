@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 import uvicorn
-from helpers import ENDLESS, SLOW, RunningServer, make_certificate, save_random, wait_until, web
+from helpers import ENDLESS, SLOW, RunningServer, http_processes, make_certificate, save_random, wait_until, web
 
 from service.http.clients import network_of
 from service.http.connection import LOOPBACK, Connection, Connections
@@ -395,6 +395,28 @@ def test_a_flood_beyond_the_limit_of_open_files_passes(checkpoint):
 
 def is_readable(connection):
     return bool(select.select([connection], [], [], 0)[0]) if connection.fileno() < 1024 else is_closed(connection)
+
+
+def test_all_http_processes_count_connections_together_without_those_of_dead_ones(checkpoint):
+    settings = {"http_processes": 2, "max_connections_per_address": 3, "header_timeout_seconds": 60}
+    with RunningServer(checkpoint.path, **settings) as server:
+        server.wait_until_ready()
+
+        def num_refused():
+            with contextlib.ExitStack() as stack:
+                connections = [stack.enter_context(connect(server.port)) for _ in range(10)]
+                wait_until(lambda: sum(map(is_readable, connections)) >= 7)
+                return sum(map(is_readable, connections))
+
+        wait_until(lambda: num_refused() == 7)
+        for process in http_processes(server):
+            with contextlib.ExitStack() as stack:
+                for _ in range(3):
+                    stack.enter_context(connect(server.port))
+                process.kill()
+                process.wait()
+        wait_until(lambda: len(http_processes(server)) == 2)
+        wait_until(lambda: num_refused() == 7)
 
 
 def test_tls_connections_have_the_same_limits(checkpoint, tmp_path):
