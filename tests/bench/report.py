@@ -220,6 +220,10 @@ def path_rows(results: dict[str, Any]) -> list[list[str]]:
         for p in ("p50", "p99"):
             values = [figure(rates(path[name]["first"], p), "{:.2f}", 1e3) for name in names]
             rows.append([f"time to first character, one at a time, {p}, ms", *values, NONE])
+        for kind, label in (("probe", "a probe"), ("whole", "one character")):
+            for p in ("p50", "p99", "p99.9", "max"):
+                both = [figure(rates(path[name][kind], p), "{:.2f}", 1e3) for name in ("plain", "ours")]
+                rows.append([f"answer of {label}, one client, {p}, ms", NONE, *both, NONE])
         for label, key, form, scale in (
             ("CPU time of the HTTP process, µs per event", "http_seconds_per_event", "{:.0f}", 1e6),
             ("CPU time of the worker, µs per event", "worker_seconds_per_event", "{:.0f}", 1e6),

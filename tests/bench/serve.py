@@ -63,6 +63,11 @@ from .servers import ROOT, Server, ServerError, module
 from .shapes import ANSWER, PROMPT, SAMPLING, SHAPES, Work, checkpoint_of, config_of, mixed_work, prompt_text
 
 CONNECTIONS = 64
+ALONE = {  # one client, one request after the other
+    "probe": b"GET /readyz HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "whole": load.post("/generate", {"prompt": "a", "max_tokens": 1}),
+}
+ALONE_PER_SECOND = 4000 / 3  # of a measurement: 20,000 in five turns
 PACE_SECONDS = 0.01  # step time of the paced stub: 64 streams emit 6,400 events/s
 STOCK_EVENT = b'{"text": "a"'
 KEEP_ABOVE = 0.6  # of its family's best: a variant below it at every row count runs in the first turn only
@@ -447,6 +452,7 @@ class Bench:
                 server.pause()
             for name in servers:
                 figures[name] = {"requests": [], "first": [], "streams": {str(n): [] for n in streams}}
+                figures[name] |= {kind: [] for kind in ALONE if name != "stock"}
             figures["plain"]["same_events"] = {str(n): [] for n in streams}
             figures["paced"] = []
             for _ in range(self.plan.repeats):
@@ -474,6 +480,9 @@ class Bench:
         single = load.post("/generate", stream)
         outcome = load.run(server.port, ((at, single, None) for at in pauses), connections=1, marker=marker)
         mine["first"].append(percentiles(outcome.times_to_first))
+        for kind, request in ALONE.items():
+            if kind in mine:
+                mine[kind].append(alone_once(server, request, round(ALONE_PER_SECOND * seconds)))
         total = round((5_000 if name == "stock" else 150_000) * seconds)
         for count in figures["streams"]:
             each = max(1, min(16_000, total // count))
@@ -728,6 +737,13 @@ def streams_once(server: Server, body: dict[str, Any], count: int, marker: bytes
         "cores": cores,
         "load_cores": outcome.cpu_seconds / outcome.seconds,
     }
+
+
+def alone_once(server: Server, request: bytes, count: int) -> dict[str, float]:
+    """How long one client waits for each of `count` answers; the slowest are what a median hides."""
+    outcome = load.run(server.port, load.at_once(request, count), connections=1)
+    seconds = sorted(reply.ended_at - reply.sent_at for reply in outcome.replies if reply.ended_at is not None)
+    return percentiles(seconds) | {"p99.9": seconds[-(-999 * len(seconds) // 1000) - 1], "max": seconds[-1]}
 
 
 def paced_once(server: Server, count: int, length: int) -> dict[str, float]:
