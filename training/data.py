@@ -18,6 +18,7 @@ import os
 import urllib.error
 import urllib.request
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,8 +39,11 @@ IGNORED = -1  # as a target
 CHARACTERS_AT_ONCE = 1 << 20  # of records moved to their places
 MAX_SYMBOLS = 1 << 16  # more than any script has; a text with more is probably not text
 BYTE_ORDER_MARK = "\ufeff"
+UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 HEAD_BYTES = 1 << 13  # by which a binary file is recognized
 MAX_LISTED = 5  # binary files that are named
+EXAMPLE_CHARACTERS = 16
+EXAMPLE_OF_CHARACTERS = 1 << 20  # that are looked at for it
 MIN_CHARACTERS = 20  # leaves the validation split one character to predict
 
 TINYSHAKESPEARE = "tinyshakespeare"
@@ -94,14 +98,18 @@ def _listed(binary: list[Path]) -> str:
 
 
 def _is_binary(file: Path) -> bool:
-    """Whether a file begins as no text does: with a NUL, or with bytes that are neither UTF-8 nor printable Latin-1."""
+    """Whether a file begins as no text does: with a NUL, or with bytes that are neither UTF-8 nor printable Latin-1.
+
+    UTF-16 is text if its byte-order mark says so.
+    """
     head = next(_read_bytes(file, HEAD_BYTES), b"")
-    if b"\0" in head:
+    is_utf16 = head.startswith(UTF16_MARKS)
+    if b"\0" in head and not is_utf16:
         return True
     try:
-        codecs.getincrementaldecoder("utf-8")().decode(head)  # which may end within a character
+        codecs.getincrementaldecoder("utf-16" if is_utf16 else "utf-8")().decode(head)  # may end within a character
     except UnicodeDecodeError:
-        return any(byte < 32 and byte not in b"\t\n\f\r\x1b" for byte in head)
+        return is_utf16 or any(byte < 32 and byte not in b"\t\n\f\r\x1b" for byte in head)
     return False
 
 
@@ -169,6 +177,23 @@ class Corpus:
     @property
     def val(self) -> np.ndarray:
         return self.ids[self.num_train :]
+
+    @functools.cached_property
+    def example_prompt(self) -> str:
+        """What lines of the text often begin with, or else its first characters; nothing of records, which begin alike.
+
+        The longest beginning of at most EXAMPLE_CHARACTERS that one line in 300 has, line break included.
+        """
+        if self.records is not None:
+            return ""
+        text = self.tokenizer.decode(self.train[:EXAMPLE_OF_CHARACTERS].tolist())
+        lines = [line for line in text.splitlines(keepends=True) if line[:1].isalnum()]
+        for length in range(EXAMPLE_CHARACTERS, 1, -1):
+            beginnings = Counter([line[:length] for line in lines if len(line.strip()) > 1])
+            for beginning, count in beginnings.most_common(1):
+                if count > max(2, len(lines) / 300):
+                    return beginning
+        return text.lstrip()[:EXAMPLE_CHARACTERS] or text[:1]
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -255,16 +280,21 @@ def id_dtype(vocab_size: int) -> np.dtype[Any]:
 def read_text(files: Sequence[Path], notes: set[str] | None = None, errors: str = "strict") -> Iterator[str]:
     """The concatenated files, in chunks, as if each had been written on Linux.
 
-    Line breaks of Windows and of old Macs are read as \\n, and a file's byte-order mark is left out; `notes` gets a
-    sentence about each. A line break is inserted between files where one is missing. `errors`: as of bytes.decode.
+    Line breaks of Windows and of old Macs are read as \\n, a file's byte-order mark is left out, and UTF-16 is read if
+    the mark says so; `notes` gets a sentence about each. A line break is inserted between files where one is missing.
+    `errors`: as of bytes.decode.
 
     Raises:
-        DataError: a file cannot be read or is not UTF-8 (gives the byte offset), or one named .gz is not gzip.
+        DataError: a file cannot be read or is not UTF-8 (gives the byte offset, and the other such files), or one named
+            .gz is not gzip.
     """
-    for file in files:
-        decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")(errors), translate=True)
+    for number, file in enumerate(files):
+        chunks = itertools.chain(_read_bytes(file), [b""])
+        head = next(chunks)
+        encoding = "utf-16" if head.startswith(UTF16_MARKS) else "utf-8"
+        decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder(encoding)(errors), translate=True)
         start, last, is_first = 0, "\n", True
-        for chunk in itertools.chain(_read_bytes(file), [b""]):
+        for chunk in itertools.chain([head], chunks):
             pending = len(decoder.getstate()[0])  # bytes of a character that the last chunk cut in two
             try:
                 text = decoder.decode(chunk, final=not chunk)
@@ -273,13 +303,18 @@ def read_text(files: Sequence[Path], notes: set[str] | None = None, errors: str 
                 hint = "convert it first, for example with iconv -f LATIN1 -t UTF-8"
                 if _is_binary(file):
                     hint = "it is a binary file; of a folder, binary files are skipped"
+                others = [str(other) for other in files[number + 1 :] if not _is_decodable(other)]
+                if others:
+                    hint += f"; {plural(len(others), 'other file')} likewise: {', '.join(others)}"
                 raise DataError(
-                    f"{file} is not UTF-8: byte 0x{error.object[error.start]:02X} at offset {offset}"
+                    f"{file} is not {encoding.upper()}: byte 0x{error.object[error.start]:02X} at offset {offset}"
                     f" ({error.reason}); {hint}"
                 ) from None
             start += len(chunk)
             if text and is_first:
                 is_first = False
+                if encoding == "utf-16":
+                    _note(notes, f"{file.name}: UTF-16 read as text")
                 if text[0] == BYTE_ORDER_MARK:
                     text = text[1:]
                     _note(notes, f"{file.name}: byte-order mark left out")
@@ -290,6 +325,15 @@ def read_text(files: Sequence[Path], notes: set[str] | None = None, errors: str 
             _note(notes, f"{file.name}: line breaks of Windows or an old Mac read as \\n")
         if file is not files[-1] and last != "\n":
             yield "\n"
+
+
+def _is_decodable(file: Path) -> bool:
+    try:
+        for _ in read_text([file]):
+            pass
+    except DataError:
+        return False
+    return True
 
 
 def _note(notes: set[str] | None, sentence: str) -> None:

@@ -385,6 +385,7 @@ class Run:
             "losses": losses,  # nats per character
             "parameters": self.model.num_parameters,
             "data": self.corpus.describe(),
+            "example_prompt": self.corpus.example_prompt,
             "recipe": self.requested.as_dict(),
             "seed": config.seed,
             **({"init_from": self.lineage} if self.lineage else {}),

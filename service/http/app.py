@@ -195,7 +195,10 @@ class App:
         shapes = [it.checkpoint.hyperparameters for it in models]
         bounds = {"text": max(map(attention.max_characters, models))}
         bounds |= {name: max(shape["n_" + name] for shape in shapes) - 1 for name in ("layer", "head")}
-        document = build_document(self.settings, model.tokenizer, self.operations, model.name, vocab_size, bounds)
+        example = model.checkpoint.example_prompt
+        document = build_document(
+            self.settings, model.tokenizer, self.operations, model.name, vocab_size, bounds, example
+        )
         for path, file in (documentation(self.settings, document) | page()).items():
             methods: dict[str, Operation | File] = {"GET": file, "HEAD": file}
             self.endpoints[path] = Endpoint(file.label or path, methods, self.settings.public_docs, is_quiet=False)

@@ -84,8 +84,9 @@ def _model_card(service: Service, model: Model) -> ModelCard:
 
 
 def models(service: Service, request: Request) -> None:
-    """List the served models, as OpenAI does."""
-    _respond(request, ModelList("list", [_model_card(service, model) for model in service.models.values()]))
+    """List the served models, as OpenAI does; the default one comes first."""
+    models = sorted(service.models.values(), key=lambda model: model is not service.default_model)
+    _respond(request, ModelList("list", [_model_card(service, model) for model in models]))
 
 
 def model(service: Service, request: Request) -> None:
@@ -105,6 +106,7 @@ def info(service: Service, request: Request) -> None:
                 model.checkpoint.hyperparameters,
                 "".join(model.tokenizer.characters),
                 model.record_end is not None,
+                model.checkpoint.example_prompt,
                 published(model.checkpoint.training),
             ),
             list(service.models),

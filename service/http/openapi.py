@@ -152,11 +152,12 @@ def build_document(
     model: str | None = None,
     vocab_size: int = 0,
     attention: Mapping[str, int] | None = None,
+    example: str = "",
 ) -> dict[str, Any]:
     """OpenAPI 3.1 of a server with these settings, with examples for a model (by default, of the service's name).
 
-    tokenizer: the model's; vocab_size: of the largest vocabulary that is served; attention: bounds of fields of
-    /v1/attention, of the largest model.
+    tokenizer: the model's; example: a prompt for it; vocab_size: of the largest vocabulary that is served; attention:
+    bounds of fields of /v1/attention, of the largest model.
     """
     operations, model = list(operations), model or settings.model_name
     vocab_size = max(vocab_size, tokenizer.vocab_size)
@@ -166,7 +167,7 @@ def build_document(
     _add_limits(schemas, requests, settings, tokenizer, model, vocab_size, attention or {})
     paths: dict[str, dict[str, Any]] = {}
     for operation in operations:
-        described = _operation(operation, schemas, settings, tokenizer, model)
+        described = _operation(operation, schemas, settings, tokenizer, model, example)
         paths.setdefault(operation.path, {})[operation.methods[0].lower()] = described
     vocabulary = f"GET /info gives the {tokenizer.vocab_size} characters."
     if tokenizer.vocab_size <= MAX_SHOWN_CHARACTERS:
@@ -225,7 +226,12 @@ def _schemas(requests: list[type[BaseModel]], answers: list[type[msgspec.Struct]
 
 
 def _operation(
-    operation: Operation, schemas: dict[str, Any], settings: Settings, tokenizer: CharTokenizer, model: str
+    operation: Operation,
+    schemas: dict[str, Any],
+    settings: Settings,
+    tokenizer: CharTokenizer,
+    model: str,
+    example: str,
 ) -> dict[str, Any]:
     is_public = operation.is_probe or (operation.path == "/metrics" and settings.public_metrics)
     security: list[dict[str, Any]] = [{"key": []}] if settings.api_keys else [{}, {"key": []}]
@@ -245,7 +251,7 @@ def _operation(
     if description:
         described["description"] = description
     if operation.request is not None:
-        examples = _request_examples(operation.request, settings, tokenizer, model)
+        examples = _request_examples(operation.request, settings, tokenizer, model, example)
         content = {"schema": _ref("schemas", operation.request.__name__), "examples": examples}
         described["requestBody"] = {"required": True, "content": {"application/json": content}}
     elif operation.events:
@@ -307,9 +313,10 @@ def _failure(status: int, meaning: str) -> dict[str, Any]:
 
 
 def _request_examples(
-    request: type[BaseModel], settings: Settings, tokenizer: CharTokenizer, model: str
+    request: type[BaseModel], settings: Settings, tokenizer: CharTokenizer, model: str, example: str
 ) -> dict[str, Any]:
-    prompt, max_tokens = _in_vocabulary("ROMEO:", tokenizer), min(80, settings.max_tokens)
+    max_tokens = min(80, settings.max_tokens)
+    prompt = example.strip() or _in_vocabulary("ROMEO:", tokenizer)
     bodies: dict[str, dict[str, Any]]
     if request in (GenerateRequest, CompletionRequest):
         shared: dict[str, Any] = {"prompt": prompt, "max_tokens": max_tokens}

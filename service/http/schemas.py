@@ -997,6 +997,7 @@ class ServedModel(msgspec.Struct):
     config: Annotated[dict[str, Any], Meta(description="hyperparameters of the network")]
     vocabulary: Annotated[str, Meta(description="every character; its index is its id")]
     records: Annotated[bool, Meta(description="it was trained on records: a prompt begins one, a line break ends it")]
+    example_prompt: Annotated[str, Meta(description="a text to begin with; empty for records")]
     training: Annotated[dict[str, Any], Meta(description="training.json without paths: recipe, data and losses")]
 
 

@@ -51,6 +51,8 @@ REQUIRED = ("config.json", WEIGHTS, "tokenizer.json", "tokenizer_config.json", "
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # of further files: no folder, not hidden
 _MAX_CONFIG_BYTES = 1 << 20  # of config.json and of the manifest
 _MAX_JSON_BYTES = 16 << 20  # of the other JSON files except tokenizer.json
+EXAMPLE_PROMPT = "ROMEO:\n"  # of a checkpoint that has none, as far as its vocabulary goes
+_MAX_EXAMPLE = 100  # characters
 _MAX_DEPTH = 200  # of JSON; each fine-tuning adds one to training.json, and GET /info encodes it on a deeper stack
 _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # safetensors' names -> how NumPy reads them
 
@@ -154,6 +156,7 @@ class _Training(msgspec.Struct):
     losses: dict[str, float | None] = {}
     recipe: dict[str, Any] = {}
     data: dict[str, Any] = {}
+    example_prompt: str = ""
 
 
 @dataclass(frozen=True)
@@ -247,6 +250,16 @@ class Checkpoint:
         if self.training.get("recipe", {}).get("records") and "\n" in self.tokenizer:
             return self.tokenizer.encode("\n")[0]
         return None
+
+    @functools.cached_property
+    def example_prompt(self) -> str:
+        """A text to begin with, in this vocabulary; empty for records, which begin by themselves."""
+        given = self.training.get("example_prompt", "")
+        if given and len(given) <= _MAX_EXAMPLE and all(c in self.tokenizer for c in given):
+            return str(given)
+        characters = self.tokenizer.characters
+        known = [c if c in self.tokenizer else characters[i % len(characters)] for i, c in enumerate(EXAMPLE_PROMPT)]
+        return "" if self.record_end is not None else "".join(known)
 
     @functools.cached_property
     def receptive_field(self) -> int:

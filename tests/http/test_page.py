@@ -9,10 +9,12 @@ import sys
 import httpx
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from helpers import RunningServer, save_random, web
+from helpers import RunningServer, random_model, save_random, wait_until, web
 from playwright.sync_api import expect, sync_playwright
 
 from service.http.page import STATIC
+from service.model.checkpoint import save_checkpoint
+from service.model.tokenizer import CharTokenizer
 from service.settings import BUNDLED
 from tests.toolbox.http import events
 from tests.toolbox.launch import free_port
@@ -125,7 +127,7 @@ def test_files_are_small_cached_by_etag_and_sent_with_a_strict_policy(server):
         assert (head.status_code, head.headers["etag"], head.content) == (200, answer.headers["etag"], b"")
         text = answer.text.replace("http://www.w3.org/2000/svg", "")
         assert not re.search(r"https?://|innerHTML|<style|style=|\son[a-z]+=|localStorage|sessionStorage", text), path
-    assert total < 60 << 10
+    assert total < 80 << 10
     for path in ("page/", "page/nothing.js", "page/%2e%2e/page.py"):
         assert web.get(f"{server.url}/{path}").status_code == 404
 
@@ -496,3 +498,43 @@ def test_each_of_several_models_is_asked_by_its_name(visit, tmp_path):
         again = visit(url=page.url)
         expect(again.locator("#summary")).to_have_text(re.compile("^Done"))
         assert texts(again) == other
+
+
+def model_of(folder, characters, prompt):
+    model = random_model(vocab_size=len(characters))
+    save_checkpoint(folder, model, CharTokenizer(characters), {"losses": {}, "example_prompt": prompt})
+    return folder
+
+
+def test_a_vocabulary_of_four_characters_is_enough_for_every_view(visit, tmp_path):
+    with RunningServer(model_of(tmp_path / "dna", list("ACGT"), "GATTACA"), attention="true") as server:
+        server.wait_until_ready()
+        page = visit(url=server.url + "/")
+        expect(page.locator("#prompt")).to_have_value("GATTACA")
+        (written,) = write(page, max_tokens=40)
+        assert len(written) == 40 and set(written) <= set("ACGT")
+        page.locator("#panes span[data-c]").first.hover()
+        expect(page.locator("#peek button")).to_have_count(4)
+        page.click("#tab-read")
+        expect(page.locator("#text")).to_have_value("GATTACA")
+        expect(page.locator("#read-text span[data-c]")).to_have_count(7)
+        page.click("#tab-attend")
+        expect(page.locator("#short")).to_have_value("GATTACA")
+        expect(page.locator("#attend-error")).to_be_empty()
+        wait_until(lambda: page.locator("#heads > *").count() == 8)
+
+
+def test_each_of_several_models_suggests_its_own_text_until_something_is_typed(visit, tmp_path):
+    latin = model_of(tmp_path / "latin", list("\nabc:"), "abc:\n")
+    chinese = model_of(tmp_path / "chinese", list("\n一二三"), "一二")
+    with RunningServer(f"latin={latin},chinese={chinese}") as server:
+        server.wait_until_ready()
+        page = visit(url=server.url + "/")  # nothing fails, though no model is the default
+        expect(page.locator("#prompt")).to_have_value("abc:\n")
+        page.click("#status summary")
+        page.select_option("#model", "chinese")
+        expect(page.locator("#prompt")).to_have_value("一二")
+        fill(page, prompt="三")
+        page.select_option("#model", "latin")
+        expect(page.locator("#name")).to_have_text("latin")
+        expect(page.locator("#prompt")).to_have_value("三")

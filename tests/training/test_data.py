@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -470,3 +471,49 @@ def test_a_padded_batch_is_cut_into_parts_of_bounded_size():
     assert [part.shape for part, _ in parts] == [(1, 300), (2, 9), (4, 2)]
     assert all(np.array_equal(idx, its_targets + 1) for idx, its_targets in parts)
     assert sum((its_targets >= 0).sum() for _, its_targets in parts) == sum(lengths)
+
+
+@pytest.mark.parametrize(
+    ("text", "records", "expected"),
+    [
+        (
+            "ROMEO:\nWhat light?\n\nJULIET:\nAy me.\n\nROMEO:\nShe speaks.\n\nROMEO:\nO, speak again\n",
+            False,
+            "ROMEO:\n",
+        ),
+        ("The sun rose.\nThe rain fell.\nAnd then\nThe wind blew.\nA calm came.\n", False, "The "),
+        ("GATTACA" * 10, False, "GATTACAGATTACAGA"),
+        ("\n\n" + "一二三四五六七八" * 3 + "\n第二行不一样了\n", False, "一二三四五六七八一二三四五六七八"),
+        ("anna\nbob\ncarl\n" * 5, True, ""),
+    ],
+)
+def test_the_example_prompt_is_how_lines_often_begin(tmp_path, text, records, expected):
+    assert prepare(str(text_file(tmp_path, text)), records=records).example_prompt == expected
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+def test_utf16_is_read_as_the_same_text(tmp_path, encoding):
+    """As Excel exports it; the astral character takes two units."""
+    text = "name\tvalue\r\ndéjà vu\t𝄞\r\n" * 3
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "export.txt").write_bytes(("\ufeff" + text).encode(encoding))
+    corpus = prepare(str(tmp_path / "folder"))
+    assert corpus.tokenizer.decode(corpus.ids.tolist()) == text.replace("\r\n", "\n")
+    assert "export.txt: UTF-16 read as text" in corpus.notes
+    assert prepare(str(text_file(tmp_path, text.replace("\r\n", "\n")))).sha256 == corpus.sha256
+
+
+def test_all_files_of_another_encoding_are_named_at_once(tmp_path):
+    for name, content in (
+        ("a", b"caf\xe9 " * 9),
+        ("b", b"fine " * 9),
+        ("c", b"na\xefve " * 9),
+        ("d", b"\xe9\xe9 " * 9),
+    ):
+        (tmp_path / f"{name}.txt").write_bytes(content)
+    with pytest.raises(DataError) as error:
+        prepare(str(tmp_path))
+    folder = re.escape(str(tmp_path))
+    assert re.search(
+        rf"{folder}/a.txt is not UTF-8: .*; 2 other files likewise: {folder}/c.txt, {folder}/d.txt$", str(error.value)
+    )

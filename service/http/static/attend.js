@@ -174,9 +174,9 @@ setStep(step);
 export const attend = later(300, ask);
 on($("short"), "input", attend);
 
-export function useModel({ limits, model }, isFirst) {
+export function useModel({ limits, model }, isLinked) {
   const maxLength = limits.max_attention_characters;
   $("short-note").textContent = maxLength ? `At most ${maxLength} characters.` : "This service does not show attention: it is switched off, or the model is too large.";
   Object.assign($("short"), { maxLength, disabled: !maxLength });
-  if (isFirst) editor.suggest("JULIET:\nO Romeo, Romeo! wherefore art thou Romeo?", model);
+  if (!isLinked) editor.suggest("JULIET:\nO Romeo, Romeo! wherefore art thou Romeo?", model);
 }

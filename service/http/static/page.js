@@ -98,10 +98,14 @@ function show() {
 
 async function load(isFirst) {
   try {
+    if (model === null) { // the default is the first
+      const served = (await json("v1/models")).data;
+      if (served.length > 1) model = served[0].id;
+    }
     info = await json(`info${model ? `?model=${encodeURIComponent(model)}` : ""}`);
   } catch (error) {
     if (Failure.of(error).param !== "model") return trouble(error);
-    model = (await json("v1/models")).data[0].id; // none is the default, or that one is gone
+    model = null; // that one is gone
     return load(isFirst);
   }
   if (info.models.length > 1) chosen.model = info.model.name;
@@ -121,8 +125,7 @@ async function load(isFirst) {
     ["checkpoint", hash.slice(0, 16)],
     ["runs on", `${info.backend}, ${info.dtype}, ${info.devices.join(", ")}`],
   ].filter(([, value]) => value);
-  writing.useModel(info, isFirst && !location.hash);
-  for (const part of [reading, attending]) part.useModel(info, isFirst);
+  for (const part of [writing, reading, attending]) part.useModel(info, Boolean(location.hash) && part === writing);
   show();
   begin();
 }

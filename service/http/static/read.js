@@ -4,6 +4,7 @@ import { Failure, json } from "./api.js";
 import { $, Editor, Tinted, h, items, later, on, percent, shown } from "./text.js";
 
 const MAX_WITH_ALTERNATIVES = 3000;
+let alternatives = 8;
 const editor = new Editor($("text"), $("read-error")), tinted = new Tinted("Text, by surprise");
 $("read-text").append(tinted.root);
 const legend = $("legend").cloneNode(true);
@@ -17,7 +18,7 @@ async function score(signal) {
   try {
     const [scored, echoed] = await Promise.all([
       json("v1/score", { texts: text }, signal),
-      withOthers ? json("generate", { prompt: text, max_tokens: 0, echo: true, logprobs: 8 }, signal) : null,
+      withOthers ? json("generate", { prompt: text, max_tokens: 0, echo: true, logprobs: alternatives }, signal) : null,
     ]);
     editor.fail(null);
     const { nats, characters, bits_per_character: bits, perplexity, character_nats: each } = scored.data[0];
@@ -37,6 +38,7 @@ const row = (name, value, className = "") => [h("dt", { textContent: name }), h(
 export const read = later(300, score);
 on($("text"), "input", read);
 
-export function useModel({ model }, isFirst) {
-  if (isFirst) editor.suggest("To be, or not to be, that is the question:\nWhether 'tis nobler in the mind to suffer\nThe slings and arrows of outrageous fortune.\n", model);
+export function useModel({ model }, isLinked) {
+  alternatives = Math.min(8, [...model.vocabulary].length);
+  if (!isLinked) editor.suggest("To be, or not to be, that is the question:\nWhether 'tis nobler in the mind to suffer\nThe slings and arrows of outrageous fortune.\n", model);
 }

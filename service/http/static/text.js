@@ -175,8 +175,11 @@ export class Editor {
   }
 
   suggest(text, model) {
-    const { area } = this, isKnown = [...text].every((c) => model.vocabulary.includes(c));
-    if (!area.value && isKnown && (area.maxLength < 0 || text.length <= area.maxLength)) area.value = text;
+    // Unless something else was typed; `text` if the model knows its characters, or else what it begins with itself.
+    const { area } = this;
+    if (area.value && area.value !== this.suggested) return;
+    if (![...text].every((c) => model.vocabulary.includes(c))) text = model.example_prompt;
+    area.value = this.suggested = area.maxLength < 0 ? text : text.slice(0, area.maxLength);
   }
 
   mark(offsets) {

@@ -3,7 +3,7 @@
 import { call, chosen, events, json, Failure, hasKey } from "./api.js";
 import { $, Editor, Tinted, h, items, later, number, on, pressed } from "./text.js";
 
-const ALTERNATIVES = 8;
+let alternatives = 8; // of each character, or as many as there are
 // field -> label, sentence, value, and of a slider its least, greatest and step
 const KNOBS = {
   max_tokens: ["Length", "The most characters it may write.", 400],
@@ -111,7 +111,7 @@ async function stream(body, into) {
   $("stop").disabled = false;
   for (const pane of into) pane.root.classList.add("writing");
   try {
-    const response = await call("generate", { ...body, stream: true, ...($("certainty").checked ? { logprobs: ALTERNATIVES } : {}) }, controller.signal);
+    const response = await call("generate", { ...body, stream: true, ...($("certainty").checked ? { logprobs: alternatives } : {}) }, controller.signal);
     seed = response.headers.get("X-Seed");
     for await (const event of events(response)) {
       if (controller.signal.aborted) break;
@@ -206,10 +206,11 @@ function view() {
   for (const pane of panes) pane.tinted.root.classList.toggle("plain", !$("certainty").checked);
 }
 
-export function useModel({ limits, model }, isFirst) {
+export function useModel({ limits, model }, isLinked) {
+  alternatives = Math.min(8, [...model.vocabulary].length);
   $("max_tokens").max = limits.max_tokens;
   $("top_k").max = [...model.vocabulary].length;
-  if (isFirst) editor.suggest("ROMEO:\n", model);
+  if (!isLinked) editor.suggest(model.example_prompt, model);
 }
 
 on($("write-form"), "submit", (event) => { event.preventDefault(); run(); });
