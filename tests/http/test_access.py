@@ -344,7 +344,7 @@ def test_keys_change_at_sighup_and_an_invalid_file_changes_nothing(checkpoint, t
         assert status("second-key-0123") == 200
         (http,) = http_processes(server)
         http.kill()  # the one in its place has the new keys too
-        wait_until(lambda: http_processes(server) and http_processes(server)[0].pid != http.pid)
+        wait_until(lambda: (found := http_processes(server)) and found[0].pid != http.pid)
         wait_until(lambda: reached(lambda: status("second-key-0123")) == 200)
         assert status("first-key-0123") == 401
 

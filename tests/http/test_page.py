@@ -515,6 +515,7 @@ def test_a_vocabulary_of_four_characters_is_enough_for_every_view(visit, tmp_pat
         assert len(written) == 40 and set(written) <= set("ACGT")
         page.locator("#panes span[data-c]").first.hover()
         expect(page.locator("#peek button")).to_have_count(4)
+        expect(page.locator("#peek .note")).to_contain_text("before temperature")
         page.click("#tab-read")
         expect(page.locator("#text")).to_have_value("GATTACA")
         expect(page.locator("#read-text span[data-c]")).to_have_count(7)

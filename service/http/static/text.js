@@ -123,7 +123,8 @@ export class Tinted {
       on(button, "click", () => { hide(); this.root.focus({ preventScroll: true }); this.onBranch(at, other, logprob, this.characters[at].top); });
       return button;
     });
-    peek.replaceChildren(h("p", {}, h("b", { textContent: shown(c) }), ` ${head}`), ...rows);
+    const note = this.onBranch && rows.length ? [h("p", { className: "note", textContent: "The model's own shares, before temperature and the like." })] : [];
+    peek.replaceChildren(h("p", {}, h("b", { textContent: shown(c) }), ` ${head}`), ...rows, ...note);
     peek.hidden = false;
     this.place();
   }
