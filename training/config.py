@@ -88,9 +88,6 @@ class TrainConfig:
     )
     warmup_steps: int = option(50, "steps of linear warmup, followed by linear decay to 0")
     grad_clip: float = option(1.0, "maximum gradient norm; 0: no clipping")
-    ema_decay: float = option(
-        0.0, "decay of an exponential moving average of the weights, evaluated and saved in their place; 0: none"
-    )
 
     # evaluation, logs and checkpoints
     eval_every: int = option(610, "steps between evaluations")
@@ -143,7 +140,7 @@ class TrainConfig:
         for name, (low, high) in bounds.items():
             if not low <= getattr(self, name) <= high:
                 raise ConfigError(f"{name} must be in [{low}, {high}], got {getattr(self, name)}")
-        for name in ("muon_momentum", "muon_beta2", "adamw_beta1", "adamw_beta2", "ema_decay", "dropout"):
+        for name in ("muon_momentum", "muon_beta2", "adamw_beta1", "adamw_beta2", "dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ConfigError(f"{name} must be in [0, 1), got {getattr(self, name)}")
         for name, hint in get_type_hints(type(self)).items():
@@ -222,6 +219,5 @@ PRESETS: dict[str, dict[str, Any]] = {
         momentum_steps=300,
         dropout=0.2,
         weight_decay=0.3,
-        ema_decay=0.995,
     ),
 }

@@ -36,6 +36,7 @@ TRAIN_SHARE = 0.9  # the first 90 % of a text is the training split, the rest th
 VAL_EVERY = 10  # with records, one in ten goes to the validation split
 RECORDS_ORDER = 2  # version of the order in which they are shuffled before
 IGNORED = -1  # as a target
+PADDING = 16
 CHARACTERS_AT_ONCE = 1 << 20  # of records moved to their places
 MAX_SYMBOLS = 1 << 16  # more than any script has; a text with more is probably not text
 BYTE_ORDER_MARK = "\ufeff"
@@ -581,12 +582,16 @@ def padded(ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[np
 
 
 def micro_batches(idx: np.ndarray, targets: np.ndarray, cells: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The rows of a padded batch, the longest first, in parts of at most `cells` characters, padding included."""
+    """The rows of a padded batch, the longest first, in parts of at most `cells` characters, padding included.
+
+    At most `cells` / PADDING of a part are padding: so much costs as much time as a further part.
+    """
     lengths = (targets != IGNORED).sum(axis=1)
     order, first = np.argsort(-lengths, kind="stable"), 0
     while first < len(order):
         longest = int(lengths[order[first]])
         rows = order[first : first + max(1, cells // longest)]
+        rows = rows[np.cumsum(longest - lengths[rows]) <= cells // PADDING]
         yield idx[rows, :longest], targets[rows, :longest]
         first += len(rows)
 

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Others wait while the main process evaluates or saves; a dead process is detected by its closed connection.
-TIMEOUT = timedelta(days=1)
+# The others wait at most so long while the main process encodes a text, scores the last weights or saves. Gloo notices
+# a lost process by its closed connection; NCCL by this timeout alone.
+TIMEOUT = timedelta(hours=1)
 
 
 class LostProcessError(RuntimeError):
@@ -102,7 +103,9 @@ def _lost_process() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError) as error:  # torch raises ValueError if one of torchrun's variables is missing
-        raise LostProcessError(f"a process of this run has died or is unreachable: {error}") from None
+        raise LostProcessError(
+            f"a process of this run has died, is unreachable or did not answer for {TIMEOUT}: {error}"
+        ) from None
 
 
 def exit_if_distributed(status: int) -> None:

@@ -7,7 +7,8 @@
     OUT/step-00000500   weights kept with --keep-every
     OUT/tensorboard     event files, with --tensorboard
 
-A run that is killed at any moment and resumed ends with the same bytes as an uninterrupted one.
+On a CPU, a run that is killed at any moment and resumed ends with the same bytes as an uninterrupted one; on a GPU it
+continues from the same state, but some of torch's sums there have no fixed order.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from training.evaluate import baselines, piece_loss, split_losses
 from training.finetune import Origin
 from training.log import RunLog
 from training.messages import plural, plural_number, resume_command
-from training.optim import FlatGradients, Optimizers, WeightAverage, lr_scale
+from training.optim import FlatGradients, Optimizers, lr_scale
 from training.sample import sample_texts
 from training.speed import flops_per_character, matmul_peak
 from training.state import Progress, ResumeError, Saved, generator_states, pack
@@ -105,7 +106,6 @@ class Run:
         if origin:
             self.model.load_state_dict(origin.weights)
         self.optimizers = Optimizers(self.model, config, world)
-        self.average = WeightAverage(self.model, config.ema_decay) if config.ema_decay else None
         self.progress = Progress()
         self.saved_at = time.monotonic()
         self.cpu_seconds = 0.0  # this process's last step
@@ -121,12 +121,8 @@ class Run:
         teachers = saved.checkpoint.training.get("teachers")
         if run.teachers and run.teachers.lineage != teachers:
             raise ResumeError(f"the teachers of this run have changed: expected {teachers}, got {run.teachers.lineage}")
-        saved.restore(run.model, run.tensors(), world.rank)
+        saved.restore(run.model, run.optimizers.tensors(), world.rank)
         return run
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The mutable state besides the weights, by name."""
-        return {**self.optimizers.tensors(), **(self.average.tensors() if self.average else {})}
 
     def train(self, console: Console) -> None:
         """Train from the current step to the end.
@@ -166,7 +162,7 @@ class Run:
                     self.save()  # a failing evaluation must not cost any steps
                     view.show_evaluation(progress, self.evaluate())
                 if progress.step and config.keep_every and progress.step % config.keep_every == 0:
-                    self.save_served(f"step-{progress.step:08}", self.served_model, {})
+                    self.save_served(f"step-{progress.step:08}", self.model, {})
                 if progress.step == config.steps or progress.is_out_of_patience(config):
                     break
                 started = time.monotonic()
@@ -212,13 +208,13 @@ class Run:
         cells = config.tokens_per_step // (world.size * config.accumulate)  # at once
         own = slice(world.rank, None, world.size)
         for part in micro_batches(batch[0][own], batch[1][own], cells):
-            idx, targets = (torch.from_numpy(x).to(self.device) for x in part)
+            idx, targets = (self.to_device(x) for x in part)
             loss = self.loss(idx, targets) / count
             loss.backward()
             flat.extra[0] += loss.detach()
         save_is_due = time.monotonic() - self.saved_at > config.save_seconds
         signals = signal.SIGINT in self.received, signal.SIGTERM in self.received
-        flat.extra[1:] = torch.tensor([self.cpu_seconds, *signals, save_is_due])
+        flat.extra[1:] = self.to_device(np.array([self.cpu_seconds, *signals, save_is_due], dtype=np.float32))
         world.all_reduce_(flat.all)
         norm = flat.clip_(config.grad_clip)
         values = torch.cat((flat.extra, norm[None])).tolist()  # the only device synchronization of a step
@@ -228,8 +224,6 @@ class Run:
         self.stopped = signal.SIGTERM if terminated else signal.SIGINT if interrupted else None
         self.save_is_due = bool(save_is_due)
         self.optimizers.step(progress.step, progress.position / self.sampler.per_epoch)
-        if self.average:
-            self.average.update(progress.step)
         progress.step += 1
         progress.characters += count
         progress.position = self.sampler.position
@@ -238,6 +232,13 @@ class Run:
         progress.cpu_seconds += cpu_seconds
         self.cpu_seconds = time.process_time() - started
         return value
+
+    def to_device(self, values: np.ndarray) -> Tensor:
+        """Copied beside the device's work, from pinned memory, where that is a GPU."""
+        tensor = torch.from_numpy(values)
+        if self.device.type == "cuda":
+            tensor = tensor.pin_memory()
+        return tensor.to(self.device, non_blocking=True)
 
     def diverged(self, step: int, what: str) -> DivergedError:
         config, scale = self.config, lr_scale(step, self.config)
@@ -256,14 +257,9 @@ class Run:
             return F.cross_entropy(logits.float().flatten(0, 1), expected.flatten(0, 1), reduction="sum")
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
-    @property
-    def served_model(self) -> GPT:
-        """The model to evaluate and save for serving: the weight average if there is one."""
-        return self.average.model if self.average else self.model
-
     def evaluate(self) -> dict[str, Any]:
         """Measure the validation loss, save the weights if they are the best so far, and return the logged record."""
-        progress, model = self.progress, self.served_model
+        progress, model = self.progress, self.model
         model.eval()
         val_loss = self.validation_loss(model)
         if not math.isfinite(val_loss):
@@ -363,7 +359,7 @@ class Run:
         assert self.run_log
         self.progress.log_bytes = self.run_log.sync()
         corpus = self.corpus.describe()
-        extra = pack(self.requested, self.resolved, corpus, self.progress, self.tensors(), generators)
+        extra = pack(self.requested, self.resolved, corpus, self.progress, self.optimizers.tensors(), generators)
         description = self.describe({"best_val": self.progress.best_val_loss}, self.progress)
         save_checkpoint(self.out / "last", self.model, self.corpus.tokenizer, description, extra)
 

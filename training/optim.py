@@ -7,7 +7,6 @@ batch with all others of its shape.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 
 import torch
@@ -238,23 +237,3 @@ def momentum_at(step: int, config: TrainConfig) -> float:
 def weight_decay_at(epochs: float, config: TrainConfig) -> float:
     """Weight decay, which rises with the epochs seen, to its full value after three: what repeats can be memorized."""
     return config.weight_decay * min(1.0, epochs / 3)
-
-
-class WeightAverage:
-    """An exponential moving average of a model's weights, held in a copy of the model."""
-
-    def __init__(self, model: GPT, decay: float):
-        self.decay = decay
-        self.source: list[Tensor] = list(model.parameters())
-        self.model = copy.deepcopy(model).requires_grad_(False)
-
-    @torch.no_grad()
-    def update(self, step: int) -> None:
-        """Add the weights after step number `step`; the decay is smaller for early steps."""
-        decay = min(self.decay, (1 + step) / (10 + step))
-        target: list[Tensor] = list(self.model.parameters())
-        torch._foreach_lerp_(target, self.source, 1.0 - decay)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The state by name; copying into these tensors restores it."""
-        return {f"average.{name}": parameter for name, parameter in self.model.named_parameters()}

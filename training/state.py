@@ -1,7 +1,7 @@
 """What a run needs to resume exactly where it stopped: two files added to the checkpoint OUT/last, without pickle.
 
     state.json          settings, counters, best loss, length of the log
-    state.safetensors   optimizer state, weight average, random-generator states
+    state.safetensors   optimizer state, random-generator states
 
 Tensors are copied by name into the live objects, whose `tensors` methods name them.
 """
@@ -22,7 +22,7 @@ from service.model.checkpoint import Checkpoint
 from service.model.gpt import GPT
 from training.config import TrainConfig
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 STATE = "state.json"
 TENSORS = "state.safetensors"
 

@@ -22,7 +22,7 @@ from training.state import ResumeError
 SHAPE = {"block_size": 8, "n_layer": 2, "n_head": 2, "n_kv_head": 1, "n_embd": 16}
 FEW = {
     "steps": 24, "batch_size": 4, "warmup_steps": 2, "eval_every": 8, "sample_chars": 0, "threads": 1,
-    "dtype": "float32", "dropout": 0.1, "ema_decay": 0.5,
+    "dtype": "float32", "dropout": 0.1,
 }  # fmt: skip
 TEXT = "".join(random.Random(1).choices("abcd\n", weights=[8, 4, 2, 1, 1], k=4000))
 
@@ -82,7 +82,7 @@ def test_the_loss_is_that_against_the_teachers_mean(tmp_path):
 def test_a_student_predicts_as_its_teachers_and_not_as_the_text(tmp_path):
     """Random teachers know nothing of the text; what the student has learned can only be theirs."""
     out = tmp_path / "out"
-    jobs.start(config(tmp_path, steps=300, eval_every=300, dropout=0.0, ema_decay=0.0), out, Console(quiet=True))
+    jobs.start(config(tmp_path, steps=300, eval_every=300, dropout=0.0), out, Console(quiet=True))
     checkpoint = Checkpoint.read(out / "best")
     ids = prepare(str(tmp_path / "text.txt")).val[:8].tolist()
     student = [reference.softmax(row) for row in reference.logits(checkpoint.path, ids)]

@@ -19,7 +19,7 @@ from training.loop import Run
 
 TEXT = "".join(random.Random(1).choices(["The cat ", "a dog, ", "sat on ", "ran to ", "the mat.\n"], k=300))
 FEW = {"steps": 12, "batch_size": 4, "warmup_steps": 2, "eval_every": 4, "sample_chars": 5, "threads": 1}
-QUICK = {**FEW, "dtype": "float32", "dropout": 0.1, "ema_decay": 0.5}
+QUICK = {**FEW, "dtype": "float32", "dropout": 0.1}
 
 
 @pytest.fixture(autouse=True)
@@ -127,7 +127,7 @@ def test_new_characters_are_learned(tmp_path, source):
     text = TEXT.replace("cat", "çât")
     (tmp_path / "text.txt").write_text(text)
     out = tmp_path / "out"
-    longer = {"steps": 200, "batch_size": 16, "eval_every": 100, "ema_decay": 0.0}
+    longer = {"steps": 200, "batch_size": 16, "eval_every": 100}
     start(config(tmp_path, source, extend_vocabulary=True, **longer), out)
     best = Checkpoint.read(out / "best")
     assert best.tokenizer.characters == [*VOCABULARY, "â", "ç"]

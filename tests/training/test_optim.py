@@ -1,4 +1,4 @@
-"""Muon against an explicit SVD; the parameters of each optimizer; the schedule; the weight average."""
+"""Muon against an explicit SVD; the parameters of each optimizer; the schedules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from training.config import TrainConfig
 from training.optim import (
     Muon,
     Optimizers,
-    WeightAverage,
     hidden_matrices,
     lr_scale,
     momentum_at,
@@ -156,20 +155,6 @@ def test_momentum_rises_with_steps_and_weight_decay_with_epochs():
     assert momentum_at(0, TrainConfig(muon_momentum=0.9, momentum_steps=0)) == pytest.approx(0.9)
     decays = [weight_decay_at(epochs, config) for epochs in (0, 0.5, 1.5, 3, 99)]
     assert decays == pytest.approx([0, 0.1, 0.3, 0.6, 0.6])
-
-
-def test_the_weight_average_follows_its_recurrence():
-    model = with_gradients()
-    average = WeightAverage(model, decay=0.5)
-    expected = model.head.weight.detach().clone()
-    for step in range(12):
-        with torch.no_grad():
-            model.head.weight.add_(1.0)
-        average.update(step)
-        decay = min(0.5, (1 + step) / (10 + step))
-        expected = decay * expected + (1 - decay) * model.head.weight.detach()
-    torch.testing.assert_close(average.model.head.weight, expected)
-    assert not torch.equal(average.model.head.weight, model.head.weight)
 
 
 def test_row_norms_become_equal_over_time_and_the_matrix_norm_is_preserved():

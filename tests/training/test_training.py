@@ -50,7 +50,6 @@ TINY = {
     "log_every": 3,
     "sample_chars": 10,
     "dropout": 0.1,
-    "ema_decay": 0.9,
     "threads": 1,
 }
 CHAOS = [pytest.mark.chaos, pytest.mark.timeout(1800)]
@@ -495,7 +494,7 @@ def test_records_are_trained_on_and_scored_alone(tmp_path):
     names = sorted({f"{a}{b}{c}" for a in "BDGK" for b in "aeiou" for c in ("b", "dd", "lan", "rik")})
     (tmp_path / "names.txt").write_bytes("\r\n".join(names).encode())
     out = tmp_path / "out"
-    changes = {"data": tmp_path / "names.txt", "steps": 60, "eval_every": 30, "dropout": 0.0, "ema_decay": 0.0}
+    changes = {"data": tmp_path / "names.txt", "steps": 60, "eval_every": 30, "dropout": 0.0}
     command = ["--out", out, "--records", *flags(tmp_path, **changes, dtype="float32")]
     done = training("train", *command)
     assert done.returncode == 0, done.stderr
@@ -641,7 +640,7 @@ def test_kept_checkpoints(tmp_path, monkeypatch):
 def test_an_overfitting_run_stops_early_and_reports_it(tmp_path, monkeypatch):
     """Random letters can only be memorized."""
     (tmp_path / "text.txt").write_text("".join(random.Random(0).choices("abcdefghij", k=300)))
-    config = tiny(tmp_path, steps=400, eval_every=10, muon_lr=0.1, dropout=0.0, ema_decay=0.0, dtype="float32")
+    config = tiny(tmp_path, steps=400, eval_every=10, muon_lr=0.1, dropout=0.0, dtype="float32")
     jobs.start(replace(config, patience=3), tmp_path / "out", console := Console(record=True, width=200))
     *_, end = records = events(tmp_path / "out")
     losses = {r["step"]: r["val_loss"] for r in records if r["event"] == "evaluation"}
