@@ -288,16 +288,17 @@ def run_evaluate(args: argparse.Namespace) -> None:
 
     checkpoint, model = load_model(args)
     records = has_records(checkpoint)
+    train = None
     if args.data is None:
         corpus = training_corpus(checkpoint, args)
-        ids, scored = corpus.val, f"validation split of {corpus.name}"
+        ids, train, scored = corpus.val, corpus.train, f"validation split of {corpus.name}"
     else:
         notes: set[str] = set()
         files = find_texts(args.data, args.glob or (), notes)
         ids, scored = encode_files(files, checkpoint.tokenizer, records=records), " ".join(args.data)
         print(*sorted(notes), sep="\n", end="\n" if notes else "")
     print(f"{scored}: {plural(len(ids), 'character')}, all but the first scored")
-    for name, loss in split_losses(model, ids, records=records).items():
+    for name, loss in split_losses(model, ids, records=records, train=train).items():
         print(f"{name:<9} {loss:.4f} nats  {bits(loss):.4f} bits per character")
 
 

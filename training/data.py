@@ -562,6 +562,34 @@ def record_pieces(ids: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarray
     return np.repeat(breaks[:-1], counts) + offsets, np.minimum(longest, np.repeat(lengths, counts) - offsets)
 
 
+def unseen_records(ids: np.ndarray, train: np.ndarray) -> np.ndarray:
+    """The split `ids` without the records that the split `train` has too."""
+    digests, lengths = _record_digests(ids)
+    known = np.isin(digests, _record_digests(train)[0])
+    return ids[np.concatenate(([True], np.repeat(~known, lengths)))]
+
+
+def _record_digests(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """64 bits of each record of a split, line break included, and its length: (records,) uint64 and int64.
+
+    A sum of products with random numbers: two differing records have equal digests about once in 2⁵⁶ pairs.
+    """
+    starts, lengths = record_pieces(ids, len(ids))
+    factors = np.random.RandomState(0).randint(0, 1 << 64, int(lengths.max()), dtype=np.uint64)
+    digests, first = np.empty(len(lengths), np.uint64), 0
+    ahead = np.cumsum(lengths)
+    while first < len(lengths):
+        before = ahead[first - 1] if first else 0
+        last = max(first + 1, int(np.searchsorted(ahead, before + CHARACTERS_AT_ONCE, "right")))
+        some = lengths[first:last]
+        offsets = np.cumsum(some) - some
+        targets = ids[starts[first] + 1 : starts[first] + 1 + some.sum()].astype(np.uint64) + np.uint64(1)
+        within = np.arange(some.sum()) - np.repeat(offsets, some)
+        digests[first:last] = np.add.reduceat(targets * factors[within], offsets)
+        first = last
+    return digests, lengths
+
+
 def window_pieces(ids: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     """Starts, and numbers of inputs, of consecutive windows; the last may be shorter: (pieces,) int64 each."""
     starts = np.arange(0, len(ids) - 1, length)

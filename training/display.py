@@ -104,10 +104,11 @@ def print_report(
         "bigram": "bigram baseline",
         "whole": f"this model, windows of {config.block_size}",
         "streamed": "this model, streamed",
+        "unseen": "this model, records not in the training split too",
     }
     table = Table("loss per character, validation split", "nats", "bits")
-    for name, label in labels.items():
-        table.add_row(label, f"{losses[name]:.4f}", f"{bits(losses[name]):.4f}")
+    for name in filter(losses.__contains__, labels):
+        table.add_row(labels[name], f"{losses[name]:.4f}", f"{bits(losses[name]):.4f}")
     console.print(table)
     if warning := verdict(losses):
         console.print(warning, markup=False, soft_wrap=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from service.model.gpt import GPT
-from training.data import IGNORED, padded, record_pieces, window_pieces
+from training.data import IGNORED, padded, record_pieces, unseen_records, window_pieces
 
 CHUNK = 1 << 20  # characters per count
 BATCH_CHARS = 1 << 11  # characters per forward
@@ -24,14 +24,22 @@ def bits(nats: float) -> float:
     return nats / math.log(2)
 
 
-def split_losses(model: GPT, ids: np.ndarray, *, records: bool) -> dict[str, float]:
-    """`whole`, in pieces of at most block_size as in training, and `streamed`, as when generating."""
-    if records:
-        return {
-            "whole": piece_loss(model, ids, *record_pieces(ids, model.config.block_size)),
-            "streamed": piece_loss(model, ids, *record_pieces(ids, len(ids))),
-        }
-    return {"whole": whole_loss(model, ids), "streamed": streamed_loss(model, ids)}
+def split_losses(model: GPT, ids: np.ndarray, *, records: bool, train: np.ndarray | None = None) -> dict[str, float]:
+    """`whole`, in pieces of at most block_size as in training, and `streamed`, as when generating.
+
+    Of records also `unseen`, streamed: of those that are not in `train` too, if there are both kinds.
+    """
+    if not records:
+        return {"whole": whole_loss(model, ids), "streamed": streamed_loss(model, ids)}
+    losses = {
+        "whole": piece_loss(model, ids, *record_pieces(ids, model.config.block_size)),
+        "streamed": piece_loss(model, ids, *record_pieces(ids, len(ids))),
+    }
+    if train is not None:
+        unseen = unseen_records(ids, train)
+        if 1 < len(unseen) < len(ids):
+            losses["unseen"] = piece_loss(model, unseen, *record_pieces(unseen, len(unseen)))
+    return losses
 
 
 def whole_loss(model: GPT, ids: np.ndarray) -> float:

@@ -313,7 +313,7 @@ class Run:
         best = Checkpoint.read(self.out / "best").load_model(self.device)
         corpus = self.corpus
         losses = {
-            **split_losses(best, corpus.val, records=corpus.records is not None),
+            **split_losses(best, corpus.val, records=corpus.records is not None, train=corpus.train),
             **baselines(corpus.train, corpus.val, corpus.tokenizer.vocab_size),
         }
         self.save_served("best", best, losses, self.progress.at_best)

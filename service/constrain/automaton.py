@@ -35,9 +35,7 @@ class Automaton:
     table: np.ndarray  # (states, classes) int16: the next state; −1: the dead state, outside the language
     accepting: np.ndarray  # (states,) bool
     distance: np.ndarray  # (states,) int32: fewest characters to an accepting state
-    _masks: dict[tuple[int, int, bool], tuple[np.ndarray | None, bool]] = field(
-        default_factory=dict, init=False, repr=False
-    )
+    _masks: dict[tuple[int, int, bool], np.ndarray | None] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def min_length(self) -> int:
@@ -207,75 +205,79 @@ class Guide:
 
     A character-level model has no end-of-text token. Instead, in an accepting state every id outside the pattern is
     allowed, and choosing one ends the text without that id: not before `minimum`. None: every match is long enough.
+
+    An id in the pattern is allowed only if the text can be completed after it, within `maximum` characters, and to the
+    minimum while it is shorter. So at least one id is always allowed, and as long as only allowed ids are chosen, the
+    text matches when nothing remains.
+
+    Without `may_leave`, ids outside the pattern are allowed only if no other is. If all ids stay in the pattern and
+    none can be completed, all are allowed and `push` refuses any. native.cpp follows the same rules.
     """
 
-    def __init__(self, automaton: Automaton, minimum: MinimumLength | None = None):
+    def __init__(
+        self,
+        automaton: Automaton,
+        maximum: int = 2**31 - 1,
+        minimum: MinimumLength | None = None,
+        may_leave: bool = True,
+    ):
         self.automaton = automaton
-        self._state = 0
-        self._minimum = minimum
-        self._missing = 0 if minimum is None else minimum.length  # characters, to the minimum
-        self._out_of_budget = False  # no id that stays in the pattern can be completed: any id ends the text
+        self.minimum = minimum
+        self.may_leave = may_leave
+        self.state = 0
+        self.remaining = maximum  # characters, to the maximum
+        self.missing = 0 if minimum is None else minimum.length  # characters, to the minimum
         self._class_of = automaton.classes.item
         self._next = automaton.table.item
+        self._distance = automaton.distance.item
         self._ample = int(automaton.distance.max()) + 2  # from this budget on, completion excludes no id
 
     @property
     def may_end(self) -> bool:
         """Whether the text so far matches."""
-        return bool(self.automaton.accepting[self._state])
+        return bool(self.automaton.accepting[self.state])
 
     @property
     def must_end(self) -> bool:
         """Whether the text so far matches and no longer text with this beginning does."""
-        return self.may_end and bool((self.automaton.table[self._state] < 0).all())
+        return self.may_end and bool((self.automaton.table[self.state] < 0).all())
 
-    def allowed(self, remaining: int, may_leave: bool = True) -> np.ndarray | None:
-        """The allowed next ids: (V,) bool, read-only and shared; None: all.
-
-        `remaining`: characters that may still be generated, this one included. An id in the pattern is allowed only if
-        the text can be completed after it, and to the minimum while it is shorter. So at least one id is always
-        allowed, and as long as only allowed ids are chosen, the text matches when nothing remains.
-
-        Without `may_leave`, ids outside the pattern are allowed only if no other is. If all ids stay in the pattern and
-        none can be completed, the result is None and `push` refuses any id.
-        """
-        assert self.automaton.distance[self._state] <= remaining > 0, "no matching text is that short"
-        if self._missing:
-            assert self._minimum is not None
-            return self._minimum.allowed(self.automaton, self._state, self._missing)
-        key = (self._state, min(remaining, self._ample), may_leave)
+    def allowed(self) -> np.ndarray | None:
+        """The allowed next ids: (V,) bool, read-only and shared; None: all."""
+        assert self.automaton.distance[self.state] <= self.remaining > 0, "no matching text is that short"
+        if self.missing:
+            assert self.minimum is not None
+            return self.minimum.allowed(self.automaton, self.state, self.missing)
+        key = (self.state, min(self.remaining, self._ample), self.may_leave)
         masks = self.automaton._masks
-        found = masks.get(key)
-        if found is None:
-            found = self._find_allowed(remaining, may_leave)
-            if len(masks) * len(self.automaton.classes) < MASK_CACHE_BYTES:
-                masks[key] = found
-        mask, self._out_of_budget = found
+        if key in masks:
+            return masks[key]
+        mask = self._find_allowed()
+        if len(masks) * len(self.automaton.classes) < MASK_CACHE_BYTES:
+            masks[key] = mask
         return mask
 
-    def _find_allowed(self, remaining: int, may_leave: bool) -> tuple[np.ndarray | None, bool]:
-        """(mask, out of budget)."""
+    def _find_allowed(self) -> np.ndarray | None:
         automaton = self.automaton
-        distance = np.append(automaton.distance, _UNREACHABLE)[automaton.table[self._state]]  # (classes,)
-        good = distance < remaining
-        if automaton.accepting[self._state] and (may_leave or not good.any()):
+        distance = np.append(automaton.distance, _UNREACHABLE)[automaton.table[self.state]]  # (classes,)
+        good = distance < self.remaining
+        if automaton.accepting[self.state] and (self.may_leave or not good.any()):
             good |= distance == _UNREACHABLE
-            if not good.any():
-                return None, True
-        if good.all():
-            return None, False
+        if good.all() or not good.any():
+            return None
         mask = good[automaton.classes]  # (V,)
         mask.flags.writeable = False
-        return mask, False
+        return mask
 
     def push(self, id: int) -> bool:
-        """Advance by the id chosen after `allowed`; False: it ends the text and is not part of it."""
-        state = self._next(self._state, self._class_of(id))
-        if state < 0 or self._out_of_budget:
+        """Advance by the id chosen of those allowed; False: it ends the text and is not part of it."""
+        state = self._next(self.state, self._class_of(id))
+        if state < 0 or self._distance(state) >= self.remaining:
             return False
-        self._state = state
-        if self._missing:
-            self._missing -= 1
+        self.state = state
+        self.remaining -= 1
+        if self.missing:
+            self.missing -= 1
         return True
 
 

@@ -29,7 +29,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from service.engine.runner import FAILED, NONE, Outcome, Pending, Piece, Runner, check_ids
+from service.constrain.automaton import Guide
+from service.engine.runner import FAILED, NONE, Outcome, Pending, Piece, Runner, check_ids, masks_of
 from service.model.gpt import GPT
 from service.model.params import SamplingParams
 from service.model.sampling import Draws, Filters, choose, penalise
@@ -195,7 +196,7 @@ class CudaRunner(Runner):
         self,
         slots: np.ndarray,
         steps: np.ndarray,
-        allowed: Mapping[int, np.ndarray] = {},
+        guides: Mapping[int, Guide] = {},
         wants_logits: Collection[int] = (),
     ) -> Pending:
         K = int(steps.max())
@@ -204,7 +205,7 @@ class CudaRunner(Runner):
         plan["limit"][slots] = steps
         plan["position"][:] = self._positions[: self.slots]
         plan["u"][:K, slots] = self._draws.take(slots, steps).T
-        self._mask({int(slots[b]): mask for b, mask in allowed.items()})
+        self._mask({int(slots[b]): guide for b, guide in guides.items()})
         self._positions[slots] += steps
         size = next(k for k in STEPS if k >= K)
         needs_all = bool(self._needs_all[slots].any())
@@ -231,7 +232,7 @@ class CudaRunner(Runner):
         plan["slot"][:] = self.slots
         for name in ("start", "count", "chooses", "ids"):
             plan[name][:] = 0
-        masks: dict[int, np.ndarray] = {}
+        guides: dict[int, Guide] = {}
         needs_all = wants_logits = False
         for r, (b, offset) in enumerate(part):
             piece = pieces[b]
@@ -244,14 +245,15 @@ class CudaRunner(Runner):
                 plan["chooses"][r] = 1
                 plan["u"][r] = self._draws.take(np.array([slot]), np.array([1]))[0, 0]
                 needs_all |= bool(self._needs_all[slot])
-                if piece.allowed is not None:
-                    masks[slot] = piece.allowed
-        self._mask(masks)
+                if piece.guide is not None:
+                    guides[slot] = piece.guide
+        self._mask(guides)
         gives = [self._first] + [self._piece_logits] * wants_logits
         return self._launch(self._pieces, ("prefill", wants_logits, needs_all), gives)
 
-    def _mask(self, masks: dict[int, np.ndarray]) -> None:
-        """Allowed ids by slot, for the next launch."""
+    def _mask(self, guides: dict[int, Guide]) -> None:
+        """Allow in the next launch what the guides allow, by slot."""
+        masks = masks_of(guides)
         if masks or self._is_masked:
             allowed = np.ones(self._allowed.shape, dtype=bool)
             for slot, mask in masks.items():

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from service.engine.runner import FAILED, NONE, Outcome, Piece, Runner, check_ids
+from service.constrain.automaton import Guide
+from service.engine.runner import FAILED, NONE, Outcome, Piece, Runner, check_ids, masks_of
 from service.model.gpt import GPT
 from service.model.kv_cache import KVCache
 from service.model.params import SamplingParams
@@ -83,7 +84,7 @@ class TorchRunner(Runner):
         complete = [b for b, piece in enumerate(pieces) if piece.choose]
         if complete:
             last = torch.tensor([counts[b] - 1 for b in complete])
-            masks = {i: mask for i, b in enumerate(complete) if (mask := pieces[b].allowed) is not None}
+            masks = masks_of({i: guide for i, b in enumerate(complete) if (guide := pieces[b].guide)})
             who = np.array(slots)[complete]
             u = self._draws.take(who, np.ones(len(who), dtype=np.int64))[:, 0]
             ids[complete, 0] = self._choose(logits[torch.tensor(complete), last].double(), who, u, masks)
@@ -93,7 +94,7 @@ class TorchRunner(Runner):
 
     @torch.inference_mode()
     def decode(
-        self, slots: np.ndarray, steps: np.ndarray, allowed: dict[int, np.ndarray], wants_logits: Collection[int]
+        self, slots: np.ndarray, steps: np.ndarray, guides: dict[int, Guide], wants_logits: Collection[int]
     ) -> Outcome:
         B, K, width = len(slots), int(steps.max()), int(slots.max()) + 1
         ids = np.full((B, K), NONE, dtype=np.int32)
@@ -107,7 +108,7 @@ class TorchRunner(Runner):
             active[slots[rows]] = True
             logits = self.model(idx.to(self._device), self.cache.decode(active.tolist()))[:, -1].cpu()
             logits = logits[torch.from_numpy(slots[rows])].double()  # (rows, V)
-            masks = {i: allowed[b] for i, b in enumerate(rows.tolist()) if b in allowed}
+            masks = masks_of({i: guides[b] for i, b in enumerate(rows.tolist()) if b in guides})
             ids[rows, k] = self._choose(logits, slots[rows], u[rows, k], masks)
             self._take(slots[rows], ids[rows, k])
             alive = ids[:, k] != FAILED

@@ -165,7 +165,7 @@ class Engine:
         for id in scheduler.expired(stats.started_at):
             self.abort(id, "timeout")
         deltas, self._ended = self._ended, []
-        if self._in_flight and scheduler.num_guided:  # the mask of a guided sequence follows from its last character
+        if self._in_flight and scheduler.num_guided:  # whose masks follow from their last characters
             self._collect(self._in_flight, deltas)
             self._in_flight = []
         slots = self._share(np.flatnonzero(scheduler.is_decoding & (scheduler.num_left > 0)))  # (B,)
@@ -287,16 +287,14 @@ class Engine:
         sequences = [sequence for slot in slots.tolist() if (sequence := by_slot[slot]) is not None]
         with self._isolated(sequences):
             special = [b for b, sequence in enumerate(sequences) if sequence.notable is None]
-            allowed = {}
-            for b in special:
-                if (mask := sequences[b].allowed()) is not None:
-                    allowed[b] = mask
+            guides = {b: guide for b in special if (guide := sequences[b].guide) is not None}
             wants_logits = [b for b in special if sequences[b].request.logprobs is not None]
-            # A guided row takes one step per call, as each needs a mask. Beside rows of K steps it would wait for all K
-            # after each character, so that its own text would be up to K times slower: then all take one.
-            most = 1 if scheduler.num_guided else self._num_steps(len(slots), num_prompt)
+            # Where a guided row takes one step per call, all do: beside rows of K steps it would wait for all K after
+            # each character, so that its own text would be up to K times slower.
+            is_slow = scheduler.num_guided and not self.runner.follows_guides
+            most = 1 if is_slow else self._num_steps(len(slots), num_prompt)
             steps = np.minimum(most, scheduler.num_left[slots])
-            pending = self.runner.decode(slots, steps, allowed, wants_logits)
+            pending = self.runner.decode(slots, steps, guides, wants_logits)
             scheduler.decoded(slots, steps)
             is_end = (scheduler.num_left[slots] == 0).tolist()
             stats.num_decode_rows, stats.num_decode_steps = len(slots), int(steps.max())
@@ -393,7 +391,7 @@ class Engine:
         taken = sequence.extend(ids)
         if logits is not None and sequence.request.logprobs is not None:
             sequence.unemitted_logprobs.extend(_logprobs(logits[:taken], ids[:taken], sequence.request))
-        if not sequence.is_guided:  # a guide refuses the id that ends its text
+        if sequence.guide is None:  # a guide refuses the id that ends its text
             self.stats.num_dropped_tokens += len(ids) - taken
 
     def _fail(self, sequence: Sequence) -> None:
@@ -450,7 +448,7 @@ def _piece(piece: Prefill) -> Piece:
         sequence.slot,
         sequence.cut_prompt[start : start + length],
         chooses,
-        sequence.allowed() if chooses else None,
+        sequence.guide if chooses else None,
         sequence.request.score_from is not None or (chooses and sequence.request.logprobs is not None),
     )
 

@@ -455,15 +455,26 @@ struct ChargptParams {
   const int32_t* seen;    // (num_seen,) ids of the prompt; only where a penalty needs them
 };
 
+// A sequence's place in a pattern: an automaton as in constrain/automaton.py.
+struct ChargptGuide {
+  const uint16_t* classes;   // (V,) of each id
+  const int16_t* table;      // (states, num_classes) next states; -1: outside the pattern
+  const uint8_t* accepting;  // (states,)
+  const int32_t* distance;   // (states,) fewest characters to an accepting state
+  const uint8_t* layers;     // (num_layers, layer_bytes) bits of states, the first the highest; null: no minimum
+  int32_t num_classes, layer_bytes, num_layers, repeat;
+  int32_t state, remaining, missing, may_leave;  // remaining to the maximum, missing to the minimum length
+};
+
 struct ChargptItem {
   int32_t slot;
-  int32_t count;           // ids to run; 0: the one that was chosen last
-  int32_t steps;           // ids to choose after them
-  int32_t wants_all;       // logits of each id that runs, instead of each one that is chosen
-  const int32_t* ids;      // (count,)
-  const uint8_t* allowed;  // (V,) for the first choice; null: all
-  double* logits;          // (count or steps, V); null: not wanted
-  int32_t* chosen;         // (steps,)
+  int32_t count;              // ids to run; 0: the one that was chosen last
+  int32_t steps;              // ids to choose after them
+  int32_t wants_all;          // logits of each id that runs, instead of each one that is chosen
+  const int32_t* ids;         // (count,)
+  const ChargptGuide* guide;  // null: any id may be chosen
+  double* logits;             // (count or steps, V); null: not wanted
+  int32_t* chosen;            // (steps,); those after the one with which a guide ends are left as they are
 };
 
 struct ChargptConfig {
@@ -475,6 +486,53 @@ struct ChargptConfig {
 }
 
 namespace {
+
+// The path of a sequence through its guide during a call; what is allowed is said in constrain/automaton.py.
+struct Walk {
+  const ChargptGuide* guide = nullptr;
+  int32_t state = 0, remaining = 0, missing = 0;
+
+  explicit Walk(const ChargptGuide* from) : guide(from) {
+    if (guide) state = guide->state, remaining = guide->remaining, missing = guide->missing;
+  }
+
+  // Fills allowed (V,) and returns it; null: all ids are allowed.
+  const uint8_t* allow(uint8_t* allowed, int V) {
+    if (!guide) return nullptr;
+    bool any = false;
+    for (int i = 0; i < V; ++i) {
+      const int next = after(i);
+      allowed[i] = next >= 0 && (missing ? reaches(next) : guide->distance[next] < remaining);
+      any = any || allowed[i];
+    }
+    if (!missing && guide->accepting[state] && (guide->may_leave || !any))
+      for (int i = 0; i < V; ++i)
+        if (after(i) < 0) any = true, allowed[i] = true;
+    return any ? allowed : nullptr;
+  }
+
+  // Take the id that was chosen; returns whether the text goes on after it.
+  bool push(int id) {
+    if (!guide) return true;
+    const int next = after(id);
+    if (next < 0 || guide->distance[next] >= remaining) return false;
+    state = next;
+    --remaining;
+    if (missing) --missing;
+    const int16_t* row = guide->table + size_t(state) * guide->num_classes;
+    return !guide->accepting[state] || std::any_of(row, row + guide->num_classes, [](int16_t to) { return to >= 0; });
+  }
+
+ private:
+  int after(int id) const { return guide->table[size_t(state) * guide->num_classes + guide->classes[id]]; }
+
+  bool reaches(int next) const {  // a match of an allowed length
+    int layer = missing - 1;
+    const int count = guide->num_layers, repeat = guide->repeat;
+    if (layer >= count) layer = repeat + (layer - repeat) % (count - repeat);
+    return guide->layers[size_t(layer) * guide->layer_bytes + next / 8] >> (7 - next % 8) & 1;
+  }
+};
 
 struct Sampler {
   ChargptParams p{};
@@ -735,6 +793,7 @@ template <class T, class W, class K> class Net final : public Engine {
     Buffer<T> x, h, qkv, y, out, gate_up, p, cos_sin, logits;
     Buffer<double> z, weight;
     std::vector<int32_t> order;
+    std::vector<uint8_t> allowed;  // (V,)
     std::vector<Row> rows;
     Guesses guesses;
   };
@@ -760,6 +819,7 @@ template <class T, class W, class K> class Net final : public Engine {
       w.p = Buffer<T>(HEADS * Wp), w.cos_sin = Buffer<T>(BATCH * hs);
       w.logits = Buffer<T>(BATCH * V), w.z = Buffer<double>(V), w.weight = Buffer<double>(V);
       w.order.resize(V);
+      w.allowed.resize(V);
       spaces.push_back(std::move(w));
     }
   }
@@ -801,7 +861,8 @@ template <class T, class W, class K> class Net final : public Engine {
       if (item.steps && !item.chosen) return "there is no room for the chosen ids";
       for (int k = 0; k < item.count; ++k)
         if (item.ids[k] < 0 || item.ids[k] >= vocab_size) return "an id is out of range";
-      if (item.allowed && !std::memchr(item.allowed, 1, vocab_size)) return "no id is allowed";
+      if (item.guide && (item.guide->remaining < 1 || item.guide->distance[item.guide->state] > item.guide->remaining))
+        return "no match of a pattern is that short";
     }
     return nullptr;
   }
@@ -859,7 +920,7 @@ template <class T, class W, class K> class Net final : public Engine {
   // where all rows' would be read from memory at every step. Not with weights that a cache does not hold either.
   void lead(const std::vector<const ChargptItem*>& items, Workspace& w, Team team) {
     std::vector<Progress> active;
-    for (const ChargptItem* item : items) active.push_back({item, 0, 0});
+    for (const ChargptItem* item : items) active.push_back({item, Walk(item->guide), 0, 0});
     const bool stays = std::all_of(items.begin(), items.end(), [](auto item) { return item->count == 0; }) &&
                        storage.bytes <= TEAM_BYTES;
     const int limit = stays ? TOGETHER : BATCH;
@@ -915,6 +976,7 @@ template <class T, class W, class K> class Net final : public Engine {
 
   struct Progress {
     const ChargptItem* item;
+    Walk walk;
     int fed, chosen;
     int rows = 0;
     int32_t guess = NONE;  // the id of the second row, if there is one
@@ -942,7 +1004,7 @@ template <class T, class W, class K> class Net final : public Engine {
     }
     ++s.position;
     bool goes_on = choose(it, w, first);
-    if (it.guess >= 0 && s.last == it.guess) {
+    if (goes_on && it.guess >= 0 && s.last == it.guess) {
       ++s.position;
       goes_on = choose(it, w, first + V);
     }
@@ -955,12 +1017,12 @@ template <class T, class W, class K> class Net final : public Engine {
     double* z = w.z.data;
     std::copy_n(logits, c.vocab_size, z);
     if (item.logits && !item.wants_all) std::copy_n(z, c.vocab_size, item.logits + size_t(it.chosen) * c.vocab_size);
-    const uint8_t* allowed = it.chosen ? nullptr : item.allowed;
+    const uint8_t* allowed = it.walk.allow(w.allowed.data(), c.vocab_size);
     s.last = s.sampler.choose(z, w.weight.data, w.order.data(), c.vocab_size, allowed);
     item.chosen[it.chosen++] = s.last;
     w.guesses.learn(s.recent, s.last);
     s.recent = s.recent << 16 | uint16_t(s.last);
-    return it.chosen < item.steps && s.last >= 0;
+    return s.last >= 0 && it.walk.push(s.last) && it.chosen < item.steps;
   }
 
   // One pass of the batch `shared.rows` through all layers. Of a team, each thread has its own copy of the residual
@@ -1289,7 +1351,7 @@ template <class T, class W, class K> class Net final : public Engine {
 
 // The layout of the structures above, which native.py must share.
 API int32_t chargpt_layout(void) {
-  return 1 << 24 | int(sizeof(ChargptConfig) << 16 | sizeof(ChargptItem) << 8 | sizeof(ChargptParams));
+  return 2 << 24 | int(sizeof(ChargptConfig) << 16 | sizeof(ChargptItem) << 8 | sizeof(ChargptParams));
 }
 
 API const char* chargpt_open(const ChargptConfig* config, const float* const* weights, void** opened) try {

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from service.constrain.automaton import Automaton, Guide, MinimumLength
 from service.engine.runner import NONE, Outcome, Piece, Runner
 from service.model.config import GPTConfig
 from service.model.params import SamplingParams
@@ -32,8 +33,9 @@ _VARIANTS = {"x86_64": {"v4bf16": _V4 | {"avx512_bf16"}, "v4": _V4, "v3": _V3}}
 _PARAMS = struct.Struct("=7dQ3q3Q")  # ChargptParams
 _ITEM = np.dtype(
     [(name, "i4") for name in ("slot", "count", "steps", "wants_all")]
-    + [(name, "u8") for name in ("ids", "allowed", "logits", "chosen")]
+    + [(name, "u8") for name in ("ids", "guide", "logits", "chosen")]
 )  # ChargptItem
+_GUIDE = struct.Struct("=5Q8i")  # ChargptGuide
 
 
 class _Config(ctypes.Structure):
@@ -92,7 +94,7 @@ def why_not() -> str | None:
 def _load(path: Path) -> ctypes.CDLL:
     """Raises OSError: the file is no such library, or one of another revision."""
     library = ctypes.CDLL(str(path))
-    layout = 1 << 24 | ctypes.sizeof(_Config) << 16 | _ITEM.itemsize << 8 | _PARAMS.size
+    layout = 2 << 24 | ctypes.sizeof(_Config) << 16 | _ITEM.itemsize << 8 | _PARAMS.size
     if not hasattr(library, "chargpt_layout") or library.chargpt_layout() != layout:
         raise OSError(f"{path}: built from another revision")
     for name, arguments in {
@@ -138,6 +140,7 @@ class NativeRunner(Runner):
     """
 
     backend = "native"
+    follows_guides = True
 
     def __init__(
         self, config: GPTConfig, weights: Mapping[str, np.ndarray], slots: int, threads: int, dtype: str = "float32"
@@ -206,17 +209,17 @@ class NativeRunner(Runner):
         items["ids"] = ids.ctypes.data + 4 * (counts.cumsum() - counts)
         items["steps"] = [piece.choose for piece in pieces]
         items["chosen"] = chosen.ctypes.data + 4 * np.arange(B)
-        masks = {b: piece.allowed for b, piece in enumerate(pieces) if piece.allowed is not None}
+        guides = {b: piece.guide for b, piece in enumerate(pieces) if piece.guide is not None}
         logits = {b: np.empty((len(piece.ids), V)) for b, piece in enumerate(pieces) if piece.wants_logits}
         items["wants_all"] = 1
-        self._run(items, masks, logits)
+        self._run(items, guides, logits)
         return Outcome(chosen, logits)
 
     def decode(
         self,
         slots: np.ndarray,
         steps: np.ndarray,
-        allowed: Mapping[int, np.ndarray] = {},
+        guides: Mapping[int, Guide] = {},
         wants_logits: Collection[int] = (),
     ) -> Outcome:
         B, K = len(slots), int(steps.max())
@@ -225,15 +228,20 @@ class NativeRunner(Runner):
         items["slot"], items["steps"] = slots, steps
         items["chosen"] = chosen.ctypes.data + 4 * K * np.arange(B)
         logits = {b: np.full((int(steps[b]), self.config.vocab_size), np.nan) for b in wants_logits}
-        self._run(items, allowed, logits)
+        self._run(items, guides, logits)
         return Outcome(chosen, logits)
 
-    def _run(self, items: np.ndarray, masks: Mapping[int, np.ndarray], logits: dict[int, np.ndarray]) -> None:
+    def _run(self, items: np.ndarray, guides: Mapping[int, Guide], logits: dict[int, np.ndarray]) -> None:
         if self._process != os.getpid():
             raise RuntimeError("the native engine was opened in another process, and its threads are there")
-        kept = {b: np.ascontiguousarray(mask, dtype=np.uint8) for b, mask in masks.items()}
-        for b, mask in kept.items():
-            items["allowed"][b] = mask.ctypes.data
+        shared = [_addresses(guide.automaton, guide.minimum) for guide in guides.values()]  # whose arrays must live on
+        packed = b"".join(
+            _GUIDE.pack(*its, guide.state, guide.remaining, guide.missing, guide.may_leave)
+            for (its, _), guide in zip(shared, guides.values(), strict=True)
+        )
+        if guides:
+            first = np.frombuffer(packed, np.uint8).ctypes.data
+            items["guide"][list(guides)] = first + _GUIDE.size * np.arange(len(guides))
         for b, rows in logits.items():
             items["logits"][b] = rows.ctypes.data
         self._check(self._library.chargpt_run(self._engine, items.ctypes.data, len(items)))
@@ -241,6 +249,17 @@ class NativeRunner(Runner):
     def _check(self, message: bytes | None) -> None:
         if message is not None:
             raise RuntimeError(f"the native engine: {message.decode()}")
+
+
+@functools.lru_cache(maxsize=128)
+def _addresses(automaton: Automaton, minimum: MinimumLength | None) -> tuple[tuple[int, ...], list[np.ndarray]]:
+    """The part of ChargptGuide that all sequences of a pattern share, and the arrays that it points to."""
+    layers = np.zeros((0, 0), np.uint8) if minimum is None else minimum.layers
+    types = (np.uint16, np.int16, np.uint8, np.int32, np.uint8)
+    found = (automaton.classes, automaton.table, automaton.accepting, automaton.distance, layers)
+    arrays = [np.ascontiguousarray(array, kind) for array, kind in zip(found, types, strict=True)]
+    pointers = [array.ctypes.data if array.size else 0 for array in arrays]
+    return (*pointers, automaton.table.shape[1], layers.shape[1], len(layers), minimum.repeat if minimum else 0), arrays
 
 
 def _shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:

@@ -11,11 +11,12 @@ Loads without torch; a backend is imported when it is opened.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from service.constrain.automaton import Guide
 from service.model.checkpoint import Checkpoint
 from service.model.config import GPTConfig
 from service.model.params import SamplingParams
@@ -35,7 +36,7 @@ class Piece(NamedTuple):
     slot: int
     ids: np.ndarray  # (T,) int32, T ≥ 1
     choose: bool  # the prompt is complete: choose the first character after it
-    allowed: np.ndarray | None = None  # (V,) bool: ids that may be chosen
+    guide: Guide | None = None  # says which ids may be chosen
     wants_logits: bool = False  # of all T positions
 
 
@@ -74,6 +75,9 @@ class Runner(ABC):
     # Pieces of a prompt begin at multiples of this, and what was generated is not to be copied as part of a prompt: a
     # row's arithmetic depends on where its pieces begin, and on whether a character was prompt or answer.
     piece: int = 1
+    # Whether a guided row may take several steps in a call. Else it takes one: each step's mask follows from the last
+    # character, which the host must see.
+    follows_guides: bool = False
     step_counts: Sequence[int] = (1, 2, 4, 8, 16, 32)  # decode steps of a call that cost no more than they must
 
     @abstractmethod
@@ -98,11 +102,12 @@ class Runner(ABC):
 
     @abstractmethod
     def decode(
-        self, slots: np.ndarray, steps: np.ndarray, allowed: dict[int, np.ndarray], wants_logits: Collection[int]
+        self, slots: np.ndarray, steps: np.ndarray, guides: dict[int, Guide], wants_logits: Collection[int]
     ) -> Outcome | Pending:
         """Choose `steps[b]` (≥ 1) further characters for the sequence in slots[b], each fed to the next step.
 
-        slots (B,), in any order; K = steps.max(). allowed: by row, for its first step; such a row has one step.
+        slots (B,), in any order; K = steps.max(). guides: by row; they are left where they are, and a row has NONE
+        after the character with which its guide ends the text.
         """
 
     def is_lost(self, error: Exception) -> bool:
@@ -112,6 +117,12 @@ class Runner(ABC):
     def close(self) -> None:
         """Free what the backend holds outside Python."""
         return None
+
+
+def masks_of(guides: Mapping[int, Guide]) -> dict[int, np.ndarray]:
+    """The ids that may be chosen next, (V,) bool, by the guides' keys; of a guide that allows all none."""
+    masks = {key: guide.allowed() for key, guide in guides.items()}
+    return {key: mask for key, mask in masks.items() if mask is not None}
 
 
 def check_ids(params: SamplingParams, prompt: Sequence[int], vocab_size: int) -> None:

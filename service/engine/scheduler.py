@@ -194,7 +194,7 @@ class Scheduler:
         if slot is not None:
             if self.is_decoding[slot]:
                 self.is_decoding[slot] = False
-                self.num_guided -= sequence.is_guided
+                self.num_guided -= sequence.guide is not None
             else:
                 self.prefilling.remove(sequence)
             if sequence.finish_reason == "error":  # its keys and values may not be finite
@@ -248,7 +248,7 @@ class Scheduler:
         if sequence.request.max_tokens > 0:
             self.prefilling.remove(sequence)
             self.is_decoding[sequence.slot] = True
-            self.num_guided += sequence.is_guided
+            self.num_guided += sequence.guide is not None
             self.num_left[sequence.slot] = sequence.request.max_tokens - 1  # the first one is chosen with the piece
 
     def decoded(self, slots: np.ndarray, steps: np.ndarray) -> None:

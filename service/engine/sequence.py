@@ -95,11 +95,10 @@ class Sequence:
         self.is_timed = False  # its times until the first character were emitted
         self.unemitted_logprobs = Logprobs()
         self.unemitted_prompt_logprobs = Logprobs()
-        self._guide: Guide | None = None
+        self.guide: Guide | None = None
         if request.constraint is not None:
             minimum = None if request.minimum is None else _minimum(request.minimum, request.constraint)
-            self._guide = Guide(_automaton(request.constraint), minimum)
-        self.is_guided = self._guide is not None
+            self.guide = Guide(_automaton(request.constraint), request.max_tokens, minimum, request.may_leave)
         self._stops: list[StopMatcher | StopPattern] = [StopMatcher(request.stop)] if request.stop else []
         if request.stop_pattern is not None:
             self._stops.append(StopPattern(_automaton(request.stop_pattern)))
@@ -120,12 +119,6 @@ class Sequence:
     @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None
-
-    def allowed(self) -> np.ndarray | None:
-        """(V,) bool with at least one True: the ids that may come next; None: all."""
-        if self._guide is None:
-            return None
-        return self._guide.allowed(self.request.max_tokens - self.num_completion_tokens, self.request.may_leave)
 
     def extend_simply(self, ids: list[int]) -> bool:
         """Take ids that are emitted at once and can only end the sequence by max_tokens, which the caller watches.
@@ -149,7 +142,7 @@ class Sequence:
 
     def append(self, id: int) -> None:
         """Take the next id of the completion; ends the sequence at a stop, at max_tokens or where its pattern ends."""
-        if self._guide is not None and not self._guide.push(id):
+        if self.guide is not None and not self.guide.push(id):
             self.finish_reason = "stop"
             return
         self.ids.append(id)
@@ -161,7 +154,7 @@ class Sequence:
                 self.finish_reason = "stop"
                 return
             self.num_held = max(stop.held for stop in self._stops)
-        if self._guide is not None and self._guide.must_end:
+        if self.guide is not None and self.guide.must_end:
             self.finish_reason = "stop"
         elif self.num_completion_tokens == self.request.max_tokens:
             self.finish_reason = "length"

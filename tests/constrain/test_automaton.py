@@ -33,11 +33,16 @@ def follow(automaton, text, vocabulary=VOCABULARY):
 # -- guides --
 
 
+def allowed_by(guide, remaining, may_leave=True):
+    guide.remaining, guide.may_leave = remaining, may_leave
+    return guide.allowed()
+
+
 def check_allowed(guide, prefix, language, remaining, min_tokens):
     """Compare with the matches of allowed lengths; returns (allowed ids, those in the pattern)."""
     good = {i for i, c in enumerate(VOCABULARY) if any(t.startswith(prefix + c) for t in language)}
     ids = set(range(len(VOCABULARY)))
-    mask = guide.allowed(remaining)
+    mask = allowed_by(guide, remaining)
     mine = ids if mask is None else set(np.flatnonzero(mask))
     if mask is not None:
         assert (mask.dtype, mask.shape, mask.flags.writeable) == (np.bool_, (len(VOCABULARY),), False)
@@ -69,7 +74,7 @@ def test_guided_texts_match_within_their_budget(pattern, min_tokens, room, chanc
         minimum = None  # which is the same
     else:
         minimum = MinimumLength.unpack(minimum.pack(len(automaton.table)), automaton)
-    guide, text = Guide(automaton, minimum), ""
+    guide, text = Guide(automaton, max_tokens, minimum), ""
     while len(text) < max_tokens and not guide.must_end:
         assert guide.may_end == bool(reference.fullmatch(text))
         mine, good = check_allowed(guide, text, language, max_tokens - len(text), min_tokens)
@@ -107,13 +112,13 @@ def test_an_id_outside_the_pattern_is_not_taken():
 def test_a_text_that_cannot_be_completed_further_ends_with_any_id():
     """Every character stays in the pattern, which needs two more, but only one remains."""
     guide = Guide(automaton_of("(..)*"))
-    assert guide.allowed(3) is None
+    assert allowed_by(guide, 3) is None
     assert guide.push(0) and guide.push(0)
     for may_leave in (False, True):
-        assert guide.allowed(1, may_leave) is None
+        assert allowed_by(guide, 1, may_leave) is None
         assert not any(guide.push(id) for id in range(3))
     assert guide.may_end
-    assert guide.allowed(2) is None and guide.push(2)  # a larger budget allows it
+    assert allowed_by(guide, 2) is None and guide.push(2)  # a larger budget allows it
 
 
 @given(st.sampled_from(PATTERNS), st.integers(0, 300), st.integers(0, 20))
@@ -165,8 +170,8 @@ def test_invalid_packed_minimum_lengths_are_refused(data, message):
 def test_masks_of_a_long_text_are_shared():
     automaton = automaton_of("(ab)*c")
     first, second = Guide(automaton), Guide(automaton)
-    assert first.allowed(1000) is second.allowed(900)
-    assert first.allowed(2).tolist() == [False, False, True]
+    assert allowed_by(first, 1000) is allowed_by(second, 900)
+    assert allowed_by(first, 2).tolist() == [False, False, True]
 
 
 # -- stop patterns --
@@ -294,6 +299,6 @@ def test_altered_bytes_are_refused_or_harmless(data):
         return
     guide = Guide(automaton)
     for remaining in range(automaton.min_length + 5, 0, -1):
-        mask = guide.allowed(remaining)
+        mask = allowed_by(guide, remaining)
         guide.push(0 if mask is None else int(mask.argmax()))
     assert guide.may_end

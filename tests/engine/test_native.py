@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers import random_model
 
+from service.constrain.automaton import Automaton, Guide
 from service.engine import native
 from service.engine.native import NativeRunner
 from service.engine.runner import FAILED, NONE, Piece, resolve
@@ -136,6 +137,13 @@ class Fixed:
         self.runner = open_native(model, slots=1, threads=1)
 
 
+def one_of(allowed: np.ndarray) -> Guide:
+    """A pattern of one character."""
+    kinds, classes = np.unique(allowed, return_inverse=True)
+    table = np.array([[1 if kind else -1 for kind in kinds], [-1 for _ in kinds]], np.int16)
+    return Guide(Automaton(classes.astype(np.uint16), table, np.array([False, True]), np.array([1, 0], np.int32)), 1)
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_choices_equal_the_reference_sampler(seed):
     """Arbitrary parameters, logits (ties too), penalties' histories and masks."""
@@ -149,7 +157,7 @@ def test_choices_equal_the_reference_sampler(seed):
             allowed = rng.random(V) < rng.choice([0.1, 0.9])
             allowed[rng.integers(V)] = True
             runner.start(0, params, prompt)
-            first = runner.prefill([Piece(0, prompt[-1:], True, allowed, True)])
+            first = runner.prefill([Piece(0, prompt[-1:], True, one_of(allowed), True)])
             then = decode(runner, [0], 6)
             actual = [*first.ids[0].tolist(), *then.ids[0].tolist()]
             rows, history = SamplingRows([params]), History(V, prompt.tolist())
@@ -293,7 +301,7 @@ def test_border_refuses_what_would_read_or_write_elsewhere():
         (lambda: runner.prefill([Piece(0, ids, True), Piece(0, ids, True)]), "twice"),
         (lambda: runner.prefill([Piece(0, np.array([61], np.int32), True)]), "id"),
         (lambda: runner.prefill([Piece(0, np.array([-1], np.int32), True)]), "id"),
-        (lambda: runner.prefill([Piece(0, ids, True, np.zeros(61, bool))]), "allowed"),
+        (lambda: runner.prefill([Piece(0, ids, True, Guide(one_of(np.ones(61, bool)).automaton, 0))]), "short"),
         (lambda: decode(runner, [0], 1), "continue"),
         (lambda: decode(runner, [0], 0), "nothing"),
         (lambda: runner.copy(0, 1, 1), "hold"),

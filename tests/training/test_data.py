@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from training.data import (
     prepare,
     read_text,
     recode,
+    unseen_records,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -462,6 +464,19 @@ def test_a_text_of_records_to_evaluate_is_encoded_as_a_split(tmp_path):
         assert tokenizer.decode(ids) == "\na\nbb\n"
     with pytest.raises(DataError, match="has no records"):
         encode_files([text_file(tmp_path, "\n\n\n")], tokenizer, records=True)
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 1 << 20])
+def test_records_that_are_trained_on_too_are_left_out(monkeypatch, at_once):
+    monkeypatch.setattr(data, "CHARACTERS_AT_ONCE", at_once)
+    tokenizer = CharTokenizer("\nabc")
+    chance = random.Random(4)
+    lists = [["".join(chance.choices("abc", k=chance.randint(1, 5))) for _ in range(300)] for _ in range(2)]
+    train, val = (np.array(tokenizer.encode("\n" + "".join(f"{it}\n" for it in some)), np.uint8) for some in lists)
+    expected = [it for it in lists[1] if it not in lists[0]]
+    assert 20 < len(expected) < 280
+    assert tokenizer.decode(unseen_records(val, train)) == "\n" + "".join(f"{it}\n" for it in expected)
+    assert tokenizer.decode(unseen_records(val, val)) == "\n"
 
 
 def test_a_padded_batch_is_cut_into_parts_of_bounded_size():

@@ -511,6 +511,7 @@ def test_records_are_trained_on_and_scored_alone(tmp_path):
     evaluated = [event["val_loss"] for event in events(out) if event["event"] == "evaluation"]
     assert min(evaluated) == pytest.approx(losses["whole"], rel=1e-4)
     assert losses["whole"] < losses["unigram"]
+    assert "unseen" not in losses, "no record is there twice"
     assert checkpoint.training["characters_seen"] < 60 * 8 * 7
 
 
