@@ -256,6 +256,7 @@ def _train(args: argparse.Namespace, given: dict[str, Any]) -> None:
 
     from training import jobs
     from training.finetune import checkpoint_shape
+    from training.recipe import SETTINGS
 
     console = Console(stderr=True, highlight=False)
     # A resumed run no longer needs the one it began from, so that may be gone.
@@ -272,14 +273,14 @@ def _train(args: argparse.Namespace, given: dict[str, Any]) -> None:
             # The shape is the checkpoint's, not the preset's, and the checkpoint may be gone by now.
             fixed = {*SHAPE, "window_stages"} if "init_from" in given else set()
             # So may what the text was too small for.
-            left_out = {"data", *((fixed | jobs.ADAPTED) - set(given))}
+            left_out = {"data", *((fixed | SETTINGS) - set(given))}
             given = {name: value for name, value in wanted.items() if name not in left_out}
         jobs.resume(args.out, given, console, data=data)
     else:
         if "init_from" in given:
             given = checkpoint_shape(given["init_from"]) | {"window_stages": 1} | given  # it has seen whole windows
         config = TrainConfig.from_preset(args.preset or "cpu", **given)
-        jobs.start(config, args.out, console, overwrite=args.overwrite, adaptable=jobs.ADAPTED - given.keys())
+        jobs.start(config, args.out, console, overwrite=args.overwrite, adaptable=SETTINGS - given.keys())
 
 
 def run_evaluate(args: argparse.Namespace) -> None:

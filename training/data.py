@@ -493,8 +493,6 @@ class WindowSampler:
         DataError: the text is shorter than two windows.
     """
 
-    rows = 1  # in place of one row of block_size characters
-
     def __init__(self, ids: np.ndarray, block_size: int, seed: int, position: int = 0):
         self.ids, self.block_size, self.seed, self.position = ids, block_size, seed, position
         # Leaves room for any phase and for the last target, one character past the inputs.
@@ -504,6 +502,10 @@ class WindowSampler:
                 f"the training split has {plural(len(ids), 'character')}; block_size {block_size} needs at least "
                 f"{2 * block_size:,}: pass a longer text or a smaller block_size"
             )
+
+    def rows(self, characters: int) -> int:
+        """Windows that have so many characters."""
+        return characters // self.block_size
 
     def starts(self, numbers: np.ndarray) -> np.ndarray:
         """Start offsets of the windows with these numbers: (B,) -> (B,) int64."""
@@ -535,7 +537,11 @@ class RecordSampler:
         self.ids, self.seed, self.position = ids, seed, position
         self.pieces = record_pieces(ids, block_size)
         self.per_epoch = len(self.pieces[0])
-        self.rows = max(1, round(block_size / self.pieces[1].mean()))  # as many characters as a window has
+        self.mean = float(self.pieces[1].mean())  # characters of a piece
+
+    def rows(self, characters: int) -> int:
+        """Pieces that have about so many characters."""
+        return max(1, round(characters / self.mean))
 
     def next_batch(self, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
         """As `padded`: each (batch_size, longest) int64."""

@@ -15,24 +15,16 @@ from rich.console import Console
 
 from service.model.checkpoint import restore_folder
 from training.config import ConfigError, TrainConfig
-from training.data import Corpus, prepare, recode, sampler_of
+from training.data import prepare, recode
 from training.device import resolve_auto
 from training.distill import Teachers
 from training.distributed import World
 from training.finetune import describe_origin, load_origin
 from training.loop import DivergedError, InterruptedRun, Run
 from training.messages import plural
+from training.recipe import explanation, fitted
 from training.speed import keep_freed_memory
 from training.state import ResumeError, Saved, changed_settings
-
-# Settings that a small text or a short run changes, where the user has not set them.
-ADAPTED = frozenset(("block_size", "steps", "warmup_steps", "eval_every", "patience"))
-MAX_EPOCHS = 20.0  # more only memorizes; tiny Shakespeare gets five
-MIN_STEPS = 100
-MIN_BLOCK = 4
-PATIENCE = 3  # evaluations
-MIN_EVALUATIONS = 4  # fewer would say little about a run's course
-SHORT_EVALUATIONS = 8  # of a run that would have fewer
 
 
 @dataclass(frozen=True)
@@ -56,7 +48,7 @@ def start(
 ) -> None:
     """Train a new run in `out` to its end.
 
-    adaptable: the settings of ADAPTED that a small text or a short run may change.
+    adaptable: the settings that the text may change.
 
     Raises:
         ResumeError: `out` is not empty and `overwrite` is false.
@@ -81,7 +73,9 @@ def start(
             origin = load_origin(config, corpus.tokenizer.characters)
             console.print(describe_origin(config, origin), markup=False, soft_wrap=True)
             tokenizer = origin.tokenizer
-        config = adapted(config, corpus, adaptable, console)
+        config, changes = fitted(config, corpus, adaptable, world.size * config.accumulate)
+        if changes:
+            console.print(explanation(corpus, changes), markup=False, soft_wrap=True)
         resolved = resolve_auto(config, tokenizer.vocab_size, world.size)
         if config.teachers:
             Teachers(replace(config, **resolved), tokenizer)  # refused here, before an earlier run is replaced
@@ -93,35 +87,6 @@ def start(
 
     out.mkdir(parents=True, exist_ok=True)
     _run_job(out, console, prepare_job)
-
-
-def adapted(config: TrainConfig, corpus: Corpus, adaptable: Set[str], console: Console) -> TrainConfig:
-    """Settings for a small text: shorter windows where two do not fit, and at most MAX_EPOCHS, with early stopping.
-
-    A short run of any text is evaluated more often.
-    """
-    changes: dict[str, Any] = {}
-    length = len(corpus.train)
-    if "block_size" in adaptable and corpus.records is None and 2 * config.block_size > length >= 4 * MIN_BLOCK:
-        changes["block_size"] = 1 << (length // 4).bit_length() - 1
-    small = replace(config, **changes)
-    if "steps" in adaptable and (corpus.records is not None or 2 * small.block_size <= length):
-        sampler = sampler_of(corpus, small.block_size, small.seed)
-        steps = max(MIN_STEPS, round(MAX_EPOCHS * sampler.per_epoch / (small.batch_size * sampler.rows)))
-        if steps < config.steps:
-            changes |= {
-                "steps": steps, "warmup_steps": min(config.warmup_steps, steps // 4), "eval_every": steps // 10,
-                "patience": PATIENCE,
-            }  # fmt: skip
-    changes = {name: value for name, value in changes.items() if name in adaptable and value != getattr(config, name)}
-    if changes:
-        what = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in changes.items())
-        console.print(f"a small text: {what}, unless you set them", markup=False, soft_wrap=True)
-    config = replace(config, **changes)
-    if "eval_every" in adaptable - changes.keys() and config.steps < MIN_EVALUATIONS * config.eval_every:
-        config = replace(config, eval_every=max(1, config.steps // SHORT_EVALUATIONS))
-        console.print(f"a short run: --eval-every {config.eval_every}, unless you set it", markup=False, soft_wrap=True)
-    return config
 
 
 def resume(out: Path, given: dict[str, Any], console: Console, *, data: tuple[str, ...] | None = None) -> None:

@@ -96,7 +96,7 @@ class Run:
         torch.set_num_threads(config.threads)
         self.device = torch.device(config.device)
         self.sampler = sampler_of(corpus, config.block_size, config.seed)
-        self.rows = config.batch_size * self.sampler.rows  # of a step
+        self.rows = self.sampler.rows(config.tokens_per_step)  # of a step
         self.teachers = Teachers(config, corpus.tokenizer) if config.teachers else None
         torch.manual_seed(config.seed)
         self.model = GPT(config.model_config(corpus.tokenizer.vocab_size)).to(self.device)

@@ -36,6 +36,7 @@ from training import jobs
 from training.config import TrainConfig
 from training.data import encode_files, prepare, record_pieces
 from training.evaluate import piece_loss, split_losses, whole_loss
+from training.recipe import SETTINGS
 
 from . import nanogpt
 from .command import BenchError, build_parser, busy_warning, context, in_child, integer, prepare_process
@@ -74,7 +75,7 @@ def run_ours(train: Path, held_out: Path | None, seed: int, threads: int, out: P
     config = TrainConfig(
         data=(str(train),), records=held_out is not None, seed=seed, threads=threads, sample_chars=0, device="cpu"
     )
-    jobs.start(config, out, Console(stderr=True, highlight=False), adaptable=jobs.ADAPTED)
+    jobs.start(config, out, Console(stderr=True, highlight=False), adaptable=SETTINGS)
     figures: dict[str, Any] = {}
     for name in ("best", "last"):
         checkpoint = Checkpoint.read(out / name)

@@ -453,8 +453,8 @@ def test_each_record_is_drawn_once_an_epoch_in_a_row_of_its_own(records, block_s
 
 def test_a_batch_of_records_has_about_the_characters_of_its_windows():
     ids = np.array([0, *[1, 2, 3, 0] * 100], np.uint8)
-    assert RecordSampler(ids, 64, seed=0).rows == 16
-    assert RecordSampler(ids, 3, seed=0).rows == 2  # pieces of 3 and 1
+    assert RecordSampler(ids, 64, seed=0).rows(64) == 16
+    assert RecordSampler(ids, 3, seed=0).rows(3) == 2  # pieces of 3 and 1
 
 
 def test_a_text_of_records_to_evaluate_is_encoded_as_a_split(tmp_path):

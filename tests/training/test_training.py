@@ -34,6 +34,7 @@ from training.config import PRESETS, ConfigError, TrainConfig
 from training.data import prepare, record_pieces, sampler_of
 from training.evaluate import baselines, piece_loss, streamed_loss, whole_loss
 from training.loop import DivergedError, Run
+from training.recipe import SETTINGS, fitted
 from training.state import ResumeError
 
 ROOT = Path(__file__).parents[2]
@@ -499,7 +500,7 @@ def test_records_are_trained_on_and_scored_alone(tmp_path):
     done = training("train", *command)
     assert done.returncode == 0, done.stderr
     assert "names.txt: line breaks of Windows" in done.stderr
-    assert re.search(r"60 steps of 8 records, [\d.]+ epochs", done.stderr)
+    assert re.search(r"60 steps of 6 records, [\d.]+ epochs", done.stderr)
     checkpoint = Checkpoint.read(out / "best")
     model, losses = checkpoint.load_model(), checkpoint.training["losses"]
     corpus = prepare(str(tmp_path / "names.txt"), records=True)
@@ -570,42 +571,65 @@ def test_ctrl_c_is_one_message(tmp_path, moment):
         assert (out / "loss.png").exists()
 
 
-@pytest.mark.parametrize(("characters", "block_size"), [(300, 64), (40, 8)])
-def test_a_text_of_a_few_lines_is_trained_on_for_a_few_epochs(tmp_path, characters, block_size):
+@pytest.mark.parametrize(("characters", "block_size", "batch_size"), [(300, 64, 16), (40, 8, 128)])
+def test_a_text_of_a_few_lines_is_trained_on_for_a_few_epochs(tmp_path, characters, block_size, batch_size):
     """With the default preset and no other flag."""
     (tmp_path / "text.txt").write_text(TEXT[:characters])
     flags = ["--data", tmp_path / "text.txt", "--out", tmp_path / "out", "--threads", 1, "--dtype", "float32"]
     done = training("train", *flags)
     assert done.returncode == 0, done.stderr
-    assert f"a small text: --block-size {block_size}, --steps 100, --warmup-steps 25, --eval-every 10," in done.stderr
+    said = f": --block-size {block_size} --n-layer 4 --dropout 0.3 --steps 100 --batch-size {batch_size} "
+    assert said in done.stderr
     recipe = Checkpoint.read(tmp_path / "out" / "best").training["recipe"]
     assert (recipe["block_size"], recipe["steps"], recipe["patience"]) == (block_size, 100, 3)
     again = training("train", "--resume", "--preset", "cpu", *flags)
     assert again.returncode == 0 and "is already finished" in again.stderr, again.stderr
 
 
+MODEL = {"n_layer": 4, "dropout": 0.24, "weight_decay": 0.84}
+SMALL = {**MODEL, "batch_size": 4, "steps": 310, "eval_every": 31, "patience": 3}
+FEWER = {"steps": 100, "warmup_steps": 25, "eval_every": 10, "patience": 3}
+
+
+def but(*names: str) -> dict[str, float]:
+    return {name: value for name, value in SMALL.items() if name not in names}
+
+
 @pytest.mark.parametrize(
     ("changes", "adaptable", "expected"),
     [
-        ({}, jobs.ADAPTED, {"steps": 310, "warmup_steps": 50, "eval_every": 31, "patience": 3}),
-        ({}, jobs.ADAPTED - {"steps"}, {}),
-        ({}, jobs.ADAPTED - {"patience"}, {"steps": 310, "warmup_steps": 50, "eval_every": 31}),
-        ({"steps": 200}, jobs.ADAPTED, {"eval_every": 25}),
-        ({"steps": 200}, jobs.ADAPTED - {"eval_every"}, {}),
-        ({"block_size": 4096}, jobs.ADAPTED, {"block_size": 4096, "steps": 100}),
+        ({}, SETTINGS, SMALL),
+        ({}, SETTINGS - {"steps"}, MODEL),
+        ({}, SETTINGS - {"patience", "dropout"}, but("patience", "dropout")),
+        ({}, SETTINGS - {"n_embd"}, but(*MODEL)),
+        ({}, SETTINGS - {"batch_size"}, {**MODEL, "steps": 155, "warmup_steps": 38, "eval_every": 15, "patience": 3}),
+        ({"steps": 100}, SETTINGS - {"steps"}, {"eval_every": 12}),
+        ({"steps": 100}, SETTINGS - {"steps", "eval_every"}, {}),
+        ({"block_size": 4096}, SETTINGS - {"block_size"}, {**MODEL, "batch_size": 1, **FEWER}),
         ({}, frozenset(), {}),
     ],
 )
-def test_settings_adapt_to_a_small_text_unless_they_were_given(tmp_path, monkeypatch, changes, adaptable, expected):
-    monkeypatch.setattr(jobs, "MIN_STEPS", 100)
+def test_a_small_text_decides_what_was_not_set(tmp_path, changes, adaptable, expected):
     (tmp_path / "text.txt").write_text(TEXT * 12)
     corpus = prepare(str(tmp_path / "text.txt"))
     config = TrainConfig(**changes)
-    found = jobs.adapted(config, corpus, adaptable, quiet()).as_dict()
-    assert {name: found[name] for name in expected} == expected
-    assert {name for name in found if found[name] != config.as_dict()[name]} <= jobs.ADAPTED & adaptable
-    if not expected:
-        assert found == config.as_dict()
+    found, changed = fitted(config, corpus, adaptable)
+    assert changed == expected and changed.keys() <= adaptable
+    assert found == replace(config, **expected)
+
+
+@pytest.mark.parametrize(("preset", "parts"), [("quick", 1), ("cpu", 3), ("gpu", 8)])
+def test_records_decide_the_window(tmp_path, preset, parts):
+    """The longest has 20 characters and its line break."""
+    names = [f"{a}{b}{c}" for a in ("ann", "bo", 20 * "x") for b in "aeiou" for c in ("", "la", "ri", "sson")]
+    (tmp_path / "names.txt").write_text("\n".join(name[:20] for name in names))
+    corpus = prepare(str(tmp_path / "names.txt"), records=True)
+    found, changed = fitted(TrainConfig.from_preset(preset), corpus, SETTINGS, parts)
+    assert found.block_size == changed["block_size"] == 32
+    assert found.batch_size % parts == 0 and 1024 <= found.tokens_per_step < 1024 + 32 * parts
+    assert (found.n_layer, found.n_embd, found.steps) == (4, 128, 100)
+    unchanged, _ = fitted(TrainConfig.from_preset(preset), corpus, SETTINGS - {"batch_size"})
+    assert unchanged.tokens_per_step == TrainConfig.from_preset(preset).tokens_per_step
 
 
 def test_kept_checkpoints(tmp_path, monkeypatch):
