@@ -88,7 +88,7 @@ bench: $(VENV)/.installed-bench ## benchmark the service against its alternative
 bench-quick: $(VENV)/.installed-bench ## the same with fewer systems, batch sizes and repeats, about five minutes
 	$(BIN)/python -m tests.bench.serve --quick $(ARGS)
 
-bench-table: $(VENV)/.installed-bench ## put the tables of out/bench/serve.json into tests/README.md, six rows into README.md
+bench-table: $(VENV)/.installed-bench ## put the tables of out/bench/serve.json into tests/README.md
 	$(BIN)/python -m tests.bench.serve --table $(ARGS)
 
 load-sweep: $(VENV)/.installed-bench ## latency against offered load, beside llama.cpp and stock LitServe, about twenty minutes: out/load-sweep
@@ -125,12 +125,8 @@ $(LOAD_VENV)/.installed: Makefile | $(VENV)/.installed-test
 	@'$(LOAD_VENV)/bin/pip' install --quiet $(LOAD_TOOLS) $(TORCH)
 	@touch $@
 
-# The operator takes rules in a resource of its own, which no part of kustomize can make of another file.
-PROMETHEUS_RULE := deploy/k8s/components/monitoring/prometheusrule.yaml
-rules: ## write deploy/prometheus/rules.yml into the PrometheusRule of deploy/k8s
-	@printf '%s\n' '# deploy/prometheus/rules.yml for the Prometheus operator: written by make rules, not to be edited.' \
-	  'apiVersion: monitoring.coreos.com/v1' 'kind: PrometheusRule' 'metadata:' '  name: chargpt' 'spec:' >$(PROMETHEUS_RULE)
-	@sed -e '/^#/d' -e 's/^./  &/' deploy/prometheus/rules.yml >>$(PROMETHEUS_RULE)
+rules: ## write what repeats of deploy/prometheus/rules.yml, and the PrometheusRule of deploy/k8s
+	@$(PYTHON) deploy/prometheus/rules.py
 
 # ARGS='--build-context wheels=DIR --build-arg TORCH_INDEX_URL=' takes torch from local wheels.
 ACCELERATOR ?= cpu

@@ -8,14 +8,12 @@ FROM scratch AS wheels
 # hadolint ignore=DL3006
 FROM ${BASE}
 USER 0
-WORKDIR /src
-COPY pyproject.toml .
+COPY deploy/image/train.txt /lock.txt
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=bind,from=wheels,target=/wheels \
-    python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-    print(*p['optional-dependencies']['training'], sep='\n')" > requirements.txt \
- && PIP_PYTHON=/venv/bin/python PIP_FIND_LINKS=/wheels pip install --disable-pip-version-check -r requirements.txt
+    PIP_PYTHON=/venv/bin/python PIP_FIND_LINKS=/wheels PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    pip install --no-compile --no-deps --only-binary :all: --require-hashes -r /lock.txt \
+ && pip check
 COPY training /venv/lib/python3.11/site-packages/training
-WORKDIR /
 USER 10001
 HEALTHCHECK NONE
 ENTRYPOINT ["python", "-m", "training"]

@@ -24,7 +24,10 @@ from service.observe.metrics import Metrics
 from service.settings import Settings
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = tuple(ROOT / folder / "README.md" for folder in ("", "service", "training", "deploy", "tests"))
+README, OPERATIONS, TRAINING = (ROOT / name for name in ("README.md", "service/OPERATIONS.md", "training/README.md"))
+DOCUMENTS = tuple(
+    sorted(path for folder in (".", "service", "training", "deploy", "tests") for path in ROOT.glob(f"{folder}/*.md"))
+)
 EXAMPLE = re.compile(
     r"""```console\n\$\ (curl\ -s(?=[^\n]*localhost:8000)  # against the server under test
     (?:[^\n']|'[^']*')*)\n  # to the end of the line on which the body ends
@@ -141,7 +144,7 @@ def run_score(arguments: str, folder: Path) -> str:
 
 def score_examples() -> list[tuple[str, str, str]]:
     """(lines before the output, arguments, output) of each example of `training score` with its output."""
-    found = SCORE.findall(DOCUMENTS[2].read_text(encoding="utf-8"))
+    found = SCORE.findall(TRAINING.read_text(encoding="utf-8"))
     return [example for example in found if "lines.txt" in example[1] and "tinyshakespeare" in example[1]]
 
 

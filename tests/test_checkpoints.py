@@ -13,13 +13,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ENDLESS, SLOW, VOCABULARY, RunningServer, http_processes, random_model, save_random, wait_until, web
 
 from service.catalog import Catalog, Listing
 from service.model.checkpoint import Checkpoint, CheckpointError, save_checkpoint
 from service.model.params import SamplingParams
 from service.model.tokenizer import CharTokenizer
 from service.shared import MAX_NAMES, SharedState
+from tests.helpers import (
+    ENDLESS,
+    SLOW,
+    VOCABULARY,
+    RunningServer,
+    http_processes,
+    random_model,
+    save_random,
+    wait_until,
+    web,
+)
 from tests.toolbox.http import pieces, text_of
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from helpers import save_random
 
 from service.command import COMMANDS
+from tests.helpers import save_random
 from training.__main__ import build_parser
 
 ROOT = Path(__file__).parents[1]

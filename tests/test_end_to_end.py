@@ -8,10 +8,10 @@ from pydoc_data.topics import topics
 
 import openai
 import torch
-from helpers import CORPUS, RunningServer
 
 from service.model.checkpoint import Checkpoint
 from service.model.params import SamplingParams
+from tests.helpers import CORPUS, RunningServer
 
 
 def real_text():

@@ -13,9 +13,9 @@ import litserve.connector
 import litserve.loops.loops
 import litserve.server
 import pytest
-from helpers import save_random, web
 from litserve.specs.base import LitSpec
 
+from tests.helpers import save_random, web
 from tests.toolbox.launch import Program, free_port
 
 ROOT = Path(__file__).parents[1]

@@ -17,18 +17,6 @@ import openai
 import psutil
 import pytest
 import torch
-from helpers import (
-    ENDLESS,
-    SLOW,
-    VOCABULARY,
-    RunningServer,
-    http_processes,
-    is_worker,
-    random_model,
-    save_random,
-    wait_until,
-    web,
-)
 from litserve.connector import check_cuda_with_nvidia_smi
 
 from service.engine import native
@@ -49,6 +37,18 @@ from service.server import (
     torch_build,
 )
 from service.settings import Settings
+from tests.helpers import (
+    ENDLESS,
+    SLOW,
+    VOCABULARY,
+    RunningServer,
+    http_processes,
+    is_worker,
+    random_model,
+    save_random,
+    wait_until,
+    web,
+)
 from tests.toolbox.http import answer, pieces, post, sent, text_of
 
 

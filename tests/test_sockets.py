@@ -14,7 +14,6 @@ import threading
 from pathlib import Path
 
 import pytest
-from helpers import logprobs_of, run_with_sockets
 
 from service.sockets import (
     BACKLOG_BYTES,
@@ -26,6 +25,7 @@ from service.sockets import (
     _frame,
 )
 from service.wire import Abort, Delta, Hello, Step
+from tests.helpers import logprobs_of, run_with_sockets
 
 HTTP = 7  # the number of the HTTP process
 

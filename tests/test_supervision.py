@@ -16,7 +16,6 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from helpers import ENDLESS, SLOW, RunningServer, http_processes, is_worker, save_random, wait_until, web
 
 import service.process
 from service.__main__ import serve
@@ -24,6 +23,7 @@ from service.process import run_folder
 from service.settings import Settings
 from service.shared import REASONS, SharedState
 from service.supervisor import Supervisor, TooManyDeathsError
+from tests.helpers import ENDLESS, SLOW, RunningServer, http_processes, is_worker, save_random, wait_until, web
 from tests.toolbox.disk import SmallDisk
 from tests.toolbox.http import answer, pieces, post, sent, text_of
 from tests.toolbox.launch import Program, free_port

@@ -3,9 +3,9 @@
 import random
 
 import msgspec
-from helpers import logprobs_of
 
 from service.wire import Delta, Logprobs, Step
+from tests.helpers import logprobs_of
 
 
 def random_logprobs(r, count, k):

@@ -4,6 +4,7 @@ The modules, in the order a run uses them:
 
     __main__.py     the commands and their flags
     config.py       the settings of a run, and the presets
+    recipe.py       what a small text decides instead of the preset
     data.py         text to memory-mapped character ids; the split; the order of the windows
     jobs.py         starts and resumes runs
     check.py        what is said of a text before a run: its size, duplicates, rare symbols

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -77,6 +79,30 @@ class ProgressView:
             self.console.print(record["sample"], style="dim", markup=False, soft_wrap=True)
 
 
+@contextlib.contextmanager
+def show_scoring(console: Console, total: int) -> Iterator[Callable[[int], None]]:
+    """How far the scoring of the validation split is: a bar on terminals, elsewhere a line every LINE_SECONDS.
+
+    Yields what is told the number of characters of each forward; total: of about how many characters in all.
+    """
+    what, done = "scoring the validation split, in windows and streamed", 0
+    started = line_at = time.monotonic()
+    columns = (TextColumn(what), BarColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("", total=total)
+
+        def advance(count: int) -> None:
+            nonlocal done, line_at
+            done = min(total, done + count)
+            bar.update(task, completed=done)
+            now = time.monotonic()
+            if not console.is_terminal and now - line_at >= LINE_SECONDS:
+                line_at, left = now, (now - started) * (total / done - 1)
+                console.print(f"{what}: {done:,} of {total:,} characters, {left:.0f} s left", soft_wrap=True)
+
+        yield advance
+
+
 def warn_if_vocabulary_is_large(console: Console, config: TrainConfig, vocab_size: int, num_parameters: int) -> None:
     if vocab_size < LARGE_VOCABULARY:
         return
@@ -96,6 +122,7 @@ def print_report(
     losses: dict[str, float],
     speed: dict[str, float],
     out: Path,
+    val_characters: int,
 ) -> None:
     """The losses of the best weights beside the baselines, overfitting, speed, and the paths of the results."""
     labels = {
@@ -114,7 +141,8 @@ def print_report(
         console.print(warning, markup=False, soft_wrap=True)
     records = read_log(out)
     val = {r["step"]: r["val_loss"] for r in records if r["event"] == "evaluation"}
-    table = Table("step", "training loss", "validation loss")
+    part = f", first {plural(config.eval_chars, 'character')}" if 0 < config.eval_chars < val_characters else ""
+    table = Table("step", "training loss", f"validation loss{part}, in {config.dtype}")
     best, last = progress.best_step, max(val)
     train = {step: train_loss_until(records, step, config.eval_every) for step in (best, last) if step is not None}
     for step, loss in train.items():

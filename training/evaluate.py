@@ -6,7 +6,7 @@ Losses are in nats per character. All are deterministic: there are no random win
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -19,21 +19,25 @@ from training.data import IGNORED, padded, record_pieces, unseen_records, window
 CHUNK = 1 << 20  # characters per count
 BATCH_CHARS = 1 << 11  # characters per forward
 
+Advance = Callable[[int], object]  # is told of each forward how many characters it has scored
+
 
 def bits(nats: float) -> float:
     return nats / math.log(2)
 
 
-def split_losses(model: GPT, ids: np.ndarray, *, records: bool, train: np.ndarray | None = None) -> dict[str, float]:
+def split_losses(
+    model: GPT, ids: np.ndarray, *, records: bool, train: np.ndarray | None = None, advance: Advance = int
+) -> dict[str, float]:
     """`whole`, in pieces of at most block_size as in training, and `streamed`, as when generating.
 
     Of records also `unseen`, streamed: of those that are not in `train` too, if there are both kinds.
     """
     if not records:
-        return {"whole": whole_loss(model, ids), "streamed": streamed_loss(model, ids)}
+        return {"whole": whole_loss(model, ids, advance), "streamed": streamed_loss(model, ids, advance)}
     losses = {
-        "whole": piece_loss(model, ids, *record_pieces(ids, model.config.block_size)),
-        "streamed": piece_loss(model, ids, *record_pieces(ids, len(ids))),
+        "whole": piece_loss(model, ids, *record_pieces(ids, model.config.block_size), advance),
+        "streamed": piece_loss(model, ids, *record_pieces(ids, len(ids)), advance),
     }
     if train is not None:
         unseen = unseen_records(ids, train)
@@ -42,42 +46,61 @@ def split_losses(model: GPT, ids: np.ndarray, *, records: bool, train: np.ndarra
     return losses
 
 
-def whole_loss(model: GPT, ids: np.ndarray) -> float:
+def whole_loss(model: GPT, ids: np.ndarray, advance: Advance = int) -> float:
     """Mean loss of every character of `ids` but the first, in consecutive windows of block_size.
 
     Each window starts without context, as in training: character i of a window is predicted from the i before it.
     nanoGPT's random windows estimate the same quantity.
     """
-    return piece_loss(model, ids, *window_pieces(ids, model.config.block_size))
+    return piece_loss(model, ids, *window_pieces(ids, model.config.block_size), advance)
 
 
-def piece_loss(model: GPT, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> float:
-    """Mean loss of the targets of pieces of `ids`, each without what precedes it; 0 if there are none."""
+def piece_loss(model: GPT, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray, advance: Advance = int) -> float:
+    """Mean loss of the targets of pieces of `ids`, each without what precedes it; 0 if there are none.
+
+    A piece longer than a forward is scored as `streamed_loss` scores a text.
+    """
     order = np.argsort(-lengths, kind="stable")  # the longest first
     total, first = 0.0, 0
     while first < len(order):
-        rows = max(1, BATCH_CHARS // int(lengths[order[first]]))
+        start, length = int(starts[order[first]]), int(lengths[order[first]])
+        if length > BATCH_CHARS and length > stream_chars(model):
+            total += streamed_sum(model, ids[start : start + length + 1], advance)
+            first += 1
+            continue
+        rows = max(1, BATCH_CHARS // length)
         batch = order[first : first + rows]
         idx, targets = padded(ids, starts[batch], lengths[batch])
         total += _loss(model, _tensor(idx, model), _tensor(targets, model))
+        advance(int(lengths[batch].sum()))
         first += rows
     return total / max(1, int(lengths.sum()))
 
 
-def streamed_loss(model: GPT, ids: np.ndarray) -> float:
+def streamed_loss(model: GPT, ids: np.ndarray, advance: Advance = int) -> float:
     """Mean loss of every character of `ids` but the first, each predicted from its full receptive field.
 
     Equal to one banded forward over the whole text, computed in chunks that overlap by the receptive field; the
     overlap is not scored twice.
     """
-    before = model.config.receptive_field - 1
-    chunk = max(BATCH_CHARS, 8 * before)
+    return streamed_sum(model, ids, advance) / (len(ids) - 1)
+
+
+def stream_chars(model: GPT) -> int:
+    """Characters per forward of a streamed text: many times what is computed twice."""
+    return max(BATCH_CHARS, 8 * (model.config.receptive_field - 1))
+
+
+def streamed_sum(model: GPT, ids: np.ndarray, advance: Advance = int) -> float:
+    """`streamed_loss`, summed."""
+    before, chunk = model.config.receptive_field - 1, stream_chars(model)
     total, scored = 0.0, len(ids) - 1
     for start in range(0, scored, chunk):
         first = max(0, start - before)
         piece = _tensor(ids[first : start + chunk + 1], model)
         total += _loss(model, piece[None, :-1], piece[None, 1:], skip=start - first)
-    return total / scored
+        advance(min(chunk, scored - start))
+    return total
 
 
 @torch.no_grad()

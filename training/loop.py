@@ -41,7 +41,13 @@ from training.check import size_check
 from training.config import TrainConfig
 from training.data import IGNORED, Corpus, micro_batches, record_pieces, sampler_of, window_pieces
 from training.device import autocast, machine, training_forward
-from training.display import ProgressView, draw_curves, print_report, warn_if_vocabulary_is_large
+from training.display import (
+    ProgressView,
+    draw_curves,
+    print_report,
+    show_scoring,
+    warn_if_vocabulary_is_large,
+)
 from training.distill import Teachers
 from training.distributed import World
 from training.evaluate import baselines, piece_loss, split_losses
@@ -312,8 +318,12 @@ class Run:
             return
         best = Checkpoint.read(self.out / "best").load_model(self.device)
         corpus = self.corpus
+        with show_scoring(console, 2 * len(corpus.val)) as advance:
+            scores = split_losses(
+                best, corpus.val, records=corpus.records is not None, train=corpus.train, advance=advance
+            )
         losses = {
-            **split_losses(best, corpus.val, records=corpus.records is not None, train=corpus.train),
+            **scores,
             **baselines(corpus.train, corpus.val, corpus.tokenizer.vocab_size),
         }
         self.save_served("best", best, losses, self.progress.at_best)
@@ -321,7 +331,7 @@ class Run:
         self.log({"event": "end", "step": self.progress.step, **losses, **speed})
         self.draw()
         self.save()
-        print_report(console, self.config, self.progress, losses, speed, self.out)
+        print_report(console, self.config, self.progress, losses, speed, self.out, len(corpus.val))
 
     def draw(self) -> None:
         if self.world.is_main:

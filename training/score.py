@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -18,7 +19,7 @@ from service.model.gpt import GPT
 from service.model.tokenizer import UnknownCharacterError
 from training.data import DataError
 from training.encoding import Encoder
-from training.evaluate import bits
+from training.evaluate import bits, stream_chars, streamed_sum
 
 BATCH_CHARS = 1 << 14  # characters per forward, padding included
 LINES = 4096  # per group that is sorted by length
@@ -59,6 +60,10 @@ def _score_group(model: GPT, group: list[tuple[int, str, list[int]]]) -> Iterato
     by_length = sorted((i for i in range(len(group)) if len(group[i][2]) > 1), key=lambda i: len(group[i][2]))
     while by_length:
         longest = len(group[by_length[-1]][2])
+        if longest > stream_chars(model):  # in pieces
+            i = by_length.pop()
+            nats[i] = streamed_sum(model, np.array(group[i][2]))
+            continue
         rows = max(1, BATCH_CHARS // longest)
         batch, by_length = by_length[-rows:], by_length[:-rows]
         for i, value in zip(batch, _nats(model, [group[i][2] for i in batch]).tolist(), strict=True):

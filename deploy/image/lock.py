@@ -1,8 +1,8 @@
 """Renews the locks of the image, beside this file: make lock
 
-cpu.txt and cuda.txt hold what the image installs, build.txt what builds its wheel: the newest versions that
-pyproject.toml allows, for Python 3.11 on x86-64 and arm64, with the hashes of their files. cpu.txt and cuda.txt differ
-in torch and CUDA's packages alone.
+cpu.txt and cuda.txt hold what the image installs, build.txt what builds its wheel, train.txt what training adds to it:
+the newest versions that pyproject.toml allows, for Python 3.11 on x86-64 and arm64 with glibc 2.36, with the hashes of
+the wheels for those alone. cpu.txt and cuda.txt differ in torch and CUDA's packages alone.
 
 PyPI's torch is the CUDA build. The CPU build's hashes come from the index of PyTorch (TORCH_INDEX_URL), which is asked
 only if the version changes. Those of 2.13.0 were not read there: x86-64's is that of the file that the tests install,
@@ -12,6 +12,7 @@ hash wrong, pip would refuse it.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -21,12 +22,21 @@ import urllib.request
 from pathlib import Path
 from urllib.parse import unquote
 
+from packaging.tags import compatible_tags, cpython_tags
+from packaging.utils import parse_wheel_filename
+
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 EXTRAS = ("service", "tracing")
 MACHINES = ("x86_64", "aarch64")
 CUDA_ONLY = re.compile(r"nvidia-|cuda-|triton$")
 INDEX = "https://download.pytorch.org/whl/cpu"
+PYPI = "https://pypi.org/simple"
+PLATFORMS = [
+    *(f"manylinux_2_{glibc}_{machine}" for glibc in range(36, 4, -1) for machine in MACHINES),
+    *(f"manylinux{name}_{machine}" for name in ("2014", "2010", "1") for machine in MACHINES),
+]
+TAGS = {*cpython_tags((3, 11), ["cp311"], PLATFORMS), *compatible_tags((3, 11), "cp311", PLATFORMS)}
 
 Lock = dict[str, str]  # by package: its lines
 
@@ -66,7 +76,25 @@ def resolve(requirements: list[str]) -> Lock:
             name for name in found[0].keys() | found[1].keys() if found[0].get(name) != found[1].get(name)
         )
         raise LockError(f"{' and '.join(MACHINES)} need different versions of {', '.join(differing)}")
-    return found[0]
+    return {name: wheels_of(name, lines) for name, lines in found[0].items()}
+
+
+def wheels_of(package: str, lines: str) -> str:
+    """The lines of a package with the hashes of the wheels that an image may take.
+
+    Raises:
+        LockError: PyPI cannot be read.
+    """
+    request = urllib.request.Request(f"{PYPI}/{package}/", headers={"Accept": "application/vnd.pypi.simple.v1+json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            files = json.load(response)["files"]
+    except OSError as error:
+        raise LockError(f"{request.full_url}: {error}") from None
+    first, *hashes = lines.rstrip().split(" \\\n    ")
+    names = {f"--hash=sha256:{file['hashes']['sha256']}": file["filename"] for file in files}
+    kept = [each for each in hashes if names[each].endswith(".whl") and parse_wheel_filename(names[each])[3] & TAGS]
+    return " \\\n    ".join([first, *kept]) + "\n"
 
 
 def cpu_torch(wanted: str, before: Lock, index: str) -> str:
@@ -101,10 +129,14 @@ def main() -> int:
     before = parse(path.read_text()) if path.exists() else {}
     try:
         cuda = resolve(needed)
+        training = resolve([*needed, *project["optional-dependencies"]["training"]])
+        if differing := sorted(name for name in cuda if training.get(name) != cuda[name]):
+            raise LockError(f"training needs other versions of {', '.join(differing)}")
         torch = cpu_torch(version(cuda, "torch"), before, os.environ.get("TORCH_INDEX_URL") or INDEX)
         locks = {
             "cpu": {name: lines for name, lines in cuda.items() if not CUDA_ONLY.match(name)} | {"torch": torch},
             "cuda": cuda,
+            "train": {name: lines for name, lines in training.items() if name not in cuda},
             "build": resolve(pyproject["build-system"]["requires"]),
         }
     except LockError as error:

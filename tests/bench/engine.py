@@ -9,13 +9,11 @@ from __future__ import annotations
 import hashlib
 import itertools
 import random
-import statistics
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from service.engine.engine import Engine
@@ -156,39 +154,6 @@ class Ours:
             if len(ids[request.id]) != request.max_tokens:
                 raise RuntimeError(f"expected {request.max_tokens} characters, got {len(ids[request.id])}")
         return [hashlib.sha256(bytes(ids[number])).hexdigest() for number in range(count)]
-
-    def memory(self) -> dict[str, float]:
-        """Bytes of this process, whose cache all slots have used."""
-        self.run(self.runner.slots, 2, self.runner.config.block_size)
-        return {"slots": self.runner.slots, "process_bytes": psutil.Process().memory_info().rss}
-
-    def lengths(self, rows: int, lengths: list[int], window: int) -> list[float]:
-        """Seconds per character and row in texts of `lengths` characters: over the `window` after each length."""
-        found = []
-        for length in lengths:
-            engine = self.new_engine(rows)
-            for sequence in sequences(rows, length + window):
-                engine.submit(sequence)
-            given, before = 0, (0, 0.0)
-            while engine.has_work:
-                given += sum(len(delta.ids) for delta in engine.step())
-                if given < rows * length:
-                    before = given, time.perf_counter()
-            found.append((time.perf_counter() - before[1]) / (given - before[0]) * rows)
-        return found
-
-    def queue(self, waiting: int, steps: int) -> float:
-        """Median seconds of a step over full slots while `waiting` other sequences wait."""
-        slots = self.runner.slots
-        engine = self.new_engine(waiting)
-        for sequence in sequences(slots + waiting, 64 * steps):
-            engine.submit(sequence)
-        seconds = []
-        while len(seconds) < steps:
-            engine.step()
-            if not engine.stats.num_prefill_tokens:
-                seconds.append(engine.stats.seconds)
-        return statistics.median(seconds)
 
 
 # Texts under load

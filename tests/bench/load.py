@@ -69,13 +69,13 @@ class Outcome:
 class _Client:
     """A connection with one request at a time."""
 
-    def __init__(self, port: int, marker: bytes, keep: bool, refusals: bool):
-        self.port, self.marker, self.keep, self.refusals = port, marker, keep, refusals
+    def __init__(self, port: int, marker: bytes, keep: bool, refusals: bool, address: str):
+        self.port, self.marker, self.keep, self.refusals, self.address = port, marker, keep, refusals, address
         self.reply: Reply | None = None  # None: idle
         self.connect()
 
     def connect(self) -> None:
-        self.sock = socket.create_connection(("127.0.0.1", self.port))
+        self.sock = socket.create_connection(("127.0.0.1", self.port), source_address=(self.address, 0))
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock.setblocking(False)
         self.is_stale = False  # closed before the server read the request, as cpp-httplib does without notice
@@ -164,18 +164,20 @@ def run(
     marker: bytes = EVENT,
     keep: bool = False,
     refusals: bool = False,
+    address: str = "127.0.0.1",
 ) -> Outcome:
     """Send requests to a server on 127.0.0.1, at most `connections` at a time.
 
     requests: (when, bytes, identification), sent in order, each `when` seconds from the start or later. Ends when all
     are answered, or after `seconds`, which leaves open requests unfinished. With `refusals`, status 429 is valid.
+    address: the client's, within 127.0.0.0/8.
 
     Raises:
         LoadError: a connection was closed, a status is not 200, or no data came for PATIENCE_SECONDS.
         OSError: the server cannot be reached.
     """
     selector = selectors.DefaultSelector()
-    clients = [_Client(port, marker, keep, refusals) for _ in range(connections)]
+    clients = [_Client(port, marker, keep, refusals, address) for _ in range(connections)]
     for client in clients:
         selector.register(client.sock, selectors.EVENT_READ, client)
     idle, in_flight = clients[::-1], 0

@@ -1,11 +1,11 @@
-"""Figures of serve.py as tables in Markdown: all for tests/README.md, six rows for README.md.
+"""Figures of serve.py as tables in Markdown, for tests/README.md: what answers a reader's question; the rest is in the
+JSON.
 
 Reads only the results, so that the JSON of an earlier run gives its tables again.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -36,17 +36,6 @@ def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
     return [a / theirs[min(i, len(theirs) - 1)] for i, a in enumerate(ours)]
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Confidence interval of the median, at least 95 %; the whole range of few values.
-
-    By order statistics, without assuming a distribution (Conover, Practical Nonparametric Statistics, 3.2).
-    """
-    ordered, n = sorted(values), len(values)
-    rarely = 0.025 * 2**n
-    k = max((k for k in range(1, n // 2 + 1) if sum(math.comb(n, i) for i in range(k)) <= rarely), default=1)
-    return ordered[k - 1], ordered[n - k]
-
-
 def table(rows: list[list[str]]) -> list[str]:
     head, *rest = ("| " + " | ".join(row) + " |" for row in rows)
     return [head, "|---" * len(rows[0]) + "|", *rest, ""]
@@ -57,14 +46,14 @@ def markdown(results: dict[str, Any]) -> str:
     lines: list[str] = []
     if "http" in results:
         lines += table(http_rows(results["http"])) + table(first_rows(results["http"]))
-    for name, shape in results.get("engine", {}).get("shapes", {}).items():
-        lines += table(engine_rows(name, shape)) + table(roofline_rows(name, shape))
-    if results.keys() & {"prefill", "share", "sample", "texts", "idle"}:
+    if "mixed" in results:
+        lines += table(beside_rows(results["mixed"])) + table(kind_rows(results["mixed"]))
+    if "engine" in results:
+        lines += table(engine_rows(results["engine"]["shapes"]))
+    if results.keys() & {"prefill", "texts", "idle"}:
         lines += table(other_rows(results))
-    if results.keys() & {"path", "metrics"}:
+    if "path" in results:
         lines += table(path_rows(results))
-    if "growth" in results:
-        lines += table(growth_rows(results["growth"]))
     return "\n".join([*lines, *("- " + line for line in footnotes(results))]) + "\n"
 
 
@@ -100,99 +89,91 @@ def first_rows(part: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def engine_rows(name: str, shape: dict[str, Any]) -> list[list[str]]:
-    """Every system with its rate by rows; then the ratio of each of ours to each peer's best."""
-    systems = shape["systems"]
-    counts = list(next(iter(systems.values()))["rows"])
-    rows = [[f"{name} alone, characters/s", *(plural(int(n), "row") for n in counts)]]
-    for system, each in systems.items():
-        note = ", another model" if each["family"] == "lossy" else ""
-        rows.append([system + note, *(figure(rates(each["rows"][n])) for n in counts)])
-    for system, each in systems.items():
-        if each["family"] != "ours":
-            continue
-        for peer in ("llama", "transformers"):
-            cells = [f"{system} ÷ {FAMILIES[peer]}'s best"]
-            for n in counts:
-                theirs = best_rates(systems, peer, n)
-                cells.append(figure(ratios(rates(each["rows"][n]), theirs), "{:.2f} ×") if theirs else NONE)
-            if any(cell != NONE for cell in cells[1:]):
-                rows.append(cells)
-    exact = [system for system in systems if system.startswith("llama.cpp F32")]
-    for system, each in systems.items():
-        if exact and each["family"] == "ours" and each["flags"]["dtype"] == "float32":
-            cells = [f"{system} ÷ llama.cpp at F32"]
-            for n in counts:
-                theirs = max((rates(systems[other]["rows"][n]) for other in exact), key=statistics.median)
-                cells.append(figure(ratios(rates(each["rows"][n]), theirs), "{:.2f} ×"))
-            rows.append(cells)
+def beside_rows(part: dict[str, Any]) -> list[list[str]]:
+    rows = [["S, one stream beside another client's work", "alone, characters/s", "beside it", "the other's, of alone"]]
+    for name, runs in part["beside"].items():
+        shares = (
+            figure((run[f"{who}beside"] / run[f"{who}alone"] for run in runs), "{:.0f} %", 100)
+            for who in ("", "other_")
+        )
+        rows.append([name, figure(rates(runs, "alone")), *shares])
+    return rows
+
+
+def kind_rows(part: dict[str, Any]) -> list[list[str]]:
+    """Whole answers of each kind, as a share of plain ones."""
+    plain, *others = part["kinds"]
+    counts = list(part["kinds"][plain])
+    rows = [["S, whole answers, characters/s", *(plural(int(n), "client") for n in counts)]]
+    rows.append([plain, *(figure(part["kinds"][plain][n]) for n in counts)])
+    for kind in others:
+        shares = (figure(ratios(part["kinds"][kind][n], part["kinds"][plain][n]), "{:.2f} ×") for n in counts)
+        rows.append([f"{kind}, of plain", *shares])
+    return rows
+
+
+ENGINES = ("native float32", "native bfloat16")
+
+
+def engine_rows(shapes: dict[str, Any]) -> list[list[str]]:
+    """Of each shape ours, llama.cpp's best at that number of rows, the ratio, the share of the roofline."""
+    counts = list(next(iter(next(iter(shapes.values()))["systems"].values()))["rows"])
+    rows = [["decoding without HTTP, characters/s", *(plural(int(n), "row") for n in counts)]]
+    for name, shape in shapes.items():
+        systems = shape["systems"]
+        for system in (system for system in ENGINES if system in systems):
+            rows.append([f"{name}, {system}", *(figure(rates(systems[system]["rows"][n])) for n in counts)])
+        theirs = [best_rates(systems, "llama", n) for n in counts]
+        rows.append([f"{name}, llama.cpp, its fastest variant", *map(figure, theirs)])
+        for system in (system for system in ENGINES[:1] if system in systems):
+            ours = [rates(systems[system]["rows"][n]) for n in counts]
+            if all(theirs):
+                cells = (figure(ratios(*both), "{:.2f} ×") for both in zip(ours, theirs, strict=True))
+                rows.append([f"{name}, {system} ÷ llama.cpp", *cells])
+            rows.append([f"{name}, {system}, share of the roofline", *roofline(shape, system)])
     return rows
 
 
 def best_rates(systems: dict[str, Any], family: str, rows: str) -> list[float]:
-    """The rates of a family's system with the highest median; [] without one."""
+    """The rates of a family's system with the highest median; [] without one. Another model's do not count."""
     found = [rates(each["rows"][rows]) for each in systems.values() if each["family"] == family]
     return max(found, key=statistics.median, default=[])
 
 
-def roofline_rows(name: str, shape: dict[str, Any]) -> list[list[str]]:
-    """Decode as a share of the roofline: of the runs above, and with every text's window full."""
-    counts = list(next(iter(shape["systems"].values()))["rows"])
-    rows = [[f"{name} alone, share of the roofline (products and cache in turn)"]]
-    rows[0] += [plural(int(n), "row") for n in counts]
-
-    def share(runs: list[dict[str, Any]], roof: dict[str, float], n: str) -> str:
-        step = [int(n) / rate for rate in rates(runs, "decode_characters_per_second")]
-        whole, sequential = (figure((roof[key] / s for s in step), "{:.0f} %", 100) for key in ROOFS)
-        return f"{whole} ({sequential})"
-
-    for system, each in shape["systems"].items():
-        if each["family"] == "ours":
-            roofs = each.get("roofline") or shape["roofline"][each["flags"]["dtype"]]  # of an earlier revision
-            rows.append([system, *(share(each["rows"][n], roofs[n], n) for n in counts)])
-    full = shape["full"]
-    cells = (share(full["rows"][n]["runs"], full["rows"][n]["roofline"], n) for n in counts)
-    rows.append([f"{full['system']}, windows full", *cells])
-    return rows
-
-
-ROOFS = ("seconds", "sequential_seconds")
+def roofline(shape: dict[str, Any], system: str) -> list[str]:
+    """The shortest time of a decode step, with products and cache in turn, as a share of the measured time."""
+    each = shape["systems"][system]
+    roofs = each.get("roofline") or shape["roofline"][each["flags"]["dtype"]]  # of an earlier revision
+    return [
+        figure(
+            (
+                roofs[n]["sequential_seconds"] * rate / int(n)
+                for rate in rates(each["rows"][n], "decode_characters_per_second")
+            ),
+            "{:.0f} %",
+            100,
+        )
+        for n in each["rows"]
+    ]
 
 
 def other_rows(results: dict[str, Any]) -> list[list[str]]:
     rows = [["", "measured", "compared with", "ratio"]]
-    for name, shape in results.get("prefill", {}).get("shapes", {}).items():
-        forward = max(
-            (values for system, values in shape["systems"].items() if system.startswith("forward")),
-            key=statistics.median,
-        )
-        for system, values in shape["systems"].items():
-            if not system.startswith("forward"):
-                label = f"prefill, {name}, {results['prefill']['rows']} prompts of {shape['characters']}, characters/s"
-                measured = [f"{figure(values)}, {system}", f"{figure(forward)}, torch's forward"]
-                rows.append([label, *measured, figure(ratios(values, forward), "{:.2f} ×")])
-    if "share" in results:
-        part = results["share"]
-        http, alone = rates(part["http"]), rates(part["engine"])
-        share = figure(ratios(http, alone), "{:.0f} %", 100)
-        label = f"{part['streams']} streams of {part['length']:,} over HTTP, characters/s"
-        rows.append([label, figure(http), f"{figure(alone)}, the engine alone", share])
-    if "sample" in results:
-        part = results["sample"]
-        rate = figure(run["characters"] / run["seconds"] for run in part["runs"])
-        rows.append([f"`training sample`, {part['texts']:,} lines, start included, characters/s", rate, NONE, NONE])
+    if "prefill" in results:
+        shape = results["prefill"]["shapes"]["S"]["systems"]
+        forward = max((v for system, v in shape.items() if system.startswith("forward")), key=statistics.median)
+        for system in (system for system in ENGINES[:1] if system in shape):
+            label = f"S, {results['prefill']['rows']} prompts of a whole window, characters/s"
+            measured = [f"{figure(shape[system])}, {system}", f"{figure(forward)}, torch's forward"]
+            rows.append([label, *measured, figure(ratios(shape[system], forward), "{:.2f} ×")])
     if "texts" in results:
         part = results["texts"]
-        for system, changed in part["changed"].items():
-            label = f"texts that changed under load, {system}"
-            rows.append([label, f"{changed:,} of {part['count']:,}", "the same alone", NONE])
-        for system, changed in part["between"].items():
-            rows.append([f"texts that differ, {system}", f"{changed:,} of {part['count']:,}", "float64", NONE])
+        changed = ", ".join(f"{count:,} ({system})" for system, count in part["changed"].items())
+        rows.append([f"texts that changed under load, of {part['count']:,}", changed, "the same alone", NONE])
     if "idle" in results:
         ours, stock = (results["idle"][name] for name in ("ours", "stock"))
         for label, key, form, scale in (
             ("idle, share of one core", "idle_cores", "{:.1f} %", 100),
-            ("ready after start, s", "start_seconds", "{:.1f}", 1),
             ("memory of all processes (PSS), MB", "pss_bytes", "{:,.0f}", 1e-6),
         ):
             theirs = f"{figure(stock[key], form, scale)}, stock LitServe"
@@ -201,72 +182,31 @@ def other_rows(results: dict[str, Any]) -> list[list[str]]:
 
 
 def path_rows(results: dict[str, Any]) -> list[list[str]]:
-    """The path without a model, and the cost of metrics."""
+    """The path without a model."""
     rows = [["over HTTP without a model, one HTTP process", "stock LitServe", "plain FastAPI", "this service", "ratio"]]
     names = ("stock", "plain", "ours")
-    if "path" in results:
-        path = results["path"]
-        requests = {name: rates(path[name]["requests"], "per_second") for name in names}
-        share = figure(ratios(requests["ours"], requests["plain"]), "{:.0f} %", 100)
-        rows.append(["requests/s of one character", *(figure(requests[name]) for name in names), f"{share} of plain"])
-        for count in map(str, path["streams"]):
-            streams = {name: rates(path[name]["streams"][count]) for name in names}
-            each = figure(rates(path["ours"]["streams"][count], "characters_per_event"), "{:.0f}")
-            share = figure(ratios(streams["ours"], streams["plain"]), "{:.0f} %", 100)
-            rows.append(
-                [f"streamed characters/s, {plural(int(count), 'stream')} (ours: {each} per event, the others: 1)"]
-                + [*(figure(streams[name]) for name in names), f"{share} of plain"]
-            )
-        for p in ("p50", "p99"):
-            values = [figure(rates(path[name]["first"], p), "{:.2f}", 1e3) for name in names]
-            rows.append([f"time to first character, one at a time, {p}, ms", *values, NONE])
-        for kind, label in (("probe", "a probe"), ("whole", "one character")):
-            for p in ("p50", "p99", "p99.9", "max"):
-                both = [figure(rates(path[name][kind], p), "{:.2f}", 1e3) for name in ("plain", "ours")]
-                rows.append([f"answer of {label}, one client, {p}, ms", NONE, *both, NONE])
-        for label, key, form, scale in (
-            ("CPU time of the HTTP process, µs per event", "http_seconds_per_event", "{:.0f}", 1e6),
-            ("CPU time of the worker, µs per event", "worker_seconds_per_event", "{:.0f}", 1e6),
-            ("time between writes, p99, ms", "gap_p99", "{:.1f}", 1e3),
-        ):
-            value = figure(rates(path["paced"], key), form, scale)
-            rows.append([f"{label}; 64 streams, one step per 10 ms", NONE, NONE, value, NONE])
-    if "metrics" in results:
-        part = {name: results["metrics"][name] for name in ("ours", "unmeasured")}
-        for label, key, form, scale in (
-            ("characters/s", "characters_per_second", "{:,.0f}", 1.0),
-            ("CPU time per character, µs", "cpu_seconds_per_character", "{:,.0f}", 1e6),
-        ):
-            values = {name: rates(runs, key) for name, runs in part.items()}
-            ours, without = (scale * statistics.median(values[name]) for name in ("ours", "unmeasured"))
-            shares = [100 * share for share in ratios(values["ours"], values["unmeasured"])]
-            low, high = interval(shares)
-            rows.append(
-                [f"S, 64 short streams, {label}, beside itself without metrics, {len(shares)} pairs", NONE, NONE]
-                + [form.format(ours)]
-                + [f"{statistics.median(shares):.1f} % (95 %: {low:.1f}–{high:.1f}) of {form.format(without)}"]
-            )
-    return rows
-
-
-def growth_rows(part: dict[str, Any]) -> list[list[str]]:
-    rows = [[f"growth and memory, {part['about']['backend']} {part['about']['dtype']}", ""]]
-    first = [turn[0] for turn in part["seconds"]]
-    for number, length in enumerate(part["lengths"]):
-        values = [turn[number] for turn in part["seconds"]]
-        ratio = figure(ratios(values, first), "{:.2f} ×")
+    path = results["path"]
+    requests = {name: rates(path[name]["requests"], "per_second") for name in names}
+    share = figure(ratios(requests["ours"], requests["plain"]), "{:.2f} ×")
+    rows.append(["requests/s of one character", *(figure(requests[name]) for name in names), f"{share} plain"])
+    for count in map(str, (min(path["streams"]), max(path["streams"]))):
+        streams = {name: rates(path[name]["streams"][count]) for name in names}
+        each = figure(rates(path["ours"]["streams"][count], "characters_per_event"), "{:.0f}")
+        share = figure(ratios(streams["ours"], streams["plain"]), "{:.2f} ×")
         rows.append(
-            [
-                f"per character and row in texts of {length:,} characters, ms",
-                f"{figure(values, '{:.3f}', 1e3)}, {ratio}",
-            ]
+            [f"streamed characters/s, {plural(int(count), 'stream')} (ours: {each} per event, the others: 1)"]
+            + [*(figure(streams[name]) for name in names), f"{share} plain"]
         )
-    base = next(iter(part["queue"].values()))
-    for count, values in part["queue"].items():
-        ratio = figure(ratios(values, base), "{:.2f} ×")
-        rows.append([f"step with {int(count):,} waiting, ms", f"{figure(values, '{:.2f}', 1e3)}, {ratio}"])
-    for slots, memory in part["memory"].items():
-        rows.append([f"process with {plural(int(slots), 'slot')} in use, MB", f"{memory['process_bytes'] / 1e6:,.0f}"])
+    for key, p, label in (
+        ("first", "p50", "time to first character, one at a time, p50"),
+        ("first", "p99", "the same, p99"),
+        ("whole", "max", "answer of one character, one client, longest of 4,000"),
+    ):
+        values = [figure(rates(path[name].get(key, ()), p), "{:.2f}", 1e3) for name in names]
+        rows.append([f"{label}, ms", *values, NONE])
+    value = figure(rates(path["paced"], "http_seconds_per_event"), "{:.0f}", 1e6)
+    label = "CPU time of the HTTP process, µs per event; 64 streams, one step per 10 ms"
+    rows.append([label, NONE, NONE, value, NONE])
     return rows
 
 
@@ -300,56 +240,6 @@ def footnotes(results: dict[str, Any]) -> list[str]:
     for part, source in results.get("kept", {}).items():
         lines.append(f"Part {part}: revision {source['revision']}, {source['date'][:10]}.")
     return lines + [f"failed: {part}, {reason}" for part, reason in results["errors"].items()]
-
-
-# README.md
-
-
-def summary(results: dict[str, Any]) -> str:
-    """The six rows of README.md, losses included.
-
-    Raises:
-        ValueError: the run lacks a part that they need.
-    """
-    if lacking := {"http", "prefill", "path"} - results.keys():
-        raise ValueError(f"the six rows need the parts http, prefill and path; missing: {', '.join(sorted(lacking))}")
-    rows = [["measured", "this service", "compared with", "ratio"]]
-    whole = results["http"]["modes"]["whole"]
-    few, many = min(whole, key=int), max(whole, key=int)
-    for clients, peer in ((few, "llama"), (many, "llama"), (many, "stock")):
-        families = whole[clients]["families"]
-        ours, theirs = rates(families["ours"]["runs"]), rates(families[peer]["runs"])
-        label = f"S over HTTP, answers of {results['http']['length']}, {plural(int(clients), 'client')}, characters/s"
-        rows.append(compared(label, ours, theirs, f"{FAMILIES[peer]}, {families[peer]['variant']}"))
-    first = {family: rates(each["runs"], "p50") for family, each in results["http"]["first"].items()}
-    rows.append(compared("first character, one client, p50, ms", first["ours"], first["llama"], FAMILIES["llama"], 1e3))
-    name, shape = list(results["prefill"]["shapes"].items())[-1]
-    forward = max(
-        (system for system in shape["systems"] if system.startswith("forward")),
-        key=lambda system: statistics.median(shape["systems"][system]),
-    )
-    prefill = (shape["systems"][system] for system in ("native float32", forward))
-    rows.append(compared(f"prefill of {name} in float32, characters/s", *prefill, f"torch's {forward}"))
-    requests = (rates(results["path"][name]["requests"], "per_second") for name in ("ours", "plain"))
-    rows.append(compared("requests/s over HTTP without a model", *requests, "plain FastAPI"))
-    return "\n".join(table(rows))
-
-
-def compared(label: str, ours: list[float], theirs: list[float], name: str, scale: float = 1.0) -> list[str]:
-    form = "{:,.0f}" if scale == 1.0 else "{:.1f}"
-    ratio = f"{statistics.median(ratios(ours, theirs)):.2g} ×"
-    return [label, figure(ours, form, scale), f"{figure(theirs, form, scale)}, {name}", ratio]
-
-
-def write_tables(results: dict[str, Any], root: Path) -> None:
-    """Write the tables into tests/README.md and the six rows into README.md below `root`.
-
-    Raises:
-        ValueError: as `put` and `summary`.
-    """
-    six = summary(results)
-    put(markdown(results), root / "tests" / "README.md", "bench")
-    put(six, root / "README.md", "bench-summary")
 
 
 def put(content: str, path: Path, name: str) -> None:

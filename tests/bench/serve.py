@@ -3,20 +3,17 @@
     make bench                      about 40 minutes, and five more once to build llama.cpp
     make bench-quick                about five minutes: fewer systems, rows and repeats
     make bench ARGS='--only engine,http --threads 1'
-    make bench-table                tables of OUT/serve.json into tests/README.md, six rows of them into README.md
+    make bench-table                tables of OUT/serve.json into tests/README.md
 
     engine   in process: our engine with each backend and dtype, llama-batched-bench on each GGUF, transformers'
              generate with each dtype and cache; the roofline
     prefill  whole prompts: our engine and torch's forward
     http     answers and streams of 128 characters over HTTP and the time to the first character: the service,
              llama.cpp's server, transformers serve, stock LitServe
-    share    64 streams over HTTP and in the engine alone
-    sample   python -m training sample
+    mixed    one stream beside another client's work, and kinds of requests beside plain ones
     texts    whether a text depends on load, and how often it depends on the dtype
     path     the service around a stub engine; compared with plain FastAPI and stock LitServe, both without a model
     idle     CPU time of the idle service, its start and its memory, beside stock LitServe
-    metrics  the service with and without metrics
-    growth   time per character in long texts, of a step beside long queues; memory
 
 Rewrites OUT/serve.json and OUT/serve.md after each part; the servers' logs are in OUT/logs. Systems that are compared
 are each in a process of its own and measured in turns, since the speed of a shared machine drifts. Figures are medians
@@ -29,14 +26,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import multiprocessing
 import os
 import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -58,7 +56,7 @@ from .command import (
     prepare_process,
     subset,
 )
-from .report import markdown, write_tables
+from .report import markdown, put
 from .servers import ROOT, Server, ServerError, module
 from .shapes import ANSWER, PROMPT, SAMPLING, SHAPES, Work, checkpoint_of, config_of, mixed_work, prompt_text
 
@@ -68,6 +66,19 @@ ALONE = {  # one client, one request after the other
     "whole": load.post("/generate", {"prompt": "a", "max_tokens": 1}),
 }
 ALONE_PER_SECOND = 4000 / 3  # of a measurement: 20,000 in five turns
+BESIDE = {  # what another client asks all the time, and how many requests at a time
+    "n = 64": (load.post("/generate", {"prompt": "\n", "max_tokens": ANSWER, "n": 64}), 1),
+    "/v1/score, 40 texts of 500": (load.post("/v1/score", {"texts": [prompt_text(500, i) for i in range(40)]}), 4),
+    "/v1/next, 128 prompts": (load.post("/v1/next", {"prompts": [prompt_text(PROMPT, i) for i in range(128)]}), 2),
+    "prompts of 8,000": (load.post("/generate", {"prompt": 8 * prompt_text(1000, 0), "max_tokens": 1}), 4),
+    "one regex": (load.post("/generate", {"prompt": "\n", "regex": "[A-Za-z \n]{128}", "max_tokens": ANSWER}), 1),
+}
+OTHER_CLIENT = "127.0.0.2"
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "regex": {"regex": f"[A-Za-z \n]{{{ANSWER}}}"},
+    "5 log-probabilities": {"logprobs": 5},
+}
 PACE_SECONDS = 0.01  # step time of the paced stub: 64 streams emit 6,400 events/s
 STOCK_EVENT = b'{"text": "a"'
 KEEP_ABOVE = 0.6  # of its family's best: a variant below it at every row count runs in the first turn only
@@ -75,7 +86,7 @@ DEFAULT = "native float32"  # of the service on a CPU
 SLOTS = 128  # of the engine alone
 PREFILL_ROWS = 32
 
-PARTS = ("engine", "prefill", "http", "share", "sample", "texts", "path", "idle", "metrics", "growth")
+PARTS = ("engine", "prefill", "http", "mixed", "texts", "path", "idle")
 FAILURES = (BenchError, ServerError, load.LoadError, llama.LlamaError, roofline.RooflineError, OSError)
 
 
@@ -89,18 +100,12 @@ class Plan:
     clients: tuple[int, ...]
     http_seconds: float  # per measurement
     first_requests: int
-    share_length: int  # characters of each stream
-    sample_texts: int
     texts: int  # generations by dtype
     path_seconds: float  # per measurement of the path
     streams: tuple[int, ...]
     paced_length: int
-    metrics_repeats: int
     idle_seconds: float
     starts: int
-    long_rows: int
-    lengths: tuple[int, ...]  # of texts, in multiples of block_size
-    queue_steps: int
 
 
 FULL = Plan(
@@ -110,18 +115,12 @@ FULL = Plan(
     clients=(1, 8, 32),
     http_seconds=3.0,
     first_requests=200,
-    share_length=2000,
-    sample_texts=10_000,
     texts=10_000,
     path_seconds=3.0,
     streams=(1, 32, 64, 256),
     paced_length=400,
-    metrics_repeats=48,
     idle_seconds=5.0,
     starts=5,
-    long_rows=8,
-    lengths=(1, 10, 100),
-    queue_steps=200,
 )
 QUICK = Plan(
     repeats=2,
@@ -130,18 +129,12 @@ QUICK = Plan(
     clients=(1, 32),
     http_seconds=1.0,
     first_requests=40,
-    share_length=300,
-    sample_texts=1000,
     texts=300,
     path_seconds=1.0,
     streams=(1, 64, 256),
     paced_length=100,
-    metrics_repeats=2,
     idle_seconds=2.0,
     starts=1,
-    long_rows=1,
-    lengths=(1, 10),
-    queue_steps=40,
 )
 
 
@@ -322,26 +315,6 @@ class Bench:
                 figures["between"][name] = differing(texts, found[exact])
         return figures
 
-    def sample(self) -> dict[str, Any]:
-        """Lines of S by the command line, start included."""
-        command = [
-            *("-m", "training", "sample", "--checkpoint", str(self.folders["S"]), "-n", str(self.plan.sample_texts)),
-            *("--max-tokens", "100", "--stop", r"\n", "--prompt", "\n\nKING:\n", "--format", "jsonl"),
-        ]
-        runs = []
-        for _ in range(self.plan.repeats):
-            started, before = time.perf_counter(), os.times()
-            done = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT)
-            seconds, after = time.perf_counter() - started, os.times()
-            if done.returncode:
-                raise BenchError(f"{shlex.join(command)} ended with status {done.returncode}:\n{done.stderr[-2000:]}")
-            texts = [json.loads(line)["text"] for line in done.stdout.splitlines()]
-            if len(texts) != self.plan.sample_texts:
-                raise BenchError(f"expected {self.plan.sample_texts} texts, got {len(texts)}")
-            cpu = after.children_user + after.children_system - before.children_user - before.children_system
-            runs.append({"characters": sum(map(len, texts)), "seconds": seconds, "cpu_seconds": cpu})
-        return {"command": shlex.join(["python", *command]), "texts": self.plan.sample_texts, "runs": runs}
-
     # -- the parts: over HTTP --
 
     def http(self) -> dict[str, Any]:
@@ -407,24 +380,24 @@ class Bench:
                 self.say("whole answers: " + http_line(figures["modes"]["whole"]))
         return figures
 
-    def share(self) -> dict[str, Any]:
-        """Characters per second of 64 endless streams over HTTP, and of the engine alone with the same threads."""
-        figures: dict[str, Any] = {"streams": CONNECTIONS, "length": self.plan.share_length, "http": [], "engine": []}
-        [system] = peers.ours(self.folders["S"], {"threads": self.threads, "max_running_requests": CONNECTIONS})
-        alone = Remote(
-            engine.Ours, self.folders["S"], "auto", "auto",
-            slots=CONNECTIONS, threads=self.threads, device=self.device,
-        )  # fmt: skip
-        with system.start(self.out / "logs" / "share.log") as server, alone:
+    def mixed(self) -> dict[str, Any]:
+        """A stream alone and beside the work of another client, whose own rate alone and beside the stream follows; and
+        characters per second of whole answers by kind and clients. Of the service as installed.
+        """
+        seconds = self.plan.http_seconds
+        figures: dict[str, Any] = {"beside": {name: [] for name in BESIDE}, "kinds": {name: {} for name in KINDS}}
+        with Server(module("service", checkpoint=self.folders["S"], log_level="warning"), self.log("mixed")) as server:
             server.wait_until_ready()
-            answers_once(system, server, CONNECTIONS, CONNECTIONS, True)
-            server.pause()
-            alone.call("run", CONNECTIONS)
-            for _ in range(self.plan.repeats):
-                with running(server):
-                    run = answers_once(system, server, CONNECTIONS, CONNECTIONS, True, self.plan.share_length)
-                figures["http"].append(run)
-                figures["engine"].append(alone.call("run", CONNECTIONS, self.plan.share_length))
+            for turn in range(-1, self.plan.repeats):
+                for name, (request, connections) in BESIDE.items():
+                    run = beside_once(server.port, request, connections, seconds if turn >= 0 else 0.5)
+                    if turn >= 0:  # the first is a warm-up
+                        figures["beside"][name].append(run)
+                for clients in self.plan.clients if turn >= 0 else ():
+                    for kind, fields in KINDS.items():
+                        rate = kind_once(server.port, fields, clients, seconds / 2)
+                        figures["kinds"][kind].setdefault(str(clients), []).append(rate)
+                self.say(f"a stream beside n = 64: {figures['beside']['n = 64'][turn:]}")
         return figures
 
     def path(self) -> dict[str, Any]:
@@ -512,46 +485,6 @@ class Bench:
                     mine["pss_bytes"].append(server.pss_bytes())
         return figures
 
-    def metrics(self) -> dict[str, Any]:
-        """Many short alternating runs, as the effect is smaller than the drift of the machine's speed."""
-        work = mixed_work(2 * CONNECTIONS, longest=64, arriving=0.0)
-        characters = sum(item.max_tokens for item in work)
-        figures: dict[str, Any] = {}
-        with contextlib.ExitStack() as stack:
-            servers = {}
-            for name, program in (("ours", "service"), ("unmeasured", "tests.bench.unmeasured")):
-                servers[name] = stack.enter_context(self.server(program, name, max_running_requests=CONNECTIONS))
-                servers[name].wait_until_ready()
-                servers[name].pause()
-                figures[name] = []
-            for number in range(-1, self.plan.metrics_repeats):
-                for name, server in servers.items():
-                    with running(server):
-                        run = load_work(server, "ours", work)
-                    cores = run["cores"]
-                    run["cpu_seconds_per_character"] = (cores["worker"] + cores["http"]) * cores["seconds"] / characters
-                    if number >= 0:  # the first is a warm-up
-                        figures[name].append(run)
-        return figures
-
-    def growth(self) -> dict[str, Any]:
-        """Of the default backend: time in long texts and beside long queues, and memory by slots."""
-        folder = self.folders["S"]
-        W = config_of(folder).block_size
-        lengths = [n * W for n in self.plan.lengths]
-        figures: dict[str, Any] = {"lengths": lengths, "seconds": [], "queue": {}, "memory": {}}
-        with self.engine_remote(folder, "auto", "auto", slots=self.plan.long_rows) as remote:
-            figures["about"] = remote.call("about")
-            for _ in range(self.plan.repeats):
-                figures["seconds"].append(remote.call("lengths", self.plan.long_rows, lengths, W))
-                for waiting in (1, 100, 1000):
-                    seconds = remote.call("queue", waiting, self.plan.queue_steps)
-                    figures["queue"].setdefault(str(waiting), []).append(seconds)
-        for slots in (1, CONNECTIONS, 4 * CONNECTIONS):
-            with self.engine_remote(folder, "auto", "auto", slots=slots) as remote:
-                figures["memory"][str(slots)] = remote.call("memory")
-        return figures
-
     # -- helpers --
 
     def engines(
@@ -602,6 +535,9 @@ class Bench:
         """The service on shape S, or its variant in the module `name`."""
         command = module(name, checkpoint=self.folders["S"], threads=self.threads, log_level="warning", **flags)
         return Server(command, self.out / "logs" / f"{log}.log", "/readyz", environment)
+
+    def log(self, name: str) -> Path:
+        return self.out / "logs" / f"{name}.log"
 
     def stock(self) -> Server:
         command = module("tests.bench.stock", checkpoint=self.folders["S"], threads=self.cores)
@@ -713,6 +649,48 @@ def answers_once(
         "server_cpu_seconds": cpu,
         "client_cpu_seconds": outcome.cpu_seconds,
     }
+
+
+def beside_once(port: int, request: bytes, connections: int, seconds: float) -> dict[str, float]:
+    """Characters per second of a stream, and answers per second of another client's `request`: alone and together.
+
+    The other client is a process of its own, at an address of its own, and begins before the stream.
+    """
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+        work = (answers_per_second, port, request, connections)
+        run = {"alone": stream_rate(port, seconds), "other_alone": pool.submit(*work, seconds).result()}
+        other = pool.submit(*work, seconds + 0.5)
+        time.sleep(0.25)
+        return run | {"beside": stream_rate(port, seconds), "other_beside": other.result()}
+
+
+def stream_rate(port: int, seconds: float) -> float:
+    """Characters per second that one client's streams, one after the other, give within `seconds`."""
+    request = load.post("/generate", {"prompt": "\n", "max_tokens": 16_000, "stream": True})
+    outcome = load.run(port, load.at_once(request, 10**9), connections=1, seconds=seconds, keep=True)
+    texts = (b"".join(data for _, data in load.dechunked(reply.parts)) for reply in outcome.replies)
+    return sum(len(ours_text(text)) for text in texts) / outcome.seconds
+
+
+def answers_per_second(port: int, request: bytes, connections: int, seconds: float) -> float:
+    """Of a client that asks again as soon as it is answered; those that the end cuts off count in part."""
+    outcome = load.run(
+        port, load.at_once(request, 10**9), connections=connections, seconds=seconds, address=OTHER_CLIENT
+    )
+    whole = [reply.ended_at - reply.sent_at for reply in outcome.replies if reply.ended_at is not None]
+    ended_at = outcome.started_at + outcome.seconds
+    open_for = sum(ended_at - reply.sent_at for reply in outcome.replies if reply.ended_at is None)
+    return (len(whole) + (open_for / statistics.mean(whole) if whole else 0)) / outcome.seconds
+
+
+def kind_once(port: int, fields: dict[str, Any], clients: int, seconds: float) -> float:
+    """Characters per second of whole answers of ANSWER characters."""
+    requests = (
+        (0.0, load.post("/generate", {"prompt": prompt_text(PROMPT, n), "max_tokens": ANSWER, "seed": n} | fields), n)
+        for n in range(10**9)
+    )
+    outcome = load.run(port, requests, connections=clients, seconds=seconds)
+    return len(outcome.ended) * ANSWER / outcome.seconds
 
 
 def first_once(system: peers.System, server: Server, count: int) -> dict[str, float]:
@@ -863,7 +841,7 @@ def parse_args() -> argparse.Namespace:
         "--only", type=subset(PARTS), default=list(PARTS), metavar="PARTS", help=f"of {','.join(PARTS)} (default: all)"
     )
     parser.add_argument("--keep", action="store_true", help="keep the other parts of OUT/serve.json")
-    parser.add_argument("--table", action="store_true", help="write OUT/serve.json into both README files and exit")
+    parser.add_argument("--table", action="store_true", help="write OUT/serve.json into tests/README.md and exit")
     return parser.parse_args()
 
 
@@ -872,7 +850,7 @@ def main() -> int:
     if args.table:
         try:
             results = json.loads((args.out / "serve.json").read_text(encoding="utf-8"))
-            write_tables(results, ROOT)
+            put(markdown(results), ROOT / "tests" / "README.md", "bench")
         except (OSError, ValueError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 1

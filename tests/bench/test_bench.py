@@ -10,10 +10,10 @@ import random
 import numpy as np
 import pytest
 import torch
-from helpers import refusal
 
-from bench import train as bench
-from bench.nanogpt import NanoGPT, RandomWindows, Recipe, random_windows_loss, train
+from tests.bench import train as bench
+from tests.bench.nanogpt import NanoGPT, RandomWindows, Recipe, random_windows_loss, train
+from tests.helpers import refusal
 from training.config import TrainConfig
 from training.evaluate import baselines, whole_loss
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import random_model, refusal
 
-from bench import engine, llama, load, peers, report, roofline, serve, shapes
-from bench.command import BenchError, Remote
 from service.model.checkpoint import Checkpoint
 from service.model.config import GPTConfig
 from service.model.kv_cache import KVCache
+from tests.bench import engine, llama, load, peers, report, roofline, serve, shapes
+from tests.bench.command import BenchError, Remote
+from tests.helpers import random_model, refusal
 
 TINY = GPTConfig(len(shapes.VOCABULARY), block_size=16, n_layer=2, n_head=4, n_kv_head=2, n_embd=16)
 TINY_PLAN = replace(
@@ -26,15 +26,11 @@ TINY_PLAN = replace(
     rows={"S": (1, 3)},
     clients=(1, 2),
     first_requests=3,
-    share_length=20,
-    sample_texts=20,
     texts=20,
     path_seconds=0.4,
     streams=(1, 64),
     paced_length=10,
-    metrics_repeats=1,
     idle_seconds=0.1,
-    queue_steps=5,
 )
 
 
@@ -174,14 +170,6 @@ def test_shapes_have_their_nominal_size_and_varied_texts():
     assert len(texts) == 8 and min(len(set(text)) for text in texts) > 5
 
 
-def test_interval_of_the_median_uses_tabulated_order_statistics():
-    """Conover, table A3: with 10 values the 2nd and 9th, with 20 the 6th and 15th enclose it with ≥ 95 % confidence."""
-    assert report.interval([7.0]) == (7.0, 7.0)
-    assert report.interval([3, 1, 2]) == (1, 3)
-    assert report.interval(list(range(1, 11))) == (2, 9)
-    assert report.interval(list(range(20, 0, -1))) == (6, 15)
-
-
 # The engine's figures
 
 
@@ -232,7 +220,6 @@ def test_engine_run_counts_every_character_and_phase(tiny):
     assert run["characters_per_second"] > 0 and run["decode_characters_per_second"] > 0
     assert {"prefill", "decode", "rest"} <= set(run["phases"]) and min(run["phases"].values()) >= 0
     assert ours.prefill(3, 16) > 0
-    assert len(ours.lengths(2, [16, 64], 16)) == 2 and ours.queue(5, 3) > 0
     assert ours.about() == {"backend": "torch", "dtype": "float64", "weights": "float64", "slots": 4}
 
 
@@ -354,7 +341,7 @@ def test_remote_keeps_its_object_and_reports_failures():
 @pytest.mark.timeout(900)
 def test_tiny_run_yields_every_figure_and_table(tmp_path, capsys):
     bench = serve.Bench(TINY_PLAN, {"S": TINY}, 1, tmp_path / "out")
-    bench.run(["path", "prefill", "share", "texts", "idle", "metrics", "growth"])
+    bench.run(["path", "mixed", "prefill", "texts", "idle"])
     assert bench.results["errors"] == {}
     path = bench.results["path"]
     for name in ("ours", "plain", "stock"):
@@ -365,61 +352,26 @@ def test_tiny_run_yields_every_figure_and_table(tmp_path, capsys):
     saved = json.loads((tmp_path / "out" / "serve.json").read_text())
     assert saved["path"] == path and saved["settings"]["plan"]["repeats"] == TINY_PLAN.repeats
     text = report.markdown(saved)
-    assert "over HTTP without a model" in text and "prefill, S, 32 prompts of 16" in text
+    assert "over HTTP without a model" in text and "32 prompts of a whole window" in text
 
     later = serve.Bench(TINY_PLAN, {"S": TINY}, 1, tmp_path / "out")
-    later.keep(["share"])
-    assert later.results["path"] == path and "share" not in later.results
+    later.keep(["idle"])
+    assert later.results["path"] == path and "idle" not in later.results
     assert later.results["kept"]["path"] == {"revision": saved["revision"], "date": saved["date"]}
     other = serve.Bench(TINY_PLAN, {"S": TINY}, 2, tmp_path / "out")
     with pytest.raises(serve.BenchError, match="has different settings"):
-        other.keep(["share"])
+        other.keep(["idle"])
 
 
-def test_tables_are_put_between_their_markers(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "markdown", lambda results: "all\n")
-    monkeypatch.setattr(report, "summary", lambda results: "six\n")
-    (tmp_path / "tests").mkdir()
-    for file, name in ((tmp_path / "tests" / "README.md", "bench"), (tmp_path / "README.md", "bench-summary")):
-        file.write_text(f"before\n<!-- {name} -->\nold\n<!-- /{name} -->\nafter\n")
+def test_tables_are_put_between_their_markers(tmp_path):
+    file = tmp_path / "README.md"
+    file.write_text("before\n<!-- bench -->\nold\n<!-- /bench -->\nafter\n")
     for _ in range(2):  # idempotent
-        report.write_tables({}, tmp_path)
-        assert (
-            tmp_path / "README.md"
-        ).read_text() == "before\n<!-- bench-summary -->\nsix\n<!-- /bench-summary -->\nafter\n"
-    (tmp_path / "README.md").write_text("no markers\n")
-    with pytest.raises(ValueError, match="must have one line <!-- bench-summary -->"):
-        report.write_tables({}, tmp_path)
-
-
-def test_six_rows_show_gains_and_losses():
-    def family(value: float) -> dict[str, object]:
-        return {"variant": "v", "runs": [{"characters_per_second": value, "p50": 1 / value}]}
-
-    families = {"ours": family(300), "llama": family(100), "stock": family(50)}
-    systems = {
-        "native float32": [30.0, 50.0],
-        "native bfloat16": [90.0],
-        "forward float32": [60.0],
-        "forward x": [80.0],
-    }
-    results = {
-        "http": {
-            "length": 128,
-            "modes": {"whole": {"1": {"families": families}, "32": {"families": families}}},
-            "first": {"ours": family(250), "llama": family(500)},
-        },
-        "prefill": {"shapes": {"S": {}, "M": {"systems": systems}}},
-        "path": {name: {"requests": [{"per_second": rate}]} for name, rate in (("ours", 4.0), ("plain", 8.0))},
-    }
-    lines = report.summary(results).splitlines()
-    assert len(lines) == 8
-    assert "answers of 128, 32 clients, characters/s | 300 | 50, stock LitServe, v | 6 ×" in lines[4]
-    assert "first character, one client, p50, ms | 4.0 | 2.0, llama.cpp | 2 ×" in lines[5]
-    assert "prefill of M in float32, characters/s | 40 (30–50) | 80, torch's forward x | 0.5 ×" in lines[6]
-    assert "requests/s over HTTP without a model | 4 | 8, plain FastAPI | 0.5 ×" in lines[7]
-    with pytest.raises(ValueError, match="missing: http"):
-        report.summary({name: part for name, part in results.items() if name != "http"})
+        report.put("all\n", file, "bench")
+        assert file.read_text() == "before\n<!-- bench -->\nall\n<!-- /bench -->\nafter\n"
+    file.write_text("no markers\n")
+    with pytest.raises(ValueError, match="must have one line <!-- bench -->"):
+        report.put("all\n", file, "bench")
 
 
 def test_failed_part_reports_its_reason_and_the_others_continue(tmp_path, monkeypatch):
@@ -437,11 +389,11 @@ def test_failed_part_reports_its_reason_and_the_others_continue(tmp_path, monkey
 
 
 def test_stub_engine_emits_one_id_per_step_and_obeys_its_limits(tiny):
-    from bench.stub import StubEngine
     from service.engine.runner import open_runner
     from service.engine.scheduler import QueueFullError
     from service.model.params import SamplingParams
     from service.wire import Submit
+    from tests.bench.stub import StubEngine
 
     stub = StubEngine(open_runner(Checkpoint.read(tiny), slots=1), max_waiting=1)
     for id in (7, 8):
@@ -462,7 +414,7 @@ def test_stub_engine_emits_one_id_per_step_and_obeys_its_limits(tiny):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--only", "gpu"], "unknown part 'gpu'; allowed: engine, prefill, http, share, sample, texts, path, idle"),
+        (["--only", "gpu"], "unknown part 'gpu'; allowed: engine, prefill, http, mixed, texts, path, idle"),
         (["--threads", "0"], "--threads: must be in [1, 1024], got 0"),
     ],
 )

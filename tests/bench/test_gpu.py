@@ -1,6 +1,5 @@
-from helpers import save_random
-
-from bench import gpu
+from tests.bench import gpu
+from tests.helpers import save_random
 
 RESULTS = {
     "machine": {"cpu": "C", "gpu": "G"},

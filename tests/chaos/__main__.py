@@ -1,6 +1,6 @@
 """Faults and hostile clients against real servers: what clients see, how long recovery takes, what remains.
 
-    make chaos                                  all cases, 29 minutes on 2 cores: tests/chaos/RESULTS.md, README.md
+    make chaos                                  all cases, 29 minutes on 2 cores: tests/chaos/RESULTS.md
     make chaos ARGS=--quick                     fewer repetitions, a soak of one minute, no LitServe: out/chaos
     make chaos ARGS='--only worker fairness'    some of them: out/chaos
 
@@ -23,11 +23,10 @@ from typing import Any
 from _pytest.outcomes import Skipped  # raised by tests.toolbox where the machine lacks something
 
 from tests.bench.command import Progress, build_parser, busy_warning, context, prepare_process
-from tests.bench.report import put
 from tests.bench.servers import ROOT
 from tests.chaos import clients, limits, processes, soak
 from tests.chaos.case import Case, Outcome, Plan
-from tests.chaos.report import markdown, shown, summary
+from tests.chaos.report import markdown, shown
 
 CASES: dict[str, Case] = {
     "worker": processes.kill_worker,
@@ -101,8 +100,6 @@ def main(arguments: list[str] | None = None, cases: Mapping[str, Case] = CASES, 
     folder = (home or ROOT / "tests/chaos") if is_whole else plan.out
     (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     (folder / "RESULTS.md").write_text(markdown(results), encoding="utf-8")
-    if is_whole and home is None:
-        put(summary(results), ROOT / "README.md", "chaos-summary")
     failed = [name for name in chosen if results["cases"][name]["failures"]]
     say(f"{len(chosen) - len(failed)} of {len(chosen)} passed: {folder / 'RESULTS.md'}")
     return 1 if failed else 0

@@ -2,8 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import copy
-import enum
 import itertools
 import json
 import math
@@ -11,23 +9,18 @@ import re
 import runpy
 import subprocess
 import time
-import types
 import typing
 from pathlib import Path
 
 import httpx
 import pytest
 import yaml
-from grafana_foundation_sdk.cog.encoder import JSONEncoder
-from grafana_foundation_sdk.cog.plugins import register_default_plugins
-from grafana_foundation_sdk.models.dashboard import Dashboard
-from helpers import ENDLESS, VOCABULARY, RunningServer, make_certificate, random_model, wait_until, web
 
 from service.http.client import MAX_RUNS
 from service.model.checkpoint import save_checkpoint
 from service.model.tokenizer import CharTokenizer
-from service.observe.metrics import SECONDS
 from service.settings import Settings
+from tests.helpers import ENDLESS, VOCABULARY, RunningServer, make_certificate, random_model, wait_until, web
 from tests.toolbox.http import events, post, sent
 from tests.toolbox.launch import Program, free_port
 from tests.toolbox.needs import program
@@ -107,31 +100,13 @@ def test_rule_tests_fire_every_alert_and_evaluate_every_group():
     assert [yaml.safe_load(text)["group_eval_order"] for text in texts] == [groups, groups]
 
 
-def test_recorded_ratios_use_the_window_in_their_name():
-    recorded = [rule for rule in rules() if rule.get("record", "").startswith("environment_model_name:")]
-    for rule in recorded:
-        window = rule["record"].partition("ratio_rate")[2]
-        assert set(re.findall(r"\[(\w+)\]", rule["expr"])) == {window}, rule
-    shapes = {(rule["labels"]["slo"], re.sub(r"\[\w+\]", "[…]", rule["expr"])) for rule in recorded}
-    assert len(shapes) == 3 and len(recorded) == 21
-
-
-def test_rule_thresholds_are_bucket_bounds():
-    bounds = {float(bound) for rule in rules() for bound in re.findall(r'le="([^"]*)"', rule["expr"])}
-    assert bounds and bounds <= set(map(float, SECONDS))
-
-
 def test_every_alert_has_severity_summary_description_and_a_link_to_the_runbook():
     headings = set(re.findall(r"^## (\w+)$", RUNBOOK, re.MULTILINE))
     for rule in alerts():
         assert rule["labels"]["severity"] in ("page", "ticket")
         assert set(rule["annotations"]) == {"summary", "description", "runbook_url"}
         assert "{{" in rule["annotations"]["summary"] + rule["annotations"]["description"] or "absent" in rule["expr"]
-    links = {rule["annotations"]["runbook_url"].partition("#")[::2] for rule in alerts()}
-    [base] = {page for page, _ in links}  # so that one replacement changes all of them
-    assert base == "https://github.com/OWNER/chargpt/blob/main/deploy/RUNBOOK.md"
-    assert base.removesuffix("/blob/main/deploy/RUNBOOK.md") in RULES.read_text().partition("groups:")[0]
-    assert {anchor for _, anchor in links} == {rule["alert"].lower() for rule in alerts()}
+        assert rule["annotations"]["runbook_url"].partition("#")[2] == rule["alert"].lower()
     assert headings >= {rule["alert"] for rule in alerts()}
 
 
@@ -159,117 +134,6 @@ def test_committed_dashboards_equal_the_generated_ones():
     assert committed == runpy.run_path(str(GRAFANA / "dashboard.py"))["texts"]()
 
 
-def test_dashboards_link_to_each_other_and_the_overview_has_ten_panels():
-    assert set(DASHBOARDS) == {"chargpt.json", "chargpt-internals.json"} and len(panels("chargpt.json")) == 10
-    for name, document in DASHBOARDS.items():
-        assert document["uid"] == name.removesuffix(".json")
-        [link], [other] = document["links"], DASHBOARDS.keys() - {name}
-        assert link["url"] == f"/d/{DASHBOARDS[other]['uid']}" and link["includeVars"] and link["keepTime"]
-
-
-def faults(value, expected, where="dashboard"):
-    """Places where a value of grafana-foundation-sdk differs from the type in Grafana's schema."""
-    origin, arguments = typing.get_origin(expected), typing.get_args(expected)
-    if expected is object or expected is typing.Any:
-        return []
-    if origin in (typing.Union, types.UnionType):
-        found = [faults(value, option, where) for option in arguments]
-        return [] if [] in found else [fault for faults_ in found for fault in faults_][:3]
-    if expected is type(None):
-        return [] if value is None else [f"{where}: {value!r} should be null"]
-    if origin is typing.Literal:
-        return [] if value in arguments else [f"{where}: {value!r} should be one of {arguments}"]
-    if origin is list:
-        if not isinstance(value, list):
-            return [f"{where}: {value!r} should be a list"]
-        return [fault for i, item in enumerate(value) for fault in faults(item, arguments[0], f"{where}[{i}]")]
-    if origin is dict:
-        if not isinstance(value, dict):
-            return [f"{where}: {value!r} should be an object"]
-        return [fault for key, item in value.items() for fault in faults(item, arguments[1], f"{where}.{key}")]
-    if issubclass(expected, enum.Enum):
-        allowed = [member.value for member in expected]
-        return [] if value in allowed else [f"{where}: {value!r} should be one of {allowed}"]
-    if expected is float:
-        return [] if isinstance(value, (int, float)) else [f"{where}: {value!r} should be a number"]
-    if isinstance(value, dict) and hasattr(expected, "from_json"):  # Panel.from_json does not convert these
-        given, value = value, expected.from_json(value)
-        if unknown := lost(given, json.loads(json.dumps(value, cls=JSONEncoder)), where):
-            return unknown
-    if not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
-        return [f"{where}: {value!r} should be of {expected.__name__}"]
-    if not hasattr(value, "to_json"):
-        return []
-    hints = typing.get_type_hints(type(value))
-    return [
-        fault
-        for name, hint in hints.items()
-        for fault in faults(getattr(value, name), hint, f"{where}.{name}")
-    ]  # fmt: skip
-
-
-def deviations(document):
-    """Places where a dashboard has unknown fields or wrong types by the schema of Grafana 11.6."""
-    register_default_plugins()
-    model = Dashboard.from_json(json.loads(json.dumps(document)))
-    found = faults(model, Dashboard)
-    for panel in model.panels or []:
-        for part in (getattr(panel, "options", None), getattr(panel, "field_config", None)):
-            if part is not None:
-                found += faults(part, type(part), panel.title)
-        custom = getattr(getattr(getattr(panel, "field_config", None), "defaults", None), "custom", None)
-        if custom is not None:
-            found += faults(custom, type(custom), panel.title)
-        for target in getattr(panel, "targets", None) or []:
-            found += faults(target, type(target), panel.title)
-    back = json.loads(json.dumps(model, cls=JSONEncoder))
-    return found + lost(document, back)
-
-
-def lost(given, kept, where="dashboard"):
-    """Fields lost on the way through the models, because these do not know them."""
-    if isinstance(given, dict) and isinstance(kept, dict):
-        unknown = [f"{where}.{key} is not known" for key in given.keys() - kept.keys()]
-        return unknown + [
-            fault for key in given.keys() & kept.keys() for fault in lost(given[key], kept[key], f"{where}.{key}")
-        ]
-    if isinstance(given, list) and isinstance(kept, list) and len(given) == len(kept):
-        return [fault for i in range(len(given)) for fault in lost(given[i], kept[i], f"{where}[{i}]")]
-    return [] if given == kept else [f"{where}: {given!r} came back as {kept!r}"]
-
-
-@pytest.mark.parametrize("name", DASHBOARDS)
-def test_dashboards_conform_to_grafanas_schema(name):
-    assert deviations(DASHBOARDS[name]) == []
-
-
-def heatmap_panel(document):
-    return next(panel for panel in document["panels"] if panel["type"] == "heatmap")
-
-
-def table_panel(document):
-    return next(panel for panel in document["panels"] if panel["type"] == "table")
-
-
-@pytest.mark.parametrize(
-    "spoil,fault",
-    [
-        (lambda d: d.update(titel="x"), "dashboard.titel is not known"),
-        (lambda d: d.update(refresh=15), "dashboard.refresh"),
-        (lambda d: d["panels"][1]["gridPos"].update(w="4"), "dashboard.panels[1].grid_pos.w"),
-        (lambda d: d["panels"][1]["targets"][0].update(expression="up"), "targets[0].expression is not known"),
-        (lambda d: heatmap_panel(d)["options"]["color"].update(mode="loud"), "mode: 'loud' should be one of"),
-        (lambda d: heatmap_panel(d)["options"].update(colour={}), "options.colour is not known"),
-        (lambda d: table_panel(d)["transformations"][0].update(option={}), "transformations[0].option is not known"),
-        (lambda d: d["templating"]["list"][0].update(type="data source"), "type_val: 'data source'"),
-    ],
-)
-def test_schema_check_finds_errors(spoil, fault):
-    document = copy.deepcopy(DASHBOARDS["chargpt-internals.json"])
-    spoil(document)
-    assert any(fault in found for found in deviations(document)), deviations(document)
-
-
 @pytest.mark.parametrize("name", DASHBOARDS)
 def test_panels_have_titles_unique_ids_and_no_overlap(name):
     document = DASHBOARDS[name]
@@ -289,20 +153,6 @@ def test_panels_have_titles_unique_ids_and_no_overlap(name):
     assert used == variables == {"datasource", "environment", "model_name", "instance"}
     sources = {json.dumps(source) for source in (t["datasource"] for p in panels(name) for t in (p, *p["targets"]))}
     assert sources == {'{"type": "prometheus", "uid": "${datasource}"}'}
-
-
-def test_latencies_are_shown_with_exemplars():
-    shown = {}
-    for panel in panels():
-        for target in panel["targets"]:
-            if target.get("exemplar"):
-                name = re.search(r"chargpt_(\w+)_seconds_bucket", target["expr"])[1]
-                quantile = re.match(r"histogram_quantile\(([0-9.]+)", target["expr"])
-                shown.setdefault(name, set()).add(quantile[1] if quantile else panel["type"])
-    quantiles = {"0.5", "0.95", "0.99"}
-    parts = ("request_queue_time", "request_prefill_time", "request_first_decode_time", "e2e_request_latency")
-    both = ("time_to_first_token", "inter_token_latency")
-    assert shown == dict.fromkeys(parts, quantiles) | dict.fromkeys(both, {*quantiles, "heatmap"})
 
 
 # -- real programs --
@@ -522,17 +372,6 @@ def test_every_rule_has_data(monitored):
     assert wait_for_data(monitored.prometheus, selectors | recorded) == []
     for group in get(monitored.prometheus, "v1/rules")["data"]["groups"]:
         assert [(rule["name"], rule.get("lastError")) for rule in group["rules"] if rule["health"] != "ok"] == []
-
-
-@real
-def test_utilization_panels_show_values_between_0_and_1(monitored):
-    titles = ("Worker time", "Batch utilization", "Cache slots in use")
-    for panel in panels():
-        if panel["title"] in titles:
-            for target in panel["targets"]:
-                if target.get("format") != "heatmap":
-                    found = values(monitored.prometheus, filled_in(target["expr"]))
-                    assert found and all(0 <= value <= 1.01 for value in found), (target["expr"], found)
 
 
 @real

@@ -29,10 +29,12 @@ def required(name):
     if name == "build":
         return PYPROJECT["build-system"]["requires"]
     project = PYPROJECT["project"]
+    if name == "train":
+        return project["optional-dependencies"]["training"]
     return project["dependencies"] + [each for extra in lock.EXTRAS for each in project["optional-dependencies"][extra]]
 
 
-@pytest.mark.parametrize("name", ["cpu", "cuda", "build"])
+@pytest.mark.parametrize("name", ["cpu", "cuda", "build", "train"])
 def test_a_lock_satisfies_pyproject(name):
     locked = read(name)
     for requirement in map(Requirement, required(name)):

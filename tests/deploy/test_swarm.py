@@ -7,9 +7,9 @@ from collections import Counter
 
 import docker
 import pytest
-from helpers import save_random, wait_until, web
 
 from tests.deploy.stack import DEPLOY, Load, answered_by, build, build_stand_ins, build_with, run, show
+from tests.helpers import save_random, wait_until, web
 from tests.toolbox.launch import free_port
 
 pytestmark = [pytest.mark.container, pytest.mark.needs("docker"), pytest.mark.timeout(900)]

@@ -5,7 +5,6 @@ import re
 import numpy as np
 import pytest
 import torch
-from helpers import VOCABULARY, random_model, save_random
 
 from service.constrain.automaton import MinimumLength
 from service.constrain.regex import any_of, compile_choice, compile_regex
@@ -17,6 +16,7 @@ from service.engine.sequence import Sequence
 from service.model.params import SamplingParams
 from service.model.sampling import History, SamplingRows, sample, uniforms
 from service.wire import Submit, floats
+from tests.helpers import VOCABULARY, random_model, save_random
 from training.evaluate import streamed_loss
 
 

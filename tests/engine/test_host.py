@@ -3,7 +3,6 @@
 import math
 
 import pytest
-from helpers import random_model, save_random
 from prometheus_client import CollectorRegistry
 
 from service.catalog import Catalog
@@ -14,6 +13,7 @@ from service.model.params import SamplingParams
 from service.observe.metrics import Metrics
 from service.shared import SharedState
 from service.wire import Submit
+from tests.helpers import random_model, save_random
 
 SLOTS = 4
 

@@ -12,7 +12,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from helpers import random_model
 
 from service.constrain.automaton import Automaton, Guide
 from service.engine import native
@@ -21,6 +20,7 @@ from service.engine.runner import FAILED, NONE, Piece, resolve
 from service.model.gpt import GPT
 from service.model.params import MAX_SEED, SamplingParams
 from service.model.sampling import History, SamplingRows, sample, uniforms
+from tests.helpers import random_model
 from tests.model.test_sampling import random_params
 from tests.toolbox.needs import missing
 

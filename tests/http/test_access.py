@@ -17,7 +17,6 @@ from types import SimpleNamespace
 import httpx
 import openai
 import pytest
-from helpers import ENDLESS, RunningServer, http_processes, make_certificate, save_random, wait_until, web
 from playwright.sync_api import sync_playwright
 
 from service.http.admission import Admission
@@ -26,6 +25,7 @@ from service.http.clients import ClientLimits
 from service.http.openapi import Operation
 from service.http.request import Request
 from service.settings import Settings
+from tests.helpers import ENDLESS, RunningServer, http_processes, make_certificate, save_random, wait_until, web
 from tests.toolbox.http import answer, post, received, sent
 from tests.toolbox.needs import program
 

@@ -6,13 +6,13 @@ import threading
 
 import httpx
 import pytest
-from helpers import ENDLESS, VOCABULARY, RunningServer, is_worker, save_random, wait_until, web
 
 from service.http.admission import Admission, Estimate, estimate
 from service.http.schemas import ApiError
 from service.model.params import SamplingParams
 from service.settings import Settings
 from service.wire import Submit
+from tests.helpers import ENDLESS, VOCABULARY, RunningServer, is_worker, save_random, wait_until, web
 from tests.toolbox.http import post, sent
 
 V = len(VOCABULARY)

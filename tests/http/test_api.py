@@ -13,9 +13,9 @@ import numpy as np
 import openai
 import pytest
 import torch
-from helpers import ENDLESS, VOCABULARY, RunningServer, save_random, web
 from transformers import AutoModelForCausalLM
 
+from tests.helpers import ENDLESS, VOCABULARY, RunningServer, save_random, web
 from tests.toolbox.http import pieces, sent, text_of
 from tests.toolbox.http import post as written
 from training.evaluate import streamed_loss

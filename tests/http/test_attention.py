@@ -6,12 +6,12 @@ import threading
 import httpx
 import numpy as np
 import pytest
-from helpers import RunningServer, save_random, wait_until, web
 
 from service.http.attention import MAX_WAITING, AttentionThread
 from service.http.schemas import ApiError
 from service.model.attention import attention_layers
 from service.model.config import GPTConfig
+from tests.helpers import RunningServer, save_random, wait_until, web
 
 TEXT = "To be or"  # as long as the model's block_size
 

@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import logprobs_of, run_with_sockets
 from prometheus_client import CollectorRegistry
 
 from service.catalog import Version
@@ -23,6 +22,7 @@ from service.observe.metrics import Metrics
 from service.shared import REASONS, SharedState
 from service.sockets import ConsumerLost, SocketTransport
 from service.wire import Abort, Delta, Refused, Step, Submit
+from tests.helpers import logprobs_of, run_with_sockets
 
 CONFIG = GPTConfig(vocab_size=2, block_size=4, n_layer=2, n_head=1, n_kv_head=1, n_embd=8)
 CHECKPOINT = Checkpoint(Path(), vars(CONFIG), CharTokenizer("ab"), {}, "")

@@ -10,12 +10,12 @@ from hashlib import sha256
 
 import httpx
 import pytest
-from helpers import ENDLESS, RunningServer, save_random, wait_until, web
 
 from service.http.clients import ClientLimits, address_of
 from service.http.schemas import ApiError
 from service.settings import Settings, read_client_limits
 from service.shared import SharedTable
+from tests.helpers import ENDLESS, RunningServer, save_random, wait_until, web
 from tests.toolbox.http import post, sent
 
 KEYS = {"team-a": "key-of-team-a", "team-b": "key-of-team-b"}

@@ -12,10 +12,10 @@ import httpx
 import openai
 import pytest
 import torch
-from helpers import ENDLESS, RunningServer, web
 from playwright.sync_api import sync_playwright
 
 from service.settings import BUNDLED
+from tests.helpers import ENDLESS, RunningServer, web
 from tests.toolbox.http import events, pieces, text_of
 from tests.toolbox.needs import program
 

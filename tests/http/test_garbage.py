@@ -10,9 +10,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from helpers import RunningServer, http_processes, save_random
 
 from service.http import patterns
+from tests.helpers import RunningServer, http_processes, save_random
 from tests.toolbox.http import post, received
 from tests.toolbox.launch import Program, free_port
 

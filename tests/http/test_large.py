@@ -7,7 +7,8 @@ import time
 
 import httpx
 import pytest
-from helpers import VOCABULARY, RunningServer, save_random
+
+from tests.helpers import VOCABULARY, RunningServer, save_random
 
 V = len(VOCABULARY)
 LONGEST_SECONDS = 0.5  # each took 0.9 s or much longer before; other work on the machine adds to it

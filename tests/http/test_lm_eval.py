@@ -11,9 +11,9 @@ import sys
 
 import pytest
 import requests as web
-from helpers import RunningServer
 
 from service.settings import BUNDLED
+from tests.helpers import RunningServer
 from tests.toolbox.needs import lm_eval_path
 
 pytestmark = pytest.mark.needs("lm_eval")

@@ -16,7 +16,6 @@ import jsonschema
 import pytest
 import schemathesis
 import schemathesis.engine
-from helpers import VOCABULARY, RunningServer, random_model, save_random, web
 from hypothesis import strategies as st
 from openapi_spec_validator import OpenAPIV31SpecValidator
 from playwright.sync_api import sync_playwright
@@ -29,6 +28,7 @@ from service.model.checkpoint import Checkpoint, save_checkpoint
 from service.model.tokenizer import CharTokenizer
 from service.server import build_server
 from service.settings import Settings
+from tests.helpers import VOCABULARY, RunningServer, random_model, save_random, web
 from tests.toolbox.needs import program
 
 REQUESTS = [operation.request for operation in OPERATIONS if operation.request is not None]

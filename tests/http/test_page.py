@@ -9,13 +9,13 @@ import sys
 import httpx
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from helpers import RunningServer, random_model, save_random, wait_until, web
 from playwright.sync_api import expect, sync_playwright
 
 from service.http.page import STATIC
 from service.model.checkpoint import save_checkpoint
 from service.model.tokenizer import CharTokenizer
 from service.settings import BUNDLED
+from tests.helpers import RunningServer, random_model, save_random, wait_until, web
 from tests.toolbox.http import events
 from tests.toolbox.launch import free_port
 from tests.toolbox.needs import program

@@ -17,12 +17,12 @@ import httpx
 import psutil
 import pytest
 import uvicorn
-from helpers import ENDLESS, SLOW, RunningServer, http_processes, make_certificate, save_random, wait_until, web
 
 from service.http.clients import network_of
 from service.http.connection import LOOPBACK, Connection, Connections
 from service.http.request import Request
 from service.settings import Settings
+from tests.helpers import ENDLESS, SLOW, RunningServer, http_processes, make_certificate, save_random, wait_until, web
 from tests.toolbox.http import answer, post, received, sent
 from tests.toolbox.launch import Program, free_port
 

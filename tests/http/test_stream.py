@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from helpers import logprobs_of
 
 from service.http import stream
 from service.http.client import Piece
@@ -17,6 +16,7 @@ from service.http.request import Request
 from service.http.schemas import Receipt, Timing
 from service.http.stream import CompletionForm, NativeForm, pieces_of, send_json
 from service.model.tokenizer import CharTokenizer
+from tests.helpers import logprobs_of
 
 RECEIPT = Receipt("hash", "native", "float32", [1], Timing(0.0, 0.0, 0.0, None), 0, 0)
 CHARACTERS = list('ab"\\\n\0éж漢🙂')

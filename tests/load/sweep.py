@@ -2,7 +2,7 @@
 
     make load-sweep                     about 20 minutes on a quiet machine
     make load-sweep ARGS=--quick        under 3 minutes: fewer and shorter rungs
-    make load-sweep ARGS=--publish      also write the tables of tests/README.md and CAPACITY.md, and the picture
+    make load-sweep ARGS=--publish      also write the tables of tests/README.md, and the picture
     make load-sweep ARGS=--tables       publish OUT/sweep.json without measuring
 
 First measures the saturation of each system, its throughput with CROWD clients in a closed loop. Then offers a ladder
@@ -27,18 +27,16 @@ import os
 import random
 import shutil
 import signal
-import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from service.model.config import GPTConfig
 from service.settings import available_cpus
-from tests.bench import engine, llama, load, peers, report, shapes, stubbed
+from tests.bench import llama, load, peers, report
 from tests.bench.command import (
     BenchError,
     Progress,
@@ -47,15 +45,12 @@ from tests.bench.command import (
     busy_warning,
     context,
     device,
-    in_child,
     prepare_process,
 )
 from tests.bench.serve import about, percentiles, running
 from tests.bench.servers import ROOT, Server, ServerError, module
-from tests.bench.shapes import SHAPES, Work, checkpoint_of, mixed_work, sampling
+from tests.bench.shapes import SHAPES, Work, checkpoint_of, mixed_work
 from tests.toolbox.http import event_data
-
-from . import capacity
 
 SYSTEMS = ("ours", "llama", "stock")
 NAMES = {"ours": "this service", "llama": "llama.cpp", "stock": "stock LitServe"}
@@ -67,10 +62,17 @@ CROWD = 96  # clients at saturation: more than slots, so that every batch is ful
 CONNECTIONS = 1000  # maximum
 BUSY_CORES = 0.8  # of the load generator; above, it may be the bottleneck
 LATE_SECONDS = 0.01  # tolerated delay of sending, at the 99th percentile
-IDLE_SECONDS = 0.15  # idle time of the engine before a measured prompt
-MEAN_PROMPT = 34  # mean prompt length in mixed_work
 FAILURES = (BenchError, ServerError, load.LoadError, llama.LlamaError, OSError)
 PICTURE = "load-sweep.png"  # in deploy
+
+
+@dataclass(frozen=True)
+class Goal:
+    """`quantile` of the requests get their first character, and further ones on average, within these; no refusal."""
+
+    first_seconds: float = 0.2
+    character_seconds: float = 0.05
+    quantile: float = 0.95
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,6 @@ class Plan:
     window_seconds: float
     cool_seconds: float
     least_requests: int  # due in a window; at low rates it grows, at most threefold
-    engine_rows: tuple[int, ...]
-    engine_length: int
 
 
 FULL = Plan(
@@ -98,8 +98,6 @@ FULL = Plan(
     window_seconds=13.0,
     cool_seconds=6.0,
     least_requests=30,
-    engine_rows=(1, 2, 4, 8, 16, 32, 64),
-    engine_length=160,
 )
 QUICK = Plan(
     shares=(0.05, 0.5, 0.9, 2.0),
@@ -110,8 +108,6 @@ QUICK = Plan(
     window_seconds=4.0,
     cool_seconds=2.5,
     least_requests=10,
-    engine_rows=(1, 8, 64),
-    engine_length=60,
 )
 
 
@@ -215,7 +211,7 @@ def summary(system: str, due: list[Work], outcome: load.Outcome, begin: float, e
     }  # fmt: skip
 
 
-def holds(rung: dict[str, Any], goal: capacity.Goal) -> bool:
+def holds(rung: dict[str, Any], goal: Goal) -> bool:
     """Whether a rung met the goal. Unfinished requests count with their time so far."""
     p = f"p{round(100 * goal.quantile)}"
     return (
@@ -226,7 +222,7 @@ def holds(rung: dict[str, Any], goal: capacity.Goal) -> bool:
     )
 
 
-def goodput(rungs: list[dict[str, Any]], goal: capacity.Goal) -> tuple[float, float | None]:
+def goodput(rungs: list[dict[str, Any]], goal: Goal) -> tuple[float, float | None]:
     """(highest rate up to which all rungs meet the goal, rate of the next rung); (0, …) if the first does not."""
     best = 0.0
     for rung in sorted(rungs, key=lambda rung: rung["rate"]):
@@ -257,7 +253,7 @@ class Sweep:
         plan: Plan,
         shape: Path | GPTConfig,
         threads: int,
-        goal: capacity.Goal,
+        goal: Goal,
         out: Path,
         llama_folder: Path | None = None,
         systems: tuple[str, ...] = SYSTEMS,
@@ -297,17 +293,6 @@ class Sweep:
                 files = llama.convert(self.programs, self.folder, Path(folder))
                 self.variant = llama.Variant(LLAMA_DTYPE, llama.CACHES[0], files[LLAMA_DTYPE])
             self.results["load_generator"] = load.ceiling(0.5)
-            self.say("engine steps …")
-            plan = self.plan
-            self.results["engine"] = in_child(
-                measure_engine,
-                self.folder,
-                plan.engine_rows,
-                plan.engine_length,
-                plan.longest,
-                self.threads,
-                self.device,
-            )
             with contextlib.ExitStack() as stack:
                 stack.callback(self.close)
                 for system in self.systems:
@@ -442,105 +427,9 @@ class Sweep:
         (self.out / "sweep.md").write_text(markdown(self.results), encoding="utf-8")
 
 
-# The engine alone, for the queueing model
-
-
-def measure_engine(
-    folder: Path, rows: tuple[int, ...], length: int, longest: int, threads: int, device: str
-) -> dict[str, Any]:
-    """Times of a decode step by rows, of a prompt, and of the host's part of backend cuda.
-
-    A step's time is rows divided by characters per second: the engine runs several steps per call.
-    """
-    from service.model.checkpoint import Checkpoint
-    from service.wire import Submit
-
-    vocab_size = Checkpoint.read(folder).tokenizer.vocab_size
-    ours = engine.Ours(folder, "auto", "auto", slots=max(rows), threads=threads, device=device)
-
-    def step(count: int) -> float:
-        """Time of a decode step over `count` rows."""
-        runner = ours.new_engine()
-        runner.generate(engine.sequences(count, 4))
-        for sequence in engine.sequences(count, length):
-            runner.submit(sequence)
-        while not runner.stats.num_decode_rows == count:  # prefill
-            runner.step()
-        given, started, seconds = 0, time.perf_counter(), 0.0
-        while runner.has_work:
-            given += sum(len(delta.ids) for delta in runner.step())
-            seconds = time.perf_counter() - started
-            if given >= count * (length - 8):  # before the first sequence ends
-                break
-        return count * seconds / given
-
-    def request(number: int, item: Work) -> Submit:
-        ids = random.Random(number).choices(range(vocab_size), k=len(item.prompt))
-        return Submit(number, ids, item.max_tokens, sampling(number))
-
-    def turn(count: int) -> tuple[float, float]:
-        """(time, prompts) per turn of a full batch in which each ended sequence is replaced by a new one."""
-        runner = ours.new_engine(2 * count)
-        requests = (request(number, item) for number, item in enumerate(poisson_work(longest)))
-        for sequence in itertools.islice(requests, count):
-            runner.submit(sequence)
-        for seconds in (full_seconds, 3 * full_seconds):  # warm-up, then measurement
-            given = ended = 0
-            started = time.perf_counter()
-            while time.perf_counter() - started < seconds:
-                for delta in runner.step():
-                    given += len(delta.ids)
-                    if delta.finish_reason is not None:
-                        ended += 1
-                        runner.submit(next(requests))
-        turns = given / count
-        return (time.perf_counter() - started) / turns, ended / turns
-
-    def prompts(together: int, pause: float) -> float:
-        """Time of a step over `together` prompts alone, each after `pause` seconds of sleep."""
-        runner, seconds = ours.new_engine(), []
-        item = Work(" " * MEAN_PROMPT, 1, 0.0)
-        for number in range(24):
-            sequences = [request(number * together + i, item) for i in range(together)]
-            time.sleep(pause)
-            started = time.perf_counter()
-            runner.generate(sequences)
-            seconds.append(time.perf_counter() - started)
-        return statistics.median(seconds)
-
-    steps = [[count, step(count)] for count in rows]
-    full_seconds = longest * steps[-1][1]  # of the longest completion in a full batch
-    one, four = (prompts(together, 0.0) for together in (1, 4))
-    alone = capacity.Replica(tuple(map(tuple, steps)), one, max(0.0, (four - one) / 3), one, 1.0)
-    # In a full batch a prompt costs more than alone: prefill and decode evict each other's data from the CPU caches.
-    full, added, expected = rows[-1], [], []
-    for _ in range(3):
-        before, (seconds, begun) = step(full), turn(full)
-        added.append(seconds - before)
-        expected.append(float(alone.prefill(begun)))
-    scale = max(1.0, statistics.median(a / b for a, b in zip(added, expected, strict=True)))
-    return {
-        "step_seconds": steps,
-        "prefill_seconds": scale * alone.prefill_seconds,
-        "prefill_more_seconds": scale * alone.prefill_more_seconds,
-        "idle_prefill_seconds": prompts(1, IDLE_SECONDS),
-        **measure_host(),
-    }
-
-
-def measure_host() -> dict[str, Any]:
-    """The host's part of backend cuda, which needs no GPU: seconds per replay by rows, kernels by shape."""
-    configs = {name: shapes.config_of(shape) for name, shape in shapes.SHAPES.items()}
-    small = shapes.random_model(replace(configs["S"], n_layer=1, block_size=8))  # the host's part is the same
-    return {
-        "host_seconds": [[rows, stubbed.host_seconds(small, rows)] for rows in capacity.CARD_ROWS],
-        "operations": {name: stubbed.count_operations(shapes.random_model(config)) for name, config in configs.items()},
-    }
-
-
 # Output
 
-README_SHARES = (0.05, 0.5, 0.8, 0.9, 1.0, 1.5, 2.0)
+README_SHARES = (1.0,)
 
 
 def rows(results: dict[str, Any], shares: tuple[float, ...] | None = None) -> list[list[str]]:
@@ -548,7 +437,7 @@ def rows(results: dict[str, Any], shares: tuple[float, ...] | None = None) -> li
     found = [["offered, requests/s", "of its saturation", "characters/s", "requests/s"]]
     found[0] += ["first character, ms", "between characters, ms", "mean per character, ms", "whole answer, ms"]
     found[0] += ["due", "refused", "unfinished", "goal"]
-    goal = capacity.Goal(**results["goal"])
+    goal = Goal(**results["goal"])
     for system, figures in results["systems"].items():
         for rung in sorted(figures["rungs"], key=lambda rung: rung["rate"]):
             if shares is not None and not any(math.isclose(rung["share"], share) for share in shares):
@@ -572,23 +461,18 @@ def three(seconds: dict[str, float] | None) -> str:
 
 def verdict(results: dict[str, Any]) -> list[list[str]]:
     """Rows of saturation and goodput."""
-    goal, replica = capacity.Goal(**results["goal"]), capacity.replica_of(results)
+    goal = Goal(**results["goal"])
     systems = [system for system in SYSTEMS if system in results["systems"]]
     found = [["", *(NAMES[system] for system in systems), *(f"÷ {NAMES[system]}" for system in systems[1:])]]
-    found[0].append("model of this service")
     saturations = [results["systems"][system]["saturation"] for system in systems]
     best = [goodput(results["systems"][system]["rungs"], goal)[0] for system in systems]
-    for label, values, predicted in (
-        ("saturation, requests/s", [s["requests_per_second"] for s in saturations], replica.saturation),
-        (
-            "saturation, characters/s",
-            [s["characters_per_second"] for s in saturations],
-            replica.saturation * replica.characters,
-        ),
-        ("goodput, requests/s", best, capacity.goodput(replica, goal)),
+    for label, values in (
+        ("saturation, requests/s", [s["requests_per_second"] for s in saturations]),
+        ("saturation, characters/s", [s["characters_per_second"] for s in saturations]),
+        ("goodput, requests/s", best),
     ):
         ratios = [f"{values[0] / value:.1f} ×" if value else report.NONE for value in values[1:]]
-        found.append([label, *(f"{v:,.1f}" if v else "none" for v in values), *ratios, f"{predicted:,.1f}"])
+        found.append([label, *(f"{v:,.1f}" if v else "none" for v in values), *ratios])
     return found
 
 
@@ -635,11 +519,11 @@ STYLES = {"p50": "-", "p95": "--", "p99": ":"}
 
 
 def draw(results: dict[str, Any], png: Path) -> None:
-    """Plot throughput and latencies of both systems and the model by offered rate, with goal and goodput."""
+    """Plot throughput and latencies by offered rate, with goal and goodput."""
     from matplotlib.figure import Figure
     from PIL import Image
 
-    goal, replica = capacity.Goal(**results["goal"]), capacity.replica_of(results)
+    goal = Goal(**results["goal"])
     picture = Figure(figsize=(12, 8), layout="constrained")
     (given, first), (between, mean) = picture.subplots(2, 2)
     for system, figures in results["systems"].items():
@@ -658,16 +542,6 @@ def draw(results: dict[str, Any], png: Path) -> None:
             axes.axvline(saturation, color=color, lw=1, alpha=0.4)
             if best:
                 axes.axvspan(best * 0.985, best * 1.015, color=color, alpha=0.5, lw=0)
-    ours = [rung["rate"] for rung in results["systems"]["ours"]["rungs"]]
-    if ours:
-        rates = [min(ours) * (max(ours) / min(ours)) ** (i / 39) for i in range(40)]
-        forecasts = [replica.forecast(rate) for rate in rates]
-        style: dict[str, Any] = {"color": "black", "lw": 1}
-        given.plot(rates, [f.characters_per_second for f in forecasts], **style, label="model of this service")
-        for axes, name in ((first, "first"), (mean, "character")):
-            for p in ("p50", "p95"):
-                values = [1e3 * getattr(forecast, name)(int(p[1:]) / 100) for forecast in forecasts]
-                axes.plot(rates, values, STYLES[p], **style, label=f"model, {p}")
     for axes, limit in ((first, goal.first_seconds), (mean, goal.character_seconds)):
         axes.axhline(1e3 * limit, color="tab:red", ls="--", lw=1.2, label=f"goal for {100 * goal.quantile:.0f} %")
     for axes, title, y in (
@@ -693,14 +567,13 @@ def draw(results: dict[str, Any], png: Path) -> None:
 
 
 def publish(results: dict[str, Any], out: Path, root: Path) -> None:
-    """Put the tables into tests/README.md and deploy/CAPACITY.md below `root`, and the picture into deploy/.
+    """Put the tables into tests/README.md below `root`, and the picture into deploy/.
 
     Raises:
-        ValueError: a file lacks its markers.
-        OSError: one cannot be read or written.
+        ValueError: the file lacks its markers.
+        OSError: a file cannot be read or written.
     """
     shares = None if results["settings"]["quick"] else README_SHARES
-    capacity.write_tables(results, root / "deploy" / "CAPACITY.md")
     report.put(markdown(results, shares), root / "tests" / "README.md", "load-sweep")
     shutil.copy(out / "sweep.png", root / "deploy" / PICTURE)
 
@@ -713,8 +586,12 @@ def parse_args() -> argparse.Namespace:
     add_threads(parser)
     llama.add_folder(parser)
     parser.add_argument("--quick", action="store_true", help="under three minutes")
-    capacity.add_goal(parser)
-    parser.add_argument("--publish", action="store_true", help="write the figures to tests/README.md and deploy/")
+    for name, default, what in (("--first", 0.2, "the first character"), ("--character", 0.05, "a further one")):
+        parser.add_argument(
+            name, type=float, default=default, metavar="SECONDS",
+            help=f"goal: {what} of 95 %% of the requests within (default: %(default)s)",
+        )  # fmt: skip
+    parser.add_argument("--publish", action="store_true", help="write tests/README.md's tables and deploy's picture")
     parser.add_argument("--tables", action="store_true", help="publish OUT/sweep.json without measuring")
     args = parser.parse_args()
     if not (0 < args.first < math.inf and 0 < args.character < math.inf):
@@ -745,7 +622,7 @@ def main() -> int:
 
 def measure(args: argparse.Namespace) -> None:
     prepare_process()
-    goal = capacity.Goal(args.first, args.character)
+    goal = Goal(args.first, args.character)
     sweep = Sweep(QUICK if args.quick else FULL, SHAPES["S"], args.threads, goal, args.out, args.llama_cpp)
     if warning := busy_warning(sweep.results):
         sweep.say(warning)

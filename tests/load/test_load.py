@@ -15,12 +15,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from helpers import SLOW, VOCABULARY, RunningServer, save_random
 from transformers import AutoTokenizer
 
-from load import answers, mix, record, tokenizer
 from service.observe.metrics import SECONDS
 from service.settings import BUNDLED
+from tests.helpers import SLOW, VOCABULARY, RunningServer, save_random
+from tests.load import answers, mix, record, tokenizer
 
 ROOT = Path(__file__).parents[2]
 SHORT = ("--median-completion", 24, "--longest", 160)

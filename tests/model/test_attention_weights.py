@@ -4,15 +4,15 @@ import math
 
 import numpy as np
 import pytest
-import reference
 import torch
-from helpers import random_model, save_random
 
 from service.model.attention import attention_layers
 from service.model.checkpoint import save_checkpoint
 from service.model.config import GPTConfig
 from service.model.gpt import GPT, CausalSelfAttention
 from service.model.tokenizer import CharTokenizer
+from tests import reference
+from tests.helpers import random_model, save_random
 
 IDS = [3, 14, 15, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]
 

@@ -17,7 +17,6 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from helpers import VOCABULARY, random_model, save_random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,6 +29,7 @@ from service.model.checkpoint import (
     save_checkpoint,
 )
 from service.model.tokenizer import CharTokenizer
+from tests.helpers import VOCABULARY, random_model, save_random
 from tests.toolbox.needs import missing
 
 ROOT = Path(__file__).parents[2]
@@ -59,9 +59,9 @@ def test_half_precision_halves_the_file(tmp_path):
     assert (tmp_path / "model.safetensors").stat().st_size < 2 * model.num_parameters + 4000
     assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.float16
     idx = torch.randint(61, (1, 30))
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)  # float32 differs by up to 1e-5
-    with torch.no_grad():
-        torch.testing.assert_close(loaded.double()(idx), theirs(idx).logits, rtol=0, atol=1e-5)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    with torch.no_grad():  # its rotations are in float32
+        torch.testing.assert_close(loaded.double()(idx), theirs(idx).logits, rtol=0, atol=3e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
@@ -171,9 +171,9 @@ def test_a_failed_save_leaves_the_previous_checkpoint(tmp_path):
 
 SAVER = """
 import sys, itertools
-sys.path.insert(0, {tests!r})
+sys.path.insert(0, {root!r})
 from pathlib import Path
-from helpers import VOCABULARY, random_model
+from tests.helpers import VOCABULARY, random_model
 from service.model.checkpoint import save_checkpoint
 from service.model.tokenizer import CharTokenizer
 models = [random_model(seed=seed) for seed in range(2)]
@@ -188,7 +188,7 @@ def test_killed_while_saving(tmp_path, chance, kills):
     """SIGKILL at random moments of a save leaves a complete folder, the last save or the one before. The next save
     removes all leftovers."""
     folder = tmp_path / "ck"
-    script = SAVER.format(tests=str(Path(__file__).parents[1]), folder=str(folder))
+    script = SAVER.format(root=str(Path(__file__).parents[2]), folder=str(folder))
     interrupted = 0
     for kill in range(kills):
         process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)

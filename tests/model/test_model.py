@@ -1,15 +1,15 @@
 import math
 
 import pytest
-import reference
 import torch
-from helpers import random_model, save_random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.model.config import GPTConfig
 from service.model.gpt import banded_attention
 from service.model.kv_cache import KVCache
+from tests import reference
+from tests.helpers import random_model, save_random
 
 
 def ids(rows, length, seed=0, vocab_size=61):

@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
-from helpers import CORPUS
 from hypothesis import given
 from hypothesis import strategies as st
 
 from service.model.tokenizer import CharTokenizer, UnknownCharacterError
+from tests.helpers import CORPUS
 
 any_text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
 

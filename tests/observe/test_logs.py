@@ -18,7 +18,6 @@ import httpx
 import psutil
 import pytest
 import torch
-from helpers import ENDLESS, VOCABULARY, RunningServer, random_model, save_random, wait_until, web
 
 from service.http.schemas import (
     CompletionRequest,
@@ -31,6 +30,7 @@ from service.http.schemas import (
 from service.model.checkpoint import Checkpoint, save_checkpoint
 from service.model.tokenizer import CharTokenizer
 from service.observe.logs import MAX_LINE_BYTES
+from tests.helpers import ENDLESS, VOCABULARY, RunningServer, random_model, save_random, wait_until, web
 from tests.toolbox.http import sent
 
 ALWAYS = {"timestamp", "level", "logger", "process", "pid", "message"}

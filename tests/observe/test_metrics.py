@@ -9,7 +9,12 @@ import time
 
 import psutil
 import pytest
-from helpers import (
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+from service.model.checkpoint import save_checkpoint
+from service.model.tokenizer import CharTokenizer
+from service.observe.exposition import VLLM_NAMES
+from tests.helpers import (
     ENDLESS,
     VOCABULARY,
     RunningServer,
@@ -19,11 +24,6 @@ from helpers import (
     wait_until,
     web,
 )
-from prometheus_client.openmetrics.parser import text_string_to_metric_families
-
-from service.model.checkpoint import save_checkpoint
-from service.model.tokenizer import CharTokenizer
-from service.observe.exposition import VLLM_NAMES
 from tests.toolbox.http import answer, post, sent
 from tests.toolbox.needs import program
 

@@ -15,9 +15,10 @@ import threading
 import time
 
 import pytest
-from helpers import ENDLESS, RunningServer, save_random, wait_until, web
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+
+from tests.helpers import ENDLESS, RunningServer, save_random, wait_until, web
 
 MARKER = "SecretMarker"
 CLOCKS_APART = 10_000_000  # ns; tolerance for the service's conversion from monotonic time

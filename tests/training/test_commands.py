@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import VOCABULARY, call, random_model
 
 from service.model.checkpoint import Checkpoint, save_checkpoint
 from service.model.params import SamplingParams
 from service.model.tokenizer import CharTokenizer
+from tests.helpers import VOCABULARY, call, random_model
 from training.config import TrainConfig
 from training.data import prepare
 from training.evaluate import streamed_loss, whole_loss
@@ -149,7 +149,7 @@ def test_a_run_says_what_to_expect_and_how_it_went(text, tmp_path, capsys):
     parameters = Checkpoint.read(out / "best").load_model().num_parameters
     assert f"size: {parameters} parameters for 648 characters to train on" in output
     assert "overlap: 100% of the validation split's 50-grams" in output  # as the text repeats two lines
-    assert "a short run: --eval-every 2, unless you set it" in output
+    assert "for a text of 648 characters to train on: --eval-every 2; each can be set" in output
     log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     assert [r["step"] for r in log if r["event"] == "evaluation"] == list(range(2, 17, 2))
     assert "the best weights are no better than guessing all characters alike" in output
@@ -220,15 +220,21 @@ def nats_of(text):
 
 def test_score_prints_an_object_per_line(checkpoint, tmp_path, output_of, error_of):
     """Of each line alone, or with the line breaks on both sides."""
-    lines = ["The cat", "", "T", "To be, or not to be?"]
+    lines = ["The cat", "", "T", "To be, or not to be?", 1000 * "so "]  # the last in pieces
     (tmp_path / "lines.txt").write_text("\n".join(lines))
     command = ["score", "--checkpoint", checkpoint, "--data", tmp_path / "lines.txt"]
     alone, records = score(output_of(*command)), score(output_of(*command, "--records"))
     for found in (alone, records):
         assert [(r["line"], r["text"]) for r in found] == list(enumerate(lines, 1))
-    assert [r["characters"] for r in alone] == [6, 0, 0, 19] and [r["characters"] for r in records] == [8, 1, 2, 21]
+    assert [r["characters"] for r in alone] == [6, 0, 0, 19, 2999] and [r["characters"] for r in records] == [
+        8,
+        1,
+        2,
+        21,
+        3001,
+    ]
     assert [r["nats"] for r in alone[1:3]] == [0, 0] and alone[1]["perplexity"] is None
-    for record in (alone[0], alone[3]):
+    for record in (alone[0], *alone[3:]):
         assert record["nats"] == pytest.approx(nats_of(record["text"]), rel=1e-5)
         assert record["nats_per_character"] == pytest.approx(record["nats"] / record["characters"])
     for record in records:

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import CORPUS
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from service.model.tokenizer import CharTokenizer, UnknownCharacterError
+from tests.helpers import CORPUS
 from tests.toolbox.needs import need
 from training import data
 from training.data import (

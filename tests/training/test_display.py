@@ -2,13 +2,14 @@
 
 import io
 import json
+import re
 from itertools import pairwise
 
 import pytest
 from rich.console import Console
 
 from training.config import TrainConfig
-from training.display import ProgressView, curves, draw_curves, print_report, train_loss_until
+from training.display import ProgressView, curves, draw_curves, print_report, show_scoring, train_loss_until
 from training.log import read_log
 from training.state import Progress
 
@@ -22,13 +23,13 @@ def write_log(out, train, val):
     return records
 
 
-def report(out, steps, **changes):
+def report(out, steps, losses=LOSSES, **changes):
     val = {r["step"]: r["val_loss"] for r in read_log(out) if r["event"] == "evaluation"}
     best = min(val, key=val.get)
     progress = Progress(step=max(val), best_step=best, best_val_loss=val[best], elapsed_seconds=1.0)
     speed = {"characters_per_second": 1e4, "matmul_peak_flops": 1e11, "peak_share": 0.5}
     console = Console(record=True, width=300)
-    print_report(console, TrainConfig(steps=steps, eval_every=10, **changes), progress, LOSSES, speed, out)
+    print_report(console, TrainConfig(steps=steps, eval_every=10, **changes), progress, losses, speed, out, 5000)
     return console.export_text()
 
 
@@ -39,6 +40,18 @@ def test_reported_training_loss_covers_the_steps_since_the_previous_evaluation(t
     assert "│ 10 (best) │ 2.5000        │ 2.1000 " in output and "│ 20 (last) │ 1.2500        │ 2.2000 " in output
     overfitting = "since step 10 the validation loss has risen by 0.1000 and the training loss has fallen by 1.2500"
     assert f"overfitting: {overfitting}" in output and "stopped" not in output
+    assert "validation loss, in auto " in output
+    assert "validation loss, first 4,999 characters, in auto " in report(tmp_path, steps=20, eval_chars=4999)
+
+
+def test_scoring_says_how_far_it_is_and_what_is_left(monkeypatch):
+    monkeypatch.setattr("training.display.LINE_SECONDS", 0)
+    console = Console(record=True, width=300)
+    with show_scoring(console, 2000) as advance:
+        advance(500)
+        advance(1800)
+    what = r"scoring the validation split, in windows and streamed: (.*) of 2,000 characters, \d+ s left"
+    assert re.findall(what, console.export_text()) == ["500", "2,000"]
 
 
 @pytest.mark.parametrize(
@@ -64,10 +77,9 @@ def test_overfitting_is_reported_only_if_training_loss_falls_and_validation_loss
         (2.1, None),
     ],
 )
-def test_weights_that_are_no_better_than_a_baseline_are_reported(tmp_path, monkeypatch, loss, said):
+def test_weights_that_are_no_better_than_a_baseline_are_reported(tmp_path, loss, said):
     write_log(tmp_path, {10: 2.0}, {10: loss})
-    monkeypatch.setattr("test_display.LOSSES", {**LOSSES, "whole": loss, "streamed": loss + 0.1})
-    output = report(tmp_path, steps=10)
+    output = report(tmp_path, steps=10, losses={**LOSSES, "whole": loss, "streamed": loss + 0.1})
     assert (said in output) if said else "no better than" not in output
 
 

@@ -4,13 +4,13 @@ import random
 
 import numpy as np
 import pytest
-import reference
 import torch
-from helpers import call, random_model
 from rich.console import Console
 
 from service.model.checkpoint import Checkpoint, CheckpointError, save_checkpoint
 from service.model.tokenizer import CharTokenizer
+from tests import reference
+from tests.helpers import call, random_model
 from training import jobs
 from training.config import ConfigError, TrainConfig
 from training.data import IGNORED, prepare

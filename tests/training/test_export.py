@@ -5,11 +5,11 @@ import contextlib
 import numpy as np
 import pytest
 import torch
-from helpers import VOCABULARY, random_model, save_random
 
 from service.model.checkpoint import Checkpoint, save_checkpoint
 from service.model.params import SamplingParams
 from service.model.tokenizer import CharTokenizer
+from tests.helpers import VOCABULARY, random_model, save_random
 from training.export import export
 
 

@@ -6,10 +6,10 @@ import shutil
 
 import pytest
 import torch
-from helpers import VOCABULARY, call, save_random
 from rich.console import Console
 
 from service.model.checkpoint import Checkpoint
+from tests.helpers import VOCABULARY, call, save_random
 from training import jobs
 from training.config import ConfigError, TrainConfig
 from training.data import prepare

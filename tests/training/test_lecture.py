@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import CORPUS, call, random_model
 from torch.nn import functional as F
 
 from tests import reference
+from tests.helpers import CORPUS, call, random_model
 from tests.toolbox import needs
 from training import lecture
 from training.data import prepare
@@ -116,7 +116,7 @@ def test_rows_never_talk_and_weights_fill_memory():
 
 
 def test_the_lecture_is_given(corpus, tmp_path, capsys):
-    from helpers import save_random
+    from tests.helpers import save_random
 
     checkpoint = save_random(tmp_path / "checkpoint")
     flags = ["--data", tmp_path / "bottles.txt", "--checkpoint", checkpoint.path, "--out", tmp_path / "lecture.png"]

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 import torch
-from helpers import call
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.helpers import call
 from training import jobs
 from training.config import TrainConfig
 from training.loop import Run

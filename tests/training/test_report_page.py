@@ -6,10 +6,10 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
-from helpers import random_model
 
 from service.model.checkpoint import Checkpoint, save_checkpoint
 from service.model.tokenizer import CharTokenizer
+from tests.helpers import random_model
 from training.data import prepare
 from training.page import write_page
 from training.report import Examination, examine

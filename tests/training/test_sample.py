@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from helpers import random_model
 
 from service.model.params import SamplingParams
+from tests.helpers import random_model
 from training import sample
 from training.sample import ExhaustedError, sample_texts
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from helpers import VOCABULARY, random_model
 
 from service.model.tokenizer import CharTokenizer
+from tests.helpers import VOCABULARY, random_model
 from training import score
 from training.data import DataError
 from training.encoding import Encoder

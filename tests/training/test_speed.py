@@ -1,10 +1,10 @@
 import pytest
 import torch
-from bench.nanogpt import NanoGPT, Recipe
 from torch.utils.flop_counter import FlopCounterMode
 
 from service.model.config import GPTConfig
 from service.model.gpt import GPT
+from tests.bench.nanogpt import NanoGPT, Recipe
 from training.speed import flops_per_character
 
 

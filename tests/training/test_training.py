@@ -21,13 +21,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import call
 from rich.console import Console
 from torch.nn import functional as F
 
 from service.model.checkpoint import Checkpoint
 from service.model.config import GPTConfig
 from service.model.gpt import GPT
+from tests.helpers import call
 from tests.toolbox.disk import SmallDisk
 from training import jobs
 from training.config import PRESETS, ConfigError, TrainConfig
@@ -149,6 +149,11 @@ def test_streamed_loss_equals_one_banded_forward(characters, monkeypatch):
     whole = torch.from_numpy(ids.astype(np.int64))
     expected = F.cross_entropy(model(whole[None, :-1])[0], whole[1:]).item()
     assert streamed_loss(model, ids) == pytest.approx(expected, rel=1e-6)
+    scored = []
+    whole_piece = np.array([0]), np.array([characters - 1])
+    assert piece_loss(model, ids, *whole_piece, scored.append) == pytest.approx(expected, rel=1e-6)
+    assert sum(scored) == characters - 1
+    assert len(scored) > 1 or characters < 137  # a long piece, too, takes several forwards
 
 
 @pytest.mark.parametrize("longest", [None, 6, 2])
