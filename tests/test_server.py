@@ -19,6 +19,7 @@ import pytest
 import torch
 from litserve.connector import check_cuda_with_nvidia_smi
 
+import setup
 from service.engine import native
 from service.engine.runner import resolve, slots_that_fit
 from service.engine.scheduler import reserved_slots
@@ -719,6 +720,19 @@ def test_service_exits_with_an_error_if_no_worker_can_start(tmp_path, checkpoint
     assert done.returncode == 1
     sentence = "no inference process could start; the log says why, unless a signal ended it"
     assert done.stderr.endswith(f"python -m service: {sentence}\n")
+
+
+@pytest.mark.needs("compiler")
+def test_a_library_that_computes_something_else_ends_the_start(tmp_path, checkpoint, monkeypatch):
+    source = (Path(__file__).parents[1] / setup.SOURCE).read_text()
+    assert source.count("T(1) / std::sqrt(T(hs))") == 1  # the scale of attention
+    (tmp_path / "native.cpp").write_text(source.replace("T(1) / std::sqrt(T(hs))", "T(1) / T(hs)"))
+    monkeypatch.setattr(setup, "SOURCE", tmp_path / "native.cpp")
+    setup.compile_native(tmp_path / "wrong.so", list(setup.VARIANTS.values())[-1])
+    wrong = {"CHARGPT_NATIVE_LIBRARY": str(tmp_path / "wrong.so")}
+    done = run("--checkpoint", str(checkpoint.path), "--backend", "native", **wrong)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "backend native does not compute the model: of a text of" in done.stderr
 
 
 @pytest.mark.parametrize(("built_for", "chosen"), [("13.0", "cuda"), (None, "cpu")])

@@ -70,6 +70,7 @@ class EngineAPI(LitAPI):
         from prometheus_client import CollectorRegistry
 
         from service.engine.host import Host
+        from service.engine.selfcheck import SelfCheckError
         from service.model.checkpoint import CheckpointError
         from service.observe.metrics import Metrics
 
@@ -80,7 +81,7 @@ class EngineAPI(LitAPI):
                 options.folder, self.state, process, self.metrics, functools.partial(self.open_engine, device),
                 max_running=options.max_running, loads_alone=options.backend == "cuda",
             )  # fmt: skip
-        except CheckpointError as error:
+        except (CheckpointError, SelfCheckError) as error:
             logger.critical("%s", error)
             raise SystemExit(1) from None
         except Exception as error:
@@ -98,16 +99,18 @@ class EngineAPI(LitAPI):
         """
         Raises:
             CheckpointError: the copy of the checkpoint is gone or was altered.
+            SelfCheckError: the backend computes something else than the model.
             RuntimeError, MemoryError: the model does not run here.
         """
         from service.engine.engine import Engine
         from service.engine.runner import open_runner
+        from service.engine.selfcheck import check
 
         options = self.options
+        checkpoint = version.read(options.folder)
         slots = options.max_running + (reserved_slots(options.max_running) if options.is_fair else 0)
-        runner = open_runner(
-            version.read(options.folder), options.backend, options.dtype, slots, options.threads, device
-        )
+        runner = open_runner(checkpoint, options.backend, options.dtype, slots, options.threads, device)
+        check(runner, checkpoint)
         logger.info(
             "serving %s on %s: backend %s, dtype %s, slots %d, threads %d%s",
             version.source, device, runner.backend, runner.dtype, runner.slots, options.threads,

@@ -6,7 +6,7 @@ For one short text, to be looked at: `training/LECTURE.md` explains the steps. L
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -23,8 +23,22 @@ class LayerAttention(NamedTuple):
     weights: Array  # (nh, T, T): softmax of the scaled scores of the keys that the query sees; 0 elsewhere
 
 
-def attention_layers(weights: Mapping[str, Array], config: GPTConfig, ids: list[int]) -> Iterator[LayerAttention]:
-    """The attention of each layer in turn; what follows the last one that is taken is not computed.
+def logits_of(weights: Mapping[str, Array], config: GPTConfig, ids: list[int]) -> Array:
+    """(T, V), by the forward pass of `attention_layers`."""
+    layers = attention_layers(weights, config, ids)
+    while True:
+        try:
+            next(layers)
+        except StopIteration as end:
+            logits: Array = end.value
+            return logits
+
+
+def attention_layers(
+    weights: Mapping[str, Array], config: GPTConfig, ids: list[int]
+) -> Generator[LayerAttention, None, Array]:
+    """The attention of each layer in turn, then, as the generator's value, the logits (T, V); what follows the last
+    layer that is taken is not computed.
 
     weights: under the names of GPT's parameters, in any precision, as Checkpoint.load_weights gives them.
     """
@@ -58,6 +72,8 @@ def attention_layers(weights: Mapping[str, Array], config: GPTConfig, ids: list[
         x = x + y @ get(at + "attn.proj.weight").T
         gate, up = np.split(normed(x, at + "mlp_norm.weight") @ get(at + "mlp.gate_up.weight").T, 2, axis=1)
         x = x + (_silu(gate) * up) @ get(at + "mlp.proj.weight").T
+    logits: Array = normed(x, "norm.weight") @ get("head.weight").T
+    return logits
 
 
 def _softmax(scores: Array, is_seen: Array) -> Array:

@@ -25,6 +25,7 @@ from service.model.checkpoint import Checkpoint, save_checkpoint
 from service.settings import BUNDLED
 from tests.bench.command import build_parser, context, integer
 from tests.helpers import RunningServer, http_processes, wait_until
+from tests.toolbox.figures import write_figures
 from tests.toolbox.http import events
 
 CHARACTERS, SEEDS = 200, 16
@@ -180,7 +181,7 @@ def main() -> None:
     given = parser.parse_args()
     results = measure(given.add, given.replace, given.clients)
     given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "checkpoints.json").write_text(json.dumps(results, indent=1) + "\n")
+    write_figures(given.out / "checkpoints.json", results)
     print(json.dumps({name: value for name, value in results.items() if name != "memory"}, indent=1))
 
 

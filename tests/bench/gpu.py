@@ -35,6 +35,7 @@ from typing import Any
 import torch
 
 from service.engine.runner import slots_that_fit
+from tests.toolbox.figures import write_figures
 from training.config import TrainConfig
 from training.speed import matmul_peak
 
@@ -91,7 +92,7 @@ class Check:
                 self.write()
 
     def write(self) -> None:
-        (self.out / "gpu-check.json").write_text(json.dumps(self.results, indent=1) + "\n", encoding="utf-8")
+        write_figures(self.out / "gpu-check.json", self.results)
         (self.out / "gpu-check.md").write_text(markdown(self.results), encoding="utf-8")
 
     # -- the parts --

@@ -41,6 +41,7 @@ from typing import Any
 
 from service.model.config import GPTConfig
 from service.settings import available_cpus
+from tests.toolbox.figures import write_figures
 from tests.toolbox.http import DONE, event_data, events, text_of
 
 from . import engine, llama, load, peers, roofline
@@ -210,7 +211,7 @@ class Bench:
                 self.write()
 
     def write(self) -> None:
-        (self.out / "serve.json").write_text(json.dumps(self.results, indent=1) + "\n", encoding="utf-8")
+        write_figures(self.out / "serve.json", self.results)
         (self.out / "serve.md").write_text(markdown(self.results), encoding="utf-8")
 
     # -- the parts: engines --

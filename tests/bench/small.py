@@ -18,7 +18,6 @@ each run. makemore.py needs the package tensorboard; it and names.txt are in htt
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -32,6 +31,7 @@ import torch
 from rich.console import Console
 
 from service.model.checkpoint import Checkpoint
+from tests.toolbox.figures import write_figures
 from training import jobs
 from training.config import TrainConfig
 from training.data import encode_files, prepare, record_pieces
@@ -192,7 +192,7 @@ def main() -> int:
                 console.print(f"failed: {error}", style="red", markup=False)
                 continue
             results["runs"].setdefault(data.stem, []).append({**figures, "finished": time.strftime("%H:%M:%S")})
-            (args.out / "small.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+            write_figures(args.out / "small.json", results)
             (args.out / "small.md").write_text(markdown(results), encoding="utf-8")
             console.print(markdown(results), markup=False, soft_wrap=True)
     return 1 if results["errors"] else 0

@@ -34,6 +34,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from service.model.checkpoint import Checkpoint
+from tests.toolbox.figures import write_figures
 from training import jobs
 from training.config import ConfigError, TrainConfig
 from training.data import TINYSHAKESPEARE, DataError, prepare
@@ -291,7 +292,7 @@ class Bench:
 
     def write(self) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
-        (self.out / "train.json").write_text(json.dumps(self.results, indent=1) + "\n", encoding="utf-8")
+        write_figures(self.out / "train.json", self.results)
         (self.out / "train.md").write_text(markdown(self.results), encoding="utf-8")
         if any(self.results["curve"].values()):
             draw(self.results, self.out / "train.png")

@@ -11,7 +11,6 @@ The exit status is 1 if any case failed. Faults cannot be told from a busy machi
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 import time
 import traceback
@@ -27,6 +26,7 @@ from tests.bench.servers import ROOT
 from tests.chaos import clients, limits, processes, soak
 from tests.chaos.case import Case, Outcome, Plan
 from tests.chaos.report import markdown, shown
+from tests.toolbox.figures import write_figures
 
 CASES: dict[str, Case] = {
     "worker": processes.kill_worker,
@@ -98,7 +98,7 @@ def main(arguments: list[str] | None = None, cases: Mapping[str, Case] = CASES, 
         results["cases"][name] = asdict(outcome)
     results["seconds"] = say.seconds
     folder = (home or ROOT / "tests/chaos") if is_whole else plan.out
-    (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    write_figures(folder / "results.json", results)
     (folder / "RESULTS.md").write_text(markdown(results), encoding="utf-8")
     failed = [name for name in chosen if results["cases"][name]["failures"]]
     say(f"{len(chosen) - len(failed)} of {len(chosen)} passed: {folder / 'RESULTS.md'}")

@@ -50,6 +50,7 @@ from tests.bench.command import (
 from tests.bench.serve import about, percentiles, running
 from tests.bench.servers import ROOT, Server, ServerError, module
 from tests.bench.shapes import SHAPES, Work, checkpoint_of, mixed_work
+from tests.toolbox.figures import write_figures
 from tests.toolbox.http import event_data
 
 SYSTEMS = ("ours", "llama", "stock")
@@ -423,7 +424,7 @@ class Sweep:
             server.close()
 
     def write(self) -> None:
-        (self.out / "sweep.json").write_text(json.dumps(self.results, indent=1) + "\n", encoding="utf-8")
+        write_figures(self.out / "sweep.json", self.results)
         (self.out / "sweep.md").write_text(markdown(self.results), encoding="utf-8")
 
 

@@ -1,0 +1,56 @@
+"""Whether a backend computes the model, asked before a worker is ready: a miscompiled library, a CPU with less than the
+build expects, a driver that misbehaves would give wrong text, quickly and without an error.
+
+Compares logits with those of `service.model.attention`, which is NumPy in float64 and shares no code with any backend.
+It finds what is grossly wrong; rounding is for the tests.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from service.engine.runner import Piece, Runner
+from service.model.attention import logits_of
+from service.model.checkpoint import Checkpoint
+from service.model.params import SamplingParams
+
+TOLERANCES = {"float64": 1e-6, "float32": 1e-2, "bfloat16": 0.3}  # of the largest logit, at least 1
+SHORT, DECODED = 64, 8  # characters: of a text in one window, and those of it that are decoded one by one
+MAX_LENGTH, MAX_WORK = 1100, 1e9  # of a text that is longer than the window; work: characters times parameters
+
+
+class SelfCheckError(RuntimeError):
+    """A backend computes something else than the model; the message names both."""
+
+
+def check(runner: Runner, checkpoint: Checkpoint) -> None:
+    """Run a fixed text through slot 0, a prompt and some decoded characters, past the window where that takes no time.
+
+    Weights whose exact logits overflow are not judged: such a text ends with an error of its own.
+
+    Raises:
+        SelfCheckError: the logits are not the model's.
+    """
+    config, weights = runner.config, checkpoint.load_weights()
+    length = config.block_size + 32
+    if length > MAX_LENGTH or length * sum(value.size for value in weights.values()) > MAX_WORK:
+        length = SHORT
+    prompt = np.arange(length - DECODED, dtype=np.int32) ** 2 % config.vocab_size
+    runner.start(0, SamplingParams(seed=0), prompt.tolist())
+    first = runner.prefill([Piece(0, prompt, True, wants_logits=True)]).collect()
+    rest = runner.decode(np.array([0]), np.array([DECODED]), {}, [0]).collect()
+    found = np.concatenate((first.logits[0], rest.logits[0]))
+    ids = [*prompt.tolist(), *first.ids[0].tolist(), *rest.ids[0].tolist()][: len(found)]
+    with np.errstate(all="ignore"):
+        expected = logits_of(weights, config, [max(0, id) for id in ids])
+    if not np.isfinite(expected).all():
+        return
+    errors = np.abs(found - expected).max(axis=1)  # (T,)
+    wrong = ~(errors <= TOLERANCES[runner.dtype] * max(1.0, np.abs(expected).max()))
+    if wrong.any() or len(found) != length:
+        remedy = "use --backend torch" if runner.backend != "torch" else "torch itself is wrong here"
+        raise SelfCheckError(
+            f"backend {runner.backend} does not compute the model: of a text of {length} characters, the logits at "
+            f"{int(wrong.sum())} positions, first at {int(wrong.argmax())}, differ from the reference's by up to "
+            f"{float(errors.max()):.3g}; {remedy}"
+        )

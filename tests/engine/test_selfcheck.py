@@ -1,0 +1,65 @@
+"""A backend that computes something else than the model ends the start."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from service.engine import native
+from service.engine.runner import available_backends, open_runner
+from service.engine.selfcheck import SelfCheckError, check
+from service.model.attention import logits_of
+from service.model.checkpoint import Checkpoint
+from service.settings import BUNDLED
+from tests.helpers import random_model, save_random
+
+DTYPES = {"native": native.dtypes() if native.why_not() is None else [], "torch": ["float64", "float32", "bfloat16"]}
+BACKENDS = [(backend, dtype) for backend in available_backends() for dtype in DTYPES[backend]]
+
+
+def test_the_reference_is_the_model():
+    model = random_model(torch.float64)
+    ids = list(range(0, 60, 3))
+    weights = {name: value.numpy() for name, value in model.state_dict().items()}
+    expected = model(torch.tensor([ids]))[0].numpy()
+    np.testing.assert_allclose(logits_of(weights, model.config, ids), expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(("backend", "dtype"), BACKENDS)
+def test_sound_backends_pass(tmp_path, backend, dtype):
+    """Of the bundled model, past its window; of random weights; of a window so long that the text stays in it."""
+    long = {"block_size": 4096, "n_embd": 64, "n_head": 4}
+    for checkpoint in (
+        Checkpoint.read(BUNDLED), save_random(tmp_path / "a"), save_random(tmp_path / "b", **long)
+    ):  # fmt: skip
+        check(open_runner(checkpoint, backend, dtype, 2, 1), checkpoint)
+
+
+@pytest.mark.parametrize(("backend", "dtype"), BACKENDS)
+@pytest.mark.parametrize("name", ["blocks.0.attn.qkv.weight", "blocks.1.mlp_norm.weight", "head.weight"])
+def test_other_arithmetic_is_refused_by_name(tmp_path, backend, dtype, name):
+    checkpoint = save_random(tmp_path / "ck")
+    other = checkpoint.load_model()
+    other.state_dict()[name].mul_(1.5)
+    remedy = "use --backend torch" if backend == "native" else "torch itself is wrong here"
+    with pytest.raises(
+        SelfCheckError, match=rf"backend {backend} does not compute the model: .* positions.*; {remedy}"
+    ):
+        check(open_runner(other, backend, dtype, 2, 1), checkpoint)
+
+
+def test_not_a_number_is_an_error_where_the_model_gives_numbers(tmp_path):
+    checkpoint = save_random(tmp_path / "ck")
+    other = checkpoint.load_model()
+    other.head.weight[0, 0] = math.nan
+    with pytest.raises(SelfCheckError, match=r"at \d+ positions, first at 0,"):
+        check(open_runner(other, "torch", "float64", 1, 1), checkpoint)
+
+
+def test_weights_whose_logits_overflow_are_not_judged(tmp_path, monkeypatch):
+    checkpoint = save_random(tmp_path / "ck")
+    weights = checkpoint.load_weights()
+    weights["head.weight"] = weights["head.weight"].astype(np.float64) * 1e308
+    monkeypatch.setattr(Checkpoint, "load_weights", lambda _: weights)
+    check(open_runner(checkpoint.load_model(), "torch", "float64", 1, 1), checkpoint)
