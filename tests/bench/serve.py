@@ -70,7 +70,7 @@ ALONE_PER_SECOND = 4000 / 3  # of a measurement: 20,000 in five turns
 BESIDE = {  # what another client asks all the time, and how many requests at a time
     "n = 64": (load.post("/generate", {"prompt": "\n", "max_tokens": ANSWER, "n": 64}), 1),
     "/v1/score, 40 texts of 500": (load.post("/v1/score", {"texts": [prompt_text(500, i) for i in range(40)]}), 4),
-    "/v1/next, 128 prompts": (load.post("/v1/next", {"prompts": [prompt_text(PROMPT, i) for i in range(128)]}), 2),
+    "/v1/next, 128 prompts": (load.post("/v1/next", {"prompt": [prompt_text(PROMPT, i) for i in range(128)]}), 2),
     "prompts of 8,000": (load.post("/generate", {"prompt": 8 * prompt_text(1000, 0), "max_tokens": 1}), 4),
     "one regex": (load.post("/generate", {"prompt": "\n", "regex": "[A-Za-z \n]{128}", "max_tokens": ANSWER}), 1),
 }
@@ -386,8 +386,9 @@ class Bench:
         characters per second of whole answers by kind and clients. Of the service as installed.
         """
         seconds = self.plan.http_seconds
+        command = module("service", checkpoint=self.folders["S"], log_level="warning")
         figures: dict[str, Any] = {"beside": {name: [] for name in BESIDE}, "kinds": {name: {} for name in KINDS}}
-        with Server(module("service", checkpoint=self.folders["S"], log_level="warning"), self.log("mixed")) as server:
+        with Server(command, self.log("mixed"), "/readyz") as server:
             server.wait_until_ready()
             for turn in range(-1, self.plan.repeats):
                 for name, (request, connections) in BESIDE.items():
@@ -679,9 +680,11 @@ def answers_per_second(port: int, request: bytes, connections: int, seconds: flo
         port, load.at_once(request, 10**9), connections=connections, seconds=seconds, address=OTHER_CLIENT
     )
     whole = [reply.ended_at - reply.sent_at for reply in outcome.replies if reply.ended_at is not None]
+    if not whole:
+        raise load.LoadError(f"no answer within {seconds:g} s")
     ended_at = outcome.started_at + outcome.seconds
     open_for = sum(ended_at - reply.sent_at for reply in outcome.replies if reply.ended_at is None)
-    return (len(whole) + (open_for / statistics.mean(whole) if whole else 0)) / outcome.seconds
+    return (len(whole) + open_for / statistics.mean(whole)) / outcome.seconds
 
 
 def kind_once(port: int, fields: dict[str, Any], clients: int, seconds: float) -> float:
