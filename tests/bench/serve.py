@@ -392,7 +392,7 @@ class Bench:
             server.wait_until_ready()
             for turn in range(-1, self.plan.repeats):
                 for name, (request, connections) in BESIDE.items():
-                    run = beside_once(server.port, request, connections, seconds if turn >= 0 else 0.5)
+                    run = beside_once(server.port, request, connections, seconds)
                     if turn >= 0:  # the first is a warm-up
                         figures["beside"][name].append(run)
                 for clients in self.plan.clients if turn >= 0 else ():
