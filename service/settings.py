@@ -6,6 +6,7 @@ the value and what is allowed.
 
 from __future__ import annotations
 
+import difflib
 import errno
 import os
 import re
@@ -493,6 +494,14 @@ def read_settings(arguments: list[str] | None = None) -> Settings:
     Raises:
         SystemExit: 2 for an invalid value or an unknown flag, 0 for --help.
     """
+    flags = {"--help", *(f"--{name.replace('_', '-')}" for name in Settings.model_fields)}
+    for given in sys.argv[1:] if arguments is None else arguments:
+        flag = given.partition("=")[0]
+        if flag.startswith("--") and flag not in flags:
+            close = difflib.get_close_matches(flag, flags, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            print(f"{program()}: unknown argument {flag}{hint}\nAll flags: {program()} --help", file=sys.stderr)
+            raise SystemExit(2)
     try:
         return Settings(  # type: ignore[call-arg]
             _cli_prog_name=program(), _cli_parse_args=arguments if arguments is not None else True

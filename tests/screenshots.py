@@ -46,6 +46,7 @@ def take(browser: Browser, url: str) -> None:
     page = opened(browser, url, 1180, 900)
     page.click("#tab-attend")
     expect(page.locator("#heads [aria-pressed=true]")).to_be_visible()
+    page.get_by_role("radio", name=re.compile("Next")).click()
     hover(page, "#looks span", 35)
     page.screenshot(path=FOLDER / "attend.png")
 

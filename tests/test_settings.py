@@ -21,7 +21,8 @@ def test_flags_override_variables_and_variables_override_defaults(monkeypatch):
     [
         (["--checkpoint", "x", "--port", "80"], "--port (CHARGPT_PORT): Input should be greater than or equal to 1024"),
         (["--checkpoint", "x", "--drain-seconds", "nan"], "--drain-seconds (CHARGPT_DRAIN_SECONDS): "),
-        (["--checkpoint", "x", "--nonsense", "1"], "unrecognized arguments: --nonsense 1"),
+        (["--checkpoint", "x", "--nonsense", "1"], "unknown argument --nonsense\nAll flags: "),
+        (["--thread", "1"], "unknown argument --thread; did you mean --threads?\n"),
     ],
 )
 def test_invalid_setting_is_named(arguments, message, capsys):

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from training.config import DATA_HELP, GLOB_HELP, PRESETS, SHAPE, ConfigError, Device, TrainConfig
 from training.messages import plural, program, unescaped
@@ -51,7 +51,9 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses abbreviated flags, so that adding a flag never changes what an existing command means."""
+    """Refuses abbreviated flags, so that adding a flag never changes what an existing command means; and says what is
+    wrong in a line, without a page of usage.
+    """
 
     def __init__(self, **options: Any):
         super().__init__(allow_abbrev=False, formatter_class=Formatter, **options)
@@ -62,9 +64,11 @@ class Parser(argparse.ArgumentParser):
             parser: argparse.ArgumentParser = parsed.parser
             flags = [flag for action in parser._actions for flag in action.option_strings]
             close = difflib.get_close_matches(unknown[0], flags, n=1)
-            hint = f"; did you mean {close[0]}?" if close else "."
-            parser.error(f"unknown argument {unknown[0]}{hint} Allowed: {', '.join(flags)}")
+            parser.error(f"unknown argument {unknown[0]}" + (f"; did you mean {close[0]}?" if close else ""))
         return parsed
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\nAll flags: {self.prog} --help\n")
 
 
 def add_config_flags(parser: argparse.ArgumentParser) -> None:
@@ -112,6 +116,7 @@ def build_parser() -> Parser:
     p = command("evaluate", run_evaluate, "measure a checkpoint's loss on a text")
     add_model_flags(p)
     add_data_flags(p, f"{DATA_HELP} (default: the validation split of the training text)")
+    add_unknown_flags(p, "--data")
 
     p = command("sample", run_sample, "generate texts from a checkpoint")
     add_model_flags(p)
@@ -288,7 +293,7 @@ def run_evaluate(args: argparse.Namespace) -> None:
     from training.evaluate import bits, split_losses
 
     checkpoint, model = load_model(args)
-    records = has_records(checkpoint)
+    records = checkpoint.record_end is not None
     train = None
     if args.data is None:
         corpus = training_corpus(checkpoint, args)
@@ -296,7 +301,9 @@ def run_evaluate(args: argparse.Namespace) -> None:
     else:
         notes: set[str] = set()
         files = find_texts(args.data, args.glob or (), notes)
-        ids, scored = encode_files(files, checkpoint.tokenizer, records=records), " ".join(args.data)
+        encoder = encoder_of(args, checkpoint)
+        ids, scored = encode_files(files, encoder, records=records), " ".join(args.data)
+        report_unknown(encoder)
         print(*sorted(notes), sep="\n", end="\n" if notes else "")
     print(f"{scored}: {plural(len(ids), 'character')}, all but the first scored")
     for name, loss in split_losses(model, ids, records=records, train=train).items():
@@ -367,6 +374,7 @@ def run_sample(args: argparse.Namespace) -> None:
         model, prompt, args.n, args.max_tokens, params,
         stop=stop, stop_pattern=stop_pattern, constraint=constraint, unique=args.unique,
         is_novel=is_known and (lambda ids: not is_known(given + tokenizer.decode(ids))),
+        device=str(model.head.weight.device),
     )  # fmt: skip
     report_unknown(encoder)
     console = Console(stderr=True)
@@ -411,7 +419,7 @@ def run_score(args: argparse.Namespace) -> None:
         num_scored += 1
         print(json.dumps(record, ensure_ascii=False))
     report_unknown(encoder)
-    if has_records(checkpoint) and not args.records:
+    if checkpoint.record_end is not None and not args.records:
         print("the model was trained on records: --records scores each line as one", file=sys.stderr)
     if num_refused:
         more = f", the first {MAX_REPORTED} of which are named above" if num_refused > MAX_REPORTED else ""
@@ -429,7 +437,7 @@ def run_report(args: argparse.Namespace) -> None:
     out = args.checkpoint.parent
     is_run = (out / "log.jsonl").is_file()
     checkpoint, model = load_model(args)
-    are_records = has_records(checkpoint)
+    are_records = checkpoint.record_end is not None
     if args.n is None:
         args.n = 1000 if are_records else 20
     check_sampling_flags(args)
@@ -467,12 +475,6 @@ def run_lecture(args: argparse.Namespace) -> None:
     bundled = Path(module.__file__).parents[1] / "checkpoints" / "tinyshakespeare"
     checkpoint = module.Checkpoint.read(find_checkpoint(args.checkpoint) if args.checkpoint else bundled)
     give(prepare(args.data, glob=args.glob or ()), checkpoint, args.out, steps=args.steps, seed=args.seed)
-
-
-def has_records(checkpoint: Checkpoint) -> bool:
-    """Whether it was trained on records."""
-    recipe: dict[str, Any] = checkpoint.training.get("recipe", {})
-    return bool(recipe.get("records", False))
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -530,7 +532,7 @@ def training_corpus(checkpoint: Checkpoint, args: argparse.Namespace) -> Corpus:
         data = checkpoint.training["recipe"]["data"]
     if glob is None:
         glob = checkpoint.training.get("recipe", {}).get("glob", ())
-    corpus = prepare(data, records=has_records(checkpoint), glob=glob)
+    corpus = prepare(data, records=checkpoint.record_end is not None, glob=glob)
     expected = checkpoint.training.get("data", {}).get("sha256")
     if corpus.sha256 != expected:
         raise ConfigError(
@@ -591,6 +593,12 @@ def main() -> int:
         return 128 + signal.SIGPIPE
     except refusals as error:
         print(f"error: {error}", file=sys.stderr)
+        return 1
+    except RuntimeError as error:
+        if "out of memory" not in str(error).lower():
+            raise
+        remedy = "--accumulate 2 computes a batch in two parts; or choose a smaller --batch-size"
+        print(f"error: the device's memory is full: {remedy}", file=sys.stderr)
         return 1
     return 0
 

@@ -28,6 +28,7 @@ import numpy as np
 
 from service.model.checkpoint import replacing_folder
 from service.model.tokenizer import CharTokenizer, UnknownCharacterError
+from training.encoding import Encoder
 from training.messages import plural
 
 FORMAT_VERSION = 4
@@ -367,23 +368,25 @@ def read_lines(file: Path) -> Iterator[str]:
         yield rest
 
 
-def encode_files(files: Sequence[Path], tokenizer: CharTokenizer, *, records: bool = False) -> np.ndarray:
+def encode_files(files: Sequence[Path], encoder: Encoder, *, records: bool = False) -> np.ndarray:
     """The ids of the concatenated files: (characters,) in `id_dtype`; with `records`, as a split of `prepare`.
 
     Raises:
         DataError: a file is not UTF-8, or all together have fewer than two characters.
-        UnknownCharacterError: a character is not in the vocabulary; gives its offset in the concatenated text.
+        UnknownCharacterError: a character is not in the vocabulary, and refused; gives its offset in the concatenated
+            text.
     """
+    tokenizer = encoder.tokenizer
     pieces, start = [np.empty(0, id_dtype(tokenizer.vocab_size))], 0
     for text in read_text(files):
         try:
-            pieces.append(tokenizer.encode_array(text).astype(pieces[0].dtype))
+            pieces.append(encoder.encode_array(text).astype(pieces[0].dtype))
         except UnknownCharacterError as error:
             raise UnknownCharacterError(error.character, start + error.offset) from None
         start += len(text)
-    if start < 2:
-        raise DataError(f"{files[0]} has {plural(start, 'character')}; scoring needs at least 2")
     ids = np.concatenate(pieces)
+    if len(ids) < 2:
+        raise DataError(f"{files[0]} has {plural(len(ids), 'character')}; scoring needs at least 2")
     if records:
         end = np.array(tokenizer.encode("\n"), ids.dtype)
         ids = np.concatenate((end, ids, end))

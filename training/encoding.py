@@ -5,6 +5,8 @@ The words and the rules are those of the service (service/http/encoding.py, serv
 
 from __future__ import annotations
 
+import numpy as np
+
 from service.constrain.automaton import Automaton
 from service.constrain.regex import RegexError, compile_regex
 from service.model.tokenizer import CharTokenizer, UnknownCharacterError
@@ -22,6 +24,13 @@ class Encoder:
             raise ConfigError(f"--replacement-character must be a single character, got {replacement!r}")
         self.tokenizer, self.policy, self.replacement = tokenizer, policy, replacement
         self.num_unknown = 0  # replaced or dropped
+
+    def encode_array(self, text: str) -> np.ndarray:
+        """As `encode`, (T,)."""
+        try:
+            return self.tokenizer.encode_array(text)
+        except UnknownCharacterError:
+            return np.array(self.encode(text), np.int64)
 
     def encode(self, text: str) -> list[int]:
         """

@@ -55,9 +55,10 @@ def examine(
     Raises:
         CheckError: as `matching` and `valid_records`.
     """
-    params, decode = SamplingParams(seed=seed), corpus.tokenizer.decode
+    params, decode, device = SamplingParams(seed=seed), corpus.tokenizer.decode, str(model.head.weight.device)
     if corpus.records is None:
-        generated = list(sample_texts(model, [int(corpus.val[0])], count, max_tokens, params))
+        prompt = corpus.tokenizer.encode(corpus.example_prompt)
+        generated = list(sample_texts(model, prompt, count, max_tokens, params, device=device))
         texts = [np.array(ids, corpus.ids.dtype) for _, ids in generated]
         whole = np.concatenate(texts)
         return Examination(
@@ -69,7 +70,7 @@ def examine(
             [copied_passages(text, corpus.train) for text in texts],
         )
     end = int(corpus.train[0])
-    generated = list(sample_texts(model, [end], count, max_tokens, params, stop=((end,),)))
+    generated = list(sample_texts(model, [end], count, max_tokens, params, stop=((end,),), device=device))
     records = [decode(ids) for _, ids in generated]
     known, unseen = (decode(split)[1:-1].split("\n") for split in (corpus.train, corpus.val))
     valid: set[str] | None = None

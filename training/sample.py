@@ -38,16 +38,20 @@ def sample_texts(
     constraint: bytes | None = None,
     unique: bool = False,
     is_novel: Callable[[list[int]], bool] | None = None,
+    device: str = "cpu",
 ) -> Iterator[tuple[int, list[int]]]:
     """(seed, completion) of `count` texts, in seed order; skips repeated ones if `unique`, and those not `is_novel`.
 
-    stop_pattern, constraint: packed automata, as in Submit.
+    stop_pattern, constraint: packed automata, as in Submit. device: where a copy of the model runs; a training run
+    leaves its own to the steps.
 
     Raises:
         ExhaustedError: more than SKIPPED_PER_TEXT · count or MAX_SKIPPED consecutive texts were skipped.
     """
     running = min(count, MAX_RUNNING)
-    engine = Engine(open_runner(model, slots=running, threads=torch.get_num_threads()), max_waiting=running)
+    engine = Engine(
+        open_runner(model, slots=running, threads=torch.get_num_threads(), device=device), max_waiting=running
+    )
     shared = Submit(0, list(prompt), max_tokens, params, stop=stop, stop_pattern=stop_pattern, constraint=constraint)
     submitted = emitted = 0  # texts, skipped ones included
     skipped = 0  # since the last new text

@@ -316,7 +316,7 @@ def _request_examples(
     request: type[BaseModel], settings: Settings, tokenizer: CharTokenizer, model: str, example: str
 ) -> dict[str, Any]:
     max_tokens = min(80, settings.max_tokens)
-    prompt = example.strip() or _in_vocabulary("ROMEO:", tokenizer)
+    prompt = example.strip() or tokenizer.adapted("ROMEO:")
     bodies: dict[str, dict[str, Any]]
     if request in (GenerateRequest, CompletionRequest):
         shared: dict[str, Any] = {"prompt": prompt, "max_tokens": max_tokens}
@@ -334,7 +334,7 @@ def _request_examples(
     else:
         texts: dict[type[BaseModel], dict[str, dict[str, Any]]] = {
             ScoreRequest: {
-                "texts": {"texts": [_in_vocabulary("To be, or not to be", tokenizer)]},
+                "texts": {"texts": [tokenizer.adapted("To be, or not to be")]},
                 "continuations": {"prefix": prompt, "continuations": [prompt[0], prompt[-1]], "characters": False},
             },
             NextRequest: {"a text": {"prompt": prompt}, "several texts": {"prompt": [prompt, prompt[0]]}},
@@ -353,8 +353,7 @@ def _in_vocabulary(value: Any, tokenizer: CharTokenizer) -> Any:
     """An example, with unknown characters and ids replaced."""
     match value:
         case str():
-            characters = tokenizer.characters
-            return "".join([c if c in tokenizer else characters[i % len(characters)] for i, c in enumerate(value)])
+            return tokenizer.adapted(value)
         case int():
             return min(value, tokenizer.vocab_size - 1)
         case list():

@@ -257,9 +257,7 @@ class Checkpoint:
         given = self.training.get("example_prompt", "")
         if given and len(given) <= _MAX_EXAMPLE and all(c in self.tokenizer for c in given):
             return str(given)
-        characters = self.tokenizer.characters
-        known = [c if c in self.tokenizer else characters[i % len(characters)] for i, c in enumerate(EXAMPLE_PROMPT)]
-        return "" if self.record_end is not None else "".join(known)
+        return "" if self.record_end is not None else self.tokenizer.adapted(EXAMPLE_PROMPT)
 
     @functools.cached_property
     def receptive_field(self) -> int:

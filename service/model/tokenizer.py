@@ -50,6 +50,10 @@ class CharTokenizer:
     def __contains__(self, character: str) -> bool:
         return character in self._ids
 
+    def adapted(self, text: str) -> str:
+        """A text as long, with characters of the vocabulary in place of unknown ones: an example of any model."""
+        return "".join([c if c in self else self.characters[i % len(self.characters)] for i, c in enumerate(text)])
+
     def encode(self, text: str) -> list[int]:
         """
         Raises:

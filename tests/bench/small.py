@@ -35,6 +35,7 @@ from tests.toolbox.figures import write_figures
 from training import jobs
 from training.config import TrainConfig
 from training.data import encode_files, prepare, record_pieces
+from training.encoding import Encoder
 from training.evaluate import piece_loss, split_losses, whole_loss
 from training.recipe import SETTINGS
 
@@ -80,7 +81,7 @@ def run_ours(train: Path, held_out: Path | None, seed: int, threads: int, out: P
     for name in ("best", "last"):
         checkpoint = Checkpoint.read(out / name)
         about, tokenizer, model = checkpoint.training, checkpoint.tokenizer, checkpoint.load_model("cpu").eval()
-        ids = encode_files([held_out], tokenizer, records=True) if held_out else prepare(str(train)).val
+        ids = encode_files([held_out], Encoder(tokenizer), records=True) if held_out else prepare(str(train)).val
         figures["ours" if name == "best" else "ours_last"] = split_losses(model, ids, records=bool(held_out))["whole"]
         figures[f"{name}_step"] = about["step"]
     return figures | {
@@ -96,7 +97,7 @@ def run_nanogpt(train: Path, held_out: Path | None, seed: int, threads: int, cpu
         torch.set_num_threads(threads)
     if held_out:
         tokenizer = prepare(str(train), records=True).tokenizer
-        ids, val = (encode_files([path], tokenizer, records=True) for path in (train, held_out))
+        ids, val = (encode_files([path], Encoder(tokenizer), records=True) for path in (train, held_out))
     else:
         corpus = prepare(str(train))
         tokenizer, ids, val = corpus.tokenizer, corpus.train, corpus.val

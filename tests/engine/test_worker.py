@@ -1,6 +1,14 @@
+from types import SimpleNamespace
+
 import pytest
 
+from service.engine.engine import Engine
 from service.engine.host import DrainRate
+from service.engine.runner import open_runner
+from service.engine.worker import EngineLoop
+from service.model.params import SamplingParams
+from service.wire import Submit
+from tests.helpers import random_model
 
 
 def test_the_drain_rate_is_that_of_saturated_time():
@@ -17,3 +25,19 @@ def test_the_drain_rate_is_that_of_saturated_time():
     now += 20 + 256 / 2.0
     assert drain.rate(now) == pytest.approx(1.0, rel=0.01)
     assert drain.rate(now + DrainRate.FORGET_SECONDS + 1) is None
+
+
+def test_a_sequence_that_cannot_be_queued_ends_alone(caplog):
+    """Whatever is wrong with it: the worker and what else runs in it go on."""
+    engine, frames = Engine(open_runner(random_model(), slots=2)), []
+    hosted = SimpleNamespace(submit=lambda request, _: engine.submit(request))
+    api = SimpleNamespace(host=SimpleNamespace(models={0: hosted}), options=SimpleNamespace(max_queue_seconds=60))
+    sockets = SimpleNamespace(send=lambda frame, consumer: frames.append((frame, consumer)))
+    loop = EngineLoop()
+    loop._handle(api, sockets, Submit(7, [1], 3, SamplingParams(), stop_pattern=b"not an automaton"), 1)
+    [(frame, consumer)] = frames
+    assert consumer == 1 and [(delta.id, delta.finish_reason) for delta in frame.deltas] == [(7, "error")]
+    assert "a sequence could not be queued" in caplog.text
+    loop._handle(api, sockets, Submit(8, [1], 3, SamplingParams()), 1)
+    ended = [delta.id for _ in range(5) for delta in engine.step() if delta.finish_reason is not None]
+    assert ended == [8] and len(frames) == 1

@@ -153,7 +153,8 @@ def test_a_text_is_written_as_the_seed_says_with_its_certainty(visit, server):
     assert write(page, max_tokens=300, seed=11) == [choice["text"]]
     summary = page.locator("#summary").inner_text()
     how = r"Done: the length is reached\. First character after [\d.]+ ms(, then [\d,.]+ characters per second)?"
-    assert re.fullmatch(how + r"; seed 11\.", summary), summary
+    assert re.fullmatch(how + r"\.", summary), summary
+    expect(page.locator(".foot")).to_contain_text("seed 11")
     expect(page.locator(".foot")).to_contain_text("300 characters")
     likely, surprising = (
         page.locator("#panes .written span[data-c]").nth(
@@ -177,13 +178,21 @@ def test_several_samples_come_side_by_side_and_one_is_replayed(visit, server):
     page.locator(".foot button", has_text="Replay").nth(2).click()
     expect(page.locator("#seed")).to_have_value("7")
     expect(page.locator("#panes .written")).to_have_count(1)
-    expect(page.locator("#summary")).to_have_text(re.compile("^Done.*seed 7.$"))
+    expect(page.locator(".foot")).to_contain_text("seed 7")
+    expect(page.locator("#summary")).to_have_text(re.compile("^Done"))
     assert texts(page) == expected[2:]
+
+
+def test_an_example_is_there_when_the_page_opens(visit):
+    page = visit()
+    expect(page.locator("#summary")).to_have_text(re.compile("^Done"))
+    assert [len(text) for text in texts(page)] == [400]
 
 
 def test_stop_frees_the_slot(visit, server):
     page = visit()
     page.uncheck("#certainty")
+    expect(page.locator("#summary")).to_have_text(re.compile("^Done"))
     before = server.metric("chargpt_request_success_total", finished_reason="abort")
     fill(page, max_tokens=50_000_000)
     page.click("#go")
@@ -346,6 +355,7 @@ def test_heat_maps_show_the_weights_of_the_service(visit, server):
         re.compile(f"Layer 3, head 2: “J” looks at “{answer['text'][best].strip() or '.'}”")
     )
     said = page.locator("#step")
+    likely = web.post(f"{server.url}/v1/next", json={"prompt": text[:10]}).json()["data"][0]["distribution"]
     for name, numbers in {
         "Plain average": ["10", f"{1 / 10:.3f}"],
         "Queries": [f"{min(scores[9][:10]):.2f}".replace("-", "−"), f"{max(scores[9][:10]):.2f}".replace("-", "−")],
@@ -353,6 +363,7 @@ def test_heat_maps_show_the_weights_of_the_service(visit, server):
         "Mask": [f"{size - 10}"],
         "Softmax": ["1.00"],
         "Heads": ["layer 3"],
+        "Next": [f"{it['character'].strip() or '␣'} {percent(it['probability'])}" for it in likely[:5]],
     }.items():
         page.get_by_role("radio", name=re.compile(name)).click()
         for number in numbers:
@@ -363,6 +374,41 @@ def test_heat_maps_show_the_weights_of_the_service(visit, server):
     page.locator("#looks").focus()
     page.keyboard.press("Home")
     expect(page.locator("#map-note")).to_have_text(re.compile("“R” looks at “R” itself \\(100"))
+
+
+def percent(p):
+    return "<\u00a00.1\u00a0%" if p < 0.001 else f"{100 * p:.{1 if p < 0.0995 else 0}f}\u00a0%"
+
+
+# -- records --
+
+
+def test_a_model_of_records_lists_twenty_at_a_time(visit, tmp_path):
+    model = random_model(vocab_size=4)
+    save_checkpoint(tmp_path / "ck", model, CharTokenizer(list("\nabc")), {"losses": {}, "recipe": {"records": True}})
+    with RunningServer(tmp_path / "ck") as server:
+        server.wait_until_ready()
+        page = visit(url=server.url + "/")
+        expect(page.locator("#summary")).to_have_text(re.compile("^Done"))
+        fill(page, prompt="a", seed=1, max_tokens=3)
+        page.click("#twenty")
+        items = page.locator("#records code")
+        expect(items).to_have_count(20)
+        page.click("#twenty")
+        expect(items).to_have_count(40)
+        answers = [generate(server, prompt="a", max_tokens=3, seed=seed, n=20) for seed in (1, 21)]
+        expected = ["a" + choice["text"] for choices in answers for choice in choices]
+        assert items.all_text_contents() == expected and len(set(expected)) < 40
+        page.fill("#matching", "a[ab]*")
+        matching = [text for text in expected if re.fullmatch("a[ab]*", text)]
+        assert page.locator("#records .match code").all_text_contents() == matching != []
+        note = f"40 records, {40 - len(set(expected))} repeated, {len(matching)} match."
+        expect(page.locator("#list-note")).to_have_text(note)
+        page.click("#copy-list")
+        expect(page.locator("#copy-list")).to_have_text("Copied")
+        assert page.evaluate("navigator.clipboard.readText()").split() == expected
+        page.fill("#matching", "a(")
+        expect(page.locator("#list-note")).to_contain_text("Invalid regular expression")
 
 
 # -- errors --
@@ -489,10 +535,8 @@ def test_each_of_several_models_is_asked_by_its_name(visit, tmp_path):
             for name in ("plays", "other")
         )
         assert write(page, max_tokens=30, seed=1) == plays
-        page.click("#status summary")
         page.select_option("#model", "other")
         expect(page.locator("#name")).to_have_text("other")
-        page.keyboard.press("Escape")
         assert write(page) == other
         page.click("#share")
         again = visit(url=page.url)
@@ -532,7 +576,6 @@ def test_each_of_several_models_suggests_its_own_text_until_something_is_typed(v
         server.wait_until_ready()
         page = visit(url=server.url + "/")  # nothing fails, though no model is the default
         expect(page.locator("#prompt")).to_have_value("abc:\n")
-        page.click("#status summary")
         page.select_option("#model", "chinese")
         expect(page.locator("#prompt")).to_have_value("一二")
         fill(page, prompt="三")

@@ -65,6 +65,18 @@ def refusal(connection):
     return response.status, error["code"]
 
 
+@pytest.mark.parametrize("path", ["/generate/", "/v1/score/", "/generate//", "//generate"])
+def test_nothing_is_redirected(server, path):
+    """A redirect would name any host that a client gives, in plain HTTP, and repeat the prompt."""
+    head = f"POST {path}?prompt=secret HTTP/1.1\r\nHost: other.example\r\nContent-Type: application/json\r\n"
+    with (
+        sent(server.port, f"{head}Content-Length: 2\r\n\r\n{{}}".encode()) as connection,
+        answer(connection) as response,
+    ):
+        assert (response.status, response.headers["location"]) == (404, None)
+        assert b"other.example" not in response.read()
+
+
 def padded(size, start=GET):
     """A request of `size` bytes."""
     return start + b"X-Pad: " + b"x" * (size - len(start) - len(b"X-Pad: \r\n\r\n")) + b"\r\n\r\n"

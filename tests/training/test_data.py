@@ -35,6 +35,7 @@ from training.data import (
     recode,
     unseen_records,
 )
+from training.encoding import Encoder
 
 ROOT = Path(__file__).parents[2]
 
@@ -208,11 +209,15 @@ def test_ids_use_the_smallest_type(tmp_path):
 def test_encode_files_reports_the_offset_of_an_unknown_character(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "CHUNK_BYTES", 4)
     tokenizer = CharTokenizer("abc")
-    assert encode_files([text_file(tmp_path, "cabcab")], tokenizer).tolist() == [2, 0, 1, 2, 0, 1]
+    assert encode_files([text_file(tmp_path, "cabcab")], Encoder(tokenizer)).tolist() == [2, 0, 1, 2, 0, 1]
     with pytest.raises(UnknownCharacterError, match=r"'x' \(U\+0078\) at offset 6 "):
-        encode_files([text_file(tmp_path, "abcabcx")], tokenizer)
+        encode_files([text_file(tmp_path, "abcabcx")], Encoder(tokenizer))
     with pytest.raises(DataError, match="text.txt has 1 character; scoring needs at least 2"):
-        encode_files([text_file(tmp_path, "a")], tokenizer)
+        encode_files([text_file(tmp_path, "a")], Encoder(tokenizer))
+    for policy, expected in (("drop", "abca"), ("replace", "abccac")):
+        encoder = Encoder(tokenizer, policy, "c")
+        assert tokenizer.decode(encode_files([text_file(tmp_path, "abxcay")], encoder)) == expected
+        assert encoder.num_unknown == 2
 
 
 @pytest.mark.parametrize("records", [False, True])
@@ -460,10 +465,10 @@ def test_a_batch_of_records_has_about_the_characters_of_its_windows():
 def test_a_text_of_records_to_evaluate_is_encoded_as_a_split(tmp_path):
     tokenizer = CharTokenizer("\nab")
     for content in ("a\nbb", "a\nbb\n", "\n\na\n\nbb\n\n\n"):
-        ids = encode_files([text_file(tmp_path, content)], tokenizer, records=True)
+        ids = encode_files([text_file(tmp_path, content)], Encoder(tokenizer), records=True)
         assert tokenizer.decode(ids) == "\na\nbb\n"
     with pytest.raises(DataError, match="has no records"):
-        encode_files([text_file(tmp_path, "\n\n\n")], tokenizer, records=True)
+        encode_files([text_file(tmp_path, "\n\n\n")], Encoder(tokenizer), records=True)
 
 
 @pytest.mark.parametrize("at_once", [1, 7, 1 << 20])

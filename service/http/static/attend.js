@@ -3,11 +3,14 @@
 import { Failure, json } from "./api.js";
 import { $, Editor, h, later, on, percent, pressed, shown, sum } from "./text.js";
 
-const STEPS = ["Plain average", "Queries · keys", "Scale", "Mask", "Softmax", "Heads"];
+const STEPS = ["Plain average", "Queries · keys", "Scale", "Mask", "Softmax", "Heads", "Next character"];
+const WEIGHED = "Darker: more weight. Small weights are lifted, so that they are seen.", FITS = "Green: the two fit. Red: they do not.";
+const MAX_AXIS = 48; // characters beside the map
 const editor = new Editor($("short"), $("attend-error")), map = $("map"), looks = $("looks");
 let answer = null, characters = [], layer = 3, head = 3, row = 0, step = 4;
 let chosen = null; // the weights and scores of one head
 let isOver = false; // the map
+let nexts = new Map(); // by row: what may come next, the likeliest first
 
 const fixed = (x) => (Math.abs(x) < 0.005 ? 0 : x).toFixed(2).replace("-", "−");
 const variance = (xs) => sum(xs.map((x) => (x - sum(xs) / xs.length) ** 2)) / xs.length;
@@ -22,7 +25,9 @@ async function ask(signal) {
     answer = await json("v1/attention", { text: $("short").value }, signal);
     editor.fail(null);
     chosen = null;
+    nexts = new Map();
     characters = [...answer.text];
+    for (const axis of [$("axis-top"), $("axis-left")]) axis.replaceChildren(...(characters.length > MAX_AXIS ? [] : characters).map((c) => h("span", { textContent: shown(c) })));
     looks.replaceChildren(...characters.map((c, at) => h("span", { textContent: c === "\n" ? "↵\n" : c, at })));
     row = Math.floor(0.8 * (characters.length - 1));
     drawHeads();
@@ -74,9 +79,25 @@ function draw() {
   }
   const { weights, scores } = chosen, largest = Math.max(1e-9, ...scores.flat().map(Math.abs));
   const average = (t) => shade(1 / (t + 1)), product = (t, j) => scores[t][j] / largest, weight = (t, j) => shade(weights[t][j]);
-  const value = [average, product, (t, j) => product(t, j) * answer.scale, product, weight, weight][step], isMasked = step !== 1 && step !== 2;
+  const value = [average, product, (t, j) => product(t, j) * answer.scale, product, weight, weight, weight][step], isMasked = step !== 1 && step !== 2;
   paint(map, (t, j) => (isMasked && j > t ? 0 : value(t, j) * (isOver && t !== row ? 0.45 : 1)));
+  for (const [axis, of] of [[$("axis-top"), (j) => j <= row], [$("axis-left"), (t) => t === row]]) [...axis.children].forEach((it, i) => it.classList.toggle("is", of(i)));
+  Object.assign($("mark").style, { top: `${(100 * row) / characters.length}%`, height: `${100 / characters.length}%` });
+  $("map-legend").textContent = step > 0 && step < 4 ? FITS : WEIGHED;
   drawRow();
+  if (step === 6) foresee();
+}
+
+async function foresee() {
+  // What the row that is chosen predicts, once.
+  const at = row, of = nexts;
+  if (of.has(at)) return;
+  of.set(at, null);
+  try {
+    const { data } = await json("v1/next", { prompt: characters.slice(0, at + 1).join("") });
+    of.set(at, data[0].distribution);
+    if (of === nexts && at === row) drawRow();
+  } catch (error) { of.delete(at); editor.fail(Failure.of(error)); }
 }
 
 // -- one row --
@@ -128,6 +149,13 @@ function sentences(w, seen, order) {
         const most = Math.max(...it.weights[row]), j = it.weights[row].indexOf(most);
         return [quoted(j), ` ${place(j)}, `, b(percent(most)), `: head ${it.head + 1}`];
       })],
+    () => {
+      const found = nexts.get(row) ?? [], came = found.find((it) => it.character === characters[row + 1]);
+      return [
+        ["Each layer adds what its heads have mixed to the row of ", c, ". After the last one a share for each character of the vocabulary is read from it:"],
+        ...found.slice(0, 5).map((it) => [h("progress", { max: 1, value: it.probability, ariaHidden: "true" }), " ", h("code", { textContent: shown(it.character) }), " ", b(percent(it.probability))]),
+        came ? ["What does come, ", quoted(row + 1), ", had ", b(percent(came.probability)), "."] : ["Here the text ends. Write draws its next character from these, and begins again with a row more."]];
+    },
   ][step]();
 }
 

@@ -82,6 +82,7 @@ async function copy(text, button) {
   setTimeout(() => { button.textContent = before; }, 1500);
 }
 
+on($("copy-list"), "click", ({ target }) => copy(writing.listed(), target));
 on($("copy-curl"), "click", ({ target }) => copy(writing.curl(), target));
 on($("copy-python"), "click", ({ target }) => copy(writing.python(), target));
 on($("share"), "click", ({ target }) => { history.replaceState(null, "", link()); copy(location.href, target); });
@@ -112,7 +113,7 @@ async function load(isFirst) {
   heal();
   const { config, training, checkpoint_sha256: hash, name, vocabulary } = info.model, { losses = {}, data = {}, parameters } = training;
   $("name").textContent = document.title = name;
-  $("model-field").hidden = info.models.length < 2;
+  $("model").hidden = info.models.length < 2;
   $("model").replaceChildren(...info.models.map((it) => h("option", { textContent: it, selected: it === name })));
   const loss = (key) => (typeof losses[key] === "number" ? `${losses[key].toFixed(3)} nats · ${(losses[key] / Math.LN2).toFixed(2)} bits` : null);
   facts.model = [
@@ -186,5 +187,5 @@ $("key").value = ""; // a browser may have kept it
 const isRestored = restore();
 writing.refresh();
 await load(true);
-if (isRestored && info) { writing.check(); replay(); }
+if (isRestored && info) { writing.check(); replay(); } else if (info) writing.run(); // an example
 poll();

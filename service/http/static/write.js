@@ -1,7 +1,7 @@
 // Write: a prompt, how to sample, and the texts as they come.
 
 import { call, chosen, events, json, Failure, hasKey } from "./api.js";
-import { $, Editor, Tinted, h, items, later, number, on, pressed } from "./text.js";
+import { $, Editor, Tinted, h, items, later, number, on, percent, pressed, sum } from "./text.js";
 
 let alternatives = 8; // of each character, or as many as there are
 // field -> label, sentence, value, and of a slider its least, greatest and step
@@ -135,7 +135,7 @@ async function stream(body, into) {
   if (first) {
     const seconds = (last - first) / 1000, rate = seconds > 0.005 ? `, then ${number(count / seconds)} characters per second` : "";
     const how = { stopped: "Stopped. ", stop: "Done. ", length: "Done: the length is reached. " }[ending] ?? "";
-    $("summary").textContent = `${how}First character after ${number(first - started)} ms${rate}; seed ${seed}.`;
+    $("summary").textContent = `${how}First character after ${number(first - started)} ms${rate}.`;
   } else if (ending) $("summary").textContent = "Stopped before the first character.";
   return seed;
 }
@@ -178,6 +178,43 @@ function fail(failure) {
   $("summary").textContent = "";
 }
 
+// -- a list of records --
+
+let list = []; // of {text, certainty}
+
+async function more() {
+  for (const name of ["max_tokens", "seed"]) if (!$(name).reportValidity()) return;
+  const body = { ...fields(), n: 20, logprobs: 1 };
+  if (body.seed !== undefined) body.seed += list.length;
+  $("twenty").disabled = true;
+  try {
+    const { choices } = await json("generate", body);
+    editor.fail(null);
+    for (const { text, logprobs } of choices) {
+      const each = logprobs.token_logprobs;
+      list.push({ text: (body.prompt + text).replaceAll("\n", " "), certainty: Math.exp(sum(each) / Math.max(1, each.length)) });
+    }
+    showList();
+  } catch (error) { fail(Failure.of(error)); }
+  $("twenty").disabled = false;
+}
+
+export const listed = () => list.map((it) => `${it.text}\n`).join("");
+
+function showList() {
+  let pattern = null, fault = "";
+  if ($("matching").value) try { pattern = new RegExp(`^(?:${$("matching").value})$`, "u"); } catch (error) { fault = ` ${error.message}.`; }
+  const seen = new Set(), matching = list.filter((it) => pattern?.test(it.text)).length;
+  $("records").replaceChildren(...list.map(({ text, certainty }) => {
+    const again = seen.has(text) ? " · again" : "";
+    seen.add(text);
+    const note = h("span", { className: "note", textContent: `${percent(certainty)}${again}`, title: "probability per character" });
+    return h("li", { className: pattern?.test(text) ? "match" : "" }, h("code", { textContent: text || "∅" }), " ", note);
+  }));
+  $("list").hidden = !list.length;
+  $("list-note").textContent = `${number(list.length)} records, ${number(list.length - seen.size)} repeated${pattern ? `, ${number(matching)} match` : ""}.${fault}`;
+}
+
 // -- constraints, checked as they are typed --
 
 export const check = later(350, async (signal) => {
@@ -211,6 +248,9 @@ export function useModel({ limits, model }, isLinked) {
   $("max_tokens").max = limits.max_tokens;
   $("top_k").max = [...model.vocabulary].length;
   if (!isLinked) editor.suggest(model.example_prompt, model);
+  $("twenty").hidden = !model.records;
+  list = [];
+  showList();
 }
 
 on($("write-form"), "submit", (event) => { event.preventDefault(); run(); });
@@ -221,5 +261,7 @@ on($("write"), "input", ({ target }) => {
   refresh();
   if (["regex", "choice", "constraint", "prompt"].includes(target.id)) check();
 });
+on($("twenty"), "click", more);
+on($("matching"), "input", showList);
 on($("certainty"), "change", view);
 on($("stop"), "click", () => running?.abort());
