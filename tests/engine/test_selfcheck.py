@@ -59,6 +59,17 @@ def test_not_a_number_is_an_error_where_the_model_gives_numbers(tmp_path):
 
 def test_weights_whose_logits_overflow_are_not_judged(tmp_path, monkeypatch):
     checkpoint = save_random(tmp_path / "ck")
+    other = checkpoint.load_model()
+    other.embed.weight[:, 0] = 0.0
+    other.embed.weight[20, 0] = other.norm.weight[0] = 10.0  # of that character alone all logits overflow float32
+    other.head.weight[:, 0] = 3e38
+    for block in other.blocks:
+        block.attn.proj.weight[0] = block.mlp.proj.weight[0] = 0.0
+    weights = {name: value.numpy() for name, value in other.state_dict().items()}
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoint, "load_weights", lambda _: weights)
+        for backend, dtype in BACKENDS:
+            check(open_runner(other, backend, dtype, 1, 1), checkpoint)
     weights = checkpoint.load_weights()
     weights["head.weight"] = weights["head.weight"].astype(np.float64) * 1e308
     monkeypatch.setattr(Checkpoint, "load_weights", lambda _: weights)

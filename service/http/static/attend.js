@@ -5,7 +5,7 @@ import { $, Editor, h, later, on, percent, pressed, shown, sum } from "./text.js
 
 const STEPS = ["Plain average", "Queries · keys", "Scale", "Mask", "Softmax", "Heads", "Next character"];
 const WEIGHED = "Darker: more weight. Small weights are lifted, so that they are seen.", FITS = "Green: the two fit. Red: they do not.";
-const MAX_AXIS = 48; // characters beside the map
+const MAX_AXIS = 52; // characters beside the map
 const editor = new Editor($("short"), $("attend-error")), map = $("map"), looks = $("looks");
 let answer = null, characters = [], layer = 3, head = 3, row = 0, step = 4;
 let chosen = null; // the weights and scores of one head
