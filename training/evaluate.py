@@ -19,7 +19,7 @@ from training.data import IGNORED, padded, record_pieces, unseen_records, window
 CHUNK = 1 << 20  # characters per count
 BATCH_CHARS = 1 << 11  # characters per forward
 
-Advance = Callable[[int], object]  # is told of each forward how many characters it has scored
+Advance = Callable[[int], object]  # is told of each forward how many characters it has scored; `int` ignores it
 
 
 def bits(nats: float) -> float:

@@ -12,6 +12,7 @@ hash wrong, pip would refuse it.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -79,11 +80,12 @@ def resolve(requirements: list[str]) -> Lock:
     return {name: wheels_of(name, lines) for name, lines in found[0].items()}
 
 
+@functools.cache
 def wheels_of(package: str, lines: str) -> str:
     """The lines of a package with the hashes of the wheels that an image may take.
 
     Raises:
-        LockError: PyPI cannot be read.
+        LockError: PyPI cannot be read, or has no such wheel.
     """
     request = urllib.request.Request(f"{PYPI}/{package}/", headers={"Accept": "application/vnd.pypi.simple.v1+json"})
     try:
@@ -94,6 +96,8 @@ def wheels_of(package: str, lines: str) -> str:
     first, *hashes = lines.rstrip().split(" \\\n    ")
     names = {f"--hash=sha256:{file['hashes']['sha256']}": file["filename"] for file in files}
     kept = [each for each in hashes if names[each].endswith(".whl") and parse_wheel_filename(names[each])[3] & TAGS]
+    if not kept:
+        raise LockError(f"PyPI has no wheel of {first} for {' or '.join(MACHINES)}")
     return " \\\n    ".join([first, *kept]) + "\n"
 
 

@@ -15,8 +15,8 @@ GROUP = """\
   - name: chargpt-failures-WINDOW
     rules:
       # "or 0 * …": a reason that never occurred has no series; without failures the ratio is 0, not absent.
-      # After "or": with several checkpoints, rejections before it was known which one a request is for have --model-name,
-      # under which nothing runs. They are a share of all sequences.
+      # After "or": with several checkpoints, rejections before it was known which one a request is for have
+      # --model-name, under which nothing runs. They are a share of all sequences.
       - record: environment_model_name:chargpt_failures:ratio_rateWINDOW
         labels: {slo: sequences}
         expr: |
@@ -33,7 +33,9 @@ GROUP = """\
             and sum by (environment, model_name) (rate(chargpt_request_success_total[WINDOW]))
           )
           or
-          sum by (environment, model_name) (rate(chargpt_admission_rejections_total{reason!~"rate_limit|queue_full|overloaded"}[WINDOW]))
+          sum by (environment, model_name) (
+            rate(chargpt_admission_rejections_total{reason!~"rate_limit|queue_full|overloaded"}[WINDOW])
+          )
           / on (environment) group_left () sum by (environment) (
               rate(chargpt_request_success_total[WINDOW])
             or rate(chargpt_admission_rejections_total{reason!~"rate_limit|queue_full|overloaded"}[WINDOW])
@@ -45,13 +47,15 @@ GROUP = """\
               rate(chargpt_http_requests_total{handler!~"/metrics|/livez|/readyz|/health", status=~"5.."}[WINDOW])
             or 0 * rate(chargpt_http_requests_total{handler!~"/metrics|/livez|/readyz|/health"}[WINDOW])
           )
-          / sum by (environment, model_name) (rate(chargpt_http_requests_total{handler!~"/metrics|/livez|/readyz|/health"}[WINDOW]))
+          / sum by (environment, model_name) (
+            rate(chargpt_http_requests_total{handler!~"/metrics|/livez|/readyz|/health"}[WINDOW])
+          )
       - record: environment_model_name:chargpt_failures:ratio_rateWINDOW
         labels: {slo: first_characters}
         expr: |
           1 - sum by (environment, model_name) (rate(chargpt_time_to_first_token_seconds_bucket{le="0.5"}[WINDOW]))
             / sum by (environment, model_name) (rate(chargpt_time_to_first_token_seconds_count[WINDOW]))
-"""  # noqa: E501
+"""
 HEAD = """\
 # deploy/prometheus/rules.yml for the Prometheus operator: written by make rules, not to be edited.
 apiVersion: monitoring.coreos.com/v1

@@ -72,6 +72,7 @@ function drawHeads() {
 
 function draw() {
   if (!chosen) return;
+  $("mark").hidden = !characters.length;
   if (!characters.length) {
     for (const element of [$("step"), $("row"), $("map-note")]) element.replaceChildren();
     paint(map, () => 0);

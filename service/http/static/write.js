@@ -184,7 +184,7 @@ let list = []; // of {text, certainty}
 
 async function more() {
   for (const name of ["max_tokens", "seed"]) if (!$(name).reportValidity()) return;
-  const body = { ...fields(), n: 20, logprobs: 1 };
+  const body = { ...fields(), n: 20, logprobs: 1 }, into = list; // another model begins another list
   if (body.seed !== undefined) body.seed += list.length;
   $("twenty").disabled = true;
   try {
@@ -192,7 +192,7 @@ async function more() {
     editor.fail(null);
     for (const { text, logprobs } of choices) {
       const each = logprobs.token_logprobs;
-      list.push({ text: (body.prompt + text).replaceAll("\n", " "), certainty: Math.exp(sum(each) / Math.max(1, each.length)) });
+      into.push({ text: (body.prompt + text).replaceAll("\n", " "), certainty: Math.exp(sum(each) / Math.max(1, each.length)) });
     }
     showList();
   } catch (error) { fail(Failure.of(error)); }
