@@ -162,7 +162,7 @@ class EngineLoop(LitLoop):
         messages = [*early, *sockets.receive(block=is_idle and (not early or host.is_behind))]
         if is_idle:
             waited_until = time.monotonic()
-            metrics.engine_idle.inc(waited_until - began)
+            metrics.engine_idle_seconds.inc(waited_until - began)
             began = waited_until
         for consumer_id, message in messages:
             self._handle(lit_api, sockets, message, consumer_id)
@@ -240,14 +240,14 @@ def is_out_of_memory(error: Exception) -> bool:
 def _observe(host: Host, hosted: Hosted, slots: int, transport_seconds: float) -> None:
     """Metrics of a model's last step."""
     metrics, stats = hosted.metrics, hosted.engine.stats
-    metrics.iteration_seconds.observe(stats.seconds)
+    metrics.iteration.observe(stats.seconds)
     for phase, seconds in stats.phases.items():
         metrics.iteration_phase(phase).observe(seconds)
     metrics.iteration_phase("transport").observe(transport_seconds)
     if stats.num_decode_rows:
         metrics.iteration_batch_size.observe(stats.num_decode_rows)
-        metrics.iteration_batch_utilization.observe(min(1.0, stats.num_decode_rows / slots))
-    metrics.iteration_tokens.observe(stats.num_decode_tokens + stats.num_prefill_tokens)
+        metrics.iteration_batch_utilization_ratio.observe(min(1.0, stats.num_decode_rows / slots))
+    metrics.iteration_tokens_total.observe(stats.num_decode_tokens + stats.num_prefill_tokens)
     if stats.num_copied_tokens:
         metrics.prefix_cache_hit_tokens.inc(stats.num_copied_tokens)
     if stats.num_dropped_tokens:

@@ -467,7 +467,7 @@ class App:
         service, loop = self.service, asyncio.get_running_loop()
         service.process_id, process = process_id, f"http-{process_id}"
         self.random.seed()  # with the kernel's entropy: this process was forked
-        metrics = Metrics(service.settings.model_name, CollectorRegistry(), process, later=loop.call_later)
+        metrics = Metrics(service.settings.model_name, CollectorRegistry(), process)
         client = EngineClient(
             transport, process_id, metrics, service.state,
             hang_seconds=service.settings.hang_seconds,
@@ -488,7 +488,14 @@ class App:
         service.connect(client, metrics)
         service.state.follow(process, service.listing.generation)
         metrics.held_bytes.set(0)
-        self.access_log = AccessLog(loop.call_later)
+        access_log = self.access_log = AccessLog()
+
+        def flush() -> None:
+            loop.call_later(metrics.FLUSH_SECONDS, flush)
+            metrics.flush()
+            access_log.flush()
+
+        flush()
         loop.add_signal_handler(signal.SIGHUP, self.reload)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])  # blocked while this process was forked
         if service.settings.otlp_traces_endpoint is not None:

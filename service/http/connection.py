@@ -178,7 +178,7 @@ class Connections:
 
     def count_rejection(self, reason: str) -> None:
         if (metrics := self._metrics()) is not None:
-            metrics.http_connection_rejected(reason)
+            metrics.http_connections_rejected(reason).inc()
 
 
 def raise_files_limit() -> int:

@@ -110,10 +110,9 @@ class Encoder:
 
     def count_unknown(self) -> None:
         """Add the unknown characters of an accepted request to the metrics."""
-        if not (self.replaced or self.dropped):
-            return
-        self.model.metrics.unknown_characters("replace", self.replaced)
-        self.model.metrics.unknown_characters("drop", self.dropped)
+        if self.replaced or self.dropped:
+            self.model.metrics.unknown_characters("replace").inc(self.replaced)
+            self.model.metrics.unknown_characters("drop").inc(self.dropped)
 
 
 def check_ids(model: Model, ids: list[int], param: str, name: str | None = None) -> None:

@@ -7,6 +7,7 @@ under vLLM's names. Records no observations.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import platform
@@ -14,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 import psutil
@@ -59,6 +61,9 @@ VLLM_NAMES = {
 }
 
 
+Kind = TypeVar("Kind", GaugeMetricFamily, CounterMetricFamily)
+
+
 class Exposition(Collector):
     """All metrics of the service and of the checkpoints it serves.
 
@@ -100,137 +105,102 @@ class Exposition(Collector):
         return []  # otherwise registering calls collect()
 
     def collect(self) -> Iterator[Metric]:
-        registry = CollectorRegistry()
-        families = {family.name: family for family in MultiProcessCollector(registry).collect()}
-        started = families["chargpt_process_start_time_seconds"]
-        started.samples = [
-            sample._replace(labels={name: value for name, value in sample.labels.items() if name != "pid"})
-            for sample in started.samples
-        ]
-        for family in (*self._ratios(families), *self._processes(), *self._sequences(), *self._identity()):
+        families = {family.name: family for family in MultiProcessCollector(CollectorRegistry()).collect()}
+        usage = self._usage(families["chargpt_cache_slots_in_use"], families["chargpt_cache_slots"])
+        for family in (usage, *self._processes(), *self._identity(), *self._sequences()):
             families[family.name] = family
-        _add_exemplars(families, _read_exemplars(Path(os.environ["PROMETHEUS_MULTIPROC_DIR"])))
+        _add_exemplars(families, Path(os.environ["PROMETHEUS_MULTIPROC_DIR"]))
         yield from families.values()
         if self.vllm_names:
-            for ours, theirs in VLLM_NAMES.items():
-                if ours in families:
-                    yield _renamed(families[ours], theirs)
+            yield from (_renamed(families[ours], theirs) for ours, theirs in VLLM_NAMES.items() if ours in families)
 
-    def _gauge(self, name: str, help: str, *labels: str) -> GaugeMetricFamily:
-        return GaugeMetricFamily(name, help, labels=[*metrics.LABELS, *labels])
-
-    def _ratios(self, families: dict[str, Metric]) -> Iterator[Metric]:
-        usage = self._gauge("chargpt_kv_cache_usage_perc", "Share of cache slots in use, 0 to 1")
-        slots = sum(sample.value for sample in families["chargpt_cache_slots"].samples)
-        if slots:  # 0 without a worker
-            for sample in families["chargpt_cache_slots_in_use"].samples:
-                usage.add_metric([sample.labels["model_name"]], min(1.0, sample.value / slots))
-        yield usage
+    def _usage(self, in_use: Metric, slots: Metric) -> Metric:
+        total = sum(sample.value for sample in slots.samples)  # 0 without a worker
+        shares = [(sample.labels["model_name"], min(1.0, sample.value / total)) for sample in in_use.samples if total]
+        return _gauge("kv_cache_usage_perc", "Share of cache slots in use, 0 to 1", shares)
 
     def _processes(self) -> Iterator[Metric]:
-        memory = self._gauge(
-            "chargpt_process_resident_memory_bytes", "Resident memory of a process, in bytes", "process"
-        )
-        files = self._gauge("chargpt_process_open_fds", "Open file descriptors of a process", "process")
-        threads = self._gauge("chargpt_process_threads", "Threads of a process", "process")
-        cpu = CounterMetricFamily(
-            "chargpt_process_cpu_seconds", "CPU time of a process, user and system, in seconds",
-            labels=[*metrics.LABELS, "process"],
-        )  # fmt: skip
-        for name, pid in sorted((self.state.pids | {"main": os.getppid()}).items()):
-            labels = [self.service_name, name]
+        service, state, seen = self.service_name, self.state, []
+        for name, pid in sorted((state.pids | {"main": os.getppid()}).items()):
             with contextlib.suppress(psutil.Error):  # ended since, or a zombie
                 process = psutil.Process(pid)
                 with process.oneshot():
-                    times = process.cpu_times()
-                    memory.add_metric(labels, process.memory_info().rss)
-                    files.add_metric(labels, process.num_fds())
-                    threads.add_metric(labels, process.num_threads())
-                    cpu.add_metric(labels, times.user + times.system)
-        yield from (memory, files, threads, cpu)
-        for name, text, names in (
-            ("chargpt_http_processes", "HTTP processes", self.state.http_names),
-            ("chargpt_workers", "Inference workers", self.state.worker_names),
+                    times, started, resident = process.cpu_times(), process.create_time(), process.memory_info().rss
+                    files, threads = process.num_fds(), process.num_threads()
+                seen.append((name, resident, files, threads, started, times.user + times.system))
+        for kind, stem, help, column in (
+            (_gauge, "resident_memory_bytes", "Resident memory of a process, in bytes", 1),
+            (_gauge, "open_fds", "Open file descriptors of a process", 2),
+            (_gauge, "threads", "Threads of a process", 3),
+            (_gauge, "start_time_seconds", "Start time of a process, in seconds since the Unix epoch", 4),
+            (_counter, "cpu_seconds", "CPU time of a process, user and system, in seconds", 5),
         ):
-            ready = sum(self.state.is_responsive(process, self.hang_seconds) for process in names)
-            for suffix, help, value in (
-                ("", f"{text} that should run", len(names)),
-                ("_ready", f"{text} that have started and do not hang", ready),
-            ):
-                count = self._gauge(name + suffix, help)
-                count.add_metric([self.service_name], value)
-                yield count
-        expiry = self._gauge(
-            "chargpt_tls_certificate_expiry_timestamp_seconds",
-            "When the certificate in use expires, in seconds since the Unix epoch; only with TLS",
-        )
-        if self.certificate_expires_at is not None:
-            expiry.add_metric([self.service_name], self.certificate_expires_at)
-        yield expiry
+            yield kind(f"process_{stem}", help, [(service, row[0], row[column]) for row in seen], "process")
+        for stem, restarts, text, names in (
+            ("http_processes", "http_process_restarts", "HTTP processes", state.http_names),
+            ("workers", "worker_restarts", "inference workers", state.worker_names),
+        ):
+            ready = sum(state.is_responsive(name, self.hang_seconds) for name in names)
+            yield _gauge(stem, f"Number of {text} that should run", [(service, len(names))])
+            yield _gauge(f"{stem}_ready", f"Number of {text} that have started and do not hang", [(service, ready)])
+            yield _counter(restarts, f"Restarts of {text} after a crash", [(service, state.num_restarts(names))])
+        expiry = "When the certificate in use expires, in seconds since the Unix epoch; only with TLS"
+        at = [] if self.certificate_expires_at is None else [(service, self.certificate_expires_at)]
+        yield _gauge("tls_certificate_expiry_timestamp_seconds", expiry, at)
 
     def _identity(self) -> Iterator[Metric]:
-        yield self._info(
-            "chargpt_build_info", "Always 1; software versions as labels",
-            {"version": version("chargpt"), "python": platform.python_version()}
-            | {name: version(name) for name in ("torch", "litserve")},
-        )  # fmt: skip
-        yield self._info("chargpt_engine_info", "Always 1; backend and dtype of the engine as labels", self.engine)
-        sizes = ("block_size", "n_layer", "n_embd", "vocab_size")
-        info = self._gauge(
-            "chargpt_checkpoint_info", "Always 1; hash and sizes of the served checkpoint as labels",
-            "checkpoint_sha256", *sizes,
-        )  # fmt: skip
-        loss = self._gauge(
-            "chargpt_checkpoint_validation_loss", "Validation loss recorded in training, in nats per character"
-        )
-        for name, checkpoint in self._served().items():
-            shape = checkpoint.hyperparameters
-            info.add_metric([name, checkpoint.digest, *(str(shape[size]) for size in sizes)], 1)
-            recorded = checkpoint.training.get("losses", {}).get("whole")
-            if recorded is not None:
-                loss.add_metric([name], recorded)
-        yield from (info, loss)
+        versions = {"version": version("chargpt"), "python": platform.python_version()}
+        versions |= {name: version(name) for name in ("torch", "litserve")}
+        for name, help, labels in (
+            ("build_info", "Always 1; software versions as labels", versions),
+            ("engine_info", "Always 1; backend and dtype of the engine as labels", self.engine),
+        ):
+            yield _gauge(name, help, [(self.service_name, *labels.values(), 1)], *labels)
+        sizes, served = ("block_size", "n_layer", "n_embd", "vocab_size"), self._served().items()
+        shapes = [
+            (name, checkpoint.digest, *(str(checkpoint.hyperparameters[size]) for size in sizes), 1)
+            for name, checkpoint in served
+        ]
+        losses = [(name, checkpoint.training.get("losses", {}).get("whole")) for name, checkpoint in served]
+        help = "Always 1; hash and sizes of the served checkpoint as labels"
+        yield _gauge("checkpoint_info", help, shapes, "checkpoint_sha256", *sizes)
+        help = "Validation loss recorded in training, in nats per character"
+        yield _gauge("checkpoint_validation_loss", help, [(name, loss) for name, loss in losses if loss is not None])
 
     def _sequences(self) -> Iterator[Metric]:
-        accepted = CounterMetricFamily(
-            "chargpt_requests_accepted", "Sequences accepted that have begun or ended; each ends once",
-            labels=metrics.LABELS,
+        state, rows = self.state, self._rows().items()
+        yield _counter(
+            "requests_accepted", "Sequences accepted that have begun or ended; each ends once",
+            [(name, state.num_sequences(row, "begun")) for name, row in rows],
         )  # fmt: skip
-        ended = CounterMetricFamily(
-            "chargpt_request_success", "Accepted sequences that ended, by finish reason",
-            labels=[*metrics.LABELS, "finished_reason"],
+        yield _counter(
+            "request_success", "Accepted sequences that ended, by finish reason",
+            [(name, reason, state.num_sequences(row, reason)) for name, row in rows for reason in REASONS],
+            "finished_reason",
         )  # fmt: skip
-        reloads = CounterMetricFamily(
-            "chargpt_checkpoint_reloads", "Checkpoints loaded, refused or removed at SIGHUP, or refused at start",
-            labels=[*metrics.LABELS, "result"],
+        yield _counter(
+            "checkpoint_reloads", "Checkpoints loaded, refused or removed at SIGHUP, or refused at start",
+            [(name, *result) for name, row in rows for result in state.num_reloads(row).items()],
+            "result",
         )  # fmt: skip
-        for name, row in self._rows().items():
-            accepted.add_metric([name], self.state.num_sequences(row, "begun"))
-            for reason in REASONS:
-                ended.add_metric([name, reason], self.state.num_sequences(row, reason))
-            for result, count in self.state.num_reloads(row).items():
-                reloads.add_metric([name, result], count)
-        yield from (accepted, ended, reloads)
-        for kind, text, names in (
-            ("worker", "inference workers", self.state.worker_names),
-            ("http_process", "HTTP processes", self.state.http_names),
-        ):
-            help = f"Restarts of {text} after a crash"
-            restarts = CounterMetricFamily(f"chargpt_{kind}_restarts", help, labels=metrics.LABELS)
-            restarts.add_metric([self.service_name], self.state.num_restarts(names))
-            yield restarts
 
-    def _info(self, name: str, help: str, labels: dict[str, str]) -> Metric:
-        family = self._gauge(name, help, *labels)
-        family.add_metric([self.service_name, *labels.values()], 1)
-        return family
 
+def _family(kind: type[Kind], stem: str, help: str, rows: Iterable[tuple[Any, ...]], *labels: str) -> Kind:
+    """Each row has a model_name, values of the other labels, and the series' value."""
+    family = kind(f"chargpt_{stem}", help, labels=[*metrics.LABELS, *labels])
+    for *values, value in rows:
+        family.add_metric(values, value)
+    return family
+
+
+_gauge = functools.partial(_family, GaugeMetricFamily)
+_counter = functools.partial(_family, CounterMetricFamily)
 
 Bucket = tuple[str, float]  # model_name, upper bound
 
 
-def _read_exemplars(folder: Path) -> dict[str, dict[Bucket, metrics.Exemplar]]:
-    """The latest exemplar of all processes, by histogram name and bucket."""
+def _add_exemplars(families: dict[str, Metric], folder: Path) -> None:
+    """To each bucket the latest exemplar of all processes."""
     latest: dict[str, dict[Bucket, metrics.Exemplar]] = {}
     for path in folder.glob(metrics.EXEMPLARS.format("*")):
         for name, model_name, bound, *values in msgspec.json.decode(path.read_bytes()):
@@ -238,42 +208,29 @@ def _read_exemplars(folder: Path) -> dict[str, dict[Bucket, metrics.Exemplar]]:
             bucket = (model_name, math.inf if bound is None else bound)  # JSON has no infinity
             if bucket not in known or exemplar.timestamp > known[bucket].timestamp:
                 known[bucket] = exemplar
-    return latest
-
-
-def _add_exemplars(families: dict[str, Metric], exemplars: dict[str, dict[Bucket, metrics.Exemplar]]) -> None:
-    for name, buckets in exemplars.items():
+    for name, buckets in latest.items():
         samples = families[name].samples
         for i, sample in enumerate(samples):
-            labels = sample.labels
-            exemplar = buckets.get((labels["model_name"], float(labels.get("le", "nan"))))
-            if sample.name.endswith("_bucket") and exemplar is not None:
-                exemplar_labels = {"request_id": exemplar.request_id}
-                value = SampleExemplar(exemplar_labels, exemplar.value, exemplar.timestamp)
+            found = buckets.get((sample.labels["model_name"], float(sample.labels.get("le", "nan"))))
+            if sample.name.endswith("_bucket") and found is not None:
+                value = SampleExemplar({"request_id": found.request_id}, found.value, found.timestamp)
                 samples[i] = sample._replace(exemplar=value)
 
 
 def _renamed(family: Metric, name: str) -> Metric:
     """A copy under vLLM's name, labelled engine 0: the values here are sums over all engines."""
     renamed = Metric(name, family.documentation, family.type)
-    extra = {"engine": "0"} if name.startswith("vllm:") else {}
+    totals: dict[tuple[str, frozenset[tuple[str, str]]], Sample] = {}
     for sample in family.samples:
-        labels = sample.labels | extra
-        if name.startswith("http_"):
+        labels = dict(sample.labels)
+        if name.startswith("vllm:"):
+            labels["engine"] = "0"
+        else:
             del labels["model_name"]
             if "status" in labels:
                 labels["status"] = labels["status"][0] + "xx"
-        renamed.samples.append(Sample(name + sample.name.removeprefix(family.name), labels, *sample[2:]))
-    if name == "http_requests":
-        renamed.samples = _summed(renamed.samples)
+        sample = Sample(name + sample.name.removeprefix(family.name), labels, *sample[2:])
+        key = (sample.name, frozenset(labels.items()))  # of several statuses
+        totals[key] = sample._replace(value=sample.value + (totals[key].value if key in totals else 0.0))
+    renamed.samples = list(totals.values())
     return renamed
-
-
-def _summed(samples: list[Sample]) -> list[Sample]:
-    """One sample per set of labels, the sum of all with the same set."""
-    totals: dict[tuple[str, frozenset[tuple[str, str]]], Sample] = {}
-    for sample in samples:
-        key = (sample.name, frozenset(sample.labels.items()))
-        total = totals[key].value if key in totals else 0.0
-        totals[key] = sample._replace(value=total + sample.value)
-    return list(totals.values())

@@ -148,13 +148,10 @@ class AccessLine(msgspec.Struct, gc=False):
 class AccessLog:
     """Lines of requests, written several at a time: a system call for each would cost as much as a small answer.
 
-    later: loop.call_later or the like. A process that is killed loses the lines of FLUSH_SECONDS.
+    The owner calls `flush` every few milliseconds; a process that is killed loses the lines since the last one.
     """
 
-    FLUSH_SECONDS = 0.05
-
-    def __init__(self, later: Callable[[float, Callable[[], None]], Any]):
-        self._later = later
+    def __init__(self) -> None:
         self._logger = logging.getLogger("service.access")
         self._lines: list[AccessLine] = []
         self._process, self._pid = process_name(), os.getpid()
@@ -164,8 +161,6 @@ class AccessLog:
 
     def add(self, level: int, method: str, route: str, status: int | None, client: str, *others: Any) -> None:
         """A line of a request; the others are the last fields of AccessLine."""
-        if not self._lines:
-            self._later(self.FLUSH_SECONDS, self.flush)
         self._lines.append(
             AccessLine(
                 _timestamp(time.time()), _LEVELS[level], self._logger.name, self._process, self._pid,

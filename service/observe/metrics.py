@@ -12,12 +12,11 @@ import json
 import logging
 import os
 import time
-from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import Counter as Occurrences
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, get_type_hints
 
 import msgspec
 import prometheus_client
@@ -34,7 +33,7 @@ RATIOS = tuple(i / 10 for i in range(1, 11))
 
 # Bytes of prometheus-client's files of one process, by kind; more than all series take if names are short: those of the
 # service, and those of each model.
-FILES = {"counter": 1 << 19, "histogram": 1 << 21, "gauge_livesum": 1 << 14, "gauge_liveall": 1 << 14}
+FILES = {"counter": 1 << 19, "histogram": 1 << 21, "gauge_livesum": 1 << 14}
 MODEL_FILES = {"counter": 1 << 13, "histogram": 3 << 16, "gauge_livesum": 1 << 12}
 SPARE_MODELS = 8  # that may come while the service runs
 MAX_EXEMPLAR_CHARACTERS = 128 - len("request_id")  # OpenMetrics 1.0: of all label names and values together
@@ -42,21 +41,13 @@ EXEMPLARS = "exemplars_{}.json"  # file of a process, beside those
 
 logger = logging.getLogger(__name__)
 
+EXEMPLAR_SECONDS = 1.0  # between two writes of the exemplars' file, and after a failed one
+EXEMPLAR_PAUSE_SECONDS = 600.0
+
 LABELS = ["model_name"]
 METHODS = frozenset(("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH"))
-
-BufferedKind = TypeVar("BufferedKind", bound="_Buffered")
-FamilyKind = TypeVar("FamilyKind", bound=prometheus_client.metrics.MetricWrapperBase)
-
-
-class _Buffered(ABC):
-    """Buffers observations: a write to the shared file costs ten times as much as an addition."""
-
-    def __init__(self, owner: Metrics):
-        self._owner = owner
-
-    @abstractmethod
-    def flush(self) -> None: ...
+REJECTIONS = ("queue_full", "rate_limit", "overloaded", "shutting_down", "not_ready")
+REJECTED_CONNECTIONS = ("limit", "address_limit", "header_timeout", "headers_too_large", "malformed")
 
 
 class Exemplar(NamedTuple):
@@ -67,9 +58,14 @@ class Exemplar(NamedTuple):
     timestamp: float  # Unix time
 
 
-class Histogram(_Buffered):
-    def __init__(self, child: prometheus_client.Histogram, owner: Metrics):
-        super().__init__(owner)
+# Each of these buffers what it is told until its flush: a write to the shared file costs ten times as much.
+
+
+class Histogram:
+    FAMILY: ClassVar[Any] = prometheus_client.Histogram
+    OPTIONS: ClassVar[dict[str, Any]] = {"buckets": SECONDS}
+
+    def __init__(self, child: prometheus_client.Histogram):
         self.name: str = child._name
         self.model_name: str = child._labelvalues[0]
         self._child = child
@@ -79,52 +75,42 @@ class Histogram(_Buffered):
 
     def observe(self, amount: float, count: int = 1, request_id: str | None = None) -> None:
         """Record `count` observations of the same amount; `request_id`, if short, becomes the bucket's exemplar."""
-        if not self._owner.is_flush_due:
-            self._owner.request_flush()
         self._observed.append((amount, count, request_id))
 
     def flush(self) -> None:
-        if not self._observed:
-            return
-        total, counts, latest = 0.0, Occurrences[int](), {}
-        for amount, count, request_id in self._observed:
-            bucket = bisect_left(self._bounds, amount)
-            counts[bucket] += count
-            total += amount * count
-            if request_id is not None:
-                latest[bucket] = (request_id, amount)
-        self._observed.clear()
-        self._write(total, counts, latest)
+        if self._observed:
+            amounts, counts, request_ids = zip(*self._observed, strict=True)
+            self._observed.clear()
+            self.observe_all(amounts, request_ids, counts)
 
-    def observe_all(self, amounts: Collection[float], request_ids: Iterable[str | None]) -> None:
-        """Record them at once; each belongs to a request, or None."""
+    def observe_all(
+        self, amounts: Collection[float], request_ids: Iterable[str | None], counts: Collection[int] | None = None
+    ) -> None:
+        """Record them at once, each `counts` times or once; each belongs to a request, or None."""
         bounds = self._bounds
         buckets = [bisect_left(bounds, amount) for amount in amounts]
-        latest = dict(zip(buckets, zip(request_ids, amounts, strict=True), strict=True))
-        self._write(sum(amounts), Occurrences(buckets), latest)
-
-    def _write(self, total: float, counts: dict[int, int], latest: Mapping[int, tuple[str | None, float]]) -> None:
+        total, increases = sum(amounts), Occurrences(buckets)
+        if counts is not None:
+            for bucket, amount, count in zip(buckets, amounts, counts, strict=True):
+                increases[bucket] += count - 1
+                total += amount * (count - 1)
         self._child._sum.inc(total)
-        for bucket, count in counts.items():
+        for bucket, count in increases.items():
             self._child._buckets[bucket].inc(count)
         now = time.time()
+        latest = dict(zip(buckets, zip(request_ids, amounts, strict=True), strict=True))
         for bucket, (request_id, amount) in latest.items():
             if request_id is not None and len(request_id) <= MAX_EXEMPLAR_CHARACTERS:
-                self.exemplars[self._bounds[bucket]] = Exemplar(request_id, amount, now)
+                self.exemplars[bounds[bucket]] = Exemplar(request_id, amount, now)
 
 
-class Records(_Buffered):
-    """Observations that come together, one of each histogram: (request id, amount, …)."""
+class Records:
+    """Observations that come together, one of each histogram. `add` takes (request id, amount, …)."""
 
-    def __init__(self, histograms: list[Histogram], owner: Metrics):
-        super().__init__(owner)
+    def __init__(self, *histograms: Histogram):
         self._histograms = histograms
         self._records: list[tuple[Any, ...]] = []
-
-    def add(self, record: tuple[Any, ...]) -> None:
-        if not self._owner.is_flush_due:
-            self._owner.request_flush()
-        self._records.append(record)
+        self.add = self._records.append
 
     def flush(self) -> None:
         if self._records:
@@ -134,15 +120,15 @@ class Records(_Buffered):
                 histogram.observe_all(amounts, ids)
 
 
-class Counter(_Buffered):
-    def __init__(self, child: prometheus_client.Counter, owner: Metrics):
-        super().__init__(owner)
+class Counter:
+    FAMILY: ClassVar[Any] = prometheus_client.Counter
+    OPTIONS: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, child: prometheus_client.Counter):
         self._child = child
         self._count = 0.0
 
     def inc(self, count: float = 1) -> None:
-        if not self._owner.is_flush_due:
-            self._owner.request_flush()
         self._count += count
 
     def flush(self) -> None:
@@ -151,22 +137,19 @@ class Counter(_Buffered):
             self._count = 0.0
 
 
-class Gauge(_Buffered):
-    def __init__(self, child: prometheus_client.Gauge, owner: Metrics):
-        super().__init__(owner)
+class Gauge:
+    FAMILY: ClassVar[Any] = prometheus_client.Gauge
+    OPTIONS: ClassVar[dict[str, Any]] = {"multiprocess_mode": "livesum"}
+
+    def __init__(self, child: prometheus_client.Gauge):
         self._child = child
-        self._value = 0.0
-        self._written = -1.0
+        self._value, self._written = 0.0, -1.0
 
     def set(self, value: float) -> None:
         self._value = value
-        if not self._owner.is_flush_due:
-            self._owner.request_flush()
 
     def change(self, difference: float) -> None:
         self._value += difference
-        if not self._owner.is_flush_due:
-            self._owner.request_flush()
 
     def flush(self) -> None:
         if self._value != self._written:
@@ -174,99 +157,97 @@ class Gauge(_Buffered):
             self._written = self._value
 
 
-class _Labelled:
-    """The series of one `model_name`: of a served model, or of the service as a whole."""
+Kind = TypeVar("Kind", Histogram, Counter, Gauge)
+
+
+class _Series:
+    """The series of one `model_name`: of a served model, or of the service as a whole.
+
+    Annotations of a class declare those without further labels: kind, help, and the buckets of a histogram, which is
+    one of seconds without them.
+    """
 
     def __init__(self, owner: Metrics, model_name: str):
         self._owner, self._model_name = owner, model_name
+        for name, hint in get_type_hints(type(self), include_extras=True).items():
+            kind, (help, *buckets) = hint.__origin__, hint.__metadata__
+            if kind is Histogram and not buckets:
+                series = self._labelled(kind, f"{name}_seconds", f"{help}, in seconds")
+            else:
+                series = self._labelled(kind, name, help, **({"buckets": buckets[0]} if buckets else {}))
+            setattr(self, name, series())
+        reason = "Sequences rejected at admission, by reason"
+        self._admission_rejections = self._labelled(Counter, "admission_rejections", reason, "reason", known=REJECTIONS)
 
-    def _histogram(self, name: str, help: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
-        return self._labeled_histogram(name, help, buckets=buckets)()
+    def _labelled(
+        self, kind: type[Kind], name: str, help: str, *labels: str, known: Iterable[str] = (), **options: Any
+    ) -> Callable[..., Kind]:
+        """The series by values of the labels; `known` ones start at 0, as a rate misses the first event of others."""
+        owner, family = self._owner, self._owner.family(kind, name, help, labels, options)
 
-    def _labeled_histogram(
-        self, name: str, help: str, *labels: str, buckets: tuple[float, ...] = SECONDS
-    ) -> Callable[..., Histogram]:
-        owner = self._owner
-        family = owner.family(prometheus_client.Histogram, name, help, labels, buckets=buckets)
-        return functools.cache(
-            lambda *values: owner.buffered(Histogram(family.labels(self._model_name, *values), owner))
-        )
+        @functools.cache
+        def series(*values: str) -> Kind:
+            return owner.buffered(kind(family.labels(self._model_name, *values)))
 
-    def _counter(self, name: str, help: str) -> Counter:
-        return self._labeled_counter(name, help)()
+        for value in known:
+            series(value)
+        return series
 
-    def _labeled_counter(self, name: str, help: str, *labels: str) -> Callable[..., Counter]:
-        owner = self._owner
-        family = owner.family(prometheus_client.Counter, name, help, labels)
-        return functools.cache(lambda *values: owner.buffered(Counter(family.labels(self._model_name, *values), owner)))
-
-    def _gauge(self, name: str, help: str) -> Gauge:
-        owner = self._owner
-        family = owner.family(prometheus_client.Gauge, name, help, (), multiprocess_mode="livesum")
-        return owner.buffered(Gauge(family.labels(self._model_name), owner))
-
-    def _rejections(self) -> Callable[..., Counter]:
-        return self._labeled_counter(
-            "chargpt_admission_rejections",
-            "Sequences rejected at admission, by reason",
-            "reason",
-        )
+    def request_rejected(self, reason: str, count: int = 1) -> None:
+        """Of sequences; or of a request before it was known which model it is for."""
+        self._admission_rejections(reason).inc(count)
 
 
-class ModelMetrics(_Labelled):
+class ModelMetrics(_Series):
     """Of one served model."""
+
+    # Recorded by HTTP processes. A sequence is one prompt with its completion; a request may have several.
+    time_to_first_token: Annotated[Histogram, "Time from request arrival to the first character written"]
+    request_queue_time: Annotated[Histogram, "Time from request arrival to cache slot assignment"]
+    request_prefill_time: Annotated[Histogram, "Time from cache slot assignment to the end of prefill"]
+    request_first_decode_time: Annotated[Histogram, "Time from the end of prefill to the first character written"]
+    inter_token_latency: Annotated[
+        Histogram, "Time between consecutive characters of a sequence, one observation per character"
+    ]
+    request_time_per_output_token: Annotated[Histogram, "Mean time per character after the first of a sequence"]
+    e2e_request_latency: Annotated[
+        Histogram, "Time from request arrival to the last character written, of sequences ended by stop or length"
+    ]
+    request_decode_time: Annotated[Histogram, "Time from the end of prefill to the last character generated"]
+    request_inference_time: Annotated[Histogram, "Time from cache slot assignment to the last character generated"]
+    prompt_tokens: Annotated[Counter, "Prompt characters processed"]
+    generation_tokens: Annotated[Counter, "Characters generated and emitted"]
+    request_prompt_tokens: Annotated[Histogram, "Prompt length of a sequence, in characters", LENGTHS]
+    request_generation_tokens: Annotated[Histogram, "Completion length of a sequence, in characters", LENGTHS]
+
+    # Recorded by inference processes.
+    num_requests_running: Annotated[Gauge, "Sequences running in a cache slot"]
+    num_requests_waiting: Annotated[Gauge, "Sequences waiting in the queue"]
+    cache_slots_in_use: Annotated[Gauge, "Cache slots in use"]
+    num_preemptions: Annotated[Counter, "Sequences preempted; always 0, as the engine never preempts"]
+    iteration_batch_size: Annotated[Histogram, "Sequences decoded per engine step", COUNTS]
+    iteration_batch_utilization_ratio: Annotated[
+        Histogram, "Sequences decoded per engine step divided by cache slots", RATIOS
+    ]
+    iteration_tokens_total: Annotated[Histogram, "Characters processed per engine step, prompts included", COUNTS]
+    iteration: Annotated[Histogram, "Duration of an engine step"]
+    prefix_cache_hit_tokens: Annotated[Counter, "Prompt characters copied from another sequence's cache instead of run"]
+    dropped_tokens: Annotated[Counter, "Characters generated beyond a stop, or after an abort, and dropped"]
 
     def __init__(self, owner: Metrics, model_name: str):
         super().__init__(owner, model_name)
-        histogram, counter, gauge = self._histogram, self._counter, self._gauge
-        labeled_counter, labeled_histogram = self._labeled_counter, self._labeled_histogram
-
-        # Recorded by HTTP processes. A sequence is one prompt with its completion; a request may have several.
-        self.time_to_first_token = histogram(
-            "chargpt_time_to_first_token_seconds",
-            "Time from request arrival to the first character written, in seconds",
+        self.iteration_phase = self._labelled(
+            Histogram,
+            "iteration_phase_seconds",
+            "Duration of a phase of an engine step, in seconds; transport: exchange of frames between steps",
+            "phase",
         )
-        self.request_queue_time = histogram(
-            "chargpt_request_queue_time_seconds", "Time from request arrival to cache slot assignment, in seconds"
-        )
-        self.request_prefill_time = histogram(
-            "chargpt_request_prefill_time_seconds", "Time from cache slot assignment to the end of prefill, in seconds"
-        )
-        self.request_first_decode_time = histogram(
-            "chargpt_request_first_decode_time_seconds",
-            "Time from the end of prefill to the first character written, in seconds",
-        )
-        self.inter_token_latency = histogram(
-            "chargpt_inter_token_latency_seconds",
-            "Time between consecutive characters of a sequence, in seconds; one observation per character",
-        )
-        self.request_time_per_output_token = histogram(
-            "chargpt_request_time_per_output_token_seconds",
-            "Mean time per character after the first of a sequence, in seconds",
-        )
-        self.e2e_request_latency = histogram(
-            "chargpt_e2e_request_latency_seconds",
-            "Time from request arrival to the last character written, in seconds; sequences ended by stop or length",
-        )
-        self.request_decode_time = histogram(
-            "chargpt_request_decode_time_seconds",
-            "Time from the end of prefill to the last character generated, in seconds",
-        )
-        self.request_inference_time = histogram(
-            "chargpt_request_inference_time_seconds",
-            "Time from cache slot assignment to the last character generated, in seconds",
-        )
-        self.prompt_tokens = counter("chargpt_prompt_tokens", "Prompt characters processed")
-        self.generation_tokens = counter("chargpt_generation_tokens", "Characters generated and emitted")
-        self.request_prompt_tokens = histogram(
-            "chargpt_request_prompt_tokens", "Prompt length of a sequence, in characters", LENGTHS
-        )
-        self.request_generation_tokens = histogram(
-            "chargpt_request_generation_tokens", "Completion length of a sequence, in characters", LENGTHS
-        )
+        unknown = "Characters absent from the vocabulary, replaced or dropped by policy"
+        policies = ("replace", "drop")
+        self.unknown_characters = self._labelled(Counter, "unknown_characters", unknown, "policy", known=policies)
 
         def records(*histograms: Histogram) -> Records:
-            return owner.buffered(Records([*histograms], owner))
+            return owner.buffered(Records(*histograms))
 
         # Of each sequence: once a first character was written or it has ended; of one with characters; at its end;
         # at the end of one with several characters.
@@ -276,47 +257,6 @@ class ModelMetrics(_Labelled):
         self.paced = records(self.request_time_per_output_token)
         self._prompts, self._completions = records(self.request_prompt_tokens), records(self.request_generation_tokens)
 
-        self._admission_rejections = self._rejections()
-        self._unknown_characters = labeled_counter(
-            "chargpt_unknown_characters",
-            "Characters absent from the vocabulary, replaced or dropped by policy",
-            "policy",
-        )
-        # Created at 0: the rate of a series that appears at 1 misses its first event.
-        for reason in ("queue_full", "rate_limit", "overloaded", "shutting_down", "not_ready"):
-            self._admission_rejections(reason)
-
-        # Recorded by inference processes.
-        self.num_requests_running = gauge("chargpt_num_requests_running", "Sequences running in a cache slot")
-        self.num_requests_waiting = gauge("chargpt_num_requests_waiting", "Sequences waiting in the queue")
-        self.cache_slots_in_use = gauge("chargpt_cache_slots_in_use", "Cache slots in use")
-        self.num_preemptions = counter(
-            "chargpt_num_preemptions", "Sequences preempted; always 0, as the engine never preempts"
-        )
-        self.iteration_batch_size = histogram(
-            "chargpt_iteration_batch_size", "Sequences decoded per engine step", COUNTS
-        )
-        self.iteration_batch_utilization = histogram(
-            "chargpt_iteration_batch_utilization_ratio",
-            "Sequences decoded per engine step divided by cache slots",
-            RATIOS,
-        )
-        self.iteration_tokens = histogram(
-            "chargpt_iteration_tokens_total", "Characters processed per engine step, prompts included", COUNTS
-        )
-        self.iteration_seconds = histogram("chargpt_iteration_seconds", "Duration of an engine step, in seconds")
-        self.iteration_phase = labeled_histogram(
-            "chargpt_iteration_phase_seconds",
-            "Duration of a phase of an engine step, in seconds; transport: exchange of frames between steps",
-            "phase",
-        )
-        self.prefix_cache_hit_tokens = counter(
-            "chargpt_prefix_cache_hit_tokens", "Prompt characters copied from another sequence's cache instead of run"
-        )
-        self.dropped_tokens = counter(
-            "chargpt_dropped_tokens", "Characters generated beyond a stop, or after an abort, and dropped"
-        )
-
     def prompt_ran(self, length: int) -> None:
         self.prompt_tokens.inc(length)
         self._prompts.add((None, length))
@@ -324,110 +264,66 @@ class ModelMetrics(_Labelled):
     def sequence_ended(self, length: int) -> None:
         self._completions.add((None, length))
 
-    def request_rejected(self, reason: str, count: int = 1) -> None:
-        self._admission_rejections(reason).inc(count)
 
-    def unknown_characters(self, policy: str, count: int) -> None:
-        if count:
-            self._unknown_characters(policy).inc(count)
+Buffered = TypeVar("Buffered", Histogram, Counter, Gauge, Records)
 
 
-class Metrics(_Labelled):
+class Metrics(_Series):
     """All metrics of one process: those of the service as a whole, and with `of` those of each model.
 
     service_name: their model_name.
     registry: holds the declarations; exposition.py reads the values of all processes from the shared files.
-    process: the value of the `process` label: main, http-0, worker-0.
-    later: loop.call_later or the like, called once after a change to schedule `flush`. Without it the owner calls
-    `flush`.
+    process: named as in SharedState.
+
+    The owner calls `flush` every FLUSH_SECONDS.
     """
 
     FLUSH_SECONDS = 0.05
-    EXEMPLAR_SECONDS = 1.0  # between two writes of the exemplars' file
 
-    def __init__(
-        self,
-        service_name: str,
-        registry: CollectorRegistry,
-        process: str,
-        later: Callable[[float, Callable[[], None]], Any] = lambda seconds, flush: None,
-    ):
-        super().__init__(self, service_name)
+    http_requests_in_progress: Annotated[Gauge, "HTTP requests in progress"]
+    held_bytes: Annotated[Gauge, "Memory that requests in progress may need, by estimate, in bytes"]
+    cache_slots: Annotated[Gauge, "Cache slots that one client can use; the reserve for other clients comes on top"]
+    engine_idle_seconds: Annotated[Counter, "Time without work in the engine, in seconds"]
+
+    def __init__(self, service_name: str, registry: CollectorRegistry, process: str):
         self._registry, self._process = registry, process
         # Files are named after the process, so that one that replaces a dead one goes on where that ended.
         if values.ValueClass is not values.MutexValue:  # which keeps values in this process, in tests
             values.ValueClass = values.MultiProcessValue(lambda: process)
         self._families: dict[str, Any] = {}
-        self._buffered: list[_Buffered] = []
-        self._later = later
-        self.is_flush_due = False
+        self._buffered: list[Histogram | Counter | Gauge | Records] = []
         self._exemplars_at = 0.0
-        self._can_write_exemplars = True
         self._models: dict[str, ModelMetrics] = {}
-        counter, gauge = self._counter, self._gauge
-        labeled_counter, labeled_histogram = self._labeled_counter, self._labeled_histogram
-
-        self._http_requests = self.family(
-            prometheus_client.Counter,
-            "chargpt_http_requests",
-            "HTTP requests completed, by route, method and status; 499 if the client disconnected",
-            ("handler", "method", "status"),
-        )  # fmt: skip
-        duration = labeled_histogram(
-            "chargpt_http_request_duration_seconds",
-            "Time from HTTP request headers to the end of the response, in seconds",
-            "handler", "method",
-        )  # fmt: skip
-        self._durations_of = functools.cache(lambda *labels: self.buffered(Records([duration(*labels)], self)))
+        super().__init__(self, service_name)
+        requests = "HTTP requests completed, by route, method and status; 499 if the client disconnected"
+        self._http_requests = self.family(Counter, "http_requests", requests, ("handler", "method", "status"))
+        duration = "Time from HTTP request headers to the end of the response, in seconds"
+        of_route = self._labelled(Histogram, "http_request_duration_seconds", duration, "handler", "method")
+        self._durations_of = functools.cache(lambda *labels: self.buffered(Records(of_route(*labels))))
         self._series_of = functools.cache(self._series_of_route)
-        self.http_requests_in_progress = gauge("chargpt_http_requests_in_progress", "HTTP requests in progress")
-        self._http_connections_rejected = labeled_counter(
-            "chargpt_http_connections_rejected",
-            "Connections closed by a limit or for a malformed request, by reason",
-            "reason",
+        rejected = "Connections closed by a limit or for a malformed request, by reason"
+        self.http_connections_rejected = self._labelled(
+            Counter, "http_connections_rejected", rejected, "reason", known=REJECTED_CONNECTIONS
         )
-
-        self.held_bytes = gauge(
-            "chargpt_held_bytes", "Memory that requests in progress may need, by estimate, in bytes"
-        )
-
-        self.cache_slots = gauge(
-            "chargpt_cache_slots", "Cache slots that one client can use; the reserve for other clients comes on top"
-        )
-        self.engine_idle = counter("chargpt_engine_idle_seconds", "Time without work in the engine, in seconds")
-        self._admission_rejections = self._rejections()
-
-        # Created at 0: the rate of a series that appears at 1 misses its first event.
-        for reason in ("queue_full", "rate_limit", "overloaded", "shutting_down", "not_ready"):
-            self._admission_rejections(reason)
-        for reason in ("limit", "address_limit", "header_timeout", "headers_too_large", "malformed"):
-            self._http_connections_rejected(reason)
-
-        started = prometheus_client.Gauge(
-            "chargpt_process_start_time_seconds", "Start time of a process, in seconds since the Unix epoch",
-            [*LABELS, "process"], registry=registry, multiprocess_mode="liveall",
-        )  # fmt: skip
-        started.labels(service_name, process).set(time.time())
 
     def of(self, model_name: str) -> ModelMetrics:
         if model_name not in self._models:
             self._models[model_name] = ModelMetrics(self, model_name)
         return self._models[model_name]
 
-    def family(self, kind: type[FamilyKind], name: str, help: str, labels: Iterable[str], **options: Any) -> FamilyKind:
-        """Declared at its first use."""
+    def family(
+        self, kind: type[Kind], stem: str, help: str, labels: Iterable[str], options: dict[str, Any] | None = None
+    ) -> Any:
+        """prometheus-client's, declared at its first use."""
+        name = f"chargpt_{stem}"
         if name not in self._families:
-            self._families[name] = kind(name, help, [*LABELS, *labels], registry=self._registry, **options)
-        found: FamilyKind = self._families[name]
-        return found
+            options = kind.OPTIONS | (options or {})
+            self._families[name] = kind.FAMILY(name, help, [*LABELS, *labels], registry=self._registry, **options)
+        return self._families[name]
 
-    def buffered(self, metric: BufferedKind) -> BufferedKind:
+    def buffered(self, metric: Buffered) -> Buffered:
         self._buffered.append(metric)
         return metric
-
-    def request_rejected(self, reason: str, count: int = 1) -> None:
-        """Before it was known which model it is for."""
-        self._admission_rejections(reason).inc(count)
 
     def http_request(self, handler: str, method: str, status: int, seconds: float) -> None:
         count, durations = self._series_of(handler, method if method in METHODS else "other", status)
@@ -438,43 +334,26 @@ class Metrics(_Labelled):
         requests = self._http_requests.labels(self._model_name, handler, method, str(status))
         return requests._value.inc, self._durations_of(handler, method)
 
-    def http_connection_rejected(self, reason: str) -> None:
-        self._http_connections_rejected(reason).inc()
-
-    def request_flush(self) -> None:
-        """Once, until it comes."""
-        self.is_flush_due = True
-        self._later(self.FLUSH_SECONDS, self.flush)
-
     def flush(self) -> None:
-        """Write buffered observations to the shared files."""
-        self.is_flush_due = False
+        """Write buffered observations to the shared files, and now and then the exemplars to one of their own."""
         for metric in self._buffered:
             metric.flush()
-        if time.monotonic() >= self._exemplars_at:
-            self._exemplars_at = time.monotonic() + self.EXEMPLAR_SECONDS
-            self._write_exemplars()
-
-    def _write_exemplars(self) -> None:
-        """Write them to a file of their own, as prometheus-client's multiprocess files hold values only."""
-        exemplars = [
-            (metric.name, metric.model_name, bound, *exemplar)
-            for metric in self._buffered
-            if isinstance(metric, Histogram)
-            for bound, exemplar in metric.exemplars.items()
-        ]
-        if exemplars:
+        if (now := time.monotonic()) >= self._exemplars_at:
+            self._exemplars_at = now + EXEMPLAR_SECONDS
+            exemplars = [
+                (metric.name, metric.model_name, bound, *exemplar)
+                for metric in self._buffered
+                if isinstance(metric, Histogram)
+                for bound, exemplar in metric.exemplars.items()
+            ]
             path = _folder() / EXEMPLARS.format(self._process)
-            temporary = path.with_suffix(".new")
             try:
-                temporary.write_bytes(msgspec.json.encode(exemplars))
-                temporary.replace(path)
+                if exemplars:
+                    path.with_suffix(".new").write_bytes(msgspec.json.encode(exemplars))
+                    path.with_suffix(".new").replace(path)
             except OSError as error:  # a full disk; values have their space already
-                if self._can_write_exemplars:
-                    logger.error("%s: exemplars cannot be written: %s", temporary, error.strerror)
-                self._can_write_exemplars = False
-            else:
-                self._can_write_exemplars = True
+                self._exemplars_at = now + EXEMPLAR_PAUSE_SECONDS
+                logger.error("%s: exemplars cannot be written: %s", path, error.strerror)
 
 
 def _folder() -> Path:
