@@ -62,7 +62,7 @@ def panels(*names):
 
 @needs("prometheus")
 def test_configuration_and_rules_are_valid():
-    assert "49 rules found" in check("promtool", "check", "config", PROMETHEUS / "prometheus.yml")
+    assert "50 rules found" in check("promtool", "check", "config", PROMETHEUS / "prometheus.yml")
     check("amtool", "check-config", PROMETHEUS / "alertmanager.yml")
 
 
