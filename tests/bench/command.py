@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from functools import partial
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,7 +24,6 @@ import torch
 
 from service.settings import cpus_per_worker
 from training.device import machine
-from training.loop import InterruptedRun
 
 BUSY_LOAD = 0.5  # load average above which figures are unreliable
 
@@ -52,6 +52,13 @@ def add_threads(parser: argparse.ArgumentParser) -> None:
         "--threads", type=integer(1, 1024), default=cpus_per_worker({}), metavar="N",
         help="CPU threads per engine (default: %(default)s, as the service)",
     )  # fmt: skip
+
+
+def integers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be comma-separated integers, got {text!r}") from None
 
 
 def integer(low: int, high: int) -> Callable[[str], int]:
@@ -140,37 +147,8 @@ def in_child(function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[s
     Raises:
         BenchError: it raised, or its process was killed.
     """
-    spawn = multiprocessing.get_context("spawn")
-    receiver, sender = spawn.Pipe(duplex=False)
-    process = spawn.Process(target=_answer, args=(sender, function, arguments))
-    process.start()
-    sender.close()
-    try:
-        figures, error = receiver.recv()
-        process.join()
-    except EOFError:
-        process.join()
-        raise BenchError(f"its process ended with status {process.exitcode}") from None
-    finally:
-        receiver.close()
-        process.terminate()  # no effect if it has ended
-        process.join(30)
-        process.kill()
-    if error:
-        raise BenchError(error)
-    return figures
-
-
-def _answer(sender: Connection, function: Callable[..., dict[str, Any]], arguments: tuple[Any, ...]) -> None:
-    os.setpgid(0, 0)  # Ctrl-C reaches the parent only, which ends this process
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # restores the terminal
-    try:
-        sender.send((function(*arguments), None))
-    except InterruptedRun as stop:
-        sys.exit(128 + stop.number)
-    except Exception as error:
-        traceback.print_exc()
-        sender.send((None, f"{type(error).__name__}: {error}"))
+    with Remote(partial, function) as remote:
+        return remote.call("__call__", *arguments)
 
 
 class Remote:
@@ -223,17 +201,16 @@ class Remote:
 
 
 def _serve(connection: Connection, factory: Callable[..., Any], arguments: Any, options: Any) -> None:
-    os.setpgid(0, 0)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    served = None
-    method: str | None = None  # the constructor
+    os.setpgid(0, 0)  # Ctrl-C reaches the parent only, which ends this process
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # restores the terminal
+    served: Any = None
+    method = ""  # the constructor
     while True:
         try:
-            if method is None:
-                served = factory(*arguments, **options)
-                result = None
-            else:
+            if method:
                 result = getattr(served, method)(*arguments, **options)
+            else:
+                served, result = factory(*arguments, **options), None
             connection.send((result, None))
         except Exception as error:
             traceback.print_exc()

@@ -13,7 +13,6 @@ import itertools
 import json
 import os
 import shlex
-import statistics
 import subprocess
 import sys
 import tarfile
@@ -30,8 +29,7 @@ CMAKE_FLAGS = (
     "-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DLLAMA_CURL=OFF", "-DLLAMA_OPENSSL=OFF",
     "-DLLAMA_BUILD_UI=OFF", "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF",
 )  # fmt: skip
-DTYPES = ("F32", "F16", "BF16")  # the same model
-LOSSY = "Q8_0"  # another model: its row is shown, and is no competitor
+DTYPES = ("F32", "F16", "BF16")  # the same model; Q8_0 would be another
 CACHES = ("f16", "f32")
 
 
@@ -116,12 +114,12 @@ def run(command: Sequence[object], **options: Any) -> str:
 
 
 def convert(found: Mapping[str, Path], checkpoint: Path, folder: Path) -> dict[str, Path]:
-    """A GGUF file of the checkpoint by dtype: the exported F32, and what llama-quantize makes of it.
+    """A GGUF file of the checkpoint by dtype in `folder`: the exported F32, and what llama-quantize makes of it.
 
     Raises:
         LlamaError: the export or a conversion failed.
     """
-    files = {dtype: folder / f"{dtype}.gguf" for dtype in (*DTYPES, LOSSY)}
+    files = {dtype: folder / f"{dtype}.gguf" for dtype in DTYPES}
     export = ["training", "export", f"--checkpoint={checkpoint}", "--to=gguf", f"--out={files['F32']}"]
     run([sys.executable, "-m", *export])
     for dtype, file in files.items():
@@ -131,44 +129,30 @@ def convert(found: Mapping[str, Path], checkpoint: Path, folder: Path) -> dict[s
 
 
 def variants(files: Mapping[str, Path]) -> list[Variant]:
-    """Every dtype with every cache; the lossy one with the default cache only."""
-    same = [Variant(dtype, cache, files[dtype]) for dtype, cache in itertools.product(DTYPES, CACHES)]
-    return [*same, Variant(LOSSY, CACHES[0], files[LOSSY])]
+    """Every dtype with every cache."""
+    return [Variant(dtype, cache, files[dtype]) for dtype, cache in itertools.product(DTYPES, CACHES)]
 
 
-def batched_bench_command(
-    found: Mapping[str, Path], variant: Variant, rows: Sequence[int], length: int, threads: int
-) -> list[str]:
-    context = max(rows) * -(-(PROMPT + length) // 256) * 256  # it reserves whole blocks of 256
-    return [
-        str(found["llama-batched-bench"]), *variant.flags, "-c", str(context), "-b", "2048", "-ub", "2048",
-        "-t", str(threads), "-tb", str(threads), "-npp", str(PROMPT), "-ntg", str(length),
-        "-npl", ",".join(map(str, rows)), "--output-format", "jsonl",
-    ]  # fmt: skip
-
-
-def batched_bench(command: Sequence[str]) -> dict[int, dict[str, float]]:
-    """By rows: characters per second of decode alone, without sampling, and with the prefill of the prompts.
+def batched_bench(
+    found: Mapping[str, Path], variant: Variant, rows: int, length: int, threads: int, repeats: int
+) -> dict[str, Any]:
+    """Characters per second over `repeats` runs of one program: of decode alone, without sampling, and with prefill.
 
     Raises:
         LlamaError: it failed, or its output has no results.
     """
-    figures: dict[int, dict[str, float]] = {}
-    for _ in range(10):  # of Q8_0 some runs end with status 0 and no output
-        output = run(command)
-        if output.strip():
-            break
-    for line in output.splitlines():
-        if line.startswith("{"):
-            row = json.loads(line)
-            generated = row["pl"] * row["tg"]
-            figures[row["pl"]] = {
-                "decode_characters_per_second": generated / row["t_tg"],
-                "characters_per_second": generated / (row["t_pp"] + row["t_tg"]),
-            }
-    if not figures:
+    context = rows * -(-(PROMPT + length) // 256) * 256  # it reserves whole blocks of 256
+    command = [
+        str(found["llama-batched-bench"]), *variant.flags, "-c", str(context), "-b", "2048", "-ub", "2048",
+        "-t", str(threads), "-tb", str(threads), "-npp", str(PROMPT), "-ntg", str(length),
+        "-npl", ",".join([str(rows)] * repeats), "--output-format", "jsonl",
+    ]  # fmt: skip
+    results = [json.loads(line) for line in run(command).splitlines() if line.startswith("{")]
+    if not results:
         raise LlamaError(f"no results in the output of {shlex.join(command)}")
-    return figures
+    given = sum(row["pl"] * row["tg"] for row in results)
+    prefill, decode = (sum(row[name] for row in results) for name in ("t_pp", "t_tg"))
+    return {"decode_characters_per_second": given / decode, "characters_per_second": given / (prefill + decode)}
 
 
 def server_command(found: Mapping[str, Path], variant: Variant, threads: int, slots: int) -> list[str]:
@@ -177,12 +161,6 @@ def server_command(found: Mapping[str, Path], variant: Variant, threads: int, sl
         str(found["llama-server"]), *variant.flags, "-t", str(threads), "-tb", str(threads), "-np", str(slots),
         "-c", str(slots * 256), "-b", "2048", "-ub", "2048", "--cache-ram", "0", "--no-slots", "--log-disable",
     ]  # fmt: skip
-
-
-def best(rates: Mapping[str, Mapping[int, Sequence[float]]], rows: int) -> str:
-    """The name of the variant with the highest median rate at `rows`, the lossy one aside."""
-    same = {name: statistics.median(by_rows[rows]) for name, by_rows in rates.items() if not name.startswith(LOSSY)}
-    return max(same, key=same.__getitem__)
 
 
 def main() -> int:

@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -115,34 +114,18 @@ class RandomWindows:
         return windows[:, :-1], windows[:, 1:]
 
 
-@torch.no_grad()
-def random_windows_loss(model: Any, ids: np.ndarray, seed: int, batches: int = 20, batch_size: int = 12) -> float:
-    """nanoGPT's own loss estimate, in nats per character: the mean over a few random windows.
-
-    Its standard deviation is 0.015 here, so it serves comparison only. `model` needs `config.block_size` and `head`.
-    """
-    windows = RandomWindows(ids, model.config.block_size, seed)
-    losses = []
-    for _ in range(batches):
-        idx, targets = (x.to(model.head.weight.device) for x in windows.next_batch(batch_size))
-        losses.append(F.cross_entropy(model(idx).float().flatten(0, 1), targets.flatten()).item())
-    return sum(losses) / batches
-
-
 def train(
     recipe: Recipe,
     ids: np.ndarray,
     vocab_size: int,
     seed: int,
     evaluated: Callable[[NanoGPT, int, float, float], None],
-    stepped: Callable[[int, float], None] = lambda step, loss: None,
     device: str = "cpu",
 ) -> NanoGPT:
     """Train on `ids`, in bf16 on a GPU; returns the model in evaluation mode.
 
-    Calls `stepped(steps taken, loss)` after each step and `evaluated(model, steps taken, cpu_seconds, wall_seconds)`
-    before the first step, every `eval_every` steps and after the last. Times cover steps only; CPU time is of all
-    threads of the process.
+    Calls `evaluated(model, steps taken, cpu_seconds, wall_seconds)` before the first step, every `eval_every` steps and
+    after the last. Times cover steps only; CPU time is of all threads of the process.
     """
     torch.manual_seed(seed)
     model = NanoGPT(recipe, vocab_size).to(device)
@@ -168,9 +151,8 @@ def train(
             group["lr"] = recipe.lr_at(step)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        value = loss.item()
+        loss.item()  # waits for the device
         cpu_seconds += time.process_time() - cpu_started
         wall_seconds += time.perf_counter() - wall_started
-        stepped(step + 1, value)
     evaluated(model.eval(), recipe.steps, cpu_seconds, wall_seconds)
     return model

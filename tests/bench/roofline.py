@@ -120,27 +120,18 @@ def count(config: GPTConfig, rows: int, length: float, dtype: str, stored: str |
 
 
 def roofline(
-    config: GPTConfig,
-    rows: int,
-    length: float,
-    dtype: str,
-    threads: int,
-    seconds: float = 0.3,
-    stored: str | None = None,
+    config: GPTConfig, rows: int, length: float, dtype: str, threads: int, stored: str | None = None
 ) -> dict[str, float]:
-    """Counts, rates, and the minimum time of a step.
-
-    `seconds` is the classical roofline: arithmetic and reading overlap completely. `sequential_seconds` lets the
-    products of the weights and the attention follow one another, as they do in a layer, each at its own limit.
+    """Counts, rates, and the minimum time of a step, `sequential_seconds`: the products of the weights and the
+    attention follow one another, as they do in a layer, each at its own limit.
     """
     figures = count(config, rows, length, dtype, stored)
-    products = product_rate(dtype, threads, seconds)
-    read = read_rate(int(figures["weight_bytes"] + figures["cache_bytes"]), threads, seconds)
+    products = product_rate(dtype, threads)
+    read = read_rate(int(figures["weight_bytes"] + figures["cache_bytes"]), threads)
     linear, attention = figures["product_operations"] / products, figures["attention_operations"] / products
     weights, cache = figures["weight_bytes"] / read, figures["cache_bytes"] / read
     return figures | {
         "operations_per_second": products,
         "bytes_per_second": read,
-        "seconds": max(linear + attention, weights + cache),
         "sequential_seconds": max(linear, weights) + max(attention, cache),
     }

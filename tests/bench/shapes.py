@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,51 +25,7 @@ PROMPT = 16  # characters
 ANSWER = 128  # characters
 
 # What prompts are cut from: text of the kind that S was trained on.
-TEXT = """
-FIRST GARDENER:
-Come, neighbour, set thy basket by the wall;
-The frost has left us little worth the picking,
-And what it left the sparrows took at dawn.
-
-SECOND GARDENER:
-Then let the sparrows pay our master's rent!
-I have dug this bed since I was seven years old,
-And never saw so lean a month of March.
-
-FIRST GARDENER:
-Patience: the pear tree on the southern side
-Has buds upon it, small as barley grains.
-A week of sun, and thou shalt eat thy words.
-
-STEWARD:
-What, idle still? The duke rides home tonight
-With forty horse behind him, and a bride
-Who loves, they say, no flower but the rose.
-Where are my roses?
-
-SECOND GARDENER:
-Sleeping, sir, like honest folk in winter.
-Shall I go knock, and tell them who is come?
-
-STEWARD:
-I'll knock on thee, thou thistle! Find me roses,
-Or find another gate to lean upon.
-
-FIRST GARDENER:
-My lord, an hour: the widow by the mill
-Keeps one old bush behind her kitchen fire,
-And what she will not sell she gives for news.
-
-STEWARD:
-Then run, and tell her all the news there is;
-And if there be too little, make some more.
-
-SECOND GARDENER:
-So honest men are sent to market lies,
-And all to please a lady's nose. Good night!
-The moon is up; I hear the river talk
-Of every boat that ever drowned in it.
-"""
+TEXT = Path(__file__).with_name("prompts.txt").read_text(encoding="utf-8")
 STRIDE = 7919  # prime: prompts of consecutive seeds begin far apart, and no two at the same character
 
 # Sampling parameters of users. transformers supports one set per batch and gets the first.
@@ -98,17 +52,14 @@ def random_model(config: GPTConfig, seed: int = 0) -> GPT:
 
 def checkpoint_of(shape: Path | GPTConfig, path: Path) -> Path:
     """The checkpoint folder of a shape, saved at `path` if it has random weights."""
-    return shape if isinstance(shape, Path) else save_random(shape, path)
-
-
-def config_of(shape: Path | GPTConfig) -> GPTConfig:
-    return GPTConfig(**Checkpoint.read(shape).hyperparameters) if isinstance(shape, Path) else shape
-
-
-def save_random(config: GPTConfig, path: Path) -> Path:
-    """Save a random checkpoint of a shape; returns its folder."""
-    save_checkpoint(path, random_model(config), CharTokenizer(VOCABULARY), {"losses": {}})
+    if isinstance(shape, Path):
+        return shape
+    save_checkpoint(path, random_model(shape), CharTokenizer(VOCABULARY), {"losses": {}})
     return path
+
+
+def config_of(folder: Path) -> GPTConfig:
+    return GPTConfig(**Checkpoint.read(folder).hyperparameters)
 
 
 def sampling(row: int) -> SamplingParams:
@@ -124,26 +75,3 @@ def prompt_text(length: int, seed: int) -> str:
 def prompt(length: int, seed: int) -> list[int]:
     """The ids of `prompt_text`, which are the same in both shapes."""
     return [VOCABULARY.index(character) for character in prompt_text(length, seed)]
-
-
-@dataclass(frozen=True)
-class Work:
-    """One request."""
-
-    prompt: str
-    max_tokens: int
-    at: float  # time of arrival, in seconds from the start
-
-
-def mixed_work(count: int, *, longest: int, arriving: float, seed: int = 0) -> list[Work]:
-    """Requests of mixed lengths: prompts of 4 to 64 characters, completions log-uniform in longest/16 to `longest`.
-
-    They arrive at random times within the first `arriving` seconds.
-    """
-    chance = random.Random(seed)
-    moments = sorted(chance.uniform(0, arriving) for _ in range(count))
-    letters = VOCABULARY[13:]
-    return [
-        Work("".join(chance.choices(letters, k=chance.randint(4, 64))), round(longest * 16 ** -chance.random()), at)
-        for at in moments
-    ]

@@ -21,6 +21,7 @@ import argparse
 import os
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -31,7 +32,7 @@ import torch
 from rich.console import Console
 
 from service.model.checkpoint import Checkpoint
-from tests.toolbox.figures import write_figures
+from tests.toolbox.figures import figure, table, write_figures
 from training import jobs
 from training.config import TrainConfig
 from training.data import encode_files, prepare, record_pieces
@@ -40,8 +41,7 @@ from training.evaluate import piece_loss, split_losses, whole_loss
 from training.recipe import SETTINGS
 
 from . import nanogpt
-from .command import BenchError, build_parser, busy_warning, context, in_child, integer, prepare_process
-from .train import integers, spread
+from .command import BenchError, build_parser, busy_warning, context, in_child, integer, integers, prepare_process
 
 PROBE_STEPS = 100
 EVALUATIONS = 8
@@ -148,10 +148,9 @@ def run_makemore(script: Path, data: Path, seed: int, steps: int, cpu_seconds: f
 def markdown(results: dict[str, Any]) -> str:
     rows = [["nats per character, held out", *(label for label, _ in COLUMNS.values())]]
     for corpus, runs in results["runs"].items():
-        values = [spread([run[name] for run in runs if name in run], form) for name, (_, form) in COLUMNS.items()]
-        rows.append([corpus, *values])
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]]) + "\n"
+        columns = ((form, [run[name] for run in runs if name in run]) for name, (_, form) in COLUMNS.items())
+        rows.append([corpus, *(figure(values, form, middle=statistics.mean) for form, values in columns)])
+    return "\n".join(table(rows))
 
 
 def parse_args() -> argparse.Namespace:

@@ -2,12 +2,11 @@
 
     python -m tests.bench.stock --checkpoint DIR --port 8000 --loop whole        a batch runs to its end
     python -m tests.bench.stock --checkpoint DIR --port 8000 --loop stream       the same, streamed
-    python -m tests.bench.stock --checkpoint DIR --port 8000 --loop continuous   LitServe's ContinuousBatchingLoop
     python -m tests.bench.stock --stub --port 8000                 no model, to measure the path alone
 
-POST /generate takes {"prompt", "max_tokens"} and returns {"text": …}: one JSON object, or with --loop stream or
-continuous one per character. --stub adds POST /whole, which returns one character. A batch collects requests for
-`--batch-timeout` seconds and runs until its longest completion is done.
+POST /generate takes {"prompt", "max_tokens"} and returns {"text": …}: one JSON object, or with --loop stream one per
+character. --stub adds POST /whole, which returns one character. A batch takes what
+waits and runs until its longest completion is done.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import litserve
-from litserve.loops import ContinuousBatchingLoop, Output
-from litserve.utils import LitAPIStatus
 
 MAX_BATCH = 64
 SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 0}
@@ -107,115 +104,7 @@ class BatchStreamer:
         return iter(self._steps.get, None)
 
 
-class Row:
-    """A running request of ContinuousAPI."""
-
-    def __init__(self, uid: str, prompt: list[int], max_tokens: int):
-        self.uid, self.prompt, self.left = uid, prompt, max_tokens
-        self.length = len(prompt)  # cached characters
-        self.last = 0  # id to feed next
-
-
-class ContinuousAPI(TransformersAPI):
-    """Requests join and leave between steps. The cache is left-padded; a mask hides the padding of each row."""
-
-    def setup(self, device: str) -> None:
-        super().setup(device)
-        self.arrived: queue.SimpleQueue[Row] = queue.SimpleQueue()  # filled while `step` runs in another thread
-        self.rows: list[Row] = []
-        self.cache: list[tuple[Any, Any]] = []  # keys and values by layer, (B, kv heads, T, head size)
-
-    def add_request(self, uid: str, request: dict[str, Any]) -> None:
-        prompt, max_tokens = self.decode_request(request)
-        self.arrived.put(Row(uid, self.tokenizer(prompt)["input_ids"], max_tokens))
-
-    def has_capacity(self) -> bool:
-        return len(self.rows) + self.arrived.qsize() < MAX_BATCH
-
-    def has_active_requests(self) -> bool:
-        return bool(self.rows) or not self.arrived.empty()
-
-    def step(self, previous: Any) -> list[Output]:
-        """A character for each row; new rows get their first."""
-        import torch
-
-        with torch.inference_mode():
-            if self.rows:
-                ids = torch.tensor([[row.last] for row in self.rows])
-                self.cache = self.forward(self.rows, ids, self.cache)
-            joining = [self.arrived.get() for _ in range(self.arrived.qsize())]
-            if joining:
-                width = max(len(row.prompt) for row in joining)
-                ids = torch.tensor([[0] * (width - len(row.prompt)) + row.prompt for row in joining])
-                self.join(self.forward(joining, ids, []))
-                self.rows += joining
-            outputs = []
-            for row in self.rows:
-                outputs.append(Output(row.uid, self.tokenizer.decode(row.last), LitAPIStatus.OK))
-                row.left -= 1
-                if row.left == 0:
-                    outputs.append(Output(row.uid, "", LitAPIStatus.FINISH_STREAMING))
-            self.leave()
-        return outputs
-
-    def forward(self, rows: list[Row], ids: Any, cache: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-        """Run ids (B, T) after a cache; chooses `last` of each row, and returns the longer cache."""
-        import torch
-        from transformers import DynamicCache
-
-        past = DynamicCache()
-        for layer, (keys, values) in enumerate(cache):
-            past.update(keys, values, layer)
-        if cache:
-            for row in rows:
-                row.length += 1
-        lengths = torch.tensor([[row.length] for row in rows])
-        width = ids.size(1) + past.get_seq_length()
-        places = torch.arange(width) - width + lengths  # (B, width): position of each cached character, < 0: padding
-        logits = self.model(
-            ids,
-            attention_mask=(places >= 0).long(),
-            position_ids=places[:, -ids.size(1) :].clamp(min=0),
-            past_key_values=past,
-        ).logits[:, -1]
-        chosen = torch.multinomial((logits.float() / SAMPLING["temperature"]).softmax(-1), 1)
-        for row, [id] in zip(rows, chosen.tolist(), strict=True):
-            row.last = id
-        return [(layer.keys, layer.values) for layer in past.layers]
-
-    def join(self, cache: list[tuple[Any, Any]]) -> None:
-        import torch
-        from torch.nn.functional import pad
-
-        if self.rows:
-            width = max(self.cache[0][0].size(2), cache[0][0].size(2))
-            self.cache = [
-                tuple(
-                    torch.cat([pad(x, (0, 0, width - x.size(2), 0)) for x in pair]) for pair in zip(*both, strict=True)
-                )
-                for both in zip(self.cache, cache, strict=True)
-            ]
-        else:
-            self.cache = cache
-
-    def leave(self) -> None:
-        """Drop the rows that have ended, and padding that no row needs."""
-        import torch
-
-        staying = [number for number, row in enumerate(self.rows) if row.left]
-        if len(staying) == len(self.rows):
-            return
-        self.rows = [self.rows[number] for number in staying]
-        if self.rows:
-            longest = max(row.length for row in self.rows)
-            index = torch.tensor(staying)
-            self.cache = [tuple(x[index, :, -longest:] for x in pair) for pair in self.cache]
-
-    def encode_response(self, output: str) -> dict[str, str]:
-        return {"text": output}
-
-
-class StubStream(litserve.LitAPI):
+class Stub(litserve.LitAPI):
     """Streams characters without a model."""
 
     def setup(self, device: str) -> None:
@@ -236,16 +125,10 @@ class StubStream(litserve.LitAPI):
             yield [{"text": text} for text in texts]
 
 
-class StubWhole(litserve.LitAPI):
+class StubWhole(Stub):
     """Returns one character without a model."""
 
-    def setup(self, device: str) -> None:
-        pass
-
-    def decode_request(self, request):  # an annotation would become the schema of the body
-        return request["prompt"]
-
-    def predict(self, prompt: str) -> str:
+    def predict(self, length: int) -> str:
         return "a"
 
     def encode_response(self, output: str) -> dict[str, str]:
@@ -255,7 +138,6 @@ class StubWhole(litserve.LitAPI):
 LOOPS: dict[str, tuple[type[TransformersAPI], dict[str, Any]]] = {
     "whole": (WholeAPI, {}),
     "stream": (StreamAPI, {"stream": True}),
-    "continuous": (ContinuousAPI, {"stream": True}),
 }
 
 
@@ -267,17 +149,14 @@ def main() -> None:
     parser.add_argument("--loop", choices=LOOPS, default="stream", help="(default: %(default)s)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="(default: %(default)s)")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: torch's default")
-    parser.add_argument("--batch-timeout", type=float, default=0.0, help="seconds (default: LitServe's, %(default)s)")
     args = parser.parse_args()
     if args.stub == (args.checkpoint is not None):
         parser.error("pass either --checkpoint or --stub")
-    batches = {"max_batch_size": MAX_BATCH, "batch_timeout": args.batch_timeout}
+    batches = {"max_batch_size": MAX_BATCH}
     if args.stub:
-        apis = [StubStream(api_path="/generate", stream=True, **batches), StubWhole(api_path="/whole")]
+        apis = [Stub(api_path="/generate", stream=True, **batches), StubWhole(api_path="/whole")]
     else:
         api, options = LOOPS[args.loop]
-        if args.loop == "continuous":
-            options = options | {"loop": ContinuousBatchingLoop()}
         apis = [api(args.checkpoint, args.dtype, args.threads, api_path="/generate", **batches, **options)]
     import torch
 

@@ -1,56 +1,49 @@
-"""The baseline of bench-train, checked against transformers' GPT-2, and the benchmark's runs on small texts."""
+"""The benchmarks: what would publish a wrong figure if it were wrong, and each of them once, tiny, from end to end."""
 
 from __future__ import annotations
 
 import json
-import math
-import os
-import random
+import socket
+import threading
+from dataclasses import replace
+from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from tests.bench import train as bench
-from tests.bench.nanogpt import NanoGPT, RandomWindows, Recipe, random_windows_loss, train
-from tests.helpers import refusal
-from training.config import TrainConfig
-from training.evaluate import baselines, whole_loss
+from service.model.config import GPTConfig
+from service.model.kv_cache import KVCache
+from tests.bench import engine, gpu, load, peers, roofline, serve, shapes, train
+from tests.bench.command import BenchError, Remote
+from tests.bench.nanogpt import NanoGPT, Recipe
+from tests.helpers import random_model
+from tests.toolbox import figures
 
-SMALL = Recipe(
-    n_layer=2, n_head=2, n_embd=16, block_size=8, batch_size=8, steps=200, eval_every=80, lr=0.01, warmup_steps=10
+TINY = GPTConfig(len(shapes.VOCABULARY), block_size=16, n_layer=2, n_head=4, n_kv_head=2, n_embd=16)
+TINY_PLAN = replace(
+    serve.QUICK,
+    repeats=1,
+    rows={"S": (1, 3)},
+    engine_seconds=0.01,
+    clients=(1, 2),
+    first_requests=3,
+    texts=20,
+    path_seconds=0.3,
+    streams=(1, 64),
+    paced_length=10,
+    idle_seconds=0.1,
 )
-TEXT = "".join(random.Random(0).choices(["the cat ", "a dog ", "sat on ", "ran to ", "the mat.\n"], k=400))
 
 
-@pytest.fixture(autouse=True)
-def threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-def small_ids() -> np.ndarray:
-    """2,977 ids over 15 symbols."""
-    return np.unique(list(TEXT), return_inverse=True)[1].astype(np.uint8)
-
-
-def test_baseline_has_the_published_size_and_initial_weights():
-    torch.manual_seed(0)
-    model = NanoGPT(Recipe(), vocab_size=65)
-    numbers = {name: p.numel() for name, p in model.named_parameters()}
-    assert sum(numbers.values()) == 804_096
-    assert sum(numbers.values()) - numbers["positions.weight"] == 795_904  # printed by nanoGPT as 0.80M
-    assert model.embed.weight is model.head.weight
-    assert model.blocks[0].qkv.weight.std().item() == pytest.approx(0.02, rel=0.03)
-    assert model.blocks[3].down.weight.std().item() == pytest.approx(0.02 / 8**0.5, rel=0.03)
+# Training: the baseline
 
 
 def test_baseline_equals_gpt2_without_biases():
     from transformers import GPT2Config, GPT2LMHeadModel
 
+    assert sum(p.numel() for p in NanoGPT(Recipe(), vocab_size=65).parameters()) == 804_096  # 0.80M, as published
     torch.manual_seed(0)
-    ours = NanoGPT(SMALL, vocab_size=17).double()
+    ours = NanoGPT(Recipe(n_layer=2, n_head=2, n_embd=16, block_size=8), vocab_size=17).double()
     for parameter in ours.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     config = GPT2Config(vocab_size=17, n_positions=8, n_embd=16, n_layer=2, n_head=2, activation_function="gelu")
@@ -72,102 +65,186 @@ def test_baseline_equals_gpt2_without_biases():
         torch.testing.assert_close(ours(idx), theirs(idx).logits)
 
 
-def test_learning_rate_warms_up_then_decays_as_a_cosine():
-    recipe = Recipe()
-    rates = [recipe.lr_at(step) for step in range(recipe.steps)]
-    assert rates[0] == pytest.approx(1e-3 / 101)
-    assert rates.index(max(rates)) == 100 and max(rates) == 1e-3
-    assert recipe.lr_at(1050) == pytest.approx(5.5e-4)  # half way
-    assert recipe.lr_at(2000) == pytest.approx(1e-4)
+# Serving: the load generator, statistics, and counts
 
 
-def test_random_windows_come_from_the_text_and_approximate_the_whole_loss():
-    ids = small_ids()
-    windows = RandomWindows(np.arange(20, dtype=np.uint8), 8, seed=0)
-    idx, targets = windows.next_batch(500)
-    assert torch.equal(idx[:, 1:], targets[:, :-1]) and torch.equal(targets[:, -1], idx[:, 0] + 8)
-    assert set(idx[:, 0].tolist()) == set(range(12))  # every valid start
-    torch.manual_seed(0)
-    model = NanoGPT(SMALL, vocab_size=17).eval()
-    torch.nn.init.normal_(model.head.weight, std=0.5)
-    whole = whole_loss(model, ids)
-    assert abs(whole - math.log(17)) > 0.5  # far from a uniform model, so that agreement is significant
-    many = random_windows_loss(model, ids, seed=0, batches=200, batch_size=50)
-    assert many == pytest.approx(whole, rel=0.01)
+def chunked(*chunks: bytes) -> bytes:
+    body = b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks)
+    return b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + body + b"0\r\n\r\n"
 
 
-def test_baseline_training_is_deterministic_and_evaluates_on_schedule():
-    ids = small_ids()
-    losses: list[tuple[int, float]] = []
-    steps: list[int] = []
-    models = [
-        train(
-            SMALL,
-            ids[:2500],
-            15,
-            seed,
-            lambda model, step, cpu, wall: losses.append((step, whole_loss(model, ids[2500:]))),
-            lambda step, loss: steps.append(step),
-        )
-        for seed in (1, 1, 2)
-    ]
-    assert [step for step, _ in losses] == [0, 80, 160, 200] * 3
-    assert steps == [*range(1, 201)] * 3
-    assert losses[:4] == losses[4:8] != losses[8:]
-    assert losses[3][1] < baselines(ids[:2500], ids[2500:], 15)["unigram"]
-    idx = torch.from_numpy(ids[None, :8].astype(np.int64))
-    assert torch.equal(models[0](idx), models[1](idx))
+@pytest.fixture
+def answering():
+    """Starts servers that send the same answer to every request, `cut` bytes at a time; gives the port of each."""
+    listeners = []
+
+    def start(answer: bytes, cut: int = 1 << 20) -> int:
+        listener = socket.create_server(("127.0.0.1", 0))
+        listeners.append(listener)
+
+        def serve_one(sock: socket.socket) -> None:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with sock:
+                while sock.recv(1 << 16):
+                    for at in range(0, len(answer), cut):
+                        sock.sendall(answer[at : at + cut])
+                    if b"onnection: close" in answer or not answer:
+                        return
+
+        def accept() -> None:
+            while True:
+                try:
+                    sock, _ = listener.accept()
+                except OSError:  # closed
+                    return
+                threading.Thread(target=serve_one, args=(sock,), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        return listener.getsockname()[1]
+
+    yield start
+    for listener in listeners:
+        listener.close()
 
 
-def test_run_yields_all_figures_of_the_tables(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "text.txt").write_text(TEXT)
-    config = TrainConfig(
-        data=(str(tmp_path / "text.txt"),),
-        block_size=8,
-        n_layer=2,
-        n_head=2,
-        n_kv_head=1,
-        n_embd=16,
-        steps=24,
-        batch_size=4,
-        eval_every=8,
-        sample_chars=0,
-        threads=1,
-        device="cpu",
-    )
-    cost = bench.probe_ours(config, tmp_path / "probe")
-    assert cost["step"] > 0 and cost["dtype"] in ("float32", "bfloat16")
-    run = bench.run_ours(config, tmp_path / "out")
-    assert [point["step"] for point in run["curve"]] == [8, 16, 24]
-    seconds = [point["cpu_seconds"] for point in run["curve"]]
-    assert 0 < seconds[0] < seconds[1] < seconds[2] == run["cpu_seconds"]
-    assert run["whole"] == pytest.approx(run["curve"][-1]["val_loss"], abs=0.01)
-    assert run["characters"] == 24 * 4 * 8 and run["threads"] == 1
-    assert set(bench.FIGURES) - set(run) == {"cpu_ratio"}
-
-    results = {"curve": {}, "runs": {"cpu": [run, run | {"seed": 1, "whole": run["whole"] + 1}]}, "share": 1}
-    rows = {row[0]: row[1:] for row in bench.cells(results)}
-    assert rows["nats per character"] == ["ours, --preset cpu"]
-    assert rows["whole loss"] == [f"{run['whole'] + 0.5:.4f} ({run['whole']:.4f}–{run['whole'] + 1:.4f})"]
-    assert rows["target"][0].startswith("whole loss ≤ 1.428: MISSED; ")
-    json.dumps(run)
+CHUNKS = [b'data: {"index":0,"text":"a"}\n\n', b'data: {"index":0,"text":"0\\r"}\n\n', b"data: [DONE]\n\n"]
+REQUEST = load.post("/generate", {"prompt": "a"})
 
 
-def test_failed_and_crashed_runs_report_the_reason():
-    with pytest.raises(bench.BenchError, match="ValueError: invalid literal"):
-        bench.in_child(int, "x")
-    with pytest.raises(bench.BenchError, match="status 3"):
-        bench.in_child(os._exit, 3)
+@pytest.mark.parametrize("cut", [1, 2, 7, 11, 1 << 20])
+def test_events_and_ends_are_found_for_any_fragmentation(answering, cut):
+    outcome = load.run(answering(chunked(*CHUNKS), cut), load.at_once(REQUEST, 6), connections=2, keep=True)
+    assert len(outcome.ended) == len(outcome.replies) == 6 and outcome.num_events == 12
+    for reply in outcome.replies:
+        assert reply.body == b"".join(CHUNKS) and reply.num_bytes == len(chunked(*CHUNKS))
+        assert reply.sent_at < reply.first_at <= reply.ended_at
+    whole = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nConnection: close\r\n\r\nhello"
+    outcome = load.run(answering(whole, cut), load.at_once(REQUEST, 3), connections=1, keep=True)
+    assert [reply.body for reply in outcome.ended] == [b"hello"] * 3
+
+
+def test_invalid_answers_raise_instead_of_counting(answering):
+    for answer, message in (
+        (b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 0\r\n\r\n", "x was answered b'HTTP/1.1 429"),
+        (b"", r"closed a connection after 0 bytes of x"),
+    ):
+        with pytest.raises(load.LoadError, match=message):
+            load.run(answering(answer), load.at_once(REQUEST, 1, "x"), connections=1)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("family", "whole", "streamed"),
     [
-        (["--only", "tpu"], "unknown part 'tpu'; allowed: nanogpt, equal, quick, minute, cpu, gpu, curve"),
-        (["--seeds", "a"], "must be comma-separated integers, got 'a'"),
-        (["--share", "2"], "--share must be in (0, 1], got 2.0"),
+        ("ours", '{"choices": [{"text": "ab"}]}', 'data: {"text": "a"}\n\ndata: {"text": "b"}\n\ndata: [DONE]\n\n'),
+        ("llama", '{"content": "ab"}', 'data: {"content": "a"}\n\ndata: {"content": "b", "stop": true}\n\n'),
+        ("vllm", '{"choices": [{"text": "ab"}]}', 'data: {"choices": [{"text": "ab"}]}\n\ndata: {"choices": []}\n\n'),
+        ("stock", '{"text": "ab"}', '{"text": "a"}\n{"text": "b"}\n'),
     ],
 )
-def test_invalid_argument_is_named(arguments, message):
-    assert message in refusal(bench.main, arguments)
+def test_answers_of_each_server_are_read(family, whole, streamed):
+    system = peers.System(family, "x")
+    assert system.text(whole.encode(), False) == system.text(streamed.encode(), True) == "ab"
+    assert streamed.encode().count(system.marker) >= 1 and b'"pq"' in system.request("pq", 2, True, 7)
+
+
+def test_figures_are_medians_with_range_and_quantiles_nearest_ranks():
+    assert figures.figure([0.003, 0.001, 0.010], "{:.1f}", 1e3) == "3.0 (1.0–10.0)"
+    assert figures.figure([1234.4, 1234.0]) == "1,234" and figures.figure([]) == "–"
+    assert figures.percentiles(range(1, 201)) == {"p50": 100, "p95": 190, "p99": 198}
+    assert figures.quantile([3.0], 0.01) == figures.quantile([3.0], 1.0) == 3.0
+
+
+def test_roofline_counts_the_operations_and_bytes_of_a_decode_step():
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    rows, length = 3, 12
+    model = random_model(vocab_size=65, block_size=16, n_layer=2, n_head=4, n_kv_head=4, n_embd=16)
+    cache = KVCache(model.config, rows, "cpu", torch.float32)
+    cache.lengths = [length - 1] * len(cache.lengths)
+    # FlopCounterMode does not count fused attention on a CPU.
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        model(torch.zeros(rows, 1, dtype=torch.long), cache.decode([True] * rows))
+    counts = roofline.count(model.config, rows, length, "float32")
+    assert counts["product_operations"] + counts["attention_operations"] == counter.get_total_flops()
+    # A step reads only its rows of the embedding.
+    assert counts["weight_bytes"] == sum(p.nbytes for p in model.parameters()) - (65 - rows) * 16 * 4
+    assert counts["cache_bytes"] == 2 * 2 * 4 * 4 * length * rows * 4  # keys and values, layers, heads, head size
+
+
+def test_random_load_reaches_a_full_queue_and_its_texts_are_those_alone(tmp_path):
+    folder = shapes.checkpoint_of(TINY, tmp_path / "S")
+    ours = engine.Ours(folder, "torch", "float64", slots=4, threads=1, device="cpu")
+    loaded, alone = (ours.texts(30, 12, alone=alone) for alone in (False, True))
+    assert loaded == alone and len(set(loaded)) > 20
+    running, queue = [], ours.new_engine(60)
+    for _ in engine.at_random(queue, engine.random_requests(60, 6), 4):
+        running.append(len(queue.scheduler))
+        queue.step()
+    assert min(running) < 4 < max(running)
+
+
+def test_remote_keeps_its_object_and_reports_failures():
+    with Remote(list, [1]) as remote:
+        remote.call("append", 2)
+        with pytest.raises(BenchError, match="ValueError: 3 is not in list"):
+            remote.call("index", 3)
+        assert remote.call("index", 2) == 1  # still there
+
+
+# From end to end
+
+
+@pytest.mark.tools
+@pytest.mark.timeout(900)
+def test_tiny_benchmark_of_serving_gives_every_figure_but_the_peers(tmp_path):
+    bench = serve.Bench(TINY_PLAN, {"S": TINY}, 1, tmp_path / "out", tmp_path / "no-llama.cpp")
+    bench.llama_files = lambda shape: (_ for _ in ()).throw(BenchError("not here"))
+    bench.run(["engine", "path", "texts", "idle"])
+    assert bench.results["errors"] == {"engine": "BenchError: not here"}
+    path = bench.results["path"]
+    for name in ("ours", "plain", "stock"):
+        assert path[name]["requests"][0]["per_second"] > 0
+        assert path[name]["streams"]["64"][0]["characters_per_event"] == pytest.approx(1) or name == "ours"
+    assert set(bench.results["texts"]["changed"].values()) == {0}
+    saved, text = json.loads((tmp_path / "out/serve.json").read_text()), (tmp_path / "out/serve.md").read_text()
+    assert saved["path"] == path and "requests/s of one character" in text and "failed: engine" in text
+    later = serve.Bench(TINY_PLAN, {"S": TINY}, 1, tmp_path / "out")
+    later.keep(["idle"])
+    assert later.results["path"] == path and "idle" not in later.results and "path" in later.results["kept"]
+    with pytest.raises(BenchError, match="has different settings"):
+        serve.Bench(TINY_PLAN, {"S": TINY}, 2, tmp_path / "out").keep(["idle"])
+
+
+@pytest.mark.tools
+def test_tiny_benchmark_of_training_judges_its_targets(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text("the cat sat on the mat.\na dog ran to the mat.\n" * 60)
+    config = train.TrainConfig(
+        data=(str(tmp_path / "text.txt"),), block_size=8, n_layer=2, n_head=2, n_kv_head=1, n_embd=16, steps=24,
+        batch_size=4, eval_every=8, sample_chars=0, threads=1, device="cpu",
+    )  # fmt: skip
+    assert train.probe_ours(config, tmp_path / "probe")["step"] > 0
+    run = train.run_ours(config, tmp_path / "out")
+    assert run["whole"] == pytest.approx(run["curve"][-1]["val_loss"], abs=0.01)
+    assert run["curve"][-1]["cpu_seconds"] == run["cpu_seconds"] and run["characters"] == 24 * 4 * 8
+    rows = {row[0]: row[1] for row in train.cells({"runs": {"cpu": [run, run]}, "share": 1})}
+    assert rows["whole loss"] == f"{run['whole']:.4f}" and rows["target"].startswith("whole loss ≤ 1.428: MISSED; ")
+
+
+def test_gpu_report_shows_parts_that_are_missing():
+    about = {"machine": {"cpu": "C", "cores": 2, "gpu": "G", "system": "L"}, "versions": {"torch": "2"}, "cuda": "13"}
+    about |= {"date": "2026-11-22T00:00:00", "revision": "abc", "load_average": 0.1}
+    run = {"shape": "M", "dtype": "float32", "rows": 512, "characters_per_second": 7e5, "bandwidth_share": 0.7}
+    part = {"runs": [run | {"product_share": 0.2, "profile": None}], "absent": {"M float32, 2048 rows": "too large"}}
+    text = gpu.markdown(about | {"errors": {"image": "BenchError: no space"}, "parts": {"engine": part}})
+    for line in ("| M float32 | 512 | 700,000 | 70% | 20% |", "- image failed: BenchError: no space"):
+        assert line in text.splitlines()
+    assert "- http was not run" in text and "2048 rows was not measured: too large" in text
+
+
+def test_prompts_are_texts_over_the_vocabulary_of_both_models():
+    texts = [shapes.prompt_text(16, seed) for seed in range(128)]
+    assert len(set(texts)) == 128 and set(shapes.TEXT) <= set(shapes.VOCABULARY)
+    vocabulary = json.loads((Path(shapes.BUNDLED) / "tokenizer.json").read_text())["model"]["vocab"]
+    assert "".join(vocabulary) == shapes.VOCABULARY

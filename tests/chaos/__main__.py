@@ -22,11 +22,11 @@ from typing import Any
 from _pytest.outcomes import Skipped  # raised by tests.toolbox where the machine lacks something
 
 from tests.bench.command import Progress, build_parser, busy_warning, context, prepare_process
-from tests.bench.servers import ROOT
 from tests.chaos import clients, limits, processes, soak
 from tests.chaos.case import Case, Outcome, Plan
 from tests.chaos.report import markdown, shown
 from tests.toolbox.figures import write_figures
+from tests.toolbox.launch import ROOT
 
 CASES: dict[str, Case] = {
     "worker": processes.kill_worker,

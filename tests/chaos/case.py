@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -16,16 +16,17 @@ import psutil
 
 from service.settings import BUNDLED, Settings, available_cpus
 from service.supervisor import SETTLED_SECONDS
-from tests.bench.servers import Server, module
-from tests.chaos.client import Probe
+from tests.chaos.client import Probe, Reply, ask
 from tests.helpers import RunningServer, is_worker, wait_until
-from tests.load.record import quantile
-from tests.toolbox.launch import Program
+from tests.toolbox.figures import quantile
+from tests.toolbox.launch import Program, Server, module
 
 Figure = float | int | str
 MB = 1e6
 # What RunningServer changes for tests.
 DEFAULTS = {name: Settings.model_fields[name].default for name in ("max_tokens", "max_request_bytes", "max_held_bytes")}
+SHORT = {"prompt": "ROMEO:", "max_tokens": 5, "seed": 1}
+STOCK_HEALTH = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
 
 
 @dataclass
@@ -77,24 +78,57 @@ def spread(label: str, seconds: Iterable[float | None], scale: str = "s") -> dic
 
 def others(label: str, probe: Probe) -> dict[str, Figure]:
     """What another client saw meanwhile."""
-    figures = spread(label, probe.seconds, "ms")
-    return figures | {f"{label}, not answered": probe.unanswered}
+    return spread(label, probe.seconds, "ms") | {f"{label}, not answered": probe.unanswered}
+
+
+def tell(counted: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in sorted(counted.items()))
+
+
+def tally(replies: Iterable[Reply]) -> Counter[str]:
+    return Counter(reply.ending for reply in replies)
+
+
+def compared(reply: Reply, text: str) -> str:
+    """How a request ended whose text is known."""
+    return "the same text" if reply.ending == "complete" and reply.text == text else reply.ending
 
 
 # Servers
 
 
-@contextlib.contextmanager
-def ours(checkpoint: Path = BUNDLED, **settings: object) -> Iterator[RunningServer]:
-    """This service with its defaults, ready."""
+@contextlib.asynccontextmanager
+async def ours(outcome: Outcome, checkpoint: Path = BUNDLED, **settings: object) -> AsyncIterator[RunningServer]:
+    """This service with its defaults, ready. At the end every accepted sequence must have ended once; SIGTERM ends it
+    with status 0, unless it has ended before, and no traceback is in its log."""
     with RunningServer(checkpoint, **DEFAULTS | settings) as server:
-        server.wait_until_ready()
+        await asyncio.to_thread(server.wait_until_ready)
         yield server
+        await check_end(server, outcome)
+
+
+async def check_end(server: RunningServer, outcome: Outcome) -> None:
+    if server.process.poll() is None:
+        with contextlib.suppress(AssertionError):
+            await until(lambda: len(set(endings(server))) == 1)
+        accepted, ended = endings(server)
+        outcome.check(accepted == ended, f"{accepted} sequences accepted, {ended} endings")
+        for label, count in (("sequences accepted", accepted), ("endings", ended)):
+            outcome.figures[label] = int(outcome.figures.get(label, 0)) + count
+        outcome.check(await asyncio.to_thread(server.stop) == 0, "exit status after SIGTERM")
+    outcome.check("Traceback" not in server.output(), "a traceback in the log")
+
+
+def endings(server: RunningServer) -> tuple[int, int]:
+    """(accepted, ended) sequences."""
+    metrics = server.metrics()
+    ended = sum(value for (name, _), value in metrics.items() if name == "chargpt_request_success_total")
+    return int(metrics["chargpt_requests_accepted_total", frozenset()]), int(ended)
 
 
 @contextlib.contextmanager
 def stock(plan: Plan) -> Iterator[Server]:
-    """Stock LitServe with batched streaming, ready, after a first answer."""
+    """Stock LitServe with batched streaming, ready."""
     command = module("tests.bench.stock", checkpoint=BUNDLED, threads=available_cpus(), loop="stream")
     with Server(command, plan.out / "stock.log", "/health") as server:
         server.wait_until_ready()
@@ -117,65 +151,55 @@ def worker(server: Program) -> psutil.Process:
     return next(each for each in psutil.Process(server.process.pid).children(recursive=True) if is_worker(each))
 
 
-def left_of(session: int) -> list[psutil.Process]:
-    """Running processes of a server's session, orphans included."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
-
-
 async def settled(process: psutil.Process) -> None:
     """Wait until the process is replaced at once if it dies: one that has just started is replaced after a pause."""
     await asyncio.sleep(max(0.0, process.create_time() + SETTLED_SECONDS + 0.3 - time.time()))
 
 
-async def until(condition: Callable[[], Any], seconds: float = 30, otherwise: object = "timed out") -> Any:
-    return await asyncio.to_thread(wait_until, condition, seconds, otherwise)
+async def until(condition: Callable[[], Any], seconds: float = 30) -> Any:
+    return await asyncio.to_thread(wait_until, condition, seconds)
 
 
-def endings(server: RunningServer) -> tuple[int, int]:
-    """(accepted, ended) sequences."""
-    metrics = server.metrics()
-    ended = sum(value for (name, _), value in metrics.items() if name == "chargpt_request_success_total")
-    return int(metrics["chargpt_requests_accepted_total", frozenset()]), int(ended)
+# Requests
 
 
-async def check_balance(server: RunningServer, outcome: Outcome) -> None:
-    """Every accepted sequence has ended, once."""
-    with contextlib.suppress(AssertionError):
-        await until(lambda: len(set(endings(server))) == 1)
-    accepted, ended = endings(server)
-    outcome.check(accepted == ended, f"{accepted} sequences accepted, {ended} endings")
-    outcome.figures["sequences accepted"] = outcome.figures.get("sequences accepted", 0) + accepted
-    outcome.figures["endings"] = outcome.figures.get("endings", 0) + ended
+def bodies_of(count: int, length: int) -> list[dict[str, Any]]:
+    """Bodies of `count` requests, of which three in four are streamed."""
+    return [
+        {"prompt": "ROMEO:\n", "max_tokens": length, "seed": i, "stream": i % 4 != 0, "temperature": 1.0}
+        for i in range(count)
+    ]
 
 
-def check_quiet(server: Program, outcome: Outcome) -> None:
-    outcome.check("Traceback" not in server.output(), "a traceback in the log")
+def asking(server: Program, bodies: Iterable[dict[str, Any]], **options: Any) -> list[asyncio.Task[Reply]]:
+    """All at once, running."""
+    return [asyncio.create_task(ask(server.port, body, **options)) for body in bodies]
+
+
+async def texts(server: Program, bodies: list[dict[str, Any]]) -> list[str]:
+    """One after the other."""
+    return [(await ask(server.port, body)).text for body in bodies]
 
 
 class Memory:
     """Resident memory of all processes of a server, in bytes: at the beginning, and the most until the end."""
 
-    def __init__(self, server: Program, interval: float = 0.05):
-        self._server, self._interval = server, interval
+    def __init__(self, server: Program):
+        self._main = psutil.Process(server.process.pid)
         self._is_done = threading.Event()
         self.before = self.most = self._now()
 
     def _now(self) -> int:
-        main, total = psutil.Process(self._server.process.pid), 0
-        for process in (main, *main.children(recursive=True)):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                total += process.memory_info().rss
+        total = 0
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in (self._main, *self._main.children(recursive=True)):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    total += process.memory_info().rss
         return total
 
     def _watch(self) -> None:
-        while not self._is_done.wait(self._interval):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                self.most = max(self.most, self._now())
+        while not self._is_done.wait(0.05):
+            self.most = max(self.most, self._now())
 
     def __enter__(self) -> Self:
         self._thread = threading.Thread(target=self._watch)

@@ -6,22 +6,29 @@ The service takes each 127.0.0.x for another client. Times are by time.monotonic
 from __future__ import annotations
 
 import asyncio
+import gc
 import http.client
 import io
+import itertools
 import json
+import select
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Self
 
-from tests.bench.servers import ROOT
 from tests.toolbox.http import DONE, events, post, text_of
+from tests.toolbox.launch import ROOT
 
 HANG_SECONDS = 60.0  # without an end: the request hangs
-OWN = "127.0.0.1"
+PROBE_SECONDS = 15.0  # the same of a probe
+CROWDS = 4  # processes, each with an address of its own
+OWN, OTHER = "127.0.0.1", "127.0.0.2"  # the client whose requests run, and another one
 LIVEZ = b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
 
 
@@ -153,6 +160,35 @@ async def ask(
     return reply
 
 
+# Clients in processes of their own
+
+
+class Member:
+    """A process with the client `role` of MEMBERS, which says when it is ready and gives its results at the end."""
+
+    def __init__(self, role: str, **plan: object):
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.chaos.client", role, json.dumps(plan)],
+            cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+
+    def wait_until_ready(self) -> None:
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "ready\n"
+
+    def tell(self) -> None:
+        """To a crowd: begin. To a probe: end."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+
+    def results(self) -> list[Any]:
+        return json.loads(self._process.communicate()[0])
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
 class Wait(NamedTuple):
     """One request of a probe."""
 
@@ -168,21 +204,17 @@ class Probe:
     """
 
     def __init__(self, port: int, request: bytes = LIVEZ, source: str = "127.0.0.99", interval: float = 0.02):
-        plan = {"port": port, "source": source, "interval": interval, "request": request.decode("latin-1")}
-        self.command = [sys.executable, "-m", "tests.chaos.probe", json.dumps(plan)]
+        self.plan = {"port": port, "source": source, "interval": interval, "request": request.decode("latin-1")}
         self.waits: list[Wait] = []
 
     def __enter__(self) -> Self:
-        self._process = subprocess.Popen(
-            self.command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-        )
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline() == "ready\n"
+        self._member = Member("probe", **self.plan)
+        self._member.wait_until_ready()
         return self
 
     def __exit__(self, *_: object) -> None:
-        output, _ = self._process.communicate("")
-        self.waits = [Wait(*wait) for wait in json.loads(output)]
+        self._member.tell()
+        self.waits = [Wait(*wait) for wait in self._member.results()]
 
     @property
     def seconds(self) -> list[float]:
@@ -192,3 +224,77 @@ class Probe:
     @property
     def unanswered(self) -> int:
         return sum(wait.seconds is None for wait in self.waits)
+
+
+def wait(port: int, source: str, request: bytes) -> Wait:
+    sent_at, data, first_at = time.monotonic(), b"", None
+    with socket.socket() as connection:
+        connection.settimeout(PROBE_SECONDS)
+        connection.bind((source, 0))
+        try:
+            connection.connect((OWN, port))
+            connection.sendall(request)
+            while chunk := connection.recv(1 << 16):
+                data += chunk
+                if first_at is None and has_body(data):
+                    first_at = time.monotonic()
+        except OSError:
+            pass
+    status = int(data[9:12]) if data.startswith(b"HTTP/1.1 ") else 0
+    return Wait(sent_at, None if first_at is None else first_at - sent_at, status)
+
+
+def probe(port: int, source: str, interval: float, request: str) -> list[Wait]:
+    print("ready", flush=True)
+    waits, due = [], time.monotonic()
+    while not select.select([sys.stdin], [], [], max(0.0, due - time.monotonic()))[0]:
+        waits.append(wait(port, source, request.encode("latin-1")))
+        due = max(due + interval, time.monotonic())
+    return waits
+
+
+def crowd(port: int, body: dict[str, Any], count: int, connects_first: bool, patience: float) -> list[list[Any]]:
+    """`count` requests at once from CROWDS processes: [began, sent, first, ended, status, ending] of each."""
+    plan = {"port": port, "body": body, "count": count // CROWDS, "connects_first": connects_first}
+    members = [Member("crowd", **plan, patience=patience, source=f"127.0.1.{i + 1}") for i in range(CROWDS)]
+    try:
+        for member in members:
+            member.wait_until_ready()
+        for member in members:
+            member.tell()
+        with ThreadPoolExecutor(CROWDS) as pool:
+            return list(itertools.chain(*pool.map(Member.results, members)))
+    finally:
+        for member in members:
+            member.kill()
+
+
+async def ask_all(
+    port: int, body: dict[str, Any], count: int, source: str, patience: float, connects_first: bool
+) -> list[tuple[Any, ...]]:
+    """The part of a crowd that is one process."""
+    gate = asyncio.Barrier(count + 1) if connects_first else None
+
+    def start() -> list[asyncio.Task[Reply]]:
+        asked = (ask(port, body, source=source, patience=patience, gate=gate) for _ in range(count))
+        return [asyncio.create_task(coroutine) for coroutine in asked]
+
+    gc.disable()
+    tasks = start() if gate else []
+    while gate is not None and gate.n_waiting < sum(not task.done() for task in tasks):
+        await asyncio.sleep(0.05)
+    print("ready", flush=True)
+    await asyncio.to_thread(sys.stdin.readline)
+    if gate is None:
+        tasks = start()
+    else:
+        async with asyncio.timeout(patience):
+            await gate.wait()
+    replies = await asyncio.gather(*tasks)
+    return [(r.began_at, r.sent_at, r.first_at, r.ended_at, r.status, r.ending) for r in replies]
+
+
+MEMBERS = {"probe": probe, "crowd": lambda **plan: asyncio.run(ask_all(**plan))}
+
+if __name__ == "__main__":
+    print(json.dumps(MEMBERS[sys.argv[1]](**json.loads(sys.argv[2]))))

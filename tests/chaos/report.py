@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from tests.bench.report import NONE, table
+from tests.toolbox.figures import NONE, conditions, table
 
 
 def shown(value: Any) -> str:
@@ -80,7 +80,6 @@ def markdown(results: dict[str, Any]) -> str:
     """A table of all cases, then one of each with stock LitServe beside it."""
     cases = results["cases"]
     failed = [name for name, case in cases.items() if case["failures"]]
-    machine, versions = results["machine"], results["versions"]
     lines = ["# Results of `make chaos`", ""]
     lines += [
         f"{len(cases)} cases, {sum(case['cases'] for case in cases.values()):,} checks, "
@@ -111,10 +110,8 @@ def markdown(results: dict[str, Any]) -> str:
         lines += [f"- goal {'met' if met else 'missed'}: {goal}" for goal, met in case["goals"].items()]
         lines += [f"- **failed**: {failure}" for failure in case["failures"][:20]]
         lines += [""] if case["goals"] or case["failures"] else []
-    about = ", ".join(f"{name} {version}" for name, version in versions.items())
     lines += [
-        f"- {machine['cpu']}, {machine['cores']} cores, {machine['system']}; load {results['load_average']:.2f} at the "
-        f"start; {results['date'][:10]}; {about}; revision {results['revision']}.",
+        f"- {conditions(results)}.",
         "- Clients and servers share the cores. A client is an address 127.0.0.x. Raw values are in results.json.",
         "- Elsewhere: random valid and invalid requests by schemathesis in tests/http/test_openapi.py.",
     ]

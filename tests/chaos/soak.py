@@ -12,14 +12,12 @@ from typing import Any
 
 import psutil
 
-from tests.chaos.case import MB, Outcome, Plan, check_balance, check_quiet, ours, spread
+from tests.chaos.case import MB, Outcome, Plan, ours, spread, tell
 from tests.chaos.client import Reply, ask
-from tests.chaos.clients import BAD
-from tests.chaos.processes import tell
+from tests.chaos.clients import BAD, bad_options
 from tests.helpers import RunningServer, is_worker
-from tests.load.answers import EVENT_END, Stream, Wrong, check_opinion, check_whole
-from tests.load.mix import Ask, Mix
-from tests.load.record import quantile
+from tests.load.mix import mixed, problem
+from tests.toolbox.figures import quantile
 from tests.toolbox.http import post
 
 USERS, PAUSE_SECONDS = 12, 0.2  # each waits twice as long at most before it asks again
@@ -32,28 +30,6 @@ MAX_GROWTH_MB = 30.0  # of one process over the second half
 
 def seconds(plan: Plan) -> float:
     return plan.count(1200, 60)
-
-
-def wrong_with(reply: Reply, asked: Ask, vocabulary: str) -> str | None:
-    """What is wrong with the answer to a request of the mix; None if nothing is."""
-    if reply.failure == "left":
-        return None
-    body = reply.body
-    if reply.status != 200 or not reply.is_whole:
-        return f"status {reply.status}, {reply.ending}"
-    try:
-        if asked.shape == "opinion":
-            check_opinion(asked, body, vocabulary)
-        elif asked.shape == "whole":
-            check_whole(asked, body, vocabulary)
-        else:
-            stream = Stream(asked, vocabulary)
-            for event in body.split(EVENT_END)[:-1]:
-                stream.take(event)
-            stream.end()
-    except Wrong as error:
-        return str(error)
-    return None
 
 
 async def read_slowly(port: int, body: dict[str, Any], chance: random.Random) -> None:
@@ -114,9 +90,9 @@ async def soak(plan: Plan, outcome: Outcome) -> None:
     first: list[float] = []
     killed_at: list[float] = []
     chance = random.Random(0)
-    with ours() as server:
+    async with ours(outcome) as server:
         vocabulary = server._get("/info").json()["model"]["vocabulary"]
-        mix, numbers = Mix(vocabulary, leaving=0.05), itertools.count()
+        numbers = itertools.count()
         samples, began = Samples(server), time.monotonic()
         ends_at, middle = began + duration, began + duration / 2
 
@@ -130,18 +106,18 @@ async def soak(plan: Plan, outcome: Outcome) -> None:
                 elif kind < SLOW_SHARE + BAD_SHARE:
                     kinds["nonsense"] += 1
                     body = chance.choice(BAD)
-                    leaves = isinstance(body, dict) and body.get("stream") is True
-                    reply = await ask(server.port, body, source=source, leave_after=500 if leaves else None)
-                    note(reply, "nonsense")
+                    note(await ask(server.port, body, source=source, **bad_options(body)), "nonsense")
                 else:
-                    asked = mix.ask(next(numbers))
+                    asked = mixed(next(numbers), vocabulary)
                     leave_after = None if asked.leave_after is None else 300 + asked.leave_after * 20
                     reply = await ask(server.port, asked.body, path=asked.path, source=source, leave_after=leave_after)
-                    kinds["left" if reply.failure == "left" else asked.shape] += 1
-                    note(reply, asked.name)
-                    problem = wrong_with(reply, asked, vocabulary)
-                    outcome.check(problem is None or reply.status == 503, f"{asked.name}: {problem}")
-                    if asked.shape == "stream" and reply.first_at is not None:
+                    has_left, name = reply.failure == "left", f"{asked.path} {asked.kind}"
+                    kinds["left" if has_left else asked.kind] += 1
+                    note(reply, name)
+                    wrong_with = "" if has_left else problem(asked, reply.status or 0, reply.body, vocabulary)
+                    fine = not wrong_with and (reply.is_whole or has_left) or reply.status == 503
+                    outcome.check(fine, f"{name}: {wrong_with}, {reply.ending}")
+                    if asked.kind == "stream" and reply.first_at is not None:
                         first.append(reply.first_at - reply.began_at)
                 await asyncio.sleep(chance.random() * 2 * PAUSE_SECONDS)
 
@@ -169,12 +145,9 @@ async def soak(plan: Plan, outcome: Outcome) -> None:
         await asyncio.gather(*(user(number) for number in range(USERS)))
         for helper in helpers:
             helper.cancel()
-        await check_balance(server, outcome)
         restarts = int(server.metric("chargpt_worker_restarts_total"))
-        check_quiet(server, outcome)
-        outcome.check(await asyncio.to_thread(server.stop) == 0, "exit status after SIGTERM")
-    for problem, count in wrong.items():
-        outcome.check(False, f"{count} × {problem}")
+    for what, count in wrong.items():
+        outcome.check(False, f"{count} × {what}")
     outcome.figures |= {
         "requests": sum(kinds.values()),
         "kinds": tell(kinds),

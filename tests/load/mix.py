@@ -1,103 +1,116 @@
-"""The requests of a load test: a sequence fixed by its seed, independent of who sends it and when.
+"""The mixed requests of `make load` and of the chaos soak, and what their answers must hold.
 
-Depends on the routes and their parameters and on the model's vocabulary; contains no networking.
+A seed and its number determine a request, whoever sends it and when. Contains no networking.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from dataclasses import dataclass
 from typing import Any
 
+from tests.toolbox.http import pieces
+
+LONGEST = 512  # characters of a prompt or a completion
+MEDIAN_PROMPT, MEDIAN_COMPLETION = 32, 64
 SPREAD = 1.0  # standard deviation of the logarithm of a length: one in 20 exceeds 5 times the median
+OPINIONS, LEAVING, WHOLE = 0.05, 0.05, 0.2  # shares: /v1/score and /v1/next; clients that leave; not streamed
+STOPPING = 0.1  # share of completions with a stop string, a line break
 SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0.8, "top_k": 40},
     {"temperature": 1.0, "top_p": 0.9},
     {"temperature": 0.0},
 )
-STOP = "\n"
-STOPPING = 0.1  # share of completions with a stop string, a line break
 
 
 @dataclass(frozen=True)
 class Ask:
     """One request."""
 
-    number: int
     path: str
     body: dict[str, Any]
-    prompt_characters: int
     leave_after: int | None = None  # characters after which the client disconnects in mid-stream
 
     @property
-    def shape(self) -> str:
-        if self.path in ("/v1/score", "/v1/next"):
+    def kind(self) -> str:
+        if self.leave_after is not None:
+            return "left"
+        if "stream" not in self.body:
             return "opinion"
         return "stream" if self.body["stream"] else "whole"
 
-    @property
-    def name(self) -> str:
-        """Name of this kind of request in reports."""
-        if self.leave_after is not None:
-            return f"{self.path} left"
-        return self.path if self.shape == "opinion" else f"{self.path} {self.shape}"
+
+def mixed(number: int, vocabulary: str, seed: int = 0) -> Ask:
+    """Request `number` over the characters of `vocabulary`; completions go to both routes in equal parts."""
+    chance = random.Random(f"{seed} {number}")
+
+    def length(median: int) -> int:
+        return min(LONGEST, max(1, round(median * math.exp(chance.gauss(0, SPREAD)))))
+
+    prompt = "".join(chance.choices(vocabulary, k=length(MEDIAN_PROMPT)))
+    share = chance.random()
+    if share < OPINIONS:
+        if chance.random() < 0.5:
+            return Ask("/v1/next", {"prompt": prompt})
+        return Ask("/v1/score", {"texts": (prompt * 2)[: max(2, len(prompt))]})  # one character cannot be scored
+    leaves = share < OPINIONS + LEAVING
+    body: dict[str, Any] = {
+        "prompt": prompt,
+        "max_tokens": LONGEST if leaves else length(MEDIAN_COMPLETION),
+        "seed": chance.getrandbits(53),
+        "stream": leaves or share >= OPINIONS + LEAVING + WHOLE,
+        **chance.choice(SAMPLING),
+    }
+    if not leaves and "\n" in vocabulary and chance.random() < STOPPING:
+        body["stop"] = "\n"
+    path = chance.choice(("/generate", "/v1/completions"))
+    if body["stream"] and path == "/v1/completions":
+        body["stream_options"] = {"include_usage": True}
+    return Ask(path, body, chance.randint(1, LONGEST // 8) if leaves else None)
 
 
-@dataclass(frozen=True)
-class Mix:
-    """Requests of mixed kinds and lengths, over the characters of `vocabulary`.
+def problem(ask: Ask, status: int, body: bytes, vocabulary: str) -> str:
+    """What is wrong with a whole answer; "" if nothing is."""
+    try:
+        if status != 200:
+            return f"status {status}: {json.loads(body)['error']['code']}"
+        if ask.kind == "opinion":
+            return problem_of_opinion(ask, json.loads(body)["data"], vocabulary)
+        objects = pieces(body.decode().split("\n")) if ask.kind == "stream" else [json.loads(body)]
+        for each in objects:
+            if "error" in each:
+                return f"an error in the stream: {each['error']['code']}"
+        choices = [choice for each in objects for choice in each.get("choices", [each] if "text" in each else [])]
+        *reasons, reason = (choice["finish_reason"] for choice in choices)
+        if any(reasons):
+            return "an event after the finish reason"
+        usage = next(each["usage"] for each in reversed(objects) if each.get("usage"))
+        return problem_of_text(ask.body, "".join(choice["text"] for choice in choices), reason, usage, vocabulary)
+    except (AssertionError, KeyError, StopIteration, TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}: {body[:200]!r}"
 
-    Lengths in characters are log-normal around their medians, at most `longest`. Shares are of all requests; the rest
-    are streams. Completions go to /generate and /v1/completions in equal parts.
 
-    Raises:
-        ValueError: a length or a share is out of bounds.
-    """
+def problem_of_text(asked: dict[str, Any], text: str, reason: str, usage: dict[str, int], vocabulary: str) -> str:
+    most, stop = asked["max_tokens"], asked.get("stop")
+    is_right = len(text) == most if reason == "length" else reason == "stop" and stop is not None and len(text) < most
+    if not is_right:
+        return f"{len(text)} characters with finish_reason {reason}, max_tokens {most}, stop {stop!r}"
+    if stop is not None and stop in text:
+        return f"the stop {stop!r} is in the text"
+    if unknown := set(text) - set(vocabulary):
+        return f"characters absent from the vocabulary: {sorted(unknown)}"
+    counts = [usage[f"{name}_tokens"] for name in ("prompt", "completion", "total")]
+    expected = [len(asked["prompt"]), len(text), len(asked["prompt"]) + len(text)]
+    return "" if counts == expected else f"usage {counts}, not {expected}"
 
-    vocabulary: str
-    seed: int = 0
-    median_prompt: int = 32
-    median_completion: int = 64
-    longest: int = 512
-    whole: float = 0.2  # share of responses not streamed
-    leaving: float = 0.05  # share of clients that disconnect in mid-stream, from completions of `longest` characters
-    opinions: float = 0.05  # share of /v1/score and /v1/next
 
-    def __post_init__(self) -> None:
-        for name in ("median_prompt", "median_completion"):
-            if not 1 <= getattr(self, name) <= self.longest:
-                raise ValueError(f"{name} must be in [1, {self.longest}], got {getattr(self, name)}")
-        shares = {name: getattr(self, name) for name in ("whole", "leaving", "opinions")}
-        if min(shares.values()) < 0 or sum(shares.values()) > 1:
-            raise ValueError(f"shares must be at least 0 and sum to at most 1, got {shares}")
-
-    def ask(self, number: int) -> Ask:
-        """The request with this number."""
-        chance = random.Random(f"{self.seed} {number}")
-        prompt = "".join(chance.choices(self.vocabulary, k=self._length(chance, self.median_prompt)))
-        kind = chance.random()
-        if kind < self.opinions:
-            if chance.random() < 0.5:
-                return Ask(number, "/v1/next", {"prompt": prompt}, len(prompt))
-            text = (prompt * 2)[: max(2, len(prompt))]  # a single character cannot be scored
-            return Ask(number, "/v1/score", {"texts": text}, len(text))
-        is_leaving = kind < self.opinions + self.leaving
-        stream = is_leaving or kind >= self.opinions + self.leaving + self.whole
-        body: dict[str, Any] = {
-            "prompt": prompt,
-            "max_tokens": self.longest if is_leaving else self._length(chance, self.median_completion),
-            "seed": chance.getrandbits(53),
-            "stream": stream,
-            **chance.choice(SAMPLING),
-        }
-        if not is_leaving and STOP in self.vocabulary and chance.random() < STOPPING:
-            body["stop"] = STOP
-        path = chance.choice(("/generate", "/v1/completions"))
-        if stream and path == "/v1/completions":
-            body["stream_options"] = {"include_usage": True}
-        leave_after = chance.randint(1, max(1, self.longest // 8)) if is_leaving else None
-        return Ask(number, path, body, len(prompt), leave_after)
-
-    def _length(self, chance: random.Random, median: int) -> int:
-        return min(self.longest, max(1, round(median * math.exp(chance.gauss(0, SPREAD)))))
+def problem_of_opinion(ask: Ask, data: list[dict[str, Any]], vocabulary: str) -> str:
+    [found] = data
+    if ask.path == "/v1/score":
+        is_right = found["characters"] == len(ask.body["texts"]) - 1 and 0 <= found["nats"] < math.inf
+        return "" if is_right else f"{found['characters']} characters of {found['nats']} nats"
+    total = math.fsum(entry["probability"] for entry in found["distribution"])
+    is_right = len(found["distribution"]) == len(vocabulary) and abs(total - 1) < 1e-3
+    return "" if is_right else f"{len(found['distribution'])} characters of probability {total}"

@@ -1,434 +1,205 @@
-"""The load tools: requests, response checks, and agreement of their figures with the server's."""
+"""The load tools: what their answers must hold, the sweep's counts, and agreement of client and server figures."""
 
 from __future__ import annotations
 
-import csv
 import itertools
 import json
 import math
-import random
-import statistics
 import subprocess
 import sys
 from bisect import bisect_left
-from collections import Counter
-from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
+from service.model.config import GPTConfig
 from service.observe.metrics import SECONDS
 from service.settings import BUNDLED
+from tests.bench import load, peers, shapes
 from tests.helpers import SLOW, VOCABULARY, RunningServer, save_random
-from tests.load import answers, mix, record, tokenizer
+from tests.load import mix, sweep, tokenizer
+from tests.toolbox.figures import quantile
+from tests.toolbox.launch import ROOT
 
-ROOT = Path(__file__).parents[2]
-SHORT = ("--median-completion", 24, "--longest", 160)
-
-
-def locust(url, folder, *flags, status=0):
-    """Runs the load generator; returns its summary, one Row per request, and its output."""
-    command = [sys.executable, "-m", "locust", "-f", "tests/load/locustfile.py", "--headless", "--only-summary"]
-    command += ["--host", url, "--folder", str(folder), "--spawn-rate", "100", *map(str, flags)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == status, done.stdout + done.stderr
-    if not (folder / "summary.json").exists():
-        return None, [], done.stdout + done.stderr
-    with (folder / "requests.csv").open(newline="") as file:
-        rows = [Row(row) for row in csv.DictReader(file)]
-    return json.loads((folder / "summary.json").read_text()), rows, done.stdout
+# -- requests and their answers --
 
 
-class Row:
-    """A row of requests.csv."""
-
-    def __init__(self, row):
-        self.number, self.prompt, self.characters = (
-            int(row[name]) for name in ("number", "prompt_characters", "characters")
-        )
-        self.sent_at, self.late = float(row["sent_at"]), float(row["late"])
-        self.first, self.last = (float(row[name]) if row[name] else None for name in ("first", "last"))
-        self.path, self.shape, self.ending, self.wrong = (row[name] for name in ("path", "shape", "ending", "wrong"))
+def test_a_seed_and_its_number_determine_a_request():
+    asked = [mix.mixed(i, "".join(VOCABULARY), 1) for i in range(2000)]
+    assert asked[7] == mix.mixed(7, "".join(VOCABULARY), 1) != mix.mixed(7, "".join(VOCABULARY), 2)
+    kinds = [each.kind for each in asked]
+    for kind, share in (("opinion", 0.05), ("left", 0.05), ("whole", 0.2), ("stream", 0.7)):
+        assert kinds.count(kind) / 2000 == pytest.approx(share, abs=0.03)
 
 
-# -- requests --
-
-
-def test_mix_is_deterministic_by_seed():
-    one, same, other = (mix.Mix(VOCABULARY, seed=seed) for seed in (1, 1, 2))
-    asked = [one.ask(i) for i in range(200)]
-    assert asked == [same.ask(i) for i in range(200)]
-    assert sum(a == b for a, b in zip(asked, map(other.ask, range(200)), strict=True)) == 0
-    assert asked[7] == mix.Mix(VOCABULARY, seed=1).ask(7)  # independent of earlier requests
-
-
-def test_lengths_have_a_long_tail_and_kinds_match_their_shares():
-    given = mix.Mix(VOCABULARY, median_prompt=20, median_completion=40, longest=1000, leaving=0.1, opinions=0.1)
-    asked = [given.ask(i) for i in range(4000)]
-    kinds = Counter(a.shape if a.leave_after is None else "left" for a in asked)
-    for kind, share in {"opinion": 0.1, "left": 0.1, "whole": 0.2, "stream": 0.6}.items():
-        assert kinds[kind] / len(asked) == pytest.approx(share, abs=0.03)
-    texts = [a for a in asked if a.shape != "opinion" and a.leave_after is None]
-    for values, median in (([a.prompt_characters for a in texts], 20), ([a.body["max_tokens"] for a in texts], 40)):
-        assert statistics.median(values) == pytest.approx(median, rel=0.1)
-        assert statistics.mean(values) > 1.4 * median and max(values) > 10 * median
-        assert 1 <= min(values) and max(values) <= 1000
-    assert {a.path for a in asked} == {"/generate", "/v1/completions", "/v1/score", "/v1/next"}
-    assert set("".join(a.body.get("prompt") or a.body["texts"] for a in asked)) == set(VOCABULARY)
-    for a in asked:
-        if a.leave_after is not None:
-            assert 8 * a.leave_after <= a.body["max_tokens"] == 1000
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"median_prompt": 0}, "median_prompt must be in \\[1, 512\\], got 0"),
-        ({"median_completion": 513}, "median_completion must be in \\[1, 512\\], got 513"),
-        ({"whole": 0.95}, "at most 1, got .*'whole': 0.95"),
-        ({"leaving": -0.1}, "at least 0 .*'leaving': -0.1"),
-    ],
-)
-def test_invalid_mix_is_rejected(options, message):
-    with pytest.raises(ValueError, match=message):
-        mix.Mix(VOCABULARY, **options)
-
-
-# -- response checks --
-
-ASK = mix.Ask(0, "/generate", {"prompt": "ab", "max_tokens": 4, "seed": 1, "stream": True, "stop": "\n"}, 2)
+ASK = mix.Ask("/generate", {"prompt": "ab", "max_tokens": 4, "seed": 1, "stream": True, "stop": "\n"})
 USAGE = {"prompt_tokens": 2, "completion_tokens": 4, "total_tokens": 6}
 
 
-def event(**content):
+def event(**content: object) -> bytes:
     return b"data: " + json.dumps(content).encode() + b"\n\n"
 
 
-def piece(text, finish_reason=None):
+def piece(text: str, finish_reason: str | None = None) -> bytes:
     return event(index=0, text=text, finish_reason=finish_reason, seed=1)
 
 
 LAST, DONE = event(id="x", usage=USAGE), b"data: [DONE]\n\n"
 
 
-def taken(*events):
-    stream = answers.Stream(ASK, VOCABULARY)
-    counts = [stream.take(event) for event in events]
-    stream.end()
-    return counts
-
-
-def test_valid_streams_are_accepted_with_any_number_of_characters_per_event():
-    assert taken(piece("a"), piece("bcd", "length"), LAST, DONE) == [1, 3, 0, 0]
-    assert taken(piece("abcd"), b": keep-alive\n\n", piece("", "length"), LAST, DONE) == [4, 0, 0, 0, 0]
-    short = event(id="x", usage={"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3})
-    assert taken(piece("a"), piece("", "stop"), short, DONE) == [1, 0, 0, 0]
-
-
 @pytest.mark.parametrize(
     ("events", "message"),
     [
-        ([piece("abcd", "length"), LAST], r"without \[DONE\]"),
-        ([piece("abc", "length"), LAST, DONE], "3 characters with finish_reason length, max_tokens is 4"),
-        ([piece("abcde", "length"), LAST, DONE], "5 characters"),
-        ([piece("abcd", "stop"), LAST, DONE], "4 characters before a stop"),
+        ([piece("abcd"), b": keep-alive\n\n", piece("", "length"), LAST, DONE], ""),
+        ([piece("abcd", "length"), LAST], "AssertionError"),
+        ([piece("abc", "length"), LAST, DONE], "3 characters with finish_reason length, max_tokens 4"),
+        ([piece("abcd", "stop"), LAST, DONE], "4 characters with finish_reason stop"),
         ([piece("abcd", "abort"), LAST, DONE], "finish_reason abort"),
-        ([piece("abcd"), LAST, DONE], "finish_reason None"),
         ([piece("abcd", "length"), piece("", "length"), LAST, DONE], "after the finish reason"),
-        ([piece("abcd", "length"), LAST, DONE, piece("a")], r"after \[DONE\]"),
-        ([piece("ab\nc", "length"), LAST, DONE], "stop '.n' is in the text"),
-        ([piece("ab漢c", "length"), LAST, DONE], "absent from the vocabulary: .'漢'"),
-        ([piece("abcd", "length"), DONE], "usage None"),
-        ([piece("abcd", "length"), event(id="x", usage=USAGE | {"prompt_tokens": 1}), DONE], "'prompt_tokens': 1"),
-        ([piece("a"), event(error={"code": "engine_error", "message": "…"})], "engine_error"),
-        ([b"data: {\n\n"], "not JSON"),
-        ([b"event: x\n\n"], "not an event"),
+        ([piece("ab\nc", "length"), LAST, DONE], "stop '\\n' is in the text"),
+        ([piece("ab漢c", "length"), LAST, DONE], "absent from the vocabulary: ['漢']"),
+        ([piece("abcd", "length"), DONE], "StopIteration"),
+        ([piece("abcd", "length"), event(id="x", usage=USAGE | {"prompt_tokens": 1}), DONE], "usage [1, 4, 6]"),
+        ([piece("a"), event(error={"code": "engine_error"}), DONE], "engine_error"),
+        ([b"data: {\n\n", DONE], "JSONDecodeError"),
     ],
 )
-def test_invalid_streams_fail_with_a_reason(events, message):
-    with pytest.raises(answers.Wrong, match=message):
-        taken(*events)
+def test_wrong_streams_are_told_from_right_ones(events, message):
+    found = mix.problem(ASK, 200, b"".join(events), "".join(VOCABULARY))
+    assert message in found and bool(found) == bool(message)
 
 
-def whole(**fields):
-    choice = {"index": 0, "text": "abcd", "finish_reason": "length", "seed": 1} | fields
-    return json.dumps({"choices": [choice], "usage": USAGE}).encode()
-
-
-def test_invalid_whole_responses_fail_with_a_reason():
-    assert answers.check_whole(ASK, whole(), VOCABULARY) == (4, "length")
-    for body, message in (
-        (whole(text="abc"), "3 characters"),
-        (whole(finish_reason=None), "finish_reason None"),
-        (whole(seed=2), "seed 2, not 1"),
-        (b'{"choices": []}', "not one choice"),
-        (b"[]", "not an object"),
+def test_wrong_whole_answers_and_opinions_are_told_from_right_ones():
+    whole = mix.Ask("/generate", ASK.body | {"stream": False})
+    score, next_ = mix.Ask("/v1/score", {"texts": "abc"}), mix.Ask("/v1/next", {"prompt": "a"})
+    even = {"data": [{"distribution": [{"probability": 0.5}] * 2}]}
+    for ask, status, body, message in (
+        (whole, 200, {"choices": [{"text": "abcd", "finish_reason": "length"}], "usage": USAGE}, ""),
+        (whole, 200, {"choices": [{"text": "abc", "finish_reason": "length"}], "usage": USAGE}, "3 characters"),
+        (whole, 429, {"error": {"code": "queue_full"}}, "status 429: queue_full"),
+        (score, 200, {"data": [{"characters": 2, "nats": 3.5}]}, ""),
+        (score, 200, {"data": [{"characters": 2, "nats": -1.0}]}, "-1.0 nats"),
+        (next_, 200, even, ""),
+        (next_, 200, {"data": [{"distribution": []}]}, "0 characters"),
     ):
-        with pytest.raises(answers.Wrong, match=message):
-            answers.check_whole(ASK, body, VOCABULARY)
-    for status, body, message in (
-        (429, b'{"error": {"code": "queue_full"}}', "status 429: queue_full"),
-        (502, b"Bad gateway", "status 502: Bad gateway"),
-    ):
-        with pytest.raises(answers.Wrong, match=message):
-            answers.check_status(status, body)
+        found = mix.problem(ask, status, json.dumps(body).encode(), "ab" if ask is next_ else "abcd\n")
+        assert message in found and bool(found) == bool(message)
 
 
-def test_invalid_score_and_next_responses_fail():
-    score, next_ = mix.Ask(0, "/v1/score", {"texts": "abc"}, 3), mix.Ask(0, "/v1/next", {"prompt": "a"}, 1)
-    assert answers.check_opinion(score, b'{"data": [{"characters": 2, "nats": 3.5}]}', "ab") == 0
-    even = json.dumps({"data": [{"distribution": [{"probability": 0.5}] * 2}]}).encode()
-    assert answers.check_opinion(next_, even, "ab") == 1
-    for ask, body in (
-        (score, b'{"data": [{"characters": 3, "nats": 3.5}]}'),
-        (score, b'{"data": [{"characters": 2, "nats": -1.0}]}'),
-        (score, b'{"data": []}'),
-        (next_, even.replace(b"0.5", b"0.4")),
-        (next_, b'{"data": [{"distribution": []}]}'),
-    ):
-        with pytest.raises(answers.Wrong):
-            answers.check_opinion(ask, body, "ab")
+# -- a client's figures and the server's --
 
 
-# -- statistics --
-
-
-def test_quantiles_are_order_statistics():
-    values = [random.Random(0).expovariate(10) for _ in range(1000)]
-    spread = record.Spread()
-    for value in values:
-        spread.add(value)
-    for q in (0.01, 0.5, 0.95, 0.99, 1.0):
-        exact = sorted(values)[math.ceil(q * 1000) - 1]
-        assert record.quantile(values, q) == exact
-        assert exact <= spread.quantile(q) * (1 + 1e-9) and spread.quantile(q) <= 1.011 * exact
-    spread.add(0.0, 3000)  # characters in one event
-    assert spread.quantile(0.5) == 0.0 and spread.count == 4000
-    assert spread.sum == pytest.approx(sum(values))
-    assert math.isnan(record.quantile([], 0.5))
-
-
-def test_busy_or_late_load_generator_warns():
-    log = record.Log()
-    log.busy(0.2, 1.0)
-    log.records = [record.Record(i, i / 10, "/generate", "whole", 1, 1, 0.1, 0.1, "length", 0.001) for i in range(50)]
-    assert log.warnings(is_open=True) == []
-    log.records[7] = log.records[7]._replace(late=0.2)
-    assert log.warnings(is_open=False) == []
-    assert "200 ms late" in log.warnings(is_open=True)[0]
-    log.busy(0.95, 1.0)
-    assert "busy for 95% of a second" in log.warnings(is_open=False)[0]
-
-
-# -- client figures against server figures --
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    """Few cache slots and a slow model: requests wait, and latencies are long compared with the client's overhead."""
-    checkpoint = save_random(tmp_path_factory.mktemp("load") / "checkpoint", **SLOW)
+def test_client_and_server_agree_about_counts_and_latencies(tmp_path):
+    """Few cache slots and a slow model: requests wait, and latencies are long beside the client's overhead."""
+    checkpoint = save_random(tmp_path / "checkpoint", **SLOW)
+    due = list(itertools.islice(sweep.poisson_work(160), 60))
+    system = peers.System("ours", "")
     with RunningServer(checkpoint.path, max_running_requests=3, max_tokens=16_384) as server:
         server.wait_until_ready()
-        yield server
-        assert server.stop() == 0
-        assert "Traceback" not in server.output()
+        requests = [(0.0, system.request(item.prompt.lower(), item.max_tokens, True, 1), item) for item in due]
+        outcome = load.run(server.port, requests, connections=12, keep=True)
+        server.wait_until_metric("chargpt_request_success_total", 60, finished_reason="length")
+        metrics = server.metrics()
+    assert len(outcome.ended) == 60
+    moments = [sweep.moments(system, reply) for reply in outcome.replies]
+    characters = [sum(count for _, count in each) for each in moments]
+    assert characters == [item.max_tokens for item in due]
+    assert metrics["chargpt_generation_tokens_total", frozenset()] == sum(characters)
+    assert metrics["chargpt_prompt_tokens_total", frozenset()] == sum(len(item.prompt) for item in due)
+    between = sum(each[-1][0] - each[0][0] for each in moments)
+    assert metrics["chargpt_inter_token_latency_seconds_count", frozenset()] == sum(characters) - 60
+    # Both are the time from first to last character, sent or read.
+    assert metrics["chargpt_inter_token_latency_seconds_sum", frozenset()] == pytest.approx(between, rel=0.2)
+    whole = [reply.ended_at - reply.sent_at for reply in outcome.replies]
+    for name, values in (("time_to_first_token", outcome.times_to_first), ("e2e_request_latency", whole)):
+        series = f"chargpt_{name}_seconds_bucket"
+        counts = [metrics[series, frozenset({("le", str(float(bound)))})] for bound in SECONDS]
+        for q in (0.5, 0.95):
+            # The client's times include connection and scheduling: the same bucket, or a neighbouring one.
+            bucket = next(i for i, count in enumerate([*counts, 60]) if count >= math.ceil(q * 60))
+            assert abs(bisect_left(SECONDS, quantile(values, q)) - bucket) <= 1, (name, q, quantile(values, q))
 
 
-class Scraped:
-    """Changes in /metrics between two scrapes."""
+# -- the sweep --
 
-    def __init__(self, before, after):
-        self.change = {key: value - before.get(key, 0.0) for key, value in after.items()}
-
-    def value(self, name, **labels):
-        return self.change.get((name, frozenset(labels.items())), 0.0)
-
-    def by(self, name, label, **others):
-        """Changes by one label, of series with the other labels; without zeros."""
-        found = Counter()
-        for (series, labels), value in self.change.items():
-            if series == name and value and labels >= others.items():
-                found[dict(labels)[label]] += value
-        return dict(found)
-
-    def bucket(self, name, q):
-        """The index of the bucket that contains the quantile."""
-        counts = [self.value(f"{name}_bucket", le=str(float(bound))) for bound in SECONDS]
-        total = self.value(f"{name}_count")
-        return next(i for i, count in enumerate([*counts, total]) if count >= math.ceil(q * total))
+TINY = GPTConfig(len(shapes.VOCABULARY), block_size=16, n_layer=2, n_head=4, n_kv_head=2, n_embd=16)
+TINY_PLAN = sweep.Plan((0.3, 2.0), 0, 32, 1.5, 0.3, 1.0, 0.7, 1)
 
 
-def loaded(server, folder, *flags):
-    """(client rows, changes in the server's metrics)"""
-    before = server.metrics()
-    _, rows, _ = locust(server.url, folder, *flags)
-    ended = sum(value for (name, _), value in before.items() if name == "chargpt_request_success_total") + len(rows)
-    for _ in range(200):  # the server may notice a disconnect late
-        after = server.metrics()
-        if sum(value for (name, _), value in after.items() if name == "chargpt_request_success_total") >= ended:
-            break
-    return rows, Scraped(before, after)
+def chunk(text: str) -> bytes:
+    content = b'data: {"index":0,"text":"%b"}\n\n' % text.encode()
+    return b"%x\r\n%b\r\n" % (len(content), content)
 
 
-def assert_quantiles_agree(name, scraped, values):
-    """Counts are equal, and the client's quantile lies in the server's bucket or a neighbouring one.
-
-    The client starts before the server receives the request and stops after the server has written, so each of its
-    times, and hence each quantile, is longer. The overhead, connection and scheduling, is a few milliseconds; buckets
-    grow by factors of 1.33 to 2 and are tens of milliseconds wide where requests wait for a slot. The client's
-    quantile can be one bucket lower only if both are at a bound, within the time of a write.
-    """
-    assert scraped.value(f"{name}_count") == len(values) > 0
-    for q in (0.5, 0.95, 0.99):
-        seen = record.quantile(values, q)
-        apart = bisect_left(SECONDS, seen) - scraped.bucket(name, q)
-        assert -1 <= apart <= 1, f"{name} at {q}: the client saw {seen} s, {apart} buckets above the server's"
-
-
-def test_counts_and_latencies_agree_for_streams(server, tmp_path):
-    flags = ("--users", 12, "--requests", 90, *SHORT, "--whole", 0, "--leaving", 0, "--opinions", 0)
-    rows, scraped = loaded(server, tmp_path, *flags)
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert [row.number for row in rows] == list(range(90)) and {row.shape for row in rows} == {"stream"}
-    assert scraped.by("chargpt_http_requests_total", "handler", method="POST") == Counter(row.path for row in rows)
-    assert scraped.by("chargpt_request_success_total", "finished_reason") == Counter(row.ending for row in rows)
-    assert {"stop", "length"} <= {row.ending for row in rows}
-    characters = sum(row.characters for row in rows)
-    assert scraped.value("chargpt_generation_tokens_total") == characters == summary["characters"]
-    assert scraped.value("chargpt_request_generation_tokens_sum") == characters
-    assert scraped.value("chargpt_prompt_tokens_total") == sum(row.prompt for row in rows)
-    begun = [row.first for row in rows if row.first is not None]  # a stop may come before the first character
-    assert_quantiles_agree("chargpt_time_to_first_token_seconds", scraped, begun)
-    assert_quantiles_agree("chargpt_e2e_request_latency_seconds", scraped, [row.last for row in rows])
-    between = summary["between_characters_seconds"]
-    assert scraped.value("chargpt_inter_token_latency_seconds_count") == between["count"] == characters - len(begun)
-    # Per stream both sums are the time from first to last character, sent or read: they differ by the difference in
-    # read delay between the last and the first.
-    assert scraped.value("chargpt_inter_token_latency_seconds_sum") == pytest.approx(between["sum"], rel=0.2)
+def test_latencies_start_at_the_due_time_and_include_unfinished_requests():
+    due = [sweep.Work("p", 3, at) for at in (0.5, 1.0, 1.2, 1.4, 1.6, 1.8, 2.5)]
+    ended = load.Reply(due[1], 101.1, 101.2, 101.6, 1, 2, [(101.2, chunk("a")), (101.6, chunk("bc"))])
+    refused = load.Reply(due[2], 101.2, None, 101.21, is_refused=True)
+    begun = load.Reply(due[3], 101.4, 101.5, None, 1, 1, [(101.5, chunk("a"))])
+    silent = load.Reply(due[4], 101.6)
+    outcome = load.Outcome(3.0, 0.3, [load.Reply(due[0], 100.5), ended, refused, begun, silent], 100.0)
+    rung = sweep.summary(peers.System("ours", ""), due, outcome, 1.0, 2.0)
+    assert [rung[name] for name in ("due", "ended", "refused", "unfinished")] == [5, 1, 1, 3]
+    # First characters after 0.2 s (sent 0.1 s late) and 0.1 s; censored at 1.4 and 1.2 s by the end of the run.
+    assert rung["first"] == pytest.approx({"p50": 0.2, "p95": 1.4, "p99": 1.4})
+    assert rung["whole"] == pytest.approx({"p50": 1.2, "p95": 1.6, "p99": 1.6})
+    assert rung["per_character"]["p99"] == pytest.approx(1.5)  # of the unfinished one
+    assert rung["characters_per_second"] == 4 and rung["requests_per_second"] == 1
+    assert "100 ms late" in sweep.doubts(rung)[0]
 
 
-def test_counts_and_latencies_agree_for_the_whole_mix(server, tmp_path):
-    flags = ("--users", 12, "--requests", 90, *SHORT, "--mix-seed", 5)
-    rows, scraped = loaded(server, tmp_path, *flags, "--whole", 0.3, "--leaving", 0.2, "--opinions", 0.2)
-    assert {row.shape for row in rows} == {"stream", "whole", "opinion"}
-    assert scraped.by("chargpt_http_requests_total", "handler", method="POST") == Counter(row.path for row in rows)
-    endings = Counter(row.ending for row in rows)
-    assert endings["left"] >= 5
-    endings["abort"] = endings.pop("left")
-    assert scraped.by("chargpt_request_success_total", "finished_reason") == endings
-    assert scraped.value("chargpt_prompt_tokens_total") == sum(row.prompt for row in rows)
-    # After a disconnect the server has generated more than the client has read.
-    surplus = scraped.value("chargpt_generation_tokens_total") - sum(row.characters for row in rows)
-    assert 0 <= surplus <= endings["abort"] * 160
-    first = [row.first for row in rows if row.first is not None]
-    assert_quantiles_agree("chargpt_time_to_first_token_seconds", scraped, first)
-    complete = [row.last for row in rows if row.last is not None]
-    assert len(complete) == len(rows) - endings["abort"]
-    assert_quantiles_agree("chargpt_e2e_request_latency_seconds", scraped, complete)
+def test_goodput_ends_at_the_first_missed_goal():
+    def rung(rate: float, first: float, refused: int = 0) -> dict:
+        return {"rate": rate, "refused": refused, "first": {"p95": first}, "per_character": {"p95": 0.01}}
+
+    goodput = sweep.Goal().goodput
+    assert goodput([rung(8, 0.1), rung(1, 0.05), rung(4, 0.3), rung(2, 0.15)]) == (2, 4)
+    assert goodput([rung(1, 0.1), rung(2, 0.1, refused=1)]) == (1, 2)
+    assert goodput([rung(1, 0.1)]) == (1, None) and goodput([rung(1, 0.3)]) == (0, 1)
 
 
-# -- open and closed loop --
+@pytest.mark.tools
+@pytest.mark.timeout(900)
+def test_tiny_sweep_counts_every_request_and_writes_tables_and_picture(tmp_path):
+    sweep.Sweep(TINY_PLAN, TINY, 1, sweep.Goal(), tmp_path, tmp_path / "no-llama.cpp", ("ours", "stock")).run()
+    results = json.loads((tmp_path / "sweep.json").read_text())
+    for figures in results["systems"].values():
+        assert figures["saturation"]["requests_per_second"] > 0 and len(figures["rungs"]) == 2
+        for rung in figures["rungs"]:
+            assert rung["due"] == rung["ended"] + rung["refused"] + rung["unfinished"]
+    text = (tmp_path / "sweep.md").read_text()
+    assert text.count("\n| this service, ") == text.count("\n| stock LitServe, ") == 2
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_open_loop_arrivals_follow_the_seed_without_waiting_for_responses(server, tmp_path):
-    summary, rows, printed = locust(server.url, tmp_path, "--arrivals", 500, "--requests", 40, *SHORT, "--mix-seed", 3)
-    due = [row.sent_at - row.late for row in rows]
-    rng = random.Random("3 arrivals")
-    expected = [rng.expovariate(500) for _ in rows[1:]]
-    assert [b - a for a, b in itertools.pairwise(due)] == pytest.approx(expected, abs=1e-9)
-    assert min(row.late for row in rows) >= 0
-    ends = [row.sent_at + (row.last or row.first) for row in rows]
-    in_flight = [sum(other.sent_at <= row.sent_at < end for other, end in zip(rows, ends, strict=True)) for row in rows]
-    assert max(in_flight) > 20  # 3 of them running
-    assert summary["loop"] == "open" and summary["requests"] == 40
-    assert "arrivals were late by" in printed and "of a core" in printed
+# -- the tools of others --
 
 
-def test_rejected_requests_are_failures_and_exit_with_status_1(tmp_path):
-    with RunningServer(BUNDLED, max_running_requests=1, max_queued_requests=1) as server:
-        server.wait_until_ready()
-        flags = ("--users", 8, "--requests", 40, *SHORT, "--leaving", 0)
-        summary, rows, printed = locust(server.url, tmp_path, *flags, status=1)
-        refused = server.metric("chargpt_admission_rejections_total", reason="queue_full")
-    assert summary["endings"]["failed"] == refused == sum(row.ending == "failed" for row in rows) > 0
-    assert {row.wrong for row in rows if row.ending == "failed"} == {"status 429: queue_full"}
-    assert "FAILED" in printed and "status 429: queue_full" in printed
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--longest", "20000"], "--longest must be ≤ 16384, the limit of the server, got 20000"),
-        (["--processes", "2"], "only one process is supported"),
-        (["--host", "http://127.0.0.1:9"], "http://127.0.0.1:9/info"),
-    ],
-)
-def test_invalid_runs_are_rejected_with_a_reason(server, tmp_path, flags, message):
-    *_, printed = locust(server.url, tmp_path, "--requests", 1, *flags, status=2)
-    assert message in printed
-
-
-def test_command_starts_a_server_runs_the_load_and_writes_reports(tmp_path):
+@pytest.mark.tools
+def test_make_load_starts_a_server_and_fails_where_answers_are_wrong(tmp_path):
     folder = save_random(tmp_path / "checkpoint").path
-    command = [
-        sys.executable,
-        "-m",
-        "tests.load",
-        "--checkpoint",
-        str(folder),
-        "--out",
-        str(tmp_path / "out"),
-        "locust",
-    ]
-    done = subprocess.run(
-        [*command, "--", "--requests", "30", "--users", "4", "--median-completion", "16"],
-        cwd=ROOT, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+
+    def run(*arguments: object, flags: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "tests.load", "--out", tmp_path / "out", *arguments, "locust", "--"]
+        command += ["--run-time", "2s", "--users", "4", *flags]
+        return subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+    done = run("--checkpoint", folder)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "requests     30 in" in done.stdout and "FAILED" not in done.stdout
     report = (tmp_path / "out" / "report.html").read_text()
     assert "/v1/completions stream" in report and "between" in report
-    files = {path.name for path in (tmp_path / "out").iterdir()}
-    assert files >= {"requests.csv", "summary.json", "locust_stats.csv", "server.log"}
     assert "all processes have ended" in (tmp_path / "out" / "server.log").read_text()
-
-
-# -- tokenizers for other tools --
+    with RunningServer(folder, max_running_requests=1, max_queued_requests=0, max_tokens=16_384) as server:
+        server.wait_until_ready()
+        done = run("--url", server.url)
+        assert done.returncode == 1 and "status 429: queue_full" in done.stdout + done.stderr
+        done = run("--url", f"{server.url}/nothing")
+        assert done.returncode == 1 and "/nothing/info" in done.stderr
 
 
 def test_exported_tokenizer_maps_only_unknown_characters_to_a_space(tmp_path):
-    assert tokenizer.write_tokenizer(BUNDLED, tmp_path / "t") == " "
-    ours = AutoTokenizer.from_pretrained(BUNDLED)
-    copy = AutoTokenizer.from_pretrained(tmp_path / "t")
+    tokenizer.write_tokenizer(BUNDLED, tmp_path / "t")
+    ours, copy = AutoTokenizer.from_pretrained(BUNDLED), AutoTokenizer.from_pretrained(tmp_path / "t")
     text = "ROMEO:\nWhat, 'tis 3 o'clock!"
     assert copy.encode(text) == ours.encode(text)
-    assert copy.decode(copy.encode("Café 1–2")) == "Caf    3".replace("3", " ")
-    assert len(copy.encode("Café 1–2")) == 8
-    with pytest.raises(Exception, match="WordLevel error: Missing"):
-        ours.encode("Café")
-
-
-@pytest.mark.parametrize(("vocabulary", "replacement"), [("ab\n", "\n"), ("xab", "a")])
-def test_without_a_space_another_character_replaces_unknown_ones(tmp_path, vocabulary, replacement):
-    (tmp_path / "tokenizer.json").write_text(
-        json.dumps({"model": {"type": "WordLevel", "vocab": {c: i for i, c in enumerate(sorted(vocabulary))}}})
-    )
-    (tmp_path / "tokenizer_config.json").write_text("{}")
-    assert tokenizer.write_tokenizer(tmp_path, tmp_path / "t") == replacement
-    assert json.loads((tmp_path / "t" / "tokenizer.json").read_text())["model"]["unk_token"] == replacement
-
-
-def test_foreign_tokenizer_is_rejected(tmp_path):
-    (tmp_path / "tokenizer.json").write_text('{"model": {"type": "BPE", "vocab": {"a": 0}}}')
-    with pytest.raises(ValueError, match="tokenizer.json is not a WordLevel tokenizer"):
-        tokenizer.write_tokenizer(tmp_path, tmp_path / "t")
-
-
-def test_tokenizer_of_another_model_is_rejected(server, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.load", "--url", server.url, "--checkpoint", str(BUNDLED),
-         "--out", str(tmp_path / "out"), "--bin", str(tmp_path), "guidellm"],
-        cwd=ROOT, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert f"and the model at {server.url} have different vocabularies" in done.stderr
+    assert copy.decode(copy.encode("Café 1–2")) == "Caf     "

@@ -11,45 +11,25 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
+import shutil
 from pathlib import Path
 
 
-def write_tokenizer(checkpoint: Path, out: Path) -> str:
-    """Write the folder; returns the character that unknown ones are mapped to.
-
-    Raises:
-        ValueError: this is not a checkpoint's tokenizer.
-        OSError: a file cannot be read or written.
-    """
-    path = checkpoint / "tokenizer.json"
-    content = json.loads(path.read_text(encoding="utf-8"))
-    match content:
-        case {"model": {"type": "WordLevel", "vocab": {**vocabulary}} as model} if vocabulary:
-            replacement = next((c for c in " \n" if c in vocabulary), min(vocabulary, key=lambda c: vocabulary[c]))
-            model["unk_token"] = replacement
-        case _:
-            raise ValueError(f"{path} is not a WordLevel tokenizer with a vocabulary")
-    config = json.loads((checkpoint / "tokenizer_config.json").read_text(encoding="utf-8"))
+def write_tokenizer(checkpoint: Path, out: Path) -> dict[str, int]:
+    """Write the folder; returns the vocabulary."""
+    content = json.loads((checkpoint / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary = content["model"]["vocab"]
+    content["model"]["unk_token"] = next((c for c in " \n" if c in vocabulary), min(vocabulary, key=vocabulary.get))
     out.mkdir(parents=True, exist_ok=True)
     (out / "tokenizer.json").write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-    (out / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    return replacement
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.load.tokenizer", description="Write a tokenizer folder for load tools."
-    )
-    parser.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="a checkpoint folder")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="target folder")
-    arguments = parser.parse_args()
-    try:
-        replacement = write_tokenizer(arguments.checkpoint, arguments.out)
-    except (OSError, ValueError) as error:
-        sys.exit(f"tokenizer: {error}")
-    print(f"{arguments.out}: unknown characters become {replacement!r}")
+    shutil.copy(checkpoint / "tokenizer_config.json", out)
+    return vocabulary
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="a checkpoint folder")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="target folder")
+    given = parser.parse_args()
+    write_tokenizer(given.checkpoint, given.out)
+    print(f"{given.out}: a tokenizer that maps unknown characters")
