@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import TypeVar
 
 from grafana_foundation_sdk.builders import common, heatmap, stat, table, timeseries
 from grafana_foundation_sdk.builders.dashboard import Dashboard, DashboardLink, DatasourceVariable, QueryVariable, Row
@@ -34,6 +35,8 @@ from grafana_foundation_sdk.models.dashboard import (
 )
 from grafana_foundation_sdk.models.heatmap import HeatmapColorMode
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
+
+Panel = TypeVar("Panel", timeseries.Panel, heatmap.Panel, stat.Panel, table.Panel)
 
 FOLDER = Path(__file__).parent / "dashboards"
 TITLES = {"chargpt": "chargpt", "chargpt-internals": "chargpt internals"}  # by uid, which is the name of the file
@@ -82,8 +85,8 @@ def query(expression: str, legend: str) -> Dataquery:
     return Dataquery().expr(expression).legend_format(legend).datasource(DATASOURCE).range()
 
 
-def latest(expression: str, legend: str) -> Dataquery:
-    return Dataquery().expr(expression).legend_format(legend).datasource(DATASOURCE).instant()
+def described(panel: Panel, title: str, description: str) -> Panel:
+    return panel.title(title).description(description).datasource(DATASOURCE)
 
 
 def lines(
@@ -91,10 +94,7 @@ def lines(
 ) -> timeseries.Panel:
     """A time series panel; `expressions` maps legends to queries."""
     panel = (
-        timeseries.Panel()
-        .title(title)
-        .description(description)
-        .datasource(DATASOURCE)
+        described(timeseries.Panel(), title, description)
         .unit(unit)
         .min(0)
         .fill_opacity(8)
@@ -118,10 +118,7 @@ def stacked(title: str, description: str, unit: str, expressions: dict[str, str]
 def heat(title: str, description: str, unit: str, histogram: str) -> heatmap.Panel:
     target = query(rate(histogram + "_bucket", "le"), "{{le}}").format(PromQueryFormat.HEATMAP).ref_id("A")
     return (
-        heatmap.Panel()
-        .title(title)
-        .description(description)
-        .datasource(DATASOURCE)
+        described(heatmap.Panel(), title, description)
         .calculate(False)
         .rows_frame(heatmap.RowsHeatmapOptions().layout(HeatmapCellLayout.LE))
         .y_axis(heatmap.YAxisConfig().unit(unit))
@@ -131,27 +128,15 @@ def heat(title: str, description: str, unit: str, histogram: str) -> heatmap.Pan
 
 
 def number(title: str, description: str, unit: str, expression: str, legend: str) -> stat.Panel:
-    return (
-        stat.Panel()
-        .title(title)
-        .description(description)
-        .datasource(DATASOURCE)
-        .unit(unit)
-        .with_target(query(expression, legend).ref_id("A"))
-    )
+    return described(stat.Panel(), title, description).unit(unit).with_target(query(expression, legend).ref_id("A"))
 
 
 def facts(title: str, description: str, series: str) -> table.Panel:
     """A table of the labels of an info metric."""
     tidy = {"excludeByName": {name: True for name in ("Time", "Value", "__name__", "job")}}
-    return (
-        table.Panel()
-        .title(title)
-        .description(description)
-        .datasource(DATASOURCE)
-        .with_target(latest(select(series), "").format(PromQueryFormat.TABLE).ref_id("A"))
-        .with_transformation(DataTransformerConfig(id_val="organize", options=tidy))
-    )
+    target = Dataquery().expr(select(series)).datasource(DATASOURCE).instant().format(PromQueryFormat.TABLE).ref_id("A")
+    panel = described(table.Panel(), title, description).with_target(target.legend_format(""))
+    return panel.with_transformation(DataTransformerConfig(id_val="organize", options=tidy))
 
 
 def empty(uid: str, description: str) -> Dashboard:
@@ -204,7 +189,7 @@ class Page:
     def row(self, title: str) -> None:
         self.dashboard.with_row(Row(title).id(next(self._ids)))
 
-    def show(self, *panels: timeseries.Panel | heatmap.Panel | table.Panel | stat.Panel, height: int = 8) -> None:
+    def show(self, *panels: timeseries.Panel | heatmap.Panel | stat.Panel | table.Panel, height: int = 8) -> None:
         for panel in panels:
             self.dashboard.with_panel(panel.id(next(self._ids)).height(height).span(24 // len(panels)))
 

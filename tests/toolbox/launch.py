@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 from urllib.error import HTTPError
-from urllib.request import urlopen
+from urllib.request import build_opener, urlopen
 
 import psutil
 
@@ -65,7 +65,9 @@ class Program:
 
     def _is_ready(self) -> bool:
         try:
-            with urlopen(self.url + self.ready, timeout=5) as answer:
+            # From Python 3.12 on, urlopen keeps the certificates that it found at its first call.
+            ask = build_opener().open if self.url.startswith("https:") else urlopen
+            with ask(self.url + self.ready, timeout=5) as answer:
                 return answer.status == 200
         except HTTPError as error:
             error.close()
