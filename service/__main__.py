@@ -3,7 +3,6 @@
 Run with --help for the settings.
 """
 
-import contextlib
 import os
 import shutil
 import signal
@@ -37,40 +36,35 @@ def serve(settings: "Settings", **options: Any) -> int:
 
     # GNU OpenMP's threads spin while they wait and take the core from HTTP processes.
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
-    with contextlib.ExitStack() as stack:
-        try:
-            folder = stack.enter_context(run_folder())
-        except FolderError as error:
-            print(f"{program()}: {error}", file=sys.stderr)
-            return 2
-        os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)  # read when prometheus_client is imported
+    status = 0
+    problem: Exception | None = None
+    try:
+        with run_folder() as folder:
+            os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(folder)  # read when prometheus_client is imported
 
-        def stop(*_: object) -> None:
-            shutil.rmtree(folder, ignore_errors=True)
-            os._exit(0)
+            def stop(*_: object) -> None:
+                shutil.rmtree(folder, ignore_errors=True)
+                os._exit(0)
 
-        signal.signal(signal.SIGTERM, stop)  # these until Server.serve
-        signal.signal(signal.SIGINT, stop)
+            signal.signal(signal.SIGTERM, stop)  # these until Server.serve
+            signal.signal(signal.SIGINT, stop)
 
-        from service.http.connection import OpenFilesError
-        from service.model.checkpoint import CheckpointError
-        from service.server import AddressError, BackendError, StartError, build_server
-        from service.supervisor import TooManyDeathsError
+            from service.http.connection import OpenFilesError
+            from service.model.checkpoint import CheckpointError
+            from service.server import AddressError, BackendError, StartError, build_server
+            from service.supervisor import TooManyDeathsError
 
-        try:
-            server = build_server(settings, **options)
-        except (CheckpointError, BackendError, OpenFilesError) as error:
-            print(f"{program()}: {error}", file=sys.stderr)
-            return 2
-        try:
-            server.serve()
-        except AddressError as error:
-            print(f"{program()}: {error}", file=sys.stderr)
-            return 2
-        except (StartError, TooManyDeathsError) as error:
-            print(f"{program()}: {error}", file=sys.stderr)
-            return 1
-    return 0
+            try:
+                build_server(settings, **options).serve()
+            except (CheckpointError, BackendError, OpenFilesError, AddressError) as error:
+                status, problem = 2, error
+            except (StartError, TooManyDeathsError) as error:
+                status, problem = 1, error
+    except FolderError as error:
+        status, problem = 2, error
+    if problem is not None:
+        print(f"{program()}: {problem}", file=sys.stderr)
+    return status
 
 
 if __name__ == "__main__":

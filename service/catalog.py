@@ -108,31 +108,24 @@ class Catalog:
     def open(self) -> None:
         """Read all checkpoints, at start. One in a folder of runs is left out if it is bad, and logged.
 
-        Raises:
-            CheckpointError: one that is named is bad, or there is none, or there are too many.
+        Raises CheckpointError: one that is named is bad, or there is none, or there are too many.
         """
-        versions, found = [], self._find()
+        found = self._find()
         if len(found) > MAX_NAMES:
             raise CheckpointError(f"at most {MAX_NAMES} checkpoints can be served, got {len(found)}")
-        for name, (path, is_named) in found.items():
-            try:
-                versions.append(self._read(name, path))
-            except CheckpointError as error:
-                if is_named:
-                    raise
-                logger.error("checkpoint %s: refused: %s", name, error)
-                self.refused.append(name)
+        versions, failures = self._read_all(found, {})
+        for name, error in failures.items():
+            if found[name][1]:
+                raise error
+            logger.error("checkpoint %s: refused: %s", name, error)
         if not versions:
             raise CheckpointError(f"no checkpoint in {self._folders()} can be served; the log says why")
+        self.refused = [*failures]
         self._add_rows([*(version.name for version in versions), *self.refused])
         self.listing = Listing(0, versions, versions, self._rows)
 
     def publish(self, state: SharedState) -> None:
-        """The first listing; before any other process starts.
-
-        Raises:
-            OSError: the disk is full.
-        """
+        """The first listing; before any other process starts. Raises OSError: the disk is full."""
         self.listing.publish(self.folder, state)
         for name in self.refused:
             state.count_reload(self._rows[name], "refused")
@@ -148,34 +141,26 @@ class Catalog:
         except CheckpointError as error:
             logger.error("checkpoints: %s: the old ones stay", error)
             return
-        versions = []
-        for name, (path, _) in found.items():
-            if name not in self._rows and len(self._rows) >= MAX_NAMES:
-                logger.error("checkpoint %s: refused: there have been %d names since the start", name, MAX_NAMES)
-                continue
-            try:
-                versions.append(self._read(name, path, old.get(name)))
-            except CheckpointError as error:
-                self._refuse(state, name, str(error))
-                if name in old:
-                    versions.append(old[name])
+        for name in [name for name in found if name not in self._rows][MAX_NAMES - len(self._rows) :]:
+            logger.error("checkpoint %s: refused: there have been %d names since the start", name, MAX_NAMES)
+            del found[name]
+        versions, failures = self._read_all(found, old)
+        for name, reason in failures.items():
+            self._refuse(state, name, str(reason))
         self._add_rows(version.name for version in versions)
-        if not versions:
-            logger.error("no checkpoint is left in %s: the old ones stay", self._folders())
-        elif versions == self.listing.serve:
-            logger.info("checkpoints: nothing has changed")
-        else:
-            self._pids = {
-                name: pid
-                for name, pid in state.pids.items()
-                if name in state.worker_names and state.last_beat(name) is not None
-            }
+        if versions and versions != self.listing.serve:
+            running = [name for name in state.worker_names if state.last_beat(name) is not None]
+            self._pids = {name: state.pids[name] for name in running}
             self._new = versions
             if self._publish(state, [*self.listing.load, *versions], self.listing.serve):
                 self._step, self._deadline = "load", time.monotonic() + LOAD_SECONDS
             else:
                 self._revert(state, "the temporary folder is full")
             return
+        if versions:
+            logger.info("checkpoints: nothing has changed")
+        else:
+            logger.error("no checkpoint is left in %s: the old ones stay", self._folders())
         if self._rows != self.listing.rows:  # of those that were refused
             self._publish(state, self.listing.load, self.listing.serve)
 
@@ -183,7 +168,7 @@ class Catalog:
         """Go on with what is rolling out, as far as the other processes have come; whether `serve` has changed."""
         generation = self.listing.generation
         if self._step == "load":
-            if {name: pid for name, pid in state.pids.items() if name in self._pids} != self._pids:
+            if any(state.pids[name] != pid for name, pid in self._pids.items()):
                 self._revert(state, "a worker died meanwhile, maybe of it")
             elif any(state.has_failed(name, generation) for name in self._pids):
                 self._revert(state, "a worker could not load it; the log says why")
@@ -208,14 +193,11 @@ class Catalog:
 
     def _note_changes(self, state: SharedState) -> None:
         ids, names = {version.id for version in self._before}, {version.name for version in self._new}
-        for version in self._new:
-            if version.id not in ids:
-                logger.info("checkpoint %s: now %s of %s", version.name, version.digest[:12], version.source)
-                state.count_reload(self._rows[version.name], "loaded")
-        for version in self._before:
-            if version.name not in names:
-                logger.info("checkpoint %s: removed; %s is gone", version.name, version.source)
-                state.count_reload(self._rows[version.name], "removed")
+        changes = [(version, "loaded") for version in self._new if version.id not in ids]
+        changes += [(version, "removed") for version in self._before if version.name not in names]
+        for version, result in changes:
+            logger.info("checkpoint %s: %s: %s of %s", version.name, result, version.digest[:12], version.source)
+            state.count_reload(self._rows[version.name], result)
 
     def _revert(self, state: SharedState, reason: str) -> None:
         served = {version.id for version in self.listing.serve}
@@ -264,8 +246,7 @@ class Catalog:
     def _find(self, served: Iterable[str] = ()) -> dict[str, tuple[Path, bool]]:
         """The folder of each name, and whether the settings name it; those of `served` may be damaged.
 
-        Raises:
-            CheckpointError: two have one name, or a folder of runs has none any more.
+        Raises CheckpointError: two have one name, or a folder of runs has none any more.
         """
         found: dict[str, tuple[Path, bool]] = {}
         for given, path in self.places:
@@ -282,6 +263,20 @@ class Catalog:
                     raise CheckpointError(f"two checkpoints have the name {name}: {found[name][0]} and {folder}")
                 found[name] = (folder, is_named)
         return found
+
+    def _read_all(
+        self, found: dict[str, tuple[Path, bool]], old: dict[str, Version]
+    ) -> tuple[list[Version], dict[str, CheckpointError]]:
+        """The versions to serve, and why one could not be read; its old one stays."""
+        versions, failures = [], {}
+        for name, (path, _) in found.items():
+            try:
+                versions.append(self._read(name, path, old.get(name)))
+            except CheckpointError as error:
+                failures[name] = error
+                if name in old:
+                    versions.append(old[name])
+        return versions, failures
 
     def _read(self, name: str, path: Path, old: Version | None = None) -> Version:
         """Verify a checkpoint, weights included, and copy it; `old` if it is the same.

@@ -21,23 +21,14 @@ COMMANDS = {
     "export": "convert a checkpoint to GGUF or ONNX",
     "lecture": "show how it works, from a table of bigrams to attention, on a text",
 }
-HELP = "\n".join(
-    [
-        "usage: chargpt COMMAND [FLAGS]",
-        "",
-        "Train a character-level GPT on your own text and serve it over HTTP.",
-        "",
-        "commands:",
-        *(f"  {name:<10}{summary}" for name, summary in COMMANDS.items()),
-        "",
-        "chargpt COMMAND --help lists the flags of a command.",
-    ]
-)
+HELP = f"""usage: chargpt COMMAND [FLAGS]
 
+Train a character-level GPT on your own text and serve it over HTTP.
 
-def is_installed(package: str) -> bool:
-    spec = find_spec(package)
-    return spec is not None and spec.origin is not None  # an unrelated folder of that name has no origin
+commands:
+{chr(10).join(f"  {name:<10}{summary}" for name, summary in COMMANDS.items())}
+
+chargpt COMMAND --help lists the flags of a command."""
 
 
 def main() -> int:
@@ -54,12 +45,10 @@ def main() -> int:
         print(f"chargpt: unknown command {name!r}" if name else "chargpt: no command given", file=sys.stderr)
         print(HELP, file=sys.stderr)
         return 2
-    if name != "serve" and not is_installed("training"):
-        print(
-            f"chargpt {name}: this installation has no training package; install chargpt from source with the extra "
-            "[training]",
-            file=sys.stderr,
-        )
+    found = find_spec("training")
+    if name != "serve" and (found is None or found.origin is None):  # an unrelated folder of that name has no origin
+        missing = "no training package; install chargpt from source with the extra [training]"
+        print(f"chargpt {name}: this installation has {missing}", file=sys.stderr)
         return 1
     # Both packages take the program's name for their usage and error messages from argv[0].
     sys.argv = ["chargpt serve", *sys.argv[2:]] if name == "serve" else ["chargpt", *sys.argv[1:]]

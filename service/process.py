@@ -64,8 +64,7 @@ def run_folder() -> Iterator[Path]:
 
     This user's folders of earlier runs that were killed are removed too: nobody holds their locks.
 
-    Raises:
-        FolderError: there is no folder to write to, or its path is too long for a Unix socket's.
+    Raises FolderError: there is no folder to write to, or its path is too long for a Unix socket's.
     """
     try:
         temporary = Path(tempfile.gettempdir())

@@ -18,10 +18,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from multiprocessing import resource_tracker
-from multiprocessing.managers import SyncManager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,6 @@ from litserve import Callback, LitServer, Logger
 from litserve.callbacks.base import EventTypes
 from litserve.connector import check_cuda_with_nvidia_smi
 from litserve.specs.base import LitSpec
-from litserve.utils import WorkerSetupStatus
 
 from service.catalog import Catalog
 from service.engine import native
@@ -71,22 +68,6 @@ class BackendError(ValueError):
     """What the settings ask for cannot run here: backend, dtype, devices, or so much memory or disk."""
 
 
-class SetupStatus:
-    """Of each worker, in shared memory: LitServe would start a process of its own to hold it, which may die too."""
-
-    STATES = (WorkerSetupStatus.STARTING, WorkerSetupStatus.READY, WorkerSetupStatus.ERROR, WorkerSetupStatus.FINISHED)
-
-    def __init__(self, workers: int):
-        self._states = multiprocessing.RawArray("b", workers)
-
-    def __setitem__(self, worker: str, state: str) -> None:
-        """LitServe's name of a worker ends with _ and its number."""
-        self._states[int(worker.rpartition("_")[2])] = self.STATES.index(state)
-
-    def values(self) -> list[str]:
-        return [self.STATES[i] for i in self._states]
-
-
 class HttpServer(uvicorn.Server):
     """Ends when the main process says so: a signal to the process group is for the main process to handle."""
 
@@ -95,19 +76,17 @@ class HttpServer(uvicorn.Server):
         self._state = state
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        self.should_exit = self.should_exit or self._state.is_stopping
+        self.should_exit = self.should_exit or self._state.stage == "stopping"
 
 
 class Spec(LitSpec):
     """LitServe's extension point for a custom API. Registers nothing: the routes are App.routes."""
 
+    stream = True  # otherwise LitServe would compress answers
+
     def __init__(self) -> None:
         super().__init__()
         self.api_path = "/generate"
-
-    @property
-    def stream(self) -> bool:
-        return True  # otherwise LitServe would compress answers
 
     def setup(self, server: LitServer) -> None:
         """LitServe hands over its queues here; `Server._lifespan` connects the transport instead."""
@@ -120,15 +99,12 @@ class Server(LitServer):
         self.settings, self.catalog = settings, catalog
         self._table = SharedTable(settings.http_processes)  # of clients and connections
         self.connections = Connections(settings, self._table, lambda: self.service.metrics)
-        self.spec = Spec()
         self.must_hurry = False  # after a second signal: do not wait for running requests
         self._must_reload = False  # after SIGHUP
-        self._reading: threading.Thread | None = None  # checkpoints, after SIGHUP: a large one takes seconds
+        self._reading = threading.Thread()  # of checkpoints, after SIGHUP: a large one takes seconds
         self._tls: ssl.SSLContext | None = None
         self._is_announced = False  # that it is ready
-        self._http_processes: dict[int, BaseProcess] = {}  # those that run, or died last
-        self._others: list[BaseProcess] = []  # processes that are neither HTTP processes nor workers
-        api = self.api = EngineAPI(spec=self.spec, loop=EngineLoop())
+        api = self.api = EngineAPI(spec=Spec(), loop=EngineLoop())
         accelerator = choose_accelerator(settings.accelerator)
         check_devices(settings.devices, accelerator)
         super().__init__(
@@ -155,36 +131,20 @@ class Server(LitServer):
             window_seconds=settings.restart_window_seconds,
         )
         api.options = EngineOptions(
-            catalog.folder,
-            settings.model_name,
-            backend,
-            dtype,
-            settings.threads,
-            slots,
-            settings.max_queued_requests,
-            settings.max_queue_seconds,
-            settings.fair_queueing,
-            settings.step_seconds,
-            settings.log_level,
-            settings.log_format,
-        )
+            catalog.folder, settings.model_name, backend, dtype, settings.threads, slots,
+            settings.max_queued_requests, settings.max_queue_seconds, settings.fair_queueing, settings.step_seconds,
+            settings.log_level, settings.log_format,
+        )  # fmt: skip
         try:
             names = [settings.model_name, *catalog.served]
             allocate_files([*self.state.http_names, *self.state.worker_names], names)
             catalog.publish(self.state)
         except OSError as error:
-            raise BackendError(f"{os.environ['PROMETHEUS_MULTIPROC_DIR']}: {error.strerror}") from None
+            raise BackendError(f"{catalog.folder}: {error.strerror}") from None
         self.service = Service(
-            settings,
-            catalog.listing,
-            catalog.checkpoints,
-            self.state,
-            self._table,
-            backend=backend,
-            dtype=dtype,
-            slots=slots,
-            devices=devices,
-        )
+            settings, catalog.listing, catalog.checkpoints, self.state, self._table,
+            backend=backend, dtype=dtype, slots=slots, devices=devices,
+        )  # fmt: skip
         self.http = App(self.service)
         if lit_options.get("callbacks"):
             trigger = self._callback_runner.trigger_event
@@ -193,8 +153,6 @@ class Server(LitServer):
                 lambda: trigger(EventTypes.ON_RESPONSE.value, litserver=self),
             )
         self.http.add_files()
-        entrance = Wrapped(self.http, self.middlewares) if self.middlewares else self.http
-        self.protocol = functools.partial(Connection, self.connections, entrance)
 
     def serve(self) -> None:
         """Serve until SIGTERM or Ctrl-C; running requests finish first.
@@ -213,11 +171,11 @@ class Server(LitServer):
             if self.state.is_leaving:
                 self.must_hurry = True
                 return
-            # `_check_signal` raises, not this handler: Python would swallow an exception in a hook of os.fork, and one
+            # `run` raises, not this handler: Python would swallow an exception in a hook of os.fork, and one
             # while a process is spawned would cut off what the child reads.
-            self.state.start_leaving()
+            self.state.enter("leaving")
             if not self.settings.shutdown_delay_seconds:
-                self.state.start_draining()
+                self.state.enter("draining")
 
         def hang_up(*_: Any) -> None:
             self._must_reload = True
@@ -241,38 +199,47 @@ class Server(LitServer):
         Raises as `serve`; KeyboardInterrupt: SIGTERM or SIGINT while starting.
         """
         adopt_litserve()
-        num_workers = len(self.service.devices)
-        self.workers_setup_status = SetupStatus(num_workers)
-        self.litapi_request_queues = {self.spec.api_path: None}
-        self._transport = SocketTransport(num_workers, Path(os.environ["PROMETHEUS_MULTIPROC_DIR"]))
-        manager: SyncManager | None = None
-        if self._logger_connector._loggers:  # which take what they log from a queue
-            manager = SyncManager()
-            manager.start(_ignore_signals, (self.state.main_pid,))
-            self.logger_queue = manager.Queue()
+        state, watch = self.state, self.supervisor.watch
+        self.workers_setup_status: dict[str, str] = {}  # a worker shows that it is ready by its first heartbeat
+        self.litapi_request_queues = {self.api.api_path: None}
+        self._transport = SocketTransport(len(state.worker_names), self.catalog.folder)
+        if self._logger_connector._loggers:  # a process takes what they log from a queue
+            self.logger_queue = multiprocessing.get_context("spawn").Queue()
         self._logger_connector.run(self)
-        with spawning():
-            self.inference_workers = [self._launch(id) for id in range(num_workers)]
+        of_loggers = multiprocessing.active_children()  # these cannot be replaced
+        for id, name in enumerate(state.worker_names):
+            watch(name, functools.partial(self._launch, id), functools.partial(forget_process, name), START_SECONDS)
         self._await_worker()
         try:
-            self._start_http()
+            config = self._listen()
+            for id, name in enumerate(state.http_names):
+                start, died = functools.partial(self._fork, config, id), functools.partial(self._http_process_died, id)
+                watch(name, start, died, HTTP_START_SECONDS)
             while True:
                 time.sleep(POLL_SECONDS)  # so that Python can run signal handlers
                 self._check()
+                for process in of_loggers:
+                    if not process.is_alive():
+                        raise TooManyDeathsError(f"process {process.pid} of the loggers died, which cannot be replaced")
         except KeyboardInterrupt:
             pass
         finally:
             self._stop()
-            if manager is not None:
-                manager.shutdown()
             logger.info("all processes have ended")
 
     # -- starting --
 
     def _launch(self, id: int) -> BaseProcess:
-        with spawning():
-            process: BaseProcess = self.launch_single_inference_worker(self.api, id)
-            return process
+        """A worker. What a terminal sends to all processes must not end one that is starting; main decides."""
+        try:
+            os.getcwd()
+        except FileNotFoundError:  # deleted meanwhile; multiprocessing needs one
+            os.chdir("/")
+        with blocked(signal.SIGHUP):
+            resource_tracker.ensure_running()  # otherwise started with the first worker, which unblocks SIGINT
+            with blocked(signal.SIGINT):
+                process: BaseProcess = self.launch_single_inference_worker(self.api, id)
+                return process
 
     def _await_worker(self) -> None:
         """Return once a first worker is ready.
@@ -282,28 +249,27 @@ class Server(LitServer):
             StartError: all failed, or took too long.
         """
         deadline = time.monotonic() + START_SECONDS
-        while WorkerSetupStatus.READY not in self.workers_setup_status.values():
-            self._check_signal()
+        while not self._has_worker:
+            if self.state.is_leaving:
+                raise KeyboardInterrupt
             if time.monotonic() > deadline:
                 raise StartError(f"no inference process was ready within {START_SECONDS:g} s")
-            if not any(
-                worker.is_alive() and status != WorkerSetupStatus.ERROR
-                for worker, status in zip(self.inference_workers, self.workers_setup_status.values(), strict=True)
-            ):
+            if not any(worker.is_alive() for worker in self.supervisor.processes(self.state.worker_names)):
                 raise StartError("no inference process could start; the log says why, unless a signal ended it")
             time.sleep(0.05)
 
-    def _start_http(self) -> None:
-        """Start the HTTP processes, and watch all processes from here on.
+    @property
+    def _has_worker(self) -> bool:
+        return any(self.state.last_beat(name) is not None for name in self.state.worker_names)
 
-        Raises:
-            AddressError: another process has taken the address.
-        """
+    def _listen(self) -> uvicorn.Config:
+        """Raises AddressError: another process has taken the address."""
         settings = self.settings
+        entrance = Wrapped(self.http, self.middlewares) if self.middlewares else self.http
         config = uvicorn.Config(
             self._lifespan,
             loop=Loop,  # type: ignore[arg-type]  # a class, as uvicorn takes one
-            http=self.protocol,  # type: ignore[arg-type]
+            http=functools.partial(Connection, self.connections, entrance),  # type: ignore[arg-type]
             ws="none",
             lifespan="on",
             interface="asgi3",
@@ -326,30 +292,16 @@ class Server(LitServer):
             self._listener.listen(config.backlog)  # uvloop would not notice that it fails
         except OSError as error:
             raise AddressError(_cannot_listen(settings.host, self._listener.getsockname(), error)) from None
-        # The queue of LitServe's loggers and their process, if there are any: these cannot be replaced.
-        self._others = [it for it in multiprocessing.active_children() if it not in self.inference_workers]
+        return config
 
-        def start_http(id: int) -> BaseProcess:
-            server = HttpServer(config, self.state)
-            self._http_id = id
-            fork = multiprocessing.get_context("fork")
-            process = fork.Process(target=server.run, args=([self._listener],), name=f"http-{id}")
-            with blocked(signal.SIGHUP):  # there until App.running has its handler
-                process.start()
-            self._http_processes[id] = process
-            return process
-
-        def start_worker(id: int) -> BaseProcess:
-            process = self.inference_workers[id] = self._launch(id)
-            return process
-
-        for id, name in enumerate(self.state.worker_names):
-            start = functools.partial(start_worker, id)
-            self.supervisor.watch(name, self.inference_workers[id], start, functools.partial(forget_process, name))
-        for id, name in enumerate(self.state.http_names):
-            start = functools.partial(start_http, id)
-            died = functools.partial(self._http_process_died, id)
-            self.supervisor.watch(name, start(), start, died, HTTP_START_SECONDS)
+    def _fork(self, config: uvicorn.Config, id: int) -> BaseProcess:
+        """An HTTP process."""
+        self._http_id = id
+        target, fork = HttpServer(config, self.state).run, multiprocessing.get_context("fork")
+        process = fork.Process(target=target, args=([self._listener],), name=self.state.http_names[id])
+        with blocked(signal.SIGHUP):  # there until App.running has its handler
+            process.start()
+        return process
 
     async def _lifespan(self, scope: Any, receive: Callable[[], Awaitable[Any]], send: Callable[[Any], Any]) -> None:
         """ASGI's lifespan of an HTTP process; its requests do not pass here, see Connection."""
@@ -377,36 +329,22 @@ class Server(LitServer):
             KeyboardInterrupt: SIGTERM or SIGINT has arrived.
             TooManyDeathsError: processes keep dying.
         """
-        self._check_signal()
+        if self.state.is_leaving:
+            raise KeyboardInterrupt
         # Not while no worker runs, as one that dies of a new checkpoint must be told from one that dies anyway.
-        has_worker = any(self.state.last_beat(name) is not None for name in self.state.worker_names)
-        if self._must_reload and has_worker and not self.catalog.is_rolling_out and not self._is_reading:
+        is_busy = self.catalog.is_rolling_out or self._reading.is_alive()
+        if self._must_reload and self._has_worker and not is_busy:
             self._must_reload = False
             self._reload()
         self.supervisor.check()
-        if not self._is_announced and all(map(self.state.is_answering, self.state.http_names)):
+        if not self._is_announced and all(self.state.answering[name] for name in self.state.http_names):
             self._is_announced = True
             logger.info("ready: %s", url_of(self.settings))
         self._roll_out()
-        for process in self._others:
-            if not process.is_alive():
-                raise TooManyDeathsError(f"process {process.pid} of the loggers died, which cannot be replaced")
-
-    @property
-    def _is_reading(self) -> bool:
-        return self._reading is not None and self._reading.is_alive()
 
     def _roll_out(self) -> None:
-        if not self._is_reading and self.catalog.check(self.state):
+        if not self._reading.is_alive() and self.catalog.check(self.state):
             self.service.serve(self.catalog.listing, self.catalog.checkpoints)
-
-    def _check_signal(self) -> None:
-        """
-        Raises:
-            KeyboardInterrupt: SIGTERM or SIGINT has arrived.
-        """
-        if self.state.is_leaving:
-            raise KeyboardInterrupt
 
     def _reload(self) -> None:
         """After SIGHUP: read the checkpoints again, and the other files, here and in each HTTP process."""
@@ -416,12 +354,11 @@ class Server(LitServer):
         logger.info("SIGHUP: reading %s again", " and ".join(["checkpoints", *others]))
         self._reading = threading.Thread(target=self.catalog.refresh, args=(self.state,), daemon=True)
         self._reading.start()
-        if not others:
-            return
-        self.http.reload()
-        for process in self._http_processes.values():
-            if process.is_alive():
-                os.kill(process.pid, signal.SIGHUP)  # type: ignore[arg-type]  # it was started
+        if others:
+            self.http.reload()
+            for process in self.supervisor.processes(self.state.http_names):
+                if process.is_alive():
+                    os.kill(process.pid, signal.SIGHUP)  # type: ignore[arg-type]  # it was started
 
     def _load_certificate(self) -> None:
         """Present the certificate that is in its file now on new connections; an invalid one changes nothing."""
@@ -445,41 +382,24 @@ class Server(LitServer):
             if delay and self.state.is_leaving:  # otherwise processes keep dying
                 logger.info("not ready any more; new requests are accepted for %g s", delay)
                 self._keep_serving(delay, lambda: True)
-            self.state.start_draining()
+            self.state.enter("draining")
             self._keep_serving(drain, lambda: self.state.num_busy > 0)
         except TooManyDeathsError as error:
             logger.error("not waiting for running requests: %s", error)
-            self.state.start_draining()
+            self.state.enter("draining")
         if self.state.num_busy:
             logger.warning("requests not finished within %g s: %d", drain, self.state.num_busy)
-        self.state.start_stopping()
-        end_all(list(self._http_processes.values()), 10)  # they abort remaining requests
-        end_all(self.inference_workers, 5)
+        self.state.enter("stopping")
+        end_all(self.supervisor.processes(self.state.http_names), 10)  # they abort remaining requests
+        end_all(self.supervisor.processes(self.state.worker_names), 5)
 
     def _keep_serving(self, seconds: float, is_needed: Callable[[], bool]) -> None:
-        """During a shutdown, until a second signal.
-
-        Raises:
-            TooManyDeathsError: processes keep dying.
-        """
+        """During a shutdown, until a second signal. Raises TooManyDeathsError: processes keep dying."""
         deadline = time.monotonic() + seconds
         while is_needed() and time.monotonic() < deadline and not self.must_hurry:
             self.supervisor.check()
             self._roll_out()  # what was begun
             time.sleep(0.02)
-
-
-@contextmanager
-def spawning() -> Iterator[None]:
-    """While workers are started: what a terminal sends to all processes must not end them; main decides."""
-    try:
-        os.getcwd()
-    except FileNotFoundError:  # deleted meanwhile; multiprocessing needs one
-        os.chdir("/")
-    with blocked(signal.SIGHUP):
-        resource_tracker.ensure_running()  # otherwise started with the first worker, which unblocks SIGINT
-        with blocked(signal.SIGINT):
-            yield
 
 
 def end_all(processes: list[BaseProcess], seconds: float) -> None:
@@ -498,8 +418,7 @@ def end_all(processes: list[BaseProcess], seconds: float) -> None:
 def bind(host: str, port: int) -> socket.socket:
     """A socket at an address, or at a name's first IPv4 address, or its first one if it has none.
 
-    Raises:
-        AddressError: the name has no address, or it cannot be bound.
+    Raises AddressError: the name has no address, or it cannot be bound.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -542,8 +461,7 @@ def choose_accelerator(asked: str) -> str:
     LitServe's own choice either imports torch into this process, which does not need it, or takes the CPU beside a
     GPU because torch is not imported.
 
-    Raises:
-        BackendError: cuda, and torch is built without it.
+    Raises BackendError: cuda, and torch is built without it.
     """
     if sys.platform == "darwin" or asked not in ("auto", "cuda"):
         return asked
@@ -594,8 +512,7 @@ def choose_slots(settings: Settings, configs: list[GPTConfig], dtype: str, devic
 
     Each model has a cache of its own, of so many slots.
 
-    Raises:
-        BackendError: `auto`, and not one fits, or that cannot be known.
+    Raises BackendError: `auto`, and not one fits, or that cannot be known.
     """
     if settings.max_running_requests != "auto":
         return settings.max_running_requests
@@ -615,8 +532,7 @@ def choose_slots(settings: Settings, configs: list[GPTConfig], dtype: str, devic
 def free_gpu_bytes(devices: int) -> float:
     """Least free memory of the first `devices` GPUs. Asked in another process, as this one does without torch.
 
-    Raises:
-        BackendError: torch cannot tell.
+    Raises BackendError: torch cannot tell.
     """
     code = f"import torch; print(min(torch.cuda.mem_get_info(i)[0] for i in range({devices})))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -630,11 +546,7 @@ def free_gpu_bytes(devices: int) -> float:
 
 
 def choose_backend(settings: Settings, device: str) -> tuple[str, str]:
-    """Backend and dtype of every worker.
-
-    Raises:
-        BackendError: those asked for cannot run on the device.
-    """
+    """Backend and dtype of every worker. Raises BackendError: those asked for cannot run on the device."""
     try:
         backend, dtype = resolve(settings.backend, settings.dtype, device)
     except ValueError as error:
@@ -642,13 +554,6 @@ def choose_backend(settings: Settings, device: str) -> tuple[str, str]:
     if settings.backend == "auto" and backend == "torch" and device == "cpu":
         logger.warning("serving on backend torch, as native is not available: %s", native.why_not())
     return backend, dtype
-
-
-def _ignore_signals(parent: int) -> None:
-    """For the manager process: signals to the process group are the main process's to handle."""
-    die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def build_server(

@@ -6,6 +6,7 @@ the value and what is allowed.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
 import os
@@ -22,6 +23,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     PrivateAttr,
@@ -69,32 +71,19 @@ def available_cpus(root: Path = Path("/")) -> int:
     root: of a file system with proc and sys.
     """
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:  # not Linux
-        return cpus
-    for line in lines:
+    groups = root / "proc/self/cgroup"
+    for line in groups.read_text().splitlines() if groups.exists() else ():  # only Linux has it
         _, controllers, path = line.split(":", 2)
-        if "cpu" not in controllers.split(",") and controllers:
-            continue
-        mount = root / ("sys/fs/cgroup/cpu" if controllers else "sys/fs/cgroup")  # version 1 or 2
-        group = Path(path.lstrip("/"))
-        for folder in (group, *group.parents):
-            quota = _cpu_quota(mount / folder)
-            cpus = min(cpus, quota) if quota else cpus
+        if not controllers or "cpu" in controllers.split(","):
+            mount = root / ("sys/fs/cgroup/cpu" if controllers else "sys/fs/cgroup")  # version 1 or 2
+            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
+            group = Path(path.lstrip("/"))
+            for folder in (group, *group.parents):
+                with contextlib.suppress(OSError):  # not mounted, or the root group
+                    quota, period = " ".join((mount / folder / name).read_text() for name in names).split()
+                    if quota not in ("max", "-1"):
+                        cpus = min(cpus, max(1, int(quota) // int(period)))
     return cpus
-
-
-def _cpu_quota(group: Path) -> int | None:
-    """The quota in a cgroup's folder, in CPUs."""
-    try:
-        quota, period = (group / "cpu.max").read_text().split()
-    except OSError:
-        try:
-            quota, period = ((group / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
-        except OSError:
-            return None
-    return None if quota in ("max", "-1") else max(1, int(quota) // int(period))
 
 
 class Limits(BaseModel):
@@ -117,6 +106,21 @@ class ClientLimitsFile(BaseModel):
     clients: dict[str, Limits] = {}
 
 
+def _split(given: object) -> object:
+    if isinstance(given, Path) or (isinstance(given, str) and os.path.isdir(given)):  # may have a comma
+        return [str(given)]
+    return [part.strip() for part in given.split(",") if part.strip()] if isinstance(given, str) else given
+
+
+Separated = Annotated[list[str], NoDecode, BeforeValidator(_split)]  # by commas
+Few = Annotated[int, Field(ge=1, le=64)]
+Positive = Annotated[int, Field(ge=1, le=100_000_000)]
+Natural = Annotated[int, Field(ge=0, le=1_000_000)]
+Bytes = Annotated[int, Field(ge=1024, le=1 << 50)]
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
+Delay = Annotated[float, Field(ge=0, le=86_400)]
+
+
 class Settings(BaseSettings):
     """Serve a character-level GPT checkpoint over HTTP."""
 
@@ -124,24 +128,21 @@ class Settings(BaseSettings):
         env_prefix="CHARGPT_", allow_inf_nan=False, cli_kebab_case=True, cli_avoid_json=True
     )
 
-    checkpoint: Annotated[list[str], NoDecode] = Field(
+    checkpoint: Separated = Field(
         [str(BUNDLED)],
+        min_length=1,
         description="checkpoint folder to serve; NAME=DIR for several, repeated or comma-separated; or a folder of "
         "training runs, each served under its folder's name",
     )
     model_name: str = Field(
-        "chargpt",
-        min_length=1,
-        max_length=256,
+        "chargpt", min_length=1, max_length=256,
         description="name of a checkpoint without one, in requests, answers and metrics; of several, the one that is "
         "meant where a request names none; and of the service as a whole in metrics",
-    )
+    )  # fmt: skip
     host: str = Field(
-        "127.0.0.1",
-        min_length=1,
-        max_length=255,
+        "127.0.0.1", min_length=1, max_length=255,
         description="address or host name to listen on; 0.0.0.0: every IPv4 address, :: every address",
-    )
+    )  # fmt: skip
     port: int = Field(8000, ge=1024, le=65535, description="TCP port to listen on")
     root_path: str = Field("", description="path prefix added by a proxy, such as /chargpt")
     tls_certificate: Path | None = Field(
@@ -155,15 +156,13 @@ class Settings(BaseSettings):
         None, description="TOML file of limits and weights by client: a client is an API key's name, else an address"
     )
     client_header: str | None = Field(
-        None,
-        pattern=r"^[A-Za-z0-9-]{1,64}$",
+        None, pattern=r"^[A-Za-z0-9-]{1,64}$",
         description="header of a trusted proxy whose last address is the client's, such as X-Forwarded-For",
-    )
+    )  # fmt: skip
     public_metrics: bool = Field(False, description="serve /metrics without an API key")
     public_docs: bool = Field(False, description="serve the page at /, /docs and /openapi.json without an API key")
-    cors_origins: Annotated[list[str], NoDecode] = Field(
-        [],
-        description="origins of web pages that may send requests, comma-separated; * for all",
+    cors_origins: Separated = Field(
+        [], description="origins of web pages that may send requests, comma-separated; * for all"
     )
 
     accelerator: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="device type for the model")
@@ -173,22 +172,20 @@ class Settings(BaseSettings):
     dtype: Literal["auto", "float32", "float64", "bfloat16"] = Field(
         "auto", description="arithmetic of the model; auto: float32 on native, cuda and mps, otherwise float64"
     )
-    devices: int = Field(1, ge=1, le=64, description="devices of that type; each has its own inference process")
-    workers_per_device: int = Field(1, ge=1, le=64, description="inference processes per device")
-    http_processes: int = Field(1, ge=1, le=64, description="HTTP processes")
+    devices: Few = Field(1, description="devices of that type; each has its own inference process")
+    workers_per_device: Few = Field(1, description="inference processes per device")
+    http_processes: Few = Field(1, description="HTTP processes")
     threads: int = Field(
-        default_factory=cpus_per_worker,
-        ge=1,
-        le=1024,
+        default_factory=cpus_per_worker, ge=1, le=1024,
         description="CPU threads of each inference process, at least 1",
-    )
+    )  # fmt: skip
 
     max_running_requests: int | Literal["auto"] = Field(
         64, description="maximum running sequences per worker; auto: as many as fit the GPUs, 64 elsewhere"
     )
-    max_queued_requests: int = Field(1024, ge=0, le=1_000_000, description="maximum waiting sequences per worker")
-    max_queue_seconds: float = Field(
-        10, gt=0, le=86_400, description="maximum expected wait in the queue; sequences that would wait longer get 429"
+    max_queued_requests: Natural = Field(1024, description="maximum waiting sequences per worker")
+    max_queue_seconds: Seconds = Field(
+        10, description="maximum expected wait in the queue; sequences that would wait longer get 429"
     )
     fair_queueing: bool = Field(
         True, description="share slots and queue among clients; false: one queue in order of priority, then arrival"
@@ -196,21 +193,19 @@ class Settings(BaseSettings):
     step_seconds: float = Field(
         0.004, gt=0, le=1, description="target duration of an engine step; bounds how long a prompt delays streams"
     )
-    max_prompt_characters: int = Field(100_000, ge=1, le=100_000_000, description="maximum length of a prompt")
-    max_tokens: int = Field(16_384, ge=1, le=100_000_000, description="maximum length of a completion, in characters")
+    max_prompt_characters: Positive = Field(100_000, description="maximum length of a prompt")
+    max_tokens: Positive = Field(16_384, description="maximum length of a completion, in characters")
     max_prompts: int = Field(128, ge=1, le=10_000, description="maximum sequences per request: prompts × n or best_of")
-    max_score_texts: int = Field(10_000, ge=1, le=1_000_000, description="maximum texts per request of /v1/score")
+    max_score_texts: Positive = Field(10_000, description="maximum texts per request of /v1/score")
     max_regex_characters: int = Field(1000, ge=1, le=10_000, description="maximum length of a regex or stop_regex")
     attention: bool = Field(True, description="serve /v1/attention, which runs in the HTTP processes")
-    max_body_bytes: int = Field(4 << 20, ge=1024, le=1 << 30, description="maximum size of a request body, in bytes")
+    max_body_bytes: Bytes = Field(4 << 20, le=1 << 30, description="maximum size of a request body, in bytes")
 
-    max_request_bytes: int = Field(
-        64 << 20, ge=1 << 16, le=1 << 50, description="maximum memory that a request may need, by estimate, in bytes"
+    max_request_bytes: Bytes = Field(
+        64 << 20, description="maximum memory that a request may need, by estimate, in bytes"
     )
-    max_held_bytes: int = Field(
+    max_held_bytes: Bytes = Field(
         256 << 20,
-        ge=1 << 20,
-        le=1 << 50,
         description="maximum memory that requests in progress may need together, in bytes; one client gets half of it",
     )
 
@@ -224,51 +219,37 @@ class Settings(BaseSettings):
     strict_fields: bool = Field(
         False, description="refuse requests with unknown fields, unless they have strict: false"
     )
-    stream_interval_seconds: float = Field(0.02, ge=0, le=60, description="minimum time between two events of a stream")
-    keep_alive_seconds: float = Field(
-        15,
-        gt=0,
-        le=3600,
-        description="time without an event before the server sends an SSE comment",
+    stream_interval_seconds: Delay = Field(0.02, le=60, description="minimum time between two events of a stream")
+    keep_alive_seconds: Seconds = Field(15, description="time without an event before the server sends an SSE comment")
+    max_header_bytes: Bytes = Field(
+        32 << 10, le=1 << 20, description="maximum size of a request line and its headers, in bytes"
     )
-    max_header_bytes: int = Field(
-        32 << 10, ge=1024, le=1 << 20, description="maximum size of a request line and its headers, in bytes"
-    )
-    header_timeout_seconds: float = Field(
-        8, gt=0, le=3600, description="time limit for receiving request line and headers, and for a TLS handshake"
+    header_timeout_seconds: Seconds = Field(
+        8, description="time limit for receiving request line and headers, and for a TLS handshake"
     )
     max_connections: int = Field(10_000, ge=1, le=1_000_000, description="maximum open connections")
-    max_connections_per_address: int = Field(
+    max_connections_per_address: Natural = Field(
         default_factory=half_of_connections,
-        ge=0,
-        le=1_000_000,
         description="maximum open connections from one address; 0: no limit of its own",
     )
-    body_timeout_seconds: float = Field(30, gt=0, le=3600, description="time limit for receiving a request body")
+    body_timeout_seconds: Seconds = Field(30, description="time limit for receiving a request body")
     idle_connection_seconds: int = Field(
         75, ge=1, le=3600, description="time an idle connection is kept open between requests"
     )
-    request_timeout_seconds: float = Field(
-        300, gt=0, le=86_400, description="time limit for a request, waiting and running"
-    )
-    shutdown_delay_seconds: float = Field(
+    request_timeout_seconds: Seconds = Field(300, description="time limit for a request, waiting and running")
+    shutdown_delay_seconds: Delay = Field(
         0,
-        ge=0,
-        le=3600,
         description="time after SIGTERM in which `/readyz` is 503 and requests are still accepted, as load balancers "
         "notice late",
     )
-    drain_seconds: float = Field(30, ge=0, le=3600, description="time limit for running requests after that")
-    hang_seconds: float = Field(
-        10, ge=1, le=3600, description="time without a sign of life after which a process is killed and replaced"
+    drain_seconds: Delay = Field(30, description="time limit for running requests after that")
+    hang_seconds: Seconds = Field(
+        10, ge=1, description="time without a sign of life after which a process is killed and replaced"
     )
-    max_restarts: int = Field(
-        10,
-        ge=0,
-        le=10_000,
-        description="maximum deaths of processes in the window of the next setting; one more ends the service",
+    max_restarts: Natural = Field(
+        10, description="maximum deaths of processes in the window of the next setting; one more ends the service"
     )
-    restart_window_seconds: float = Field(300, gt=0, le=86_400, description="time over which deaths are counted")
+    restart_window_seconds: Seconds = Field(300, description="time over which deaths are counted")
     metrics_vllm_names: bool = Field(False, description="also expose metrics under vLLM's names")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="minimum level to log")
     log_format: LogFormat = Field("auto", description="log line format; auto: text on a terminal, json otherwise")
@@ -293,23 +274,6 @@ class Settings(BaseSettings):
     def limits(self) -> ClientLimitsFile:
         """Of `client_limits`, as read at start."""
         return self._limits
-
-    @field_validator("checkpoint", mode="before")
-    @classmethod
-    def _split_checkpoints(cls, given: object) -> object:
-        if isinstance(given, Path) or (isinstance(given, str) and os.path.isdir(given)):  # may have a comma
-            return [str(given)]
-        return [part.strip() for part in given.split(",") if part.strip()] if isinstance(given, str) else given
-
-    @field_validator("checkpoint")
-    @classmethod
-    def _check_checkpoints(cls, places: list[str]) -> list[str]:
-        if not places:
-            raise ValueError("must name at least one folder")
-        names = [name for name, _ in map(split_checkpoint, places) if name is not None]
-        if repeated := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"each name must be given once, got twice: {', '.join(repeated)}")
-        return places
 
     @field_validator("root_path")
     @classmethod
@@ -368,11 +332,6 @@ class Settings(BaseSettings):
                 raise ValueError(f"needs the extra tracing: pip install -e '.[tracing]' (module {module} not found)")
         return endpoint
 
-    @field_validator("cors_origins", mode="before")
-    @classmethod
-    def _split_origins(cls, given: object) -> object:
-        return [part.strip() for part in given.split(",") if part.strip()] if isinstance(given, str) else given
-
     @field_validator("cors_origins")
     @classmethod
     def _check_origins(cls, origins: list[str]) -> list[str]:
@@ -418,8 +377,7 @@ def read_api_keys(path: Path) -> dict[bytes, str]:
     A line is KEY or KEY NAME; keys may share a name, and one without is called key- and 8 digits of its SHA-256. Blank
     lines and lines that start with # are skipped.
 
-    Raises:
-        ValueError: the file cannot be read, contains no key or an invalid line; the message never shows the line.
+    Raises ValueError: the file cannot be read, contains no key or an invalid line; the message never shows the line.
     """
     flag = f"--api-keys-file (CHARGPT_API_KEYS_FILE): {path}"
     try:
@@ -449,8 +407,7 @@ def read_api_keys(path: Path) -> dict[bytes, str]:
 def read_client_limits(path: Path) -> ClientLimitsFile:
     """The limits of a file.
 
-    Raises:
-        ValueError: the file cannot be read, or is not valid; one sentence with the file, the table and the key.
+    Raises ValueError: the file cannot be read, or is not valid; one sentence with the file, the table and the key.
     """
     flag = f"--client-limits (CHARGPT_CLIENT_LIMITS): {path}"
     try:
@@ -491,8 +448,7 @@ def program() -> str:
 def read_settings(arguments: list[str] | None = None) -> Settings:
     """Settings from flags, then variables, then defaults.
 
-    Raises:
-        SystemExit: 2 for an invalid value or an unknown flag, 0 for --help.
+    Raises SystemExit: 2 for an invalid value or an unknown flag, 0 for --help.
     """
     flags = {"--help", *(f"--{name.replace('_', '-')}" for name in Settings.model_fields)}
     for given in sys.argv[1:] if arguments is None else arguments:
@@ -507,18 +463,13 @@ def read_settings(arguments: list[str] | None = None) -> Settings:
             _cli_prog_name=program(), _cli_parse_args=arguments if arguments is not None else True
         )
     except ValidationError as error:
-        lines = []
+        print(f"{program()}: invalid settings", file=sys.stderr)
         for problem in error.errors():
-            if problem["type"] == "default_factory_not_called":  # a consequence of another problem
-                continue
-            message = problem["msg"].removeprefix("Value error, ")
-            if not problem["loc"]:  # concerns several settings, named in the message
-                lines.append(message)
-                continue
-            name = str(problem["loc"][0])
-            flag = "--" + name.replace("_", "-")
-            given = repr(problem["input"])
-            given = "" if problem["type"] == "missing" or given in message else f", got {given}"
-            lines.append(f"{flag} (CHARGPT_{name.upper()}): {message}{given}")
-        print(f"{program()}: invalid settings", *lines, sep="\n  ", file=sys.stderr)
+            message, given = problem["msg"].removeprefix("Value error, "), repr(problem["input"])
+            if problem["loc"]:  # otherwise it concerns several settings, named in the message
+                name = str(problem["loc"][0])
+                shown = "" if given in message else f", got {given}"
+                message = f"--{name.replace('_', '-')} (CHARGPT_{name.upper()}): {message}{shown}"
+            if problem["type"] != "default_factory_not_called":  # a consequence of another problem
+                print(f"  {message}", file=sys.stderr)
         raise SystemExit(2) from None

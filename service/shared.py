@@ -13,20 +13,36 @@ import os
 import tempfile
 import time
 import weakref
+from collections.abc import Iterable
 from hashlib import blake2b
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 
 from service.wire import FinishReason
 
 REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
-_COLUMNS = ("submitted", "refused", "begun", *REASONS)  # of each HTTP process's sequences
+_COLUMNS = ("submitted", "refused", "begun", *REASONS)  # of each HTTP process's sequences, and of each model
 _NUMBER = {column: number for number, column in enumerate(_COLUMNS)}
-_WIDTH, _SUBMITTED, _BEGUN = len(_COLUMNS), _NUMBER["submitted"], _NUMBER["begun"]
+_WIDTH = len(_COLUMNS)
 _RELOADS = ("loaded", "refused", "removed")
+_STAGES = ("serving", "leaving", "draining", "stopping")
 MAX_NAMES = 256  # of checkpoints, in the life of a service
 _MAX_VERSIONS = 4096  # of checkpoints in use at once
+
+
+class _OfEach:
+    """A number of each process, by its name."""
+
+    def __init__(self, kind: str, names: Iterable[str]):
+        self._index = {name: i for i, name in enumerate(names)}
+        self._numbers: Any = multiprocessing.RawArray(kind, len(self._index))
+
+    def __getitem__(self, name: str) -> Any:
+        return self._numbers[self._index[name]]
+
+    def __setitem__(self, name: str, number: Any) -> None:
+        self._numbers[self._index[name]] = number
 
 
 class SharedState:
@@ -39,88 +55,61 @@ class SharedState:
         self.main_pid = os.getpid()
         self.http_names = [f"http-{i}" for i in range(http_processes)]
         self.worker_names = [f"worker-{i}" for i in range(workers)]
-        self._num_workers = workers
-        self._index = {name: i for i, name in enumerate(("main", *self.http_names, *self.worker_names))}
-        self._beats = multiprocessing.RawArray("d", len(self._index))  # 0: it is starting
-        self._pids = multiprocessing.RawArray("q", len(self._index))
-        self._answering = multiprocessing.RawArray("b", len(self._index))
-        self._restarts = multiprocessing.RawArray("q", len(self._index))
-        self._leaving = multiprocessing.RawValue("b", 0)
-        self._draining = multiprocessing.RawValue("b", 0)
-        self._stopping = multiprocessing.RawValue("b", 0)
+        self._names = ["main", *self.http_names, *self.worker_names]
+        self._beats = _OfEach("d", self._names)  # 0: it is starting
+        self.pids = _OfEach("q", self._names)  # 0: it does not run
+        self.pids["main"] = self.main_pid
+        self.answering = _OfEach("b", self._names)  # HTTP processes that are connected to a worker
+        self.restarts = _OfEach("q", self._names)
+        self._followed = _OfEach("q", self._names)  # 1 + the generation; 0: none yet
+        self._failed = _OfEach("b", self._names)
+        self._stage = multiprocessing.RawValue("b", 0)
         self._outstanding = multiprocessing.RawArray("q", http_processes * workers)  # sequences, by worker
         self._sequences = multiprocessing.RawArray("q", http_processes * MAX_NAMES * _WIDTH)
         self._generation = multiprocessing.RawValue("q", 0)
-        self._followed = multiprocessing.RawArray("q", len(self._index))  # 1 + the generation; 0: none yet
-        self._failed = multiprocessing.RawArray("b", len(self._index))
         self._reloads = multiprocessing.RawArray("q", MAX_NAMES * len(_RELOADS))
         self._users = multiprocessing.RawArray("q", http_processes * _MAX_VERSIONS)  # requests, by version
 
     # -- processes --
 
-    def started(self, name: str, pid: int) -> None:
-        """The main process has started a process, or started it again."""
-        self._pids[self._index[name]] = pid
-
     def died(self, name: str) -> None:
-        self._pids[self._index[name]] = 0
-        self._beats[self._index[name]] = 0.0
-        self._answering[self._index[name]] = 0
-        self._followed[self._index[name]] = self._failed[self._index[name]] = 0
+        for numbers in (self.pids, self._beats, self.answering, self._followed, self._failed):
+            numbers[name] = 0
 
-    @property
-    def pids(self) -> dict[str, int]:
-        return {name: self._pids[i] for name, i in self._index.items() if self._pids[i]}
+    def running(self) -> dict[str, int]:
+        """The process id of each that runs."""
+        return {name: pid for name in self._names if (pid := self.pids[name])}
 
     def beat(self, name: str) -> None:
         """The process `name` runs: it is not stopped, and not stuck in one call."""
-        self._beats[self._index[name]] = time.monotonic()
-
-    def answer(self, name: str) -> None:
-        """The HTTP process `name` is connected to a worker, so that requests are answered."""
-        self._answering[self._index[name]] = 1
-
-    def is_answering(self, name: str) -> bool:
-        return bool(self._answering[self._index[name]])
+        self._beats[name] = time.monotonic()
 
     def last_beat(self, name: str) -> float | None:
         """When a process last showed that it runs; None: it is starting."""
-        return self._beats[self._index[name]] or None
+        return self._beats[name] or None
 
     def is_responsive(self, name: str, seconds: float) -> bool:
         """Whether a process has started, and has shown within `seconds` that it runs."""
-        last = self.last_beat(name)
-        return last is not None and time.monotonic() - last <= seconds
+        last = self._beats[name]
+        return bool(last) and time.monotonic() - last <= seconds
 
-    def restarted(self, name: str) -> None:
-        self._restarts[self._index[name]] += 1
+    @property
+    def stage(self) -> str:
+        """Of the service: serving; leaving: not ready any more; draining: refuses new requests; stopping: ends."""
+        return _STAGES[self._stage.value]
 
-    def num_restarts(self, names: list[str]) -> int:
-        return sum(self._restarts[self._index[name]] for name in names)
+    def enter(self, stage: str) -> None:
+        self._stage.value = _STAGES.index(stage)
 
     @property
     def is_leaving(self) -> bool:
         """A shutdown has begun: the service is not ready any more."""
-        return bool(self._leaving.value)
-
-    def start_leaving(self) -> None:
-        self._leaving.value = 1
+        return bool(self._stage.value)
 
     @property
     def is_draining(self) -> bool:
         """New requests are refused, and running ones finish."""
-        return bool(self._draining.value)
-
-    def start_draining(self) -> None:
-        self._leaving.value = self._draining.value = 1
-
-    @property
-    def is_stopping(self) -> bool:
-        return bool(self._stopping.value)
-
-    def start_stopping(self) -> None:
-        """The time to drain is over: HTTP processes end."""
-        self._stopping.value = 1
+        return self._stage.value >= _STAGES.index("draining")
 
     # -- which checkpoints (catalog.py) --
 
@@ -135,15 +124,15 @@ class SharedState:
 
     def follow(self, name: str, generation: int, has_failed: bool = False) -> None:
         """The process `name` does what the listing says; has_failed: it could not load a checkpoint."""
-        self._failed[self._index[name]] = has_failed
-        self._followed[self._index[name]] = generation + 1
+        self._failed[name] = has_failed
+        self._followed[name] = generation + 1
 
     def follows(self, name: str, generation: int) -> bool:
-        return self._followed[self._index[name]] > generation
+        return self._followed[name] > generation
 
     def has_failed(self, name: str, generation: int) -> bool:
         """To do what this listing says, or a later one."""
-        return self.follows(name, generation) and bool(self._failed[self._index[name]])
+        return self.follows(name, generation) and bool(self._failed[name])
 
     def use(self, http: int, version: int, change: int) -> None:
         """Count requests of an HTTP process that run with a version of a checkpoint."""
@@ -152,6 +141,11 @@ class SharedState:
     def is_used(self, version: int) -> bool:
         return any(self._users[version % _MAX_VERSIONS :: _MAX_VERSIONS])
 
+    @property
+    def num_busy(self) -> int:
+        """Requests that run, for which a shutdown waits."""
+        return sum(self._users)
+
     def count_reload(self, row: int, result: str) -> None:
         self._reloads[row * len(_RELOADS) + _RELOADS.index(result)] += 1
 
@@ -159,37 +153,23 @@ class SharedState:
         """By result: a checkpoint was loaded, refused or removed."""
         return dict(zip(_RELOADS, self._reloads[row * len(_RELOADS) :][: len(_RELOADS)], strict=True))
 
-    # -- requests and sequences; `row` is that of the model's name in the listing --
+    # -- sequences; `row` is that of the model's name in the listing --
 
-    @property
-    def num_busy(self) -> int:
-        """Requests that run, for which a shutdown waits."""
-        return sum(self._users)
-
-    def sent(self, http: int, worker: int) -> None:
-        self._outstanding[http * self._num_workers + worker] += 1
-
-    def returned(self, http: int, worker: int) -> None:
-        self._outstanding[http * self._num_workers + worker] -= 1
+    def assign(self, http: int, worker: int, change: int) -> None:
+        """Count sequences that an HTTP process has in a worker."""
+        self._outstanding[http * len(self.worker_names) + worker] += change
 
     def load(self, worker: int) -> int:
         """Sequences that all HTTP processes have in a worker."""
         return sum(self._outstanding[worker :: len(self.worker_names)])
 
-    def submitted(self, http: int, row: int, count: int) -> None:
-        """Sequences that must now be refused or end, each once."""
-        self._sequences[(http * MAX_NAMES + row) * _WIDTH + _SUBMITTED] += count
+    def count(self, http: int, row: int, column: str, count: int = 1) -> None:
+        """Count sequences of an HTTP process.
 
-    def refused(self, http: int, row: int, count: int) -> None:
-        """Sequences were not accepted."""
-        self._add(http, row, "refused", count)
-
-    def began(self, http: int, row: int) -> None:
-        """A first delta has come, so that the sequence is known to be accepted; before its ending at the latest."""
-        self._sequences[(http * MAX_NAMES + row) * _WIDTH + _BEGUN] += 1
-
-    def ended(self, http: int, row: int, reason: FinishReason) -> None:
-        self._sequences[(http * MAX_NAMES + row) * _WIDTH + _NUMBER[reason]] += 1
+        column: submitted: must now be refused or end, each once; refused: were not accepted; begun: a first delta has
+        come, so that they are known to be accepted, before their ending at the latest; or a FinishReason: ended.
+        """
+        self._sequences[(http * MAX_NAMES + row) * _WIDTH + _NUMBER[column]] += count
 
     def num_sequences(self, row: int, column: str) -> int:
         """Over all HTTP processes, of all time: those begun, or ended for a reason. Never decreases."""
@@ -204,11 +184,8 @@ class SharedState:
             start = (http * MAX_NAMES + row) * _WIDTH
             submitted, refused, begun, *ended = self._sequences[start : start + _WIDTH]
             lost = submitted - refused - sum(ended)
-            self._add(http, row, "begun", sum(ended) + lost - begun)
-            self._add(http, row, "abort", lost)
-
-    def _add(self, http: int, row: int, column: str, count: int = 1) -> None:
-        self._sequences[(http * MAX_NAMES + row) * _WIDTH + _NUMBER[column]] += count
+            self.count(http, row, "begun", sum(ended) + lost - begun)
+            self.count(http, row, "abort", lost)
 
 
 class SharedTable:
@@ -244,8 +221,7 @@ class SharedTable:
     def row(self, name: str, now: float) -> int:
         """Where in `numbers` its two moments are; zeros if it is new.
 
-        Raises:
-            LookupError: all of its places are taken by names that count.
+        Raises LookupError: all of its places are taken by names that count.
         """
         keys, width, free, forgiven = self._keys, self._width, -1, -1
         key = int.from_bytes(blake2b(name.encode(), digest_size=8, key=self._secret).digest(), "little") or 1

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 import msgspec
-from litserve.transport.base import MessageTransport
 
 from service.wire import Abort, FromWorker, Hello, Refused, Step, Submit, ToWorker
 
@@ -82,7 +81,7 @@ class _Reader(Generic[Message]):
         return messages
 
 
-class SocketTransport(MessageTransport):
+class SocketTransport:
     """The folder of sockets, in the place of LitServe's queues; each process gets its side of it."""
 
     def __init__(self, num_workers: int, folder: Path):
@@ -95,15 +94,6 @@ class SocketTransport(MessageTransport):
     def connect(self, consumer_id: int, received: Callable[[int, WorkerEvent], None]) -> HttpSide:
         """An HTTP process's side: calls `received(worker_id, message)` for each message. Needs the event loop."""
         return HttpSide([self.folder / f"{i}.sock" for i in range(self.num_workers)], consumer_id, received)
-
-    def close(self, **kwargs: Any) -> None:
-        """LitServe calls this when shutdown begins; the sockets are needed until the workers have ended."""
-
-    def send(self, item: Any, consumer_id: int) -> None:
-        raise NotImplementedError("LitServe's way to send; use WorkerSide.send")
-
-    async def areceive(self, timeout: float | None = None, consumer_id: int | None = None) -> Any:
-        raise NotImplementedError("LitServe's way to receive; messages go to the callback of `connect`")
 
 
 class _Connection:
@@ -189,8 +179,7 @@ class WorkerSide:
         except OSError:
             data = b""
         if not data:
-            self._drop(connection)
-            return
+            return self._drop(connection)
         for message in connection.reader.feed(data):
             if isinstance(message, Hello):
                 connection.consumer_id = message.consumer_id
@@ -207,8 +196,7 @@ class WorkerSide:
         except BlockingIOError:
             pass
         except OSError:
-            self._drop(connection)
-            return
+            return self._drop(connection)
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
         self._selector.modify(connection.sock, events, connection)
 

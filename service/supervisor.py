@@ -9,7 +9,7 @@ import logging
 import signal
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 
@@ -32,12 +32,12 @@ class Watched:
     """A process that must run. `start` starts it; `died` is called once for each death, before the next start."""
 
     name: str
-    process: BaseProcess
     start: Callable[[], BaseProcess]
     died: Callable[[], None]
+    start_seconds: float  # until its first heartbeat
+    process: BaseProcess
     started_at: float
     restart_at: float | None = None  # None: it runs
-    start_seconds: float = START_SECONDS  # until its first heartbeat
     early_deaths: int = 0  # in a row
     is_killed: bool = False  # as it hung, and has not ended yet
 
@@ -62,34 +62,31 @@ class Supervisor:
         self._hang_seconds = hang_seconds
         self._max_deaths, self._window_seconds = max_deaths, window_seconds
         self._clock = clock
-        self._watched: list[Watched] = []
+        self._watched: dict[str, Watched] = {}
         self._deaths: deque[float] = deque()
         self._checked_at = self._patient_from = clock()
 
     def watch(
-        self,
-        name: str,
-        process: BaseProcess,
-        start: Callable[[], BaseProcess],
-        died: Callable[[], None],
-        start_seconds: float = START_SECONDS,
+        self, name: str, start: Callable[[], BaseProcess], died: Callable[[], None], start_seconds: float
     ) -> None:
+        """Start a process, and look after it from now on."""
         self._state.beat("main")
-        self._state.started(name, process.pid or 0)
-        self._watched.append(Watched(name, process, start, died, self._clock(), start_seconds=start_seconds))
+        process = start()
+        self._state.pids[name] = process.pid
+        self._watched[name] = Watched(name, start, died, start_seconds, process, self._clock())
+
+    def processes(self, names: Iterable[str]) -> list[BaseProcess]:
+        """Of those that are watched: they run, or died last."""
+        return [self._watched[name].process for name in names if name in self._watched]
 
     def check(self) -> None:
-        """Look after every process; never waits for one.
-
-        Raises:
-            TooManyDeathsError: more deaths than allowed.
-        """
+        """Look after every process; never waits for one. Raises TooManyDeathsError: more deaths than allowed."""
         now = self._clock()
         self._state.beat("main")
         if now - self._checked_at > self._hang_seconds / 2:
             self._patient_from = now  # this process was stopped, and maybe the others with it
         self._checked_at = now
-        for watched in self._watched:
+        for watched in self._watched.values():
             if watched.restart_at is not None:
                 if watched.restart_at <= now:
                     self._restart(watched)
@@ -125,8 +122,8 @@ class Supervisor:
             self._count(watched, watched.started_at, True, f"cannot be started ({error.strerror})")
             return
         watched.restart_at, watched.is_killed = None, False
-        self._state.started(watched.name, watched.process.pid or 0)
-        self._state.restarted(watched.name)
+        self._state.pids[watched.name] = watched.process.pid
+        self._state.restarts[watched.name] += 1
 
     def _count(self, watched: Watched, now: float, is_early: bool, what: str) -> None:
         """Count a death, and set when to start the process again."""

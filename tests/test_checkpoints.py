@@ -312,7 +312,7 @@ def refusal(*flags):
 
 def test_wrong_lists_are_refused(tmp_path):
     save_random(tmp_path / "a")
-    assert "each name must be given once, got twice: x" in refusal("--checkpoint=x=a,x=b")
+    assert "two checkpoints have the name x: a and b" in refusal("--checkpoint=x=a,x=b")
     assert "two checkpoints have the name chargpt" in refusal(f"--checkpoint={tmp_path}/a,{tmp_path}/a")
     assert f"no checkpoint at {tmp_path}/none" in refusal(f"--checkpoint=a={tmp_path}/a,b={tmp_path}/none")
 
@@ -375,7 +375,7 @@ def state(catalog):
     state = SharedState(http_processes=2, workers=2)
     catalog.publish(state)
     for name in (*state.http_names, *state.worker_names):
-        state.started(name, 100)
+        state.pids[name] = 100
         state.beat(name)
         state.follow(name, 0)
     return state

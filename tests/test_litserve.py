@@ -31,7 +31,7 @@ PRIVATE = {
     "_transport": "workers would not get SocketTransport",
     "logger_queue": "loggers would get no queue",
     "litapi_request_queues": "workers could not be launched without LitServe's queues",
-    "workers_setup_status": "worker readiness would be unknown",
+    "workers_setup_status": "workers could not be launched",
     "middlewares": "middlewares given to build_server would be lost",
 }
 

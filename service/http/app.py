@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import string
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager
 from hashlib import sha256
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -41,7 +39,7 @@ from service.http.turns import Run, Turn
 from service.model.checkpoint import CheckpointError
 from service.observe.logs import AccessLog
 from service.observe.logs import request_id as current_request_id
-from service.observe.metrics import Metrics
+from service.observe.metrics import Metrics, run_folder
 from service.settings import read_api_keys
 from service.sockets import SocketTransport
 
@@ -434,7 +432,7 @@ class App:
         while True:
             self.service.state.beat(process)
             if self.service.is_ready:
-                self.service.state.answer(process)
+                self.service.state.answering[process] = True
             if self.service.state.generation != self.service.listing.generation:
                 await self._follow(process)
             await asyncio.sleep(BEAT_SECONDS)
@@ -446,7 +444,7 @@ class App:
 
     async def _follow(self, process: str) -> None:
         """Serve what the main process lists now."""
-        service, folder = self.service, Path(os.environ["PROMETHEUS_MULTIPROC_DIR"])
+        service, folder = self.service, run_folder()
         known = {model.id for model in service.models.values()}
         try:
             listing = Listing.read(folder)

@@ -292,7 +292,7 @@ class Generation:
             self._metrics.prompt_ran(len(sequence.submit.prompt))
         if not sequence.is_begun:
             sequence.is_begun = True
-            self._client.state.began(self._client.consumer_id, self.model.row)
+            self._client.state.count(self._client.consumer_id, self.model.row, "begun")
         reason = delta.finish_reason
         if reason is not None:
             sequence.finish_reason, sequence.ended_at = reason, delta.ended_at or now
@@ -301,7 +301,7 @@ class Generation:
             if reason in FAILURES and self._failure is None:
                 self._failure = self._failed(sequence, reason)
             self._metrics.sequence_ended(sequence.num_completion_tokens)
-            self._client.state.ended(self._client.consumer_id, self.model.row, reason)
+            self._client.state.count(self._client.consumer_id, self.model.row, reason)
             self._touched[sequence] = None
         is_first = prefilled_at is not None and self.is_stream
         if is_first or reason in FAILURES or (not self.open and not self.pending):
@@ -497,7 +497,7 @@ class EngineClient:
         if not is_connected and not is_accepted and not self._is_replacing(len(submits)):
             model.metrics.request_rejected("not_ready", len(submits))
             raise _not_ready()
-        self.state.submitted(self.consumer_id, model.row, len(submits))
+        self.state.count(self.consumer_id, model.row, "submitted", len(submits))
         for submit in submits:
             submit.model = model.id
         generation = Generation(
@@ -539,7 +539,7 @@ class EngineClient:
             workers = [workers[(first + i) % len(workers)] for i in range(len(workers))]
             workers.sort(key=lambda w: (not self._is_responsive(w), self.state.load(w)))
         sequence.worker = workers[0]
-        self.state.sent(self.consumer_id, sequence.worker)
+        self.state.assign(self.consumer_id, sequence.worker, 1)
         sequence.runs += 1
         submit = sequence.submit
         submit.timeout_seconds = max(0.0, generation.deadline - time.monotonic())
@@ -569,14 +569,14 @@ class EngineClient:
             if it == id or (sequence.worker == HOMELESS and not sequence.submit.must_run):
                 self._end(it)
                 count += 1
-        self.state.refused(self.consumer_id, generation.model.row, count)
+        self.state.count(self.consumer_id, generation.model.row, "refused", count)
         generation.model.metrics.request_rejected(reason, count)
         generation.fail(error)
 
     def _leave(self, sequence: SequenceState) -> None:
         """A sequence is no longer in its worker."""
         if sequence.worker != HOMELESS:
-            self.state.returned(self.consumer_id, sequence.worker)
+            self.state.assign(self.consumer_id, sequence.worker, -1)
             sequence.worker = HOMELESS
 
     def _run_again(self, generation: Generation, sequence: SequenceState) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import os
 import platform
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -109,7 +108,7 @@ class Exposition(Collector):
         usage = self._usage(families["chargpt_cache_slots_in_use"], families["chargpt_cache_slots"])
         for family in (usage, *self._processes(), *self._identity(), *self._sequences()):
             families[family.name] = family
-        _add_exemplars(families, Path(os.environ["PROMETHEUS_MULTIPROC_DIR"]))
+        _add_exemplars(families, metrics.run_folder())
         yield from families.values()
         if self.vllm_names:
             yield from (_renamed(families[ours], theirs) for ours, theirs in VLLM_NAMES.items() if ours in families)
@@ -121,7 +120,7 @@ class Exposition(Collector):
 
     def _processes(self) -> Iterator[Metric]:
         service, state, seen = self.service_name, self.state, []
-        for name, pid in sorted((state.pids | {"main": os.getppid()}).items()):
+        for name, pid in sorted(state.running().items()):
             with contextlib.suppress(psutil.Error):  # ended since, or a zombie
                 process = psutil.Process(pid)
                 with process.oneshot():
@@ -143,7 +142,8 @@ class Exposition(Collector):
             ready = sum(state.is_responsive(name, self.hang_seconds) for name in names)
             yield _gauge(stem, f"Number of {text} that should run", [(service, len(names))])
             yield _gauge(f"{stem}_ready", f"Number of {text} that have started and do not hang", [(service, ready)])
-            yield _counter(restarts, f"Restarts of {text} after a crash", [(service, state.num_restarts(names))])
+            num_restarts = sum(state.restarts[name] for name in names)
+            yield _counter(restarts, f"Restarts of {text} after a crash", [(service, num_restarts)])
         expiry = "When the certificate in use expires, in seconds since the Unix epoch; only with TLS"
         at = [] if self.certificate_expires_at is None else [(service, self.certificate_expires_at)]
         yield _gauge("tls_certificate_expiry_timestamp_seconds", expiry, at)

@@ -53,7 +53,7 @@ def configure_logging(level: str, log_format: LogFormat) -> None:
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging._srcfile = None
     logging.captureWarnings(True)
-    sys.excepthook = _log_uncaught
+    sys.excepthook = lambda kind, error, trace: logger.critical("uncaught exception", exc_info=error)
     threading.excepthook = _log_uncaught_in_thread
     sys.unraisablehook = lambda args: logger.error("unraisable exception", exc_info=args.exc_value)
 
@@ -233,13 +233,6 @@ def _traceback(error: BaseException | None, *, with_text: bool) -> str:
         parts.insert(0, f"Traceback (most recent call last):\n{frames}{type(error).__qualname__}{text}\n")
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return "\n".join(parts)
-
-
-def _log_uncaught(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    if issubclass(kind, KeyboardInterrupt):
-        sys.__excepthook__(kind, error, trace)
-    else:
-        logger.critical("uncaught exception", exc_info=error)
 
 
 def _log_uncaught_in_thread(args: threading.ExceptHookArgs) -> None:

@@ -346,7 +346,7 @@ class Metrics(_Series):
                 if isinstance(metric, Histogram)
                 for bound, exemplar in metric.exemplars.items()
             ]
-            path = _folder() / EXEMPLARS.format(self._process)
+            path = run_folder() / EXEMPLARS.format(self._process)
             try:
                 if exemplars:
                     path.with_suffix(".new").write_bytes(msgspec.json.encode(exemplars))
@@ -356,7 +356,8 @@ class Metrics(_Series):
                 logger.error("%s: exemplars cannot be written: %s", path, error.strerror)
 
 
-def _folder() -> Path:
+def run_folder() -> Path:
+    """The run's own, under the name by which prometheus-client finds its files."""
     return Path(os.environ["PROMETHEUS_MULTIPROC_DIR"])
 
 
@@ -365,15 +366,14 @@ def allocate_files(processes: Iterable[str], model_names: Collection[str]) -> No
 
     model_names: of the service and the models. There is room for SPARE_MODELS more; beyond them, files grow.
 
-    Raises:
-        OSError: the disk is full.
+    Raises OSError: the disk is full.
     """
     names = [len(json.dumps(name)) for name in model_names]  # as each key has it
     for process in processes:
         for kind, size in FILES.items():
             model = MODEL_FILES.get(kind, 0)
             total = size + SPARE_MODELS * model + sum(model + (size + model) * name // 128 for name in names)
-            with open(_folder() / f"{kind}_{process}.db", "wb") as file:
+            with open(run_folder() / f"{kind}_{process}.db", "wb") as file:
                 file.write(bytes(total))
 
 
@@ -381,5 +381,5 @@ def forget_process(process: str) -> None:
     """Empty a dead process's files of gauges, which keep their disk space; its counters and histograms stay."""
     for kind in FILES:
         if kind.startswith("gauge"):
-            with open(_folder() / f"{kind}_{process}.db", "r+b") as file:
+            with open(run_folder() / f"{kind}_{process}.db", "r+b") as file:
                 file.write(bytes(4))  # the length in use
