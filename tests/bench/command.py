@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib.metadata import version
 from multiprocessing.connection import Connection
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from service.settings import cpus_per_worker
+from tests.toolbox.figures import write_figures
 from training.device import machine
 
 BUSY_LOAD = 0.5  # load average above which figures are unreliable
@@ -112,10 +113,9 @@ def device() -> str:
 
 def revision() -> str | None:
     """The commit of this tree, with "-dirty" if it has changes; None outside a repository."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
+        return run_checked(["git", "-C", Path(__file__).parent, "describe", "--always", "--dirty"]).strip()
+    except BenchError:
         return None
 
 
@@ -133,12 +133,73 @@ class Progress:
         print(f"[{self.seconds:5.0f} s] {text}", file=sys.stderr, flush=True)
 
 
-def busy_warning(results: dict[str, Any]) -> str | None:
-    load = results["load_average"]
-    return f"the machine is busy (load {load:.1f}): times will be too long" if load > BUSY_LOAD else None
+class Run:
+    """The results so far of a measuring program, which are rewritten to OUT/NAME.json and OUT/NAME.md as they come.
+
+    results: to begin with, beside the context of the run.
+    """
+
+    tables = ""  # another name of the second file
+
+    def __init__(self, module: str, out: Path, name: str, packages: tuple[str, ...], **results: Any):
+        self.out, self.name, self.say = out, name, Progress()
+        self.results: dict[str, Any] = context(module, *packages) | results | {"errors": {}}
+
+    def markdown(self) -> str:
+        raise NotImplementedError
+
+    def write(self) -> None:
+        self.out.mkdir(parents=True, exist_ok=True)
+        write_figures(self.out / f"{self.name}.json", self.results)
+        (self.out / (self.tables or f"{self.name}.md")).write_text(self.markdown(), encoding="utf-8")
+
+    def parts(self, names: Iterable[str], into: dict[str, Any]) -> None:
+        """Call the method of each name for its figures; one that fails leaves its reason in the results."""
+        for name in names:
+            self.say(f"{name} …")
+            started = self.say.seconds
+            try:
+                into[name] = getattr(self, name)() | {"load_average": os.getloadavg()[0]}
+                into[name]["elapsed_seconds"] = self.say.seconds - started
+            except Exception as error:
+                traceback.print_exc()
+                self.results["errors"][name] = f"{type(error).__name__}: {error}"
+            self.write()
+
+    def main(self, measure: Callable[[], object]) -> int:
+        """Measure and print the tables; returns the exit status."""
+        prepare_process()
+        if (load := self.results["load_average"]) > BUSY_LOAD:
+            self.say(f"WARNING: the machine is busy (load {load:.1f}): times will be too long")
+        try:
+            measure()
+            stopped = False
+        except KeyboardInterrupt:
+            stopped = True
+        self.write()
+        print(self.markdown())
+        self.say(f"{'stopped; ' if stopped else ''}figures: {self.out / self.name}.json, .md")
+        return 130 if stopped else 1 if self.results["errors"] else 0
 
 
 # Fresh processes
+
+
+def run_checked(command: Sequence[object], **options: Any) -> str:
+    """Run a program; returns its stdout.
+
+    Raises:
+        BenchError: it cannot be started, or ended with a status other than 0.
+    """
+    words = [str(word) for word in command]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, errors="replace", **options)
+    except OSError as error:
+        raise BenchError(f"{words[0]} cannot be started: {error}") from None
+    if done.returncode:
+        end = (done.stdout + done.stderr)[-3000:]
+        raise BenchError(f"{shlex.join(words)} ended with status {done.returncode}:\n{end}")
+    return done.stdout
 
 
 def in_child(function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:

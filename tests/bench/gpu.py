@@ -34,13 +34,13 @@ from typing import Any
 import torch
 
 from service.engine.runner import slots_that_fit
-from tests.toolbox.figures import conditions, table, write_figures
+from tests.toolbox.figures import conditions, table
 from tests.toolbox.launch import ROOT
 from training.config import TrainConfig
 from training.speed import matmul_peak
 
 from . import engine, nanogpt, peers, roofline, serve, train
-from .command import BenchError, Progress, Remote, build_parser, context, in_child, prepare_process, subset
+from .command import BenchError, Remote, Run, build_parser, in_child, run_checked, subset
 from .report import first_rows, http_rows
 from .shapes import SHAPES, checkpoint_of, config_of
 
@@ -57,13 +57,14 @@ u.urlopen(u.Request("http://127.0.0.1:8000/generate", body, {"Content-Type": "ap
 """
 
 
-class Check:
-    """One run and its results so far."""
+class Check(Run):
+    """One run."""
 
     def __init__(self, out: Path):
-        self.out, self.say = out, Progress()
-        about = context("tests.bench.gpu", "torch")
-        self.results: dict[str, Any] = {**about, "cuda": torch.version.cuda, "parts": {}, "errors": {}}
+        super().__init__("tests.bench.gpu", out, "gpu-check", ("torch",), cuda=torch.version.cuda, parts={})
+
+    def markdown(self) -> str:
+        return markdown(self.results)
 
     def keep(self, repeated: list[str]) -> None:
         """Take what an earlier run on this revision and machine has finished, except what is to be repeated."""
@@ -76,23 +77,9 @@ class Check:
                 self.results["parts"] = {part: done[part] for part in PARTS if part in done and part not in repeated}
 
     def run(self, parts: Iterable[str]) -> None:
-        self.out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="chargpt-gpu-") as folder:
             self.folders = {name: checkpoint_of(shape, Path(folder) / name) for name, shape in SHAPES.items()}
-            for part in (part for part in parts if part not in self.results["parts"]):
-                self.say(f"{part} …")
-                started = self.say.seconds
-                try:
-                    found = getattr(self, part)()
-                    self.results["parts"][part] = found | {"seconds": self.say.seconds - started}
-                except Exception as error:
-                    self.results["errors"][part] = f"{type(error).__name__}: {error}"
-                    self.say(f"{part} failed: {error}")
-                self.write()
-
-    def write(self) -> None:
-        write_figures(self.out / "gpu-check.json", self.results)
-        (self.out / "gpu-check.md").write_text(markdown(self.results), encoding="utf-8")
+            self.parts([part for part in parts if part not in self.results["parts"]], self.results["parts"])
 
     def is_absent(self, part: dict[str, Any], name: str, error: Exception) -> None:
         part["absent"][name] = f"{type(error).__name__}: {str(error)[-1000:]}"
@@ -170,9 +157,11 @@ class Check:
     def image(self) -> dict[str, Any]:
         if shutil.which("docker") is None or subprocess.run(["docker", "version"], capture_output=True).returncode:
             return {"skipped": "no Docker engine answers"}
-        _checked("docker build --quiet --build-arg ACCELERATOR=cuda -t chargpt:cuda .")
-        size = int(_checked("docker image inspect --format {{.Size}} chargpt:cuda"))
-        container = _checked("docker run --rm --detach --gpus all --read-only --tmpfs /tmp chargpt:cuda").strip()
+        run_checked("docker build --quiet --build-arg ACCELERATOR=cuda -t chargpt:cuda .".split(), cwd=ROOT)
+        size = int(run_checked("docker image inspect --format {{.Size}} chargpt:cuda".split(), cwd=ROOT))
+        container = run_checked(
+            "docker run --rm --detach --gpus all --read-only --tmpfs /tmp chargpt:cuda".split(), cwd=ROOT
+        ).strip()
         try:
             deadline, ask = time.monotonic() + 120, ["docker", "exec", container, "python", "-c", GENERATE]
             while subprocess.run(ask, capture_output=True).returncode:
@@ -202,13 +191,6 @@ class GpuBench(serve.Bench):
             command += (f"--max-model-len={2 * config_of(folder).block_size}",)
             systems.append(peers.System("vllm", "bfloat16", command, model=model))
         return systems
-
-
-def _checked(command: str) -> str:
-    done = subprocess.run(command.split(), cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise BenchError(f"{command}: {done.stderr[-1000:]}")
-    return done.stdout
 
 
 # -- in fresh processes --
@@ -289,17 +271,9 @@ def main() -> int:
         build = "without CUDA" if torch.version.cuda is None else f"with CUDA {torch.version.cuda}"
         print(f"error: no NVIDIA GPU that torch {torch.__version__} ({build}) can use", file=sys.stderr)
         return 2
-    prepare_process()
     check = Check(args.out)
     check.keep(args.only or [])
-    try:
-        check.run(args.only or PARTS)
-        stopped = False
-    except KeyboardInterrupt:
-        stopped = True
-    check.write()
-    print(markdown(check.results))
-    return 130 if stopped else 1 if check.results["errors"] else 0
+    return check.main(lambda: check.run(args.only or PARTS))
 
 
 if __name__ == "__main__":

@@ -12,15 +12,14 @@ import argparse
 import itertools
 import json
 import os
-import shlex
-import subprocess
 import sys
 import tarfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .command import BenchError, run_checked
 from .shapes import PROMPT
 
 PACKAGE = "llama-cpp-python==0.3.36"
@@ -31,10 +30,6 @@ CMAKE_FLAGS = (
 )  # fmt: skip
 DTYPES = ("F32", "F16", "BF16")  # the same model; Q8_0 would be another
 CACHES = ("f16", "f32")
-
-
-class LlamaError(RuntimeError):
-    """A build or program of llama.cpp failed; the message holds the end of its output."""
 
 
 @dataclass(frozen=True)
@@ -74,57 +69,40 @@ def build(folder: Path) -> dict[str, Path]:
     """The paths of PROGRAMS, built in `folder` if any is missing.
 
     Raises:
-        LlamaError: a step failed.
+        BenchError: a step failed.
     """
     found = programs(folder)
     if all(program.exists() for program in found.values()):
         return found
     folder.mkdir(parents=True, exist_ok=True)
     tools = folder / "tools"
-    run([sys.executable, "-m", "venv", tools])
+    run_checked([sys.executable, "-m", "venv", tools])
     pip = [tools / "bin" / "pip", "--quiet", "--disable-pip-version-check"]
-    run([*pip, "install", "cmake", "ninja"])
-    run([*pip, "download", "--no-deps", "--no-binary=:all:", f"--dest={folder}", PACKAGE])
+    run_checked([*pip, "install", "cmake", "ninja"])
+    run_checked([*pip, "download", "--no-deps", "--no-binary=:all:", f"--dest={folder}", PACKAGE])
     [archive] = folder.glob("llama_cpp_python-*.tar.gz")
     with tarfile.open(archive) as tar:
         tar.extractall(folder, filter="data")
     source = folder / archive.name.removesuffix(".tar.gz") / "vendor" / "llama.cpp"
     environment = os.environ | {"PATH": f"{tools / 'bin'}:{os.environ['PATH']}"}
     configure = ["cmake", "-S", source, "-B", folder / "build", "-G", "Ninja", *CMAKE_FLAGS]
-    run(["nice", *configure], env=environment)
-    run(["nice", "ninja", "-C", folder / "build", *PROGRAMS], env=environment)
+    run_checked(["nice", *configure], env=environment)
+    run_checked(["nice", "ninja", "-C", folder / "build", *PROGRAMS], env=environment)
     return found
-
-
-def run(command: Sequence[object], **options: Any) -> str:
-    """Run a program; returns its stdout.
-
-    Raises:
-        LlamaError: it cannot be started, or ended with a status other than 0.
-    """
-    words = [str(word) for word in command]
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, errors="replace", **options)
-    except OSError as error:
-        raise LlamaError(f"{words[0]} cannot be started: {error}") from None
-    if done.returncode:
-        end = (done.stdout + done.stderr)[-3000:]
-        raise LlamaError(f"{shlex.join(words)} ended with status {done.returncode}:\n{end}")
-    return done.stdout
 
 
 def convert(found: Mapping[str, Path], checkpoint: Path, folder: Path) -> dict[str, Path]:
     """A GGUF file of the checkpoint by dtype in `folder`: the exported F32, and what llama-quantize makes of it.
 
     Raises:
-        LlamaError: the export or a conversion failed.
+        BenchError: the export or a conversion failed.
     """
     files = {dtype: folder / f"{dtype}.gguf" for dtype in DTYPES}
     export = ["training", "export", f"--checkpoint={checkpoint}", "--to=gguf", f"--out={files['F32']}"]
-    run([sys.executable, "-m", *export])
+    run_checked([sys.executable, "-m", *export])
     for dtype, file in files.items():
         if dtype != "F32":
-            run([found["llama-quantize"], files["F32"], file, dtype])
+            run_checked([found["llama-quantize"], files["F32"], file, dtype])
     return files
 
 
@@ -139,7 +117,7 @@ def batched_bench(
     """Characters per second over `repeats` runs of one program: of decode alone, without sampling, and with prefill.
 
     Raises:
-        LlamaError: it failed, or its output has no results.
+        BenchError: it failed, or its output has no results.
     """
     context = rows * -(-(PROMPT + length) // 256) * 256  # it reserves whole blocks of 256
     command = [
@@ -147,9 +125,9 @@ def batched_bench(
         "-t", str(threads), "-tb", str(threads), "-npp", str(PROMPT), "-ntg", str(length),
         "-npl", ",".join([str(rows)] * repeats), "--output-format", "jsonl",
     ]  # fmt: skip
-    results = [json.loads(line) for line in run(command).splitlines() if line.startswith("{")]
+    results = [json.loads(line) for line in run_checked(command).splitlines() if line.startswith("{")]
     if not results:
-        raise LlamaError(f"no results in the output of {shlex.join(command)}")
+        raise BenchError(f"no results in the output of {command}")
     given = sum(row["pl"] * row["tg"] for row in results)
     prefill, decode = (sum(row[name] for row in results) for name in ("t_pp", "t_tg"))
     return {"decode_characters_per_second": given / decode, "characters_per_second": given / (prefill + decode)}
@@ -169,7 +147,7 @@ def main() -> int:
     args = parser.parse_args()
     try:
         found = build(args.llama_cpp)
-    except LlamaError as error:
+    except BenchError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(*found.values(), sep="\n")

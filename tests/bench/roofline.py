@@ -1,14 +1,13 @@
 """The shortest possible time of a decode step on this machine's CPU.
 
 Products are taken at the peak rate of fused multiply-adds, keys and values at the rate at which as many bytes can be
-read repeatedly, from whichever cache holds them: both measured by peak.cpp with all threads at once. Loads no torch.
+read repeatedly, from whichever cache holds them: both measured by peak.cpp with all threads at once.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import subprocess
 import tempfile
 import threading
 import time
@@ -20,14 +19,12 @@ import numpy as np
 
 from service.model.config import GPTConfig
 
+from .command import run_checked
+
 SOURCE = Path(__file__).with_name("peak.cpp")
 COMPILE = ("g++", "-O3", "-march=native", "-std=c++17", "-shared", "-fPIC")
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 CALL_SECONDS = 2e-3  # of one timed call: several scheduler ticks fit between two hiccups
-
-
-class RooflineError(RuntimeError):
-    """The probe could not be built."""
 
 
 @functools.cache
@@ -35,17 +32,11 @@ def probe() -> ctypes.CDLL:
     """peak.cpp, compiled for this machine.
 
     Raises:
-        RooflineError: there is no compiler, or it failed.
+        BenchError: there is no compiler, or it failed.
     """
     with tempfile.TemporaryDirectory(prefix="chargpt-peak-") as folder:
         library = Path(folder) / "peak.so"
-        command = [*COMPILE, str(SOURCE), "-o", str(library)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True)
-        except OSError as error:
-            raise RooflineError(f"the roofline needs {COMPILE[0]}: {error}") from None
-        if done.returncode:
-            raise RooflineError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+        run_checked([*COMPILE, SOURCE, "-o", library])
         built = ctypes.CDLL(str(library))
     for dtype in ("float64", "float32", "bfloat16"):
         getattr(built, f"operations_{dtype}").restype = ctypes.c_int64

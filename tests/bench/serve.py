@@ -26,7 +26,6 @@ import contextlib
 import json
 import math
 import multiprocessing
-import os
 import shlex
 import statistics
 import sys
@@ -40,20 +39,17 @@ from typing import Any
 
 from service.model.config import GPTConfig
 from service.settings import available_cpus
-from tests.toolbox.figures import percentiles, put, quantile, write_figures
+from tests.toolbox.figures import percentiles, put, quantile
 from tests.toolbox.http import event_data
 from tests.toolbox.launch import ROOT, Server, ServerError, module
 
 from . import engine, llama, load, peers, roofline
 from .command import (
     BenchError,
-    Progress,
     Remote,
+    Run,
     add_threads,
     build_parser,
-    busy_warning,
-    context,
-    prepare_process,
     subset,
 )
 from .report import markdown
@@ -86,86 +82,55 @@ SLOTS = 128  # of the engine alone
 LOADED_SLOTS = 64  # of the engine whose texts are compared
 
 PARTS = ("engine", "http", "mixed", "texts", "path", "idle")
-FAILURES = (BenchError, ServerError, load.LoadError, llama.LlamaError, roofline.RooflineError, OSError)
 
 
 @dataclass(frozen=True)
 class Plan:
     """Amount of measurement."""
 
-    repeats: int  # turns
-    rows: dict[str, tuple[int, ...]]  # by shape
-    engine_seconds: float  # per run, at least
-    every_variant: bool  # of the peers, instead of one of each
-    clients: tuple[int, ...]
-    http_seconds: float  # per measurement
-    first_requests: int
-    texts: int  # generations by dtype
-    path_seconds: float  # per measurement of the path
-    streams: tuple[int, ...]
-    paced_length: int
-    idle_seconds: float
-    starts: int
+    repeats: int = 5  # turns
+    shapes: tuple[str, ...] = ("S", "M")
+    rows: tuple[int, ...] = (1, 8, 32, 128)
+    engine_seconds: float = 1.0  # per run, at least
+    every_variant: bool = True  # of the peers, instead of one of each
+    clients: tuple[int, ...] = (1, 8, 32, 64)
+    http_seconds: float = 3.0  # per measurement
+    first_requests: int = 200
+    texts: int = 10_000  # generations by dtype
+    path_seconds: float = 3.0  # per measurement of the path
+    streams: tuple[int, ...] = (1, 256)
+    paced_length: int = 400
+    idle_seconds: float = 5.0
+    starts: int = 5
 
 
-FULL = Plan(
-    repeats=5,
-    rows={"S": (1, 8, 32, 128), "M": (1, 8, 32, 128)},
-    engine_seconds=1.0,
-    every_variant=True,
-    clients=(1, 8, 32, 64),
-    http_seconds=3.0,
-    first_requests=200,
-    texts=10_000,
-    path_seconds=3.0,
-    streams=(1, 256),
-    paced_length=400,
-    idle_seconds=5.0,
-    starts=5,
-)
-QUICK = Plan(
-    repeats=2,
-    rows={"S": (1, 8, 32), "M": (8,)},
-    engine_seconds=1.0,
-    every_variant=False,
-    clients=(1, 64),
-    http_seconds=1.0,
-    first_requests=40,
-    texts=300,
-    path_seconds=1.0,
-    streams=(1, 256),
-    paced_length=100,
-    idle_seconds=2.0,
-    starts=1,
-)
+FULL = Plan()
+QUICK = Plan(2, ("S",), (1, 8, 32), 1.0, False, (1, 64), 1.0, 40, 300, 1.0, (1, 256), 100, 2.0, 1)
 
 
-class Bench:
-    """One run and its results so far."""
+class Bench(Run):
+    """One run."""
 
     def __init__(
         self, plan: Plan, shapes: dict[str, Path | GPTConfig], threads: int, out: Path, llama_folder: Path | None = None
     ):
-        self.plan, self.shapes, self.threads, self.out = plan, shapes, threads, out
+        self.plan, self.shapes, self.threads = plan, shapes, threads
         self.llama_folder = llama_folder or llama.default_folder()
         self.cores = available_cpus()  # threads of an engine alone, and of the peers' engines
-        self.say = Progress()
-        self.folder = Path()  # of this run's files
-        self.folders: dict[str, Path] = {}  # checkpoint folder by shape
-        self.results: dict[str, Any] = {
-            **context("tests.bench.serve", "torch", "transformers", "litserve", "fastapi", "uvicorn"),
-            "settings": {
-                "plan": asdict(plan),
-                "quick": plan is QUICK,
-                "threads": threads,
-                "cores": self.cores,
-                "llama": llama.PACKAGE,
-                "shapes": {name: asdict(it) if is_dataclass(it) else it.name for name, it in shapes.items()},
-                "sampling": SAMPLING,
-            },
-            "errors": {},  # part: reason of failure
-            "kept": {},  # part: revision and date of the earlier run that measured it
+        settings = {
+            "plan": asdict(plan),
+            "quick": plan is QUICK,
+            "threads": threads,
+            "cores": self.cores,
+            "llama": llama.PACKAGE,
+            "shapes": {name: asdict(it) if is_dataclass(it) else it.name for name, it in shapes.items()},
+            "sampling": SAMPLING,
         }
+        packages = ("torch", "transformers", "litserve", "fastapi", "uvicorn")
+        super().__init__("tests.bench.serve", out, "serve", packages, settings=settings, kept={})
+
+    def markdown(self) -> str:
+        return markdown(self.results)
 
     def keep(self, parts: list[str]) -> None:
         """Take the results of all other parts from OUT/serve.json.
@@ -177,16 +142,12 @@ class Bench:
         earlier = json.loads((self.out / "serve.json").read_text(encoding="utf-8"))
         now = json.loads(json.dumps(self.results))  # turns tuples into lists
         for name in ("machine", "settings", "versions"):
-            mine, other = (
-                {key: value for key, value in results[name].items() if key != "plan"} for results in (now, earlier)
-            )
-            if mine != other:
-                raise BenchError(f"{self.out / 'serve.json'} has different {name}: {other}, now {mine}")
+            if earlier[name] | {"plan": 0} != now[name] | {"plan": 0}:
+                raise BenchError(f"{self.out / 'serve.json'} has different {name}: {earlier[name]}, now {now[name]}")
+        about = {name: earlier[name] for name in ("revision", "date")}
         for part in earlier.keys() & set(PARTS) - set(parts):
             self.results[part] = earlier[part]
-            self.results["kept"][part] = earlier.get("kept", {}).get(
-                part, {"revision": earlier["revision"], "date": earlier["date"]}
-            )
+            self.results["kept"][part] = earlier["kept"].get(part, about)
 
     @contextlib.contextmanager
     def prepared(self) -> Iterator[None]:
@@ -198,33 +159,17 @@ class Bench:
             yield
 
     def run(self, parts: list[str]) -> None:
-        """Measure the parts; a part that fails leaves its reason in the results."""
         with self.prepared():
-            for part in parts:
-                self.say(f"{part} …")
-                started = self.say.seconds
-                try:
-                    self.results[part] = getattr(self, part)() | {
-                        "load_average": os.getloadavg()[0],
-                        "elapsed_seconds": self.say.seconds - started,
-                    }
-                except FAILURES as error:
-                    self.results["errors"][part] = f"{type(error).__name__}: {error}"
-                    self.say(f"{part} failed: {error}")
-                self.write()
-
-    def write(self) -> None:
-        write_figures(self.out / "serve.json", self.results)
-        (self.out / "serve.md").write_text(markdown(self.results), encoding="utf-8")
+            self.parts(parts, self.results)
 
     # -- the parts: engines --
 
     def engine(self) -> dict[str, Any]:
         """By shape and rows: runs of our engine in each dtype, and of the fastest variant of llama.cpp."""
-        return {"shapes": {name: self.engine_of(name, list(rows)) for name, rows in self.plan.rows.items()}}
+        return {"shapes": {name: self.engine_of(name) for name in self.plan.shapes}}
 
-    def engine_of(self, shape: str, rows: list[int]) -> dict[str, Any]:
-        folder, seconds = self.folders[shape], self.plan.engine_seconds
+    def engine_of(self, shape: str) -> dict[str, Any]:
+        folder, rows, seconds = self.folders[shape], self.plan.rows, self.plan.engine_seconds
         config = config_of(folder)
         figures: dict[str, Any] = {str(count): {} for count in rows}
         programs, files = self.llama_files(shape)
@@ -605,21 +550,17 @@ def alone_once(server: Server, request: bytes, count: int) -> dict[str, float]:
 
 
 def paced_once(server: Server, count: int, length: int) -> dict[str, float]:
-    """`count` concurrent streams of the paced stub: CPU time per event, and gaps between events."""
+    """`count` concurrent streams of the paced stub: CPU time per event."""
     request = load.post("/generate", {"prompt": "a", "max_tokens": length, "stream": True})
     with server.busy() as cores:
         outcome = load.run(server.port, load.at_once(request, count), connections=count, keep=True)
-    moments = []
     for reply in outcome.replies:
         check_length(peers.System("ours", "paced"), reply, True, length)
-        moments.append([at for at, _ in reply.parts])
-    gaps = [later - at for each in moments for at, later in zip(each, each[1:], strict=False)]
     events = outcome.num_events
     return {
         "characters_per_event": count * length / events,
         "http_seconds_per_event": cores["http"] * cores["seconds"] / events,
         "worker_seconds_per_event": cores["worker"] * cores["seconds"] / events,
-        **{f"gap_{name}": seconds for name, seconds in percentiles(gaps).items()},
     }
 
 
@@ -682,17 +623,7 @@ def main() -> int:
     except (OSError, ValueError, BenchError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    prepare_process()
-    if warning := busy_warning(bench.results):
-        bench.say(warning)
-    try:
-        bench.run(args.only)
-    except KeyboardInterrupt:
-        bench.say("stopped")
-        return 130
-    print(markdown(bench.results))
-    bench.say(f"figures: {args.out / 'serve.json'}, .md")
-    return 1 if bench.results["errors"] else 0
+    return bench.main(lambda: bench.run(args.only))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ import os
 import re
 import shutil
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -32,7 +31,7 @@ import torch
 from rich.console import Console
 
 from service.model.checkpoint import Checkpoint
-from tests.toolbox.figures import figure, table, write_figures
+from tests.toolbox.figures import figure, table
 from training import jobs
 from training.config import TrainConfig
 from training.data import encode_files, prepare, record_pieces
@@ -41,7 +40,7 @@ from training.evaluate import piece_loss, split_losses, whole_loss
 from training.recipe import SETTINGS
 
 from . import nanogpt
-from .command import BenchError, build_parser, busy_warning, context, in_child, integer, integers, prepare_process
+from .command import BenchError, Run, build_parser, in_child, integer, integers, run_checked
 
 PROBE_STEPS = 100
 EVALUATIONS = 8
@@ -126,14 +125,10 @@ def run_makemore(script: Path, data: Path, seed: int, steps: int, cpu_seconds: f
     shutil.rmtree(out, ignore_errors=True)
     flags = ["-i", str(data), "-o", str(out), "-n", "0", "--seed", str(seed), "--max-steps", str(steps + 1)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, script, *flags], env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise BenchError(f"makemore.py: {done.stderr.strip().splitlines()[-1]}")
-    times = [float(ms) / 1000 for ms in re.findall(r"step time ([\d.]+)ms", done.stdout)]
+    output = run_checked([sys.executable, script, *flags], env=environment)
+    times = [float(ms) / 1000 for ms in re.findall(r"step time ([\d.]+)ms", output)]
     per_step = sum(times) / len(times)
-    losses = {
-        int(step): float(loss) for step, loss in re.findall(r"step (\d+) train loss.* test loss: (\S+)", done.stdout)
-    }
+    losses = {int(step): float(loss) for step, loss in re.findall(r"step (\d+) train loss.* test loss: (\S+)", output)}
     best = min(losses, key=losses.__getitem__)
     within = [loss for step, loss in losses.items() if step * per_step <= cpu_seconds]
     return {
@@ -145,57 +140,53 @@ def run_makemore(script: Path, data: Path, seed: int, steps: int, cpu_seconds: f
     }
 
 
-def markdown(results: dict[str, Any]) -> str:
-    rows = [["nats per character, held out", *(label for label, _ in COLUMNS.values())]]
-    for corpus, runs in results["runs"].items():
-        columns = ((form, [run[name] for run in runs if name in run]) for name, (_, form) in COLUMNS.items())
-        rows.append([corpus, *(figure(values, form, middle=statistics.mean) for form, values in columns)])
-    return "\n".join(table(rows))
+class Bench(Run):
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        super().__init__("tests.bench.small", args.out, "small", ("torch", "numpy"), runs={})
 
+    def markdown(self) -> str:
+        rows = [["nats per character, held out", *(label for label, _ in COLUMNS.values())]]
+        for corpus, runs in self.results["runs"].items():
+            columns = ((form, [run[name] for run in runs if name in run]) for name, (_, form) in COLUMNS.items())
+            rows.append([corpus, *(figure(values, form, middle=statistics.mean) for form, values in columns)])
+        return "\n".join(table(rows)) + "\n"
 
-def parse_args() -> argparse.Namespace:
-    parser = build_parser("tests.bench.small", __doc__, "out/bench-small")
-    parser.add_argument("--lists", nargs="*", type=Path, default=[], metavar="FILE", help="a record in each line")
-    parser.add_argument("--texts", nargs="*", type=Path, default=[], metavar="FILE")
-    parser.add_argument("--makemore", type=Path, metavar="FILE", help="makemore.py (default: without it)")
-    parser.add_argument("--makemore-lists", type=integer(0, 100), default=1, help="it runs on the first N (default: 1)")
-    parser.add_argument("--makemore-steps", type=integer(500, 10**6), default=20_000, help="(default: %(default)s)")
-    parser.add_argument(
-        "--seeds", type=integers, default=[2029, 2030, 2031], help="(default: 2029,2030,2031, never tuned on)"
-    )
-    parser.add_argument("--threads", type=integer(0, 4096), default=0, help="0: OMP_NUM_THREADS, else one per core")
-    return parser.parse_args()
+    def run(self) -> None:
+        for data in (*self.args.lists, *self.args.texts):
+            for seed in self.args.seeds:
+                self.say(f"{data.stem}, seed {seed} …")
+                try:
+                    figures = {"seed": seed, **self.figures(data, seed), "finished": time.strftime("%H:%M:%S")}
+                    self.results["runs"].setdefault(data.stem, []).append(figures)
+                except BenchError as error:
+                    self.results["errors"][f"{data.stem}, seed {seed}"] = str(error)
+                    self.say(f"failed: {error}")
+                self.write()
+
+    def figures(self, data: Path, seed: int) -> dict[str, Any]:
+        args, folder = self.args, self.out / f"{data.stem}-{seed}"
+        train, held_out = split(data, seed, folder) if data in args.lists else (data, None)
+        figures = in_child(run_ours, train, held_out, seed, args.threads, folder / "ours")
+        cpu = figures["ours_cpu"]
+        figures |= in_child(run_nanogpt, train, held_out, seed, args.threads, cpu)
+        if args.makemore and data in args.lists[: args.makemore_lists]:
+            figures |= run_makemore(args.makemore, data, seed, args.makemore_steps, cpu, folder / "makemore")
+        return figures
 
 
 def main() -> int:
-    args = parse_args()
-    console = Console(stderr=True, highlight=False)
-    results: dict[str, Any] = {**context("tests.bench.small", "torch", "numpy"), "runs": {}, "errors": []}
-    if warning := busy_warning(results):
-        console.print(warning)
-    prepare_process()
-    args.out.mkdir(parents=True, exist_ok=True)
-    for data in (*args.lists, *args.texts):
-        for seed in args.seeds:
-            console.rule(f"{data.stem}, seed {seed}")
-            folder = args.out / f"{data.stem}-{seed}"
-            train, held_out = split(data, seed, folder) if data in args.lists else (data, None)
-            try:
-                figures = {"seed": seed, **in_child(run_ours, train, held_out, seed, args.threads, folder / "ours")}
-                cpu = figures["ours_cpu"]
-                figures |= in_child(run_nanogpt, train, held_out, seed, args.threads, cpu)
-                if args.makemore and data in args.lists[: args.makemore_lists]:
-                    out = folder / "makemore"
-                    figures |= run_makemore(args.makemore, data, seed, args.makemore_steps, cpu, out)
-            except BenchError as error:
-                results["errors"].append(f"{data.stem}, seed {seed}: {error}")
-                console.print(f"failed: {error}", style="red", markup=False)
-                continue
-            results["runs"].setdefault(data.stem, []).append({**figures, "finished": time.strftime("%H:%M:%S")})
-            write_figures(args.out / "small.json", results)
-            (args.out / "small.md").write_text(markdown(results), encoding="utf-8")
-            console.print(markdown(results), markup=False, soft_wrap=True)
-    return 1 if results["errors"] else 0
+    parser = build_parser("tests.bench.small", __doc__, "out/bench-small")
+    add = parser.add_argument
+    add("--lists", nargs="*", type=Path, default=[], metavar="FILE", help="a record in each line")
+    add("--texts", nargs="*", type=Path, default=[], metavar="FILE")
+    add("--makemore", type=Path, metavar="FILE", help="makemore.py (default: without it)")
+    add("--makemore-lists", type=integer(0, 100), default=1, help="it runs on the first N (default: 1)")
+    add("--makemore-steps", type=integer(500, 10**6), default=20_000, help="(default: %(default)s)")
+    add("--seeds", type=integers, default=[2029, 2030, 2031], help="(default: 2029,2030,2031, never tuned on)")
+    add("--threads", type=integer(0, 4096), default=0, help="0: OMP_NUM_THREADS, else one per core")
+    bench = Bench(parser.parse_args())
+    return bench.main(bench.run)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,8 @@ TINY = GPTConfig(len(shapes.VOCABULARY), block_size=16, n_layer=2, n_head=4, n_k
 TINY_PLAN = replace(
     serve.QUICK,
     repeats=1,
-    rows={"S": (1, 3)},
+    shapes=("S",),
+    rows=(1, 3),
     engine_seconds=0.01,
     clients=(1, 2),
     first_requests=3,

@@ -33,7 +33,7 @@ import torch
 from rich.console import Console
 
 from service.model.checkpoint import Checkpoint
-from tests.toolbox.figures import conditions, figure, table, write_figures
+from tests.toolbox.figures import conditions, figure, table
 from training import jobs
 from training.config import ConfigError, TrainConfig
 from training.data import TINYSHAKESPEARE, DataError, prepare
@@ -44,13 +44,11 @@ from . import nanogpt
 from .command import (
     BenchError,
     Progress,
+    Run,
     build_parser,
-    busy_warning,
-    context,
     in_child,
     integer,
     integers,
-    prepare_process,
     subset,
 )
 
@@ -166,23 +164,21 @@ def run_nanogpt(recipe: nanogpt.Recipe, seed: int, threads: int, device: str = "
 # The bench
 
 
-class Bench:
-    """One run of the benchmark and its results so far."""
+class Bench(Run):
+    """One run."""
 
     def __init__(self, args: argparse.Namespace):
-        self.args, self.say = args, Progress()
+        self.args = args
         self.equal: TrainConfig | None = None  # once its steps are known
-        self.results: dict[str, Any] = {
-            **context("tests.bench.train", "torch", "numpy"),
-            "share": args.share,
-            "runs": {},  # part: figures per seed
-            "curve": {"nanogpt": [], "cpu": []},  # figures per time, of the first seed
-            "errors": {},  # part: a reason per failed run
-        }
+        curve: dict[str, list[Any]] = {"nanogpt": [], "cpu": []}  # figures per time, of the first seed
+        found = {"share": args.share, "runs": {}, "curve": curve}  # runs: by part, figures per seed
+        super().__init__("tests.bench.train", args.out, "train", ("torch", "numpy"), **found)
+
+    def markdown(self) -> str:
+        return markdown(self.results)
 
     def run(self, parts: list[str]) -> None:
         """Run every part with every seed; a run that fails leaves its reason in the results."""
-        self.write()
         for part in parts:
             if part == "curve":
                 for seconds in self.args.curve_seconds:
@@ -254,12 +250,9 @@ class Bench:
         return max(1, round(steps * self.args.share))
 
     def write(self) -> None:
-        out = self.args.out
-        out.mkdir(parents=True, exist_ok=True)
-        write_figures(out / "train.json", self.results)
-        (out / "train.md").write_text(markdown(self.results), encoding="utf-8")
+        super().write()
         if any(self.results["curve"].values()):
-            draw(self.results, out / "train.png")
+            draw(self.results, self.out / "train.png")
 
 
 # Output
@@ -356,17 +349,7 @@ def main() -> int:
         print(f"error: {error}\nThe bench needs this text; CHARGPT_DATA_DIR can name its folder", file=sys.stderr)
         return 1
     bench = Bench(args)
-    if warning := busy_warning(bench.results):
-        bench.say(warning)
-    prepare_process()
-    stopped = False
-    try:
-        bench.run([part for part in PARTS if part in wanted])
-    except KeyboardInterrupt:
-        stopped = True
-    print(markdown(bench.results))
-    bench.say(f"{'stopped; ' if stopped else ''}figures: {args.out / 'train.json'}, .md and, of the curve, .png")
-    return 130 if stopped else 1 if bench.results["errors"] else 0
+    return bench.main(lambda: bench.run([part for part in PARTS if part in wanted]))
 
 
 if __name__ == "__main__":

@@ -17,15 +17,13 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from _pytest.outcomes import Skipped  # raised by tests.toolbox where the machine lacks something
 
-from tests.bench.command import Progress, build_parser, busy_warning, context, prepare_process
+from tests.bench.command import Run, build_parser
 from tests.chaos import clients, limits, processes, soak
 from tests.chaos.case import Case, Outcome, Plan
-from tests.chaos.report import markdown, shown
-from tests.toolbox.figures import write_figures
+from tests.chaos.report import markdown
 from tests.toolbox.launch import ROOT
 
 CASES: dict[str, Case] = {
@@ -66,45 +64,38 @@ async def run(case: Case, plan: Plan) -> Outcome:
     return outcome
 
 
+class Chaos(Run):
+    tables = "RESULTS.md"
+
+    def markdown(self) -> str:
+        return markdown(self.results)
+
+    def run_all(self, cases: Mapping[str, Case], plan: Plan) -> None:
+        for number, (name, case) in enumerate(cases.items(), 1):
+            self.say(f"{number}/{len(cases)} {name} …")
+            outcome = asyncio.run(run(case, plan))
+            verdict = "FAILED" if outcome.failures else f"skipped: {outcome.skipped}" if outcome.skipped else "passed"
+            self.say(f"{number}/{len(cases)} {name}: {verdict}, {outcome.cases:,} cases in {outcome.seconds:.0f} s")
+            self.results["cases"][name] = asdict(outcome)
+            if outcome.failures:
+                self.results["errors"][name] = len(outcome.failures)
+            self.results["seconds"] = self.say.seconds
+
+
 def main(arguments: list[str] | None = None, cases: Mapping[str, Case] = CASES, home: Path | None = None) -> int:
     """Run cases; returns the exit status. home: folder of RESULTS.md and results.json after a run of all cases."""
     parser = build_parser("tests.chaos", __doc__, "out/chaos")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions, short soak, no LitServe")
     parser.add_argument("--only", nargs="+", choices=cases, metavar="NAME", help=", ".join(cases))
     given = parser.parse_args(arguments)
-    given.out.mkdir(parents=True, exist_ok=True)
-    chosen = [name for name in cases if given.only is None or name in given.only]
     is_whole = given.only is None and not given.quick
-    plan, say = Plan(given.quick, given.out.resolve()), Progress()
-    results: dict[str, Any] = context("tests.chaos", "torch", "transformers", "litserve")
-    results |= {"quick": given.quick, "cases": {}}
-    if warning := busy_warning(results):
-        say(f"WARNING: {warning}")
-    for number, name in enumerate(chosen, 1):
-        say(f"{number}/{len(chosen)} {name} …")
-        outcome = asyncio.run(run(cases[name], plan))
-        verdict = "FAILED" if outcome.failures else f"skipped: {outcome.skipped}" if outcome.skipped else "passed"
-        say(f"{number}/{len(chosen)} {name}: {verdict}, {outcome.cases:,} cases in {outcome.seconds:.0f} s")
-        for failure in outcome.failures[:10]:
-            say(f"    {failure}")
-        for label, value in outcome.figures.items():
-            other = f" | stock LitServe: {shown(outcome.stock[label])}" if label in outcome.stock else ""
-            say(f"    {label}: {shown(value)}{other}")
-        for label, value in outcome.stock.items():
-            if label not in outcome.figures:
-                say(f"    {label}: – | stock LitServe: {shown(value)}")
-        for goal, met in outcome.goals.items():
-            say(f"    goal {'met' if met else 'missed'}: {goal}")
-        results["cases"][name] = asdict(outcome)
-    results["seconds"] = say.seconds
+    plan = Plan(given.quick, given.out.resolve())
+    chosen = {name: case for name, case in cases.items() if given.only is None or name in given.only}
+    packages = ("torch", "transformers", "litserve")
     folder = (home or ROOT / "tests/chaos") if is_whole else plan.out
-    write_figures(folder / "results.json", results)
-    (folder / "RESULTS.md").write_text(markdown(results), encoding="utf-8")
-    failed = [name for name in chosen if results["cases"][name]["failures"]]
-    say(f"{len(chosen) - len(failed)} of {len(chosen)} passed: {folder / 'RESULTS.md'}")
-    return 1 if failed else 0
+    chaos = Chaos("tests.chaos", folder, "results", packages, quick=given.quick, seconds=0.0, cases={})
+    return chaos.main(lambda: chaos.run_all(chosen, plan))
 
 
 if __name__ == "__main__":
-    prepare_process()
     sys.exit(main())

@@ -171,9 +171,15 @@ def bodies_of(count: int, length: int) -> list[dict[str, Any]]:
     ]
 
 
-def asking(server: Program, bodies: Iterable[dict[str, Any]], **options: Any) -> list[asyncio.Task[Reply]]:
-    """All at once, running."""
-    return [asyncio.create_task(ask(server.port, body, **options)) for body in bodies]
+def asking(
+    server: Program, bodies: Iterable[dict[str, Any] | bytes], sources: int = 0, **options: Any
+) -> list[asyncio.Task[Reply]]:
+    """All at once, running; sources: from so many addresses."""
+    tasks = []
+    for i, body in enumerate(bodies):
+        its = options | {"source": f"127.0.0.{10 + i % sources}"} if sources else options
+        tasks.append(asyncio.create_task(ask(server.port, body, **its)))
+    return tasks
 
 
 async def texts(server: Program, bodies: list[dict[str, Any]]) -> list[str]:

@@ -79,9 +79,7 @@ async def leave(plan: Plan, outcome: Outcome) -> None:
     outcome.did = f"{count} clients, all with a running stream, leave at the same moment"
     body = {"prompt": "ROMEO:", "max_tokens": 4000, "stream": True}
     async with ours(outcome, max_running_requests=512) as server:
-        tasks = []
-        for i in range(count):
-            tasks += asking(server, [body], source=f"127.0.0.{10 + i % 8}", patience=120)
+        tasks = asking(server, [body] * count, sources=8, patience=120)
         await case.until(lambda: server.metric("chargpt_num_requests_running") == count)
         left_at = time.monotonic()
         await all_leave(tasks)

@@ -96,10 +96,7 @@ async def memory(plan: Plan, outcome: Outcome) -> None:
                 ("streams", stream, 64, 4, "/generate"),
                 ("echo", echo, 4, 4, "/v1/completions"),
             ):
-                tasks = []
-                for i in range(count):
-                    tasks += asking(server, [body], path=path, source=f"127.0.0.{10 + i % sources}", patience=120)
-                replies = await asyncio.gather(*tasks)
+                replies = await asyncio.gather(*asking(server, [body] * count, sources, path=path, patience=120))
                 statuses = Counter(f"{reply.status} {reply.ending}" for reply in replies)
                 outcome.figures[f"{name}: statuses"] = tell(statuses)
                 for reply in replies:

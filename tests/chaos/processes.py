@@ -225,9 +225,7 @@ async def hang(plan: Plan, outcome: Outcome) -> None:
 async def sigterm(plan: Plan, outcome: Outcome) -> None:
     outcome.did = "SIGTERM during 100 streams; during 10 streams and one reader that has stopped, --drain-seconds 5"
     async with ours(outcome, max_running_requests=100) as server:
-        running = []
-        for i, body in enumerate(bodies_of(100, 1000)):
-            running += asking(server, [body | {"stream": True}], source=f"127.0.0.{10 + i % 4}")
+        running = asking(server, [body | {"stream": True} for body in bodies_of(100, 1000)], sources=4)
         await until(lambda: server.metric("chargpt_num_requests_running") == 100)
         began = time.monotonic()
         server.process.terminate()

@@ -34,17 +34,9 @@ from typing import Any
 from service.model.config import GPTConfig
 from service.settings import available_cpus
 from tests.bench import llama, load, peers
-from tests.bench.command import (
-    BenchError,
-    Progress,
-    add_threads,
-    build_parser,
-    busy_warning,
-    context,
-    prepare_process,
-)
+from tests.bench.command import BenchError, Run, add_threads, build_parser
 from tests.bench.shapes import SHAPES, VOCABULARY, checkpoint_of
-from tests.toolbox.figures import NONE, conditions, percentiles, put, quantile, table, write_figures
+from tests.toolbox.figures import NONE, conditions, percentiles, put, quantile, table
 from tests.toolbox.launch import ROOT, Server, ServerError
 
 SYSTEMS = ("ours", "llama", "stock")
@@ -56,7 +48,7 @@ CROWD = 96  # clients at saturation: more than slots, so that every batch is ful
 CONNECTIONS = 1000  # maximum
 BUSY_CORES = 0.8  # of the load generator; above, it may be the bottleneck
 LATE_SECONDS = 0.01  # tolerated delay of sending, at the 99th percentile
-FAILURES = (BenchError, ServerError, load.LoadError, llama.LlamaError, OSError, ValueError)
+FAILURES = (BenchError, ServerError, load.LoadError, OSError, ValueError)
 PUBLISHED_SHARES = (1.0,)
 
 
@@ -91,17 +83,18 @@ class Goal:
 class Plan:
     """Amount of measurement."""
 
-    shares: tuple[float, ...]  # rates, as shares of the saturation
-    bisections: int  # between the highest rate that meets the goal and the next
-    longest: int  # completion, in characters
-    saturation_seconds: float
-    warm_seconds: float
-    window_seconds: float
-    cool_seconds: float
-    least_requests: int  # due in a window; at low rates it grows, at most threefold
+    # Rates, as shares of the saturation.
+    shares: tuple[float, ...] = (0.05, 0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0)
+    bisections: int = 2  # between the highest rate that meets the goal and the next
+    longest: int = 160  # completion, in characters
+    saturation_seconds: float = 16.0
+    warm_seconds: float = 4.0
+    window_seconds: float = 13.0
+    cool_seconds: float = 6.0
+    least_requests: int = 30  # due in a window; at low rates it grows, at most threefold
 
 
-FULL = Plan((0.05, 0.25, 0.5, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0), 2, 160, 16.0, 4.0, 13.0, 6.0, 30)
+FULL = Plan()
 QUICK = Plan((0.05, 0.5, 0.9, 2.0), 0, 80, 6.0, 1.5, 4.0, 2.5, 10)
 
 
@@ -202,36 +195,31 @@ def doubts(rung: dict[str, Any]) -> list[str]:
     return found
 
 
-class Sweep:
-    """One sweep and its results so far."""
+class Sweep(Run):
+    """One sweep."""
 
     def __init__(
         self, plan: Plan, shape: Path | GPTConfig, threads: int, goal: Goal, out: Path, llama_folder: Path,
         systems: tuple[str, ...] = SYSTEMS,
     ):  # fmt: skip
-        self.plan, self.shape, self.threads, self.goal, self.out = plan, shape, threads, goal, out
+        self.plan, self.shape, self.threads, self.goal = plan, shape, threads, goal
         self.llama_folder, self.families = llama_folder, systems
         self.cores = available_cpus()  # threads of the peers
-        self.say = Progress()
         self.systems: dict[str, peers.System] = {}
         self.servers: dict[str, Server] = {}
-        self.results: dict[str, Any] = {
-            **context("tests.load.sweep", "torch", "transformers", "litserve"),
-            "settings": {
-                "plan": asdict(plan), "quick": plan is not FULL, "threads": threads, "slots": SLOTS,
-                "waiting": WAITING, "cores": self.cores,
-            },
-            "goal": asdict(goal),
-            "warnings": [],
-            "systems": {},
-        }  # fmt: skip
+        settings = {"plan": asdict(plan), "quick": plan is not FULL, "threads": threads, "slots": SLOTS}
+        settings |= {"waiting": WAITING, "cores": self.cores}
+        packages, found = ("torch", "transformers", "litserve"), {"warnings": [], "systems": {}}
+        super().__init__("tests.load.sweep", out, "sweep", packages, settings=settings, goal=asdict(goal), **found)
+
+    def markdown(self) -> str:
+        return markdown(self.results)
 
     def run(self) -> None:
         """
         Raises:
             BenchError, ServerError, LoadError, OSError: a server or measurement failed.
         """
-        self.out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="chargpt-sweep-") as name, contextlib.ExitStack() as stack:
             folder = checkpoint_of(self.shape, Path(name) / "S")
             flags = {"threads": self.threads, "max_running_requests": SLOTS, "max_queued_requests": WAITING}
@@ -286,6 +274,8 @@ class Sweep:
         begin, closed = outcome.started_at + seconds / 3, outcome.started_at + outcome.seconds
         got = (moment for reply in outcome.replies for moment in moments(self.systems[system], reply))
         rate = sum(count for at, count in got if begin <= at < closed) / (closed - begin)
+        if not rate:
+            raise load.LoadError(f"{NAMES[system]}: no character within {seconds:g} s")
         lengths = [item.max_tokens for item in itertools.islice(poisson_work(longest), 5000)]
         length = sum(lengths) / len(lengths)
         self.restart(system)
@@ -320,10 +310,6 @@ class Sweep:
             os.killpg(self.servers[system].process.pid, signal.SIGKILL)
         self.servers[system].close()
         self.start(system)
-
-    def write(self) -> None:
-        write_figures(self.out / "sweep.json", self.results)
-        (self.out / "sweep.md").write_text(markdown(self.results), encoding="utf-8")
 
 
 # Output
@@ -450,26 +436,18 @@ def main() -> int:
         )  # fmt: skip
     parser.add_argument("--publish", action="store_true", help="write tests/README.md's tables and deploy's picture")
     args = parser.parse_args()
-    prepare_process()
     goal = Goal(args.first, args.character)
     sweep = Sweep(QUICK if args.quick else FULL, SHAPES["S"], args.threads, goal, args.out, args.llama_cpp)
-    if warning := busy_warning(sweep.results):
-        sweep.say(warning)
     try:
-        sweep.run()
-        print(markdown(sweep.results))
-        if args.publish:
+        status = sweep.main(sweep.run)
+        if args.publish and status == 0:
             shares = None if args.quick else PUBLISHED_SHARES
             put(markdown(sweep.results, shares), ROOT / "tests" / "README.md", "load-sweep")
             shutil.copy(args.out / "sweep.png", ROOT / "deploy" / "load-sweep.png")
-    except KeyboardInterrupt:
-        sweep.say("stopped")
-        return 130
+        return status
     except FAILURES as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    sweep.say(f"figures: {args.out / 'sweep.json'}, .md, .png")
-    return 0
 
 
 if __name__ == "__main__":

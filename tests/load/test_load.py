@@ -123,7 +123,7 @@ def test_client_and_server_agree_about_counts_and_latencies(tmp_path):
 # -- the sweep --
 
 TINY = GPTConfig(len(shapes.VOCABULARY), block_size=16, n_layer=2, n_head=4, n_kv_head=2, n_embd=16)
-TINY_PLAN = sweep.Plan((0.3, 2.0), 0, 32, 1.5, 0.3, 1.0, 0.7, 1)
+TINY_PLAN = sweep.Plan((0.3, 2.0), 0, 32, 3.0, 0.3, 1.0, 0.7, 1)
 
 
 def chunk(text: str) -> bytes:
