@@ -78,8 +78,9 @@ ENV PATH=/venv/bin:$PATH \
     CHARGPT_CHECKPOINT=/checkpoint
 USER 10001
 EXPOSE 8000
-# http.client, because urllib would use a proxy set in the environment.
-HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --start-interval=1s CMD ["python", "-Ic", \
+# http.client, because urllib would use a proxy set in the environment. Five minutes for the start: where a machine is busy, as
+# after a reboot, swarm would replace a container that is slow to start by one that is as slow.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=300s --start-interval=1s CMD ["python", "-Ic", \
   "import http.client as h, os, ssl, sys; e = os.environ; tls = {'context': ssl._create_unverified_context()} if e.get('CHARGPT_TLS_CERTIFICATE') else {}; c = (h.HTTPSConnection if tls else h.HTTPConnection)('127.0.0.1', e['CHARGPT_PORT'], timeout=4, **tls); c.request('GET', '/readyz'); sys.exit(c.getresponse().status != 200)"]
 ARG BASE
 ARG REVISION
