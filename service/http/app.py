@@ -31,6 +31,7 @@ from service.http.clients import address_of
 from service.http.connection import SWEEP_SECONDS, Connections
 from service.http.context import Service
 from service.http.files import File
+from service.http.lease import Lease
 from service.http.openapi import BODY, RUN, Operation, build_document, documentation
 from service.http.page import page
 from service.http.request import UNREAD_SECONDS, Headers, Request
@@ -211,8 +212,8 @@ class App:
             request.id = given.decode()
         else:
             request.id = f"{self.random.getrandbits(128):032x}"
-        request.client = address_of(request.peer, request.fields, self.settings.client_header)
-        request.hold = self.service.admission.hold(request.client)
+        client = address_of(request.peer, request.fields, self.settings.client_header)
+        request.lease = Lease(self.service.ledger, client)
         request.endpoint, request.parameter = self.find(request.path)
         if (metrics := self.service.metrics) is not None:
             metrics.http_requests_in_progress.change(1)
@@ -257,18 +258,12 @@ class App:
                 message = f"a request must have at most one Authorization header, got {count}"
                 raise ApiError(400, message, code="duplicate_header")
         if self._keys and not endpoint.is_public:
-            request.client = request.hold.client = self._name_of_key(headers.get(b"authorization"))
+            request.lease.client = self._name_of_key(headers.get(b"authorization"))
         length, limit = headers.get(b"content-length", b"0"), settings.max_body_bytes
         if len(length) > 4 and int(length) > limit:
             raise ApiError(413, f"body must have at most {limit} bytes, got {int(length)}", code="body_too_large")
-        if self.service.limits.has_any and not (endpoint.is_quiet or endpoint.is_public):
-            try:
-                self.service.limits.begin(request.client)
-            except ApiError:
-                if self.service.metrics is not None:
-                    self.service.metrics.request_rejected("rate_limit")
-                raise
-            request.is_limited = True
+        if not (endpoint.is_quiet or endpoint.is_public):
+            request.lease.begin()
         operation = endpoint.operations.get(request.method)
         if operation is None:
             shown = f"{request.method} {request.path}"
@@ -316,8 +311,8 @@ class App:
         try:
             if size > limit:
                 raise ApiError(413, f"body must have at most {limit} bytes", code="body_too_large")
-            if size > request.hold.bytes and not (request.is_complete and size <= SMALL_BODY_BYTES):
-                request.hold.resize(size)
+            if size > request.lease.bytes and not (request.is_complete and size <= SMALL_BODY_BYTES):
+                request.lease.hold(size)
         except ApiError as error:
             request.fail(error)
             self.end(request)
@@ -400,12 +395,7 @@ class App:
         service = self.service
         if request.generations:
             request.abort()
-        request.hold.resize(0)
-        if request.is_limited:
-            service.limits.end(request.client)
-        if request.num_charged_characters:
-            service.limits.give_back(request.client, request.num_charged_characters - request.num_run_characters)
-        service.ended(request)
+        request.lease.end(request)
         request.chunks.clear()
         if request.client_left:
             request.status = CLIENT_CLOSED_REQUEST
@@ -419,7 +409,7 @@ class App:
         if (log := self.access_log) is not None and log.shows(level):
             ran = request.num_prompt_tokens is not None
             others = (request.num_prompt_tokens, request.num_completion_tokens, request.endings) if ran else ()
-            client = request.client
+            client = request.lease.client
             log.add(level, request.method, route, request.status, client, round(seconds, 6), request.id, *others)
         if service.tracer is not None:
             service.tracer.request(request, ended_at)
@@ -463,7 +453,7 @@ class App:
     ) -> AsyncIterator[None]:
         """The life of an HTTP process."""
         service, loop = self.service, asyncio.get_running_loop()
-        service.process_id, process = process_id, f"http-{process_id}"
+        process = f"http-{process_id}"
         self.random.seed()  # with the kernel's entropy: this process was forked
         metrics = Metrics(service.settings.model_name, CollectorRegistry(), process)
         client = EngineClient(

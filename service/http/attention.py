@@ -113,18 +113,13 @@ async def attention(service: Service, request: Request) -> None:
     if needed > allowed:
         message = f"{len(layers)} layers of {len(heads)} heads need {needed} bytes of memory, {allowed} are allowed"
         raise ApiError(400, f"layer: {message}: choose one, or shorten the text", param="layer")
-    request.hold.resize(needed)
-    if service.state.is_draining:
-        model.metrics.request_rejected("shutting_down")
-        raise ApiError(503, "server is shutting down", code="shutting_down", retry_after_seconds=1)
+    request.lease.take(needed, len(ids))
     try:
-        service.limits.charge(request.client, len(ids))
         future = service.attention.submit(
             lambda: _found(service.attention.weights(model), config, ids, layers, heads, body.scores)
         )
-    except ApiError as error:
-        if error.status == 429:
-            model.metrics.request_rejected("rate_limit" if error.code == "rate_limit" else "queue_full")
+    except ApiError:
+        model.metrics.request_rejected("queue_full")
         raise
     encoder.count_unknown()
     request.num_prompt_tokens = len(ids)

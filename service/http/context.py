@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from service.catalog import Listing
-from service.http.admission import Admission, Estimate, estimate
 from service.http.bodies import LARGE_BODY_BYTES, BodyReader
 from service.http.client import EngineClient, Generation
 from service.http.clients import ClientLimits
+from service.http.lease import Ledger, estimate, too_much
 from service.http.models import Model, choose
 from service.http.request import Request
 from service.http.schemas import AnyRequest, ApiError, ModelRequest, parse, parse_plain
@@ -19,7 +19,6 @@ from service.observe.metrics import Metrics
 from service.settings import Settings
 from service.shared import SharedState, SharedTable
 from service.wire import Submit
-from service.words import plural
 
 if TYPE_CHECKING:
     from service.http.attention import AttentionThread
@@ -53,10 +52,9 @@ class Service:
         self.state = state
         self.models: dict[str, Model] = {}  # by name
         self.serve(listing, checkpoints)
-        self.process_id = 0  # of this HTTP process
-        self.admission = Admission(settings)
         self.bodies = BodyReader(settings)
         self.limits = ClientLimits(settings, table)
+        self.ledger = Ledger(settings, self.limits, state)
         self.exposition = Exposition(
             settings.model_name,
             lambda: {name: model.checkpoint for name, model in self.models.items()},
@@ -86,7 +84,8 @@ class Service:
 
     def connect(self, client: EngineClient, metrics: Metrics) -> None:
         """The HTTP process has started."""
-        self.client, self.metrics, self.admission.metrics = client, metrics, metrics
+        self.client, self.metrics = client, metrics
+        self.ledger.metrics, self.ledger.process_id = metrics, client.consumer_id
         client.num_models = len(self.models)
         for model in self.models.values():
             model.metrics = metrics.of(model.name)
@@ -101,18 +100,10 @@ class Service:
         return choose(self.models, name, self.settings.model_name)
 
     def choose(self, request: Request, name: str | None) -> Model:
-        """The model of a request, which it keeps to its end even if another takes the name; raises as `choose`.
-
-        From here on a shutdown waits for the request.
-        """
-        request.model = self.find(name)
-        self.state.use(self.process_id, request.model.id, 1)
-        return request.model
-
-    def ended(self, request: Request) -> None:
-        """Must be called once for each request."""
-        if request.model is not None:
-            self.state.use(self.process_id, request.model.id, -1)
+        """The model of a request; raises as `choose`."""
+        model = self.find(name)
+        request.lease.use(model)
+        return model
 
     async def read(self, kind: type[AnyRequest], request: Request) -> AnyRequest:
         """The request in a JSON body; raises as BodyReader.read and `check_fields`."""
@@ -148,43 +139,37 @@ class Service:
         return longest if seconds is None else min(seconds, longest)
 
     def admit(self, request: Request, submits: list[Submit], **options: Any) -> None:
-        """Hold the memory that a request of these sequences may need; options as those of `estimate`.
+        """Take all that a request of these sequences may need; options as those of `estimate`.
 
         Raises:
-            ApiError: 400, it needs more than allowed; 429, more than is free now.
+            ApiError: 400, it needs more than allowed; otherwise as Lease.take.
         """
-        assert request.model is not None
-        needed = estimate(submits, request.model.receptive_field, request.model.tokenizer.vocab_size, **options)
+        lease = request.lease
+        assert lease.model is not None
+        needed = estimate(submits, lease.model.receptive_field, lease.model.tokenizer.vocab_size, **options)
         total, limit = sum(needed), self.settings.max_request_bytes
         if total > limit:
-            raise ApiError(400, _too_much(needed, len(submits), limit), param=needed.largest)
-        request.hold.resize(total, len(submits))
+            raise too_much(needed, len(submits), limit)
+        lease.take(total, self._num_characters(submits), len(submits))
+
+    def _num_characters(self, submits: list[Submit]) -> int:
+        """That count in a client's limit, if there are any limits."""
+        return sum([len(submit.prompt) + submit.max_tokens for submit in submits]) if self.limits.has_any else 0
 
     def start(self, request: Request, submits: list[Submit], **options: Any) -> Generation:
-        """Run sequences for a request; options as those of EngineClient.start.
+        """Run sequences for a request that was admitted; options as those of EngineClient.start.
 
         Raises:
-            ApiError: 503, the server is shutting down, or no worker is connected; 429 or 400, too many characters for
-                the client's limit.
+            ApiError: 503, no worker is connected.
         """
-        model = request.model
+        lease = request.lease
+        model, client, is_accepted = lease.model, lease.client, bool(request.generations)
         assert model is not None
-        if self.state.is_draining and not request.generations:  # those that were accepted run all their stages
-            model.metrics.request_rejected("shutting_down", len(submits))
-            raise ApiError(503, "server is shutting down", code="shutting_down", retry_after_seconds=1)
-        weight = self.limits.of(request.client).weight
+        weight = self.limits.of(client).weight
         for submit in submits:
-            submit.request_id, submit.client, submit.weight = request.id, request.client, weight
-        is_accepted = bool(request.generations)  # what follows from a request that was accepted is too
-        if self.limits.has_any:
-            characters = sum(len(submit.prompt) + submit.max_tokens for submit in submits)
-            try:
-                charged = self.limits.charge(request.client, characters, must_wait=not is_accepted)
-            except ApiError as error:
-                if error.status == 429:
-                    model.metrics.request_rejected("rate_limit", len(submits))
-                raise
-            request.num_charged_characters += charged
+            submit.request_id, submit.client, submit.weight = request.id, client, weight
+        if is_accepted:  # what follows from a request that was accepted is too
+            lease.charge(self._num_characters(submits), len(submits), must_wait=False)
         own, longest = request.timeout_seconds, self.settings.request_timeout_seconds
         name = "its timeout_seconds" if own is not None and own <= longest else "the server's --request-timeout-seconds"
         generation = self.client.start(
@@ -194,12 +179,3 @@ class Service:
         if request.client_left:
             generation.abort()
         return generation
-
-
-def _too_much(needed: Estimate, num_sequences: int, limit: int) -> str:
-    parts = ", ".join(f"{size} for {name}" for name, size in zip(needed._fields, needed, strict=True) if size)
-    sequences = plural(num_sequences, "sequence")
-    return (
-        f"{needed.largest}: {sequences} may need {needed.total} bytes of memory ({parts}), {limit} are allowed: "
-        "lower n, logprobs or max_tokens, or shorten the prompt"
-    )

@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
-from service.http.admission import MAX_CUTS
 from service.http.client import Piece, gathered
 from service.http.context import Service
 from service.http.encoding import Encoder, begun, unknown_characters
+from service.http.lease import MAX_CUTS
 from service.http.models import Model
 from service.http.request import Request
 from service.http.schemas import ApiError, CompletionRequest, GenerateRequest, GenerationRequest, parse, shortened

@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from service.http.admission import PROMPT_BYTES
 from service.http.attention import max_characters
 from service.http.context import Service
 from service.http.encoding import Encoder, check_ids
+from service.http.lease import PROMPT_BYTES
 from service.http.models import Model
 from service.http.request import JSON, Request
 from service.http.schemas import (
@@ -54,7 +54,7 @@ async def tokenize(service: Service, request: Request) -> None:
     body = await service.read(TokenizeRequest, request)
     encoder = Encoder(service, service.choose(request, body.model), body)
     tokens = await encoder.encode(body.prompt, "prompt")
-    request.hold.grow(PROMPT_BYTES * len(tokens))
+    request.lease.hold(request.lease.bytes + PROMPT_BYTES * len(tokens))
     longest = service.settings.max_prompt_characters
     answer = TokenizeAnswer(len(tokens), longest, HOLE, encoder.replaced, encoder.dropped)
     await send_json(request, filled(answer, list_parts(sliced(tokens))), [])
@@ -65,7 +65,7 @@ async def detokenize(service: Service, request: Request) -> None:
     body = await service.read(DetokenizeRequest, request)
     model = service.choose(request, body.model)
     check_ids(model, body.tokens, "tokens")
-    request.hold.grow(PROMPT_BYTES * len(body.tokens))
+    request.lease.hold(request.lease.bytes + PROMPT_BYTES * len(body.tokens))
     text = await Encoder(service, model, body).decode(body.tokens)
     await send_json(request, filled(DetokenizeAnswer(HOLE), text_parts(text)), [])
 

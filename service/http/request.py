@@ -14,9 +14,9 @@ from urllib.parse import parse_qsl
 from service.http.schemas import ApiError
 
 if TYPE_CHECKING:
-    from service.http.admission import Hold
     from service.http.app import App, Endpoint, Hook
     from service.http.client import Generation
+    from service.http.lease import Lease
     from service.http.models import Model
 
 Headers = list[tuple[bytes, bytes]]
@@ -61,9 +61,8 @@ class Request:
     __slots__ = (
         "app", "responder", "id", "method", "path", "query", "headers", "fields", "peer", "endpoint", "parameter",
         "started_at", "arrived_at", "deadline", "chunks", "num_body_bytes", "is_complete", "is_running", "is_ended",
-        "hold", "client", "is_limited", "model", "num_charged_characters",
-        "timeout_seconds", "ignored_fields", "num_prompt_tokens", "generations", "client_left", "is_gone", "status",
-        "after", "is_old", "closes",
+        "lease", "timeout_seconds", "ignored_fields", "num_prompt_tokens", "generations", "client_left", "is_gone",
+        "status", "after", "is_old", "closes",
     )  # fmt: skip
 
     def __init__(self, method: str, path: str, query: bytes, headers: Headers, peer: str, started_at: float):
@@ -84,12 +83,7 @@ class Request:
         self.is_running = False  # its handler was called
         self.is_ended = False
         self.after: Hook | None = None  # called when it ends
-        # What it holds.
-        self.hold: Hold  # memory
-        self.client = ""  # whose request it is: the name of its API key, or its address
-        self.is_limited = False  # counted in the client's limits
-        self.model: Model | None = None  # that it has chosen
-        self.num_charged_characters = 0  # to the client's limit
+        self.lease: Lease  # what it holds
         # What is known of it.
         self.timeout_seconds: float | None = None  # its own time limit
         self.ignored_fields: list[str] = []  # unknown ones
@@ -111,6 +105,16 @@ class Request:
         return parse_qsl(self.query.decode("latin-1"), keep_blank_values=True)
 
     # -- what is known of it --
+
+    @property
+    def client(self) -> str:
+        """Whose request it is: the name of its API key, or its address."""
+        return self.lease.client
+
+    @property
+    def model(self) -> Model | None:
+        """That it has chosen."""
+        return self.lease.model
 
     @property
     def num_completion_tokens(self) -> int:

@@ -19,7 +19,6 @@ import openai
 import pytest
 from playwright.sync_api import sync_playwright
 
-from service.http.admission import Admission
 from service.http.app import EXPOSED_HEADERS, App, Endpoint
 from service.http.clients import ClientLimits
 from service.http.openapi import Operation
@@ -297,8 +296,8 @@ def app_with(**settings):
     settings = Settings(**settings)
     state = SimpleNamespace(is_leaving=False)
     service = SimpleNamespace(
-        settings=settings, state=state, metrics=None, tracer=None, admission=Admission(settings),
-        limits=ClientLimits(settings), timeout=lambda seconds: 1.0, ended=lambda request: None,
+        settings=settings, state=state, metrics=None, tracer=None, timeout=lambda seconds: 1.0,
+        ledger=Ledger(settings, ClientLimits(settings), state),
     )  # fmt: skip
     app = App(service)
     operation = Operation("/broken", broken, "broken", "text")

@@ -7,10 +7,12 @@ import threading
 import httpx
 import pytest
 
-from service.http.admission import Admission, Estimate, estimate
+from service.http.clients import ClientLimits
+from service.http.lease import Estimate, Lease, Ledger, estimate
 from service.http.schemas import ApiError
 from service.model.params import SamplingParams
 from service.settings import Settings
+from service.shared import SharedState
 from service.wire import Submit
 from tests.helpers import ENDLESS, VOCABULARY, RunningServer, is_worker, save_random, wait_until, web
 from tests.toolbox.http import post, sent
@@ -43,37 +45,35 @@ def test_estimate_sums_prompts_completions_and_log_probabilities():
     assert Estimate(1, 3, 2).largest == "max_tokens"
 
 
-def test_held_bytes_are_bounded_in_all_and_per_client_and_released_once():
-    settings = Settings(max_held_bytes=32 * MiB, http_processes=2, max_request_bytes=3 * MiB, max_body_bytes=MiB)
-    admission = Admission(settings)
-    assert (admission.max_bytes, admission.max_client_bytes) == (16 * MiB, 8 * MiB)
-    with pytest.raises(RuntimeError), admission.hold("a") as first, admission.hold("a") as second:
-        first.resize(5 * MiB)
-        second.grow(3 * MiB)
-        with pytest.raises(ApiError, match="this client") as refused:
-            second.grow(1)
-        assert (refused.value.status, refused.value.code, refused.value.headers["Retry-After"]) == (
-            429,
-            "overloaded",
-            "1",
-        )
-        assert second.bytes == 3 * MiB
-        with admission.hold("b") as third, admission.hold("c") as fourth:
-            third.resize(8 * MiB)
-            with pytest.raises(ApiError, match="all clients"):
-                fourth.resize(1)
-            second.resize(0)
-            fourth.resize(3 * MiB)
-            assert admission.held == 16 * MiB
-        assert admission.held == 5 * MiB
-        raise RuntimeError
-    assert admission.held == 0
-    assert not admission._by_client
+def ledger_of(**settings):
+    found = Settings(**settings)
+    return Ledger(found, ClientLimits(found), SharedState())
+
+
+def test_held_bytes_are_bounded_in_all_and_per_client():
+    ledger = ledger_of(max_held_bytes=32 * MiB, http_processes=2, max_request_bytes=3 * MiB, max_body_bytes=MiB)
+    assert (ledger.max_bytes, ledger.max_client_bytes) == (16 * MiB, 8 * MiB)
+    first, second, third, fourth = (Lease(ledger, client) for client in "aabc")
+    first.hold(5 * MiB)
+    second.hold(3 * MiB)
+    with pytest.raises(ApiError, match="this client") as refused:
+        second.hold(3 * MiB + 1)
+    assert (refused.value.status, refused.value.code, refused.value.headers["Retry-After"]) == (429, "overloaded", "1")
+    assert second.bytes == 3 * MiB
+    third.hold(8 * MiB)
+    with pytest.raises(ApiError, match="all clients"):
+        fourth.hold(1)
+    second.hold(0)
+    fourth.hold(3 * MiB)
+    assert ledger.held == 16 * MiB
+    for lease in (first, second, third, fourth):
+        lease.hold(0)
+    assert ledger.held == 0 and not ledger.by_client
 
 
 def test_the_largest_request_fits_even_if_processes_share_little():
-    admission = Admission(Settings(http_processes=64))
-    assert admission.max_client_bytes == admission.max_bytes == Settings().max_request_bytes
+    ledger = ledger_of(http_processes=64)
+    assert ledger.max_client_bytes == ledger.max_bytes == Settings().max_request_bytes
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,220 @@
+"""What a request holds until it ends, taken and given back as one: memory, its client's share, its model.
+
+No answer may end a process for lack of memory, so what a request may need is estimated before it runs. Knows sizes and
+names only; limits that are not configured cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from service.http.clients import ClientLimits
+from service.http.schemas import ApiError
+from service.settings import Settings
+from service.shared import SharedState
+from service.wire import Submit
+from service.words import plural
+
+if TYPE_CHECKING:
+    from service.http.models import Model
+    from service.http.request import Request
+    from service.observe.metrics import Metrics
+
+# Bytes per character in the HTTP process and the inference process together.
+PROMPT_BYTES = 8  # a prompt's ids, once for all its sequences
+SENT_BYTES = 24  # what of it is sent for a sequence: the request's ids, the sequence's, and those to be run
+ECHO_BYTES = 4  # its text in an answer
+COMPLETION_BYTES = 24  # ids, and texts as they arrive
+LOGPROB_BYTES = 12  # of each alternative and of the character itself
+MAX_CUTS = 3  # positions at which a candidate for an infill may end, besides its own end
+WIDE_ID_BYTES = 32  # an id above 256, which Python does not share
+
+
+class Estimate(NamedTuple):
+    """Bytes that a request can hold at most, by the field that they depend on; each also depends on `n`."""
+
+    prompt: int
+    max_tokens: int
+    logprobs: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+    @property
+    def largest(self) -> str:
+        """The field to lower first."""
+        return max(zip(self, self._fields, strict=True))[1]
+
+
+def estimate(
+    submits: Sequence[Submit],
+    receptive_field: int,
+    vocab_size: int,
+    *,
+    echo: bool = False,
+    window: int | None = None,
+    num_rankings: int = 0,
+) -> Estimate:
+    """What a request of these sequences can hold. Sums over sequences, with the bytes above:
+
+    - of each different prompt, all characters · PROMPT_BYTES;
+    - characters sent · SENT_BYTES: all that a needed logit depends on, which is the whole prompt if it is scored; of
+      the `window` longest only, if no more run at once;
+    - of each of `num_rankings` candidates for an infill, which is scored whole and cut in MAX_CUTS ways, prompt and
+      completion · PROMPT_BYTES, and twice the receptive field, where the suffix is, · SENT_BYTES;
+    - with `echo`, characters of the prompt · ECHO_BYTES;
+    - max_tokens · COMPLETION_BYTES;
+    - characters with log-probabilities · (1 + alternatives) · LOGPROB_BYTES.
+
+    With more than 257 ids, WIDE_ID_BYTES are added to each character sent or generated.
+    """
+    wide = WIDE_ID_BYTES if vocab_size > 257 else 0
+    if len(submits) == 1 and submits[0].logprobs is None and not (echo or num_rankings):  # most requests
+        length, max_tokens = len(submits[0].prompt), submits[0].max_tokens
+        prompt = PROMPT_BYTES * length + (SENT_BYTES + wide) * min(length, receptive_field)
+        return Estimate(prompt, (COMPLETION_BYTES + wide) * max_tokens, 0)
+    sent: list[int] = []
+    prompts: dict[int, int] = {}
+    echoed = completion = logprobs = max_tokens = 0
+    for submit in submits:
+        length = len(submit.prompt)
+        prompts[id(submit.prompt)] = length
+        first_needed = length if submit.score_from is None else submit.score_from
+        sent.append(length - max(0, first_needed - receptive_field))
+        echoed += length if echo else 0
+        completion += submit.max_tokens
+        max_tokens = max(max_tokens, submit.max_tokens)
+        if submit.logprobs is not None:
+            alternatives = len(submit.logprob_ids) or min(submit.logprobs, vocab_size)
+            reported = submit.max_tokens + (0 if submit.score_from is None else length - submit.score_from)
+            logprobs += reported * (1 + alternatives)
+    running = sum(sorted(sent)[-window:] if window else sent)
+    prompt = PROMPT_BYTES * sum(prompts.values()) + (SENT_BYTES + wide) * running + ECHO_BYTES * echoed
+    if num_rankings:
+        longest = max(prompts.values()) + max_tokens
+        ranking = PROMPT_BYTES * longest + (SENT_BYTES + wide) * 2 * min(receptive_field, longest)
+        prompt += (1 + MAX_CUTS) * num_rankings * ranking
+    return Estimate(prompt, (COMPLETION_BYTES + wide) * completion, LOGPROB_BYTES * logprobs)
+
+
+class Ledger:
+    """What the leases of one HTTP process hold.
+
+    All may hold this process's share of `max_held_bytes`, and one client half of that; but either at least as much as
+    the largest request or body allowed, which could otherwise never be admitted.
+    """
+
+    def __init__(self, settings: Settings, limits: ClientLimits, state: SharedState):
+        self.settings, self.limits, self.state = settings, limits, state
+        share = settings.max_held_bytes // settings.http_processes
+        largest = max(settings.max_request_bytes, settings.max_body_bytes)
+        self.max_bytes, self.max_client_bytes = max(share, largest), max(share // 2, largest)
+        self.held = 0
+        self.by_client: dict[str, int] = {}
+        self.process_id = 0  # these two are set once the HTTP process has started
+        self.metrics: Metrics | None = None
+
+
+class Lease:
+    """What one request holds. `client` may change until `begin`."""
+
+    __slots__ = ("_ledger", "client", "bytes", "model", "_is_counted", "_num_charged")
+
+    def __init__(self, ledger: Ledger, client: str):
+        self._ledger, self.client = ledger, client
+        self.bytes = self._num_charged = 0
+        self.model: Model | None = None
+        self._is_counted = False
+
+    def begin(self) -> None:
+        """Count the request in its client's limits.
+
+        Raises:
+            ApiError: 429
+        """
+        limits = self._ledger.limits
+        if limits.has_any:
+            try:
+                limits.begin(self.client)
+            except ApiError as error:
+                raise self._rejected(error) from None
+            self._is_counted = True
+
+    def use(self, model: Model) -> None:
+        """Keep the model to the request's end, even if another takes its name; a shutdown waits for the request."""
+        self.model = model
+        self._ledger.state.use(self._ledger.process_id, model.id, 1)
+
+    def hold(self, bytes: int, num_sequences: int = 1) -> None:
+        """Hold this much memory instead.
+
+        Raises:
+            ApiError: 429, it does not fit; as much as before is held.
+        """
+        ledger, client, difference = self._ledger, self.client, bytes - self.bytes
+        if not difference:
+            return
+        held, of_client = ledger.held + difference, ledger.by_client.get(client, 0) + difference
+        if difference > 0 and (held > ledger.max_bytes or of_client > ledger.max_client_bytes):
+            whose = "this client" if held <= ledger.max_bytes else "all clients"
+            message = f"requests of {whose} in progress leave no memory for {difference} bytes more: retry later"
+            error = ApiError(429, message, code="overloaded", retry_after_seconds=1)
+            raise self._rejected(error, num_sequences)
+        ledger.held, self.bytes = held, bytes
+        if of_client:
+            ledger.by_client[client] = of_client
+        else:
+            del ledger.by_client[client]
+        if ledger.metrics is not None:
+            ledger.metrics.held_bytes.set(held)
+
+    def take(self, bytes: int, num_characters: int, num_sequences: int = 1) -> None:
+        """All that the request needs to run: memory, and characters of its client's limit.
+
+        Raises:
+            ApiError: 503, the server is shutting down; 429, it does not fit now; 400, it never does.
+        """
+        if self._ledger.state.is_draining:
+            error = ApiError(503, "server is shutting down", code="shutting_down", retry_after_seconds=1)
+            raise self._rejected(error, num_sequences)
+        self.hold(bytes, num_sequences)
+        self.charge(num_characters, num_sequences)
+
+    def charge(self, num_characters: int, num_sequences: int = 1, must_wait: bool = True) -> None:
+        """Count characters in the client's limit; raises as ClientLimits.charge."""
+        limits = self._ledger.limits
+        if limits.has_any:
+            try:
+                self._num_charged += limits.charge(self.client, num_characters, must_wait)
+            except ApiError as error:
+                raise self._rejected(error, num_sequences) from None
+
+    def end(self, request: Request) -> None:
+        """Give back everything, and the characters that were charged and did not run."""
+        ledger = self._ledger
+        self.hold(0)
+        if self._is_counted:
+            ledger.limits.end(self.client)
+        if self._num_charged:
+            ledger.limits.give_back(self.client, self._num_charged - request.num_run_characters)
+        if self.model is not None:
+            ledger.state.use(ledger.process_id, self.model.id, -1)
+
+    def _rejected(self, error: ApiError, num_sequences: int = 1) -> ApiError:
+        """Counts the refusal, unless it is for good."""
+        metrics = self._ledger.metrics if self.model is None else self.model.metrics
+        if metrics is not None and error.code is not None:
+            metrics.request_rejected(error.code, num_sequences)
+        return error
+
+
+def too_much(needed: Estimate, num_sequences: int, limit: int) -> ApiError:
+    """The refusal of a request that needs more than any may."""
+    parts = ", ".join(f"{size} for {name}" for name, size in zip(needed._fields, needed, strict=True) if size)
+    message = (
+        f"{needed.largest}: {plural(num_sequences, 'sequence')} may need {needed.total} bytes of memory ({parts}), "
+        f"{limit} are allowed: lower n, logprobs or max_tokens, or shorten the prompt"
+    )
+    return ApiError(400, message, param=needed.largest)
