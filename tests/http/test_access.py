@@ -21,6 +21,7 @@ from playwright.sync_api import sync_playwright
 
 from service.http.app import EXPOSED_HEADERS, App, Endpoint
 from service.http.clients import ClientLimits
+from service.http.lease import Ledger
 from service.http.openapi import Operation
 from service.http.request import Request
 from service.settings import Settings
