@@ -31,12 +31,13 @@ from service.http.clients import address_of
 from service.http.connection import SWEEP_SECONDS, Connections
 from service.http.context import Service
 from service.http.files import File
+from service.http.generation import Generation
 from service.http.lease import Lease
 from service.http.openapi import BODY, RUN, Operation, build_document, documentation
 from service.http.page import page
 from service.http.request import UNREAD_SECONDS, Headers, Request
 from service.http.schemas import ApiError
-from service.http.turns import Run, Turn
+from service.http.turns import Run
 from service.model.checkpoint import CheckpointError
 from service.observe.logs import AccessLog
 from service.observe.logs import request_id as current_request_id
@@ -430,7 +431,25 @@ class App:
     async def _sweep(self, connections: Connections) -> None:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
-            connections.sweep(time.monotonic())
+            now = time.monotonic()
+            connections.sweep(now)
+            try:
+                self.keep_alive(now)
+            except Exception:  # the next one comes
+                logger.exception("streams were not kept alive")
+
+    def keep_alive(self, now: float) -> None:
+        """Write to streams that were silent for too long for proxies in between."""
+        before = now - self.settings.keep_alive_seconds
+        for run in [*self.tasks]:
+            request = run.request if isinstance(run, Handling) else None
+            if (
+                request is not None
+                and request.keep_alive is not None
+                and (request.written_at or request.arrived_at) <= before
+            ):
+                if request.responder is not None and not request.responder.is_full:
+                    request.keep_alive()
 
     async def _follow(self, process: str) -> None:
         """Serve what the main process lists now."""
@@ -462,11 +481,11 @@ class App:
             capacity=service.slots + service.settings.max_queued_requests,
         )  # fmt: skip
 
-        def resume(turns: Iterable[Turn]) -> None:
+        def resume(generations: Iterable[Generation]) -> None:
             connections.hold_writes()
-            for turn in turns:
+            for generation in generations:
                 try:
-                    turn.come()
+                    generation.come()
                 except Exception:  # of one request alone
                     logger.exception("a request could not go on")
             connections.write_held()

@@ -1,6 +1,6 @@
-"""The HTTP process's side of the engine: a Generation runs the sequences of a request and turns ids into text.
+"""The HTTP process's side of the engine: sends sequences to workers, and what comes back to their Generation.
 
-Observes the metrics and turns failures into ApiErrors; knows nothing of routes, and writes nothing.
+Knows nothing of routes, and writes nothing.
 """
 
 from __future__ import annotations
@@ -12,16 +12,14 @@ import logging
 import math
 import time
 import zlib
-from collections import Counter, deque
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine, Iterable
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator, Callable, Iterable
 
 import msgspec
 import numpy as np
 
+from service.http.generation import HOMELESS, Generation, SequenceState
 from service.http.models import Model
-from service.http.schemas import ApiError, Timing
-from service.http.turns import Turn
+from service.http.schemas import ApiError
 from service.observe.metrics import Metrics
 from service.shared import SharedState
 from service.sockets import SocketTransport, WorkerEvent, WorkerFound, WorkerLost
@@ -32,370 +30,14 @@ logger = logging.getLogger(__name__)
 
 LATE_SECONDS = 5.0  # grace period after the deadline, before a sequence without news is given up
 SWEEP_SECONDS = 0.1  # between two looks at all time limits
-TICK_SECONDS = 0.001  # resolution of the event loop's timers
 CONNECT_SECONDS = 5.0  # how long a starting HTTP process waits for a first worker
 MAX_RUNS = 2  # of a sequence, if workers are lost: it may be what ends them
 REPLACING_SECONDS = 2.0  # after a worker was lost, for which new requests wait for another before they are refused
-HOMELESS = -1  # in place of a worker: the sequence waits until one is connected
-FAILURES = frozenset({"abort", "timeout", "error"})
 
 
-class Piece(NamedTuple):
-    """New text of one sequence."""
-
-    number: int
-    seed: int
-    text: str
-    finish_reason: str | None = None
-    logprobs: Logprobs | None = None  # of the text's characters but the first `num_unscored`, if requested
-    num_unscored: int = 0  # characters that nothing precedes: the first of an echoed prompt
-
-
-class SequenceState:
-    """One sequence of a request. Times are by time.monotonic(), durations in seconds.
-
-    If its worker is lost it runs again from its beginning: the same seed gives the same text. What has arrived is then
-    dropped, after it was compared by checksum: parts of it may be on their way to the client.
-    """
-
-    def __init__(self, number: int, submit: Submit, echo: str):
-        self.number, self.submit = number, submit
-        self.echo = echo  # to be emitted before the first character
-        self.new_texts: list[str] = []  # arrived, not taken yet
-
-    # What follows is in the class until it changes: most of it never does.
-    worker: int = HOMELESS
-    runs: int = 0
-    is_begun: bool = False  # a first delta, or the ending, has come
-    checksum: int = 0  # of the text that arrived
-    replay_left: int = 0  # characters of it that are yet to come again
-    replay_checksum: int = 0  # of those that came again
-    logprobs_replay_left: int = 0  # their log-probabilities likewise
-    prompt_replay_left: int = 0  # and those of the prompt
-    error: ApiError | None = None  # why it failed, if that is known here
-    prompt_logprobs: Logprobs | None = None
-    num_prompt_logprobs: int = 0  # that arrived
-    new_logprobs: Logprobs | None = None
-    num_completion_tokens: int = 0
-    num_taken: int = 0
-    last_at: float | None = None  # arrival of the latest character
-    queue_seconds: float | None = None  # None: the prompt has not run
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    prefilled_at: float = 0.0
-    ended_at: float | None = None
-    finish_reason: FinishReason | None = None
-    first_token_seconds: float | None = None  # None: no character was written
-
-
-class Generation:
-    """The sequences of one request. Iterating gives their new text, a list of pieces at a time.
-
-    Pieces come at once when a sequence begins, and at the very end; in between at least `interval` seconds apart, or
-    not at all if it is None.
-
-    Raises:
-        ApiError: while iterating: a sequence was refused, timed out or failed; the others are aborted.
-    """
-
-    def __init__(
-        self,
-        client: EngineClient,
-        model: Model,
-        submits: list[Submit],
-        arrived_at: float,
-        *,
-        echo: list[str] | None = None,
-        interval: float | None = None,
-        timeout_name: str = "its time limit",
-    ):
-        self._client, self.model, self._metrics = client, model, model.metrics
-        self._arrived_at = arrived_at
-        self._interval = interval
-        self._submitted_at = time.monotonic()
-        self.timeout_seconds = submits[0].timeout_seconds  # of each
-        self.timeout_name = timeout_name
-        self.deadline = arrived_at + self.timeout_seconds
-        self.sequences = [SequenceState(i, submit, echo[i] if echo else "") for i, submit in enumerate(submits)]
-        self.num_completion_tokens = 0
-        self.pending = deque(self.sequences)  # not submitted yet
-        self.open: set[int] = set()  # ids of the sequences that run
-        self.seen: dict[tuple[int, int], list[int]] = {}  # see EngineClient._shortened
-        self._touched: dict[SequenceState, None] = {}  # with undelivered deltas, in order of arrival
-        self._failure: ApiError | None = None  # raised by `_fail`
-        self._is_urgent = False
-        self._taken_at = 0.0
-        self._turn = Turn()
-
-    def abort(self) -> None:
-        """End whatever still runs."""
-        if self.open or self.pending:
-            self._client.abort(self, "abort")
-
-    @property
-    def is_finished(self) -> bool:
-        """Every sequence has ended and everything was taken."""
-        return not self.open and not self.pending and not self._touched
-
-    @property
-    def endings(self) -> dict[str, int]:
-        if len(self.sequences) == 1:
-            reason = self.sequences[0].finish_reason
-            return {} if reason is None else {reason: 1}
-        return dict(Counter(it.finish_reason for it in self.sequences if it.finish_reason is not None))
-
-    @property
-    def time_to_first_token(self) -> float | None:
-        """Seconds from the request's arrival until a first character was written."""
-        known = (it.first_token_seconds for it in self.sequences if it.first_token_seconds is not None)
-        return min(known, default=None)
-
-    @property
-    def phases(self) -> list[tuple[str, float, float]]:
-        """Each phase with the times at which the first sequence began it and the last one ended it.
-
-        Only of sequences whose prompts have run: of others no more is known.
-        """
-        begun = [it for it in self.sequences if it.queue_seconds is not None]
-        if not begun:
-            return []
-        scheduled = [it.prefilled_at - it.prefill_seconds for it in begun]
-        prefilled = [it.prefilled_at for it in begun]
-        phases = [
-            ("queue", self._submitted_at, max(scheduled)),
-            ("prefill", min(scheduled), max(prefilled)),
-        ]
-        if self.num_completion_tokens:
-            ended = [it.ended_at or it.last_at or it.prefilled_at for it in begun]
-            phases.append(("decode", min(prefilled), max(ended)))
-        return phases
-
-    @property
-    def timing(self) -> Timing:
-        every = self.sequences
-        if len(every) == 1:
-            (it,) = every
-            count = it.num_completion_tokens - 1
-            return Timing(
-                round(it.queue_seconds or 0.0, 6),
-                round(it.prefill_seconds, 6),
-                round(it.decode_seconds, 6),
-                round(it.decode_seconds / count, 9) if count > 0 else None,
-            )
-        later = sum([max(0, it.num_completion_tokens - 1) for it in every])  # characters after each first one
-        return Timing(
-            round(max([it.queue_seconds or 0.0 for it in every]), 6),
-            round(max([it.prefill_seconds for it in every]), 6),
-            round(max([it.decode_seconds for it in every]), 6),
-            round(sum([it.decode_seconds for it in every]) / later, 9) if later else None,
-        )
-
-    async def __aiter__(self) -> AsyncIterator[list[Piece]]:
-        while not self.is_finished:
-            if self._is_urgent:
-                self._taken_at = time.monotonic()
-            else:
-                if self._touched and self.is_stream:  # since the last piece was taken
-                    self._client.wake_later(self)
-                await self._wait()
-            self._is_urgent = False
-            touched = self._new()
-            pieces = [self._take(sequence) for sequence in touched]
-            if self._failure is None:
-                yield pieces
-            for sequence, piece in zip(touched, pieces, strict=True):
-                self._written(sequence, piece.finish_reason)
-        self._fail()
-
-    async def whole(self) -> list[Piece]:
-        """Each sequence's text in one piece, in order of their numbers; only if `interval` is None."""
-        parts: list[Piece] = []
-        while not self.is_finished:
-            if not self._is_urgent:
-                await self._wait()
-            self._is_urgent = False
-            for sequence in self._new():
-                piece = self._take(sequence)
-                self._written(sequence, piece.finish_reason)
-                parts.append(piece)
-        self._fail()
-        return parts if len(parts) == 1 else _in_order(parts)
-
-    def _new(self) -> dict[SequenceState, None]:
-        touched, self._touched = self._touched, {}
-        if self._failure is not None:
-            self.abort()
-        return touched
-
-    def _fail(self) -> None:
-        """Raise the failure, if there is one. Nothing may keep it: its traceback would hold what holds it."""
-        if self._failure is not None:
-            try:
-                raise self._failure
-            finally:
-                self._failure = None
-
-    async def _wait(self) -> None:
-        try:
-            await self._turn
-        except asyncio.CancelledError:  # when the time to drain is over
-            raise ApiError(503, "server has shut down", code="shutting_down") from None
-
-    @property
-    def due_at(self) -> float:
-        """When the next pieces may be written, if nothing is urgent."""
-        return math.inf if self._interval is None else self._taken_at + self._interval
-
-    @property
-    def is_stream(self) -> bool:
-        return self._interval is not None
-
-    def wake(self, now: float) -> None:
-        if self._turn.is_awaited:
-            self._taken_at = now
-            self._client.let_go_on(self._turn)
-
-    def wake_when_due(self, now: float) -> None:
-        """Now, or at the tick of the client's clock that follows `due_at`."""
-        if not (self._turn.is_awaited and self.is_stream):
-            return
-        if self.due_at <= now + TICK_SECONDS:
-            self.wake(now)
-        else:
-            self._client.wake_later(self)
-
-    def add(self, sequence: SequenceState, text: str, now: float) -> None:
-        """Take in new characters."""
-        self.num_completion_tokens += len(text)
-        sequence.num_completion_tokens += len(text)
-        sequence.checksum = zlib.crc32(text.encode(), sequence.checksum)
-        sequence.new_texts.append(text)
-        sequence.last_at = now
-        self._touched[sequence] = None
-
-    def receive(self, sequence: SequenceState, delta: Delta, now: float) -> None:
-        """Take in a delta without ids; the client calls this, after it has updated `open` and `pending`."""
-        if delta.logprobs is not None:
-            if sequence.new_logprobs is None:
-                sequence.new_logprobs = Logprobs()
-            sequence.new_logprobs.extend(delta.logprobs)
-        if delta.prompt_logprobs is not None:
-            if sequence.prompt_logprobs is None:
-                sequence.prompt_logprobs = Logprobs()
-            sequence.prompt_logprobs.extend(delta.prompt_logprobs)
-            sequence.num_prompt_logprobs += len(delta.prompt_logprobs)
-        prefilled_at = delta.prefilled_at
-        if prefilled_at is not None and delta.scheduled_at is not None and sequence.queue_seconds is None:
-            sequence.queue_seconds = delta.scheduled_at - self._arrived_at
-            sequence.prefill_seconds = prefilled_at - delta.scheduled_at
-            sequence.prefilled_at = prefilled_at
-            self._metrics.prompt_ran(len(sequence.submit.prompt))
-        if not sequence.is_begun:
-            sequence.is_begun = True
-            self._client.state.count(self._client.consumer_id, self.model.row, "begun")
-        reason = delta.finish_reason
-        if reason is not None:
-            sequence.finish_reason, sequence.ended_at = reason, delta.ended_at or now
-            if delta.ended_at is not None and sequence.queue_seconds is not None:
-                sequence.decode_seconds = delta.ended_at - sequence.prefilled_at
-            if reason in FAILURES and self._failure is None:
-                self._failure = self._failed(sequence, reason)
-            self._metrics.sequence_ended(sequence.num_completion_tokens)
-            self._client.state.count(self._client.consumer_id, self.model.row, reason)
-            self._touched[sequence] = None
-        is_first = prefilled_at is not None and self.is_stream
-        if is_first or reason in FAILURES or (not self.open and not self.pending):
-            self._wake_urgently(now)
-        elif reason is not None:
-            self.wake_when_due(now)
-
-    def fail(self, error: ApiError) -> None:
-        """Raise this from the iteration, which aborts what still runs."""
-        self._failure = self._failure or error
-        self._wake_urgently(time.monotonic())
-
-    def _wake_urgently(self, now: float) -> None:
-        self._is_urgent = True
-        self.wake(now)
-
-    def _failed(self, sequence: SequenceState, reason: FinishReason) -> ApiError | None:
-        if reason == "timeout":
-            message = f"the request took longer than {self.timeout_seconds:g} s, {self.timeout_name}"
-            return ApiError(504, message, code="timeout")
-        if reason == "error":
-            return sequence.error or ApiError(500, "inference failed on this request", code="engine_error")
-        return None
-
-    def _take(self, sequence: SequenceState) -> Piece:
-        texts, sequence.new_texts = sequence.new_texts, []
-        text = texts[0] if len(texts) == 1 else "".join(texts)
-        sequence.num_taken += len(text)
-        logprobs, num_unscored = None, 0
-        if sequence.submit.logprobs is not None:
-            logprobs, sequence.new_logprobs = sequence.new_logprobs or Logprobs(), None
-        if sequence.echo and sequence.finish_reason != "abort":  # an aborted prompt may not have all its rows
-            text = sequence.echo + text
-            if logprobs is not None:
-                of_prompt, sequence.prompt_logprobs = sequence.prompt_logprobs or Logprobs(), None
-                of_prompt.extend(logprobs)
-                # The first character, unless one that is not shown precedes it.
-                logprobs, num_unscored = of_prompt, len(sequence.echo) - len(sequence.submit.prompt) + 1
-        sequence.echo, seed = "", sequence.submit.sampling.seed
-        return Piece(sequence.number, seed, text, sequence.finish_reason, logprobs, num_unscored)
-
-    def prompt_logprobs(self, number: int) -> Logprobs:
-        """Of a sequence's prompt from `score_from` on, once it has ended."""
-        return self.sequences[number].prompt_logprobs or Logprobs()
-
-    def _written(self, sequence: SequenceState, finish_reason: str | None) -> None:
-        """Observe that a piece was written."""
-        if sequence.first_token_seconds is not None and finish_reason is None:
-            return
-        metrics, id, now = self._metrics, sequence.submit.request_id, time.monotonic()
-        queue, prefill, decode = sequence.queue_seconds, sequence.prefill_seconds, sequence.decode_seconds
-        if sequence.first_token_seconds is None:
-            is_first = sequence.num_taken > 0
-            if queue is not None and (is_first or finish_reason is not None):
-                metrics.scheduled.add((id, queue, prefill))
-            if is_first:
-                sequence.first_token_seconds = now - self._arrived_at
-                metrics.begun.add((id, sequence.first_token_seconds, now - sequence.prefilled_at))
-        if finish_reason is not None and finish_reason not in FAILURES:
-            metrics.ended.add((id, now - self._arrived_at, decode, prefill + decode))
-            if sequence.num_completion_tokens > 1:
-                metrics.paced.add((id, decode / (sequence.num_completion_tokens - 1)))
-
-
-def gathered(pieces: AsyncIterable[list[Piece]]) -> Coroutine[Any, Any, list[Piece]]:
-    """Every sequence's text in one piece, in order of their numbers."""
-    return pieces.whole() if isinstance(pieces, Generation) else _gathered(pieces)
-
-
-async def _gathered(pieces: AsyncIterable[list[Piece]]) -> list[Piece]:
-    return _in_order([piece async for some in pieces for piece in some])
-
-
-def _in_order(pieces: list[Piece]) -> list[Piece]:
-    parts: dict[int, list[Piece]] = {}
-    for piece in pieces:
-        parts.setdefault(piece.number, []).append(piece)
-    return [_joined(parts[number]) for number in sorted(parts)]
-
-
-def _joined(pieces: list[Piece]) -> Piece:
-    if len(pieces) == 1:
-        return pieces[0]
-    first, last = pieces[0], pieces[-1]
-    if first.logprobs is not None:
-        for piece in pieces[1:]:
-            first.logprobs.extend(piece.logprobs or Logprobs())
-    text = "".join([piece.text for piece in pieces])
-    return last._replace(text=text, logprobs=first.logprobs, num_unscored=first.num_unscored)
-
-
-def come_all(turns: Iterable[Turn]) -> None:
-    for turn in turns:
-        turn.come()
+def come_all(generations: Iterable[Generation]) -> None:
+    for generation in generations:
+        generation.come()
 
 
 def _queue_full(refused: Refused, seconds: int) -> ApiError:
@@ -445,8 +87,8 @@ class EngineClient:
         self._sleeping: dict[Generation, None] = {}  # streams with text that is not due yet
         self._clock: asyncio.TimerHandle | None = None  # wakes them, at `_tick_at`
         self._tick_at = math.inf
-        self.resume: Callable[[Iterable[Turn]], None] = come_all  # lets coroutines go on
-        self._due: dict[Turn, None] = {}  # of coroutines that may go on, once all that has arrived was taken in
+        self.resume: Callable[[Iterable[Generation]], None] = come_all
+        self._due: dict[Generation, None] = {}  # may go on, once all that has arrived was taken in
         self._is_receiving = False
 
     @property
@@ -730,11 +372,11 @@ class EngineClient:
         for generation in streams:
             generation.wake_when_due(now)
 
-    def let_go_on(self, turn: Turn) -> None:
+    def let_go_on(self, generation: Generation) -> None:
         """Soon: what wakes one may be in the middle of others."""
         if not (self._due or self._is_receiving):
             self.loop.call_soon(self._resume)
-        self._due[turn] = None
+        self._due[generation] = None
 
     def _resume(self) -> None:
         due, self._due = self._due, {}

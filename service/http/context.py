@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from service.catalog import Listing
 from service.http.bodies import LARGE_BODY_BYTES, BodyReader
-from service.http.client import EngineClient, Generation
+from service.http.client import EngineClient
 from service.http.clients import ClientLimits
+from service.http.generation import Generation
 from service.http.lease import Ledger, estimate, too_much
 from service.http.models import Model, choose
 from service.http.request import Request

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, AsyncIterator, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 import msgspec
 
-from service.http.client import Piece, gathered
 from service.http.context import Service
 from service.http.encoding import Encoder, begun, unknown_characters
+from service.http.generation import Piece
 from service.http.lease import MAX_CUTS
 from service.http.models import Model
 from service.http.request import Request
 from service.http.schemas import ApiError, CompletionRequest, GenerateRequest, GenerationRequest, parse, shortened
-from service.http.stream import DONE, CompletionForm, Form, NativeForm, write_stream, write_whole
+from service.http.stream import DONE, CompletionForm, Form, NativeForm, Pieces, write_stream, write_whole
 from service.http.turns import Pause
 from service.model.params import MAX_SEED
 from service.wire import Submit, floats
@@ -83,7 +83,7 @@ async def _answer(
         echo = [text for prompt in prompts for text in [await encoder.decode(prompt)] * candidates]
     request.num_prompt_tokens = sum(map(len, prompts))
 
-    pieces: AsyncIterable[list[Piece]]
+    pieces: Pieces
     if suffix:
         pieces = _infill(service, request, submits, body.n, candidates, suffix, echo)
     elif candidates > body.n:
@@ -97,7 +97,7 @@ async def _answer(
     options = body.stream_options
     form = form_class(request, model, encoder, seeds, options.include_usage, options.continuous_usage_stats)
     if body.stream:
-        await write_stream(request, pieces, form, done=done, keep_alive_seconds=service.settings.keep_alive_seconds)
+        await write_stream(request, pieces, form, done)
     else:
         await write_whole(request, pieces, form)
 
@@ -257,17 +257,17 @@ async def _best_of(
     body: GenerationRequest,
     num_candidates: int,
     echo: list[str] | None,
-) -> AsyncIterator[list[Piece]]:
+) -> list[Piece]:
     """The `n` texts of each prompt with the highest mean log-probability."""
     ranked, pause = [], Pause()
-    for piece in await gathered(service.start(request, submits, echo=echo)):
+    for piece in await service.start(request, submits, echo=echo).whole():
         start = len(echo[piece.number]) - piece.num_unscored if echo else 0
         values = floats(piece.logprobs.values[8 * start :]) if piece.logprobs is not None else []
         if body.logprobs is None:
             piece = piece._replace(logprobs=None)
         await pause.if_due()
         ranked.append((sum(values) / len(values) if values else 0.0, piece))
-    yield _best(ranked, body.n, num_candidates)
+    return _best(ranked, body.n, num_candidates)
 
 
 async def _infill(
@@ -278,7 +278,7 @@ async def _infill(
     num_candidates: int,
     suffix: list[int],
     echo: list[str] | None,
-) -> AsyncIterator[list[Piece]]:
+) -> list[Piece]:
     """The `n` texts of each prompt after which the suffix is likeliest.
 
     Each candidate is also cut where the suffix's first character is likeliest to come next; all are ranked by
@@ -290,9 +290,9 @@ async def _infill(
     timeout_seconds = submits[0].timeout_seconds  # as requested; the client lowers it to what is left
     for submit in submits:
         submit.logprobs, submit.logprob_ids, submit.score_from = 0, (suffix[0],), None
-    sampled = await gathered(service.start(request, submits))
+    sampled = await service.start(request, submits).whole()
     if request.client_left:
-        return
+        return []
     middles = [middle for piece in sampled for middle in _cut(piece, submits[piece.number].min_tokens)]
     scoring: dict[tuple[int, str], Submit] = {}  # (prompt, text): equal texts are scored once, and alike
     for middle in middles:
@@ -303,13 +303,13 @@ async def _infill(
             logprobs=0, score_from=len(before), priority=submit.priority,
         )  # fmt: skip
     generation = service.start(request, list(scoring.values()))
-    await gathered(generation)
+    await generation.whole()
     scores = {key: sum(floats(generation.prompt_logprobs(i).values)) for i, key in enumerate(scoring)}
     ranked = [(scores[middle.number // num_candidates, middle.text], middle) for middle in middles]
     best = _best(ranked, n, num_candidates)
     if echo:  # each prompt's text, `num_candidates` times
         best = [piece._replace(text=echo[piece.number // n * num_candidates] + piece.text) for piece in best]
-    yield best
+    return best
 
 
 def _cut(piece: Piece, min_tokens: int) -> list[Piece]:

@@ -7,7 +7,7 @@ nothing of routes' meaning or of sockets; a Responder carries the answer.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import parse_qsl
 
@@ -15,7 +15,7 @@ from service.http.schemas import ApiError
 
 if TYPE_CHECKING:
     from service.http.app import App, Endpoint, Hook
-    from service.http.client import Generation
+    from service.http.generation import Generation
     from service.http.lease import Lease
     from service.http.models import Model
 
@@ -62,7 +62,7 @@ class Request:
         "app", "responder", "id", "method", "path", "query", "headers", "fields", "peer", "endpoint", "parameter",
         "started_at", "arrived_at", "deadline", "chunks", "num_body_bytes", "is_complete", "is_running", "is_ended",
         "lease", "timeout_seconds", "ignored_fields", "num_prompt_tokens", "generations", "client_left", "is_gone",
-        "status", "after", "is_old", "closes",
+        "status", "after", "is_old", "closes", "keep_alive", "written_at",
     )  # fmt: skip
 
     def __init__(self, method: str, path: str, query: bytes, headers: Headers, peer: str, started_at: float):
@@ -92,6 +92,8 @@ class Request:
         self.client_left = False  # before its sequences had ended
         self.is_gone = False  # the client, whenever it left
         self.status: int | None = None  # of the answer; None: it has not begun
+        self.keep_alive: Callable[[], None] | None = None  # of a stream: writes what keeps its connection open
+        self.written_at: float | None = None  # when something of a stream was written last
 
     # -- what was asked --
 

@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Iterator
 
 from msgspec import UNSET
 
-from service.http.client import gathered
 from service.http.context import Service
 from service.http.encoding import Encoder, begun
 from service.http.models import Model
@@ -81,7 +80,7 @@ async def score(service: Service, request: Request) -> None:
     async def answer() -> tuple[ScoreAnswer, Iterator[Iterator[bytes]]]:
         logprobs = [Logprobs() for _ in ids]
         if generation is not None:
-            await gathered(generation)
+            await generation.whole()
             for number, i in enumerate(order):
                 logprobs[i] = generation.prompt_logprobs(number)
         pause = Pause()
@@ -157,7 +156,7 @@ async def next_character(service: Service, request: Request) -> None:
     encoder.count_unknown()
 
     async def answer() -> tuple[NextAnswer, Iterator[Iterator[bytes]]]:
-        pieces = await gathered(generation)
+        pieces = await generation.whole()
         usage, receipt = Usage.of(request.num_prompt_tokens or 0), encoder.receipt(generation.timing)
         content = NextAnswer(request.id, model.name, "list", HOLE, usage, receipt)
         # No row for a sequence that ended because the client left.

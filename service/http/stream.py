@@ -5,18 +5,17 @@ Knows ASGI and the two forms of answers; nothing of what a request means.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterable, Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from service.http.client import Piece, gathered
 from service.http.encoding import Encoder
+from service.http.generation import Generation, Piece
 from service.http.models import Model
 from service.http.request import JSON, Headers, Request
 from service.http.schemas import (
@@ -271,8 +270,11 @@ def _size(piece: Piece) -> float:
 # -- writing it --
 
 
-async def write_whole(request: Request, pieces: AsyncIterable[list[Piece]], form: Form) -> None:
-    complete = await gathered(pieces)
+Pieces = Generation | Coroutine[Any, Any, list[Piece]]  # a coroutine: of which nothing can be written before the end
+
+
+async def write_whole(request: Request, pieces: Pieces, form: Form) -> None:
+    complete = await (pieces.whole() if isinstance(pieces, Generation) else pieces)
     receipt = form.receipt
     headers = receipt_headers(receipt, time.monotonic() - request.arrived_at)
     parts = form.whole(complete, receipt)
@@ -282,32 +284,17 @@ async def write_whole(request: Request, pieces: AsyncIterable[list[Piece]], form
         await send_json(request, parts, headers)
 
 
-async def write_stream(
-    request: Request,
-    pieces: AsyncIterable[list[Piece]],
-    form: Form,
-    *,
-    done: bytes = DONE,
-    keep_alive_seconds: float,
-) -> None:
+async def write_stream(request: Request, pieces: Pieces, form: Form, done: bytes = DONE) -> None:
     """Server-sent events, closed by `done`; the first piece, or its failure, decides the status."""
-    loop = asyncio.get_running_loop()
-    last_write: float | None = None  # None: the headers are not out
 
     def begin() -> None:
-        nonlocal last_write
-        if last_write is None:
+        if request.written_at is None:
             request.begin([*EVENT_STREAM, *receipt_headers(form.receipt, None)])
-        last_write = loop.time()
+        request.written_at = time.monotonic()
 
-    async def keep_alive() -> None:
-        while True:
-            since = 0.0 if last_write is None else loop.time() - last_write
-            if since >= keep_alive_seconds:
-                begin()
-                await request.write(KEEP_ALIVE)
-                since = 0.0
-            await asyncio.sleep(keep_alive_seconds - since)
+    def keep_alive() -> None:
+        begin()
+        request.put(KEEP_ALIVE)
 
     def event(piece: Piece, is_last: bool) -> bytes:
         if is_last and piece.finish_reason is not None:
@@ -315,34 +302,44 @@ async def write_stream(
             return b"data: %b\n\n" % form.event(piece, is_last)
         return b"data: %b\n\n" % form.event(piece, False)
 
-    keeper = asyncio.create_task(keep_alive())
+    def write(some: list[Piece]) -> Coroutine[Any, Any, None] | None:
+        if any([piece.logprobs is not None for piece in some]):
+            return write_slowly(some)
+        last = some[-1] if some else None
+        data = b"".join([event(piece, piece is last) for piece in some if piece.text or piece.finish_reason])
+        if data:
+            begin()
+            if request.put(data):
+                return request.drained()
+        return None
+
+    async def write_slowly(some: list[Piece]) -> None:
+        data, pause = b"", Pause()
+        for piece in some:
+            for part in pieces_of(piece):
+                data += event(part, piece is some[-1])
+                if len(data) >= CHUNK_BYTES:
+                    begin()
+                    await request.write(data)
+                    data = b""
+                await pause.if_due()
+        if data:
+            begin()
+            await request.write(data)
+
+    request.keep_alive = keep_alive
     try:
-        async for some in pieces:
-            data, pause, last = b"", None, some[-1] if some else None
-            for piece in some:
-                if piece.logprobs is None:
-                    if piece.text or piece.finish_reason:
-                        data += event(piece, piece is last)
-                    continue
-                pause = pause or Pause()
-                for part in pieces_of(piece):
-                    data += event(part, piece is last)
-                    if len(data) >= CHUNK_BYTES:
-                        begin()
-                        await request.write(data)
-                        data = b""
-                    await pause.if_due()
-            if data:
-                begin()
-                if request.put(data):
-                    await request.drained()
+        if isinstance(pieces, Generation):
+            await pieces.stream(write)
+        elif (unwritten := write(await pieces)) is not None:
+            await unwritten
         end = form.end()
     except ApiError as error:
-        if last_write is None:
+        if request.written_at is None:
             raise
         end = error.body
     finally:
-        keeper.cancel()
+        request.keep_alive = None
     begin()
     request.finish((b"data: %b\n\n" % end if end else b"") + done)
 

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from service.catalog import Version
-from service.http.client import MAX_RUNS, EngineClient, gathered
+from service.http.client import MAX_RUNS, EngineClient
 from service.http.models import Model
 from service.http.schemas import ApiError
 from service.model.checkpoint import Checkpoint
@@ -151,8 +151,9 @@ def test_a_sequence_that_lost_its_worker_goes_on_where_it_was_or_ends_with_the_r
             texts = [[], []]
 
             async def read(generation, parts):
-                async for pieces in generation:
-                    parts += [(piece.text, piece.logprobs.rows() if piece.logprobs else ()) for piece in pieces]
+                await generation.stream(
+                    lambda pieces: parts.extend((it.text, it.logprobs.rows() if it.logprobs else ()) for it in pieces)
+                )
 
             tasks = [asyncio.create_task(read(*it)) for it in zip((same, other), texts, strict=True)]
             ids = [it.id for it in peer.received[:2]]
@@ -175,7 +176,7 @@ def test_a_sequence_that_lost_its_worker_goes_on_where_it_was_or_ends_with_the_r
             for _ in range(MAX_RUNS - 1):
                 await peer.lose_worker()
             with pytest.raises(ApiError, match="2 in a row") as lost:
-                await gathered(tired)
+                await tired.whole()
             assert (lost.value.status, lost.value.headers["Retry-After"]) == (503, "1")
             ended = {reason: peer.state.num_sequences(0, reason) for reason in REASONS}
             assert ended == {"stop": 0, "length": 1, "abort": 0, "timeout": 0, "error": 2}
@@ -195,12 +196,12 @@ def test_new_sequences_wait_for_a_worker_for_a_moment_and_are_then_refused(monke
             await peer.until(lambda: peer.received)  # before its time was over
             [sent], peer.received = peer.received, []
             peer.send(Delta(sent.id, [1], "length", scheduled_at=1.0, prefilled_at=2.0, ended_at=3.0))
-            assert [piece.text for piece in await gathered(lucky)] == ["b"]
+            assert [piece.text for piece in await lucky.whole()] == ["b"]
             with peer.no_worker():
                 await peer.until(lambda: not client.is_ready)
                 generation = client.start(peer.model, [submit([0])] * 3, time.monotonic(), window=2)
                 with pytest.raises(ApiError, match="no inference process is ready"):
-                    await gathered(generation)
+                    await generation.whole()
                 with pytest.raises(ApiError, match="no inference process is ready"):
                     client.start(peer.model, [submit([0])], time.monotonic())
             assert peer.counts() == {"submitted": 4, "refused": 3, "begun": 1, "length": 1}
@@ -218,7 +219,7 @@ def test_a_sequence_that_loses_its_worker_again_keeps_its_deadline(monkeypatch):
                 await peer.until(lambda: not peer.client.is_ready)
                 generation = peer.client.start(peer.model, [submit([0])], time.monotonic())
             await peer.until(lambda: peer.received)
-            task = asyncio.create_task(gathered(generation))
+            task = asyncio.create_task(generation.whole())
             peer.received.clear()
             with peer.no_worker():
                 await asyncio.sleep(0.5)
@@ -237,7 +238,7 @@ def test_of_a_refused_request_nothing_more_is_submitted():
             generation = peer.client.start(
                 peer.model, [submit([0], client="a") for _ in range(100)], time.monotonic(), window=4
             )
-            task = asyncio.create_task(gathered(generation))
+            task = asyncio.create_task(generation.whole())
             await peer.until(lambda: len(peer.received) == 4)
             first, *others = peer.received
             peer.received.clear()
@@ -265,7 +266,7 @@ def test_a_refusal_before_the_worker_is_asked_is_that_of_the_same_client():
             refused = client.start(peer.model, [submit([0], client="b")], time.monotonic())
             await peer.until(lambda: len(peer.received) == 3)
             peer.worker.send(Refused(peer.received[2].id, "queue full", 30), 0)
-            task = asyncio.create_task(gathered(refused))
+            task = asyncio.create_task(refused.whole())
             await peer.until(task.done)
             assert task.exception().headers["Retry-After"] == "30"
             client.refuse_if_full("a")  # was never refused, and asks the worker
@@ -296,7 +297,7 @@ def test_a_frame_of_many_sequences_is_cut_into_their_texts():
                 Delta(first, [1], "stop", ended_at=3.0),
             )
             peer.send(Delta(second, [0, 0], "length", ended_at=3.0, logprobs=logprobs_of([-1.0, -2.0])))
-            (pieces,) = [some async for some in whole]
+            pieces = await whole.whole()
             assert [(it.number, it.text, it.finish_reason) for it in pieces] == [
                 (0, "abb", "stop"),
                 (1, "baa", "length"),
@@ -316,15 +317,54 @@ def test_a_stream_gets_its_first_text_at_once_and_an_ending_without_text_too():
             stream = peer.client.start(peer.model, [submit([0]), submit([0])], time.monotonic(), interval=0.01)
             await peer.until(lambda: len(peer.received) == 2)
             first, second = (it.id for it in peer.received)
-            pieces = aiter(stream)
-            peer.send(Delta(first, [0], scheduled_at=1.0, prefilled_at=1.0))
-            assert [it.text for it in await anext(pieces)] == ["a"]
-            peer.send(Delta(first, [1, 0]))
-            assert [it.text for it in await anext(pieces)] == ["ba"]
-            peer.send(Delta(first, [], "stop", ended_at=2.0))  # the other one still runs
-            assert [(it.text, it.finish_reason) for it in await anext(pieces)] == [("", "stop")]
-            peer.send(Delta(second, [1], "length", scheduled_at=1.0, prefilled_at=1.0, ended_at=2.0))
-            assert [(it.text, it.finish_reason) for it in await anext(pieces)] == [("b", "length")]
-            assert [it async for it in pieces] == []
+            written = []
+            task = asyncio.create_task(
+                stream.stream(lambda pieces: written.append([(it.text, it.finish_reason) for it in pieces]))
+            )
+
+            async def sent(delta):
+                peer.send(delta)
+                await peer.until(lambda: written)
+                return written.pop()
+
+            assert await sent(Delta(first, [0], scheduled_at=1.0, prefilled_at=1.0)) == [("a", None)]
+            assert await sent(Delta(first, [1, 0])) == [("ba", None)]
+            ended = Delta(first, [], "stop", ended_at=2.0)  # the other one still runs
+            assert await sent(ended) == [("", "stop")]
+            last = Delta(second, [1], "length", scheduled_at=1.0, prefilled_at=1.0, ended_at=2.0)
+            assert await sent(last) == [("b", "length")]
+            await task
+            assert not written
+
+    run_with_sockets(main)
+
+
+def test_a_reader_that_is_slow_gets_all_that_came_meanwhile_and_what_fails_to_be_written_ends_the_stream():
+    async def main():
+        async with connected() as peer:
+            slow, broken = (
+                peer.client.start(peer.model, [submit([0])], time.monotonic(), interval=0.0) for _ in range(2)
+            )
+            await peer.until(lambda: len(peer.received) == 2)
+            written, may_go_on = [], asyncio.Event()
+
+            def write(pieces):
+                written.append("".join(it.text for it in pieces))
+                return may_go_on.wait()
+
+            tasks = [asyncio.create_task(it) for it in (slow.stream(write), broken.stream(lambda pieces: 1 / 0))]
+            begun = {"scheduled_at": 1.0, "prefilled_at": 1.0}
+            peer.send(*(Delta(it.id, [0], **begun) for it in peer.received[:2]))
+            await peer.until(lambda: written)
+            for _ in range(3):
+                peer.send(Delta(peer.received[0].id, [1]))
+            peer.send(Delta(peer.received[0].id, [0], "length", ended_at=2.0))
+            await peer.until(lambda: slow.num_completion_tokens == 5)
+            assert written == ["a"]
+            may_go_on.set()
+            await peer.until(lambda: all(it.done() for it in tasks))
+            assert written == ["a", "bbba"] and tasks[0].exception() is None
+            assert isinstance(tasks[1].exception(), ZeroDivisionError)
+            assert not broken.open  # it was aborted
 
     run_with_sockets(main)

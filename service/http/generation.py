@@ -1,0 +1,387 @@
+"""What one request runs: its sequences, and their ids as text, as it arrives or whole.
+
+Observes the metrics and turns failures into ApiErrors; knows nothing of routes or workers, and writes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import zlib
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from service.http.models import Model
+from service.http.schemas import ApiError, Timing
+from service.http.turns import Turn
+from service.wire import Delta, FinishReason, Logprobs, Submit
+
+if TYPE_CHECKING:
+    from service.http.client import EngineClient
+
+TICK_SECONDS = 0.001  # resolution of the event loop's timers
+HOMELESS = -1  # in place of a worker: the sequence waits until one is connected
+FAILURES = frozenset({"abort", "timeout", "error"})
+
+
+class Piece(NamedTuple):
+    """New text of one sequence."""
+
+    number: int
+    seed: int
+    text: str
+    finish_reason: str | None = None
+    logprobs: Logprobs | None = None  # of the text's characters but the first `num_unscored`, if requested
+    num_unscored: int = 0  # characters that nothing precedes: the first of an echoed prompt
+
+
+class SequenceState:
+    """One sequence of a request. Times are by time.monotonic(), durations in seconds.
+
+    If its worker is lost it runs again from its beginning: the same seed gives the same text. What has arrived is then
+    dropped, after it was compared by checksum: parts of it may be on their way to the client.
+    """
+
+    def __init__(self, number: int, submit: Submit, echo: str):
+        self.number, self.submit = number, submit
+        self.echo = echo  # to be emitted before the first character
+        self.new_texts: list[str] = []  # arrived, not taken yet
+
+    # What follows is in the class until it changes: most of it never does.
+    worker: int = HOMELESS
+    runs: int = 0
+    is_begun: bool = False  # a first delta, or the ending, has come
+    checksum: int = 0  # of the text that arrived
+    replay_left: int = 0  # characters of it that are yet to come again
+    replay_checksum: int = 0  # of those that came again
+    logprobs_replay_left: int = 0  # their log-probabilities likewise
+    prompt_replay_left: int = 0  # and those of the prompt
+    error: ApiError | None = None  # why it failed, if that is known here
+    prompt_logprobs: Logprobs | None = None
+    num_prompt_logprobs: int = 0  # that arrived
+    new_logprobs: Logprobs | None = None
+    num_completion_tokens: int = 0
+    num_taken: int = 0
+    last_at: float | None = None  # arrival of the latest character
+    queue_seconds: float | None = None  # None: the prompt has not run
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    prefilled_at: float = 0.0
+    ended_at: float | None = None
+    finish_reason: FinishReason | None = None
+    first_token_seconds: float | None = None  # None: no character was written
+
+
+Write = Callable[[list[Piece]], Awaitable[None] | None]
+
+
+class Generation:
+    """The sequences of one request, whose text `whole` or `stream` gives.
+
+    Pieces of a stream come at once when a sequence begins, and at the very end; in between at least `interval` seconds
+    apart.
+
+    Raises:
+        ApiError: from both: a sequence was refused, timed out or failed; the others are aborted.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        model: Model,
+        submits: list[Submit],
+        arrived_at: float,
+        *,
+        echo: list[str] | None = None,
+        interval: float | None = None,
+        timeout_name: str = "its time limit",
+    ):
+        self._client, self.model, self._metrics = client, model, model.metrics
+        self._arrived_at = arrived_at
+        self.is_stream, self._interval = interval is not None, interval or 0.0
+        self._submitted_at = time.monotonic()
+        self.timeout_seconds = submits[0].timeout_seconds  # of each
+        self.timeout_name = timeout_name
+        self.deadline = arrived_at + self.timeout_seconds
+        self.sequences = [SequenceState(i, submit, echo[i] if echo else "") for i, submit in enumerate(submits)]
+        self.num_completion_tokens = 0
+        self.pending = deque(self.sequences)  # not submitted yet
+        self.open: set[int] = set()  # ids of the sequences that run
+        self.seen: dict[tuple[int, int], list[int]] = {}  # see EngineClient._shortened
+        self._touched: dict[SequenceState, None] = {}  # with undelivered deltas, in order of arrival
+        self._failure: Exception | None = None  # raised by `_fail`
+        self._is_urgent = False
+        self._taken_at = 0.0
+        self._write: Write | None = None  # of a stream that has begun
+        self._unwritten: Awaitable[None] | None = None  # before whose end nothing more may be written
+        self._turn = Turn()
+
+    def abort(self) -> None:
+        """End whatever still runs."""
+        if self.open or self.pending:
+            self._client.abort(self, "abort")
+
+    @property
+    def is_finished(self) -> bool:
+        """Every sequence has ended and everything was taken."""
+        return not self.open and not self.pending and not self._touched
+
+    @property
+    def endings(self) -> dict[str, int]:
+        if len(self.sequences) == 1:
+            reason = self.sequences[0].finish_reason
+            return {} if reason is None else {reason: 1}
+        return dict(Counter(it.finish_reason for it in self.sequences if it.finish_reason is not None))
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from the request's arrival until a first character was written."""
+        known = (it.first_token_seconds for it in self.sequences if it.first_token_seconds is not None)
+        return min(known, default=None)
+
+    @property
+    def phases(self) -> list[tuple[str, float, float]]:
+        """Each phase with the times at which the first sequence began it and the last one ended it.
+
+        Only of sequences whose prompts have run: of others no more is known.
+        """
+        begun = [it for it in self.sequences if it.queue_seconds is not None]
+        if not begun:
+            return []
+        scheduled = [it.prefilled_at - it.prefill_seconds for it in begun]
+        prefilled = [it.prefilled_at for it in begun]
+        phases = [
+            ("queue", self._submitted_at, max(scheduled)),
+            ("prefill", min(scheduled), max(prefilled)),
+        ]
+        if self.num_completion_tokens:
+            ended = [it.ended_at or it.last_at or it.prefilled_at for it in begun]
+            phases.append(("decode", min(prefilled), max(ended)))
+        return phases
+
+    @property
+    def timing(self) -> Timing:
+        every = self.sequences
+        if len(every) == 1:
+            (it,) = every
+            count = it.num_completion_tokens - 1
+            return Timing(
+                round(it.queue_seconds or 0.0, 6),
+                round(it.prefill_seconds, 6),
+                round(it.decode_seconds, 6),
+                round(it.decode_seconds / count, 9) if count > 0 else None,
+            )
+        later = sum([max(0, it.num_completion_tokens - 1) for it in every])  # characters after each first one
+        return Timing(
+            round(max([it.queue_seconds or 0.0 for it in every]), 6),
+            round(max([it.prefill_seconds for it in every]), 6),
+            round(max([it.decode_seconds for it in every]), 6),
+            round(sum([it.decode_seconds for it in every]) / later, 9) if later else None,
+        )
+
+    async def whole(self) -> list[Piece]:
+        """Each sequence's text in one piece, in order of their numbers; only if `interval` is None."""
+        parts: list[Piece] = []
+        while not self.is_finished and self._failure is None:
+            if not self._is_urgent:
+                await self._wait()
+            self._is_urgent = False
+            parts += self._take_all()
+        self._fail()
+        return parts if len(parts) == 1 else _in_order(parts)
+
+    async def stream(self, write: Write) -> None:
+        """Gives new text to `write` until every sequence has ended; only if there is an `interval`.
+
+        `write` is called as text arrives, not in a later turn of the event loop; where it returns an awaitable, the
+        next text comes when that is done.
+        """
+        self._write = write
+        try:
+            while True:
+                if self._unwritten is not None:
+                    await self._unwritten
+                    self._unwritten = None
+                    if not self._is_urgent:
+                        self.wake_when_due(time.monotonic())
+                if self._is_urgent:
+                    self.come()
+                if self._unwritten is None:
+                    if self.is_finished or self._failure is not None:
+                        break
+                    await self._wait()
+        finally:
+            self._write = None  # which may hold what holds this
+        self._fail()
+
+    def come(self) -> None:
+        """Go on, once the client has taken in all that arrived."""
+        if self._write is not None and self._unwritten is None and self._failure is None:
+            self._is_urgent = False
+            self._taken_at = time.monotonic()
+            try:
+                self._unwritten = self._write(self._take_all())
+            except Exception as error:  # raised by `stream`
+                self._failure = error
+            if self._unwritten is None and self._failure is None and not self.is_finished:
+                return
+        self._turn.come()
+
+    def _take_all(self) -> list[Piece]:
+        """Everything that has arrived."""
+        touched, self._touched = self._touched, {}
+        pieces = []
+        for sequence in touched:
+            piece = self._take(sequence)
+            pieces.append(piece)
+            if sequence.first_token_seconds is None or piece.finish_reason is not None:
+                self._observe(sequence, piece.finish_reason)
+        return pieces
+
+    def _fail(self) -> None:
+        """Raise the failure, if there is one. Nothing may keep it: its traceback would hold what holds it."""
+        if self._failure is not None:
+            self.abort()
+            self._take_all()
+            try:
+                raise self._failure
+            finally:
+                self._failure = None
+
+    async def _wait(self) -> None:
+        try:
+            await self._turn
+        except asyncio.CancelledError:  # when the time to drain is over
+            raise ApiError(503, "server has shut down", code="shutting_down") from None
+
+    def wake_when_due(self, now: float) -> None:
+        """Of a stream: now, or at the tick of the client's clock that follows `due_at`."""
+        if not self._touched:
+            return
+        if self.due_at <= now + TICK_SECONDS:
+            self._client.let_go_on(self)
+        else:
+            self._client.wake_later(self)
+
+    @property
+    def due_at(self) -> float:
+        """When the next pieces may be written, if nothing is urgent."""
+        return self._taken_at + self._interval
+
+    def add(self, sequence: SequenceState, text: str, now: float) -> None:
+        """Take in new characters."""
+        self.num_completion_tokens += len(text)
+        sequence.num_completion_tokens += len(text)
+        sequence.checksum = zlib.crc32(text.encode(), sequence.checksum)
+        sequence.new_texts.append(text)
+        sequence.last_at = now
+        self._touched[sequence] = None
+
+    def receive(self, sequence: SequenceState, delta: Delta, now: float) -> None:
+        """Take in a delta without ids; the client calls this, after it has updated `open` and `pending`."""
+        if delta.logprobs is not None:
+            if sequence.new_logprobs is None:
+                sequence.new_logprobs = Logprobs()
+            sequence.new_logprobs.extend(delta.logprobs)
+        if delta.prompt_logprobs is not None:
+            if sequence.prompt_logprobs is None:
+                sequence.prompt_logprobs = Logprobs()
+            sequence.prompt_logprobs.extend(delta.prompt_logprobs)
+            sequence.num_prompt_logprobs += len(delta.prompt_logprobs)
+        prefilled_at = delta.prefilled_at
+        if prefilled_at is not None and delta.scheduled_at is not None and sequence.queue_seconds is None:
+            sequence.queue_seconds = delta.scheduled_at - self._arrived_at
+            sequence.prefill_seconds = prefilled_at - delta.scheduled_at
+            sequence.prefilled_at = prefilled_at
+            self._metrics.prompt_ran(len(sequence.submit.prompt))
+        if not sequence.is_begun:
+            sequence.is_begun = True
+            self._client.state.count(self._client.consumer_id, self.model.row, "begun")
+        reason = delta.finish_reason
+        if reason is not None:
+            sequence.finish_reason, sequence.ended_at = reason, delta.ended_at or now
+            if delta.ended_at is not None and sequence.queue_seconds is not None:
+                sequence.decode_seconds = delta.ended_at - sequence.prefilled_at
+            if reason in FAILURES and self._failure is None:
+                self._failure = self._failed(sequence, reason)
+            self._metrics.sequence_ended(sequence.num_completion_tokens)
+            self._client.state.count(self._client.consumer_id, self.model.row, reason)
+            self._touched[sequence] = None
+        is_first = prefilled_at is not None and self.is_stream
+        if is_first or reason in FAILURES or (not self.open and not self.pending):
+            self._wake_urgently()
+        elif reason is not None and self.is_stream:
+            self.wake_when_due(now)
+
+    def fail(self, error: ApiError) -> None:
+        """Raise this from `whole` or `stream`, which abort what still runs."""
+        self._failure = self._failure or error
+        self._wake_urgently()
+
+    def _wake_urgently(self) -> None:
+        self._is_urgent = True
+        self._client.let_go_on(self)
+
+    def _failed(self, sequence: SequenceState, reason: FinishReason) -> ApiError | None:
+        if reason == "timeout":
+            message = f"the request took longer than {self.timeout_seconds:g} s, {self.timeout_name}"
+            return ApiError(504, message, code="timeout")
+        if reason == "error":
+            return sequence.error or ApiError(500, "inference failed on this request", code="engine_error")
+        return None
+
+    def _take(self, sequence: SequenceState) -> Piece:
+        texts, sequence.new_texts = sequence.new_texts, []
+        text = texts[0] if len(texts) == 1 else "".join(texts)
+        sequence.num_taken += len(text)
+        logprobs, num_unscored = None, 0
+        if sequence.submit.logprobs is not None:
+            logprobs, sequence.new_logprobs = sequence.new_logprobs or Logprobs(), None
+        if sequence.echo and sequence.finish_reason != "abort":  # an aborted prompt may not have all its rows
+            text = sequence.echo + text
+            if logprobs is not None:
+                of_prompt, sequence.prompt_logprobs = sequence.prompt_logprobs or Logprobs(), None
+                of_prompt.extend(logprobs)
+                # The first character, unless one that is not shown precedes it.
+                logprobs, num_unscored = of_prompt, len(sequence.echo) - len(sequence.submit.prompt) + 1
+        sequence.echo, seed = "", sequence.submit.sampling.seed
+        return Piece(sequence.number, seed, text, sequence.finish_reason, logprobs, num_unscored)
+
+    def prompt_logprobs(self, number: int) -> Logprobs:
+        """Of a sequence's prompt from `score_from` on, once it has ended."""
+        return self.sequences[number].prompt_logprobs or Logprobs()
+
+    def _observe(self, sequence: SequenceState, finish_reason: str | None) -> None:
+        """Observe that a piece is written, the first or the last one."""
+        metrics, id, now = self._metrics, sequence.submit.request_id, time.monotonic()
+        queue, prefill, decode = sequence.queue_seconds, sequence.prefill_seconds, sequence.decode_seconds
+        if sequence.first_token_seconds is None:
+            is_first = sequence.num_taken > 0
+            if queue is not None and (is_first or finish_reason is not None):
+                metrics.scheduled.add((id, queue, prefill))
+            if is_first:
+                sequence.first_token_seconds = now - self._arrived_at
+                metrics.begun.add((id, sequence.first_token_seconds, now - sequence.prefilled_at))
+        if finish_reason is not None and finish_reason not in FAILURES:
+            metrics.ended.add((id, now - self._arrived_at, decode, prefill + decode))
+            if sequence.num_completion_tokens > 1:
+                metrics.paced.add((id, decode / (sequence.num_completion_tokens - 1)))
+
+
+def _in_order(pieces: list[Piece]) -> list[Piece]:
+    parts: dict[int, list[Piece]] = {}
+    for piece in pieces:
+        parts.setdefault(piece.number, []).append(piece)
+    return [_joined(parts[number]) for number in sorted(parts)]
+
+
+def _joined(pieces: list[Piece]) -> Piece:
+    if len(pieces) == 1:
+        return pieces[0]
+    first, last = pieces[0], pieces[-1]
+    if first.logprobs is not None:
+        for piece in pieces[1:]:
+            first.logprobs.extend(piece.logprobs or Logprobs())
+    text = "".join([piece.text for piece in pieces])
+    return last._replace(text=text, logprobs=first.logprobs, num_unscored=first.num_unscored)
