@@ -35,7 +35,7 @@ from service.http.generation import Generation
 from service.http.lease import Lease
 from service.http.openapi import BODY, RUN, Operation, build_document, documentation
 from service.http.page import page
-from service.http.request import UNREAD_SECONDS, Headers, Request
+from service.http.request import UNREAD_SECONDS, Request, header_lines
 from service.http.schemas import ApiError
 from service.http.turns import Run
 from service.model.checkpoint import CheckpointError
@@ -249,8 +249,8 @@ class App:
         if cors is not None and request.method == "OPTIONS" and b"origin" in headers:
             if b"access-control-request-method" in headers:
                 preflight = cors.preflight_response(StarletteHeaders(raw=request.headers))
-                raw = [pair for pair in preflight.raw_headers if pair[0] != b"content-length"]
-                request.respond(bytes(preflight.body), raw, preflight.status_code)
+                del preflight.headers["content-length"]
+                request.respond(bytes(preflight.body), header_lines(preflight.headers), preflight.status_code)
                 self.end(request)
                 return
         if len(headers) < len(request.headers):  # a proxy may have checked another one
@@ -292,17 +292,18 @@ class App:
             raise ApiError(401, "the API key in Authorization is not valid", code="invalid_api_key")
         return name
 
-    def add_cors_headers(self, request: Request, headers: Headers) -> None:
-        """As CORSMiddleware.send does for requests without credentials."""
+    def cors_headers(self, request: Request, headers: bytes) -> bytes:
+        """What CORSMiddleware.send adds for requests without credentials."""
         cors, origin = self.cors, request.fields.get(b"origin")
         assert cors is not None
-        if any(name == b"vary" for name, _ in headers):  # a preflight's answer
-            return
+        if b"vary: " in headers:  # a preflight's answer
+            return b""
+        added = b"vary: Origin\r\n"
         if origin is not None:
-            headers += [(name.lower().encode(), value.encode()) for name, value in cors.simple_headers.items()]
+            added += header_lines(cors.simple_headers)
             if not cors.allow_all_origins and cors.is_allowed_origin(origin.decode("latin-1")):
-                headers.append((b"access-control-allow-origin", origin))
-        headers.append((b"vary", b"Origin"))
+                added += b"access-control-allow-origin: %b\r\n" % origin
+        return added
 
     # -- the body --
 

@@ -16,7 +16,7 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.http.app import App
-from service.http.request import Headers, Request
+from service.http.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class Exchange:
         self._news = asyncio.Event()
         self._is_told = False  # that the body is complete
         self._has_begun = False
-        self._status, self._headers = 200, Headers()
+        self._status, self._headers = 200, b""
         self.scope: dict[str, Any] = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -165,8 +165,9 @@ class Exchange:
         responder = self.request.responder
         if message["type"] == "http.response.start":
             self._status = message["status"]
-            self._headers = [(name.lower(), value) for name, value in message.get("headers", ())]
-            self._headers = [pair for pair in self._headers if pair[0] not in (b"content-length", b"transfer-encoding")]
+            given = [(name.lower(), value) for name, value in message.get("headers", ())]
+            own = (b"content-length", b"transfer-encoding")  # the connection's
+            self._headers = b"".join([b"%b: %b\r\n" % pair for pair in given if pair[0] not in own])
         elif responder is not None:
             body, is_last = message.get("body", b""), not message.get("more_body", False)
             if is_last and not self._has_begun:
@@ -205,15 +206,16 @@ class Carrier:
         self._sent.set()
         return message
 
-    def respond(self, status: int, headers: Headers, body: bytes) -> None:
+    def respond(self, status: int, headers: bytes, body: bytes) -> None:
         if status not in (204, 304):
-            headers = [*headers, (b"content-length", b"%d" % len(body))]
+            headers += b"content-length: %d\r\n" % len(body)
         self.begin(status, headers)
         self._messages.put_nowait({"type": "http.response.body", "body": body})
         self._messages.put_nowait(None)
 
-    def begin(self, status: int, headers: Headers) -> None:
-        self._messages.put_nowait({"type": "http.response.start", "status": status, "headers": headers})
+    def begin(self, status: int, headers: bytes) -> None:
+        pairs = [tuple(line.split(b": ", 1)) for line in headers.split(b"\r\n")[:-1]]
+        self._messages.put_nowait({"type": "http.response.start", "status": status, "headers": pairs})
 
     def write(self, data: bytes) -> None:
         self._messages.put_nowait({"type": "http.response.body", "body": data, "more_body": True})

@@ -136,7 +136,7 @@ async def attention(service: Service, request: Request) -> None:
         1 / math.sqrt(config.head_dim), HOLE, encoder.replaced, encoder.dropped,
     )  # fmt: skip
     of_heads = (_head(*of_head, with_scores=body.scores) for of_head in found)
-    await send_json(request, filled(answer, joined(of_heads)), [])
+    await send_json(request, filled(answer, joined(of_heads)))
 
 
 def _found(

@@ -28,7 +28,7 @@ from uvicorn.config import Config
 from uvicorn.server import ServerState
 
 from service.http.clients import network_of
-from service.http.request import CLOSE, Headers, Request
+from service.http.request import CLOSE, JSON, Headers, Request, header_lines
 from service.http.schemas import ApiError
 from service.observe.metrics import Metrics
 from service.settings import Settings
@@ -102,6 +102,7 @@ class Connections:
         self.num_open = self.num_lingering = 0
         self.every: set[Connection] = set()
         self._held: dict[asyncio.Transport, bytes] | None = None  # None: writes are not held
+        self._defaults: tuple[object, bytes] = (None, b"")
 
     def admit(self, network: str) -> None:
         """Count a connection as open.
@@ -175,6 +176,13 @@ class Connections:
         if self._held:
             self.write_held()
             self.hold_writes()
+
+    def default_headers(self, server: ServerState) -> bytes:
+        """Those that uvicorn adds to each answer: the date, in another list each second."""
+        given = server.default_headers
+        if given is not self._defaults[0]:
+            self._defaults = given, b"".join([b"%b: %b\r\n" % pair for pair in given])
+        return self._defaults[1]
 
     def count_rejection(self, reason: str) -> None:
         if (metrics := self._metrics()) is not None:
@@ -538,30 +546,27 @@ class Connection(asyncio.Protocol):
 
     # -- answering --
 
-    def respond(self, status: int, headers: Headers, body: bytes) -> None:
+    def respond(self, status: int, headers: bytes, body: bytes) -> None:
         request = self.current
         assert request is not None
-        has_body = status >= 200 and status not in (204, 304)
-        lines = self._head(status, headers)
-        if has_body:
-            lines.append(b"content-length: %d\r\n\r\n" % len(body))
+        data = self._head(status, headers)
+        if status < 200 or status in (204, 304):
+            data += b"\r\n"
         else:
-            lines.append(b"\r\n")
-        if has_body and request.method != "HEAD":
-            lines.append(body)
+            shown = b"" if request.method == "HEAD" else body
+            data = b"%bcontent-length: %d\r\n\r\n%b" % (data, len(body), shown)
         if not self.transport.is_closing():
-            self.limits.write(self.transport, b"".join(lines))
+            self.limits.write(self.transport, data)
         self._answered()
 
-    def begin(self, status: int, headers: Headers) -> None:
+    def begin(self, status: int, headers: bytes) -> None:
         request = self.current
         assert request is not None
         self._is_chunked = not request.is_old
         if not self._is_chunked:  # section 6.1: a body of unknown length ends with the connection
             self._keeps_alive = False
-        lines = self._head(status, headers)
-        lines.append(b"transfer-encoding: chunked\r\n\r\n" if self._is_chunked else b"\r\n")
-        self._begun_head = b"".join(lines)  # goes out with the first part
+        head = self._head(status, headers)  # goes out with the first part
+        self._begun_head = head + (b"transfer-encoding: chunked\r\n\r\n" if self._is_chunked else b"\r\n")
 
     _begun_head = b""
 
@@ -582,20 +587,15 @@ class Connection(asyncio.Protocol):
                 self.limits.write(self.transport, head + (b"0\r\n\r\n" if self._is_chunked else b""))
         self._answered()
 
-    def _head(self, status: int, headers: Headers) -> list[bytes]:
+    def _head(self, status: int, headers: bytes) -> bytes:
         request = self.current
         assert request is not None
+        self._has_begun = True
         if CLOSE in headers:
             self._keeps_alive = False
-        self._has_begun = True
-        lines = [_STATUS_LINES[status]]
-        for name, value in self._server.default_headers:
-            lines += (name, b": ", value, b"\r\n")
-        for name, value in headers:
-            lines += (name, b": ", value, b"\r\n")
-        if (not self._keeps_alive or self._is_ending or request.is_old) and CLOSE not in headers:
-            lines.append(b"connection: close\r\n")
-        return lines
+        elif not self._keeps_alive or self._is_ending or request.is_old:
+            headers += CLOSE
+        return _STATUS_LINES[status] + self.limits.default_headers(self._server) + headers
 
     async def drain(self) -> None:
         if self.is_full and not self.transport.is_closing():
@@ -654,16 +654,9 @@ class Connection(asyncio.Protocol):
             self._hold()
 
     def _write_refusal(self, error: ApiError) -> None:
-        body = error.body
-        headers = {
-            "content-type": "application/json",
-            "content-length": str(len(body)),
-            "connection": "close",
-            "x-request-id": os.urandom(16).hex(),
-        } | error.headers
-        lines = "".join([f"{name.lower()}: {value}\r\n" for name, value in headers.items()])
+        own = {"Content-Length": len(error.body), "X-Request-Id": os.urandom(16).hex()} | error.headers
         self.limits.flush()
-        self.transport.write(_STATUS_LINES[error.status] + lines.encode() + b"\r\n" + body)
+        self.transport.write(_STATUS_LINES[error.status] + JSON + CLOSE + header_lines(own) + b"\r\n" + error.body)
         self.linger()
 
     def linger(self) -> None:

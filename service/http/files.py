@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
-from service.http.request import Request, header_pairs
+from service.http.request import Request, header_lines
 
 if TYPE_CHECKING:
     from service.http.context import Service
@@ -26,12 +26,12 @@ class File:
     def __init__(self, content: bytes, suffix: str, headers: Mapping[str, str], label: str = ""):
         self.content, self.label = content, label
         self.etag = f'"{sha256(content).hexdigest()[:32]}"'
-        self._headers = header_pairs({**headers, "ETag": self.etag})
-        self._type = (b"content-type", MEDIA_TYPES[suffix].encode())
+        self._headers = header_lines({**headers, "ETag": self.etag})
+        self._type = header_lines({"Content-Type": MEDIA_TYPES[suffix]})
 
     def handler(self, service: Service, request: Request) -> None:
         known = (request.fields.get(b"if-none-match") or b"").decode("latin-1")
         if known == "*" or self.etag in (tag.strip().removeprefix("W/") for tag in known.split(",")):
             request.respond(b"", self._headers, 304)
         else:
-            request.respond(self.content, [self._type, *self._headers])
+            request.respond(self.content, self._type + self._headers)

@@ -33,7 +33,7 @@ def generate(service: Service, request: Request) -> Coroutine[Any, Any, None]:
 def generate_events(service: Service, request: Request) -> Coroutine[Any, Any, None] | None:
     """Continue a text, for a browser's EventSource: always a stream, with its fields in the query."""
     if request.fields.get(b"last-event-id") == EVENT_SOURCE_END:
-        request.respond(b"", (), 204)  # otherwise EventSource would reconnect for ever
+        request.respond(b"", b"", 204)  # otherwise EventSource would reconnect for ever
         return None
     given = request.query_fields
     fields: dict[str, Any] = dict(given)

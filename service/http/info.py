@@ -13,7 +13,7 @@ from service.http.context import Service
 from service.http.encoding import Encoder, check_ids
 from service.http.lease import PROMPT_BYTES
 from service.http.models import Model
-from service.http.request import JSON, Request
+from service.http.request import JSON, Request, header_lines
 from service.http.schemas import (
     DetokenizeAnswer,
     DetokenizeRequest,
@@ -46,7 +46,7 @@ def published(training: dict[str, Any]) -> dict[str, Any]:
 
 
 def _respond(request: Request, content: msgspec.Struct, status: int = 200) -> None:
-    request.respond(msgspec.json.encode(content), (JSON,), status)
+    request.respond(msgspec.json.encode(content), JSON, status)
 
 
 async def tokenize(service: Service, request: Request) -> None:
@@ -57,7 +57,7 @@ async def tokenize(service: Service, request: Request) -> None:
     request.lease.hold(request.lease.bytes + PROMPT_BYTES * len(tokens))
     longest = service.settings.max_prompt_characters
     answer = TokenizeAnswer(len(tokens), longest, HOLE, encoder.replaced, encoder.dropped)
-    await send_json(request, filled(answer, list_parts(sliced(tokens))), [])
+    await send_json(request, filled(answer, list_parts(sliced(tokens))))
 
 
 async def detokenize(service: Service, request: Request) -> None:
@@ -67,7 +67,7 @@ async def detokenize(service: Service, request: Request) -> None:
     check_ids(model, body.tokens, "tokens")
     request.lease.hold(request.lease.bytes + PROMPT_BYTES * len(body.tokens))
     text = await Encoder(service, model, body).decode(body.tokens)
-    await send_json(request, filled(DetokenizeAnswer(HOLE), text_parts(text)), [])
+    await send_json(request, filled(DetokenizeAnswer(HOLE), text_parts(text)))
 
 
 def tokenizer_info(service: Service, request: Request) -> None:
@@ -146,4 +146,4 @@ async def prometheus(service: Service, request: Request) -> None:
         service.metrics.flush()
     accept = (request.fields.get(b"accept") or b"").decode("latin-1")
     text, content_type = await asyncio.to_thread(service.exposition.page, accept)
-    request.respond(text, [(b"content-type", content_type.encode())])
+    request.respond(text, header_lines({"Content-Type": content_type}))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from service.http.context import Service
 from service.http.files import File
-from service.http.request import Request
+from service.http.request import Request, header_lines
 
 STATIC = Path(__file__).parent / "static"
 INDEX = "index.html"
@@ -38,4 +38,4 @@ class Index(File):
         if request.path.endswith("/"):
             super().handler(service, request)
         else:  # a proxy's prefix alone
-            request.respond(b"", [(b"location", request.path.rpartition("/")[2].encode() + b"/")], 307)
+            request.respond(b"", header_lines({"Location": request.path.rpartition("/")[2] + "/"}), 307)

@@ -7,7 +7,7 @@ nothing of routes' meaning or of sockets; a Responder carries the answer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import parse_qsl
 
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 Headers = list[tuple[bytes, bytes]]
 
-JSON = (b"content-type", b"application/json")
-CLOSE = (b"connection", b"close")
+# Headers of answers are lines, ready to be sent, with names in lower case.
+JSON = b"content-type: application/json\r\n"
+CLOSE = b"connection: close\r\n"
 
 
 UNREAD_SECONDS = 6.0  # for what is left to write at the deadline; 5 of them may pass until a worker is given up
@@ -37,10 +38,10 @@ class Responder(Protocol):
     def is_full(self) -> bool:
         """Whether the client has yet to read much of what was written."""
 
-    def respond(self, status: int, headers: Headers, body: bytes) -> None:
+    def respond(self, status: int, headers: bytes, body: bytes) -> None:
         """A whole answer; `headers` lack its length."""
 
-    def begin(self, status: int, headers: Headers) -> None:
+    def begin(self, status: int, headers: bytes) -> None:
         """An answer of unknown length; parts follow."""
 
     def write(self, data: bytes) -> None: ...
@@ -167,7 +168,7 @@ class Request:
 
     # -- its answer --
 
-    def respond(self, body: bytes, headers: Iterable[tuple[bytes, bytes]] = (JSON,), status: int = 200) -> None:
+    def respond(self, body: bytes, headers: bytes = JSON, status: int = 200) -> None:
         """A whole answer."""
         responder = self.responder
         if responder is not None:
@@ -175,14 +176,14 @@ class Request:
             responder.respond(status, self._complete(headers), body)
 
     def fail(self, error: ApiError) -> None:
-        headers = [JSON, *header_pairs(error.headers)]
+        headers = JSON + header_lines(error.headers)
         if error.status == 401:
-            headers.append((b"www-authenticate", b"Bearer"))
+            headers += b"www-authenticate: Bearer\r\n"
         elif error.status == 408:
-            headers.append(CLOSE)  # otherwise the server would wait for the rest of the body
+            headers += CLOSE  # otherwise the server would wait for the rest of the body
         self.respond(error.body, headers, error.status)
 
-    def begin(self, headers: Iterable[tuple[bytes, bytes]], status: int = 200) -> None:
+    def begin(self, headers: bytes, status: int = 200) -> None:
         responder = self.responder
         if responder is not None:
             self.status = status
@@ -213,16 +214,16 @@ class Request:
                 responder.write(data)
             responder.finish()
 
-    def _complete(self, headers: Iterable[tuple[bytes, bytes]]) -> Headers:
-        complete = [*headers, (b"x-request-id", self.id.encode())]
+    def _complete(self, headers: bytes) -> bytes:
+        headers = b"%bx-request-id: %b\r\n" % (headers, self.id.encode())
         if self.ignored_fields:
-            complete.append((b"x-ignored-fields", ", ".join(self.ignored_fields).encode()))
-        if self.app.is_leaving and CLOSE not in complete:  # or another request may come on a connection about to end
-            complete.append(CLOSE)
+            headers += b"x-ignored-fields: %b\r\n" % ", ".join(self.ignored_fields).encode()
+        if self.app.is_leaving and CLOSE not in headers:  # or another request may come on a connection about to end
+            headers += CLOSE
         if self.app.cors is not None:
-            self.app.add_cors_headers(self, complete)
-        return complete
+            headers += self.app.cors_headers(self, headers)
+        return headers
 
 
-def header_pairs(headers: dict[str, Any]) -> Headers:
-    return [(name.lower().encode(), str(value).encode()) for name, value in headers.items()]
+def header_lines(headers: Mapping[str, Any]) -> bytes:
+    return "".join([f"{name.lower()}: {value}\r\n" for name, value in headers.items()]).encode()

@@ -11,7 +11,7 @@ from msgspec import UNSET
 from service.http.context import Service
 from service.http.encoding import Encoder, begun
 from service.http.models import Model
-from service.http.request import Headers, Request
+from service.http.request import Request
 from service.http.schemas import (
     ApiError,
     Next,
@@ -180,7 +180,7 @@ async def _write(
 ) -> None:
     """`answer` gives the content with a hole for its data, and the parts of each item of that."""
     content, items = await answer()
-    headers: Headers = []
+    headers = b""
     if content.chargpt is not UNSET:
         headers = receipt_headers(content.chargpt, time.monotonic() - request.arrived_at)
     await send_json(request, filled(content, joined(items)), headers)

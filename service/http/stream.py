@@ -17,7 +17,7 @@ from msgspec import UNSET, UnsetType
 from service.http.encoding import Encoder
 from service.http.generation import Generation, Piece
 from service.http.models import Model
-from service.http.request import JSON, Headers, Request
+from service.http.request import JSON, Request, header_lines
 from service.http.schemas import (
     ApiError,
     ChunkChoice,
@@ -279,7 +279,7 @@ async def write_whole(request: Request, pieces: Pieces, form: Form) -> None:
     headers = receipt_headers(receipt, time.monotonic() - request.arrived_at)
     parts = form.whole(complete, receipt)
     if isinstance(parts, bytes):
-        request.respond(parts, (JSON, *headers))
+        request.respond(parts, JSON + headers)
     else:
         await send_json(request, parts, headers)
 
@@ -289,7 +289,7 @@ async def write_stream(request: Request, pieces: Pieces, form: Form, done: bytes
 
     def begin() -> None:
         if request.written_at is None:
-            request.begin([*EVENT_STREAM, *receipt_headers(form.receipt, None)])
+            request.begin(EVENT_STREAM + receipt_headers(form.receipt, None))
         request.written_at = time.monotonic()
 
     def keep_alive() -> None:
@@ -344,15 +344,15 @@ async def write_stream(request: Request, pieces: Pieces, form: Form, done: bytes
     request.finish((b"data: %b\n\n" % end if end else b"") + done)
 
 
-EVENT_STREAM = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store"))
+EVENT_STREAM = b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-store\r\n"
 
 
-async def send_json(request: Request, parts: Iterable[bytes], headers: Headers) -> None:
+async def send_json(request: Request, parts: Iterable[bytes], headers: bytes = b"") -> None:
     """A whole answer with status 200, until the client is gone.
 
     A small one has its length; a large one is encoded while it is written, a chunk at a time.
     """
-    headers = [JSON, *headers]
+    headers = JSON + headers
     has_begun, body, pause = False, bytearray(), Pause()
     for part in parts:
         body += part
@@ -371,25 +371,25 @@ async def send_json(request: Request, parts: Iterable[bytes], headers: Headers) 
         request.respond(bytes(body), headers)
 
 
-def receipt_headers(receipt: Receipt, total_seconds: float | None) -> Headers:
+def receipt_headers(receipt: Receipt, total_seconds: float | None) -> bytes:
     """Times in milliseconds, under text-generation-inference's names.
 
     Times of the end only with `total_seconds`: the headers of a stream go out before it.
     """
     timing = receipt.timing
-    headers = [*_model_headers(receipt.checkpoint_sha256, receipt.backend, receipt.dtype)]
+    headers = _model_headers(receipt.checkpoint_sha256, receipt.backend, receipt.dtype)
     if receipt.seeds:
-        headers.append((b"x-seed", b",".join([b"%d" % seed for seed in receipt.seeds])))
-    headers.append((b"x-queue-time", b"%.3f" % (1000 * timing.queue_seconds)))
-    headers.append((b"x-prefill-time", b"%.3f" % (1000 * timing.prefill_seconds)))
+        headers += b"x-seed: %b\r\n" % b",".join([b"%d" % seed for seed in receipt.seeds])
+    times = (1000 * timing.queue_seconds, 1000 * timing.prefill_seconds)
+    headers += b"x-queue-time: %.3f\r\nx-prefill-time: %.3f\r\n" % times
     if total_seconds is not None:
-        headers.append((b"x-inference-time", b"%.3f" % (1000 * (timing.prefill_seconds + timing.decode_seconds))))
-        headers.append((b"x-total-time", b"%.3f" % (1000 * total_seconds)))
+        times = (1000 * (timing.prefill_seconds + timing.decode_seconds), 1000 * total_seconds)
+        headers += b"x-inference-time: %.3f\r\nx-total-time: %.3f\r\n" % times
         if timing.seconds_per_character is not None:
-            headers.append((b"x-time-per-token", b"%.3f" % (1000 * timing.seconds_per_character)))
+            headers += b"x-time-per-token: %.3f\r\n" % (1000 * timing.seconds_per_character)
     return headers
 
 
 @functools.lru_cache(maxsize=256)
-def _model_headers(checkpoint: str, backend: str, dtype: str) -> Headers:
-    return [(b"x-checkpoint", checkpoint.encode()), (b"x-backend", backend.encode()), (b"x-dtype", dtype.encode())]
+def _model_headers(checkpoint: str, backend: str, dtype: str) -> bytes:
+    return header_lines({"X-Checkpoint": checkpoint, "X-Backend": backend, "X-Dtype": dtype})

@@ -285,7 +285,7 @@ class Recorded:
     """A Responder that keeps the answer."""
 
     def respond(self, status, headers, body):
-        self.answer = status, dict(headers), json.loads(body)
+        self.answer = status, dict(it.split(b": ", 1) for it in headers.split(b"\r\n")[:-1]), json.loads(body)
 
 
 def app_with(**settings):
