@@ -49,7 +49,7 @@ def serve(settings: "Settings", **options: Any) -> int:
             signal.signal(signal.SIGTERM, stop)  # these until Server.serve
             signal.signal(signal.SIGINT, stop)
 
-            from service.http.connection import OpenFilesError
+            from service.http.connections import OpenFilesError
             from service.model.checkpoint import CheckpointError
             from service.server import AddressError, BackendError, StartError, build_server
             from service.supervisor import TooManyDeathsError

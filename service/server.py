@@ -37,8 +37,10 @@ from service.engine.scheduler import reserved_slots
 from service.engine.worker import EngineAPI, EngineLoop, EngineOptions
 from service.http.app import App
 from service.http.asgi import Wrapped
-from service.http.connection import Connection, Connections, Loop
+from service.http.connection import Connection
+from service.http.connections import Connections, Loop
 from service.http.context import Service
+from service.http.life import running
 from service.model.config import GPTConfig
 from service.observe.logs import adopt_litserve, configure_logging
 from service.observe.metrics import allocate_files, forget_process
@@ -308,7 +310,7 @@ class Server(LitServer):
         await receive()  # lifespan.startup
         self._table.process = self._http_id
         die_with_parent(self.state.main_pid)
-        async with self.http.running(self._transport, self._http_id, self.connections):
+        async with running(self.http, self._transport, self._http_id, self.connections):
             relax_garbage_collector()
             await send({"type": "lifespan.startup.complete"})
             await receive()  # lifespan.shutdown

@@ -1,4 +1,4 @@
-"""The HTTP process: the table of routes, what every request passes on its way, and the process's life.
+"""The table of routes, and what every request passes on its way.
 
 Of a request, in order: `begin` (head: id, client, key, limits), `receive` (body, bounded), its handler (decode, encode,
 submit, wait, write), `end` (metrics, log, and all that it held). generate.py and score.py run the model through
@@ -10,40 +10,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import string
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine, Mapping
 from hashlib import sha256
 from random import Random
 from typing import Any
 
-from prometheus_client import CollectorRegistry
 from starlette.datastructures import Headers as StarletteHeaders
 from starlette.middleware.cors import CORSMiddleware
 
-from service.catalog import Listing
 from service.http import attention, generate, info, score
 from service.http import schemas as s
-from service.http.client import EngineClient
 from service.http.clients import address_of
-from service.http.connection import SWEEP_SECONDS, Connections
 from service.http.context import Service
 from service.http.files import File
-from service.http.generation import Generation
 from service.http.lease import Lease
 from service.http.openapi import BODY, RUN, Operation, build_document, documentation
 from service.http.page import page
 from service.http.request import UNREAD_SECONDS, Request, header_lines
 from service.http.schemas import ApiError
 from service.http.turns import Run
-from service.model.checkpoint import CheckpointError
 from service.observe.logs import AccessLog
 from service.observe.logs import request_id as current_request_id
-from service.observe.metrics import Metrics, run_folder
 from service.settings import read_api_keys
-from service.sockets import SocketTransport
 
 ATTENTION = "/v1/attention"
 OPERATIONS = (
@@ -98,8 +88,6 @@ SAFE = frozenset((string.ascii_letters + string.digits + "-_.:").encode())  # in
 MAX_ID_BYTES = 128
 
 Hook = Callable[[], None]
-
-BEAT_SECONDS = 0.25  # between two heartbeats of an HTTP process
 
 logger = logging.getLogger(__name__)
 
@@ -387,6 +375,14 @@ class App:
             request.responder.abort()
         self.end(request)
 
+    def keep_alive(self, now: float) -> None:
+        """Write to streams that were silent for too long for proxies in between."""
+        before = now - self.settings.keep_alive_seconds
+        for request in [it.request for it in self.tasks if isinstance(it, Handling)]:
+            if request.keep_alive is not None and (request.written_at or request.arrived_at) <= before:
+                if not request.is_full:
+                    request.keep_alive()
+
     # -- the end --
 
     def end(self, request: Request) -> None:
@@ -417,108 +413,6 @@ class App:
             service.tracer.request(request, ended_at)
         if request.after is not None:
             request.after()
-
-    # -- the process --
-
-    async def _beat(self, process: str) -> None:
-        while True:
-            self.service.state.beat(process)
-            if self.service.is_ready:
-                self.service.state.answering[process] = True
-            if self.service.state.generation != self.service.listing.generation:
-                await self._follow(process)
-            await asyncio.sleep(BEAT_SECONDS)
-
-    async def _sweep(self, connections: Connections) -> None:
-        while True:
-            await asyncio.sleep(SWEEP_SECONDS)
-            now = time.monotonic()
-            connections.sweep(now)
-            try:
-                self.keep_alive(now)
-            except Exception:  # the next one comes
-                logger.exception("streams were not kept alive")
-
-    def keep_alive(self, now: float) -> None:
-        """Write to streams that were silent for too long for proxies in between."""
-        before = now - self.settings.keep_alive_seconds
-        for run in [*self.tasks]:
-            request = run.request if isinstance(run, Handling) else None
-            if (
-                request is not None
-                and request.keep_alive is not None
-                and (request.written_at or request.arrived_at) <= before
-            ):
-                if request.responder is not None and not request.responder.is_full:
-                    request.keep_alive()
-
-    async def _follow(self, process: str) -> None:
-        """Serve what the main process lists now."""
-        service, folder = self.service, run_folder()
-        known = {model.id for model in service.models.values()}
-        try:
-            listing = Listing.read(folder)
-            new = [version for version in listing.serve if version.id not in known]
-            checkpoints = {version.id: await asyncio.to_thread(version.read, folder) for version in new}
-        except (OSError, CheckpointError) as error:  # tried again at the next heartbeat
-            logger.error("the new list of checkpoints cannot be followed: %s", error)
-            return
-        service.serve(listing, checkpoints)
-        service.attention.keep([version.id for version in listing.serve])
-        service.state.follow(process, listing.generation)
-
-    @asynccontextmanager
-    async def running(
-        self, transport: SocketTransport, process_id: int, connections: Connections
-    ) -> AsyncIterator[None]:
-        """The life of an HTTP process."""
-        service, loop = self.service, asyncio.get_running_loop()
-        process = f"http-{process_id}"
-        self.random.seed()  # with the kernel's entropy: this process was forked
-        metrics = Metrics(service.settings.model_name, CollectorRegistry(), process)
-        client = EngineClient(
-            transport, process_id, metrics, service.state,
-            hang_seconds=service.settings.hang_seconds,
-            capacity=service.slots + service.settings.max_queued_requests,
-        )  # fmt: skip
-
-        def resume(generations: Iterable[Generation]) -> None:
-            connections.hold_writes()
-            for generation in generations:
-                try:
-                    generation.come()
-                except Exception:  # of one request alone
-                    logger.exception("a request could not go on")
-            connections.write_held()
-
-        client.resume = resume
-        service.attention = attention.AttentionThread()
-        service.connect(client, metrics)
-        service.state.follow(process, service.listing.generation)
-        metrics.held_bytes.set(0)
-        access_log = self.access_log = AccessLog()
-
-        def flush() -> None:
-            loop.call_later(metrics.FLUSH_SECONDS, flush)
-            metrics.flush()
-            access_log.flush()
-
-        flush()
-        loop.add_signal_handler(signal.SIGHUP, self.reload)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])  # blocked while this process was forked
-        if service.settings.otlp_traces_endpoint is not None:
-            from service.observe.tracing import Tracer  # loads OpenTelemetry
-
-            service.tracer = Tracer(service.settings.otlp_traces_endpoint, service.settings.model_name, process)
-        tasks = [asyncio.create_task(self._beat(process)), asyncio.create_task(self._sweep(connections))]
-        async with client.connected():
-            yield
-        for task in tasks:
-            task.cancel()
-        metrics.flush()
-        self.access_log.flush()
-        if service.tracer is not None:
-            await asyncio.to_thread(service.tracer.shutdown)
 
 
 def check_content_type(headers: Mapping[bytes, bytes]) -> None:

@@ -1,4 +1,4 @@
-"""HTTP/1.1 connections: their number, heads and bodies as they arrive, pipelining, answers, and all time limits.
+"""One HTTP/1.1 connection: heads and bodies as they arrive, pipelining, answers, and all time limits.
 
 httptools parses; uvicorn owns the listening sockets and the loop, and this class is its protocol. What is refused here
 never reaches a route, and is answered with the body of every other error. RFC 9112 is what the section numbers mean.
@@ -7,33 +7,24 @@ never reaches a route, and is answered with the body of every other error. RFC 9
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import http
 import logging
 import math
 import os
-import resource
-import socket
-import ssl
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
-import uvloop
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser, parse_url
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
 from service.http.clients import network_of
+from service.http.connections import LINGER_SECONDS, Connections, RefusedRequest
 from service.http.request import CLOSE, JSON, Headers, Request, header_lines
 from service.http.schemas import ApiError
-from service.observe.metrics import Metrics
-from service.settings import Settings
-from service.shared import SharedTable
-from service.words import plural
 
 if TYPE_CHECKING:
     from service.http.app import App
@@ -44,165 +35,8 @@ logger = logging.getLogger(__name__)
 MAX_HEADERS = 100
 MAX_PIPELINED = 16
 PIECE_BYTES = 4096  # fed to the parser at once, so that the limits are checked before much is parsed
-LINGER_SECONDS = 1.0
-SWEEP_SECONDS = 0.1
 MAX_QUEUED_BYTES = 1 << 16  # of bodies behind the current request
 LINGER_BYTES = 4 << 20
-
-
-class OpenFilesError(ValueError):
-    """The process may not open enough files to serve."""
-
-
-class RefusedRequest(Exception):
-    """A request that is not passed on: the answer, and the reason as metrics name it."""
-
-    def __init__(self, error: ApiError, reason: str):
-        self.error, self.reason = error, reason
-
-
-class Connections:
-    """The open connections of one HTTP process, and the limits of all HTTP processes together and per address.
-
-    The limits leave room for probes: an address without an open connection gets one of RESERVED connections beyond
-    the limit, and loopback, from which a container's health check comes, one of RESERVED_FOR_LOOPBACK more.
-
-    table: counts the connections; metrics: returns None until the HTTP process has started.
-
-    Raises:
-        OpenFilesError: the limit of open files (RLIMIT_NOFILE, hard) is less than MIN_FILES.
-    """
-
-    RESERVED = 16
-    RESERVED_FOR_LOOPBACK = 4
-    LINGERING = 64  # refused connections that are kept until the client has read why
-    MIN_FILES = 256
-    SPARE_FILES = 2300  # own files, the connections above, and as many as are accepted at once (uvicorn's backlog)
-
-    def __init__(
-        self,
-        settings: Settings,
-        table: SharedTable | None = None,
-        metrics: Callable[[], Metrics | None] = lambda: None,
-    ):
-        self.settings, self._metrics, self._table = settings, metrics, table or SharedTable()
-        asked = settings.max_connections
-        files = raise_files_limit()
-        if files < self.MIN_FILES:
-            raise OpenFilesError(f"the limit of open files (ulimit -n) must be at least {self.MIN_FILES}, got {files}")
-        self._own_limit = files - min(self.SPARE_FILES, files // 2)
-        self.limit = min(asked, settings.http_processes * self._own_limit)
-        if self.limit < asked:
-            logger.warning(
-                "--max-connections: at most %d per HTTP process instead of %d, as the limit of open files is %d",
-                self._own_limit, asked, files,
-            )  # fmt: skip
-        share = settings.max_connections_per_address * self.limit // asked
-        self.limit_per_address = max(1, share) if settings.max_connections_per_address else self.limit + self.RESERVED
-        self.num_open = self.num_lingering = 0
-        self.every: set[Connection] = set()
-        self._held: dict[asyncio.Transport, bytes] | None = None  # None: writes are not held
-        self._defaults: tuple[object, bytes] = (None, b"")
-
-    def admit(self, network: str) -> None:
-        """Count a connection as open.
-
-        Raises:
-            RefusedRequest: there are too many.
-        """
-        options: dict[str, Any] = {"code": "too_many_connections", "retry_after_seconds": 1}
-        with self._table as table:
-            rows = self._rows(network)
-            already, total = map(table.count, rows)
-            if already >= self.limit_per_address:
-                message = f"your address has {plural(already, 'connection')} open, which is the maximum"
-                raise RefusedRequest(ApiError(429, message, **options), "address_limit")
-            reserved = 0
-            if not already:
-                reserved = self.RESERVED + (self.RESERVED_FOR_LOOPBACK if network in LOOPBACK else 0)
-            if total >= self.limit + reserved or self.num_open >= self._own_limit + reserved:
-                raise RefusedRequest(ApiError(503, "the server has no connection left", **options), "limit")
-            self.num_open += 1
-            for row in rows:
-                table.change(row, 1)
-
-    def leave(self, network: str) -> None:
-        self.num_open -= 1
-        with self._table as table:
-            for row in self._rows(network):
-                table.change(row, -1)
-
-    def _rows(self, network: str) -> tuple[int, int]:
-        """In the table: of an address, and of all."""
-        now = time.monotonic()
-        return self._table.row(f"connections {network}", now), self._table.row("connections", now)
-
-    def sweep(self, now: float) -> None:
-        """End what has taken too long, by time.monotonic(); to be called every SWEEP_SECONDS."""
-        for connection in [it for it in self.every if it.deadline < now]:
-            try:
-                connection.expire(now)
-            except Exception:  # of this connection alone: all others depend on this sweep too
-                logger.exception("a time limit could not be applied")
-                connection.deadline = math.inf
-                connection.transport.abort()
-
-    def write(self, transport: asyncio.Transport, data: bytes) -> None:
-        if self._held is None:
-            transport.write(data)
-        else:
-            before = self._held.get(transport)
-            self._held[transport] = data if before is None else before + data
-
-    def hold_writes(self) -> None:
-        """Until write_held: answers that are due at once go out one after the other, not each after its making.
-
-        So whoever reads them is woken once.
-        """
-        self._held = {}
-
-    def write_held(self) -> None:
-        held, self._held = self._held, None
-        for transport, data in held.items() if held else ():
-            if not transport.is_closing():
-                try:
-                    transport.write(data)
-                except Exception:  # of this connection alone
-                    logger.exception("an answer could not be written")
-                    transport.abort()
-
-    def flush(self) -> None:
-        """Before a connection is closed."""
-        if self._held:
-            self.write_held()
-            self.hold_writes()
-
-    def default_headers(self, server: ServerState) -> bytes:
-        """Those that uvicorn adds to each answer: the date, in another list each second."""
-        given = server.default_headers
-        if given is not self._defaults[0]:
-            self._defaults = given, b"".join([b"%b: %b\r\n" % pair for pair in given])
-        return self._defaults[1]
-
-    def count_rejection(self, reason: str) -> None:
-        if (metrics := self._metrics()) is not None:
-            metrics.http_connections_rejected(reason).inc()
-
-
-def raise_files_limit() -> int:
-    """Raise the limit of open files as far as this process may; returns it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (OSError, ValueError):  # macOS has a lower limit of its own: OPEN_MAX
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (10240, hard))
-            return 10240
-        return soft
-    return hard if hard != resource.RLIM_INFINITY else 1 << 30
-
-
-LOOPBACK = frozenset(("127.0.0.1", "::1"))
 
 
 class Connection(asyncio.Protocol):
@@ -683,86 +517,3 @@ def _split(target: bytes) -> tuple[str, bytes]:
 
 _known = functools.lru_cache(maxsize=64)(_split)  # not with a query, which may contain a prompt
 MAX_KNOWN_TARGET = 100
-
-
-class TlsServer:
-    """Listens for TLS connections and admits each before its handshake, which must end within the time for headers.
-
-    Has what uvicorn uses of an asyncio.Server.
-    """
-
-    ACCEPTED_AT_ONCE = 100
-    PAUSE_SECONDS = 0.5  # when the process can open no more files
-
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        factory: Callable[[], Connection],
-        listener: socket.socket,
-        context: ssl.SSLContext,
-    ):
-        self._loop, self._factory, self._context = loop, factory, context
-        self._handshakes: set[asyncio.Task[None]] = set()
-        self._is_closed = False
-        self.sockets = (listener,)
-        self._listen()
-
-    def close(self) -> None:
-        self._is_closed = True
-        self._loop.remove_reader(self.sockets[0])
-        for handshake in self._handshakes:
-            handshake.cancel()
-
-    async def wait_closed(self) -> None:
-        """uvicorn waits for connections itself."""
-
-    def _listen(self) -> None:
-        if not self._is_closed:
-            self._loop.add_reader(self.sockets[0], self._accept)
-
-    def _accept(self) -> None:
-        for _ in range(self.ACCEPTED_AT_ONCE):
-            try:
-                connection, address = self.sockets[0].accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
-            except OSError as error:
-                logger.warning("no connection accepted for %g s: %s", self.PAUSE_SECONDS, error.strerror)
-                self._loop.remove_reader(self.sockets[0])
-                self._loop.call_later(self.PAUSE_SECONDS, self._listen)
-                return
-            protocol = self._factory()
-            try:
-                protocol.admit(address[0])
-            except RefusedRequest as refused:  # an answer is not worth a handshake
-                protocol.limits.count_rejection(refused.reason)
-                connection.close()
-                continue
-            task = self._loop.create_task(self._connect(connection, protocol))
-            self._handshakes.add(task)
-            task.add_done_callback(self._handshakes.discard)
-
-    async def _connect(self, connection: socket.socket, protocol: Connection) -> None:
-        connection.setblocking(False)
-        try:
-            await self._loop.connect_accepted_socket(
-                lambda: protocol, connection, ssl=self._context,
-                ssl_handshake_timeout=protocol.limits.settings.header_timeout_seconds,
-                ssl_shutdown_timeout=LINGER_SECONDS,
-            )  # fmt: skip
-        except OSError:  # ssl.SSLError and TimeoutError included
-            protocol.leave()
-            connection.close()
-
-
-class Loop(uvloop.Loop):
-    """uvloop with TlsServer in place of its own TLS servers, which count a connection after its handshake."""
-
-    async def create_server(  # type: ignore[override]
-        self, factory: Callable[[], Any], *arguments: Any, sock: socket.socket, ssl: ssl.SSLContext | None, backlog: int
-    ) -> Any:
-        if ssl is None:
-            return await super().create_server(factory, *arguments, sock=sock, backlog=backlog)
-        sock.setblocking(False)
-        sock.listen(backlog)
-        return TlsServer(self, factory, sock, ssl)

@@ -197,6 +197,11 @@ class Request:
         responder.write(data)
         return responder.is_full
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the client has yet to read much of what was written."""
+        return self.responder is not None and self.responder.is_full
+
     async def drained(self) -> None:
         if self.responder is not None:
             await self.responder.drain()

@@ -19,7 +19,8 @@ import pytest
 import uvicorn
 
 from service.http.clients import network_of
-from service.http.connection import LOOPBACK, Connection, Connections
+from service.http.connection import Connection
+from service.http.connections import LOOPBACK, Connections
 from service.http.request import Request
 from service.settings import Settings
 from tests.helpers import ENDLESS, SLOW, RunningServer, http_processes, make_certificate, save_random, wait_until, web

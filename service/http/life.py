@@ -1,0 +1,114 @@
+"""The life of an HTTP process: it connects to the workers, shows that it runs, and does what is due."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+
+from prometheus_client import CollectorRegistry
+
+from service.catalog import Listing
+from service.http.app import App
+from service.http.attention import AttentionThread
+from service.http.client import EngineClient
+from service.http.connections import Connections
+from service.http.context import Service
+from service.http.generation import Generation
+from service.model.checkpoint import CheckpointError
+from service.observe.logs import AccessLog
+from service.observe.metrics import Metrics, run_folder
+from service.sockets import SocketTransport
+
+logger = logging.getLogger(__name__)
+
+BEAT_SECONDS = 0.25  # between two heartbeats
+TICK_SECONDS = 0.05  # between two looks at what is due, and between two writes of metrics and of log lines
+
+
+@asynccontextmanager
+async def running(
+    app: App, transport: SocketTransport, process_id: int, connections: Connections
+) -> AsyncIterator[None]:
+    service, loop = app.service, asyncio.get_running_loop()
+    process = f"http-{process_id}"
+    app.random.seed()  # with the kernel's entropy: this process was forked
+    metrics = Metrics(service.settings.model_name, CollectorRegistry(), process)
+    client = EngineClient(
+        transport, process_id, metrics, service.state,
+        hang_seconds=service.settings.hang_seconds,
+        capacity=service.slots + service.settings.max_queued_requests,
+    )  # fmt: skip
+
+    def resume(generations: Iterable[Generation]) -> None:
+        connections.hold_writes()
+        for generation in generations:
+            try:
+                generation.come()
+            except Exception:  # of one request alone
+                logger.exception("a request could not go on")
+        connections.write_held()
+
+    client.resume = resume
+    service.attention = AttentionThread()
+    service.connect(client, metrics)
+    service.state.follow(process, service.listing.generation)
+    metrics.held_bytes.set(0)
+    log = app.access_log = AccessLog()
+    loop.add_signal_handler(signal.SIGHUP, app.reload)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])  # blocked while this process was forked
+    if service.settings.otlp_traces_endpoint is not None:
+        from service.observe.tracing import Tracer  # loads OpenTelemetry
+
+        service.tracer = Tracer(service.settings.otlp_traces_endpoint, service.settings.model_name, process)
+
+    async def tick() -> None:
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            now = time.monotonic()
+            try:
+                connections.sweep(now)
+                app.keep_alive(now)
+            except Exception:  # the next look comes
+                logger.exception("what was due was not done")
+            metrics.flush()
+            log.flush()
+
+    tasks = [asyncio.create_task(beat(service, process)), asyncio.create_task(tick())]
+    async with client.connected():
+        yield
+    for task in tasks:
+        task.cancel()
+    metrics.flush()
+    log.flush()
+    if service.tracer is not None:
+        await asyncio.to_thread(service.tracer.shutdown)
+
+
+async def beat(service: Service, process: str) -> None:
+    while True:
+        service.state.beat(process)
+        if service.is_ready:
+            service.state.answering[process] = True
+        if service.state.generation != service.listing.generation:
+            await follow(service, process)
+        await asyncio.sleep(BEAT_SECONDS)
+
+
+async def follow(service: Service, process: str) -> None:
+    """Serve what the main process lists now."""
+    folder = run_folder()
+    known = {model.id for model in service.models.values()}
+    try:
+        listing = Listing.read(folder)
+        new = [version for version in listing.serve if version.id not in known]
+        checkpoints = {version.id: await asyncio.to_thread(version.read, folder) for version in new}
+    except (OSError, CheckpointError) as error:  # tried again at the next heartbeat
+        logger.error("the new list of checkpoints cannot be followed: %s", error)
+        return
+    service.serve(listing, checkpoints)
+    service.attention.keep([version.id for version in listing.serve])
+    service.state.follow(process, listing.generation)
