@@ -14,7 +14,8 @@ import os
 import time
 from bisect import bisect_left
 from collections import Counter as Occurrences
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import repeat
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar, get_type_hints
 
@@ -84,11 +85,11 @@ class Histogram:
             self.observe_all(amounts, request_ids, counts)
 
     def observe_all(
-        self, amounts: Collection[float], request_ids: Iterable[str | None], counts: Collection[int] | None = None
+        self, amounts: Sequence[float], request_ids: Sequence[str | None], counts: Sequence[int] | None = None
     ) -> None:
         """Record them at once, each `counts` times or once; each belongs to a request, or None."""
         bounds = self._bounds
-        buckets = [bisect_left(bounds, amount) for amount in amounts]
+        buckets = list(map(bisect_left, repeat(bounds), amounts))
         total, increases = sum(amounts), Occurrences(buckets)
         if counts is not None:
             for bucket, amount, count in zip(buckets, amounts, counts, strict=True):
@@ -97,11 +98,14 @@ class Histogram:
         self._child._sum.inc(total)
         for bucket, count in increases.items():
             self._child._buckets[bucket].inc(count)
-        now = time.time()
-        latest = dict(zip(buckets, zip(request_ids, amounts, strict=True), strict=True))
-        for bucket, (request_id, amount) in latest.items():
-            if request_id is not None and len(request_id) <= MAX_EXEMPLAR_CHARACTERS:
-                self.exemplars[bounds[bucket]] = Exemplar(request_id, amount, now)
+        now, left = time.time(), set(increases)  # buckets whose latest observation is looked for
+        for bucket, request_id, amount in zip(reversed(buckets), reversed(request_ids), reversed(amounts), strict=True):
+            if bucket in left:
+                left.remove(bucket)
+                if request_id is not None and len(request_id) <= MAX_EXEMPLAR_CHARACTERS:
+                    self.exemplars[bounds[bucket]] = Exemplar(request_id, amount, now)
+                if not left:
+                    break
 
 
 class Records:
