@@ -552,7 +552,7 @@ def test_a_client_that_does_not_read_loses_its_connection_at_the_deadline():
             self.task = asyncio.create_task(self.write(request))
 
         async def write(self, request):
-            request.begin([])
+            request.begin(b"")
             while request.responder is not None:
                 await request.write(b"x" * 100_000)
             ended.set()

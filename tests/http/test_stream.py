@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from service.http import stream
-from service.http.client import Piece
+from service.http.generation import Piece
 from service.http.request import Request
 from service.http.schemas import Receipt, Timing
 from service.http.stream import CompletionForm, NativeForm, pieces_of, send_json
@@ -118,7 +118,7 @@ def test_small_answers_have_their_length_and_large_ones_go_out_in_chunks_with_pa
                     time.sleep(0.005)
                 yield b"x" * 1000
 
-        await send_json(sent, parts(), [])
+        await send_json(sent, parts())
         counting.cancel()
         bodies = sent.bodies
         assert sum(map(len, bodies)) == math.ceil(size / 1000) * 1000
@@ -146,7 +146,7 @@ def test_an_answer_ends_when_its_client_is_gone():
             def is_gone(self):
                 return len(encoded) > 50
 
-        await send_json(Leaving(), parts(), [])
+        await send_json(Leaving(), parts())
         assert len(encoded) < 70
 
     asyncio.run(main())
