@@ -180,8 +180,9 @@ def footnotes(results: dict[str, Any]) -> list[str]:
             f"The client shares the cores with the servers; an answer takes {figure(each, '{:.0f}', 1e6)} µs of its "
             "CPU time."
         )
-    absent = results.get("http", {}).get("absent", {})
-    lines += [f"Not measured, http: {system}: {reason.splitlines()[-1]}" for system, reason in absent.items()]
+    for part in ("http", "mixed"):
+        for what, reason in results.get(part, {}).get("absent", {}).items():
+            lines.append(f"Not measured, {part}: {what}: {reason.splitlines()[-1]}")
     for part, source in results.get("kept", {}).items():
         lines.append(f"Part {part}: revision {source['revision']}, {source['date'][:10]}.")
     return lines + [f"failed: {part}, {reason}" for part, reason in results["errors"].items()]

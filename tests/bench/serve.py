@@ -281,21 +281,30 @@ class Bench(Run):
 
     def mixed(self) -> dict[str, Any]:
         """A stream alone and beside the work of another client, whose own rate alone and beside the stream follows; and
-        characters per second of whole answers by kind and clients. Of the service as installed, and, where it can do
-        the same, of llama.cpp's server.
+        characters per second of whole answers by kind and clients. Of the service as installed, and in the long form,
+        where it can do the same, of llama.cpp's server.
         """
         seconds, ours = self.plan.http_seconds, peers.ours(self.folders["S"])
-        programs, files = self.llama_files("S")
-        [theirs] = peers.llama_cpp(programs, llama.variants(files)[:1], self.cores, 65)
-        prompts = theirs.request(["\n"] * 64, ANSWER, False, 1)
-        figures: dict[str, Any] = {"beside": {}, "kinds": {name: {} for name in KINDS}}
-        with ours.start(self.log("mixed")) as server, theirs.start(self.log("mixed-llama")) as other:
+        figures: dict[str, Any] = {"beside": {}, "kinds": {name: {} for name in KINDS}, "absent": {}}
+        with contextlib.ExitStack() as stack:
+            server = stack.enter_context(ours.start(self.log("mixed")))
             loads = {name: (ours, server, 16_000, *each) for name, each in BESIDE.items()}
-            loads[LLAMA_BESIDE] = (theirs, other, ANSWER, prompts, 1)
-            for each in (server, other):
-                each.wait_until_ready()
-                each.pause()
-            for turn in range(-1, self.plan.repeats):
+            if self.plan.every_variant:
+                programs, files = self.llama_files("S")
+                [llamas] = peers.llama_cpp(programs, llama.variants(files)[:1], self.cores, 65)
+                prompts = llamas.request(["\n"] * 64, ANSWER, False, 1)
+                other = stack.enter_context(llamas.start(self.log("mixed-llama")))
+                loads[LLAMA_BESIDE] = (llamas, other, ANSWER, prompts, 1)
+            for at in {at for _, at, *_ in loads.values()}:
+                at.wait_until_ready()
+            for name, (_, at, _, request, _) in list(loads.items()):
+                try:
+                    with at.running():
+                        load.run(at.port, load.at_once(request, 1, name), connections=1)
+                except load.LoadError as error:
+                    figures["absent"][name] = str(error)[-1000:]
+                    del loads[name]
+            for turn in range(-1 if self.plan.every_variant else 0, self.plan.repeats):
                 for name, (system, at, length, request, connections) in loads.items():
                     with at.running():
                         run = beside_once(system, at.port, length, request, connections, seconds)

@@ -27,6 +27,7 @@ TINY_PLAN = replace(
     rows=(1, 3),
     engine_seconds=0.01,
     clients=(1, 2),
+    http_seconds=1.0,
     first_requests=3,
     texts=20,
     path_seconds=0.3,
@@ -201,13 +202,14 @@ def test_remote_keeps_its_object_and_reports_failures():
 def test_tiny_benchmark_of_serving_gives_every_figure_but_the_peers(tmp_path):
     bench = serve.Bench(TINY_PLAN, {"S": TINY}, 1, tmp_path / "out", tmp_path / "no-llama.cpp")
     bench.llama_files = lambda shape: (_ for _ in ()).throw(BenchError("not here"))
-    bench.run(["engine", "path", "texts", "idle"])
+    bench.run(["engine", "path", "mixed", "texts", "idle"])
     assert bench.results["errors"] == {"engine": "BenchError: not here"}
     path = bench.results["path"]
     for name in ("ours", "plain", "stock"):
         assert path[name]["requests"][0]["per_second"] > 0
         assert path[name]["streams"]["64"][0]["characters_per_event"] == pytest.approx(1) or name == "ours"
     assert set(bench.results["texts"]["changed"].values()) == {0}
+    assert min(run["beside"] for runs in bench.results["mixed"]["beside"].values() for run in runs) > 0
     saved, text = json.loads((tmp_path / "out/serve.json").read_text()), (tmp_path / "out/serve.md").read_text()
     assert saved["path"] == path and "requests/s of one character" in text and "failed: engine" in text
     later = serve.Bench(TINY_PLAN, {"S": TINY}, 1, tmp_path / "out")
