@@ -159,6 +159,42 @@ def test_override_for_gpus_builds_with_cuda_and_reserves_a_gpu():
     assert services["train"]["build"]["args"] == {"BASE": "chargpt:cuda"}
 
 
+def test_the_volume_follows_the_image_but_keeps_what_came_from_elsewhere(tmp_path):
+    """Through resets, restarts, a copy that was cut off, and images that change."""
+    checkpoints = {name: save_random(tmp_path / name, seed=seed, **SIZE) for seed, name in enumerate(("old", "new"))}
+    images = {name: build_with(each, f"chargpt:test-{name}") for name, each in checkpoints.items()}
+    project = ["docker", "compose", "-p", f"{PROJECT}-volume", "-f", DEPLOY / "compose.yaml"]
+    digest = "sha256sum chargpt/manifest.json | cut -c1-64; stat -c %u . chargpt chargpt/* | sort -u"
+
+    def fill(name, *shell):
+        """Starts the service of that image, after a shell of its user did something; returns digest and owners."""
+        environment = os.environ | {"CHARGPT_IMAGE": images[name]}
+        task = [*project, "run", "--rm", "--no-TTY"]
+        for command in shell:
+            run(*task, "--entrypoint", "sh", "checkpoints", "-euc", f"cd /checkpoints; {command}", env=environment)
+        run(*task, "checkpoints", env=environment)
+        return run(*task, "--entrypoint", "sh", "checkpoints", "-euc", f"cd /checkpoints; {digest}", env=environment)
+
+    try:
+        old = fill("old")
+        assert re.search(r"^[0-9a-f]{64}\n10001$", old, re.MULTILINE)
+        assert [digest_of(fill("old", *shell)) for shell in ([], ["rm -r chargpt"], ["rm -r chargpt; mkdir .new"])] == [
+            digest_of(old)
+        ] * 3
+        new = digest_of(fill("new"))
+        assert new != digest_of(old)
+        assert digest_of(fill("old", "rm .placed")) == new  # not known to be an image's: it stays
+        assert digest_of(fill("new")) == new and digest_of(fill("old")) == digest_of(old)
+        trained = digest_of(fill("old", "echo >>chargpt/manifest.json"))
+        assert trained != digest_of(old) and digest_of(fill("new")) == trained
+    finally:
+        run(*project, "down", "--volumes")
+
+
+def digest_of(output):
+    return re.search(r"^[0-9a-f]{64}$", output, re.MULTILINE)[0]
+
+
 def test_requests_spread_over_both_replicas_and_keep_their_client(stack):
     with loaded(stack) as load:
         load.wait_for(3)
