@@ -51,12 +51,12 @@ def serve(settings: "Settings", **options: Any) -> int:
 
             from service.http.connections import OpenFilesError
             from service.model.checkpoint import CheckpointError
-            from service.server import AddressError, BackendError, StartError, build_server
+            from service.server import BackendError, StartError, build_server
             from service.supervisor import TooManyDeathsError
 
             try:
                 build_server(settings, **options).serve()
-            except (CheckpointError, BackendError, OpenFilesError, AddressError) as error:
+            except (CheckpointError, BackendError, OpenFilesError) as error:
                 status, problem = 2, error
             except (StartError, TooManyDeathsError) as error:
                 status, problem = 1, error

@@ -89,17 +89,13 @@ class Catalog:
         self._next_id = 1
         self._rows: dict[str, int] = {}  # of the listing, and of the next one
         self._with_runs: set[Path] = set()  # places that are folders of runs
-        self._step: Literal["", "load", "serve"] = ""
+        self.step: Literal["", "load", "serve"] = ""  # of what is rolling out
         self._new: list[Version] = []  # being rolled out
         self._before: list[Version] = []  # which it replaces
         self._deadline = 0.0
         self._pids: dict[str, int] = {}  # of the workers that were running when the step began
         self._retired: list[Version] = []  # loaded, not served, and maybe used by a request
         self._can_publish = True
-
-    @property
-    def is_rolling_out(self) -> bool:
-        return bool(self._step)
 
     @property
     def served(self) -> dict[str, Checkpoint]:
@@ -153,7 +149,7 @@ class Catalog:
             self._pids = {name: state.pids[name] for name in running}
             self._new = versions
             if self._publish(state, [*self.listing.load, *versions], self.listing.serve):
-                self._step, self._deadline = "load", time.monotonic() + LOAD_SECONDS
+                self.step, self._deadline = "load", time.monotonic() + LOAD_SECONDS
             else:
                 self._revert(state, "the temporary folder is full")
             return
@@ -167,7 +163,7 @@ class Catalog:
     def check(self, state: SharedState) -> bool:
         """Go on with what is rolling out, as far as the other processes have come; whether `serve` has changed."""
         generation = self.listing.generation
-        if self._step == "load":
+        if self.step == "load":
             if any(state.pids[name] != pid for name, pid in self._pids.items()):
                 self._revert(state, "a worker died meanwhile, maybe of it")
             elif any(state.has_failed(name, generation) for name in self._pids):
@@ -177,15 +173,15 @@ class Catalog:
             elif all(state.follows(name, generation) for name in self._pids):
                 self._before = self.listing.serve
                 if self._publish(state, self.listing.load, self._new):  # else it is tried again until the deadline
-                    self._step, self._deadline = "serve", time.monotonic() + SERVE_SECONDS
+                    self.step, self._deadline = "serve", time.monotonic() + SERVE_SECONDS
                     return True
-        elif self._step == "serve":
+        elif self.step == "serve":
             running = [name for name in state.http_names if state.last_beat(name) is not None]
             is_late = time.monotonic() > self._deadline  # of those that hang; they are replaced, by ones that know
             if is_late or all(state.follows(name, generation) for name in running):
                 served = {version.id for version in self._new}
                 self._retired = [version for version in self.listing.load if version.id not in served]
-                self._step = ""
+                self.step = ""
                 self._note_changes(state)
         elif self._retired:
             self._drop(state)
@@ -205,7 +201,7 @@ class Catalog:
             if version.id not in served:
                 self._refuse(state, version.name, reason)
                 self._retired.append(version)
-        self._step = ""
+        self.step = ""
         self._drop(state)
 
     def _drop(self, state: SharedState) -> None:
@@ -285,9 +281,9 @@ class Catalog:
             CheckpointError: it is bad, or was changed meanwhile, or cannot be served with these settings, or the disk
                 is full.
         """
-        if old is not None and _digest(path) == old.digest:
-            return old
         checkpoint = Checkpoint.read(path)
+        if old is not None and checkpoint.digest == old.digest:
+            return old
         if self.replacement is not None and self.replacement not in checkpoint.tokenizer:
             raise CheckpointError(
                 f"{path}: its vocabulary does not have the character {self.replacement!r}, which is to replace unknown "
@@ -341,11 +337,3 @@ def _runs(path: Path, served: Iterable[str]) -> Iterator[Path]:
 def _shown(path: Path | str) -> str:
     """As text: a path may have bytes that are not UTF-8."""
     return os.fsencode(path).decode("utf-8", "replace")
-
-
-def _digest(path: Path) -> str | None:
-    """SHA-256 of a checkpoint whose files are all as the manifest says; None: it must be read to know."""
-    try:
-        return Checkpoint.read(path).digest if _is_checkpoint(path) else None
-    except CheckpointError:
-        return None

@@ -58,16 +58,12 @@ POLL_SECONDS = 0.1  # between two looks at all processes
 HTTP_START_SECONDS = 60.0  # of an HTTP process, until its first heartbeat
 
 
-class AddressError(ValueError):
-    """The address cannot be listened on."""
-
-
 class StartError(Exception):
     """Every inference process failed before it was ready."""
 
 
 class BackendError(ValueError):
-    """What the settings ask for cannot run here: backend, dtype, devices, or so much memory or disk."""
+    """What the settings ask for cannot run here: address, backend, dtype, devices, or so much memory or disk."""
 
 
 class HttpServer(uvicorn.Server):
@@ -105,7 +101,6 @@ class Server(LitServer):
         self._must_reload = False  # after SIGHUP
         self._reading = threading.Thread()  # of checkpoints, after SIGHUP: a large one takes seconds
         self._tls: ssl.SSLContext | None = None
-        self._is_announced = False  # that it is ready
         api = self.api = EngineAPI(spec=Spec(), loop=EngineLoop())
         accelerator = choose_accelerator(settings.accelerator)
         check_devices(settings.devices, accelerator)
@@ -160,7 +155,7 @@ class Server(LitServer):
         """Serve until SIGTERM or Ctrl-C; running requests finish first.
 
         Raises:
-            AddressError: the address cannot be listened on.
+            BackendError: the address cannot be listened on.
             StartError: no inference process could start.
             TooManyDeathsError: processes keep dying.
         """
@@ -173,8 +168,8 @@ class Server(LitServer):
             if self.state.is_leaving:
                 self.must_hurry = True
                 return
-            # `run` raises, not this handler: Python would swallow an exception in a hook of os.fork, and one
-            # while a process is spawned would cut off what the child reads.
+            # Nothing is raised: Python would swallow an exception in a hook of os.fork, and one while a process is
+            # spawned would cut off what the child reads.
             self.state.enter("leaving")
             if not self.settings.shutdown_delay_seconds:
                 self.state.enter("draining")
@@ -217,14 +212,22 @@ class Server(LitServer):
             for id, name in enumerate(state.http_names):
                 start, died = functools.partial(self._fork, config, id), functools.partial(self._http_process_died, id)
                 watch(name, start, died, HTTP_START_SECONDS)
-            while True:
-                time.sleep(POLL_SECONDS)  # so that Python can run signal handlers
-                self._check()
+            is_announced = False
+            while not state.is_leaving:
+                # Not while no worker runs, as one that dies of a new checkpoint must be told from one that dies anyway.
+                is_busy = self.catalog.step or self._reading.is_alive()
+                if self._must_reload and self._has_worker and not is_busy:
+                    self._must_reload = False
+                    self._reload()
+                self.supervisor.check()
+                self._roll_out()
+                if not is_announced and all(state.answering[name] for name in state.http_names):
+                    is_announced = True
+                    logger.info("ready: %s", url_of(self.settings))
                 for process in of_loggers:
                     if not process.is_alive():
                         raise TooManyDeathsError(f"process {process.pid} of the loggers died, which cannot be replaced")
-        except KeyboardInterrupt:
-            pass
+                time.sleep(POLL_SECONDS)  # so that Python can run signal handlers
         finally:
             self._stop()
             logger.info("all processes have ended")
@@ -265,7 +268,7 @@ class Server(LitServer):
         return any(self.state.last_beat(name) is not None for name in self.state.worker_names)
 
     def _listen(self) -> uvicorn.Config:
-        """Raises AddressError: another process has taken the address."""
+        """Raises BackendError: another process has taken the address."""
         settings = self.settings
         entrance = Wrapped(self.http, self.middlewares) if self.middlewares else self.http
         config = uvicorn.Config(
@@ -293,7 +296,7 @@ class Server(LitServer):
         try:
             self._listener.listen(config.backlog)  # uvloop would not notice that it fails
         except OSError as error:
-            raise AddressError(_cannot_listen(settings.host, self._listener.getsockname(), error)) from None
+            raise BackendError(_cannot_listen(settings.host, self._listener.getsockname(), error)) from None
         return config
 
     def _fork(self, config: uvicorn.Config, id: int) -> BaseProcess:
@@ -323,26 +326,6 @@ class Server(LitServer):
         forget_process(self.state.http_names[id])
 
     # -- while serving --
-
-    def _check(self) -> None:
-        """Called in every polling loop while serving.
-
-        Raises:
-            KeyboardInterrupt: SIGTERM or SIGINT has arrived.
-            TooManyDeathsError: processes keep dying.
-        """
-        if self.state.is_leaving:
-            raise KeyboardInterrupt
-        # Not while no worker runs, as one that dies of a new checkpoint must be told from one that dies anyway.
-        is_busy = self.catalog.is_rolling_out or self._reading.is_alive()
-        if self._must_reload and self._has_worker and not is_busy:
-            self._must_reload = False
-            self._reload()
-        self.supervisor.check()
-        if not self._is_announced and all(self.state.answering[name] for name in self.state.http_names):
-            self._is_announced = True
-            logger.info("ready: %s", url_of(self.settings))
-        self._roll_out()
 
     def _roll_out(self) -> None:
         if not self._reading.is_alive() and self.catalog.check(self.state):
@@ -420,13 +403,13 @@ def end_all(processes: list[BaseProcess], seconds: float) -> None:
 def bind(host: str, port: int) -> socket.socket:
     """A socket at an address, or at a name's first IPv4 address, or its first one if it has none.
 
-    Raises AddressError: the name has no address, or it cannot be bound.
+    Raises BackendError: the name has no address, or it cannot be bound.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, ValueError) as error:  # ValueError: no name at all
         reason = error.strerror if isinstance(error, OSError) else error
-        raise AddressError(f"--host {host}: neither an IP address nor a name that has one: {reason}") from None
+        raise BackendError(f"--host {host}: neither an IP address nor a name that has one: {reason}") from None
     family, kind, protocol, _, address = min(found, key=lambda it: it[0] != socket.AF_INET)
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -434,7 +417,7 @@ def bind(host: str, port: int) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         listener.close()
-        raise AddressError(_cannot_listen(host, address, error)) from None
+        raise BackendError(_cannot_listen(host, address, error)) from None
     listener.set_inheritable(True)
     return listener
 
@@ -487,9 +470,9 @@ def choose_accelerator(asked: str) -> str:
 
 
 def check_devices(devices: int, accelerator: str) -> None:
-    """
-    Raises:
-        BackendError: there are not so many; LitServe would ignore it on a CPU, and start workers without end on GPUs.
+    """LitServe would ignore too many on a CPU, and start workers without end on GPUs.
+
+    Raises BackendError: there are not so many.
     """
     if accelerator == "cpu" and devices > 1:
         raise BackendError(

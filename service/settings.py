@@ -145,25 +145,17 @@ class Settings(BaseSettings):
     )  # fmt: skip
     port: int = Field(8000, ge=1024, le=65535, description="TCP port to listen on")
     root_path: str = Field("", description="path prefix added by a proxy, such as /chargpt")
-    tls_certificate: Path | None = Field(
-        None, description="PEM file of the certificate and its chain; with --tls-key, enables HTTPS (TLS 1.2 or later)"
-    )
+    tls_certificate: Path | None = Field(None, description="PEM file of the certificate and its chain, for HTTPS")
     tls_key: Path | None = Field(None, description="PEM file of the certificate's private key, without a password")
-    api_keys_file: Path | None = Field(
-        None, description="file of API keys, one per line; if set, every route except the probes requires one"
-    )
-    client_limits: Path | None = Field(
-        None, description="TOML file of limits and weights by client: a client is an API key's name, else an address"
-    )
+    api_keys_file: Path | None = Field(None, description="API keys, one per line; every route but the probes needs one")
+    client_limits: Path | None = Field(None, description="TOML file of limits and weights, by key's name or address")
     client_header: str | None = Field(
         None, pattern=r"^[A-Za-z0-9-]{1,64}$",
         description="header of a trusted proxy whose last address is the client's, such as X-Forwarded-For",
     )  # fmt: skip
     public_metrics: bool = Field(False, description="serve /metrics without an API key")
     public_docs: bool = Field(False, description="serve the page at /, /docs and /openapi.json without an API key")
-    cors_origins: Separated = Field(
-        [], description="origins of web pages that may send requests, comma-separated; * for all"
-    )
+    cors_origins: Separated = Field([], description="origins that may send requests, comma-separated; * for all")
 
     accelerator: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="device type for the model")
     backend: Literal["auto", "native", "cuda", "torch"] = Field(
@@ -175,39 +167,25 @@ class Settings(BaseSettings):
     devices: Few = Field(1, description="devices of that type; each has its own inference process")
     workers_per_device: Few = Field(1, description="inference processes per device")
     http_processes: Few = Field(1, description="HTTP processes")
-    threads: int = Field(
-        default_factory=cpus_per_worker, ge=1, le=1024,
-        description="CPU threads of each inference process, at least 1",
-    )  # fmt: skip
+    threads: int = Field(default_factory=cpus_per_worker, ge=1, le=1024, description="CPU threads per worker")
 
     max_running_requests: int | Literal["auto"] = Field(
         64, description="maximum running sequences per worker; auto: as many as fit the GPUs, 64 elsewhere"
     )
     max_queued_requests: Natural = Field(1024, description="maximum waiting sequences per worker")
-    max_queue_seconds: Seconds = Field(
-        10, description="maximum expected wait in the queue; sequences that would wait longer get 429"
-    )
-    fair_queueing: bool = Field(
-        True, description="share slots and queue among clients; false: one queue in order of priority, then arrival"
-    )
-    step_seconds: float = Field(
-        0.004, gt=0, le=1, description="target duration of an engine step; bounds how long a prompt delays streams"
-    )
+    max_queue_seconds: Seconds = Field(10, description="maximum expected wait in the queue; beyond it, 429")
+    fair_queueing: bool = Field(True, description="share slots and queue among clients; false: priority, then arrival")
+    step_seconds: float = Field(0.004, gt=0, le=1, description="target duration of an engine step")
     max_prompt_characters: Positive = Field(100_000, description="maximum length of a prompt")
     max_tokens: Positive = Field(16_384, description="maximum length of a completion, in characters")
     max_prompts: int = Field(128, ge=1, le=10_000, description="maximum sequences per request: prompts × n or best_of")
     max_score_texts: Positive = Field(10_000, description="maximum texts per request of /v1/score")
     max_regex_characters: int = Field(1000, ge=1, le=10_000, description="maximum length of a regex or stop_regex")
     attention: bool = Field(True, description="serve /v1/attention, which runs in the HTTP processes")
-    max_body_bytes: Bytes = Field(4 << 20, le=1 << 30, description="maximum size of a request body, in bytes")
+    max_body_bytes: Bytes = Field(4 << 20, le=1 << 30, description="maximum size of a request body")
 
-    max_request_bytes: Bytes = Field(
-        64 << 20, description="maximum memory that a request may need, by estimate, in bytes"
-    )
-    max_held_bytes: Bytes = Field(
-        256 << 20,
-        description="maximum memory that requests in progress may need together, in bytes; one client gets half of it",
-    )
+    max_request_bytes: Bytes = Field(64 << 20, description="maximum memory that a request may need, by estimate")
+    max_held_bytes: Bytes = Field(256 << 20, description="maximum memory of all requests in progress; half per client")
 
     unknown_characters: Literal["refuse", "replace", "drop"] = Field(
         "refuse", description="default for characters outside the vocabulary"
@@ -216,46 +194,28 @@ class Settings(BaseSettings):
         " ", min_length=1, max_length=1, description="default replacement for characters outside the vocabulary"
     )
 
-    strict_fields: bool = Field(
-        False, description="refuse requests with unknown fields, unless they have strict: false"
-    )
+    strict_fields: bool = Field(False, description="refuse unknown fields, unless a request has strict: false")
     stream_interval_seconds: Delay = Field(0.02, le=60, description="minimum time between two events of a stream")
     keep_alive_seconds: Seconds = Field(15, description="time without an event before the server sends an SSE comment")
-    max_header_bytes: Bytes = Field(
-        32 << 10, le=1 << 20, description="maximum size of a request line and its headers, in bytes"
-    )
-    header_timeout_seconds: Seconds = Field(
-        8, description="time limit for receiving request line and headers, and for a TLS handshake"
-    )
+    max_header_bytes: Bytes = Field(32 << 10, le=1 << 20, description="maximum size of a request line and its headers")
+    header_timeout_seconds: Seconds = Field(8, description="time limit for a request's head, and for a TLS handshake")
     max_connections: int = Field(10_000, ge=1, le=1_000_000, description="maximum open connections")
     max_connections_per_address: Natural = Field(
         default_factory=half_of_connections,
         description="maximum open connections from one address; 0: no limit of its own",
     )
     body_timeout_seconds: Seconds = Field(30, description="time limit for receiving a request body")
-    idle_connection_seconds: int = Field(
-        75, ge=1, le=3600, description="time an idle connection is kept open between requests"
-    )
+    idle_connection_seconds: int = Field(75, ge=1, le=3600, description="time an idle connection is kept open")
     request_timeout_seconds: Seconds = Field(300, description="time limit for a request, waiting and running")
-    shutdown_delay_seconds: Delay = Field(
-        0,
-        description="time after SIGTERM in which `/readyz` is 503 and requests are still accepted, as load balancers "
-        "notice late",
-    )
+    shutdown_delay_seconds: Delay = Field(0, description="time after SIGTERM with /readyz 503 and requests accepted")
     drain_seconds: Delay = Field(30, description="time limit for running requests after that")
-    hang_seconds: Seconds = Field(
-        10, ge=1, description="time without a sign of life after which a process is killed and replaced"
-    )
-    max_restarts: Natural = Field(
-        10, description="maximum deaths of processes in the window of the next setting; one more ends the service"
-    )
+    hang_seconds: Seconds = Field(10, ge=1, description="time without a sign of life after which a process is replaced")
+    max_restarts: Natural = Field(10, description="maximum deaths of processes in the next setting's window")
     restart_window_seconds: Seconds = Field(300, description="time over which deaths are counted")
     metrics_vllm_names: bool = Field(False, description="also expose metrics under vLLM's names")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="minimum level to log")
     log_format: LogFormat = Field("auto", description="log line format; auto: text on a terminal, json otherwise")
-    otlp_traces_endpoint: str | None = Field(
-        None, description="URL for OpenTelemetry traces, sent by OTLP over HTTP; needs the extra tracing"
-    )
+    otlp_traces_endpoint: str | None = Field(None, description="URL for traces, by OTLP/HTTP; needs the extra tracing")
 
     _api_keys: Mapping[bytes, str] = PrivateAttr({})
     _limits: ClientLimitsFile = PrivateAttr(ClientLimitsFile())

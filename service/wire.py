@@ -111,12 +111,8 @@ class Logprobs(msgspec.Struct, gc=False, array_like=True):
     def take(self, count: int) -> Logprobs:
         """Remove and return the first `count`."""
         taken = self.part(0, count)
-        for column, its_taken in zip(
-            (self.values, self.top_ids, self.top_values),
-            (taken.values, taken.top_ids, taken.top_values),
-            strict=True,
-        ):
-            del column[: len(its_taken)]
+        del self.values[: len(taken.values)], self.top_ids[: len(taken.top_ids)]
+        del self.top_values[: len(taken.top_values)]
         return taken
 
     def rows(self) -> Iterator[tuple[float, list[tuple[int, float]]]]:

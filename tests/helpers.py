@@ -96,13 +96,13 @@ def refusal(main: Callable[[], int], arguments: list[str]) -> str:
 
 
 class RunningServer(Program):
-    """`python -m service` on a free port."""
+    """`python -m service`, or a program of the test's own that takes its flags, on a free port."""
 
-    def __init__(self, checkpoint: Path, **settings: Any):
+    def __init__(self, checkpoint: Path, program: tuple[str, ...] = ("-m", "service"), **settings: Any):
         port = settings.setdefault("port", free_port())
         settings = {"checkpoint": checkpoint, "threads": 1, "max_tokens": ENDLESS} | UNBOUNDED | settings
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-        super().__init__([sys.executable, "-m", "service", *flags], port, "/readyz", start_new_session=True)
+        super().__init__([sys.executable, *program, *flags], port, "/readyz", start_new_session=True)
         self._client: httpx.Client | None = None
 
     def _get(self, path: str) -> httpx.Response:

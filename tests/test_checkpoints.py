@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -254,6 +255,45 @@ def test_a_bad_checkpoint_is_refused_and_the_old_one_keeps_serving(tmp_path, dam
         assert text(ask(server)) == expected
 
 
+SLOW_READING = """
+import sys, time
+from service.__main__ import serve
+from service.settings import read_settings
+
+if __name__ == "__main__":
+    from service.catalog import Catalog
+    read = Catalog._read
+
+    def read_slowly(self, name, *others):
+        if name == "large":
+            time.sleep(10)
+        return read(self, name, *others)
+
+    Catalog._read = read_slowly
+    sys.exit(serve(read_settings()))
+"""
+
+
+def test_reading_a_large_checkpoint_at_sighup_holds_nothing_up(tmp_path):
+    """Main once read it on the thread that shows its life and looks after the others: /livez became 503."""
+    save_random(tmp_path / "runs" / "a")
+    (tmp_path / "slow.py").write_text(SLOW_READING)
+    with RunningServer(tmp_path / "runs", (str(tmp_path / "slow.py"),), hang_seconds=2) as server:
+        server.wait_until_ready()
+        save_random(tmp_path / "runs" / "large", seed=1)
+        server.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: "SIGHUP: reading" in server.output())
+        started, worker = time.monotonic(), server.worker()
+        worker.kill()
+        wait_until(lambda: f"(process {worker.pid}) died" in server.output())
+        assert time.monotonic() < started + 9, "it was not looked after meanwhile"
+        while "checkpoint large: loaded" not in server.output():
+            assert web.get(f"{server.url}/livez").status_code == 200, server.output()
+            assert time.monotonic() < started + 60, server.output()
+            time.sleep(0.1)
+        assert server.stop() == 0
+
+
 def test_a_checkpoint_that_a_worker_cannot_load_is_refused(tmp_path):
     """It verifies, but its cache is larger than any memory."""
     old = save_random(tmp_path / "model", seed=1)
@@ -397,7 +437,7 @@ def test_a_list_changes_step_by_step_as_all_processes_follow(catalog, state, tmp
     state.follow("http-0", state.generation)
     state.died("http-1")  # its replacement reads the newest
     state.use(1, 1, 1)
-    assert not catalog.check(state) and not catalog.is_rolling_out
+    assert not catalog.check(state) and not catalog.step
     assert not catalog.check(state) and listing(catalog) == ([1, 2], [2])  # a request still uses it
     assert len(list((tmp_path / "run").glob("checkpoint-*"))) == 2
     state.use(1, 1, -1)
@@ -416,7 +456,7 @@ def test_a_worker_that_fails_or_dies_while_loading_brings_the_old_list_back(cata
     else:
         state.died("worker-1")
     assert not catalog.check(state) and listing(catalog) == ([1], [1])
-    assert not catalog.is_rolling_out and state.num_reloads(catalog.listing.rows["b"])["refused"] == 1
+    assert not catalog.step and state.num_reloads(catalog.listing.rows["b"])["refused"] == 1
 
 
 def test_a_new_checkpoint_without_the_replacement_character_is_refused_at_sighup(catalog, state, tmp_path, caplog):
@@ -424,7 +464,7 @@ def test_a_new_checkpoint_without_the_replacement_character_is_refused_at_sighup
     without_space(tmp_path / "runs" / "b", seed=2)
     without_space(tmp_path / "runs" / "a", seed=2)
     catalog.refresh(state)
-    assert not catalog.is_rolling_out and listing(catalog) == ([1], [1])
+    assert not catalog.step and listing(catalog) == ([1], [1])
     assert [state.num_reloads(catalog.listing.rows[name])["refused"] for name in "ab"] == [1, 1]
     assert "set --replacement-character" in caplog.text
 
@@ -436,7 +476,7 @@ def test_a_failure_is_not_taken_for_one_of_the_next_list(catalog, state, tmp_pat
     catalog.check(state)
     save_random(tmp_path / "runs" / "b", seed=3)
     catalog.refresh(state)  # before the worker has looked again
-    assert not catalog.check(state) and catalog.is_rolling_out
+    assert not catalog.check(state) and catalog.step
     for name in state.worker_names:
         state.follow(name, state.generation)
     assert catalog.check(state) and list(catalog.served) == ["a", "b"]
@@ -446,11 +486,11 @@ def test_a_list_that_cannot_be_written_leaves_the_old_one(catalog, state, tmp_pa
     save_random(tmp_path / "runs" / "b", seed=2)
     (tmp_path / "run" / "checkpoints.json.new").mkdir()  # in the way, as a full disk would be
     catalog.refresh(state)
-    assert not catalog.is_rolling_out and list(catalog.served) == ["a"] and state.generation == 0
+    assert not catalog.step and list(catalog.served) == ["a"] and state.generation == 0
     shutil.rmtree(tmp_path / "run" / "checkpoints.json.new")
     assert not catalog.check(state) and listing(catalog) == ([1], [1])
     catalog.refresh(state)
-    assert catalog.is_rolling_out
+    assert catalog.step
 
 
 def test_a_folder_of_runs_that_is_not_there_removes_nothing(tmp_path):
@@ -465,25 +505,25 @@ def test_a_folder_of_runs_that_is_not_there_removes_nothing(tmp_path):
     catalog.refresh(state)
     (tmp_path / "runs").mkdir()  # an empty mount point
     catalog.refresh(state)
-    assert not catalog.is_rolling_out and list(catalog.served) == ["a", "b", "other"]
+    assert not catalog.step and list(catalog.served) == ["a", "b", "other"]
     assert list(catalog.listing.rows) == ["a", "b", "other"]
 
 
 def test_a_run_whose_name_is_not_utf_8_is_left_out(catalog, state, tmp_path, caplog):
     save_random(Path(os.fsdecode(bytes(tmp_path / "runs") + b"/caf\xe9")))
     catalog.refresh(state)
-    assert not catalog.is_rolling_out and "as its name is not UTF-8" in caplog.text
+    assert not catalog.step and "as its name is not UTF-8" in caplog.text
 
 
 def test_an_unchanged_list_is_not_rolled_out(catalog, state):
     catalog.refresh(state)
-    assert state.generation == 0 and not catalog.is_rolling_out
+    assert state.generation == 0 and not catalog.step
 
 
 def test_the_last_checkpoint_is_never_removed(catalog, state, tmp_path):
     shutil.rmtree(tmp_path / "runs" / "a")
     catalog.refresh(state)
-    assert not catalog.is_rolling_out and list(catalog.served) == ["a"]
+    assert not catalog.step and list(catalog.served) == ["a"]
     assert Listing.read(catalog.folder) == catalog.listing
 
 
@@ -491,7 +531,7 @@ def test_a_full_disk_refuses_a_checkpoint(catalog, state, tmp_path, monkeypatch)
     save_random(tmp_path / "runs" / "b", seed=2)
     (tmp_path / "run" / "checkpoint-2").write_text("in the way")  # as root, no folder is read-only
     catalog.refresh(state)
-    assert not catalog.is_rolling_out and state.num_reloads(catalog.listing.rows["b"])["refused"] == 1
+    assert not catalog.step and state.num_reloads(catalog.listing.rows["b"])["refused"] == 1
 
 
 def test_info_and_models_name_all(server):

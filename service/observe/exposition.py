@@ -31,34 +31,13 @@ from service.observe import metrics
 from service.shared import REASONS, SharedState
 
 # Names in vLLM 0.33, the last two from prometheus-fastapi-instrumentator, which vLLM uses.
-VLLM_NAMES = {
-    f"chargpt_{stem}": f"vllm:{stem}"
-    for stem in (
-        "time_to_first_token_seconds",
-        "inter_token_latency_seconds",
-        "request_time_per_output_token_seconds",
-        "e2e_request_latency_seconds",
-        "request_queue_time_seconds",
-        "request_prefill_time_seconds",
-        "request_decode_time_seconds",
-        "request_inference_time_seconds",
-        "num_requests_running",
-        "num_requests_waiting",
-        "kv_cache_usage_perc",
-        "prompt_tokens",
-        "generation_tokens",
-        "request_prompt_tokens",
-        "request_generation_tokens",
-        "request_success",
-        "iteration_tokens_total",
-        "num_preemptions",
-        "admission_rejections",
-    )
-} | {
-    "chargpt_http_requests": "http_requests",
-    "chargpt_http_request_duration_seconds": "http_request_duration_seconds",
-}
-
+VLLM_NAMES = {f"chargpt_{stem}": f"vllm:{stem}" for stem in (
+    "time_to_first_token_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds",
+    "e2e_request_latency_seconds", "request_queue_time_seconds", "request_prefill_time_seconds",
+    "request_decode_time_seconds", "request_inference_time_seconds", "num_requests_running", "num_requests_waiting",
+    "kv_cache_usage_perc", "prompt_tokens", "generation_tokens", "request_prompt_tokens", "request_generation_tokens",
+    "request_success", "iteration_tokens_total", "num_preemptions", "admission_rejections",
+)} | {f"chargpt_{name}": name for name in ("http_requests", "http_request_duration_seconds")}  # fmt: skip
 
 Kind = TypeVar("Kind", GaugeMetricFamily, CounterMetricFamily)
 

@@ -39,6 +39,7 @@ FIXED_FIELDS = frozenset(
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 
 logger = logging.getLogger(__name__)
+_LEVELS = {level: logging.getLevelName(level) for level in (logging.DEBUG, logging.INFO)}
 
 
 def configure_logging(level: str, log_format: LogFormat) -> None:
@@ -103,7 +104,7 @@ class LineHandler(logging.Handler):
         if record.name == "asyncio":  # further lines show tasks with the text of their exceptions
             message = message.partition("\n")[0]
         fields: dict[str, Any] = {
-            "timestamp": _timestamp(record.created),
+            "timestamp": _timestamp(int(1000 * record.created)),
             "level": record.levelname,
             "logger": record.name,
             "process": process_name(),
@@ -120,9 +121,6 @@ class LineHandler(logging.Handler):
             text = _traceback(record.exc_info[1], with_text=not fields["process"].startswith("http"))
             fields["exception"] = _encodable(text)
         return fields
-
-
-_LEVELS = {level: logging.getLevelName(level) for level in (logging.DEBUG, logging.INFO)}
 
 
 class AccessLine(msgspec.Struct, gc=False):
@@ -163,39 +161,31 @@ class AccessLog:
         """A line of a request; the others are the last fields of AccessLine."""
         self._lines.append(
             AccessLine(
-                _timestamp(time.time()), _LEVELS[level], self._logger.name, self._process, self._pid,
+                _timestamp(int(1000 * time.time())), _LEVELS[level], self._logger.name, self._process, self._pid,
                 f"{method} {route} {status}", method, route, status, client, *others,
             )
         )  # fmt: skip
 
     def flush(self) -> None:
         """Each write is of whole lines, and no longer than one that other processes' writes cannot interrupt."""
-        records, self._lines = self._lines, []
-        lines: list[bytes] = []
-        for handler in logging.getLogger().handlers:
-            if isinstance(handler, LineHandler):
-                lines += [handler.format_line(record) for record in records]
-        start = size = 0
-        for i, line in enumerate(lines):
-            if size and size + len(line) > MAX_LINE_BYTES:
-                _write(b"".join(lines[start:i]))
-                start, size = i, 0
-            size += len(line)
-        if size:
-            _write(b"".join(lines[start:]))
+        lines, self._lines, batch = self._lines, [], bytearray()
+        handlers = [handler for handler in logging.getLogger().handlers if isinstance(handler, LineHandler)]
+        for line in [handler.format_line(line) for handler in handlers for line in lines]:
+            if batch and len(batch) + len(line) > MAX_LINE_BYTES:
+                _write(batch)
+                batch.clear()
+            batch += line
+        if batch:
+            _write(batch)
 
 
-def _write(data: bytes) -> None:
+def _write(data: bytes | bytearray) -> None:
     with contextlib.suppress(OSError):  # stderr is closed: nowhere left to report it
         os.write(2, data)
 
 
-def _timestamp(seconds: float) -> str:
-    return _stamp(int(1000 * seconds))
-
-
 @functools.lru_cache(maxsize=16)  # a busy process logs several lines in a millisecond
-def _stamp(milliseconds: int) -> str:
+def _timestamp(milliseconds: int) -> str:
     return datetime.fromtimestamp(milliseconds / 1000, UTC).isoformat(timespec="milliseconds")[:23] + "Z"
 
 

@@ -300,6 +300,51 @@ def test_spans_contain_no_request_text(server, collector):
         assert MARKER not in json.dumps(resource)
 
 
+TRACED = """
+import sys
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
+from service.__main__ import serve
+from service.settings import read_settings
+
+class ToFile(SpanExporter):
+    def export(self, spans):
+        with open(__file__ + ".spans", "a") as file:
+            file.writelines(span.to_json(indent=None) + "\\n" for span in spans)
+        return SpanExportResult.SUCCESS
+
+class Probe:
+    def __init__(self, app):
+        self.app = app
+    async def __call__(self, scope, receive, send):
+        with trace.get_tracer("probe").start_as_current_span("probe"):
+            await self.app(scope, receive, send)
+
+if __name__ == "__main__":
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(ToFile()))
+    trace.set_tracer_provider(provider)
+    sys.exit(serve(read_settings(), middlewares=[(Probe, {})]))
+"""
+
+
+def test_nothing_exports_the_query_where_the_program_has_a_tracer_provider(checkpoint, collector, tmp_path):
+    """FastAPI's own telemetry once did, as url.query, with the prompt of GET /generate."""
+    program = tmp_path / "traced.py"
+    program.write_text(TRACED)
+    with RunningServer(checkpoint.path, (str(program),), otlp_traces_endpoint=collector.url) as server:
+        server.wait_until_ready()
+        answer = web.get(f"{server.url}/generate", params={"prompt": MARKER, "max_tokens": 2})
+        assert answer.status_code == 200, answer.text
+        assert server.stop() == 0
+    _, span, phases = collector.request(answer.headers["x-request-id"])
+    assert b"url.query" not in b"".join(each.SerializeToString() for each in (span, *phases))
+    spans = [json.loads(line) for line in (tmp_path / "traced.py.spans").read_text().splitlines()]
+    assert spans and {span["name"] for span in spans} == {"probe"}  # of the program itself
+    assert MARKER not in json.dumps(spans)
+
+
 def test_pending_spans_are_exported_at_shutdown_under_the_configured_service_name(checkpoint, monkeypatch):
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "600000")
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
