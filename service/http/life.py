@@ -20,7 +20,7 @@ from service.http.context import Service
 from service.http.generation import Generation
 from service.model.checkpoint import CheckpointError
 from service.observe.logs import AccessLog
-from service.observe.metrics import Metrics, run_folder
+from service.observe.metrics import Metrics, current_folder
 from service.sockets import SocketTransport
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ async def beat(service: Service, process: str) -> None:
 
 async def follow(service: Service, process: str) -> None:
     """Serve what the main process lists now."""
-    folder = run_folder()
+    folder = current_folder()
     known = {model.id for model in service.models.values()}
     try:
         listing = Listing.read(folder)

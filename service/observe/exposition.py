@@ -87,7 +87,7 @@ class Exposition(Collector):
         usage = self._usage(families["chargpt_cache_slots_in_use"], families["chargpt_cache_slots"])
         for family in (usage, *self._processes(), *self._identity(), *self._sequences()):
             families[family.name] = family
-        _add_exemplars(families, metrics.run_folder())
+        _add_exemplars(families, metrics.current_folder())
         yield from families.values()
         if self.vllm_names:
             yield from (_renamed(families[ours], theirs) for ours, theirs in VLLM_NAMES.items() if ours in families)

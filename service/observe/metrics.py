@@ -350,17 +350,18 @@ class Metrics(_Series):
                 if isinstance(metric, Histogram)
                 for bound, exemplar in metric.exemplars.items()
             ]
-            path = run_folder() / EXEMPLARS.format(self._process)
+            if not exemplars:
+                return
+            path = current_folder() / EXEMPLARS.format(self._process)
             try:
-                if exemplars:
-                    path.with_suffix(".new").write_bytes(msgspec.json.encode(exemplars))
-                    path.with_suffix(".new").replace(path)
+                path.with_suffix(".new").write_bytes(msgspec.json.encode(exemplars))
+                path.with_suffix(".new").replace(path)
             except OSError as error:  # a full disk; values have their space already
                 self._exemplars_at = now + EXEMPLAR_PAUSE_SECONDS
                 logger.error("%s: exemplars cannot be written: %s", path, error.strerror)
 
 
-def run_folder() -> Path:
+def current_folder() -> Path:
     """The run's own, under the name by which prometheus-client finds its files."""
     return Path(os.environ["PROMETHEUS_MULTIPROC_DIR"])
 
@@ -377,7 +378,7 @@ def allocate_files(processes: Iterable[str], model_names: Collection[str]) -> No
         for kind, size in FILES.items():
             model = MODEL_FILES.get(kind, 0)
             total = size + SPARE_MODELS * model + sum(model + (size + model) * name // 128 for name in names)
-            with open(run_folder() / f"{kind}_{process}.db", "wb") as file:
+            with open(current_folder() / f"{kind}_{process}.db", "wb") as file:
                 file.write(bytes(total))
 
 
@@ -385,5 +386,5 @@ def forget_process(process: str) -> None:
     """Empty a dead process's files of gauges, which keep their disk space; its counters and histograms stay."""
     for kind in FILES:
         if kind.startswith("gauge"):
-            with open(run_folder() / f"{kind}_{process}.db", "r+b") as file:
+            with open(current_folder() / f"{kind}_{process}.db", "r+b") as file:
                 file.write(bytes(4))  # the length in use
