@@ -107,7 +107,7 @@ def loaded_by(module):
         ("service.sockets", {"litserve", "fastapi", "pydantic"}),
         ("service.engine.scheduler", set()),
         ("service.engine.engine", {"torch"}),
-        ("service.http.schemas", {"pydantic"}),
+        ("service.http.bodies", {"pydantic"}),
         ("service.server", {"litserve", "fastapi", "pydantic", "prometheus_client"}),
     ],
 )

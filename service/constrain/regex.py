@@ -150,11 +150,44 @@ def compile_choice(
     return _merge_classes(_tabulate(classes, rows, [node in accepting for node in states]))
 
 
-def any_of(allowed: frozenset[str], characters: Sequence[str]) -> Automaton:
-    """The automaton of all texts of the allowed characters; the vocabulary must have at least one of them."""
-    classes = np.array([c not in allowed for c in characters], dtype=np.uint16)
-    table = np.array([[0, -1][: int(classes.max()) + 1]], dtype=np.int16)
-    return Automaton(classes, table, np.array([True]), np.zeros(1, dtype=np.int32))
+def compile_without(
+    words: Sequence[str],
+    characters: Sequence[str],
+    *,
+    allowed: frozenset[str] | None = None,
+    max_states: int = 1000,
+) -> Automaton:
+    """The automaton of all texts of the allowed characters that contain none of these words (Aho and Corasick 1975).
+
+    Raises:
+        RegexError: there are too many words.
+    """
+    usable = {c for c in characters if allowed is None or c in allowed}
+    words = [word for word in words if usable.issuperset(word)]
+    words = [word for word in words if not any(other in word for other in words if other != word)]
+    prefixes = sorted({word[:i] for word in words for i in range(len(word))} | {""}, key=len)
+    if len(prefixes) > max_states:
+        raise RegexError(f"the words need {len(prefixes)} states (limit {max_states}); give fewer or shorter words")
+    states = {prefix: i for i, prefix in enumerate(prefixes)}
+    symbols = {c: i for i, c in enumerate(sorted(set("".join(words))))}
+    rest = len(symbols)  # the class of all other allowed characters
+    fallback = [0] * len(states)  # by state: that of its longest proper suffix
+    rows: list[dict[int, int]] = []
+    for prefix, state in states.items():
+        row = dict(rows[fallback[state]]) if state else dict.fromkeys(range(rest + 1), 0)
+        for c, symbol in symbols.items():
+            text = prefix + c
+            if text in words:
+                del row[symbol]
+            elif text in states:
+                fallback[states[text]], row[symbol] = row[symbol], states[text]
+        rows.append(row)
+    # Of the classes of each symbol, of other allowed characters and of the rest, those that have characters.
+    used, classes = np.unique(
+        [symbols.get(c, rest if c in usable else rest + 1) for c in characters], return_inverse=True
+    )
+    rows = [{i: row[symbol] for i, symbol in enumerate(used) if symbol in row} for row in rows]
+    return _merge_classes(_tabulate(classes.astype(np.uint16), rows, [True] * len(rows)))
 
 
 # -- character sets --

@@ -21,6 +21,7 @@ from starlette.datastructures import Headers as StarletteHeaders
 from starlette.middleware.cors import CORSMiddleware
 
 from service.http import attention, generate, info, score
+from service.http import bodies as b
 from service.http import schemas as s
 from service.http.clients import address_of
 from service.http.context import Service
@@ -38,7 +39,7 @@ from service.settings import read_api_keys
 ATTENTION = "/v1/attention"
 OPERATIONS = (
     Operation(
-        "/generate", generate.generate, "generate", "text", s.GenerateAnswer, s.GenerateRequest,
+        "/generate", generate.generate, "generate", "text", s.GenerateAnswer, b.GenerateRequest,
         (s.GenerateEvent, s.GenerateEnd), (*BODY, *RUN),
     ),
     Operation(
@@ -46,25 +47,25 @@ OPERATIONS = (
         events=(s.GenerateEvent, s.GenerateEnd), failures=(400, 404, 414, *RUN),
     ),
     Operation(
-        "/v1/completions", generate.completions, "create_completion", "text", s.Completion, s.CompletionRequest,
+        "/v1/completions", generate.completions, "create_completion", "text", s.Completion, b.CompletionRequest,
         (s.CompletionChunk,), (*BODY, *RUN),
     ),
     Operation(
-        "/v1/score", score.score, "score", "likelihood", s.ScoreAnswer, s.ScoreRequest, failures=(*BODY, *RUN)
+        "/v1/score", score.score, "score", "likelihood", s.ScoreAnswer, b.ScoreRequest, failures=(*BODY, *RUN)
     ),
     Operation(
-        "/v1/next", score.next_character, "next_character", "likelihood", s.NextAnswer, s.NextRequest,
+        "/v1/next", score.next_character, "next_character", "likelihood", s.NextAnswer, b.NextRequest,
         failures=(*BODY, *RUN),
     ),
     Operation(
-        ATTENTION, attention.attention, "attention", "likelihood", s.AttentionAnswer, s.AttentionRequest,
+        ATTENTION, attention.attention, "attention", "likelihood", s.AttentionAnswer, b.AttentionRequest,
         failures=(*BODY, *RUN),
     ),
     Operation(
-        "/tokenize", info.tokenize, "tokenize", "characters", s.TokenizeAnswer, s.TokenizeRequest, failures=BODY
+        "/tokenize", info.tokenize, "tokenize", "characters", s.TokenizeAnswer, b.TokenizeRequest, failures=BODY
     ),
     Operation(
-        "/detokenize", info.detokenize, "detokenize", "characters", s.DetokenizeAnswer, s.DetokenizeRequest,
+        "/detokenize", info.detokenize, "detokenize", "characters", s.DetokenizeAnswer, b.DetokenizeRequest,
         failures=BODY,
     ),
     Operation("/tokenizer_info", info.tokenizer_info, "get_tokenizer_info", "characters", s.TokenizerInfo),

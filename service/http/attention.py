@@ -16,15 +16,14 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from msgspec import UNSET
 
+from service.http.bodies import MAX_ATTENTION_CHARACTERS, AttentionRequest
 from service.http.context import Service
 from service.http.encoding import Encoder, begun
 from service.http.models import Model
 from service.http.request import Request
 from service.http.schemas import (
-    MAX_ATTENTION_CHARACTERS,
     ApiError,
     AttentionAnswer,
-    AttentionRequest,
     HeadAttention,
 )
 from service.http.stream import HOLE, filled, joined, list_parts, send_json
@@ -86,7 +85,8 @@ async def attention(service: Service, request: Request) -> None:
 
     Row t of a head's `weights` says how much of its output at character t comes from each of the characters 0 to t; it
     sums to 1. With `scores`, also what they are made of: the products of queries and keys for all pairs of characters.
-    Multiplied by `scale` and, without those after t, through a softmax, row t of `scores` is row t of `weights`.
+    Multiplied by `scale` and, without those after t, through a softmax, row t of `scores` is row t of `weights`. With
+    `values`, also what these mix: row t of `weights` times `values` is the head's output at character t.
     """
     body = await service.read(AttentionRequest, request)
     request.set_timeout(body.timeout_seconds)
@@ -135,7 +135,7 @@ async def attention(service: Service, request: Request) -> None:
         request.id, model.name, model.digest, model.tokenizer.decode(ids), config.n_layer, config.n_head,
         1 / math.sqrt(config.head_dim), HOLE, encoder.replaced, encoder.dropped,
     )  # fmt: skip
-    of_heads = (_head(*of_head, with_scores=body.scores) for of_head in found)
+    of_heads = (_head(*of_head, body.scores, body.values) for of_head in found)
     await send_json(request, filled(answer, joined(of_heads)))
 
 
@@ -151,12 +151,15 @@ def _found(
     for layer, of_layer in enumerate(itertools.islice(attention_layers(weights, config, ids), max(layers) + 1)):
         for head in heads if layer in layers else ():
             scores = of_layer.scores[head].copy() if with_scores else np.empty(0)  # a view would keep all heads'
-            found.append((layer, head, LayerAttention(scores, of_layer.weights[head].copy())))
+            found.append(
+                (layer, head, LayerAttention(scores, of_layer.weights[head].copy(), of_layer.values[head].copy()))
+            )
     return found
 
 
-def _head(layer: int, head: int, found: LayerAttention, with_scores: bool) -> Iterator[bytes]:
-    content = HeadAttention(layer, head, HOLE, HOLE if with_scores else UNSET)
+def _head(layer: int, head: int, found: LayerAttention, with_scores: bool, with_values: bool) -> Iterator[bytes]:
+    content = HeadAttention(layer, head, HOLE, HOLE if with_scores else UNSET, HOLE if with_values else UNSET)
     weights = ([np.round(row[: t + 1], 7).tolist()] for t, row in enumerate(found.weights))
-    scores = ([row.tolist()] for row in np.round(found.scores, 5))
-    return filled(content, list_parts(weights), *([list_parts(scores)] if with_scores else []))
+    parts = [found.scores] * with_scores + [found.values] * with_values
+    rows = [list_parts([row.tolist()] for row in np.round(part, 5)) for part in parts]
+    return filled(content, list_parts(weights), *rows)

@@ -1,286 +1,409 @@
-"""Reads request bodies. A large one is cut into its fields first, so that none blocks the event loop for long.
+"""The bodies of requests: each field's name, type, bounds, default and meaning, stated once and shown in /docs.
 
-Pydantic validates small bodies, and the small fields of large ones; an id takes it 0.2 µs. Large fields are lists of
-texts or ids: msgspec decodes them as such in a tenth of that, each prompt after a look at its length. Either way the
-same is accepted, and refused in the same words, but a large value that is refused is shown abbreviated.
+Pydantic models, which explain what is wrong with a field; reading.py derives from them what most requests are read
+with. Bounds that depend on the served model or the settings are checked by the routes.
 """
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import re
-from typing import Annotated, Any
-from weakref import WeakValueDictionary
+import operator
+from typing import Annotated, Any, ClassVar, TypeVar
 
-import msgspec
-from msgspec import Meta, Raw
-from pydantic import BaseModel
-
-from service.http.schemas import (
-    EXPECTED,
-    FIELD_NAME,
-    MAX_BIASES,
-    MAX_CHOICES,
-    MAX_ID,
-    MAX_STOPS,
-    MAX_UNKNOWN_FIELDS,
-    REFUSED_FIELDS,
-    AnyRequest,
-    ApiError,
-    NextRequest,
-    StreamOptions,
-    TokenizeRequest,
-    invalid_json,
-    parse,
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    PrivateAttr,
+    Strict,
+    ValidationInfo,
+    model_validator,
 )
-from service.http.turns import Pause
-from service.settings import Settings
-from service.words import plural
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
-LARGE_BODY_BYTES = 1 << 16
-LARGE_FIELD_BYTES = 1 << 12
-DECODED_BYTES = 1 << 17  # of a list of ids at a time: about 1 ms
+from service.http.foreign import check_unknown, generation_fields
+from service.http.schemas import ApiError, UnknownCharacters
+from service.model.params import MAX_BIAS, MAX_SEED, SAMPLING_META, SamplingParams
 
-_Ids = list[Annotated[int, Meta(ge=0, le=MAX_ID)]]
-_LISTS: dict[str, Any] = {
-    "texts": list[str], "continuations": list[str], "tokens": _Ids, "stop": list[str], "choice": list[str],
-    "seed": list[int],
-}  # fmt: skip
-_FIRST_ITEM = re.compile(rb"\[\s*(.)")
-_decode = msgspec.json.decode
-_encode = msgspec.json.encode
+MAX_CHOICES = 1000
+MAX_STOPS = 16
+MAX_BIASES = 10_000
+MAX_BAD_WORDS = 256
+MAX_ID = 2**31 - 1
+MAX_SEQUENCES = 10_000  # of a request, whatever the server's limit is
+MAX_ATTENTION_CHARACTERS = 256
 
-
-class BodyReader:
-    """Parses one large body at a time, each client's in turn, so that many of one hold up others no longer than one."""
-
-    def __init__(self, settings: Settings):
-        self._settings = settings
-        self._turn = asyncio.Lock()
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by client, of those that wait
-
-    async def read(self, kind: type[AnyRequest], body: bytes, client: str) -> AnyRequest:
-        """The request in a large JSON body.
-
-        Raises:
-            ApiError: 400, with the field, what was given and what is allowed.
-        """
-        own = self._turns.get(client) or self._turns.setdefault(client, asyncio.Lock())
-        async with own, self._turn:
-            await asyncio.sleep(0)
-            return await parse_large(kind, body, self._settings)
+Item = TypeVar("Item")
+# Validated up to the first error, as only that is reported.
+List = Annotated[list[Item], Field(fail_fast=True)]
+Character = Annotated[str, Field(min_length=1, max_length=1)]
+# A text of the model's characters: this format stands for a pattern that would list thousands of them.
+Text = Annotated[str, Field(json_schema_extra={"format": "vocabulary"})]
+StopString = Annotated[str, Field(min_length=1, max_length=1000)]
+Pattern = Annotated[str, Field(min_length=1, json_schema_extra={"format": "regex"})]
+ChoiceString = Annotated[Text, Field(min_length=1, max_length=1000)]
+Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
+Id = Annotated[int, Field(ge=0, le=MAX_ID)]
+StopIds = Annotated[List[Id], Field(max_length=MAX_STOPS)]
+AllowedIds = Annotated[List[Id], Field(min_length=1, max_length=MAX_BIASES)]
+BadWord = Annotated[Text, Field(min_length=1, max_length=100)]
+Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
+BiasPair = Annotated[tuple[Character | Id, Bias], Strict(False)]  # JSON has no tuples: accept a list
+Prompt = str | list[int]
 
 
-async def parse_large(kind: type[AnyRequest], body: bytes, settings: Settings) -> AnyRequest:
-    """As `schemas.parse`.
+def _field(default: Any, description: str, *examples: Any, **bounds: Any) -> Any:
+    return Field(default, description=description, examples=[*examples], **bounds)
 
-    Raises:
-        ApiError: as `schemas.parse`; also for more prompts or longer ones than the settings allow.
+
+def _sampling(name: str) -> Any:
+    meta = SAMPLING_META[name]
+    default = getattr(SamplingParams(), name)
+    return _field(default, meta.description or "", *meta.examples or (), ge=meta.ge, gt=meta.gt, le=meta.le)
+
+
+class Body(BaseModel):
+    """A request body. Invalid fields are refused; null means a field's default.
+
+    Unknown fields are named in the validation's context, a list, unless they are likely to be meant for known ones.
     """
-    pause = Pause()
-    fields = _fields(kind, body)
-    small: dict[str, Any] = dict.fromkeys(await _unknown(kind, body, pause))
-    large: dict[str, Any] = {}
-    for name, raw in fields.items():
-        await pause.if_due()
-        if len(raw) <= LARGE_FIELD_BYTES or raw[:1] == b'"':
-            small[name] = Raw(raw)
-        elif name == "prompt" and raw[:1] == b"[" and kind is not TokenizeRequest:
-            prompts = await _prompts(raw, settings, pause, may_be_ids=kind is not NextRequest)
-            large[name], is_one = prompts, bool(prompts) and isinstance(prompts[0], int)
-            small[name] = [0] if is_one else [""] * len(prompts)  # as many; pydantic looks at no more
-        elif name in _LISTS and raw[:1] == b"[":
-            tokens = await _ids(raw, pause) if name == "tokens" else None
-            items = _list(kind, name, raw) if tokens is None else tokens
-            if name in ("texts", "continuations", "tokens"):
-                large[name], small[name] = items, []
-            elif name in EXPECTED and len(items) > max(MAX_STOPS, settings.max_prompts):
-                raise _expected(name)
-            elif name == "choice" and len(items) > MAX_CHOICES:
-                raise ApiError(400, f"choice: at most {MAX_CHOICES} texts, got {len(items)}", param=name)
-            else:
-                small[name] = items
-        elif name == "logit_bias":
-            small[name] = _biases(raw)
-        elif name == "stream_options" and raw[:1] == b"{":
-            small[name] = dict.fromkeys(await _unknown(StreamOptions, raw, pause))
-            small[name] |= {key: _abbreviated(key, value) for key, value in _fields(StreamOptions, raw).items()}
-        else:
-            small[name] = _abbreviated(name, raw)
-    await pause.if_due()
-    request = parse(kind, _encode(small))
-    for name, value in large.items():
-        setattr(request, name, value)
-    return request
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+    path: ClassVar[str] = ""  # of this body's fields, in errors
+
+    @classmethod
+    @functools.cache
+    def names(cls) -> tuple[str, ...]:
+        return tuple(cls.model_fields)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_fields(cls, data: Any, info: ValidationInfo) -> Any:
+        if not isinstance(data, dict):
+            return data
+        data = cls._mapped(data)
+        unknown = [name for name in data if name not in cls.model_fields]
+        if unknown:
+            given = [name for name, value in data.items() if value is not None]
+            check_unknown(cls.path, unknown, cls.names(), given)
+            if info.context is not None:
+                info.context.extend(cls.path + name for name in unknown)
+        return {
+            name: data[name]
+            for name, field in cls.model_fields.items()
+            if name in data and (data[name] is not None or field.is_required())
+        }
+
+    @classmethod
+    def _mapped(cls, data: dict[str, Any]) -> dict[str, Any]:
+        return data
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        schema = handler.resolve_ref_schema(handler(core_schema))
+        for name, field in schema["properties"].items():
+            if name not in schema.get("required", ()) and {"type": "null"} not in field.get("anyOf", ()):
+                about = {key: field.pop(key) for key in ("title", "description", "default", "examples") if key in field}
+                branches = field["anyOf"] if "anyOf" in field else [field]
+                schema["properties"][name] = {"anyOf": [*branches, {"type": "null"}], **about}
+        return schema
 
 
-@functools.cache
-def _decoder(kind: type[BaseModel]) -> msgspec.json.Decoder[msgspec.Struct]:
-    """Cuts an object into the JSON of its fields, and skips unknown ones."""
-    return msgspec.json.Decoder(msgspec.defstruct(kind.__name__, [(name, Raw, Raw()) for name in _names(kind)]))
+class StreamOptions(Body):
+    """How a stream reports usage."""
+
+    path: ClassVar[str] = "stream_options."
+
+    include_usage: bool = _field(
+        False, "end a stream of /v1/completions with a usage chunk; /generate always does", True
+    )
+    continuous_usage_stats: bool = _field(False, "report the usage so far in every event", True)
 
 
-def _names(kind: type[BaseModel]) -> list[str]:
-    """The kind's fields, and those of others whose values are looked at."""
-    return [*kind.model_fields, *REFUSED_FIELDS, "structured_outputs"]
+class ModelRequest(Body):
+    """Fields that all routes which use the model share."""
+
+    _ignored: list[str] = PrivateAttr(default_factory=list)
+
+    @property
+    def ignored_fields(self) -> list[str]:
+        """The names of unknown fields."""
+        return self._ignored
+
+    model: str | None = _field(None, "name of the served model, as /v1/models gives it", "chargpt", max_length=1000)
+    unknown_characters: UnknownCharacters | None = _field(
+        None,
+        "for characters absent from the vocabulary: refuse the request, replace them or drop them; the answer counts "
+        "them. Default: the server's setting",
+        "replace",
+    )
+    replacement_character: Character | None = _field(
+        None, "replacement for an unknown character. Default: the server's setting", " "
+    )
+    priority: int = _field(
+        0,
+        "a client's requests in the queue start in order of priority, lowest number first, then of arrival",
+        10,
+        ge=-1000,
+        le=1000,
+    )
+    timeout_seconds: float | None = _field(
+        None,
+        "time limit for waiting and running together; the server's own limit applies if it is lower",
+        30,
+        gt=0,
+        le=86_400,
+    )
+    strict: bool | None = _field(
+        None,
+        "refuse the request if it has unknown fields; otherwise they are ignored, and named in the header "
+        "X-Ignored-Fields. Default: the server's setting",
+        True,
+    )
 
 
-@functools.lru_cache(maxsize=256)
-def _strict_decoder(kind: type[BaseModel], others: tuple[str, ...]) -> msgspec.json.Decoder[msgspec.Struct]:
-    """Fails at the first field that is neither the kind's nor one of the others."""
-    names = {f"field_{i}": name for i, name in enumerate((*kind.model_fields, *others))}
-    fields = [(field, Raw, Raw()) for field in names]
-    return msgspec.json.Decoder(msgspec.defstruct(kind.__name__, fields, rename=names, forbid_unknown_fields=True))
+def _max_tokens(default: int) -> Any:
+    meaning = "maximum number of characters to generate. The default is lowered to the server's limit"
+    return _field(default, meaning, 80, ge=0)
 
 
-_PLACE = re.compile(r"\(byte (\d+)\)$")
-_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
+_EARLY = ", which could end the answer before a match"
+_ENDS = ("stop", "stop_token_ids", "stop_regex", "suffix")
+_CONFLICTS = (
+    ("regex", "choice", ""),
+    *((name, end, _EARLY) for name in ("regex", "choice") for end in _ENDS),
+    ("bad_words", "regex", ""),
+    ("bad_words", "choice", ""),
+    ("allowed_token_ids", "allowed_characters", ""),
+    ("logprobs", "suffix", ""),
+)
+_CONFLICTING = {name for conflict in _CONFLICTS for name in conflict[:2]}
+_sampling_values = operator.attrgetter(*[name for name in SamplingParams.__struct_fields__ if name in SAMPLING_META])
 
 
-async def _unknown(kind: type[BaseModel], body: bytes, pause: Pause) -> list[str]:
-    """The unknown fields of a JSON object, in order: at most one more than allowed, and none after an invalid name.
+class GenerationRequest(ModelRequest):
+    """Fields that the two generation routes share."""
 
-    A decoder names the first one that it does not have, so that each takes another; a dict of all fields could have
-    hundreds of thousands.
-    """
-    names: list[str] = []
-    while len(names) <= MAX_UNKNOWN_FIELDS:
-        try:
-            _strict_decoder(kind, tuple(names)).decode(body)
-        except msgspec.ValidationError as error:
-            found = _UNKNOWN.fullmatch(str(error))
-            assert found is not None, error  # it is an object, as _fields has decoded it
-            names.append(found[1])
-            if not FIELD_NAME.fullmatch(found[1]):
-                break
-        else:
-            break
-        await pause.if_due()
-    return names
+    @classmethod
+    def _mapped(cls, data: dict[str, Any]) -> dict[str, Any]:
+        return generation_fields(data)
+
+    prompt: Text | List[Text] | List[Id] | List[List[Id]] = _field(
+        "",
+        "text to continue, or a list of texts, or ids. An empty text means the beginning of a document: a line break "
+        "that is not part of the answer. For a model of records, a text is the beginning of one: a line break precedes "
+        "it unseen, and one ends the answer",
+        "ROMEO:",
+    )
+    truncate_prompt_tokens: int | None = _field(
+        None,
+        "use only the last this many characters of each prompt; -1: as many as are accepted",
+        500,
+        ge=-1,
+        le=MAX_ID,
+    )
+    suffix: Text | None = _field(
+        None,
+        "text that follows the answer (infill): `best_of` candidates are sampled, cut where the suffix is likely to "
+        "begin, and ranked by the likelihood of the suffix after them",
+        "\n\nJULIET:",
+    )
+    max_tokens: int = _max_tokens(16)
+    min_tokens: int = _field(
+        0,
+        "minimum number of characters: stops before this are ignored, and `regex` and `choice` match with at least so "
+        "many",
+        20,
+        ge=0,
+    )
+    ignore_eos: bool = _field(
+        False,
+        "of a model of records: go on after the line break that ends one; no effect on other models, which have no "
+        "end-of-text character",
+        True,
+    )
+    n: int = _field(1, "answers per prompt; the server limits prompts × n", 2, ge=1, le=MAX_SEQUENCES)
+    best_of: int | None = _field(
+        None,
+        "sample this many per prompt and return the `n` with the highest mean log-probability, or with `suffix` those "
+        "after which it is likeliest; the server limits prompts × best_of. Default: n; with `suffix`, 8",
+        4,
+        ge=1,
+        le=MAX_SEQUENCES,
+    )
+    seed: Seed | List[Seed] | None = _field(
+        None,
+        "the same seed gives the same text; a list has one per prompt. Answer j of a prompt uses seed + j. Default: "
+        "random, reported in the answer",
+        1,
+    )
+    temperature: float = _sampling("temperature")
+    top_k: int = _sampling("top_k")
+    top_p: float = _sampling("top_p")
+    min_p: float = _sampling("min_p")
+    typical_p: float = _sampling("typical_p")
+    repetition_penalty: float = _sampling("repetition_penalty")
+    presence_penalty: float = _sampling("presence_penalty")
+    frequency_penalty: float = _sampling("frequency_penalty")
+    logit_bias: (
+        Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)]
+        | Annotated[List[BiasPair], Field(max_length=MAX_BIASES)]
+    ) = Field(
+        default_factory=dict,
+        description="added to logits, -100 to 100. The keys of an object are ids in decimal (as in OpenAI's API) or "
+        'any other single character: {"5": -100} is about id 5. In a list of pairs, [["5", -100]] is about the '
+        "character 5 and [[5, -100]] about id 5",
+        examples=[{"e": -100, "\n": 2.5}, [["e", -100], [5, 1.0]]],
+    )
+    stop: StopString | Annotated[List[StopString], Field(max_length=MAX_STOPS)] | None = _field(
+        None, "the text ends before the first of these", ["\n\n", "ROMEO:"]
+    )
+    stop_token_ids: StopIds | None = _field(None, "as `stop`, by the ids of single characters", [0])
+    stop_regex: Pattern | None = _field(
+        None,
+        "the text ends before the first match of this regular expression, which must not match the empty text",
+        "\n[A-Z]+:",
+    )
+    include_stop_str_in_output: bool = _field(False, "keep the stop at the end of the text", True)
+    regex: Pattern | None = _field(
+        None,
+        "the whole answer matches this regular expression: literals, classes, groups, alternation and repetition. Once "
+        "the text matches, it ends as soon as the model samples a character that would break the match",
+        "[A-Z][a-z]+( [A-Z][a-z]+)?",
+    )
+    choice: Annotated[List[ChoiceString], Field(min_length=1, max_length=MAX_CHOICES)] | None = _field(
+        None, "the answer is one of these texts", ["yes", "no"]
+    )
+    allowed_characters: Text | None = _field(None, "the answer contains only these characters", "ACGT", min_length=1)
+    allowed_token_ids: AllowedIds | None = _field(None, "as `allowed_characters`, by their ids", [1, 2, 3])
+    bad_words: Annotated[List[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = _field(
+        None, "the answer contains none of these texts", ["qq"]
+    )
+    logprobs: int | None = _field(
+        None,
+        "report the log-probability of each character under the unmodified model, and of this many of the likeliest; "
+        "at most the size of the vocabulary",
+        3,
+        ge=0,
+    )
+    echo: bool = _field(False, "begin the answer with the prompt, and its log-probabilities if requested", True)
+    stream: bool = _field(False, "send the text as server-sent events while it is generated", True)
+    stream_options: StreamOptions = Field(
+        default_factory=lambda: StreamOptions.model_validate({}),
+        description="how a stream reports usage; no effect on a whole answer",
+        examples=[{"include_usage": True}],
+    )
+    stream_interval: float | None = _field(
+        None,
+        "seconds for which characters gather between two events of a stream; the first is sent at once. Default: the "
+        "server's setting",
+        0.1,
+        ge=0,
+        le=60,
+    )
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> GenerationRequest:
+        def refuse(param: str, message: str) -> None:
+            raise ApiError(400, f"{param}: {message}", param=param)
+
+        given = [name for name in _CONFLICTING if getattr(self, name) not in (None, "", [])]
+        for name, other, reason in _CONFLICTS if len(given) > 1 else ():
+            if name in given and other in given:
+                refuse(name, f"cannot be combined with {other}{reason}")
+        if self.min_tokens > self.max_tokens:
+            refuse("min_tokens", f"must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
+        if self.best_of is not None and self.best_of < self.n:
+            refuse("best_of", f"must be at least n ({self.n}), got {self.best_of}")
+        if self.best_of is not None and self.best_of > self.n and self.stream and not self.suffix:
+            refuse("best_of", f"cannot be streamed if greater than n ({self.n}), got {self.best_of}")
+        if isinstance(self.seed, list) and len(self.seed) != len(self.prompts):
+            refuse("seed", f"a list must have one seed per prompt ({len(self.prompts)}), got {len(self.seed)}")
+        return self
+
+    def sampling(self, logit_bias: tuple[tuple[int, float], ...], seed: int = 0) -> SamplingParams:
+        temperature, top_k, top_p, *others = _sampling_values(self)
+        return SamplingParams(temperature, top_k, top_p, seed, *others, logit_bias)  # type: ignore[call-arg]
+
+    @property
+    def has_max_tokens(self) -> bool:
+        """Whether it was given."""
+        return "max_tokens" in self.model_fields_set
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """The prompts, each a text or a list of ids."""
+        match self.prompt:
+            case str() | [int(), *_]:
+                return [self.prompt]  # type: ignore[list-item]
+        return self.prompt  # type: ignore[return-value]
 
 
-def _fields(kind: type[BaseModel], body: bytes) -> dict[str, bytes]:
-    """The JSON of each field given."""
-    try:
-        if not body.isascii():
-            body.decode()  # msgspec does not look into what it skips
-        cut = _decoder(kind).decode(body)
-    except msgspec.ValidationError:
-        raise ApiError(400, "body: Input should be an object") from None
-    except UnicodeDecodeError as error:
-        raise invalid_json(body, str(error), error.start) from None
-    except (msgspec.DecodeError, RecursionError) as error:
-        reason = str(error).removeprefix("JSON is malformed: ")
-        place = _PLACE.search(reason)
-        raise invalid_json(body, reason, int(place[1]) if place else len(body)) from None
-    raws = ((name, bytes(getattr(cut, name))) for name in _names(kind))
-    return {name: raw for name, raw in raws if raw}
+class GenerateRequest(GenerationRequest):
+    """Body of POST /generate."""
+
+    max_tokens: int = _max_tokens(256)
 
 
-async def _prompts(raw: bytes, settings: Settings, pause: Pause, *, may_be_ids: bool) -> list[Any]:
-    """The field `prompt`, if it is a list: of texts, of ids, or of lists of ids."""
-    first = _FIRST_ITEM.match(raw)[1]  # type: ignore[index]  # a list, as `raw` was checked
-    if first == b'"':
-        prompts: list[Any] = _checked("prompt", raw, list[str])
-    elif first == b"[" and may_be_ids:
-        _check_count(raw.count(b"[") - 1, settings)
-        prompts = []
-        for i, one in enumerate(_checked("prompt", raw, list[Raw])):
-            prompts.append(await _prompt(bytes(one), settings, pause, f"prompt.{i}"))
-        return prompts
-    elif may_be_ids:
-        return await _prompt(raw, settings, pause, "prompt")
-    else:
-        raise _expected("prompt")
-    _check_count(len(prompts), settings)
-    return prompts
+class CompletionRequest(GenerationRequest):
+    """Body of POST /v1/completions: https://platform.openai.com/docs/api-reference/completions/create."""
 
 
-async def _prompt(raw: bytes, settings: Settings, pause: Pause, name: str) -> list[int]:
-    limit, length = settings.max_prompt_characters, raw.count(b",") + 1
-    if length > limit:
-        raise ApiError(400, f"{name}: at most {plural(limit, 'character')}, got {length}", param="prompt")
-    ids = await _ids(raw, pause)
-    if ids is None:
-        raise _expected("prompt")
-    return ids
+class ScoreRequest(ModelRequest):
+    """Body of POST /v1/score: `texts`, or `continuations` of a `prefix`."""
+
+    texts: Text | List[Text] | None = _field(
+        None, "texts to score: each character but the first, given those before it", ["To be, or not to be"]
+    )
+    prefix: Text = _field("", "text before each continuation; empty: the beginning of a document", "To be or not to")
+    continuations: List[Text] | None = _field(
+        None, "texts to score after the prefix: every character", [" be", " bee", " qqq"]
+    )
+    characters: bool = _field(True, "report the nats of each character, not only the sums", False)
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> ScoreRequest:
+        if (self.texts is None) == (self.continuations is None):
+            raise ApiError(400, "texts: give either texts or continuations", param="texts")
+        return self
 
 
-async def _ids(raw: bytes, pause: Pause) -> list[int] | None:
-    """The ids in a list, decoded in slices; None: not a list of ids."""
-    if raw[:1] != b"[":
-        return None
-    ids: list[int] = []
-    start, end = 1, len(raw) - 1  # between brackets
-    try:
-        while start <= end:
-            comma = raw.find(b",", start + DECODED_BYTES, end)
-            stop = end if comma < 0 else comma
-            ids += _decode(b"[%b]" % raw[start:stop], type=_Ids)
-            start = stop + 1
-            await pause.if_due()
-    except (msgspec.DecodeError, RecursionError):
-        return None
-    return ids
+class NextRequest(ModelRequest):
+    """Body of POST /v1/next."""
+
+    prompt: Text | List[Text] = _field(
+        "", "text before the character, or a list of texts; empty: the beginning of a document", "ROMEO"
+    )
 
 
-def _check_count(count: int, settings: Settings) -> None:
-    if count > settings.max_prompts:
-        message = f"sequences per request (prompts × n or best_of) must be in [1, {settings.max_prompts}], got {count}"
-        raise ApiError(400, f"prompt: {message}", param="prompt")
+class AttentionRequest(ModelRequest):
+    """Body of POST /v1/attention."""
+
+    text: Text = _field(
+        ...,
+        f"text to look at: at most the model's block_size and {MAX_ATTENTION_CHARACTERS} characters",
+        "To be",
+        max_length=MAX_ATTENTION_CHARACTERS,
+    )
+    layer: int | None = _field(None, "only this layer; 0 is the first", 0, ge=0, le=MAX_ID)
+    head: int | None = _field(None, "only this head of each layer", 1, ge=0, le=MAX_ID)
+    scores: bool = _field(False, "report the products of queries and keys too", True)
+    values: bool = _field(False, "report the value vectors too, which the weights mix", True)
 
 
-def _checked(name: str, raw: bytes, kind: Any) -> Any:
-    try:
-        return _decode(raw, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise _expected(name) from None
+class TokenizeRequest(ModelRequest):
+    """Body of POST /tokenize."""
+
+    prompt: Text = _field(..., "text to encode", "ROMEO:")
 
 
-def _expected(name: str) -> ApiError:
-    return ApiError(400, f"{name}: Input should be {EXPECTED[name]}", param=name)
+class DetokenizeRequest(ModelRequest):
+    """Body of POST /detokenize."""
 
-
-def _list(kind: type[AnyRequest], name: str, raw: bytes) -> list[Any]:
-    if name in EXPECTED:
-        items: list[Any] = _checked(name, raw, _LISTS[name])
-        return items
-    try:
-        items = _decode(raw, type=_LISTS[name])
-        return items
-    except msgspec.ValidationError as error:
-        place = re.search(r"\$\[(\d+)\]", str(error))
-    assert place is not None
-    index = int(place[1])
-    wrong = bytes(_decode(raw, type=list[Raw])[index])
-    try:
-        parse(kind, b'{"%b": [%b]}' % (name.encode(), wrong if len(wrong) <= LARGE_FIELD_BYTES else b"[]"))
-    except ApiError as error:
-        alone, param = f"{name}.0", f"{name}.{index}"
-        raise ApiError(400, error.message.replace(alone, param, 1), param=param) from None
-    raise AssertionError(f"{name}: msgspec refuses what pydantic accepts: {wrong!r}")
-
-
-def _biases(raw: bytes) -> Raw:
-    """`logit_bias`, for pydantic, unless it has more entries than allowed."""
-    is_object = raw[:1] == b"{"
-    # A valid entry of an object has one or two colons, one of a list a bracket and a comma.
-    if (raw.count(b":") if is_object else raw.count(b"[") - 1) > 2 * MAX_BIASES:
-        raise _expected("logit_bias")
-    _checked("logit_bias", raw, dict[str, float] if is_object else list[tuple[str | int, float]])
-    return Raw(raw)
-
-
-def _abbreviated(name: str, raw: bytes) -> Raw:
-    """A value that is too large to be valid, or is a text, as one that pydantic refuses alike."""
-    match raw[:1]:
-        case _ if len(raw) <= LARGE_FIELD_BYTES:
-            return Raw(raw)
-        case b'"':
-            return Raw(raw)
-        case b"[":
-            return Raw(b"[]")
-        case b"{":
-            return Raw(b"{}")
-    raise ApiError(400, f"body is not valid JSON: {name} has {len(raw)} digits", code="invalid_json")
+    tokens: List[Id] = _field(..., "ids to decode", [30, 27, 25])

@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from service.catalog import Listing
-from service.http.bodies import LARGE_BODY_BYTES, BodyReader
+from service.http.bodies import ModelRequest
 from service.http.client import EngineClient
 from service.http.clients import ClientLimits
 from service.http.generation import Generation
 from service.http.lease import Ledger, estimate, too_much
 from service.http.models import Model, choose
+from service.http.reading import LARGE_BODY_BYTES, AnyRequest, BodyReader, parse, parse_plain
 from service.http.request import Request
-from service.http.schemas import AnyRequest, ApiError, ModelRequest, parse, parse_plain
+from service.http.schemas import ApiError
 from service.model.checkpoint import Checkpoint
 from service.observe.exposition import Exposition
 from service.observe.metrics import Metrics

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from service.http.bodies import ModelRequest, Prompt
 from service.http.context import Service
 from service.http.models import Model
-from service.http.schemas import ApiError, ModelRequest, Prompt, Receipt, Timing
+from service.http.schemas import ApiError, Receipt, Timing
 from service.http.turns import Pause
 from service.model.tokenizer import UnknownCharacterError
 from service.words import plural
@@ -62,12 +63,18 @@ class Encoder:
             self.replaced += num_unknown
         return ids
 
-    async def decode(self, ids: list[int]) -> str:
-        """The text of ids."""
+    async def decode(self, ids: list[int], param: str = "prompt") -> str:
+        """The text of ids.
+
+        Raises:
+            ApiError: 400, one is unknown.
+        """
         parts, pause = [], Pause()
         for start in range(0, len(ids), MAX_ENCODED):
             await pause.if_due()
-            parts.append(self.tokenizer.decode(ids[start : start + MAX_ENCODED]))
+            some = ids[start : start + MAX_ENCODED]
+            check_ids(self.model, some, param)
+            parts.append(self.tokenizer.decode(some))
         return "".join(parts)
 
     def short(self, prompts: list[Prompt]) -> list[list[int]] | None:

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Coroutine
 from typing import Any
 
 import msgspec
 
+from service.http.bodies import CompletionRequest, GenerateRequest, GenerationRequest
 from service.http.context import Service
-from service.http.encoding import Encoder, begun, unknown_characters
+from service.http.encoding import Encoder, begun, check_ids, unknown_characters
 from service.http.generation import Piece
 from service.http.lease import MAX_CUTS
 from service.http.models import Model
+from service.http.reading import parse
 from service.http.request import Request
-from service.http.schemas import ApiError, CompletionRequest, GenerateRequest, GenerationRequest, parse, shortened
+from service.http.schemas import ApiError, shortened
 from service.http.stream import DONE, CompletionForm, Form, NativeForm, Pieces, write_stream, write_whole
 from service.http.turns import Pause
 from service.model.params import MAX_SEED
 from service.wire import Submit, floats
 from service.words import plural
 
-NO_PATTERNS = (None, None, None, None)
+_patterns = operator.attrgetter("regex", "choice", "allowed_characters", "allowed_token_ids", "bad_words", "stop_regex")
 SUFFIX_CANDIDATES = 8  # sampled per prompt, if the request does not say and limits allow
 EVENT_SOURCE_END = b"done"  # id of the last event, with which EventSource reconnects
 
@@ -61,11 +64,15 @@ async def _answer(
     request.set_timeout(body.timeout_seconds)
     model = service.choose(request, body.model)
     given = body.prompts
+    is_list = given is body.prompt
+    if (longest := body.truncate_prompt_tokens) is not None:
+        longest = service.settings.max_prompt_characters if longest < 0 else longest
+        given = [prompt[max(0, len(prompt) - longest) :] for prompt in given]
     candidates = _num_candidates(service, body, len(given))
     _check_limits(service, model, body, len(given), candidates)
 
     encoder = Encoder(service, model, body)
-    prompts = encoder.short(given) or await encoder.encode_prompts(given, isinstance(body.prompt, list))
+    prompts = encoder.short(given) or await encoder.encode_prompts(given, is_list)
     suffix = await encoder.encode(body.suffix, "suffix") if body.suffix else []
     if body.suffix and not suffix:
         raise ApiError(400, "suffix: none of its characters is in the vocabulary", param="suffix")
@@ -74,7 +81,7 @@ async def _answer(
         seeds = [request.app.random.getrandbits(53) if seeds is None else seeds for _ in prompts]
 
     shared = _shared(service, model, body, seeds[0], candidates)
-    if body.min_tokens or (body.regex, body.choice, body.allowed_characters, body.stop_regex) != NO_PATTERNS:
+    if body.min_tokens or any(_patterns(body)):
         await _constrain(model, body, shared)
     submits = _submits(model, body, shared, prompts, seeds, candidates)
     service.admit(request, submits, echo=body.echo, num_rankings=candidates * len(prompts) if suffix else 0)
@@ -133,14 +140,18 @@ def _check_limits(service: Service, model: Model, body: GenerationRequest, count
 def _shared(service: Service, model: Model, body: GenerationRequest, seed: int, candidates: int) -> Submit:
     """What all sequences of a request have in common, but patterns."""
     tokenizer = model.tokenizer
+    # A stop string with an unknown character can never appear.
+    stops = [tuple(tokenizer.encode(s)) for s in body.stops if all(c in tokenizer for c in s)]
+    if body.stop_token_ids:
+        check_ids(model, body.stop_token_ids, "stop_token_ids")
+        stops += [(id,) for id in body.stop_token_ids]
     shared = Submit(
         0,
         [],
         body.max_tokens,
         body.sampling(_logit_bias(model, body) if body.logit_bias else (), seed),
         service.timeout(body.timeout_seconds),
-        # A stop string with an unknown character can never appear.
-        stop=tuple([tuple(tokenizer.encode(s)) for s in body.stops if all(c in tokenizer for c in s)]),
+        stop=tuple(stops),
         include_stop=body.include_stop_str_in_output,
         min_tokens=body.min_tokens,
         logprobs=body.logprobs,
@@ -184,6 +195,9 @@ async def _constrain(model: Model, body: GenerationRequest, submit: Submit) -> N
         if unknown:
             raise unknown_characters(unknown, len(unknown), "allowed_characters")
         allowed = frozenset(body.allowed_characters)
+    elif body.allowed_token_ids is not None:
+        check_ids(model, body.allowed_token_ids, "allowed_token_ids")
+        allowed = frozenset(model.tokenizer.decode(body.allowed_token_ids))
     if body.stop_regex is not None:
         stop_pattern = await model.patterns.compile("stop_regex", body.stop_regex)
         if stop_pattern.matches_empty:
@@ -198,9 +212,12 @@ async def _constrain(model: Model, body: GenerationRequest, submit: Submit) -> N
             raise ApiError(400, f"{param}: {message}", param=param)
         submit.constraint = constraint.packed
         submit.minimum = await model.patterns.minimum(param, constraint, body.min_tokens, body.max_tokens)
-    elif allowed is not None:
+    elif allowed is not None or body.bad_words:
         ends = model.record_end is not None and not body.ignore_eos
-        submit.constraint = model.patterns.any_of(allowed | {"\n"} if ends else allowed)
+        if allowed is not None and ends:
+            allowed |= {"\n"}
+        words = await model.patterns.compile("bad_words", tuple(body.bad_words or ()), allowed)
+        submit.constraint = words.packed
         submit.may_leave = False
         if ends:
             assert model.record_end is not None

@@ -9,14 +9,14 @@ from typing import Any
 import msgspec
 
 from service.http.attention import max_characters
+from service.http.bodies import DetokenizeRequest, TokenizeRequest
 from service.http.context import Service
-from service.http.encoding import Encoder, check_ids
+from service.http.encoding import Encoder
 from service.http.lease import PROMPT_BYTES
 from service.http.models import Model
 from service.http.request import JSON, Request, header_lines
 from service.http.schemas import (
     DetokenizeAnswer,
-    DetokenizeRequest,
     Info,
     Limits,
     ModelCard,
@@ -24,7 +24,6 @@ from service.http.schemas import (
     ServedModel,
     Status,
     TokenizeAnswer,
-    TokenizeRequest,
     TokenizerInfo,
 )
 from service.http.stream import HOLE, filled, list_parts, send_json, sliced, text_parts
@@ -64,9 +63,8 @@ async def detokenize(service: Service, request: Request) -> None:
     """Decode ids."""
     body = await service.read(DetokenizeRequest, request)
     model = service.choose(request, body.model)
-    check_ids(model, body.tokens, "tokens")
     request.lease.hold(request.lease.bytes + PROMPT_BYTES * len(body.tokens))
-    text = await Encoder(service, model, body).decode(body.tokens)
+    text = await Encoder(service, model, body).decode(body.tokens, "tokens")
     await send_json(request, filled(DetokenizeAnswer(HOLE), text_parts(text)))
 
 

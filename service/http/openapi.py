@@ -1,8 +1,8 @@
 """The OpenAPI document of a server, and the page that shows it: /openapi.json and /docs.
 
-Built from the table of routes (app.py) and the schemas of requests and answers (schemas.py), with the bounds that this
-server's settings and checkpoint add and examples in its vocabulary. A test holds the document against the
-application, and schemathesis holds a running server against the document.
+Built from the table of routes (app.py) and the schemas of requests (bodies.py) and answers (schemas.py), with the
+bounds that this server's settings and checkpoint add and examples in its vocabulary. A test holds the document against
+the application, and schemathesis holds a running server against the document.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from fastapi.openapi.docs import get_swagger_ui_html
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
-from service.http.context import Service
-from service.http.files import MEDIA_TYPES, File
-from service.http.generate import EVENT_SOURCE_END
-from service.http.request import Request
-from service.http.schemas import (
-    MAX_UNKNOWN_FIELDS,
-    AttentionAnswer,
+from service.http.bodies import (
     AttentionRequest,
     CompletionRequest,
-    DetokenizeRequest,
-    Error,
-    GenerateRequest,
+    GenerationRequest,
     NextRequest,
     ScoreRequest,
     TokenizeRequest,
+)
+from service.http.context import Service
+from service.http.files import MEDIA_TYPES, File
+from service.http.foreign import MAX_UNKNOWN_FIELDS
+from service.http.generate import EVENT_SOURCE_END
+from service.http.request import Request
+from service.http.schemas import (
+    AttentionAnswer,
+    Error,
 )
 from service.model.tokenizer import CharTokenizer
 from service.settings import Settings
@@ -164,10 +165,10 @@ def build_document(
     requests = [it.request for it in operations if it.request is not None]
     events = [event for it in operations for event in it.events]
     schemas = _schemas(requests, [*events, *(it.answer for it in operations if it.answer is not None)])
-    _add_limits(schemas, requests, settings, tokenizer, model, vocab_size, attention or {})
+    _add_limits(schemas, requests, settings, tokenizer, model, vocab_size, attention or {}, example)
     paths: dict[str, dict[str, Any]] = {}
     for operation in operations:
-        described = _operation(operation, schemas, settings, tokenizer, model, example)
+        described = _operation(operation, schemas, settings, model)
         paths.setdefault(operation.path, {})[operation.methods[0].lower()] = described
     vocabulary = f"GET /info gives the {tokenizer.vocab_size} characters."
     if tokenizer.vocab_size <= MAX_SHOWN_CHARACTERS:
@@ -229,9 +230,7 @@ def _operation(
     operation: Operation,
     schemas: dict[str, Any],
     settings: Settings,
-    tokenizer: CharTokenizer,
     model: str,
-    example: str,
 ) -> dict[str, Any]:
     is_public = operation.is_probe or (operation.path == "/metrics" and settings.public_metrics)
     security: list[dict[str, Any]] = [{"key": []}] if settings.api_keys else [{}, {"key": []}]
@@ -251,7 +250,7 @@ def _operation(
     if description:
         described["description"] = description
     if operation.request is not None:
-        examples = _request_examples(operation.request, settings, tokenizer, model, example)
+        examples = _request_examples(operation.request, schemas)
         content = {"schema": _ref("schemas", operation.request.__name__), "examples": examples}
         described["requestBody"] = {"required": True, "content": {"application/json": content}}
     elif operation.events:
@@ -312,41 +311,29 @@ def _failure(status: int, meaning: str) -> dict[str, Any]:
 # -- examples and bounds of this server --
 
 
-def _request_examples(
-    request: type[BaseModel], settings: Settings, tokenizer: CharTokenizer, model: str, example: str
-) -> dict[str, Any]:
-    max_tokens = min(80, settings.max_tokens)
-    prompt = example.strip() or tokenizer.adapted("ROMEO:")
-    bodies: dict[str, dict[str, Any]]
-    if request in (GenerateRequest, CompletionRequest):
-        shared: dict[str, Any] = {"prompt": prompt, "max_tokens": max_tokens}
+def _request_examples(request: type[BaseModel], schemas: dict[str, Any]) -> dict[str, Any]:
+    """Bodies of the examples of their fields."""
+    examples = {name: field["examples"][0] for name, field in schemas[request.__name__]["properties"].items()}
+    (main,) = [name for name in ("prompt", "texts", "text", "tokens") if name in examples]
+    body = {main: examples[main]}
+    bodies = {main.replace("prompt", "a text"): body}
+    if issubclass(request, GenerationRequest):
+        prompt, end = body["prompt"], body["prompt"][-1]
+        body |= {"max_tokens": examples["max_tokens"]}
         if request is CompletionRequest:
-            shared = {"model": model} | shared
-        bodies = {
-            "a text": {"seed": 1},
-            "a stream": {"seed": 1, "stream": True},
-            "answers to several prompts": {"prompt": [prompt, prompt[0]], "n": 2, "temperature": 0.8},
-            "up to a stop": {"stop": [prompt[-1]], "logprobs": 1},
-            "one of two texts": {"choice": [prompt[0], prompt[-1]]},
-            "between prompt and suffix": {"suffix": prompt, "best_of": 4},
+            body |= {"model": examples["model"]}
+        bodies |= {
+            "a stream": body | {"seed": 1, "stream": True},
+            "answers to several prompts": body | {"prompt": [prompt, end], "n": 2, "temperature": 0.8},
+            "up to a stop": body | {"stop": [end], "logprobs": 1},
+            "one of two texts": body | {"choice": [prompt[0], end]},
+            "between prompt and suffix": body | {"suffix": prompt, "best_of": 4},
         }
-        bodies = {name: shared | body for name, body in bodies.items()}
-    else:
-        texts: dict[type[BaseModel], dict[str, dict[str, Any]]] = {
-            ScoreRequest: {
-                "texts": {"texts": [tokenizer.adapted("To be, or not to be")]},
-                "continuations": {"prefix": prompt, "continuations": [prompt[0], prompt[-1]], "characters": False},
-            },
-            NextRequest: {"a text": {"prompt": prompt}, "several texts": {"prompt": [prompt, prompt[0]]}},
-            TokenizeRequest: {"a text": {"prompt": prompt}},
-            AttentionRequest: {
-                "a text": {"text": prompt[:2]},
-                "one head": {"text": prompt[:2], "layer": 0, "head": 0, "scores": True},
-            },
-            DetokenizeRequest: {"ids": {"tokens": tokenizer.encode(prompt)}},
-        }
-        bodies = texts[request]
-    return {name.replace(" ", "_"): {"summary": name, "value": body} for name, body in bodies.items()}
+    elif request is ScoreRequest:
+        bodies["continuations"] = {name: examples[name] for name in ("prefix", "continuations", "characters")}
+    elif request is AttentionRequest:
+        bodies["one head"] = {name: examples[name] for name in ("text", "layer", "head", "scores")}
+    return {name.replace(" ", "_"): {"summary": name, "value": value} for name, value in bodies.items()}
 
 
 def _in_vocabulary(value: Any, tokenizer: CharTokenizer) -> Any:
@@ -363,6 +350,13 @@ def _in_vocabulary(value: Any, tokenizer: CharTokenizer) -> Any:
     return value
 
 
+TEXTS = {
+    "prompt", "suffix", "choice", "allowed_characters", "allowed_token_ids", "stop_token_ids", "bad_words",
+    "logit_bias", "texts", "prefix", "continuations", "tokens", "text",
+}  # fmt: skip
+Bounds = dict[str, dict[str, int]]  # by what they are of: string, integer, object, ids (a list of them), array
+
+
 def _add_limits(
     schemas: dict[str, Any],
     requests: list[type[BaseModel]],
@@ -371,83 +365,60 @@ def _add_limits(
     model: str,
     vocab_size: int,
     attention: Mapping[str, int],
+    example: str,
 ) -> None:
     """State what the routes check against the settings and the vocabulary; make the examples valid here."""
-    V, longest, most = vocab_size, settings.max_prompt_characters, settings.max_prompts
+    V, longest, most, texts = vocab_size, settings.max_prompt_characters, settings.max_prompts, settings.max_score_texts
     id, tokens, count = {"maximum": V - 1}, {"maximum": settings.max_tokens}, {"maximum": most}
     pattern = {"maxLength": settings.max_regex_characters}
-    bounds: dict[str, tuple[str, dict[str, int]]] = {
-        "prompt": ("integer", id), "tokens": ("integer", id), "logit_bias": ("integer", id),
-        "max_tokens": ("integer", tokens), "min_tokens": ("integer", tokens),
-        "n": ("integer", count), "best_of": ("integer", count), "seed": ("array", {"minItems": 1, "maxItems": most}),
-        "logprobs": ("integer", {"maximum": V}), "regex": ("string", pattern), "stop_regex": ("string", pattern),
+    bounds: dict[str, Bounds] = {
+        "prompt": {
+            "integer": id, "string": {"maxLength": longest}, "ids": {"maxItems": longest}, "array": {"maxItems": most},
+        },
+        "tokens": {"integer": id}, "stop_token_ids": {"integer": id}, "allowed_token_ids": {"integer": id},
+        "logit_bias": {"integer": id, "object": {"maxProperties": V}, "pairs": {"maxItems": V}},
+        "max_tokens": {"integer": tokens}, "min_tokens": {"integer": tokens},
+        "n": {"integer": count}, "best_of": {"integer": count}, "seed": {"ids": {"maxItems": most}},
+        "logprobs": {"integer": {"maximum": V}}, "regex": {"string": pattern}, "stop_regex": {"string": pattern},
+        **dict.fromkeys(("texts", "continuations"), {"array": {"maxItems": texts}}),
     }  # fmt: skip
+    if attention:
+        bounds |= {"text": {"string": {"maxLength": attention["text"]}}}
+        bounds |= {name: {"integer": {"maximum": attention[name]}} for name in ("layer", "head")}
     for request in requests:
         schema = schemas[request.__name__]
         fields = schema["properties"] = dict(sorted(schema["properties"].items(), key=lambda item: item[0] != "prompt"))
         for name, field in fields.items():
             if field.get("default", ...) is None:  # the description says what the default is
                 del field["default"]
-            if name in bounds:
-                _bound(field, *bounds[name])
+            if request is not TokenizeRequest:
+                _bound(field, bounds.get(name, {}))
+            for branch in field.get("anyOf", ()) if name in ("prompt", "seed", "texts", "continuations") else ():
+                if branch.get("type") == "array":
+                    branch["minItems"] = 1
+            examples = field["examples"]
             if name == "model":
-                field["examples"] = [model]
-            elif name == "prompt" and request is not TokenizeRequest:
-                _bound(field, "string", {"maxLength": longest})
-                for branch in _lists(field):
-                    is_ids = branch["items"].get("type") == "integer"
-                    branch |= {"minItems": 1, "maxItems": longest if is_ids else most}
-                    if branch["items"].get("type") == "array":
-                        branch["items"]["maxItems"] = longest
-            elif name == "logit_bias":
-                for branch in field["anyOf"]:
-                    branch |= {key: V for key in ("maxProperties", "maxItems") if key in branch}
-            elif name in ("texts", "continuations"):
-                for branch in _lists(field):
-                    branch |= {"minItems": 1, "maxItems": settings.max_score_texts}
-            elif request is AttentionRequest and name in attention:
-                _bound(
-                    field,
-                    "string" if name == "text" else "integer",
-                    {"maxLength" if name == "text" else "maximum": attention[name]},
-                )
-                field["examples"] = [_at_most(example, attention[name]) for example in field["examples"]]
+                examples = [model]
+            elif name == "prompt" and request is not NextRequest:
+                examples = [example.strip() or "ROMEO:"]
             elif name in ("max_tokens", "min_tokens"):
                 field["default"] = min(field["default"], settings.max_tokens)
-                field["examples"] = [min(example, settings.max_tokens) for example in field["examples"]]
-            if name in TEXTS:
-                field["examples"] = _in_vocabulary(field["examples"], tokenizer)
+                examples = [min(it, settings.max_tokens) for it in examples]
+            elif name in attention:
+                limit = attention[name]
+                examples = [it[:limit] if isinstance(it, str) else min(it, limit) for it in examples]
+            field["examples"] = _in_vocabulary(examples, tokenizer) if name in TEXTS else examples
 
 
-TEXTS = (
-    "prompt",
-    "suffix",
-    "choice",
-    "allowed_characters",
-    "logit_bias",
-    "texts",
-    "prefix",
-    "continuations",
-    "tokens",
-    "text",
-)
-
-
-def _at_most(example: str | int, limit: int) -> str | int:
-    return example[:limit] if isinstance(example, str) else min(example, limit)
-
-
-def _bound(schema: dict[str, Any], type: str, bounds: dict[str, int]) -> None:
-    """Add bounds to each schema of a type within a field's."""
-    if schema.get("type") == type:
-        schema.update(bounds)
-    for part in (*schema.get("anyOf", ()), *schema.get("prefixItems", ()), schema.get("items", {})):
+def _bound(schema: dict[str, Any], bounds: Bounds) -> None:
+    """Add bounds to each schema of their type within a field's."""
+    type, items = schema.get("type", ""), schema.get("items", {})
+    if type == "array":
+        type = "pairs" if "prefixItems" in items else "ids" if items.get("type") == "integer" else type
+    schema.update(bounds.get(type, {}))
+    for part in (*schema.get("anyOf", ()), *schema.get("prefixItems", ()), items):
         if part:
-            _bound(part, type, bounds)
-
-
-def _lists(field: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    return (branch for branch in field["anyOf"] if branch["type"] == "array")
+            _bound(part, bounds)
 
 
 def _query_parameters(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:

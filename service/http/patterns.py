@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 from service.constrain.automaton import Automaton, LengthError, MinimumLength
-from service.constrain.regex import RegexError, any_of, compile_choice, compile_regex
+from service.constrain.regex import RegexError, compile_choice, compile_regex, compile_without
 from service.http.schemas import ApiError
 
 CACHE_BYTES = 32 << 20  # of each cache of a model
@@ -63,17 +63,17 @@ class PatternCompiler:
     async def compile(
         self, param: str, pattern: str | tuple[str, ...], allowed: frozenset[str] | None = None
     ) -> Compiled:
-        """A regex or the texts of a choice, of the request's field `param`, over `allowed` characters (None: all).
+        """The request's field `param`, a regex, choice or bad words, over `allowed` characters (None: all).
 
         Raises:
             ApiError: 400, the pattern is invalid or too large.
         """
-        compile = functools.partial(self._compile, param == "stop_regex", pattern, allowed)
+        compile = functools.partial(self._compile, param, pattern, allowed)
         length = len(pattern) if isinstance(pattern, str) else sum(map(len, pattern))
         if length > (self._max_characters if isinstance(pattern, str) else MAX_CHOICE_CHARACTERS):
             found = compile()  # refused for its length, and not kept
         else:
-            found = await self._compiled.find((param == "stop_regex", pattern, allowed), 8 * length, compile)
+            found = await self._compiled.find((param, pattern, allowed), 8 * length, compile)
         if isinstance(found, str):
             raise ApiError(400, f"{param}: {found}", param=param, code="invalid_pattern")
         return found
@@ -97,19 +97,17 @@ class PatternCompiler:
         message = f"min_tokens: {found} of {param}; lower min_tokens, or give a smaller pattern"
         raise ApiError(400, message, param="min_tokens", code="invalid_pattern")
 
-    def any_of(self, allowed: frozenset[str]) -> bytes:
-        """Texts of these characters, of any length."""
-        return any_of(allowed, self._characters).pack()
-
-    def _compile(self, is_stop: bool, pattern: str | tuple[str, ...], allowed: frozenset[str] | None) -> Compiled | str:
+    def _compile(self, param: str, pattern: str | tuple[str, ...], allowed: frozenset[str] | None) -> Compiled | str:
         """The message of a RegexError if there is one."""
         try:
-            if isinstance(pattern, tuple):
+            if isinstance(pattern, tuple) and param == "bad_words":
+                automaton = compile_without(pattern, self._characters, allowed=allowed)
+            elif isinstance(pattern, tuple):
                 automaton = compile_choice(
                     pattern, self._characters, allowed=allowed, max_characters=MAX_CHOICE_CHARACTERS
                 )
             else:
-                limits = {"max_states": MAX_STOP_STATES} if is_stop else {}
+                limits = {"max_states": MAX_STOP_STATES} if param == "stop_regex" else {}
                 automaton = compile_regex(
                     pattern, self._characters, allowed=allowed, max_characters=self._max_characters, **limits
                 )

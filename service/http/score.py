@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator
 
 from msgspec import UNSET
 
+from service.http.bodies import NextRequest, ScoreRequest
 from service.http.context import Service
 from service.http.encoding import Encoder, begun
 from service.http.models import Model
@@ -17,10 +18,8 @@ from service.http.schemas import (
     Next,
     NextAnswer,
     NextCharacter,
-    NextRequest,
     Score,
     ScoreAnswer,
-    ScoreRequest,
     Usage,
 )
 from service.http.stream import (

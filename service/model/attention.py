@@ -21,6 +21,7 @@ class LayerAttention(NamedTuple):
 
     scores: Array  # (nh, T, T): q · k, before scale and mask
     weights: Array  # (nh, T, T): softmax of the scaled scores of the keys that the query sees; 0 elsewhere
+    values: Array  # (nh, T, hs): what the weights mix
 
 
 def logits_of(weights: Mapping[str, Array], config: GPTConfig, ids: list[int]) -> Array:
@@ -66,7 +67,7 @@ def attention_layers(
         q = rotated(normed(q, at + "attn.q_norm.weight"))  # (nh, T, hs)
         k, v = (np.repeat(part, nh // nkv, axis=0) for part in (rotated(normed(k, at + "attn.k_norm.weight")), v))
         scores = q @ k.transpose(0, 2, 1)
-        found = LayerAttention(scores, _softmax(scores / math.sqrt(hs), is_seen))
+        found = LayerAttention(scores, _softmax(scores / math.sqrt(hs), is_seen), v)
         yield found
         y = (found.weights @ v).transpose(1, 0, 2).reshape(T, nh * hs)
         x = x + y @ get(at + "attn.proj.weight").T

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.constrain.automaton import MAX_CELLS, Automaton, Guide, LengthError, MinimumLength, StopPattern
-from service.constrain.regex import compile_choice, compile_regex
+from service.constrain.regex import compile_choice, compile_regex, compile_without
 
 VOCABULARY = "abc"
 # In some, every character of the vocabulary stays in the pattern, so none can end the text.
@@ -28,6 +28,19 @@ def follow(automaton, text, vocabulary=VOCABULARY):
     """The guide after `text`; None where the text leaves the pattern."""
     guide = Guide(automaton)
     return guide if all(guide.push(vocabulary.index(c)) for c in text) else None
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.text("abcz", min_size=1, max_size=4), max_size=5),
+    st.none() | st.sets(st.sampled_from(VOCABULARY), min_size=1).map(frozenset),
+)
+def test_texts_without_words_are_those_that_contain_none(words, allowed):
+    automaton = Automaton.unpack(compile_without(words, VOCABULARY, allowed=allowed).pack())
+    for length in range(6):
+        for text in map("".join, itertools.product(VOCABULARY, repeat=length)):
+            is_good = not any(word in text for word in words) and (allowed is None or allowed.issuperset(text))
+            assert (follow(automaton, text) is not None) == is_good, text
 
 
 # -- guides --

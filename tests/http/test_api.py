@@ -720,6 +720,10 @@ def test_openai_sdk_exposes_the_receipt_and_accepts_a_list_of_seeds(server):
         first = sdk.completions.create(**options)
         seeds = first.model_extra["chargpt"]["seeds"]
         again = sdk.completions.create(**options, extra_body={"seed": seeds})
+        formed = sdk.completions.create(
+            model="chargpt", prompt="a", max_tokens=9, extra_body={"structured_outputs": {"regex": "[a-c]{4}"}}
+        )
+        assert re.fullmatch("[a-c]{4}", formed.choices[0].text)
         assert [c.text for c in again.choices] == [c.text for c in first.choices]
         assert first.choices[0].text != first.choices[1].text
 
@@ -738,3 +742,57 @@ def test_a_client_that_leaves_the_queue_is_an_abort_and_no_failure(checkpoint, p
             left = {"handler": path, "method": "POST", "status": "499"}
             server.wait_until_metric("chargpt_http_requests_total", 1, **left)
         assert "Traceback" not in server.output()
+
+
+# -- vLLM's fields, by ids --
+
+
+def test_token_ids_stop_and_allow_as_their_characters_do(client, post, checkpoint):
+    encode, options = checkpoint.tokenizer.encode, {"prompt": "ab", "max_tokens": 60, "seed": 3}
+    stopped = post("/generate", **options, stop=["e", "i"])["choices"]
+    assert post("/generate", **options, stop_token_ids=encode("ei"))["choices"] == stopped
+    assert stopped[0]["finish_reason"] == "stop"
+    both = post("/v1/completions", **options, stop="e", stop_token_ids=encode("i"), include_stop_str_in_output=True)
+    assert both["choices"][0]["text"] in {stopped[0]["text"] + c for c in "ei"}
+    allowed = post("/generate", **options, allowed_characters="aeiou ")["choices"]
+    assert post("/generate", **options, allowed_token_ids=encode("aeiou "))["choices"] == allowed
+    V = len(VOCABULARY)
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        error = rejection(client, "/generate", **options, **{name: [V]})
+        assert (error["param"], error["message"]) == (name, f"{name}: ids must be in [0, {V - 1}], got {V}")
+    assert rejection(client, "/generate", **options, allowed_token_ids=[])["param"] == "allowed_token_ids"
+    error = rejection(client, "/generate", **options, allowed_token_ids=[1], allowed_characters="a")
+    assert error["message"] == "allowed_token_ids: cannot be combined with allowed_characters"
+
+
+def test_bad_words_never_appear_and_change_nothing_else(client, post):
+    options = {"prompt": "ab", "max_tokens": 300, "n": 8, "seed": 3}
+    words = ["e", "th", "ab", "\n\n", "漢"]
+    texts = [it["text"] for it in post("/generate", **options, bad_words=words)["choices"]]
+    assert all(len(text) == 300 for text in texts)
+    assert not any(word in text for text in texts for word in words)
+    plain = post("/generate", **options)["choices"]
+    assert post("/generate", **options, bad_words=["漢字"])["choices"] == plain
+    some = post("/generate", **options, bad_words=["aa"], allowed_characters="ab ")["choices"]
+    assert all(set(it["text"]) <= set("ab ") and "aa" not in it["text"] for it in some)
+    assert (
+        "aa" not in post("/v1/completions", prompt="a", max_tokens=50, seed=1, bad_words=["aa"])["choices"][0]["text"]
+    )
+    error = rejection(client, "/generate", **options, bad_words=["a"], regex="[a-z]+")
+    assert error["message"] == "bad_words: cannot be combined with regex"
+    error = rejection(client, "/generate", **options, bad_words=[c * 100 for c in "abcdefghijkl"])
+    assert (error["param"], error["code"]) == ("bad_words", "invalid_pattern")
+
+
+def test_a_truncated_prompt_is_its_last_characters(client, post):
+    options = {"max_tokens": 20, "seed": 1, "echo": True}
+    short = post("/generate", prompt="there", **options)
+    for prompt in ("Hello there", ["Hello there"]):
+        cut = post("/generate", prompt=prompt, truncate_prompt_tokens=5, **options)
+        assert (cut["choices"], cut["usage"]) == (short["choices"], short["usage"])
+    assert post("/generate", prompt="there", truncate_prompt_tokens=50, **options)["choices"] == short["choices"]
+    empty = post("/generate", prompt="", **options)["choices"]
+    assert post("/generate", prompt="there", truncate_prompt_tokens=0, **options)["choices"] == empty
+    long = post("/v1/completions", prompt="a" * 150_000 + "b", truncate_prompt_tokens=-1, max_tokens=0, echo=True)
+    assert long["usage"]["prompt_tokens"] == 100_000 and long["choices"][0]["text"].endswith("ab")
+    assert rejection(client, "/generate", prompt="a", truncate_prompt_tokens=-2)["param"] == "truncate_prompt_tokens"

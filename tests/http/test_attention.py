@@ -38,7 +38,7 @@ def test_every_head_comes_as_ragged_rows_of_the_computed_weights(server, checkpo
     config = GPTConfig(**checkpoint.hyperparameters)
     ids = checkpoint.tokenizer.encode(TEXT)
     expected = list(attention_layers(checkpoint.load_weights(), config, ids))
-    answer = ask(server, text=TEXT, scores=True).raise_for_status().json()
+    answer = ask(server, text=TEXT, scores=True, values=True).raise_for_status().json()
     assert (answer["text"], answer["n_layer"], answer["n_head"]) == (TEXT, 2, 4)
     assert answer["checkpoint_sha256"] == checkpoint.digest
     assert [(it["layer"], it["head"]) for it in answer["data"]] == [(i, j) for i in range(2) for j in range(4)]
@@ -52,6 +52,7 @@ def test_every_head_comes_as_ragged_rows_of_the_computed_weights(server, checkpo
             exponentials = np.exp(np.array(it["scores"][t][: t + 1]) * answer["scale"])
             np.testing.assert_allclose(row, exponentials / exponentials.sum(), rtol=0, atol=1e-4)
         np.testing.assert_allclose(it["scores"], found.scores[it["head"]], rtol=0, atol=6e-6)
+        np.testing.assert_allclose(it["values"], found.values[it["head"]], rtol=0, atol=6e-6)
 
 
 def test_one_layer_one_head_and_short_texts(server):
@@ -59,7 +60,7 @@ def test_one_layer_one_head_and_short_texts(server):
     assert ask(server, text=TEXT, layer=1).json()["data"] == whole[4:]
     assert ask(server, text=TEXT, head=2).json()["data"] == [whole[2], whole[6]]
     assert ask(server, text=TEXT, layer=1, head=0).json()["data"] == [whole[4]]
-    assert "scores" not in whole[0]
+    assert not {"scores", "values"} & whole[0].keys()
     assert [it["weights"] for it in ask(server, text="T").json()["data"]] == [[[1.0]]] * 8
     assert [it["weights"] for it in ask(server, text="").json()["data"]] == [[]] * 8
     dropped = ask(server, text="T0 be", unknown_characters="drop").json()

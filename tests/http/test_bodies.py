@@ -7,19 +7,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.http import schemas
-from service.http.bodies import LARGE_FIELD_BYTES, BodyReader, parse_large
-from service.http.schemas import (
-    ApiError,
+from service.http import reading
+from service.http.bodies import (
     CompletionRequest,
     DetokenizeRequest,
     GenerateRequest,
     NextRequest,
     ScoreRequest,
     TokenizeRequest,
-    parse,
 )
+from service.http.foreign import MAX_UNKNOWN_BYTES
+from service.http.reading import LARGE_BODY_BYTES, LARGE_FIELD_BYTES, BodyReader, parse, parse_large
+from service.http.schemas import ApiError
 from service.settings import Settings
+from tests.helpers import RunningServer, save_random, web
 
 SETTINGS = Settings(max_prompts=10_000, max_prompt_characters=1_000_000)
 
@@ -178,11 +179,71 @@ def test_large_bodies_without_meaning_are_refused_alike(content):
         ([[0]] * 5000, "prompt: sequences per request (prompts × n or best_of) must be in [1, 9], got 5000"),
     ],
 )
-def test_prompts_are_counted_before_they_are_decoded(prompt, message):
+def test_prompts_are_counted_before_they_are_decoded(server, prompt, message):
     settings = Settings(max_prompts=9, max_prompt_characters=4000)
-    with pytest.raises(ApiError) as caught:
-        large(GenerateRequest, json.dumps({"prompt": prompt}).encode(), settings)
-    assert (caught.value.message, caught.value.param) == (message, "prompt")
+    body = {"prompt": prompt, "suffix": "a" * LARGE_BODY_BYTES}
+    read = large(GenerateRequest, json.dumps({"prompt": prompt}).encode(), settings).prompts
+    assert len(read) == (1 if isinstance(prompt[0], int) else len(prompt))
+    assert not any(isinstance(it, list) and any(it) for it in read)  # zeros, for the handler to refuse
+    error = web.post(f"{server.url}/generate", json=body).json()["error"]
+    assert (error["message"], error["param"]) == (message, "prompt")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    checkpoint = save_random(tmp_path_factory.mktemp("bodies") / "checkpoint")
+    with RunningServer(checkpoint.path, max_prompts=9, max_prompt_characters=4000) as server:
+        server.wait_until_ready()
+        yield server
+        assert server.stop() == 0
+
+
+# -- nobody waits for another's body --
+
+MANY = b"[" + b"1," * 2_000_000 + b"1]"
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (GenerateRequest, b'{"prompt": [' + b",".join([b"[" + b"1," * 60_000 + b"1]"] * 30) + b"]}"),
+        (GenerateRequest, b'{"prompt": ' + MANY + b"}"),
+        (GenerateRequest, b'{"prompt": [' + b"[]," * 1_000_000 + b"[]]}"),
+        (GenerateRequest, b'{"prompt": ' + b"[" * 2_000_000 + b"]" * 2_000_000 + b"}"),
+        (GenerateRequest, b'{"seed": ' + MANY + b"}"),
+        (GenerateRequest, b'{"n": ' + MANY + b"}"),
+        (GenerateRequest, b'{"messages": ' + MANY[-60_000:].replace(b"1", b"[1", 1) + b"}"),
+        (GenerateRequest, b'{"allowed_token_ids": ' + MANY + b"}"),
+        (GenerateRequest, b'{"logit_bias": [' + b"[0,0]," * 600_000 + b"[0,0]]}"),
+        (GenerateRequest, b'{"stream_options": {' + b'"a":0,' * 600_000 + b'"b":0}}'),
+        (GenerateRequest, b'{"a":0' + b',"a":0' * 600_000 + b"}"),
+        (ScoreRequest, b'{"texts": [' + b'"abcdefgh",' * 300_000 + b'"a"]}'),
+        (DetokenizeRequest, b'{"tokens": ' + MANY + b"}"),
+        (DetokenizeRequest, b'{"tokens": ' + MANY.replace(b"1]", b"-1]") + b"}"),
+    ],
+    ids=lambda it: str(it)[:30],
+)
+def test_of_a_large_body_little_is_read_at_a_time(monkeypatch, kind, body):
+    """Ids come in slices, after each of which others have their turn, and pydantic, which is slow, gets little."""
+    decode, parsed, sizes = reading._decode, reading.parse, {"ids": 0, "pydantic": 0}
+
+    def spy_decode(raw, type):
+        if type is reading._Ids:
+            sizes["ids"] = max(sizes["ids"], len(raw))
+        return decode(raw, type=type)
+
+    def spy_parse(kind, content):
+        sizes["pydantic"] = max(sizes["pydantic"], len(content))
+        return parsed(kind, content)
+
+    monkeypatch.setattr(reading, "_decode", spy_decode)
+    monkeypatch.setattr(reading, "parse", spy_parse)
+    try:
+        large(kind, body, Settings())
+    except ApiError as error:
+        assert error.status == 400
+    assert sizes["ids"] <= reading.DECODED_BYTES + 32
+    assert sizes["pydantic"] <= MAX_UNKNOWN_BYTES + LARGE_FIELD_BYTES
 
 
 def test_of_each_client_one_large_body_waits_for_its_turn():
@@ -221,10 +282,10 @@ VALUES = st.one_of(
 
 
 @pytest.mark.parametrize("kind", [GenerateRequest, CompletionRequest])
-@given(fields=st.dictionaries(st.sampled_from(sorted(schemas._PLAIN)), VALUES, max_size=6), unknown=st.booleans())
+@given(fields=st.dictionaries(st.sampled_from(sorted(reading._PLAIN)), VALUES, max_size=6), unknown=st.booleans())
 def test_a_plain_request_means_what_pydantic_says(kind, fields, unknown):
     body = json.dumps({"max_tokens": 3} | fields | ({"user": "x"} if unknown else {})).encode()
-    plain = schemas.parse_plain(kind, body)
+    plain = reading.parse_plain(kind, body)
     if plain is None:
         return
     request = parse(kind, body)
@@ -240,7 +301,7 @@ def test_ordinary_requests_are_plain(kind):
         {"temperature": 0.8, "top_k": 20, "seed": 1},
         {"stream": True, "stop": "\n", "n": 2, "top_p": 1},
     ):
-        assert schemas.parse_plain(kind, json.dumps({"prompt": "a", "max_tokens": 5} | fields).encode()) is not None
+        assert reading.parse_plain(kind, json.dumps({"prompt": "a", "max_tokens": 5} | fields).encode()) is not None
     for fields in (
         {"regex": "a"},
         {"n": 0},
@@ -249,4 +310,4 @@ def test_ordinary_requests_are_plain(kind):
         {"temperature": None},
         {"max_token": 5},
     ):
-        assert schemas.parse_plain(kind, json.dumps({"prompt": "a", "max_tokens": 5} | fields).encode()) is None
+        assert reading.parse_plain(kind, json.dumps({"prompt": "a", "max_tokens": 5} | fields).encode()) is None

@@ -362,12 +362,22 @@ def test_heat_maps_show_the_weights_of_the_service(visit, server):
         "Scale": [f"√32 = {32**0.5:.2f}"],
         "Mask": [f"{size - 10}"],
         "Softmax": ["1.00"],
+        "Values": ["32 numbers", "over all 10"],
         "Heads": ["layer 3"],
         "Next": [f"{it['character'].strip() or '␣'} {percent(it['probability'])}" for it in likely[:5]],
     }.items():
         page.get_by_role("radio", name=re.compile(name)).click()
         for number in numbers:
             expect(said).to_contain_text(number)
+    page.get_by_role("radio", name="Values").click()
+    values = web.post(f"{server.url}/v1/attention", json=body | {"values": True}).json()["data"][0]["values"]
+    expect(page.locator("#step .strip")).to_have_count(6)
+    drawn = page.evaluate(
+        "[...document.querySelector('#step p:last-child .strip').getContext('2d').getImageData(0, 0, 32, 1).data]"
+    )
+    mixed = [sum(w * v[i] for w, v in zip(weights[9], values, strict=False)) for i in range(32)]
+    shades = [abs(x) / max(map(abs, mixed)) for x in mixed]
+    assert [drawn[4 * i + 3] / max(drawn[3::4]) for i in range(32)] == pytest.approx(shades, abs=0.05)
     page.click("#attend details summary")
     row = page.locator("#row tbody tr").nth(best).locator("td").all_text_contents()
     assert row[0] == "0.100" and float(row[4]) == pytest.approx(weights[9][best], abs=6e-4)

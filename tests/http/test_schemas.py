@@ -6,17 +6,10 @@ import json
 import msgspec
 import pytest
 
-from service.http.bodies import BodyReader
-from service.http.schemas import (
-    FOREIGN_FIELDS,
-    MAX_UNKNOWN_FIELDS,
-    OTHER_NAMES,
-    REFUSED_FIELDS,
-    ApiError,
-    CompletionRequest,
-    GenerateRequest,
-    parse,
-)
+from service.http.bodies import CompletionRequest, GenerateRequest
+from service.http.foreign import FOREIGN_FIELDS, MAX_UNKNOWN_FIELDS, OTHER_NAMES, REFUSED_FIELDS
+from service.http.reading import BodyReader, parse
+from service.http.schemas import ApiError
 from service.model.params import SAMPLING_META, SamplingParams
 from service.settings import Settings
 from service.wire import Submit
@@ -80,7 +73,7 @@ def test_a_field_that_would_change_the_answer_is_refused_by_name(kind, name):
 @pytest.mark.parametrize(
     "fields",
     [{"do_sample": True}, {"detokenize": True}, {"response_format": {"type": "text"}}, {"length_penalty": 1.0},
-     {"use_beam_search": False}, {"bad_words": []}, {"truncate_prompt_tokens": None}, {"no_repeat_ngram_size": 0}],
+     {"use_beam_search": False}, {"messages": []}, {"guided_json": None}, {"no_repeat_ngram_size": 0}],
 )  # fmt: skip
 def test_values_that_change_nothing_are_ignored_by_name(fields):
     request = parse(GenerateRequest, json.dumps({"prompt": "a"} | fields).encode())

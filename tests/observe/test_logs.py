@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 
-from service.http.schemas import (
+from service.http.bodies import (
     CompletionRequest,
     DetokenizeRequest,
     GenerateRequest,

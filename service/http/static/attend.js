@@ -3,7 +3,7 @@
 import { Failure, json } from "./api.js";
 import { $, Editor, h, later, on, percent, pressed, shown, sum } from "./text.js";
 
-const STEPS = ["Plain average", "Queries · keys", "Scale", "Mask", "Softmax", "Heads", "Next character"];
+const STEPS = ["Plain average", "Queries · keys", "Scale", "Mask", "Softmax", "Values", "Heads", "Next character"];
 const WEIGHED = "Darker: more weight. Small weights are lifted, so that they are seen.", FITS = "Green: the two fit. Red: they do not.";
 const MAX_AXIS = 52; // characters beside the map
 const editor = new Editor($("short"), $("attend-error")), map = $("map"), looks = $("looks");
@@ -37,7 +37,7 @@ async function ask(signal) {
 
 async function choose(newLayer, newHead, signal) {
   const { text } = answer;
-  const found = await json("v1/attention", { text, layer: newLayer, head: newHead, scores: true }, signal);
+  const found = await json("v1/attention", { text, layer: newLayer, head: newHead, scores: true, values: true }, signal);
   if (answer.text !== text) return;
   [layer, head, chosen] = [newLayer, newHead, found.data[0]];
   for (const button of $("heads").children) button.ariaPressed = String(button.layer === layer && button.head === head);
@@ -49,14 +49,14 @@ async function choose(newLayer, newHead, signal) {
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim().split(" ").map(Number);
 const shade = (w) => w ** 0.6; // so that small weights are seen
 
-function paint(canvas, value) {
+function paint(canvas, value, rows = characters.length, columns = rows) {
   // A pixel for each pair of characters. value(t, j): −1 to 1, 0 for nothing.
-  const T = characters.length, cool = colour("--map"), warm = colour("--map-warm");
-  canvas.width = canvas.height = Math.max(1, T);
+  const cool = colour("--map"), warm = colour("--map-warm");
+  Object.assign(canvas, { width: Math.max(1, columns), height: Math.max(1, rows) });
   const context = canvas.getContext("2d"), image = context.createImageData(canvas.width, canvas.height);
-  for (let t = 0; t < T; t += 1) for (let j = 0; j < T; j += 1) {
+  for (let t = 0; t < rows; t += 1) for (let j = 0; j < columns; j += 1) {
     const x = value(t, j);
-    image.data.set([...(x < 0 ? warm : cool), 255 * Math.min(1, Math.abs(x))], 4 * (t * T + j));
+    image.data.set([...(x < 0 ? warm : cool), 255 * Math.min(1, Math.abs(x))], 4 * (t * columns + j));
   }
   context.putImageData(image, 0, 0);
 }
@@ -80,13 +80,13 @@ function draw() {
   }
   const { weights, scores } = chosen, largest = Math.max(1e-9, ...scores.flat().map(Math.abs));
   const average = (t) => shade(1 / (t + 1)), product = (t, j) => scores[t][j] / largest, weight = (t, j) => shade(weights[t][j]);
-  const value = [average, product, (t, j) => product(t, j) * answer.scale, product, weight, weight, weight][step], isMasked = step !== 1 && step !== 2;
+  const value = [average, product, (t, j) => product(t, j) * answer.scale, product, weight, weight, weight, weight][step], isMasked = step !== 1 && step !== 2;
   paint(map, (t, j) => (isMasked && j > t ? 0 : value(t, j) * (isOver && t !== row ? 0.45 : 1)));
   for (const [axis, of] of [[$("axis-top"), (j) => j <= row], [$("axis-left"), (t) => t === row]]) [...axis.children].forEach((it, i) => it.classList.toggle("is", of(i)));
   Object.assign($("mark").style, { top: `${(100 * row) / characters.length}%`, height: `${100 / characters.length}%` });
   $("map-legend").textContent = step > 0 && step < 4 ? FITS : WEIGHED;
   drawRow();
-  if (step === 6) foresee();
+  if (step === 7) foresee();
 }
 
 async function foresee() {
@@ -142,8 +142,21 @@ function sentences(w, seen, order) {
       ["A character may not see what comes after it: that is what it is to predict. The ", b(hidden), " products after ", c, " become −∞."],
       hidden ? ["Unmasked, they would take ", b(percent(sum(softmax(all.map((x) => x * answer.scale)).slice(seen)))), " of the weight."] : ["Choose an earlier character to see what the mask takes from it."]],
     () => [
-      ["Softmax makes weights of the products: none is negative, and they add up to ", b(sum(w).toFixed(2)), ". The output for ", c, " is the mean of the values with these weights."],
+      ["Softmax makes weights of the products: none is negative, and they add up to ", b(sum(w).toFixed(2)), "."],
       ["Most of it: ", ...order.slice(0, 4).flatMap((j, i) => [i ? ", " : "", quoted(j), " ", b(percent(w[j]))]), `. A plain average gives each ${percent(1 / seen)}.`]],
+    () => {
+      const { values } = chosen, mix = values[0].map((_, i) => sum(w.map((weight, j) => weight * values[j][i])));
+      const most = order.slice(0, 5).filter((j) => j < seen), largest = Math.max(1e-9, ...[mix, ...most.map((j) => values[j])].flat().map(Math.abs));
+      const strip = (xs, ariaLabel) => {
+        const canvas = h("canvas", { className: "strip", role: "img", ariaLabel });
+        paint(canvas, (_, i) => xs[i] / largest, 1, xs.length);
+        return canvas;
+      };
+      return [
+        ["Each character also has a value, what it gives to those that look at it: ", b(mix.length), " numbers in this head, green above 0, red below."],
+        ...most.map((j) => [strip(values[j], `Value of ${shown(characters[j])}`), quoted(j), " × ", b(percent(w[j]))]),
+        [strip(mix, "The mix"), "Multiplied by its weight and added up, over all ", b(seen), ": the output of this head for ", c, "."]];
+    },
     () => [
       ["Heads look at the same text in different ways, with queries and keys of their own. In layer ", b(layer + 1), ", ", c, " looks most at"],
       ...answer.data.filter((it) => it.layer === layer).map((it) => {

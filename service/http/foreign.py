@@ -1,0 +1,117 @@
+"""Fields that a body has and this service has not: ignored by name, refused by name, or likely to be a typo."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from collections.abc import Collection
+from typing import Any
+
+from service.http.schemas import ApiError, shortened
+
+MAX_UNKNOWN_FIELDS = 16
+MAX_UNKNOWN_BYTES = 1 << 17  # of a large body, that are not the values of known fields
+# Of an unknown field: printable ASCII that can stand in a header's list.
+FIELD_NAME = re.compile(r"[!#-+\--\[\]-~]{1,64}")
+
+# Fields of OpenAI's and vLLM's completions that change no text: never taken for typos.
+FOREIGN_FIELDS = frozenset(
+    (
+        # OpenAI
+        "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+        "parallel_tool_calls", "tools", "tool_choice", "top_logprobs", "modalities", "verbosity", "reasoning_effort",
+        # vLLM
+        "add_special_tokens", "cache_salt", "kv_transfer_params", "request_id", "return_token_strs",
+        "return_tokens_as_token_ids", "skip_special_tokens", "spaces_between_special_tokens", "truncation_side",
+        "vllm_xargs",
+    )
+)  # fmt: skip
+# Fields of other APIs that would change a generation's answer -> what to do. Refused, unless a value changes nothing.
+REFUSED_FIELDS: dict[str, str] = {
+    name: remedy
+    for names, remedy in {
+        "guided_json guided_grammar grammar json_schema response_format": "give the form of the answer as regex or "
+        "choice",
+        "use_beam_search num_beams length_penalty early_stopping": "no beam search: use best_of",
+        "prompt_logprobs logprob_token_ids": "use logprobs, echo or /v1/score",
+        "mirostat mirostat_mode tfs_z top_a xtc_probability": "use top_p, min_p or typical_p",
+        "no_repeat_ngram_size dry_multiplier dry_base dry_allowed_length": "use repetition_penalty, presence_penalty "
+        "or frequency_penalty",
+        "do_sample": "for the likeliest characters say temperature 0",
+        "detokenize": "an answer is always text",
+        "logits_processors": "no code of clients runs here",
+        "messages": "there is no chat: give prompt",
+        "prompt_embeds": "a prompt is text or ids",
+        "return_token_ids": "POST /tokenize gives the ids of a text",
+    }.items()
+    for name in names.split()
+}
+# The values with which these change nothing.
+_NEUTRAL: dict[str, Any] = {
+    "do_sample": True, "detokenize": True, "length_penalty": 1, "num_beams": 1, "response_format": {"type": "text"},
+}  # fmt: skip
+# What other APIs call a field: refused, unless the field itself is given too.
+OTHER_NAMES = {
+    "max_completion_tokens": "max_tokens", "max_new_tokens": "max_tokens", "max_length": "max_tokens",
+    "n_predict": "max_tokens", "num_predict": "max_tokens", "max_gen_toks": "max_tokens",
+    "min_new_tokens": "min_tokens", "guided_regex": "regex", "guided_choice": "choice", "stop_sequences": "stop",
+    "until": "stop", "num_return_sequences": "n", "repeat_penalty": "repetition_penalty", "inputs": "prompt",
+    "max_output_tokens": "max_tokens",
+}  # fmt: skip
+
+
+def generation_fields(data: dict[str, Any]) -> dict[str, Any]:
+    """A generation's fields, with vLLM's `structured_outputs` in the place of ours that mean exactly the same.
+
+    Raises:
+        ApiError: 400, one would change the answer, and has no counterpart.
+    """
+    given = data.get("structured_outputs")
+    if given is not None:
+        kinds = {name: value for name, value in given.items() if value} if isinstance(given, dict) else {}
+        if len(kinds) != 1 or not kinds.keys() <= {"regex", "choice"} or kinds.keys() & data.keys():
+            param = "structured_outputs"
+            message = f"{param}: must be an object with either regex or choice, got {shortened(given)}"
+            raise ApiError(400, message, param=param, code="unsupported_field")
+        data = {name: value for name, value in data.items() if name != "structured_outputs"} | kinds
+    for name in data.keys() & REFUSED_FIELDS.keys():
+        value, neutral = data[name], _NEUTRAL.get(name)
+        if value is False if neutral is True else value and value != neutral:
+            message = f"{name}: not supported here, and not ignored, as it would change the answer; "
+            raise ApiError(400, message + REFUSED_FIELDS[name], param=name, code="unsupported_field")
+    return data
+
+
+def check_unknown(path: str, unknown: list[str], known: tuple[str, ...], given: Collection[str]) -> None:
+    """
+    path: before the names, in errors; given: the names of all fields with a value.
+
+    Raises:
+        ApiError: 400, there are too many, one's name is invalid, or one is likely to be meant for a known field.
+    """
+    where = path or "body"
+    for name in unknown[: MAX_UNKNOWN_FIELDS + 1]:
+        if not FIELD_NAME.fullmatch(name):
+            message = (
+                f"{shortened(name)} is not the name of a field: 1 to 64 printable ASCII characters, without blanks"
+            )
+            raise ApiError(400, f"{where}: {message}", code="unknown_field")
+        meant = _meant(known, name)
+        if meant and not (name in OTHER_NAMES and meant[0] in given):
+            message = f"unknown field; did you mean {' or '.join(meant)}?"
+            raise ApiError(400, f"{path}{name}: {message}", param=path + name, code="unknown_field")
+    if len(unknown) > MAX_UNKNOWN_FIELDS:
+        message = f"at most {MAX_UNKNOWN_FIELDS} unknown fields are ignored, got more"
+        raise ApiError(400, f"{where}: {message}", code="unknown_field")
+
+
+@functools.lru_cache(maxsize=1024)
+def _meant(known: tuple[str, ...], name: str) -> list[str]:
+    """The known fields that an unknown one is likely to be meant for."""
+    if name in FOREIGN_FIELDS or name in REFUSED_FIELDS or name == "structured_outputs":
+        return []
+    if OTHER_NAMES.get(name) in known:
+        return [OTHER_NAMES[name]]
+    usual = name.lower().replace("-", "_")
+    return [usual] if usual in known else difflib.get_close_matches(usual, known, cutoff=0.8)
