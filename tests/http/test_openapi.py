@@ -333,9 +333,14 @@ def resolve_conflicts(path, fields):
         fields["logit_bias"] = dict(zip(VOCABULARY, fields["logit_bias"].values(), strict=False))
     elif "logit_bias" in fields:
         fields["logit_bias"] = [[c, bias] for c, (_, bias) in zip(VOCABULARY, fields["logit_bias"], strict=False)]
+    others = (
+        "stop", "stop_regex", "stop_token_ids", "suffix", "allowed_characters", "allowed_token_ids", "bad_words",
+        "max_tokens", "min_tokens",
+    )  # fmt: skip
     excluded = {
-        "choice": ("regex", "stop", "stop_regex", "suffix", "allowed_characters", "max_tokens", "min_tokens"),
-        "regex": ("stop", "stop_regex", "suffix", "allowed_characters", "max_tokens", "min_tokens"),
+        "choice": ("regex", *others),
+        "regex": others,
+        "allowed_characters": ("allowed_token_ids",),
         "suffix": ("logprobs", "best_of", "n", "prompt"),
     }
     for name, others in excluded.items():
