@@ -29,7 +29,6 @@ from service.words import plural
 logger = logging.getLogger(__name__)
 
 LATE_SECONDS = 5.0  # grace period after the deadline, before a sequence without news is given up
-SWEEP_SECONDS = 0.1  # between two looks at all time limits
 CONNECT_SECONDS = 5.0  # how long a starting HTTP process waits for a first worker
 MAX_RUNS = 2  # of a sequence, if workers are lost: it may be what ends them
 REPLACING_SECONDS = 2.0  # after a worker was lost, for which new requests wait for another before they are refused
@@ -188,7 +187,7 @@ class EngineClient:
         self._sockets.send(self._shortened(generation, submit), sequence.worker)
 
     def sweep(self, now: float) -> None:
-        """End what has waited for too long; to be called every SWEEP_SECONDS or so."""
+        """End what has waited for too long; to be called ten times a second or more."""
         for id in [id for id, until in self._homeless.items() if until <= now]:
             self._homeless.pop(id, None)
             if id not in self._running:  # refused with the one before
@@ -285,7 +284,6 @@ class EngineClient:
 
         Workers are loaded before HTTP processes start. Without one within CONNECT_SECONDS, requests are answered 503.
         """
-        keeper = asyncio.create_task(self._keep_time())
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CONNECT_SECONDS):
@@ -293,16 +291,7 @@ class EngineClient:
                         await asyncio.sleep(0.005)
             yield
         finally:
-            keeper.cancel()
             await self._sockets.close()
-
-    async def _keep_time(self) -> None:
-        while True:
-            await asyncio.sleep(SWEEP_SECONDS)
-            try:
-                self.sweep(time.monotonic())
-            except Exception:  # the next one comes
-                logger.exception("time limits could not be applied")
 
     def _received(self, worker: int, message: WorkerEvent) -> None:
         self._is_receiving = True

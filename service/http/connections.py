@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LINGER_SECONDS = 1.0
-SWEEP_SECONDS = 0.1
 
 
 class OpenFilesError(ValueError):
@@ -122,7 +121,7 @@ class Connections:
         return self._table.row(f"connections {network}", now), self._table.row("connections", now)
 
     def sweep(self, now: float) -> None:
-        """End what has taken too long, by time.monotonic(); to be called every SWEEP_SECONDS."""
+        """End what has taken too long, by time.monotonic(); to be called ten times a second or more."""
         for connection in [it for it in self.every if it.deadline < now]:
             try:
                 connection.expire(now)

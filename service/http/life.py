@@ -69,11 +69,11 @@ async def running(
         while True:
             await asyncio.sleep(TICK_SECONDS)
             now = time.monotonic()
-            try:
-                connections.sweep(now)
-                app.keep_alive(now)
-            except Exception:  # the next look comes
-                logger.exception("what was due was not done")
+            for do in (client.sweep, connections.sweep, app.keep_alive):
+                try:
+                    do(now)
+                except Exception:  # the next look comes
+                    logger.exception("what was due was not done")
             metrics.flush()
             log.flush()
 

@@ -81,11 +81,18 @@ async def connected():
     peer.client = EngineClient(transport, 0, metrics, peer.state)
     peer.model = Model(Version(1, "m", "", "", ""), CHECKPOINT, 0, 1000)
     peer.model.metrics = metrics.of("m")
-    pumping = asyncio.create_task(peer.until(lambda: peer.client.is_ready))
+
+    async def tick():
+        while True:
+            await asyncio.sleep(0.05)
+            peer.client.sweep(time.monotonic())
+
+    pumping, ticking = asyncio.create_task(peer.until(lambda: peer.client.is_ready)), asyncio.create_task(tick())
     async with peer.client.connected():
         await pumping
         yield peer
         metrics.flush()
+    ticking.cancel()
     shutil.rmtree(transport.folder)
 
 
