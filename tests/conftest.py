@@ -1,9 +1,14 @@
 import os
 import random
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.toolbox import needs
+
+if TYPE_CHECKING:
+    from tests.helpers import RunningServer
 
 # Test models are tiny: a second thread would only spin and compete with the servers under test.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -38,3 +43,28 @@ def chance() -> random.Random:
     seed = int(os.environ.get("CHARGPT_CHAOS_SEED") or random.SystemRandom().randrange(2**32))
     print(f"\nCHARGPT_CHAOS_SEED={seed}", flush=True)
     return random.Random(seed)
+
+
+@pytest.fixture(scope="session")
+def bundled() -> "Iterator[RunningServer]":
+    """A server of the bundled checkpoint with default settings, one for each process of the run."""
+    from service.settings import BUNDLED
+    from tests.helpers import RunningServer
+
+    with RunningServer(BUNDLED) as server:
+        server.wait_until_ready()
+        yield server
+        assert server.stop() == 0
+        assert "Traceback" not in server.output()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Headless Chromium. Its event loop runs in this thread until the module ends."""
+    from playwright.sync_api import sync_playwright
+
+    chromium = needs.program("browser")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield browser
+        browser.close()

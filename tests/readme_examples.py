@@ -6,8 +6,9 @@ In outputs, … replaces ids, times, hashes, digits after the second decimal pla
 responses (ENVELOPE) unless the document shows them. JSON longer than one line is wrapped.
 """
 
+import contextlib
+import io
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -22,11 +23,15 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from service.observe.metrics import Metrics
 from service.settings import Settings
+from tests.helpers import call
 
 ROOT = Path(__file__).parents[1]
 README, OPERATIONS, TRAINING = (ROOT / name for name in ("README.md", "service/OPERATIONS.md", "training/README.md"))
 DOCUMENTS = tuple(
-    sorted(path for folder in (".", "service", "training", "deploy", "tests") for path in ROOT.glob(f"{folder}/*.md"))
+    sorted(
+        [*ROOT.glob("*.md")]
+        + [path for folder in ("service", "training", "deploy", "tests") for path in (ROOT / folder).rglob("*.md")]
+    )
 )
 EXAMPLE = re.compile(
     r"""```console\n\$\ (curl\ -s(?=[^\n]*localhost:8000)  # against the server under test
@@ -136,10 +141,10 @@ def run_score(arguments: str, folder: Path) -> str:
     """Runs `python -m training score` of an example in a folder that has its lines."""
     (folder / "lines.txt").write_text("To be\nor not\n", encoding="utf-8")
     (folder / "service").symlink_to(ROOT / "service")
-    command = [sys.executable, *shlex.split(arguments)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    finished = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
-    return laid_out(finished.stdout, whole=True)
+    printed = io.StringIO()
+    with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
+        assert not call(shlex.split(arguments.removeprefix("-m training ")))
+    return laid_out(printed.getvalue(), whole=True)
 
 
 def score_examples() -> list[tuple[str, str, str]]:

@@ -1,14 +1,14 @@
 """Documents checked against the code: settings, metrics, commands, files, links, and the output of every example."""
 
 import json
+import os
 import re
 import shlex
 from pathlib import Path
 
 import pytest
 
-from service.settings import BUNDLED, Settings
-from tests.helpers import RunningServer
+from service.settings import Settings
 from tests.readme_examples import (
     DOCUMENTS,
     OPERATIONS,
@@ -26,6 +26,9 @@ from tests.readme_examples import (
 from training.__main__ import build_parser
 
 TEXTS = {document: document.read_text(encoding="utf-8") for document in DOCUMENTS}
+TRAINING_COMMANDS = next(it for it in build_parser()._actions if it.dest == "command").choices
+SETTING_FLAGS = {f"--{name.replace('_', '-')}" for name in Settings.model_fields}
+TEXT_SUFFIXES = {".md", ".py", ".cpp", ".toml", ".yml", ".yaml", ".json", ".sh", ".js", ".html", ".css", ""}
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -66,16 +69,13 @@ def test_settings_table_matches_the_code():
 
 
 def test_documented_train_flags_exist():
-    subparsers = next(action for action in build_parser()._actions if action.dest == "command")
-    flags = set(subparsers.choices["train"]._option_string_actions)
+    flags = set(TRAINING_COMMANDS["train"]._option_string_actions)
     named = {flag for row in rows(TEXTS[TRAINING], "Flags") for flag in re.findall(r"--[a-z-]+", row[0])}
     assert {"--init-from", "--dropout"} <= named <= flags
 
 
 def test_documented_training_commands_match_the_parser():
-    assert {row[0].strip("`") for row in rows(TEXTS[TRAINING], "Commands")} == {
-        *next(action for action in build_parser()._actions if action.dest == "command").choices
-    }
+    assert {row[0].strip("`") for row in rows(TEXTS[TRAINING], "Commands")} == TRAINING_COMMANDS.keys()
     found = [words[3:] for text in TEXTS.values() for words in commands(text) if words[1:3] == ["-m", "training"]]
     assert len(found) >= 8
     for words in found:
@@ -83,10 +83,32 @@ def test_documented_training_commands_match_the_parser():
 
 
 def test_documented_service_flags_are_settings():
-    flags = {f"--{name.replace('_', '-')}" for name in Settings.model_fields}
     found = [words[3:] for text in TEXTS.values() for words in commands(text) if words[1:3] == ["-m", "service"]]
     assert found
-    assert {word for words in found for word in words if word.startswith("--")} <= flags
+    assert {word for words in found for word in words if word.startswith("--")} <= SETTING_FLAGS
+
+
+# Flags of other programs that the documents use
+FOREIGN_FLAGS = """
+docker, compose and stacks: --build --build-arg --build-context --cpus --cpuset-cpus --gpus --image --ipc --memory
+  --no-recreate --pid --profile --publish --publish-add --read-only --replicas --restart --rm --scale --shm-size --signal
+  --wait
+torchrun: --master-addr --master-port --nnodes --node-rank --nproc-per-node
+others: --no-deps --target --build-lib --enable-feature --concurrency --request-count
+"""
+
+
+def test_every_flag_in_a_document_exists():
+    known = SETTING_FLAGS | set(FOREIGN_FLAGS.split()).union(
+        *(command._option_string_actions for command in TRAINING_COMMANDS.values()),
+        *(
+            re.findall(r'"(--[a-z][a-z-]+)"', path.read_text(encoding="utf-8"))
+            for folder in ("tests", "deploy")
+            for path in (ROOT / folder).rglob("*.py")
+        ),
+    )
+    for document, text in TEXTS.items():
+        assert set(re.findall(r"(?<![\w|-])--[a-z][a-z-]+", text)) <= known, document
 
 
 def test_readme_tree_contains_the_main_folders():
@@ -120,16 +142,9 @@ def test_readme_length_and_code_block_width_are_bounded():
             assert max(map(len, block.splitlines())) <= 130, block
 
 
-@pytest.fixture(scope="module")
-def server():
-    with RunningServer(BUNDLED) as server:
-        server.wait_until_ready()
-        yield server
-
-
-def test_metrics_table_matches_a_running_server(server):
+def test_metrics_table_matches_a_running_server(bundled):
     assert {row[0].strip("`"): [*row[1:], ""][:3] for row in rows(TEXTS[OPERATIONS], "Metrics")} == metrics_table(
-        server.url
+        bundled.url
     )
 
 
@@ -145,8 +160,8 @@ def joined(output):
 
 
 @pytest.mark.parametrize("command,output", examples(), ids=[command[:90] for command, _ in examples()])
-def test_example_output_matches_the_document(server, command, output):
-    assert joined(run(command, server.url, shows_all(output))) == joined(output)
+def test_example_output_matches_the_document(bundled, command, output):
+    assert joined(run(command, bundled.url, shows_all(output))) == joined(output)
 
 
 def numbers(output):
@@ -171,12 +186,11 @@ def test_every_curl_example_is_tested():
 
 
 def test_no_document_or_source_has_merge_conflict_markers():
-    suffixes = {".md", ".py", ".cpp", ".toml", ".yml", ".yaml", ".json", ".sh", ".js", ".html", ".css", ""}
-    skipped = {".git", ".venv", "out", "build", "checkpoints", "node_modules"}
-    found = [
-        path
-        for path in ROOT.rglob("*")
-        if path.suffix in suffixes and not skipped & set(path.relative_to(ROOT).parts) and path.is_file()
-        if re.search(rb"^(<{7}|>{7}) ", path.read_bytes(), re.MULTILINE)
-    ]
+    skipped = {".git", ".venv", "out", "build", "checkpoints", "__pycache__"}
+    found = []
+    for folder, folders, names in os.walk(ROOT):
+        folders[:] = [name for name in folders if name not in skipped]
+        for path in (Path(folder, name) for name in names if Path(name).suffix in TEXT_SUFFIXES):
+            if path.is_file() and re.search(rb"^(<{7}|>{7}) ", path.read_bytes(), re.MULTILINE):
+                found.append(path)
     assert not found

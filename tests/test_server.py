@@ -121,19 +121,6 @@ def test_completions_through_the_openai_sdk(client, exact):
     assert list(client.completions.create(**options, stream=True))[-1].choices[0].finish_reason == "length"
 
 
-def test_several_prompts_in_one_request(client, exact):
-    prompts = ["a", "Hello there", "b" * 50, "a"]
-    whole = client.completions.create(model="chargpt", prompt=prompts, max_tokens=12, seed=5)
-    assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
-    assert [choice.text for choice in whole.choices] == [exact(prompt, 12, seed=5) for prompt in prompts]
-    assert whole.usage.prompt_tokens == sum(map(len, prompts))
-    texts = [""] * 4
-    for chunk in client.completions.create(model="chargpt", prompt=prompts, max_tokens=12, seed=5, stream=True):
-        for choice in chunk.choices:
-            texts[choice.index] += choice.text
-    assert texts == [choice.text for choice in whole.choices]
-
-
 def test_prompts_may_be_token_ids(client, checkpoint, exact):
     ids = checkpoint.tokenizer.encode("Hello")
     for prompt in (ids, [ids]):
@@ -162,22 +149,9 @@ def test_stop_strings_end_the_text_and_are_never_streamed(client, exact):
     assert streamed == cut
 
 
-def test_drawn_seeds_differ_and_reproduce_their_texts(server):
-    first = web.post(f"{server.url}/generate", json={"prompt": ["a", "a"], "max_tokens": 20}).json()["choices"]
-    assert first[0]["seed"] != first[1]["seed"]
-    for choice in first:
-        again = web.post(f"{server.url}/generate", json={"prompt": "a", "max_tokens": 20, "seed": choice["seed"]})
-        assert again.json()["choices"][0]["text"] == choice["text"]
-
-
-def test_unknown_fields_are_ignored(server):
-    body = {"prompt": "a", "max_tokens": 3, "user": "me", "nonsense": {"a": 1}}
-    assert web.post(f"{server.url}/v1/completions", json=body).status_code == 200
-
-
 # -- validation --
 
-INVALID = [
+INVALID = [  # beside every documented bound, which tests/http/test_openapi.py goes to and beyond
     (b"", 400, None),
     (b"{", 400, None),
     (b"[]", 400, None),
@@ -192,48 +166,26 @@ INVALID = [
     ({"prompt": [[-1]]}, 400, "prompt"),
     ({"prompt": [10_000]}, 400, "prompt"),
     ({"prompt": "Caf\u00e9"}, 400, "prompt"),
-    ({"prompt": "a", "max_tokens": -1}, 400, "max_tokens"),
     ({"prompt": "a", "max_tokens": ENDLESS + 1}, 400, "max_tokens"),
     ({"prompt": "a", "max_tokens": 10**40}, 400, "max_tokens"),
     ({"prompt": "a", "max_tokens": "5"}, 400, "max_tokens"),
     ({"prompt": "a", "max_tokens": True}, 400, "max_tokens"),
-    ({"prompt": "a", "temperature": -0.01}, 400, "temperature"),
-    ({"prompt": "a", "temperature": 100.1}, 400, "temperature"),
     (b'{"prompt": "a", "temperature": NaN}', 400, "temperature"),
     (b'{"prompt": "a", "temperature": 1e999}', 400, "temperature"),
-    ({"prompt": "a", "top_p": 0}, 400, "top_p"),
-    ({"prompt": "a", "top_p": 1.01}, 400, "top_p"),
-    ({"prompt": "a", "top_k": -2}, 400, "top_k"),
-    ({"prompt": "a", "seed": -1}, 400, "seed"),
-    ({"prompt": "a", "seed": 2**64}, 400, "seed"),
     ({"prompt": "a", "seed": 1.5}, 400, "seed"),
     ({"prompt": "a", "stop": ""}, 400, "stop"),
-    ({"prompt": "a", "stop": ["x"] * 17}, 400, "stop"),
-    ({"prompt": "a", "stop": ["x" * 1001]}, 400, "stop"),
     ({"prompt": "a", "stream": "yes"}, 400, "stream"),
     ({"prompt": "a", "stream_options": {"include_usage": 1}}, 400, "stream_options.include_usage"),
     ({"prompt": "a", "seed": [1, 2]}, 400, "seed"),
     ({"prompt": "a", "seed": [-1]}, 400, "seed"),
-    ({"prompt": "a", "n": 0}, 400, "n"),
-    ({"prompt": "a", "n": 41}, 400, "n"),
     ({"prompt": ["a"] * 5, "n": 9}, 400, "n"),
-    ({"prompt": "a", "best_of": 41}, 400, "best_of"),
     ({"prompt": "a", "n": 3, "best_of": 2}, 400, "best_of"),
     ({"prompt": "a", "best_of": 2, "stream": True}, 400, "best_of"),
-    ({"prompt": "a", "logprobs": -1}, 400, "logprobs"),
     ({"prompt": "a", "logprobs": len(VOCABULARY) + 1}, 400, "logprobs"),
     ({"prompt": "a", "logprobs": True}, 400, "logprobs"),
     ({"prompt": "a", "suffix": "b", "logprobs": 1}, 400, "logprobs"),
     ({"prompt": "a", "suffix": "\u6f22"}, 400, "suffix"),
-    ({"prompt": "a", "min_p": 1.01}, 400, "min_p"),
-    ({"prompt": "a", "typical_p": 0}, 400, "typical_p"),
-    ({"prompt": "a", "repetition_penalty": 0.009}, 400, "repetition_penalty"),
-    ({"prompt": "a", "presence_penalty": 2.01}, 400, "presence_penalty"),
-    ({"prompt": "a", "frequency_penalty": -2.01}, 400, "frequency_penalty"),
     ({"prompt": "a", "min_tokens": 17}, 400, "min_tokens"),
-    ({"prompt": "a", "priority": 1001}, 400, "priority"),
-    ({"prompt": "a", "timeout_seconds": 0}, 400, "timeout_seconds"),
-    ({"prompt": "a", "logit_bias": {"a": 100.1}}, 400, "logit_bias"),
     ({"prompt": "a", "logit_bias": {"ab": 1}}, 400, "logit_bias"),
     ({"prompt": "a", "logit_bias": {"\u6f22": 1}}, 400, "logit_bias"),
     ({"prompt": "a", "logit_bias": {"10000": 1}}, 400, "logit_bias"),
@@ -244,14 +196,11 @@ INVALID = [
     ({"prompt": "a", "logit_bias": [["a"]]}, 400, "logit_bias"),
     ({"prompt": "a", "regex": "a(b"}, 400, "regex"),
     ({"prompt": "a", "regex": "^a$"}, 400, "regex"),
-    ({"prompt": "a", "regex": "a" * 1001}, 400, "regex"),
     ({"prompt": "a", "regex": "a{17}"}, 400, "regex"),
     ({"prompt": "a", "regex": "\u6f22"}, 400, "regex"),
-    ({"prompt": "a", "regex": "(a|b)*a(a|b){20}"}, 400, "regex"),
     ({"prompt": "a", "regex": "a", "choice": ["a"]}, 400, "regex"),
     ({"prompt": "a", "regex": "a", "stop": "b"}, 400, "regex"),
     ({"prompt": "a", "choice": ["a"], "stop_regex": "b"}, 400, "choice"),
-    ({"prompt": "a", "choice": []}, 400, "choice"),
     ({"prompt": "a", "choice": ["\u6f22"]}, 400, "choice"),
     ({"prompt": "a", "allowed_characters": ""}, 400, "allowed_characters"),
     ({"prompt": "a", "allowed_characters": "a\u6f22"}, 400, "allowed_characters"),
@@ -284,37 +233,6 @@ def test_invalid_input_is_rejected_and_the_parameter_named(server, body, status,
 def test_unknown_character_error_names_character_and_offset(server):
     message = web.post(f"{server.url}/generate", json={"prompt": ["ok", "na\u00efve"]}).json()["error"]["message"]
     assert message == "prompt.1: character 'ï' (U+00EF) at offset 2 is not in the vocabulary"
-
-
-def test_values_at_the_limits_are_accepted(server):
-    for options in (
-        {"max_tokens": 0},
-        {"max_tokens": 1},
-        {"temperature": 0},
-        {"temperature": 100},
-        {"top_p": 1e-12},
-        {"top_k": -1},
-        {"top_k": 2**31 - 1},
-        {"seed": 2**64 - 1},
-        {"stop": ["x" * 1000] * 16},
-        {"prompt": ["a"] * 40},
-        {"prompt": ["a"] * 5, "n": 8},
-        {"prompt": None},
-        {"logprobs": len(VOCABULARY)},
-        {"min_p": 1},
-        {"typical_p": 1e-12},
-        {"repetition_penalty": 100},
-        {"repetition_penalty": 0.01},
-        {"presence_penalty": -2, "frequency_penalty": 2},
-        {"logit_bias": {c: -100 for c in VOCABULARY}},
-        {"min_tokens": 2},
-        {"priority": -1000},
-        {"regex": "a" * 2},
-        {"regex": "[a-z]{0,999}"},
-        {"choice": ["a" * 1000, "b"]},
-    ):
-        response = web.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 2} | options)
-        assert response.status_code == 200, (options, response.text)
 
 
 @pytest.mark.parametrize(
@@ -676,14 +594,6 @@ def test_sigterm_stops_a_server_that_was_paused(checkpoint):
         wait_until(lambda: main.status() == psutil.STATUS_STOPPED)
         main.resume()
         assert server.stop(timeout=15) == 0
-
-
-def test_killing_the_main_process_leaves_no_orphans(checkpoint):
-    with RunningServer(checkpoint.path) as server:
-        server.wait_until_ready()
-        server.process.kill()
-        server.process.wait()
-        server.wait_until_gone()
 
 
 # -- startup --

@@ -10,10 +10,9 @@ import subprocess
 import sys
 
 import pytest
-import requests as web
 
 from service.settings import BUNDLED
-from tests.helpers import RunningServer
+from tests.helpers import web
 from tests.toolbox.needs import lm_eval_path
 
 pytestmark = pytest.mark.needs("lm_eval")
@@ -45,24 +44,21 @@ print(json.dumps({
 """
 
 
-@pytest.fixture(scope="module")
-def server():
-    with RunningServer(BUNDLED) as server:
-        server.wait_until_ready()
-        yield server
-        assert server.stop() == 0
-
-
-def nats(server, prefix, continuation):
-    body = {"prefix": prefix, "continuations": [continuation], "characters": False}
-    return web.post(f"{server.url}/v1/score", json=body).json()["data"][0]["nats"]
-
-
-def test_harness_scores_and_generates(server):
+def test_harness_scores_and_generates(bundled):
     """With the checkpoint's folder as tokenizer, and the id of the line break as what precedes a text."""
+
+    def nats(prefix, continuation):
+        body = {"prefix": prefix, "continuations": [continuation], "characters": False}
+        return web.post(f"{bundled.url}/v1/score", json=body).json()["data"][0]["nats"]
+
+    def greedy(prompt, max_tokens):
+        body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stop": "\n\n"}
+        return web.post(f"{bundled.url}/generate", json=body).json()["choices"][0]["text"]
+
     texts = [LINES, "O", "\n\nROMEO:\n"]
-    options = {"custom_prefix_token_id": 0}
-    given = [server.url, str(BUNDLED), texts, PAIRS, options]
+    context, long = PAIRS[0][0], 2 * LINES + "ROMEO:"  # longer than the model's window
+    pairs = [*PAIRS, (context, greedy(context, 8)), (long, "\nBy chance")]
+    given = [bundled.url, str(BUNDLED), texts, pairs, {"custom_prefix_token_id": 0}]
     environment = os.environ | {"PYTHONPATH": lm_eval_path(), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, json.dumps(given)], env=environment, capture_output=True, text=True
@@ -70,8 +66,7 @@ def test_harness_scores_and_generates(server):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["prefix_token_id"] == 0
-    assert found["rolling"] == pytest.approx([-nats(server, "\n", text) for text in texts], abs=1e-4)
-    assert [value for value, _ in found["pairs"]] == pytest.approx([-nats(server, *pair) for pair in PAIRS], abs=1e-4)
-    for (context, _), text in zip(PAIRS, found["generated"], strict=True):
-        body = {"prompt": context, "max_tokens": 20, "temperature": 0, "stop": "\n\n"}
-        assert text == web.post(f"{server.url}/generate", json=body).json()["choices"][0]["text"]
+    assert found["rolling"] == pytest.approx([-nats("\n", text) for text in texts], abs=1e-4)
+    assert [value for value, _ in found["pairs"]] == pytest.approx([-nats(*pair) for pair in pairs], abs=1e-4)
+    assert [is_greedy for _, is_greedy in found["pairs"]] == [False, False, True, False]
+    assert found["generated"] == [greedy(context, 20) for context, _ in pairs]

@@ -9,7 +9,7 @@ import sys
 import httpx
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import expect, sync_playwright
+from playwright.sync_api import expect
 
 from service.http.page import STATIC
 from service.model.checkpoint import save_checkpoint
@@ -27,26 +27,14 @@ pytestmark = pytest.mark.needs("browser")
 
 
 @pytest.fixture(scope="module")
-def server():
-    with RunningServer(BUNDLED) as server:
-        server.wait_until_ready()
-        yield server
-        assert server.stop() == 0
-        assert "Traceback" not in server.output()
-
-
-@pytest.fixture(scope="module")
-def browser():
-    expect.set_options(timeout=20_000)
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=program("browser"), args=["--no-sandbox"])
-        yield browser
-        browser.close()
+def server(bundled):
+    return bundled
 
 
 @pytest.fixture
 def visit(browser, server):
     """Opens the page at a fragment. At the end: no errors in the console but for refusals, no other server asked."""
+    expect.set_options(timeout=20_000)
     contexts, problems, asked = [], [], []
 
     def visit(fragment="", url=server.url + "/", may_fail=False, **options):
