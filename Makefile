@@ -53,7 +53,7 @@ native: $(RUN) ## compile the native engine again, whether or not its source has
 
 # CHARGPT_REQUIRE=docker,prometheus,… turns skips for lack of these into failures; tests/toolbox/needs.py lists them.
 test: $(VENV)/.installed-test ## install test dependencies and run the suite; ARGS='-k model' selects tests
-	$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Python itself is not instrumented: the runtime is preloaded, with libstdc++, whose exceptions it intercepts. Python
 # leaves memory allocated at exit, and its own allocator would hide writes beyond the end of small buffers.

@@ -1,6 +1,7 @@
 import os
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +14,28 @@ if TYPE_CHECKING:
 # Test models are tiny: a second thread would only spin and compete with the servers under test.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+FOLDER = Path(__file__).parent
 ON_DEMAND = ("chaos", "cuda", "slow", "tools")
+
+# The files that take longest come first, so that none of them is left for one of several processes at the end.
+LONGEST = (
+    "deploy/test_compose.py",
+    "deploy/test_container.py",
+    "deploy/test_swarm.py",
+    "test_supervision.py",
+    "http/test_openapi.py",
+    "deploy/test_deploy.py",
+    "test_server.py",
+    "training/test_training.py",
+    "http/test_page.py",
+    "engine/test_engine.py",
+    "http/test_protocol.py",
+    "test_checkpoints.py",
+    "training/test_distributed.py",
+    "http/test_large.py",
+    "test_install.py",
+    "observe/test_logs.py",
+)
 
 
 def pytest_configure() -> None:
@@ -21,7 +43,10 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects tests with a marker of ON_DEMAND unless -m names that marker."""
+    """Deselects tests with a marker of ON_DEMAND unless -m names that marker; puts the LONGEST files first."""
+    rank = {FOLDER / name: number for number, name in enumerate(LONGEST)}
+    assert all(path.is_file() for path in rank), rank
+    items.sort(key=lambda item: rank.get(item.path, len(rank)))
     unrequested = {marker for marker in ON_DEMAND if marker not in config.option.markexpr}
     deselected = [item for item in items if unrequested & {mark.name for mark in item.iter_markers()}]
     config.hook.pytest_deselected(items=deselected)

@@ -148,27 +148,22 @@ def test_sequences_of_all_models_run_at_once_with_their_own_texts(server, runs):
         assert {name: [text(call.result()) for call in its] for name, its in calls.items()} == expected
 
 
-def test_a_model_does_not_wait_for_the_slots_of_another(tmp_path):
+def test_the_default_has_no_name_and_a_model_does_not_wait_for_the_slots_of_another(tmp_path):
     """One that comes while another holds all slots starts at once."""
     save_random(tmp_path / "a", seed=1)
     save_random(tmp_path / "b", seed=2)
-    with RunningServer(tmp_path, max_running_requests=4, fair_queueing=False) as server:
-        server.wait_until_ready()
-        flood = {"model": "a", "prompt": "a", "max_tokens": ENDLESS, "n": 8, "stream": True}
-        with web.stream("POST", f"{server.url}/generate", json=flood, timeout=60) as stream:
-            lines = stream.iter_lines()
-            next(lines)
-            assert text(ask(server, "b", max_tokens=300)) == exact(Checkpoint.read(tmp_path / "b"), "a", 300, seed=1)
-
-
-def test_the_default_is_the_checkpoint_without_a_name(tmp_path):
-    save_random(tmp_path / "a", seed=1)
-    save_random(tmp_path / "b", seed=2)
-    with RunningServer(f"{tmp_path}/a,second={tmp_path}/b", model_name="first") as server:
+    options = {"model_name": "first", "max_running_requests": 4, "fair_queueing": False}
+    with RunningServer(f"{tmp_path}/a,second={tmp_path}/b", **options) as server:
         server.wait_until_ready()
         assert list(served(server)) == ["first", "second"]
         assert ask(server).json()["model"] == "first"
         assert ask(server, "second").json()["model"] == "second"
+        flood = {"prompt": "a", "max_tokens": ENDLESS, "n": 8, "stream": True}
+        with web.stream("POST", f"{server.url}/generate", json=flood, timeout=60) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            expected = exact(Checkpoint.read(tmp_path / "b"), "a", 300, seed=1)
+            assert text(ask(server, "second", max_tokens=300)) == expected
 
 
 # -- SIGHUP --
@@ -219,42 +214,6 @@ def test_checkpoints_change_under_load_without_a_failed_request(tmp_path):
         assert "Traceback" not in server.output()
 
 
-def test_a_running_stream_ends_on_the_checkpoint_with_which_it_began(tmp_path):
-    old = save_random(tmp_path / "model", **SLOW)
-    expected = exact(old, "a", 100, seed=1)
-    with RunningServer(tmp_path / "model") as server:
-        server.wait_until_ready()
-        body = {"prompt": "a", "max_tokens": 1500, "seed": 1, "stream": True}
-        with web.stream("POST", f"{server.url}/generate", json=body, timeout=60) as stream:
-            lines = stream.iter_lines()
-            first = [next(lines)]
-            new = save_random(tmp_path / "model", seed=5)
-            reload(server, "loaded", "chargpt")
-            assert text(ask(server)) == exact(new, "a", 20, seed=1)
-            answer = text_of(pieces([*first, *lines])[:-1])
-        assert len(answer) == 1500 and answer.startswith(expected)
-        wait_until(lambda: "dropped checkpoint chargpt" in server.output())
-
-
-@pytest.mark.parametrize("damage", ["weights", "missing"])
-def test_a_bad_checkpoint_is_refused_and_the_old_one_keeps_serving(tmp_path, damage):
-    expected = exact(save_random(tmp_path / "model", seed=1), "a", 20, seed=1)
-    with RunningServer(f"m={tmp_path}/model") as server:
-        server.wait_until_ready()
-        if damage == "weights":
-            file = tmp_path / "model" / "model.safetensors"
-            file.write_bytes(file.read_bytes()[:-1] + b"\x00")
-        else:
-            shutil.rmtree(tmp_path / "model")
-        reload(server, "refused", "m")
-        assert text(ask(server)) == expected
-        assert "checkpoint m: refused: " in server.output()
-        server.worker().kill()  # its replacement has the old one too, whatever is in the folder
-        server.wait_until_metric("chargpt_worker_restarts_total", 1)
-        wait_until(lambda: ask(server).status_code == 200)
-        assert text(ask(server)) == expected
-
-
 SLOW_READING = """
 import sys, time
 from service.__main__ import serve
@@ -294,21 +253,7 @@ def test_reading_a_large_checkpoint_at_sighup_holds_nothing_up(tmp_path):
         assert server.stop() == 0
 
 
-def test_a_checkpoint_that_a_worker_cannot_load_is_refused(tmp_path):
-    """It verifies, but its cache is larger than any memory."""
-    old = save_random(tmp_path / "model", seed=1)
-    with RunningServer(tmp_path / "model", max_running_requests=4096) as server:
-        server.wait_until_ready()
-        save_random(tmp_path / "model", seed=2, block_size=1 << 20)
-        reload(server, "refused", "chargpt")
-        assert text(ask(server))
-        assert served(server) == {"chargpt": old.digest}
-        save_random(tmp_path / "model", seed=3)
-        reload(server, "loaded", "chargpt")
-        assert text(ask(server))
-
-
-def test_a_request_on_a_replaced_checkpoint_outlives_its_worker(tmp_path):
+def test_a_stream_ends_on_the_checkpoint_with_which_it_began_though_its_worker_dies(tmp_path):
     """The new worker loads the old version too, as long as a request uses it."""
     old = save_random(tmp_path / "model", **SLOW)
     expected = exact(old, "a", 100, seed=1)
@@ -318,26 +263,45 @@ def test_a_request_on_a_replaced_checkpoint_outlives_its_worker(tmp_path):
         with web.stream("POST", f"{server.url}/generate", json=body, timeout=60) as stream:
             lines = stream.iter_lines()
             first = [next(lines)]
-            save_random(tmp_path / "model", seed=5)
+            new = save_random(tmp_path / "model", seed=5)
             reload(server, "loaded", "chargpt")
+            assert text(ask(server)) == exact(new, "a", 20, seed=1)
             server.worker().kill()
             answer = text_of(pieces([*first, *lines])[:-1])
         assert len(answer) == 2000 and answer.startswith(expected)
+        wait_until(lambda: "dropped checkpoint chargpt" in server.output())
 
 
-def test_an_http_process_that_is_replaced_serves_the_newest(tmp_path):
-    save_random(tmp_path / "model", seed=1)
-    with RunningServer(tmp_path / "model") as server:
+def test_a_bad_checkpoint_is_refused_and_the_old_one_keeps_serving(tmp_path):
+    """A worker or HTTP process that is replaced has the old one too, whatever is in the folder."""
+    first = save_random(tmp_path / "model", seed=1)
+    expected = exact(first, "a", 20, seed=1)
+    with RunningServer(f"m={tmp_path}/model", max_running_requests=4096) as server:
         server.wait_until_ready()
-        new = save_random(tmp_path / "model", seed=2)
-        reload(server, "loaded", "chargpt")
+        file = tmp_path / "model" / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-1] + b"\x00")
+        reload(server, "refused", "m")
+        assert text(ask(server)) == expected
+        shutil.rmtree(tmp_path / "model")
+        reload(server, "refused", "m")
+        assert server.output().count("checkpoint m: refused: ") == 2
+        server.worker().kill()
+        server.wait_until_metric("chargpt_worker_restarts_total", 1)
+        wait_until(lambda: ask(server).status_code == 200)
+        assert text(ask(server)) == expected
+        save_random(tmp_path / "model", seed=2, block_size=1 << 20)  # it verifies; its cache exceeds any memory
+        reload(server, "refused", "m")
+        assert text(ask(server)) == expected and served(server) == {"m": first.digest}
+        new = save_random(tmp_path / "model", seed=3)
+        reload(server, "loaded", "m")
+        assert text(ask(server)) == exact(new, "a", 20, seed=1)
         (http,) = http_processes(server)
         http.kill()
         wait_until(lambda: (found := http_processes(server)) and found != [http])
         server.wait_until_ready()
-        assert served(server) == {"chargpt": new.digest}
-        save_random(tmp_path / "model", seed=3)
-        reload(server, "loaded", "chargpt")
+        assert served(server) == {"m": new.digest}
+        save_random(tmp_path / "model", seed=4)
+        reload(server, "loaded", "m")
 
 
 # -- at start --

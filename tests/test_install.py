@@ -122,8 +122,7 @@ NO_COMPILER = {
 }
 
 
-@pytest.mark.parametrize("case", NO_COMPILER)
-@pytest.mark.parametrize("editable", [False, True], ids=["install", "editable"])
+@pytest.mark.parametrize(("case", "editable"), [*((case, False) for case in NO_COMPILER), ("none on PATH", True)])
 def test_without_a_compiler_the_installation_succeeds_with_one_line(source, tmp_path, case, editable):
     variables, reason = NO_COMPILER[case]
     site = tmp_path / "site"

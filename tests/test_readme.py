@@ -91,8 +91,8 @@ def test_documented_service_flags_are_settings():
 # Flags of other programs that the documents use
 FOREIGN_FLAGS = """
 docker, compose and stacks: --build --build-arg --build-context --cpus --cpuset-cpus --gpus --image --ipc --memory
-  --no-recreate --pid --profile --publish --publish-add --read-only --replicas --restart --rm --scale --shm-size --signal
-  --wait
+  --no-recreate --pid --profile --publish --publish-add --read-only --replicas --restart --rm --scale --shm-size
+  --signal --wait
 torchrun: --master-addr --master-port --nnodes --node-rank --nproc-per-node
 others: --no-deps --target --build-lib --enable-feature --concurrency --request-count
 """

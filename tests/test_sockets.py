@@ -185,34 +185,6 @@ def test_frames_arrive_whole_and_in_order_for_any_fragmentation(piece_bytes):
     run_with_sockets(main)
 
 
-def test_buffered_frames_arrive_whole_and_in_order():
-    async def main():
-        async with connected() as pair:
-            pair.relay.flows.clear()
-            for number in range(200):
-                pair.worker.send(step(number), HTTP)
-                pair.http.send(Abort(number), 0)
-            await asyncio.sleep(0)
-            assert pair.at_http == pair.at_worker == []
-            pair.relay.flows.set()
-            await pair.until(lambda: len(pair.at_worker) == len(pair.at_http) == 200)
-            assert pair.at_worker == [(HTTP, Abort(number)) for number in range(200)]
-            assert pair.at_http == [(0, step(number)) for number in range(200)]
-
-    run_with_sockets(main)
-
-
-def test_multi_megabyte_frame_arrives_whole():
-    async def main():
-        async with connected() as pair:
-            pair.worker.send(step(1, 3_000_000), HTTP)
-            await pair.until(lambda: pair.at_http)
-            assert pair.at_http == [(0, step(1, 3_000_000))]
-            assert pair.relay.to_http > 3_000_000
-
-    run_with_sockets(main)
-
-
 def test_slow_reader_eventually_receives_everything():
     async def main():
         async with connected() as pair:

@@ -9,6 +9,7 @@ import select
 import signal
 import socket
 import ssl
+import subprocess
 import threading
 import time
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -17,7 +18,6 @@ from types import SimpleNamespace
 import httpx
 import openai
 import pytest
-from playwright.sync_api import sync_playwright
 
 from service.http.app import EXPOSED_HEADERS, App, Endpoint
 from service.http.clients import ClientLimits
@@ -230,7 +230,7 @@ def test_unlisted_origin_is_not_allowed(server, origin):
     assert "Origin" in response.headers["vary"]
 
 
-def test_a_page_of_another_origin_has_no_post_run(checkpoint, tmp_path):
+def test_a_page_of_another_origin_has_no_post_run(checkpoint, browser, tmp_path):
     """A browser asks before it sends application/json, and the types that it sends unasked are refused."""
     (tmp_path / "index.html").write_text("<title>another origin</title>")
     handler = functools.partial(SimpleHTTPRequestHandler, directory=tmp_path)
@@ -242,17 +242,15 @@ def test_a_page_of_another_origin_has_no_post_run(checkpoint, tmp_path):
     with RunningServer(checkpoint.path) as server, ThreadingHTTPServer(("127.0.0.1", 0), handler) as other:
         threading.Thread(target=other.serve_forever, daemon=True).start()
         server.wait_until_ready()
-        with sync_playwright() as playwright:
-            browser = playwright.chromium.launch(executable_path=program("browser"), args=["--no-sandbox"])
-            page = browser.new_page()
-            page.goto(f"http://127.0.0.1:{other.server_port}/")
-            url = f"{server.url}/generate"
-            assert page.evaluate(ask, [url, "application/json", "cors"]) == "TypeError"
-            assert [page.evaluate(ask, [url, kind, "cors"]) for kind in simple] == ["TypeError"] * 3
-            assert [page.evaluate(ask, [url, kind, "no-cors"]) for kind in simple] == ["opaque"] * 3  # sent, not read
-            image = "url => new Promise(done => { const it = new Image(); it.onerror = () => done(0); it.src = url; })"
-            page.evaluate(image, f"{url}?prompt=a&max_tokens=1")
-            browser.close()
+        page = browser.new_page()
+        page.goto(f"http://127.0.0.1:{other.server_port}/")
+        url = f"{server.url}/generate"
+        assert page.evaluate(ask, [url, "application/json", "cors"]) == "TypeError"
+        assert [page.evaluate(ask, [url, kind, "cors"]) for kind in simple] == ["TypeError"] * 3
+        assert [page.evaluate(ask, [url, kind, "no-cors"]) for kind in simple] == ["opaque"] * 3  # sent, not read
+        image = "url => new Promise(done => { const it = new Image(); it.onerror = () => done(0); it.src = url; })"
+        page.evaluate(image, f"{url}?prompt=a&max_tokens=1")
+        page.close()
         other.shutdown()
         posts = {"handler": "/generate", "method": "POST"}
         server.wait_until_metric("chargpt_http_requests_total", 6, **posts, status="415")
@@ -485,6 +483,9 @@ def test_an_http_process_is_replaced_without_the_certificate_files(checkpoint, t
     """The files are read at start: half of a new pair of them changes nothing."""
     files = make_certificate(tmp_path)
     flags = {"tls_certificate": files[0], "tls_key": files[1]}
+    command = [program("openssl"), "x509", "-enddate", "-noout", "-in", files[0]]
+    shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    end = ssl.cert_time_to_seconds(shown.strip().removeprefix("notAfter="))
     with RunningServer(checkpoint.path, **flags) as server:
         url = server.url.replace("http:", "https:")
         context = ssl.create_default_context(cafile=files[0])
@@ -494,10 +495,18 @@ def test_an_http_process_is_replaced_without_the_certificate_files(checkpoint, t
                 with contextlib.suppress(httpx.TransportError):
                     return client.get("/readyz").status_code == 200
 
+            def expiry():
+                name = "chargpt_tls_certificate_expiry_timestamp_seconds{"
+                lines = client.get("/metrics").text.splitlines()
+                return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
             wait_until(is_served)
+            assert expiry() == end > time.time()
+            files[0].write_text("a later one, which is not loaded")
             files[1].unlink()
             http_processes(server)[0].kill()
             wait_until(is_served)
+            wait_until(lambda: expiry() == end)
         assert server.stop() == 0
 
 

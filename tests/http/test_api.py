@@ -98,6 +98,14 @@ def test_top_logprobs_include_the_sampled_character(post):
         assert character in top
         sizes.add(len(top))
     assert sizes == {1, 2}
+    (several, whole) = (
+        post("/generate", prompt="ab", max_tokens=5, seed=1, logprobs=k)["choices"][0]["logprobs"]["top_logprobs"]
+        for k in (3, len(VOCABULARY))
+    )
+    for some, row in zip(several, whole, strict=True):
+        assert sorted(some.values(), reverse=True)[:3] == pytest.approx(
+            sorted(row.values(), reverse=True)[:3], abs=1e-4
+        )
     (alone,) = post("/generate", prompt="ab", max_tokens=5, seed=1, logprobs=0)["choices"]
     assert [len(top) for top in alone["logprobs"]["top_logprobs"]] == [1] * 5
     (without,) = post("/generate", prompt="ab", max_tokens=5, seed=1)["choices"]
@@ -136,6 +144,7 @@ def test_stream_with_echo_and_logprobs_equals_the_whole_response(client, post):
     for choice in whole:
         mine = [c for part in parts for c in part["choices"] if c["index"] == choice["index"]]
         assert "".join(c["text"] for c in mine) == choice["text"]
+        assert len(choice["logprobs"]["tokens"]) == len(choice["text"])  # they end at the stop too
         for name in ("tokens", "text_offset"):
             assert [item for c in mine for item in c["logprobs"][name]] == choice["logprobs"][name]
         values = [v or 0.0 for c in mine for v in c["logprobs"]["token_logprobs"]]
@@ -446,12 +455,6 @@ def test_tokenize_and_detokenize(client, post, checkpoint):
     assert client.head("/metrics").status_code == 200
 
 
-def test_model_is_retrieved_by_name(client):
-    assert client.get("/v1/models/chargpt").json()["id"] == "chargpt"
-    response = client.get("/v1/models/other")
-    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
-
-
 @pytest.mark.parametrize(
     ("path", "given", "meant"),
     [
@@ -600,11 +603,6 @@ def test_lower_priority_numbers_run_first(checkpoint):
         assert server.stop() == 0
 
 
-def test_request_may_set_a_shorter_timeout(client):
-    response = client.post("/generate", json={"prompt": "a", "max_tokens": ENDLESS, "timeout_seconds": 0.05})
-    assert (response.status_code, response.json()["error"]["code"]) == (504, "timeout")
-
-
 def test_headers_match_the_receipt(client, checkpoint):
     response = client.post("/generate", json={"prompt": ["ab", "c"], "max_tokens": 20})
     receipt, headers = response.json()["chargpt"], response.headers
@@ -676,19 +674,19 @@ def answer_of(client, path, body):
     return [texts[i] for i in sorted(texts)], parts[-1]["chargpt"]["seeds"]
 
 
-def test_a_thousand_receipts_replay_exactly(client):
+def test_receipts_replay_exactly(client):
     r = random.Random(11)
-    requests = [(r.choice(["/generate", "/v1/completions"]), any_request(r)) for _ in range(1000)]
+    requests = [(r.choice(["/generate", "/v1/completions"]), any_request(r)) for _ in range(300)]
     with concurrent.futures.ThreadPoolExecutor(24) as pool:
         first = list(pool.map(lambda request: answer_of(client, *request), requests))
-        order = r.sample(range(1000), 1000)  # other batches
+        order = r.sample(range(300), 300)  # other batches
 
         def replay(i):
             path, body = requests[i]
             return answer_of(client, path, body | {"seed": first[i][1]})
 
         again = dict(zip(order, pool.map(replay, order), strict=True))
-    different = [i for i in range(1000) if again[i] != first[i]]
+    different = [i for i in range(300) if again[i] != first[i]]
     assert not different, [(requests[i], first[i], again[i]) for i in different[:3]]
     assert len({seed for _, seeds in first for seed in seeds}) == sum(len(seeds) for _, seeds in first)
 
@@ -702,6 +700,7 @@ def test_several_workers_and_http_processes_yield_the_same_texts_as_one(checkpoi
         expected = list(pool.map(lambda request: answer_of(client, *request), requests))
     with RunningServer(checkpoint.path, http_processes=2, workers_per_device=2, max_running_requests=8) as server:
         server.wait_until_ready()
+        assert {web.get(f"{server.url}/readyz").status_code for _ in range(40)} == {200}, "an HTTP process is not ready"
         apart = httpx.Limits(max_connections=None, max_keepalive_connections=0)  # either process may accept
         with (
             httpx.Client(base_url=server.url, timeout=60, limits=apart) as either,

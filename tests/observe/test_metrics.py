@@ -2,9 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import signal
-import ssl
-import subprocess
 import time
 
 import psutil
@@ -19,13 +16,11 @@ from tests.helpers import (
     VOCABULARY,
     RunningServer,
     http_processes,
-    make_certificate,
     random_model,
     wait_until,
     web,
 )
 from tests.toolbox.http import answer, post, sent
-from tests.toolbox.needs import program
 
 OPEN_METRICS = {"Accept": "application/openmetrics-text; version=1.0.0, text/plain; q=0.5"}
 LOSS = 1.25
@@ -152,20 +147,6 @@ def test_requests_are_counted_by_finish_reason_and_gauges_return_to_zero(server)
     assert server.metric("chargpt_kv_cache_usage_perc") == 0
 
 
-def test_rejections_are_counted_by_reason(checkpoint):
-    with RunningServer(checkpoint, max_running_requests=1, max_queued_requests=0) as server:
-        server.wait_until_ready()
-        with open_stream(server):
-            assert generate(server).status_code == 429
-            server.process.send_signal(signal.SIGTERM)
-            while (answer := generate(server, prompt=["a", "b"], max_tokens=1)).status_code == 429:
-                pass
-            assert answer.json()["error"]["code"] == "shutting_down"
-            assert server.metric("chargpt_admission_rejections_total", reason="shutting_down") == 2
-            assert server.metric("chargpt_admission_rejections_total", reason="queue_full") >= 1
-        assert server.process.wait(30) == 0
-
-
 def test_counters_survive_a_worker_restart_and_gauges_do_not(checkpoint):
     with RunningServer(checkpoint, max_running_requests=4) as server:
         server.wait_until_ready()
@@ -188,15 +169,6 @@ def test_counters_survive_a_worker_restart_and_gauges_do_not(checkpoint):
         )
         assert after["chargpt_cache_slots", frozenset()] == 4
         assert server.metric("chargpt_process_start_time_seconds", process="worker-0") > started
-        main, worker = psutil.Process(server.process.pid), server.worker()
-        main.suspend()  # so that nobody replaces the worker
-        worker.kill()
-        wait_until(lambda: web.get(f"{server.url}/readyz").status_code == 503)
-        answer = generate(server)
-        main.resume()
-        assert answer.status_code == 503
-        assert answer.json()["error"]["code"] == "not_ready"
-        assert server.metric("chargpt_admission_rejections_total", reason="not_ready") >= 1
 
 
 def test_processes_that_hang_or_died_are_not_ready(checkpoint):
@@ -215,25 +187,6 @@ def test_processes_that_hang_or_died_are_not_ready(checkpoint):
         main.resume()
         for name in names:
             server.wait_until_metric(f"{name}_ready", 2)
-
-
-@pytest.mark.needs("openssl")
-def test_certificate_expiry_is_that_of_the_certificate_in_use(checkpoint, tmp_path, monkeypatch):
-    certificate, key = make_certificate(tmp_path)
-    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))  # trusted by the client here
-    command = [program("openssl"), "x509", "-enddate", "-noout", "-in", certificate]
-    shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    end = ssl.cert_time_to_seconds(shown.strip().removeprefix("notAfter="))
-    with RunningServer(checkpoint, tls_certificate=certificate, tls_key=key) as server:
-        server.url = f"https://127.0.0.1:{server.port}"
-        server.wait_until_ready()
-        name = "chargpt_tls_certificate_expiry_timestamp_seconds"
-        assert server.metric(name) == end > time.time()
-        certificate.write_text("a later one, which is not loaded")
-        before = {process.pid for process in http_processes(server)}
-        http_processes(server)[0].kill()
-        wait_until(lambda: http_processes(server) and not before & {process.pid for process in http_processes(server)})
-        server.wait_until_metric(name, end)
 
 
 def test_iteration_phases_add_up_to_the_iteration_time(server):

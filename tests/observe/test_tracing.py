@@ -18,6 +18,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
+from service.settings import read_settings
 from tests.helpers import ENDLESS, RunningServer, save_random, wait_until, web
 
 MARKER = "SecretMarker"
@@ -345,27 +346,19 @@ def test_nothing_exports_the_query_where_the_program_has_a_tracer_provider(check
     assert MARKER not in json.dumps(spans)
 
 
-def test_pending_spans_are_exported_at_shutdown_under_the_configured_service_name(checkpoint, monkeypatch):
+def test_variables_of_opentelemetry_apply_and_pending_spans_are_exported_at_shutdown(checkpoint, monkeypatch):
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "600000")
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
-    with collecting() as collector, RunningServer(checkpoint.path, otlp_traces_endpoint=collector.url) as server:
-        server.wait_until_ready()
-        response, _, _ = ask(server, "/generate", {"prompt": "a", "max_tokens": 1})
-        assert not collector.spans
-        assert server.stop() == 0
-        resource, _, _ = collector.requests()[response.headers["x-request-id"]]
-        assert resource["service.name"] == "mine"
-
-
-def test_otel_traces_sampler_variable_applies(checkpoint, monkeypatch):
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
     with collecting() as collector, RunningServer(checkpoint.path, otlp_traces_endpoint=collector.url) as server:
         server.wait_until_ready()
         ask(server, "/generate", {"prompt": "a", "max_tokens": 1})
         parent = {"traceparent": f"00-{'1' * 32}-{'2' * 16}-01"}
         response, _, _ = ask(server, "/generate", {"prompt": "a", "max_tokens": 1}, **parent)
+        assert not collector.spans
         assert server.stop() == 0
-        assert collector.requests().keys() == {response.headers["x-request-id"]}
+        ((id, (resource, *_)),) = collector.requests().items()
+        assert (id, resource["service.name"]) == (response.headers["x-request-id"], "mine")
 
 
 @pytest.mark.parametrize("is_silent", [False, True])
@@ -419,9 +412,9 @@ def test_without_the_extra_the_service_runs_and_rejects_the_setting(checkpoint, 
 @pytest.mark.parametrize(
     "endpoint", ["localhost:4318", "http://localhost:4318", "grpc://localhost/v1", "http://a:b@host/v1/traces", ""]
 )
-def test_incomplete_endpoint_url_is_rejected(endpoint):
-    command = [sys.executable, "-m", "service", f"--otlp-traces-endpoint={endpoint}"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "--otlp-traces-endpoint (CHARGPT_OTLP_TRACES_ENDPOINT): must be a full URL" in done.stderr
-    assert "http://localhost:4318/v1/traces" in done.stderr
+def test_incomplete_endpoint_url_is_rejected(capsys, endpoint):
+    with pytest.raises(SystemExit):
+        read_settings([f"--otlp-traces-endpoint={endpoint}"])
+    error = capsys.readouterr().err
+    assert "--otlp-traces-endpoint (CHARGPT_OTLP_TRACES_ENDPOINT): must be a full URL" in error
+    assert "http://localhost:4318/v1/traces" in error

@@ -155,12 +155,6 @@ def test_the_first_invalid_byte_is_reported(tmp_path, monkeypatch, size):
         prepare(str(text_file(tmp_path, b"ab\xe2\x82")))
 
 
-@pytest.mark.parametrize(("text", "content"), [("", "is empty"), ("aaaa", "contains only the character 'a'")])
-def test_a_text_needs_two_distinct_characters(tmp_path, text, content):
-    with pytest.raises(DataError, match=f"{content}; a text needs at least 2 distinct characters"):
-        prepare(str(text_file(tmp_path, text)))
-
-
 def test_a_text_needs_20_characters(tmp_path):
     with pytest.raises(DataError, match="has 19 characters; a text needs at least 20"):
         prepare(str(text_file(tmp_path, "abcdefghij" + "k" * 9)))
