@@ -149,15 +149,6 @@ def test_client_header_is_the_name_of_a_header(header, capsys):
     assert "--client-header (CHARGPT_CLIENT_HEADER): " in rejection(["--client-header", header], capsys)
 
 
-def test_invalid_client_limits_are_named(tmp_path, capsys):
-    path = tmp_path / "limits.toml"
-    message = rejection(["--client-limits", str(path)], capsys)
-    assert f"--client-limits (CHARGPT_CLIENT_LIMITS): {path} cannot be read: No such file" in message
-    path.write_text("[default]\nweight = 0\n")
-    message = rejection(["--client-limits", str(path)], capsys)
-    assert f"--client-limits (CHARGPT_CLIENT_LIMITS): {path}, [default] weight: " in message
-
-
 def test_settings_never_show_keys(tmp_path):
     (tmp_path / "keys.txt").write_text("SECRET-SECRET\nSECRET-SECRET-2")
     settings = read_settings(["--api-keys-file", str(tmp_path / "keys.txt")])

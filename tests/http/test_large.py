@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from tests.helpers import VOCABULARY, RunningServer, save_random
+from tests.toolbox.http import pieces
 
 V = len(VOCABULARY)
 LONGEST_SECONDS = 0.5  # each took 0.9 s or much longer before; other work on the machine adds to it
@@ -85,3 +86,15 @@ def test_other_requests_are_answered_meanwhile(server, name):
         if longest < LONGEST_SECONDS:
             return
     raise AssertionError(f"/livez took {longest:.2f} s")
+
+
+def test_a_large_answer_is_the_same_whole_and_streamed(server):
+    """Both are encoded in parts, and go out in many writes."""
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        (whole,) = client.post("/v1/completions", json=ECHO | {"seed": 1}).json()["choices"]
+        with client.stream("POST", "/v1/completions", json=ECHO | {"seed": 1, "stream": True}) as response:
+            parts = [part["choices"][0] for part in pieces(response)]
+    assert len(parts) > 20 and "".join(part["text"] for part in parts) == whole["text"]
+    assert len(whole["text"]) == 20_001
+    for name in ("tokens", "text_offset", "token_logprobs", "top_logprobs"):
+        assert [value for part in parts for value in part["logprobs"][name]] == whole["logprobs"][name]
