@@ -76,12 +76,6 @@ def flags(tmp_path: Path, **changes: object) -> list[str]:
     return [part for name, value in values.items() for part in (f"--{name.replace('_', '-')}", str(value))]
 
 
-def training(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
-    """python -m training, with warnings as errors."""
-    command = [sys.executable, "-W", "error", "-m", "training", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, **options)  # type: ignore[call-overload,no-any-return]
-
-
 def quiet() -> Console:
     return Console(quiet=True)
 
@@ -499,17 +493,17 @@ def test_a_validation_loss_that_is_not_a_number_is_never_the_best(tmp_path, monk
     assert not (tmp_path / "out" / "best").exists()
 
 
-def test_records_are_trained_on_and_scored_alone(tmp_path):
+def test_records_are_trained_on_and_scored_alone(tmp_path, capsys):
     """A sorted file; what follows the line break is what was in the file."""
     names = sorted({f"{a}{b}{c}" for a in "BDGK" for b in "aeiou" for c in ("b", "dd", "lan", "rik")})
     (tmp_path / "names.txt").write_bytes("\r\n".join(names).encode())
     out = tmp_path / "out"
     changes = {"data": tmp_path / "names.txt", "steps": 60, "eval_every": 30, "dropout": 0.0}
     command = ["--out", out, "--records", *flags(tmp_path, **changes, dtype="float32")]
-    done = training("train", *command)
-    assert done.returncode == 0, done.stderr
-    assert "names.txt: line breaks of Windows" in done.stderr
-    assert re.search(r"60 steps of 6 records, [\d.]+ epochs", done.stderr)
+    assert call(["train", *command]) == 0
+    error = capsys.readouterr().err
+    assert "names.txt: line breaks of Windows" in error
+    assert re.search(r"60 steps of 6 records, [\d.]+ epochs", error)
     checkpoint = Checkpoint.read(out / "best")
     model, losses = checkpoint.load_model(), checkpoint.training["losses"]
     corpus = prepare(str(tmp_path / "names.txt"), records=True)
@@ -580,16 +574,18 @@ def test_ctrl_c_is_one_message(tmp_path, moment):
         assert (out / "loss.png").exists()
 
 
-@pytest.mark.parametrize(("characters", "block_size", "batch_size"), [(300, 64, 16), (40, 8, 128)])
-def test_a_text_of_a_few_lines_is_trained_on_for_a_few_epochs(tmp_path, capsys, characters, block_size, batch_size):
+def test_a_text_of_a_few_lines_is_trained_on_for_a_few_epochs(tmp_path, capsys):
     """With the default preset and no other flag."""
-    (tmp_path / "text.txt").write_text(TEXT[:characters])
+    (tmp_path / "lines.txt").write_text(TEXT[:300])
+    decided, _ = fitted(TrainConfig(), prepare(str(tmp_path / "lines.txt")), SETTINGS)
+    assert (decided.block_size, decided.steps, decided.batch_size) == (64, 100, 16)
+    (tmp_path / "text.txt").write_text(TEXT[:40])
     flags = ["--data", tmp_path / "text.txt", "--out", tmp_path / "out", "--threads", 1, "--dtype", "float32"]
     assert call(["train", *flags]) == 0
-    said = f": --block-size {block_size} --n-layer 4 --dropout 0.3 --steps 100 --batch-size {batch_size} "
+    said = ": --block-size 8 --n-layer 4 --dropout 0.3 --steps 100 --batch-size 128 "
     assert said in capsys.readouterr().err
     recipe = Checkpoint.read(tmp_path / "out" / "best").training["recipe"]
-    assert (recipe["block_size"], recipe["steps"], recipe["patience"]) == (block_size, 100, 3)
+    assert (recipe["block_size"], recipe["steps"], recipe["patience"]) == (8, 100, 3)
     assert call(["train", "--resume", "--preset", "cpu", *flags]) == 0
     assert "is already finished" in capsys.readouterr().err
 
@@ -642,18 +638,11 @@ def test_records_decide_the_window(tmp_path, preset, parts):
 
 def test_kept_checkpoints(tmp_path, monkeypatch):
     """They have the served weights of their step, also after a resume, and are removed with --overwrite."""
-    config, step, out = tiny(tmp_path, dtype="float32", keep_every=8, steps=20), Run.step, tmp_path / "out"
+    config, out = tiny(tmp_path, dtype="float32", keep_every=8, steps=20), tmp_path / "out"
     jobs.start(config, tmp_path / "uninterrupted", quiet())
-
-    def crash(run: Run) -> float:
-        if run.progress.step == 13:
-            raise MemoryError
-        return step(run)
-
-    monkeypatch.setattr(Run, "step", crash)
-    with pytest.raises(MemoryError):
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        before_step(patch, 13, die)
         jobs.start(config, out, quiet())
-    monkeypatch.setattr(Run, "step", step)
     jobs.resume(out, {}, quiet())
     val = prepare(str(tmp_path / "text.txt")).val
     for number in (8, 16):
@@ -687,19 +676,11 @@ def test_an_overfitting_run_stops_early_and_reports_it(tmp_path, monkeypatch):
     assert f"overfitting: since step {best} the validation loss has risen by {rise:.4f} and the training" in output
     assert re.search(rf"│ {best} \(best\) +│ \d\.\d{{4}} +│ {losses[best]:.4f}", output)
     # Patience does not change the schedule, and a resumed run keeps its patience.
-    step = Run.step
-
-    def crash(run: Run) -> float:
-        if run.progress.step == best + 15:
-            raise MemoryError
-        return step(run)
-
-    monkeypatch.setattr(Run, "step", crash)
     for patience in (0, 3):
-        with pytest.raises(MemoryError):
+        with monkeypatch.context() as patch, pytest.raises(MemoryError):
+            before_step(patch, best + 15, die)
             jobs.start(replace(config, patience=patience), tmp_path / str(patience), quiet())
     assert events(tmp_path / "0") == [r for r in records if r["step"] <= best + 15]
-    monkeypatch.setattr(Run, "step", step)
     jobs.resume(tmp_path / "3", {}, quiet())
     assert weights(tmp_path / "3") == weights(tmp_path / "out") and events(tmp_path / "3") == records
     jobs.resume(tmp_path / "3", {}, console)
