@@ -27,7 +27,7 @@ from service.http.clients import address_of
 from service.http.context import Service
 from service.http.files import File
 from service.http.lease import Lease
-from service.http.openapi import BODY, RUN, Operation, build_document, documentation
+from service.http.openapi import BODY, HEADERS, RUN, Operation, build_document, documentation
 from service.http.page import page
 from service.http.request import UNREAD_SECONDS, Request, header_lines
 from service.http.schemas import ApiError
@@ -80,10 +80,7 @@ OPERATIONS = (
 PARAMETER = "{model}"  # of a path
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's number for a client that left
-EXPOSED_HEADERS = (
-    "X-Request-Id", "Retry-After", "X-Queue-Time", "X-Prefill-Time", "X-Inference-Time", "X-Time-Per-Token",
-    "X-Total-Time", "X-Checkpoint", "X-Backend", "X-Dtype", "X-Seed", "X-Ignored-Fields",
-)  # fmt: skip
+EXPOSED_HEADERS = tuple(HEADERS)
 SMALL_BODY_BYTES = 1 << 14  # one that has come at once is not held, but what its request may need
 SAFE = frozenset((string.ascii_letters + string.digits + "-_.:").encode())  # in a request id
 MAX_ID_BYTES = 128

@@ -350,7 +350,7 @@ def test_heat_maps_show_the_weights_of_the_service(visit, server):
         "Scale": [f"√32 = {32**0.5:.2f}"],
         "Mask": [f"{size - 10}"],
         "Softmax": ["1.00"],
-        "Values": ["32 numbers", "over all 10"],
+        "Values": ["32 numbers", "all 10 added up"],
         "Heads": ["layer 3"],
         "Next": [f"{it['character'].strip() or '␣'} {percent(it['probability'])}" for it in likely[:5]],
     }.items():

@@ -155,7 +155,7 @@ function sentences(w, seen, order) {
       return [
         ["Each character also has a value, what it gives to those that look at it: ", b(mix.length), " numbers in this head, green above 0, red below."],
         ...most.map((j) => [strip(values[j], `Value of ${shown(characters[j])}`), quoted(j), " × ", b(percent(w[j]))]),
-        [strip(mix, "The mix"), "Multiplied by its weight and added up, over all ", b(seen), ": the output of this head for ", c, "."]];
+        [strip(mix, "The mix"), "Each multiplied by its weight, and all ", b(seen), " added up: the output of this head for ", c, "."]];
     },
     () => [
       ["Heads look at the same text in different ways, with queries and keys of their own. In layer ", b(layer + 1), ", ", c, " looks most at"],
