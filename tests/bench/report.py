@@ -146,7 +146,7 @@ def path_rows(path: dict[str, Any]) -> list[list[str]]:
         ("first", "p50", "time to first character, one at a time, p50"),
         ("first", "p99", "the same, p99"),
         ("whole", "p99.9", "answer of one character, one client, p99.9"),
-        ("whole", "max", f"the same, longest of each turn, {len(path['ours']['whole'])} turns"),
+        ("whole", "max", f"the same, longest of each of {plural(len(path['ours']['whole']), 'turn')}"),
         ("probe", "max", "`/readyz`, the same"),
     ):
         values = {name: rates(path[name][key], p) for name in names if key in path[name]}
