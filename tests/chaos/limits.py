@@ -234,7 +234,8 @@ async def mark(outcome: Outcome, word: str, endpoint: str, received: list[bytes]
         await killed
         await asyncio.to_thread(server.wait_until_ready)
         metrics = web.get(f"{server.url}/metrics", headers={"Accept": "application/openmetrics-text"}).text
-    log, spans = server.output(), b"".join(received)
+        await case.check_end(server, outcome)
+        log, spans = server.output(), b"".join(received)
     found = {"log": log.count(word), "metrics": metrics.count(word), "traces": spans.count(word.encode())}
     for place, count in found.items():
         outcome.check(count == 0, f"{count} hits in {place}")

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import re
-import shutil
 import signal
 import tempfile
 import time
@@ -17,7 +16,6 @@ from unittest.mock import patch
 
 import psutil
 
-from service.settings import BUNDLED
 from tests.chaos import case
 from tests.chaos.case import SHORT, STOCK_HEALTH, Outcome, Plan, asking, bodies_of, compared, ours, tally, tell, until
 from tests.chaos.client import OTHER, Probe, Reply, ask
@@ -282,14 +280,17 @@ async def sigterm(plan: Plan, outcome: Outcome) -> None:
 
 async def crash_loop(plan: Plan, outcome: Outcome) -> None:
     restarts = plan.count(5, 3)
-    outcome.did = f"weights truncated on disk, then kill -9 of the inference process; --max-restarts {restarts}"
-    with tempfile.TemporaryDirectory() as folder:
-        checkpoint = Path(folder) / "checkpoint"
-        shutil.copytree(BUNDLED, checkpoint)
-        async with ours(outcome, checkpoint, max_restarts=restarts) as server:
+    outcome.did = (
+        f"the service's copy of the weights truncated, then kill -9 of the inference process; --max-restarts {restarts}"
+    )
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as folder:
+        async with contextlib.AsyncExitStack() as stack:
+            with patch.dict(os.environ, {"TMPDIR": folder}):
+                server = await stack.enter_async_context(ours(outcome, max_restarts=restarts))
+            (weights,) = Path(folder).glob("chargpt-*/checkpoint-*/model.safetensors")
             process = server.worker()
             await case.settled(process)
-            os.truncate(checkpoint / "model.safetensors", 1000)
+            os.truncate(weights, 1000)
             began = time.monotonic()
             process.kill()
             with Probe(server.port, interval=0.1) as probe:
