@@ -6,7 +6,8 @@ The modules, in the order a run uses them:
     config.py       the settings of a run, and the presets
     recipe.py       what a small text decides instead of the preset
     data.py         text to memory-mapped character ids; the split; the order of the windows
-    jobs.py         starts and resumes runs
+    jobs.py         `train`, from its flags to the loop: starts and resumes runs
+    inputs.py       the checkpoints, texts and patterns that a command is given
     check.py        what is said of a text before a run: its size, duplicates, rare symbols
     distributed.py  data-parallel processes
     device.py       device, dtype and threads
@@ -22,7 +23,7 @@ The modules, in the order a run uses them:
     state.py        what a resumed run needs, without pickle
 
 sample.py, score.py, report.py, export.py and lecture.py each hold the command of that name; page.py writes report's
-page, encoding.py reads the texts and patterns given to sample and score.
+page.
 
 Import rule: `service.model`, and for sampling `service.engine`, `service.constrain` and `service.wire`; nothing else of
 `service`.

@@ -24,11 +24,7 @@ MUCH = 0.05  # of duplicates, or of the validation split that is known from trai
 SHORT_LINE, SORTED_SHARE, MIN_LINES = 80, 0.95, 20  # of a list that should have been read with --records
 
 
-def size_check(corpus: Corpus, num_parameters: int) -> list[str]:
-    return list(_lines(corpus, num_parameters))
-
-
-def _lines(corpus: Corpus, num_parameters: int) -> Iterator[str]:
+def size_check(corpus: Corpus, num_parameters: int) -> Iterator[str]:
     train, val = corpus.train[:AT_MOST], corpus.val[:AT_MOST]
     ratio = num_parameters / len(corpus.train)
     line = (

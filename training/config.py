@@ -5,20 +5,29 @@ Imports no torch, so that `--help` answers at once.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from service.model.config import BOUNDS, GPTConfig
+from training.messages import Refusal
 
 
-class ConfigError(ValueError):
+class ConfigError(Refusal):
     """An invalid setting; the message gives its name, its value and the allowed values."""
 
 
-def option(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
+COUNT, COUNT_OR_NONE, SMALL_COUNT, RATE, FRACTION = (1, 10**9), (0, 10**9), (1, 10**6), (0, 100), (0, 1)
+
+
+def option(default: Any, help: str, bounds: tuple[float, float] | None = None, is_common: bool = True) -> Any:
+    """bounds: the least and the most; a FRACTION stays below 1. is_common: its flag is on the first screen of help."""
+    return field(default=default, metadata={"help": help, "bounds": bounds, "is_common": is_common})
+
+
+expert = functools.partial(option, is_common=False)
 
 
 MIN_WINDOW = 16  # characters; shorter ones would teach little
@@ -37,7 +46,7 @@ SHAPE = ("block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_inner", "r
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Settings of one run. On a CPU, equal settings, dtype and threads give equal bytes.
+    """Settings of one run. On one machine's CPU, equal settings, dtype and threads give equal bytes.
 
     Raises:
         ConfigError: a value is out of bounds.
@@ -46,7 +55,7 @@ class TrainConfig:
     data: tuple[str, ...] = option(("tinyshakespeare",), DATA_HELP)
     glob: tuple[str, ...] = option((), GLOB_HELP)
     records: bool = option(False, "each line is a record (a name, a SMILES, a game); every tenth goes to validation")
-    seed: int = option(1337, "seed of the initial weights, the window order and dropout")
+    seed: int = option(1337, "seed of the initial weights, the window order and dropout", (0, 2**63 - 1))
 
     # fine-tuning
     init_from: str | None = option(
@@ -63,86 +72,68 @@ class TrainConfig:
     n_head: int = option(4, "query heads")
     n_kv_head: int = option(2, "key/value heads; must divide n_head")
     n_embd: int = option(128, "embedding width; n_embd / n_head must be even")
-    n_inner: int | None = option(None, "SwiGLU width; none: 8/3 of n_embd")
-    rope_theta: float = option(10_000.0, "RoPE base")
-    norm_eps: float = option(1e-6, "RMSNorm epsilon")
-    dropout: float = option(0.0, "dropout on each residual branch, in [0, 1)")
+    n_inner: int | None = expert(None, "SwiGLU width; none: 8/3 of n_embd")
+    rope_theta: float = expert(10_000.0, "RoPE base", BOUNDS["rope_theta"])
+    norm_eps: float = expert(1e-6, "RMSNorm epsilon", BOUNDS["norm_eps"])
+    dropout: float = option(0.0, "dropout on each residual branch, in [0, 1)", FRACTION)
 
     # optimization
-    steps: int = option(2440, "optimizer steps")
-    batch_size: int = option(8, "windows of block_size characters per step; cut ones are as many more")
-    window_stages: int = option(
+    steps: int = option(2440, "optimizer steps", COUNT)
+    batch_size: int = option(8, "windows of block_size characters per step; cut ones are as many more", SMALL_COUNT)
+    window_stages: int = expert(
         3,
         "windows grow: with 3, they are cut in four, then in two, as far as they can be and have 16 characters, then "
         "whole for half of the steps; 1, and with init_from: always whole",
+        (1, 20),
     )
-    muon_lr: float = option(0.03, "peak learning rate of the hidden matrices (Muon)")
-    adamw_lr: float = option(0.003, "peak learning rate of embedding, head and norms (AdamW)")
-    muon_momentum: float = option(0.93, "Nesterov momentum of Muon, in [0, 1)")
-    momentum_steps: int = option(1000, "steps over which Muon's momentum rises to it, from 0.85")
-    muon_beta2: float = option(0.95, "decay of Muon's per-row second moment, in [0, 1)")
-    adamw_beta1: float = option(0.9, "decay of AdamW's first moment, in [0, 1)")
-    adamw_beta2: float = option(0.99, "decay of AdamW's second moment, in [0, 1)")
+    muon_lr: float = expert(0.03, "peak learning rate of the hidden matrices (Muon)", RATE)
+    adamw_lr: float = expert(0.003, "peak learning rate of embedding, head and norms (AdamW)", RATE)
+    muon_momentum: float = expert(0.93, "Nesterov momentum of Muon, in [0, 1)", FRACTION)
+    momentum_steps: int = expert(1000, "steps over which Muon's momentum rises to it, from 0.85", COUNT_OR_NONE)
+    adamw_beta1: float = expert(0.9, "decay of AdamW's first moment, in [0, 1)", FRACTION)
+    adamw_beta2: float = expert(0.99, "decay of AdamW's second moment, in [0, 1)", FRACTION)
     weight_decay: float = option(
-        0.2, "decoupled weight decay of the hidden matrices, times the learning rate, after three epochs; less before"
+        0.2,
+        "decoupled weight decay of the hidden matrices, times the learning rate, after three epochs; less before",
+        RATE,
     )
-    warmup_steps: int = option(50, "steps of linear warmup, followed by linear decay to 0")
-    grad_clip: float = option(1.0, "maximum gradient norm; 0: no clipping")
+    warmup_steps: int = expert(50, "steps of linear warmup, followed by linear decay to 0", COUNT_OR_NONE)
+    grad_clip: float = expert(1.0, "maximum gradient norm; 0: no clipping", COUNT_OR_NONE)
 
     # evaluation, logs and checkpoints
-    eval_every: int = option(610, "steps between evaluations")
-    eval_chars: int = option(
-        1_000_000, "validation characters per evaluation, 0: all; the final report always scores all"
+    eval_every: int = option(610, "steps between evaluations", COUNT)
+    eval_chars: int = expert(
+        1_000_000, "validation characters per evaluation, 0: all; the final report always scores all", (0, 10**12)
     )
-    patience: int = option(0, "stop after this many evaluations without a new best; 0: never")
-    log_every: int = option(10, "steps between log lines")
-    save_seconds: float = option(30.0, "seconds between saves; a killed run loses at most this much work")
-    keep_every: int = option(0, "steps between checkpoints kept as OUT/step-00000500 and so on; 0: none")
-    sample_chars: int = option(200, "characters of the sample at each evaluation; 0: none")
+    patience: int = option(0, "stop after this many evaluations without a new best; 0: never", COUNT_OR_NONE)
+    log_every: int = expert(10, "steps between log lines", COUNT)
+    save_seconds: float = option(
+        30.0, "seconds between saves; a killed run loses at most this much work", COUNT_OR_NONE
+    )
+    keep_every: int = option(0, "steps between checkpoints kept as OUT/step-00000500 and so on; 0: none", COUNT_OR_NONE)
+    sample_chars: int = option(200, "characters of the sample at each evaluation; 0: none", (0, 10**6))
     weights: Weights = option("float32", "dtype of the weights in OUT/best and OUT/step-*; float16 halves their size")
     tensorboard: bool = option(False, "also write TensorBoard event files to OUT/tensorboard")
 
     # the machine
     device: Device = option("auto", "auto: cuda, else mps, else cpu")
     dtype: Dtype = option("auto", "dtype of matrix products; auto: bfloat16 if a short probe finds it faster")
-    threads: int = option(0, "CPU threads of a process; 0: OMP_NUM_THREADS, else one per core")
-    accumulate: int = option(1, "gradient accumulation: micro-batches per process and step, to save memory")
-    compile: bool = option(False, "torch.compile the model, up to a minute for each size of window; not for cpu")
+    threads: int = option(0, "CPU threads of a process; 0: OMP_NUM_THREADS, else one per core", (0, 4096))
+    accumulate: int = option(
+        1, "gradient accumulation: micro-batches per process and step, to save memory", SMALL_COUNT
+    )
+    compile: bool = expert(False, "torch.compile the model, up to a minute for each size of window; not for cpu")
 
     def __post_init__(self) -> None:
         # A single name is allowed, and JSON has lists only.
         for name in ("data", "glob", "teachers"):
             value = getattr(self, name)
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
-        bounds: dict[str, tuple[float, float]] = {
-            "seed": (0, 2**63 - 1),
-            "steps": (1, 10**9),
-            "batch_size": (1, 10**6),
-            "window_stages": (1, 20),
-            "warmup_steps": (0, 10**9),
-            "momentum_steps": (0, 10**9),
-            "eval_every": (1, 10**9),
-            "patience": (0, 10**9),
-            "log_every": (1, 10**9),
-            "keep_every": (0, 10**9),
-            "threads": (0, 4096),
-            "accumulate": (1, 10**6),
-            "eval_chars": (0, 10**12),
-            "sample_chars": (0, 10**6),
-            "save_seconds": (0, 10**9),
-            "muon_lr": (0, 100),
-            "adamw_lr": (0, 100),
-            "weight_decay": (0, 100),
-            "grad_clip": (0, 10**9),
-            "rope_theta": BOUNDS["rope_theta"],
-            "norm_eps": BOUNDS["norm_eps"],
-        }
-        for name, (low, high) in bounds.items():
-            if not low <= getattr(self, name) <= high:
-                raise ConfigError(f"{name} must be in [{low}, {high}], got {getattr(self, name)}")
-        for name in ("muon_momentum", "muon_beta2", "adamw_beta1", "adamw_beta2", "dropout"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise ConfigError(f"{name} must be in [0, 1), got {getattr(self, name)}")
+        for each in fields(self):
+            value, bounds = getattr(self, each.name), each.metadata["bounds"]
+            if bounds and not (bounds[0] <= value <= bounds[1] and (bounds is not FRACTION or value < 1)):
+                end = ")" if bounds is FRACTION else "]"
+                raise ConfigError(f"{each.name} must be in [{bounds[0]}, {bounds[1]}{end}, got {value}")
         for name, hint in get_type_hints(type(self)).items():
             if get_origin(hint) is Literal and getattr(self, name) not in get_args(hint):
                 raise ConfigError(f"{name} must be one of {', '.join(get_args(hint))}, got {getattr(self, name)!r}")

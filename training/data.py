@@ -7,6 +7,7 @@ a cache folder named by its SHA-256, so that a text larger than memory can be tr
 
 from __future__ import annotations
 
+import argparse
 import codecs
 import functools
 import gzip
@@ -22,14 +23,16 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from service.model.checkpoint import replacing_folder
 from service.model.tokenizer import CharTokenizer, UnknownCharacterError
-from training.encoding import Encoder
-from training.messages import plural
+from training.messages import Refusal, plural
+
+if TYPE_CHECKING:
+    from training.inputs import Encoder
 
 FORMAT_VERSION = 4
 CHUNK_BYTES = 1 << 22
@@ -38,7 +41,6 @@ VAL_EVERY = 10  # with records, one in ten goes to the validation split
 RECORDS_ORDER = 2  # version of the order in which they are shuffled before
 IGNORED = -1  # as a target
 PADDING = 16
-CHARACTERS_AT_ONCE = 1 << 20  # of records moved to their places
 MAX_SYMBOLS = 1 << 16  # more than any script has; a text with more is probably not text
 BYTE_ORDER_MARK = "\ufeff"
 UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
@@ -53,7 +55,19 @@ TINYSHAKESPEARE_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/maste
 TINYSHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
 
-class DataError(ValueError):
+def command(args: argparse.Namespace) -> None:
+    """`prepare`."""
+    corpus = prepare(args.data, records=args.records, glob=args.glob or ())
+    print(
+        f"{corpus.name}: {plural(len(corpus.ids), 'character')}, {plural(corpus.symbols, 'symbol')}; "
+        f"{len(corpus.train):,} for training, {len(corpus.val):,} for validation\n"
+        f"SHA-256 {corpus.sha256}, encoded in {cache_dir() / 'corpora'}",
+        *corpus.notes,
+        sep="\n",
+    )
+
+
+class DataError(Refusal):
     """A text that cannot be found, read or trained on; the message says why and what to do."""
 
 
@@ -380,7 +394,7 @@ def encode_files(files: Sequence[Path], encoder: Encoder, *, records: bool = Fal
     pieces, start = [np.empty(0, id_dtype(tokenizer.vocab_size))], 0
     for text in read_text(files):
         try:
-            pieces.append(encoder.encode_array(text).astype(pieces[0].dtype))
+            pieces.append(encoder.encode(text).astype(pieces[0].dtype))
         except UnknownCharacterError as error:
             raise UnknownCharacterError(error.character, start + error.offset) from None
         start += len(text)
@@ -457,11 +471,7 @@ def _shuffle_records(path: Path, dtype: np.dtype[Any], break_id: int, name: Path
         DataError: there are fewer than VAL_EVERY.
     """
     ids = np.memmap(path, dtype=dtype, mode="r")
-    pieces = [
-        start + np.flatnonzero(ids[start : start + CHUNK_BYTES] == break_id)
-        for start in range(0, len(ids), CHUNK_BYTES)
-    ]
-    ends = np.concatenate(pieces) + 1
+    ends = _places_of(ids, break_id) + 1
     if len(ends) < VAL_EVERY:
         raise DataError(f"{name} has {plural(len(ends), 'record')}; --records needs at least {VAL_EVERY}")
     starts = np.concatenate(([0], ends[:-1]))
@@ -471,14 +481,8 @@ def _shuffle_records(path: Path, dtype: np.dtype[Any], break_id: int, name: Path
     with open(shuffled, "wb") as file:
         for split in (order[:num_train], order[num_train:]):
             file.write(np.array([break_id], dtype).tobytes())
-            first, ahead = 0, np.cumsum(ends[split] - starts[split])
-            while first < len(split):
-                before = ahead[first - 1] if first else 0
-                last = max(first + 1, int(np.searchsorted(ahead, before + CHARACTERS_AT_ONCE, "right")))
-                some, first = split[first:last], last
-                lengths = ends[some] - starts[some]
-                within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-                file.write(ids[np.repeat(starts[some], lengths) + within].tobytes())
+            for record in split:
+                file.write(ids[starts[record] : ends[record]].tobytes())
         file.flush()
         os.fsync(file.fileno())
     shuffled.replace(path)
@@ -559,44 +563,30 @@ def record_pieces(ids: np.ndarray, longest: int) -> tuple[np.ndarray, np.ndarray
 
     A record's first piece begins with the line break before it; the last target is the line break that ends it.
     """
-    breaks = np.concatenate(
-        [
-            start + np.flatnonzero(ids[start : start + CHUNK_BYTES] == ids[0])
-            for start in range(0, len(ids), CHUNK_BYTES)
-        ]
-    )
+    breaks = _places_of(ids, ids[0])
     lengths = np.diff(breaks)
     counts = -(-lengths // longest)
     offsets = longest * (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts))
     return np.repeat(breaks[:-1], counts) + offsets, np.minimum(longest, np.repeat(lengths, counts) - offsets)
 
 
+def _places_of(ids: np.ndarray, id: int) -> np.ndarray:
+    """Of an id in a memory-mapped text, (n,) int64, in chunks that fit memory."""
+    starts = range(0, len(ids), CHUNK_BYTES)
+    return np.concatenate([start + np.flatnonzero(ids[start : start + CHUNK_BYTES] == id) for start in starts])
+
+
 def unseen_records(ids: np.ndarray, train: np.ndarray) -> np.ndarray:
     """The split `ids` without the records that the split `train` has too."""
-    digests, lengths = _record_digests(ids)
-    known = np.isin(digests, _record_digests(train)[0])
-    return ids[np.concatenate(([True], np.repeat(~known, lengths)))]
+    known = {hash(record) for record in _records(train)}  # two in 2⁶⁴ collide
+    is_unseen = [hash(record) not in known for record in _records(ids)]
+    return ids[np.concatenate(([True], np.repeat(is_unseen, record_pieces(ids, len(ids))[1])))]
 
 
-def _record_digests(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """64 bits of each record of a split, line break included, and its length: (records,) uint64 and int64.
-
-    A sum of products with random numbers: two differing records have equal digests about once in 2⁵⁶ pairs.
-    """
-    starts, lengths = record_pieces(ids, len(ids))
-    factors = np.random.RandomState(0).randint(0, 1 << 64, int(lengths.max()), dtype=np.uint64)
-    digests, first = np.empty(len(lengths), np.uint64), 0
-    ahead = np.cumsum(lengths)
-    while first < len(lengths):
-        before = ahead[first - 1] if first else 0
-        last = max(first + 1, int(np.searchsorted(ahead, before + CHARACTERS_AT_ONCE, "right")))
-        some = lengths[first:last]
-        offsets = np.cumsum(some) - some
-        targets = ids[starts[first] + 1 : starts[first] + 1 + some.sum()].astype(np.uint64) + np.uint64(1)
-        within = np.arange(some.sum()) - np.repeat(offsets, some)
-        digests[first:last] = np.add.reduceat(targets * factors[within], offsets)
-        first = last
-    return digests, lengths
+def _records(ids: np.ndarray) -> Iterator[bytes]:
+    """The ids of each record of a split, line break included."""
+    for start, length in zip(*record_pieces(ids, len(ids)), strict=True):
+        yield ids[start + 1 : start + 1 + length].tobytes()
 
 
 def window_pieces(ids: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:

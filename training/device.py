@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from service.model.gpt import GPT
 from training.config import ConfigError, TrainConfig
 from training.fused import FusedForward
+from training.messages import plural
 
 
 def resolve_auto(config: TrainConfig, vocab_size: int, world_size: int) -> dict[str, Any]:
@@ -80,13 +81,23 @@ def autocast(config: TrainConfig) -> torch.autocast:
 
 
 def pick_device(device: str) -> Literal["cpu", "cuda", "mps"]:
-    if device in ("auto", "cuda") and torch.cuda.is_available():
+    """
+    Raises:
+        ConfigError: it is not available, or there are fewer GPUs than processes on this machine.
+    """
+    if device in ("auto", "cuda") and (num_gpus := torch.cuda.device_count()):
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's
+        if processes > num_gpus:
+            raise ConfigError(
+                f"device cuda needs a GPU for each of {plural(processes, 'process')} on this machine, which has "
+                f"{num_gpus}"
+            )
         return "cuda"
     if device in ("auto", "mps") and torch.backends.mps.is_available():
         return "mps"
     if device in ("auto", "cpu"):
         return "cpu"
-    raise ConfigError(f"device {device!r} is not available on this machine; choose another or auto")
+    raise ConfigError(f"device {device!r} is not available on this machine")
 
 
 def machine(device: torch.device) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from rich.table import Table
 from training.config import TrainConfig
 from training.evaluate import bits
 from training.log import read_log
-from training.messages import plural
+from training.messages import plural, say
 from training.state import Progress
 
 if TYPE_CHECKING:
@@ -28,6 +28,15 @@ LINE_SECONDS = 10.0  # between two lines of progress, where no bar is shown
 NOISE = 0.005  # differences in validation loss, in nats, that another seed would make too
 TRAIN_COLOR, VAL_COLOR, BEST_COLOR = "tab:blue", "tab:orange", "tab:green"
 LARGE_VOCABULARY = 1000  # more characters than a text in any alphabetic script has
+LOSSES = {  # of the final report, each with what predicts so
+    "uniform": "guessing all characters alike",
+    "unigram": "guessing by how often each character occurs",
+    "bigram": "counting pairs of characters",
+    "whole": "this model, in windows",
+    "streamed": "this model, streamed",
+    "unseen": "this model, records not in the training split too",
+}
+BASELINES = ("uniform", "unigram", "bigram")
 
 
 class ProgressView:
@@ -61,7 +70,7 @@ class ProgressView:
         self.bar.update(self.task, completed=progress.step, figures=figures)
         if not self.console.is_terminal and time.monotonic() >= self.line_at:
             self.line_at = time.monotonic() + LINE_SECONDS
-            self.console.print(f"step {progress.step}/{self.config.steps}  {figures}", markup=False, soft_wrap=True)
+            say(self.console, f"step {progress.step}/{self.config.steps}  {figures}")
 
     def show_evaluation(self, progress: Progress, record: dict[str, Any]) -> None:
         self.line_at = time.monotonic() + LINE_SECONDS
@@ -69,14 +78,13 @@ class ProgressView:
         best = " (best)" if progress.best_step == progress.step else ""
         train = "" if math.isnan(self.loss) else f"  train {self.loss:.4f}"
         rate = progress.characters / max(progress.elapsed_seconds, 1e-9)
-        self.console.print(
+        say(
+            self.console,
             f"step {progress.step}/{self.config.steps}{train}  val {val:.4f} nats, "
             f"{bits(val):.4f} bits{best}  {rate:,.0f} characters/s  {progress.elapsed_seconds:.0f} s",
-            markup=False,
-            soft_wrap=True,
         )
         if "sample" in record:
-            self.console.print(record["sample"], style="dim", markup=False, soft_wrap=True)
+            say(self.console, record["sample"], style="dim")
 
 
 @contextlib.contextmanager
@@ -98,7 +106,7 @@ def show_scoring(console: Console, total: int) -> Iterator[Callable[[int], None]
             now = time.monotonic()
             if not console.is_terminal and now - line_at >= LINE_SECONDS:
                 line_at, left = now, (now - started) * (total / done - 1)
-                console.print(f"{what}: {done:,} of {total:,} characters, {left:.0f} s left", soft_wrap=True)
+                say(console, f"{what}: {done:,} of {total:,} characters, {left:.0f} s left")
 
         yield advance
 
@@ -106,12 +114,12 @@ def show_scoring(console: Console, total: int) -> Iterator[Callable[[int], None]
 def warn_if_vocabulary_is_large(console: Console, config: TrainConfig, vocab_size: int, num_parameters: int) -> None:
     if vocab_size < LARGE_VOCABULARY:
         return
-    console.print(
+    say(
+        console,
         f"warning: the vocabulary has {vocab_size:,} characters, so embedding and head take "
         f"{2 * vocab_size * config.n_embd:,} of the {num_parameters:,} parameters, and the logits of a step "
         f"{config.tokens_per_step * vocab_size * 4 / 1e6:,.0f} MB. This is normal for Chinese, Japanese and Korean; "
         "in other texts, remove stray characters first",
-        soft_wrap=True,
     )
 
 
@@ -125,20 +133,12 @@ def print_report(
     val_characters: int,
 ) -> None:
     """The losses of the best weights beside the baselines, overfitting, speed, and the paths of the results."""
-    labels = {
-        "uniform": "uniform baseline",
-        "unigram": "unigram baseline",
-        "bigram": "bigram baseline",
-        "whole": f"this model, windows of {config.block_size}",
-        "streamed": "this model, streamed",
-        "unseen": "this model, records not in the training split too",
-    }
-    table = Table("loss per character, validation split", "nats", "bits")
-    for name in filter(losses.__contains__, labels):
-        table.add_row(labels[name], f"{losses[name]:.4f}", f"{bits(losses[name]):.4f}")
+    table = Table("", "loss per character, validation split", "nats", "bits")
+    for name in filter(losses.__contains__, LOSSES):
+        table.add_row(name, LOSSES[name], f"{losses[name]:.4f}", f"{bits(losses[name]):.4f}")
     console.print(table)
     if warning := verdict(losses):
-        console.print(warning, markup=False, soft_wrap=True)
+        say(console, warning)
     records = read_log(out)
     val = {r["step"]: r["val_loss"] for r in records if r["event"] == "evaluation"}
     part = f", first {plural(config.eval_chars, 'character')}" if 0 < config.eval_chars < val_characters else ""
@@ -150,41 +150,36 @@ def print_report(
         table.add_row(name, "" if math.isnan(loss) else f"{loss:.4f}", f"{val[step]:.4f}")
     console.print(table)
     if progress.step < config.steps:
-        console.print(
+        say(
+            console,
             f"stopped early at step {progress.step} of {config.steps}: the validation loss has not improved in "
             f"{plural(config.patience, 'evaluation')} since step {best}",
-            soft_wrap=True,
         )
     if best is not None and val[last] > val[best] + NOISE and train[last] < train[best]:
-        console.print(
+        say(
+            console,
             f"overfitting: since step {best} the validation loss has risen by {val[last] - val[best]:.4f} and the "
             f"training loss has fallen by {train[best] - train[last]:.4f}; the checkpoint is from step {best}. Train "
             "on more text, a smaller model, fewer steps, or with --dropout or --weight-decay"
             + ("" if config.patience else "; --patience stops early"),
-            soft_wrap=True,
         )
-    console.print(
+    say(
+        console,
         f"{plural(progress.characters, 'character')} in {progress.elapsed_seconds:.0f} s of training: "
         f"{speed['characters_per_second']:,.0f} characters/s, {speed['peak_share']:.0%} of this machine's measured "
         f"matrix-product peak of {speed['matmul_peak_flops'] / 1e9:,.0f} GFLOP/s; "
         f"best at step {progress.best_step}\ncheckpoint {out / 'best'}   curves {out / 'loss.png'}   "
         f"log {out / 'log.jsonl'}",
-        markup=False,
-        soft_wrap=True,
     )
 
 
 def verdict(losses: dict[str, float]) -> str | None:
     """In words, what the model is no better than; None: it is better than all baselines."""
     loss = min(losses["whole"], losses["streamed"])
-    for name, what in (
-        ("uniform", "guessing all characters alike"),
-        ("unigram", "guessing by how often each character occurs"),
-        ("bigram", "counting pairs of characters"),
-    ):
+    for name in BASELINES:
         if loss >= losses[name]:
             return (
-                f"the best weights are no better than {what}: {loss:.4f} nats on the validation split, {name} "
+                f"the best weights are no better than {LOSSES[name]}: {loss:.4f} nats on the validation split, {name} "
                 f"{losses[name]:.4f}. Train on more text or for more steps; a large model of a small text memorizes it "
                 "instead, and a validation split unlike the training split cannot be predicted"
             )
@@ -238,7 +233,7 @@ def curves(records: list[dict[str, Any]]) -> Figure:
             loc="left", fontsize="medium", color=BEST_COLOR,
         )  # fmt: skip
     ends = [r for r in records if r["event"] == "end"]
-    for name in ("uniform", "unigram", "bigram") if ends else ():
+    for name in BASELINES if ends else ():
         axes.axhline(ends[-1][name], color="gray", ls="--", lw=0.8)
         names.append((ends[-1][name], f"{name} {ends[-1][name]:.2f}", "dimgray"))
     shown = [r["train_loss"] for r in train[len(train) // 20 :]] + [r["val_loss"] for r in val]

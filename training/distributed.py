@@ -1,7 +1,7 @@
 """Data-parallel training in the processes that torchrun starts, on several GPUs or machines: every process holds the
 whole model and takes a share of each batch.
 
-Knows nothing about models; it reduces and gathers tensors, over gloo between CPUs and NCCL between GPUs.
+Knows nothing about models; it sums tensors over gloo between CPUs and NCCL between GPUs.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,8 @@ from torch import Tensor
 # The others wait at most so long while the main process encodes a text, scores the last weights or saves. Gloo notices
 # a lost process by its closed connection; NCCL by this timeout alone.
 TIMEOUT = timedelta(hours=1)
+
+T = TypeVar("T")
 
 
 class LostProcessError(RuntimeError):
@@ -46,10 +48,11 @@ class World:
         if size == 1:
             yield cls()
             return
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        local_rank, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local_rank < num_gpus:
+            torch.cuda.set_device(local_rank)
         with _lost_process():
-            dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=TIMEOUT)
+            dist.init_process_group("cpu:gloo,cuda:nccl" if num_gpus else "gloo", timeout=TIMEOUT)
         cls.joined = True
         try:
             yield cls(dist.get_rank(), size)
@@ -72,30 +75,17 @@ class World:
                 dist.all_reduce(tensor)
         return tensor
 
-    def all_gather_(self, parts: Tensor) -> Tensor:
-        """Fill `parts` (size, …) in place with row r of process r; this process has set its own row."""
-        if self.size > 1:
-            with _lost_process():
-                dist.all_gather_single(parts.view(-1), parts[self.rank].flatten().clone())
-        return parts
-
-    def broadcast(self, value: Any) -> Any:
-        """The main process's value, in every process."""
-        if self.size == 1:
-            return value
-        values = [value]
-        with _lost_process():
-            dist.broadcast_object_list(values)
+    def from_main(self, decide: Callable[[], T]) -> T | None:
+        """What `decide` returns in the main process, in every process; None in the others if it raises there."""
+        values: list[T | None] = [None]
+        try:
+            if self.is_main:
+                values = [decide()]
+        finally:
+            if self.size > 1:
+                with _lost_process():
+                    dist.broadcast_object_list(values)
         return values[0]
-
-    def gather(self, value: Any) -> list[Any] | None:
-        """The values of all processes, by rank, in the main process; None in the others."""
-        if self.size == 1:
-            return [value]
-        values = [None] * self.size if self.is_main else None
-        with _lost_process():
-            dist.gather_object(value, values)
-        return values
 
 
 @contextlib.contextmanager

@@ -1,20 +1,22 @@
-"""Losses over a whole text, and the baselines to compare them with.
+"""`evaluate`, and losses over a whole text, and the baselines to compare them with.
 
 Losses are in nats per character. All are deterministic: there are no random windows.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from service.model.gpt import GPT
-from training.data import IGNORED, padded, record_pieces, unseen_records, window_pieces
+from training.data import IGNORED, encode_files, find_texts, padded, record_pieces, unseen_records, window_pieces
+from training.inputs import Encoder, load_model, training_corpus
+from training.messages import plural
 
 CHUNK = 1 << 20  # characters per count
 BATCH_CHARS = 1 << 11  # characters per forward
@@ -22,12 +24,31 @@ BATCH_CHARS = 1 << 11  # characters per forward
 Advance = Callable[[int], object]  # is told of each forward how many characters it has scored; `int` ignores it
 
 
+def command(args: argparse.Namespace) -> None:
+    checkpoint, model = load_model(args)
+    records, train = checkpoint.record_end is not None, None
+    if args.data is None:
+        corpus = training_corpus(checkpoint, args)
+        ids, train, scored = corpus.val, corpus.train, f"validation split of {corpus.name}"
+    else:
+        notes: set[str] = set()
+        encoder = Encoder.of(args, checkpoint)
+        ids = encode_files(find_texts(args.data, args.glob or (), notes), encoder, records=records)
+        scored = " ".join(args.data)
+        encoder.report()
+        for note in sorted(notes):
+            print(note)
+    print(f"{scored}: {plural(len(ids), 'character')}, all but the first scored")
+    for name, loss in split_losses(model, ids, records=records, train=train).items():
+        print(f"{name:<9} {loss:.4f} nats  {bits(loss):.4f} bits per character")
+
+
 def bits(nats: float) -> float:
     return nats / math.log(2)
 
 
 def split_losses(
-    model: GPT, ids: np.ndarray, *, records: bool, train: np.ndarray | None = None, advance: Advance = int
+    model: GPT, ids: np.ndarray, records: bool, train: np.ndarray | None = None, advance: Advance = int
 ) -> dict[str, float]:
     """`whole`, in pieces of at most block_size as in training, and `streamed`, as when generating.
 
@@ -56,25 +77,32 @@ def whole_loss(model: GPT, ids: np.ndarray, advance: Advance = int) -> float:
 
 
 def piece_loss(model: GPT, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray, advance: Advance = int) -> float:
-    """Mean loss of the targets of pieces of `ids`, each without what precedes it; 0 if there are none.
+    """Mean loss of the targets of pieces of `ids`, each without what precedes it; 0 if there are none."""
+    return float(piece_sums(model, ids, starts, lengths, advance).sum()) / max(1, int(lengths.sum()))
+
+
+def piece_sums(
+    model: GPT, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray, advance: Advance = int
+) -> np.ndarray:
+    """Summed loss of the targets of each piece: (pieces,) float64.
 
     A piece longer than a forward is scored as `streamed_loss` scores a text.
     """
-    order = np.argsort(-lengths, kind="stable")  # the longest first
-    total, first = 0.0, 0
+    sums, first = np.zeros(len(lengths)), 0
+    order = np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]  # the longest first
     while first < len(order):
         start, length = int(starts[order[first]]), int(lengths[order[first]])
         if length > BATCH_CHARS and length > stream_chars(model):
-            total += streamed_sum(model, ids[start : start + length + 1], advance)
+            sums[order[first]] = streamed_sum(model, ids[start : start + length + 1], advance)
             first += 1
             continue
         rows = max(1, BATCH_CHARS // length)
         batch = order[first : first + rows]
         idx, targets = padded(ids, starts[batch], lengths[batch])
-        total += _loss(model, _tensor(idx, model), _tensor(targets, model))
+        sums[batch] = _losses(model, idx, targets)
         advance(int(lengths[batch].sum()))
         first += rows
-    return total / max(1, int(lengths.sum()))
+    return sums
 
 
 def streamed_loss(model: GPT, ids: np.ndarray, advance: Advance = int) -> float:
@@ -97,23 +125,21 @@ def streamed_sum(model: GPT, ids: np.ndarray, advance: Advance = int) -> float:
     total, scored = 0.0, len(ids) - 1
     for start in range(0, scored, chunk):
         first = max(0, start - before)
-        piece = _tensor(ids[first : start + chunk + 1], model)
-        total += _loss(model, piece[None, :-1], piece[None, 1:], skip=start - first)
+        piece = ids[first : start + chunk + 1]
+        total += float(_losses(model, piece[None, :-1], piece[None, 1:], skip=start - first)[0])
         advance(min(chunk, scored - start))
     return total
 
 
 @torch.no_grad()
-def _loss(model: GPT, idx: Tensor, targets: Tensor, skip: int = 0) -> float:
-    """Summed loss of idx (B, T) against targets (B, T), without the first `skip` characters of each row."""
+def _losses(model: GPT, idx: np.ndarray, targets: np.ndarray, skip: int = 0) -> np.ndarray:
+    """Summed loss of each row of idx (B, T) against targets (B, T) without the first `skip` columns: (B,) float64."""
     assert not model.training, "dropout must be off"
-    logits = model(idx)[:, skip:].float()
-    targets = targets[:, skip:].flatten()
-    return F.cross_entropy(logits.flatten(0, 1), targets, ignore_index=IGNORED, reduction="sum").item()
-
-
-def _tensor(ids: np.ndarray, model: GPT) -> Tensor:
-    return torch.from_numpy(ids.astype(np.int64)).to(model.head.weight.device)
+    device = model.head.weight.device
+    logits = model(torch.from_numpy(idx.astype(np.int64)).to(device))[:, skip:].float()
+    expected = torch.from_numpy(targets[:, skip:].astype(np.int64)).to(device)
+    losses = F.cross_entropy(logits.flatten(0, 1), expected.flatten(), ignore_index=IGNORED, reduction="none")
+    return losses.view(expected.shape).sum(dim=1, dtype=torch.float64).cpu().numpy()
 
 
 def baselines(train: np.ndarray, val: np.ndarray, vocab_size: int) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Conversion of a checkpoint to GGUF for llama.cpp and ONNX for onnxruntime.
+"""`export`: conversion of a checkpoint to GGUF for llama.cpp and ONNX for onnxruntime.
 
 Transformers, vLLM and SGLang need no export; they load a checkpoint folder directly.
 
@@ -11,6 +11,7 @@ llama.cpp refuses most others, but loops forever on one whose UTF-8 begins like 
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import tempfile
@@ -24,6 +25,17 @@ from torch import Tensor, nn
 from service.model.checkpoint import Checkpoint, named_tensors
 from service.model.gpt import GPT
 from service.model.kv_cache import CacheRows
+from training.config import ConfigError
+from training.inputs import find_checkpoint
+from training.messages import plural
+
+
+def command(args: argparse.Namespace) -> None:
+    try:
+        export(Checkpoint.read(find_checkpoint(args.checkpoint)), args.to, args.out)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"--to {args.to} needs the package {error.name}; pip install -e '.[export]'") from None
+    print(f"{args.out}: {plural(args.out.stat().st_size, 'byte')}")
 
 
 def to_gguf(checkpoint: Checkpoint, file: Path) -> None:

@@ -1,50 +1,76 @@
-"""Starts and resumes runs: what may be overwritten or changed, and the lock on a run's folder."""
+"""`train`, from its flags to the loop: starts and resumes runs.
+
+The main process decides what is run, and tells the others; each then builds the run and trains.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import dataclasses
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterator, Set
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Set
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from service.model.checkpoint import restore_folder
-from training.config import ConfigError, TrainConfig
+from training.config import SHAPE, ConfigError, TrainConfig
 from training.data import prepare, recode
-from training.device import resolve_auto
+from training.device import pick_device, resolve_auto
 from training.distill import Teachers
 from training.distributed import World
-from training.finetune import describe_origin, load_origin
+from training.finetune import checkpoint_shape, describe_origin, load_origin
+from training.inputs import find_checkpoint
 from training.loop import DivergedError, InterruptedRun, Run
-from training.messages import plural
-from training.recipe import explanation, fitted
+from training.messages import plural, say
+from training.recipe import SETTINGS, explanation, fitted
 from training.speed import keep_freed_memory
 from training.state import ResumeError, Saved, changed_settings
 
 
-@dataclass(frozen=True)
-class Job:
-    """What every process of a run receives."""
+def command(args: argparse.Namespace) -> None:
+    names = {field.name for field in dataclasses.fields(TrainConfig)}
+    flags = {name: value for name, value in vars(args).items() if name in names}
+    try:
+        _train(args, {name: tuple(value) if isinstance(value, list) else value for name, value in flags.items()})
+    except ConfigError as error:
+        name, _, rest = str(error).partition(" ")
+        if name not in flags:
+            raise
+        raise ConfigError(f"--{name.replace('_', '-')} {rest}") from None  # as the user typed it
 
-    config: TrainConfig
-    resolved: dict[str, Any]  # settings that replace "auto"
-    data: tuple[str, ...]
-    out: Path
-    resumed: bool
+
+def _train(args: argparse.Namespace, given: dict[str, Any]) -> None:
+    if args.resume and args.overwrite:
+        raise ConfigError("--resume continues a run, --overwrite replaces it; pass only one of them")
+    console = Console(stderr=True, highlight=False)
+    if "init_from" in given:
+        given["init_from"] = str(find_checkpoint(given["init_from"]))
+    if "teachers" in given:
+        given["teachers"] = tuple(str(find_checkpoint(path)) for path in given["teachers"])
+    if not args.resume:
+        if "init_from" in given:
+            given = checkpoint_shape(given["init_from"]) | {"window_stages": 1} | given  # it has seen whole windows
+        config = TrainConfig.from_preset(args.preset or "cpu", **given)
+        start(config, args.out, console, overwrite=args.overwrite, adaptable=SETTINGS - given.keys())
+        return
+    data = given.pop("data", None)
+    if args.preset:
+        wanted = TrainConfig.from_preset(args.preset, **given).as_dict()
+        # The shape is that of init_from, which may be gone by now; and the text may have been too small for the preset.
+        fixed = {*SHAPE, "window_stages"} if "init_from" in given else set()
+        left_out = {"data", *((fixed | SETTINGS) - given.keys())}
+        given = {name: value for name, value in wanted.items() if name not in left_out}
+    resume(args.out, given, console, data=data)
 
 
 def start(
-    config: TrainConfig,
-    out: Path,
-    console: Console,
-    *,
-    overwrite: bool = False,
-    adaptable: Set[str] = frozenset(),
+    config: TrainConfig, out: Path, console: Console, *, overwrite: bool = False, adaptable: Set[str] = frozenset()
 ) -> None:
     """Train a new run in `out` to its end.
 
@@ -53,40 +79,51 @@ def start(
     Raises:
         ResumeError: `out` is not empty and `overwrite` is false.
     """
-
-    def prepare_job(world: World) -> Job:
-        nonlocal config
-        existing = sorted(path.name for path in out.iterdir())
-        if existing and not overwrite:
-            raise ResumeError(
-                f"{out} already contains {', '.join(existing[:5])}; pass --resume to continue that run, --overwrite to "
-                "replace it, or another --out"
-            )
-        corpus = prepare(config.data, records=config.records, glob=config.glob)
-        tokenizer = corpus.tokenizer
-        for note in corpus.notes:
-            console.print(note, markup=False, soft_wrap=True)
-        for path in (*config.teachers, *([config.init_from] if config.init_from else [])):
-            if Path(path).resolve().is_relative_to(out.resolve()):
-                raise ConfigError(f"{path} is in {out}, which this run would replace; pass another --out")
+    out.mkdir(parents=True, exist_ok=True)
+    with joined(out) as world:
+        decided = world.from_main(lambda: _new_run(config, out, console, overwrite, adaptable, world))
+        if decided is None:
+            return
+        config, resolved = decided
+        corpus, origin = prepare(config.data, records=config.records, glob=config.glob), None
         if config.init_from:
             origin = load_origin(config, corpus.tokenizer.characters)
-            console.print(describe_origin(config, origin), markup=False, soft_wrap=True)
-            tokenizer = origin.tokenizer
-        config, changes = fitted(config, corpus, adaptable, world.size * config.accumulate)
-        if changes:
-            console.print(explanation(corpus, changes), markup=False, soft_wrap=True)
-        resolved = resolve_auto(config, tokenizer.vocab_size, world.size)
-        if config.teachers:
-            Teachers(replace(config, **resolved), tokenizer)  # refused here, before an earlier run is replaced
-        for name in ("last", "best", "tensorboard", *(path.name for path in out.glob("step-" + 8 * "[0-9]"))):
-            shutil.rmtree(out / name, ignore_errors=True)
-        for name in ("log.jsonl", "loss.png"):
-            (out / name).unlink(missing_ok=True)
-        return Job(config, resolved, config.data, out, resumed=False)
+            corpus = recode(corpus, origin.tokenizer)
+        Run(config, resolved, corpus, out, world, origin).train(console)
 
-    out.mkdir(parents=True, exist_ok=True)
-    _run_job(out, console, prepare_job)
+
+def _new_run(
+    config: TrainConfig, out: Path, console: Console, overwrite: bool, adaptable: Set[str], world: World
+) -> tuple[TrainConfig, dict[str, Any]]:
+    """The settings for this text and this machine: all that is refused, is refused before an earlier run is removed."""
+    existing = sorted(path.name for path in out.iterdir())
+    if existing and not overwrite:
+        raise ResumeError(
+            f"{out} already contains {', '.join(existing[:5])}; pass --resume to continue that run, --overwrite to "
+            "replace it, or another --out"
+        )
+    corpus = prepare(config.data, records=config.records, glob=config.glob)
+    tokenizer = corpus.tokenizer
+    for note in corpus.notes:
+        say(console, note)
+    for path in (*config.teachers, *([config.init_from] if config.init_from else [])):
+        if Path(path).resolve().is_relative_to(out.resolve()):
+            raise ConfigError(f"{path} is in {out}, which this run would replace; pass another --out")
+    if config.init_from:
+        origin = load_origin(config, tokenizer.characters)
+        say(console, describe_origin(config, origin))
+        tokenizer = origin.tokenizer
+    config, changes = fitted(config, corpus, adaptable, world.size * config.accumulate)
+    if changes:
+        say(console, explanation(corpus, changes))
+    resolved = resolve_auto(config, tokenizer.vocab_size, world.size)
+    if config.teachers:
+        Teachers(replace(config, **resolved), tokenizer)
+    for name in ("last", "best", "tensorboard", *(path.name for path in out.glob("step-" + 8 * "[0-9]"))):
+        shutil.rmtree(out / name, ignore_errors=True)
+    for name in ("log.jsonl", "loss.png"):
+        (out / name).unlink(missing_ok=True)
+    return config, resolved
 
 
 def resume(out: Path, given: dict[str, Any], console: Console, *, data: tuple[str, ...] | None = None) -> None:
@@ -96,82 +133,78 @@ def resume(out: Path, given: dict[str, Any], console: Console, *, data: tuple[st
     and with more patience one that stopped early. `data`: the new path of the text, if it has moved.
 
     Raises:
-        ResumeError: there is no saved run, or the settings, the number of processes or the text differ.
+        ResumeError: there is no saved run, or the settings, the machine or the text differ.
         CheckpointError: a saved file is missing or altered.
     """
-
-    def prepare_job(world: World) -> Job | None:
-        if not (out / "last").is_dir():
-            raise ResumeError(f"nothing to resume: {out / 'last'} does not exist")
-        saved = Saved.read(out / "last")
-        changes = changed_settings(saved.config.as_dict(), given)
-        config, progress = replace(saved.config, **changes), saved.progress
-        if progress.finished and not changes.keys() & {"steps", "patience"}:
-            console.print(
-                f"{out} is already finished: step {progress.step} of {saved.config.steps}, best at step "
-                f"{progress.best_step}"
-                + ("; it stopped early, and goes on with a larger --patience" if progress.step < config.steps else ""),
-                soft_wrap=True,
-            )
-            return None
-        if progress.finished and progress.is_out_of_patience(config):
-            raise ResumeError(
-                f"{out} stopped at step {progress.step}, as the validation loss has not improved since step "
-                f"{progress.best_step}; to go on, pass a larger --patience too, or 0"
-            )
-        if config.steps <= progress.step and "steps" in changes:
-            raise ResumeError(f"steps must be more than the {progress.step:,} taken, got {config.steps:,}")
-        corpus = prepare(data or config.data, records=config.records, glob=config.glob)
-        if corpus.sha256 != saved.data["sha256"]:
-            raise ResumeError(
-                f"{corpus.name} is not the text of this run: it has {plural(len(corpus.ids), 'character')} and SHA-256 "
-                f"{corpus.sha256}, expected {saved.data['characters']:,} and {saved.data['sha256']}"
-            )
-        if world.size != saved.processes:
-            raise ResumeError(
-                f"{out} must be resumed with {plural(saved.processes, 'process')} as before, got {world.size}; "
-                "torchrun starts several"
-            )
-        return Job(config, saved.resolved, data or config.data, out, resumed=True)
-
     if not out.is_dir():
         raise ResumeError(f"nothing to resume: {out} does not exist")
-    _run_job(out, console, prepare_job)
+    with joined(out) as world:
+        config = world.from_main(lambda: _continued(out, given, console, data, world))
+        if config is None:
+            return
+        saved = replace(Saved.read(out / "last"), config=config)
+        corpus = prepare(config.data, records=config.records, glob=config.glob)
+        Run.resume(saved, recode(corpus, saved.checkpoint.tokenizer), out, world).train(console)
 
 
-def _run_job(out: Path, console: Console, prepare_job: Callable[[World], Job | None]) -> None:
-    """Train in this process, or in those that torchrun started."""
+def _continued(
+    out: Path, given: dict[str, Any], console: Console, data: tuple[str, ...] | None, world: World
+) -> TrainConfig | None:
+    """The settings to go on with; None: the run is finished."""
+    if not (out / "last").is_dir():
+        raise ResumeError(f"nothing to resume: {out / 'last'} does not exist")
+    saved = Saved.read(out / "last")
+    changes = changed_settings(saved.config.as_dict(), given)
+    config, progress = replace(saved.config, **changes, data=data or saved.config.data), saved.progress
+    if progress.finished and not changes.keys() & {"steps", "patience"}:
+        say(
+            console,
+            f"{out} is already finished: step {progress.step} of {saved.config.steps}, best at step "
+            f"{progress.best_step}"
+            + ("; it stopped early, and goes on with a larger --patience" if progress.step < config.steps else ""),
+        )
+        return None
+    if progress.finished and progress.is_out_of_patience(config):
+        raise ResumeError(
+            f"{out} stopped at step {progress.step}, as the validation loss has not improved since step "
+            f"{progress.best_step}; to go on, pass a larger --patience too, or 0"
+        )
+    if config.steps <= progress.step and "steps" in changes:
+        raise ResumeError(f"steps must be more than the {progress.step:,} taken, got {config.steps:,}")
+    corpus = prepare(config.data, records=config.records, glob=config.glob)
+    if corpus.sha256 != saved.data["sha256"]:
+        raise ResumeError(
+            f"{corpus.name} is not the text of this run: it has {plural(len(corpus.ids), 'character')} and SHA-256 "
+            f"{corpus.sha256}, expected {saved.data['characters']:,} and {saved.data['sha256']}"
+        )
+    if world.size != saved.processes:
+        raise ResumeError(
+            f"{out} must be resumed with {plural(saved.processes, 'process')} as before, got {world.size}; "
+            "torchrun starts several"
+        )
+    try:
+        pick_device(saved.resolved["device"])
+    except ConfigError as error:
+        raise ResumeError(
+            f"{out} cannot go on here: {error}; --init-from {out / 'last'} starts another run from its weights"
+        ) from None
+    return config
+
+
+@contextlib.contextmanager
+def joined(out: Path) -> Iterator[World]:
+    """This process, or those that torchrun started, with the folder of the run to themselves."""
     with World.join() as world, exclusive(out) if world.is_main else contextlib.nullcontext():
         if world.is_main:
             for name in ("last", "best"):  # of a killed run; the lock is ours
                 restore_folder(out / name)
             for partial in out.glob(".*.saving-*"):
                 shutil.rmtree(partial)
-        try:
-            job = prepare_job(world) if world.is_main else None
-        except Exception:
-            world.broadcast(None)  # the others end without a word
-            raise
-        job = world.broadcast(job)
+        keep_freed_memory()
         # What ends the run ends it in all processes at the same step, and the main one reports it.
         reported = () if world.is_main else (InterruptedRun, DivergedError, ResumeError, ConfigError)
         with contextlib.suppress(*reported):
-            if job:
-                _train(job, world, console)
-
-
-def _train(job: Job, world: World, console: Console) -> None:
-    keep_freed_memory()
-    corpus = prepare(job.data, records=job.config.records, glob=job.config.glob)
-    if job.resumed:
-        saved = replace(Saved.read(job.out / "last"), config=job.config)
-        run = Run.resume(saved, recode(corpus, saved.checkpoint.tokenizer), job.out, world)
-    elif job.config.init_from:
-        origin = load_origin(job.config, corpus.tokenizer.characters)
-        run = Run(job.config, job.resolved, recode(corpus, origin.tokenizer), job.out, world, origin)
-    else:
-        run = Run(job.config, job.resolved, corpus, job.out, world)
-    run.train(console if world.is_main else Console(quiet=True))
+            yield world
 
 
 @contextlib.contextmanager

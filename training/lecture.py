@@ -7,6 +7,7 @@ what is seen. Nothing of the service or of `train` depends on this module.
 
 from __future__ import annotations
 
+import argparse
 import math
 import time
 from collections.abc import Callable
@@ -17,18 +18,29 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from service.model import checkpoint as service_checkpoint
 from service.model.checkpoint import Checkpoint
 from service.model.gpt import GPT, attend
 from service.model.params import SamplingParams
-from training.data import Corpus, WindowSampler
+from training.config import ConfigError
+from training.data import Corpus, WindowSampler, prepare
 from training.evaluate import baselines
+from training.inputs import find_checkpoint
 from training.messages import plural
 from training.sample import sample_texts
 
 B, T = 32, 8  # rows and characters of a batch
 C = 32  # channels of the model with one head
-STEPS = 10_000
 GREETING = "hii, there!"
+BUNDLED = Path(service_checkpoint.__file__).parents[1] / "checkpoints" / "tinyshakespeare"
+
+
+def command(args: argparse.Namespace) -> None:
+    if args.steps < 1:
+        raise ConfigError(f"--steps must be at least 1, got {args.steps}")
+    checkpoint = Checkpoint.read(find_checkpoint(args.checkpoint or BUNDLED))
+    give(prepare(args.data, glob=args.glob or ()), checkpoint, args.out, steps=args.steps, seed=args.seed)
+
 
 # -- characters, windows --
 
@@ -205,15 +217,15 @@ def score_bytes(rows: int, heads: int, length: int) -> int:
 # -- the lecture --
 
 
-def give(corpus: Corpus, checkpoint: Checkpoint, picture: Path, *, steps: int = STEPS, seed: int = 1337) -> None:
+def give(corpus: Corpus, checkpoint: Checkpoint, picture: Path, *, steps: int, seed: int) -> None:
     """Print all steps, and draw the picture. Takes under a minute on a CPU."""
     started = time.monotonic()
     torch.manual_seed(seed)
     V, tokenizer = corpus.tokenizer.vocab_size, corpus.tokenizer
 
     def text(model: nn.Module) -> str:
-        ids = generate(model, torch.tensor([[first_id(corpus)]]), 200, seed)[0].tolist()
-        return tokenizer.decode(ids[1:])
+        first = tokenizer.encode("\n")[0] if "\n" in tokenizer else int(corpus.train[0])
+        return tokenizer.decode(generate(model, torch.tensor([[first]]), 200, seed)[0, 1:].tolist())
 
     title(1, "A text is a sequence of integers")
     ids, back = there_and_back(corpus)
@@ -298,11 +310,6 @@ def title(number: int, words: str) -> None:
 
 def indented(text: str) -> str:
     return "\n".join("    " + line for line in text.splitlines())
-
-
-def first_id(corpus: Corpus) -> int:
-    """Of a line break, with which a text begins, or else of the first character."""
-    return corpus.tokenizer.encode("\n")[0] if "\n" in corpus.tokenizer else int(corpus.train[0])
 
 
 def draw(

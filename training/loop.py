@@ -7,7 +7,7 @@
     OUT/step-00000500   weights kept with --keep-every
     OUT/tensorboard     event files, with --tensorboard
 
-On a CPU, a run that is killed at any moment and resumed ends with the same bytes as an uninterrupted one; on a GPU it
+A run that is killed at any moment and resumed on the same CPU ends with the same bytes as an uninterrupted one; a GPU
 continues from the same state, but some of torch's sums there have no fixed order.
 """
 
@@ -19,8 +19,10 @@ import math
 import platform
 import shlex
 import signal
+import statistics
 import sys
 import time
+import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import version
@@ -41,28 +43,23 @@ from training.check import size_check
 from training.config import TrainConfig
 from training.data import IGNORED, Corpus, micro_batches, record_pieces, sampler_of, window_pieces
 from training.device import autocast, machine, training_forward
-from training.display import (
-    ProgressView,
-    draw_curves,
-    print_report,
-    show_scoring,
-    warn_if_vocabulary_is_large,
-)
+from training.display import ProgressView, draw_curves, print_report, show_scoring, warn_if_vocabulary_is_large
 from training.distill import Teachers
 from training.distributed import World
-from training.evaluate import baselines, piece_loss, split_losses
+from training.evaluate import BATCH_CHARS, baselines, piece_loss, split_losses
 from training.finetune import Origin
 from training.log import RunLog
-from training.messages import plural, plural_number, resume_command
+from training.messages import Refusal, duration, plural, plural_number, resume_command, say
 from training.optim import FlatGradients, Optimizers, lr_scale
 from training.sample import sample_texts
 from training.speed import flops_per_character, matmul_peak
-from training.state import Progress, ResumeError, Saved, generator_states, pack
+from training.state import Progress, ResumeError, Saved, pack
 
 SAMPLED_RECORDS = 5  # shown at each evaluation
+ESTIMATE_STEPS = 10  # by which the rest of the run is estimated
 
 
-class DivergedError(RuntimeError):
+class DivergedError(Refusal):
     """The loss, the gradient or a weight is not finite."""
 
 
@@ -111,11 +108,10 @@ class Run:
         self.lineage = origin.lineage if origin else None
         if origin:
             self.model.load_state_dict(origin.weights)
-        self.optimizers = Optimizers(self.model, config, world)
+        self.optimizers = Optimizers(self.model, config)
         self.progress = Progress()
         self.saved_at = time.monotonic()
         self.cpu_seconds = 0.0  # this process's last step
-        torch.manual_seed(config.seed + world.rank)  # for dropout
 
     @classmethod
     def resume(cls, saved: Saved, corpus: Corpus, out: Path, world: World) -> Run:
@@ -127,7 +123,7 @@ class Run:
         teachers = saved.checkpoint.training.get("teachers")
         if run.teachers and run.teachers.lineage != teachers:
             raise ResumeError(f"the teachers of this run have changed: expected {teachers}, got {run.teachers.lineage}")
-        saved.restore(run.model, run.optimizers.tensors(), world.rank)
+        saved.restore(run.model, run.optimizers.tensors())
         return run
 
     def train(self, console: Console) -> None:
@@ -139,19 +135,21 @@ class Run:
             InterruptedRun: SIGINT or SIGTERM was received; the run has been saved.
         """
         config, progress = self.config, self.progress
-        console.print(
-            f"{self.corpus.name}: {plural(len(self.corpus.ids), 'character')}, "
-            f"{plural(self.corpus.symbols, 'symbol')}; {self.model.num_parameters:,} parameters; "
-            f"{config.dtype} on {config.device}, "
+        if not self.world.is_main:
+            console = Console(quiet=True)
+        corpus, steps = self.corpus, config.steps - progress.step
+        in_a_step = plural(self.rows, "record") if config.records else plural(config.tokens_per_step, "character")
+        say(
+            console,
+            f"{corpus.name}: {plural(len(corpus.ids), 'character')}, {plural(corpus.symbols, 'symbol')}; "
+            f"{self.model.num_parameters:,} parameters; {config.dtype} on {config.device}, "
             f"{plural(self.world.size, 'process')} of {plural(config.threads, 'thread')}; "
-            f"{plural(config.steps - progress.step, 'step')} of {self.in_a_step}, "
-            f"{plural_number((config.steps - progress.step) * self.rows / self.sampler.per_epoch, 'epoch')}",
-            markup=False,
-            soft_wrap=True,
+            f"{plural(steps, 'step')} of {in_a_step}, "
+            f"{plural_number(steps * self.rows / self.sampler.per_epoch, 'epoch')}",
         )
         if progress.step == 0 and self.world.is_main:
             for line in size_check(self.corpus, self.model.num_parameters):
-                console.print(line, markup=False, soft_wrap=True)
+                say(console, line)
         warn_if_vocabulary_is_large(console, config, self.model.config.vocab_size, self.model.num_parameters)
         self.world.all_reduce_(torch.zeros(1))  # barrier: the first save replaces files that every process reads
         view = ProgressView(console, config)
@@ -163,6 +161,7 @@ class Run:
             view,
         ):
             self.save()
+            first_seconds: list[float] = []  # of the first steps
             while True:
                 if self.evaluation_is_due:
                     self.save()  # a failing evaluation must not cost any steps
@@ -173,22 +172,44 @@ class Run:
                     break
                 started = time.monotonic()
                 loss = self.step()
-                progress.elapsed_seconds += time.monotonic() - started
+                seconds = time.monotonic() - started
+                progress.elapsed_seconds += seconds
                 view.show_step(progress, loss)
+                if len(first_seconds) < ESTIMATE_STEPS:
+                    first_seconds.append(seconds)
+                    if len(first_seconds) == ESTIMATE_STEPS and self.world.is_main:
+                        say(console, self.estimate(statistics.median(first_seconds)))
                 if progress.step % config.log_every == 0:
                     self.log_losses()
                 if self.stopped or self.save_is_due:
                     self.save()
                 if self.stopped:
-                    self.draw()
+                    if self.world.is_main:
+                        draw_curves(self.out)
                     raise InterruptedRun(self.stopped, self.out, progress.step, config.steps, self.world.size)
             self.finish(console)
 
-    @property
-    def in_a_step(self) -> str:
-        if self.corpus.records is None:
-            return plural(self.config.tokens_per_step, "character")
-        return plural(self.rows, "record")
+    def estimate(self, step_seconds: float) -> str:
+        """How long the rest takes, steps by the seconds of one now, scoring by those of a forward; of the main process.
+
+        The window grows, and with it a step's time; baselines and samples are not counted.
+        """
+        config, step = self.config, self.progress.step
+        starts, lengths = (part[: max(1, BATCH_CHARS // config.block_size)] for part in self.val_pieces)
+        started = time.monotonic()
+        self.model.eval()
+        piece_loss(self.model, self.corpus.val, starts, lengths)
+        self.model.train()
+        seconds_each = (time.monotonic() - started) / int(lengths.sum())
+        val = len(self.corpus.val)
+        evaluated = min(config.eval_chars or val, val) * -(-(config.steps - step) // config.eval_every)
+        growth = self.flops_per_character(self.mean_window) / self.flops_per_character(self.window_at(step))
+        training = (config.steps - step) * step_seconds * growth + evaluated * seconds_each / self.world.size
+        scoring = 2 * val * seconds_each
+        return (
+            f"about {duration(training + scoring)} to the end: {duration(training)} of training, {duration(scoring)} "
+            f"of scoring {plural(val, 'validation character')} twice"
+        )
 
     @property
     def evaluation_is_due(self) -> bool:
@@ -206,9 +227,11 @@ class Run:
         config, progress, world = self.config, self.progress, self.world
         flat = self.gradients
         flat.zero_()
+        if config.dropout:  # of seed, step and process alone, so that a resumed run goes on with the same
+            torch.manual_seed(zlib.crc32(f"{config.seed} {progress.step} {world.rank}".encode()))
         batch = self.sampler.next_batch(self.rows)
         if not config.records:
-            window = config.window_at(progress.step)
+            window = self.window_at(progress.step)
             batch = batch[0].reshape(-1, window), batch[1].reshape(-1, window)
         count = int((batch[1] != IGNORED).sum())  # targets of all parts
         cells = config.tokens_per_step // (world.size * config.accumulate)  # at once
@@ -275,15 +298,11 @@ class Run:
         if self.config.sample_chars and self.world.is_main:
             tokenizer = self.corpus.tokenizer
             prompt = tokenizer.encode("\n") if "\n" in tokenizer else [int(self.corpus.train[0])]
+            count, stop = (SAMPLED_RECORDS, (tuple(prompt),)) if self.config.records else (1, ())
             params = SamplingParams(seed=self.config.seed)
-            if self.config.records:
-                found = sample_texts(
-                    model, prompt, SAMPLED_RECORDS, self.config.sample_chars, params, stop=(tuple(prompt),)
-                )
-                record["sample"] = "\n".join(tokenizer.decode(ids) for _, ids in found)
-            else:
-                [(_, ids)] = sample_texts(model, prompt, 1, self.config.sample_chars, params)
-                record["sample"] = tokenizer.decode(prompt + ids)
+            found = sample_texts(model, prompt, count, self.config.sample_chars, params, stop=stop)
+            texts = [tokenizer.decode(ids) for _, ids in found]
+            record["sample"] = "\n".join(texts) if self.config.records else tokenizer.decode(prompt) + texts[0]
         if progress.best_val_loss is None or val_loss < progress.best_val_loss:
             progress.best_step, progress.best_val_loss = progress.step, val_loss
             progress.best_elapsed_seconds, progress.best_cpu_seconds = progress.elapsed_seconds, progress.cpu_seconds
@@ -319,37 +338,32 @@ class Run:
         best = Checkpoint.read(self.out / "best").load_model(self.device)
         corpus = self.corpus
         with show_scoring(console, 2 * len(corpus.val)) as advance:
-            scores = split_losses(
-                best, corpus.val, records=corpus.records is not None, train=corpus.train, advance=advance
-            )
-        losses = {
-            **scores,
-            **baselines(corpus.train, corpus.val, corpus.tokenizer.vocab_size),
-        }
+            scores = split_losses(best, corpus.val, self.config.records, corpus.train, advance)
+        losses = {**scores, **baselines(corpus.train, corpus.val, corpus.tokenizer.vocab_size)}
         self.save_served("best", best, losses, self.progress.at_best)
         speed = self.speed()
         self.log({"event": "end", "step": self.progress.step, **losses, **speed})
-        self.draw()
+        draw_curves(self.out)
         self.save()
         print_report(console, self.config, self.progress, losses, speed, self.out, len(corpus.val))
-
-    def draw(self) -> None:
-        if self.world.is_main:
-            draw_curves(self.out)
 
     def speed(self) -> dict[str, float]:
         """Training speed, in characters per second and as a share of the matrix-product peak, which is measured now."""
         rate = self.progress.characters / self.progress.elapsed_seconds
-        peak = matmul_peak(self.device, getattr(torch, self.config.dtype)) * (
-            1 if self.device.type == "cpu" else self.world.size
-        )
-        share = rate * self.flops_per_character() / peak
+        devices = 1 if self.device.type == "cpu" else self.world.size
+        peak = matmul_peak(self.device, getattr(torch, self.config.dtype)) * devices
+        share = rate * self.flops_per_character(self.mean_window) / peak
         return {"characters_per_second": rate, "matmul_peak_flops": peak, "peak_share": share}
 
-    def flops_per_character(self) -> float:
-        """On average over the run, whose windows grow; forwards of teachers included."""
-        config = self.config
-        window = sum(config.window_at(config.steps * i // 100) for i in range(100)) / 100
+    def window_at(self, step: int) -> int:
+        return self.config.block_size if self.config.records else self.config.window_at(step)
+
+    @property
+    def mean_window(self) -> float:
+        return sum(self.window_at(self.config.steps * i // 100) for i in range(100)) / 100
+
+    def flops_per_character(self, window: float) -> float:
+        """Forwards of teachers included."""
         teachers = self.teachers.models if self.teachers else []
         return flops_per_character(self.model, window) + sum(flops_per_character(each, window) / 3 for each in teachers)
 
@@ -361,15 +375,14 @@ class Run:
         """
         if not all(bool(weight.isfinite().all()) for weight in self.model.parameters()):
             raise self.diverged(self.progress.step - 1, "weights are not finite")
-        generators = self.world.gather(generator_states())
-        self.optimizers.muon.collect()
         self.saved_at = time.monotonic()
-        if generators is None:
+        if not self.world.is_main:
             return
         assert self.run_log
         self.progress.log_bytes = self.run_log.sync()
         corpus = self.corpus.describe()
-        extra = pack(self.requested, self.resolved, corpus, self.progress, self.optimizers.tensors(), generators)
+        tensors, processes = self.optimizers.tensors(), self.world.size
+        extra = pack(self.requested, self.resolved, corpus, self.progress, tensors, processes)
         description = self.describe({"best_val": self.progress.best_val_loss}, self.progress)
         save_checkpoint(self.out / "last", self.model, self.corpus.tokenizer, description, extra)
 
@@ -426,16 +439,15 @@ class Run:
         """Log the mean training loss since the previous call."""
         progress, config = self.progress, self.config
         scale = lr_scale(progress.step - 1, config)
-        self.log(
-            {
-                "event": "train",
-                "step": progress.step,
-                "train_loss": progress.loss_sum / progress.loss_steps,
-                "muon_lr": config.muon_lr * scale,
-                "adamw_lr": config.adamw_lr * scale,
-                "characters_per_second": round(progress.characters / progress.elapsed_seconds),
-            }
-        )
+        record = {
+            "event": "train",
+            "step": progress.step,
+            "train_loss": progress.loss_sum / progress.loss_steps,
+            "muon_lr": config.muon_lr * scale,
+            "adamw_lr": config.adamw_lr * scale,
+            "characters_per_second": round(progress.characters / progress.elapsed_seconds),
+        }
+        self.log(record)
         progress.loss_sum, progress.loss_steps = 0.0, 0
 
 

@@ -1,4 +1,4 @@
-"""Wording shared by commands: the program's name, the command that resumes a run, plurals, escapes in flags."""
+"""Wording shared by commands: refusals, the program's name, the command that resumes a run, plurals, escapes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,19 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def say(console: Console, text: str, style: str | None = None) -> None:
+    """A line as it is, however long."""
+    console.print(text, style=style, markup=False, soft_wrap=True)
+
+
+class Refusal(ValueError):
+    """What the user can mend; the message says what was given, what is allowed, and what to do."""
 
 
 def program(python: str = "python") -> str:
@@ -38,6 +51,14 @@ def plural(count: int, noun: str) -> str:
 def plural_number(number: float, noun: str) -> str:
     """`plural` of a number that need not be whole, to three digits: 1 epoch, 0.5 epochs."""
     return f"{number:.3g} {noun}{'' if f'{number:.3g}' == '1' else 's'}"
+
+
+def duration(seconds: float) -> str:
+    """To about two digits: 8 s, 12 min, 3 h 20 min."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min" if hours > 1 else f"{60 * hours + minutes} min"
 
 
 def unescaped(text: str) -> str:

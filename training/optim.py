@@ -15,7 +15,6 @@ from torch.optim.adamw import adamw
 
 from service.model.gpt import GPT, CausalSelfAttention, SwiGLU
 from training.config import TrainConfig
-from training.distributed import World
 
 # Coefficients (a, b, c) of x <- a·x + b·x³ + c·x⁵, applied to all singular values, one triple per iteration. Each is
 # optimal for the interval that the previous iteration leaves (Amsel et al. 2025, "The Polar Express").
@@ -57,84 +56,37 @@ def hidden_matrices(model: GPT) -> list[tuple[Tensor, list[int]]]:
     return found
 
 
-class _Group:
-    """All matrices of one shape, sharded over the processes."""
-
-    def __init__(self, parts: list[tuple[Tensor, slice]], rows: int, cols: int, world: World):
-        self.parts = parts  # one matrix each: a parameter and its rows
-        self.scale = max(1.0, rows / cols) ** 0.5
-        each = -(-len(parts) // world.size)
-        self.mine = parts[world.rank * each : (world.rank + 1) * each]
-        # The shards of other processes are as of the last `collect`.
-        self.momentum = parts[0][0].new_zeros(world.size, each, rows, cols)
-        self.strength = parts[0][0].new_zeros(world.size, each, rows, 1)  # running mean square of each row's updates
-
-
 class Muon:
-    """Orthogonalized Nesterov momentum with normalized rows (NorMuon, Li et al. 2025) and decoupled weight decay.
+    """Orthogonalized Nesterov momentum and decoupled weight decay.
 
-    Updates are scaled by √max(1, rows / cols), so that they change a matrix's output equally whatever its shape. Each
-    process computes the updates of its shard of the matrices; an all-gather distributes them.
+    Updates are scaled by √max(1, rows / cols), so that they change a matrix's output equally whatever its shape.
     """
 
-    def __init__(
-        self,
-        matrices: Iterable[tuple[Tensor, list[int]]],
-        row_decay: float,
-        dtype: torch.dtype = torch.float32,
-        world: World | None = None,
-    ):
-        self.row_decay, self.dtype, self.world = row_decay, dtype, world or World()
-        parts: dict[tuple[int, int], list[tuple[Tensor, slice]]] = {}
+    def __init__(self, matrices: Iterable[tuple[Tensor, list[int]]], dtype: torch.dtype = torch.float32):
+        self.dtype = dtype
+        self._parts: dict[tuple[int, int], list[tuple[Tensor, slice]]] = {}  # by shape: a parameter and its rows
         for parameter, sizes in matrices:
             start = 0
             for rows in sizes:
-                parts.setdefault((rows, parameter.size(1)), []).append((parameter, slice(start, start + rows)))
+                same = self._parts.setdefault((rows, parameter.size(1)), [])
+                same.append((parameter, slice(start, start + rows)))
                 start += rows
-        self._groups = {shape: _Group(some, *shape, self.world) for shape, some in parts.items()}
-        lengths = [group.momentum[0].numel() for group in self._groups.values()]
-        device = next(iter(parts.values()))[0][0].device
-        self._updates = torch.zeros(self.world.size, sum(lengths), dtype=dtype, device=device)
-        self._updates_of = self._updates.split(lengths, dim=1)
+        self._momentum = {shape: parts[0][0].new_zeros(len(parts), *shape) for shape, parts in self._parts.items()}
 
     @torch.no_grad()
     def step(self, lr: float, momentum: float, weight_decay: float) -> None:
-        rank = self.world.rank
-        for group, updates in zip(self._groups.values(), self._updates_of, strict=True):
-            if group.mine:
-                gradient = torch.stack([_gradient(parameter)[rows] for parameter, rows in group.mine])
-                average = group.momentum[rank, : len(group.mine)]
-                average.lerp_(gradient, 1.0 - momentum)
-                update = orthogonalize(gradient.lerp_(average, momentum), self.dtype)
-                update = self.normalize_rows(update, group.strength[rank, : len(group.mine)])
-                updates[rank, : update.numel()] = update.flatten()
-        self.world.all_gather_(self._updates)
-        for group, updates in zip(self._groups.values(), self._updates_of, strict=True):
-            each = updates.reshape(-1, *group.momentum.shape[2:])
-            for (parameter, rows), update in zip(group.parts, each, strict=False):
-                if weight_decay:
-                    parameter[rows].mul_(1.0 - lr * weight_decay)
-                parameter[rows].add_(update, alpha=-lr * group.scale)
-
-    def normalize_rows(self, update: Tensor, strength: Tensor) -> Tensor:
-        """Divide the rows of `update` (n, rows, cols) by the root of `strength` (n, rows, 1), their running mean
-        square, which is updated in place; the norm of each matrix is preserved."""
-        row_norms = torch.linalg.vector_norm(update, dim=-1, keepdim=True, dtype=strength.dtype)
-        strength.lerp_(row_norms.square() / update.size(-1), 1.0 - self.row_decay)
-        factors = (strength + 1e-12).rsqrt()
-        norm, changed = (torch.linalg.vector_norm(x, dim=1, keepdim=True) for x in (row_norms, row_norms * factors))
-        return update * (factors * norm / (changed + 1e-12)).to(update.dtype)
-
-    def collect(self) -> None:
-        """Gather the state of all processes, before `tensors` is saved."""
-        for state in self.tensors().values():
-            self.world.all_gather_(state.flatten(1))
+        for (rows, cols), parts in self._parts.items():
+            average = self._momentum[rows, cols]
+            gradient = torch.stack([_gradient(parameter)[its_rows] for parameter, its_rows in parts])
+            average.lerp_(gradient, 1.0 - momentum)
+            updates = orthogonalize(gradient.lerp_(average, momentum), self.dtype)
+            scale = max(1.0, rows / cols) ** 0.5
+            for (parameter, its_rows), update in zip(parts, updates, strict=True):
+                parameter[its_rows].mul_(1.0 - lr * weight_decay).add_(update, alpha=-lr * scale)
 
     def tensors(self) -> dict[str, Tensor]:
         """The state by name; copying into these tensors restores it."""
-        groups = {f"muon.{rows}x{cols}": group for (rows, cols), group in self._groups.items()}
-        momentum = {f"{name}.momentum": group.momentum for name, group in groups.items()}
-        return momentum | {f"{name}.strength": group.strength for name, group in groups.items()}
+        return {f"muon.{rows}x{cols}.momentum": momentum for (rows, cols), momentum in self._momentum.items()}
 
 
 def _gradient(parameter: Tensor) -> Tensor:
@@ -170,13 +122,13 @@ class FlatGradients:
 class Optimizers:
     """Muon and AdamW for all parameters of a model, with learning rates on one schedule."""
 
-    def __init__(self, model: GPT, config: TrainConfig, world: World | None = None):
+    def __init__(self, model: GPT, config: TrainConfig):
         self.config = config
         matrices = hidden_matrices(model)
         hidden = {id(parameter) for parameter, _ in matrices}
         self._others = {name: p for name, p in model.named_parameters() if id(p) not in hidden}
         dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-        self.muon = Muon(matrices, config.muon_beta2, dtype, world)
+        self.muon = Muon(matrices, dtype)
         self._adamw = {
             name: {
                 "step": torch.zeros((), device=parameter.device),

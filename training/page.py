@@ -14,7 +14,7 @@ from typing import Any
 
 from service.model.checkpoint import Checkpoint
 from training.data import Corpus
-from training.display import curves, figure_of, verdict
+from training.display import LOSSES, curves, figure_of, verdict
 from training.evaluate import bits
 from training.log import read_log
 from training.messages import plural
@@ -22,14 +22,6 @@ from training.report import NGRAM, Examination
 
 MAX_TEXTS, MAX_RECORDS, MAX_PASSAGES = 10, 200, 10  # shown
 MAX_CHARACTERS = 2000  # of a text
-LOSSES = {
-    "uniform": "guessing all characters alike",
-    "unigram": "by how often each character occurs",
-    "bigram": "by the character before",
-    "whole": "this model, in windows",
-    "streamed": "this model, streamed",
-    "unseen": "this model, records not in the training split too",
-}
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222;
   background: #fff; }
@@ -109,12 +101,8 @@ def _facts(checkpoint: Checkpoint, corpus: Corpus) -> str:
         rows.append(("", f"<td>{plural(about['parameters'], 'parameter')}"))
     if "step" in about:
         seen, seconds = about.get("characters_seen", 0), about.get("training_seconds", 0)
-        rows.append(
-            (
-                "training",
-                f"<td>{plural(about['step'], 'step')}, {plural(seen, 'character')}, {seconds:,.0f} s to the best",
-            )
-        )
+        course = f"{plural(about['step'], 'step')}, {plural(seen, 'character')}, {seconds:,.0f} s to the best"
+        rows.append(("training", f"<td>{course}"))
     rows.append(("checkpoint", f"<td>SHA-256 {checkpoint.digest[:16]}…"))
     return _table(rows)
 
@@ -170,27 +158,24 @@ def _figures(found: Examination) -> str:
 
 
 def _texts(found: Examination) -> Iterable[str]:
+    examined = list(zip(found.texts, found.passages, strict=True))
     longest = sorted(
-        ((end - start, seed, text[start:end]) for (seed, text), spans in zip(found.texts, found.passages, strict=True)
-         for start, end in spans),
-        reverse=True,
-    )  # fmt: skip
+        ((end - start, seed, text[start:end]) for (seed, text), spans in examined for start, end in spans), reverse=True
+    )
     yield "<h2>Copied passages</h2>"
     if not longest:
         yield f"<p>No passage of {NGRAM} characters or more is copied from the training text."
     for length, seed, passage in longest[:MAX_PASSAGES]:
         yield f"<p>{plural(length, 'character')}, seed {seed}:<pre>{_text(passage[:MAX_CHARACTERS])}</pre>"
     yield f"<h2>Samples</h2><p class=hint>Marked: passages of {NGRAM} characters or more from the training text."
-    for (seed, text), spans in list(zip(found.texts, found.passages, strict=True))[:MAX_TEXTS]:
-        parts, at, end_of_text = [], 0, min(len(text), MAX_CHARACTERS)
-        for start, end in [
-            *((s, min(e, end_of_text)) for s, e in spans if s < end_of_text),
-            (end_of_text, end_of_text),
-        ]:
-            parts += [_text(text[at:start]), f"<mark>{_text(text[start:end])}</mark>" if end > start else ""]
+    for (seed, text), spans in examined[:MAX_TEXTS]:
+        shown, at, parts = text[:MAX_CHARACTERS], 0, []
+        for start, end in spans:
+            copied = _text(shown[start:end])
+            parts += [_text(shown[at:start]), f"<mark>{copied}</mark>" if copied else ""]
             at = end
-        cut = "…" if end_of_text < len(text) else ""
-        yield f"<h3>seed {seed}</h3><pre>{''.join(parts)}{cut}</pre>"
+        cut = "…" if len(shown) < len(text) else ""
+        yield f"<h3>seed {seed}</h3><pre>{''.join(parts)}{_text(shown[at:])}{cut}</pre>"
 
 
 def _records(found: Examination) -> Iterable[str]:

@@ -27,19 +27,8 @@ PATIENCE = 3  # evaluations
 MIN_EVALUATIONS = 4  # fewer would say little about a run's course
 SHORT_EVALUATIONS = 8  # of a run that would have fewer
 
-SETTINGS = frozenset(
-    (
-        *SMALL_MODEL,
-        "dropout",
-        "weight_decay",
-        "block_size",
-        "batch_size",
-        "steps",
-        "warmup_steps",
-        "eval_every",
-        "patience",
-    )
-)
+SETTINGS = frozenset(SMALL_MODEL) | {"dropout", "weight_decay", "block_size", "batch_size"}
+SETTINGS |= {"steps", "warmup_steps", "eval_every", "patience"}
 
 
 def fitted(

@@ -1,4 +1,4 @@
-"""Memorization and diversity: how much of a text is copied from the training text, and how often it repeats itself.
+"""`report`: how much of a text is copied from the training text, and how often it repeats itself.
 
 Of records: how many are unique, novel, copies and valid, and how long they are. page.py shows it as a page.
 
@@ -7,19 +7,25 @@ The training text is processed in chunks and may be larger than memory; not so o
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 
 from service.model.gpt import GPT
 from service.model.params import SamplingParams
 from service.model.tokenizer import CharTokenizer
+from training.config import ConfigError
 from training.data import Corpus
-from training.sample import sample_texts
+from training.display import print_copies
+from training.inputs import find_checkpoint, load_model, training_corpus
+from training.sample import check_counts, sample_texts
 
 CHUNK = 1 << 22  # training characters hashed at a time
 NGRAM = 50  # characters of a passage that is called copied
@@ -28,8 +34,24 @@ BASE = np.uint64(0x9E3779B97F4A7C15)
 INVERSE = np.uint64(pow(int(BASE), -1, 1 << 64))
 
 
-class CheckError(ValueError):
-    """The command that checks records cannot be used."""
+def command(args: argparse.Namespace) -> None:
+    from training.page import write_page
+
+    args.checkpoint = find_checkpoint(args.checkpoint)
+    run = args.checkpoint.parent if (args.checkpoint.parent / "log.jsonl").is_file() else None
+    checkpoint, model = load_model(args)
+    are_records = checkpoint.record_end is not None
+    if args.n is None:
+        args.n = 1000 if are_records else 20
+    check_counts(args)
+    if (args.check is not None or args.regex is not None) and not are_records:
+        raise ConfigError("--regex and --command are for models of records")
+    corpus = training_corpus(checkpoint, args)
+    found = examine(model, corpus, args.n, args.max_tokens, args.seed, args.regex, args.check)
+    print_copies(Console(highlight=False), found.columns)
+    if page := args.html or (run and run / "report.html"):
+        write_page(page, checkpoint, corpus, found, run)
+        print(f"report {page}", file=sys.stderr)
 
 
 @dataclass(frozen=True)
@@ -53,61 +75,45 @@ def examine(
     regex, check: what decides whether a record is valid.
 
     Raises:
-        CheckError: as `matching` and `valid_records`.
+        ConfigError: as `matching` and `valid_records`.
     """
-    params, decode, device = SamplingParams(seed=seed), corpus.tokenizer.decode, str(model.head.weight.device)
+    tokenizer, params, device = corpus.tokenizer, SamplingParams(seed=seed), str(model.head.weight.device)
     if corpus.records is None:
-        prompt = corpus.tokenizer.encode(corpus.example_prompt)
+        prompt = tokenizer.encode(corpus.example_prompt)
         generated = list(sample_texts(model, prompt, count, max_tokens, params, device=device))
-        texts = [np.array(ids, corpus.ids.dtype) for _, ids in generated]
-        whole = np.concatenate(texts)
-        return Examination(
-            {
-                "generated": describe_copies(whole, corpus.train, corpus.tokenizer),
-                "validation split": describe_copies(corpus.val[: len(whole)], corpus.train, corpus.tokenizer),
-            },
-            [(its_seed, decode(ids)) for its_seed, ids in generated],
-            [copied_passages(text, corpus.train) for text in texts],
-        )
+        arrays = [np.array(ids, corpus.ids.dtype) for _, ids in generated]
+        whole = np.concatenate(arrays)
+        columns = {
+            "generated": describe_copies(whole, corpus.train, tokenizer),
+            "validation split": describe_copies(corpus.val[: len(whole)], corpus.train, tokenizer),
+        }
+        texts = [(its_seed, tokenizer.decode(ids)) for its_seed, ids in generated]
+        return Examination(columns, texts, [copied_passages(array, corpus.train) for array in arrays])
     end = int(corpus.train[0])
-    generated = list(sample_texts(model, [end], count, max_tokens, params, stop=((end,),), device=device))
-    records = [decode(ids) for _, ids in generated]
-    known, unseen = (decode(split)[1:-1].split("\n") for split in (corpus.train, corpus.val))
-    valid: set[str] | None = None
-    if regex is not None or check is not None:
-        valid = {*records, *unseen}
-        if regex is not None:
-            valid = matching(valid, regex)
-        if check is not None:
-            valid = valid_records(valid, check)
-    return Examination(
-        {
-            "generated": describe_records(records, set(known), set(unseen), valid),
-            "validation split": describe_records(unseen, set(known), set(unseen), valid),
-        },
-        [(its_seed, record) for (its_seed, _), record in zip(generated, records, strict=True)],
-        [[] for _ in records],
-        copies=set(records) & set(known),
-        valid=valid,
-    )
-
-
-@dataclass(frozen=True)
-class Copy:
-    """A passage of a text that also occurs in the training text."""
-
-    length: int
-    start: int  # in the text
-    train_start: int
+    found = sample_texts(model, [end], count, max_tokens, params, stop=((end,),), device=device)
+    texts = [(its_seed, tokenizer.decode(ids)) for its_seed, ids in found]
+    records = [record for _, record in texts]
+    known, unseen = (tokenizer.decode(split)[1:-1].split("\n") for split in (corpus.train, corpus.val))
+    valid = {*records, *unseen}
+    if regex is not None:
+        valid = matching(valid, regex)
+    if check is not None:
+        valid = valid_records(valid, check)
+    asked = None if regex is check is None else valid
+    columns = {
+        name: describe_records(some, set(known), set(unseen), asked)
+        for name, some in (("generated", records), ("validation split", unseen))
+    }
+    return Examination(columns, texts, [[] for _ in records], copies=set(records) & set(known), valid=asked)
 
 
 def describe_copies(text: np.ndarray, train: np.ndarray, tokenizer: CharTokenizer) -> dict[str, Any]:
     """The row labels and values of the command's table."""
-    copy = longest_copy(text, train)
+    start, length = longest_copy(text, train)
     return {
         "characters": len(text),
-        "longest copied passage": copy.length,
-        "copied text": tokenizer.decode(text[copy.start : copy.start + copy.length].tolist()),
+        "longest copied passage": length,
+        "copied text": tokenizer.decode(text[start : start + length].tolist()),
         f"share of {NGRAM}-grams copied": copied_share(text, train),
         **{f"distinct-{n}": distinct_n(text, n) for n in (1, 3, 10)},
     }
@@ -140,12 +146,12 @@ def matching(records: Set[str], pattern: str) -> set[str]:
     """Those that match the whole of a regular expression, of Python's `re`.
 
     Raises:
-        CheckError: the pattern is invalid.
+        ConfigError: the pattern is invalid.
     """
     try:
         whole = re.compile(pattern)
     except re.error as error:
-        raise CheckError(f"--regex {pattern!r}: {error}") from None
+        raise ConfigError(f"--regex {pattern!r}: {error}") from None
     return {record for record in records if whole.fullmatch(record)}
 
 
@@ -153,40 +159,31 @@ def valid_records(records: Set[str], check: str) -> set[str]:
     """Those that the shell command `check` prints when it is given all of them, a line each, as grep does.
 
     Raises:
-        CheckError: the command failed, with a status above 1, or printed another line.
+        ConfigError: the command failed, with a status above 1, or printed another line.
     """
     given = "".join(f"{record}\n" for record in sorted(records))
     done = subprocess.run(check, shell=True, input=given.encode(), stdout=subprocess.PIPE)
     if not 0 <= done.returncode <= 1:  # 1: grep has found none
-        raise CheckError(f"--command {check!r} ended with status {done.returncode}")
+        raise ConfigError(f"--command {check!r} ended with status {done.returncode}")
     printed = set(done.stdout.decode(errors="replace").removesuffix("\n").split("\n")) if done.stdout else set()
     if other := printed - records:
-        raise CheckError(f"--command {check!r} printed {min(other)!r}, which is not a record that it was given")
+        raise ConfigError(f"--command {check!r} printed {min(other)!r}, which is not a record that it was given")
     return printed
 
 
-def longest_copy(text: np.ndarray, train: np.ndarray) -> Copy:
-    """The longest passage of `text` (n,) that occurs in `train` (N,); length 0 if they share no character.
+def longest_copy(text: np.ndarray, train: np.ndarray) -> tuple[int, int]:
+    """Start and length of the longest passage of `text` (n,) that occurs in `train` (N,); length 0: no character does.
 
     Binary search over the length, in O((n + N) · log n · log N).
     """
-    best = Copy(0, 0, 0)
-    low, high = 1, min(len(text), len(train))
+    best, low, high = (0, 0), 1, min(len(text), len(train))
     while low <= high:
         length = (low + high) // 2
-        found = next(_copies(text, train, length), None)
-        if found is None:
+        start = next(_copies(text, train, length), None)
+        if start is None:
             high = length - 1
         else:
-            start, train_start = found
-            while (  # extend the match to the right
-                start + length < len(text)
-                and train_start + length < len(train)
-                and text[start + length] == train[train_start + length]
-            ):
-                length += 1
-            best = Copy(length, start, train_start)
-            low = length + 1
+            best, low = (start, length), length + 1
     return best
 
 
@@ -202,7 +199,7 @@ def copied_grams(text: np.ndarray, train: np.ndarray, length: int = NGRAM) -> np
         return np.zeros(0, dtype=bool)
     unique, which = np.unique(_hashes(text, length), return_inverse=True)
     copied = np.zeros(len(unique), dtype=bool)  # per distinct n-gram
-    for i, _ in _copies(text, train, length):
+    for i in _copies(text, train, length):
         copied[which[i]] = True
     return copied[which]
 
@@ -229,8 +226,8 @@ def distinct_n(text: np.ndarray, n: int) -> float:
     return len(np.unique(windows, axis=0)) / len(windows)
 
 
-def _copies(text: np.ndarray, train: np.ndarray, length: int) -> Iterator[tuple[int, int]]:
-    """Offsets (in text, in train) of common passages of `length`, each distinct one once per chunk of `train`."""
+def _copies(text: np.ndarray, train: np.ndarray, length: int) -> Iterator[int]:
+    """Offsets in `text` of its passages of `length` that `train` has, each distinct one once per chunk of `train`."""
     hashes, first = np.unique(_hashes(text, length), return_index=True)
     for start in range(0, len(train) - length + 1, CHUNK):
         chunk = _hashes(train[start : start + CHUNK + length - 1], length)
@@ -239,7 +236,7 @@ def _copies(text: np.ndarray, train: np.ndarray, length: int) -> Iterator[tuple[
         for which, k in zip(*np.unique(place[found], return_index=True), strict=True):
             i, j = int(first[which]), start + int(found[k])
             if np.array_equal(text[i : i + length], train[j : j + length]):
-                yield i, j
+                yield i
 
 
 def _hashes(ids: np.ndarray, length: int) -> np.ndarray:

@@ -1,29 +1,123 @@
-"""Bulk sampling: many continuations of one prompt, batched through the engine.
+"""`sample`, and bulk sampling: many continuations of one prompt, batched through the engine.
 
-Text i has seed `params.seed + i`, so each can be reproduced alone. Knows nothing about characters, only ids.
+Text i has seed `params.seed + i`, so each can be reproduced alone.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import torch
+from rich.console import Console
+from rich.progress import track
 
 from service.engine.engine import Engine
 from service.engine.runner import open_runner
 from service.model.gpt import GPT
 from service.model.params import MAX_SEED, SamplingParams
+from service.model.tokenizer import UnknownCharacterError
 from service.wire import Submit
-from training.messages import plural
+from training.config import ConfigError
+from training.data import Corpus
+from training.inputs import Encoder, compile_pattern, load_model, training_corpus
+from training.messages import Refusal, plural, unescaped
 
 MAX_RUNNING = 128
 # Consecutive texts that are skipped before giving up: per requested text, and at most.
 SKIPPED_PER_TEXT, MAX_SKIPPED = 100, 10_000
 
 
-class ExhaustedError(Exception):
+class ExhaustedError(Refusal):
     """Fewer distinct or novel texts were found than requested."""
+
+
+def command(args: argparse.Namespace) -> None:
+    check_counts(args)
+    if args.prompt == "":
+        raise ConfigError("--prompt must not be empty")
+    if args.regex is not None and (args.stop or args.stop_regex is not None):
+        raise ConfigError(
+            "--regex cannot be combined with --stop or --stop-regex, which could end a text before a match"
+        )
+    try:
+        params = SamplingParams(
+            args.temperature, args.top_k, args.top_p, args.seed, min_p=args.min_p, typical_p=args.typical_p
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    checkpoint, model = load_model(args)
+    tokenizer, end = checkpoint.tokenizer, checkpoint.record_end
+    is_plain = args.stop_regex is None and args.regex is None
+    stops = [unescaped(text) for text in args.stop] or ["\n"] * (end is not None and is_plain)
+    if "" in stops:
+        raise ConfigError("--stop must not be empty")
+    flag, encoder = "--prompt", Encoder.of(args, checkpoint)
+    try:
+        prompt = encoder.encode(unescaped(args.prompt or "")).tolist()
+        flag = "--stop"
+        stop = tuple(tuple(tokenizer.encode(text)) for text in stops)
+    except UnknownCharacterError as error:
+        raise ConfigError(f"{flag}: {error}") from None
+    given = tokenizer.decode(prompt)
+    if not prompt:  # what precedes a text; one without line breaks begins with the model's first character
+        begins = "\n" if "\n" in tokenizer else tokenizer.characters[0]
+        prompt, given = tokenizer.encode(begins), begins.strip("\n")
+    elif end is not None and prompt[0] != end:
+        prompt = [end, *prompt]  # a record begins after the line break of the one before
+    stop_pattern = constraint = None
+    if args.stop_regex is not None:
+        stop_pattern = compile_pattern("--stop-regex", args.stop_regex, tokenizer).pack()
+    if args.regex is not None:
+        automaton = compile_pattern("--regex", args.regex, tokenizer)
+        if automaton.min_length > args.max_tokens:
+            raise ConfigError(
+                f"--regex: the shortest match has {plural(automaton.min_length, 'character')}, --max-tokens is "
+                f"{args.max_tokens:,}"
+            )
+        constraint = automaton.pack()
+    is_known = known_lines(training_corpus(checkpoint, args)) if args.novel else None
+    texts = sample_texts(
+        model, prompt, args.n, args.max_tokens, params,
+        stop=stop, stop_pattern=stop_pattern, constraint=constraint, unique=args.unique,
+        is_novel=is_known and (lambda ids: not is_known(given + tokenizer.decode(ids))),
+        device=str(model.head.weight.device),
+    )  # fmt: skip
+    encoder.report()
+    console = Console(stderr=True)
+    separator = "\n" if stops or not is_plain else "\n\n"
+    started, characters = time.monotonic(), 0
+    for number, (seed, ids) in enumerate(
+        track(texts, "texts", total=args.n, console=console, disable=not console.is_terminal or args.n == 1)
+    ):
+        characters += len(ids)
+        text = given + tokenizer.decode(ids)
+        if args.format == "jsonl":
+            print(json.dumps({"text": text, "seed": seed}, ensure_ascii=False))
+        else:
+            print(separator if number else "", text, sep="", end="")
+    if args.format == "text":
+        print()
+    if args.n > 1:
+        seconds = time.monotonic() - started
+        speed = f"{plural(characters, 'character')} in {seconds:.1f} s, {characters / seconds:,.0f} characters/s"
+        print(f"{plural(args.n, 'text')}: {speed}", file=sys.stderr)
+
+
+def check_counts(args: argparse.Namespace) -> None:
+    if args.n < 1 or args.max_tokens < 1:
+        raise ConfigError(f"-n and --max-tokens must be at least 1, got {args.n} and {args.max_tokens}")
+
+
+def known_lines(corpus: Corpus) -> Callable[[str], bool]:
+    """Whether a text is a line of the training text, of either split, or several consecutive ones."""
+    text = corpus.tokenizer.decode_array(corpus.ids)
+    lines, text = set(text.split("\n")), f"\n{text}\n"
+    return lambda it: f"\n{it}\n" in text if "\n" in it else it in lines
 
 
 def sample_texts(

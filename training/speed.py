@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import time
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.benchmark import Timer
 
 # mallopt(3): parameter number and value in bytes.
 M_TRIM_THRESHOLD = (-1, 1 << 30)
@@ -35,28 +35,10 @@ def matmul_peak(device: torch.device, dtype: torch.dtype, *, seconds: float = 0.
     """
     best = 0.0
     for n in (512, 1024, 2048) if device.type == "cpu" else (2048, 4096, 8192):
-        a = torch.randn(n, n, device=device, dtype=dtype)
-        b = torch.randn(n, n, device=device, dtype=dtype)
-        repeats = 1
-        deadline = time.perf_counter() + seconds
-        while True:
-            _synchronize(device)
-            started = time.perf_counter()
-            for _ in range(repeats):
-                a @ b
-            _synchronize(device)
-            now = time.perf_counter()
-            best = max(best, 2 * n**3 * repeats / (now - started))
-            if now > deadline:
-                break
-            if now - started < 0.01:  # too short to hide the clock's resolution and kernel launches
-                repeats *= 2
+        a, b = torch.randn(2, n, n, device=device, dtype=dtype)
+        timer = Timer("a @ b", globals={"a": a, "b": b}, num_threads=torch.get_num_threads())
+        best = max(best, 2 * n**3 / min(timer.blocked_autorange(min_run_time=seconds).times))
     return best
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def keep_freed_memory() -> None:

@@ -1,7 +1,7 @@
 """What a run needs to resume exactly where it stopped: two files added to the checkpoint OUT/last, without pickle.
 
     state.json          settings, counters, best loss, length of the log
-    state.safetensors   optimizer state, random-generator states
+    state.safetensors   optimizer state
 
 Tensors are copied by name into the live objects, whose `tensors` methods name them.
 """
@@ -9,20 +9,20 @@ Tensors are copied by name into the live objects, whose `tensors` methods name t
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
 from service.model.checkpoint import Checkpoint
 from service.model.gpt import GPT
 from training.config import TrainConfig
+from training.messages import Refusal
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 STATE = "state.json"
 TENSORS = "state.safetensors"
 
@@ -33,7 +33,7 @@ CHANGEABLE = frozenset(
 )
 
 
-class ResumeError(ValueError):
+class ResumeError(Refusal):
     """A run that cannot be resumed or must not be overwritten; the message says why and what to do."""
 
 
@@ -78,23 +78,21 @@ def pack(
     data: Mapping[str, Any],
     progress: Progress,
     tensors: Mapping[str, Tensor],
-    generators: Sequence[Mapping[str, Tensor]],
+    processes: int,
 ) -> dict[str, bytes]:
     """The files to add to a checkpoint.
 
-    `resolved`: the settings that replace "auto"; `data`: `Corpus.describe()`; `tensors`: the live tensors by name;
-    `generators`: `generator_states()` of each process.
+    `resolved`: the settings that replace "auto"; `data`: `Corpus.describe()`; `tensors`: the live tensors by name.
     """
     state = {
         "format_version": FORMAT_VERSION,
         "config": config.as_dict(),
         "found": dict(resolved),
-        "processes": len(generators),
+        "processes": processes,
         "data": dict(data),
         "progress": asdict(progress),
     }
-    by_rank = {f"{name}.{rank}": state for rank, states in enumerate(generators) for name, state in states.items()}
-    saved = {name: tensor.detach().cpu().contiguous() for name, tensor in {**tensors, **by_rank}.items()}
+    saved = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     return {STATE: (json.dumps(state, indent=2) + "\n").encode(), TENSORS: save(saved)}
 
 
@@ -126,28 +124,12 @@ class Saved:
         config, progress = TrainConfig(**state["config"]), Progress(**state["progress"])
         return cls(checkpoint, config, state["found"], state["processes"], state["data"], progress)
 
-    def restore(self, model: GPT, tensors: Mapping[str, Tensor], rank: int) -> None:
-        """Copy the saved state into `model`, into `tensors` by name, and into the generators of process `rank`."""
+    def restore(self, model: GPT, tensors: Mapping[str, Tensor]) -> None:
+        """Copy the saved state into `model`, and into `tensors` by name."""
         model.load_state_dict(self.checkpoint.load_model().state_dict())
         saved = load(self.checkpoint.read_file(TENSORS))
         for name, tensor in tensors.items():
             tensor.detach().copy_(saved[name])
-        torch.set_rng_state(saved[f"generator.cpu.{rank}"])
-        for kind, module in _accelerators().items():
-            if f"generator.{kind}.{rank}" in saved:
-                module.set_rng_state(saved[f"generator.{kind}.{rank}"])
-
-
-def generator_states() -> dict[str, Tensor]:
-    """The states of torch's random generators in this process, by name."""
-    states = {"generator.cpu": torch.get_rng_state()}
-    return states | {f"generator.{kind}": module.get_rng_state() for kind, module in _accelerators().items()}
-
-
-def _accelerators() -> dict[str, Any]:
-    """torch.cuda and torch.mps, where available."""
-    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    return {kind: getattr(torch, kind) for kind in available if available[kind]}
 
 
 def changed_settings(saved: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

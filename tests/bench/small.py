@@ -35,8 +35,8 @@ from tests.toolbox.figures import figure, table
 from training import jobs
 from training.config import TrainConfig
 from training.data import encode_files, prepare, record_pieces
-from training.encoding import Encoder
 from training.evaluate import piece_loss, split_losses, whole_loss
+from training.inputs import Encoder
 from training.recipe import SETTINGS
 
 from . import nanogpt

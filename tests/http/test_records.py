@@ -13,7 +13,7 @@ from service.model.checkpoint import Checkpoint, save_checkpoint
 from service.model.tokenizer import CharTokenizer
 from tests.helpers import VOCABULARY, RunningServer, random_model, web
 from tests.toolbox.http import events
-from training.encoding import Encoder
+from training.inputs import Encoder
 from training.score import score_lines
 
 

@@ -15,7 +15,7 @@ def check(tmp_path, monkeypatch):
 
     def run(text, *, records=False, parameters=1000):
         (tmp_path / "text.txt").write_text(text)
-        lines = size_check(prepare(str(tmp_path / "text.txt"), records=records), parameters)
+        lines = list(size_check(prepare(str(tmp_path / "text.txt"), records=records), parameters))
         assert len(lines) <= 5 and not any("\n" in line for line in lines)
         return [line.split(":")[0] for line in lines], "\n".join(lines)
 

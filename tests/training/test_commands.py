@@ -148,6 +148,9 @@ def test_a_run_says_what_to_expect_and_how_it_went(text, tmp_path, capsys):
     output = capsys.readouterr().err
     parameters = Checkpoint.read(out / "best").load_model().num_parameters
     assert f"size: {parameters} parameters for 648 characters to train on" in output
+    assert re.search(
+        r"about \d+ s to the end: \d+ s of training, \d+ s of scoring 72 validation characters twice\n", output
+    )
     assert "overlap: 100% of the validation split's 50-grams" in output  # as the text repeats two lines
     assert "for a text of 648 characters to train on: --eval-every 2; each can be set" in output
     log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]

@@ -35,7 +35,7 @@ from training.data import (
     recode,
     unseen_records,
 )
-from training.encoding import Encoder
+from training.inputs import Encoder
 
 ROOT = Path(__file__).parents[2]
 
@@ -397,7 +397,6 @@ def test_records_are_shuffled_and_one_in_ten_validates(tmp_path_factory, lines, 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setattr(data, "CHUNK_BYTES", chunk)
-        patch.setattr(data, "CHARACTERS_AT_ONCE", chunk)
         corpus = prepare(str(text_file(tmp_path_factory.getbasetemp(), text)), records=True)
     train, val = (corpus.tokenizer.decode(split) for split in (corpus.train, corpus.val))
     assert train[0] == val[0] == train[-1] == val[-1] == "\n"
@@ -465,9 +464,7 @@ def test_a_text_of_records_to_evaluate_is_encoded_as_a_split(tmp_path):
         encode_files([text_file(tmp_path, "\n\n\n")], Encoder(tokenizer), records=True)
 
 
-@pytest.mark.parametrize("at_once", [1, 7, 1 << 20])
-def test_records_that_are_trained_on_too_are_left_out(monkeypatch, at_once):
-    monkeypatch.setattr(data, "CHARACTERS_AT_ONCE", at_once)
+def test_records_that_are_trained_on_too_are_left_out():
     tokenizer = CharTokenizer("\nabc")
     chance = random.Random(4)
     lists = [["".join(chance.choices("abc", k=chance.randint(1, 5))) for _ in range(300)] for _ in range(2)]

@@ -93,3 +93,25 @@ def test_llama_cpp_reads_and_writes_every_character(tmp_path, line_breaks):
         assert llama.token_bos() == llama.token_eos() == -1
         with pytest.raises(RuntimeError, match="llama_decode"):
             llama.create_completion("aZb", max_tokens=1)
+
+
+@pytest.mark.slow
+def test_llama_cpp_ends_a_record_by_itself(tmp_path):
+    """Its beginning-of-sequence token goes before a prompt, and a text ends at the line break, as at the service."""
+    tokenizer = CharTokenizer(VOCABULARY)
+    save_checkpoint(tmp_path / "ck", random_model(block_size=256), tokenizer, {"recipe": {"records": True}})
+    checkpoint = Checkpoint.read(tmp_path / "ck")
+    export(checkpoint, "gguf", tmp_path / "model.gguf")
+    model, end = checkpoint.load_model(), checkpoint.record_end
+    with load_gguf(tmp_path / "model.gguf") as llama:
+        assert llama.token_bos() == llama.token_eos() == end
+        ended = set()
+        for prompt in ("The", "A", "so", "Hello", "x", "Z", "w", "qu", "N", "I"):
+            [choice] = llama.create_completion(prompt, max_tokens=100, temperature=0)["choices"]
+            ids = model.generate([end, *tokenizer.encode(prompt)], 100, SamplingParams(temperature=0))
+            has_ended = end in ids
+            expected = ids[: ids.index(end)] if has_ended else ids
+            assert choice["text"] == tokenizer.decode(expected)
+            assert choice["finish_reason"] == ("stop" if has_ended else "length")
+            ended.add(has_ended)
+    assert True in ended, "a random model that never ends shows nothing"

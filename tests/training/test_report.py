@@ -22,10 +22,9 @@ def slow_longest(text, train):
 def test_longest_copy_at_any_chunk_size(text, train, chunk):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(report, "CHUNK", chunk)
-        copy = report.longest_copy(text, train)
-    assert copy.length == slow_longest(text, train)
-    a = text[copy.start : copy.start + copy.length]
-    assert np.array_equal(a, train[copy.train_start : copy.train_start + copy.length])
+        start, length = report.longest_copy(text, train)
+    assert length == slow_longest(text, train)
+    assert bytes(text[start : start + length]) in bytes(train)
 
 
 @given(ids, ids, st.integers(1, 6), st.integers(4, 100))

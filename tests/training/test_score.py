@@ -7,7 +7,7 @@ from service.model.tokenizer import CharTokenizer
 from tests.helpers import VOCABULARY, random_model
 from training import score
 from training.data import DataError
-from training.encoding import Encoder
+from training.inputs import Encoder
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def test_nats_are_the_sum_of_the_characters_losses(model, monkeypatch):
         logs = model(torch.tensor([ids[:-1]]))[0].double().log_softmax(-1)
         expected.append(-sum(float(logs[i, id]) for i, id in enumerate(ids[1:])))
     for batch, group in ((1 << 14, 4096), (70, 3), (1, 1)):
-        monkeypatch.setattr(score, "BATCH_CHARS", batch)
+        monkeypatch.setattr("training.evaluate.BATCH_CHARS", batch)
         monkeypatch.setattr(score, "LINES", group)
         records = list(score.score_lines(model, Encoder(tokenizer), lines, records=True, refused=pytest.fail))
         assert [r["text"] for r in records] == lines

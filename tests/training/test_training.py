@@ -35,7 +35,7 @@ from training.data import prepare, record_pieces, sampler_of
 from training.evaluate import baselines, piece_loss, streamed_loss, whole_loss
 from training.loop import DivergedError, Run
 from training.recipe import SETTINGS, fitted
-from training.state import ResumeError
+from training.state import ResumeError, Saved
 
 ROOT = Path(__file__).parents[2]
 TINY = {
@@ -756,6 +756,14 @@ def test_resume_refuses_changed_settings_texts_and_files(tmp_path, monkeypatch):
     (tmp_path / "moved.txt").write_text(TEXT)
     with pytest.raises(ZeroDivisionError):
         jobs.resume(out, {}, quiet(), data=str(tmp_path / "moved.txt"))
+    absent = "mps" if torch.cuda.is_available() else "cuda"
+    saved = Saved.read(out / "last")
+    with (
+        monkeypatch.context() as patched,
+        pytest.raises(ResumeError, match=f"cannot go on here: device '{absent}' is not"),
+    ):
+        patched.setattr(Saved, "read", lambda path: replace(saved, resolved={**saved.resolved, "device": absent}))
+        jobs.resume(out, {}, quiet(), data=str(tmp_path / "moved.txt"))
     changed = out / "last" / "state.safetensors"
     content = changed.read_bytes()
     changed.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
@@ -838,3 +846,10 @@ def test_help_has_units_and_defaults_and_imports_no_torch(capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert f"--steps INT optimizer steps (default {TrainConfig().steps}" in text
     assert "seconds between saves; a killed run loses at most this much work (default 30.0)" in text
+    assert "--muon-lr" not in text and "--help-all" in text
+    for command, is_shown in ((["--help"], False), (["--help-all"], True)):
+        assert call(command) == 0
+        shown = capsys.readouterr().out
+        assert ("lecture" in shown) == ("prepare" in shown) == is_shown
+    assert call(["train", "--help-all"]) == 0
+    assert "--muon-lr FLOAT" in capsys.readouterr().out

@@ -1,0 +1,126 @@
+"""What a command is given: a checkpoint, the text it was trained on, other texts as ids, patterns.
+
+The words and the rules are those of the service (service/http/encoding.py, service/http/patterns.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from service.constrain.automaton import Automaton
+from service.constrain.regex import RegexError, compile_regex
+from service.model.checkpoint import MANIFEST, Checkpoint
+from service.model.gpt import GPT
+from service.model.tokenizer import CharTokenizer
+from training.config import ConfigError
+from training.data import Corpus, prepare, recode
+from training.device import pick_device
+from training.messages import plural, unescaped
+
+MAX_STATES = {"--regex": 1000, "--stop-regex": 256}  # as of the service: a stop's may cost time at each character
+
+
+def find_checkpoint(path: Path | str) -> Path:
+    """The checkpoint at `path`; of a run's folder its best, which a line says.
+
+    Raises:
+        ConfigError: a run's folder has no best yet.
+    """
+    path = Path(path)
+    if (path / MANIFEST).is_file():
+        return path
+    if (path / "best" / MANIFEST).is_file():
+        print(f"{path} is a run's folder: taking its best, {path / 'best'}", file=sys.stderr)
+        return path / "best"
+    if (path / "last" / MANIFEST).is_file():
+        raise ConfigError(
+            f"{path} is the folder of a run that has no best yet, as it was not evaluated; its newest weights are "
+            f"{path / 'last'}"
+        )
+    return path
+
+
+def load_model(args: argparse.Namespace) -> tuple[Checkpoint, GPT]:
+    """Of --checkpoint, on --device with --threads."""
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    checkpoint = Checkpoint.read(find_checkpoint(args.checkpoint))
+    return checkpoint, checkpoint.load_model(pick_device(args.device))
+
+
+def training_corpus(checkpoint: Checkpoint, args: argparse.Namespace) -> Corpus:
+    """The text a checkpoint was trained on, in its vocabulary, read from --data or from where the run read it.
+
+    Raises:
+        ConfigError: the checkpoint does not record its training text, or --data is a different one.
+    """
+    recipe, expected = (checkpoint.training.get(name, {}) for name in ("recipe", "data"))
+    data = recipe.get("data") if args.data is None else args.data
+    if data is None:
+        raise ConfigError(f"{checkpoint.path / 'training.json'} does not record the training text; pass --data")
+    glob = recipe.get("glob", ()) if args.glob is None else args.glob
+    corpus = prepare(data, records=checkpoint.record_end is not None, glob=glob)
+    if corpus.sha256 != expected.get("sha256"):
+        raise ConfigError(
+            f"{' '.join(data)} is not the training text of {checkpoint.path}: "
+            f"SHA-256 {corpus.sha256}, expected {expected.get('sha256')}"
+        )
+    if corpus.describe()["split"] != expected.get("split"):
+        raise ConfigError(
+            f"{checkpoint.path} was trained by an older version, which shuffled records in another order: it is not "
+            "known which of them it has seen"
+        )
+    return recode(corpus, checkpoint.tokenizer)
+
+
+class Encoder:
+    """Encodes texts, and counts the unknown characters that it replaced or dropped."""
+
+    def __init__(self, tokenizer: CharTokenizer, policy: str = "refuse", replacement: str = " "):
+        if len(replacement) != 1:
+            raise ConfigError(f"--replacement-character must be a single character, got {replacement!r}")
+        self.tokenizer, self.policy, self.replacement = tokenizer, policy, replacement
+        self.num_unknown = 0  # replaced or dropped
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, checkpoint: Checkpoint) -> Encoder:
+        return cls(checkpoint.tokenizer, args.unknown_characters, unescaped(args.replacement_character))
+
+    def encode(self, text: str) -> np.ndarray:
+        """(T,) int64.
+
+        Raises:
+            UnknownCharacterError: unknown characters are refused.
+            ConfigError: they are to be replaced by a character that is unknown too.
+        """
+        unknown = [] if self.policy == "refuse" else [c for c in set(text) if c not in self.tokenizer]
+        if unknown and self.policy == "replace" and self.replacement not in self.tokenizer:
+            raise ConfigError(f"--replacement-character {self.replacement!r} is not in the vocabulary")
+        self.num_unknown += sum(map(text.count, unknown))
+        other = self.replacement if self.policy == "replace" else ""
+        return self.tokenizer.encode_array(text.translate(dict.fromkeys(map(ord, unknown), other)))
+
+    def report(self) -> None:
+        """A line on standard error about the unknown characters, if there were any."""
+        if self.num_unknown:
+            done = "replaced" if self.policy == "replace" else "dropped"
+            print(f"{plural(self.num_unknown, 'unknown character')} {done}", file=sys.stderr)
+
+
+def compile_pattern(flag: str, pattern: str, tokenizer: CharTokenizer) -> Automaton:
+    """
+    Raises:
+        ConfigError: the pattern is invalid, too large, or nothing can match it.
+    """
+    try:
+        automaton = compile_regex(pattern, tokenizer.characters, max_states=MAX_STATES[flag])
+    except RegexError as error:
+        raise ConfigError(f"{flag}: {error}") from None
+    if flag == "--stop-regex" and automaton.accepting[0]:
+        raise ConfigError(f"{flag}: must not match the empty text, got {pattern!r}")
+    return automaton
