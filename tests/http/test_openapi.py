@@ -23,6 +23,7 @@ from schemathesis.engine import events
 from schemathesis.generation.meta import TestPhase
 
 from service.http.app import OPERATIONS
+from service.http.foreign import FIELD_NAME
 from service.http.openapi import build_document
 from service.model.checkpoint import Checkpoint, save_checkpoint
 from service.model.tokenizer import CharTokenizer
@@ -306,9 +307,9 @@ def closed(document):
 
 
 def resolve_conflicts(path, fields):
-    """Resolves conflicts that a schema cannot express, such as mutually exclusive fields, and turns 1.0 into 1."""
+    """Resolves what the schema does not express: fields that exclude each other, names of unknown ones; 1.0 is 1."""
     fields = json.loads(json.dumps(fields), parse_float=number)
-    fields = {name: value for name, value in fields.items() if value is not None}
+    fields = {name: value for name, value in fields.items() if value is not None and FIELD_NAME.fullmatch(name)}
     if "model" in fields:
         fields["model"] = "chargpt"
     if "replacement_character" in fields:
