@@ -20,7 +20,7 @@ import psutil
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from service.model.checkpoint import Checkpoint, save_checkpoint
+from service.model.checkpoint import Checkpoint
 from service.model.config import GPTConfig
 from service.model.gpt import GPT
 from service.model.tokenizer import CharTokenizer
@@ -28,6 +28,7 @@ from service.wire import Logprobs
 from tests.toolbox.launch import Program, free_port
 from tests.toolbox.needs import CORPUS as CORPUS
 from tests.toolbox.needs import program
+from training.saving import save_checkpoint
 
 # A connection per request, as httpx.get makes, without reading the system's certificates each time (25 ms).
 web = httpx.Client(limits=httpx.Limits(max_connections=None, max_keepalive_connections=0))

@@ -1,6 +1,7 @@
 """An independent sampler, written from the definitions of the parameters: NumPy, one row, explicit loops.
 
-The reference for `service.model.sampling.sample`, without rounding errors or batches.
+The reference for `service.model.sampling.Sampler`, without rounding errors or batches. At the end: that one, over the
+rows of a batch.
 """
 
 from __future__ import annotations
@@ -9,8 +10,11 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from service.model.params import SamplingParams
+from service.model.sampling import Sampler
 
 
 def distribution(
@@ -84,3 +88,33 @@ def smallest_set(x: dict[int, float], order: list[int], mass: float) -> dict[int
         if total >= mass:
             break
     return {i: value for i, value in x.items() if i in kept}
+
+
+class History:
+    """What a sequence has seen: its prompt, and its completion so far."""
+
+    def __init__(self, vocab_size: int, prompt: list[int]):
+        self.prompt, self.counts = list(prompt), torch.zeros(vocab_size, dtype=torch.float64)
+
+    def append(self, id: int) -> None:
+        self.counts[id] += 1.0
+
+
+def sample(
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    u: Tensor,
+    histories: Sequence[History | None] | None = None,
+    allowed: Tensor | None = None,
+) -> Tensor:
+    """One id per row of a batch, by the sampler that is tested."""
+    B, V = logits.shape
+    sampler = Sampler(B, V)
+    for b in range(B):
+        history = histories[b] if histories else None
+        sampler.start(b, params[b], history.prompt if history and history.prompt else [0])
+        if history:
+            sampler.counts[b] = history.counts
+            sampler.seen[b] &= bool(history.prompt)
+    sampler.send()
+    return sampler.choose(logits.double(), slice(0, B), u, allowed, bool(sampler.needs_all.any()))[0]

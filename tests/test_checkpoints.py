@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from service.catalog import Catalog, Listing
-from service.model.checkpoint import Checkpoint, CheckpointError, save_checkpoint
+from service.model.checkpoint import Checkpoint, CheckpointError
 from service.model.params import SamplingParams
 from service.model.tokenizer import CharTokenizer
 from service.shared import MAX_NAMES, SharedState
@@ -32,6 +32,7 @@ from tests.helpers import (
     web,
 )
 from tests.toolbox.http import pieces, text_of
+from training.saving import save_checkpoint
 
 
 def exact(checkpoint, prompt, max_tokens, seed):

@@ -24,7 +24,6 @@ from service.engine import native
 from service.engine.runner import resolve, slots_that_fit
 from service.engine.scheduler import reserved_slots
 from service.http.info import published
-from service.model.checkpoint import save_checkpoint
 from service.model.config import GPTConfig
 from service.model.params import SamplingParams
 from service.model.tokenizer import CharTokenizer
@@ -51,6 +50,7 @@ from tests.helpers import (
     web,
 )
 from tests.toolbox.http import answer, pieces, post, sent, text_of
+from training.saving import save_checkpoint
 
 
 @pytest.fixture(scope="module")

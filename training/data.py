@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from service.model.checkpoint import replacing_folder
 from service.model.tokenizer import CharTokenizer, UnknownCharacterError
 from training.messages import Refusal, plural
+from training.saving import replacing_folder
 
 if TYPE_CHECKING:
     from training.inputs import Encoder

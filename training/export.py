@@ -22,12 +22,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from service.model.checkpoint import Checkpoint, named_tensors
+from service.model.checkpoint import Checkpoint
 from service.model.gpt import GPT
 from service.model.kv_cache import CacheRows
 from training.config import ConfigError
 from training.inputs import find_checkpoint
 from training.messages import plural
+from training.saving import named_tensors
 
 
 def command(args: argparse.Namespace) -> None:

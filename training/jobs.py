@@ -18,7 +18,6 @@ from typing import Any
 
 from rich.console import Console
 
-from service.model.checkpoint import restore_folder
 from training.config import SHAPE, ConfigError, TrainConfig
 from training.data import prepare, recode
 from training.device import pick_device, resolve_auto
@@ -29,6 +28,7 @@ from training.inputs import find_checkpoint
 from training.loop import DivergedError, InterruptedRun, Run
 from training.messages import plural, say
 from training.recipe import SETTINGS, explanation, fitted
+from training.saving import restore_folder
 from training.speed import keep_freed_memory
 from training.state import ResumeError, Saved, changed_settings
 

@@ -36,7 +36,7 @@ from rich.console import Console
 from torch import Tensor
 from torch.nn import functional as F
 
-from service.model.checkpoint import Checkpoint, save_checkpoint
+from service.model.checkpoint import Checkpoint
 from service.model.gpt import GPT
 from service.model.params import SamplingParams
 from training.check import size_check
@@ -52,6 +52,7 @@ from training.log import RunLog
 from training.messages import Refusal, duration, plural, plural_number, resume_command, say
 from training.optim import FlatGradients, Optimizers, lr_scale
 from training.sample import sample_texts
+from training.saving import save_checkpoint
 from training.speed import flops_per_character, matmul_peak
 from training.state import Progress, ResumeError, Saved, pack
 

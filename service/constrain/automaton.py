@@ -6,10 +6,10 @@ torch.
 
 from __future__ import annotations
 
-import struct
 import zlib
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 MAX_STATES = 2**15 - 1  # int16
@@ -18,8 +18,6 @@ MASK_CACHE_BYTES = 2**20  # per automaton, and per minimum length
 MAX_LENGTH_STEPS = 2**26  # transitions followed for a minimum length; about 0.2 s
 MAX_LENGTH_BITS = 2**21  # of its layers together
 
-_HEADER = struct.Struct("<III")  # ids, states, classes
-_MINIMUM_HEADER = struct.Struct("<IIII")  # length, states, layers, repeated layer
 _UNREACHABLE = np.iinfo(np.int32).max  # distance from the dead state
 
 
@@ -43,65 +41,23 @@ class Automaton:
         return int(self.distance[0])
 
     def pack(self) -> bytes:
-        """Serialise for another process, to a tenth of the arrays' size or less."""
-        header = _HEADER.pack(len(self.classes), *self.table.shape)
-        arrays = (
-            self.classes.astype("<u2"),
-            self.table.astype("<i2"),
-            self.accepting.astype("u1"),
-            self.distance.astype("<i4"),
-        )
-        return header + zlib.compress(b"".join(array.tobytes() for array in arrays), level=1)
+        """Serialise for another process of this service, to a tenth of the arrays' size or less."""
+        return _pack(self.classes, self.table, self.accepting, self.distance)
 
     @classmethod
     def unpack(cls, data: bytes) -> Automaton:
-        """The inverse of `pack`.
+        """The inverse of `pack`."""
+        return cls(*_unpack(data))
 
-        Raises:
-            ValueError: the data is truncated, damaged or not a valid automaton.
-        """
-        if len(data) < _HEADER.size:
-            raise ValueError(f"a packed automaton has at least {_HEADER.size} bytes, got {len(data)}")
-        ids, states, classes = _HEADER.unpack_from(data)
-        if not (0 < states <= MAX_STATES and 0 < classes <= min(ids, 2**16) and states * classes <= MAX_CELLS):
-            raise ValueError(
-                f"an automaton must have 1 to {MAX_STATES} states, 1 to 65536 classes, at most one per id, and at most "
-                f"{MAX_CELLS} cells, got {states} states, {classes} classes and {ids} ids"
-            )
-        widths = {"classes": 2 * ids, "table": 2 * states * classes, "accepting": states, "distance": 4 * states}
-        size = sum(widths.values())
-        inflater = zlib.decompressobj()
-        try:
-            body = inflater.decompress(data[_HEADER.size :], size + 1)
-        except zlib.error as error:
-            raise ValueError(f"the arrays of a packed automaton are damaged: {error}") from None
-        if len(body) != size or not inflater.eof or inflater.unused_data:
-            raise ValueError(f"{states} states and {classes} classes of {ids} ids must take exactly {size} bytes")
-        parts, start = {}, 0
-        for name, width in widths.items():
-            parts[name] = body[start : start + width]
-            start += width
-        automaton = cls(
-            np.frombuffer(parts["classes"], dtype="<u2"),
-            np.frombuffer(parts["table"], dtype="<i2").reshape(states, classes),
-            np.frombuffer(parts["accepting"], dtype="u1") != 0,
-            np.frombuffer(parts["distance"], dtype="<i4"),
-        )
-        automaton._validate()
-        return automaton
 
-    def _validate(self) -> None:
-        states, classes = self.table.shape
-        if self.classes.max() >= classes or not np.bincount(self.classes, minlength=classes).all():
-            raise ValueError(f"each id must be in one of {classes} classes, and no class may be empty")
-        if self.table.min() < -1 or self.table.max() >= states:
-            raise ValueError(f"next states must be in [-1, {states - 1}], got {self.table.min()} … {self.table.max()}")
-        if (self.distance < 0).any() or (self.distance >= states).any():
-            raise ValueError(f"distances must be in [0, {states - 1}]")
-        # Distances that are consistent with those of the next states are correct, and prove that every state is live.
-        next_distance = np.append(self.distance, _UNREACHABLE)[self.table].min(axis=1).astype(np.int64)
-        if (np.where(self.accepting, 0, next_distance + 1) != self.distance).any():
-            raise ValueError("the distances are inconsistent with the table and the accepting states")
+def _pack(*arrays: np.ndarray) -> bytes:
+    listed = [(array.dtype.str, array.shape, array.tobytes()) for array in arrays]
+    return zlib.compress(msgspec.msgpack.encode(listed), level=1)
+
+
+def _unpack(data: bytes) -> list[np.ndarray]:
+    listed = msgspec.msgpack.decode(zlib.decompress(data))
+    return [np.frombuffer(numbers, dtype).reshape(shape) for dtype, shape, numbers in listed]
 
 
 class LengthError(ValueError):
@@ -170,34 +126,14 @@ class MinimumLength:
             self._masks[key] = mask
         return mask
 
-    def pack(self, states: int) -> bytes:
-        header = _MINIMUM_HEADER.pack(self.length, states, len(self.layers), self.repeat)
-        return header + zlib.compress(self.layers.tobytes(), level=1)
+    def pack(self) -> bytes:
+        return _pack(np.array([self.length, self.repeat]), self.layers)
 
     @classmethod
-    def unpack(cls, data: bytes, automaton: Automaton) -> MinimumLength:
-        """The inverse of `pack`, for the same automaton.
-
-        Raises:
-            ValueError: the data is truncated, damaged or of an automaton of another size.
-        """
-        if len(data) < _MINIMUM_HEADER.size:
-            raise ValueError(f"a packed minimum length has at least {_MINIMUM_HEADER.size} bytes, got {len(data)}")
-        length, states, count, repeat = _MINIMUM_HEADER.unpack_from(data)
-        if states != len(automaton.table) or not repeat < count or count * states > MAX_LENGTH_BITS + states:
-            raise ValueError(
-                f"a minimum length must have its automaton's {len(automaton.table)} states and repeat one of its own "
-                f"layers, got {states} states and layer {repeat} of {count}"
-            )
-        size = count * ((states + 7) // 8)
-        inflater = zlib.decompressobj()
-        try:
-            body = inflater.decompress(data[_MINIMUM_HEADER.size :], size + 1)
-        except zlib.error as error:
-            raise ValueError(f"the layers of a minimum length are damaged: {error}") from None
-        if len(body) != size or not inflater.eof or inflater.unused_data:
-            raise ValueError(f"{count} layers of {states} states must take exactly {size} bytes")
-        return cls(length, np.frombuffer(body, dtype=np.uint8).reshape(count, -1), repeat)
+    def unpack(cls, data: bytes) -> MinimumLength:
+        """The inverse of `pack`."""
+        numbers, layers = _unpack(data)
+        return cls(int(numbers[0]), layers, int(numbers[1]))
 
 
 class Guide:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,30 +30,15 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from service.constrain.automaton import Guide
-from service.engine.runner import FAILED, NONE, Outcome, Pending, Piece, Runner, check_ids, masks_of
+from service.engine.runner import FAILED, NONE, Outcome, Pending, Piece, Report, Runner, masks_of, report_of
 from service.model.gpt import GPT
 from service.model.params import SamplingParams
-from service.model.sampling import Draws, Filters, choose, penalise
+from service.model.sampling import Draws, Sampler, send
 
 STEPS = (1, 4, 16)  # decode steps of a graph
 PIECE = 64  # characters of a prompt per row of a block, at most W
 BLOCK = 8  # pieces of a block
 DRAWS = 1024  # of each slot, computed at once
-
-# The columns of the parameter table (S + 1, …), fp64; the last row is that of unused pieces.
-TEMPERATURE, GREEDY, TOP_K, TOP_P, LOG_MIN_P, TYPICAL_P, REPETITION, PRESENCE, FREQUENCY = range(9)
-
-
-BLOCK_WEIGHTS = (
-    "attn_norm",
-    "attn.qkv",
-    "attn.q_norm",
-    "attn.k_norm",
-    "attn.proj",
-    "mlp_norm",
-    "mlp.gate_up",
-    "mlp.proj",
-)
 
 
 class Layer(NamedTuple):
@@ -104,18 +89,11 @@ class CudaRunner(Runner):
 
         # What a slot keeps between launches.
         self._last = place(S + 1, dtype=torch.int64)  # the id that the next decode step feeds
-        self._table = place(S + 1, FREQUENCY + 1, dtype=torch.float64)
-        self._bias = place(S + 1, V, dtype=torch.float64)
-        self._seen = place(S + 1, V, dtype=torch.bool)  # in the prompt; where a penalty needs it
-        self._counts = place(S + 1, V, dtype=torch.float64)  # in the completion
+        self._sampler = Sampler(S + 1, V, self._device)
 
         # The host's side of it.
-        self._host_table = np.tile(NEUTRAL, (S + 1, 1))
-        self._table_changed = True
         self._positions = np.zeros(S + 1, dtype=np.int64)
         self._draws = Draws(S, DRAWS)
-        self._needs_all = np.zeros(S, dtype=bool)  # parameters beyond temperature and seed
-        self._has_bias = np.zeros(S, dtype=bool)
 
         # One launch's plan and what it gives, all at fixed addresses.
         self._plan = Plan(self._device, {"position": (S,), "limit": (S,)}, {"u": (max(STEPS), S)})
@@ -133,26 +111,9 @@ class CudaRunner(Runner):
     # -- Runner --
 
     def start(self, slot: int, params: SamplingParams, prompt: Sequence[int]) -> None:
-        V = self.config.vocab_size
-        check_ids(params, prompt, V)
+        self._sampler.start(slot, params, prompt)
         self._positions[slot] = 0
         self._draws.start(slot, params.seed)
-        row = _row(params)
-        if not np.array_equal(row, self._host_table[slot]):
-            self._host_table[slot] = row
-            self._table_changed = True
-        self._needs_all[slot] = not np.array_equal(row[TOP_K:], NEUTRAL[TOP_K:])
-        if params.logit_bias or self._has_bias[slot]:
-            self._has_bias[slot] = bool(params.logit_bias)
-            bias = np.zeros(V)
-            for id, value in params.logit_bias:
-                bias[id] = value
-            _send(bias, self._bias[slot])
-        if params.needs_history:
-            seen = np.zeros(V, dtype=bool)
-            seen[np.asarray(prompt)] = True
-            _send(seen, self._seen[slot])
-            self._counts[slot] = 0.0
         self._cache[:, slot] = 0.0  # masked keys and values count 0 times, which not-finite ones would survive
 
     def copy(self, source: int, target: int, length: int) -> None:
@@ -176,18 +137,19 @@ class CudaRunner(Runner):
 
         def collect() -> Outcome:
             ids = np.full((len(pieces), 1), NONE, dtype=np.int32)
-            logits: dict[int, list[np.ndarray]] = {}
+            logits: dict[int, list[np.ndarray]] = {}  # of pieces with a report: (T, V)
             for part, launch in launches:
                 chosen, piece_logits = launch.wait()
                 for r, (b, offset) in enumerate(part):
                     piece = pieces[b]
                     if chosen[r] != NONE:
                         ids[b, 0] = chosen[r]
-                    if piece.wants_logits:
+                    if piece.report is not None:
                         assert piece_logits is not None
                         logits.setdefault(b, []).append(piece_logits[r, : len(piece.ids) - offset])
             seconds = sum(launch.seconds for _, launch in launches)
-            return Outcome(ids, {b: np.concatenate(some) for b, some in logits.items()}, seconds)
+            reports = {b: pieces[b].report_of(np.concatenate(some), int(ids[b, 0])) for b, some in logits.items()}
+            return Outcome(ids, reports, seconds)
 
         return Pending(collect)
 
@@ -197,7 +159,7 @@ class CudaRunner(Runner):
         slots: np.ndarray,
         steps: np.ndarray,
         guides: Mapping[int, Guide] = {},
-        wants_logits: Collection[int] = (),
+        reports: Mapping[int, Report] = {},
     ) -> Pending:
         K = int(steps.max())
         plan = self._plan.host
@@ -208,8 +170,8 @@ class CudaRunner(Runner):
         self._mask({int(slots[b]): guide for b, guide in guides.items()})
         self._positions[slots] += steps
         size = next(k for k in STEPS if k >= K)
-        needs_all = bool(self._needs_all[slots].any())
-        gives = [self._chosen[:size]] + [self._logits[:size]] * bool(wants_logits)
+        needs_all = bool(self._sampler.needs_all[slots].any())
+        gives = [self._chosen[:size]] + [self._logits[:size]] * bool(reports)
         launch = self._launch(self._plan, ("decode", size, needs_all), gives)
 
         def collect() -> Outcome:
@@ -217,7 +179,10 @@ class CudaRunner(Runner):
             ids = np.ascontiguousarray(chosen[:K, slots].T)  # (B, K)
             for b in np.flatnonzero((ids == FAILED).any(axis=1)).tolist():
                 ids[b, ids[b].tolist().index(FAILED) + 1 :] = NONE
-            found = {} if logits is None else {b: logits[: steps[b], slots[b]].copy() for b in wants_logits}
+            found = {}
+            for b, report in reports.items():
+                assert logits is not None
+                found[b] = report_of(logits[: steps[b], slots[b]], np.maximum(ids[b, : steps[b]], 0), report)
             return Outcome(ids, found, launch.seconds * K / size)
 
         return Pending(collect)
@@ -240,11 +205,11 @@ class CudaRunner(Runner):
             plan["slot"][r], plan["start"][r], plan["count"][r] = slot, self._positions[slot], len(ids)
             plan["ids"][r, : len(ids)] = ids
             self._positions[slot] += len(ids)
-            wants_logits |= piece.wants_logits
+            wants_logits |= piece.report is not None
             if piece.choose and offset + T >= len(piece.ids):
                 plan["chooses"][r] = 1
                 plan["u"][r] = self._draws.take(np.array([slot]), np.array([1]))[0, 0]
-                needs_all |= bool(self._needs_all[slot])
+                needs_all |= bool(self._sampler.needs_all[slot])
                 if piece.guide is not None:
                     guides[slot] = piece.guide
         self._mask(guides)
@@ -258,15 +223,13 @@ class CudaRunner(Runner):
             allowed = np.ones(self._allowed.shape, dtype=bool)
             for slot, mask in masks.items():
                 allowed[slot] = mask
-            _send(allowed, self._allowed)
+            send(allowed, self._allowed)
             self._is_masked = bool(masks)
 
     # -- replay --
 
     def _launch(self, plan: Plan, graph: tuple[object, ...], gives: list[Tensor]) -> Launch:
-        if self._table_changed:
-            _send(self._host_table, self._table)
-            self._table_changed = False
+        self._sampler.send()
         launch = Launch(self._device)
         plan.send()
         self._graphs[graph]()
@@ -319,7 +282,7 @@ class CudaRunner(Runner):
             self._chosen[k].copy_(torch.where(runs[k], torch.where(is_finite, ids, self._failed), self._none))
             self._last[:S].copy_(torch.where(runs[k], ids, self._last[:S]))
             if needs_all:
-                self._counts[:S].scatter_add_(1, ids[:, None], runs[k, :, None].double())
+                self._sampler.counts[:S].scatter_add_(1, ids[:, None], runs[k, :, None].double())
 
     def _decode_attention(self, index: Tensor, mask: Tensor) -> Callable[[int, Tensor, Tensor], Tensor]:
         W, nkv, S = self.config.block_size, self.config.n_kv_head, self.slots
@@ -347,7 +310,7 @@ class CudaRunner(Runner):
         self._first.copy_(torch.where(chooses, torch.where(is_finite, ids, self._failed), self._none))
         self._last.index_copy_(0, slot, torch.where(chooses, ids, self._last[slot]))
         if needs_all:
-            self._counts.index_put_((slot, ids), chooses.double(), accumulate=True)
+            self._sampler.counts.index_put_((slot, ids), chooses.double(), accumulate=True)
 
     def _prefill_states(self, slot: Tensor, start: Tensor, count: Tensor) -> Tensor:
         c, T, nh, nkv = self.config, self.piece, self.config.n_head, self.config.n_kv_head
@@ -413,17 +376,7 @@ class CudaRunner(Runner):
 
     def _choose(self, logits: Tensor, slot: Tensor | slice, u: Tensor, needs_all: bool) -> tuple[Tensor, Tensor]:
         """Ids (B,) int64 by the parameters of the rows' slots, and whether their logits (B, V) fp64 are finite."""
-        columns = self._table[slot].unsqueeze(2).unbind(1)  # (B, 1) each
-        filters = Filters(columns[TEMPERATURE], columns[GREEDY] > 0)
-        z = logits + self._bias[slot]
-        if needs_all:
-            counts = self._counts[slot]
-            seen = self._seen[slot] | (counts > 0)
-            z = penalise(z, seen, counts, columns[REPETITION], columns[PRESENCE], columns[FREQUENCY])
-            filters = filters._replace(
-                top_k=columns[TOP_K], top_p=columns[TOP_P], log_min_p=columns[LOG_MIN_P], typical_p=columns[TYPICAL_P]
-            )
-        return choose(z, filters, u, self._allowed[slot]), logits.abs().amax(dim=1) < torch.inf
+        return self._sampler.choose(logits, slot, u, self._allowed[slot], needs_all)
 
     # -- weights --
 
@@ -440,22 +393,20 @@ class CudaRunner(Runner):
             return weight.detach().to(self._device, kind, copy=True).contiguous()
 
         weights = model.state_dict()
-        blocks = [{name: weights[f"blocks.{i}.{name}.weight"] for name in BLOCK_WEIGHTS} for i in range(c.n_layer)]
+        blocks = [block.state_dict() for block in model.blocks]
         self._layers = [
             Layer(
-                place(block["attn_norm"]),
-                place(block["attn.qkv"].t()),
-                place(by_output(block["attn.proj"])),
-                place(block["mlp_norm"]),
-                place(block["mlp.gate_up"].t()),
-                place(block["mlp.proj"].t()),
+                place(block["attn_norm.weight"]),
+                place(block["attn.qkv.weight"].t()),
+                place(by_output(block["attn.proj.weight"])),
+                place(block["mlp_norm.weight"]),
+                place(block["mlp.gate_up.weight"].t()),
+                place(block["mlp.proj.weight"].t()),
             )
             for block in blocks
         ]
-        gains = [
-            torch.cat((block["attn.q_norm"].expand(c.n_head, -1), block["attn.k_norm"].expand(c.n_kv_head, -1)))
-            for block in blocks
-        ]
+        heads = (("attn.q_norm.weight", c.n_head), ("attn.k_norm.weight", c.n_kv_head))
+        gains = [torch.cat([block[name].expand(count, -1) for name, count in heads]) for block in blocks]
         self._gain = place(torch.stack(gains)[:, None])  # (L, 1, nh + nkv, hs)
         self._rolled_gain = self._gain.roll(c.head_dim // 2, dims=-1)
         self._embedding, self._norm = place(weights["embed.weight"]), place(weights["norm.weight"])
@@ -486,7 +437,7 @@ class Plan:
         self.host = {name: part.numpy() for name, part in fields(self._host_side).items()}
 
     def send(self) -> None:
-        _send(self._host_side.numpy(), self._device_side)
+        send(self._host_side.numpy(), self._device_side)
 
 
 class Launch:
@@ -525,12 +476,6 @@ class Launch:
         return event
 
 
-def _send(array: np.ndarray, to: Tensor) -> None:
-    """Copy to the device without waiting for it; the array may be written again at once."""
-    host = torch.from_numpy(array)
-    to.copy_(host.pin_memory() if to.is_cuda else host, non_blocking=True)
-
-
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """On a GPU by one of two kernels whose sums have an order that is known not to depend on the batch."""
     if not q.is_cuda:
@@ -541,22 +486,3 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
-
-
-def _row(params: SamplingParams) -> np.ndarray:
-    return np.array(
-        [
-            params.temperature or 1.0,
-            params.temperature == 0.0,
-            params.top_k if params.top_k > 0 else 2**31,
-            params.top_p,
-            np.log(params.min_p) if params.min_p else -np.inf,
-            params.typical_p,
-            params.repetition_penalty,
-            params.presence_penalty,
-            params.frequency_penalty,
-        ]
-    )
-
-
-NEUTRAL = _row(SamplingParams())

@@ -10,18 +10,19 @@ Letters: B rows, K steps, T characters, V vocab_size.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from service.constrain.automaton import Guide
-from service.engine.runner import FAILED, NONE, Outcome, Piece, Runner, check_ids, masks_of
+from service.engine.runner import FAILED, NONE, Outcome, Piece, Report, Runner, masks_of, report_of
 from service.model.gpt import GPT
 from service.model.kv_cache import KVCache
 from service.model.params import SamplingParams
-from service.model.sampling import Draws, History, SamplingRows, sample
+from service.model.sampling import Draws, Sampler
+from service.wire import Logprobs
 
 DRAWS = 256  # of each slot, computed at once
 
@@ -40,18 +41,12 @@ class TorchRunner(Runner):
         self.cache = KVCache(model.config, slots, weight.device, weight.dtype)
         self._last = np.zeros(slots, dtype=np.int64)  # the id that the next decode step feeds
         self._draws = Draws(slots, DRAWS)
-        self._params = [SamplingParams()] * slots
-        self._histories: list[History | None] = [None] * slots  # where a penalty needs it
-        self._rows: tuple[bytes, SamplingRows] = (b"", SamplingRows([]))  # of the last call, by its slots
+        self._sampler = Sampler(slots, model.config.vocab_size)
 
     def start(self, slot: int, params: SamplingParams, prompt: Sequence[int]) -> None:
-        V = self.config.vocab_size
-        check_ids(params, prompt, V)
+        self._sampler.start(slot, params, prompt)
         self.cache.clear(slot)
         self._draws.start(slot, params.seed)
-        self._params[slot] = params
-        self._histories[slot] = History(V, prompt) if params.needs_history else None
-        self._rows = (b"", self._rows[1])
 
     def copy(self, source: int, target: int, length: int) -> None:
         self.cache.copy(source, target, length)
@@ -65,12 +60,12 @@ class TorchRunner(Runner):
                 groups.append([])
             groups[-1].append(b)
         ids = np.full((len(pieces), 1), NONE, dtype=np.int32)
-        logits: dict[int, np.ndarray] = {}
+        reports: dict[int, Logprobs] = {}
         for group in groups:
             outcome = self._prefill([pieces[b] for b in group])
             ids[group] = outcome.ids
-            logits |= {group[i]: rows for i, rows in outcome.logits.items()}
-        return Outcome(ids, logits)
+            reports |= {group[i]: report for i, report in outcome.reports.items()}
+        return Outcome(ids, reports)
 
     @torch.inference_mode()
     def _prefill(self, pieces: list[Piece]) -> Outcome:
@@ -88,20 +83,22 @@ class TorchRunner(Runner):
             who = np.array(slots)[complete]
             u = self._draws.take(who, np.ones(len(who), dtype=np.int64))[:, 0]
             ids[complete, 0] = self._choose(logits[torch.tensor(complete), last].double(), who, u, masks)
-            self._take(who, ids[complete, 0])
-        wanted = {b: logits[b, : counts[b]].double().numpy() for b, piece in enumerate(pieces) if piece.wants_logits}
-        return Outcome(ids, wanted)
+        reports = {}
+        for b, piece in enumerate(pieces):
+            if piece.report is not None:
+                reports[b] = piece.report_of(logits[b].double().numpy(), int(ids[b, 0]))
+        return Outcome(ids, reports)
 
     @torch.inference_mode()
     def decode(
-        self, slots: np.ndarray, steps: np.ndarray, guides: dict[int, Guide], wants_logits: Collection[int]
+        self, slots: np.ndarray, steps: np.ndarray, guides: Mapping[int, Guide] = {}, reports: Mapping[int, Report] = {}
     ) -> Outcome:
         B, K, width = len(slots), int(steps.max()), int(slots.max()) + 1
         ids = np.full((B, K), NONE, dtype=np.int32)
         u = self._draws.take(slots, steps)
-        logits_of: dict[int, list[np.ndarray]] = {b: [] for b in wants_logits}
+        found = {b: Logprobs() for b in reports}
         alive = np.ones(B, dtype=bool)
-        idx = torch.from_numpy(self._last[:width, None])  # shares memory: what `_take` writes is fed next
+        idx = torch.from_numpy(self._last[:width, None])  # shares memory: what `_choose` writes is fed next
         for k in range(K):
             rows = np.flatnonzero(alive & (steps > k))
             active = np.zeros(width, dtype=bool)
@@ -110,32 +107,25 @@ class TorchRunner(Runner):
             logits = logits[torch.from_numpy(slots[rows])].double()  # (rows, V)
             masks = masks_of({i: guides[b] for i, b in enumerate(rows.tolist()) if b in guides})
             ids[rows, k] = self._choose(logits, slots[rows], u[rows, k], masks)
-            self._take(slots[rows], ids[rows, k])
             alive = ids[:, k] != FAILED
-            for i, b in enumerate(rows.tolist()) if logits_of else ():
-                if b in logits_of:
-                    logits_of[b].append(logits[i].numpy())
-        return Outcome(ids, {b: np.stack(rows) for b, rows in logits_of.items()})
+            for i, b in enumerate(rows.tolist()) if reports else ():
+                if b in reports:
+                    found[b].extend(report_of(logits[i : i + 1].numpy(), ids[b, k : k + 1], reports[b]))
+        return Outcome(ids, found)
 
     def _choose(self, logits: Tensor, slots: np.ndarray, u: np.ndarray, masks: dict[int, np.ndarray]) -> np.ndarray:
-        """An id or FAILED for each row, (B,), from logits (B, V) fp64, draws u (B,) and allowed ids by row."""
-        who = slots.tobytes()
-        if self._rows[0] != who:
-            self._rows = (who, SamplingRows([self._params[slot] for slot in slots.tolist()]))
-        rows = self._rows[1]
+        """An id or FAILED for each row, (B,), from logits (B, V) fp64, draws u (B,) and allowed ids by row.
+
+        The id is fed to the slot's next step, and counted.
+        """
         allowed = None
         if masks:
             allowed = torch.ones(logits.shape, dtype=torch.bool)
             for b, mask in masks.items():
                 allowed[b] = torch.from_numpy(mask.copy())  # a mask is read-only, which torch would warn about
-        histories = [self._histories[slot] for slot in slots.tolist()] if rows.penalised else None
-        chosen = sample(logits, rows, torch.from_numpy(u), histories, allowed).numpy()
-        return np.where(logits.isfinite().all(dim=1).numpy(), chosen, FAILED)
-
-    def _take(self, slots: np.ndarray, ids: np.ndarray) -> None:
-        """Feed each slot's chosen id to its next step, and count it."""
-        self._last[slots] = np.maximum(ids, 0)
-        for b in self._rows[1].penalised:
-            history = self._histories[slots[b]]
-            if history is not None and ids[b] != FAILED:
-                history.append(ids[b])
+        self._sampler.send()
+        which, needs_all = torch.from_numpy(slots), bool(self._sampler.needs_all[slots].any())
+        ids, is_finite = self._sampler.choose(logits, which, torch.from_numpy(u), allowed, needs_all)
+        self._sampler.counts[which, ids] += is_finite.double()
+        self._last[slots] = ids.numpy()
+        return np.where(is_finite.numpy(), ids.numpy(), FAILED)

@@ -10,13 +10,14 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
-from service.engine.runner import FAILED, Outcome, Piece, Runner
-from service.engine.scheduler import MIN_PREFILL, Copy, Prefill, Scheduler
+from service.engine.runner import FAILED, Outcome, Pending, Piece, Runner
+from service.engine.scheduler import MIN_PREFILL, Plan, Scheduler
 from service.engine.sequence import Sequence
-from service.wire import Delta, FinishReason, Logprobs, Submit
+from service.wire import Delta, FinishReason, Logprobs, Submit, floats
 from service.words import plural
 
 logger = logging.getLogger(__name__)
@@ -24,9 +25,6 @@ logger = logging.getLogger(__name__)
 MIN_STEPS = 8  # of a call over more than CACHED_ROWS rows, where nobody waits for its end
 CACHED_ROWS = 16
 MAX_FAILURES = 16  # calls of the runner in a row that gave nothing of use, after which it counts as broken
-
-# Takes in what a launch gave: waits for it, updates its sequences and adds their deltas.
-Collect = Callable[[list[Delta]], None]
 
 
 class BrokenRunnerError(Exception):
@@ -40,7 +38,6 @@ class StepStats:
         self._clock = clock
         self.started_at = self.ended_at = clock()
         self.phases: dict[str, float] = {}
-        self.prefilled_at = 0.0  # when the forward over pieces of prompts had run
         self.num_prefill_tokens = 0
         self.num_copied_tokens = 0  # of prompts: keys and values came from another slot
         self.num_decode_rows = 0
@@ -96,6 +93,17 @@ class Cost:
         self.fixed = max(0.0, t - self.each * n)
 
 
+class Batch(NamedTuple):
+    """One call of the runner, which may be under way: decode steps of B sequences, or the next pieces of B prompts."""
+
+    sequences: list[Sequence]
+    pending: Outcome | Pending
+    steps: np.ndarray  # (B,) characters that each row chooses
+    seconds: float  # of the call, unless the outcome has its own
+    is_end: list[bool] = []  # of decode steps: a row then has all it may have
+    pieces: list[Piece] = []
+
+
 class Engine:
     """Runs a model over many sequences at once, as many as the runner has slots.
 
@@ -128,7 +136,7 @@ class Engine:
         self._prefill_cost = Cost(each=step_seconds / MIN_PREFILL)  # by characters
         self._ended: list[Delta] = []  # ended early; returned by the current step, or the next
         self._turn, self._decoded_at = 0, np.zeros(runner.slots, np.int64)  # calls of clients that share; by slot
-        self._in_flight: list[Collect] = []  # launched by the last step, if the runner is asynchronous
+        self._in_flight: list[Batch] = []  # launched by the last step, if the runner is asynchronous
         self._num_failures = 0  # calls in a row
 
     @property
@@ -152,7 +160,7 @@ class Engine:
             self._ended.append(self._delta(sequence))
 
     def step(self) -> list[Delta]:
-        """One turn: schedule, launch (some decode steps in one call, then pieces of prompts), collect.
+        """One turn: schedule, launch (some decode steps in one call, then pieces of prompts), finish.
 
         An asynchronous runner is given this turn's launches before the last turn's outcomes are read, so that the
         device need not wait for the host. What a sequence ran beyond a stop is dropped.
@@ -165,29 +173,18 @@ class Engine:
         for id in scheduler.expired(stats.started_at):
             self.abort(id, "timeout")
         deltas, self._ended = self._ended, []
-        if self._in_flight and scheduler.num_guided:  # whose masks follow from their last characters
-            self._collect(self._in_flight, deltas)
+        if scheduler.num_guided and not self.runner.follows_guides:  # whose masks follow from their last characters
+            self._finish(self._in_flight, deltas)
             self._in_flight = []
         slots = self._share(np.flatnonzero(scheduler.is_decoding & (scheduler.num_left > 0)))  # (B,)
         plan = scheduler.schedule(stats.started_at, self._prefill_budget(len(slots)))
-        for sequence, copy in plan.copies:
-            with self._isolated([sequence]):
-                self._copy(copy)
-        for sequence, shared in plan.starts:
-            self._start(sequence, shared)
+        self._start(plan)
         stats.lap("schedule")
-        launched: list[Collect] = []
-        if len(slots):
-            self._decode(slots, sum(piece.length for piece in plan.pieces), launched)
+        launched = self._decode(slots, sum(len(piece.ids) for piece in plan.pieces))
         # A start or a copy that failed has ended its sequence.
-        pieces = [piece for piece in plan.pieces if not piece.sequence.is_finished]
-        if pieces:
-            self._prefill(pieces, launched)
-        if self.runner.is_async and launched:
-            launched, self._in_flight = self._in_flight, launched
-        else:
-            launched, self._in_flight = self._in_flight + launched, []
-        self._collect(launched, deltas)
+        launched += self._prefill([piece for piece in plan.pieces if not piece.sequence.is_finished])
+        due, self._in_flight = (self._in_flight, launched) if self.runner.is_async else (launched, [])
+        self._finish(due, deltas)
         deltas += self._ended
         self._ended = []
         stats.lap("update")
@@ -256,141 +253,120 @@ class Engine:
         free = MIN_STEPS if rows > CACHED_ROWS else 1
         if num_prompt:
             limit, free = min(0.5 * limit, self._prefill_cost.seconds(num_prompt)), 1
-        elif self.scheduler.prefilling:  # which wait for others
-            limit, free = 0.5 * limit, 1
         return max(
             n
             for n in self.runner.step_counts
             if n == 1 or n * seconds <= limit or (n <= free and n * seconds <= 3 * limit)
         )
 
-    def _collect(self, launched: list[Collect], deltas: list[Delta]) -> None:
-        for collect in launched:
-            collect(deltas)
+    def _start(self, plan: Plan) -> None:
+        for sequence, copy in plan.starts:
+            assert sequence.slot is not None
+            with self._isolated([sequence]):
+                request = sequence.request
+                self.runner.start(sequence.slot, request.sampling, request.seen + request.prompt)
+                if copy is not None:
+                    self.runner.copy(*copy)
+                    self.stats.num_copied_tokens += copy.length
 
-    def _copy(self, copy: Copy) -> None:
-        self.runner.copy(*copy)
-        self.stats.num_copied_tokens += copy.length
-
-    def _start(self, sequence: Sequence, shared: Copy | None) -> None:
-        assert sequence.slot is not None
-        with self._isolated([sequence]):
-            request = sequence.request
-            self.runner.start(sequence.slot, request.sampling, request.seen + request.prompt)
-            if shared is not None:
-                self._copy(shared)
-
-    def _decode(self, slots: np.ndarray, num_prompt: int, launched: list[Collect]) -> None:
+    def _decode(self, slots: np.ndarray, num_prompt: int) -> list[Batch]:
         """Launch the sequences in `slots` (B,), beside `num_prompt` characters of prompts."""
         scheduler, stats = self.scheduler, self.stats
-        by_slot = scheduler.by_slot
-        sequences = [sequence for slot in slots.tolist() if (sequence := by_slot[slot]) is not None]
+        if not len(slots):
+            return []
+        sequences = [sequence for slot in slots.tolist() if (sequence := scheduler.by_slot[slot]) is not None]
         with self._isolated(sequences):
-            special = [b for b, sequence in enumerate(sequences) if sequence.notable is None]
-            guides = {b: guide for b in special if (guide := sequences[b].guide) is not None}
-            wants_logits = [b for b in special if sequences[b].request.logprobs is not None]
+            guides = {b: guide for b, sequence in enumerate(sequences) if (guide := sequence.guide) is not None}
+            reports = {b: report for b, sequence in enumerate(sequences) if (report := sequence.report) is not None}
             # Where a guided row takes one step per call, all do: beside rows of K steps it would wait for all K after
             # each character, so that its own text would be up to K times slower.
             is_slow = scheduler.num_guided and not self.runner.follows_guides
-            most = 1 if is_slow else self._num_steps(len(slots), num_prompt)
-            steps = np.minimum(most, scheduler.num_left[slots])
-            pending = self.runner.decode(slots, steps, guides, wants_logits)
+            steps = np.minimum(1 if is_slow else self._num_steps(len(slots), num_prompt), scheduler.num_left[slots])
+            pending = self.runner.decode(slots, steps, guides, reports)
             scheduler.decoded(slots, steps)
-            is_end = (scheduler.num_left[slots] == 0).tolist()
             stats.num_decode_rows, stats.num_decode_steps = len(slots), int(steps.max())
             stats.num_decode_tokens = int(steps.sum())
-            seconds = stats.lap("decode")
+            is_end = (scheduler.num_left[slots] == 0).tolist()
+            return [Batch(sequences, pending, steps, stats.lap("decode"), is_end)]
+        return []
 
-            def collect(deltas: list[Delta]) -> None:
-                with self._isolated(sequences):
-                    outcome = pending.collect()
-                    self._decode_cost.observe(len(slots), (outcome.seconds or seconds) / outcome.ids.shape[1])
-                    self.stats.lap("decode")
-                    self._update(sequences, steps, is_end, outcome, deltas)
-                    self.stats.lap("update")
+    def _prefill(self, pieces: list[Piece]) -> list[Batch]:
+        """Launch pieces of prompts."""
+        sequences = [piece.sequence for piece in pieces]
+        with self._isolated(sequences):
+            if pieces:
+                pending = self.runner.prefill(pieces)
+                for piece in pieces:
+                    self.scheduler.prefilled(piece)
+                self.stats.num_prefill_tokens = sum(len(piece.ids) for piece in pieces)
+                steps = np.array([piece.choose for piece in pieces], np.int64)
+                return [Batch(sequences, pending, steps, self.stats.lap("prefill"), pieces=pieces)]
+        return []
 
-            launched.append(collect)
+    def _finish(self, batches: list[Batch], deltas: list[Delta]) -> None:
+        """Wait for calls, update their sequences and add the deltas."""
+        for batch in batches:
+            with self._isolated(batch.sequences):
+                outcome = batch.pending.collect()
+                seconds = outcome.seconds or batch.seconds
+                if batch.pieces:
+                    self._prefill_cost.observe(sum(len(piece.ids) for piece in batch.pieces), seconds)
+                else:
+                    self._decode_cost.observe(len(batch.sequences), seconds / outcome.ids.shape[1])
+                self.stats.lap("prefill" if batch.pieces else "decode")
+                self._update(batch, outcome, deltas)
+                self.stats.lap("update")
 
-    def _update(
-        self, sequences: list[Sequence], steps: np.ndarray, is_end: list[bool], outcome: Outcome, deltas: list[Delta]
-    ) -> None:
-        """Take what a decode call chose, of each row the first `steps`; is_end: with which it has all it may have."""
-        ids: list[list[int]] = outcome.ids.tolist()
-        for b in np.flatnonzero(steps < outcome.ids.shape[1]).tolist():
-            del ids[b][steps[b] :]
+    def _update(self, batch: Batch, outcome: Outcome, deltas: list[Delta]) -> None:
+        rows: list[list[int]] = outcome.ids.tolist()
+        for b in np.flatnonzero(batch.steps < outcome.ids.shape[1]).tolist():
+            del rows[b][batch.steps[b] :]
         failed = set(np.flatnonzero((outcome.ids == FAILED).any(axis=1)).tolist())
-        self._ran(well=len(failed) < len(sequences))
+        self._ran(well=len(failed) < len(rows))
         for b in failed:
-            del ids[b][ids[b].index(FAILED) :]
-        for b, (sequence, chosen) in enumerate(zip(sequences, ids, strict=True)):
+            del rows[b][rows[b].index(FAILED) :]
+        for b, (sequence, ids) in enumerate(zip(batch.sequences, rows, strict=True)):
+            report = outcome.reports.get(b)
             if sequence.finish_reason is not None:  # since this was launched
-                self.stats.num_dropped_tokens += len(chosen)
-            elif b in failed or not sequence.extend_simply(chosen):
-                self._take(sequence, chosen, outcome.logits.get(b))
-                if b in failed and not sequence.is_finished:
+                self.stats.num_dropped_tokens += len(ids)
+            elif batch.pieces or b in failed or not sequence.extend_simply(ids):
+                is_failed = b in failed
+                if batch.pieces:
+                    is_failed = not self._take_prompt(sequence, batch.pieces[b], report) or is_failed
+                if is_failed and batch.pieces:
+                    ids = []
+                self._take(sequence, ids, report)
+                if is_failed and not sequence.is_finished:
                     self._fail(sequence)
+                elif batch.pieces and batch.pieces[b].is_last and not batch.pieces[b].choose:
+                    sequence.finish_reason = "length"
                 self._send(sequence, deltas)
             else:
-                delta = Delta(sequence.id, chosen)
-                if is_end[b]:
+                delta = Delta(sequence.id, ids)
+                delta.logprobs = report
+                if batch.is_end[b]:
                     sequence.finish_reason = delta.finish_reason = "length"
                     delta.ended_at = self.clock()
                     self.scheduler.remove(sequence)
                 deltas.append(delta)
 
-    def _prefill(self, pieces: list[Prefill], launched: list[Collect]) -> None:
-        stats = self.stats
-        sequences = [piece.sequence for piece in pieces]
-        with self._isolated(sequences):
-            pending = self.runner.prefill([_piece(piece) for piece in pieces])
-            num_tokens = stats.num_prefill_tokens = sum(piece.length for piece in pieces)
-            seconds = stats.lap("prefill")
-            parts = [(*piece, piece.is_last, piece.sequence.num_prefilled) for piece in pieces]
-            for piece in pieces:
-                self.scheduler.prefilled(piece)
+    def _take_prompt(self, sequence: Sequence, piece: Piece, report: Logprobs | None) -> bool:
+        """Take the log-probabilities of a piece of a prompt out of its report; False: they are not finite."""
+        if piece.is_last:
+            sequence.prefilled_at = self.stats.ended_at
+        if piece.targets is None or report is None:
+            return True
+        scores = report.take(len(report) - piece.choose)
+        if not np.isfinite(floats(scores.values)).all():
+            return False
+        sequence.unemitted_prompt_logprobs.extend(scores)
+        return True
 
-            def collect(deltas: list[Delta]) -> None:
-                with self._isolated(sequences):
-                    outcome = pending.collect()
-                    self._ran(well=bool((outcome.ids != FAILED).any()))
-                    self._prefill_cost.observe(num_tokens, outcome.seconds or seconds)
-                    self.stats.lap("prefill")
-                    self.stats.prefilled_at = self.stats.ended_at
-                    for b, (sequence, length, is_last, start) in enumerate(parts):
-                        if not sequence.is_finished:
-                            logits = outcome.logits.get(b)
-                            self._update_prefill(sequence, length, is_last, start, int(outcome.ids[b, 0]), logits)
-                            self._send(sequence, deltas)
-                    self.stats.lap("update")
-
-            launched.append(collect)
-
-    def _update_prefill(
-        self, sequence: Sequence, length: int, is_last: bool, start: int, id: int, logits: np.ndarray | None
-    ) -> None:
-        """Take what `length` prompt ids from index `start` on gave: logits (length, V), and the first choice."""
-        request, is_failed = sequence.request, id == FAILED
-        if request.score_from is not None and logits is not None:
-            is_failed = is_failed or not np.isfinite(logits).all()
-            if not is_failed:
-                _score(sequence, start, logits)
-        if is_failed:
-            self._fail(sequence)
-        if not is_last:
-            return
-        sequence.prefilled_at = self.stats.prefilled_at
-        if is_failed:
-            return
-        if request.max_tokens == 0:
-            sequence.finish_reason = "length"
-        else:
-            self._take(sequence, [id], None if logits is None else logits[length - 1 : length])
-
-    def _take(self, sequence: Sequence, ids: list[int], logits: np.ndarray | None) -> None:
-        """Extend a sequence by chosen ids, which are from logits (len(ids) or more, V) if it reports them."""
+    def _take(self, sequence: Sequence, ids: list[int], report: Logprobs | None) -> None:
+        """Extend a sequence by chosen ids, with their log-probabilities if it reports them."""
         taken = sequence.extend(ids)
-        if logits is not None and sequence.request.logprobs is not None:
-            sequence.unemitted_logprobs.extend(_logprobs(logits[:taken], ids[:taken], sequence.request))
+        if report is not None:
+            sequence.unemitted_logprobs.extend(report.part(0, taken))
         if sequence.guide is None:  # a guide refuses the id that ends its text
             self.stats.num_dropped_tokens += len(ids) - taken
 
@@ -437,49 +413,3 @@ class Engine:
             if sequence.is_finished:
                 delta.ended_at = self.clock()
         return delta
-
-
-def _piece(piece: Prefill) -> Piece:
-    sequence, length = piece
-    assert sequence.slot is not None
-    start = sequence.num_prefilled - sequence.prefill_from
-    chooses = piece.is_last and sequence.request.max_tokens > 0
-    return Piece(
-        sequence.slot,
-        sequence.cut_prompt[start : start + length],
-        chooses,
-        sequence.guide if chooses else None,
-        sequence.request.score_from is not None or (chooses and sequence.request.logprobs is not None),
-    )
-
-
-def _score(sequence: Sequence, start: int, logits: np.ndarray) -> None:
-    """Take the log-probabilities of the prompt's ids that the logits (T, V) of ids from index `start` on predict."""
-    request = sequence.request
-    assert request.score_from is not None
-    first = max(start + 1, request.score_from)  # the id at index i is predicted at position i−1
-    last = min(start + len(logits) + 1, len(request.prompt))
-    if first < last:
-        ids = request.prompt[first:last]
-        sequence.unemitted_prompt_logprobs.extend(_logprobs(logits[first - 1 - start : last - 1 - start], ids, request))
-
-
-def _logprobs(logits: np.ndarray, ids: list[int], request: Submit) -> Logprobs:
-    """Of `ids` (N,) under logits (N, V), each with the alternatives that the request asks for."""
-    z = logits - logits.max(axis=1, keepdims=True)
-    logprobs = z - np.log(np.exp(z).sum(axis=1, keepdims=True))
-    row = np.arange(len(ids))[:, None]
-    values = _column(logprobs[row[:, 0], ids], np.float64)
-    if request.logprob_ids:
-        top_ids = np.tile(request.logprob_ids, (len(ids), 1))
-    elif request.logprobs:
-        k = min(request.logprobs, logits.shape[1])
-        top_ids = np.argpartition(-logprobs, k - 1, axis=1)[:, :k]
-        top_ids = top_ids[row, np.lexsort((top_ids, -logprobs[row, top_ids]))]  # of equals the lower id first
-    else:
-        return Logprobs(values)
-    return Logprobs(values, _column(top_ids, np.uint32), _column(logprobs[row, top_ids], np.float64))
-
-
-def _column(numbers: np.ndarray, dtype: type[np.generic]) -> bytearray:
-    return bytearray(numbers.astype(dtype).tobytes())

@@ -25,6 +25,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -136,7 +137,9 @@ template <class T> INLINE T sum(Lanes<T> v) {
 template <class T> INLINE T largest(Lanes<T> v) {
   T a[LANES<T>];
   store(a, v);
-  return *std::max_element(a, a + LANES<T>);
+  for (int width = LANES<T> / 2; width; width /= 2)
+    for (int i = 0; i < width; ++i) a[i] = a[i + width] > a[i] ? a[i + width] : a[i];
+  return a[0];
 }
 
 // e^x for x ≤ 0, within 2 units of the last place; 0 where it would leave the normal numbers; NaN stays NaN.
@@ -260,7 +263,7 @@ template <class T, class W> struct Dot {
   static INLINE Lanes<T> weights(const W* from) { return load_as<T>(from); }
   static INLINE Lanes<T> input(const T* from) { return all(*from); }
   static INLINE Lanes<T> add(Lanes<T> w, Lanes<T> x, Lanes<T> total) { return fma(w, x, total); }
-  static const T* inputs(const T* x, size_t, std::vector<Input>&) { return x; }
+  static const T* inputs(const T* x, size_t, Input*) { return x; }
 };
 
 #ifdef HAS_BF16
@@ -276,11 +279,10 @@ template <> struct Dot<float, Bf16> {
   static INLINE Lanes<float> add(Lanes<float> w, Lanes<float> x, Lanes<float> total) {
     return {{(Reg<float>)_mm512_dpbf16_ps((__m512)total.part[0], (__m512bh)w.part[0], (__m512bh)x.part[0])}};
   }
-  static const Bf16* inputs(const float* x, size_t count, std::vector<Bf16>& room) {
-    room.resize(count + 16);
+  static const Bf16* inputs(const float* x, size_t count, Bf16* room) {
     for (size_t i = 0; i < count; i += 16)
       _mm256_storeu_si256((__m256i*)&room[i], (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(x + i)));
-    return room.data();
+    return room;
   }
 };
 #endif
@@ -408,11 +410,10 @@ void dispatch_rows(std::integer_sequence<int, R...>, int rows, const Matrix<T, W
 }
 
 // y (rows, n_out) = x (rows, n_in) · mᵀ, for a range of panels. A few at a time pass all rows, so they stay in the
-// first cache.
+// first cache. room: for the inputs as the product takes them.
 template <class T, class W>
 void multiply(const Matrix<T, W>& m, std::pair<int, int> panels, int rows, const T* given, size_t x_stride, T* y,
-              size_t y_stride) {
-  static thread_local std::vector<typename Dot<T, W>::Input> room;
+              size_t y_stride, typename Dot<T, W>::Input* room) {
   const auto* x = Dot<T, W>::inputs(given, rows * x_stride, room);
   const int tiles = (rows + MOST_ROWS - 1) / MOST_ROWS, end = panels.second;
   const int step = tiles <= 1 ? end : panels_for((rows + tiles - 1) / tiles);
@@ -470,11 +471,16 @@ struct ChargptItem {
   int32_t slot;
   int32_t count;              // ids to run; 0: the one that was chosen last
   int32_t steps;              // ids to choose after them
-  int32_t wants_all;          // logits of each id that runs, instead of each one that is chosen
+  int32_t alternatives;       // reported beside each log-probability
   const int32_t* ids;         // (count,)
+  const int32_t* targets;     // (count,) the id after each, to be reported; −1: not to be; null: none is
   const ChargptGuide* guide;  // null: any id may be chosen
-  double* logits;             // (count or steps, V); null: not wanted
   int32_t* chosen;            // (steps,); those after the one with which a guide ends are left as they are
+  // The report: of R ids, first the targets, then the chosen ones; left as it is where logits are not finite.
+  double* values;             // (R,) log-probabilities; null: no report
+  uint32_t* top_ids;          // (R, alternatives)
+  double* top_values;         // (R, alternatives)
+  const uint32_t* which;      // (alternatives,) ids to report; null: the likeliest
 };
 
 struct ChargptConfig {
@@ -590,7 +596,9 @@ struct Sampler {
     if (has_k || has_p) {
       for (int i = 0; i < V; ++i) order[i] = i;
       const int k = has_k ? int(p.top_k) : V;
-      if (has_k) std::nth_element(order, order + k - 1, order + V, likelier);
+      // With top_p in full order, as the sum below follows it.
+      if (has_k && has_p) std::partial_sort(order, order + k, order + V, likelier);
+      else if (has_k) std::nth_element(order, order + k - 1, order + V, likelier);
       int kept = k;
       if (has_p) {
         double total = 0, mass = 0;
@@ -759,7 +767,7 @@ class Engine {
   virtual ~Engine() = default;
   virtual void start(int slot, const ChargptParams& params) = 0;
   virtual const char* copy(int source, int target, int64_t length) = 0;
-  virtual void run(const ChargptItem* items, int count) noexcept = 0;
+  virtual void run(const ChargptItem* items, int count) noexcept = 0;  // allocates nothing
   virtual const char* refuses(const ChargptItem* items, int count) = 0;
   int slots = 0, vocab_size = 0;
 };
@@ -789,11 +797,23 @@ template <class T, class W, class K> class Net final : public Engine {
     int64_t position;
     bool wants_logits;
   };
+  // An item that is under way.
+  struct Progress {
+    const ChargptItem* item;
+    Walk walk;
+    int fed = 0, chosen = 0, reported = 0;
+    int rows = 0;          // in the batch
+    int32_t guess = NONE;  // the id of the second row, if there is one
+  };
   struct Workspace {
     Buffer<T> x, h, qkv, y, out, gate_up, p, cos_sin, logits;
     Buffer<double> z, weight;
+    Buffer<typename Dot<T, W>::Input> inputs;
+    Buffer<Query> queries;
     std::vector<int32_t> order;
     std::vector<uint8_t> allowed;  // (V,)
+    std::vector<const ChargptItem*> share;
+    std::vector<Progress> active, going, rest;
     std::vector<Row> rows;
     Guesses guesses;
   };
@@ -810,6 +830,9 @@ template <class T, class W, class K> class Net final : public Engine {
     cache = Buffer<K>(slot_size * c.slots);
     std::memset((void*)cache.data, 0, cache.bytes);  // the kernel gives its pages now, not within a step
     states.resize(c.slots);
+    used.resize(c.slots);
+    num_rows.resize(pool.size());
+    order.reserve(c.slots);
     angles.resize(ANGLES * hs);
     for (int64_t p = 0; p < ANGLES; ++p) rotate_by(p, &angles[p * hs]);
     for (int i = 0; i < pool.size(); ++i) {
@@ -818,8 +841,13 @@ template <class T, class W, class K> class Net final : public Engine {
       w.y = Buffer<T>(BATCH * c.n_head * hp), w.out = Buffer<T>(BATCH * C), w.gate_up = Buffer<T>(BATCH * 2 * F);
       w.p = Buffer<T>(HEADS * Wp), w.cos_sin = Buffer<T>(BATCH * hs);
       w.logits = Buffer<T>(BATCH * V), w.z = Buffer<double>(V), w.weight = Buffer<double>(V);
+      w.inputs = Buffer<typename Dot<T, W>::Input>(BATCH * std::max({C, 2 * F, c.n_head * hp}));
+      w.queries = Buffer<Query>(HEADS * hp);
       w.order.resize(V);
       w.allowed.resize(V);
+      w.share.reserve(c.slots);
+      w.rows.reserve(BATCH);
+      for (auto* progress : {&w.active, &w.going, &w.rest}) progress->reserve(c.slots);
       spaces.push_back(std::move(w));
     }
   }
@@ -849,7 +877,7 @@ template <class T, class W, class K> class Net final : public Engine {
 
   const char* refuses(const ChargptItem* items, int count) override {
     if (count < 1) return "nothing to run";
-    std::vector<bool> used(slots);
+    std::fill(used.begin(), used.end(), false);
     for (int i = 0; i < count; ++i) {
       const ChargptItem& item = items[i];
       if (item.slot < 0 || item.slot >= slots) return "a slot is out of range";
@@ -861,6 +889,11 @@ template <class T, class W, class K> class Net final : public Engine {
       if (item.steps && !item.chosen) return "there is no room for the chosen ids";
       for (int k = 0; k < item.count; ++k)
         if (item.ids[k] < 0 || item.ids[k] >= vocab_size) return "an id is out of range";
+      for (int k = 0; item.targets && k < item.count; ++k)
+        if (item.targets[k] < NONE || item.targets[k] >= vocab_size) return "an id is out of range";
+      if (item.alternatives < 0 || item.alternatives > vocab_size) return "there are not so many alternatives";
+      for (int k = 0; item.which && k < item.alternatives; ++k)
+        if (item.which[k] >= uint32_t(vocab_size)) return "an id is out of range";
       if (item.guide && (item.guide->remaining < 1 || item.guide->distance[item.guide->state] > item.guide->remaining))
         return "no match of a pattern is that short";
     }
@@ -871,9 +904,11 @@ template <class T, class W, class K> class Net final : public Engine {
   // work enough to pay for the waiting: with fewer sequences than threads, and where the weights outgrow 32 MB,
   // as each thread then reads its share of them alone.
   void run(const ChargptItem* items, int count) noexcept override {
-    std::vector<const ChargptItem*> order(count);
+    order.resize(count);
     for (int i = 0; i < count; ++i) order[i] = &items[i];
-    std::stable_sort(order.begin(), order.end(), [](auto a, auto b) { return rows_of(*a) > rows_of(*b); });
+    std::sort(order.begin(), order.end(), [](auto a, auto b) {
+      return rows_of(*a) > rows_of(*b) || (rows_of(*a) == rows_of(*b) && a < b);
+    });
     const bool is_large = storage.bytes > TEAM_BYTES || order[0]->count >= TEAM_ROWS;
     if ((count < pool.size() && is_large) || storage.bytes > OUTGROWN_BYTES) {
       pool.run(pool.size(), [&](int i) {
@@ -884,14 +919,13 @@ template <class T, class W, class K> class Net final : public Engine {
       return;
     }
     const int threads = std::min(pool.size(), count);
-    std::vector<std::vector<const ChargptItem*>> shares(threads);
-    std::vector<int64_t> load(threads);
+    for (int i = 0; i < threads; ++i) num_rows[i] = 0, spaces[i].share.clear();
     for (const ChargptItem* item : order) {
-      const size_t least = std::min_element(load.begin(), load.end()) - load.begin();
-      load[least] += rows_of(*item);
-      shares[least].push_back(item);
+      const size_t least = std::min_element(num_rows.begin(), num_rows.begin() + threads) - num_rows.begin();
+      num_rows[least] += rows_of(*item);
+      spaces[least].share.push_back(item);
     }
-    pool.run(threads, [&](int i) { lead(shares[i], spaces[i], Team{nullptr, 0, 1}); });
+    pool.run(threads, [&](int i) { lead(spaces[i].share, spaces[i], Team{nullptr, 0, 1}); });
   }
 
  private:
@@ -919,8 +953,9 @@ template <class T, class W, class K> class Net final : public Engine {
   // choose, TOGETHER of them take all their steps before the next ones begin: their keys and values stay in the cache,
   // where all rows' would be read from memory at every step. Not with weights that a cache does not hold either.
   void lead(const std::vector<const ChargptItem*>& items, Workspace& w, Team team) {
-    std::vector<Progress> active;
-    for (const ChargptItem* item : items) active.push_back({item, Walk(item->guide), 0, 0});
+    std::vector<Progress>&active = w.active, &going = w.going, &rest = w.rest;
+    active.clear();
+    for (const ChargptItem* item : items) active.push_back({item, Walk(item->guide)});
     const bool stays = std::all_of(items.begin(), items.end(), [](auto item) { return item->count == 0; }) &&
                        storage.bytes <= TEAM_BYTES;
     const int limit = stays ? TOGETHER : BATCH;
@@ -937,7 +972,7 @@ template <class T, class W, class K> class Net final : public Engine {
         const int rows = given ? std::min(given, room) : 1;
         for (int k = 0; k < rows; ++k) {
           const bool is_last = given <= k + 1;
-          const bool wants = (is_last && item.steps) || (item.wants_all && item.logits);
+          const bool wants = (is_last && item.steps) || (given && target_of(item, it.fed + k) >= 0);
           w.rows.push_back({item.slot, given ? item.ids[it.fed + k] : s.last, s.position + k, wants});
         }
         it.rows = rows;
@@ -950,7 +985,8 @@ template <class T, class W, class K> class Net final : public Engine {
       forward(w, w, team);
       // Choose where a sequence's given ids have run; sequences that are done leave, the others go on: at once, or in
       // turn.
-      std::vector<Progress> going, rest(active.begin() + taken, active.end());
+      going.clear();
+      rest.assign(active.begin() + taken, active.end());
       int row = 0, logits = 0;
       for (size_t k = 0; k < taken; ++k) {
         Progress it = active[k];
@@ -958,7 +994,7 @@ template <class T, class W, class K> class Net final : public Engine {
         row += it.rows;
       }
       if (stays) going.swap(rest);
-      active = std::move(rest);
+      active.swap(rest);
       active.insert(active.end(), going.begin(), going.end());
     }
     w.rows.clear();
@@ -974,14 +1010,6 @@ template <class T, class W, class K> class Net final : public Engine {
     }
   }
 
-  struct Progress {
-    const ChargptItem* item;
-    Walk walk;
-    int fed, chosen;
-    int rows = 0;
-    int32_t guess = NONE;  // the id of the second row, if there is one
-  };
-
   // Take in the rows of one sequence after a forward; returns whether it goes on.
   bool finish(Progress& it, Workspace& w, int row, int& logits) {
     const ChargptItem& item = *it.item;
@@ -991,8 +1019,8 @@ template <class T, class W, class K> class Net final : public Engine {
     int wanted = 0;
     for (int k = 0; k < it.rows; ++k) {
       if (!w.rows[row + k].wants_logits) continue;
-      if (was_given && item.logits && item.wants_all)
-        std::copy_n(first + size_t(wanted) * V, c.vocab_size, item.logits + size_t(it.fed + k) * c.vocab_size);
+      if (was_given && target_of(item, it.fed + k) >= 0)
+        report(it, w, first + size_t(wanted) * V, target_of(item, it.fed + k));
       ++wanted;
     }
     logits += wanted;
@@ -1016,13 +1044,49 @@ template <class T, class W, class K> class Net final : public Engine {
     Slot& s = states[item.slot];
     double* z = w.z.data;
     std::copy_n(logits, c.vocab_size, z);
-    if (item.logits && !item.wants_all) std::copy_n(z, c.vocab_size, item.logits + size_t(it.chosen) * c.vocab_size);
     const uint8_t* allowed = it.walk.allow(w.allowed.data(), c.vocab_size);
     s.last = s.sampler.choose(z, w.weight.data, w.order.data(), c.vocab_size, allowed);
     item.chosen[it.chosen++] = s.last;
+    if (s.last >= 0) report(it, w, logits, s.last);
     w.guesses.learn(s.recent, s.last);
     s.recent = s.recent << 16 | uint16_t(s.last);
     return s.last >= 0 && it.walk.push(s.last) && it.chosen < item.steps;
+  }
+
+  static int32_t target_of(const ChargptItem& item, int index) { return item.targets ? item.targets[index] : NONE; }
+
+  // Report the log-probability of an id under the logits of the one before it, and those of the alternatives.
+  void report(Progress& it, Workspace& w, const T* logits, int32_t id) {
+    const ChargptItem& item = *it.item;
+    if (!item.values) return;
+    const int V = c.vocab_size, k = item.alternatives;
+    const size_t at = it.reported++;
+    double* z = w.z.data;
+    bool is_finite = true;
+    for (int i = 0; i < V; ++i) is_finite &= std::abs(logits[i]) <= std::numeric_limits<T>::max();
+    if (!is_finite) return;
+    std::copy_n(logits, V, z);
+    for (int i = V; i % LANES<double>; ++i) z[i] = -HUGE_VAL;
+    Lanes<double> most = load(z);
+    for (int i = LANES<double>; i < V; i += LANES<double>) most = larger(most, load(z + i));
+    const Lanes<double> highest = all(largest(most));
+    for (int i = 0; i < V; i += LANES<double>) store(z + i, load(z + i) - highest);
+    Lanes<double> total = all(0.0);
+    for (int i = 0; i < V; i += LANES<double>) total = total + exp_of_negative(load(z + i));
+    const double whole = std::log(sum(total));
+    item.values[at] = z[id] - whole;
+    if (!k) return;
+    uint32_t* ids = item.top_ids + at * k;
+    if (item.which) {
+      std::copy_n(item.which, k, ids);
+    } else {
+      int32_t* order = w.order.data();
+      for (int i = 0; i < V; ++i) order[i] = i;
+      std::partial_sort(order, order + k, order + V,
+                        [z](int32_t a, int32_t b) { return z[a] > z[b] || (z[a] == z[b] && a < b); });
+      std::copy_n(order, k, ids);
+    }
+    for (int i = 0; i < k; ++i) item.top_values[at * k + i] = z[ids[i]] - whole;
   }
 
   // One pass of the batch `shared.rows` through all layers. Of a team, each thread has its own copy of the residual
@@ -1047,12 +1111,13 @@ template <class T, class W, class K> class Net final : public Engine {
       const Layer& layer = layers[l];
       for (int r = 0; r < count; ++r) norm(x + r * C, layer.attn_norm.data(), h + r * C, C, c.n_embd);
       if (team.size == 1) {
-        multiply(layer.qkv, {0, heads * per_head}, count, h, C, qkv, heads * hp);
+        multiply(layer.qkv, {0, heads * per_head}, count, h, C, qkv, heads * hp, own.inputs.data);
       } else {
         const int firsts[] = {0, c.n_head, c.n_head + c.n_kv_head}, sizes[] = {group, 1, 1};
         for (int part = 0; part < 3; ++part) {
           const int first = firsts[part] + first_kv * sizes[part], end = firsts[part] + end_kv * sizes[part];
-          multiply(layer.qkv, {first * per_head, end * per_head}, count, h, C, qkv, heads * hp);
+          multiply(layer.qkv, {first * per_head, end * per_head}, count, h, C, qkv, heads * hp,
+                   own.inputs.data);
         }
       }
       const bool is_last = l == c.n_layer - 1;
@@ -1066,26 +1131,26 @@ template <class T, class W, class K> class Net final : public Engine {
       }
       count = wanted;
       team.wait();
-      multiply(layer.proj, {first_out, end_out}, count, shared.y.data, attended, out, C);
+      multiply(layer.proj, {first_out, end_out}, count, shared.y.data, attended, out, C, own.inputs.data);
       team.wait();
       for (int r = 0; r < count; ++r) {
         add(x + r * C, out + r * C, C);
         norm(x + r * C, layer.mlp_norm.data(), h + r * C, C, c.n_embd);
       }
       if (team.size == 1) {
-        multiply(layer.gate_up, {0, 2 * inner}, count, h, C, gate, 2 * F);
+        multiply(layer.gate_up, {0, 2 * inner}, count, h, C, gate, 2 * F, own.inputs.data);
       } else {
-        multiply(layer.gate_up, {first_inner, end_inner}, count, h, C, gate, 2 * F);
-        multiply(layer.gate_up, {inner + first_inner, inner + end_inner}, count, h, C, gate, 2 * F);
+        multiply(layer.gate_up, {first_inner, end_inner}, count, h, C, gate, 2 * F, own.inputs.data);
+        multiply(layer.gate_up, {inner + first_inner, inner + end_inner}, count, h, C, gate, 2 * F, own.inputs.data);
       }
       for (int r = 0; r < count; ++r) swiglu(gate + size_t(r) * 2 * F, first_inner * N, end_inner * N);
       team.wait();
-      multiply(layer.down, {first_out, end_out}, count, gate, 2 * F, out, C);
+      multiply(layer.down, {first_out, end_out}, count, gate, 2 * F, out, C, own.inputs.data);
       team.wait();
       for (int r = 0; r < count; ++r) add(x + r * C, out + r * C, C);
     }
     for (int r = 0; r < count; ++r) norm(x + r * C, final_norm.data(), h + r * C, C, c.n_embd);
-    multiply(head, team.share(V / N), count, h, C, shared.logits.data, V);
+    multiply(head, team.share(V / N), count, h, C, shared.logits.data, V, own.inputs.data);
     team.wait();
   }
 
@@ -1174,8 +1239,7 @@ template <class T, class W, class K> class Net final : public Engine {
       ptrdiff_t ahead = (const char*)ring(next.slot, next_layer, h) - (const char*)keys;
       for (int g = 0; g < group; g += HEADS) {
         const int many = std::min(HEADS, group - g);
-        static thread_local std::vector<Query> room;
-        const Query* queries = D::inputs(q + (h * group + g) * hp, size_t(many) * hp, room);
+        const Query* queries = D::inputs(q + (h * group + g) * hp, size_t(many) * hp, w.queries.data);
         T* to = y + (h * group + g) * hp;
         if (g) ahead = 0;
         if (many == 1) attend_heads<1>(queries, keys, values, seen, w.p.data, to, ahead);
@@ -1341,6 +1405,10 @@ template <class T, class W, class K> class Net final : public Engine {
   Buffer<K> cache;
   std::vector<Slot> states;
   std::vector<Workspace> spaces;
+  // Of a call: its items by size, the rows of each thread, and which slots it names.
+  std::vector<const ChargptItem*> order;
+  std::vector<int64_t> num_rows;
+  std::vector<bool> used;
 };
 
 }  // namespace
@@ -1351,7 +1419,7 @@ template <class T, class W, class K> class Net final : public Engine {
 
 // The layout of the structures above, which native.py must share.
 API int32_t chargpt_layout(void) {
-  return 2 << 24 | int(sizeof(ChargptConfig) << 16 | sizeof(ChargptItem) << 8 | sizeof(ChargptParams));
+  return 3 << 24 | int(sizeof(ChargptConfig) << 16 | sizeof(ChargptItem) << 8 | sizeof(ChargptParams));
 }
 
 API const char* chargpt_open(const ChargptConfig* config, const float* const* weights, void** opened) try {

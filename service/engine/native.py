@@ -12,16 +12,18 @@ import math
 import os
 import platform
 import struct
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 
 import numpy as np
 
 from service.constrain.automaton import Automaton, Guide, MinimumLength
-from service.engine.runner import NONE, Outcome, Piece, Runner
+from service.engine.runner import NONE, Outcome, Piece, Report, Runner
+from service.model.checkpoint import layout
 from service.model.config import GPTConfig
 from service.model.params import SamplingParams
+from service.wire import Logprobs
 
 LIBRARY_VARIABLE = "CHARGPT_NATIVE_LIBRARY"  # another build of the library, for tests of one
 
@@ -32,8 +34,8 @@ _VARIANTS = {"x86_64": {"v4bf16": _V4 | {"avx512_bf16"}, "v4": _V4, "v3": _V3}}
 
 _PARAMS = struct.Struct("=7dQ3q3Q")  # ChargptParams
 _ITEM = np.dtype(
-    [(name, "i4") for name in ("slot", "count", "steps", "wants_all")]
-    + [(name, "u8") for name in ("ids", "guide", "logits", "chosen")]
+    [(name, "i4") for name in ("slot", "count", "steps", "alternatives")]
+    + [(name, "u8") for name in ("ids", "targets", "guide", "chosen", "values", "top_ids", "top_values", "which")]
 )  # ChargptItem
 _GUIDE = struct.Struct("=5Q8i")  # ChargptGuide
 
@@ -94,7 +96,7 @@ def why_not() -> str | None:
 def _load(path: Path) -> ctypes.CDLL:
     """Raises OSError: the file is no such library, or one of another revision."""
     library = ctypes.CDLL(str(path))
-    layout = 2 << 24 | ctypes.sizeof(_Config) << 16 | _ITEM.itemsize << 8 | _PARAMS.size
+    layout = 3 << 24 | ctypes.sizeof(_Config) << 16 | _ITEM.itemsize << 8 | _PARAMS.size
     if not hasattr(library, "chargpt_layout") or library.chargpt_layout() != layout:
         raise OSError(f"{path}: built from another revision")
     for name, arguments in {
@@ -150,7 +152,7 @@ class NativeRunner(Runner):
         if dtype not in possible:
             raise ValueError(f"on this CPU the native backend computes in {' or '.join(possible)}, got {dtype}")
         self._engine, self._process = c_void_p(), os.getpid()
-        singles = [_single(name, weights[name], shape) for name, shape in _shapes(config).items()]
+        singles = [_single(name, weights[name], parts) for name, parts in layout(config).items()]
         may_be_half = dtype != "bfloat16" and self._library.chargpt_has_half()
         is_half = bool(may_be_half) and all(map(_fits_half, singles))
         half = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
@@ -199,7 +201,7 @@ class NativeRunner(Runner):
         self._check(self._library.chargpt_copy(self._engine, source, target, length))
 
     def prefill(self, pieces: list[Piece]) -> Outcome:
-        B, V = len(pieces), self.config.vocab_size
+        B = len(pieces)
         items = np.zeros(B, _ITEM)
         chosen = np.full((B, 1), NONE, np.int32)
         ids = np.concatenate([piece.ids for piece in pieces]).astype(np.int32, copy=False)
@@ -210,28 +212,31 @@ class NativeRunner(Runner):
         items["steps"] = [piece.choose for piece in pieces]
         items["chosen"] = chosen.ctypes.data + 4 * np.arange(B)
         guides = {b: piece.guide for b, piece in enumerate(pieces) if piece.guide is not None}
-        logits = {b: np.empty((len(piece.ids), V)) for b, piece in enumerate(pieces) if piece.wants_logits}
-        items["wants_all"] = 1
-        self._run(items, guides, logits)
-        return Outcome(chosen, logits)
+        reports = {b: piece.report for b, piece in enumerate(pieces) if piece.report is not None}
+        for b in reports:
+            targets = pieces[b].targets
+            items["targets"][b] = 0 if targets is None else targets.ctypes.data
+        sizes = {b: pieces[b].num_reported for b in reports}
+        return Outcome(chosen, self._run(items, guides, reports, sizes))
 
     def decode(
         self,
         slots: np.ndarray,
         steps: np.ndarray,
         guides: Mapping[int, Guide] = {},
-        wants_logits: Collection[int] = (),
+        reports: Mapping[int, Report] = {},
     ) -> Outcome:
         B, K = len(slots), int(steps.max())
         items = np.zeros(B, _ITEM)
         chosen = np.full((B, K), NONE, np.int32)
         items["slot"], items["steps"] = slots, steps
         items["chosen"] = chosen.ctypes.data + 4 * K * np.arange(B)
-        logits = {b: np.full((int(steps[b]), self.config.vocab_size), np.nan) for b in wants_logits}
-        self._run(items, guides, logits)
-        return Outcome(chosen, logits)
+        return Outcome(chosen, self._run(items, guides, reports, {b: int(steps[b]) for b in reports}))
 
-    def _run(self, items: np.ndarray, guides: Mapping[int, Guide], logits: dict[int, np.ndarray]) -> None:
+    def _run(
+        self, items: np.ndarray, guides: Mapping[int, Guide], reports: Mapping[int, Report], sizes: dict[int, int]
+    ) -> dict[int, Logprobs]:
+        """Run items; the reports by item, each of `sizes` ids."""
         if self._process != os.getpid():
             raise RuntimeError("the native engine was opened in another process, and its threads are there")
         shared = [_addresses(guide.automaton, guide.minimum) for guide in guides.values()]  # whose arrays must live on
@@ -242,9 +247,27 @@ class NativeRunner(Runner):
         if guides:
             first = np.frombuffer(packed, np.uint8).ctypes.data
             items["guide"][list(guides)] = first + _GUIDE.size * np.arange(len(guides))
-        for b, rows in logits.items():
-            items["logits"][b] = rows.ctypes.data
+        if not reports:
+            self._check(self._library.chargpt_run(self._engine, items.ctypes.data, len(items)))
+            return {}
+        count = np.array([sizes[b] for b in reports], np.int64)
+        k = np.array([report.num_alternatives(self.config.vocab_size) for report in reports.values()], np.int64)
+        ends, top_ends = count.cumsum(), (count * k).cumsum()
+        values, top_values = np.full(count.sum(), np.nan), np.full((count * k).sum(), np.nan)
+        top_ids = np.zeros(len(top_values), np.uint32)
+        which = [np.array(report.ids, np.uint32) for report in reports.values()]
+        rows = list(reports)
+        items["alternatives"][rows] = k
+        items["values"][rows] = values.ctypes.data + 8 * (ends - count)
+        items["top_ids"][rows] = top_ids.ctypes.data + 4 * (top_ends - count * k)
+        items["top_values"][rows] = top_values.ctypes.data + 8 * (top_ends - count * k)
+        items["which"][rows] = [ids.ctypes.data if len(ids) else 0 for ids in which]
         self._check(self._library.chargpt_run(self._engine, items.ctypes.data, len(items)))
+        places = (ends - count, ends, top_ends - count * k, top_ends)
+        return {
+            b: Logprobs(bytearray(values[i:j]), bytearray(top_ids[m:n]), bytearray(top_values[m:n]))
+            for b, i, j, m, n in zip(rows, *(place.tolist() for place in places), strict=True)
+        }
 
     def _check(self, message: bytes | None) -> None:
         if message is not None:
@@ -262,20 +285,9 @@ def _addresses(automaton: Automaton, minimum: MinimumLength | None) -> tuple[tup
     return (*pointers, automaton.table.shape[1], layers.shape[1], len(layers), minimum.repeat if minimum else 0), arrays
 
 
-def _shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
-    """GPT's parameters in the order in which native.cpp reads them."""
-    C, F, hs = config.n_embd, config.n_inner or 0, config.head_dim
-    block = {
-        "attn_norm": (C,), "attn.qkv": (C + 2 * config.n_kv_head * hs, C), "attn.q_norm": (hs,), "attn.k_norm": (hs,),
-        "attn.proj": (C, C), "mlp_norm": (C,), "mlp.gate_up": (2 * F, C), "mlp.proj": (C, F),
-    }  # fmt: skip
-    blocks = {f"blocks.{i}.{name}.weight": shape for i in range(config.n_layer) for name, shape in block.items()}
-    return {
-        "embed.weight": (config.vocab_size, C), **blocks, "norm.weight": (C,), "head.weight": (config.vocab_size, C)
-    }  # fmt: skip
-
-
-def _single(name: str, weight: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def _single(name: str, weight: np.ndarray, parts: dict[str, tuple[int, ...]]) -> np.ndarray:
+    (rows, *rest), *others = parts.values()
+    shape = (rows + sum(other[0] for other in others), *rest)
     if weight.shape != shape:
         raise ValueError(f"{name} must have shape {shape}, got {weight.shape}")
     single = np.ascontiguousarray(weight, np.float32)

@@ -11,8 +11,8 @@ Loads without torch; a backend is imported when it is opened.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from service.constrain.automaton import Guide
 from service.model.checkpoint import Checkpoint
 from service.model.config import GPTConfig
 from service.model.params import SamplingParams
+from service.wire import Logprobs
 
 if TYPE_CHECKING:
     from service.model.gpt import GPT
@@ -30,21 +31,47 @@ BACKENDS = ("auto", "native", "cuda", "torch")
 DTYPES = ("auto", "float32", "float64", "bfloat16")
 
 
+class Report(NamedTuple):
+    """What to report beside the log-probability of each id: those of the likeliest, or of `ids`."""
+
+    likeliest: int = 0
+    ids: tuple[int, ...] = ()
+
+    def num_alternatives(self, vocab_size: int) -> int:
+        return len(self.ids) or min(self.likeliest, vocab_size)
+
+
 class Piece(NamedTuple):
     """A piece of a prompt to run."""
 
     slot: int
     ids: np.ndarray  # (T,) int32, T ≥ 1
-    choose: bool  # the prompt is complete: choose the first character after it
+    choose: bool = False  # the prompt is complete: choose the first character after it
     guide: Guide | None = None  # says which ids may be chosen
-    wants_logits: bool = False  # of all T positions
+    report: Report | None = None  # of the targets, then of the chosen id
+    targets: np.ndarray | None = None  # (T,) int32: the id after each, to be reported; NONE: not to be
+    sequence: Any = None  # the engine's, whose prompt it is
+    is_last: bool = True  # of its prompt
+
+    @property
+    def num_reported(self) -> int:
+        return self.choose + (0 if self.targets is None else int(np.count_nonzero(self.targets != NONE)))
+
+    def report_of(self, logits: np.ndarray, chosen: int) -> Logprobs:
+        """The report, from logits (T or more, V) float64."""
+        assert self.report is not None
+        targets = np.full(len(self.ids), NONE, np.int32) if self.targets is None else self.targets.copy()
+        if self.choose:
+            targets[-1] = max(0, chosen)
+        where = np.flatnonzero(targets != NONE)
+        return report_of(logits[where], targets[where], self.report)
 
 
 class Outcome(NamedTuple):
     """What a forward over B rows gave."""
 
     ids: np.ndarray  # (B, K) int32; NONE past a row's steps; FAILED, then NONE, where logits are not finite
-    logits: dict[int, np.ndarray]  # of each row that wants them: (T or steps, V) float64
+    reports: Mapping[int, Logprobs]  # of each row that wants one, NaN where logits are not finite; others may follow
     seconds: float | None = None  # on the device; None: as long as the call took
 
     def collect(self) -> Outcome:
@@ -55,6 +82,21 @@ class Pending(NamedTuple):
     """A forward that is under way on a device."""
 
     collect: Callable[[], Outcome]  # waits for it
+
+
+def report_of(logits: np.ndarray, ids: np.ndarray | list[int], report: Report) -> Logprobs:
+    """Of `ids` (N,) under logits (N, V) float64, NaN where they are not finite; native.cpp has its own."""
+    with np.errstate(invalid="ignore"):
+        z = np.where(np.isfinite(logits).all(axis=1, keepdims=True), logits, np.nan)
+        z = z - z.max(axis=1, keepdims=True)
+        logprobs = z - np.log(np.exp(z).sum(axis=1, keepdims=True))
+    k, row = report.num_alternatives(logits.shape[1]), np.arange(len(logits))[:, None]
+    if report.ids:
+        top_ids = np.tile(report.ids, (len(logits), 1))
+    else:
+        top_ids = np.argsort(-logprobs, axis=1, kind="stable")[:, :k]  # of equals the lower id first
+    columns = (logprobs[row[:, 0], ids], top_ids.astype(np.uint32), logprobs[row, top_ids])
+    return Logprobs(*(bytearray(column.tobytes()) for column in columns))
 
 
 class Runner(ABC):
@@ -102,12 +144,12 @@ class Runner(ABC):
 
     @abstractmethod
     def decode(
-        self, slots: np.ndarray, steps: np.ndarray, guides: dict[int, Guide], wants_logits: Collection[int]
+        self, slots: np.ndarray, steps: np.ndarray, guides: Mapping[int, Guide] = {}, reports: Mapping[int, Report] = {}
     ) -> Outcome | Pending:
         """Choose `steps[b]` (≥ 1) further characters for the sequence in slots[b], each fed to the next step.
 
-        slots (B,), in any order; K = steps.max(). guides: by row; they are left where they are, and a row has NONE
-        after the character with which its guide ends the text.
+        slots (B,), in any order; K = steps.max(). guides and reports: by row; guides are left where they are, and
+        a row has NONE after the character with which its guide ends the text.
         """
 
     def is_lost(self, error: Exception) -> bool:
@@ -123,14 +165,6 @@ def masks_of(guides: Mapping[int, Guide]) -> dict[int, np.ndarray]:
     """The ids that may be chosen next, (V,) bool, by the guides' keys; of a guide that allows all none."""
     masks = {key: guide.allowed() for key, guide in guides.items()}
     return {key: mask for key, mask in masks.items() if mask is not None}
-
-
-def check_ids(params: SamplingParams, prompt: Sequence[int], vocab_size: int) -> None:
-    """Raises ValueError: an id of the prompt or of a bias is outside the vocabulary."""
-    if not 0 <= min(prompt) <= max(prompt) < vocab_size:
-        raise ValueError(f"prompt ids must be in [0, {vocab_size - 1}], got {min(prompt)} to {max(prompt)}")
-    if any(id >= vocab_size for id, _ in params.logit_bias):
-        raise ValueError(f"logit_bias ids must be below {vocab_size}, got {max(params.logit_bias)[0]}")
 
 
 def available_backends() -> list[str]:

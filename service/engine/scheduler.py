@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from service.engine.fair_queue import FairQueue
+from service.engine.runner import Piece
 from service.engine.sequence import Sequence
 from service.model.config import GPTConfig
 from service.wire import FinishReason, Submit
@@ -55,23 +56,11 @@ class Copy(NamedTuple):
     length: int
 
 
-class Prefill(NamedTuple):
-    """A piece of a prompt to run in this step."""
-
-    sequence: Sequence
-    length: int  # ids
-
-    @property
-    def is_last(self) -> bool:
-        return self.length == self.sequence.num_prompt_left
-
-
 class Plan(NamedTuple):
     """What a step does besides decoding, to be carried out in this order."""
 
-    copies: list[tuple[Sequence, Copy]]  # for sequences that waited for them
     starts: list[tuple[Sequence, Copy | None]]  # sequences that got a slot, and what of the cache they start with
-    pieces: list[Prefill]
+    pieces: list[Piece]
 
 
 class Scheduler:
@@ -102,6 +91,8 @@ class Scheduler:
         self.is_decoding = np.zeros(self.slots, dtype=bool)
         self.num_left = np.zeros(self.slots, dtype=np.int64)  # characters that a decoding sequence may still choose
         self.prefilling: list[Sequence] = []  # in order of arrival in a slot
+        # Taken from the queue, each for a free slot: they start with a copy of what another in prefill has yet to run.
+        self.copying: list[Sequence] = []
         self.num_guided = 0  # decoding sequences whose next choice depends on their last character
         self.contents = Contents(self.slots, config, piece)
         self.queue = FairQueue(max_running, is_fair)
@@ -122,7 +113,11 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return self.slots - len(self._free)
+        return self.slots - self._num_free
+
+    @property
+    def _num_free(self) -> int:
+        return len(self._free) - len(self.copying)
 
     @property
     def num_open(self) -> int:
@@ -162,7 +157,7 @@ class Scheduler:
 
     def _num_reserved(self, request: Submit) -> int:
         """Free slots that the client of a new request may take although others may not."""
-        return len(self._free) - self.num_open if self.queue.is_below_share(request) else 0
+        return self._num_free - self.num_open if self.queue.is_below_share(request) else 0
 
     def expected_wait(self, request: Submit, rate: float | None) -> float:
         """Seconds until a new request gets a slot if `rate` sequences end per second; 0 if that is unknown."""
@@ -203,6 +198,8 @@ class Scheduler:
                 self.contents.ended(slot, sequence)
             self.by_slot[slot] = None
             heapq.heappush(self._free, slot)
+        elif sequence in self.copying:
+            self.copying.remove(sequence)
         # Ended sequences stay in the heap until popped, or until they outnumber the others.
         if len(self._deadlines) > 2 * len(self._by_id) + 64:
             self._deadlines = [item for item in self._deadlines if item[1] in self._by_id]
@@ -211,37 +208,44 @@ class Scheduler:
     def schedule(self, now: float, budget: int) -> Plan:
         """Give free slots to waiting sequences, and share out `budget` prompt characters (see `_in_order`).
 
-        A prompt that shares its beginning with one in prefill waits until that has run, and copies it. Starts and
-        copies count as characters: they take about half of the budget at most, and the others come in the next steps.
+        A prompt that shares its beginning with one in prefill starts once that has run, with a copy. Starts and copies
+        count as characters: they take about half of the budget at most, and the others come in the next steps.
         """
         self.contents.copied_now.clear()
-        copies, starts, spent = [], [], 0
-        for sequence in self.prefilling:
-            if sequence.source is not None and 2 * spent < budget and self._looks(sequence):
-                copy = self._from_source(sequence)
-                spent += 1 + self._cost(copy)
-                if copy is not None:
-                    copies.append((sequence, copy))
-        while self._free and 2 * spent < budget:
+        starts: list[tuple[Sequence, Copy | None]] = []
+        spent = 0
+        for sequence in list(self.copying):
+            source, length = sequence.source, sequence.num_shared
+            assert source is not None and source.slot is not None
+            has_run = int(self.contents.num_held[source.slot])
+            if 2 * spent >= budget or not (source.is_finished or has_run >= length):
+                continue
+            self.copying.remove(sequence)
+            if source.is_finished or has_run > self.contents.last_chance(length):
+                found = self.contents.find(sequence)
+            else:
+                found = Found(source.slot, length, is_ready=source.slot not in self.contents.copied_now)
+            spent += self._start(sequence, found, starts)
+        while self._num_free and 2 * spent < budget:
             first = self.queue.pop(below_share=not self.num_open)
             if first is None:
                 break
             first.scheduled_at = now
-            copy = self._start(first)
-            self.queue.charge(first, self._num_expected(first))
-            spent += 1 + self._cost(copy) + len(first.request.prompt) // STARTED_PER_CHARACTER
-            starts.append((first, copy))
-        return Plan(
-            copies, starts, self._pieces(max(budget - spent, min(budget, MIN_PREFILL))) if self.prefilling else []
-        )
+            spent += (
+                self._start(first, self.contents.find(first), starts)
+                + len(first.request.prompt) // STARTED_PER_CHARACTER
+            )
+            num_shared = 0 if first.source is None else first.num_shared
+            self.queue.charge(first, first.num_prompt_left - num_shared + first.request.max_tokens)
+        return Plan(starts, self._pieces(max(budget - spent, min(budget, MIN_PREFILL))) if self.prefilling else [])
 
-    def prefilled(self, piece: Prefill) -> None:
+    def prefilled(self, piece: Piece) -> None:
         """Record that a piece was launched; after the last one its sequence decodes, if it is not only scored."""
-        sequence = piece.sequence
+        sequence, length = piece.sequence, len(piece.ids)
         assert sequence.slot is not None
-        sequence.num_prefilled += piece.length
-        sequence.num_run += piece.length
-        self.contents.num_held[sequence.slot] += piece.length
+        sequence.num_prefilled += length
+        sequence.num_run += length
+        self.contents.num_held[sequence.slot] += length
         if sequence.num_prompt_left:
             return
         self.contents.is_running[sequence.slot] = False
@@ -256,9 +260,15 @@ class Scheduler:
         self.contents.num_held[slots] += steps
         self.num_left[slots] -= steps
 
-    def _start(self, sequence: Sequence) -> Copy | None:
-        """Give a slot to a sequence."""
-        found = self.contents.find(sequence)
+    def _start(self, sequence: Sequence, found: Found | None, starts: list[tuple[Sequence, Copy | None]]) -> int:
+        """Give a slot to a sequence, or have it wait for what was found; returns the cost in characters."""
+        sequence.source = None
+        cost = 1 + self.contents.num_compared // COMPARED_PER_CHARACTER
+        self.contents.num_compared = 0
+        if found is not None and not found.is_ready:
+            sequence.source, sequence.num_shared = self.by_slot[found.source], found.length
+            self.copying.append(sequence)
+            return cost
         slot = heapq.heappop(self._free)
         if found is not None and found.source == slot:  # it cannot be emptied and copied
             if self._free:
@@ -268,53 +278,26 @@ class Scheduler:
         sequence.slot = slot
         self.by_slot[slot] = sequence
         self.prefilling.append(sequence)
-        self.contents.start(slot, sequence)
-        return self._take(sequence, found)
-
-    def _take(self, sequence: Sequence, found: Found | None) -> Copy | None:
-        """Copy what was found, or wait for it."""
-        assert sequence.slot is not None
-        sequence.source = None
         # Nobody waits for who is only scored, and so runs last.
-        self.contents.is_running[sequence.slot] = sequence.request.max_tokens > 0
-        if found is None:
-            return None
-        if found.is_ready:
+        self.contents.start(slot, sequence, is_running=sequence.request.max_tokens > 0)
+        copy = None
+        if found is not None:
             sequence.num_prefilled += found.length
-            self.contents.num_held[sequence.slot] = found.length
-            self.contents.copied_now.add(sequence.slot)
-            return Copy(found.source, sequence.slot, found.length)
-        sequence.source, sequence.num_shared = self.by_slot[found.source], found.length
-        self.contents.is_running[sequence.slot] = False
-        return None
+            self.contents.num_held[slot] = found.length
+            self.contents.copied_now.add(slot)
+            copy = Copy(found.source, slot, found.length)
+            cost += min(found.length, self.contents.window) // COPIED_PER_CHARACTER  # it moves at most W positions
+        starts.append((sequence, copy))
+        return cost
 
-    def _looks(self, sequence: Sequence) -> bool:
-        """Whether a sequence need not wait for its source any longer: that has run what they share, or has ended."""
-        source = sequence.source
-        assert source is not None and source.slot is not None
-        return source.is_finished or bool(self.contents.num_held[source.slot] >= sequence.num_shared)
-
-    def _from_source(self, sequence: Sequence) -> Copy | None:
-        """The copy that a sequence has waited for; if it is not possible any more, it looks for another."""
-        source, length = sequence.source, sequence.num_shared
-        assert source is not None and source.slot is not None
-        if source.is_finished or self.contents.num_held[source.slot] > self.contents.last_chance(length):
-            return self._take(sequence, self.contents.find(sequence))
-        return self._take(sequence, Found(source.slot, length, is_ready=source.slot not in self.contents.copied_now))
-
-    def _num_expected(self, sequence: Sequence) -> int:
-        """Characters that a sequence that starts is going to run, if nothing ends it early."""
-        num_shared = 0 if sequence.source is None else sequence.num_shared
-        return sequence.num_prompt_left - num_shared + sequence.request.max_tokens
-
-    def _pieces(self, budget: int) -> list[Prefill]:
+    def _pieces(self, budget: int) -> list[Piece]:
         stop_at: dict[int, int] = {}  # slot -> where it must stop, so that those that wait for it can copy
-        for sequence in self.prefilling:
-            if sequence.source is not None and not sequence.source.is_finished:
-                assert sequence.source.slot is not None
+        for sequence in self.copying:
+            assert sequence.source is not None and sequence.source.slot is not None
+            if not sequence.source.is_finished:
                 limit = self.contents.last_chance(sequence.num_shared)
                 stop_at[sequence.source.slot] = min(limit, stop_at.get(sequence.source.slot, limit))
-        pieces: list[Prefill] = []
+        pieces: list[Piece] = []
         for sequence in self._in_order():
             if budget <= 0:
                 break
@@ -326,7 +309,7 @@ class Scheduler:
             if length < sequence.num_prompt_left:
                 length -= length % self.piece
             if length > 0:
-                pieces.append(Prefill(sequence, length))
+                pieces.append(sequence.piece(length))
                 budget -= length
         return pieces
 
@@ -337,12 +320,11 @@ class Scheduler:
         place of one that waits for it. Every fourth time the order is that of arrival, so that none waits for ever.
         """
         self._turn += 1
-        running = [sequence for sequence in self.prefilling if sequence.source is None]
-        if len(running) < 2 or self._turn % ARRIVAL_TURN == 0:
-            return running
+        if len(self.prefilling) < 2 or self._turn % ARRIVAL_TURN == 0:
+            return self.prefilling
         ranks: Counter[tuple[bool, str]] = Counter()
         places: dict[int, tuple[bool, int, int]] = {}  # by slot
-        for sequence in self.prefilling:
+        for sequence in [*self.prefilling, *self.copying]:
             is_scored, client = sequence.request.max_tokens == 0, self.queue.identity(sequence.request)[0]
             rank, slot, left = ranks[is_scored, client], sequence.slot, sequence.num_prompt_left
             ranks[is_scored, client] += 1
@@ -354,13 +336,7 @@ class Scheduler:
                 left = sequence.num_shared - int(self.contents.num_held[slot])
             assert slot is not None
             places[slot] = min((is_scored, rank, left), places.get(slot, (True, sys.maxsize, 0)))
-        return sorted(running, key=lambda sequence: places[sequence.slot or 0])
-
-    def _cost(self, copy: Copy | None) -> int:
-        """Of a copy, and of the search for it, in characters of a prompt; a copy moves at most W positions."""
-        positions = 0 if copy is None else min(copy.length, self.contents.window)
-        compared, self.contents.num_compared = self.contents.num_compared, 0
-        return positions // COPIED_PER_CHARACTER + compared // COMPARED_PER_CHARACTER
+        return sorted(self.prefilling, key=lambda sequence: places[sequence.slot or 0])
 
 
 class Found(NamedTuple):
@@ -386,12 +362,13 @@ class Contents:
         self._ids = np.full((slots, config.receptive_field), -1, dtype=np.int32)  # −1: past what is known
         self._slots: dict[bytes, set[int]] = {}  # the first MIN_SHARED ids -> the slots that begin so
         self._beginnings: list[bytes | None] = [None] * slots
-        self.is_running = np.zeros(slots, dtype=bool)  # in prefill and not waiting: others may wait for it
+        self.is_running = np.zeros(slots, dtype=bool)  # in prefill: others may wait for it
         self.num_compared = 0  # ids, by `find`, since the scheduler last looked
 
-    def start(self, slot: int, sequence: Sequence) -> None:
+    def start(self, slot: int, sequence: Sequence, is_running: bool) -> None:
         """A slot is empty, and is about to run the sequence's prompt."""
         self.clear(slot)
+        self.is_running[slot] = is_running
         self._record(slot, sequence.cut_prompt)
 
     def ended(self, slot: int, sequence: Sequence) -> None:
@@ -435,7 +412,7 @@ class Contents:
         who = np.sort(np.fromiter(slots, np.int64, len(slots)))
         held = self.num_held[who]
         is_possible = self.is_running[who] | (held >= MIN_SHARED)
-        who = who[is_possible & (held <= self.last_chance(limit)) & (who != sequence.slot)]
+        who = who[is_possible & (held <= self.last_chance(limit))]
         who = who[np.argsort(self.is_running[who], kind="stable")]
         best: Found | None = None
         first, count = 0, 1

@@ -1,18 +1,19 @@
 """Whether a backend computes the model, asked before a worker is ready: a miscompiled library, a CPU with less than the
 build expects, a driver that misbehaves would give wrong text, quickly and without an error.
 
-Compares logits with those of `service.model.attention`, which is NumPy in float64 and shares no code with any backend.
-It finds what is grossly wrong; rounding is for the tests.
+Compares log-probabilities with those of `service.model.attention`, which is NumPy in float64 and shares no code with
+any backend. It finds what is grossly wrong; rounding is for the tests.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from service.engine.runner import Piece, Runner
+from service.engine.runner import NONE, Piece, Report, Runner
 from service.model.attention import logits_of
 from service.model.checkpoint import Checkpoint
 from service.model.params import SamplingParams
+from service.wire import floats
 
 TOLERANCES = {"float64": 1e-6, "float32": 1e-2, "bfloat16": 0.3}  # of the largest logit, at least 1
 SHORT, DECODED = 64, 8  # characters: of a text in one window, and those of it that are decoded one by one
@@ -30,7 +31,7 @@ def check(runner: Runner, checkpoint: Checkpoint) -> None:
     error of its own.
 
     Raises:
-        SelfCheckError: the logits are not the model's.
+        SelfCheckError: the log-probabilities are not the model's.
     """
     config, weights = runner.config, checkpoint.load_weights()
     length = config.block_size + 32
@@ -38,23 +39,30 @@ def check(runner: Runner, checkpoint: Checkpoint) -> None:
         length = SHORT
     prompt = np.arange(length - DECODED, dtype=np.int32) ** 2 % config.vocab_size
     runner.start(0, SamplingParams(seed=0), prompt.tolist())
-    first = runner.prefill([Piece(0, prompt, True, wants_logits=True)]).collect()
-    rest = runner.decode(np.array([0]), np.array([DECODED]), {}, [0]).collect()
-    found = np.concatenate((first.logits[0], rest.logits[0]))
+    report, targets = Report(ids=tuple(range(config.vocab_size))), np.append(prompt[1:], np.int32(NONE))
+    first = runner.prefill([Piece(0, prompt, True, None, report, targets)]).collect()
+    rest = runner.decode(np.array([0]), np.array([DECODED]), {}, {0: report}).collect()
+    columns = (floats(outcome.reports[0].top_values) for outcome in (first, rest))
+    found = np.concatenate([np.reshape(column, (-1, config.vocab_size)) for column in columns])  # (T, V)
     ids = [*prompt.tolist(), *first.ids[0].tolist(), *rest.ids[0].tolist()][: len(found)]
     with np.errstate(all="ignore"):
         expected = logits_of(weights, config, [max(0, id) for id in ids])
     if not np.isfinite(expected).all():
         return
-    with np.errstate(all="ignore"):
-        errors = np.abs(found - expected).max(axis=1)  # (T,)
+    with np.errstate(all="ignore"):  # around their means: log-probabilities are logits up to a constant
+        errors = np.abs(_centred(found) - _centred(expected)).max(axis=1)  # (T,)
     judged = np.isfinite(found).all(axis=1) & (np.minimum.accumulate(ids) >= 0)
     tolerance = TOLERANCES[runner.dtype] * max(1.0, np.abs(expected).max())
     wrong = judged & (errors > tolerance) if judged.any() else ~judged
     if wrong.any() or len(found) != length:
         remedy = "use --backend torch" if runner.backend != "torch" else "torch itself is wrong here"
         raise SelfCheckError(
-            f"backend {runner.backend} does not compute the model: of a text of {length} characters, the logits at "
-            f"{int(wrong.sum())} positions, first at {int(wrong.argmax())}, differ from the reference's by up to "
-            f"{float(errors.max()):.3g}; {remedy}"
+            f"backend {runner.backend} does not compute the model: of a text of {length} characters, the "
+            f"log-probabilities at {int(wrong.sum())} positions, first at {int(wrong.argmax())}, differ from the "
+            f"reference's by up to {float(errors.max()):.3g}; {remedy}"
         )
+
+
+def _centred(numbers: np.ndarray) -> np.ndarray:
+    centred: np.ndarray = numbers - numbers.mean(axis=1, keepdims=True)
+    return centred

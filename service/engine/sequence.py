@@ -11,6 +11,7 @@ import math
 import numpy as np
 
 from service.constrain.automaton import Automaton, Guide, MinimumLength, StopPattern
+from service.engine.runner import NONE, Piece, Report
 from service.wire import FinishReason, Logprobs, Submit
 
 
@@ -59,8 +60,8 @@ def _automaton(packed: bytes) -> Automaton:
 
 
 @functools.lru_cache(maxsize=64)
-def _minimum(packed: bytes, automaton: bytes) -> MinimumLength:
-    return MinimumLength.unpack(packed, _automaton(automaton))
+def _minimum(packed: bytes) -> MinimumLength:
+    return MinimumLength.unpack(packed)
 
 
 class Sequence:
@@ -79,10 +80,15 @@ class Sequence:
         first_needed = len(request.prompt) if request.score_from is None else request.score_from
         self.prefill_from = max(0, first_needed - receptive_field)
         self.cut_prompt = np.array(request.prompt[self.prefill_from :], dtype=np.int32)
+        self.report = None if request.logprobs is None else Report(request.logprobs, request.logprob_ids)
+        self.targets: np.ndarray | None = None  # of the cut prompt: the id after each, to be reported; NONE: not to be
+        if request.score_from is not None:
+            self.targets = np.append(self.cut_prompt[1:], np.int32(NONE))
+            self.targets[: request.score_from - 1 - self.prefill_from] = NONE
         # Of the cut prompt, so many ids at most may come from another's cache: the logits of the others are needed.
         self.max_shared = first_needed - 1 - self.prefill_from
         self.slot: int | None = None
-        self.source: Sequence | None = None  # in prefill; its first `num_shared` ids are copied once they have run
+        self.source: Sequence | None = None  # in prefill; this starts once that has run its first `num_shared` ids
         self.num_shared = 0
         self.num_prefilled = self.prefill_from  # prompt ids in the cache, or skipped
         self.num_run = 0  # prompt ids run, neither skipped nor copied
@@ -97,14 +103,14 @@ class Sequence:
         self.unemitted_prompt_logprobs = Logprobs()
         self.guide: Guide | None = None
         if request.constraint is not None:
-            minimum = None if request.minimum is None else _minimum(request.minimum, request.constraint)
+            minimum = None if request.minimum is None else _minimum(request.minimum)
             self.guide = Guide(_automaton(request.constraint), request.max_tokens, minimum, request.may_leave)
         self._stops: list[StopMatcher | StopPattern] = [StopMatcher(request.stop)] if request.stop else []
         if request.stop_pattern is not None:
             self._stops.append(StopPattern(_automaton(request.stop_pattern)))
         self.num_held = 0  # ids at the end that may begin a stop
         # Ids that may begin a stop: while none is held and none comes, ids need no other look. None: each needs one.
-        is_simple = request.constraint is None and request.stop_pattern is None and request.logprobs is None
+        is_simple = request.constraint is None and request.stop_pattern is None
         self.notable = frozenset(stop[0] for stop in request.stop) if is_simple else None
 
     @property
@@ -119,6 +125,22 @@ class Sequence:
     @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None
+
+    def piece(self, length: int) -> Piece:
+        """The next `length` ids of the prompt, to be run."""
+        assert self.slot is not None
+        start, is_last = self.num_prefilled - self.prefill_from, length == self.num_prompt_left
+        chooses = is_last and self.request.max_tokens > 0
+        return Piece(
+            self.slot,
+            self.cut_prompt[start : start + length],
+            chooses,
+            self.guide if chooses else None,
+            self.report if chooses or self.targets is not None else None,
+            None if self.targets is None else self.targets[start : start + length],
+            self,
+            is_last,
+        )
 
     def extend_simply(self, ids: list[int]) -> bool:
         """Take ids that are emitted at once and can only end the sequence by max_tokens, which the caller watches.

@@ -122,4 +122,4 @@ def _find_minimum(packed: bytes, min_tokens: int, max_tokens: int) -> bytes | st
         found = MinimumLength.of(automaton, min_tokens, max_tokens)
     except LengthError as error:
         return str(error)
-    return None if found is None else found.pack(len(automaton.table))
+    return None if found is None else found.pack()

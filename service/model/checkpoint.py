@@ -6,30 +6,25 @@
     training.json          recipe, seed, data hash, losses, versions
     manifest.json          SHA-256 and size of every other file
 
-Saving is atomic. Loading trusts nothing: names, types and sizes are checked before a file is read, its SHA-256 before
-it is parsed, and every value after that. Only JSON and safetensors are read, never pickle. Only functions that handle
-tensors import torch, so that reading a checkpoint's description does not load it.
+training/saving.py writes one. Loading trusts nothing: names, types and sizes are checked before a file is read, its
+SHA-256 before it is parsed, and every value after that. Only JSON and safetensors are read, never pickle. Only
+`load_model` imports torch, so that reading a checkpoint's description does not load it.
 """
 
 from __future__ import annotations
 
 import codecs
 import contextlib
-import ctypes
-import errno
 import functools
-import glob
 import hashlib
 import itertools
-import json
 import os
 import re
-import shutil
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, TypeVar
 
 import msgspec
 import numpy as np
@@ -69,56 +64,37 @@ CONFIG_NAMES = {
     "norm_eps": "rms_norm_eps",
 }
 
-# Our parameter -> tensors in model.safetensors; ours concatenates the rows of several.
-OUTER_NAMES = {
-    "embed.weight": ["model.embed_tokens.weight"],
-    "norm.weight": ["model.norm.weight"],
-    "head.weight": ["lm_head.weight"],
-}
-BLOCK_NAMES = {
-    "attn_norm.weight": ["input_layernorm.weight"],
-    "attn.qkv.weight": ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"],
-    "attn.q_norm.weight": ["self_attn.q_norm.weight"],
-    "attn.k_norm.weight": ["self_attn.k_norm.weight"],
-    "attn.proj.weight": ["self_attn.o_proj.weight"],
-    "mlp_norm.weight": ["post_attention_layernorm.weight"],
-    "mlp.gate_up.weight": ["mlp.gate_proj.weight", "mlp.up_proj.weight"],
-    "mlp.proj.weight": ["mlp.down_proj.weight"],
-}
-
 
 class CheckpointError(ValueError):
     """A checkpoint is missing, altered or unsupported; the message names the file."""
 
 
-def weight_names(n_layer: int) -> dict[str, list[str]]:
-    """Every parameter of a model of `n_layer` blocks -> its tensors in model.safetensors."""
-    names = dict(OUTER_NAMES)
-    for i in range(n_layer):
-        for ours, theirs in BLOCK_NAMES.items():
-            names[f"blocks.{i}.{ours}"] = [f"model.layers.{i}.{name}" for name in theirs]
-    return names
-
-
-def weight_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of model.safetensors -> its shape."""
+def layout(config: GPTConfig) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Every parameter of GPT, in order -> the tensors in model.safetensors whose rows it concatenates, with shapes."""
     assert config.n_inner is not None
-    C, queries, keys = config.n_embd, config.n_head * config.head_dim, config.n_kv_head * config.head_dim
-    by_suffix: dict[str, tuple[int, ...]] = {
-        "embed_tokens": (config.vocab_size, C),
-        "lm_head": (config.vocab_size, C),
-        "q_proj": (queries, C),
-        "k_proj": (keys, C),
-        "v_proj": (keys, C),
-        "o_proj": (C, queries),
-        "gate_proj": (config.n_inner, C),
-        "up_proj": (config.n_inner, C),
-        "down_proj": (C, config.n_inner),
-        "q_norm": (config.head_dim,),
-        "k_norm": (config.head_dim,),
+    C, F, V, hs = config.n_embd, config.n_inner, config.vocab_size, config.head_dim
+    keys = (config.n_kv_head * hs, C)
+    block: dict[str, dict[str, tuple[int, ...]]] = {
+        "attn_norm": {"input_layernorm": (C,)},
+        "attn.qkv": {"self_attn.q_proj": (C, C), "self_attn.k_proj": keys, "self_attn.v_proj": keys},
+        "attn.q_norm": {"self_attn.q_norm": (hs,)},
+        "attn.k_norm": {"self_attn.k_norm": (hs,)},
+        "attn.proj": {"self_attn.o_proj": (C, C)},
+        "mlp_norm": {"post_attention_layernorm": (C,)},
+        "mlp.gate_up": {"mlp.gate_proj": (F, C), "mlp.up_proj": (F, C)},
+        "mlp.proj": {"mlp.down_proj": (C, F)},
     }
-    names = (name for parts in weight_names(config.n_layer).values() for name in parts)
-    return {name: by_suffix.get(name.split(".")[-2], (C,)) for name in names}
+    blocks = {
+        f"blocks.{i}.{ours}.weight": {f"model.layers.{i}.{name}.weight": shape for name, shape in theirs.items()}
+        for i in range(config.n_layer)
+        for ours, theirs in block.items()
+    }
+    return {
+        "embed.weight": {"model.embed_tokens.weight": (V, C)},
+        **blocks,
+        "norm.weight": {"model.norm.weight": (C,)},
+        "head.weight": {"lm_head.weight": (V, C)},
+    }
 
 
 class FileEntry(msgspec.Struct, frozen=True):
@@ -282,7 +258,8 @@ class Checkpoint:
         except SafetensorError as error:
             raise CheckpointError(f"{file}: {error}") from None
         del data
-        shapes = weight_shapes(config)
+        parameters = layout(config)
+        shapes = {name: shape for parts in parameters.values() for name, shape in parts.items()}
         if wrong := sorted(shapes.keys() ^ found.keys()):
             raise CheckpointError(f"{file}: missing or unknown tensors: {', '.join(map(_short, wrong[:5]))}")
         tensors = {}
@@ -300,8 +277,7 @@ class Checkpoint:
             if not _are_finite(values):
                 raise CheckpointError(f"{file}: {name} has values that are NaN, infinite or beyond float32")
             tensors[name] = values.reshape(shape)
-        names = weight_names(config.n_layer)
-        return {ours: np.concatenate([tensors[name] for name in theirs]) for ours, theirs in names.items()}
+        return {ours: np.concatenate([tensors[name] for name in theirs]) for ours, theirs in parameters.items()}
 
     def load_model(self, device: str | torch.device = "cpu", dtype: torch.dtype | None = None) -> GPT:
         """The model in evaluation mode, fp32 by default.
@@ -318,176 +294,12 @@ class Checkpoint:
         return model.to(device, dtype or torch.float32).eval().requires_grad_(False)
 
 
-def named_tensors(model: GPT) -> dict[str, torch.Tensor]:
-    """The weights under Hugging Face's names, fp32, on the CPU."""
-    config = model.config
-    state = model.state_dict()
-    tensors = {}
-    for ours, theirs in weight_names(config.n_layer).items():
-        value = state[ours].detach().float().cpu()
-        sizes = [len(value) // len(theirs)] * len(theirs)
-        if ours.endswith("qkv.weight"):
-            sizes = [config.n_head * config.head_dim] + [config.n_kv_head * config.head_dim] * 2
-        for name, part in zip(theirs, value.split(sizes), strict=True):
-            tensors[name] = part.contiguous()
-    return tensors
-
-
-def save_checkpoint(
-    path: str | Path,
-    model: GPT,
-    tokenizer: CharTokenizer,
-    training: Mapping[str, Any],
-    extra: Mapping[str, bytes] | None = None,
-    dtype: Literal["float32", "float16"] = "float32",
-) -> None:
-    """Write a checkpoint folder, atomically replacing any previous one.
-
-    `training` becomes training.json; `extra` adds files (name -> content), which the manifest covers too; `dtype` is
-    that of the stored weights. A failure, a full disk or a kill leaves the previous folder intact.
-
-    Raises:
-        OSError: the disk is full or not writable.
-    """
-    import torch
-    from safetensors.torch import save
-
-    special: dict[str, int] = {}
-    if training.get("recipe", {}).get("records") and "\n" in tokenizer:
-        # Not in tokenizer_config.json: transformers leaves special tokens out of decoded texts.
-        special = dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.encode("\n")[0])
-        extra = {"generation_config.json": _dump(special), **(extra or {})}
-    files = {
-        "config.json": _dump(_hf_config(model.config) | {"dtype": dtype} | special),
-        WEIGHTS: save(
-            {name: t.to(getattr(torch, dtype)) for name, t in named_tensors(model).items()}, {"format": "pt"}
-        ),
-        "tokenizer.json": _dump(_hf_tokenizer(tokenizer)),
-        "tokenizer_config.json": _dump(
-            {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-        ),
-        "training.json": _dump(training),
-        **(extra or {}),
-    }
-    listed = {name: {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)} for name, data in files.items()}
-    files[MANIFEST] = _dump({"format_version": FORMAT_VERSION, "files": listed})
-    try:
-        with replacing_folder(Path(path)) as folder:
-            for name, data in files.items():
-                with open(folder / name, "wb") as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
-    except OSError as error:
-        error.filename = error.filename or str(path)  # failed writes do not set it
-        raise
-
-
-@contextlib.contextmanager
-def replacing_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder that atomically replaces `path` when the block succeeds.
-
-    On Linux and macOS the two folders are exchanged. Where the system or file system lacks that call, the old folder is
-    moved to `.<name>.previous` first; after a kill before all is done, `restore_folder` moves it back.
-    Concurrent processes all succeed; the last one's folder remains.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
-    path = path.absolute()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    prefix = f".{path.name}.saving-"
-    for leftover in path.parent.glob(f"{glob.escape(prefix)}*"):
-        if not _is_other_process(leftover.name.removeprefix(prefix)):
-            shutil.rmtree(leftover, ignore_errors=True)
-    new = path.parent / f"{prefix}{os.getpid()}"
-    new.mkdir()
-    try:
-        yield new
-        _fsync_folder(new)
-        try:
-            new.rename(path)  # the first save
-        except OSError:
-            if not path.exists():
-                raise
-            if not _exchange(new, path):
-                _move(path, previous_of(path))
-                new.rename(path)
-        if previous_of(path).is_dir() and not new.exists():
-            previous_of(path).rename(new)  # done; removed below
-        try:
-            _fsync_folder(path.parent)
-        except OSError as error:
-            reason = f"it is saved, but a power failure could lose it: {error.strerror}"
-            raise OSError(error.errno, reason, str(path)) from error
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
-
-
 def previous_of(path: Path) -> Path:
-    """Where `replacing_folder` keeps the old folder, whole, on systems that cannot exchange two, until it is done."""
+    """Where a save keeps the old folder, whole, on systems that cannot exchange two, until it is done."""
     return path.with_name(f".{path.name}.previous")
 
 
-def restore_folder(path: Path) -> None:
-    """Undo a `replacing_folder` that was killed before it was done: put the old folder back."""
-    if previous_of(path).is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-        previous_of(path).rename(path)
-
-
-def _is_other_process(pid: str) -> bool:
-    """Whether another process with this PID is alive. (In a container, our own PID may be that of a killed save.)"""
-    try:
-        os.kill(int(pid), 0)
-    except (ValueError, ProcessLookupError):
-        return False
-    except PermissionError:
-        pass  # it belongs to another user
-    return int(pid) != os.getpid()
-
-
-def _exchange(a: Path, b: Path) -> bool:
-    """Atomically exchange two paths (renameat2 of Linux, renamex_np of macOS); False where this is not supported."""
-    library, exchange = ctypes.CDLL(None, use_errno=True), 2  # RENAME_EXCHANGE, RENAME_SWAP
-    if hasattr(library, "renameat2"):
-        at_cwd = -100
-        failed = library.renameat2(at_cwd, os.fsencode(a), at_cwd, os.fsencode(b), exchange)
-    elif hasattr(library, "renamex_np"):
-        failed = library.renamex_np(os.fsencode(a), os.fsencode(b), exchange)
-    else:
-        return False
-    code = ctypes.get_errno()
-    # EXDEV: a folder of a lower layer of overlayfs, such as one of an image.
-    if failed and code not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EXDEV):
-        raise OSError(code, os.strerror(code), str(b))
-    return not failed
-
-
-def _move(folder: Path, to: Path) -> None:
-    """Rename a folder; copy one that overlayfs cannot rename, since it lies in a lower layer. `to` is always whole."""
-    shutil.rmtree(to, ignore_errors=True)
-    try:
-        folder.rename(to)
-    except OSError as error:
-        if error.errno != errno.EXDEV:
-            raise
-        part = to.with_name(f"{to.name}.part")
-        shutil.rmtree(part, ignore_errors=True)
-        shutil.copytree(folder, part)
-        part.rename(to)
-        shutil.rmtree(folder)
-
-
-def _fsync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _hf_config(config: GPTConfig) -> dict[str, Any]:
+def hf_config(config: GPTConfig) -> dict[str, Any]:
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -505,34 +317,6 @@ def _hf_config(config: GPTConfig) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "chargpt": {"format_version": FORMAT_VERSION, "block_size": config.block_size},
     }
-
-
-def _hf_tokenizer(tokenizer: CharTokenizer) -> dict[str, Any]:
-    """One code point, one id, in the format of Hugging Face's tokenizers; there too unknown characters raise."""
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": {
-            "type": "Split",
-            "pattern": {"Regex": r"[\s\S]"},
-            "behavior": "Isolated",
-            "invert": False,
-        },
-        "post_processor": None,
-        "decoder": {"type": "Fuse"},
-        "model": {
-            "type": "WordLevel",
-            "vocab": {character: i for i, character in enumerate(tokenizer.characters)},
-            "unk_token": "",  # not a character, so never in the vocabulary
-        },
-    }
-
-
-def _dump(value: Mapping[str, Any]) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 @contextlib.contextmanager
@@ -607,7 +391,7 @@ def _parse_config(file: Path, data: bytes) -> GPTConfig:
         raise CheckpointError(f"{file}: lacks the key {error}") from None
     except ValueError as error:
         raise CheckpointError(f"{file}: {error}") from None
-    for key, value in _hf_config(config).items():
+    for key, value in hf_config(config).items():
         if key not in ("architectures", "max_position_embeddings") and values.get(key, value) != value:
             raise CheckpointError(f"{file}: {key} must be {_short(value)}, got {_short(values[key])}")
     return config
@@ -630,20 +414,13 @@ def _parse_tokenizer(path: Path, data: bytes, config: GPTConfig) -> CharTokenize
 
 def _max_header_bytes(config: GPTConfig) -> int:
     """Of model.safetensors: generous for names, types and metadata."""
-    return (1 << 20) + 1024 * len(OUTER_NAMES) + 1024 * config.n_layer * sum(map(len, BLOCK_NAMES.values()))
+    return (1 << 20) + 1024 * (3 + 11 * config.n_layer)
 
 
 def _are_finite(values: np.ndarray) -> bool:
     """Whether all are finite in float32, in which engines compute."""
-    for start in range(0, len(values), 1 << 16):
-        chunk = values[start : start + (1 << 16)]
-        if chunk.dtype == np.float16:  # np.isfinite is 10 times as slow
-            finite = (chunk.view("<u2") & 0x7FFF).max() < 0x7C00
-        else:
-            finite = (np.abs(chunk) <= np.finfo(np.float32).max).all()
-        if not finite:
-            return False
-    return True
+    with np.errstate(over="ignore"):
+        return bool(np.isfinite(values.astype(np.float32, copy=False)).all())
 
 
 def _short(value: object) -> str:

@@ -16,22 +16,19 @@ from torch.nn import functional as F
 from service.model.config import GPTConfig
 from service.model.kv_cache import CacheRows
 from service.model.params import SamplingParams
-from service.model.sampling import History, SamplingRows, sample, uniforms
+from service.model.sampling import Sampler, uniforms
 
 
 class RMSNorm(nn.Module):
+    """Zhang & Sennrich 2019; computed in fp32 at least."""
+
     def __init__(self, dim: int, eps: float):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim))
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Zhang & Sennrich 2019; computed in fp32 at least."""
-    return torch.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+        return torch.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
 def rope_angles(positions: Tensor, config: GPTConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -99,16 +96,14 @@ class CausalSelfAttention(nn.Module):
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.q_norm = RMSNorm(hs, config.norm_eps)  # QK-norm (Henry et al. 2020)
         self.k_norm = RMSNorm(hs, config.norm_eps)
-        self.weights = (self.qkv.weight, self.q_norm.weight, self.k_norm.weight, self.proj.weight)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: CacheRows | None) -> Tensor:
         B, T, C = x.size()
         nh, nkv, hs = self.config.n_head, self.config.n_kv_head, self.config.head_dim
-        qkv_weight, q_gain, k_gain, proj_weight = self.weights
-        qkv = F.linear(x, qkv_weight).view(B, T, nh + 2 * nkv, hs)
+        qkv = self.qkv(x).view(B, T, nh + 2 * nkv, hs)
         qk, v = qkv[:, :, : nh + nkv], qkv[:, :, nh + nkv :].transpose(1, 2)
         # Queries and keys in one tensor: half as many operations.
-        gain = torch.cat((q_gain,) * nh + (k_gain,) * nkv).view(-1, hs)
+        gain = torch.cat((self.q_norm.weight,) * nh + (self.k_norm.weight,) * nkv).view(-1, hs)
         qk = torch.rms_norm(qk, (hs,), None, self.config.norm_eps) * gain.to(qk.dtype)
         qk = rotate(qk, *rope).to(v.dtype).transpose(1, 2)  # (B, nh + nkv, T, hs)
         q, k = qk[:, :nh], qk[:, nh:]
@@ -117,7 +112,7 @@ class CausalSelfAttention(nn.Module):
         else:
             k, v = cache.update_and_fetch(self.layer, k, v)
             y = attend(q, k, v, attn_mask=cache.mask)
-        return F.linear(y.transpose(1, 2).reshape(B, T, C), proj_weight)
+        return self.proj(y.transpose(1, 2).reshape(B, T, C))
 
 
 class SwiGLU(nn.Module):
@@ -128,20 +123,14 @@ class SwiGLU(nn.Module):
         assert config.n_inner is not None  # set by __post_init__
         self.gate_up = nn.Linear(config.n_embd, 2 * config.n_inner, bias=False)  # gate rows, then up rows
         self.proj = nn.Linear(config.n_inner, config.n_embd, bias=False)
-        self.weights = (self.gate_up.weight, self.proj.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate_up_weight, proj_weight = self.weights
-        gate, up = F.linear(x, gate_up_weight).chunk(2, dim=-1)
-        return F.linear(F.silu(gate) * up, proj_weight)
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.proj(F.silu(gate) * up)
 
 
 class Block(nn.Module):
-    """One pre-norm transformer layer.
-
-    In decode, calling a module costs as much as a small matrix product. The layers therefore call `forward` and
-    functionals directly, on the parameters in the tuple `weights`, which avoids nn.Module's attribute lookup.
-    """
+    """One pre-norm transformer layer."""
 
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
@@ -149,13 +138,11 @@ class Block(nn.Module):
         self.attn = CausalSelfAttention(config, layer)
         self.mlp_norm = RMSNorm(config.n_embd, config.norm_eps)
         self.mlp = SwiGLU(config)
-        self.dropout, self.eps = config.dropout, config.norm_eps
-        self.weights = (self.attn_norm.weight, self.mlp_norm.weight)
+        self.dropout = config.dropout
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: CacheRows | None) -> Tensor:
-        attn_gain, mlp_gain = self.weights
-        x = x + self._dropout(self.attn.forward(rms_norm(x, attn_gain, self.eps), rope, cache))
-        return x + self._dropout(self.mlp.forward(rms_norm(x, mlp_gain, self.eps)))
+        x = x + self._dropout(self.attn(self.attn_norm(x), rope, cache))
+        return x + self._dropout(self.mlp(self.mlp_norm(x)))
 
     def _dropout(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout) if self.training else x
@@ -200,7 +187,8 @@ class GPT(nn.Module):
         rope = rope_angles(positions[..., None], self.config, x.dtype)  # (…, T, 1, hs): broadcasts over the heads
         for block in self.blocks:
             x = block(x, rope, cache)
-        return self.head(self.norm(x))
+        logits: Tensor = self.head(self.norm(x))
+        return logits
 
     @torch.no_grad()
     def generate(self, prompt: list[int], max_tokens: int, params: SamplingParams) -> list[int]:
@@ -214,11 +202,11 @@ class GPT(nn.Module):
         if not prompt:
             raise ValueError("the prompt must have at least one id")
         ids = list(prompt)
-        rows = SamplingRows([params])
-        history = History(self.config.vocab_size, prompt) if params.needs_history else None
+        sampler, every = Sampler(1, self.config.vocab_size), slice(0, 1)
+        sampler.start(0, params, prompt)
+        sampler.send()
         for u in torch.from_numpy(uniforms(params.seed, 0, max_tokens)):
             logits = self(torch.tensor([ids], device=self.head.weight.device))[:, -1]  # (1, V)
-            ids.append(int(sample(logits.cpu(), rows, u[None], [history])))
-            if history is not None:
-                history.append(ids[-1])
+            ids.append(int(sampler.choose(logits.cpu().double(), every, u[None])[0]))
+            sampler.counts[0, ids[-1]] += 1.0
         return ids[len(prompt) :]

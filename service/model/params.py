@@ -23,7 +23,7 @@ def _param(description: str, example: float, **bounds: Any) -> Meta:
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """How to choose the next character; `sampling.sample` states the order in which the parameters apply.
+    """How to choose the next character; `sampling.Sampler.choose` states the order in which the parameters apply.
 
     Raises:
         ValueError: a field is out of bounds; names it, its value and the bounds.

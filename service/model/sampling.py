@@ -1,4 +1,4 @@
-"""Sample ids from logits: a vectorised sampler over rows, with a counter-based random generator per row.
+"""Sample ids from logits: a vectorised sampler over sequences, with a counter-based random generator for each.
 
 Independent of models and caches. A row's draw depends only on its seed and position, not on the rest of the batch. This
 is the definition of every sampling parameter; a backend that samples by itself is tested against it.
@@ -6,8 +6,8 @@ is the definition of every sampling parameter; a backend that samples by itself 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -55,155 +55,134 @@ class Draws:
         return self._draws[sequences[:, None], offset[:, None] + np.arange(most)]
 
 
-class History:
-    """Character counts of a sequence, for the penalties; on the CPU."""
-
-    def __init__(self, vocab_size: int, prompt: Sequence[int]):
-        # The tensors share the arrays' memory: NumPy sets an element ten times as fast.
-        self._seen = np.zeros(vocab_size, dtype=bool)
-        self._counts = np.zeros(vocab_size)
-        self._seen[list(prompt)] = True
-        self.seen = torch.from_numpy(self._seen)  # (V,) bool: in prompt or completion
-        self.counts = torch.from_numpy(self._counts)  # (V,) float64: occurrences in the completion
-
-    def append(self, id: int) -> None:
-        """Add the completion's next id."""
-        self._seen[id] = True
-        self._counts[id] += 1.0
+# The columns of a row of parameters, fp64.
+TEMPERATURE, IS_GREEDY, TOP_K, TOP_P, LOG_MIN_P, TYPICAL_P, REPETITION, PRESENCE, FREQUENCY = range(9)
 
 
-class Filters(NamedTuple):
-    """Steps 5 to 9 of `sample` for B rows: a column (B, 1) per parameter, None for a step that no row needs.
-
-    A step changes nothing in rows whose parameter is neutral.
-    """
-
-    temperature: Tensor  # fp64, > 0
-    is_greedy: Tensor | None = None  # bool
-    top_k: Tensor | None = None  # neutral: V or more; with top_p, or both None
-    top_p: Tensor | None = None  # neutral: 1
-    log_min_p: Tensor | None = None  # neutral: −∞; needs top_k and top_p
-    typical_p: Tensor | None = None  # neutral: 1
-
-
-class SamplingRows:
-    """The parameters of B rows as tensors, for all steps until the rows change."""
-
-    def __init__(self, params: Sequence[SamplingParams], device: torch.device | str = "cpu"):
-        def column(values: list[Any], dtype: torch.dtype = torch.float64) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)[:, None]  # (B, 1)
-
-        is_greedy = [p.temperature == 0.0 for p in params]
-        is_ranked = any(p.top_k > 0 or p.top_p < 1.0 or p.min_p for p in params)
-        self.filters = Filters(
-            column([p.temperature or 1.0 for p in params]),
-            column(is_greedy, torch.bool) if any(is_greedy) else None,
-            column([p.top_k if p.top_k > 0 else 2**31 for p in params], torch.int64) if is_ranked else None,
-            column([p.top_p for p in params]) if is_ranked else None,
-            column([p.min_p for p in params]).log() if any(p.min_p for p in params) else None,
-            column([p.typical_p for p in params]) if any(p.typical_p < 1.0 for p in params) else None,
-        )
-
-        # (row, id, bias)
-        entries = [(b, id, bias) for b, p in enumerate(params) for id, bias in p.logit_bias]
-        self.max_biased_id = max((id for _, id, _ in entries), default=-1)
-        if entries:
-            self.biased = tuple(torch.tensor([entry[i] for entry in entries], device=device) for i in (0, 1))
-            self.bias = torch.tensor([entry[2] for entry in entries], dtype=torch.float64, device=device)
-
-        self.penalised = [b for b, p in enumerate(params) if p.needs_history]
-        if self.penalised:
-            few = [params[b] for b in self.penalised]
-            self.which = torch.tensor(self.penalised, device=device)
-            self.penalties = (
-                column([p.repetition_penalty for p in few]),
-                column([p.presence_penalty for p in few]),
-                column([p.frequency_penalty for p in few]),
-            )
+def row_of(params: SamplingParams) -> np.ndarray:
+    """Parameters as `Sampler.choose` computes with them."""
+    return np.array(
+        [
+            params.temperature or 1.0,
+            params.temperature == 0.0,
+            params.top_k if params.top_k > 0 else 2**31,
+            params.top_p,
+            np.log(params.min_p) if params.min_p else -np.inf,
+            params.typical_p,
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+        ]
+    )
 
 
-def sample(
-    logits: Tensor,
-    rows: SamplingRows,
-    u: Tensor,
-    histories: Sequence[History | None] | None = None,
-    allowed: Tensor | None = None,
-) -> Tensor:
-    """Sample one id per row, (B,) int64: the inverse CDF, in id order, at u.
-
-    The distribution, step by step:
-
-    1. Add `logit_bias`.
-    2. Exclude ids that are not in `allowed`.
-    3. `repetition_penalty` r, for ids in prompt or completion: a logit x > 0 becomes x/r, any other x·r (Keskar et al.
-       2019, as transformers and vLLM).
-    4. Subtract `frequency_penalty` times an id's count in the completion, and `presence_penalty` if the count is not 0
-       (OpenAI).
-    5. Divide by `temperature`; 0 returns the most likely id here.
-    6. `top_k` (Fan et al. 2018).
-    7. `top_p` (Holtzman et al. 2020): the id that reaches the sum is kept.
-    8. `min_p` (Nguyen et al. 2024).
-    9. `typical_p` (Meister et al. 2022): ids ordered by |−log p − H|; the id that reaches the sum is kept.
-
-    Probabilities are renormalised after each step. Ties go to the lower id. All arithmetic is fp64.
-
-    logits (B, V); u (B,) fp64 uniform draws; histories: one per row, required where `needs_history` holds; allowed
-    (B, V) bool, at least one id per row. A row with logits that are not finite gets an arbitrary id and does not affect
-    other rows.
-
-    Raises:
-        ValueError: a bias is for an id outside the vocabulary.
-    """
-    z = logits.double()  # (B, V)
-    V = z.size(1)
-    if rows.max_biased_id >= V:
-        raise ValueError(f"logit_bias ids must be below {V}, got {rows.max_biased_id}")
-    if rows.max_biased_id >= 0:
-        z = z.index_put(rows.biased, rows.bias, accumulate=True)
-    if rows.penalised:
-        assert histories is not None, "rows with penalties need histories"
-        few = [history for b in rows.penalised if (history := histories[b]) is not None]
-        assert len(few) == len(rows.penalised), "a row with penalties needs its history"
-        seen = torch.stack([history.seen for history in few]).to(z.device)
-        counts = torch.stack([history.counts for history in few]).to(z.device)
-        z = z.index_copy(0, rows.which, penalise(z[rows.which], seen, counts, *rows.penalties))
-    return choose(z, rows.filters, u, allowed)
+NEUTRAL = row_of(SamplingParams())
 
 
-def penalise(
-    z: Tensor, seen: Tensor, counts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
-) -> Tensor:
-    """Steps 3 and 4 of `sample`: z (B, V) fp64, seen (B, V) bool, counts (B, V) fp64, a column per parameter."""
-    z = torch.where(seen, torch.where(z > 0.0, z / repetition, z * repetition), z)
-    return z - (frequency * counts + presence * (counts > 0.0))
+class Sampler:
+    """The parameters of S sequences, and what the penalties count, in tensors that stay where they are."""
+
+    def __init__(self, sequences: int, vocab_size: int, device: torch.device | str = "cpu"):
+        place = functools.partial(torch.zeros, device=device)
+        self.table = place(sequences, len(NEUTRAL), dtype=torch.float64)
+        self.bias = place(sequences, vocab_size, dtype=torch.float64)
+        self.seen = place(sequences, vocab_size, dtype=torch.bool)  # in the prompt; where a penalty needs it
+        self.counts = place(sequences, vocab_size, dtype=torch.float64)  # in the completion
+        self.needs_all = np.zeros(sequences, dtype=bool)  # parameters beyond temperature, bias and seed
+        self._host_table, self._is_sent = np.tile(NEUTRAL, (sequences, 1)), False
+        self._is_biased = np.zeros(sequences, dtype=bool)
+
+    def start(self, sequence: int, params: SamplingParams, prompt: Sequence[int]) -> None:
+        """
+        Raises:
+            ValueError: an id of the prompt or of a bias is outside the vocabulary.
+        """
+        V, row = self.bias.size(1), row_of(params)
+        if not 0 <= min(prompt) <= max(prompt) < V:
+            raise ValueError(f"prompt ids must be in [0, {V - 1}], got {min(prompt)} to {max(prompt)}")
+        if any(id >= V for id, _ in params.logit_bias):
+            raise ValueError(f"logit_bias ids must be below {V}, got {max(params.logit_bias)[0]}")
+        if not np.array_equal(row, self._host_table[sequence]):
+            self._host_table[sequence], self._is_sent = row, False
+        self.needs_all[sequence] = not np.array_equal(row[TOP_K:], NEUTRAL[TOP_K:])
+        if params.logit_bias or self._is_biased[sequence]:
+            self._is_biased[sequence] = bool(params.logit_bias)
+            bias = np.zeros(V)
+            for id, value in params.logit_bias:
+                bias[id] = value
+            send(bias, self.bias[sequence])
+        if params.needs_history:
+            seen = np.zeros(V, dtype=bool)
+            seen[np.asarray(prompt)] = True
+            send(seen, self.seen[sequence])
+            self.counts[sequence] = 0.0
+
+    def send(self) -> None:
+        """Bring the parameters to the device; before `choose`."""
+        if not self._is_sent:
+            send(self._host_table, self.table)
+            self._is_sent = True
+
+    def choose(
+        self, logits: Tensor, which: Tensor | slice, u: Tensor, allowed: Tensor | None = None, needs_all: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """One id per row, (B,) int64: the inverse CDF, in id order, at u; and whether its logits are finite, (B,) bool.
+
+        The distribution, step by step:
+
+        1. Add `logit_bias`.
+        2. `repetition_penalty` r, for ids in prompt or completion: a logit x > 0 becomes x/r, any other x·r (Keskar et
+           al. 2019, as transformers and vLLM).
+        3. Subtract `frequency_penalty` times an id's count in the completion, and `presence_penalty` if the count is
+           not 0 (OpenAI).
+        4. Exclude ids that are not in `allowed`.
+        5. Divide by `temperature`; 0 returns the most likely id here.
+        6. `top_k` (Fan et al. 2018).
+        7. `top_p` (Holtzman et al. 2020): the id that reaches the sum is kept.
+        8. `min_p` (Nguyen et al. 2024).
+        9. `typical_p` (Meister et al. 2022): ids ordered by |−log p − H|; the id that reaches the sum is kept.
+
+        Probabilities are renormalised after each step. Ties go to the lower id. All arithmetic is fp64. A step changes
+        nothing in rows whose parameter is neutral. A row with logits that are not finite gets an arbitrary id and does
+        not affect other rows.
+
+        logits (B, V) fp64 of the sequences `which`; u (B,) fp64 uniform draws; allowed (B, V) bool, at least one id per
+        row; needs_all: of any of them.
+        """
+        columns = self.table[which].unsqueeze(2).unbind(1)  # (B, 1) each
+        z = logits + self.bias[which]
+        if needs_all:
+            counts = self.counts[which]
+            seen = self.seen[which] | (counts > 0.0)
+            z = torch.where(seen, torch.where(z > 0.0, z / columns[REPETITION], z * columns[REPETITION]), z)
+            z = z - (columns[FREQUENCY] * counts + columns[PRESENCE] * (counts > 0.0))
+        if allowed is not None:
+            z = z.masked_fill(~allowed, -torch.inf)
+        z = (z - z.amax(dim=1, keepdim=True)) / columns[TEMPERATURE]
+        weights = z.exp()
+        if needs_all:
+            weights = weights * _keep_likeliest(z, weights, columns[TOP_K], columns[TOP_P], columns[LOG_MIN_P])
+            weights = weights * _keep_typical(z, weights, columns[TYPICAL_P])
+        cdf = weights.cumsum(dim=1)
+        cdf = cdf / cdf[:, -1:]
+        # Ids of weight 0 at the end share the CDF's last value, 1 > u: they are never chosen.
+        ids = (cdf <= u[:, None]).sum(dim=1).clamp(max=z.size(1) - 1)
+        ids = torch.where(columns[IS_GREEDY][:, 0] > 0.0, z.argmax(dim=1), ids)
+        return ids, logits.abs().amax(dim=1) < torch.inf
 
 
-def choose(z: Tensor, filters: Filters, u: Tensor, allowed: Tensor | None = None) -> Tensor:
-    """Steps 2 and 5 to 9 of `sample`, and the choice: (B,) int64 from z (B, V) fp64."""
-    if allowed is not None:
-        z = z.masked_fill(~allowed, -torch.inf)
-    z = (z - z.amax(dim=1, keepdim=True)) / filters.temperature
-    weights = z.exp()
-    if filters.top_k is not None:
-        weights = weights * _keep_likeliest(z, weights, filters)
-    if filters.typical_p is not None:
-        weights = weights * _keep_typical(z, weights, filters.typical_p)
-    cdf = weights.cumsum(dim=1)
-    cdf = cdf / cdf[:, -1:]
-    # Ids of weight 0 at the end share the CDF's last value, 1 > u: they are never chosen.
-    ids = (cdf <= u[:, None]).sum(dim=1).clamp(max=z.size(1) - 1)
-    return ids if filters.is_greedy is None else torch.where(filters.is_greedy[:, 0], z.argmax(dim=1), ids)
+def send(array: np.ndarray, to: Tensor) -> None:
+    """Copy to the device without waiting for it; the array may be written again at once."""
+    host = torch.from_numpy(array)
+    to.copy_(host.pin_memory() if to.is_cuda else host, non_blocking=True)
 
 
-def _keep_likeliest(z: Tensor, weights: Tensor, filters: Filters) -> Tensor:
+def _keep_likeliest(z: Tensor, weights: Tensor, top_k: Tensor, top_p: Tensor, log_min_p: Tensor) -> Tensor:
     """top_k, top_p and min_p, which keep a prefix of the ranking: (B, V) bool."""
-    assert filters.top_k is not None and filters.top_p is not None
-    V = z.size(1)
     sorted_z, order = z.sort(dim=1, descending=True, stable=True)
-    by_k = torch.arange(V, device=z.device) < filters.top_k
-    kept = by_k & _reaching(weights.gather(1, order) * by_k, filters.top_p)
-    if filters.log_min_p is not None:
-        kept &= ~(sorted_z < filters.log_min_p)  # NaN stays: each row keeps an id
+    by_k = torch.arange(z.size(1), device=z.device) < top_k
+    kept = by_k & _reaching(weights.gather(1, order) * by_k, top_p)
+    kept &= ~(sorted_z < log_min_p)  # NaN stays: each row keeps an id
     return torch.zeros_like(kept).scatter(1, order, kept)
 
 

@@ -18,12 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from service.model.checkpoint import Checkpoint, save_checkpoint
+from service.model.checkpoint import Checkpoint
 from service.settings import BUNDLED
 from tests.bench import load, peers
 from tests.bench.command import build_parser, context, integer
 from tests.helpers import RunningServer, http_processes, wait_until, web
 from tests.toolbox.figures import quantile, write_figures
+from training.saving import save_checkpoint
 
 CHARACTERS, SEEDS = 200, 16
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from service.model.checkpoint import Checkpoint, save_checkpoint
+from service.model.checkpoint import Checkpoint
 from service.model.config import GPTConfig
 from service.model.gpt import GPT
 from service.model.params import SamplingParams
 from service.model.tokenizer import CharTokenizer
 from service.settings import BUNDLED
+from training.saving import save_checkpoint
 
 # The characters of tiny Shakespeare.
 VOCABULARY = "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"

@@ -16,12 +16,12 @@ import httpx
 import pytest
 import yaml
 
-from service.model.checkpoint import save_checkpoint
 from service.model.tokenizer import CharTokenizer
 from service.settings import Settings
 from tests.helpers import ENDLESS, VOCABULARY, RunningServer, make_certificate, random_model, wait_until, web
 from tests.toolbox.launch import Program, free_port
 from tests.toolbox.needs import program
+from training.saving import save_checkpoint
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 PROMETHEUS, RULES = DEPLOY / "prometheus", DEPLOY / "prometheus" / "rules.yml"

@@ -1,5 +1,5 @@
 // Prints every bit that the native engine computes for one fixed model and two sequences: one line per character, with
-// the exact logits folded into a number. Two builds agree if they print the same.
+// the log-probabilities of all ids folded into a number. Two builds agree if they print the same.
 //
 // Includes the engine as source, so that one file compiles for any machine.
 
@@ -22,11 +22,8 @@ std::vector<float> weights(int count, float middle, float scale) {
 
 uint64_t fold(const double* numbers, int count) {
   uint64_t hash = 14695981039346656037u;
-  for (int i = 0; i < count; ++i) {
-    uint64_t bits;
-    std::memcpy(&bits, numbers + i, sizeof bits);
-    hash = (hash ^ bits) * 1099511628211u;
-  }
+  // To 36 bits after the point, as C libraries round logarithms differently.
+  for (int i = 0; i < count; ++i) hash = (hash ^ uint64_t(std::llround(std::ldexp(numbers[i], 36)))) * 1099511628211u;
   return hash;
 }
 
@@ -62,7 +59,9 @@ void print(const char* dtype, bool is_double) {
 
   int32_t prompt[PROMPT], chosen[2][STEPS];
   for (int32_t& id : prompt) id = draw(V);
-  std::vector<double> logits[2] = {std::vector<double>(STEPS * V), std::vector<double>(STEPS * V)};
+  uint32_t every[V], ids[STEPS * V];
+  for (int i = 0; i < V; ++i) every[i] = i;
+  double values[2][STEPS], all_values[2][STEPS * V];
   std::vector<ChargptItem> items;
   for (int slot = 0; slot < 2; ++slot) {
     // All of sampling, and the most probable character.
@@ -70,13 +69,14 @@ void print(const char* dtype, bool is_double) {
                                       : ChargptParams{0.9, 0.95, -6, 0.99, 1.1, 0.1, 0.2, 7, 30, 0, PROMPT, nullptr,
                                                       nullptr, prompt};
     require(chargpt_start(engine, slot, &params));
-    items.push_back({slot, PROMPT - slot, STEPS, 0, prompt + slot, nullptr, logits[slot].data(), chosen[slot]});
+    items.push_back({slot, PROMPT - slot, STEPS, V, prompt + slot, nullptr, nullptr, chosen[slot], values[slot], ids,
+                     all_values[slot], every});
   }
   require(chargpt_run(engine, items.data(), int(items.size())));
   for (int slot = 0; slot < 2; ++slot)
     for (int k = 0; k < STEPS; ++k)
       std::printf("%s %d %d: %d %016llx\n", dtype, slot, k, chosen[slot][k],
-                  (unsigned long long)fold(&logits[slot][size_t(k) * V], V));
+                  (unsigned long long)fold(&all_values[slot][size_t(k) * V], V));
   chargpt_close(engine);
 }
 

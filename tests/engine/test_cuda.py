@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from service.engine.cuda import CudaRunner
 from service.engine.engine import Engine
-from service.engine.runner import FAILED, Piece, available_backends, open_runner, resolve, slots_that_fit
+from service.engine.runner import FAILED, NONE, Piece, Report, available_backends, open_runner, resolve, slots_that_fit
 from service.model.params import SamplingParams
 from service.settings import BUNDLED
-from service.wire import Submit
+from service.wire import Submit, floats
 from tests.bench import engine as bench_engine
 from tests.helpers import RunningServer, random_model, save_random, wait_until
 from tests.toolbox.launch import ServerError
@@ -96,19 +96,21 @@ def test_texts_do_not_depend_on_load_in_any_dtype(dtype, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", [{"block_size": 70}, {"block_size": 256, "n_embd": 128}])
-def test_logits_are_near_the_reference_in_every_dtype(shape, device):
+def test_log_probabilities_are_near_the_reference_in_every_dtype(shape, device):
     """Of a prompt, and of the characters after it; head_dim 4 and 32 take different kernels."""
     model = random_model(torch.float64, **shape)
     prompt = np.random.default_rng(0).integers(0, 61, 300)
     for dtype, tolerance in (("float64", 1e-11), ("float32", 1e-4), ("bfloat16", 0.1)):
         runner = CudaRunner(model, 3, dtype, device)
         runner.start(1, SamplingParams(seed=1), prompt)
-        first = runner.prefill([Piece(1, prompt, True, wants_logits=True)]).collect()
-        rest = runner.decode(np.array([1]), np.array([16]), wants_logits=[0]).collect()
-        logits = np.concatenate((first.logits[0], rest.logits[0]))
+        report = Report(ids=tuple(range(61)))
+        first = runner.prefill([Piece(1, prompt, True, None, report, np.append(prompt[1:], NONE))]).collect()
+        rest = runner.decode(np.array([1]), np.array([16]), reports={0: report}).collect()
+        columns = [floats(outcome.reports[0].top_values) for outcome in (first, rest)]
+        logprobs = np.concatenate([np.reshape(column, (-1, 61)) for column in columns])
         text = np.concatenate((prompt, first.ids[0], rest.ids[0][:-1]))
-        expected = model(torch.from_numpy(text)[None])[0].numpy()
-        assert np.abs(logits - expected).max() < tolerance * np.abs(expected).max()
+        expected = model(torch.from_numpy(text)[None])[0].log_softmax(1).numpy()
+        assert np.abs(logprobs - expected).max() < tolerance * np.abs(expected).max()
 
 
 def test_prompts_that_share_a_beginning_share_whole_pieces_of_prompts_alone():
@@ -299,7 +301,7 @@ def test_state_stays_where_it_is():
     runner = filled(random_model(), 4)
 
     def addresses():
-        held = [vars(runner), runner._plan.tensors, runner._pieces.tensors, runner._layers]
+        held = [vars(runner), vars(runner._sampler), runner._plan.tensors, runner._pieces.tensors, runner._layers]
         return [it.data_ptr() for it in torch.utils._pytree.tree_leaves(held) if isinstance(it, torch.Tensor)]
 
     before = addresses()

@@ -14,9 +14,10 @@ from service.engine.runner import available_backends, open_runner, resolve
 from service.engine.scheduler import QueueFullError
 from service.engine.sequence import Sequence
 from service.model.params import SamplingParams
-from service.model.sampling import History, SamplingRows, sample, uniforms
+from service.model.sampling import uniforms
 from service.wire import Submit, floats
 from tests.helpers import VOCABULARY, random_model, save_random
+from tests.sampler import History, sample
 from training.evaluate import streamed_loss
 
 
@@ -609,7 +610,7 @@ def request_with_options(id):
 
 def constrained(automaton, min_tokens):
     minimum = MinimumLength.of(automaton, min_tokens, 40)
-    return {"constraint": automaton.pack(), "minimum": minimum.pack(len(automaton.table))}
+    return {"constraint": automaton.pack(), "minimum": minimum.pack()}
 
 
 @torch.no_grad()
@@ -617,7 +618,7 @@ def uncached(exact, request):
     """Generates alone and without a cache; returns ids, log-probabilities (completion, prompt) and finish reason."""
     sequence = Sequence(request)
     history = History(exact.config.vocab_size, request.prompt)
-    rows, logprobs = SamplingRows([request.sampling]), []
+    rows, logprobs = [request.sampling], []
     while not sequence.is_finished:
         row = exact(torch.tensor([sequence.ids]))[:, -1]
         mask = sequence.guide and sequence.guide.allowed()

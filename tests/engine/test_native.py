@@ -16,12 +16,14 @@ import torch
 from service.constrain.automaton import Automaton, Guide
 from service.engine import native
 from service.engine.native import NativeRunner
-from service.engine.runner import FAILED, NONE, Piece, resolve
+from service.engine.runner import FAILED, NONE, Piece, Report, report_of, resolve
 from service.model.gpt import GPT
 from service.model.params import MAX_SEED, SamplingParams
-from service.model.sampling import History, SamplingRows, sample, uniforms
+from service.model.sampling import uniforms
+from service.wire import Logprobs, floats
 from tests.helpers import random_model
 from tests.model.test_sampling import random_params
+from tests.sampler import History, sample
 from tests.toolbox.needs import missing
 
 IS_POSSIBLE = platform.machine() in ("aarch64", "arm64") or native._VARIANTS["x86_64"]["v3"] <= native._cpu_flags()
@@ -63,6 +65,21 @@ def text(V: int, length: int, seed: int = 0) -> np.ndarray:
     return np.array(random.Random(seed).choices(range(V), k=length), np.int32)
 
 
+def everything(V: int) -> Report:
+    """Of every id."""
+    return Report(ids=tuple(range(V)))
+
+
+def logprobs(report: Logprobs, V: int) -> np.ndarray:
+    """(T, V) of a report of everything."""
+    return np.reshape(floats(report.top_values), (-1, V))
+
+
+def following(prompt: np.ndarray, start: int, end: int) -> np.ndarray:
+    """The targets of a piece of a prompt: every next id."""
+    return np.append(prompt, np.int32(NONE))[start + 1 : end + 1]
+
+
 def decode(runner: NativeRunner, slots: list[int], steps: int | list[int], **options):
     return runner.decode(np.array(slots), np.broadcast_to(np.array(steps), len(slots)), **options)
 
@@ -72,13 +89,14 @@ def decode(runner: NativeRunner, slots: list[int], steps: int | list[int], **opt
     ("dtype", "tolerance"),
     [("float64", 1e-11), ("float32", 2e-3), pytest.param("bfloat16", 0.5, marks=needs_bf16)],
 )
-def test_logits_of_prompts_and_decoded_characters_equal_the_model(shape, dtype, tolerance):
+def test_log_probabilities_of_prompts_and_decoded_characters_equal_the_model(shape, dtype, tolerance):
     """Past the window, with the prompt in pieces of random lengths, several sequences together."""
     model = random_model(**shape)
     V, W = model.config.vocab_size, model.config.block_size
     runner, rng = open_native(model, dtype=dtype), random.Random(1)
     prompts = [text(V, length, seed) for seed, length in enumerate((1, W, 2 * W + 7, 5 * W + 60))]
-    logits: list[list[np.ndarray]] = [[] for _ in prompts]
+    found: list[list[np.ndarray]] = [[] for _ in prompts]
+    every = everything(V)
     for slot, prompt in enumerate(prompts):
         runner.start(slot, SamplingParams(seed=slot), prompt)
     rest = dict(enumerate(prompts))
@@ -87,19 +105,21 @@ def test_logits_of_prompts_and_decoded_characters_equal_the_model(shape, dtype, 
         pieces = []
         for slot in some:
             piece, rest[slot] = np.split(rest[slot], [rng.randint(1, len(rest[slot]))])
-            pieces.append(Piece(slot, piece, not len(rest[slot]), wants_logits=True))
+            end = len(prompts[slot]) - len(rest[slot])
+            targets = following(prompts[slot], end - len(piece), end)
+            pieces.append(Piece(slot, piece, not len(rest[slot]), None, every, targets))
             if not len(rest[slot]):
                 del rest[slot]
         outcome = runner.prefill(pieces)
         for b, slot in enumerate(some):
-            logits[slot].append(outcome.logits[b])
+            found[slot].append(logprobs(outcome.reports[b], V))
             if pieces[b].choose:
                 prompts[slot] = np.append(prompts[slot], outcome.ids[b])
-    outcome = decode(runner, [3, 0, 2, 1], W + 20, wants_logits=range(4))
+    outcome = decode(runner, [3, 0, 2, 1], W + 20, reports=dict.fromkeys(range(4), every))
     for b, slot in enumerate((3, 0, 2, 1)):
         ids = np.append(prompts[slot], outcome.ids[b])[:-1]
-        expected = model.double()(torch.from_numpy(ids).long()[None])[0].numpy()
-        actual = np.concatenate([*logits[slot], outcome.logits[b]])
+        expected = model.double()(torch.from_numpy(ids).long()[None])[0].log_softmax(1).numpy()
+        actual = np.concatenate([*found[slot], logprobs(outcome.reports[b], V)])
         assert actual.shape == expected.shape
         assert np.abs(actual - expected).max() < tolerance * max(1, np.abs(expected).max())
 
@@ -124,6 +144,20 @@ def test_text_of_a_seed_is_that_of_generate(weight_dtype):
         assert ids == model.double().generate(prompt.tolist(), 61, params), params
 
 
+def test_reports_are_the_likeliest_in_order_and_of_equals_the_lower_id_first():
+    """The targets' first, then the chosen one's; as the reference has them."""
+    logits = np.array([0.5, 2.0, 2.0, -1.0, 2.0, 0.5], np.float32)
+    fixed, row = Fixed(logits), Fixed(logits).logits[None].numpy()
+    fixed.runner.start(0, SamplingParams(seed=1), [0, 1, 3])
+    for report in (Report(4), Report(20), Report(0), Report(ids=(5, 0))):
+        piece = Piece(0, np.array([0, 1, 3], np.int32), True, None, report, np.array([1, NONE, NONE], np.int32))
+        outcome = fixed.runner.prefill([piece])
+        expected = report_of(np.repeat(row, 2, axis=0), [1, outcome.ids[0, 0]], report)
+        assert outcome.reports[0].top_ids == expected.top_ids
+        assert floats(outcome.reports[0].values) == pytest.approx(floats(expected.values), abs=1e-14)
+        assert floats(outcome.reports[0].top_values) == pytest.approx(floats(expected.top_values), abs=1e-14)
+
+
 class Fixed:
     """A model whose logits are the given ones after any text, up to a common factor."""
 
@@ -133,7 +167,9 @@ class Fixed:
             parameter.zero_()
         model.embed.weight[:, 0] = 1.0
         model.norm.weight[0] = 1.0
-        model.head.weight[:, 0] = torch.from_numpy(logits / math.sqrt(model.config.n_embd))
+        C, eps = model.config.n_embd, model.config.norm_eps
+        model.head.weight[:, 0] = torch.from_numpy(logits / math.sqrt(C))
+        self.logits = model.head.weight[:, 0].double() * (1.0 / math.sqrt(1.0 / C + eps))
         self.runner = open_native(model, slots=1, threads=1)
 
 
@@ -150,18 +186,20 @@ def test_choices_equal_the_reference_sampler(seed):
     rng = np.random.default_rng(seed)
     for V in (1, 2, 3, 65, int(rng.integers(4, 200)), 3000 if seed == 0 else 17):
         logits = rng.normal(size=V) * rng.choice([0.3, 2.0, 8.0])
-        runner = Fixed(np.float32(logits.round() if rng.random() < 0.3 else logits)).runner
+        fixed = Fixed(np.float32(logits.round() if rng.random() < 0.3 else logits))
+        runner = fixed.runner
         for _ in range(30):
             params = msgspec.structs.replace(random_params(rng, V), seed=int(rng.integers(2**63)))
             prompt = rng.integers(V, size=rng.integers(1, 9)).astype(np.int32)
             allowed = rng.random(V) < rng.choice([0.1, 0.9])
             allowed[rng.integers(V)] = True
             runner.start(0, params, prompt)
-            first = runner.prefill([Piece(0, prompt[-1:], True, one_of(allowed), True)])
+            first = runner.prefill([Piece(0, prompt[-1:], True, one_of(allowed), everything(V))])
             then = decode(runner, [0], 6)
             actual = [*first.ids[0].tolist(), *then.ids[0].tolist()]
-            rows, history = SamplingRows([params]), History(V, prompt.tolist())
-            z, u = torch.from_numpy(first.logits[0]), torch.from_numpy(uniforms(params.seed, 0, 7))
+            rows, history = [params], History(V, prompt.tolist())
+            assert logprobs(first.reports[0], V)[0] == pytest.approx(fixed.logits.log_softmax(0).numpy(), abs=1e-12)
+            z, u = fixed.logits[None], torch.from_numpy(uniforms(params.seed, 0, 7))
             for i, id in enumerate(actual):
                 mask = torch.from_numpy(allowed)[None] if i == 0 else None
                 assert id == int(sample(z, rows, u[i : i + 1], histories=[history], allowed=mask)), (V, i, params)
@@ -169,7 +207,7 @@ def test_choices_equal_the_reference_sampler(seed):
 
 
 def run_all(model: GPT, dtype: str, *, threads: int, together: bool, piece: int, steps: int) -> list:
-    """Ids and logits of seven sequences of different lengths, however they are run."""
+    """Ids and log-probabilities of seven sequences of different lengths, however they are run."""
     runner = open_native(model, 7, threads, dtype)
     V = model.config.vocab_size
     prompts = [text(V, 1 + 29 * i, seed=i) for i in range(7)]
@@ -182,19 +220,25 @@ def run_all(model: GPT, dtype: str, *, threads: int, together: bool, piece: int,
             some = [slot for slot in group if start < len(prompts[slot])]
             last = {slot: start + piece >= len(prompts[slot]) for slot in some}
             outcome = runner.prefill(
-                [Piece(slot, prompts[slot][start : start + piece], last[slot], wants_logits=True) for slot in some]
-            )
+                [
+                    Piece(
+                        slot, prompts[slot][start : start + piece], last[slot], None, everything(V),
+                        following(prompts[slot], start, min(start + piece, len(prompts[slot]))),
+                    )
+                    for slot in some
+                ]
+            )  # fmt: skip
             for b, slot in enumerate(some):
-                out[slot] += [outcome.logits[b].ravel(), outcome.ids[b][outcome.ids[b] != NONE]]
+                out[slot] += [logprobs(outcome.reports[b], V).ravel(), outcome.ids[b][outcome.ids[b] != NONE]]
         for _ in range(0, 48, steps):
-            outcome = decode(runner, group, steps, wants_logits=range(len(group)))
+            outcome = decode(runner, group, steps, reports=dict.fromkeys(range(len(group)), everything(V)))
             for b, slot in enumerate(group):
-                out[slot] += [outcome.logits[b].ravel(), outcome.ids[b]]
+                out[slot] += [logprobs(outcome.reports[b], V).ravel(), outcome.ids[b]]
     return [np.concatenate(parts).tobytes() for parts in map(sort_by_kind, out)]
 
 
 def sort_by_kind(parts: list[np.ndarray]) -> list[np.ndarray]:
-    """Logits first, then ids: their order must not depend on the pieces."""
+    """Log-probabilities first, then ids: their order must not depend on the pieces."""
     return [part for part in parts if part.dtype != np.int32] + [
         part.astype(float) for part in parts if part.dtype == np.int32
     ]
@@ -302,6 +346,7 @@ def test_border_refuses_what_would_read_or_write_elsewhere():
         (lambda: runner.prefill([Piece(0, np.array([61], np.int32), True)]), "id"),
         (lambda: runner.prefill([Piece(0, np.array([-1], np.int32), True)]), "id"),
         (lambda: runner.prefill([Piece(0, ids, True, Guide(one_of(np.ones(61, bool)).automaton, 0))]), "short"),
+        (lambda: runner.prefill([Piece(0, ids, False, None, Report(), ids + 60)]), "id"),
         (lambda: decode(runner, [0], 1), "continue"),
         (lambda: decode(runner, [0], 0), "nothing"),
         (lambda: runner.copy(0, 1, 1), "hold"),
@@ -382,9 +427,10 @@ def test_positions_far_beyond_the_kept_rotations_are_computed():
     runner = open_native(model)
     prompt = text(61, 4200)
     runner.start(0, SamplingParams(), prompt)
-    logits = runner.prefill([Piece(0, prompt, True, wants_logits=True)]).logits[0]
-    expected = model.double()(torch.from_numpy(prompt).long()[None])[0].numpy()
-    assert np.abs(logits - expected).max() < 1e-10
+    piece = Piece(0, prompt, True, None, everything(61), following(prompt, 0, 4200))
+    found = logprobs(runner.prefill([piece]).reports[0], 61)
+    expected = model.double()(torch.from_numpy(prompt).long()[None])[0].log_softmax(1).numpy()
+    assert np.abs(found - expected).max() < 1e-10
 
 
 def test_runners_with_their_threads_come_and_go():

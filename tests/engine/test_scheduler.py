@@ -99,8 +99,8 @@ def test_sequences_keep_their_slots_under_random_events(seed):
     def append(piece):
         text, done = piece.sequence.cut_prompt.tolist(), len(cache[piece.sequence.slot])
         assert cache[piece.sequence.slot] == text[:done], "keys of another text"
-        assert done % length == 0 and (piece.is_last or piece.length % length == 0)
-        cache[piece.sequence.slot] += text[done : done + piece.length]
+        assert done % length == 0 and (piece.is_last or len(piece.ids) % length == 0)
+        cache[piece.sequence.slot] += text[done : done + len(piece.ids)]
 
     for step in range(80):
         while r.random() < 0.5 and scheduler.num_waiting < 10:
@@ -119,15 +119,15 @@ def test_sequences_keep_their_slots_under_random_events(seed):
         decoding = np.flatnonzero(scheduler.is_decoding)
         budget = r.randint(1, 30)
         plan = scheduler.schedule(float(step), budget)
-        assert sum(piece.length for piece in plan.pieces) <= max(budget, length)
-        for _, it in plan.copies:
-            copy(it)
+        assert sum(len(piece.ids) for piece in plan.pieces) <= max(budget, length)
         for s, it in plan.starts:
             cache[s.slot] = []
             if it:
                 copy(it)
         assert [s.slot for s in scheduler.by_slot if s] == [i for i, s in enumerate(scheduler.by_slot) if s]
-        assert scheduler.prefilling == [] or any(plan), "nobody waits for a sequence that does not run"
+        assert scheduler.prefilling + scheduler.copying == [] or any(plan), (
+            "nobody waits for a sequence that does not run"
+        )
         steps = np.minimum(r.randint(1, 3), scheduler.num_left[decoding])
         scheduler.decoded(decoding, steps)
         touched = [scheduler.by_slot[slot] for slot in decoding]
@@ -175,7 +175,7 @@ def test_long_prompt_is_split_across_steps():
     seen = []
     for step in range(3):
         plan = scheduler.schedule(float(step), 10)
-        seen.append([(piece.sequence.id, piece.length) for piece in plan.pieces])
+        seen.append([(piece.sequence.id, len(piece.ids)) for piece in plan.pieces])
         run(scheduler, plan)
     assert seen == [[(0, 10)], [(0, 10)], [(0, 5), (1, 3)]]
     assert np.flatnonzero(scheduler.is_decoding).tolist() == [0, 1]
@@ -203,8 +203,8 @@ def test_starts_and_copies_count_in_the_budget_of_a_step():
     for step in range(200):
         plan = scheduler.schedule(float(step), 40)
         started.append(len(plan.starts))
-        copied.append(len(plan.copies) + sum(copy is not None for _, copy in plan.starts))
-        assert len(plan.starts) + len(plan.copies) <= 20
+        copied.append(sum(copy is not None for _, copy in plan.starts))
+        assert len(plan.starts) <= 20
         assert copied[-1] <= 10  # a copy of 128 positions counts as a character more
         run(scheduler, plan)
     assert (sum(started), sum(copied), scheduler.is_decoding.sum()) == (64, 63, 64)
@@ -481,7 +481,7 @@ def test_many_sequences_of_many_clients_stay_fast_and_leave_nothing_behind():
 def lengths(scheduler, budget):
     plan = scheduler.schedule(0.0, budget)
     run(scheduler, plan)
-    return {piece.sequence.id: piece.length for piece in plan.pieces}
+    return {piece.sequence.id: len(piece.ids) for piece in plan.pieces}
 
 
 def test_a_short_prompt_does_not_wait_for_the_prompts_of_another_client():
@@ -513,7 +513,7 @@ def test_who_waits_for_anothers_prompt_lends_it_its_place():
     scheduler.schedule(0.0, 10)
     scheduler.add(Sequence(Submit(5, [*header, 2], 1, SamplingParams(), client="b")))
     scheduler.schedule(0.0, 2)
-    assert [s.id for s in scheduler.prefilling if s.source is None] == [0, 1, 2, 3, 4]
+    assert [s.id for s in scheduler.prefilling] == [0, 1, 2, 3, 4]
     assert scheduler._in_order()[0].id == 4  # as b's only prompt needs its first 40 characters
 
 

@@ -25,12 +25,13 @@ from schemathesis.generation.meta import TestPhase
 from service.http.app import OPERATIONS
 from service.http.foreign import FIELD_NAME
 from service.http.openapi import build_document
-from service.model.checkpoint import Checkpoint, save_checkpoint
+from service.model.checkpoint import Checkpoint
 from service.model.tokenizer import CharTokenizer
 from service.server import build_server
 from service.settings import Settings
 from tests.helpers import VOCABULARY, RunningServer, random_model, save_random, web
 from tests.toolbox.needs import program
+from training.saving import save_checkpoint
 
 REQUESTS = [operation.request for operation in OPERATIONS if operation.request is not None]
 LIMITS = {

@@ -12,13 +12,13 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import expect
 
 from service.http.page import STATIC
-from service.model.checkpoint import save_checkpoint
 from service.model.tokenizer import CharTokenizer
 from service.settings import BUNDLED
 from tests.helpers import RunningServer, random_model, save_random, wait_until, web
 from tests.toolbox.http import events
 from tests.toolbox.launch import free_port
 from tests.toolbox.needs import program
+from training.saving import save_checkpoint
 
 KEY = "a-key-for-the-page"
 VIEWS = ("write", "read", "attend")

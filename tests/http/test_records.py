@@ -9,11 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from service.model.checkpoint import Checkpoint, save_checkpoint
+from service.model.checkpoint import Checkpoint
 from service.model.tokenizer import CharTokenizer
 from tests.helpers import VOCABULARY, RunningServer, random_model, web
 from tests.toolbox.http import events
 from training.inputs import Encoder
+from training.saving import save_checkpoint
 from training.score import score_lines
 
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from service.model.attention import attention_layers
-from service.model.checkpoint import save_checkpoint
 from service.model.config import GPTConfig
 from service.model.gpt import GPT, CausalSelfAttention
 from service.model.tokenizer import CharTokenizer
 from tests import reference
 from tests.helpers import random_model, save_random
+from training.saving import save_checkpoint
 
 IDS = [3, 14, 15, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]
 

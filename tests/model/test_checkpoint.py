@@ -20,17 +20,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.model.checkpoint import (
-    REQUIRED,
-    Checkpoint,
-    CheckpointError,
-    replacing_folder,
-    restore_folder,
-    save_checkpoint,
-)
+from service.model.checkpoint import REQUIRED, Checkpoint, CheckpointError
 from service.model.tokenizer import CharTokenizer
 from tests.helpers import VOCABULARY, random_model, save_random
 from tests.toolbox.needs import missing
+from training import saving
+from training.saving import replacing_folder, restore_folder, save_checkpoint
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,11 +61,8 @@ def test_half_precision_halves_the_file(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_weights_are_read_without_torch_as_the_model_has_them(tmp_path, monkeypatch, dtype):
-    from safetensors import torch as safetensors
-
-    model = random_model(dtype).to(torch.float64)
-    save = safetensors.save
-    monkeypatch.setattr(safetensors, "save", lambda tensors, about: save({k: t.to(dtype) for k, t in tensors.items()}))
+    model, save = random_model(dtype).to(torch.float64), saving.save
+    monkeypatch.setattr(saving, "save", lambda tensors, about: save({k: t.to(dtype) for k, t in tensors.items()}))
     save_checkpoint(tmp_path, model, CharTokenizer(VOCABULARY), {})
     weights, state = Checkpoint.read(tmp_path).load_weights(), model.float().state_dict()
     assert set(weights) == set(state)
@@ -174,7 +166,7 @@ import sys, itertools
 sys.path.insert(0, {root!r})
 from pathlib import Path
 from tests.helpers import VOCABULARY, random_model
-from service.model.checkpoint import save_checkpoint
+from training.saving import save_checkpoint
 from service.model.tokenizer import CharTokenizer
 models = [random_model(seed=seed) for seed in range(2)]
 for i in itertools.count():
@@ -246,7 +238,7 @@ def test_killed_while_replacing_a_folder_that_cannot_be_exchanged(tmp_path, monk
         rmtree(which, **options)
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr("service.model.checkpoint._exchange", lambda a, b: False)
+        patch.setattr("training.saving._exchange", lambda a, b: False)
         patch.setattr(Path, "rename", killed_rename)
         patch.setattr(shutil, "copytree", killed_copy)
         patch.setattr(shutil, "rmtree", killed_remove)
@@ -256,7 +248,7 @@ def test_killed_while_replacing_a_folder_that_cannot_be_exchanged(tmp_path, monk
             Checkpoint.read(folder)
     restore_folder(folder)
     assert Checkpoint.read(folder).digest == before.digest
-    monkeypatch.setattr("service.model.checkpoint._exchange", lambda a, b: False)
+    monkeypatch.setattr("training.saving._exchange", lambda a, b: False)
     assert save_random(folder, seed=2).digest != before.digest
     assert set(os.listdir(tmp_path)) <= {"ck", ".ck.previous.part"}
 
@@ -276,7 +268,7 @@ cat merged/ck/written
 WRITE = """
 import sys
 from pathlib import Path
-from service.model.checkpoint import replacing_folder
+from training.saving import replacing_folder
 with replacing_folder(Path(sys.argv[1])) as new:
     (new / "written").write_text(sys.argv[1])
 """
@@ -300,7 +292,7 @@ def test_a_folder_of_an_image_is_replaced(tmp_path):
 SLOW_SAVER = """
 import sys
 from pathlib import Path
-from service.model.checkpoint import replacing_folder
+from training.saving import replacing_folder
 with replacing_folder(Path(sys.argv[1])) as new:
     (new / "writer").write_text("slow")
     print("started", flush=True)

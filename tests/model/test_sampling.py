@@ -8,8 +8,8 @@ from transformers.generation import logits_process
 from service.model.config import GPTConfig
 from service.model.gpt import GPT
 from service.model.params import SamplingParams
-from service.model.sampling import History, SamplingRows, sample, uniforms
-from tests.sampler import distribution, draw
+from service.model.sampling import uniforms
+from tests.sampler import History, distribution, draw, sample
 
 PROMPT, COMPLETION = [2, 5, 5, 1], [0, 5, 5, 5]
 
@@ -103,7 +103,7 @@ def test_draws_equal_those_of_an_independent_sampler(seed):
         ]
         histories = [history_of(V, *texts[b]) if params[b].needs_history else None for b in range(B)]
         mask = None if allowed is None else torch.from_numpy(allowed)
-        rows = SamplingRows(params)
+        rows = params
         for u in (np.zeros(B), *rng.random((4, B))):
             ids = sample(torch.from_numpy(logits), rows, torch.from_numpy(u), histories, mask)
             assert ids.tolist() == [draw(p, x) for p, x in zip(expected, u, strict=True)]
@@ -143,7 +143,7 @@ def test_probabilities_equal_those_of_transformers(seed):
     assert (scores > -torch.inf).sum() == len(ids)
     u = torch.cat((end[ids] - p[ids] + 1e-12, end[ids] - 1e-12))
     histories = [history_of(V, text[0, :12], text[0, 12:])] * len(u)
-    chosen = sample(logits.expand(len(u), V), SamplingRows([params] * len(u)), u, histories)
+    chosen = sample(logits.expand(len(u), V), [params] * len(u), u, histories)
     assert torch.equal(chosen, torch.cat((ids, ids)))
 
 
@@ -160,7 +160,7 @@ def test_draws_follow_the_distribution(params, allowed):
     V, n, B = 12, 100_000, 5_000
     logits = np.random.default_rng(0).normal(size=V) * 2
     expected = distribution(logits, params, PROMPT, COMPLETION, allowed) * n
-    rows, histories = SamplingRows([params] * B), [history_of(V, PROMPT, COMPLETION)] * B
+    rows, histories = [params] * B, [history_of(V, PROMPT, COMPLETION)] * B
     mask = None if allowed is None else torch.from_numpy(allowed).expand(B, V)
     seen = np.zeros(V)
     for u in torch.from_numpy(uniforms(7, 0, n)).split(B):
@@ -177,7 +177,7 @@ def test_draws_follow_the_distribution(params, allowed):
 def test_temperature_zero_is_greedy_and_ignores_the_seed():
     logits = torch.randn(50, 20, generator=torch.Generator().manual_seed(0))
     for seed in (1, 2):
-        rows = SamplingRows([SamplingParams(temperature=0, seed=seed, top_k=3)] * 50)
+        rows = [SamplingParams(temperature=0, seed=seed, top_k=3)] * 50
         ids = sample(logits, rows, torch.from_numpy(uniforms(seed, 0, 50)))
         assert torch.equal(ids, logits.argmax(1))
 
@@ -201,7 +201,7 @@ def test_greedy_comes_after_bias_mask_and_penalties(changes, expected):
     logits = torch.tensor([[2.0, 1.8, 1.5, -1.0, 9.0]])
     allowed = torch.tensor([[True, True, True, True, False]])
     history = history_of(5, [4, 3], [0, 0, 1])
-    rows = SamplingRows([SamplingParams(temperature=0, **changes)])
+    rows = [SamplingParams(temperature=0, **changes)]
     assert sample(logits, rows, torch.tensor([0.5]), [history], allowed) == expected
     assert (
         expected
@@ -222,13 +222,11 @@ def test_rows_are_independent():
         history_of(V, rng.integers(V, size=9), rng.integers(V, size=9)) if p.needs_history else None for p in params
     ]
     for allowed in (None, torch.from_numpy(rng.random((B, V)) < 0.5)):
-        together = sample(logits, SamplingRows(params), u, histories, allowed)
+        together = sample(logits, params, u, histories, allowed)
         unmodified = logits.clone()
         for i in range(B):
             masked = None if allowed is None else allowed[i : i + 1]
-            alone = sample(
-                logits[i : i + 1], SamplingRows(params[i : i + 1]), u[i : i + 1], histories[i : i + 1], masked
-            )
+            alone = sample(logits[i : i + 1], params[i : i + 1], u[i : i + 1], histories[i : i + 1], masked)
             assert together[i] == alone[0], params[i]
         assert torch.equal(logits, unmodified)
 
@@ -241,12 +239,12 @@ def test_excluded_ids_are_never_chosen_and_their_logits_do_not_matter():
     logits, u = torch.from_numpy(rng.normal(size=(B, V)) * 3), torch.from_numpy(rng.random(B))
     allowed = torch.from_numpy(rng.random((B, V)) < 0.4)
     allowed[:, 3] |= ~allowed.any(dim=1)
-    ids = sample(logits, SamplingRows(params), u, histories, allowed)
+    ids = sample(logits, params, u, histories, allowed)
     assert allowed[range(B), ids].all()
     other = logits.masked_fill(~allowed, 1e9)
     for moved in (other, -other):
         moved = moved.where(~allowed, logits)
-        assert torch.equal(sample(moved, SamplingRows(params), u, histories, allowed), ids)
+        assert torch.equal(sample(moved, params, u, histories, allowed), ids)
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-320, 1e-300, 1e-9, 1e-6, 1e-5])
@@ -254,7 +252,7 @@ def test_near_temperature_zero_a_clear_leader_is_chosen(temperature):
     logits = torch.tensor([[1.0, 3.0, 2.0], [1.0, 3.0, 3.0 - 1e-5], [1.0, 3.0, 2.9]], dtype=torch.float64)
     params = SamplingParams(temperature, top_p=0.9, min_p=0.1, typical_p=0.9, repetition_penalty=1.0 + 1e-9)
     histories = [history_of(3, [], [])] * 3
-    ids = sample(logits, SamplingRows([params] * 3), torch.full((3,), 0.3).double(), histories)
+    ids = sample(logits, [params] * 3, torch.full((3,), 0.3).double(), histories)
     assert ids[0] == ids[2] == 1
 
 
@@ -264,7 +262,7 @@ def test_extreme_repetition_penalties_leave_a_choice(repetition_penalty):
     logits = torch.tensor([[3.0, 2.0, -1.0, 1.0]])
     allowed = torch.tensor([[False, True, True, True]])
     params = SamplingParams(repetition_penalty=repetition_penalty, min_p=0.5, typical_p=0.5)
-    ids = sample(logits, SamplingRows([params]), torch.tensor([0.1]), [history_of(4, [0, 1, 2], [])], allowed)
+    ids = sample(logits, [params], torch.tensor([0.1]), [history_of(4, [0, 1, 2], [])], allowed)
     assert ids.tolist() == [1 if repetition_penalty < 1 else 3]
 
 
@@ -275,7 +273,7 @@ def test_non_finite_rows_do_not_affect_others(value):
     params = [*PARAMS, SamplingParams(0.0), SamplingParams(0.5, top_k=2, top_p=0.5, min_p=0.5, typical_p=0.5)]
     B = 2 * len(params)
     logits, u = torch.randn(B, V, generator=torch.Generator().manual_seed(0)), torch.full((B,), 0.4)
-    rows, histories = SamplingRows(params * 2), [history_of(V, [1, 2], [3])] * B
+    rows, histories = params * 2, [history_of(V, [1, 2], [3])] * B
     fine = sample(logits, rows, u, histories)
     logits[: B // 2] = value
     ids = sample(logits, rows, u, histories)
@@ -293,16 +291,6 @@ def test_a_draw_depends_on_seed_and_index_alone(seed, start, count):
 def test_draws_are_uniform():
     counts, _ = np.histogram(uniforms(123, 0, 100_000), bins=100, range=(0, 1))
     assert ((counts - 1000) ** 2 / 1000).sum() < 99 + 5 * np.sqrt(2 * 99)
-
-
-def test_history_distinguishes_prompt_and_completion():
-    history = History(5, [1, 1, 4])
-    history.append(2)
-    history.append(4)
-    history.append(2)
-    assert history.seen.tolist() == [False, True, True, False, True]
-    assert history.counts.tolist() == [0, 0, 2, 0, 1]
-    assert history.counts.dtype == torch.float64
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -363,6 +351,6 @@ def test_invalid_parameters_are_named(field, value):
 
 
 def test_a_bias_outside_the_vocabulary_is_refused():
-    rows = SamplingRows([SamplingParams(), SamplingParams(logit_bias=((4, 1.0), (5, 1.0)))])
+    rows = [SamplingParams(), SamplingParams(logit_bias=((4, 1.0), (5, 1.0)))]
     with pytest.raises(ValueError, match="logit_bias ids must be below 5, got 5"):
         sample(torch.zeros(2, 5), rows, torch.zeros(2))

@@ -27,11 +27,12 @@ from service.http.bodies import (
     ScoreRequest,
     TokenizeRequest,
 )
-from service.model.checkpoint import Checkpoint, save_checkpoint
+from service.model.checkpoint import Checkpoint
 from service.model.tokenizer import CharTokenizer
 from service.observe.logs import MAX_LINE_BYTES
 from tests.helpers import ENDLESS, VOCABULARY, RunningServer, random_model, save_random, wait_until, web
 from tests.toolbox.http import sent
+from training.saving import save_checkpoint
 
 ALWAYS = {"timestamp", "level", "logger", "process", "pid", "message"}
 MARKER = "SecretMarker"

@@ -8,7 +8,6 @@ import psutil
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from service.model.checkpoint import save_checkpoint
 from service.model.tokenizer import CharTokenizer
 from service.observe.exposition import VLLM_NAMES
 from tests.helpers import (
@@ -21,6 +20,7 @@ from tests.helpers import (
     web,
 )
 from tests.toolbox.http import answer, post, sent
+from training.saving import save_checkpoint
 
 OPEN_METRICS = {"Accept": "application/openmetrics-text; version=1.0.0, text/plain; q=0.5"}
 LOSS = 1.25

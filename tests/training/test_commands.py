@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from service.model.checkpoint import Checkpoint, save_checkpoint
+from service.model.checkpoint import Checkpoint
 from service.model.params import SamplingParams
 from service.model.tokenizer import CharTokenizer
 from tests.helpers import VOCABULARY, call, random_model
@@ -20,6 +20,7 @@ from training.config import TrainConfig
 from training.data import prepare
 from training.evaluate import streamed_loss, whole_loss
 from training.messages import unescaped
+from training.saving import save_checkpoint
 
 ROOT = Path(__file__).parents[2]
 TEXT = "The cat sat on the mat.\nA dog, too!\n" * 20

@@ -7,7 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from service.model.checkpoint import Checkpoint, CheckpointError, save_checkpoint
+from service.model.checkpoint import Checkpoint, CheckpointError
 from service.model.tokenizer import CharTokenizer
 from tests import reference
 from tests.helpers import call, random_model
@@ -17,6 +17,7 @@ from training.data import IGNORED, prepare
 from training.distributed import World
 from training.evaluate import whole_loss
 from training.loop import Run
+from training.saving import save_checkpoint
 from training.state import ResumeError
 
 SHAPE = {"block_size": 8, "n_layer": 2, "n_head": 2, "n_kv_head": 1, "n_embd": 16}

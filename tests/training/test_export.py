@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from service.model.checkpoint import Checkpoint, save_checkpoint
+from service.model.checkpoint import Checkpoint
 from service.model.params import SamplingParams
 from service.model.tokenizer import CharTokenizer
 from tests.helpers import VOCABULARY, random_model, save_random
 from training.export import export
+from training.saving import save_checkpoint
 
 
 def ids(rows, length):

@@ -7,12 +7,13 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from service.model.checkpoint import Checkpoint, save_checkpoint
+from service.model.checkpoint import Checkpoint
 from service.model.tokenizer import CharTokenizer
 from tests.helpers import random_model
 from training.data import prepare
 from training.page import write_page
 from training.report import Examination, examine
+from training.saving import save_checkpoint
 
 EVIL = "<script>alert('1')</script>&amp;<img src=x onerror=\"alert(2)\">"
 LOSSES = {"uniform": 3.0, "unigram": 2.5, "bigram": 2.2, "whole": 2.0, "streamed": 1.9}
