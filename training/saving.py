@@ -24,7 +24,7 @@ from service.model.tokenizer import CharTokenizer
 
 def named_tensors(model: GPT) -> dict[str, torch.Tensor]:
     """The weights under Hugging Face's names, fp32, on the CPU."""
-    state, tensors = model.state_dict(), {}
+    state, tensors = model.state_dict(), dict[str, torch.Tensor]()
     for ours, theirs in layout(model.config).items():
         parts = state[ours].detach().float().cpu().split([shape[0] for shape in theirs.values()])
         tensors |= {name: part.contiguous() for name, part in zip(theirs, parts, strict=True)}
