@@ -220,7 +220,7 @@ async def parse_large(kind: type[AnyRequest], body: bytes, settings: Settings) -
     pause = Pause()
     small: dict[str, Any] = {}  # what pydantic gets
     large: dict[str, list[Any]] = {}
-    for name, raw in _fields(kind, body).items():
+    for name, raw in (await _fields(kind, body, pause)).items():
         await pause.if_due()
         is_known, is_list = name in kind.model_fields, raw[:1] == b"["
         if len(raw) <= LARGE_FIELD_BYTES or (name == "structured_outputs" and len(raw) <= _STRUCTURED_BYTES):
@@ -241,7 +241,8 @@ async def parse_large(kind: type[AnyRequest], body: bytes, settings: Settings) -
                 raise _expected(name)
             small[name] = Raw(raw)
         elif name == "stream_options" and raw[:1] == b"{":
-            small[name] = {key: _abbreviated(key, value) for key, value in _fields(StreamOptions, raw).items()}
+            options = await _fields(StreamOptions, raw, pause)
+            small[name] = {key: _abbreviated(key, value) for key, value in options.items()}
         else:
             small[name] = _abbreviated(name, raw)
     await pause.if_due()
@@ -260,13 +261,14 @@ def _decoder(kind: type[BaseModel]) -> msgspec.json.Decoder[msgspec.Struct]:
     return msgspec.json.Decoder(msgspec.defstruct(kind.__name__, [(name, Raw, Raw()) for name in names]))
 
 
-def _fields(kind: type[Body], body: bytes) -> dict[str, bytes]:
+async def _fields(kind: type[Body], body: bytes, pause: Pause) -> dict[str, bytes]:
     """The JSON of each field given."""
     try:
         if not body.isascii():
             body.decode()  # msgspec does not look into what it skips
         cut = _decoder(kind).decode(body)
         rest = len(body) - sum(memoryview(raw).nbytes for raw in msgspec.structs.astuple(cut))
+        await pause.if_due()
         if rest <= MAX_UNKNOWN_BYTES:  # there can be hundreds of thousands else
             return {name: bytes(raw) for name, raw in _decode(body, type=dict[str, Raw]).items()}
     except msgspec.ValidationError:
@@ -299,6 +301,7 @@ async def _prompts(kind: type[ModelRequest], raw: bytes, settings: Settings, pau
 
 async def _ids(kind: type[ModelRequest], name: str, raw: bytes, pause: Pause, longest: int | None = None) -> list[int]:
     """The ids in a list, decoded in slices."""
+    await pause.if_due()
     if raw[:1] != b"[":
         raise _expected(name)
     if longest is not None and raw.count(b",") >= longest:
