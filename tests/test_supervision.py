@@ -93,7 +93,7 @@ def test_killed_http_processes_are_replaced(slow):
 
 
 def test_sequences_of_a_killed_worker_run_again_and_give_the_same_text(slow):
-    bodies = [{"seed": i, "max_tokens": 300, "stream": i % 2 == 0} for i in range(6)]
+    bodies = [{"seed": i, "max_tokens": 200, "stream": i % 2 == 0} for i in range(6)]
     bodies[5] |= {"logprobs": 2, "echo": True, "prompt": "Hello", "seed": 4}
     bodies[4] = bodies[5] | {"stream": True}
     with RunningServer(slow.path, max_running_requests=4) as server:
@@ -502,7 +502,7 @@ def test_a_full_temporary_folder_ends_nothing(checkpoint, monkeypatch):
 def test_reader_that_stopped_is_dropped_at_its_deadline(checkpoint):
     with RunningServer(checkpoint.path, stream_interval_seconds=0) as server:
         server.wait_until_ready()
-        body = {"prompt": "a", "max_tokens": 1_000_000, "stream": True, "timeout_seconds": 3, "logprobs": 58}
+        body = {"prompt": "a", "max_tokens": 1_000_000, "stream": True, "timeout_seconds": 1.5, "logprobs": 58}
         with sent(server.port, post("/generate", body), receive_bytes=4096) as reader, answer(reader) as response:
             assert response.status == 200
             server.wait_until_metric("chargpt_http_requests_in_progress", 1)  # only this scrape
