@@ -41,7 +41,7 @@ def test_weights_equal_explicit_loops_within_the_window_and_beyond(tmp_path, n_k
 def test_rows_sum_to_1_and_see_only_the_window(tmp_path):
     config, layers = computed(save_random(tmp_path / "c"))
     T = len(IDS)
-    for scores, weights in layers:
+    for scores, weights, _ in layers:
         assert scores.shape == weights.shape == (config.n_head, T, T)
         np.testing.assert_allclose(weights.sum(axis=-1), 1, rtol=0, atol=1e-12)
         for t in range(T):
