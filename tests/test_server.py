@@ -424,7 +424,7 @@ def test_a_signal_drains_running_requests_and_refuses_new_ones(tmp_path, how):
         server.wait_until_ready()
 
         def ask(**fields):
-            body = {"prompt": "a", "max_tokens": 400, "stream": False} | fields
+            body = {"prompt": "a", "max_tokens": 1000, "stream": False} | fields
             response = web.post(f"{server.url}/generate", json=body, timeout=60)
             return text_of(pieces(response)) if body["stream"] else response.json()["choices"][0]["text"]
 
@@ -442,7 +442,7 @@ def test_a_signal_drains_running_requests_and_refuses_new_ones(tmp_path, how):
             assert web.get(f"{server.url}/livez").status_code == 200
             exact = reference(checkpoint)
             for i, text in enumerate(running):
-                assert len(text.result()) == 400
+                assert len(text.result()) == 1000
                 assert text.result()[:20] == exact("a", 20, seed=i)
             assert infill.result()
         assert server.process.wait(20) == 0
