@@ -128,7 +128,6 @@ class App:
         self.load_certificate: Hook = lambda: None  # from the server
         self.hooks: tuple[Hook, Hook] | None = None  # called before and after each request that runs the model
         self.access_log: AccessLog | None = None  # in an HTTP process
-        self.holds_answers = False  # several requests end, and then their answers go out
         self.tasks: set[Any] = set()  # handlers that run: uvicorn waits for them, and cancels them in the end
         self.random = Random()  # of ids and of seeds that no request gives
         self._keys = self.settings.api_keys
@@ -402,8 +401,6 @@ class App:
             metrics.http_requests_in_progress.change(-1)
             if request.status is not None:
                 metrics.http_request(route, request.method, request.status, seconds)
-                if not self.holds_answers:
-                    metrics.count_requests()
         level = logging.DEBUG if request.endpoint.is_quiet else logging.INFO
         if (log := self.access_log) is not None and log.shows(level):
             ran = request.num_prompt_tokens is not None

@@ -185,7 +185,7 @@ class Generation:
         parts: list[Piece] = []
         while not self.is_finished and self._failure is None:
             if not self._is_urgent:
-                await self._turn
+                await self._wait()
             self._is_urgent = False
             parts += self._take_all()
         self._fail()
@@ -210,10 +210,7 @@ class Generation:
                 if self._unwritten is None:
                     if self.is_finished or self._failure is not None:
                         break
-                    try:
-                        await self._turn
-                    except asyncio.CancelledError:  # when the time to drain is over
-                        raise ApiError(503, "server has shut down", code="shutting_down") from None
+                    await self._wait()
         finally:
             self._write = None  # which may hold what holds this
         self._fail()
@@ -251,6 +248,12 @@ class Generation:
                 raise self._failure
             finally:
                 self._failure = None
+
+    async def _wait(self) -> None:
+        try:
+            await self._turn
+        except asyncio.CancelledError:  # when the time to drain is over
+            raise ApiError(503, "server has shut down", code="shutting_down") from None
 
     def wake_when_due(self, now: float) -> None:
         """Of a stream: now, or at the tick of the client's clock that follows `due_at`."""

@@ -45,14 +45,11 @@ async def running(
 
     def resume(generations: Iterable[Generation]) -> None:
         connections.hold_writes()
-        app.holds_answers = True
         for generation in generations:
             try:
                 generation.come()
             except Exception:  # of one request alone
                 logger.exception("a request could not go on")
-        app.holds_answers = False
-        metrics.count_requests()
         connections.write_held()
 
     client.resume = resume

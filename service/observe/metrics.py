@@ -304,10 +304,7 @@ class Metrics(_Series):
         duration = "Time from HTTP request headers to the end of the response, in seconds"
         of_route = self._labelled(Histogram, "http_request_duration_seconds", duration, "handler", "method")
         self._durations_of = functools.cache(lambda *labels: self.buffered(Records(of_route(*labels))))
-        self._requests_of = functools.cache(
-            lambda handler, method, status: self._http_requests.labels(service_name, handler, method, str(status))
-        )
-        self._ended: list[tuple[str, str, int]] = []  # requests not counted yet
+        self._series_of = functools.cache(self._series_of_route)
         rejected = "Connections closed by a limit or for a malformed request, by reason"
         self.http_connections_rejected = self._labelled(
             Counter, "http_connections_rejected", rejected, "reason", known=REJECTED_CONNECTIONS
@@ -333,15 +330,13 @@ class Metrics(_Series):
         return metric
 
     def http_request(self, handler: str, method: str, status: int, seconds: float) -> None:
-        method = method if method in METHODS else "other"
-        self._ended.append((handler, method, status))
-        self._durations_of(handler, method).add((None, seconds))
+        count, durations = self._series_of(handler, method if method in METHODS else "other", status)
+        count(1)  # at once: not lost if this process is killed
+        durations.add((None, seconds))
 
-    def count_requests(self) -> None:
-        """Write how many requests have ended; before their answers go out, a killed process then loses none."""
-        for (handler, method, status), count in Occurrences(self._ended).items():
-            self._requests_of(handler, method, status).inc(count)
-        self._ended.clear()
+    def _series_of_route(self, handler: str, method: str, status: int) -> tuple[Callable[[float], None], Records]:
+        requests = self._http_requests.labels(self._model_name, handler, method, str(status))
+        return requests._value.inc, self._durations_of(handler, method)
 
     def flush(self) -> None:
         """Write buffered observations to the shared files, and now and then the exemplars to one of their own."""
