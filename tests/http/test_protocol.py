@@ -398,7 +398,7 @@ def test_a_flood_beyond_the_limit_of_open_files_passes(checkpoint):
         wait_until(lambda: status_of(server.port, "127.0.0.1")[0] == 200)
         main = psutil.Process(server.process.pid)
         wait_until(lambda: sum(process.cpu_percent(0.5) for process in main.children(recursive=True)) < 50)
-        wait_until(lambda: all(map(is_readable, flood)))
+        wait_until(lambda: all(map(is_readable, flood)), timeout=90)
         wait_until(lambda: status_of(server.port, "127.0.0.2")[0] == 200)
         assert web.get(f"{server.url}/readyz").status_code == 200
         server.process.terminate()
