@@ -78,7 +78,7 @@ class HttpServer(uvicorn.Server):
 
 
 class Spec(LitSpec):
-    """LitServe's extension point for a custom API. Registers nothing: the routes are App.routes."""
+    """LitServe's extension point for a custom API. Registers nothing: the routes are App.operations."""
 
     stream = True  # otherwise LitServe would compress answers
 
@@ -304,7 +304,7 @@ class Server(LitServer):
         self._http_id = id
         target, fork = HttpServer(config, self.state).run, multiprocessing.get_context("fork")
         process = fork.Process(target=target, args=([self._listener],), name=self.state.http_names[id])
-        with blocked(signal.SIGHUP):  # there until App.running has its handler
+        with blocked(signal.SIGHUP):  # there until life.py has its handler
             process.start()
         return process
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class Service:
     """What the routes need: the served models, the settings, and in an HTTP process the connected client."""
 
-    client: EngineClient  # these four from App.running, in an HTTP process
+    client: EngineClient  # these four from life.py, in an HTTP process
     metrics: Metrics | None = None
     tracer: Tracer | None = None
     attention: AttentionThread

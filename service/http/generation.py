@@ -353,7 +353,7 @@ class Generation:
         return self.sequences[number].prompt_logprobs or Logprobs()
 
     def _observe(self, sequence: SequenceState, finish_reason: str | None) -> None:
-        """Observe that a piece is written, the first or the last one."""
+        """Observe the first or the last piece of a sequence, which is about to be written."""
         metrics, id, now = self._metrics, sequence.submit.request_id, time.monotonic()
         queue, prefill, decode = sequence.queue_seconds, sequence.prefill_seconds, sequence.decode_seconds
         if sequence.first_token_seconds is None:

@@ -1,6 +1,6 @@
 """How an answer is written while its sequences run: whole or as server-sent events, natively or as OpenAI does.
 
-Knows ASGI and the two forms of answers; nothing of what a request means.
+Knows the two forms of answers; nothing of sockets, or of what a request means.
 """
 
 from __future__ import annotations
