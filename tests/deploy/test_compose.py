@@ -324,7 +324,8 @@ def test_a_replica_that_hangs_is_left_out_and_its_alert_arrives(stack):
                 and datetime.datetime.fromisoformat(each["startsAt"]) > paused_at
             ]  # fmt: skip
 
-        [firing, *_] = wait_until(lambda: alert("firing"), 60, stack.alerts)
+        # Prometheus sends an alert again after a minute: one that was lost on its way is late, not gone.
+        [firing, *_] = wait_until(lambda: alert("firing"), 150, stack.alerts)
         assert (firing["receiver"], firing["labels"]["severity"]) == ("tickets", "ticket")
         assert not alert("resolved")
 
@@ -337,11 +338,11 @@ def test_a_replica_that_hangs_is_left_out_and_its_alert_arrives(stack):
         def pages():
             return {each["labels"]["alertname"] for each in stack.alerts() if each["receiver"] == "pager"}
 
-        wait_until(lambda: pages() >= {"ChargptTargetsDown", "ChargptNoReplica"}, 60, stack.alerts)
+        wait_until(lambda: pages() >= {"ChargptTargetsDown", "ChargptNoReplica"}, 150, stack.alerts)
     finally:
         for replica in (hung, other):
             replica.reload()
             if replica.status == "paused":
                 replica.unpause()
-    wait_until(lambda: alert("resolved"), 60, stack.alerts)
+    wait_until(lambda: alert("resolved"), 150, stack.alerts)
     stack.wait_until_both_serve()
