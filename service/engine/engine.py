@@ -6,6 +6,7 @@ calls `step` while `has_work`.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import logging
 import time
@@ -250,14 +251,13 @@ class Engine:
         the other.
         """
         seconds, limit = self._decode_cost.seconds(rows), self.step_seconds
-        free = MIN_STEPS if rows > CACHED_ROWS else 1
         if num_prompt:
-            limit, free = min(0.5 * limit, self._prefill_cost.seconds(num_prompt)), 1
-        return max(
-            n
-            for n in self.runner.step_counts
-            if n == 1 or n * seconds <= limit or (n <= free and n * seconds <= 3 * limit)
-        )
+            limit = min(0.5 * limit, self._prefill_cost.seconds(num_prompt))
+        fit = max(1, int(limit / seconds))
+        if rows > CACHED_ROWS and not num_prompt:
+            fit = max(fit, min(MIN_STEPS, int(3 * limit / seconds)))
+        counts = self.runner.step_counts
+        return counts[bisect.bisect(counts, fit) - 1]
 
     def _start(self, plan: Plan) -> None:
         for sequence, copy in plan.starts:
