@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import psutil
 
@@ -22,6 +21,7 @@ from tests.toolbox.figures import quantile
 from tests.toolbox.launch import Program, Server, module
 
 Figure = float | int | str
+Sample = tuple[float, dict[tuple[str, int], tuple[int, int, int]]]  # time; bytes, files, threads by role and process
 MB = 1e6
 # What RunningServer changes for tests.
 DEFAULTS = {name: Settings.model_fields[name].default for name in ("max_tokens", "max_request_bytes", "max_held_bytes")}
@@ -116,7 +116,8 @@ async def check_end(server: RunningServer, outcome: Outcome) -> None:
         for label, count in (("sequences accepted", accepted), ("endings", ended)):
             outcome.figures[label] = int(outcome.figures.get(label, 0)) + count
         outcome.check(await asyncio.to_thread(server.stop) == 0, "exit status after SIGTERM")
-    outcome.check("Traceback" not in server.output(), "a traceback in the log")
+    log = server.output()
+    outcome.check("Traceback" not in log and "ROMEO" not in log, "a traceback or a prompt in the log")
 
 
 def endings(server: RunningServer) -> tuple[int, int]:
@@ -187,35 +188,38 @@ async def texts(server: Program, bodies: list[dict[str, Any]]) -> list[str]:
     return [(await ask(server.port, body)).text for body in bodies]
 
 
-class Memory:
-    """Resident memory of all processes of a server, in bytes: at the beginning, and the most until the end."""
+# Processes
 
-    def __init__(self, server: Program):
-        self._main = psutil.Process(server.process.pid)
-        self._is_done = threading.Event()
-        self.before = self.most = self._now()
 
-    def _now(self) -> int:
-        total = 0
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for process in (self._main, *self._main.children(recursive=True)):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    total += process.memory_info().rss
-        return total
+def sample(server: Program) -> Sample:
+    main, found = psutil.Process(server.process.pid), {}
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in (main, *main.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess), process.oneshot():
+                is_tracker = "resource_tracker" in " ".join(process.cmdline())
+                role = "inference" if is_worker(process) else "resource tracker" if is_tracker else "HTTP"
+                values = (process.memory_info().rss, process.num_fds(), process.num_threads())
+                found["main" if process == main else role, process.pid] = values
+    return time.monotonic(), found
 
-    def _watch(self) -> None:
-        while not self._is_done.wait(0.05):
-            self.most = max(self.most, self._now())
 
-    def __enter__(self) -> Self:
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
+@contextlib.asynccontextmanager
+async def sampled(server: Program, seconds: float) -> AsyncIterator[list[Sample]]:
+    """Samples of all processes of a server, one at once and one each `seconds`."""
+    samples = [sample(server)]
 
-    def __exit__(self, *_: object) -> None:
-        self._is_done.set()
-        self._thread.join()
+    async def go_on() -> None:
+        while True:
+            await asyncio.sleep(seconds)
+            samples.append(sample(server))
 
-    @property
-    def figures(self) -> dict[str, Figure]:
-        return {"memory before, MB": round(self.before / MB), "memory at most, MB": round(self.most / MB)}
+    task = asyncio.create_task(go_on())
+    try:
+        yield samples
+    finally:
+        task.cancel()
+
+
+def memory(samples: list[Sample]) -> dict[str, Figure]:
+    totals = [sum(rss for rss, _, _ in found.values()) / MB for _, found in samples]
+    return {"memory before, MB": round(totals[0]), "memory at most, MB": round(max(totals))}

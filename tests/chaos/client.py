@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Self
 
 from tests.toolbox.http import DONE, events, post, text_of
@@ -46,7 +47,8 @@ class Reply:
     @cached_property
     def _parsed(self) -> tuple[int | None, bytes, bool]:
         """Status, body, and whether that is whole."""
-        response = http.client.HTTPResponse(_Received(self.data))  # type: ignore[arg-type]
+        received: Any = SimpleNamespace(makefile=lambda mode: io.BytesIO(self.data))  # enough of a socket
+        response = http.client.HTTPResponse(received)
         try:
             response.begin()
         except (http.client.HTTPException, OSError):
@@ -99,16 +101,6 @@ class Reply:
     @property
     def seconds(self) -> float:
         return self.ended_at - self.began_at
-
-
-class _Received:
-    """Enough of a socket for http.client."""
-
-    def __init__(self, data: bytes):
-        self._data = data
-
-    def makefile(self, mode: str) -> io.BytesIO:
-        return io.BytesIO(self._data)
 
 
 def has_body(data: bytes) -> bool:

@@ -1,4 +1,4 @@
-"""Clients that come all at once, leave, send nonsense, flood, or never finish a request."""
+"""Clients that come all at once, leave, send nonsense, or flood."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ import contextlib
 import itertools
 import random
 import resource
-import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
 from tests.chaos import case
-from tests.chaos.case import SHORT, STOCK_HEALTH, Figure, Memory, Outcome, Plan, asking, compared, ours, tell
-from tests.chaos.client import CROWDS, LIVEZ, OTHER, Probe, Reply, ask, crowd
+from tests.chaos.case import SHORT, STOCK_HEALTH, Figure, Outcome, Plan, asking, compared, ours, tell
+from tests.chaos.client import CROWDS, LIVEZ, OTHER, Probe, ask, crowd
 from tests.helpers import RunningServer
 from tests.toolbox.figures import quantile
 from tests.toolbox.http import post
-from tests.toolbox.launch import Program
 
 
 async def burst(plan: Plan, outcome: Outcome) -> None:
@@ -41,7 +39,7 @@ async def burst(plan: Plan, outcome: Outcome) -> None:
     for connects_first, name in ((True, "open connections"), (False, "new connections")):
         # Room for the probe; and time, as connections that are silent for 8 s are closed.
         async with ours(outcome, max_connections=20_000, header_timeout_seconds=60) as server:
-            with Memory(server) as memory:
+            async with case.sampled(server, 0.05) as samples:
                 figures = await come(server.port, LIVEZ, connects_first, 60.0)
             for row in rows:
                 fine = row[4] in (429, 503) or (row[4] == 200 and row[5] == "complete")
@@ -51,20 +49,22 @@ async def burst(plan: Plan, outcome: Outcome) -> None:
             outcome.check(reply.ending == "complete", f"{name}: a request afterwards ended as {reply.ending}")
         refused = [row[2] - row[1] for row in rows if row[4] in (429, 503) and row[2]]
         accepted = [row[3] - row[1] for row in rows if row[4] == 200]
-        figures |= {"accepted": len(accepted), **memory.figures}
+        used = case.memory(samples)
+        figures |= {"accepted": len(accepted), **used}
         figures |= case.spread("refused after sending", refused)
         figures |= case.spread("accepted ones ended after sending", accepted)
         outcome.figures |= {f"{name}: {label}": value for label, value in figures.items()}
-        grown = (memory.most - memory.before) / 1e6
-        outcome.check(grown < 400, f"{name}: memory grew by {grown:.0f} MB")
+        before, most = used.values()
+        outcome.check(most - before < 400, f"{name}: memory grew from {before} to {most} MB")
         goal = f"{name}: refusals within 100 ms at the 99th percentile"
         outcome.goals[goal] = quantile(refused, 0.99) <= 0.1
     if plan.quick:
         return
-    with case.stock(plan) as theirs, Memory(theirs) as memory:
-        figures = await come(theirs.port, STOCK_HEALTH, False, 10.0)
+    with case.stock(plan) as theirs:
+        async with case.sampled(theirs, 0.05) as samples:
+            figures = await come(theirs.port, STOCK_HEALTH, False, 10.0)
     outcome.stock_did = "on new connections, for 10 s"
-    figures |= {"accepted": sum(row[5] == "complete" for row in rows), **memory.figures}
+    figures |= {"accepted": sum(row[5] == "complete" for row in rows), **case.memory(samples)}
     outcome.stock |= {f"new connections: {label}": value for label, value in figures.items()}
 
 
@@ -289,129 +289,3 @@ async def fairness(plan: Plan, outcome: Outcome) -> None:
         outcome.stock |= case.spread("flood of 1,000: first character", beside, "ms")
         if beside:
             outcome.stock["flood of 1,000: p50 ÷ alone"] = quantile(beside, 0.5) / quantile(alone, 0.5)
-
-
-# Headers and bodies
-
-
-def dribble(port: int, count: int, begin: bytes, more: bytes, seconds: float) -> list[float | None]:
-    """`count` connections that send `begin`, then `more` each second: when the server closed each."""
-    connections: dict[int, socket.socket] = {}
-    for i in range(count):
-        connections[i] = socket.create_connection(("127.0.0.1", port), source_address=(f"127.0.0.{30 + i % 8}", 0))
-        connections[i].sendall(begin)
-        connections[i].setblocking(False)
-    began, due = time.monotonic(), time.monotonic() + 1
-    closed: list[float | None] = [None] * count
-    while connections and time.monotonic() - began < seconds:
-        time.sleep(0.05)
-        sends = time.monotonic() >= due
-        due += sends
-        for i, connection in list(connections.items()):
-            try:
-                if sends and more:
-                    connection.send(more)
-                while connection.recv(1 << 16):  # an answer comes before the end
-                    pass
-            except BlockingIOError:
-                continue
-            except OSError:
-                pass
-            closed[i] = time.monotonic() - began
-            connections.pop(i).close()
-    for connection in connections.values():
-        connection.close()
-    return closed
-
-
-def send_header(port: int, path: str, size: int, lines: int) -> tuple[int, float]:
-    """One request with `size` bytes of headers: (status, 0 if the connection was reset; seconds until its end)."""
-    began, data = time.monotonic(), b""
-    with socket.create_connection(("127.0.0.1", port), source_address=("127.0.0.40", 0)) as connection:
-        connection.settimeout(60)
-        line = b"X-Pad: " + b"x" * (size // lines - 9) + b"\r\n"
-        with contextlib.suppress(OSError):
-            connection.sendall(f"GET {path} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n".encode())
-            for _ in range(lines):
-                connection.sendall(line)
-            connection.sendall(b"\r\n")
-        with contextlib.suppress(OSError):
-            while chunk := connection.recv(1 << 16):
-                data += chunk
-    return int(data[9:12]) if data.startswith(b"HTTP/1.1 ") else 0, time.monotonic() - began
-
-
-async def hostile_headers(server: Program, health: bytes, count: int, seconds: float) -> dict[str, Figure]:
-    """The same for both servers: figures by label."""
-    figures: dict[str, Figure] = {}
-    for label, size, lines in (("a header of 60 MB", 60_000_000, 1), ("100,000 headers", 2_000_000, 100_000)):
-        with Probe(server.port, health) as probe:
-            status, took = await asyncio.to_thread(send_header, server.port, health.split()[1].decode(), size, lines)
-        figures |= {f"{label}: status": status or "connection reset", f"{label}: ended after, s": took}
-        figures[f"{label}: longest /livez of others, ms"] = quantile(probe.seconds, 1) * 1e3
-    with Probe(server.port, health) as probe:
-        slow = b"GET /livez HTTP/1.1\r\nHost: a\r\nX-Slow: "
-        closed = await asyncio.gather(
-            asyncio.to_thread(dribble, server.port, count, slow, b"x", seconds),
-            asyncio.to_thread(dribble, server.port, count, b"", b"", seconds),
-        )
-    for label, moments in zip((f"{count} slow headers", f"{count} silent connections"), closed, strict=True):
-        figures[f"{label}: closed within 10 s"] = sum(at is not None and at <= 10 for at in moments)
-        figures |= {f"{label}: last closed after, s": max((at for at in moments if at is not None), default="never")}
-    figures["slow and silent: longest /livez of others, ms"] = quantile(probe.seconds, 1) * 1e3
-    return figures
-
-
-async def headers(plan: Plan, outcome: Outcome) -> None:
-    count = 200
-    outcome.did = "a header of 60 MB, 100,000 headers, 200 headers at a byte per second, 200 silent connections"
-    async with ours(outcome) as server:
-        found = await hostile_headers(server, LIVEZ, count, 14)
-    outcome.figures |= found
-    for label, value in found.items():
-        if label.endswith(": status"):
-            outcome.check(value in (431, "connection reset"), f"{label} {value}")
-        elif label.endswith("closed within 10 s"):
-            outcome.cases += count
-            outcome.check(value == count, f"{label}: {value}")
-        elif label.endswith("longest /livez of others, ms"):
-            outcome.check(float(value) < 1000, f"{label} {float(value):.0f}")
-    if not plan.quick:
-        with case.stock(plan) as theirs:
-            outcome.stock = await hostile_headers(theirs, STOCK_HEALTH, count, 10.5)
-
-
-async def bodies(plan: Plan, outcome: Outcome) -> None:
-    outcome.did = (
-        "a body of 20 prompts of 1,000,000 invalid ids each, three times (--max-body-bytes 67108864); 100 bodies at a "
-        "byte per second (--body-timeout-seconds 5)"
-    )
-    ids = b"[" + b"-1," * 999_999 + b"-1]"
-    content = b'{"max_tokens": 1, "prompt": [' + b",".join([ids] * 20) + b"]}"
-
-    async def send(server: Program, health: bytes, patience: float) -> tuple[list[Reply], dict[str, Figure], float]:
-        with Memory(server) as memory, Probe(server.port, health) as probe:
-            replies = [await ask(server.port, content, source="127.0.0.40", patience=patience) for _ in range(3)]
-        figures: dict[str, Figure] = {
-            "invalid ids: statuses": tell(Counter(reply.failure or str(reply.status) for reply in replies)),
-            "invalid ids: refused after, p50, s": quantile((reply.seconds for reply in replies), 0.5),
-        }
-        figures |= case.others("invalid ids: /livez of others", probe) | memory.figures
-        return replies, figures, max(probe.seconds)
-
-    async with ours(outcome, max_body_bytes=64 << 20, body_timeout_seconds=5) as server:
-        replies, figures, longest = await send(server, LIVEZ, 60)
-        for reply in replies:
-            outcome.check(reply.status == 400, f"invalid ids: status {reply.status}, {reply.ending}")
-        outcome.check(longest < 1, f"invalid ids: /livez took {longest:.2f} s")
-        slow = post("/generate", b"", Content_Length=1000)
-        with Probe(server.port) as probe:
-            closed = await asyncio.to_thread(dribble, server.port, 100, slow, b" ", 12)
-        for at in closed:
-            outcome.check(at is not None and at < 10, f"a slow body was closed after {at} s")
-        outcome.figures |= figures
-        outcome.figures["slow bodies: closed within 10 s"] = sum(at is not None for at in closed)
-        outcome.figures |= case.others("slow bodies: /livez of others", probe)
-    if not plan.quick:
-        with case.stock(plan) as theirs:
-            _, outcome.stock, _ = await send(theirs, STOCK_HEALTH, 20)

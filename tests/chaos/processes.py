@@ -1,12 +1,15 @@
-"""Processes that die, hang, cannot start, or run out of disk."""
+"""Processes that die, hang, are told to end, or whose clock jumps."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import email.utils
 import os
-import re
+import shutil
 import signal
+import struct
+import subprocess
 import tempfile
 import time
 from collections import Counter
@@ -19,7 +22,7 @@ import psutil
 from tests.chaos import case
 from tests.chaos.case import SHORT, STOCK_HEALTH, Outcome, Plan, asking, bodies_of, compared, ours, tally, tell, until
 from tests.chaos.client import OTHER, Probe, Reply, ask
-from tests.toolbox.disk import SmallDisk
+from tests.helpers import web
 from tests.toolbox.http import post, sent
 from tests.toolbox.launch import Program
 
@@ -278,60 +281,57 @@ async def sigterm(plan: Plan, outcome: Outcome) -> None:
         }
 
 
-async def crash_loop(plan: Plan, outcome: Outcome) -> None:
-    restarts = plan.count(5, 3)
-    outcome.did = (
-        f"the service's copy of the weights truncated, then kill -9 of the inference process; --max-restarts {restarts}"
-    )
-    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as folder:
-        async with contextlib.AsyncExitStack() as stack:
-            with patch.dict(os.environ, {"TMPDIR": folder}):
-                server = await stack.enter_async_context(ours(outcome, max_restarts=restarts))
-            (weights,) = Path(folder).glob("chargpt-*/checkpoint-*/model.safetensors")
-            process = server.worker()
-            await case.settled(process)
-            os.truncate(weights, 1000)
-            began = time.monotonic()
-            process.kill()
-            with Probe(server.port, interval=0.1) as probe:
-                [waiting] = asking(server, [SHORT])
-                status = await asyncio.to_thread(server.process.wait, 120)
-                seconds = time.monotonic() - began
-                reply = await waiting
-            await until(lambda: not server._left(), 10)
-            lines = server.output().splitlines()
-    made = sum("restarting" in line for line in lines)
-    outcome.check(status == 1, f"exit status {status}")
-    outcome.check(made == restarts, f"{made} restarts")
-    outcome.check(bool(re.match(r"python -m service: worker-0 .* died", lines[-1])), f"last line: {lines[-1]}")
-    outcome.check(reply.ending != "hang", "a request that came meanwhile hangs")
-    outcome.figures |= {
-        "exit status": status,
-        "ended after, s": seconds,
-        "restarts": made,
-        "last line": re.sub(r"\(process \d+\)", "(process …)", lines[-1]),
-        "a request that came meanwhile": f"{reply.ending}, status {reply.status}",
-    } | case.others("/livez of others", probe)
+async def clock(plan: Plan, outcome: Outcome) -> None:
+    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    if compiler is None or os.uname().sysname != "Linux":
+        outcome.skipped = "moving the clock of one program needs Linux and a C compiler"
+        return
+    outcome.did = "the wall clock of all processes moved by +1 h, −1 h and back while requests run and wait"
+    with tempfile.TemporaryDirectory() as name:
+        library, offset = Path(name) / "clock.so", Path(name) / "offset"
+        command = [compiler, "-shared", "-fPIC", "-O2", "-o", library, Path(__file__).with_name("clock.c"), "-ldl"]
+        subprocess.run(command, check=True)
 
+        def move(hours: float) -> None:
+            with open(offset, "r+b" if offset.exists() else "wb") as file:
+                file.write(struct.pack("d", hours * 3600))
 
-async def full_disk(plan: Plan, outcome: Outcome) -> None:
-    kills = plan.count(3, 1)
-    outcome.did = (
-        f"the temporary folder on a full disk: requests to every route, {kills} kills of the inference process and as "
-        "many of the HTTP process"
-    )
-    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as point, SmallDisk(Path(point), "16m") as disk:
+        def hours_off(url: str) -> float:
+            """The server's wall clock against ours, by its header Date."""
+            date = email.utils.parsedate_to_datetime(web.get(f"{url}/livez").headers["date"])
+            return round((date.timestamp() - time.time()) / 3600, 1)
+
+        move(0)
+        changed = {"LD_PRELOAD": str(library), "CHAOS_CLOCK": str(offset)}
         async with contextlib.AsyncExitStack() as stack:
-            with patch.dict(os.environ, {"TMPDIR": str(disk.path)}):
-                server = await stack.enter_async_context(ours(outcome, max_restarts=100))
-            disk.fill()
-            free = os.statvfs(disk.path).f_bavail
-            outcome.check(free == 0, f"{free} blocks are free")
-            for path in ("/tokenize", "/detokenize", "/v1/score", "/v1/next", "/nothing", "/v1/completions"):
-                reply = await ask(server.port, {"prompt": "a", "texts": "ab", "tokens": [1]}, path=path)
-                fine = reply.status is not None and reply.status < 500
-                outcome.check(fine, f"{path}: status {reply.status}, {reply.ending}")
-            for i in range(2 * kills):
-                (server.worker() if i % 2 == 0 else case.listeners(server)[0]).kill()
-                reply = await ask(server.port, SHORT)
-                outcome.check(reply.ending == "complete", f"kill {i}: the next request ended as {reply.ending}")
+            with patch.dict(os.environ, changed):
+                server = await stack.enter_async_context(ours(outcome))
+            pids = {process.pid for process in server.processes()}
+            bodies = bodies_of(6, plan.count(3000, 2000))
+            expected = await case.texts(server, bodies)
+            late, took = [], []
+            with Probe(server.port, interval=0.05) as probe:
+                for hours in (1.0, -1.0, 0.0):
+                    long = {"prompt": "A", "max_tokens": 16_000, "n": 4, "timeout_seconds": 2}
+                    running, timing = asking(server, bodies), asking(server, [long] * 4, source=OTHER)
+                    await asyncio.sleep(0.3)
+                    move(hours)
+                    # uvicorn renews the date once a second.
+                    await until(lambda hours=hours: hours_off(server.url) == hours)
+                    outcome.cases += 1
+                    for reply, text in zip(await asyncio.gather(*running), expected, strict=True):
+                        same = compared(reply, text) == "the same text"
+                        outcome.check(same, f"{hours:+g} h: a request ended as {reply.ending}, status {reply.status}")
+                        took.append(reply.seconds)
+                    for reply in await asyncio.gather(*timing):
+                        right = reply.status == 504 and 1.9 < reply.seconds < 6
+                        outcome.check(
+                            right, f"{hours:+g} h: timeout_seconds 2: {reply.status} in {reply.seconds:.1f} s"
+                        )
+                        late.append(reply.seconds)
+                    ready = web.get(f"{server.url}/readyz").status_code
+                    outcome.check(ready == 200, f"{hours:+g} h: /readyz {ready}")
+            await asyncio.sleep(1)
+            outcome.check({process.pid for process in server.processes()} == pids, "processes were replaced")
+        outcome.figures |= case.spread("requests with timeout_seconds 2 ended after", late)
+        outcome.figures |= case.spread("others", took) | case.others("/livez of others", probe)

@@ -36,11 +36,6 @@ PROMISES = (
      "{new connections: memory at most, MB} MB, {new connections: accepted} ended, the others got 429"),
     ("the same: refusals, p99 (goal: 100 ms)", "burst",
      "{open connections: refused after sending, p99, s} s"),
-    ("headers of 60 MB, slow or silent connections", "headers",
-     "status {a header of 60 MB: status}, {200 silent connections: closed within 10 s} of 200 closed within 10 s"),
-    ("the largest requests in 700 MB of memory", "memory",
-     "{cgroup of 700 MB: at most, MB} MB, {cgroup of 700 MB: processes killed} processes killed"),
-    ("1,000 flipped bits and 1,000 cut files of a checkpoint", "checkpoints", "{refused} of 2,000 refused"),
     ("20 minutes of mixed traffic: each accepted sequence ends once", "soak",
      "{endings} of {sequences accepted}; worker's memory {inference: slope of memory, MB per hour} MB per hour"),
 )  # fmt: skip
@@ -52,7 +47,6 @@ STOCK = {
     "leave": "next answer: {the next request is answered after, s}",
     "bad": "{good ones that got their text} of {good requests}",
     "burst": "{new connections: memory at most, MB} MB, {new connections: accepted} ended",
-    "headers": "status {a header of 60 MB: status}, {200 silent connections: closed within 10 s} closed",
 }  # fmt: skip
 
 

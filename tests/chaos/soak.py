@@ -8,14 +8,12 @@ import itertools
 import random
 import time
 from collections import Counter
+from statistics import linear_regression
 from typing import Any
 
-import psutil
-
-from tests.chaos.case import MB, Outcome, Plan, ours, spread, tell
+from tests.chaos.case import MB, Outcome, Plan, ours, sampled, spread, tell
 from tests.chaos.client import Reply, ask
 from tests.chaos.clients import BAD, bad_options
-from tests.helpers import RunningServer, is_worker
 from tests.load.mix import mixed, problem
 from tests.toolbox.figures import quantile
 from tests.toolbox.http import post
@@ -47,37 +45,6 @@ async def read_slowly(port: int, body: dict[str, Any], chance: random.Random) ->
                 writer.transport.abort()
 
 
-class Samples:
-    """(time, resident bytes, open files, threads) of each process."""
-
-    def __init__(self, server: RunningServer):
-        self._main = psutil.Process(server.process.pid)
-        self.of: dict[tuple[str, int], list[tuple[float, int, int, int]]] = {}
-
-    def take(self) -> None:
-        now = time.monotonic()
-        for process in (self._main, *self._main.children(recursive=True)):
-            with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-                with process.oneshot():
-                    values = (now, process.memory_info().rss, process.num_fds(), process.num_threads())
-                self.of.setdefault((self._role(process), process.pid), []).append(values)
-
-    def _role(self, process: psutil.Process) -> str:
-        if process == self._main:
-            return "main"
-        if is_worker(process):
-            return "inference"
-        return "resource tracker" if "resource_tracker" in " ".join(process.cmdline()) else "HTTP"
-
-
-def slope_per_hour(points: list[tuple[float, float]]) -> float:
-    """Least squares."""
-    n = len(points)
-    mean_x, mean_y = sum(x for x, _ in points) / n, sum(y for _, y in points) / n
-    variance = sum((x - mean_x) ** 2 for x, _ in points)
-    return 3600 * sum((x - mean_x) * (y - mean_y) for x, y in points) / variance if variance else 0.0
-
-
 async def soak(plan: Plan, outcome: Outcome) -> None:
     duration = seconds(plan)
     every = plan.count(120, 15)
@@ -93,7 +60,7 @@ async def soak(plan: Plan, outcome: Outcome) -> None:
     async with ours(outcome) as server:
         vocabulary = server._get("/info").json()["model"]["vocabulary"]
         numbers = itertools.count()
-        samples, began = Samples(server), time.monotonic()
+        began = time.monotonic()
         ends_at, middle = began + duration, began + duration / 2
 
         async def user(number: int) -> None:
@@ -136,15 +103,10 @@ async def soak(plan: Plan, outcome: Outcome) -> None:
                 server.worker().kill()
                 killed_at.append(time.monotonic())
 
-        async def sample() -> None:
-            while True:
-                samples.take()
-                await asyncio.sleep(SAMPLE_SECONDS)
-
-        helpers = [asyncio.create_task(kill()), asyncio.create_task(sample())]
-        await asyncio.gather(*(user(number) for number in range(USERS)))
-        for helper in helpers:
-            helper.cancel()
+        async with sampled(server, SAMPLE_SECONDS) as samples:
+            killing = asyncio.create_task(kill())
+            await asyncio.gather(*(user(number) for number in range(USERS)))
+            killing.cancel()
         restarts = int(server.metric("chargpt_worker_restarts_total"))
     for what, count in wrong.items():
         outcome.check(False, f"{count} × {what}")
@@ -156,12 +118,13 @@ async def soak(plan: Plan, outcome: Outcome) -> None:
         "5xx other than 503 and 504": sum(count for name, count in wrong.items() if "status 5" in name),
     }
     outcome.figures |= spread("first character of streams", first, "ms")
-    for (role, _), rows in samples.of.items():
+    for role, pid in dict.fromkeys(each for _, found in samples for each in found):
+        rows = [(at, *found[role, pid]) for at, found in samples if (role, pid) in found]
         later = [row for row in rows if row[0] > middle + 5]
         if len(later) < 5:
             continue
         mb = [(at, rss / MB) for at, rss, _, _ in later]
-        slope, hours = slope_per_hour(mb), (later[-1][0] - later[0][0]) / 3600
+        slope, hours = 3600 * linear_regression(*zip(*mb, strict=True)).slope, (later[-1][0] - later[0][0]) / 3600
         outcome.figures[f"{role}: memory, MB"] = round(mb[-1][1], 1)
         outcome.figures[f"{role}: slope of memory, MB per hour"] = round(slope, 2)
         for name, place in (("open files", 2), ("threads", 3)):
