@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import fcntl
 import itertools
@@ -14,7 +13,8 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,11 +23,13 @@ import torch
 
 from service.model.checkpoint import Checkpoint
 from service.model.params import SamplingParams
+from tests.helpers import wait_until
 from tests.toolbox.http import DONE, events, text_of
 
 ROOT = Path(__file__).parents[2]
 DEPLOY, STAND_INS = ROOT / "deploy", Path(__file__).parent / "standins.Dockerfile"
 FIRST_CHARACTERS = 100  # compared with the reference
+SIZE = {"n_embd": 256, "n_head": 8, "n_kv_head": 8}  # a long stream takes a second or two
 
 
 def run(*command: object, **options: Any) -> str:
@@ -38,22 +40,16 @@ def run(*command: object, **options: Any) -> str:
     return done.stdout
 
 
-@contextlib.contextmanager
-def one_build() -> Iterator[None]:
-    """Test files run at the same time: the first build fills the cache for the others."""
-    with open(Path(tempfile.gettempdir()) / "chargpt-test-build.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def build(tag: str, folder: Path = ROOT, *options: object) -> str:
+def build(tag: str, folder: object = ROOT, *options: object, **given: Any) -> str:
     """Builds an image, from local wheels where there are some; returns its tag."""
     command = ["docker", "build", "--progress", "plain", "--tag", tag, *options]
     wheels = os.environ.get("PIP_FIND_LINKS")
     if wheels and Path(wheels).is_dir():  # installs torch from local wheels
         command += ["--build-context", f"wheels={wheels}", "--build-arg", "TORCH_INDEX_URL="]
-    with one_build():
-        run(*command, folder)
+    # Test files run at the same time: the first build fills the cache for the others.
+    with open(Path(tempfile.gettempdir()) / "chargpt-test-build.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        run(*command, folder, **given)
     return tag
 
 
@@ -64,12 +60,11 @@ def build_with(checkpoint: Checkpoint, tag: str) -> str:
 
 def build_stand_ins() -> dict[str, str]:
     """The variables with which compose.yaml and stack.yaml take images from Debian's packages."""
-    images = {}
-    for program in ("haproxy", "prometheus", "alertmanager"):
-        images[f"{program.upper()}_IMAGE"] = tag = f"chargpt-stand-in:{program}"
-        with one_build():
-            run("docker", "build", "--target", program, "--tag", tag, "-", input=STAND_INS.read_text())
-    return images
+    text, programs = STAND_INS.read_text(), ("haproxy", "prometheus", "alertmanager")
+    return {
+        f"{program.upper()}_IMAGE": build(f"chargpt-stand-in:{program}", "-", "--target", program, input=text)
+        for program in programs
+    }
 
 
 def answered_by(container: Any) -> dict[str, dict[str, Any]]:
@@ -101,10 +96,6 @@ class Sent:
     failure: str | None = None
     checkpoint: str | None = None
 
-    @property
-    def seconds(self) -> float:
-        return self.ended - self.started
-
 
 class Load:
     """Clients that send short and long streams and whole answers, each client one after another, until the end.
@@ -130,52 +121,43 @@ class Load:
             for seed in self.SEEDS
         }
         self._stop = threading.Event()
-        self._lock = threading.Lock()
-        self._threads = [threading.Thread(target=self._client, args=(number,)) for number in range(clients)]
+        self._pool = ThreadPoolExecutor(clients)
 
     def __enter__(self) -> Self:
-        for thread in self._threads:
-            thread.start()
+        self._running = [self._pool.submit(self._client, number) for number in range(self.clients)]
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        for thread in self._threads:
-            thread.join()
+        for client in self._running:
+            client.result()
 
     def wait_for(self, count: int) -> None:
         """Waits until `count` more requests of each kind have been answered."""
-        before = self._answered()
-        deadline = time.monotonic() + 120
-        while any(self._answered()[kind] < before[kind] + count for kind in self.KINDS):
-            assert time.monotonic() < deadline, f"answered since {before}: {self._answered()}"
-            time.sleep(0.05)
 
-    def _answered(self) -> Counter[str]:
-        with self._lock:
-            return Counter(sent.kind for sent in self.sent if sent.failure is None)
+        def answered() -> Counter[str]:
+            return Counter(sent.kind for sent in self.sent[:] if sent.failure is None)
+
+        before = answered()
+        wait_until(lambda: all(answered()[kind] >= before[kind] + count for kind in self.KINDS), 120, answered)
 
     def failed(self) -> list[Sent]:
         return [sent for sent in self.sent if sent.failure is not None]
 
     def _client(self, number: int) -> None:
         # Connections stay open, as most clients keep them: a stale one is a failure here.
-        kinds = itertools.cycle(self.KINDS)
         with httpx.Client(timeout=60) as client:
-            for index in itertools.count():
+            for index, kind in enumerate(itertools.cycle(self.KINDS)):
                 if self._stop.is_set():
                     return
-                sent = Sent(f"{self._name}-{number}-{index}", next(kinds), time.time())
+                sent = Sent(f"{self._name}-{number}-{index}", kind, time.time())
                 seed = (number + index // len(self.KINDS)) % len(self.SEEDS)
                 try:
                     sent.failure = self._send(client, sent, seed)
-                except httpx.TimeoutException as error:
-                    sent.failure = f"hang: {error!r}"
                 except httpx.HTTPError as error:
-                    sent.failure = f"broken: {error!r}"
+                    sent.failure = f"{'hang' if isinstance(error, httpx.TimeoutException) else 'broken'}: {error!r}"
                 sent.ended = time.time()
-                with self._lock:
-                    self.sent.append(sent)
+                self.sent.append(sent)
                 if sent.failure is not None:
                     time.sleep(0.2)  # as a client backs off
 
@@ -202,8 +184,7 @@ class Load:
         if not names:
             return f"wrong: {text!r}"
         (sent.checkpoint,) = names
-        with self._lock:
-            same = self._texts.setdefault((sent.checkpoint, seed, sent.kind), text)
+        same = self._texts.setdefault((sent.checkpoint, seed, sent.kind), text)
         return None if same == text else f"wrong: {text!r} instead of {same!r}"
 
     def figures(self) -> dict[str, object]:
@@ -211,5 +192,5 @@ class Load:
             "requests": len(self.sent),
             **{kind: sum(sent.kind == kind for sent in self.sent) for kind in self.KINDS},
             "failed": len(self.failed()),
-            "longest_seconds": round(max(sent.seconds for sent in self.sent), 2),
+            "longest_seconds": round(max(sent.ended - sent.started for sent in self.sent), 2),
         }

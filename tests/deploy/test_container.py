@@ -19,7 +19,7 @@ import pytest
 import setup
 from service.settings import BUNDLED
 from tests.deploy.stack import FIRST_CHARACTERS, ROOT, build, reference
-from tests.helpers import SLOW, save_random, wait_until, web
+from tests.helpers import SLOW, VOCABULARY, save_random, wait_until, web
 
 VERSION = "1.2.3"  # of the image built here
 MEMORY = 640 << 20  # the minimum in deploy/README.md
@@ -116,48 +116,23 @@ def test_without_a_writable_folder_or_a_checkpoint_the_container_says_so(engine,
     assert caught.value.exit_status == 2
 
 
-def test_running_and_queued_requests_complete_after_sigterm(engine, image, checkpoint):
-    slots, queued, length = 20, 50, 40
-    settings = {"MAX_RUNNING_REQUESTS": f"{slots}", "MAX_QUEUE_SECONDS": "300", "DRAIN_SECONDS": "300"}
-    environment = {f"CHARGPT_{name}": value for name, value in settings.items()}
-    with started(engine, image, checkpoint, environment) as container:
-        url = healthy(container)
-
-        def metric(name):
-            found = re.search(rf"^chargpt_{name}{{.*}} (\S+)$", web.get(f"{url}/metrics").text, re.MULTILINE)
-            return found is not None and float(found[1])
-
-        def answer(seed, max_tokens):
-            body = {"prompt": "Hello", "max_tokens": max_tokens, "seed": seed}
-            (choice,) = web.post(f"{url}/generate", json=body, timeout=300).json()["choices"]
-            return choice["text"], choice["finish_reason"]
-
-        with concurrent.futures.ThreadPoolExecutor(slots + queued) as pool:
-            running = [pool.submit(answer, seed, 20 * length) for seed in range(slots)]
-            wait_until(lambda: metric("num_requests_running") == slots)
-            waiting = [pool.submit(answer, seed, length) for seed in range(queued)]
-            wait_until(lambda: metric("num_requests_waiting") == queued)
-            container.kill("SIGTERM")
-            ended = [future.result() for future in running + waiting]
-        assert container.wait(timeout=30)["StatusCode"] == 0
-    assert {(len(text), reason) for text, reason in ended[:slots]} == {(20 * length, "length")}
-    assert {(len(text), reason) for text, reason in ended[slots:]} == {(length, "length")}
-    assert reference(checkpoint, "Hello", 0).startswith(ended[slots][0])
-
-
 def test_the_documented_memory_suffices_and_too_little_ends_with_137(engine, image, tmp_path):
-    """Requests that fill the memory for requests in progress: each gets an answer or 429, and no process is killed."""
+    """Requests that fill the memory for requests in progress, the largest answers among them: each gets an answer or
+    429, and no process is killed."""
     tiny = save_random(tmp_path / "checkpoint")  # whose weights take next to no memory and time
     with started(engine, image, tiny, mem_limit=MEMORY, memswap_limit=MEMORY) as container:
         url = healthy(container)
 
-        def status(_):
-            body = {"prompt": "a" * 99_000, "max_tokens": 10}
+        def status(body):
             return web.post(f"{url}/generate", json=body, timeout=200).status_code
 
+        prompts = [{"prompt": "a" * 99_000, "max_tokens": 10}] * 64
+        answers = [{"prompt": "a", "max_tokens": 1200, "n": 64, "logprobs": len(VOCABULARY)}] * 2  # of 60 MB
         with concurrent.futures.ThreadPoolExecutor(64) as pool:
-            statuses = set(pool.map(status, range(64)))
-        assert statuses <= {200, 429} and 200 in statuses
+            for bodies in (prompts, answers):
+                statuses = set(pool.map(status, bodies))
+                assert statuses <= {200, 429} and 200 in statuses
+        assert status(answers[0] | {"max_tokens": 4000}) == 400
         assert "died" not in container.logs().decode()
     with started(engine, image, tiny, mem_limit="64m", memswap_limit="64m") as container:
         assert container.wait(timeout=60)["StatusCode"] == 137

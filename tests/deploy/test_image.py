@@ -1,8 +1,6 @@
 """What the image is built from: locks, Dockerfile, workflows; test_container.py builds and runs it."""
 
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -13,7 +11,6 @@ from packaging.requirements import Requirement
 from deploy.image import lock
 
 ROOT = Path(__file__).parents[2]
-BIN = Path(sys.executable).parent
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
@@ -74,15 +71,9 @@ def test_hashes_of_another_torch_come_from_the_index_of_pytorch(tmp_path):
     assert lock.cpu_torch(lock.version(read("cuda"), "torch"), before, "http://127.0.0.1:9") == before["torch"]
 
 
-def test_dockerfile_and_workflows_are_valid():
-    """By hadolint, and GitHub's schema. The workflows have never run."""
-    subprocess.run([BIN / "hadolint", ROOT / "Dockerfile"], check=True)
-    assert len(WORKFLOWS) == 2
-    subprocess.run([BIN / "check-jsonschema", "--builtin-schema", "vendor.github-workflows", *WORKFLOWS], check=True)
-
-
 def test_workflows_run_what_exists():
-    """Targets of make, files, and actions with a version."""
+    """Targets of make, files, and actions with a version. The workflows have never run; make lint checks their form."""
+    assert len(WORKFLOWS) == 2
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for path in WORKFLOWS:
         for job in yaml.safe_load(path.read_text())["jobs"].values():
@@ -92,13 +83,3 @@ def test_workflows_run_what_exists():
                 assert set(re.findall(r"\bmake ([a-z-]+)", script)) <= targets, script
                 for file in re.findall(r"(?<![\w/.-])(?:tests|deploy|\.ci)/[\w./-]+", script):
                     assert (ROOT / file).exists(), file
-
-
-def test_the_changelog_has_the_form_of_keep_a_changelog():
-    text = (ROOT / "CHANGELOG.md").read_text()
-    versions = re.findall(r"^## \[(.+?)\](?: - \d{4}-\d\d-\d\d)?$", text, re.MULTILINE)
-    assert versions[0] == "Unreleased" and len(versions) == len(set(versions))
-    assert all(re.fullmatch(r"\d+\.\d+\.\d+", version) for version in versions[1:])
-    assert set(re.findall(r"^### (.+)$", text, re.MULTILINE)) <= {
-        "Added", "Changed", "Deprecated", "Removed", "Fixed", "Security",
-    }  # fmt: skip

@@ -116,65 +116,16 @@ def test_variables_are_settings_and_their_values_are_accepted(k8s, monkeypatch):
         assert str(getattr(read, name)).lower() in {each.lower() for each in expected}, name
 
 
-def test_a_pod_has_time_to_stop(k8s):
+def test_a_roll_out_an_eviction_and_a_load_have_what_they_need(k8s):
+    """Time for each request to end, a replica that stays, and one autoscaler of the Deployment."""
     delay, drain = float(k8s.settings["shutdown_delay_seconds"]), float(k8s.settings["drain_seconds"])
     assert k8s.pod["terminationGracePeriodSeconds"] >= delay + drain + STOP_SECONDS
     assert drain >= float(k8s.settings["request_timeout_seconds"])
     ready = k8s.container["readinessProbe"]
     assert delay > ready["periodSeconds"] * ready["failureThreshold"]
-
-
-def test_probes_and_prometheus_ask_routes_of_the_port_that_the_service_listens_on(k8s):
-    routes = [compile_path(it.path)[0] for it in OPERATIONS if "GET" in it.methods]
-    assert k8s.container["ports"] == [{"name": "http", "containerPort": int(k8s.settings["port"])}]
-    assert [each["targetPort"] for each in k8s.spec("Service")["ports"]] == ["http"]
-    [endpoint] = k8s.spec("ServiceMonitor")["endpoints"]
-    assert (endpoint["port"], endpoint["path"]) == ("http", "/metrics")
-    # The rules are about this job, and objectives hold for each environment.
-    assert k8s.by_kind["Service"]["metadata"]["labels"][k8s.spec("ServiceMonitor")["jobLabel"]] == "chargpt"
-    assert [each["targetLabel"] for each in endpoint["relabelings"]] == ["environment"]
-    for probe, path in {"startupProbe": "/readyz", "readinessProbe": "/readyz", "livenessProbe": "/livez"}.items():
-        assert k8s.container[probe]["httpGet"] == {"path": path, "port": "http"}
-        assert any(route.fullmatch(path) for route in routes)
-
-
-def test_ways_in_wait_longer_than_a_request_and_lead_to_the_pods(k8s):
-    wait = float(k8s.settings["request_timeout_seconds"])
-    if k8s.name == "ingress":
-        [rule] = k8s.spec("Ingress")["rules"]
-        backend = rule["http"]["paths"][0]["backend"]["service"]
-        assert backend == {"name": "chargpt", "port": {"name": k8s.spec("Service")["ports"][0]["name"]}}
-        annotations = k8s.by_kind["Ingress"]["metadata"]["annotations"]
-        values = {key.rpartition("/")[2]: value for key, value in annotations.items()}
-        assert values["proxy-buffering"] == "off" and float(values["proxy-read-timeout"]) > wait
-        assert values["proxy-body-size"] == f"{Settings.model_fields['max_body_bytes'].default >> 20}m"
-    elif k8s.name == "inferencepool":
-        pool, [rule] = k8s.spec("InferencePool"), k8s.spec("HTTPRoute")["rules"]
-        [backend] = rule["backendRefs"]
-        assert (backend["kind"], backend["name"]) == ("InferencePool", "chargpt")
-        assert pool["selector"]["matchLabels"] == k8s.spec("Service")["selector"]
-        assert pool["targetPorts"] == [{"number": int(k8s.settings["port"])}]
-        assert k8s.settings["metrics_vllm_names"] == "true"
-        assert {float(each.rstrip("s")) > wait for each in rule["timeouts"].values()} == {True}
-
-
-def test_pods_have_no_rights_and_the_uid_of_the_image(k8s):
-    enforced = k8s.by_kind["Namespace"]["metadata"]["labels"]["pod-security.kubernetes.io/enforce"]
-    assert enforced == "restricted" and k8s.pod["automountServiceAccountToken"] is False
-    uid = int(re.search(r"^USER (\d+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)[1])
-    assert k8s.pod["securityContext"]["runAsNonRoot"] and k8s.pod["securityContext"]["runAsUser"] == uid
-    for container in [*k8s.pod["containers"], *k8s.pod.get("initContainers", [])]:
-        assert container["securityContext"] == {
-            "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}
-        }  # fmt: skip
-    mounts = k8s.container["volumeMounts"]
-    assert [mount["mountPath"] for mount in mounts if not mount.get("readOnly")] == ["/tmp"]
-
-
-def test_one_autoscaler_acts_on_the_deployment_and_an_eviction_leaves_a_replica(k8s):
-    kinds = k8s.by_kind.keys() & {"HorizontalPodAutoscaler", "ScaledObject"}
-    assert kinds == {"ScaledObject" if k8s.name == "keda" else "HorizontalPodAutoscaler"}
-    [scaler], deployment = [k8s.spec(kind) for kind in kinds], k8s.by_kind["Deployment"]
+    [kind] = k8s.by_kind.keys() & {"HorizontalPodAutoscaler", "ScaledObject"}
+    assert kind == ("ScaledObject" if k8s.name == "keda" else "HorizontalPodAutoscaler")
+    scaler, deployment = k8s.spec(kind), k8s.by_kind["Deployment"]
     assert scaler["scaleTargetRef"]["name"] == deployment["metadata"]["name"] and "replicas" not in deployment["spec"]
     least = scaler.get("minReplicas", scaler.get("minReplicaCount"))
     assert least - k8s.spec("PodDisruptionBudget")["maxUnavailable"] >= 1
@@ -182,24 +133,55 @@ def test_one_autoscaler_acts_on_the_deployment_and_an_eviction_leaves_a_replica(
     assert deployment["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": surge, "maxUnavailable": 1 - surge}
 
 
-def test_the_checkpoint_that_is_mounted_is_served(k8s):
+def test_probes_prometheus_and_ways_in_reach_routes_of_the_pods(k8s):
+    routes = [compile_path(it.path)[0] for it in OPERATIONS if "GET" in it.methods]
+    for probe, path in {"startupProbe": "/readyz", "readinessProbe": "/readyz", "livenessProbe": "/livez"}.items():
+        assert k8s.container[probe]["httpGet"] == {"path": path, "port": "http"}
+        assert any(route.fullmatch(path) for route in routes)
+    assert k8s.container["ports"] == [{"name": "http", "containerPort": int(k8s.settings["port"])}]
+    [port], [endpoint] = k8s.spec("Service")["ports"], k8s.spec("ServiceMonitor")["endpoints"]
+    assert (port["targetPort"], endpoint["port"], endpoint["path"]) == ("http", "http", "/metrics")
+    # The rules are about this job, and objectives hold for each environment.
+    assert k8s.by_kind["Service"]["metadata"]["labels"][k8s.spec("ServiceMonitor")["jobLabel"]] == "chargpt"
+    assert [each["targetLabel"] for each in endpoint["relabelings"]] == ["environment"]
+    wait = float(k8s.settings["request_timeout_seconds"])
+    if k8s.name == "ingress":
+        [rule] = k8s.spec("Ingress")["rules"]
+        assert rule["http"]["paths"][0]["backend"]["service"] == {"name": "chargpt", "port": {"name": port["name"]}}
+        annotations = k8s.by_kind["Ingress"]["metadata"]["annotations"]
+        values = {key.rpartition("/")[2]: value for key, value in annotations.items()}
+        assert values["proxy-buffering"] == "off" and float(values["proxy-read-timeout"]) > wait
+        assert values["proxy-body-size"] == f"{Settings.model_fields['max_body_bytes'].default >> 20}m"
+    elif k8s.name == "inferencepool":
+        pool, [rule] = k8s.spec("InferencePool"), k8s.spec("HTTPRoute")["rules"]
+        assert [(it["kind"], it["name"]) for it in rule["backendRefs"]] == [("InferencePool", "chargpt")]
+        assert pool["selector"]["matchLabels"] == k8s.spec("Service")["selector"]
+        assert pool["targetPorts"] == [{"number": int(k8s.settings["port"])}]
+        assert k8s.settings["metrics_vllm_names"] == "true"
+        assert all(float(each.rstrip("s")) > wait for each in rule["timeouts"].values())
+
+
+def test_pods_have_no_rights_the_checkpoint_that_is_mounted_and_as_many_gpus_as_they_use(k8s):
+    enforced = k8s.by_kind["Namespace"]["metadata"]["labels"]["pod-security.kubernetes.io/enforce"]
+    assert enforced == "restricted" and k8s.pod["automountServiceAccountToken"] is False  # the rest: its admission
+    uid = int(re.search(r"^USER (\d+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)[1])
+    assert k8s.pod["securityContext"]["runAsUser"] == uid
+    assert all(it["securityContext"]["readOnlyRootFilesystem"] for it in k8s.pod["containers"])
+    gpu, limits = k8s.overlay == "gpu", k8s.container["resources"]["limits"]
+    assert str(limits.get("nvidia.com/gpu")) == str(k8s.settings["devices"] if gpu else None)
+    assert k8s.settings.get("accelerator") == ("cuda" if gpu else None)
+    mounts = {mount["name"]: mount for mount in k8s.container["volumeMounts"]}
+    assert [mount["mountPath"] for mount in mounts.values() if not mount.get("readOnly")] == ["/tmp"]
     if not k8s.name.startswith("checkpoint"):
         assert "checkpoint" not in k8s.settings  # the image's own, by its variable
         return
-    [mount] = [mount for mount in k8s.container["volumeMounts"] if mount["name"] == "model"]
-    [volume] = [volume for volume in k8s.pod["volumes"] if volume["name"] == "model"]
-    assert mount["readOnly"] and k8s.settings["checkpoint"] == f"{mount['mountPath']}/checkpoint"
+    [volume], path = [it for it in k8s.pod["volumes"] if it["name"] == "model"], mounts["model"]["mountPath"]
+    assert k8s.settings["checkpoint"] == f"{path}/checkpoint"
     if k8s.name == "checkpoint-volume":
         assert volume["image"]["reference"].startswith("registry.example.com/chargpt-checkpoint:")
     else:
         [init] = k8s.pod["initContainers"]
-        assert init["command"] == ["cp", "-R", "/checkpoint", f"{mount['mountPath']}/"] and "emptyDir" in volume
-
-
-def test_gpu_overlay_asks_for_as_many_gpus_as_it_uses(k8s):
-    gpu, limits = k8s.overlay == "gpu", k8s.container["resources"]["limits"]
-    assert str(limits.get("nvidia.com/gpu")) == str(k8s.settings["devices"] if gpu else None)
-    assert k8s.settings.get("accelerator") == ("cuda" if gpu else None)
+        assert init["command"] == ["cp", "-R", "/checkpoint", f"{path}/"] and "emptyDir" in volume
 
 
 def test_make_rules_writes_the_committed_rules(tmp_path):

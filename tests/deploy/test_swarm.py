@@ -8,14 +8,12 @@ from collections import Counter
 import docker
 import pytest
 
-from tests.deploy.stack import DEPLOY, Load, answered_by, build, build_stand_ins, build_with, run, show
+from tests.deploy.stack import DEPLOY, SIZE, Load, answered_by, build, build_stand_ins, build_with, run, show
 from tests.helpers import save_random, wait_until, web
 from tests.toolbox.launch import free_port
 
 pytestmark = [pytest.mark.container, pytest.mark.needs("docker"), pytest.mark.timeout(900)]
 
-# A long stream takes a second or two.
-SIZE = {"n_embd": 256, "n_head": 8, "n_kv_head": 8}
 STACK = "chargpt-test-swarm"
 BRIDGE = "docker_gwbridge"
 SERVICE = f"{STACK}_chargpt"
@@ -48,11 +46,10 @@ class Swarm:
         """`docker service update`, until it is complete or rolled back; returns what it came to."""
         command = ["docker", "service", "update", "--quiet", "--no-resolve-image", "--image", image, SERVICE]
         done = run(*command, timeout=300)
-        states = ("completed", "paused", "rollback_completed", "rollback_paused")
 
         def state():
             found = self.engine.services.get(SERVICE).attrs["UpdateStatus"]["State"]
-            return found if found in states else None
+            return found if found.endswith(("completed", "paused")) else None
 
         return wait_until(state, 300, done)
 
@@ -61,9 +58,6 @@ class Swarm:
         tasks = self.engine.services.get(SERVICE).tasks(filters={"desired-state": "running"})
         running = [task for task in tasks if task["Status"]["State"] == "running"]
         return [self.engine.containers.get(task["Status"]["ContainerStatus"]["ContainerID"]) for task in running]
-
-    def images_of_replicas(self):
-        return [replica.attrs["Config"]["Image"] for replica in self.replicas()]
 
     def left_behind(self):
         """What there is of the stack."""
@@ -129,7 +123,7 @@ def test_a_new_checkpoint_rolls_out_under_load(swarm):
     show("swarm: a new checkpoint", **load.figures(), seconds=round(seconds, 1), answered=answered)
     assert load.failed() == []
     assert {sent.checkpoint for sent in load.sent[before + load.clients :]} == {"new"}
-    assert swarm.images_of_replicas() == [swarm.images["new"]] * 2
+    assert [it.attrs["Config"]["Image"] for it in swarm.replicas()] == [swarm.images["new"]] * 2
 
 
 def test_an_image_that_fails_rolls_back_by_itself(swarm, tmp_path):
