@@ -13,18 +13,13 @@ CHECKPOINT ?= $(BUNDLED)
 TORCH ?= $(shell [ "$$(uname -s)" != Linux ] || nvidia-smi -L >/dev/null 2>&1 || echo torch==2.13.0+cpu)
 TORCH_INDEX_URL ?= https://download.pytorch.org/whl/cpu
 
-# GuideLLM and AIPerf install some three gigabytes and pin other versions: a second environment.
-LOAD_VENV ?= $(VENV)/load-tools
-LOAD_TOOLS := guidellm==0.8.1 aiperf==0.13.0
-
 BIN := $(VENV)/bin
 NATIVE := service/engine/native.cpp
 RUN := $(VENV)/.installed-service,training
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help serve train bundled native image lock sbom test test-native-sanitized test-slow test-tools chaos chaos-train \
-  bench bench-quick bench-table bench-train bench-checkpoints gpu-check load load-guidellm load-aiperf load-sweep rules \
-  lint clean
+  bench bench-quick bench-table bench-train bench-checkpoints gpu-check load load-sweep rules lint clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -105,25 +100,8 @@ bench-train: $(RUN) ## benchmark training against nanoGPT's CPU recipe, each pre
 bench-checkpoints: $(VENV)/.installed-test ## add and replace checkpoints with SIGHUP under load: out/bench/checkpoints.json
 	$(BIN)/python -m tests.bench.checkpoints $(ARGS)
 
-LOAD = $(BIN)/python -m tests.load --checkpoint '$(CHECKPOINT)' $(if $(URL),--url '$(URL)')
-
 load: $(VENV)/.installed-test ## send a minute of mixed load with Locust to URL, or to a server of CHECKPOINT: out/load
-	$(LOAD) locust -- $(ARGS)
-
-load-guidellm: $(VENV)/.installed-test $(LOAD_VENV)/.installed ## load the same server with GuideLLM, in a separate environment
-	$(LOAD) --bin '$(LOAD_VENV)/bin' guidellm -- $(ARGS)
-
-load-aiperf: $(VENV)/.installed-test $(LOAD_VENV)/.installed ## load the same server with AIPerf, in that environment
-	$(LOAD) --bin '$(LOAD_VENV)/bin' aiperf -- $(ARGS)
-
-# Torch in the same command: both would otherwise pull PyPI's build, with CUDA.
-$(LOAD_VENV)/.installed: Makefile | $(VENV)/.installed-test
-	@echo "Installing $(LOAD_TOOLS) into $(LOAD_VENV): takes some minutes the first time"
-	@$(PYTHON) -m venv '$(LOAD_VENV)'
-	@$(if $(TORCH),'$(LOAD_VENV)/bin/pip' install --quiet --no-deps '$(TORCH)' 2>/dev/null || \
-	  '$(LOAD_VENV)/bin/pip' install --no-deps --index-url '$(TORCH_INDEX_URL)' '$(TORCH)')
-	@'$(LOAD_VENV)/bin/pip' install --quiet $(LOAD_TOOLS) $(TORCH)
-	@touch $@
+	$(BIN)/python -m tests.load --checkpoint '$(CHECKPOINT)' $(if $(URL),--url '$(URL)') -- $(ARGS)
 
 rules: ## write what repeats of deploy/prometheus/rules.yml, and the PrometheusRule of deploy/k8s
 	@$(PYTHON) deploy/prometheus/rules.py

@@ -94,7 +94,9 @@ docker, compose and stacks: --build --build-arg --build-context --cpus --cpuset-
   --no-recreate --pid --profile --publish --publish-add --read-only --replicas --restart --rm --scale --shm-size
   --signal --wait
 torchrun: --master-addr --master-port --nnodes --node-rank --nproc-per-node
-others: --no-deps --target --build-lib --enable-feature --concurrency --request-count
+load tools: --backend --tokenizer --data --constraint --url --model --endpoint-type --streaming --prompt-corpus
+  --synthetic-input-tokens-mean --output-tokens-mean --concurrency --request-count
+others: --no-deps --target --build-lib --enable-feature
 """
 
 

@@ -1,10 +1,8 @@
-"""The toolbox: required areas, raw requests, server-sent events, server processes, tables put into documents."""
+"""The toolbox: required areas, server-sent events, server processes, tables put into documents."""
 
 import os
-import socket
 import subprocess
 import sys
-import threading
 
 import pytest
 
@@ -41,27 +39,6 @@ def test_events_yields_only_data():
         http.pieces(lines[:-2])
     with pytest.raises(ValueError, match="unexpected field"):
         list(http.events(["event: x", ""]))
-
-
-def test_raw_request_and_response_round_trip():
-    asked = http.post("/path", {"a": 1}, Connection="close", X_Request_Id="x")
-    assert asked == (
-        b"POST /path HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 8\r\n"
-        b'Connection: close\r\nX-Request-Id: x\r\n\r\n{"a": 1}'
-    )
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def serve():
-            connection, _ = listener.accept()
-            with connection:
-                assert connection.recv(1000) == asked
-                connection.sendall(b"HTTP/1.1 418 No\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\n\r\n")
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        with http.sent(listener.getsockname()[1], asked) as connection, http.answer(connection) as response:
-            assert (response.status, response.read()) == (418, b"hi")
-        thread.join()
 
 
 def test_log_is_shown_if_a_program_exits_before_it_is_ready(tmp_path):

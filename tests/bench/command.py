@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import multiprocessing
 import os
@@ -14,9 +15,10 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from importlib.metadata import version
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +52,7 @@ def build_parser(module: str, doc: str | None, out: str) -> argparse.ArgumentPar
 
 def add_threads(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--threads", type=integer(1, 1024), default=cpus_per_worker({}), metavar="N",
+        "--threads", type=int, default=cpus_per_worker({}), metavar="N",
         help="CPU threads per engine (default: %(default)s, as the service)",
     )  # fmt: skip
 
@@ -62,28 +64,16 @@ def integers(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"must be comma-separated integers, got {text!r}") from None
 
 
-def integer(low: int, high: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        value = int(text)
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"must be in [{low}, {high}], got {value}")
-        return value
-
-    return number
-
-
-def subset(names: Iterable[str]) -> Callable[[str], list[str]]:
-    """Comma-separated names, returned in the order of `names`."""
+def add_only(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
+    """The option --only, comma-separated; its value is in the order of `names`."""
     allowed = list(names)
 
     def convert(text: str) -> list[str]:
-        given = text.split(",")
-        for name in given:
-            if name not in allowed:
-                raise argparse.ArgumentTypeError(f"unknown part {name!r}; allowed: {', '.join(allowed)}")
-        return [name for name in allowed if name in given]
+        if unknown := set(text.split(",")) - set(allowed):
+            raise argparse.ArgumentTypeError(f"unknown {', '.join(sorted(unknown))}; allowed: {', '.join(allowed)}")
+        return [name for name in allowed if name in text.split(",")]
 
-    return convert
+    parser.add_argument("--only", type=convert, metavar="PARTS", help=f"of {','.join(allowed)} (default: all)")
 
 
 # A run
@@ -101,14 +91,10 @@ def context(module: str, *packages: str) -> dict[str, Any]:
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
         "revision": revision(),
-        "machine": machine(torch.device(device())),
+        "machine": machine(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
         "load_average": os.getloadavg()[0],  # before the first measurement; near 0 on a quiet machine
         "versions": {"python": platform.python_version()} | {name: version(name) for name in packages},
     }
-
-
-def device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def revision() -> str | None:
@@ -222,37 +208,29 @@ class Remote:
     """
 
     def __init__(self, factory: Callable[..., Any], *arguments: Any, **options: Any):
-        spawn = multiprocessing.get_context("spawn")
-        self._connection, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=_serve, args=(theirs, factory, arguments, options))
-        self._process.start()
-        theirs.close()
+        self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        self._process = self._result(_begin)
         try:
-            self._receive()
+            self._result(_make, factory, arguments, options)
         except BaseException:
             self.close()
             raise
 
     def call(self, method: str, *arguments: Any, **options: Any) -> Any:
-        self._connection.send((method, arguments, options))
-        return self._receive()
+        return self._result(_call, method, arguments, options)
 
-    def _receive(self) -> Any:
+    def _result(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            result, error = self._connection.recv()
-        except EOFError:
-            self._process.join()
-            raise BenchError(f"its process ended with status {self._process.exitcode}") from None
-        if error:
-            raise BenchError(error)
-        return result
+            return self._pool.submit(function, *arguments).result()
+        except BrokenProcessPool:
+            raise BenchError("its process was killed") from None
+        except Exception as error:
+            raise BenchError(f"{type(error).__name__}: {error}") from error
 
     def close(self) -> None:
-        self._connection.close()  # its process ends by itself, unless it is in the middle of a call
-        self._process.join(2)
-        self._process.terminate()
-        self._process.join(30)
-        self._process.kill()
+        with contextlib.suppress(ProcessLookupError):  # it may be in the middle of a call
+            os.kill(self._process, signal.SIGTERM)
+        self._pool.shutdown()
 
     def __enter__(self) -> Remote:
         return self
@@ -261,22 +239,18 @@ class Remote:
         self.close()
 
 
-def _serve(connection: Connection, factory: Callable[..., Any], arguments: Any, options: Any) -> None:
+def _begin() -> int:
     os.setpgid(0, 0)  # Ctrl-C reaches the parent only, which ends this process
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # restores the terminal
-    served: Any = None
-    method = ""  # the constructor
-    while True:
-        try:
-            if method:
-                result = getattr(served, method)(*arguments, **options)
-            else:
-                served, result = factory(*arguments, **options), None
-            connection.send((result, None))
-        except Exception as error:
-            traceback.print_exc()
-            connection.send((None, f"{type(error).__name__}: {error}"))
-        try:
-            method, arguments, options = connection.recv()
-        except (EOFError, OSError):  # closed
-            return
+    return os.getpid()
+
+
+def _make(factory: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    global _made
+    _made = factory(*arguments, **options)
+
+
+def _call(method: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    return getattr(_made, method)(*arguments, **options)
+
+
+_made: Any = None  # the object of a Remote, in its process

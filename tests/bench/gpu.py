@@ -7,17 +7,15 @@
                out of memory, a killed worker, two HTTP processes
     engine     S and M by rows: characters per second, share of memory bandwidth and of products, a profile of one call
     http       whole answers, streams and the first character, beside stock LitServe, transformers serve and vLLM
-    training   the preset gpu, with and without torch.compile; nanoGPT's recipe for as long
+    training   the preset gpu, with and without torch.compile
     image      the CUDA image: built, and one generation in it
 
-Rewrites OUT/gpu-check.json and OUT/gpu-check.md after each part; parts that an earlier run of the same revision
-finished are kept. A part that fails leaves its reason, and the others run. Exit status: 0; 1, a part failed; 2, no GPU.
+Rewrites OUT/gpu-check.json and OUT/gpu-check.md after each part. A part that fails leaves its reason, and the others
+run. Exit status: 0; 1, a part failed; 2, no GPU.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import shutil
 import statistics
@@ -39,8 +37,8 @@ from tests.toolbox.launch import ROOT
 from training.config import TrainConfig
 from training.speed import matmul_peak
 
-from . import engine, nanogpt, peers, roofline, serve, train
-from .command import BenchError, Remote, Run, build_parser, in_child, run_checked, subset
+from . import engine, peers, roofline, serve, train
+from .command import BenchError, Remote, Run, add_only, build_parser, in_child, run_checked
 from .report import first_rows, http_rows
 from .shapes import SHAPES, checkpoint_of, config_of
 
@@ -66,24 +64,10 @@ class Check(Run):
     def markdown(self) -> str:
         return markdown(self.results)
 
-    def keep(self, repeated: list[str]) -> None:
-        """Take what an earlier run on this revision and machine has finished, except what is to be repeated."""
-        if (self.results["revision"] or "-dirty").endswith("-dirty"):
-            return  # the code may have changed
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            earlier = json.loads((self.out / "gpu-check.json").read_text(encoding="utf-8"))
-            if all(earlier[name] == self.results[name] for name in ("revision", "machine", "versions")):
-                done = earlier["parts"]
-                self.results["parts"] = {part: done[part] for part in PARTS if part in done and part not in repeated}
-
     def run(self, parts: Iterable[str]) -> None:
         with tempfile.TemporaryDirectory(prefix="chargpt-gpu-") as folder:
             self.folders = {name: checkpoint_of(shape, Path(folder) / name) for name, shape in SHAPES.items()}
-            self.parts([part for part in parts if part not in self.results["parts"]], self.results["parts"])
-
-    def is_absent(self, part: dict[str, Any], name: str, error: Exception) -> None:
-        part["absent"][name] = f"{type(error).__name__}: {str(error)[-1000:]}"
-        self.say(f"{name} cannot be measured: {error}")
+            self.parts(parts, self.results["parts"])
 
     # -- the parts --
 
@@ -113,7 +97,9 @@ class Check(Run):
                     raise BenchError(f"{rows} rows do not fit")
                 run = self.full_windows(folder, dtype, rows)
             except BenchError as error:
-                self.is_absent(found, f"{shape} {dtype}, {rows} rows", error)
+                name = f"{shape} {dtype}, {rows} rows"
+                found["absent"][name] = str(error)[-1000:]
+                self.say(f"{name} cannot be measured: {error}")
                 continue
             counts = roofline.count(config, rows, config.block_size, dtype)
             step = rows / run["characters_per_second"]
@@ -142,16 +128,11 @@ class Check(Run):
         return found
 
     def training(self) -> dict[str, Any]:
-        """The preset gpu, with and without torch.compile, and nanoGPT, which is not compiled, for as long as ours.
-
-        Not with two processes, which would share the GPU.
-        """
         found: dict[str, Any] = {}
         for name, compiled in (("compiled", True), ("eager", False)):
             config = TrainConfig.from_preset("gpu", device="cuda", compile=compiled, sample_chars=0)
             found[name] = in_child(train.run_ours, config, self.out / "train" / name)
             self.say(f"{name}: {found[name]['whole']:.4f} in {found[name]['wall_seconds']:.0f} s")
-        found["nanogpt"] = in_child(_nanogpt_on_gpu, found["eager"]["wall_seconds"])
         return found
 
     def image(self) -> dict[str, Any]:
@@ -215,15 +196,6 @@ def _peak(dtype: str) -> dict[str, float]:
     return {"per_second": matmul_peak(torch.device("cuda"), getattr(torch, dtype))}
 
 
-def _nanogpt_on_gpu(seconds: float) -> dict[str, Any]:
-    """nanoGPT's recipe for tiny Shakespeare on a GPU (10.7 M parameters), with as many steps as take as long."""
-    probe = replace(nanogpt.GPU, steps=200, eval_every=100)
-    first, last = train.run_nanogpt(probe, 1337, 0, "cuda")["curve"][-2:]  # CUDA has started before the second half
-    step = (last["wall_seconds"] - first["wall_seconds"]) / 100
-    recipe = replace(nanogpt.GPU, steps=max(1, int(seconds / step)), eval_every=1000)
-    return train.run_nanogpt(recipe, 1337, 0, "cuda")
-
-
 # -- output --
 
 
@@ -265,14 +237,13 @@ def markdown(results: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = build_parser("tests.bench.gpu", __doc__, "out")
-    parser.add_argument("--only", type=subset(PARTS), metavar="PARTS", help=f"of {','.join(PARTS)} (default: all)")
+    add_only(parser, PARTS)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         build = "without CUDA" if torch.version.cuda is None else f"with CUDA {torch.version.cuda}"
         print(f"error: no NVIDIA GPU that torch {torch.__version__} ({build}) can use", file=sys.stderr)
         return 2
     check = Check(args.out)
-    check.keep(args.only or [])
     return check.main(lambda: check.run(args.only or PARTS))
 
 

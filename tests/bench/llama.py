@@ -1,9 +1,7 @@
 """llama.cpp as a peer: its programs, built from source, and the GGUF files that they read.
 
-    python -m tests.bench.llama --llama-cpp DIR        build in DIR unless built: five minutes of two cores
-
-DIR defaults to CHARGPT_LLAMA_CPP, else to ~/.cache/chargpt/llama.cpp. The source comes from the source package of
-llama-cpp-python, cmake and ninja from PyPI.
+The folder (--llama-cpp) defaults to CHARGPT_LLAMA_CPP, else to ~/.cache/chargpt/llama.cpp. The source comes from the
+source package of llama-cpp-python, cmake and ninja from PyPI.
 """
 
 from __future__ import annotations
@@ -139,20 +137,3 @@ def server_command(found: Mapping[str, Path], variant: Variant, threads: int, sl
         str(found["llama-server"]), *variant.flags, "-t", str(threads), "-tb", str(threads), "-np", str(slots),
         "-c", str(slots * 256), "-b", "2048", "-ub", "2048", "--cache-ram", "0", "--no-slots", "--log-disable",
     ]  # fmt: skip
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_folder(parser)
-    args = parser.parse_args()
-    try:
-        found = build(args.llama_cpp)
-    except BenchError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(*found.values(), sep="\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,14 +1,14 @@
-"""The training baseline: nanoGPT's model and recipes for tiny Shakespeare, reimplemented from published settings.
+"""The training baseline: nanoGPT's model and CPU recipe for tiny Shakespeare, reimplemented from published settings.
 
 A GPT-2 without biases (learned positions, LayerNorm, GELU), AdamW, cosine schedule, windows drawn with replacement,
-fp32 on a CPU, bf16 on a GPU. Independent of our model and trainer.
+fp32. Independent of our model and trainer.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,7 +35,6 @@ class Recipe:
     weight_decay: float = 0.1  # of all matrices, embeddings included
     grad_clip: float = 1.0
     eval_every: int = 250
-    dropout: float = 0.0
 
     def lr_at(self, step: int) -> float:
         """Learning rate at `step`, counted from 0."""
@@ -45,15 +44,11 @@ class Recipe:
         return self.min_lr + (self.lr - self.min_lr) * (1 + math.cos(math.pi * done)) / 2
 
 
-# config/train_shakespeare_char.py: 10.7 M parameters; its 5,000 steps take minutes on a GPU.
-GPU = Recipe(6, 6, 384, 256, 64, steps=5000, dropout=0.2)
-
-
 class Block(nn.Module):
     def __init__(self, recipe: Recipe):
         super().__init__()
         C = recipe.n_embd
-        self.n_head, self.dropout = recipe.n_head, recipe.dropout
+        self.n_head = recipe.n_head
         self.norm1, self.norm2 = nn.LayerNorm(C, bias=False), nn.LayerNorm(C, bias=False)
         self.qkv = nn.Linear(C, 3 * C, bias=False)
         self.proj = nn.Linear(C, C, bias=False)
@@ -65,12 +60,9 @@ class Block(nn.Module):
             part.unflatten(-1, (self.n_head, -1)).transpose(1, 2)  # (B, nh, T, hs)
             for part in self.qkv(self.norm1(x)).chunk(3, dim=-1)
         )
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0)
-        x = x + self.dropped(self.proj(y.transpose(1, 2).flatten(2)))
-        return x + self.dropped(self.down(F.gelu(self.up(self.norm2(x)))))
-
-    def dropped(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout, self.training)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(y.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 class NanoGPT(nn.Module):
@@ -93,25 +85,18 @@ class NanoGPT(nn.Module):
     def forward(self, idx: Tensor) -> Tensor:
         """Ids (B, T), T ≤ block_size, to logits (B, T, V)."""
         x = self.embed(idx) + self.positions.weight[: idx.size(1)]
-        x = F.dropout(x, self.config.dropout, self.training)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
 
 
-class RandomWindows:
-    """Random windows of `block_size` from `ids`, with replacement."""
-
-    def __init__(self, ids: np.ndarray, block_size: int, seed: int):
-        self.ids = torch.from_numpy(ids.astype(np.int64))
-        self.block_size = block_size
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def next_batch(self, batch_size: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, each (batch_size, block_size)."""
-        starts = torch.randint(len(self.ids) - self.block_size, (batch_size,), generator=self.generator)
-        windows = self.ids[starts[:, None] + torch.arange(self.block_size + 1)]
-        return windows[:, :-1], windows[:, 1:]
+def random_windows(recipe: Recipe, ids: np.ndarray, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inputs and targets, each (batch_size, block_size), of random windows of `ids`, with replacement."""
+    data, generator = torch.from_numpy(ids.astype(np.int64)), torch.Generator().manual_seed(seed)
+    while True:
+        starts = torch.randint(len(data) - recipe.block_size, (recipe.batch_size,), generator=generator)
+        windows = data[starts[:, None] + torch.arange(recipe.block_size + 1)]
+        yield windows[:, :-1], windows[:, 1:]
 
 
 def train(
@@ -120,16 +105,15 @@ def train(
     vocab_size: int,
     seed: int,
     evaluated: Callable[[NanoGPT, int, float, float], None],
-    device: str = "cpu",
 ) -> NanoGPT:
-    """Train on `ids`, in bf16 on a GPU; returns the model in evaluation mode.
+    """Train on `ids`; returns the model in evaluation mode.
 
     Calls `evaluated(model, steps taken, cpu_seconds, wall_seconds)` before the first step, every `eval_every` steps and
     after the last. Times cover steps only; CPU time is of all threads of the process.
     """
     torch.manual_seed(seed)
-    model = NanoGPT(recipe, vocab_size).to(device)
-    windows = RandomWindows(ids, recipe.block_size, seed)
+    model = NanoGPT(recipe, vocab_size)
+    windows = random_windows(recipe, ids, seed)
     matrices = [p for p in model.parameters() if p.ndim == 2]
     norms = [p for p in model.parameters() if p.ndim == 1]
     optimizer = torch.optim.AdamW(
@@ -142,16 +126,14 @@ def train(
             evaluated(model.eval(), step, cpu_seconds, wall_seconds)
             model.train()
         cpu_started, wall_started = time.process_time(), time.perf_counter()
-        idx, targets = (x.to(device) for x in windows.next_batch(recipe.batch_size))
-        with torch.autocast(device, torch.bfloat16, enabled=device != "cpu"):
-            loss = F.cross_entropy(model(idx).flatten(0, 1), targets.flatten())
+        idx, targets = next(windows)
+        loss = F.cross_entropy(model(idx).flatten(0, 1), targets.flatten())
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), recipe.grad_clip)
         for group in optimizer.param_groups:
             group["lr"] = recipe.lr_at(step)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        loss.item()  # waits for the device
         cpu_seconds += time.process_time() - cpu_started
         wall_seconds += time.perf_counter() - wall_started
     evaluated(model.eval(), recipe.steps, cpu_seconds, wall_seconds)

@@ -31,8 +31,6 @@ def markdown(results: dict[str, Any]) -> str:
     for part, tables in TABLES.items():
         for rows in tables if part in results else ():
             lines += table(rows(results[part]))
-    others = [row for part, rows in OTHERS.items() if part in results for row in rows(results[part])]
-    lines += table([["", "measured", "compared with", "ratio"], *others])
     return "\n".join([*lines, *("- " + line for line in footnotes(results))]) + "\n"
 
 
@@ -109,22 +107,6 @@ def roofline_share(mine: dict[str, Any], rows: int) -> str:
     return figure((mine["roofline"]["sequential_seconds"] * rate / rows for rate in decode), "{:.0f} %", 100)
 
 
-def text_rows(part: dict[str, Any]) -> list[list[str]]:
-    changed = ", ".join(f"{count:,} ({system})" for system, count in part["changed"].items())
-    return [[f"texts that changed under load, of {part['count']:,}", changed, "the same alone", NONE]]
-
-
-def idle_rows(part: dict[str, Any]) -> list[list[str]]:
-    rows = []
-    for label, key, form, scale in (
-        ("idle, share of one core", "idle_cores", "{:.1f} %", 100),
-        ("memory of all processes (PSS), MB", "pss_bytes", "{:,.0f}", 1e-6),
-    ):
-        ours, stock = (figure(part[name][key], form, scale) for name in ("ours", "stock"))
-        rows.append([label, ours, f"{stock}, stock LitServe", NONE])
-    return rows
-
-
 def path_rows(path: dict[str, Any]) -> list[list[str]]:
     """The path without a model."""
     rows = [["over HTTP without a model, one HTTP process", "stock LitServe", "plain FastAPI", "this service", "ratio"]]
@@ -162,7 +144,6 @@ TABLES = {
     "engine": (engine_rows,),
     "path": (path_rows,),
 }
-OTHERS = {"texts": text_rows, "idle": idle_rows}
 
 
 def footnotes(results: dict[str, Any]) -> list[str]:

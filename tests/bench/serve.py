@@ -9,9 +9,7 @@
     http     answers and streams of 128 characters over HTTP and the time to the first character: the service,
              llama.cpp's server, transformers serve, stock LitServe
     mixed    one stream beside another client's work, and kinds of requests beside plain ones
-    texts    whether a text depends on load, in each dtype
     path     the service around a stub engine; compared with plain FastAPI and stock LitServe, both without a model
-    idle     CPU time of the idle service, its start and its memory, beside stock LitServe
 
 Rewrites OUT/serve.json and OUT/serve.md after each part; the servers' logs are in OUT/logs. Systems that are compared
 are each in a process of its own and measured in turns, since the speed of a shared machine drifts. Figures are medians
@@ -44,14 +42,7 @@ from tests.toolbox.http import event_data
 from tests.toolbox.launch import ROOT, Server, ServerError, module
 
 from . import engine, llama, load, peers, roofline
-from .command import (
-    BenchError,
-    Remote,
-    Run,
-    add_threads,
-    build_parser,
-    subset,
-)
+from .command import BenchError, Remote, Run, add_only, add_threads, build_parser
 from .report import markdown
 from .shapes import ANSWER, PROMPT, SAMPLING, SHAPES, checkpoint_of, config_of, prompt_text
 
@@ -79,9 +70,8 @@ PACE_SECONDS = 0.01  # step time of the paced stub: 64 streams emit 6,400 events
 STOCK_EVENT = b'{"text": "a"'
 DTYPES = ("float32", "bfloat16")  # of the native engine
 SLOTS = 128  # of the engine alone
-LOADED_SLOTS = 64  # of the engine whose texts are compared
 
-PARTS = ("engine", "http", "mixed", "texts", "path", "idle")
+PARTS = ("engine", "http", "mixed", "path")
 
 
 @dataclass(frozen=True)
@@ -96,16 +86,13 @@ class Plan:
     clients: tuple[int, ...] = (1, 8, 32, 64)
     http_seconds: float = 3.0  # per measurement
     first_requests: int = 200
-    texts: int = 10_000  # generations by dtype
     path_seconds: float = 3.0  # per measurement of the path
     streams: tuple[int, ...] = (1, 256)
     paced_length: int = 400
-    idle_seconds: float = 5.0
-    starts: int = 5
 
 
 FULL = Plan()
-QUICK = Plan(2, ("S",), (1, 8, 32), 1.0, False, (1, 64), 1.0, 40, 300, 1.0, (1, 256), 100, 2.0, 1)
+QUICK = Plan(2, ("S",), (1, 8, 32), 1.0, False, (1, 64), 1.0, 40, 1.0, (1, 256), 100)
 
 
 class Bench(Run):
@@ -200,18 +187,6 @@ class Bench(Run):
                     systems["llama"]["runs"].append(batched(best[count][0], count, best[count][1]))
                 self.say(f"{shape}: " + last_line(figures, "row"))
         return figures
-
-    def texts(self) -> dict[str, Any]:
-        """By dtype: how many of the same generations differ under load from alone."""
-        changed = {}
-        for dtype in ("float32", "float64", "bfloat16"):
-            found = []
-            for slots, alone in ((LOADED_SLOTS, False), (1, True)):
-                with self.remote(self.folders["S"], dtype, slots) as remote:
-                    found.append(remote.call("texts", self.plan.texts, ANSWER, alone=alone))
-            changed[f"native {dtype}"] = sum(a != b for a, b in zip(*found, strict=True))
-            self.say(f"{dtype}: {changed[f'native {dtype}']} of {self.plan.texts} texts changed under load")
-        return {"count": self.plan.texts, "changed": changed}
 
     # -- the parts: over HTTP --
 
@@ -376,22 +351,6 @@ class Bench(Run):
             body = stream | {"max_tokens": max(1, min(16_000, total // int(count)))}
             runs.append(streams_once(server, body, int(count), marker))
 
-    def idle(self) -> dict[str, Any]:
-        figures: dict[str, Any] = {}
-        systems = (peers.ours(self.folders["S"], {"threads": self.threads}), self.stock("stream"))
-        for _ in range(self.plan.starts):
-            for system in systems:
-                mine = figures.setdefault(system.family, {"start_seconds": [], "idle_cores": [], "pss_bytes": []})
-                with system.start(self.log("idle")) as server:
-                    mine["start_seconds"].append(server.wait_until_ready())
-                    answers_once(system, server, 16, 16, True, 64)
-                    time.sleep(0.5)
-                    with server.busy() as cores:
-                        time.sleep(self.plan.idle_seconds)
-                    mine["idle_cores"].append(cores["http"] + cores["worker"])
-                    mine["pss_bytes"].append(server.pss_bytes())
-        return figures
-
     # -- helpers --
 
     def remote(self, folder: Path, dtype: str, slots: int) -> Remote:
@@ -420,9 +379,6 @@ class Bench(Run):
             *self.some(peers.transformers_serve(self.folders["S"])),
             *(stock if self.plan.every_variant else stock[:2]),  # one for whole answers, one for streams
         ]
-
-    def stock(self, loop: str) -> peers.System:
-        return next(s for s in peers.stock_litserve(self.folders["S"], self.cores) if s.name == f"float32, {loop}")
 
     def server(self, name: str, log: str, environment: dict[str, str] | None = None) -> Server:
         """The service on shape S, or its variant in the module `name`."""
@@ -611,9 +567,7 @@ def parse_args() -> argparse.Namespace:
     add_threads(parser)
     llama.add_folder(parser)
     parser.add_argument("--quick", action="store_true", help="about five minutes")
-    parser.add_argument(
-        "--only", type=subset(PARTS), default=list(PARTS), metavar="PARTS", help=f"of {','.join(PARTS)} (default: all)"
-    )
+    add_only(parser, PARTS)
     parser.add_argument("--keep", action="store_true", help="keep the other parts of OUT/serve.json")
     parser.add_argument("--table", action="store_true", help="write OUT/serve.json into tests/README.md and exit")
     return parser.parse_args()
@@ -628,11 +582,11 @@ def main() -> int:
             put(markdown(results), ROOT / "tests" / "README.md", "bench")
             return 0
         if args.keep:
-            bench.keep(args.only)
+            bench.keep(args.only or [])
     except (OSError, ValueError, BenchError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    return bench.main(lambda: bench.run(args.only))
+    return bench.main(lambda: bench.run(args.only or list(PARTS)))
 
 
 if __name__ == "__main__":

@@ -29,11 +29,9 @@ TINY_PLAN = replace(
     clients=(1, 2),
     http_seconds=1.0,
     first_requests=3,
-    texts=20,
     path_seconds=0.3,
     streams=(1, 64),
     paced_length=10,
-    idle_seconds=0.1,
 )
 
 
@@ -202,21 +200,20 @@ def test_remote_keeps_its_object_and_reports_failures():
 def test_tiny_benchmark_of_serving_gives_every_figure_but_the_peers(tmp_path):
     bench = serve.Bench(TINY_PLAN, {"S": TINY}, 1, tmp_path / "out", tmp_path / "no-llama.cpp")
     bench.llama_files = lambda shape: (_ for _ in ()).throw(BenchError("not here"))
-    bench.run(["engine", "path", "mixed", "texts", "idle"])
+    bench.run(["engine", "path", "mixed"])
     assert bench.results["errors"] == {"engine": "BenchError: not here"}
     path = bench.results["path"]
     for name in ("ours", "plain", "stock"):
         assert path[name]["requests"][0]["per_second"] > 0
         assert path[name]["streams"]["64"][0]["characters_per_event"] == pytest.approx(1) or name == "ours"
-    assert set(bench.results["texts"]["changed"].values()) == {0}
     assert min(run["beside"] for runs in bench.results["mixed"]["beside"].values() for run in runs) > 0
     saved, text = json.loads((tmp_path / "out/serve.json").read_text()), (tmp_path / "out/serve.md").read_text()
     assert saved["path"] == path and "requests/s of one character" in text and "failed: engine" in text
     later = serve.Bench(TINY_PLAN, {"S": TINY}, 1, tmp_path / "out")
-    later.keep(["idle"])
-    assert later.results["path"] == path and "idle" not in later.results and "path" in later.results["kept"]
+    later.keep(["mixed"])
+    assert later.results["path"] == path and "mixed" not in later.results and "path" in later.results["kept"]
     with pytest.raises(BenchError, match="has different settings"):
-        serve.Bench(TINY_PLAN, {"S": TINY}, 2, tmp_path / "out").keep(["idle"])
+        serve.Bench(TINY_PLAN, {"S": TINY}, 2, tmp_path / "out").keep(["mixed"])
 
 
 @pytest.mark.tools
@@ -231,7 +228,7 @@ def test_tiny_benchmark_of_training_judges_its_targets(tmp_path, monkeypatch):
     run = train.run_ours(config, tmp_path / "out")
     assert run["whole"] == pytest.approx(run["curve"][-1]["val_loss"], abs=0.01)
     assert run["curve"][-1]["cpu_seconds"] == run["cpu_seconds"] and run["characters"] == 24 * 4 * 8
-    rows = {row[0]: row[1] for row in train.cells({"runs": {"cpu": [run, run]}, "share": 1})}
+    rows = {row[0]: row[1] for row in train.cells({"runs": {"cpu": [run, run]}})}
     assert rows["whole loss"] == f"{run['whole']:.4f}" and rows["target"].startswith("whole loss ≤ 1.428: MISSED; ")
 
 

@@ -2,7 +2,6 @@
 
     make bench-train
     make bench-train ARGS='--only nanogpt,equal --threads 1'
-    python -m tests.bench.train --share 0.01        a smoke test; its figures mean nothing
 
     nanogpt           nanoGPT's CPU recipe (nanogpt.py)
     equal             our trainer for the same CPU time
@@ -41,16 +40,7 @@ from training.evaluate import whole_loss
 from training.speed import flops_per_character, matmul_peak
 
 from . import nanogpt
-from .command import (
-    BenchError,
-    Progress,
-    Run,
-    build_parser,
-    in_child,
-    integer,
-    integers,
-    subset,
-)
+from .command import BenchError, Progress, Run, add_only, build_parser, in_child, integers
 
 # Changes of the part `equal` to the preset cpu, besides the number of steps.
 EQUAL: dict[str, Any] = {"n_layer": 4, "block_size": 128, "batch_size": 8, "muon_lr": 0.04}
@@ -125,7 +115,7 @@ def probe_ours(config: TrainConfig, out: Path) -> dict[str, Any]:
     return {"step": step, "start": max(0.0, warm["cpu_seconds"] - (WARM_STEPS - 1) * step), "dtype": dtype}
 
 
-def run_nanogpt(recipe: nanogpt.Recipe, seed: int, threads: int, device: str = "cpu") -> dict[str, Any]:
+def run_nanogpt(recipe: nanogpt.Recipe, seed: int, threads: int) -> dict[str, Any]:
     """Figures of one run of the baseline."""
     started = time.perf_counter()
     if threads:
@@ -139,10 +129,9 @@ def run_nanogpt(recipe: nanogpt.Recipe, seed: int, threads: int, device: str = "
         curve.append({"step": step, "val_loss": loss, "cpu_seconds": cpu_seconds, "wall_seconds": wall_seconds})
         say(f"step {step}/{recipe.steps}  val {loss:.4f} nats  {cpu_seconds:.0f} CPU s")
 
-    model = nanogpt.train(recipe, corpus.train, corpus.tokenizer.vocab_size, seed, evaluated, device)
+    model = nanogpt.train(recipe, corpus.train, corpus.tokenizer.vocab_size, seed, evaluated)
     end, characters = curve[-1], recipe.steps * recipe.batch_size * recipe.block_size
-    rate, dtype = characters / end["wall_seconds"], "float32" if device == "cpu" else "bfloat16"
-    peak = matmul_peak(torch.device(device), getattr(torch, dtype))
+    rate, peak = characters / end["wall_seconds"], matmul_peak(torch.device("cpu"), torch.float32)
     return {
         "seed": seed,
         "steps": recipe.steps,
@@ -155,8 +144,8 @@ def run_nanogpt(recipe: nanogpt.Recipe, seed: int, threads: int, device: str = "
         "characters_per_second": rate,
         "peak_tflops": peak / 1e12,
         "peak_share": rate * flops_per_character(model) / peak,
-        "device": device,
-        "dtype": dtype,
+        "device": "cpu",
+        "dtype": "float32",
         "threads": torch.get_num_threads(),
     }
 
@@ -171,7 +160,7 @@ class Bench(Run):
         self.args = args
         self.equal: TrainConfig | None = None  # once its steps are known
         curve: dict[str, list[Any]] = {"nanogpt": [], "cpu": []}  # figures per time, of the first seed
-        found = {"share": args.share, "runs": {}, "curve": curve}  # runs: by part, figures per seed
+        found = {"runs": {}, "curve": curve}  # runs: by part, figures per seed
         super().__init__("tests.bench.train", args.out, "train", ("torch", "numpy"), **found)
 
     def markdown(self) -> str:
@@ -204,7 +193,7 @@ class Bench(Run):
         speeds = [run["steps"] / run["wall_seconds"] for run in self.results["runs"][part]]
         if not speeds:
             raise BenchError("no speed to scale the steps by: all its runs failed")
-        steps = self.shared(round(seconds * statistics.mean(speeds)))
+        steps = round(seconds * statistics.mean(speeds))
         if part == "nanogpt":
             recipe = nanogpt.Recipe(steps=steps, eval_every=steps)
             return in_child(run_nanogpt, recipe, self.args.seeds[0], self.args.threads)
@@ -213,15 +202,13 @@ class Bench(Run):
 
     def figures(self, part: str, seed: int) -> dict[str, Any]:
         if part == "nanogpt":
-            recipe = nanogpt.Recipe(steps=self.shared(nanogpt.Recipe.steps))
-            return in_child(run_nanogpt, recipe, seed, self.args.threads)
+            return in_child(run_nanogpt, nanogpt.Recipe(), seed, self.args.threads)
         out = self.args.out / "runs" / f"{part}-{seed}"
         if part == "equal":
             figures = in_child(run_ours, self.equal_config(seed), out)
             return figures | {"cpu_ratio": figures["cpu_seconds"] / self.baseline_cpu_seconds()}
-        preset = "cpu" if part == "minute" else part
-        steps = self.shared(MINUTE if part == "minute" else self.ours(preset).steps)
-        return in_child(run_ours, self.ours(preset, seed=seed, steps=steps), out)
+        config = self.ours("cpu", seed=seed, steps=MINUTE) if part == "minute" else self.ours(part, seed=seed)
+        return in_child(run_ours, config, out)
 
     def baseline_cpu_seconds(self) -> float:
         runs = self.results["runs"].get("nanogpt")
@@ -246,9 +233,6 @@ class Bench(Run):
             self.equal = self.ours("cpu", **changes)
         return TrainConfig(**{**self.equal.as_dict(), "seed": seed})
 
-    def shared(self, steps: int) -> int:
-        return max(1, round(steps * self.args.share))
-
     def write(self) -> None:
         super().write()
         if any(self.results["curve"].values()):
@@ -266,13 +250,11 @@ def cells(results: dict[str, Any]) -> list[list[str]]:
         values = ([run[name] for run in each if name in run] for each in runs.values())
         rows.append([label, *(figure(each, form, middle=statistics.mean) for each in values)])
     rows.append(["seeds", *(", ".join(str(run["seed"]) for run in each) for each in runs.values())])
-    rows.append(["target", *(judge(each, PARTS[part][1], results["share"]) for part, each in runs.items())])
+    rows.append(["target", *(judge(each, PARTS[part][1]) for part, each in runs.items())])
     return rows
 
 
-def judge(runs: list[dict[str, Any]], targets: dict[str, tuple[float, float]], share: float) -> str:
-    if share != 1:
-        return f"not judged: {share:.1%} of the steps"
+def judge(runs: list[dict[str, Any]], targets: dict[str, tuple[float, float]]) -> str:
     verdicts = []
     for name, (low, high) in targets.items():
         mean = statistics.mean(run[name] for run in runs)
@@ -326,14 +308,11 @@ def draw(results: dict[str, Any], png: Path) -> None:
 def parse_args() -> argparse.Namespace:
     parser = build_parser("tests.bench.train", __doc__, "out/bench-train")
     add = parser.add_argument
-    add("--only", type=subset(PARTS), metavar="PARTS", help=f"of {','.join(PARTS)}, and what they need (default: all)")
+    add_only(parser, PARTS)  # and what they need
     add("--seeds", type=integers, default=[2026, 2027, 2028], help="(default: 2026,2027,2028, never tuned on)")
-    add("--threads", type=integer(0, 4096), default=0, help="CPU threads; 0: OMP_NUM_THREADS, else one per core")
+    add("--threads", type=int, default=0, help="CPU threads; 0: OMP_NUM_THREADS, else one per core")
     add("--curve-seconds", type=integers, default=[20, 60, 180, 600], metavar="S,…", help="(default: 20,60,180,600)")
-    add("--share", type=float, default=1.0, help="share of the steps, in (0, 1] (default: 1)")
     args = parser.parse_args()
-    if not 0 < args.share <= 1:
-        parser.error(f"--share must be in (0, 1], got {args.share}")
     if "gpu" in (args.only or ()) and not torch.cuda.is_available():
         parser.error("the part gpu needs a CUDA GPU and a torch build with CUDA")
     return args

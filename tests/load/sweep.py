@@ -52,31 +52,29 @@ FAILURES = (BenchError, ServerError, load.LoadError, OSError, ValueError)
 PUBLISHED_SHARES = (1.0,)
 
 
-@dataclass(frozen=True)
-class Goal:
-    """95 % of the requests get their first character, and further ones on average, within these; no refusal."""
+Goal = dict[str, float]  # 95 % get their first character, and further ones on average, within these; no refusal
 
-    first_seconds: float = 0.2
-    character_seconds: float = 0.05
 
-    def is_met(self, rung: dict[str, Any]) -> bool:
-        """Unfinished requests count with their time so far."""
-        first, each = rung["first"], rung["per_character"]
-        return (
-            not rung["refused"]
-            and first is not None
-            and first["p95"] <= self.first_seconds
-            and (each is None or each["p95"] <= self.character_seconds)
-        )
+def is_met(goal: Goal, rung: dict[str, Any]) -> bool:
+    """Unfinished requests count with their time so far."""
+    first, each = rung["first"], rung["per_character"] or {"p95": 0.0}
+    if rung["refused"] or first is None:
+        return False
+    return first["p95"] <= goal["first_seconds"] and each["p95"] <= goal["character_seconds"]
 
-    def goodput(self, rungs: list[dict[str, Any]]) -> tuple[float, float | None]:
-        """(highest rate up to which all rungs meet the goal, rate of the next rung); (0, …) if the first does not."""
-        best = 0.0
-        for rung in sorted(rungs, key=lambda rung: rung["rate"]):
-            if not self.is_met(rung):
-                return best, rung["rate"]
-            best = rung["rate"]
-        return best, None
+
+def goodput(goal: Goal, rungs: list[dict[str, Any]]) -> tuple[float, float | None]:
+    """(highest rate up to which all rungs meet the goal, rate of the next rung); (0, …) if the first does not."""
+    best = 0.0
+    for rung in by_rate(rungs):
+        if not is_met(goal, rung):
+            return best, rung["rate"]
+        best = rung["rate"]
+    return best, None
+
+
+def by_rate(rungs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(rungs, key=lambda rung: float(rung["rate"]))
 
 
 @dataclass(frozen=True)
@@ -202,15 +200,15 @@ class Sweep(Run):
         self, plan: Plan, shape: Path | GPTConfig, threads: int, goal: Goal, out: Path, llama_folder: Path,
         systems: tuple[str, ...] = SYSTEMS,
     ):  # fmt: skip
-        self.plan, self.shape, self.threads, self.goal = plan, shape, threads, goal
+        self.plan, self.shape, self.threads = plan, shape, threads
         self.llama_folder, self.families = llama_folder, systems
         self.cores = available_cpus()  # threads of the peers
         self.systems: dict[str, peers.System] = {}
         self.servers: dict[str, Server] = {}
         settings = {"plan": asdict(plan), "quick": plan is not FULL, "threads": threads, "slots": SLOTS}
         settings |= {"waiting": WAITING, "cores": self.cores}
-        packages, found = ("torch", "transformers", "litserve"), {"warnings": [], "systems": {}}
-        super().__init__("tests.load.sweep", out, "sweep", packages, settings=settings, goal=asdict(goal), **found)
+        packages, found = ("torch", "transformers", "litserve"), {"warnings": [], "systems": {}, "goal": goal}
+        super().__init__("tests.load.sweep", out, "sweep", packages, settings=settings, **found)
 
     def markdown(self) -> str:
         return markdown(self.results)
@@ -249,7 +247,7 @@ class Sweep(Run):
                 self.rung(system, share * systems[system]["saturation"]["requests_per_second"])
         for _ in range(self.plan.bisections):
             for system in self.families:
-                below, above = self.goal.goodput(systems[system]["rungs"])
+                below, above = goodput(self.results["goal"], systems[system]["rungs"])
                 if above is not None and below:
                     self.rung(system, (below + above) / 2)
 
@@ -327,14 +325,14 @@ def rows(results: dict[str, Any], shares: tuple[float, ...] | None = None) -> li
     found = [["offered, requests/s", "of its saturation", "characters/s", "requests/s", "first character, ms"]]
     found[0] += ["mean per character, ms", "whole answer, ms", "due", "refused", "unfinished", "goal"]
     for system, figures in results["systems"].items():
-        for rung in sorted(figures["rungs"], key=lambda rung: rung["rate"]):
+        for rung in by_rate(figures["rungs"]):
             if shares is None or any(math.isclose(rung["share"], share) for share in shares):
                 found.append(
                     [f"{NAMES[system]}, {rung['rate']:.3g}", f"{100 * rung['share']:.0f} %"]
                     + [f"{rung['characters_per_second']:,.0f}", f"{rung['requests_per_second']:.3g}"]
                     + [three(rung[name]) for name in ("first", "per_character", "whole")]
                     + [str(rung[name]) for name in ("due", "refused", "unfinished")]
-                    + ["met" if Goal(**results["goal"]).is_met(rung) else "missed"]
+                    + ["met" if is_met(results["goal"], rung) else "missed"]
                 )
     return found
 
@@ -344,7 +342,7 @@ def verdict(results: dict[str, Any]) -> list[list[str]]:
     systems = list(results["systems"])
     found = [["", *(NAMES[system] for system in systems), *(f"÷ {NAMES[system]}" for system in systems[1:])]]
     saturations = [results["systems"][system]["saturation"] for system in systems]
-    best = [Goal(**results["goal"]).goodput(results["systems"][system]["rungs"])[0] for system in systems]
+    best = [goodput(results["goal"], results["systems"][system]["rungs"])[0] for system in systems]
     for label, values in (
         ("saturation, requests/s", [s["requests_per_second"] for s in saturations]),
         ("saturation, characters/s", [s["characters_per_second"] for s in saturations]),
@@ -386,37 +384,34 @@ STYLES = {"p50": "-", "p95": "--", "p99": ":"}
 
 
 def draw(results: dict[str, Any], png: Path) -> None:
-    """Plot throughput and latencies by offered rate, with goal and goodput."""
+    """Plot throughput and latencies by offered rate, with the goal."""
     from matplotlib.figure import Figure
     from PIL import Image
 
-    goal = Goal(**results["goal"])
     picture = Figure(figsize=(12, 5), layout="constrained")
-    panels = picture.subplots(1, 3)
-    titles = ("Throughput, characters/s", "Time to first character, ms", "Mean time per character, ms")
-    for axes, title, limit in zip(panels, titles, (None, goal.first_seconds, goal.character_seconds), strict=True):
+    goal, machine, panels = results["goal"], results["machine"], picture.subplots(1, 3)
+    for axes, title, key, limit in zip(
+        panels,
+        ("Throughput, characters/s", "Time to first character, ms", "Mean time per character, ms"),
+        ("", "first", "per_character"),
+        (None, goal["first_seconds"], goal["character_seconds"]),
+        strict=True,
+    ):
         axes.set(title=title, xlabel="offered, requests/s", xscale="log", yscale="log")
         axes.grid(alpha=0.3)
         if limit is not None:
             axes.axhline(1e3 * limit, color="tab:red", ls="--", lw=1.2, label="goal for 95 %")
-    for system, figures in results["systems"].items():
-        color, rungs = COLORS[system], sorted(figures["rungs"], key=lambda rung: rung["rate"])
-        rates = [rung["rate"] for rung in rungs]
-        given = [rung["characters_per_second"] for rung in rungs]
-        panels[0].plot(rates, given, "o-", color=color, ms=4, label=NAMES[system])
-        for axes, key in ((panels[1], "first"), (panels[2], "per_character")):
-            for p, dashes in STYLES.items():
-                values = [math.nan if rung[key] is None else 1e3 * rung[key][p] for rung in rungs]
-                axes.plot(rates, values, dashes, marker=".", color=color, label=f"{NAMES[system]}, {p}")
-        for axes in panels:
-            axes.axvline(figures["saturation"]["requests_per_second"], color=color, lw=1, alpha=0.4)
-            if best := goal.goodput(rungs)[0]:
-                axes.axvspan(best * 0.985, best * 1.015, color=color, alpha=0.5, lw=0)
-    picture.suptitle(
-        f"{results['machine']['cpu']}, {results['machine']['cores']} cores, {results['date'][:10]}; thin line: "
-        "saturation, bar: goodput",
-        fontsize=9,
-    )
+        for system, color in COLORS.items():
+            figures = results["systems"].get(system, {"rungs": []})
+            rungs = [rung for rung in by_rate(figures["rungs"]) if not key or rung[key] is not None]
+            for p, dashes in STYLES.items() if key else [("", "o-")]:
+                values = [1e3 * rung[key][p] if key else rung["characters_per_second"] for rung in rungs]
+                label = f"{NAMES[system]}, {p}" if key else NAMES[system]
+                axes.plot([rung["rate"] for rung in rungs], values, dashes, ms=4, color=color, label=label)
+            if rungs:
+                axes.axvline(figures["saturation"]["requests_per_second"], color=color, lw=1, alpha=0.4)
+    about = f"{machine['cpu']}, {machine['cores']} cores, {results['date'][:10]}"
+    picture.suptitle(f"{about}; thin line: saturation", fontsize=9)
     labels = {label: line for axes in panels for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     picture.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=5, fontsize=8)
     with tempfile.TemporaryFile() as drawn:
@@ -436,7 +431,7 @@ def main() -> int:
         )  # fmt: skip
     parser.add_argument("--publish", action="store_true", help="write tests/README.md's tables and deploy's picture")
     args = parser.parse_args()
-    goal = Goal(args.first, args.character)
+    goal = {"first_seconds": args.first, "character_seconds": args.character}
     sweep = Sweep(QUICK if args.quick else FULL, SHAPES["S"], args.threads, goal, args.out, args.llama_cpp)
     try:
         status = sweep.main(sweep.run)

@@ -123,6 +123,7 @@ def test_client_and_server_agree_about_counts_and_latencies(tmp_path):
 # -- the sweep --
 
 TINY = GPTConfig(len(shapes.VOCABULARY), block_size=16, n_layer=2, n_head=4, n_kv_head=2, n_embd=16)
+GOAL = {"first_seconds": 0.2, "character_seconds": 0.05}
 TINY_PLAN = sweep.Plan((0.3, 2.0), 0, 32, 3.0, 0.3, 1.0, 0.7, 1)
 
 
@@ -152,7 +153,9 @@ def test_goodput_ends_at_the_first_missed_goal():
     def rung(rate: float, first: float, refused: int = 0) -> dict:
         return {"rate": rate, "refused": refused, "first": {"p95": first}, "per_character": {"p95": 0.01}}
 
-    goodput = sweep.Goal().goodput
+    def goodput(rungs: list[dict]) -> tuple:
+        return sweep.goodput(GOAL, rungs)
+
     assert goodput([rung(8, 0.1), rung(1, 0.05), rung(4, 0.3), rung(2, 0.15)]) == (2, 4)
     assert goodput([rung(1, 0.1), rung(2, 0.1, refused=1)]) == (1, 2)
     assert goodput([rung(1, 0.1)]) == (1, None) and goodput([rung(1, 0.3)]) == (0, 1)
@@ -161,7 +164,7 @@ def test_goodput_ends_at_the_first_missed_goal():
 @pytest.mark.tools
 @pytest.mark.timeout(900)
 def test_tiny_sweep_counts_every_request_and_writes_tables_and_picture(tmp_path):
-    sweep.Sweep(TINY_PLAN, TINY, 1, sweep.Goal(), tmp_path, tmp_path / "no-llama.cpp", ("ours", "stock")).run()
+    sweep.Sweep(TINY_PLAN, TINY, 1, GOAL, tmp_path, tmp_path / "no-llama.cpp", ("ours", "stock")).run()
     results = json.loads((tmp_path / "sweep.json").read_text())
     for figures in results["systems"].values():
         assert figures["saturation"]["requests_per_second"] > 0 and len(figures["rungs"]) == 2
@@ -180,7 +183,7 @@ def test_make_load_starts_a_server_and_fails_where_answers_are_wrong(tmp_path):
     folder = save_random(tmp_path / "checkpoint").path
 
     def run(*arguments: object, flags: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "tests.load", "--out", tmp_path / "out", *arguments, "locust", "--"]
+        command = [sys.executable, "-m", "tests.load", "--out", tmp_path / "out", *arguments, "--"]
         command += ["--run-time", "2s", "--users", "4", *flags]
         return subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=120)
 

@@ -140,10 +140,6 @@ class Server(Program):
         figures |= {role: (after - before[role]) / seconds for role, after in self.cpu_seconds().items()}
         figures["seconds"] = seconds
 
-    def pss_bytes(self) -> int:
-        """Proportional set size of all processes: counts shared memory once."""
-        return sum(process.memory_full_info().pss for process in self._processes)
-
     def pause(self) -> None:
         """Stop all processes, so that idle loops do not take CPU time from other servers."""
         os.killpg(self.process.pid, signal.SIGSTOP)
