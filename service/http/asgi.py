@@ -1,7 +1,7 @@
 """ASGI around the application, for the middlewares that a LitServe user passes in; without any, nothing here runs.
 
 A connection hands its requests to `Wrapped` in place of App; the outermost middleware is called as an ASGI application,
-and the innermost one calls `_application`, which hands the request on to App.
+and the innermost one calls `_application`, which hands the request on to App. An Exchange stands at both ends.
 """
 
 from __future__ import annotations
@@ -73,40 +73,30 @@ class Wrapped:
         request.generations.clear()
 
     async def _application(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange: Exchange = scope["chargpt.exchange"]
         peer = (scope.get("client") or ("", 0))[0]
         request = Request(
             scope["method"], scope["path"], scope["query_string"], list(scope["headers"]), peer, time.monotonic()
         )
-        carrier = Carrier(scope)
-        request.responder = carrier
-        reader: asyncio.Task[None] | None = None
-
-        async def read() -> None:
-            while (message := await receive())["type"] == "http.request":
-                if not request.is_running and not request.is_ended:
-                    request.chunks.append(message.get("body", b""))
-                    request.num_body_bytes += len(request.chunks[-1])
-                    request.is_complete = not message.get("more_body", False)
-                    self.app.receive(request)
-            if not request.is_ended:
-                request.left()
-            carrier.abort()
-
+        request.responder = exchange
         try:
             self.app.begin(request)
-            if not request.is_ended:
-                reader = asyncio.create_task(read())
-            while (message := await carrier.next()) is not None:
-                await send(message)
+            while not (request.is_complete or request.is_ended):
+                if (message := await receive())["type"] != "http.request":
+                    return
+                request.chunks.append(message.get("body", b""))
+                request.num_body_bytes += len(request.chunks[-1])
+                request.is_complete = not message.get("more_body", False)
+                self.app.receive(request)
+            while (answer := await exchange.next()) is not None:
+                await send(answer)
         finally:
-            if reader is not None:
-                reader.cancel()
             if not request.is_ended:
                 request.left()
 
 
 class Exchange:
-    """A connection's request as ASGI shows it."""
+    """A connection's request as ASGI shows it; and the Responder of the one that comes out of the middlewares."""
 
     is_finished = False
 
@@ -116,6 +106,8 @@ class Exchange:
         self._is_told = False  # that the body is complete
         self._has_begun = False
         self._status, self._headers = 200, b""
+        self._messages: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()  # of the answer; None: it has ended
+        self._sent = asyncio.Event()
         self.scope: dict[str, Any] = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -134,19 +126,17 @@ class Exchange:
             "chargpt.exchange": self,
         }
 
+    # -- what middlewares see --
+
     def take(self) -> None:
         """More of the body has come."""
         request = self.request
         request.is_running = request.is_complete
-        if request.is_complete and request.responder is not None:
-            request.responder.deadline = math.inf
+        if request.is_complete:
+            self.deadline = math.inf
         self._news.set()
         if request.num_body_bytes > 2 * self._max_body_bytes and request.responder is not None:
             request.responder.abort()
-
-    def abort(self) -> None:
-        """The client has left."""
-        self._news.set()
 
     async def receive(self) -> dict[str, Any]:
         request = self.request
@@ -183,23 +173,17 @@ class Exchange:
             if is_last:
                 responder.finish()
 
-
-class Carrier:
-    """The Responder that gives its answer to an ASGI `send`."""
-
-    def __init__(self, scope: Scope):
-        self._exchange: Exchange | None = scope.get("chargpt.exchange")
-        self._messages: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
-        self._sent = asyncio.Event()
+    # -- the Responder --
 
     @property
     def deadline(self) -> float:
-        return math.inf
+        """The connection's."""
+        return math.inf if self.request.responder is None else self.request.responder.deadline
 
     @deadline.setter
     def deadline(self, at: float) -> None:
-        if self._exchange is not None and self._exchange.request.responder is not None:
-            self._exchange.request.responder.deadline = at
+        if self.request.responder is not None:
+            self.request.responder.deadline = at
 
     async def next(self) -> dict[str, Any] | None:
         message = await self._messages.get()
@@ -220,19 +204,21 @@ class Carrier:
     def write(self, data: bytes) -> None:
         self._messages.put_nowait({"type": "http.response.body", "body": data, "more_body": True})
 
+    def finish(self) -> None:
+        self._messages.put_nowait({"type": "http.response.body", "body": b""})
+        self._messages.put_nowait(None)
+
     @property
     def is_full(self) -> bool:
         return self._messages.qsize() > MAX_UNSENT
 
     async def drain(self) -> None:
-        while self._messages.qsize() > MAX_UNSENT:
+        while self.is_full:
             self._sent.clear()
             await self._sent.wait()
 
-    def finish(self) -> None:
-        self._messages.put_nowait({"type": "http.response.body", "body": b""})
-        self._messages.put_nowait(None)
-
     def abort(self) -> None:
+        """The client has left, or is to be left."""
+        self._news.set()
         self._messages.put_nowait(None)
         self._sent.set()

@@ -88,9 +88,7 @@ async def attention(service: Service, request: Request) -> None:
     Multiplied by `scale` and, without those after t, through a softmax, row t of `scores` is row t of `weights`. With
     `values`, also what these mix: row t of `weights` times `values` is the head's output at character t.
     """
-    body = await service.read(AttentionRequest, request)
-    request.set_timeout(body.timeout_seconds)
-    model = service.choose(request, body.model)
+    body, model = await service.read(AttentionRequest, request)
     config = GPTConfig(**model.checkpoint.hyperparameters)
     limit = max_characters(model)
     if not limit:

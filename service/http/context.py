@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from service.catalog import Listing
-from service.http.bodies import ModelRequest
 from service.http.client import EngineClient
 from service.http.clients import ClientLimits
 from service.http.generation import Generation
 from service.http.lease import Ledger, estimate, too_much
-from service.http.models import Model, choose
+from service.http.models import Model
 from service.http.reading import LARGE_BODY_BYTES, AnyRequest, BodyReader, parse, parse_plain
 from service.http.request import Request
 from service.http.schemas import ApiError
@@ -98,38 +97,52 @@ class Service:
         return self.models.get(self.settings.model_name) or next(iter(self.models.values()))
 
     def find(self, name: str | None) -> Model:
-        """Raises as `choose`."""
-        return choose(self.models, name, self.settings.model_name)
-
-    def choose(self, request: Request, name: str | None) -> Model:
-        """The model of a request; raises as `choose`."""
-        model = self.find(name)
-        request.lease.use(model)
-        return model
-
-    async def read(self, kind: type[AnyRequest], request: Request) -> AnyRequest:
-        """The request in a JSON body; raises as BodyReader.read and `check_fields`."""
-        content = request.body
-        if request.num_body_bytes <= LARGE_BODY_BYTES:
-            body: AnyRequest = parse_plain(kind, content) or parse(kind, content)
-        else:
-            body = await self.bodies.read(kind, content, request.client)
-        request.chunks.clear()
-        self.check_fields(request, body)
-        return body
-
-    def check_fields(self, request: Request, body: ModelRequest) -> None:
-        """Note the unknown fields of a request.
+        """The model that a request names; without a name the only one, or the default.
 
         Raises:
-            ApiError: 400, it has some, and they are to be refused.
+            ApiError: 404, it is not served; 400, none is named, several are served and none of them is the default.
         """
+        models = self.models
+        if name is None:
+            model = next(iter(models.values())) if len(models) == 1 else models.get(self.settings.model_name)
+            if model is None:
+                raise ApiError(400, f"model: must be one of {', '.join(models)}", param="model")
+            return model
+        if name not in models:
+            served = ", ".join(map(repr, models))
+            verb = "model is" if len(models) == 1 else "models are"
+            message = f"model {name!r} is not served here; the served {verb} {served}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return models[name]
+
+    async def read(
+        self, kind: type[AnyRequest], request: Request, query: dict[str, Any] | None = None
+    ) -> tuple[AnyRequest, Model]:
+        """The request in a JSON body, or in the fields of a query, and its model; its time limit counts from here.
+
+        Raises:
+            ApiError: 400, with the field, what was given and what is allowed, or an unknown field that is refused;
+                otherwise as `find`.
+        """
+        body: AnyRequest
+        if query is not None:
+            body = parse(kind, query)
+        elif request.num_body_bytes <= LARGE_BODY_BYTES:
+            content = request.body
+            body = parse_plain(kind, content) or parse(kind, content)
+        else:
+            body = await self.bodies.read(kind, request.body, request.client)
+        request.chunks.clear()
         request.ignored_fields = body.ignored_fields
         if body.ignored_fields and (self.settings.strict_fields if body.strict is None else body.strict):
             name, known = body.ignored_fields[0], ", ".join(type(body).model_fields)
             reason = "the server's setting strict_fields" if body.strict is None else "strict"
             message = f"{name}: unknown field, refused because of {reason}; known fields are {known}"
             raise ApiError(400, message, param=name, code="unknown_field")
+        request.set_timeout(body.timeout_seconds)
+        model = self.find(body.model)
+        request.lease.use(model)
+        return body, model
 
     def refuse_if_full(self, request: Request) -> None:
         """Before anything of a request is read; raises as EngineClient.refuse_if_full."""

@@ -14,10 +14,9 @@ from service.http.encoding import Encoder, begun, check_ids, unknown_characters
 from service.http.generation import Piece
 from service.http.lease import MAX_CUTS
 from service.http.models import Model
-from service.http.reading import parse
 from service.http.request import Request
 from service.http.schemas import ApiError, shortened
-from service.http.stream import DONE, CompletionForm, Form, NativeForm, Pieces, write_stream, write_whole
+from service.http.stream import DONE, CompletionForm, Form, Pieces, write_stream, write_whole
 from service.http.turns import Pause
 from service.model.params import MAX_SEED
 from service.wire import Submit, floats
@@ -30,7 +29,7 @@ EVENT_SOURCE_END = b"done"  # id of the last event, with which EventSource recon
 
 def generate(service: Service, request: Request) -> Coroutine[Any, Any, None]:
     """Continue a text."""
-    return _answer(service, request, GenerateRequest, NativeForm)
+    return _answer(service, request, GenerateRequest, Form)
 
 
 def generate_events(service: Service, request: Request) -> Coroutine[Any, Any, None] | None:
@@ -42,9 +41,8 @@ def generate_events(service: Service, request: Request) -> Coroutine[Any, Any, N
     fields: dict[str, Any] = dict(given)
     if "stop" in fields:
         fields["stop"] = [value for name, value in given if name == "stop"]
-    body = parse(GenerateRequest, fields | {"stream": "true"})
-    service.check_fields(request, body)
-    return _answer(service, request, body, NativeForm, done=b"id: %b\n" % EVENT_SOURCE_END + DONE)
+    done = b"id: %b\n" % EVENT_SOURCE_END + DONE
+    return _answer(service, request, GenerateRequest, Form, fields | {"stream": "true"}, done)
 
 
 def completions(service: Service, request: Request) -> Coroutine[Any, Any, None]:
@@ -55,14 +53,13 @@ def completions(service: Service, request: Request) -> Coroutine[Any, Any, None]
 async def _answer(
     service: Service,
     request: Request,
-    asked: GenerationRequest | type[GenerationRequest],
+    kind: type[GenerationRequest],
     form_class: type[Form],
+    query: dict[str, Any] | None = None,
     done: bytes = DONE,
 ) -> None:
-    """asked: what the body is to be read as, or what it would say."""
-    body = await service.read(asked, request) if isinstance(asked, type) else asked
-    request.set_timeout(body.timeout_seconds)
-    model = service.choose(request, body.model)
+    """query: the fields, if they are not in the body."""
+    body, model = await service.read(kind, request, query)
     given = body.prompts
     is_list = given is body.prompt
     if (longest := body.truncate_prompt_tokens) is not None:

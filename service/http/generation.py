@@ -10,7 +10,7 @@ import time
 import zlib
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from service.http.models import Model
 from service.http.schemas import ApiError, Timing
@@ -31,7 +31,7 @@ class Piece(NamedTuple):
     number: int
     seed: int
     text: str
-    finish_reason: str | None = None
+    finish_reason: Any = None  # a FinishReason or None
     logprobs: Logprobs | None = None  # of the text's characters but the first `num_unscored`, if requested
     num_unscored: int = 0  # characters that nothing precedes: the first of an echoed prompt
 

@@ -50,8 +50,8 @@ def _respond(request: Request, content: msgspec.Struct, status: int = 200) -> No
 
 async def tokenize(service: Service, request: Request) -> None:
     """Encode a text."""
-    body = await service.read(TokenizeRequest, request)
-    encoder = Encoder(service, service.choose(request, body.model), body)
+    body, model = await service.read(TokenizeRequest, request)
+    encoder = Encoder(service, model, body)
     tokens = await encoder.encode(body.prompt, "prompt")
     request.lease.hold(request.lease.bytes + PROMPT_BYTES * len(tokens))
     longest = service.settings.max_prompt_characters
@@ -61,8 +61,7 @@ async def tokenize(service: Service, request: Request) -> None:
 
 async def detokenize(service: Service, request: Request) -> None:
     """Decode ids."""
-    body = await service.read(DetokenizeRequest, request)
-    model = service.choose(request, body.model)
+    body, model = await service.read(DetokenizeRequest, request)
     request.lease.hold(request.lease.bytes + PROMPT_BYTES * len(body.tokens))
     text = await Encoder(service, model, body).decode(body.tokens, "tokens")
     await send_json(request, filled(DetokenizeAnswer(HOLE), text_parts(text)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from service.catalog import Version
 from service.http.patterns import PatternCompiler
-from service.http.schemas import ApiError
 from service.model.checkpoint import Checkpoint
 from service.observe.metrics import ModelMetrics
 
@@ -31,22 +30,3 @@ class Model:
     def record_end(self) -> int | None:
         """See Checkpoint."""
         return self.checkpoint.record_end
-
-
-def choose(models: dict[str, Model], name: str | None, default: str) -> Model:
-    """The model that a request names; without a name the only one, or the one called `default`.
-
-    Raises:
-        ApiError: 404, it is not served; 400, none is named, several are served and none of them is the default.
-    """
-    if name is None:
-        model = next(iter(models.values())) if len(models) == 1 else models.get(default)
-        if model is None:
-            raise ApiError(400, f"model: must be one of {', '.join(models)}", param="model")
-        return model
-    if name not in models:
-        served = ", ".join(map(repr, models))
-        verb = "model is" if len(models) == 1 else "models are"
-        message = f"model {name!r} is not served here; the served {verb} {served}"
-        raise ApiError(404, message, param="model", code="model_not_found")
-    return models[name]

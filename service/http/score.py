@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterable, Iterator
 
 from msgspec import UNSET
 
@@ -13,25 +13,8 @@ from service.http.context import Service
 from service.http.encoding import Encoder, begun
 from service.http.models import Model
 from service.http.request import Request
-from service.http.schemas import (
-    ApiError,
-    Next,
-    NextAnswer,
-    NextCharacter,
-    Score,
-    ScoreAnswer,
-    Usage,
-)
-from service.http.stream import (
-    HOLE,
-    MAX_NUMBERS,
-    filled,
-    joined,
-    list_parts,
-    receipt_headers,
-    send_json,
-    sliced,
-)
+from service.http.schemas import ApiError, Next, NextAnswer, NextCharacter, Score, ScoreAnswer, Usage
+from service.http.stream import HOLE, MAX_NUMBERS, filled, joined, list_parts, receipt_headers, send_json, sliced
 from service.http.turns import Pause
 from service.model.params import SamplingParams
 from service.wire import Logprobs, Submit, floats
@@ -41,9 +24,7 @@ MAX_SUMMED = 1 << 14  # nats added up at a time: about 1 ms
 
 async def score(service: Service, request: Request) -> None:
     """Score texts, or rank continuations of a prefix."""
-    body = await service.read(ScoreRequest, request)
-    request.set_timeout(body.timeout_seconds)
-    model = service.choose(request, body.model)
+    body, model = await service.read(ScoreRequest, request)
     encoder = Encoder(service, model, body)
     if body.texts is not None:
         param, texts, before = "texts", [body.texts] if isinstance(body.texts, str) else body.texts, []
@@ -76,31 +57,27 @@ async def score(service: Service, request: Request) -> None:
     generation = service.start(request, submits, window=window) if submits else None
     encoder.count_unknown()
 
-    async def answer() -> tuple[ScoreAnswer, Iterator[Iterator[bytes]]]:
-        logprobs = [Logprobs() for _ in ids]
-        if generation is not None:
-            await generation.whole()
-            for number, i in enumerate(order):
-                logprobs[i] = generation.prompt_logprobs(number)
-        pause = Pause()
-        scores = [await _score(i, its_logprobs, pause) for i, its_logprobs in enumerate(logprobs)]
-        if body.continuations is not None:
-            for rank, item in enumerate(sorted(scores, key=lambda item: (item.nats, item.index)), 1):
-                item.rank = rank
-        usage = Usage.of(request.num_prompt_tokens or 0)
-        receipt = encoder.receipt(generation.timing) if generation is not None else UNSET
+    logprobs = [Logprobs() for _ in ids]
+    if generation is not None:
+        await generation.whole()
+        for number, i in enumerate(order):
+            logprobs[i] = generation.prompt_logprobs(number)
+    pause = Pause()
+    scores = [await _score(i, its_logprobs, pause) for i, its_logprobs in enumerate(logprobs)]
+    if body.continuations is not None:
+        for rank, item in enumerate(sorted(scores, key=lambda item: (item.nats, item.index)), 1):
+            item.rank = rank
+    receipt = encoder.receipt(generation.timing) if generation is not None else UNSET
 
-        def parts(item: Score) -> Iterator[bytes]:
-            if not body.characters:
-                return filled(item)
-            item.character_nats = HOLE
-            has_first = bool(not before and ids[item.index])  # which nothing precedes
-            return filled(item, list_parts(_character_nats(logprobs[item.index], has_first)))
+    def parts(item: Score) -> Iterator[bytes]:
+        if not body.characters:
+            return filled(item)
+        item.character_nats = HOLE
+        has_first = bool(not before and ids[item.index])  # which nothing precedes
+        return filled(item, list_parts(_character_nats(logprobs[item.index], has_first)))
 
-        content = ScoreAnswer(request.id, model.name, "list", HOLE, usage, receipt)
-        return content, map(parts, scores)
-
-    await _write(request, answer)
+    content = ScoreAnswer(request.id, model.name, "list", HOLE, Usage.of(request.num_prompt_tokens), receipt)
+    await _send(request, content, map(parts, scores))
 
 
 async def _score(index: int, logprobs: Logprobs, pause: Pause) -> Score:
@@ -130,16 +107,12 @@ def _character_nats(logprobs: Logprobs, has_first: bool) -> Iterator[list[float 
 
 async def next_character(service: Service, request: Request) -> None:
     """Give the distribution of the next character."""
-    body = await service.read(NextRequest, request)
-    request.set_timeout(body.timeout_seconds)
-    model = service.choose(request, body.model)
+    body, model = await service.read(NextRequest, request)
     encoder = Encoder(service, model, body)
     prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-    limit = service.settings.max_prompts
-    if not 1 <= len(prompts) <= limit:
-        raise ApiError(
-            400, f"prompt: the number of prompts must be in [1, {limit}], got {len(prompts)}", param="prompt"
-        )
+    count, limit = len(prompts), service.settings.max_prompts
+    if not 1 <= count <= limit:
+        raise ApiError(400, f"prompt: the number of prompts must be in [1, {limit}], got {count}", param="prompt")
     ids = await encoder.encode_prompts([*prompts], isinstance(body.prompt, list))
     submits = [
         Submit(
@@ -154,14 +127,11 @@ async def next_character(service: Service, request: Request) -> None:
     generation = service.start(request, submits)
     encoder.count_unknown()
 
-    async def answer() -> tuple[NextAnswer, Iterator[Iterator[bytes]]]:
-        pieces = await generation.whole()
-        usage, receipt = Usage.of(request.num_prompt_tokens or 0), encoder.receipt(generation.timing)
-        content = NextAnswer(request.id, model.name, "list", HOLE, usage, receipt)
-        # No row for a sequence that ended because the client left.
-        return content, (_next(model, it.number, it.logprobs) for it in pieces if it.logprobs)
-
-    await _write(request, answer)
+    pieces = await generation.whole()
+    usage, receipt = Usage.of(request.num_prompt_tokens), encoder.receipt(generation.timing)
+    content = NextAnswer(request.id, model.name, "list", HOLE, usage, receipt)
+    # No row for a sequence that ended because the client left.
+    await _send(request, content, (_next(model, it.number, it.logprobs) for it in pieces if it.logprobs))
 
 
 def _next(model: Model, index: int, logprobs: Logprobs) -> Iterator[bytes]:
@@ -173,12 +143,8 @@ def _next(model: Model, index: int, logprobs: Logprobs) -> Iterator[bytes]:
     return filled(Next(index, entropy, entropy / math.log(2), HOLE), list_parts(slices))
 
 
-async def _write(
-    request: Request,
-    answer: Callable[[], Awaitable[tuple[ScoreAnswer | NextAnswer, Iterator[Iterator[bytes]]]]],
-) -> None:
-    """`answer` gives the content with a hole for its data, and the parts of each item of that."""
-    content, items = await answer()
+async def _send(request: Request, content: ScoreAnswer | NextAnswer, items: Iterable[Iterator[bytes]]) -> None:
+    """items: the parts of each item of the data, for which `content` has a hole."""
     headers = b""
     if content.chargpt is not UNSET:
         headers = receipt_headers(content.chargpt, time.monotonic() - request.arrived_at)

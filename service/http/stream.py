@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import functools
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -49,8 +48,6 @@ MAX_WHOLE_BYTES = 1 << 18  # an answer of at most this size has a Content-Length
 HOLE: Any = msgspec.Raw(b"\0")  # stands for a part of an answer; JSON never contains this byte
 
 _encode = msgspec.json.encode
-
-AnyChoice = TypeVar("AnyChoice", bound=ChunkChoice)
 
 
 # -- parts of an answer --
@@ -113,8 +110,8 @@ def pieces_of(piece: Piece) -> Iterator[Piece]:
 # -- the two forms of a generation's answer --
 
 
-class Form(ABC):
-    """Encodes one request's answer."""
+class Form:
+    """Encodes one request's answer, as /generate has it."""
 
     def __init__(
         self,
@@ -181,61 +178,44 @@ class Form(ABC):
         )
         return filled(self.choice(piece, HOLE, HOLE), text_parts(piece.text), logprobs)
 
-    @abstractmethod
     def answer(self, choices: list[Any], receipt: Receipt) -> msgspec.Struct:
         """The whole answer."""
-
-    @abstractmethod
-    def choice(self, piece: Piece, text: str, logprobs: TokenLogprobs | None) -> msgspec.Struct:
-        """A complete choice."""
-
-    @abstractmethod
-    def event(self, piece: Piece, is_last: bool) -> bytes:
-        """The JSON of a piece; `is_last`: no other follows."""
-
-    @abstractmethod
-    def end(self) -> bytes:
-        """The JSON of the event after the last piece; empty: none."""
-
-
-class NativeForm(Form):
-    """/generate"""
-
-    def answer(self, choices: list[Any], receipt: Receipt) -> GenerateAnswer:
         return GenerateAnswer(self.request.id, self.model, choices, self.usage, receipt)
 
-    def choice(self, piece: Piece, text: str, logprobs: TokenLogprobs | None) -> GenerateChoice:
-        finish_reason: Any = piece.finish_reason
-        return GenerateChoice(piece.number, text, finish_reason, piece.seed, UNSET if logprobs is None else logprobs)
+    def choice(self, piece: Piece, text: str, logprobs: TokenLogprobs | None) -> msgspec.Struct:
+        """A complete choice."""
+        reason = piece.finish_reason
+        return GenerateChoice(piece.number, text, reason, piece.seed, UNSET if logprobs is None else logprobs)
 
     def event(self, piece: Piece, is_last: bool) -> bytes:
+        """The JSON of a piece; `is_last`: no other follows."""
         usage = self.usage if self.continuous_usage else UNSET
-        finish_reason: Any = piece.finish_reason
         logprobs = self.logprobs(piece) or UNSET
-        return _encode(GenerateEvent(piece.number, piece.text, finish_reason, piece.seed, logprobs, usage))
+        return _encode(GenerateEvent(piece.number, piece.text, piece.finish_reason, piece.seed, logprobs, usage))
 
     def end(self) -> bytes:
+        """The JSON of the event after the last piece; empty: none."""
         return _encode(GenerateEnd(self.request.id, self.model, self.usage, self.receipt))
 
 
 class CompletionForm(Form):
-    """/v1/completions, as in OpenAI's API"""
+    """As /v1/completions and OpenAI's API have it."""
 
-    def __init__(self, request: Request, *arguments: Any, **options: Any):
-        super().__init__(request, *arguments, **options)
+    def __init__(self, request: Request, *arguments: Any):
+        super().__init__(request, *arguments)
         self.id, self.created = f"cmpl-{request.id}", int(time.time())
 
-    def answer(self, choices: list[Any], receipt: Receipt) -> Completion:
+    def answer(self, choices: list[Any], receipt: Receipt) -> msgspec.Struct:
         return Completion(self.id, "text_completion", self.created, self.model, choices, self.usage, receipt)
 
-    def choice(self, piece: Piece, text: str, logprobs: TokenLogprobs | None) -> CompletionChoice:
-        return _openai_choice(CompletionChoice, piece, text, logprobs)
+    def choice(self, piece: Piece, text: str, logprobs: TokenLogprobs | None) -> msgspec.Struct:
+        return CompletionChoice(piece.number, text, logprobs, piece.finish_reason, piece.seed)
 
     def event(self, piece: Piece, is_last: bool) -> bytes:
         usage: Usage | None | UnsetType = None if self.include_usage else UNSET
         if self.continuous_usage:
             usage = self.usage
-        choice = _openai_choice(ChunkChoice, piece, piece.text, self.logprobs(piece))
+        choice = ChunkChoice(piece.number, piece.text, self.logprobs(piece), piece.finish_reason, piece.seed)
         return self._chunk([choice], usage, self.receipt if is_last else UNSET)
 
     def end(self) -> bytes:
@@ -246,11 +226,6 @@ class CompletionForm(Form):
     ) -> bytes:
         chunk = CompletionChunk(self.id, "text_completion", self.created, self.model, choices, usage, receipt)
         return _encode(chunk)
-
-
-def _openai_choice(kind: type[AnyChoice], piece: Piece, text: str, logprobs: TokenLogprobs | None) -> AnyChoice:
-    finish_reason: Any = piece.finish_reason
-    return kind(piece.number, text, logprobs, finish_reason, piece.seed)
 
 
 def _values(piece: Piece) -> list[float | None]:
