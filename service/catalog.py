@@ -277,9 +277,8 @@ class Catalog:
     def _read(self, name: str, path: Path, old: Version | None = None) -> Version:
         """Verify a checkpoint, weights included, and copy it; `old` if it is the same.
 
-        Raises:
-            CheckpointError: it is bad, or was changed meanwhile, or cannot be served with these settings, or the disk
-                is full.
+        Raises CheckpointError: it is bad, or was changed meanwhile, or cannot be served with these settings, or the
+        disk is full.
         """
         checkpoint = Checkpoint.read(path)
         if old is not None and checkpoint.digest == old.digest:

@@ -34,8 +34,7 @@ chargpt COMMAND --help lists the flags of a command."""
 def main() -> int:
     """Exit status: 0 after --help, 1 if the command's package is not installed, 2 for an unknown command.
 
-    Raises:
-        SystemExit: with the status of the command that ran.
+    Raises SystemExit: with the status of the command that ran.
     """
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name in ("-h", "--help"):

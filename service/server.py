@@ -154,10 +154,8 @@ class Server(LitServer):
     def serve(self) -> None:
         """Serve until SIGTERM or Ctrl-C; running requests finish first.
 
-        Raises:
-            BackendError: the address cannot be listened on.
-            StartError: no inference process could start.
-            TooManyDeathsError: processes keep dying.
+        Raises BackendError: the address cannot be listened on; StartError: no inference process could start;
+        TooManyDeathsError: processes keep dying.
         """
         self._listener = bind(self.settings.host, self.settings.port)
         main = os.getpid()
@@ -249,9 +247,8 @@ class Server(LitServer):
     def _await_worker(self) -> None:
         """Return once a first worker is ready.
 
-        Raises:
-            KeyboardInterrupt: SIGTERM or SIGINT has arrived, which may have ended workers too.
-            StartError: all failed, or took too long.
+        Raises KeyboardInterrupt: SIGTERM or SIGINT has arrived, which may have ended workers too; StartError: all
+        failed, or took too long.
         """
         deadline = time.monotonic() + START_SECONDS
         while not self._has_worker:
@@ -553,11 +550,10 @@ def build_server(
     Callbacks fire for setup in each worker, for the server's end in each HTTP process, and for requests and responses
     of routes that run the model; their arguments are LitServe's. Middlewares see every request before this service's.
 
-    Raises:
-        CheckpointError: a folder is not a checkpoint that can be trusted, or that these settings can serve.
-        BackendError: the settings' backend, dtype or devices cannot run here, no slot fits, or the disk is full.
-        OpenFilesError: this process may not open enough files.
-        RuntimeError: PROMETHEUS_MULTIPROC_DIR is not set; `service.__main__.serve` sets it.
+    Raises CheckpointError: a folder is not a checkpoint that can be trusted, or that these settings can serve;
+    BackendError: the settings' backend, dtype or devices cannot run here, no slot fits, or the disk is full;
+    OpenFilesError: this process may not open enough files; RuntimeError: PROMETHEUS_MULTIPROC_DIR is not set;
+    `service.__main__.serve` sets it.
     """
     if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
         raise RuntimeError(

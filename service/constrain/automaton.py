@@ -82,8 +82,7 @@ class MinimumLength:
     def of(cls, automaton: Automaton, minimum: int, maximum: int) -> MinimumLength | None:
         """For matches of `minimum` to `maximum` characters; None: there is none.
 
-        Raises:
-            LengthError: beyond MAX_LENGTH_STEPS or MAX_LENGTH_BITS.
+        Raises LengthError: beyond MAX_LENGTH_STEPS or MAX_LENGTH_BITS.
         """
         states = len(automaton.table)
         targets = np.sort(automaton.table, axis=1)

@@ -79,8 +79,7 @@ def compile_regex(
 
     `allowed` restricts the texts to these characters of the vocabulary; None: no restriction.
 
-    Raises:
-        RegexError: the syntax is not supported, the pattern is too large, or nothing can match it.
+    Raises RegexError: the syntax is not supported, the pattern is too large, or nothing can match it.
     """
     if len(pattern) > max_characters:
         raise RegexError(f"a pattern must have at most {plural(max_characters, 'character')}, got {len(pattern)}")
@@ -109,8 +108,7 @@ def compile_choice(
 ) -> Automaton:
     """The automaton of exactly these texts; `max_characters` limits their total length.
 
-    Raises:
-        RegexError: there are no choices or too many, or one has a character that is unknown or not allowed.
+    Raises RegexError: there are no choices or too many, or one has a character that is unknown or not allowed.
     """
     if not choices:
         raise RegexError("at least one choice is required, got none")
@@ -159,8 +157,7 @@ def compile_without(
 ) -> Automaton:
     """The automaton of all texts of the allowed characters that contain none of these words (Aho and Corasick 1975).
 
-    Raises:
-        RegexError: there are too many words.
+    Raises RegexError: there are too many words.
     """
     usable = {c for c in characters if allowed is None or c in allowed}
     words = [word for word in words if usable.issuperset(word)]

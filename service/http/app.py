@@ -2,8 +2,7 @@
 
 Of a request, in order: `begin` (head: id, client, key, limits), `receive` (body, bounded), its handler (decode, encode,
 submit, wait, write), `end` (metrics, log, and all that it held). generate.py and score.py run the model through
-client.py and write their answers with stream.py; attention.py runs it in a thread, info.py answers at once; page.py has
-the page at /.
+client.py and write their answers with stream.py; attention.py runs it in a thread, info.py and files.py answer at once.
 """
 
 from __future__ import annotations
@@ -25,10 +24,9 @@ from service.http import bodies as b
 from service.http import schemas as s
 from service.http.clients import address_of
 from service.http.context import Service
-from service.http.files import File
+from service.http.files import page
 from service.http.lease import Lease
 from service.http.openapi import BODY, HEADERS, RUN, Operation, build_document, documentation
-from service.http.page import page
 from service.http.request import UNREAD_SECONDS, Request, header_lines
 from service.http.schemas import ApiError
 from service.http.turns import Run
@@ -98,7 +96,7 @@ class Endpoint:
 
     __slots__ = ("path", "operations", "is_public", "is_quiet", "allow")
 
-    def __init__(self, path: str, operations: dict[str, Operation | File], is_public: bool, is_quiet: bool):
+    def __init__(self, path: str, operations: dict[str, Operation], is_public: bool, is_quiet: bool):
         self.path, self.operations = path, operations
         self.is_public, self.is_quiet = is_public, is_quiet
         self.allow = ", ".join(operations).encode()
@@ -186,7 +184,8 @@ class App:
             self.settings, model.tokenizer, self.operations, model.name, vocab_size, bounds, example
         )
         for path, file in (documentation(self.settings, document) | page()).items():
-            methods: dict[str, Operation | File] = {"GET": file, "HEAD": file}
+            operation = Operation(path, file.handler, path, "information")
+            methods = dict.fromkeys(operation.methods, operation)
             self.endpoints[path] = Endpoint(file.label or path, methods, self.settings.public_docs, is_quiet=False)
 
     # -- the head --
@@ -226,10 +225,7 @@ class App:
         return endpoints.get(f"{start}/{PARAMETER}", self._nothing), parameter
 
     def _check_head(self, request: Request) -> None:
-        """
-        Raises:
-            ApiError: what the head alone rules out, before the body is read.
-        """
+        """Raises ApiError: what the head alone rules out, before the body is read."""
         settings, endpoint, cors = self.settings, request.endpoint, self.cors
         headers = request.fields
         if cors is not None and request.method == "OPTIONS" and b"origin" in headers:
@@ -265,11 +261,7 @@ class App:
             check_content_type(headers)
 
     def _name_of_key(self, authorization: bytes | None) -> str:
-        """Looked up by digest, so that the time it takes tells nothing of a key.
-
-        Raises:
-            ApiError: 401
-        """
+        """Looked up by digest, so that the time it takes tells nothing of a key. Raises ApiError: 401."""
         if authorization is None:
             raise ApiError(401, "an API key is required: Authorization: Bearer KEY", code="invalid_api_key")
         scheme, _, key = authorization.partition(b" ")
@@ -321,7 +313,7 @@ class App:
 
     # -- the handler --
 
-    def _start(self, request: Request, operation: Operation | File) -> None:
+    def _start(self, request: Request, operation: Operation) -> None:
         request.is_running = True
         request.arrived_at = time.monotonic()
         request.deadline = request.arrived_at + self.settings.request_timeout_seconds + UNREAD_SECONDS
@@ -419,8 +411,7 @@ def check_content_type(headers: Mapping[bytes, bytes]) -> None:
     A browser sends application/json to another origin only after asking, so that --cors-origins decides. It would send
     the others without; it names the page's origin with each.
 
-    Raises:
-        ApiError: 415
+    Raises ApiError: 415.
     """
     content_type = headers.get(b"content-type", b"")
     if content_type == b"application/json":

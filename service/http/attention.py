@@ -56,8 +56,7 @@ class AttentionThread:
     def submit(self, call: Callable[[], Found]) -> asyncio.Future[Found]:
         """Cancelling the future takes a text that has not begun out of the queue.
 
-        Raises:
-            ApiError: 429, too many wait.
+        Raises ApiError: 429, too many wait.
         """
         if not self._places.acquire(blocking=False):
             message = f"{MAX_WAITING} texts already wait for their attention weights: retry later"

@@ -100,8 +100,7 @@ class EngineClient:
     def refuse_if_full(self, client: str) -> None:
         """Spare a flood's requests the way to a worker that would refuse them.
 
-        Raises:
-            ApiError: 429, the client has as many sequences as all workers accept of it.
+        Raises ApiError: 429, the client has as many sequences as all workers accept of it.
         """
         if client not in self._refused:
             return
@@ -130,8 +129,7 @@ class EngineClient:
         echo: each prompt's text, if the answer is to begin with it; is_accepted: the request has run others before;
         timeout_name: what the sequences' time limit is, for an error.
 
-        Raises:
-            ApiError: 503, no worker is connected.
+        Raises ApiError: 503, no worker is connected.
         """
         # A worker that shows no life gets requests too: it goes on, as after a pause of all processes, or is replaced.
         is_connected = bool(self._sockets.connected_workers)

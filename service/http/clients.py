@@ -96,11 +96,7 @@ class ClientLimits:
         return self._file.clients.get(client, self._file.default)
 
     def begin(self, client: str) -> None:
-        """Count a request; `end` must follow.
-
-        Raises:
-            ApiError: 429, beyond a limit; it was not counted.
-        """
+        """Count a request; `end` must follow. Raises ApiError: 429, beyond a limit; it was not counted."""
         limits, now = self.of(client), self._clock()
         most = limits.concurrent_requests
         with self._table:
@@ -121,8 +117,7 @@ class ClientLimits:
     def charge(self, client: str, characters: int, must_wait: bool = True) -> int:
         """Count characters that are going to run; with must_wait=False even beyond the limit. Returns how many count.
 
-        Raises:
-            ApiError: 429, not yet within the limit, or 400, more than a whole minute's; nothing was counted.
+        Raises ApiError: 429, not yet within the limit, or 400, more than a whole minute's; nothing was counted.
         """
         limit = self.of(client).characters_per_minute
         if limit is None:

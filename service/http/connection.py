@@ -93,10 +93,7 @@ class Connection(asyncio.Protocol):
     # -- the connection --
 
     def admit(self, address: str) -> None:
-        """
-        Raises:
-            RefusedRequest: there are too many connections.
-        """
+        """Raises RefusedRequest: there are too many connections."""
         network = network_of(address) or "unknown"
         self.limits.admit(network)
         self._network = network

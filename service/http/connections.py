@@ -52,8 +52,7 @@ class Connections:
 
     table: counts the connections; metrics: returns None until the HTTP process has started.
 
-    Raises:
-        OpenFilesError: the limit of open files (RLIMIT_NOFILE, hard) is less than MIN_FILES.
+    Raises OpenFilesError: the limit of open files (RLIMIT_NOFILE, hard) is less than MIN_FILES.
     """
 
     RESERVED = 16
@@ -88,11 +87,7 @@ class Connections:
         self._defaults: tuple[object, bytes] = (None, b"")
 
     def admit(self, network: str) -> None:
-        """Count a connection as open.
-
-        Raises:
-            RefusedRequest: there are too many.
-        """
+        """Count a connection as open. Raises RefusedRequest: there are too many."""
         options: dict[str, Any] = {"code": "too_many_connections", "retry_after_seconds": 1}
         with self._table as table:
             rows = self._rows(network)

@@ -99,8 +99,7 @@ class Service:
     def find(self, name: str | None) -> Model:
         """The model that a request names; without a name the only one, or the default.
 
-        Raises:
-            ApiError: 404, it is not served; 400, none is named, several are served and none of them is the default.
+        Raises ApiError: 404, it is not served; 400, none is named, several are served and none of them is the default.
         """
         models = self.models
         if name is None:
@@ -120,9 +119,8 @@ class Service:
     ) -> tuple[AnyRequest, Model]:
         """The request in a JSON body, or in the fields of a query, and its model; its time limit counts from here.
 
-        Raises:
-            ApiError: 400, with the field, what was given and what is allowed, or an unknown field that is refused;
-                otherwise as `find`.
+        Raises ApiError: 400, with the field, what was given and what is allowed, or an unknown field that is refused;
+        otherwise as `find`.
         """
         body: AnyRequest
         if query is not None:
@@ -156,8 +154,7 @@ class Service:
     def admit(self, request: Request, submits: list[Submit], **options: Any) -> None:
         """Take all that a request of these sequences may need; options as those of `estimate`.
 
-        Raises:
-            ApiError: 400, it needs more than allowed; otherwise as Lease.take.
+        Raises ApiError: 400, it needs more than allowed; otherwise as Lease.take.
         """
         lease = request.lease
         assert lease.model is not None
@@ -174,8 +171,7 @@ class Service:
     def start(self, request: Request, submits: list[Submit], **options: Any) -> Generation:
         """Run sequences for a request that was admitted; options as those of EngineClient.start.
 
-        Raises:
-            ApiError: 503, no worker is connected.
+        Raises ApiError: 503, no worker is connected.
         """
         lease = request.lease
         model, client, is_accepted = lease.model, lease.client, bool(request.generations)

@@ -30,9 +30,8 @@ class Encoder:
     async def encode(self, text: str, param: str, index: int | None = None) -> list[int]:
         """The ids of a text: the request's field `param`, or with `index` one of several in it.
 
-        Raises:
-            ApiError: 400, the text has unknown characters, and they are to be refused or their replacement is unknown
-                too.
+        Raises ApiError: 400, the text has unknown characters, and they are to be refused or their replacement is
+        unknown too.
         """
         ids: list[int] = []
         unknown: list[tuple[int, str]] = []  # the first of them
@@ -64,11 +63,7 @@ class Encoder:
         return ids
 
     async def decode(self, ids: list[int], param: str = "prompt") -> str:
-        """The text of ids.
-
-        Raises:
-            ApiError: 400, one is unknown.
-        """
+        """The text of ids. Raises ApiError: 400, one is unknown."""
         parts, pause = [], Pause()
         for start in range(0, len(ids), MAX_ENCODED):
             await pause.if_due()
@@ -91,8 +86,7 @@ class Encoder:
     async def encode_prompts(self, prompts: list[Prompt], is_list: bool) -> list[list[int]]:
         """The ids of the field `prompt`, within the server's limits; `is_list`: errors give a prompt's index.
 
-        Raises:
-            ApiError: 400, a prompt is too long or has unknown characters or ids.
+        Raises ApiError: 400, a prompt is too long or has unknown characters or ids.
         """
         limit, pause = self.service.settings.max_prompt_characters, Pause()
         ids = []
@@ -132,8 +126,7 @@ def check_ids(model: Model, ids: list[int], param: str, name: str | None = None)
 def begun(model: Model, ids: list[int], param: str) -> list[int]:
     """What the model sees of a prompt: of records, a line break first, unless the prompt begins with one itself.
 
-    Raises:
-        ApiError: 400, it is empty, and the vocabulary has no line break.
+    Raises ApiError: 400, it is empty, and the vocabulary has no line break.
     """
     end = model.record_end
     if end is not None and ids and ids[0] != end:
@@ -142,11 +135,7 @@ def begun(model: Model, ids: list[int], param: str) -> list[int]:
 
 
 def document_start(model: Model, param: str) -> list[int]:
-    """What an empty text means.
-
-    Raises:
-        ApiError: 400, the vocabulary has no line break.
-    """
+    """What an empty text means. Raises ApiError: 400, the vocabulary has no line break."""
     if "\n" not in model.tokenizer:
         raise ApiError(400, f"{param}: must not be empty, as the vocabulary has no line break", param=param)
     return model.tokenizer.encode("\n")

@@ -1,9 +1,14 @@
-"""Files that are answered as they are, with an ETag."""
+"""Files that are answered as they are, with an ETag, and the page at /.
+
+The page is files of static/, with headers under which nothing but them runs in it. Its links are relative, so that any
+prefix of a proxy works.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from hashlib import sha256
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from service.http.request import Request, header_lines
@@ -15,13 +20,21 @@ MEDIA_TYPES = {
     ".css": "text/css; charset=utf-8", ".html": "text/html; charset=utf-8", ".js": "text/javascript; charset=utf-8",
     ".json": "application/json", ".png": "image/png", ".svg": "image/svg+xml",
 }  # fmt: skip
+STATIC = Path(__file__).parent / "static"
+INDEX = "index.html"
+PAGE_HEADERS = {
+    # Trusted types: no script can put text into the page as markup.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",  # asks each time, with the ETag, so that all files are of one version
+}
 
 
 class File:
     """label: the path by which metrics name it, if not its own."""
-
-    reads_body = runs_model = is_refused_early = False
-    request = None
 
     def __init__(self, content: bytes, suffix: str, headers: Mapping[str, str], label: str = ""):
         self.content, self.label = content, label
@@ -35,3 +48,20 @@ class File:
             request.respond(b"", self._headers, 304)
         else:
             request.respond(self.content, self._type + self._headers)
+
+
+class Index(File):
+    def handler(self, service: Service, request: Request) -> None:
+        if request.path.endswith("/"):
+            super().handler(service, request)
+        else:  # a proxy's prefix alone
+            request.respond(b"", header_lines({"Location": request.path.rpartition("/")[2] + "/"}), 307)
+
+
+def page() -> dict[str, File]:
+    """The files of the page by path: / and page/NAME."""
+    files: dict[str, File] = {"/": Index((STATIC / INDEX).read_bytes(), ".html", PAGE_HEADERS)}
+    for file in sorted(STATIC.iterdir()):
+        if file.name != INDEX:
+            files[f"/page/{file.name}"] = File(file.read_bytes(), file.suffix, PAGE_HEADERS)
+    return files

@@ -64,8 +64,7 @@ OTHER_NAMES = {
 def generation_fields(data: dict[str, Any]) -> dict[str, Any]:
     """A generation's fields, with vLLM's `structured_outputs` in the place of ours that mean exactly the same.
 
-    Raises:
-        ApiError: 400, one would change the answer, and has no counterpart.
+    Raises ApiError: 400, one would change the answer, and has no counterpart.
     """
     given = data.get("structured_outputs")
     if given is not None:
@@ -87,8 +86,7 @@ def check_unknown(path: str, unknown: list[str], known: tuple[str, ...], given: 
     """
     path: before the names, in errors; given: the names of all fields with a value.
 
-    Raises:
-        ApiError: 400, there are too many, one's name is invalid, or one is likely to be meant for a known field.
+    Raises ApiError: 400, there are too many, one's name is invalid, or one is likely to be meant for a known field.
     """
     where = path or "body"
     for name in unknown[: MAX_UNKNOWN_FIELDS + 1]:

@@ -82,8 +82,7 @@ class Generation:
     Pieces of a stream come at once when a sequence begins, and at the very end; in between at least `interval` seconds
     apart.
 
-    Raises:
-        ApiError: from both: a sequence was refused, timed out or failed; the others are aborted.
+    Raises ApiError: from both: a sequence was refused, timed out or failed; the others are aborted.
     """
 
     def __init__(

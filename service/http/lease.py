@@ -129,11 +129,7 @@ class Lease:
         self._is_counted = False
 
     def begin(self) -> None:
-        """Count the request in its client's limits.
-
-        Raises:
-            ApiError: 429
-        """
+        """Count the request in its client's limits. Raises ApiError: 429."""
         limits = self._ledger.limits
         if limits.has_any:
             try:
@@ -148,11 +144,7 @@ class Lease:
         self._ledger.state.use(self._ledger.process_id, model.id, 1)
 
     def hold(self, bytes: int, num_sequences: int = 1) -> None:
-        """Hold this much memory instead.
-
-        Raises:
-            ApiError: 429, it does not fit; as much as before is held.
-        """
+        """Hold this much memory instead. Raises ApiError: 429, it does not fit; as much as before is held."""
         ledger, client, difference = self._ledger, self.client, bytes - self.bytes
         if not difference:
             return
@@ -173,8 +165,7 @@ class Lease:
     def take(self, bytes: int, num_characters: int, num_sequences: int = 1) -> None:
         """All that the request needs to run: memory, and characters of its client's limit.
 
-        Raises:
-            ApiError: 503, the server is shutting down; 429, it does not fit now; 400, it never does.
+        Raises ApiError: 503, the server is shutting down; 429, it does not fit now; 400, it never does.
         """
         if self._ledger.state.is_draining:
             error = ApiError(503, "server is shutting down", code="shutting_down", retry_after_seconds=1)

@@ -65,8 +65,7 @@ class PatternCompiler:
     ) -> Compiled:
         """The request's field `param`, a regex, choice or bad words, over `allowed` characters (None: all).
 
-        Raises:
-            ApiError: 400, the pattern is invalid or too large.
+        Raises ApiError: 400, the pattern is invalid or too large.
         """
         compile = functools.partial(self._compile, param, pattern, allowed)
         length = len(pattern) if isinstance(pattern, str) else sum(map(len, pattern))
@@ -81,8 +80,7 @@ class PatternCompiler:
     async def minimum(self, param: str, compiled: Compiled, min_tokens: int, max_tokens: int) -> bytes | None:
         """The packed MinimumLength for matches of so many characters; None: every match has `min_tokens`.
 
-        Raises:
-            ApiError: 400, no match has an allowed length, or the pattern is too large to find out.
+        Raises ApiError: 400, no match has an allowed length, or the pattern is too large to find out.
         """
         if min_tokens <= compiled.min_length:
             return None

@@ -65,8 +65,7 @@ EXPECTED = {
 def parse(kind: type[AnyRequest], body: bytes | dict[str, Any]) -> AnyRequest:
     """The request in a JSON body, or in the fields of a query, whose values are strings.
 
-    Raises:
-        ApiError: 400, with the field, what was given and what is allowed.
+    Raises ApiError: 400, with the field, what was given and what is allowed.
     """
     ignored: list[str] = []
     try:
@@ -189,8 +188,7 @@ class BodyReader:
     async def read(self, kind: type[AnyRequest], body: bytes, client: str) -> AnyRequest:
         """The request in a large JSON body.
 
-        Raises:
-            ApiError: 400, with the field, what was given and what is allowed.
+        Raises ApiError: 400, with the field, what was given and what is allowed.
         """
         own = self._turns.get(client) or self._turns.setdefault(client, asyncio.Lock())
         async with own, self._turn:
@@ -320,8 +318,7 @@ async def _ids(kind: type[ModelRequest], name: str, raw: bytes, pause: Pause, lo
 def _list(kind: type[ModelRequest], name: str, raw: bytes, type: Any, start: int = 0) -> list[Any]:
     """The items of a list, or of its slice from `start` on.
 
-    Raises:
-        ApiError: 400, in pydantic's words about the first wrong item.
+    Raises ApiError: 400, in pydantic's words about the first wrong item.
     """
     try:
         items: list[Any] = _decode(raw, type=type)

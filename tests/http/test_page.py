@@ -11,7 +11,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import expect
 
-from service.http.page import STATIC
+from service.http.files import STATIC
 from service.model.tokenizer import CharTokenizer
 from service.settings import BUNDLED
 from tests.helpers import RunningServer, random_model, save_random, wait_until, web
