@@ -149,11 +149,7 @@ def compile_choice(
 
 
 def compile_without(
-    words: Sequence[str],
-    characters: Sequence[str],
-    *,
-    allowed: frozenset[str] | None = None,
-    max_states: int = 1000,
+    words: Sequence[str], characters: Sequence[str], *, allowed: frozenset[str] | None = None, max_states: int = 1000
 ) -> Automaton:
     """The automaton of all texts of the allowed characters that contain none of these words (Aho and Corasick 1975).
 
@@ -272,15 +268,10 @@ class _CharSet:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Concat:
+class _Group:
     parts: tuple[_Node, ...]
     size: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Union:
-    parts: tuple[_Node, ...]
-    size: int
+    is_union: bool = False  # of alternatives; else one part after the other
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -291,8 +282,8 @@ class _Repeat:
     size: int
 
 
-_Node = _CharSet | _Concat | _Union | _Repeat
-_EPSILON = _Concat((), 0)  # the empty text; the only node without positions
+_Node = _CharSet | _Group | _Repeat
+_EPSILON = _Group((), 0)  # the empty text; the only node without positions
 
 
 class _Parser:
@@ -323,7 +314,7 @@ class _Parser:
         parts = dict.fromkeys(branch for branch in branches if branch is not None)  # _EPSILON once
         if len(parts) <= 1:
             return next(iter(parts), None)
-        return _Union(tuple(parts), self._bounded(sum(part.size for part in parts), start))
+        return _Group(tuple(parts), self._bounded(sum(part.size for part in parts), start), is_union=True)
 
     def _concat(self) -> _Node | None:
         start = self._at
@@ -337,7 +328,7 @@ class _Parser:
             return None
         if len(nodes) == 1:
             return nodes[0]
-        return _Concat(nodes, self._bounded(sum(part.size for part in nodes), start)) if nodes else _EPSILON
+        return _Group(nodes, self._bounded(sum(part.size for part in nodes), start)) if nodes else _EPSILON
 
     def _bounded(self, size: int, offset: int) -> int:
         if size > MAX_POSITIONS:
@@ -543,10 +534,10 @@ class _GlushkovNFA:
             return False, bit, bit
         if isinstance(node, _Repeat):
             return self._add_repeat(node)
-        nullable, first, last = isinstance(node, _Concat), 0, 0
+        nullable, first, last = not node.is_union, 0, 0
         for part in node.parts:
             part_nullable, part_first, part_last = self._add(part)
-            if isinstance(node, _Concat):
+            if not node.is_union:
                 self._link(last, part_first)
                 first |= part_first if nullable else 0
                 last = part_last | (last if part_nullable else 0)

@@ -12,6 +12,7 @@ import logging
 import string
 import time
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
 from hashlib import sha256
 from random import Random
 from typing import Any
@@ -26,7 +27,7 @@ from service.http.clients import address_of
 from service.http.context import Service
 from service.http.files import page
 from service.http.lease import Lease
-from service.http.openapi import BODY, HEADERS, RUN, Operation, build_document, documentation
+from service.http.openapi import HEADERS, Operation, build_document, documentation
 from service.http.request import UNREAD_SECONDS, Request, header_lines
 from service.http.schemas import ApiError
 from service.http.turns import Run
@@ -35,37 +36,30 @@ from service.observe.logs import request_id as current_request_id
 from service.settings import read_api_keys
 
 ATTENTION = "/v1/attention"
+_EVENTS = (s.GenerateEvent, s.GenerateEnd)
 OPERATIONS = (
     Operation(
-        "/generate", generate.generate, "generate", "text", s.GenerateAnswer, b.GenerateRequest,
-        (s.GenerateEvent, s.GenerateEnd), (*BODY, *RUN),
+        "/generate", generate.generate, "generate", "text", s.GenerateAnswer, b.GenerateRequest, _EVENTS,
+        runs_model=True,
     ),
     Operation(
-        "/generate", generate.generate_events, "generate_events", "text",
-        events=(s.GenerateEvent, s.GenerateEnd), failures=(400, 404, 414, *RUN),
+        "/generate", generate.generate_events, "generate_events", "text", events=_EVENTS, runs_model=True,
+        failures=(400, 404, 414),
     ),
     Operation(
         "/v1/completions", generate.completions, "create_completion", "text", s.Completion, b.CompletionRequest,
-        (s.CompletionChunk,), (*BODY, *RUN),
+        (s.CompletionChunk,), runs_model=True,
     ),
+    Operation("/v1/score", score.score, "score", "likelihood", s.ScoreAnswer, b.ScoreRequest, runs_model=True),
     Operation(
-        "/v1/score", score.score, "score", "likelihood", s.ScoreAnswer, b.ScoreRequest, failures=(*BODY, *RUN)
-    ),
-    Operation(
-        "/v1/next", score.next_character, "next_character", "likelihood", s.NextAnswer, b.NextRequest,
-        failures=(*BODY, *RUN),
+        "/v1/next", score.next_character, "next_character", "likelihood", s.NextAnswer, b.NextRequest, runs_model=True
     ),
     Operation(
         ATTENTION, attention.attention, "attention", "likelihood", s.AttentionAnswer, b.AttentionRequest,
-        failures=(*BODY, *RUN),
+        runs_model=True,
     ),
-    Operation(
-        "/tokenize", info.tokenize, "tokenize", "characters", s.TokenizeAnswer, b.TokenizeRequest, failures=BODY
-    ),
-    Operation(
-        "/detokenize", info.detokenize, "detokenize", "characters", s.DetokenizeAnswer, b.DetokenizeRequest,
-        failures=BODY,
-    ),
+    Operation("/tokenize", info.tokenize, "tokenize", "characters", s.TokenizeAnswer, b.TokenizeRequest),
+    Operation("/detokenize", info.detokenize, "detokenize", "characters", s.DetokenizeAnswer, b.DetokenizeRequest),
     Operation("/tokenizer_info", info.tokenizer_info, "get_tokenizer_info", "characters", s.TokenizerInfo),
     Operation("/v1/models", info.models, "list_models", "information", s.ModelList),
     Operation("/v1/models/{model}", info.model, "get_model", "information", s.ModelCard, failures=(404,)),
@@ -88,18 +82,14 @@ Hook = Callable[[], None]
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
 class Endpoint:
-    """All of a path, as metrics and the log name it.
+    """All of a path, as metrics and the log name it."""
 
-    is_public: needs no API key; is_quiet: logged at level debug, and within no client's limits.
-    """
-
-    __slots__ = ("path", "operations", "is_public", "is_quiet", "allow")
-
-    def __init__(self, path: str, operations: dict[str, Operation], is_public: bool, is_quiet: bool):
-        self.path, self.operations = path, operations
-        self.is_public, self.is_quiet = is_public, is_quiet
-        self.allow = ", ".join(operations).encode()
+    path: str
+    operations: dict[str, Operation]  # by method
+    is_public: bool  # needs no API key
+    is_quiet: bool  # logged at level debug, and within no client's limits
 
 
 class Handling(Run):
@@ -141,14 +131,10 @@ class App:
         self.endpoints: dict[str, Endpoint] = {}
         self._nothing = Endpoint("other", {}, is_public=False, is_quiet=False)
         for operation in self.operations:
-            endpoint = self.endpoints.get(operation.path)
-            if endpoint is None:
-                is_metrics = operation.path == "/metrics"
-                is_public = operation.is_probe or (is_metrics and self.settings.public_metrics)
-                endpoint = Endpoint(operation.path, {}, is_public, operation.is_probe or is_metrics)
-                self.endpoints[operation.path] = endpoint
+            path, is_probe, is_metrics = operation.path, operation.is_probe, operation.path == "/metrics"
+            is_public = is_probe or (is_metrics and self.settings.public_metrics)
+            endpoint = self.endpoints.setdefault(path, Endpoint(path, {}, is_public, is_probe or is_metrics))
             endpoint.operations |= dict.fromkeys(operation.methods, operation)
-            endpoint.allow = ", ".join(endpoint.operations).encode()
 
     def reload(self) -> None:
         """After SIGHUP: read API keys, clients' limits and certificate again. What is not valid changes nothing."""
@@ -251,7 +237,7 @@ class App:
         if operation is None:
             shown = f"{request.method} {request.path}"
             if endpoint.operations:
-                raise ApiError(405, f"{shown}: Method Not Allowed", headers={"Allow": endpoint.allow.decode()})
+                raise ApiError(405, f"{shown}: Method Not Allowed", headers={"Allow": ", ".join(endpoint.operations)})
             if request.path.endswith(("/v1/chat/completions", "/v1/responses")):
                 raise ApiError(404, f"{shown}: there is no chat; use /v1/completions, which continues a text")
             raise ApiError(404, f"{shown}: Not Found")

@@ -21,11 +21,7 @@ from service.http.context import Service
 from service.http.encoding import Encoder, begun
 from service.http.models import Model
 from service.http.request import Request
-from service.http.schemas import (
-    ApiError,
-    AttentionAnswer,
-    HeadAttention,
-)
+from service.http.schemas import ApiError, AttentionAnswer, HeadAttention
 from service.http.stream import HOLE, filled, joined, list_parts, send_json
 from service.model.attention import LayerAttention, attention_layers
 from service.model.checkpoint import WEIGHTS

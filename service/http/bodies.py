@@ -6,7 +6,6 @@ with. Bounds that depend on the served model or the settings are checked by the 
 
 from __future__ import annotations
 
-import functools
 import operator
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -73,11 +72,6 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
     path: ClassVar[str] = ""  # of this body's fields, in errors
 
-    @classmethod
-    @functools.cache
-    def names(cls) -> tuple[str, ...]:
-        return tuple(cls.model_fields)
-
     @model_validator(mode="before")
     @classmethod
     def _known_fields(cls, data: Any, info: ValidationInfo) -> Any:
@@ -87,7 +81,7 @@ class Body(BaseModel):
         unknown = [name for name in data if name not in cls.model_fields]
         if unknown:
             given = [name for name, value in data.items() if value is not None]
-            check_unknown(cls.path, unknown, cls.names(), given)
+            check_unknown(cls.path, unknown, tuple(cls.model_fields), given)
             if info.context is not None:
                 info.context.extend(cls.path + name for name in unknown)
         return {

@@ -122,12 +122,10 @@ class EngineClient:
         interval: float | None = None,
         window: int | None = None,
         is_accepted: bool = False,
-        timeout_name: str = "its time limit",
     ) -> Generation:
         """Run sequences, at most `window` of them at once; their ids are set here.
 
-        echo: each prompt's text, if the answer is to begin with it; is_accepted: the request has run others before;
-        timeout_name: what the sequences' time limit is, for an error.
+        echo: each prompt's text, if the answer is to begin with it; is_accepted: the request has run others before.
 
         Raises ApiError: 503, no worker is connected.
         """
@@ -139,9 +137,7 @@ class EngineClient:
         self.state.count(self.consumer_id, model.row, "submitted", len(submits))
         for submit in submits:
             submit.model = model.id
-        generation = Generation(
-            self, model, submits, arrived_at, echo=echo, interval=interval, timeout_name=timeout_name
-        )
+        generation = Generation(self, model, submits, arrived_at, echo, interval)
         self._open[generation] = generation.deadline + LATE_SECONDS
         for _ in submits[:window]:
             self._submit_next(generation, is_accepted)
@@ -292,40 +288,34 @@ class EngineClient:
             await self._sockets.close()
 
     def _received(self, worker: int, message: WorkerEvent) -> None:
-        self._is_receiving = True
+        self._is_receiving, now = True, time.monotonic()
         try:
-            self._take_in(worker, message)
+            match message:
+                case Step():
+                    model = next((self._running[id][0].model for id in message.sequences if id in self._running), None)
+                    if model is not None:  # the one of all its sequences
+                        self._received_ids(message, model, now)
+                    for delta in message.deltas:
+                        self._received_delta(delta, now)
+                case Refused(id) if id in self._running:
+                    client, seconds = self._running[id][1].submit.client, message.retry_after_seconds
+                    self._refused[client] = message, now + seconds
+                    self._refuse(id, "queue_full", _queue_full(message, seconds))
+                case WorkerFound():
+                    for generation, sequence in list(self._running.values()):
+                        self._run_again(generation, sequence)
+                case WorkerLost():
+                    lost = [entry for entry in self._running.values() if entry[1].worker == worker]
+                    self._lost_at = now
+                    for generation, sequence in lost:
+                        self._leave(sequence)
+                        self._run_again(generation, sequence)
+                    if lost:
+                        what = plural(len(lost), "sequence")
+                        logger.error("lost worker %d; running %s of it again", worker, what)
         finally:
             self._is_receiving = False
             self._resume()
-
-    def _take_in(self, worker: int, message: WorkerEvent) -> None:
-        match message:
-            case Step():
-                self._received_step(message, time.monotonic())
-            case Refused(id) if id in self._running:
-                client, seconds = self._running[id][1].submit.client, message.retry_after_seconds
-                self._refused[client] = message, time.monotonic() + seconds
-                self._refuse(id, "queue_full", _queue_full(message, seconds))
-            case WorkerFound():
-                for generation, sequence in list(self._running.values()):
-                    self._run_again(generation, sequence)
-            case WorkerLost():
-                lost = [entry for entry in self._running.values() if entry[1].worker == worker]
-                self._lost_at = time.monotonic()
-                for generation, sequence in lost:
-                    self._leave(sequence)
-                    self._run_again(generation, sequence)
-                if lost:
-                    what = plural(len(lost), "sequence")
-                    logger.error("lost worker %d; running %s of it again", worker, what)
-
-    def _received_step(self, step: Step, now: float) -> None:
-        model = next((self._running[id][0].model for id in step.sequences if id in self._running), None)
-        if model is not None:  # the one of all its sequences
-            self._received_ids(step, model, now)
-        for delta in step.deltas:
-            self._received_delta(delta, now)
 
     def _received_ids(self, step: Step, model: Model, now: float) -> None:
         text = model.tokenizer.decode_array(np.frombuffer(step.ids, np.uint32))  # of all sequences
@@ -401,22 +391,19 @@ class EngineClient:
             self._end(delta.id)
         generation.receive(sequence, delta, now)
 
-    def _end(self, id: int) -> tuple[Generation, SequenceState] | None:
+    def _end(self, id: int) -> None:
         """Forget a sequence that has ended, and submit the next one of its generation."""
-        running = self._running.pop(id, None)
-        if running is not None:
-            generation, sequence = running
-            if self._homeless:
-                self._homeless.pop(id, None)
-            generation.open.discard(id)
-            client = sequence.submit.client
-            self._by_client[client] -= 1
-            if not self._by_client[client]:
-                del self._by_client[client]
-                self._refused.pop(client, None)
-            self._leave(sequence)
-            if generation.pending:
-                self._submit_next(generation, must_run=True)
-            elif not generation.open:
-                self._open.pop(generation, None)
-        return running
+        generation, sequence = self._running.pop(id)
+        if self._homeless:
+            self._homeless.pop(id, None)
+        generation.open.discard(id)
+        client = sequence.submit.client
+        self._by_client[client] -= 1
+        if not self._by_client[client]:
+            del self._by_client[client]
+            self._refused.pop(client, None)
+        self._leave(sequence)
+        if generation.pending:
+            self._submit_next(generation, must_run=True)
+        elif not generation.open:
+            self._open.pop(generation, None)

@@ -62,10 +62,7 @@ class Connections:
     SPARE_FILES = 2300  # own files, the connections above, and as many as are accepted at once (uvicorn's backlog)
 
     def __init__(
-        self,
-        settings: Settings,
-        table: SharedTable | None = None,
-        metrics: Callable[[], Metrics | None] = lambda: None,
+        self, settings: Settings, table: SharedTable | None = None, metrics: Callable[[], Metrics | None] = lambda: None
     ):
         self.settings, self._metrics, self._table = settings, metrics, table or SharedTable()
         asked = settings.max_connections

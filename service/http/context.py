@@ -181,11 +181,10 @@ class Service:
             submit.request_id, submit.client, submit.weight = request.id, client, weight
         if is_accepted:  # what follows from a request that was accepted is too
             lease.charge(self._num_characters(submits), len(submits), must_wait=False)
+        generation = self.client.start(model, submits, request.arrived_at, is_accepted=is_accepted, **options)
         own, longest = request.timeout_seconds, self.settings.request_timeout_seconds
-        name = "its timeout_seconds" if own is not None and own <= longest else "the server's --request-timeout-seconds"
-        generation = self.client.start(
-            model, submits, request.arrived_at, is_accepted=is_accepted, timeout_name=name, **options
-        )
+        is_own = own is not None and own <= longest
+        generation.timeout_name = "its timeout_seconds" if is_own else "the server's --request-timeout-seconds"
         request.generations.append(generation)
         if request.client_left:
             generation.abort()

@@ -126,16 +126,13 @@ def check_ids(model: Model, ids: list[int], param: str, name: str | None = None)
 def begun(model: Model, ids: list[int], param: str) -> list[int]:
     """What the model sees of a prompt: of records, a line break first, unless the prompt begins with one itself.
 
-    Raises ApiError: 400, it is empty, and the vocabulary has no line break.
+    An empty prompt means the beginning of a document, a line break. Raises ApiError: 400, the vocabulary has none.
     """
     end = model.record_end
     if end is not None and ids and ids[0] != end:
         return [end, *ids]
-    return ids or document_start(model, param)
-
-
-def document_start(model: Model, param: str) -> list[int]:
-    """What an empty text means. Raises ApiError: 400, the vocabulary has no line break."""
+    if ids:
+        return ids
     if "\n" not in model.tokenizer:
         raise ApiError(400, f"{param}: must not be empty, as the vocabulary has no line break", param=param)
     return model.tokenizer.encode("\n")

@@ -98,8 +98,7 @@ async def _answer(
         pieces = service.start(request, submits, echo=echo, interval=interval if body.stream else None)
     encoder.count_unknown()
 
-    options = body.stream_options
-    form = form_class(request, model, encoder, seeds, options.include_usage, options.continuous_usage_stats)
+    form = form_class(request, encoder, seeds, body.stream_options)
     if body.stream:
         await write_stream(request, pieces, form, done)
     else:
@@ -160,12 +159,7 @@ def _shared(service: Service, model: Model, body: GenerationRequest, seed: int, 
 
 
 def _submits(
-    model: Model,
-    body: GenerationRequest,
-    shared: Submit,
-    prompts: list[list[int]],
-    seeds: list[int],
-    candidates: int,
+    model: Model, body: GenerationRequest, shared: Submit, prompts: list[list[int]], seeds: list[int], candidates: int
 ) -> list[Submit]:
     """The sequences of a request: `candidates` for each prompt, with consecutive seeds."""
     if model.record_end is not None and not body.ignore_eos and shared.constraint is None:

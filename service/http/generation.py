@@ -85,23 +85,22 @@ class Generation:
     Raises ApiError: from both: a sequence was refused, timed out or failed; the others are aborted.
     """
 
+    timeout_name = "its time limit"  # what it is, for an error
+
     def __init__(
         self,
         client: EngineClient,
         model: Model,
         submits: list[Submit],
         arrived_at: float,
-        *,
         echo: list[str] | None = None,
         interval: float | None = None,
-        timeout_name: str = "its time limit",
     ):
         self._client, self.model, self._metrics = client, model, model.metrics
         self._arrived_at = arrived_at
         self.is_stream, self._interval = interval is not None, interval or 0.0
         self._submitted_at = time.monotonic()
         self.timeout_seconds = submits[0].timeout_seconds  # of each
-        self.timeout_name = timeout_name
         self.deadline = arrived_at + self.timeout_seconds
         self.sequences = [SequenceState(i, submit, echo[i] if echo else "") for i, submit in enumerate(submits)]
         self.num_completion_tokens = 0
@@ -150,10 +149,7 @@ class Generation:
             return []
         scheduled = [it.prefilled_at - it.prefill_seconds for it in begun]
         prefilled = [it.prefilled_at for it in begun]
-        phases = [
-            ("queue", self._submitted_at, max(scheduled)),
-            ("prefill", min(scheduled), max(prefilled)),
-        ]
+        phases = [("queue", self._submitted_at, max(scheduled)), ("prefill", min(scheduled), max(prefilled))]
         if self.num_completion_tokens:
             ended = [it.ended_at or it.last_at or it.prefilled_at for it in begun]
             phases.append(("decode", min(prefilled), max(ended)))

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from service.http import schemas as s
 from service.http.attention import max_characters
 from service.http.bodies import DetokenizeRequest, TokenizeRequest
 from service.http.context import Service
@@ -15,17 +16,6 @@ from service.http.encoding import Encoder
 from service.http.lease import PROMPT_BYTES
 from service.http.models import Model
 from service.http.request import JSON, Request, header_lines
-from service.http.schemas import (
-    DetokenizeAnswer,
-    Info,
-    Limits,
-    ModelCard,
-    ModelList,
-    ServedModel,
-    Status,
-    TokenizeAnswer,
-    TokenizerInfo,
-)
 from service.http.stream import HOLE, filled, list_parts, send_json, sliced, text_parts
 
 
@@ -55,7 +45,7 @@ async def tokenize(service: Service, request: Request) -> None:
     tokens = await encoder.encode(body.prompt, "prompt")
     request.lease.hold(request.lease.bytes + PROMPT_BYTES * len(tokens))
     longest = service.settings.max_prompt_characters
-    answer = TokenizeAnswer(len(tokens), longest, HOLE, encoder.replaced, encoder.dropped)
+    answer = s.TokenizeAnswer(len(tokens), longest, HOLE, encoder.replaced, encoder.dropped)
     await send_json(request, filled(answer, list_parts(sliced(tokens))))
 
 
@@ -64,7 +54,7 @@ async def detokenize(service: Service, request: Request) -> None:
     body, model = await service.read(DetokenizeRequest, request)
     request.lease.hold(request.lease.bytes + PROMPT_BYTES * len(body.tokens))
     text = await Encoder(service, model, body).decode(body.tokens, "tokens")
-    await send_json(request, filled(DetokenizeAnswer(HOLE), text_parts(text)))
+    await send_json(request, filled(s.DetokenizeAnswer(HOLE), text_parts(text)))
 
 
 def tokenizer_info(service: Service, request: Request) -> None:
@@ -73,17 +63,17 @@ def tokenizer_info(service: Service, request: Request) -> None:
     tokenizer = model.tokenizer
     beginning = "\n" if "\n" in tokenizer else None
     end = None if model.record_end is None else "\n"
-    _respond(request, TokenizerInfo("CharTokenizer", tokenizer.vocab_size, beginning, end, None))
+    _respond(request, s.TokenizerInfo("CharTokenizer", tokenizer.vocab_size, beginning, end, None))
 
 
-def _model_card(service: Service, model: Model) -> ModelCard:
-    return ModelCard(model.name, "model", model.created_at, "chargpt", service.settings.max_prompt_characters)
+def _model_card(service: Service, model: Model) -> s.ModelCard:
+    return s.ModelCard(model.name, "model", model.created_at, "chargpt", service.settings.max_prompt_characters)
 
 
 def models(service: Service, request: Request) -> None:
     """List the served models, as OpenAI does; the default one comes first."""
     models = sorted(service.models.values(), key=lambda model: model is not service.default_model)
-    _respond(request, ModelList("list", [_model_card(service, model) for model in models]))
+    _respond(request, s.ModelList("list", [_model_card(service, model) for model in models]))
 
 
 def model(service: Service, request: Request) -> None:
@@ -96,8 +86,8 @@ def info(service: Service, request: Request) -> None:
     settings, model = service.settings, service.find(dict(request.query_fields).get("model"))
     _respond(
         request,
-        Info(
-            ServedModel(
+        s.Info(
+            s.ServedModel(
                 model.name,
                 model.digest,
                 model.checkpoint.hyperparameters,
@@ -107,8 +97,8 @@ def info(service: Service, request: Request) -> None:
                 published(model.checkpoint.training),
             ),
             list(service.models),
-            Limits(
-                **{name: getattr(settings, name) for name in Limits.__struct_fields__ if hasattr(settings, name)}
+            s.Limits(
+                **{name: getattr(settings, name) for name in s.Limits.__struct_fields__ if hasattr(settings, name)}
                 | {"max_running_requests": service.slots}
                 | {"max_attention_characters": max_characters(model) if settings.attention else 0}
             ),
@@ -124,17 +114,17 @@ def info(service: Service, request: Request) -> None:
 def livez(service: Service, request: Request) -> None:
     """Whether this HTTP process answers, and the main process still looks after all of them."""
     if not service.state.is_responsive("main", 2 * service.settings.hang_seconds):
-        return _respond(request, Status("main process hangs"), 503)
-    _respond(request, Status("alive"))
+        return _respond(request, s.Status("main process hangs"), 503)
+    _respond(request, s.Status("alive"))
 
 
 def readyz(service: Service, request: Request) -> None:
     """Whether requests are accepted: not while starting, without a worker, or shutting down."""
     if service.state.is_leaving:
-        return _respond(request, Status("draining" if service.state.is_draining else "shutting down"), 503)
+        return _respond(request, s.Status("draining" if service.state.is_draining else "shutting down"), 503)
     if not service.is_ready:
-        return _respond(request, Status("no worker"), 503)
-    _respond(request, Status("ready"))
+        return _respond(request, s.Status("no worker"), 503)
+    _respond(request, s.Status("ready"))
 
 
 async def prometheus(service: Service, request: Request) -> None:

@@ -22,23 +22,13 @@ from fastapi.openapi.docs import get_swagger_ui_html
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
-from service.http.bodies import (
-    AttentionRequest,
-    CompletionRequest,
-    GenerationRequest,
-    NextRequest,
-    ScoreRequest,
-    TokenizeRequest,
-)
+from service.http import bodies as b
 from service.http.context import Service
 from service.http.files import MEDIA_TYPES, File
 from service.http.foreign import MAX_UNKNOWN_FIELDS
 from service.http.generate import EVENT_SOURCE_END
 from service.http.request import Request
-from service.http.schemas import (
-    AttentionAnswer,
-    Error,
-)
+from service.http.schemas import AttentionAnswer, Error
 from service.model.tokenizer import CharTokenizer
 from service.settings import Settings
 
@@ -123,12 +113,9 @@ class Operation:
     answer: type[msgspec.Struct] | None = None
     request: type[BaseModel] | None = None  # the body; without one the method is GET
     events: tuple[type[msgspec.Struct], ...] = ()  # of a stream
-    failures: tuple[int, ...] = ()
+    runs_model: bool = False
+    failures: tuple[int, ...] = ()  # besides those of each that has a body or runs the model
     is_probe: bool = False  # needs no API key, and is within no client's limits
-
-    @functools.cached_property
-    def runs_model(self) -> bool:
-        return set(RUN) <= set(self.failures)
 
     @functools.cached_property
     def is_refused_early(self) -> bool:
@@ -226,18 +213,14 @@ def _schemas(requests: list[type[BaseModel]], answers: list[type[msgspec.Struct]
     return bodies["$defs"] | others
 
 
-def _operation(
-    operation: Operation,
-    schemas: dict[str, Any],
-    settings: Settings,
-    model: str,
-) -> dict[str, Any]:
+def _operation(operation: Operation, schemas: dict[str, Any], settings: Settings, model: str) -> dict[str, Any]:
     is_public = operation.is_probe or (operation.path == "/metrics" and settings.public_metrics)
     security: list[dict[str, Any]] = [{"key": []}] if settings.api_keys else [{}, {"key": []}]
     responses: dict[str, dict[str, Any]] = {"200": _answer(operation)}
     is_limited = settings.client_limits is not None and not operation.is_probe and operation.path != "/metrics"
-    for status in (*operation.failures, 500, *([] if is_public else [401]), *([429] if is_limited else [])):
-        responses[str(status)] = _ref("responses", f"Status{status}")
+    failures = {500, *operation.failures, *(BODY if operation.request else ()), *(RUN if operation.runs_model else ())}
+    failures |= (set() if is_public else {401}) | ({429} if is_limited else set())
+    responses |= {str(status): _ref("responses", f"Status{status}") for status in failures}
     summary, _, description = inspect.cleandoc(operation.handler.__doc__ or "").partition("\n\n")
     described: dict[str, Any] = {
         "tags": [operation.tag],
@@ -317,10 +300,10 @@ def _request_examples(request: type[BaseModel], schemas: dict[str, Any]) -> dict
     (main,) = [name for name in ("prompt", "texts", "text", "tokens") if name in examples]
     body = {main: examples[main]}
     bodies = {main.replace("prompt", "a text"): body}
-    if issubclass(request, GenerationRequest):
+    if issubclass(request, b.GenerationRequest):
         prompt, end = body["prompt"], body["prompt"][-1]
         body |= {"max_tokens": examples["max_tokens"]}
-        if request is CompletionRequest:
+        if request is b.CompletionRequest:
             body |= {"model": examples["model"]}
         bodies |= {
             "a stream": body | {"seed": 1, "stream": True},
@@ -329,9 +312,9 @@ def _request_examples(request: type[BaseModel], schemas: dict[str, Any]) -> dict
             "one of two texts": body | {"choice": [prompt[0], end]},
             "between prompt and suffix": body | {"suffix": prompt, "best_of": 4},
         }
-    elif request is ScoreRequest:
+    elif request is b.ScoreRequest:
         bodies["continuations"] = {name: examples[name] for name in ("prefix", "continuations", "characters")}
-    elif request is AttentionRequest:
+    elif request is b.AttentionRequest:
         bodies["one head"] = {name: examples[name] for name in ("text", "layer", "head", "scores")}
     return {name.replace(" ", "_"): {"summary": name, "value": value} for name, value in bodies.items()}
 
@@ -391,7 +374,7 @@ def _add_limits(
         for name, field in fields.items():
             if field.get("default", ...) is None:  # the description says what the default is
                 del field["default"]
-            if request is not TokenizeRequest:
+            if request is not b.TokenizeRequest:
                 _bound(field, bounds.get(name, {}))
             for branch in field.get("anyOf", ()) if name in ("prompt", "seed", "texts", "continuations") else ():
                 if branch.get("type") == "array":
@@ -399,7 +382,7 @@ def _add_limits(
             examples = field["examples"]
             if name == "model":
                 examples = [model]
-            elif name == "prompt" and request is not NextRequest:
+            elif name == "prompt" and request is not b.NextRequest:
                 examples = [example.strip() or "ROMEO:"]
             elif name in ("max_tokens", "min_tokens"):
                 field["default"] = min(field["default"], settings.max_tokens)

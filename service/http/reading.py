@@ -18,27 +18,14 @@ from msgspec import Meta, Raw
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from service.http.bodies import (
-    MAX_BAD_WORDS,
-    MAX_BIASES,
-    MAX_CHOICES,
-    MAX_ID,
-    MAX_SEQUENCES,
-    MAX_STOPS,
-    Body,
-    GenerationRequest,
-    ModelRequest,
-    NextRequest,
-    StreamOptions,
-    TokenizeRequest,
-)
+from service.http import bodies as b
 from service.http.foreign import MAX_UNKNOWN_BYTES
 from service.http.schemas import ApiError, shortened
 from service.http.turns import Pause
 from service.model.params import MAX_SEED, SAMPLING_META
 from service.settings import Settings
 
-AnyRequest = TypeVar("AnyRequest", bound=ModelRequest)
+AnyRequest = TypeVar("AnyRequest", bound=b.ModelRequest)
 
 LARGE_BODY_BYTES = 1 << 16
 LARGE_FIELD_BYTES = 1 << 12
@@ -49,13 +36,13 @@ _decode = msgspec.json.decode
 # What a union or a list must be, in place of one pydantic message per branch.
 EXPECTED = {
     "prompt": "a text, a list of texts, or one or more lists of ids",
-    "stop": f"a text or a list of at most {MAX_STOPS}, of 1 to 1000 characters each",
+    "stop": f"a text or a list of at most {b.MAX_STOPS}, of 1 to 1000 characters each",
     "seed": f"an integer from 0 to {MAX_SEED}, or a list with one per prompt",
     "logit_bias": "an object of biases (-100 to 100) by character or id, or a list of [character or id, bias] pairs",
     "texts": "a text or a list of texts",
-    "stop_token_ids": f"a list of at most {MAX_STOPS} ids",
-    "allowed_token_ids": f"a list of 1 to {MAX_BIASES} ids",
-    "bad_words": f"a list of at most {MAX_BAD_WORDS} texts of 1 to 100 characters each",
+    "stop_token_ids": f"a list of at most {b.MAX_STOPS} ids",
+    "allowed_token_ids": f"a list of 1 to {b.MAX_BIASES} ids",
+    "bad_words": f"a list of at most {b.MAX_BAD_WORDS} texts of 1 to 100 characters each",
 }
 
 
@@ -146,7 +133,7 @@ def _plain_type(field: FieldInfo) -> Any:
 
 
 @functools.cache
-def _plain_decoder(kind: type[GenerationRequest]) -> msgspec.json.Decoder[Any]:
+def _plain_decoder(kind: type[b.GenerationRequest]) -> msgspec.json.Decoder[Any]:
     """Of a PlainRequest with the bounds and defaults of the kind, which `max_tokens` lacks."""
     defaults = {name: it.get_default(call_default_factory=True) for name, it in kind.model_fields.items()}
     fields: list[Any] = [
@@ -154,7 +141,7 @@ def _plain_decoder(kind: type[GenerationRequest]) -> msgspec.json.Decoder[Any]:
         for name in _PLAIN
     ]
     del defaults["max_tokens"]
-    its = {name: GenerationRequest.__dict__[name] for name in ("sampling", "stops", "prompts")}
+    its = {name: b.GenerationRequest.__dict__[name] for name in ("sampling", "stops", "prompts")}
     namespace = defaults | its | {"ignored_fields": [], "has_max_tokens": True}
     return msgspec.json.Decoder(
         msgspec.defstruct(f"Plain{kind.__name__}", fields, bases=(PlainRequest,), namespace=namespace)
@@ -163,7 +150,7 @@ def _plain_decoder(kind: type[GenerationRequest]) -> msgspec.json.Decoder[Any]:
 
 def parse_plain(kind: type[BaseModel], body: bytes) -> Any:
     """A PlainRequest that means the same as `parse`; None: that has to decide."""
-    if not issubclass(kind, GenerationRequest):
+    if not issubclass(kind, b.GenerationRequest):
         return None
     try:
         request = _plain_decoder(kind).decode(body)
@@ -196,15 +183,15 @@ class BodyReader:
             return await parse_large(kind, body, self._settings)
 
 
-_Ids = list[Annotated[int, Meta(ge=0, le=MAX_ID)]]
+_Ids = list[Annotated[int, Meta(ge=0, le=b.MAX_ID)]]
 # Lists of texts -> how many pydantic gets, one more than are valid; None: msgspec's answer is enough.
 _TEXTS = {
-    "texts": None, "continuations": None, "stop": MAX_STOPS + 1, "bad_words": MAX_BAD_WORDS + 1,
-    "choice": MAX_CHOICES + 1,
+    "texts": None, "continuations": None, "stop": b.MAX_STOPS + 1, "bad_words": b.MAX_BAD_WORDS + 1,
+    "choice": b.MAX_CHOICES + 1,
 }  # fmt: skip
 # Of these a valid value has at most so many commas; pydantic gets them whole.
 _COMMAS = {
-    "logit_bias": 3 * MAX_BIASES, "seed": MAX_SEQUENCES, "allowed_token_ids": MAX_BIASES,
+    "logit_bias": 3 * b.MAX_BIASES, "seed": b.MAX_SEQUENCES, "allowed_token_ids": b.MAX_BIASES,
 }  # fmt: skip
 _STRUCTURED_BYTES = 1 << 18  # of vLLM's structured_outputs
 _FIRST_ITEM = re.compile(rb"\[\s*(.)")
@@ -223,10 +210,10 @@ async def parse_large(kind: type[AnyRequest], body: bytes, settings: Settings) -
         is_known, is_list = name in kind.model_fields, raw[:1] == b"["
         if len(raw) <= LARGE_FIELD_BYTES or (name == "structured_outputs" and len(raw) <= _STRUCTURED_BYTES):
             small[name] = Raw(raw)
-        elif is_list and is_known and name == "prompt" and kind is not TokenizeRequest:
+        elif is_list and is_known and name == "prompt" and kind is not b.TokenizeRequest:
             large[name] = prompts = await _prompts(kind, raw, settings, pause)
             is_one = bool(prompts) and isinstance(prompts[0], int)
-            small[name] = [0] if is_one else [""] * min(len(prompts), MAX_SEQUENCES + 1)
+            small[name] = [0] if is_one else [""] * min(len(prompts), b.MAX_SEQUENCES + 1)
         elif is_list and is_known and name == "tokens":
             large[name], small[name] = await _ids(kind, name, raw, pause), []
         elif is_list and is_known and name in _TEXTS:
@@ -239,7 +226,7 @@ async def parse_large(kind: type[AnyRequest], body: bytes, settings: Settings) -
                 raise _expected(name)
             small[name] = Raw(raw)
         elif name == "stream_options" and raw[:1] == b"{":
-            options = await _fields(StreamOptions, raw, pause)
+            options = await _fields(b.StreamOptions, raw, pause)
             small[name] = {key: _abbreviated(key, value) for key, value in options.items()}
         else:
             small[name] = _abbreviated(name, raw)
@@ -259,7 +246,7 @@ def _decoder(kind: type[BaseModel]) -> msgspec.json.Decoder[msgspec.Struct]:
     return msgspec.json.Decoder(msgspec.defstruct(kind.__name__, [(name, Raw, Raw()) for name in names]))
 
 
-async def _fields(kind: type[Body], body: bytes, pause: Pause) -> dict[str, bytes]:
+async def _fields(kind: type[b.Body], body: bytes, pause: Pause) -> dict[str, bytes]:
     """The JSON of each field given."""
     try:
         if not body.isascii():
@@ -281,12 +268,12 @@ async def _fields(kind: type[Body], body: bytes, pause: Pause) -> dict[str, byte
     raise ApiError(400, f"{kind.path.removesuffix('.') or 'body'}: {message}", code="unknown_field")
 
 
-async def _prompts(kind: type[ModelRequest], raw: bytes, settings: Settings, pause: Pause) -> list[Any]:
+async def _prompts(kind: type[b.ModelRequest], raw: bytes, settings: Settings, pause: Pause) -> list[Any]:
     """The field `prompt`, if it is a list: of texts, of ids, or of lists of ids."""
     first = _FIRST_ITEM.match(raw)[1]  # type: ignore[index]  # a list, as `raw` was checked
     if first == b'"':
         return _list(kind, "prompt", raw, list[str])
-    if kind is NextRequest and first != b"]":
+    if kind is b.NextRequest and first != b"]":
         raise _expected("prompt")
     longest = settings.max_prompt_characters
     if first != b"[":
@@ -297,7 +284,9 @@ async def _prompts(kind: type[ModelRequest], raw: bytes, settings: Settings, pau
     return [await _ids(kind, "prompt", bytes(it), pause, longest) for it in _decode(raw, type=list[Raw])]
 
 
-async def _ids(kind: type[ModelRequest], name: str, raw: bytes, pause: Pause, longest: int | None = None) -> list[int]:
+async def _ids(
+    kind: type[b.ModelRequest], name: str, raw: bytes, pause: Pause, longest: int | None = None
+) -> list[int]:
     """The ids in a list, decoded in slices."""
     await pause.if_due()
     if raw[:1] != b"[":
@@ -315,7 +304,7 @@ async def _ids(kind: type[ModelRequest], name: str, raw: bytes, pause: Pause, lo
     return ids
 
 
-def _list(kind: type[ModelRequest], name: str, raw: bytes, type: Any, start: int = 0) -> list[Any]:
+def _list(kind: type[b.ModelRequest], name: str, raw: bytes, type: Any, start: int = 0) -> list[Any]:
     """The items of a list, or of its slice from `start` on.
 
     Raises ApiError: 400, in pydantic's words about the first wrong item.

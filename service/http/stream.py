@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from service.http.bodies import StreamOptions
 from service.http.encoding import Encoder
 from service.http.generation import Generation, Piece
-from service.http.models import Model
 from service.http.request import JSON, Request, header_lines
 from service.http.schemas import (
     ApiError,
@@ -113,19 +113,10 @@ def pieces_of(piece: Piece) -> Iterator[Piece]:
 class Form:
     """Encodes one request's answer, as /generate has it."""
 
-    def __init__(
-        self,
-        request: Request,
-        model: Model,
-        encoder: Encoder,
-        seeds: list[int],
-        include_usage: bool,
-        continuous_usage: bool,
-    ):
-        self.request, self.model = request, model.name
-        self.include_usage = include_usage
-        self.continuous_usage = continuous_usage
-        self._characters = model.tokenizer.characters
+    def __init__(self, request: Request, encoder: Encoder, seeds: list[int], options: StreamOptions):
+        self.request, self.model = request, encoder.model.name
+        self.include_usage, self.continuous_usage = options.include_usage, options.continuous_usage_stats
+        self._characters = encoder.tokenizer.characters
         self._encoder, self._seeds = encoder, seeds
         self._offsets: dict[int, int] = {}  # characters of each choice written so far, if log-probabilities are
 
