@@ -131,9 +131,8 @@ class App:
         self.endpoints: dict[str, Endpoint] = {}
         self._nothing = Endpoint("other", {}, is_public=False, is_quiet=False)
         for operation in self.operations:
-            path, is_probe, is_metrics = operation.path, operation.is_probe, operation.path == "/metrics"
-            is_public = is_probe or (is_metrics and self.settings.public_metrics)
-            endpoint = self.endpoints.setdefault(path, Endpoint(path, {}, is_public, is_probe or is_metrics))
+            new = Endpoint(operation.path, {}, operation.is_public(self.settings), operation.is_quiet)
+            endpoint = self.endpoints.setdefault(operation.path, new)
             endpoint.operations |= dict.fromkeys(operation.methods, operation)
 
     def reload(self) -> None:
@@ -191,11 +190,8 @@ class App:
             metrics.http_requests_in_progress.change(1)
         try:
             self._check_head(request)
-        except ApiError as error:
-            request.fail(error)
-            self.end(request)
         except Exception as error:
-            self._broke(request, error)
+            self._failed(request, error)
 
     def find(self, path: str) -> tuple[Endpoint, str]:
         """The endpoint of a path, with or without the prefix of a proxy, and the path's parameter."""
@@ -280,8 +276,7 @@ class App:
             if size > request.lease.bytes and not (request.is_complete and size <= SMALL_BODY_BYTES):
                 request.lease.hold(size)
         except ApiError as error:
-            request.fail(error)
-            self.end(request)
+            self._failed(request, error)
             return
         operation = request.endpoint.operations[request.method]
         if request.is_complete or not operation.reads_body:
@@ -310,12 +305,8 @@ class App:
                 self.hooks[0]()
                 request.after = self.hooks[1]
             answering = operation.handler(self.service, request)
-        except ApiError as error:
-            request.fail(error)
-            self.end(request)
-            return
         except Exception as error:
-            self._broke(request, error)
+            self._failed(request, error)
             return
         if answering is None:
             self.end(request)
@@ -334,21 +325,21 @@ class App:
                 request.fail(ApiError(503, "server has shut down", code="shutting_down", headers=close))
             else:
                 request.drop()
-        elif isinstance(error, ApiError) and request.status is None:
-            request.fail(error)
         elif error is not None:
-            self._broke(request, error)
-            return
+            self._failed(request, error)
         self.end(request)
 
-    def _broke(self, request: Request, error: BaseException) -> None:
-        """The handler failed unexpectedly."""
-        current_request_id.set(request.id)
-        logger.error("request %s failed", request.id, exc_info=error)
-        if request.status is None:
-            request.fail(ApiError(500, "internal error"))
-        elif request.responder is not None:
-            request.responder.abort()
+    def _failed(self, request: Request, error: BaseException) -> None:
+        """End a request with an error: one for its client, or an unexpected one."""
+        if isinstance(error, ApiError) and request.status is None:
+            request.fail(error)
+        else:
+            current_request_id.set(request.id)
+            logger.error("request %s failed", request.id, exc_info=error)
+            if request.status is None:
+                request.fail(ApiError(500, "internal error"))
+            elif request.responder is not None:
+                request.responder.abort()
         self.end(request)
 
     def keep_alive(self, now: float) -> None:

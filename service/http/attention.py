@@ -21,7 +21,7 @@ from service.http.context import Service
 from service.http.encoding import Encoder, begun
 from service.http.models import Model
 from service.http.request import Request
-from service.http.schemas import ApiError, AttentionAnswer, HeadAttention
+from service.http.schemas import ApiError, AttentionAnswer, HeadAttention, invalid
 from service.http.stream import HOLE, filled, joined, list_parts, send_json
 from service.model.attention import LayerAttention, attention_layers
 from service.model.checkpoint import WEIGHTS
@@ -88,12 +88,12 @@ async def attention(service: Service, request: Request) -> None:
     limit = max_characters(model)
     if not limit:
         message = f"checkpoints must have at most {MAX_WEIGHT_BYTES} bytes of weights for this route"
-        raise ApiError(400, f"model: {message}, got {model.checkpoint.files[WEIGHTS].size}", param="model")
+        raise invalid("model", f"{message}, got {model.checkpoint.files[WEIGHTS].size}")
     if len(body.text) > limit:
-        raise ApiError(400, f"text: at most {limit} characters, got {len(body.text)}", param="text")
+        raise invalid("text", f"at most {limit} characters, got {len(body.text)}")
     for param, number, count in ("layer", body.layer, config.n_layer), ("head", body.head, config.n_head):
         if number is not None and number >= count:
-            raise ApiError(400, f"{param}: must be in [0, {count - 1}], got {number}", param=param)
+            raise invalid(param, f"must be in [0, {count - 1}], got {number}")
     encoder = Encoder(service, model, body)
     ids = await encoder.encode(body.text, "text")
     if model.record_end is not None:
@@ -105,12 +105,21 @@ async def attention(service: Service, request: Request) -> None:
     needed, allowed = NUMBER_BYTES * num_matrices * len(ids) ** 2, service.settings.max_request_bytes
     if needed > allowed:
         message = f"{len(layers)} layers of {len(heads)} heads need {needed} bytes of memory, {allowed} are allowed"
-        raise ApiError(400, f"layer: {message}: choose one, or shorten the text", param="layer")
+        raise invalid("layer", f"{message}: choose one, or shorten the text")
     request.lease.take(needed, len(ids))
+
+    def compute() -> Found:  # in the thread
+        found: Found = []
+        weights = service.attention.weights(model)
+        for layer, of_layer in enumerate(itertools.islice(attention_layers(weights, config, ids), max(layers) + 1)):
+            for head in heads if layer in layers else ():  # copied, as a view would keep all heads'
+                scores = of_layer.scores[head].copy() if body.scores else np.empty(0)
+                of_head = LayerAttention(scores, of_layer.weights[head].copy(), of_layer.values[head].copy())
+                found.append((layer, head, of_head))
+        return found
+
     try:
-        future = service.attention.submit(
-            lambda: _found(service.attention.weights(model), config, ids, layers, heads, body.scores)
-        )
+        future = service.attention.submit(compute)
     except ApiError:
         model.metrics.request_rejected("queue_full")
         raise
@@ -130,24 +139,6 @@ async def attention(service: Service, request: Request) -> None:
     )  # fmt: skip
     of_heads = (_head(*of_head, body.scores, body.values) for of_head in found)
     await send_json(request, filled(answer, joined(of_heads)))
-
-
-def _found(
-    weights: dict[str, np.ndarray],
-    config: GPTConfig,
-    ids: list[int],
-    layers: Collection[int],
-    heads: Collection[int],
-    with_scores: bool,
-) -> Found:
-    found: Found = []
-    for layer, of_layer in enumerate(itertools.islice(attention_layers(weights, config, ids), max(layers) + 1)):
-        for head in heads if layer in layers else ():
-            scores = of_layer.scores[head].copy() if with_scores else np.empty(0)  # a view would keep all heads'
-            found.append(
-                (layer, head, LayerAttention(scores, of_layer.weights[head].copy(), of_layer.values[head].copy()))
-            )
-    return found
 
 
 def _head(layer: int, head: int, found: LayerAttention, with_scores: bool, with_values: bool) -> Iterator[bytes]:

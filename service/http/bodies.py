@@ -23,7 +23,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from service.http.foreign import check_unknown, generation_fields
-from service.http.schemas import ApiError, UnknownCharacters
+from service.http.schemas import UnknownCharacters, invalid
 from service.model.params import MAX_BIAS, MAX_SEED, SAMPLING_META, SamplingParams
 
 MAX_CHOICES = 1000
@@ -300,21 +300,18 @@ class GenerationRequest(ModelRequest):
 
     @model_validator(mode="after")
     def _fields_agree(self) -> GenerationRequest:
-        def refuse(param: str, message: str) -> None:
-            raise ApiError(400, f"{param}: {message}", param=param)
-
         given = [name for name in _CONFLICTING if getattr(self, name) not in (None, "", [])]
         for name, other, reason in _CONFLICTS if len(given) > 1 else ():
             if name in given and other in given:
-                refuse(name, f"cannot be combined with {other}{reason}")
+                raise invalid(name, f"cannot be combined with {other}{reason}")
         if self.min_tokens > self.max_tokens:
-            refuse("min_tokens", f"must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
+            raise invalid("min_tokens", f"must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
         if self.best_of is not None and self.best_of < self.n:
-            refuse("best_of", f"must be at least n ({self.n}), got {self.best_of}")
+            raise invalid("best_of", f"must be at least n ({self.n}), got {self.best_of}")
         if self.best_of is not None and self.best_of > self.n and self.stream and not self.suffix:
-            refuse("best_of", f"cannot be streamed if greater than n ({self.n}), got {self.best_of}")
+            raise invalid("best_of", f"cannot be streamed if greater than n ({self.n}), got {self.best_of}")
         if isinstance(self.seed, list) and len(self.seed) != len(self.prompts):
-            refuse("seed", f"a list must have one seed per prompt ({len(self.prompts)}), got {len(self.seed)}")
+            raise invalid("seed", f"a list must have one seed per prompt ({len(self.prompts)}), got {len(self.seed)}")
         return self
 
     def sampling(self, logit_bias: tuple[tuple[int, float], ...], seed: int = 0) -> SamplingParams:
@@ -364,7 +361,7 @@ class ScoreRequest(ModelRequest):
     @model_validator(mode="after")
     def _one_of_two(self) -> ScoreRequest:
         if (self.texts is None) == (self.continuations is None):
-            raise ApiError(400, "texts: give either texts or continuations", param="texts")
+            raise invalid("texts", "give either texts or continuations")
         return self
 
 

@@ -13,7 +13,7 @@ from service.http.lease import Ledger, estimate, too_much
 from service.http.models import Model
 from service.http.reading import LARGE_BODY_BYTES, AnyRequest, BodyReader, parse, parse_plain
 from service.http.request import Request
-from service.http.schemas import ApiError
+from service.http.schemas import ApiError, invalid
 from service.model.checkpoint import Checkpoint
 from service.observe.exposition import Exposition
 from service.observe.metrics import Metrics
@@ -105,7 +105,7 @@ class Service:
         if name is None:
             model = next(iter(models.values())) if len(models) == 1 else models.get(self.settings.model_name)
             if model is None:
-                raise ApiError(400, f"model: must be one of {', '.join(models)}", param="model")
+                raise invalid("model", f"must be one of {', '.join(models)}")
             return model
         if name not in models:
             served = ", ".join(map(repr, models))
@@ -135,8 +135,8 @@ class Service:
         if body.ignored_fields and (self.settings.strict_fields if body.strict is None else body.strict):
             name, known = body.ignored_fields[0], ", ".join(type(body).model_fields)
             reason = "the server's setting strict_fields" if body.strict is None else "strict"
-            message = f"{name}: unknown field, refused because of {reason}; known fields are {known}"
-            raise ApiError(400, message, param=name, code="unknown_field")
+            message = f"unknown field, refused because of {reason}; known fields are {known}"
+            raise invalid(name, message, "unknown_field")
         request.set_timeout(body.timeout_seconds)
         model = self.find(body.model)
         request.lease.use(model)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from service.http.bodies import ModelRequest, Prompt
 from service.http.context import Service
 from service.http.models import Model
-from service.http.schemas import ApiError, Receipt, Timing
+from service.http.schemas import ApiError, Receipt, Timing, invalid
 from service.http.turns import Pause
 from service.model.tokenizer import UnknownCharacterError
 from service.words import plural
@@ -48,10 +48,10 @@ class Encoder:
                 if self.policy == "replace" and self.replacement not in self.tokenizer:
                     offset, character = unknown[0]
                     message = (
-                        f"replacement_character: {self.replacement!r}, which is to replace {character!r} at offset "
+                        f"{self.replacement!r}, which is to replace {character!r} at offset "
                         f"{offset} of {param if index is None else f'{param}.{index}'}, is not in the vocabulary either"
                     )
-                    raise ApiError(400, message, param="replacement_character") from None
+                    raise invalid("replacement_character", message) from None
                 other = self.replacement if self.policy == "replace" else ""
                 ids += self.tokenizer.encode("".join([c if c in self.tokenizer else other for c in part]))
         if num_unknown and self.policy == "refuse":
@@ -134,7 +134,7 @@ def begun(model: Model, ids: list[int], param: str) -> list[int]:
     if ids:
         return ids
     if "\n" not in model.tokenizer:
-        raise ApiError(400, f"{param}: must not be empty, as the vocabulary has no line break", param=param)
+        raise invalid(param, "must not be empty, as the vocabulary has no line break")
     return model.tokenizer.encode("\n")
 
 

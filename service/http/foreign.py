@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from service.http.schemas import ApiError, shortened
+from service.http.schemas import ApiError, invalid, shortened
 
 MAX_UNKNOWN_FIELDS = 16
 MAX_UNKNOWN_BYTES = 1 << 17  # of a large body, that are not the values of known fields
@@ -70,15 +70,14 @@ def generation_fields(data: dict[str, Any]) -> dict[str, Any]:
     if given is not None:
         kinds = {name: value for name, value in given.items() if value} if isinstance(given, dict) else {}
         if len(kinds) != 1 or not kinds.keys() <= {"regex", "choice"} or kinds.keys() & data.keys():
-            param = "structured_outputs"
-            message = f"{param}: must be an object with either regex or choice, got {shortened(given)}"
-            raise ApiError(400, message, param=param, code="unsupported_field")
+            message = f"must be an object with either regex or choice, got {shortened(given)}"
+            raise invalid("structured_outputs", message, "unsupported_field")
         data = {name: value for name, value in data.items() if name != "structured_outputs"} | kinds
     for name in data.keys() & REFUSED_FIELDS.keys():
         value, neutral = data[name], _NEUTRAL.get(name)
         if value is False if neutral is True else value and value != neutral:
-            message = f"{name}: not supported here, and not ignored, as it would change the answer; "
-            raise ApiError(400, message + REFUSED_FIELDS[name], param=name, code="unsupported_field")
+            message = "not supported here, and not ignored, as it would change the answer; "
+            raise invalid(name, message + REFUSED_FIELDS[name], "unsupported_field")
     return data
 
 
@@ -97,8 +96,7 @@ def check_unknown(path: str, unknown: list[str], known: tuple[str, ...], given: 
             raise ApiError(400, f"{where}: {message}", code="unknown_field")
         meant = _meant(known, name)
         if meant and not (name in OTHER_NAMES and meant[0] in given):
-            message = f"unknown field; did you mean {' or '.join(meant)}?"
-            raise ApiError(400, f"{path}{name}: {message}", param=path + name, code="unknown_field")
+            raise invalid(path + name, f"unknown field; did you mean {' or '.join(meant)}?", "unknown_field")
     if len(unknown) > MAX_UNKNOWN_FIELDS:
         message = f"at most {MAX_UNKNOWN_FIELDS} unknown fields are ignored, got more"
         raise ApiError(400, f"{where}: {message}", code="unknown_field")

@@ -15,7 +15,7 @@ from service.http.generation import Piece
 from service.http.lease import MAX_CUTS
 from service.http.models import Model
 from service.http.request import Request
-from service.http.schemas import ApiError, shortened
+from service.http.schemas import invalid, shortened
 from service.http.stream import DONE, CompletionForm, Form, Pieces, write_stream, write_whole
 from service.http.turns import Pause
 from service.model.params import MAX_SEED
@@ -23,6 +23,7 @@ from service.wire import Submit, floats
 from service.words import plural
 
 _patterns = operator.attrgetter("regex", "choice", "allowed_characters", "allowed_token_ids", "bad_words", "stop_regex")
+Echo = list[str] | None  # the prompt of each sequence, if the answer begins with it
 SUFFIX_CANDIDATES = 8  # sampled per prompt, if the request does not say and limits allow
 EVENT_SOURCE_END = b"done"  # id of the last event, with which EventSource reconnects
 
@@ -72,7 +73,7 @@ async def _answer(
     prompts = encoder.short(given) or await encoder.encode_prompts(given, is_list)
     suffix = await encoder.encode(body.suffix, "suffix") if body.suffix else []
     if body.suffix and not suffix:
-        raise ApiError(400, "suffix: none of its characters is in the vocabulary", param="suffix")
+        raise invalid("suffix", "none of its characters is in the vocabulary")
     seeds = body.seed
     if not isinstance(seeds, list):
         seeds = [request.app.random.getrandbits(53) if seeds is None else seeds for _ in prompts]
@@ -121,16 +122,15 @@ def _check_limits(service: Service, model: Model, body: GenerationRequest, count
         param = "prompt" if candidates == 1 else "n" if body.best_of is None else "best_of"
         given = f"{count}" if candidates == 1 else f"{count} × {candidates}"
         message = f"sequences per request (prompts × n or best_of) must be in [1, {settings.max_prompts}], got {given}"
-        raise ApiError(400, f"{param}: {message}", param=param)
+        raise invalid(param, message)
     if not body.has_max_tokens:
         body.max_tokens = min(body.max_tokens, settings.max_tokens)
     if max(body.max_tokens, body.min_tokens) > settings.max_tokens:
         param = "max_tokens" if body.max_tokens > settings.max_tokens else "min_tokens"
-        raise ApiError(400, f"{param}: at most {settings.max_tokens}, got {getattr(body, param)}", param=param)
+        raise invalid(param, f"at most {settings.max_tokens}, got {getattr(body, param)}")
     vocab_size = model.tokenizer.vocab_size
     if body.logprobs is not None and body.logprobs > vocab_size:
-        message = f"logprobs: at most {vocab_size}, the size of the vocabulary, got {body.logprobs}"
-        raise ApiError(400, message, param="logprobs")
+        raise invalid("logprobs", f"at most {vocab_size}, the size of the vocabulary, got {body.logprobs}")
 
 
 def _shared(service: Service, model: Model, body: GenerationRequest, seed: int, candidates: int) -> Submit:
@@ -192,15 +192,14 @@ async def _constrain(model: Model, body: GenerationRequest, submit: Submit) -> N
     if body.stop_regex is not None:
         stop_pattern = await model.patterns.compile("stop_regex", body.stop_regex)
         if stop_pattern.matches_empty:
-            raise ApiError(400, "stop_regex: must not match the empty text", param="stop_regex")
+            raise invalid("stop_regex", "must not match the empty text")
         submit.stop_pattern = stop_pattern.packed
     if body.regex is not None or body.choice is not None:
         param = "regex" if body.choice is None else "choice"
         constraint = await model.patterns.compile(param, body.regex or tuple(body.choice or ()), allowed)
         if constraint.min_length > body.max_tokens:
             shortest = plural(constraint.min_length, "character")
-            message = f"the shortest match has {shortest}, max_tokens is {body.max_tokens}"
-            raise ApiError(400, f"{param}: {message}", param=param)
+            raise invalid(param, f"the shortest match has {shortest}, max_tokens is {body.max_tokens}")
         submit.constraint = constraint.packed
         submit.minimum = await model.patterns.minimum(param, constraint, body.min_tokens, body.max_tokens)
     elif allowed is not None or body.bad_words:
@@ -236,12 +235,11 @@ def _logit_bias(model: Model, body: GenerationRequest) -> tuple[tuple[int, float
                 f"keys must be characters of the vocabulary or ids in [0, {tokenizer.vocab_size - 1}], "
                 f"biases in [-100, 100], got {shortened(key)}: {bias!r}{_about_digits(given, key, bias)}"
             )
-            raise ApiError(400, f"logit_bias: {message}", param="logit_bias")
+            raise invalid("logit_bias", message)
         if id in biases:
             if isinstance(given, dict) and str(id) in given:
                 key, bias = str(id), given[str(id)]
-            message = f"{key!r}, id {id}, appears twice{_about_digits(given, key, bias)}"
-            raise ApiError(400, f"logit_bias: {message}", param="logit_bias")
+            raise invalid("logit_bias", f"{key!r}, id {id}, appears twice{_about_digits(given, key, bias)}")
         biases[id] = bias
     return tuple(biases.items())
 
@@ -259,12 +257,7 @@ def _about_digits(given: object, key: str | int, bias: float) -> str:
 
 
 async def _best_of(
-    service: Service,
-    request: Request,
-    submits: list[Submit],
-    body: GenerationRequest,
-    num_candidates: int,
-    echo: list[str] | None,
+    service: Service, request: Request, submits: list[Submit], body: GenerationRequest, candidates: int, echo: Echo
 ) -> list[Piece]:
     """The `n` texts of each prompt with the highest mean log-probability."""
     ranked, pause = [], Pause()
@@ -275,17 +268,11 @@ async def _best_of(
             piece = piece._replace(logprobs=None)
         await pause.if_due()
         ranked.append((sum(values) / len(values) if values else 0.0, piece))
-    return _best(ranked, body.n, num_candidates)
+    return _best(ranked, body.n, candidates)
 
 
 async def _infill(
-    service: Service,
-    request: Request,
-    submits: list[Submit],
-    n: int,
-    num_candidates: int,
-    suffix: list[int],
-    echo: list[str] | None,
+    service: Service, request: Request, submits: list[Submit], n: int, candidates: int, suffix: list[int], echo: Echo
 ) -> list[Piece]:
     """The `n` texts of each prompt after which the suffix is likeliest.
 
@@ -306,17 +293,17 @@ async def _infill(
     for middle in middles:
         submit = submits[middle.number]
         before = submit.prompt + model.tokenizer.encode(middle.text)
-        scoring[middle.number // num_candidates, middle.text] = Submit(
+        scoring[middle.number // candidates, middle.text] = Submit(
             0, before + suffix, 0, submit.sampling, timeout_seconds,
             logprobs=0, score_from=len(before), priority=submit.priority,
         )  # fmt: skip
     generation = service.start(request, list(scoring.values()))
     await generation.whole()
     scores = {key: sum(floats(generation.prompt_logprobs(i).values)) for i, key in enumerate(scoring)}
-    ranked = [(scores[middle.number // num_candidates, middle.text], middle) for middle in middles]
-    best = _best(ranked, n, num_candidates)
-    if echo:  # each prompt's text, `num_candidates` times
-        best = [piece._replace(text=echo[piece.number // n * num_candidates] + piece.text) for piece in best]
+    ranked = [(scores[middle.number // candidates, middle.text], middle) for middle in middles]
+    best = _best(ranked, n, candidates)
+    if echo:  # each prompt's text, `candidates` times
+        best = [piece._replace(text=echo[piece.number // n * candidates] + piece.text) for piece in best]
     return best
 
 

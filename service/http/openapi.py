@@ -115,7 +115,16 @@ class Operation:
     events: tuple[type[msgspec.Struct], ...] = ()  # of a stream
     runs_model: bool = False
     failures: tuple[int, ...] = ()  # besides those of each that has a body or runs the model
-    is_probe: bool = False  # needs no API key, and is within no client's limits
+    is_probe: bool = False
+
+    @property
+    def is_quiet(self) -> bool:
+        """Logged at level debug, and within no client's limits."""
+        return self.is_probe or self.path == "/metrics"
+
+    def is_public(self, settings: Settings) -> bool:
+        """Needs no API key."""
+        return self.is_probe or (self.is_quiet and settings.public_metrics)
 
     @functools.cached_property
     def is_refused_early(self) -> bool:
@@ -214,10 +223,10 @@ def _schemas(requests: list[type[BaseModel]], answers: list[type[msgspec.Struct]
 
 
 def _operation(operation: Operation, schemas: dict[str, Any], settings: Settings, model: str) -> dict[str, Any]:
-    is_public = operation.is_probe or (operation.path == "/metrics" and settings.public_metrics)
+    is_public = operation.is_public(settings)
     security: list[dict[str, Any]] = [{"key": []}] if settings.api_keys else [{}, {"key": []}]
     responses: dict[str, dict[str, Any]] = {"200": _answer(operation)}
-    is_limited = settings.client_limits is not None and not operation.is_probe and operation.path != "/metrics"
+    is_limited = settings.client_limits is not None and not operation.is_quiet
     failures = {500, *operation.failures, *(BODY if operation.request else ()), *(RUN if operation.runs_model else ())}
     failures |= (set() if is_public else {401}) | ({429} if is_limited else set())
     responses |= {str(status): _ref("responses", f"Status{status}") for status in failures}

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from service.constrain.automaton import Automaton, LengthError, MinimumLength
 from service.constrain.regex import RegexError, compile_choice, compile_regex, compile_without
-from service.http.schemas import ApiError
+from service.http.schemas import invalid
 
 CACHE_BYTES = 32 << 20  # of each cache of a model
 ENTRY_BYTES = 500  # of an entry beside its key and its result
@@ -74,7 +74,7 @@ class PatternCompiler:
         else:
             found = await self._compiled.find((param, pattern, allowed), 8 * length, compile)
         if isinstance(found, str):
-            raise ApiError(400, f"{param}: {found}", param=param, code="invalid_pattern")
+            raise invalid(param, found, "invalid_pattern")
         return found
 
     async def minimum(self, param: str, compiled: Compiled, min_tokens: int, max_tokens: int) -> bytes | None:
@@ -91,9 +91,9 @@ class PatternCompiler:
             return found
         if found is None:
             given = f"min_tokens ({min_tokens}) to max_tokens ({max_tokens}) characters"
-            raise ApiError(400, f"{param}: no match has {given}", param=param, code="invalid_pattern")
-        message = f"min_tokens: {found} of {param}; lower min_tokens, or give a smaller pattern"
-        raise ApiError(400, message, param="min_tokens", code="invalid_pattern")
+            raise invalid(param, f"no match has {given}", "invalid_pattern")
+        advice = "lower min_tokens, or give a smaller pattern"
+        raise invalid("min_tokens", f"{found} of {param}; {advice}", "invalid_pattern")
 
     def _compile(self, param: str, pattern: str | tuple[str, ...], allowed: frozenset[str] | None) -> Compiled | str:
         """The message of a RegexError if there is one."""

@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 
 from service.http import bodies as b
 from service.http.foreign import MAX_UNKNOWN_BYTES
-from service.http.schemas import ApiError, shortened
+from service.http.schemas import ApiError, invalid, shortened
 from service.http.turns import Pause
 from service.model.params import MAX_SEED, SAMPLING_META
 from service.settings import Settings
@@ -75,7 +75,7 @@ def parse(kind: type[AnyRequest], body: bytes | dict[str, Any]) -> AnyRequest:
 
 
 def _expected(name: str) -> ApiError:
-    return ApiError(400, f"{name}: Input should be {EXPECTED[name]}", param=name)
+    return invalid(name, f"Input should be {EXPECTED[name]}")
 
 
 # An escaped half of a surrogate pair without its other half, or one in UTF-8. The backslash is not itself escaped.

@@ -53,6 +53,11 @@ class ApiError(Exception):
         return msgspec.json.encode(Error(ErrorDetails(self.message, self.type, self.param, self.code)))
 
 
+def invalid(param: str, message: str, code: str | None = None) -> ApiError:
+    """What is wrong with a field of the request."""
+    return ApiError(400, f"{param}: {message}", param=param, code=code)
+
+
 def shortened(value: object) -> str:
     text = repr(value[:101] if isinstance(value, str | list) else value)
     return text if len(text) <= 100 else text[:100] + "…"

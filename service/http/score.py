@@ -13,7 +13,7 @@ from service.http.context import Service
 from service.http.encoding import Encoder, begun
 from service.http.models import Model
 from service.http.request import Request
-from service.http.schemas import ApiError, Next, NextAnswer, NextCharacter, Score, ScoreAnswer, Usage
+from service.http.schemas import Next, NextAnswer, NextCharacter, Score, ScoreAnswer, Usage, invalid
 from service.http.stream import HOLE, MAX_NUMBERS, filled, joined, list_parts, receipt_headers, send_json, sliced
 from service.http.turns import Pause
 from service.model.params import SamplingParams
@@ -33,7 +33,7 @@ async def score(service: Service, request: Request) -> None:
         before = begun(model, await encoder.encode(body.prefix, "prefix"), "prefix")
     limit = service.settings.max_score_texts
     if not 1 <= len(texts) <= limit:
-        raise ApiError(400, f"{param}: the number of texts must be in [1, {limit}], got {len(texts)}", param=param)
+        raise invalid(param, f"the number of texts must be in [1, {limit}], got {len(texts)}")
     is_list = not isinstance(body.texts, str)
     ids = [await encoder.encode(text, param, i if is_list else None) for i, text in enumerate(texts)]
     end = model.record_end
@@ -112,7 +112,7 @@ async def next_character(service: Service, request: Request) -> None:
     prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     count, limit = len(prompts), service.settings.max_prompts
     if not 1 <= count <= limit:
-        raise ApiError(400, f"prompt: the number of prompts must be in [1, {limit}], got {count}", param="prompt")
+        raise invalid("prompt", f"the number of prompts must be in [1, {limit}], got {count}")
     ids = await encoder.encode_prompts([*prompts], isinstance(body.prompt, list))
     submits = [
         Submit(

@@ -263,10 +263,8 @@ async def write_stream(request: Request, pieces: Pieces, form: Form, done: bytes
         request.put(KEEP_ALIVE)
 
     def event(piece: Piece, is_last: bool) -> bytes:
-        if is_last and piece.finish_reason is not None:
-            is_last = all([generation.is_finished for generation in request.generations])
-            return b"data: %b\n\n" % form.event(piece, is_last)
-        return b"data: %b\n\n" % form.event(piece, False)
+        is_last = is_last and piece.finish_reason is not None and all([it.is_finished for it in request.generations])
+        return b"data: %b\n\n" % form.event(piece, is_last)
 
     def write(some: list[Piece]) -> Coroutine[Any, Any, None] | None:
         if any([piece.logprobs is not None for piece in some]):
