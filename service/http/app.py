@@ -227,7 +227,7 @@ class App:
         length, limit = headers.get(b"content-length", b"0"), settings.max_body_bytes
         if len(length) > 4 and int(length) > limit:
             raise ApiError(413, f"body must have at most {limit} bytes, got {int(length)}", code="body_too_large")
-        if not (endpoint.is_quiet or endpoint.is_public):
+        if self.service.limits.has_any and not (endpoint.is_quiet or endpoint.is_public):
             request.lease.begin()
         operation = endpoint.operations.get(request.method)
         if operation is None:
@@ -237,8 +237,8 @@ class App:
             if request.path.endswith(("/v1/chat/completions", "/v1/responses")):
                 raise ApiError(404, f"{shown}: there is no chat; use /v1/completions, which continues a text")
             raise ApiError(404, f"{shown}: Not Found")
-        if operation.is_refused_early:
-            self.service.refuse_if_full(request)
+        if operation.is_refused_early and settings.fair_queueing:
+            self.service.client.refuse_if_full(request.lease.client)
         if operation.request is not None:
             check_content_type(headers)
 
@@ -370,11 +370,10 @@ class App:
             metrics.http_requests_in_progress.change(-1)
             if request.status is not None:
                 metrics.http_request(route, request.method, request.status, seconds)
-        level = logging.DEBUG if request.endpoint.is_quiet else logging.INFO
-        if (log := self.access_log) is not None and log.shows(level):
-            ran = request.num_prompt_tokens is not None
+        if (log := self.access_log) is not None:
+            ran, client = request.num_prompt_tokens is not None, request.lease.client
             others = (request.num_prompt_tokens, request.num_completion_tokens, request.endings) if ran else ()
-            client = request.lease.client
+            level = logging.DEBUG if request.endpoint.is_quiet else logging.INFO
             log.add(level, request.method, route, request.status, client, round(seconds, 6), request.id, *others)
         if service.tracer is not None:
             service.tracer.request(request, ended_at)

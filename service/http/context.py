@@ -137,15 +137,11 @@ class Service:
             reason = "the server's setting strict_fields" if body.strict is None else "strict"
             message = f"unknown field, refused because of {reason}; known fields are {known}"
             raise invalid(name, message, "unknown_field")
-        request.set_timeout(body.timeout_seconds)
+        if body.timeout_seconds is not None:
+            request.set_timeout(body.timeout_seconds)
         model = self.find(body.model)
         request.lease.use(model)
         return body, model
-
-    def refuse_if_full(self, request: Request) -> None:
-        """Before anything of a request is read; raises as EngineClient.refuse_if_full."""
-        if self.settings.fair_queueing:
-            self.client.refuse_if_full(request.client)
 
     def timeout(self, seconds: float | None) -> float:
         longest = self.settings.request_timeout_seconds
@@ -162,11 +158,7 @@ class Service:
         total, limit = sum(needed), self.settings.max_request_bytes
         if total > limit:
             raise too_much(needed, len(submits), limit)
-        lease.take(total, self._num_characters(submits), len(submits))
-
-    def _num_characters(self, submits: list[Submit]) -> int:
-        """That count in a client's limit, if there are any limits."""
-        return sum([len(submit.prompt) + submit.max_tokens for submit in submits]) if self.limits.has_any else 0
+        lease.take(total, _num_characters(submits) if self.limits.has_any else 0, len(submits))
 
     def start(self, request: Request, submits: list[Submit], **options: Any) -> Generation:
         """Run sequences for a request that was admitted; options as those of EngineClient.start.
@@ -180,7 +172,7 @@ class Service:
         for submit in submits:
             submit.request_id, submit.client, submit.weight = request.id, client, weight
         if is_accepted:  # what follows from a request that was accepted is too
-            lease.charge(self._num_characters(submits), len(submits), must_wait=False)
+            lease.charge(_num_characters(submits), len(submits), must_wait=False)
         generation = self.client.start(model, submits, request.arrived_at, is_accepted=is_accepted, **options)
         own, longest = request.timeout_seconds, self.settings.request_timeout_seconds
         is_own = own is not None and own <= longest
@@ -189,3 +181,8 @@ class Service:
         if request.client_left:
             generation.abort()
         return generation
+
+
+def _num_characters(submits: list[Submit]) -> int:
+    """That count in a client's limit."""
+    return sum([len(submit.prompt) + submit.max_tokens for submit in submits])

@@ -66,8 +66,7 @@ async def _answer(
     if (longest := body.truncate_prompt_tokens) is not None:
         longest = service.settings.max_prompt_characters if longest < 0 else longest
         given = [prompt[max(0, len(prompt) - longest) :] for prompt in given]
-    candidates = _num_candidates(service, body, len(given))
-    _check_limits(service, model, body, len(given), candidates)
+    candidates = _check_limits(service, model, body, len(given))
 
     encoder = Encoder(service, model, body)
     prompts = encoder.short(given) or await encoder.encode_prompts(given, is_list)
@@ -106,18 +105,12 @@ async def _answer(
         await write_whole(request, pieces, form)
 
 
-def _num_candidates(service: Service, body: GenerationRequest, count: int) -> int:
-    """Sequences sampled per prompt."""
-    if body.best_of is not None:
-        return body.best_of
-    if not body.suffix:
-        return body.n
-    return max(body.n, min(SUFFIX_CANDIDATES, service.settings.max_prompts // max(1, count)))
-
-
-def _check_limits(service: Service, model: Model, body: GenerationRequest, count: int, candidates: int) -> None:
-    """Limits of this server and its model."""
+def _check_limits(service: Service, model: Model, body: GenerationRequest, count: int) -> int:
+    """Check limits of this server and its model; returns how many sequences are sampled per prompt."""
     settings = service.settings
+    candidates = body.n if body.best_of is None else body.best_of
+    if body.best_of is None and body.suffix:
+        candidates = max(body.n, min(SUFFIX_CANDIDATES, settings.max_prompts // max(1, count)))
     if not 1 <= count * candidates <= settings.max_prompts:
         param = "prompt" if candidates == 1 else "n" if body.best_of is None else "best_of"
         given = f"{count}" if candidates == 1 else f"{count} × {candidates}"
@@ -131,6 +124,7 @@ def _check_limits(service: Service, model: Model, body: GenerationRequest, count
     vocab_size = model.tokenizer.vocab_size
     if body.logprobs is not None and body.logprobs > vocab_size:
         raise invalid("logprobs", f"at most {vocab_size}, the size of the vocabulary, got {body.logprobs}")
+    return candidates
 
 
 def _shared(service: Service, model: Model, body: GenerationRequest, seed: int, candidates: int) -> Submit:

@@ -183,7 +183,8 @@ class Generation:
                 await self._wait()
             self._is_urgent = False
             parts += self._take_all()
-        self._fail()
+        if self._failure is not None:
+            self._fail()
         return parts if len(parts) == 1 else _in_order(parts)
 
     async def stream(self, write: Write) -> None:
@@ -208,7 +209,8 @@ class Generation:
                     await self._wait()
         finally:
             self._write = None  # which may hold what holds this
-        self._fail()
+        if self._failure is not None:
+            self._fail()
 
     def come(self) -> None:
         """Go on, once the client has taken in all that arrived."""
@@ -235,14 +237,14 @@ class Generation:
         return pieces
 
     def _fail(self) -> None:
-        """Raise the failure, if there is one. Nothing may keep it: its traceback would hold what holds it."""
-        if self._failure is not None:
-            self.abort()
-            self._take_all()
-            try:
-                raise self._failure
-            finally:
-                self._failure = None
+        """Raise the failure. Nothing may keep it: its traceback would hold what holds it."""
+        self.abort()
+        self._take_all()
+        try:
+            assert self._failure is not None
+            raise self._failure
+        finally:
+            self._failure = None
 
     async def _wait(self) -> None:
         try:

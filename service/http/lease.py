@@ -130,13 +130,11 @@ class Lease:
 
     def begin(self) -> None:
         """Count the request in its client's limits. Raises ApiError: 429."""
-        limits = self._ledger.limits
-        if limits.has_any:
-            try:
-                limits.begin(self.client)
-            except ApiError as error:
-                raise self._rejected(error) from None
-            self._is_counted = True
+        try:
+            self._ledger.limits.begin(self.client)
+        except ApiError as error:
+            raise self._rejected(error) from None
+        self._is_counted = True
 
     def use(self, model: Model) -> None:
         """Keep the model to the request's end, even if another takes its name; a shutdown waits for the request."""
@@ -171,16 +169,15 @@ class Lease:
             error = ApiError(503, "server is shutting down", code="shutting_down", retry_after_seconds=1)
             raise self._rejected(error, num_sequences)
         self.hold(bytes, num_sequences)
-        self.charge(num_characters, num_sequences)
+        if self._ledger.limits.has_any:
+            self.charge(num_characters, num_sequences)
 
     def charge(self, num_characters: int, num_sequences: int = 1, must_wait: bool = True) -> None:
         """Count characters in the client's limit; raises as ClientLimits.charge."""
-        limits = self._ledger.limits
-        if limits.has_any:
-            try:
-                self._num_charged += limits.charge(self.client, num_characters, must_wait)
-            except ApiError as error:
-                raise self._rejected(error, num_sequences) from None
+        try:
+            self._num_charged += self._ledger.limits.charge(self.client, num_characters, must_wait)
+        except ApiError as error:
+            raise self._rejected(error, num_sequences) from None
 
     def end(self, request: Request) -> None:
         """Give back everything, and the characters that were charged and did not run."""

@@ -137,10 +137,8 @@ class Request:
 
     # -- its end --
 
-    def set_timeout(self, seconds: float | None) -> None:
-        """Its own time limit; None: as before. Writing counts: a client that does not read loses its connection."""
-        if seconds is None:
-            return
+    def set_timeout(self, seconds: float) -> None:
+        """Its own time limit. Writing counts: a client that does not read loses its connection."""
         self.timeout_seconds = seconds
         self.deadline = self.arrived_at + self.app.service.timeout(seconds) + UNREAD_SECONDS
         if self.responder is not None:

@@ -28,7 +28,6 @@ from service.http.schemas import (
     GenerateEnd,
     GenerateEvent,
     Receipt,
-    Timing,
     TokenLogprobs,
     Usage,
 )
@@ -121,12 +120,8 @@ class Form:
         self._offsets: dict[int, int] = {}  # characters of each choice written so far, if log-probabilities are
 
     @property
-    def timing(self) -> Timing:
-        return self.request.generations[0].timing
-
-    @property
     def receipt(self) -> Receipt:
-        return self._encoder.receipt(self.timing, self._seeds)
+        return self._encoder.receipt(self.request.generations[0].timing, self._seeds)
 
     @property
     def usage(self) -> Usage:

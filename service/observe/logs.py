@@ -154,11 +154,10 @@ class AccessLog:
         self._lines: list[AccessLine] = []
         self._process, self._pid = process_name(), os.getpid()
 
-    def shows(self, level: int) -> bool:
-        return self._logger.isEnabledFor(level)
-
     def add(self, level: int, method: str, route: str, status: int | None, client: str, *others: Any) -> None:
-        """A line of a request; the others are the last fields of AccessLine."""
+        """A line of a request, if its level is shown; the others are the last fields of AccessLine."""
+        if not self._logger.isEnabledFor(level):
+            return
         self._lines.append(
             AccessLine(
                 _timestamp(int(1000 * time.time())), _LEVELS[level], self._logger.name, self._process, self._pid,
