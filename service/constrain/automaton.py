@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -58,6 +59,16 @@ def _pack(*arrays: np.ndarray) -> bytes:
 def _unpack(data: bytes) -> list[np.ndarray]:
     listed = msgspec.msgpack.decode(zlib.decompress(data))
     return [np.frombuffer(numbers, dtype).reshape(shape) for dtype, shape, numbers in listed]
+
+
+def _remember(masks: dict[Any, Any], key: Any, good: np.ndarray, classes: np.ndarray) -> np.ndarray | None:
+    """The ids of good classes, (V,) bool; None: of all or of none. Kept if there is room."""
+    mask = None if good.all() or not good.any() else good[classes]
+    if mask is not None:
+        mask.flags.writeable = False
+    if len(masks) * len(classes) < MASK_CACHE_BYTES:
+        masks[key] = mask
+    return mask
 
 
 class LengthError(ValueError):
@@ -118,12 +129,7 @@ class MinimumLength:
             return self._masks[key]
         layer = np.unpackbits(self.layers[key[1]], count=len(automaton.table)).astype(bool)
         good = np.append(layer, False)[automaton.table[state]]  # (classes,)
-        mask = None if good.all() else good[automaton.classes]
-        if mask is not None:
-            mask.flags.writeable = False
-        if len(self._masks) * len(automaton.classes) < MASK_CACHE_BYTES:
-            self._masks[key] = mask
-        return mask
+        return _remember(self._masks, key, good, automaton.classes)
 
     def pack(self) -> bytes:
         return _pack(np.array([self.length, self.repeat]), self.layers)
@@ -187,22 +193,12 @@ class Guide:
         masks = self.automaton._masks
         if key in masks:
             return masks[key]
-        mask = self._find_allowed()
-        if len(masks) * len(self.automaton.classes) < MASK_CACHE_BYTES:
-            masks[key] = mask
-        return mask
-
-    def _find_allowed(self) -> np.ndarray | None:
         automaton = self.automaton
         distance = np.append(automaton.distance, _UNREACHABLE)[automaton.table[self.state]]  # (classes,)
         good = distance < self.remaining
         if automaton.accepting[self.state] and (self.may_leave or not good.any()):
             good |= distance == _UNREACHABLE
-        if good.all() or not good.any():
-            return None
-        mask = good[automaton.classes]  # (V,)
-        mask.flags.writeable = False
-        return mask
+        return _remember(masks, key, good, automaton.classes)
 
     def push(self, id: int) -> bool:
         """Advance by the id chosen of those allowed; False: it ends the text and is not part of it."""

@@ -23,7 +23,7 @@ from starlette.middleware.cors import CORSMiddleware
 from service.http import attention, generate, info, score
 from service.http import bodies as b
 from service.http import schemas as s
-from service.http.clients import address_of
+from service.http.clients import address_of, network_of
 from service.http.context import Service
 from service.http.files import page
 from service.http.lease import Lease
@@ -183,8 +183,9 @@ class App:
             request.id = given.decode()
         else:
             request.id = f"{self.random.getrandbits(128):032x}"
-        client = address_of(request.peer, request.fields, self.settings.client_header)
-        request.lease = Lease(self.service.ledger, client)
+        header = self.settings.client_header
+        address = network_of(request.peer) if header is None else address_of(request.peer, request.fields, header)
+        request.lease = Lease(self.service.ledger, address or "unknown")
         request.endpoint, request.parameter = self.find(request.path)
         if (metrics := self.service.metrics) is not None:
             metrics.http_requests_in_progress.change(1)
@@ -227,7 +228,7 @@ class App:
         length, limit = headers.get(b"content-length", b"0"), settings.max_body_bytes
         if len(length) > 4 and int(length) > limit:
             raise ApiError(413, f"body must have at most {limit} bytes, got {int(length)}", code="body_too_large")
-        if self.service.limits.has_any and not (endpoint.is_quiet or endpoint.is_public):
+        if self.service.ledger.limits.has_any and not (endpoint.is_quiet or endpoint.is_public):
             request.lease.begin()
         operation = endpoint.operations.get(request.method)
         if operation is None:
@@ -358,8 +359,8 @@ class App:
             return
         request.is_ended = True
         service = self.service
-        if request.generations:
-            request.abort()
+        for generation in request.generations:
+            generation.abort()
         request.lease.end(request)
         request.chunks.clear()
         if request.client_left:

@@ -178,11 +178,13 @@ class Generation:
     async def whole(self) -> list[Piece]:
         """Each sequence's text in one piece, in order of their numbers; only if `interval` is None."""
         parts: list[Piece] = []
-        while not self.is_finished and self._failure is None:
+        while True:
             if not self._is_urgent:
                 await self._wait()
             self._is_urgent = False
             parts += self._take_all()
+            if self.is_finished or self._failure is not None:
+                break
         if self._failure is not None:
             self._fail()
         return parts if len(parts) == 1 else _in_order(parts)

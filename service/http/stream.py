@@ -125,7 +125,8 @@ class Form:
 
     @property
     def usage(self) -> Usage:
-        return Usage.of(self.request.num_prompt_tokens or 0, self.request.num_completion_tokens)
+        prompt, completion = self.request.num_prompt_tokens or 0, self.request.num_completion_tokens
+        return Usage(prompt, completion, prompt + completion)
 
     def logprobs(self, piece: Piece) -> TokenLogprobs | None:
         if piece.logprobs is None:
@@ -148,7 +149,9 @@ class Form:
         """The answer of complete choices, in parts if it is large."""
         if (_size(pieces[0]) if len(pieces) == 1 else sum(map(_size, pieces))) > 1:
             return filled(self.answer(HOLE, receipt), joined(map(self._parts, pieces)))
-        choices = [self.choice(piece, piece.text, self.logprobs(piece)) for piece in pieces]
+        choices = [
+            self.choice(piece, piece.text, None if piece.logprobs is None else self.logprobs(piece)) for piece in pieces
+        ]
         return _encode(self.answer(choices, receipt))
 
     def _parts(self, piece: Piece) -> Iterator[bytes]:
