@@ -27,6 +27,7 @@ class Wrapped:
     """Has what a connection and a Request use of App."""
 
     cors, is_leaving = None, False
+    tasks: set[Any]  # uvicorn's, as a connection sets it
 
     def __init__(self, app: App, middlewares: Iterable[Any]):
         self.app = app
@@ -35,21 +36,14 @@ class Wrapped:
             kind, options = middleware if isinstance(middleware, tuple) else (middleware, {})
             self._asgi = kind(self._asgi, **options)
 
-    @property
-    def tasks(self) -> set[Any]:
-        return self.app.tasks
-
-    @tasks.setter
-    def tasks(self, tasks: set[Any]) -> None:
-        self.app.tasks = tasks
-
     def begin(self, request: Request) -> None:
         request.app = self  # type: ignore[assignment]
+        self.app.tasks = self.tasks
         exchange = Exchange(request, self.app.settings.max_body_bytes)
         request.generations = [exchange]  # type: ignore[list-item]  # aborted when the client leaves
         task = asyncio.get_running_loop().create_task(self._run(exchange))
-        self.app.tasks.add(task)
-        task.add_done_callback(self.app.tasks.discard)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
 
     def receive(self, request: Request) -> None:
         exchange: Any = request.generations[0]

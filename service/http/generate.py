@@ -174,7 +174,7 @@ def _submits(
 
 async def _constrain(model: Model, body: GenerationRequest, submit: Submit) -> None:
     """Set the patterns that a request asks for."""
-    allowed = None
+    allowed, end = None, None if body.ignore_eos else model.record_end
     if body.allowed_characters is not None:
         unknown = [(i, c) for i, c in enumerate(body.allowed_characters) if c not in model.tokenizer]
         if unknown:
@@ -197,16 +197,14 @@ async def _constrain(model: Model, body: GenerationRequest, submit: Submit) -> N
         submit.constraint = constraint.packed
         submit.minimum = await model.patterns.minimum(param, constraint, body.min_tokens, body.max_tokens)
     elif allowed is not None or body.bad_words:
-        ends = model.record_end is not None and not body.ignore_eos
-        if allowed is not None and ends:
+        if allowed is not None and end is not None:
             allowed |= {"\n"}
         words = await model.patterns.compile("bad_words", tuple(body.bad_words or ()), allowed)
         submit.constraint = words.packed
         submit.may_leave = False
-        if ends:
-            assert model.record_end is not None
-            submit.stop = (*submit.stop, (model.record_end,))
-    elif body.min_tokens and model.record_end is not None and not body.ignore_eos:
+        if end is not None:
+            submit.stop = (*submit.stop, (end,))
+    elif body.min_tokens and end is not None:
         # A record that has not enough characters yet does not end; once it has, a line break leaves the pattern.
         record = await model.patterns.compile("min_tokens", "[^\n]*")
         submit.constraint = record.packed
