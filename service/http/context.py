@@ -154,7 +154,7 @@ class Service:
         """
         lease = request.lease
         assert lease.model is not None
-        needed = estimate(submits, lease.model.receptive_field, lease.model.tokenizer.vocab_size, **options)
+        needed = estimate(submits, lease.model.receptive_field, lease.model.vocab_size, **options)
         total, limit = sum(needed), self.settings.max_request_bytes
         if total > limit:
             raise too_much(needed, len(submits), limit)

@@ -117,9 +117,9 @@ class Encoder:
 
 
 def check_ids(model: Model, ids: list[int], param: str, name: str | None = None) -> None:
-    if ids and max(ids) >= model.tokenizer.vocab_size:
-        wrong = next(id for id in ids if id >= model.tokenizer.vocab_size)
-        message = f"{name or param}: ids must be in [0, {model.tokenizer.vocab_size - 1}], got {wrong}"
+    if ids and max(ids) >= model.vocab_size:
+        wrong = next(id for id in ids if id >= model.vocab_size)
+        message = f"{name or param}: ids must be in [0, {model.vocab_size - 1}], got {wrong}"
         raise ApiError(400, message, param=param)
 
 

@@ -121,7 +121,7 @@ def _check_limits(service: Service, model: Model, body: GenerationRequest, count
     if max(body.max_tokens, body.min_tokens) > settings.max_tokens:
         param = "max_tokens" if body.max_tokens > settings.max_tokens else "min_tokens"
         raise invalid(param, f"at most {settings.max_tokens}, got {getattr(body, param)}")
-    vocab_size = model.tokenizer.vocab_size
+    vocab_size = model.vocab_size
     if body.logprobs is not None and body.logprobs > vocab_size:
         raise invalid("logprobs", f"at most {vocab_size}, the size of the vocabulary, got {body.logprobs}")
     return candidates

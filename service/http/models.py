@@ -19,14 +19,7 @@ class Model:
     def __init__(self, version: Version, checkpoint: Checkpoint, row: int, max_regex_characters: int):
         self.id, self.name, self.digest, self.row = version.id, version.name, version.digest, row
         self.checkpoint, self.tokenizer = checkpoint, checkpoint.tokenizer
+        self.vocab_size = checkpoint.tokenizer.vocab_size
         self.patterns = PatternCompiler(checkpoint.tokenizer.characters, max_regex_characters)
         self.created_at = version.created_at
-
-    @property
-    def receptive_field(self) -> int:
-        return self.checkpoint.receptive_field
-
-    @property
-    def record_end(self) -> int | None:
-        """See Checkpoint."""
-        return self.checkpoint.record_end
+        self.receptive_field, self.record_end = checkpoint.receptive_field, checkpoint.record_end  # see Checkpoint

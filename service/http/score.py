@@ -118,7 +118,7 @@ async def next_character(service: Service, request: Request) -> None:
         Submit(
             0, begun(model, prompt, "prompt"), 1, SamplingParams(temperature=0.0),
             service.timeout(body.timeout_seconds),
-            logprobs=model.tokenizer.vocab_size, priority=2 * body.priority,
+            logprobs=model.vocab_size, priority=2 * body.priority,
         )
         for prompt in ids
     ]  # fmt: skip
