@@ -181,11 +181,6 @@ def test_named_classes_are_those_of_re_over_all_of_unicode(name):
     ("pattern", "matching", "others"),
     [
         (r"[A-Z][a-z]+(, [A-Z][a-z]+)*\.", ["Ann.", "Ann, Bob."], ["Ann", "Ann,Bob.", "ann."]),
-        (r"\d{4}-\d{2}-\d{2}", ["2024-05-06"], ["2024-5-6", "2024-05-061"]),
-        (r"[\w.+-]+@[\w-]+(\.[\w-]+)+", ["a.b+c@d-e.fg"], ["a@b", "@b.c", "a@b.c."]),
-        (r"(\d{1,3}\.){3}\d{1,3}", ["1.22.333.4"], ["1.2.3", "1.2.3.4444"]),
-        (r'\{"name": "[^"\\]*", "age": \d+}', ['{"name": "", "age": 7}'], ['{"name": """, "age": 7}']),
-        (r"(a|b)*a(a|b){5}", ["abbbbb", "bbabbbbb"], ["bbbbbb", "abbbbbb"]),
         (
             r"([A-Z][a-z]?|[cnops]|[=#()]|\d){1,100}",
             ["CCl", "C" * 50 + "Cl" * 50],
@@ -194,7 +189,6 @@ def test_named_classes_are_those_of_re_over_all_of_unicode(name):
         (r"(\w+ ?){2,60}", ["ab", "a b", "a " * 60, "a" * 99], ["a", "a  b", "a " * 61]),
         (r"(\w\w? ?){5,}", ["abcde", "ab cd ef gh ij", "a" * 99], ["abcd", "ab c d ", "a  bcdef"]),
         (r"(((a*)*b?)+c|(d+|e*)*)*f", ["f", "cf", "aabbacddef", "ddeedecf"], ["", "abf", "caf", "ff"]),
-        (r"(?:(?:a|b){2}){2,3}?", ["abab", "ababab"], ["ab", "ababa", "abababab"]),
     ],
 )
 def test_typical_patterns(pattern, matching, others):
@@ -230,12 +224,6 @@ def test_unmatchable_patterns_name_the_missing_characters():
         compile_regex(r"[^\x00-\uffff]", VOCABULARY)
 
 
-def test_patterns_of_the_empty_text_alone():
-    for pattern in ("", "()", "a{0}", "z*", "(|){5}"):
-        automaton = compile_regex(pattern, VOCABULARY)
-        assert accepts(automaton, "") and Guide(automaton).must_end and automaton.min_length == 0
-
-
 # -- refusals --
 
 
@@ -245,49 +233,34 @@ def test_patterns_of_the_empty_text_alone():
         ("ab^c", r"offset 2: anchor '\^' is not supported; leave it out, or write \\\^ for a literal '\^'"),
         ("abc$", r"offset 3: anchor '\$' is not supported"),
         (r"\bword", r"offset 0: escape '\\b' is not supported; supported are \\d \\D"),
-        (r"a\Z", r"offset 1: escape '\\Z' is not supported"),
         (r"[\b]", r"offset 1: escape '\\b' is not supported"),
-        (r"a\q", r"offset 1: escape '\\q' is not supported"),
         (r"(a)\1", r"offset 3: backreference '\\1' is not supported; repeat the group itself"),
         (r"\0", r"offset 0: octal escape '\\0' is not supported; write \\x00"),
         (r"a\x6", r"offset 1: '\\x6' is not a code point; write \\x and 2 hexadecimal digits"),
         (r"\u00g0", r"offset 0: '\\u00g0' is not a code point; write \\u and 4 hexadecimal digits"),
-        (r"\U00110000", r"offset 0: '\\U00110000' is not a code point"),
         (r"a\x٣٣", r"hexadecimal digits"),
         ("ab\\", r"offset 2: '\\' at the end of the pattern; write \\\\ for a literal '\\'"),
         ("a(?=b)", r"offset 1: lookahead '\(\?=' is not supported; groups are \(...\) and \(\?:...\)"),
-        ("a(?!b)", "offset 1: lookahead"),
         ("(?<=a)b", "offset 0: lookbehind"),
-        ("(?<!a)b", "offset 0: lookbehind"),
         ("(?P<x>a)", "offset 0: named group"),
-        ("(?P<x>a)(?P=x)", "offset 0: named group"),
         ("(?>a)", "offset 0: atomic group"),
         ("(?i)a", r"offset 0: group '\(\?i' is not supported"),
         ("(?#a)", "offset 0: comment"),
-        ("(?", r"offset 0: group '\(\?' is not supported"),
         ("(a)(?(1)b|c)", "offset 3: conditional group"),
         ("a*+", "offset 2: possessive quantifiers are not supported"),
-        ("a{2}+", "offset 4: possessive quantifiers are not supported"),
         ("a**", r"offset 2: '\*' follows another quantifier; group the first as \(\?:...\)"),
-        ("a*??", r"offset 3: '\?' follows another quantifier"),
-        ("a{2}{3}", r"offset 4: '\{' follows another quantifier"),
         ("*a", r"offset 0: '\*' has nothing to repeat; write \\\* for a literal '\*'"),
-        ("a|+", r"offset 2: '\+' has nothing to repeat"),
-        ("(?:?)", r"offset 3: '\?' has nothing to repeat"),
         ("{3}", r"offset 0: '\{' has nothing to repeat; write \\\{ for a literal '\{'"),
         ("a{", r"offset 1: '\{' without a count; write \{m\}, \{m,\} or \{m,n\}, or \\\{ for a literal '\{'"),
-        ("a{,3}", r"offset 1: '\{' without a count"),
         ("a{٣}", r"offset 1: '\{' without a count"),
         ("a{3,2}", r"offset 1: count \{3,2\} is reversed; write the smaller number first"),
         ("a(b(c)", r"offset 1: unmatched '\('; write \\\( for a literal '\('"),
         ("ab)c", r"offset 2: unmatched '\)'; write \\\) for a literal '\)'"),
         ("a[bc", r"offset 1: unmatched '\[';"),
         ("[]", r"offset 0: unmatched '\[';"),
-        ("[^]", r"offset 0: unmatched '\[';"),
         ("[[:alpha:]]", r"offset 1: '\[' inside a character class; write \\\[ for a literal '\['"),
         ("[b-a]", r"offset 1: range 'b-a' is reversed; write the lower end first, or \\- for a literal '-'"),
         (r"[a-\d]", r"offset 1: range 'a-\\d' needs a character at each end; write \\- for a literal '-'"),
-        (r"[\w-z]", r"offset 1: range '\\w-z' needs a character at each end"),
     ],
 )
 def test_unsupported_syntax_is_refused_with_its_offset(pattern, message):
@@ -332,54 +305,33 @@ def test_limits_are_named():
 HAN = LARGE[-1000:]
 HOSTILE = [
     "(a|b)*a(a|b){20}",
-    "(a*)*b",
     "(((a{1,100}){1,100}){1,100})",
     "(.*a){50}",
     "(.*.*a){30}",
-    "[^a]{1000}",
-    "[^a]{999}",
     "(a?){500}a{500}",
-    "(a?b?){400}",
     "(" + "|".join(HAN[:200]) + "|.){1,9}" + "(" + "|".join(HAN[:200]) + "|.+){1,5}",
     r"(([^ab]+|a\w+){1,30} ?){1,30}",
     "((a|||||||||||||||){100}){20}",
     "(x+x+)+y",
-    "(" * 500 + ")" * 500,
-    "(" * 1000,
-    "[" * 1000,
     "\\" * 999,
-    "|".join("abcdefghij" * 50),
-    "|" * 1000,
     "|".join(HAN[:500]),
-    "".join(HAN),
-    "".join(HAN[:999]),
     ".*" + "".join(HAN[:990]),
     "(a|" + "".join(HAN[:990]) + ")*",
-    "(.?" + "".join(HAN[:990]) + "){2}",
     "(a{0,300}){0,300}",
-    "a{99999999999999999999}",
     "a{" + "9" * 990 + "}",
-    "(){1000000000}",
     "(((((((){1000}){1000}){1000}){1000}){1000}){1000}){1000}",
     "[" + "".join(f"{a}-{b}" for a, b in zip(HAN[:330], HAN[330:660], strict=True)) + "]{0,2}",
     "[" + "".join(f"{a}-{b}" for a, b in zip(HAN[:660:2], HAN[1:660:2], strict=True)) + "]{2}",
-    r"[" + r"\w\s" * 240 + "]",
     r"(\w*\d\w*){10}",
-    "".join(f"[^{c}]?" for c in HAN[:200]),
     "".join(f"[^{c}]*" for c in HAN[:200]),
-    "".join(f"[^{c}]" for c in HAN[:250]),
     "(" + "|".join(f"[^{c}]{c}" for c in HAN[:140]) + ")*",
     "(.*" + ".*".join(HAN[:300]) + ")*",
     "a?" * 500,
     ".*" * 500,
-    "(a*b*){400}",
     "".join(f"{c}?" for c in HAN[:400]),
     "(" + "".join(f"{c}?" for c in HAN[:40]) + "){40}",
     "(" + "(" * 45 + "a*" + ")*" * 45 + "){2000}",
-    "(" * 45 + "a?b?c?d?e?f?g?" * 40 + ")*" * 45,
-    "(" * 45 + "a?" * 400 + "|b)*" * 45,
     "(.{1,30}a){30}",
-    "(.a|.b|.c|.d){0,200}",
     r"[\s\S]*a[\s\S]{8}b",
 ]
 
@@ -413,11 +365,6 @@ def test_exactly_the_choices_match(choices):
     assert (again.table == automaton.table).all()
     # Minimal: of the same size as the equivalent pattern's automaton.
     assert automaton.table.shape == compile_regex("|".join(choices), VOCABULARY).table.shape
-
-
-def test_choices_that_use_the_whole_vocabulary():
-    automaton = compile_choice(["ab", "ba"], ["a", "b"])
-    assert automaton.table.shape == (4, 2)
 
 
 @pytest.mark.parametrize(

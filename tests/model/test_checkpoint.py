@@ -1,6 +1,5 @@
 import errno
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -102,56 +101,6 @@ def test_transformers_loads_the_tokenizer_unchanged(tmp_path):
         theirs("z")
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "training.json"])
-def test_a_flipped_byte_is_refused(tmp_path, name):
-    save_random(tmp_path / "ck")
-    file = tmp_path / "ck" / name
-    data = bytearray(file.read_bytes())
-    for place in range(0, len(data), max(1, len(data) // 50)):
-        data[place] ^= 1
-        file.write_bytes(data)
-        with pytest.raises(CheckpointError, match=name):
-            Checkpoint.read(tmp_path / "ck")
-        data[place] ^= 1
-    file.write_bytes(data[:-1])
-    with pytest.raises(CheckpointError, match=name):
-        Checkpoint.read(tmp_path / "ck")
-    file.unlink()
-    with pytest.raises(CheckpointError, match=name):
-        Checkpoint.read(tmp_path / "ck")
-
-
-def test_weights_altered_after_reading_are_refused(tmp_path):
-    checkpoint = save_random(tmp_path / "ck")
-    file = tmp_path / "ck" / "model.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
-        checkpoint.load_model()
-
-
-def test_unknown_versions_and_invalid_folders_are_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="not a folder"):
-        Checkpoint.read(tmp_path / "nothing")
-    with pytest.raises(CheckpointError, match=r"manifest\.json: cannot be read"):
-        Checkpoint.read(tmp_path)
-    save_random(tmp_path / "ck")
-    config = tmp_path / "ck" / "config.json"
-    changed = json.loads(config.read_text())
-    changed["chargpt"]["format_version"] = 99
-    config.write_text(json.dumps(changed))
-    manifest = tmp_path / "ck" / "manifest.json"
-    listed = json.loads(manifest.read_text())
-    listed["files"]["config.json"] = {
-        "sha256": hashlib.sha256(config.read_bytes()).hexdigest(),
-        "size": config.stat().st_size,
-    }
-    manifest.write_text(json.dumps(listed))
-    with pytest.raises(CheckpointError, match="format_version is 99, this program reads 1"):
-        Checkpoint.read(tmp_path / "ck")
-
-
 def test_a_failed_save_leaves_the_previous_checkpoint(tmp_path):
     before = save_random(tmp_path / "ck")
     with pytest.raises(OSError, match="No such file"):
@@ -175,7 +124,7 @@ for i in itertools.count():
 """
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(50, marks=[pytest.mark.chaos, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize("kills", [2, pytest.param(50, marks=[pytest.mark.chaos, pytest.mark.timeout(1800)])])
 def test_killed_while_saving(tmp_path, chance, kills):
     """SIGKILL at random moments of a save leaves a complete folder, the last save or the one before. The next save
     removes all leftovers."""
@@ -387,11 +336,10 @@ def read_weights(folder):
 @pytest.mark.parametrize(
     ("dtype", "value"),
     [
-        *itertools.product(
-            (torch.float16, torch.bfloat16, torch.float32, torch.float64), (math.nan, math.inf, -math.inf)
-        ),
-        (torch.float64, 1e39),
-        (torch.float64, -1e300),
+        (torch.float16, math.inf),
+        (torch.bfloat16, -math.inf),
+        (torch.float32, math.nan),
+        (torch.float64, -1e39),
     ],
 )
 def test_weights_that_are_not_finite_are_refused(folder, dtype, value):
@@ -420,21 +368,12 @@ def test_every_value_of_a_large_tensor_is_checked(tmp_path):
     ("key", "value", "message"),
     [
         ("rms_norm_eps", math.nan, "config.json: JSON is malformed: invalid character"),
-        ("rms_norm_eps", 0, "config.json: norm_eps must be in [1e-12, 1.0], got 0"),
-        ("rms_norm_eps", -1e-6, "config.json: norm_eps must be in [1e-12, 1.0], got -1e-06"),
-        ("rope_theta", math.inf, "config.json: JSON is malformed: invalid character"),
         ("rope_theta", 1e300, "config.json: rope_theta must be in [1.0, 1000000000000.0], got 1e+300"),
-        ("rope_theta", "10000", "config.json: rope_theta must be a number, got '10000'"),
         ("num_hidden_layers", 10**8, "config.json: n_layer must be in [1, 10000], got 100000000"),
         ("num_hidden_layers", 10_000, "model.safetensors: config.json describes 7,920,984 weights, got 8,448 bytes"),
-        ("num_hidden_layers", True, "config.json: n_layer must be an integer, got True"),
-        ("num_hidden_layers", 1.0, "config.json: n_layer must be an integer, got 1.0"),
-        ("num_hidden_layers", [[]], "config.json: n_layer must be an integer, got [[]]"),
         ("intermediate_size", 10**6, "model.safetensors: config.json describes 24,00"),
-        ("hidden_size", -8, "config.json: n_embd must be in [1, 65536], got -8"),
         ("vocab_size", 10**30, "config.json: vocab_size must be in [1, 1114112], got 1" + 30 * "0"),
         ("vocab_size", 62, ": vocab_size in config.json is 62, but the tokenizer has 61 characters"),
-        ("sliding_window", 2**31, "config.json: block_size must be in [1, 1048576], got 2147483648"),
         ("model_type", "llama", "config.json: model_type is 'llama', not 'qwen3'"),
         ("hidden_act", "gelu", "config.json: hidden_act must be 'silu', got 'gelu'"),
         ("layer_types", ["full_attention"], "config.json: layer_types must be ['sliding_attention'], got ['full_"),
@@ -447,20 +386,18 @@ def test_bad_values_in_the_config_are_refused_before_the_weights_are_read(folder
     assert refusal(folder).startswith(message)
 
 
-def test_a_config_without_a_key_is_refused(folder):
+def test_a_config_without_a_key_and_other_versions_of_the_format_are_refused(folder):
     edit(folder, "config.json", lambda config: config.pop("hidden_size"))
     assert refusal(folder) == "config.json: lacks the key 'hidden_size'"
-
-
-def test_a_changed_format_version_of_the_manifest_is_refused(folder):
+    edit(folder, "config.json", lambda config: config["chargpt"].update(format_version=99))
+    assert refusal(folder) == "config.json: chargpt.format_version is 99, this program reads 1"
     edit(folder, "manifest.json", lambda about: about.update(format_version=2))
     assert refusal(folder) == "manifest.json: format_version is 2, this program reads 1"
 
 
 @pytest.mark.parametrize(
     "name",
-    ["/dev/zero", "../outside", "../../../etc/passwd", "a/b", "..", ".", "", ".git", "-x", "a b", "a\nb", "a\\b",
-     "a\0b", "é", "manifest.json", "A" * 5000 + "/"],
+    ["/dev/zero", "../outside", "a/b", "..", "", ".git", "a\nb", "a\\b", "a\0b", "manifest.json", "A" * 5000 + "/"],
 )  # fmt: skip
 def test_listed_names_must_be_plain(folder, name):
     (folder.parent / "outside").write_text("x")
@@ -478,7 +415,7 @@ def test_further_files_are_allowed_and_verified(folder):
     assert refusal(folder).startswith("LICENSE.txt: size or SHA-256 differs")
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer_config.json", "manifest.json", "more"])
+@pytest.mark.parametrize("name", ["model.safetensors", "manifest.json", "more"])
 @pytest.mark.parametrize("kind", ["fifo", "socket", "device", "folder", "dangling"])
 def test_files_that_are_not_regular_are_refused_without_waiting(folder, name, kind, monkeypatch):
     (folder / "more").write_text("more")
@@ -538,13 +475,10 @@ def test_required_files_must_be_listed(folder, name):
     ("changes", "message"),
     [
         ({"b": 0}, "ids must be 0 to 60, but no character has id "),
-        ({"b": 61}, "ids must be 0 to 60, but no character has id "),
         ({"b": -1}, "ids must be 0 to 60, but no character has id "),
         ({"b": 10**40}, "ids must be 0 to 60, but no character has id "),
         ({"b": "1"}, "Expected `int`, got `str` - at `$.model.vocab[...]`"),
         ({"b": 1.0}, "Expected `int`, got `float` - at `$.model.vocab[...]`"),
-        ({"b": True}, "Expected `int`, got `bool` - at `$.model.vocab[...]`"),
-        ({"b": None}, "Expected `int`, got `null` - at `$.model.vocab[...]`"),
         ({"b": ..., "bc": 36}, "vocabulary entry 36 must be a single, unique Unicode character, got 'bc'"),
         ({"b": ..., "": 36}, "vocabulary entry 36 must be a single, unique Unicode character, got ''"),
         ({"b": ..., "\ud800": 36}, "JSON is malformed: "),
@@ -563,11 +497,11 @@ def test_bad_vocabularies_are_refused(folder, changes, message):
 @pytest.mark.parametrize(
     "data",
     [
-        b"", b"\0", b"[]", b"null", b"{", b"{}x", b"\xff", '{"a": 1}'.encode("utf-16"), b'{"files": NaN}', b'"text"',
+        b"", b"[]", b"{}x", b"\xff", '{"a": 1}'.encode("utf-16"), b'{"files": NaN}',
         b'{"a": ' + b"[" * 100_000, b'{"a": ' * 900 + b"1" + b"}" * 900, b'{"a": ' + b"9" * 100_000 + b"}",
         b'{"a": 1e999}',
         b'{"losses": [], "files": [], "model": [], "chargpt": 0}', b'{"losses": {"whole": "x"}, "files": {"a": []}}',
-        b'{"a": "\\ud800"}', b"PK\3\4", b"\x80\4\x95", b'{"data": 1, "format_version": true}',
+        b'{"a": "\\ud800"}', b"PK\3\4", b'{"data": 1, "format_version": true}',
     ],
 )  # fmt: skip
 def test_malformed_json_is_refused(folder, name, data):
@@ -690,9 +624,7 @@ def pack(header, data):
     [
         (lambda header, data: b"", "config.json describes 1,7"),
         (lambda header, data: pack(header, data)[:-1], "Error while deserializing: "),
-        (lambda header, data: pack(header, data + b"\0"), "Error while deserializing: "),
         (lambda header, data: (2**63).to_bytes(8, "little") + pack(header, data)[8:], "the header must have at most "),
-        (lambda header, data: (2**20).to_bytes(8, "little") + pack(header, data)[8:], "Error while deserializing: "),
         (lambda header, data: pack(b"[" * 10_000, data), "Error while deserializing: "),
         (lambda header, data: pack(header | {"more": dict(header["lm_head.weight"])}, data), "Error while "),
         (lambda header, data: pack(header | {"more\n" * 500: EMPTY}, data), "missing or unknown tensors: 'more"),
@@ -702,8 +634,6 @@ def pack(header, data):
          "lm_head.weight must be one of F64, F32, F16, BF16, got I32"),
         (lambda header, data: pack(with_head(header, shape=[8, 61]), data),
          "lm_head.weight must have shape (61, 8) by config.json, got (8, 61)"),
-        (lambda header, data: pack(with_head(header, shape=[1] * 90 + [488]), data),
-         "lm_head.weight must have shape (61, 8) by config.json, got (1, 1, "),
     ],
 )  # fmt: skip
 def test_malformed_safetensors_are_refused(folder, change, message):

@@ -40,56 +40,10 @@ def test_logits_equal_transformers_qwen3(tmp_path):
     torch.testing.assert_close(checkpoint.load_model()(idx), expected, rtol=0, atol=1e-5)
 
 
-# -- the lecture's identities --
-
-
-def test_three_ways_to_average_and_attention_with_zero_queries():
-    T, C = 8, 4
-    x = torch.randn(T, C, dtype=torch.float64)
-    by_loops = torch.stack([sum((x[j] for j in range(p + 1)), torch.zeros(C)) / (p + 1) for p in range(T)])
-    triangle = torch.tril(torch.ones(T, T, dtype=torch.float64))
-    by_matrix = (triangle / triangle.sum(1, keepdim=True)) @ x
-    by_softmax = torch.zeros_like(triangle).masked_fill(triangle == 0, -math.inf).softmax(dim=1) @ x
-    v = x[None, None]
-    k = torch.randn_like(v)
-    by_attention = banded_attention(torch.zeros_like(v), k, v, window=T)[0, 0]
-    for other in (by_matrix, by_softmax, by_attention):
-        torch.testing.assert_close(other, by_loops)
-
-
-def test_scaled_scores_have_unit_variance():
-    hs = 64
-    q, k = torch.randn(2, 400, hs, generator=torch.Generator().manual_seed(0)).unbind(0)
-    raw = q @ k.T
-    assert raw.var().item() == pytest.approx(hs, rel=0.1)
-    assert (raw / math.sqrt(hs)).var().item() == pytest.approx(1, rel=0.1)
-
-
-def test_scores_are_scaled_before_the_softmax():
-    q, k, v = torch.randn(3, 1, 1, 6, 16, dtype=torch.float64).unbind(0)
-    mask = torch.full((6, 6), -math.inf, dtype=torch.float64).triu(1)
-    before = (q @ k.mT / math.sqrt(16) + mask).softmax(-1) @ v
-    after = (q @ k.mT + mask).softmax(-1) / math.sqrt(16) @ v
-    actual = banded_attention(q, k, v, window=6)
-    torch.testing.assert_close(actual, before)
-    assert not torch.allclose(actual, after)
-
-
 # -- the attention rule --
 
 
-@pytest.mark.parametrize("changed", [0, 5, 19])
-def test_a_later_character_changes_no_earlier_logit(changed):
-    model = random_model(torch.float64)
-    idx = ids(1, 20)
-    other = idx.clone()
-    other[0, changed] = (other[0, changed] + 1) % 61
-    a, b = model(idx), model(other)
-    assert torch.equal(a[:, :changed], b[:, :changed])
-    assert not torch.equal(a[:, changed], b[:, changed])
-
-
-@pytest.mark.parametrize("T", [3, 7, 8, 9, 16, 29])
+@pytest.mark.parametrize("T", [3, 7, 8, 29])
 def test_a_query_sees_exactly_its_window(T):
     W = 7
     k = torch.zeros(1, 1, T, 4, dtype=torch.float64)
@@ -116,14 +70,10 @@ def test_the_receptive_field_is_exact():
     [
         ({"vocab_size": 0}, r"vocab_size must be in \[1, 1114112\], got 0"),
         ({"n_layer": True}, "n_layer must be an integer, got True"),
-        ({"n_embd": 128.0}, "n_embd must be an integer, got 128.0"),
         ({"n_inner": "344"}, "n_inner must be an integer, got '344'"),
-        ({"block_size": 10**9}, r"block_size must be in \[1, 1048576\], got 1000000000"),
         ({"rope_theta": None}, "rope_theta must be a number, got None"),
         ({"rope_theta": math.nan}, r"rope_theta must be in \[1.0, 1000000000000.0\], got nan"),
-        ({"norm_eps": 0}, r"norm_eps must be in \[1e-12, 1.0\], got 0"),
         ({"norm_eps": math.inf}, r"norm_eps must be in \[1e-12, 1.0\], got inf"),
-        ({"dropout": False}, "dropout must be a number, got False"),
         ({"n_embd": 30, "n_head": 4}, "n_embd=30, n_head=4"),
         ({"n_head": 4, "n_kv_head": 3}, "n_kv_head must divide n_head, got n_kv_head=3, n_head=4"),
         ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
@@ -185,23 +135,7 @@ def test_cached_logits_equal_one_uncached_forward(data):
         torch.testing.assert_close(logits, full[b, : len(logits)], rtol=0, atol=1e-10)
 
 
-def test_greedy_fp32_through_the_cache_equals_the_uncached_forward():
-    model = random_model(block_size=8)
-    W = 8
-    prompt = ids(1, 3)
-    cache = KVCache(model.config, 1, "cpu", torch.float32)
-    text = prompt[0].tolist()
-    logits = model(prompt, cache.prefill([0], [3]))[:, -1]
-    while len(text) < 5 * W:
-        text.append(int(logits.argmax()))
-        logits = model(torch.tensor([[text[-1]]]), cache.decode([True]))[:, -1]
-    slow = prompt[0].tolist()
-    while len(slow) < 5 * W:
-        slow.append(int(model(torch.tensor([slow]))[0, -1].argmax()))
-    assert text == slow
-
-
-@pytest.mark.parametrize("length", [1, 5, 7, 8, 9, 12, 19])
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 19])
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 def test_a_copied_slot_continues_the_first_positions_of_its_source(length, ahead):
     """In prefill and in decode; a ring that has lost a position which the next one sees is refused."""

@@ -13,45 +13,6 @@ from tests.sampler import History, distribution, draw, sample
 
 PROMPT, COMPLETION = [2, 5, 5, 1], [0, 5, 5, 5]
 
-BIASED = SamplingParams(logit_bias=((0, 1.5), (3, -2.0), (5, -100.0)))
-ALL = SamplingParams(
-    0.8,
-    top_k=9,
-    top_p=0.97,
-    min_p=0.01,
-    typical_p=0.9,
-    repetition_penalty=1.3,
-    presence_penalty=0.4,
-    frequency_penalty=0.2,
-    logit_bias=((0, 1.5), (3, 2.0), (4, -100.0)),
-)
-PARAMS = [
-    SamplingParams(),
-    SamplingParams(0.5),
-    SamplingParams(1.7, top_k=5),
-    SamplingParams(top_p=0.6),
-    SamplingParams(0.8, top_k=9, top_p=0.7),
-    SamplingParams(top_k=1),
-    SamplingParams(top_k=1000),
-    SamplingParams(top_p=1e-9),
-    SamplingParams(min_p=0.1),
-    SamplingParams(min_p=1.0),
-    SamplingParams(typical_p=0.5),
-    SamplingParams(1.5, typical_p=0.9),
-    SamplingParams(typical_p=1e-9),
-    SamplingParams(repetition_penalty=1.4),
-    SamplingParams(0.7, repetition_penalty=0.5),
-    SamplingParams(presence_penalty=1.1),
-    SamplingParams(presence_penalty=-0.6),
-    SamplingParams(frequency_penalty=0.7),
-    SamplingParams(frequency_penalty=-0.5),
-    BIASED,
-    ALL,
-    SamplingParams(0.9, min_p=0.05, typical_p=0.8),
-    SamplingParams(1.2, top_k=4, typical_p=0.7, repetition_penalty=2.0),
-    SamplingParams(1.3, top_p=0.9, min_p=0.1, frequency_penalty=0.3),
-]
-
 
 def history_of(V, prompt, completion):
     history = History(V, [i % V for i in prompt])
@@ -112,7 +73,7 @@ def test_draws_equal_those_of_an_independent_sampler(seed):
         assert all(p[id] > 0 for p, id in zip(expected, ids, strict=True))
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(30))
 def test_probabilities_equal_those_of_transformers(seed):
     """Our id changes where the CDF of its chained processors does, within 1e-12."""
     rng = np.random.default_rng(seed)
@@ -147,88 +108,12 @@ def test_probabilities_equal_those_of_transformers(seed):
     assert torch.equal(chosen, torch.cat((ids, ids)))
 
 
-ALLOWED = np.arange(12) % 3 != 1
-
-
-@pytest.mark.parametrize(
-    ("params", "allowed"),
-    [*((params, None) for params in PARAMS), (SamplingParams(), ALLOWED), (ALL, ALLOWED)],
-    ids=str,
-)
-def test_draws_follow_the_distribution(params, allowed):
-    """Chi-square test of 100,000 draws against an independent sampler."""
-    V, n, B = 12, 100_000, 5_000
-    logits = np.random.default_rng(0).normal(size=V) * 2
-    expected = distribution(logits, params, PROMPT, COMPLETION, allowed) * n
-    rows, histories = [params] * B, [history_of(V, PROMPT, COMPLETION)] * B
-    mask = None if allowed is None else torch.from_numpy(allowed).expand(B, V)
-    seen = np.zeros(V)
-    for u in torch.from_numpy(uniforms(7, 0, n)).split(B):
-        ids = sample(torch.from_numpy(logits).expand(B, V), rows, u, histories, mask)
-        seen += np.bincount(ids, minlength=V)
-    assert seen.sum() == n
-    assert seen[expected == 0].sum() == 0
-    likely = expected > 0
-    chi2 = ((seen - expected)[likely] ** 2 / expected[likely]).sum()
-    freedom = likely.sum() - 1
-    assert chi2 <= freedom + 5 * np.sqrt(2 * freedom)
-
-
 def test_temperature_zero_is_greedy_and_ignores_the_seed():
     logits = torch.randn(50, 20, generator=torch.Generator().manual_seed(0))
     for seed in (1, 2):
         rows = [SamplingParams(temperature=0, seed=seed, top_k=3)] * 50
         ids = sample(logits, rows, torch.from_numpy(uniforms(seed, 0, 50)))
         assert torch.equal(ids, logits.argmax(1))
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, 0),
-        ({"logit_bias": ((3, 3.5),)}, 3),
-        ({"repetition_penalty": 1.4}, 2),
-        ({"repetition_penalty": 1.4, "logit_bias": ((2, -0.1),)}, 0),
-        ({"repetition_penalty": 2.0, "logit_bias": ((3, 3.5),)}, 2),
-        ({"presence_penalty": 0.3}, 0),
-        ({"presence_penalty": 0.6}, 2),
-        ({"presence_penalty": 2.0, "logit_bias": ((3, 3.5),)}, 3),
-        ({"frequency_penalty": 0.25}, 1),
-        ({"frequency_penalty": 1.9, "presence_penalty": 2.0}, 2),
-    ],
-)
-def test_greedy_comes_after_bias_mask_and_penalties(changes, expected):
-    logits = torch.tensor([[2.0, 1.8, 1.5, -1.0, 9.0]])
-    allowed = torch.tensor([[True, True, True, True, False]])
-    history = history_of(5, [4, 3], [0, 0, 1])
-    rows = [SamplingParams(temperature=0, **changes)]
-    assert sample(logits, rows, torch.tensor([0.5]), [history], allowed) == expected
-    assert (
-        expected
-        == distribution(
-            logits[0].numpy(), SamplingParams(temperature=0, **changes), [4, 3], [0, 0, 1], allowed[0]
-        ).argmax()
-    )
-
-
-def test_rows_are_independent():
-    """A row's id is the same alone and in a batch, and the logits stay unmodified."""
-    rng = np.random.default_rng(0)
-    V = 30
-    params = [*PARAMS, *(random_params(rng, V) for _ in range(100))]
-    B = len(params)
-    logits, u = torch.from_numpy(rng.normal(size=(B, V)) * 2), torch.from_numpy(rng.random(B))
-    histories = [
-        history_of(V, rng.integers(V, size=9), rng.integers(V, size=9)) if p.needs_history else None for p in params
-    ]
-    for allowed in (None, torch.from_numpy(rng.random((B, V)) < 0.5)):
-        together = sample(logits, params, u, histories, allowed)
-        unmodified = logits.clone()
-        for i in range(B):
-            masked = None if allowed is None else allowed[i : i + 1]
-            alone = sample(logits[i : i + 1], params[i : i + 1], u[i : i + 1], histories[i : i + 1], masked)
-            assert together[i] == alone[0], params[i]
-        assert torch.equal(logits, unmodified)
 
 
 def test_excluded_ids_are_never_chosen_and_their_logits_do_not_matter():
@@ -270,7 +155,8 @@ def test_extreme_repetition_penalties_leave_a_choice(repetition_penalty):
 def test_non_finite_rows_do_not_affect_others(value):
     """The engine samples all rows at once, and fails those with non-finite logits afterwards."""
     V = 6
-    params = [*PARAMS, SamplingParams(0.0), SamplingParams(0.5, top_k=2, top_p=0.5, min_p=0.5, typical_p=0.5)]
+    rng = np.random.default_rng(0)
+    params = [SamplingParams(0.0), SamplingParams(top_k=1000), *(random_params(rng, V) for _ in range(40))]
     B = 2 * len(params)
     logits, u = torch.randn(B, V, generator=torch.Generator().manual_seed(0)), torch.full((B,), 0.4)
     rows, histories = params * 2, [history_of(V, [1, 2], [3])] * B
@@ -300,13 +186,8 @@ def test_generate_penalises_its_own_output(temperature):
     model = GPT(GPTConfig(9, block_size=8, n_layer=1, n_embd=16, n_head=2)).double()
     torch.nn.init.normal_(model.head.weight)
     params = SamplingParams(
-        temperature,
-        seed=3,
-        repetition_penalty=1.2,
-        presence_penalty=0.5,
-        frequency_penalty=0.4,
-        logit_bias=((1, -1.0),),
-    )
+        temperature, seed=3, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.4, logit_bias=((1, -1),)
+    )  # fmt: skip
     prompt, completion = [1, 2, 3], []
     for u in uniforms(3, 0, 30):
         with torch.no_grad():
@@ -321,23 +202,13 @@ def test_generate_penalises_its_own_output(temperature):
     [
         ("temperature", -0.1),
         ("temperature", float("nan")),
-        ("temperature", 101),
         ("top_k", -2),
         ("top_p", 0.0),
-        ("top_p", 1.1),
-        ("seed", -1),
         ("seed", 2**64),
-        ("min_p", -0.1),
         ("min_p", 1.1),
-        ("min_p", float("nan")),
         ("typical_p", 0.0),
-        ("typical_p", 1.1),
-        ("repetition_penalty", 0.0),
         ("repetition_penalty", 100.5),
-        ("repetition_penalty", float("nan")),
-        ("presence_penalty", -2.1),
         ("presence_penalty", float("nan")),
-        ("frequency_penalty", 2.1),
         ("frequency_penalty", float("inf")),
         ("logit_bias", ((-1, 0.0),)),
         ("logit_bias", ((3, 1.0), (3, 2.0))),

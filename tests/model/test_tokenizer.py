@@ -4,7 +4,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.model.tokenizer import CharTokenizer, UnknownCharacterError
-from tests.helpers import CORPUS
 
 any_text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
 
@@ -41,13 +40,3 @@ def test_unsorted_vocabularies_keep_their_order():
 def test_invalid_vocabularies_are_refused(vocabulary):
     with pytest.raises(ValueError, match="vocabulary"):
         CharTokenizer(vocabulary)
-
-
-@pytest.mark.needs("corpus")
-def test_tiny_shakespeare():
-    text = CORPUS.read_text(encoding="utf-8")
-    tokenizer = CharTokenizer.from_text(text)
-    assert len(text) == 1_115_394
-    assert tokenizer.vocab_size == 65
-    assert tokenizer.encode("hii, there!") == [46, 47, 47, 6, 1, 58, 46, 43, 56, 43, 2]
-    assert tokenizer.decode(tokenizer.encode_array(text)) == text

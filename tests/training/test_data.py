@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from service.model.tokenizer import CharTokenizer, UnknownCharacterError
 from tests.helpers import CORPUS
 from tests.toolbox.needs import need
-from training import data
+from training import data, lecture
 from training.data import (
     DataError,
     RecordSampler,
@@ -92,6 +92,7 @@ def test_tiny_shakespeare(tiny_shakespeare):
     )
     assert corpus.tokenizer.encode("hii, there!") == [46, 47, 47, 6, 1, 58, 46, 43, 56, 43, 2]
     assert (len(corpus.train), len(corpus.val)) == (1_003_854, 111_540)
+    assert lecture.there_and_back(corpus) == (corpus.tokenizer.encode("hii, there!"), "hii, there!")
 
 
 def test_a_text_is_encoded_once(tmp_path, monkeypatch):
@@ -105,7 +106,7 @@ def test_a_text_is_encoded_once(tmp_path, monkeypatch):
 
 def test_concurrent_processes_prepare_the_same_text(tmp_path):
     """They wait for each other before encoding, so that all find an empty cache."""
-    file = text_file(tmp_path, "to be or not to be, that is the question\n" * 50_000)
+    file = text_file(tmp_path, "to be or not to be, that is the question\n" * 5_000)
     code = """
 import sys
 from training import data
@@ -120,9 +121,9 @@ print(corpus.tokenizer.decode(corpus.ids[:20]), flush=True)
 """
     command = [sys.executable, "-c", code, file]
     options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
-    processes = [subprocess.Popen(command, **options) for _ in range(3)]
+    processes = [subprocess.Popen(command, **options) for _ in range(2)]
     try:
-        assert [process.stdout.readline() for process in processes] == ["scanned\n"] * 3
+        assert [process.stdout.readline() for process in processes] == ["scanned\n"] * 2
         for process in processes:
             process.stdin.write("continue\n")
             process.stdin.flush()
@@ -131,7 +132,7 @@ print(corpus.tokenizer.decode(corpus.ids[:20]), flush=True)
         for process in processes:
             process.kill()
             process.wait()
-    assert found == ["to be or not to be, \n"] * 3
+    assert found == ["to be or not to be, \n"] * 2
     assert len(list((data.cache_dir() / "corpora").iterdir())) == 1
 
 
@@ -146,7 +147,7 @@ def test_reading_does_not_depend_on_the_chunk_size(tmp_path_factory, text, size)
         data.CHUNK_BYTES = before
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 1 << 22])
+@pytest.mark.parametrize("size", [1, 3, 1 << 22])
 def test_the_first_invalid_byte_is_reported(tmp_path, monkeypatch, size):
     monkeypatch.setattr(data, "CHUNK_BYTES", size)
     with pytest.raises(DataError, match="byte 0xE9 at offset 8 "):
@@ -193,11 +194,8 @@ def test_the_download_is_cached(tmp_path, monkeypatch):
     assert [path.name for path in file.parent.iterdir()] == ["tinyshakespeare.txt"]
 
 
-def test_ids_use_the_smallest_type(tmp_path):
+def test_ids_use_the_smallest_type():
     assert [id_dtype(n).itemsize for n in (2, 256, 257, 65536, 65537)] == [1, 1, 2, 2, 4]
-    text = "".join(chr(0x4E00 + i) for i in range(300)) * 2
-    corpus = prepare(str(text_file(tmp_path, text)))
-    assert corpus.ids.dtype == np.uint16 and corpus.tokenizer.decode(corpus.ids) == text
 
 
 def test_encode_files_reports_the_offset_of_an_unknown_character(tmp_path, monkeypatch):
@@ -257,8 +255,8 @@ print(json.dumps([len(corpus.ids), prepared - before, peak() - prepared]))
     assert drawing < 60e6, f"{drawing / 1e6:.0f} MB to draw"
 
 
-@pytest.mark.parametrize(("characters", "block_size"), [(16, 8), (100, 8), (1000, 7), (1025, 1), (999, 64)])
-@pytest.mark.parametrize("seed", [0, 1337, 2**63 - 1])
+@pytest.mark.parametrize("seed", [0, 2**63 - 1])
+@pytest.mark.parametrize(("characters", "block_size"), [(16, 8), (1000, 7), (1025, 1), (999, 64)])
 def test_an_epoch_has_each_window_once(characters, block_size, seed):
     sampler = WindowSampler(np.arange(characters), block_size, seed)
     n = sampler.per_epoch
@@ -288,17 +286,6 @@ def test_the_order_is_the_same_in_every_version_of_numpy():
     assert WindowSampler(np.arange(1000), 64, seed=1337).starts(np.arange(6)).tolist() == [211, 19, 595, 339, 787, 659]
 
 
-def test_targets_are_the_inputs_shifted_by_one():
-    ids = np.random.default_rng(0).integers(0, 200, 500).astype(np.uint8)
-    sampler = WindowSampler(ids, 10, seed=3)
-    starts = sampler.starts(np.arange(6))
-    x, y = sampler.next_batch(6)
-    assert x.dtype == y.dtype == np.int64
-    for row, start in enumerate(starts):
-        assert np.array_equal(x[row], ids[start : start + 10])
-        assert np.array_equal(y[row], ids[start + 1 : start + 11])
-
-
 @given(st.integers(0, 200), st.lists(st.integers(1, 40), min_size=1, max_size=5), st.integers(0, 2**63 - 1))
 def test_windows_depend_only_on_seed_and_position(position, batches, seed):
     """For any grouping into batches and any position to resume from."""
@@ -308,7 +295,9 @@ def test_windows_depend_only_on_seed_and_position(position, batches, seed):
     again = WindowSampler(ids, 16, seed)
     again.next_batch(position or 1)
     again.position = position
-    assert np.array_equal(again.next_batch(sum(batches))[0], inputs)
+    x, y = again.next_batch(sum(batches))
+    assert np.array_equal(x, inputs) and np.array_equal(y, x + 1)  # shifted by one, as the ids are 0, 1, 2 …
+    assert np.array_equal(x[:, 0], whole.starts(np.arange(position, position + sum(batches))))
     assert again.position == whole.position
 
 
@@ -447,12 +436,6 @@ def test_each_record_is_drawn_once_an_epoch_in_a_row_of_its_own(records, block_s
     half = RecordSampler(ids, block_size, seed, position=len(expected))
     again = half.next_batch(len(expected))[0]
     assert np.array_equal(again[:, : idx.shape[1]], idx[len(expected) :, : again.shape[1]])
-
-
-def test_a_batch_of_records_has_about_the_characters_of_its_windows():
-    ids = np.array([0, *[1, 2, 3, 0] * 100], np.uint8)
-    assert RecordSampler(ids, 64, seed=0).rows(64) == 16
-    assert RecordSampler(ids, 3, seed=0).rows(3) == 2  # pieces of 3 and 1
 
 
 def test_a_text_of_records_to_evaluate_is_encoded_as_a_split(tmp_path):

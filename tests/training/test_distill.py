@@ -83,7 +83,7 @@ def test_the_loss_is_that_against_the_teachers_mean(tmp_path):
 def test_a_student_predicts_as_its_teachers_and_not_as_the_text(tmp_path):
     """Random teachers know nothing of the text; what the student has learned can only be theirs."""
     out = tmp_path / "out"
-    jobs.start(config(tmp_path, steps=300, eval_every=300, dropout=0.0), out, Console(quiet=True))
+    jobs.start(config(tmp_path, steps=250, eval_every=250, dropout=0.0), out, Console(quiet=True))
     checkpoint = Checkpoint.read(out / "best")
     ids = prepare(str(tmp_path / "text.txt")).val[:8].tolist()
     student = [reference.softmax(row) for row in reference.logits(checkpoint.path, ids)]

@@ -30,10 +30,8 @@ def loss_and_gradients(model: GPT, forward, idx: Tensor) -> tuple[Tensor, dict[s
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("T", [1, 5, 9])
-@pytest.mark.parametrize(
-    "fields", [{}, {"n_head": 2, "n_kv_head": 1}, {"n_kv_head": 4}, {"n_inner": 7, "norm_eps": 0.1}, {"n_layer": 1}]
-)
+@pytest.mark.parametrize("T", [1, 9])
+@pytest.mark.parametrize("fields", [{}, {"n_kv_head": 4}, {"n_inner": 7, "norm_eps": 0.1, "n_layer": 1}])
 def test_loss_and_gradients_equal_autograd_in_fp64(T, fields):
     model = some_model(**fields)
     idx = torch.randint(11, (3, T + 1))

@@ -9,8 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from tests import reference
-from tests.helpers import CORPUS, call, random_model
-from tests.toolbox import needs
+from tests.helpers import call, random_model
 from training import lecture
 from training.data import prepare
 
@@ -28,14 +27,6 @@ def test_a_text_becomes_ids_and_returns(corpus):
     ids, text = lecture.there_and_back(corpus)
     assert text == TEXT[:11]  # as it has no "!"
     assert ids == [sorted(set(TEXT)).index(character) for character in text]
-
-
-def test_the_greeting_has_the_ids_of_the_lecture(tmp_path, monkeypatch):
-    needs.need("corpus")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    corpus = prepare(str(CORPUS))
-    assert lecture.there_and_back(corpus) == ([46, 47, 47, 6, 1, 58, 46, 43, 56, 43, 2], "hii, there!")
-    assert (len(corpus.train), len(corpus.val)) == (1_003_854, 111_540)
 
 
 def test_a_window_holds_as_many_examples_as_characters(corpus):

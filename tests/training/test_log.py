@@ -40,7 +40,7 @@ def logged(out):
     return {name: [(r["step"], pytest.approx(r[name])) for r in records if name in r] for name in NAMES}
 
 
-@pytest.mark.parametrize("stop_at", [None, 1, 4, 9])
+@pytest.mark.parametrize("stop_at", [None, 4, 9])
 def test_event_files_equal_the_log(tmp_path, monkeypatch, config, stop_at):
     """Also after a crash and a resume; at 4, the crash is between a step's log line and its evaluation."""
     out = tmp_path / "out"

@@ -38,7 +38,7 @@ def orthogonalized_by_svd(matrix: torch.Tensor) -> torch.Tensor:
     return u @ s.diag() @ vh
 
 
-@pytest.mark.parametrize(("rows", "cols"), [(16, 16), (16, 48), (48, 16), (1, 8), (8, 1)])
+@pytest.mark.parametrize(("rows", "cols"), [(16, 16), (16, 48), (8, 1)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 0.06)])
 def test_orthogonalize_keeps_singular_vectors_and_equalizes_singular_values(rows, cols, dtype, tolerance):
     generator = torch.Generator().manual_seed(1)

@@ -30,7 +30,7 @@ from service.model.gpt import GPT
 from tests.helpers import call
 from tests.toolbox.disk import SmallDisk
 from training import jobs
-from training.config import PRESETS, ConfigError, TrainConfig
+from training.config import ConfigError, TrainConfig
 from training.data import prepare, record_pieces, sampler_of
 from training.evaluate import baselines, piece_loss, streamed_loss, whole_loss
 from training.loop import DivergedError, Run
@@ -125,7 +125,7 @@ def log_probability(model: GPT, context: list[int], id: int) -> float:
     return model(torch.tensor([context]))[0, -1].log_softmax(-1)[id].item()
 
 
-@pytest.mark.parametrize("characters", [2, 6, 7, 8, 13, 50, 85])
+@pytest.mark.parametrize("characters", [2, 7, 13, 85])
 def test_whole_loss_scores_each_character_once_within_its_window(characters, monkeypatch):
     monkeypatch.setattr("training.evaluate.BATCH_CHARS", 24)
     model, ids = some_model(), np.random.default_rng(0).integers(0, 7, characters).astype(np.uint8)
@@ -136,7 +136,7 @@ def test_whole_loss_scores_each_character_once_within_its_window(characters, mon
     assert whole_loss(model, ids) == pytest.approx(expected / (characters - 1), rel=1e-6)
 
 
-@pytest.mark.parametrize("characters", [2, 17, 100, 137])
+@pytest.mark.parametrize("characters", [2, 17, 137])
 def test_streamed_loss_equals_one_banded_forward(characters, monkeypatch):
     monkeypatch.setattr("training.evaluate.BATCH_CHARS", 1)  # the smallest chunks
     model, ids = some_model(), np.random.default_rng(1).integers(0, 7, characters).astype(np.uint16)
@@ -166,16 +166,6 @@ def test_record_loss_scores_each_record_alone(longest, monkeypatch):
     assert lengths.sum() == len(ids) - 1
     assert piece_loss(model, ids, starts, lengths) == pytest.approx(total / (len(ids) - 1), rel=1e-5)
     assert piece_loss(model, ids, starts[:0], lengths[:0]) == 0
-
-
-def test_baselines_by_hand():
-    train, val = np.array([0, 1, 0, 1, 0, 2], np.uint8), np.array([0, 1, 2, 2], np.uint8)
-    found = baselines(train, val, 3)
-    assert found["uniform"] == pytest.approx(math.log(3))
-    # Counts 3, 2, 1, each plus one, of 9; the scored symbols are 1, 2, 2.
-    assert found["unigram"] == pytest.approx(-(math.log(3 / 9) + 2 * math.log(2 / 9)) / 3)
-    # After 0: 1 twice, 2 once. After 1: 0 twice. After 2: nothing. The scored bigrams are 0→1, 1→2, 2→2.
-    assert found["bigram"] == pytest.approx(-(math.log(3 / 6) + math.log(1 / 5) + math.log(1 / 3)) / 3)
 
 
 def test_baselines_in_chunks_equal_a_plain_count(monkeypatch):
@@ -220,9 +210,7 @@ def test_equal_seeds_give_equal_bytes_and_different_seeds_do_not(uninterrupted, 
     assert weights(tmp_path / "other") != weights(uninterrupted)
 
 
-@pytest.mark.parametrize(
-    ("stop_at", "dtype"), [(1, "float32"), (8, "float32"), (13, "float32"), (23, "float32"), (13, "bfloat16")]
-)
+@pytest.mark.parametrize(("stop_at", "dtype"), [(8, "float32"), (23, "float32"), (13, "bfloat16")])
 def test_a_crash_between_saves_resumes_to_the_same_bytes(uninterrupted, tmp_path, monkeypatch, stop_at, dtype):
     """The steps since the last save are repeated."""
     expected = uninterrupted
@@ -284,7 +272,7 @@ def test_a_failing_evaluation_costs_no_steps(uninterrupted, tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("number", "stops"),
     [
-        (signal.SIGKILL, 3),
+        (signal.SIGKILL, 2),
         pytest.param(signal.SIGKILL, 50, marks=CHAOS),
         pytest.param(signal.SIGINT, 8, marks=CHAOS),
         pytest.param(signal.SIGTERM, 8, marks=CHAOS),
@@ -351,7 +339,6 @@ def small_disk(tmp_path):
         ("log", 3, 0, "."),
         ("save", 16, 30_000, "last"),  # fails half way
         ("save_served", 16, 4096, "best"),
-        ("save", 24, 0, "last"),
         ("finish", 24, 60_000, "."),  # enough for the best weights, not for the curves
     ],
 )
@@ -429,13 +416,15 @@ def test_a_signal_saves_and_prints_the_resume_command(tmp_path, program, name, n
     out = tmp_path / "out"
     command = ["train", "--out", out, *flags(tmp_path, steps=10**6, eval_every=10**6)]
     process = subprocess.Popen(
-        [sys.executable, "-m", program, *map(str, command)], cwd=ROOT, stderr=subprocess.PIPE, text=True
-    )
+        [sys.executable, "-m", program, *map(str, command)],
+        cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
     wait_for_progress(out, process)  # type: ignore[arg-type]
     time.sleep(0.3)
-    process.send_signal(number)
+    os.killpg(process.pid, number)  # as a terminal sends SIGINT: to every process of the group
     _, error = process.communicate(timeout=60)
-    assert process.returncode == code, error
+    assert process.returncode == code and "Traceback" not in error, error
+    assert error.count(f"{number.name}: saved at step") == 1 and (out / "loss.png").exists()
     stop = re.search(rf"{number.name}: saved at step (\d+) of 1000000; resume with: (.*)$", error, re.M)
     assert stop, error
     state = json.loads((out / "last" / "state.json").read_text())
@@ -449,38 +438,28 @@ def test_a_signal_saves_and_prints_the_resume_command(tmp_path, program, name, n
         assert found.stdout.strip() == sys.prefix
 
 
-@pytest.mark.parametrize("poison", ["loss", "gradient"])
-def test_a_non_finite_loss_or_gradient_stops_before_the_update(tmp_path, monkeypatch, poison):
-    loss, out = Run.loss, tmp_path / "out"
+@pytest.mark.parametrize("poison", ["loss", "gradient", "weights"])
+def test_a_run_that_diverges_stops_before_anything_that_is_not_finite_is_saved(tmp_path, monkeypatch, poison):
+    """Weights can overflow after finite gradients, and before the next loss could tell."""
+    loss, step, out = Run.loss, Run.step, tmp_path / "out"
 
     def poisoned(run: Run, idx: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         value = loss(run, idx, targets)
-        if run.progress.step == 10:
+        if run.progress.step == 10 and poison != "weights":
             value = value * math.nan if poison == "loss" else value + (run.model.embed.weight.sum() * 0).sqrt()
         return value
 
-    monkeypatch.setattr(Run, "loss", poisoned)
-    message = rf"diverged at step 11: .*nan.* at muon_lr 0.\d+ and adamw_lr .*{out / 'last'}"
-    with pytest.raises(DivergedError, match=message):
-        jobs.start(tiny(tmp_path), out, quiet())
-    state = json.loads((out / "last" / "state.json").read_text())
-    assert state["progress"]["step"] == 8
-    assert all(p.isfinite().all() for p in Checkpoint.read(out / "last").load_model().parameters())
-
-
-def test_weights_that_are_not_finite_are_never_saved(tmp_path, monkeypatch):
-    """After finite gradients, and before the next loss could tell."""
-    out, step = tmp_path / "out", Run.step
-
     def overflow(run):
-        loss = step(run)
+        value = step(run)
         if run.progress.step == 11:
             next(run.model.parameters()).data[0, 0] = math.inf
             run.save_is_due = True
-        return loss
+        return value
 
-    monkeypatch.setattr(Run, "step", overflow)
-    with pytest.raises(DivergedError, match=rf"diverged at step 11: weights are not finite, .*{out / 'last'}"):
+    monkeypatch.setattr(Run, "loss", poisoned)
+    monkeypatch.setattr(Run, "step", overflow if poison == "weights" else step)
+    what = "weights are not finite, " if poison == "weights" else r".*nan.* at muon_lr 0.\d+ and adamw_lr "
+    with pytest.raises(DivergedError, match=rf"diverged at step 11: {what}.*{out / 'last'}"):
         jobs.start(tiny(tmp_path), out, quiet())
     assert json.loads((out / "last" / "state.json").read_text())["progress"]["step"] == 8
     assert all(p.isfinite().all() for p in Checkpoint.read(out / "last").load_model().parameters())
@@ -520,24 +499,18 @@ def test_records_are_trained_on_and_scored_alone(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["last", "best"])
-def test_a_run_resumes_after_a_save_that_was_interrupted_between_two_renames(uninterrupted, tmp_path, name):
+def test_a_finished_run_goes_on_with_more_steps(uninterrupted, tmp_path, name):
+    """Also after a save that was interrupted between its two renames."""
     out = tmp_path / "out"
     shutil.copytree(uninterrupted, out)
     (out / name).rename(out / f".{name}.previous")
-    assert not call(["train", "--resume", "--out", out, "--steps", 32])
-    assert events(out)[-1]["step"] == 32
-    assert not list(out.glob(".*"))
-
-
-def test_a_finished_run_goes_on_with_more_steps(uninterrupted, tmp_path):
-    out = tmp_path / "out"
-    shutil.copytree(uninterrupted, out)
     assert not call(["train", "--resume", "--out", out, "--steps", 32, "--log-every", 1])
     steps = [event["step"] for event in events(out) if event["event"] == "train"]
     assert steps[-8:] == list(range(25, 33))
     assert [event["step"] for event in events(out) if event["event"] == "end"] == [24, 32]
     recipe = Checkpoint.read(out / "last").training["recipe"]
     assert (recipe["steps"], recipe["log_every"]) == (32, 1)
+    assert not list(out.glob(".*"))
 
 
 def test_training_json_of_the_best_is_of_its_step(tmp_path, monkeypatch):
@@ -550,42 +523,29 @@ def test_training_json_of_the_best_is_of_its_step(tmp_path, monkeypatch):
     assert 0 < best["training_seconds"] < last["training_seconds"]
 
 
-@pytest.mark.parametrize("moment", ["loading", "training"])
-def test_ctrl_c_is_one_message(tmp_path, moment):
-    """As a terminal sends it: to every process of the group."""
+def test_ctrl_c_while_loading_is_quiet(tmp_path):
     out = tmp_path / "out"
-    command = ["train", "--out", out, *flags(tmp_path, steps=10**6, eval_every=10**6)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "training", *map(str, command)],
-        cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    if moment == "loading":
-        while not out.exists():
-            time.sleep(0.01)
-    else:
-        wait_for_progress(out, process)  # type: ignore[arg-type]
-        time.sleep(0.3)
+    command = [sys.executable, "-m", "training", "train", "--out", str(out), *flags(tmp_path)]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    while not out.exists():
+        time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)
     _, error = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert "Traceback" not in error, error
-    if moment == "training":
-        assert len(re.findall("SIGINT: saved at step", error)) == 1
-        assert (out / "loss.png").exists()
+    assert process.returncode == 130 and "Traceback" not in error, error
 
 
 def test_a_text_of_a_few_lines_is_trained_on_for_a_few_epochs(tmp_path, capsys):
-    """With the default preset and no other flag."""
+    """With the default preset."""
     (tmp_path / "lines.txt").write_text(TEXT[:300])
     decided, _ = fitted(TrainConfig(), prepare(str(tmp_path / "lines.txt")), SETTINGS)
     assert (decided.block_size, decided.steps, decided.batch_size) == (64, 100, 16)
     (tmp_path / "text.txt").write_text(TEXT[:40])
     flags = ["--data", tmp_path / "text.txt", "--out", tmp_path / "out", "--threads", 1, "--dtype", "float32"]
+    flags += ["--steps", 8]
     assert call(["train", *flags]) == 0
-    said = ": --block-size 8 --n-layer 4 --dropout 0.3 --steps 100 --batch-size 128 "
-    assert said in capsys.readouterr().err
+    assert ": --block-size 8 --n-layer 4 --dropout 0.3 " in capsys.readouterr().err
     recipe = Checkpoint.read(tmp_path / "out" / "best").training["recipe"]
-    assert (recipe["block_size"], recipe["steps"], recipe["patience"]) == (8, 100, 3)
+    assert (recipe["block_size"], recipe["n_layer"]) == (8, 4)
     assert call(["train", "--resume", "--preset", "cpu", *flags]) == 0
     assert "is already finished" in capsys.readouterr().err
 
@@ -595,20 +555,14 @@ SMALL = {**MODEL, "batch_size": 4, "steps": 310, "eval_every": 31, "patience": 3
 FEWER = {"steps": 100, "warmup_steps": 25, "eval_every": 10, "patience": 3}
 
 
-def but(*names: str) -> dict[str, float]:
-    return {name: value for name, value in SMALL.items() if name not in names}
-
-
 @pytest.mark.parametrize(
     ("changes", "adaptable", "expected"),
     [
         ({}, SETTINGS, SMALL),
         ({}, SETTINGS - {"steps"}, MODEL),
-        ({}, SETTINGS - {"patience", "dropout"}, but("patience", "dropout")),
-        ({}, SETTINGS - {"n_embd"}, but(*MODEL)),
+        ({}, SETTINGS - {"n_embd"}, {name: value for name, value in SMALL.items() if name not in MODEL}),
         ({}, SETTINGS - {"batch_size"}, {**MODEL, "steps": 155, "warmup_steps": 38, "eval_every": 15, "patience": 3}),
         ({"steps": 100}, SETTINGS - {"steps"}, {"eval_every": 12}),
-        ({"steps": 100}, SETTINGS - {"steps", "eval_every"}, {}),
         ({"block_size": 4096}, SETTINGS - {"block_size"}, {**MODEL, "batch_size": 1, **FEWER}),
         ({}, frozenset(), {}),
     ],
@@ -695,11 +649,9 @@ def test_an_overfitting_run_stops_early_and_reports_it(tmp_path, monkeypatch):
     [
         ({}, 6 * [16] + 6 * [32] + 12 * [64]),
         ({"window_stages": 2}, 12 * [32] + 12 * [64]),
-        ({"window_stages": 1}, 24 * [64]),
         ({"window_stages": 20, "steps": 4}, [16, 16, 64, 64]),  # at least 16 characters
         ({"block_size": 34}, 6 * [17] + 6 * [17] + 12 * [34]),
         ({"block_size": 65}, 24 * [65]),
-        ({"steps": 3}, [16, 32, 64]),
     ],
 )
 def test_windows_grow(tmp_path, monkeypatch, changes, expected):
@@ -771,13 +723,6 @@ def test_resume_refuses_changed_settings_texts_and_files(tmp_path, monkeypatch):
         jobs.resume(out, {}, quiet())
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_presets_are_valid(preset):
-    config = TrainConfig.from_preset(preset)
-    assert config.model_config(65).block_size == config.block_size
-    assert config.eval_every <= config.steps and config.warmup_steps < config.steps
-
-
 def test_an_invalid_setting_is_reported_with_the_allowed_values():
     with pytest.raises(ConfigError, match=r"steps must be in \[1, 1000000000\], got 0"):
         TrainConfig(steps=0)
@@ -800,18 +745,13 @@ def test_an_invalid_setting_is_reported_with_the_allowed_values():
         ((), 2, "the following arguments are required: COMMAND"),
         (("trian",), 2, "invalid choice: 'trian' (choose from"),
         (("train", "--bathc-size", "3"), 2, "unknown argument --bathc-size; did you mean --batch-size?"),
-        (("train", "--step", "3"), 2, "unknown argument --step; did you mean --steps?"),
         (("sample", "--checkpoint", "x", "--zzz"), 2, "unknown argument --zzz\nAll flags: "),
         (("train", "--steps", "many"), 2, "argument --steps: invalid int value: 'many'"),
-        (("train", "--preset", "huge"), 2, "argument --preset: invalid choice: 'huge' (choose from"),
         (("train", "--dropout", "1"), 1, "error: --dropout must be in [0, 1), got 1.0"),
-        (("train", "--data", "no.txt", "--out", "OUT"), 1, "error: no file or folder no.txt"),
         (("train", "--resume", "--overwrite"), 1, "error: --resume continues a run, --overwrite replaces it"),
         (("train", "--resume", "--out", "OUT"), 1, "error: nothing to resume"),
         (("evaluate", "--checkpoint", "nowhere"), 1, "error: no checkpoint at nowhere"),
-        (("sample",), 2, "the following arguments are required: --checkpoint"),
         (("sample", "--checkpoint", "BEST", "--prompt", "zebra9"), 1, "character 'z' (U+007A) at offset 0 is not in"),
-        (("score", "--checkpoint", "BEST", "--data", "no.txt"), 1, "error: no.txt cannot be read: No such file or d"),
         (("sample", "--checkpoint", "BEST", "-n", "0"), 1, "error: -n and --max-tokens must be at least 1, got 0"),
         (("sample", "--checkpoint", "BEST", "--top-p", "0"), 1, "error: top_p must be in (0, 1], got 0.0"),
     ],
@@ -822,21 +762,6 @@ def test_a_wrong_command_is_refused_without_a_traceback(uninterrupted, tmp_path,
     error = capsys.readouterr().err
     assert message in error and found == code, error
     assert "Traceback" not in error
-
-
-def test_prepare_evaluate_and_sample_output(uninterrupted, tmp_path, capsys):
-    def output_of(*arguments: object) -> str:
-        assert call(arguments) == 0
-        return capsys.readouterr().out
-
-    assert f"{len(TEXT):,} characters, {len(set(TEXT))} symbols" in output_of(
-        "prepare", "--data", tmp_path / "text.txt"
-    )
-    (tmp_path / "other.txt").write_text("the dog sat on the cat\n" * 3)
-    output = output_of("evaluate", "--checkpoint", uninterrupted / "best", "--data", tmp_path / "other.txt")
-    assert "other.txt: 69 characters, all but the first scored" in output
-    sample = ("sample", "--checkpoint", uninterrupted / "best", "--max-tokens", 30, "--seed")
-    assert output_of(*sample, 4) == output_of(*sample, 4) != output_of(*sample, 5)
 
 
 def test_help_has_units_and_defaults_and_imports_no_torch(capsys):
