@@ -11,7 +11,7 @@ import sys
 import time
 import warnings
 from array import array
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +159,22 @@ class RunningServer(Program):
         super().close()
         if self._client is not None:
             self._client.close()
+
+
+@contextlib.contextmanager
+def serving(checkpoint: Path, program: tuple[str, ...] = ("-m", "service"), **settings: Any) -> Iterator[RunningServer]:
+    """A RunningServer that is ready; at the end it is killed."""
+    with RunningServer(checkpoint, program, **settings) as server:
+        server.wait_until_ready()
+        yield server
+
+
+def lasting(checkpoint: Path, **settings: Any) -> Iterator[RunningServer]:
+    """For the fixture of a server that several tests use; at the end it stops as it should."""
+    with serving(checkpoint, **settings) as server:
+        yield server
+        assert server.stop() == 0
+        assert "Traceback" not in server.output()
 
 
 def make_certificate(folder: Path) -> tuple[Path, Path]:

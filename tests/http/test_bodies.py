@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -20,7 +21,7 @@ from service.http.foreign import MAX_UNKNOWN_BYTES
 from service.http.reading import LARGE_BODY_BYTES, LARGE_FIELD_BYTES, BodyReader, parse, parse_large
 from service.http.schemas import ApiError
 from service.settings import Settings
-from tests.helpers import RunningServer, save_random, web
+from tests.helpers import lasting, save_random, web
 
 SETTINGS = Settings(max_prompts=10_000, max_prompt_characters=1_000_000)
 
@@ -33,104 +34,41 @@ def outcome(parser, kind, body):
     try:
         request = parser(kind, body)
     except ApiError as error:
-        message, _, _ = error.message.partition(", got ")
-        return message, error.param, error.code
+        return re.sub("(, not [0-9]+)?(, got .*)?$", "", error.message, flags=re.DOTALL), error.param, error.code
     return request.model_dump(), request.model_fields_set, request.ignored_fields
 
 
+KINDS = (GenerateRequest, CompletionRequest, NextRequest, TokenizeRequest, DetokenizeRequest, ScoreRequest)
 IDS, TEXTS = [3] * 3000, ["abc"] * 2000
+ODD = (-1, True, 1.0, 2**31, 10**400, "a", None, {}, [1], 5)
+LARGE = [  # each for each field of each request
+    IDS, TEXTS, [IDS, IDS[:5], []], *([*some, odd] for some in (IDS, TEXTS, [IDS]) for odd in ODD), [[[]] * 3000],
+    {str(i): i for i in range(3000)}, {str(i): 1 for i in range(10_001)}, {"include_usage": True, "a": IDS},
+    [[i, -1.5] for i in range(3000)], [["ab", 1]] * 3000, "5" * 9000, "漢\n" * 3000, ["a" * 1000] * 16,
+    ["a" * 1000] * 17, ["a" * 1001] * 16, [""] * 3000, [2**64] * 900, [*TEXTS[:900], "a" * 1001],
+]  # fmt: skip
 BODIES = [
-    (GenerateRequest, {"prompt": "x" * 9000, "n": 2, "unknown": [1] * 5000, "seed": None}),
-    (GenerateRequest, {"prompt": IDS}),
     (GenerateRequest, {"prompt": TEXTS, "seed": list(range(2000))}),
     (GenerateRequest, {"prompt": TEXTS, "seed": list(range(1999))}),
-    (GenerateRequest, {"prompt": [IDS, IDS[:5], []], "temperature": 2}),
     (GenerateRequest, {"prompt": [IDS, IDS], "seed": [1, 2], "stop": ["a" * 1000] * 16}),
-    (GenerateRequest, {"prompt": [*IDS, -1]}),
-    (GenerateRequest, {"prompt": [*IDS, True]}),
-    (GenerateRequest, {"prompt": [*IDS, 1.0]}),
-    (GenerateRequest, {"prompt": [*IDS, 2**31]}),
-    (GenerateRequest, {"prompt": [*IDS, 10**400]}),
-    (GenerateRequest, {"prompt": [*IDS, "a"]}),
-    (GenerateRequest, {"prompt": [*TEXTS, 5]}),
-    (GenerateRequest, {"prompt": [*TEXTS, None]}),
-    (GenerateRequest, {"prompt": [IDS, ["a"]]}),
-    (GenerateRequest, {"prompt": [IDS, IDS, "a"]}),
-    (GenerateRequest, {"prompt": [IDS, 5]}),
-    (GenerateRequest, {"prompt": [IDS, 55]}),
-    (GenerateRequest, {"prompt": [IDS, {}]}),
-    (GenerateRequest, {"prompt": [IDS, None]}),
     (GenerateRequest, {"prompt": list(range(200_000))}),
     (GenerateRequest, {"prompt": [*range(100_000), "1,2"]}),
-    (DetokenizeRequest, {"tokens": list(range(200_000))}),
     (DetokenizeRequest, {"tokens": [*range(100_000), [1, 2]]}),
-    (GenerateRequest, {"prompt": {str(i): i for i in range(3000)}}),
-    (GenerateRequest, {"prompt": [[[]] * 3000]}),
-    (GenerateRequest, {"n": IDS}),
-    (GenerateRequest, {"n": {str(i): i for i in range(3000)}}),
-    (GenerateRequest, {"n": "5" * 9000}),
-    (GenerateRequest, {"temperature": 0, "n": 0, "unknown": IDS}),
-    (GenerateRequest, {"suffix": IDS}),
-    (GenerateRequest, {"stop": ["a" * 1000] * 17}),
-    (GenerateRequest, {"stop": ["a" * 1001] * 16}),
-    (GenerateRequest, {"stop": IDS}),
-    (GenerateRequest, {"stop": [""] * 3000}),
-    (GenerateRequest, {"choice": ["ab" * 400] * 1000}),
-    (GenerateRequest, {"choice": [*TEXTS[:900], "a" * 1001]}),
-    (GenerateRequest, {"choice": [*TEXTS[:900], 5]}),
-    (GenerateRequest, {"seed": [2**64] * 900}),
-    (GenerateRequest, {"seed": ["a"] * 2000}),
-    (GenerateRequest, {"logit_bias": {str(i): 1 for i in range(3000)}}),
-    (GenerateRequest, {"logit_bias": [[i, -1.5] for i in range(3000)]}),
-    (GenerateRequest, {"logit_bias": {str(i): 1 for i in range(10_001)}}),
     (GenerateRequest, {"logit_bias": {str(i): 1 for i in range(50_000)}}),
-    (GenerateRequest, {"logit_bias": [[i, 1] for i in range(50_000)]}),
-    (GenerateRequest, {"logit_bias": {str(i): 101 for i in range(3000)}}),
-    (GenerateRequest, {"logit_bias": {str(i): "x" for i in range(3000)}}),
-    (GenerateRequest, {"logit_bias": [["ab", 1]] * 3000}),
-    (GenerateRequest, {"logit_bias": "a" * 9000}),
-    (GenerateRequest, {"stream_options": {"include_usage": True} | {str(i): i for i in range(3000)}}),
-    (GenerateRequest, {"stream_options": {"include_usage": IDS}}),
-    (GenerateRequest, {"stream_options": IDS}),
+    (GenerateRequest, {"choice": ["ab" * 400] * 1000}),
     (CompletionRequest, {"prompt": IDS, "min_tokens": 17}),
-    (CompletionRequest, {"prompt": IDS, "model": "m" * 5000}),
-    (NextRequest, {"prompt": TEXTS}),
-    (NextRequest, {"prompt": IDS}),
-    (NextRequest, {"prompt": [IDS]}),
-    (TokenizeRequest, {"prompt": "漢\n" * 3000}),
-    (TokenizeRequest, {"prompt": TEXTS}),
-    (TokenizeRequest, {"priority": 0, "unknown": IDS}),
-    (DetokenizeRequest, {"tokens": IDS}),
-    (DetokenizeRequest, {"tokens": [*IDS, -1, -2]}),
-    (DetokenizeRequest, {"tokens": [*IDS, "a"]}),
-    (DetokenizeRequest, {"tokens": [*IDS, IDS]}),
-    (DetokenizeRequest, {"tokens": "a" * 9000}),
-    (ScoreRequest, {"texts": TEXTS}),
     (ScoreRequest, {"texts": TEXTS, "continuations": TEXTS}),
-    (ScoreRequest, {"texts": [*TEXTS, 5]}),
     (ScoreRequest, {"prefix": "a" * 9000, "continuations": TEXTS, "characters": False}),
-    (ScoreRequest, {"continuations": [*TEXTS, None]}),
-    (ScoreRequest, {"continuations": IDS}),
-    (ScoreRequest, {"unknown": IDS}),
     (GenerateRequest, {"user": "a", "prompt": IDS, "é": 1}),
-    (GenerateRequest, {"user": "a", "prompt": IDS, "a b": 1}),
-    (GenerateRequest, {"prompt": IDS, 'a"b': 1}),
     (GenerateRequest, {"prompt": IDS, "a`\n`": 1}),
-    (GenerateRequest, {"prompt": IDS, "": 1}),
     (GenerateRequest, {"prompt": IDS, "x" * 65: 1}),
     (GenerateRequest, {"z": 1, "prompt": IDS, "x" * 64: 1, "user": {"prompt": 1}, "y-$.": None}),
     (GenerateRequest, {"prompt": IDS, "max_token": 5}),
-    (GenerateRequest, {"prompt": IDS, "max_new_tokens": 5}),
-    (GenerateRequest, {"prompt": IDS, "max_new_tokens": 5, "max_tokens": None}),
     (GenerateRequest, {"prompt": IDS, "max_new_tokens": 5, "max_tokens": 5}),
-    (GenerateRequest, {"prompt": IDS} | {f"u{i}": i for i in range(16)}),
     (GenerateRequest, {"prompt": IDS} | {f"u{i}": i for i in range(17)}),
-    (GenerateRequest, {"stream_options": {"x": "a" * 9000, "include_usage": True}, "user": 1}),
     (GenerateRequest, {"stream_options": {"x": "a" * 9000, "include_usages": True}, "user": 1}),
 ]
 RAW = [
-    b'{"prompt": ["a"' + b" " * 9000 + b"]}",
-    b'{"prompt": [' + b" " * 9000 + b"]}",
     b'{ "prompt" : [\n[1 ,' + b" " * 9000 + b"2\n] , [ 3 ] ] }",
     b'{"prompt": [' + b" " * 9000 + b'"a"]}',
     b'{"prompt": "a", "prompt": [' + b"1," * 5000 + b"2]}",
@@ -146,6 +84,18 @@ def test_a_large_body_means_what_a_small_one_does(kind, body):
     assert outcome(large, kind, content) == outcome(parse, kind, content)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_large_value_of_every_field_means_what_it_does_in_a_small_body(kind):
+    for name in {*kind.model_fields, "unknown"} - {"stop_token_ids"}:
+        for value in LARGE:
+            content = json.dumps({name: value}).encode()
+            found, expected = outcome(large, kind, content), outcome(parse, kind, content)
+            if isinstance(expected[0], str):  # of several errors either is the first one
+                (_, param, code), (_, its_param, its_code) = found, expected
+                found, expected = ((param or "").split(".")[0], code), ((its_param or "").split(".")[0], its_code)
+            assert found == expected, (name, str(value)[:60])
+
+
 @pytest.mark.parametrize("content", RAW, ids=lambda it: str(it)[:30])
 def test_large_bodies_in_unusual_json(content):
     assert outcome(large, GenerateRequest, content) == outcome(parse, GenerateRequest, content)
@@ -157,7 +107,6 @@ def test_large_bodies_in_unusual_json(content):
         b'{"prompt": ' + b"[" * 100_000,
         b'{"prompt": [' + b"1," * 5000 + b"]}",
         b'{"unknown": "' + b"\xff" * 5000 + b'"}',
-        b'{"prompt": "' + b"\\ud800" * 3000 + b'"}',
         b'{"prompt": "' + b"a" * 5000,
         b"[" + b"1," * 5000 + b"1]",
         b'{"n": 1' + b"0" * 100_000 + b"}",
@@ -192,10 +141,7 @@ def test_prompts_are_counted_before_they_are_decoded(server, prompt, message):
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     checkpoint = save_random(tmp_path_factory.mktemp("bodies") / "checkpoint")
-    with RunningServer(checkpoint.path, max_prompts=9, max_prompt_characters=4000) as server:
-        server.wait_until_ready()
-        yield server
-        assert server.stop() == 0
+    yield from lasting(checkpoint.path, max_prompts=9, max_prompt_characters=4000)
 
 
 # -- nobody waits for another's body --
@@ -207,18 +153,13 @@ MANY = b"[" + b"1," * 2_000_000 + b"1]"
     ("kind", "body"),
     [
         (GenerateRequest, b'{"prompt": [' + b",".join([b"[" + b"1," * 60_000 + b"1]"] * 30) + b"]}"),
-        (GenerateRequest, b'{"prompt": ' + MANY + b"}"),
         (GenerateRequest, b'{"prompt": [' + b"[]," * 1_000_000 + b"[]]}"),
         (GenerateRequest, b'{"prompt": ' + b"[" * 2_000_000 + b"]" * 2_000_000 + b"}"),
         (GenerateRequest, b'{"seed": ' + MANY + b"}"),
-        (GenerateRequest, b'{"n": ' + MANY + b"}"),
         (GenerateRequest, b'{"messages": ' + MANY[-60_000:].replace(b"1", b"[1", 1) + b"}"),
-        (GenerateRequest, b'{"allowed_token_ids": ' + MANY + b"}"),
         (GenerateRequest, b'{"logit_bias": [' + b"[0,0]," * 600_000 + b"[0,0]]}"),
         (GenerateRequest, b'{"stream_options": {' + b'"a":0,' * 600_000 + b'"b":0}}'),
-        (GenerateRequest, b'{"a":0' + b',"a":0' * 600_000 + b"}"),
         (ScoreRequest, b'{"texts": [' + b'"abcdefgh",' * 300_000 + b'"a"]}'),
-        (DetokenizeRequest, b'{"tokens": ' + MANY + b"}"),
         (DetokenizeRequest, b'{"tokens": ' + MANY.replace(b"1]", b"-1]") + b"}"),
     ],
     ids=lambda it: str(it)[:30],
@@ -259,18 +200,6 @@ def test_of_each_client_one_large_body_waits_for_its_turn():
     asyncio.run(main())
     assert done.index("b") <= 1
     assert len(done) == 6 and not reader._turns
-
-
-def test_unknown_fields_are_named_in_order():
-    body = {"user": 1, "prompt": "a" * 9000, "stream_options": {"y": 1}, "x": 1}
-    for read in (large, parse):
-        assert sorted(read(GenerateRequest, json.dumps(body).encode()).ignored_fields) == [
-            "stream_options.y",
-            "user",
-            "x",
-        ]
-    _, _, code = outcome(large, GenerateRequest, json.dumps(body | {"seeds": 1}).encode())
-    assert code == "unknown_field"
 
 
 # -- plain requests --
