@@ -97,7 +97,8 @@ def loaded_by(modules):
     ("modules", "allowed"),
     [
         (
-            "service, service.model.tokenizer, service.model.checkpoint, service.model.params, service.model.attention,"
+            "service, service.command,"
+            "service.model.tokenizer, service.model.checkpoint, service.model.params, service.model.attention,"
             "service.constrain.regex, service.wire, service.engine.scheduler",
             set(),
         ),

@@ -15,7 +15,7 @@ from service.http.clients import ClientLimits, address_of
 from service.http.schemas import ApiError
 from service.settings import Settings, read_client_limits
 from service.shared import SharedTable
-from tests.helpers import ENDLESS, RunningServer, save_random, wait_until, web
+from tests.helpers import ENDLESS, RunningServer, save_random, serving, wait_until, web
 from tests.toolbox.http import post, sent
 
 KEYS = {"team-a": "key-of-team-a", "team-b": "key-of-team-b"}
@@ -67,15 +67,12 @@ def headers(*forwarded):
     ("peer", "forwarded", "client"),
     [
         ("192.0.2.7", [], "192.0.2.7"),
-        ("192.0.2.7", ["198.51.100.1"], "198.51.100.1"),
         ("192.0.2.7", ["10.0.0.1, 203.0.113.9 ,198.51.100.1 "], "198.51.100.1"),
         ("192.0.2.7", ["198.51.100.1", "198.51.100.2"], "198.51.100.2"),
         ("192.0.2.7", ["198.51.100.1, nonsense"], "192.0.2.7"),
-        ("192.0.2.7", [""], "192.0.2.7"),
         ("2001:db8:1:2:3:4:5:6", [], "2001:db8:1:2::/64"),
         ("fe80::1%eth0", [], "fe80::/64"),
         ("::ffff:192.0.2.7", [], "192.0.2.7"),
-        ("192.0.2.7", ["[2001:db8::1]"], "2001:db8::/64"),
         ("", [], "unknown"),
         ("192.0.2.7", ["198.51.100.1:5678"], "198.51.100.1"),
         ("192.0.2.7", ["[2001:db8::1]:443"], "2001:db8::/64"),
@@ -88,24 +85,14 @@ def test_an_address_comes_from_the_nearest_proxy_or_the_peer(peer, forwarded, cl
 
 
 def test_the_log_names_clients_and_never_keys(checkpoint, keys_file):
-    with RunningServer(checkpoint, api_keys_file=keys_file, log_format="json") as server:
-        server.wait_until_ready()
+    with serving(checkpoint, api_keys_file=keys_file, log_format="json") as server:
         for name in ("team-a", "team-b", "unnamed-key"):
             assert generate(server, bearer(name)).status_code == 200
         assert clients_of(server, 3) == ["team-a", "team-b", f"key-{sha256(b'unnamed-key').hexdigest()[:8]}"]
-        assert generate(server, bearer("wrong-key")).status_code == 401
+        forwarded = {"X-Forwarded-For": "198.51.100.1"}  # which no setting names
+        assert generate(server, bearer("wrong-key") | forwarded).status_code == 401
         assert clients_of(server, 4)[-1] == "127.0.0.1"
         assert not any(key in server.output() for key in KEYS.values())
-
-
-@pytest.mark.parametrize("header", [None, "X-Real-IP"])
-def test_a_header_that_no_setting_names_has_no_effect(checkpoint, header):
-    settings = {"client_header": header} if header else {}
-    with RunningServer(checkpoint, log_format="json", **settings) as server:
-        server.wait_until_ready()
-        generate(server, {"X-Forwarded-For": "198.51.100.1"})
-        generate(server, {"X-Real-IP": "198.51.100.2, 198.51.100.3"})
-        assert clients_of(server, 2) == ["127.0.0.1", "198.51.100.3" if header else "127.0.0.1"]
 
 
 # -- the file --
@@ -129,17 +116,13 @@ def test_a_client_takes_from_default_what_its_own_table_leaves_out(tmp_path):
     [
         ("x =", " is not valid TOML: Invalid value (at end of document)"),
         ("[default]\nweight = 0", ", [default] weight: Input should be greater than or equal to 0.01, got 0"),
-        ("[default]\nweight = true", ", [default] weight: Input should be a valid number, got True"),
-        ("[default]\nweight = nan", ", [default] weight: Input should be a finite number, got nan"),
         (
             "[clients.a]\nrequests_per_minute = 1.5",
             ", [clients.a] requests_per_minute: Input should be a valid integer, got 1.5",
         ),
         ("[clients.a]\nrequest_per_minute = 1", ", [clients.a] request_per_minute: unknown; known are requests_per_"),
         ("[clients]\na = 1", ", [clients.a]: must be a table"),
-        ("clients = 1", ", [clients]: must be a table"),
         ("[other]\nweight = 1", ", [other]: unknown; known are default, clients"),
-        ("[default]\nconcurrent_requests = 0\n[clients.a]\n", ", [default] concurrent_requests: Input should be"),
     ],
 )
 def test_an_invalid_file_is_one_sentence_with_table_and_key(tmp_path, text, message):
@@ -203,7 +186,7 @@ def test_characters_that_did_not_run_are_given_back(tmp_path):
     it.charge("a", 300)
 
 
-@pytest.mark.parametrize("limit", range(1, 100, 7))
+@pytest.mark.parametrize("limit", range(1, 100, 28))
 def test_exactly_a_minutes_worth_comes_at_once(tmp_path, limit):
     it = limits(tmp_path, f"[default]\nrequests_per_minute = {limit}", lambda: 12345.678)
     for _ in range(limit):
@@ -279,8 +262,7 @@ def test_a_bad_file_keeps_the_old_limits(tmp_path, caplog):
 
 def test_limits_hold_over_all_http_processes_and_not_in_parts(checkpoint, tmp_path):
     text = "[default]\nrequests_per_minute = 20\nconcurrent_requests = 1"
-    with RunningServer(checkpoint, http_processes=2, client_limits=limits_file(tmp_path, text)) as server:
-        server.wait_until_ready()
+    with serving(checkpoint, http_processes=2, client_limits=limits_file(tmp_path, text)) as server:
         with httpx.Client() as kept:  # one connection, so one process
             statuses = [kept.get(f"{server.url}/info").status_code for _ in range(21)]
         assert statuses == [200] * 20 + [429]
@@ -301,10 +283,8 @@ def limited(checkpoint, tmp_path_factory):
         """,
     )
     settings = {"client_limits": path, "client_header": "X-Forwarded-For", "log_format": "json"}
-    with RunningServer(checkpoint, **settings) as server:
-        server.wait_until_ready()
+    with serving(checkpoint, **settings) as server:
         yield server, path
-        assert server.stop() == 0
         assert "Traceback" not in server.output()
 
 
@@ -395,8 +375,7 @@ def test_a_flood_does_not_delay_another_client(checkpoint, keys_file):
 
 def test_a_wait_that_is_too_long_is_refused_at_once(checkpoint):
     """The queue has room, but it moves by two requests per 0.4 s."""
-    with RunningServer(checkpoint, max_running_requests=1, max_queue_seconds=1.5, fair_queueing="false") as server:
-        server.wait_until_ready()
+    with serving(checkpoint, max_running_requests=1, max_queue_seconds=1.5, fair_queueing="false") as server:
         slow = {"max_tokens": ENDLESS, "timeout_seconds": 0.4}
         for _ in range(3):  # shows the server how long a slot is taken
             assert generate(server, **slow).status_code == 504

@@ -12,12 +12,12 @@ import httpx
 import pytest
 
 from service.http import patterns
-from tests.helpers import RunningServer, http_processes, save_random
+from tests.helpers import http_processes, save_random, serving
 from tests.toolbox.http import post, received
 from tests.toolbox.launch import Program, free_port
 
 ROOT = Path(__file__).parents[2]
-COUNT = 400
+COUNT = 250
 PROGRAM = """
 import gc, json, sys
 from service import server
@@ -92,8 +92,7 @@ def test_requests_leave_no_reference_cycles(server, kind):
 
 def test_long_prompts_are_given_back(checkpoint):
     """By reference cycles, each of these once left 15 MB behind, until the process was ended for lack of memory."""
-    with RunningServer(checkpoint) as server:
-        server.wait_until_ready()
+    with serving(checkpoint) as server:
         (http,) = http_processes(server)
         body = json.dumps({"prompt": [[1] * 100_000] * 5, "max_tokens": 1})
         with httpx.Client(base_url=server.url, timeout=60) as client:

@@ -8,7 +8,7 @@ import time
 import httpx
 import pytest
 
-from tests.helpers import VOCABULARY, RunningServer, save_random
+from tests.helpers import VOCABULARY, lasting, save_random
 from tests.toolbox.http import pieces
 
 V = len(VOCABULARY)
@@ -19,11 +19,7 @@ TEXT = "Hello, world! " * 20_000
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     checkpoint = save_random(tmp_path_factory.mktemp("large") / "checkpoint")
-    with RunningServer(checkpoint.path, max_body_bytes=64 << 20) as server:
-        server.wait_until_ready()
-        yield server
-        assert server.stop() == 0
-        assert "Traceback" not in server.output()
+    yield from lasting(checkpoint.path, max_body_bytes=64 << 20)
 
 
 def content_of(*path_and_bodies):
@@ -62,16 +58,11 @@ def send(server, requests):
 ECHO = {"prompt": TEXT[:20_000], "echo": True, "logprobs": V, "max_tokens": 1}
 MILLION_IDS = b"[" + b"-1," * 999_999 + b"-1]"
 CASES = {
-    "an answer of 19 MB": (200, 18e6, content_of(("/v1/completions", ECHO))),
     "a stream of 19 MB": (200, 18e6, content_of(("/v1/completions", ECHO | {"stream": True}))),
     "the nats of a long text": (200, 2e6, content_of(("/v1/score", {"texts": TEXT}))),
-    "invalid ids": (400, 0, content_of(("/generate", b'{"prompt": ' + MILLION_IDS + b"}"))),
     "invalid ids of 20 prompts": (400, 0, [("/generate", b'{"prompt": [' + b",".join([MILLION_IDS] * 20) + b"]}")]),
     "many invalid bodies": (400, 0, content_of(*[("/generate", {"prompt": [[-1] * 100_000]})] * 20)),
-    "invalid texts": (400, 0, content_of(("/v1/score", {"continuations": [5] * 1_000_000}))),
-    "unknown characters": (400, 0, content_of(("/generate", {"prompt": "\u6f22" * 100_000}))),
     "unknown fields": (400, 0, [("/generate", b'{"max_tokens": 1' + b',"%d":1' * 600_000 % (*range(600_000),) + b"}")]),
-    "a number for a list": (400, 0, content_of(("/generate", {"n": [1] * 2_000_000}))),
     "a long number": (400, 0, content_of(("/generate", b'{"n": ' + b"1" * 4_000_000 + b"}"))),
     "many ids": (200, 2e6, content_of(("/detokenize", {"tokens": [5] * 2_000_000}))),
 }

@@ -18,7 +18,6 @@ import schemathesis
 import schemathesis.engine
 from hypothesis import strategies as st
 from openapi_spec_validator import OpenAPIV31SpecValidator
-from playwright.sync_api import sync_playwright
 from schemathesis.engine import events
 from schemathesis.generation.meta import TestPhase
 
@@ -29,8 +28,7 @@ from service.model.checkpoint import Checkpoint
 from service.model.tokenizer import CharTokenizer
 from service.server import build_server
 from service.settings import Settings
-from tests.helpers import VOCABULARY, RunningServer, random_model, save_random, web
-from tests.toolbox.needs import program
+from tests.helpers import VOCABULARY, random_model, save_random, serving, web
 from training.saving import save_checkpoint
 
 REQUESTS = [operation.request for operation in OPERATIONS if operation.request is not None]
@@ -50,11 +48,9 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(checkpoint):
-    with RunningServer(checkpoint.path, **LIMITS) as server:
-        server.wait_until_ready()
+    with serving(checkpoint.path, **LIMITS) as server:
         yield server
         assert web.get(f"{server.url}/readyz").status_code == 200
-        assert server.stop() == 0
         assert "Traceback" not in server.output()
 
 
@@ -279,7 +275,7 @@ def test_every_documented_bound_is_enforced_exactly(server, document, path):
 
 # -- schemathesis --
 
-CASES = int(os.environ.get("CHARGPT_OPENAPI_CASES", 16))  # per route, besides cases at bounds
+CASES = int(os.environ.get("CHARGPT_OPENAPI_CASES", 8))  # per route, besides cases at bounds
 REGEXES = ["[a-z]+", "(yes|no)", "[^a]{2,5}", "a*b", "\\w+ \\w+"]
 schemathesis.openapi.format("vocabulary", st.text(st.sampled_from(VOCABULARY), max_size=20))
 schemathesis.openapi.format("regex", st.sampled_from(REGEXES))
@@ -473,26 +469,23 @@ def test_assets_are_cached_and_the_page_is_not(server):
         assert (response.status_code, response.json()["error"]["param"]) == (404, None)
 
 
-def test_docs_page_works_in_a_browser_without_external_requests(server, document):
-    chromium = program("browser")
+def test_docs_page_works_in_a_browser_without_external_requests(server, document, browser):
     asked, console_errors = [], []
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_page()
-        page.on("request", lambda request: asked.append(request.url))
-        page.on("console", lambda message: console_errors.append(message.text) if message.type == "error" else None)
-        page.on("pageerror", lambda error: console_errors.append(str(error)))
-        page.goto(f"{server.url}/docs")
-        page.wait_for_selector(".opblock")
-        assert page.locator(".opblock").count() == len(list(operations(document)))
-        for method, path, _ in operations(document):
-            assert page.locator(f".opblock-{method} [data-path='{path}']").count() == 1
-        block = page.locator("#operations-text-generate")
-        block.locator(".opblock-summary-control").click()
-        block.locator(".execute").click()
-        block.locator(".live-responses-table .response-col_status").first.wait_for()
-        assert "200" in block.locator(".live-responses-table .response .response-col_status").first.inner_text()
-        browser.close()
+    page = browser.new_page()
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("console", lambda message: console_errors.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: console_errors.append(str(error)))
+    page.goto(f"{server.url}/docs")
+    page.wait_for_selector(".opblock")
+    assert page.locator(".opblock").count() == len(list(operations(document)))
+    for method, path, _ in operations(document):
+        assert page.locator(f".opblock-{method} [data-path='{path}']").count() == 1
+    block = page.locator("#operations-text-generate")
+    block.locator(".opblock-summary-control").click()
+    block.locator(".execute").click()
+    block.locator(".live-responses-table .response-col_status").first.wait_for()
+    assert "200" in block.locator(".live-responses-table .response .response-col_status").first.inner_text()
+    page.close()
     assert console_errors == []
     assert f"{server.url}/generate" in asked
     assert all(url.startswith((f"{server.url}/", "data:")) for url in asked), asked

@@ -14,7 +14,7 @@ from playwright.sync_api import expect
 from service.http.files import STATIC
 from service.model.tokenizer import CharTokenizer
 from service.settings import BUNDLED
-from tests.helpers import RunningServer, random_model, save_random, wait_until, web
+from tests.helpers import RunningServer, random_model, serving, wait_until, web
 from tests.toolbox.http import events
 from tests.toolbox.launch import free_port
 from tests.toolbox.needs import program
@@ -118,17 +118,6 @@ def test_files_are_small_cached_by_etag_and_sent_with_a_strict_policy(server):
     assert total < 80 << 10
     for path in ("page/", "page/nothing.js", "page/%2e%2e/page.py"):
         assert web.get(f"{server.url}/{path}").status_code == 404
-
-
-def test_the_page_is_public_as_the_docs_are(tmp_path):
-    keys = tmp_path / "keys"
-    keys.write_text(KEY)
-    for public, status in (("false", 401), ("true", 200)):
-        with RunningServer(BUNDLED, api_keys_file=keys, public_docs=public) as server:
-            server.wait_until_ready()
-            for path in ("/", "/page/page.js", "/docs"):
-                assert web.get(server.url + path).status_code == status
-            assert web.get(f"{server.url}/info").status_code == 401
 
 
 # -- write --
@@ -384,8 +373,7 @@ def percent(p):
 def test_a_model_of_records_lists_twenty_at_a_time(visit, tmp_path):
     model = random_model(vocab_size=4)
     save_checkpoint(tmp_path / "ck", model, CharTokenizer(list("\nabc")), {"losses": {}, "recipe": {"records": True}})
-    with RunningServer(tmp_path / "ck") as server:
-        server.wait_until_ready()
+    with serving(tmp_path / "ck") as server:
         page = visit(url=server.url + "/")
         expect(page.locator("#summary")).to_have_text(re.compile("^Done"))
         fill(page, prompt="a", seed=1, max_tokens=3)
@@ -522,26 +510,6 @@ def test_tabs_by_keyboard(visit):
         assert page.locator("main > section:visible").count() == 1
 
 
-def test_each_of_several_models_is_asked_by_its_name(visit, tmp_path):
-    save_random(tmp_path / "other")
-    with RunningServer(f"plays={BUNDLED},other={tmp_path / 'other'}") as server:
-        server.wait_until_ready()
-        page = visit(url=f"{server.url}/", may_fail=True)  # no model is the default
-        expect(page.locator("#name")).to_have_text("plays")
-        plays, other = (
-            [choice["text"] for choice in generate(server, model=name, max_tokens=30, seed=1)]
-            for name in ("plays", "other")
-        )
-        assert write(page, max_tokens=30, seed=1) == plays
-        page.select_option("#model", "other")
-        expect(page.locator("#name")).to_have_text("other")
-        assert write(page) == other
-        page.click("#share")
-        again = visit(url=page.url)
-        expect(again.locator("#summary")).to_have_text(re.compile("^Done"))
-        assert texts(again) == other
-
-
 def model_of(folder, characters, prompt):
     model = random_model(vocab_size=len(characters))
     save_checkpoint(folder, model, CharTokenizer(characters), {"losses": {}, "example_prompt": prompt})
@@ -549,8 +517,7 @@ def model_of(folder, characters, prompt):
 
 
 def test_a_vocabulary_of_four_characters_is_enough_for_every_view(visit, tmp_path):
-    with RunningServer(model_of(tmp_path / "dna", list("ACGT"), "GATTACA"), attention="true") as server:
-        server.wait_until_ready()
+    with serving(model_of(tmp_path / "dna", list("ACGT"), "GATTACA"), attention="true") as server:
         page = visit(url=server.url + "/")
         expect(page.locator("#prompt")).to_have_value("GATTACA")
         (written,) = write(page, max_tokens=40)
@@ -567,16 +534,25 @@ def test_a_vocabulary_of_four_characters_is_enough_for_every_view(visit, tmp_pat
         wait_until(lambda: page.locator("#heads > *").count() == 8)
 
 
-def test_each_of_several_models_suggests_its_own_text_until_something_is_typed(visit, tmp_path):
-    latin = model_of(tmp_path / "latin", list("\nabc:"), "abc:\n")
-    chinese = model_of(tmp_path / "chinese", list("\n一二三"), "一二")
-    with RunningServer(f"latin={latin},chinese={chinese}") as server:
-        server.wait_until_ready()
-        page = visit(url=server.url + "/")  # nothing fails, though no model is the default
-        expect(page.locator("#prompt")).to_have_value("abc:\n")
-        page.select_option("#model", "chinese")
+def test_each_of_several_models_is_asked_by_its_name_and_suggests_its_own_text(visit, tmp_path):
+    """Until something is typed."""
+    other = model_of(tmp_path / "other", list("\nROME:一二"), "一二")
+    with serving(f"plays={BUNDLED},other={other}") as server:
+        page = visit(url=f"{server.url}/")  # nothing fails, though no model is the default
+        expect(page.locator("#name")).to_have_text("plays")
+        expect(page.locator("#prompt")).to_have_value("ROMEO:\n")
+        options = {"max_tokens": 30, "seed": 1}
+        assert write(page, **options) == [choice["text"] for choice in generate(server, model="plays", **options)]
+        page.select_option("#model", "other")
+        expect(page.locator("#name")).to_have_text("other")
         expect(page.locator("#prompt")).to_have_value("一二")
-        fill(page, prompt="三")
-        page.select_option("#model", "latin")
-        expect(page.locator("#name")).to_have_text("latin")
-        expect(page.locator("#prompt")).to_have_value("三")
+        expected = [choice["text"] for choice in generate(server, model="other", prompt="一二", **options)]
+        assert write(page) == expected
+        page.click("#share")
+        again = visit(url=page.url)
+        expect(again.locator("#summary")).to_have_text(re.compile("^Done"))
+        assert texts(again) == expected
+        fill(page, prompt="ROME")
+        page.select_option("#model", "plays")
+        expect(page.locator("#name")).to_have_text("plays")
+        expect(page.locator("#prompt")).to_have_value("ROME")

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from service.http.turns import Run, Turn
+from service.http.turns import Run
 
 
 class Recorded(Run):
@@ -68,52 +68,5 @@ def test_a_run_is_cancelled_as_a_task_where_it_waits():
             of_task, of_run = await outcome_of(handler, lambda it: it.cancel())
             assert type(of_task) is type(of_run) is asyncio.CancelledError
             assert seen == ["told", "told"]
-
-    asyncio.run(main())
-
-
-def test_a_turn_comes_once_for_each_wait_and_in_the_call_itself():
-    async def main():
-        turn, seen = Turn(), []
-
-        async def handler():
-            for i in range(3):
-                await turn
-                seen.append(i)
-
-        run = Recorded(handler())
-        turn.come()  # nobody waits
-        run.go_on()
-        assert turn.is_awaited
-        for i in range(3):
-            assert seen == list(range(i))
-            turn.come()
-        assert seen == [0, 1, 2] and not turn.is_awaited
-        assert await run.outcome is None
-
-    asyncio.run(main())
-
-
-def test_a_task_can_wait_for_a_turn_and_both_can_be_cancelled():
-    async def main():
-        for start in (asyncio.ensure_future, lambda coroutine: Recorded(coroutine)):
-            turn = Turn()
-
-            async def handler(turn=turn):
-                await turn
-                await turn
-
-            it = start(handler())
-            if isinstance(it, Recorded):
-                it.go_on()
-            await asyncio.sleep(0)
-            asyncio.get_running_loop().call_soon(turn.come)  # asyncio runs no task within another
-            await asyncio.sleep(0.001)
-            it.cancel()
-            if isinstance(it, Recorded):
-                assert isinstance(await it.outcome, asyncio.CancelledError)
-            else:
-                with pytest.raises(asyncio.CancelledError):
-                    await it
 
     asyncio.run(main())

@@ -19,7 +19,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from service.settings import read_settings
-from tests.helpers import ENDLESS, RunningServer, save_random, wait_until, web
+from tests.helpers import ENDLESS, RunningServer, save_random, serving, wait_until, web
 
 MARKER = "SecretMarker"
 CLOCKS_APART = 10_000_000  # ns; tolerance for the service's conversion from monotonic time
@@ -238,7 +238,7 @@ def test_concurrent_requests_have_separate_traces(server, collector):
         return response.headers["x-request-id"], body, before, after
 
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        asked = list(pool.map(one, range(80)))
+        asked = list(pool.map(one, range(40)))
     traces, processes = set(), set()
     for id, body, before, after in asked:
         resource, span, phases = collector.request(id)
@@ -334,8 +334,7 @@ def test_nothing_exports_the_query_where_the_program_has_a_tracer_provider(check
     """FastAPI's own telemetry once did, as url.query, with the prompt of GET /generate."""
     program = tmp_path / "traced.py"
     program.write_text(TRACED)
-    with RunningServer(checkpoint.path, (str(program),), otlp_traces_endpoint=collector.url) as server:
-        server.wait_until_ready()
+    with serving(checkpoint.path, (str(program),), otlp_traces_endpoint=collector.url) as server:
         answer = web.get(f"{server.url}/generate", params={"prompt": MARKER, "max_tokens": 2})
         assert answer.status_code == 200, answer.text
         assert server.stop() == 0
@@ -371,8 +370,7 @@ def test_missing_or_silent_collector_delays_nothing(checkpoint, monkeypatch, is_
         if is_silent:
             listener.listen()  # connections are accepted and never answered
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/traces"
-        with RunningServer(checkpoint.path, otlp_traces_endpoint=url) as server:
-            server.wait_until_ready()
+        with serving(checkpoint.path, otlp_traces_endpoint=url) as server:
             with concurrent.futures.ThreadPoolExecutor(8) as pool:
                 body = {"prompt": "a", "max_tokens": 2}
                 answers = pool.map(lambda _: ask(server, "/generate", body)[0].status_code, range(100))
@@ -399,8 +397,7 @@ def without_opentelemetry(tmp_path):
 
 def test_without_the_extra_the_service_runs_and_rejects_the_setting(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", without_opentelemetry(tmp_path))
-    with RunningServer(checkpoint.path) as server:
-        server.wait_until_ready()
+    with serving(checkpoint.path) as server:
         assert ask(server, "/generate", {"prompt": "a", "max_tokens": 1})[0].status_code == 200
     command = [sys.executable, "-m", "service", "--otlp-traces-endpoint=http://localhost:4318/v1/traces"]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -409,9 +406,7 @@ def test_without_the_extra_the_service_runs_and_rejects_the_setting(checkpoint, 
     assert "pip install -e '.[tracing]'" in done.stderr
 
 
-@pytest.mark.parametrize(
-    "endpoint", ["localhost:4318", "http://localhost:4318", "grpc://localhost/v1", "http://a:b@host/v1/traces", ""]
-)
+@pytest.mark.parametrize("endpoint", ["localhost:4318", "http://localhost:4318", "http://a:b@host/v1/traces"])
 def test_incomplete_endpoint_url_is_rejected(capsys, endpoint):
     with pytest.raises(SystemExit):
         read_settings([f"--otlp-traces-endpoint={endpoint}"])
