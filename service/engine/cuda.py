@@ -35,7 +35,7 @@ from service.model.gpt import GPT
 from service.model.params import SamplingParams
 from service.model.sampling import Draws, Sampler, send
 
-STEPS = (1, 4, 16)  # decode steps of a graph
+STEPS = (1, 4, 8, 16)  # decode steps of a graph
 PIECE = 64  # characters of a prompt per row of a block, at most W
 BLOCK = 8  # pieces of a block
 DRAWS = 1024  # of each slot, computed at once
@@ -67,6 +67,9 @@ class CudaRunner(Runner):
         self._device = torch.device(device)
         if self._device.type == "cuda":  # events, streams and pinned memory go by the process's current device
             torch.cuda.set_device(self._device.index or 0)
+            # NVIDIA's containers turn TF32 on by an environment variable.
+            torch.backends.cuda.matmul.fp32_precision = "ieee"
+            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         self.is_async = self._has_graphs = self._device.type == "cuda"
         c, S, V = model.config, slots, model.config.vocab_size
         self.piece = min(PIECE, c.block_size)
@@ -171,8 +174,12 @@ class CudaRunner(Runner):
         self._positions[slots] += steps
         size = next(k for k in STEPS if k >= K)
         needs_all = bool(self._sampler.needs_all[slots].any())
-        gives = [self._chosen[:size]] + [self._logits[:size]] * bool(reports)
-        launch = self._launch(self._plan, ("decode", size, needs_all), gives)
+        launch = self._launch(self._plan, ("decode", size, needs_all))
+        gives = [self._chosen[:size]]
+        if reports:  # of these rows alone: all slots' are megabytes
+            which = torch.from_numpy(slots[list(reports)])
+            gives.append(self._logits[:K].index_select(1, which.to(self._device, non_blocking=True)))
+        launch.take(gives)
 
         def collect() -> Outcome:
             chosen, logits = launch.wait()
@@ -180,9 +187,9 @@ class CudaRunner(Runner):
             for b in np.flatnonzero((ids == FAILED).any(axis=1)).tolist():
                 ids[b, ids[b].tolist().index(FAILED) + 1 :] = NONE
             found = {}
-            for b, report in reports.items():
+            for i, (b, report) in enumerate(reports.items()):
                 assert logits is not None
-                found[b] = report_of(logits[: steps[b], slots[b]], np.maximum(ids[b, : steps[b]], 0), report)
+                found[b] = report_of(logits[: steps[b], i], np.maximum(ids[b, : steps[b]], 0), report)
             return Outcome(ids, found, launch.seconds * K / size)
 
         return Pending(collect)
@@ -213,8 +220,9 @@ class CudaRunner(Runner):
                 if piece.guide is not None:
                     guides[slot] = piece.guide
         self._mask(guides)
-        gives = [self._first] + [self._piece_logits] * wants_logits
-        return self._launch(self._pieces, ("prefill", wants_logits, needs_all), gives)
+        launch = self._launch(self._pieces, ("prefill", wants_logits, needs_all))
+        launch.take([self._first] + [self._piece_logits] * wants_logits)
+        return launch
 
     def _mask(self, guides: dict[int, Guide]) -> None:
         """Allow in the next launch what the guides allow, by slot."""
@@ -228,12 +236,11 @@ class CudaRunner(Runner):
 
     # -- replay --
 
-    def _launch(self, plan: Plan, graph: tuple[object, ...], gives: list[Tensor]) -> Launch:
+    def _launch(self, plan: Plan, graph: tuple[object, ...]) -> Launch:
         self._sampler.send()
         launch = Launch(self._device)
         plan.send()
         self._graphs[graph]()
-        launch.take(gives)
         return launch
 
     def _capture_all(self) -> None:
@@ -250,22 +257,19 @@ class CudaRunner(Runner):
             self._graphs[name] = function
             return
         with torch.inference_mode():
-            self._stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._stream):  # the libraries choose kernels and take memory before the capture
+            stream = _capture_stream(self._device.index or 0)
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):  # the libraries choose kernels and take memory before the capture
                 function()
-            torch.cuda.current_stream().wait_stream(self._stream)
+            torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream):
                 function()
         self._graphs[name] = graph.replay
 
     @functools.cached_property
     def _pool(self) -> Any:
         return torch.cuda.graph_pool_handle()  # launches run one after the other, so graphs share their memory
-
-    @functools.cached_property
-    def _stream(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream()  # of all captures: the libraries keep a workspace per stream
 
     def _decode(self, steps: int, needs_all: bool) -> None:
         plan, S, W = self._plan.tensors, self.slots, self.config.block_size
@@ -362,13 +366,14 @@ class CudaRunner(Runner):
         for i, layer in enumerate(self._layers):
             h = torch.rms_norm(x, (c.n_embd,), layer.attn_norm, c.norm_eps)
             qkv = (h @ layer.qkv).view(len(x), -1, c.head_dim)  # (N, nh + 2nkv, hs)
-            qk = torch.rms_norm(qkv[:, :heads], (c.head_dim,), None, c.norm_eps)
+            # Of the values too, for nothing: the norm of a part would copy it first.
+            qk = torch.rms_norm(qkv, (c.head_dim,), None, c.norm_eps)[:, :heads]
             torch.addcmul(qk * cos[i], qk.roll(half, dims=-1), sin[i], out=qkv[:, :heads])
             y = attend(i, qkv[:, : c.n_head], qkv[:, c.n_head :])
-            x = torch.addmm(x, y, layer.proj)
+            x.addmm_(y, layer.proj)  # in place: into a new tensor it would copy x first
             h = torch.rms_norm(x, (c.n_embd,), layer.mlp_norm, c.norm_eps)
             gate, up = (h @ layer.gate_up).chunk(2, dim=1)
-            x = torch.addmm(x, F.silu(gate) * up, layer.down)
+            x.addmm_(F.silu(gate) * up, layer.down)
         return x
 
     def _logits_of(self, x: Tensor) -> Tensor:
@@ -471,9 +476,15 @@ class Launch:
     def _mark(self) -> Any:  # an event, or on a CPU the time
         if not self._is_cuda:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True, blocking=True)  # whoever waits leaves its core to others
         event.record()
         return event
+
+
+@functools.cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """One for all models of a process: the libraries keep a workspace per stream."""
+    return torch.cuda.Stream(device)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

@@ -116,6 +116,8 @@ class EngineAPI(LitAPI):
             version.source, device, runner.backend, runner.dtype, runner.slots, options.threads,
             f" ({description})" if (description := getattr(runner, "description", "")) else "",
         )  # fmt: skip
+        if runner.backend == "cuda":
+            logger.info("a GPU pays with many sequences at once; a lone text is expected to be faster on a CPU")
         return Engine(
             runner, max_running=options.max_running, max_waiting=options.max_waiting,
             is_fair=options.is_fair, step_seconds=options.step_seconds,
