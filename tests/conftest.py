@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import hypothesis
 import pytest
 
 from tests.toolbox import needs
@@ -40,6 +41,11 @@ LONGEST = (
 
 def pytest_configure() -> None:
     needs.required()  # an unknown area aborts the run before any test
+    # Hypothesis judges speed, which here is that of whatever else runs on the machine.
+    hypothesis.settings.register_profile(
+        "any speed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+    hypothesis.settings.load_profile("any speed")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

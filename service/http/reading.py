@@ -340,7 +340,7 @@ def _abbreviated(name: str, raw: bytes) -> Raw:
         case b'"':
             return Raw(raw)
         case b"[":
-            return Raw(b"[0]")
+            return Raw(b"[{}]")  # no field is a list of objects
         case b"{":
             return Raw(b'{"": 0}')
     raise ApiError(400, f"body is not valid JSON: {name} has {len(raw)} digits", code="invalid_json")

@@ -68,7 +68,7 @@ def check_allowed(guide, prefix, language, remaining, min_tokens):
 
 
 @given(st.sampled_from(PATTERNS), st.integers(0, 6), st.integers(0, 6), st.randoms(use_true_random=False))
-@settings(max_examples=700, deadline=None)
+@settings(max_examples=700)
 def test_guided_texts_match_within_their_budget(pattern, min_tokens, room, chance):
     max_tokens = min(6, min_tokens + room)
     automaton = automaton_of(pattern)
@@ -125,7 +125,7 @@ def test_a_text_that_cannot_be_completed_further_ends_with_any_id():
 
 
 @given(st.sampled_from(PATTERNS), st.integers(0, 300), st.integers(0, 20))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_layers_of_a_minimum_length_are_those_of_the_definition(pattern, minimum, room):
     """However long the minimum is: they repeat."""
     automaton = automaton_of(pattern)
@@ -160,7 +160,7 @@ STOPS = ["a", "a+", "ab*c", "(ab|b)c", "abab", "a.{2}b", "(a|b){3}", "c.*a", "(a
 
 
 @given(st.sampled_from(STOPS), st.text(VOCABULARY, max_size=25))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_stop_patterns_find_every_match_and_hold_it_back(pattern, text):
     automaton, reference = automaton_of(pattern), re.compile(pattern)
     stop = StopPattern(automaton)

@@ -87,7 +87,7 @@ def compiled(pattern):
 
 
 @given(patterns, st.data())
-@settings(max_examples=250, deadline=None, derandomize=True)  # in rare examples re takes many seconds
+@settings(max_examples=250, derandomize=True)  # in rare examples re takes many seconds
 def test_the_language_is_that_of_fullmatch(pattern, data):
     automaton, reference = compiled(pattern)
     texts = ["".join(c) for length in range(3) for c in itertools.product(VOCABULARY, repeat=length)]
@@ -126,7 +126,7 @@ counted = st.builds(
 
 
 @given(counted, st.sampled_from(["", "b", "a?", "ab"]), st.sampled_from(["", "{2}", "{1,2}"]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_counts_of_ambiguous_parts(pattern, tail, outer):
     pattern = f"(?:{pattern}{tail}){outer}"
     automaton, reference = compiled(pattern)
@@ -135,7 +135,7 @@ def test_counts_of_ambiguous_parts(pattern, tail, outer):
 
 
 @given(patterns)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_automata_are_trimmed_and_minimal(pattern):
     automaton, _ = compiled(pattern)
     assume(automaton is not None and len(automaton.table) <= 60)
@@ -270,7 +270,7 @@ def test_unsupported_syntax_is_refused_with_its_offset(pattern, message):
 
 
 @given(st.text(r"ab1\[](){}|*+?^-.,$:!=<>dwsx ", max_size=12))
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=1500)
 def test_any_text_compiles_to_the_language_of_re_or_is_refused(pattern):
     try:
         automaton = compile_regex(pattern, VOCABULARY)
@@ -355,7 +355,6 @@ def test_hostile_patterns_are_refused_or_stay_within_every_bound(pattern):
 
 
 @given(st.lists(st.text("ab1", max_size=5), min_size=1, max_size=12))
-@settings(deadline=None)
 def test_exactly_the_choices_match(choices):
     automaton = compile_choice(choices, VOCABULARY)
     for text in map("".join, itertools.chain(*(itertools.product("ab1", repeat=n) for n in range(6)))):

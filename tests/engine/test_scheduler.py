@@ -24,7 +24,6 @@ def sequence(id, prompt=3, max_tokens=5, **options):
 
 
 @given(st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3), st.text("abc", max_size=30))
-@settings(deadline=None)
 def test_matcher_finds_the_first_stop_and_holds_the_longest_prefix(stops, text):
     matcher = StopMatcher(tuple(tuple(map(ord, s)) for s in stops))
     for end in range(1, len(text) + 1):
@@ -76,7 +75,7 @@ def run(scheduler, plan, apply=lambda piece: None):
 
 
 @given(st.integers(0, 10_000))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_sequences_keep_their_slots_under_random_events(seed):
     """Arrivals, prompts in pieces, copies, completions and aborts in any order; `cache` is what a runner's would be.
 
@@ -278,7 +277,7 @@ def end(scheduler, id):
     st.integers(0, 10_000),
     st.lists(st.sampled_from([0.1, 0.5, 1.0, 2.0, 7.0]), min_size=2, max_size=5),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_clients_that_always_wait_run_characters_by_weight(seed, weights):
     """Within one sequence's cost of each, whatever the costs (Goyal, Vin & Cheng 1996, theorem 1)."""
     r = random.Random(seed)
@@ -306,7 +305,7 @@ def test_clients_that_always_wait_run_characters_by_weight(seed, weights):
 
 
 @given(st.integers(0, 10_000))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_no_client_waits_for_ever(seed):
     """Beside clients that return with the best priority, and ever new ones, a sequence starts within few others."""
     r = random.Random(seed)

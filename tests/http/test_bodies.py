@@ -86,7 +86,7 @@ def test_a_large_body_means_what_a_small_one_does(kind, body):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_large_value_of_every_field_means_what_it_does_in_a_small_body(kind):
-    for name in {*kind.model_fields, "unknown"} - {"stop_token_ids"}:
+    for name in (*kind.model_fields, "unknown"):
         for value in LARGE:
             content = json.dumps({name: value}).encode()
             found, expected = outcome(large, kind, content), outcome(parse, kind, content)

@@ -3,6 +3,8 @@
 Held against the same weights as a model of other texts, asked in so many words.
 """
 
+import json
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -10,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from service.model.checkpoint import Checkpoint
 from service.model.tokenizer import CharTokenizer
 from tests.helpers import VOCABULARY, RunningServer, random_model, web
+from tests.toolbox.http import events
 from training.inputs import Encoder
 from training.saving import save_checkpoint
 from training.score import score_lines
@@ -67,6 +70,13 @@ def test_ignore_eos_goes_on(servers):
     assert any("\n" in text for text, _ in found)
 
 
+def test_min_tokens_holds_and_the_record_ends_after_it(servers):
+    records, _ = servers
+    found = choices(records, prompt="Al", max_tokens=60, min_tokens=12)
+    assert all(len(text) >= 12 and "\n" not in text for text, _ in found)
+    assert {reason for _, reason in found} >= {"stop"}
+
+
 def test_patterns_follow_the_beginning(servers):
     records, texts = servers
     for pattern in ({"regex": "[a-z]+"}, {"choice": ["abc", "xyz"]}):
@@ -87,6 +97,15 @@ def test_echo_and_log_probabilities_are_of_what_is_shown(servers):
     assert one["logprobs"]["token_logprobs"] == other["logprobs"]["token_logprobs"][1:]
     assert None not in one["logprobs"]["token_logprobs"]
     assert one["logprobs"]["text_offset"] == list(range(len(one["text"])))
+
+
+def test_streams_end_too(servers):
+    records, _ = servers
+    body = {"prompt": "Al", "max_tokens": 60, "seed": 1}
+    with web.stream("POST", f"{records.url}/generate", json=body | {"stream": True}) as response:
+        pieces = [json.loads(data) for data in events(response) if data != "[DONE]"]
+    text = "".join(piece.get("text", "") for piece in pieces)
+    assert text == ask(records, **body)["choices"][0]["text"]
 
 
 def test_scores_are_those_of_training(servers, checkpoints):

@@ -553,7 +553,7 @@ def mutated_json(data, value):
     return bytes(text)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 @given(
     st.data(), st.sampled_from(["manifest.json", "config.json", "tokenizer.json", "training.json", "model.safetensors"])
 )

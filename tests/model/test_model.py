@@ -116,7 +116,7 @@ def cached_logits(model, idx, pieces):
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_cached_logits_equal_one_uncached_forward(data):
     """Rows at different positions, prompts shorter and longer than W in random pieces, texts of five windows."""
     model = random_model(torch.float64, block_size=6)

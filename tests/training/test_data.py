@@ -137,7 +137,6 @@ print(corpus.tokenizer.decode(corpus.ids[:20]), flush=True)
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])), st.integers(1, 7))
-@settings(deadline=None)
 def test_reading_does_not_depend_on_the_chunk_size(tmp_path_factory, text, size):
     file = text_file(tmp_path_factory.getbasetemp(), text)
     before, data.CHUNK_BYTES = data.CHUNK_BYTES, size
@@ -377,7 +376,7 @@ def test_bad_gzip_and_empty_folders_are_refused(tmp_path):
 
 
 @given(st.lists(st.text("abc€", max_size=6), min_size=10, max_size=60), st.booleans(), st.integers(1, 9))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_records_are_shuffled_and_one_in_ten_validates(tmp_path_factory, lines, ended, chunk):
     """At any chunk size records stay whole, each after a line break and ended by its own; empty lines are none."""
     text = "\n".join(lines) + ("\n" if ended or not lines[-1] else "")
@@ -415,7 +414,6 @@ def test_too_few_records_are_refused(tmp_path):
 
 
 @given(st.lists(st.text("abc", min_size=1, max_size=9), min_size=1, max_size=30), st.integers(1, 12), st.integers(0, 3))
-@settings(deadline=None)
 def test_each_record_is_drawn_once_an_epoch_in_a_row_of_its_own(records, block_size, seed):
     tokenizer = CharTokenizer("\nabc")
     ids = np.array(tokenizer.encode("\n" + "".join(f"{record}\n" for record in records)), np.uint8)

@@ -18,7 +18,7 @@ def slow_longest(text, train):
 
 
 @given(ids, ids, st.integers(4, 100))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_longest_copy_at_any_chunk_size(text, train, chunk):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(report, "CHUNK", chunk)
@@ -28,7 +28,7 @@ def test_longest_copy_at_any_chunk_size(text, train, chunk):
 
 
 @given(ids, ids, st.integers(1, 6), st.integers(4, 100))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_copied_share_at_any_chunk_size(text, train, length, chunk):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(report, "CHUNK", chunk)
@@ -46,7 +46,7 @@ def test_distinct_n():
 
 
 @given(ids, ids, st.integers(1, 6))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_copied_passages_are_what_copied_ngrams_cover(text, train, length):
     covered = set()
     for i in range(len(text) - length + 1):
