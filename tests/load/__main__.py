@@ -3,7 +3,7 @@
     make load                                             ARGS='…' is passed to Locust
     python -m tests.load --url http://127.0.0.1:8000 -- --users 64 --run-time 5m
 
-Writes Locust's report and the server's log to --out. Exits with Locust's status, 1 if an answer was wrong.
+Writes Locust's report and the server's log to --out. Exits with 1 if an answer was wrong, or Locust failed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from service.settings import BUNDLED
 from tests.toolbox.launch import ROOT, Server, ServerError, module
 
 
-def run(checkpoint: Path, url: str | None, out: Path, arguments: list[str]) -> int:
+def run(checkpoint: Path, url: str | None, out: Path, arguments: list[str]) -> str | None:
+    """What went wrong."""
     out.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         if url is None:
@@ -32,8 +33,10 @@ def run(checkpoint: Path, url: str | None, out: Path, arguments: list[str]) -> i
         locust += ["--users", "16", "--spawn-rate", "16", "--run-time", "1m", "--only-summary", "--loglevel", "WARNING"]
         locust += ["--html", str(out / "report.html"), "--csv", str(out / "locust"), *arguments]
         status = subprocess.run(locust, cwd=ROOT).returncode
+    if status:
+        return f"load: locust ended with status {status}"
     print(f"report: {out / 'report.html'}")
-    return status
+    return None
 
 
 if __name__ == "__main__":
