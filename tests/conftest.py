@@ -22,13 +22,13 @@ ON_DEMAND = ("chaos", "cuda", "slow", "tools")
 LONGEST = (
     "deploy/test_compose.py",
     "deploy/test_container.py",
-    "deploy/test_swarm.py",
     "test_supervision.py",
     "http/test_openapi.py",
     "deploy/test_deploy.py",
     "test_server.py",
     "training/test_training.py",
     "http/test_page.py",
+    "deploy/test_swarm.py",  # not while test_compose.py runs
     "engine/test_engine.py",
     "http/test_protocol.py",
     "test_checkpoints.py",

@@ -385,7 +385,7 @@ def test_a_signal_drains_running_requests_and_refuses_new_ones(tmp_path, how):
     with serving(checkpoint.path, shutdown_delay_seconds=0.5) as server:
 
         def ask(**fields):
-            body = {"prompt": "a", "max_tokens": 500, "stream": False} | fields
+            body = {"prompt": "a", "max_tokens": 2000, "stream": False} | fields
             response = web.post(f"{server.url}/generate", json=body, timeout=60)
             return text_of(pieces(response)) if body["stream"] else response.json()["choices"][0]["text"]
 
@@ -403,7 +403,7 @@ def test_a_signal_drains_running_requests_and_refuses_new_ones(tmp_path, how):
             assert web.get(f"{server.url}/livez").status_code == 200
             exact = reference(checkpoint)
             for i, text in enumerate(running):
-                assert len(text.result()) == 500
+                assert len(text.result()) == 2000
                 assert text.result()[:20] == exact("a", 20, seed=i)
             assert infill.result()
         assert server.process.wait(20) == 0

@@ -9,6 +9,7 @@
     http     answers and streams of 128 characters over HTTP and the time to the first character: the service,
              llama.cpp's server, transformers serve, stock LitServe
     mixed    one stream beside another client's work, and kinds of requests beside plain ones
+    texts    whether a text depends on load, in each dtype
     path     the service around a stub engine; compared with plain FastAPI and stock LitServe, both without a model
 
 Rewrites OUT/serve.json and OUT/serve.md after each part; the servers' logs are in OUT/logs. Systems that are compared
@@ -70,8 +71,9 @@ PACE_SECONDS = 0.01  # step time of the paced stub: 64 streams emit 6,400 events
 STOCK_EVENT = b'{"text": "a"'
 DTYPES = ("float32", "bfloat16")  # of the native engine
 SLOTS = 128  # of the engine alone
+LOADED_SLOTS = 64  # of the engine whose texts are compared
 
-PARTS = ("engine", "http", "mixed", "path")
+PARTS = ("engine", "http", "mixed", "texts", "path")
 
 
 @dataclass(frozen=True)
@@ -86,13 +88,14 @@ class Plan:
     clients: tuple[int, ...] = (1, 8, 32, 64)
     http_seconds: float = 3.0  # per measurement
     first_requests: int = 200
+    texts: int = 10_000  # generations by dtype
     path_seconds: float = 3.0  # per measurement of the path
     streams: tuple[int, ...] = (1, 256)
     paced_length: int = 400
 
 
 FULL = Plan()
-QUICK = Plan(2, ("S",), (1, 8, 32), 1.0, False, (1, 64), 1.0, 40, 1.0, (1, 256), 100)
+QUICK = Plan(2, ("S",), (1, 8, 32), 1.0, False, (1, 64), 1.0, 40, 300, 1.0, (1, 256), 100)
 
 
 class Bench(Run):
@@ -187,6 +190,18 @@ class Bench(Run):
                     systems["llama"]["runs"].append(batched(best[count][0], count, best[count][1]))
                 self.say(f"{shape}: " + last_line(figures, "row"))
         return figures
+
+    def texts(self) -> dict[str, Any]:
+        """By dtype: how many of the same generations differ under load from alone."""
+        changed = {}
+        for dtype in ("float32", "float64", "bfloat16"):
+            found = []
+            for slots, alone in ((LOADED_SLOTS, False), (1, True)):
+                with self.remote(self.folders["S"], dtype, slots) as remote:
+                    found.append(remote.call("texts", self.plan.texts, ANSWER, alone=alone))
+            changed[f"native {dtype}"] = sum(a != b for a, b in zip(*found, strict=True))
+            self.say(f"{dtype}: {changed[f'native {dtype}']} of {self.plan.texts} texts changed under load")
+        return {"count": self.plan.texts, "changed": changed}
 
     # -- the parts: over HTTP --
 

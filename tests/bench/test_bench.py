@@ -29,6 +29,7 @@ TINY_PLAN = replace(
     clients=(1, 2),
     http_seconds=1.0,
     first_requests=3,
+    texts=20,
     path_seconds=0.3,
     streams=(1, 64),
     paced_length=10,
@@ -200,8 +201,9 @@ def test_remote_keeps_its_object_and_reports_failures():
 def test_tiny_benchmark_of_serving_gives_every_figure_but_the_peers(tmp_path):
     bench = serve.Bench(TINY_PLAN, {"S": TINY}, 1, tmp_path / "out", tmp_path / "no-llama.cpp")
     bench.llama_files = lambda shape: (_ for _ in ()).throw(BenchError("not here"))
-    bench.run(["engine", "path", "mixed"])
+    bench.run(["engine", "path", "mixed", "texts"])
     assert bench.results["errors"] == {"engine": "BenchError: not here"}
+    assert set(bench.results["texts"]["changed"].values()) == {0}
     path = bench.results["path"]
     for name in ("ours", "plain", "stock"):
         assert path[name]["requests"][0]["per_second"] > 0

@@ -16,7 +16,12 @@ from tests.helpers import save_random, wait_until, web
 from tests.toolbox.http import events
 from tests.toolbox.launch import free_port
 
-pytestmark = [pytest.mark.container, pytest.mark.needs("docker", "compose"), pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.container,
+    pytest.mark.needs("docker", "compose"),
+    pytest.mark.timeout(900),
+    pytest.mark.usefixtures("networks"),
+]
 
 PROJECT = "chargpt-test-compose"
 

@@ -12,7 +12,12 @@ from tests.deploy.stack import DEPLOY, SIZE, Load, answered_by, build, build_sta
 from tests.helpers import save_random, wait_until, web
 from tests.toolbox.launch import free_port
 
-pytestmark = [pytest.mark.container, pytest.mark.needs("docker"), pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.container,
+    pytest.mark.needs("docker"),
+    pytest.mark.timeout(900),
+    pytest.mark.usefixtures("networks"),
+]
 
 STACK = "chargpt-test-swarm"
 BRIDGE = "docker_gwbridge"

@@ -525,7 +525,7 @@ def test_training_json_of_the_best_is_of_its_step(tmp_path, monkeypatch):
 
 def test_ctrl_c_while_loading_is_quiet(tmp_path):
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "training", "train", "--out", str(out), *flags(tmp_path)]
+    command = [sys.executable, "-m", "training", "train", "--out", str(out), *flags(tmp_path, steps=100_000)]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
     while not out.exists():
         time.sleep(0.01)
