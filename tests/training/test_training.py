@@ -526,7 +526,10 @@ def test_training_json_of_the_best_is_of_its_step(tmp_path, monkeypatch):
 def test_ctrl_c_while_loading_is_quiet(tmp_path):
     out = tmp_path / "out"
     command = [sys.executable, "-m", "training", "train", "--out", str(out), *flags(tmp_path, steps=100_000)]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell ignores it in the background
+    )  # fmt: skip
     while not out.exists():
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)
