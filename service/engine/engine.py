@@ -260,14 +260,15 @@ class Engine:
         return counts[bisect.bisect(counts, fit) - 1]
 
     def _start(self, plan: Plan) -> None:
-        for sequence, copy in plan.starts:
-            assert sequence.slot is not None
+        for sequence, found in plan.starts:
+            request, slot = sequence.request, sequence.slot
+            assert slot is not None
             with self._isolated([sequence]):
-                request = sequence.request
-                self.runner.start(sequence.slot, request.sampling, request.seen + request.prompt)
-                if copy is not None:
-                    self.runner.copy(*copy)
-                    self.stats.num_copied_tokens += copy.length
+                self.runner.start(slot, request.sampling, request.seen + request.prompt)
+                if found is not None:
+                    self.runner.copy(found.source, slot, found.length)
+                    self.scheduler.copied(slot, found.length)
+                    self.stats.num_copied_tokens += found.length
 
     def _decode(self, slots: np.ndarray, num_prompt: int) -> list[Batch]:
         """Launch the sequences in `slots` (B,), beside `num_prompt` characters of prompts."""
@@ -318,6 +319,7 @@ class Engine:
                 self.stats.lap("update")
 
     def _update(self, batch: Batch, outcome: Outcome, deltas: list[Delta]) -> None:
+        """Add what each row chose to its sequence: as many as its steps, up to where its logits are not finite."""
         rows: list[list[int]] = outcome.ids.tolist()
         for b in np.flatnonzero(batch.steps < outcome.ids.shape[1]).tolist():
             del rows[b][batch.steps[b] :]
@@ -330,17 +332,12 @@ class Engine:
             if sequence.finish_reason is not None:  # since this was launched
                 self.stats.num_dropped_tokens += len(ids)
             elif batch.pieces or b in failed or not sequence.extend_simply(ids):
-                is_failed = b in failed
-                if batch.pieces:
-                    is_failed = not self._take_prompt(sequence, batch.pieces[b], report) or is_failed
-                if is_failed and batch.pieces:
-                    ids = []
-                self._take(sequence, ids, report)
-                if is_failed and not sequence.is_finished:
-                    self._fail(sequence)
-                elif batch.pieces and batch.pieces[b].is_last and not batch.pieces[b].choose:
-                    sequence.finish_reason = "length"
-                self._send(sequence, deltas)
+                self._take(sequence, ids, report, batch.pieces[b] if batch.pieces else None, b in failed)
+                if sequence.is_finished:
+                    self.scheduler.remove(sequence)
+                delta = self._delta(sequence)
+                if delta.ids or delta.prompt_logprobs is not None or sequence.is_finished:
+                    deltas.append(delta)
             else:
                 delta = Delta(sequence.id, ids)
                 delta.logprobs = report
@@ -350,38 +347,30 @@ class Engine:
                     self.scheduler.remove(sequence)
                 deltas.append(delta)
 
-    def _take_prompt(self, sequence: Sequence, piece: Piece, report: Logprobs | None) -> bool:
-        """Take the log-probabilities of a piece of a prompt out of its report; False: they are not finite."""
-        if piece.is_last:
-            sequence.prefilled_at = self.stats.ended_at
-        if piece.targets is None or report is None:
-            return True
-        scores = report.take(len(report) - piece.choose)
-        if not np.isfinite(floats(scores.values)).all():
-            return False
-        sequence.unemitted_prompt_logprobs.extend(scores)
-        return True
-
-    def _take(self, sequence: Sequence, ids: list[int], report: Logprobs | None) -> None:
-        """Extend a sequence by chosen ids, with their log-probabilities if it reports them."""
-        taken = sequence.extend(ids)
+    def _take(
+        self, sequence: Sequence, ids: list[int], report: Logprobs | None, piece: Piece | None, has_failed: bool
+    ) -> None:
+        """Extend a sequence, of which a piece of its prompt may have run, by chosen ids and log-probabilities."""
+        if piece is not None:
+            if piece.is_last:
+                sequence.prefilled_at = self.stats.ended_at
+            if piece.targets is not None and report is not None:
+                scores = report.take(len(report) - piece.choose)
+                if np.isfinite(floats(scores.values)).all():
+                    sequence.unemitted_prompt_logprobs.extend(scores)
+                else:
+                    ids, has_failed = [], True
+        num_taken = sequence.extend(ids)
         if report is not None:
-            sequence.unemitted_logprobs.extend(report.part(0, taken))
+            sequence.unemitted_logprobs.extend(report.part(0, num_taken))
         if sequence.guide is None:  # a guide refuses the id that ends its text
-            self.stats.num_dropped_tokens += len(ids) - taken
-
-    def _fail(self, sequence: Sequence) -> None:
-        sequence.finish_reason = "error"
-        about = {"request_ids": [sequence.request.request_id]}
-        logger.error("sequence %d: the model gave logits that are not finite", sequence.id, extra=about)
-
-    def _send(self, sequence: Sequence, deltas: list[Delta]) -> None:
-        """Add what there is to send of a sequence; remove it if it has finished."""
-        if sequence.is_finished:
-            self.scheduler.remove(sequence)
-        delta = self._delta(sequence)
-        if delta.ids or delta.prompt_logprobs is not None or sequence.is_finished:
-            deltas.append(delta)
+            self.stats.num_dropped_tokens += len(ids) - num_taken
+        if has_failed and not sequence.is_finished:
+            sequence.finish_reason = "error"
+            about = {"request_ids": [sequence.request.request_id]}
+            logger.error("sequence %d: the model gave logits that are not finite", sequence.id, extra=about)
+        elif piece is not None and piece.is_last and not piece.choose:
+            sequence.finish_reason = "length"
 
     @contextlib.contextmanager
     def _isolated(self, sequences: list[Sequence]) -> Iterator[None]:
@@ -403,9 +392,8 @@ class Engine:
             raise BrokenRunnerError(f"the last {MAX_FAILURES} calls of the model failed")
 
     def _delta(self, sequence: Sequence) -> Delta:
-        ids, logprobs = sequence.emit()
-        delta = Delta(sequence.id, ids, sequence.finish_reason)
-        delta.logprobs, delta.prompt_logprobs = logprobs, sequence.emit_prompt_logprobs()
+        ids, logprobs, of_prompt = sequence.emit()
+        delta = Delta(sequence.id, ids, sequence.finish_reason, logprobs=logprobs, prompt_logprobs=of_prompt)
         if sequence.prefilled_at is not None:
             if not sequence.is_timed:
                 sequence.is_timed = True

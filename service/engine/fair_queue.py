@@ -41,8 +41,8 @@ class FairQueue:
         self._clients: dict[str, Client] = {}
         self._weights = 0.0  # of all of them
         self._virtual_time = 0.0
-        self._by_tag: list[tuple[float, int, int, Client]] = []  # heap of (tag, order, version, client)
-        self._by_running: list[tuple[float, float, int, int, Client]] = []  # heap of (running / weight, tag, order, …)
+        self._by_tag: list[tuple[Any, ...]] = []  # heap of (tag, order, version, client)
+        self._by_running: list[tuple[Any, ...]] = []  # heap of (running / weight, tag, order, version, client)
         self._numbers = itertools.count(1)
         self._lengths: Counter[tuple[int, float]] = Counter()  # clients by (waiting sequences, weight)
         self._num_clients_waiting = 0
@@ -72,13 +72,12 @@ class FairQueue:
 
         below_share: only of a client that runs fewer than its share; the one that runs fewest by weight goes first.
         """
-        while self._by_tag and not _is_valid(self._by_tag[0]):
-            heapq.heappop(self._by_tag)
-        while self._by_running and not _is_valid(self._by_running[0]):
-            heapq.heappop(self._by_running)
+        for heap in (self._by_tag, self._by_running):
+            while heap and not _is_valid(heap[0]):
+                heapq.heappop(heap)
         if not self._by_tag:
             return None
-        client = self._by_running[0][-1] if below_share else self._by_tag[0][-1]
+        client: Client = self._by_running[0][-1] if below_share else self._by_tag[0][-1]
         if below_share and not self._is_below_share(client.num_running, client.weight, self._weights):
             return None
         # Not that of the client's own tag: `below_share` may take one far ahead, behind whom no newcomer should start.
@@ -166,20 +165,14 @@ class FairQueue:
         client.version += 1
         if not client.num_waiting:
             return
-        heapq.heappush(self._by_tag, self._tagged(client))
-        heapq.heappush(self._by_running, (client.num_running / client.weight, *self._tagged(client)))
-        limit = 2 * self._num_clients_waiting + 64
-        if len(self._by_tag) > limit:
-            self._by_tag = [entry for entry in self._by_tag if _is_valid(entry)]
-            heapq.heapify(self._by_tag)
-        if len(self._by_running) > limit:
-            self._by_running = [entry for entry in self._by_running if _is_valid(entry)]
-            heapq.heapify(self._by_running)
-
-    def _tagged(self, client: Client) -> tuple[float, int, int, Client]:
-        return client.tag, client.order, client.version, client
+        entry = (client.tag, client.order, client.version, client)
+        heapq.heappush(self._by_tag, entry)
+        heapq.heappush(self._by_running, (client.num_running / client.weight, *entry))
+        for heap in (self._by_tag, self._by_running):
+            if len(heap) > 2 * self._num_clients_waiting + 64:
+                heap[:] = filter(_is_valid, heap)
+                heapq.heapify(heap)
 
 
 def _is_valid(entry: tuple[Any, ...]) -> bool:
-    *_, version, client = entry
-    return bool(client.version == version)
+    return bool(entry[-1].version == entry[-2])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import heapq
 import math
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -48,19 +47,19 @@ class LongWaitError(Exception):
         super().__init__(f"expected wait for a slot is {seconds:.1f} s (limit {limit:g} s)")
 
 
-class Copy(NamedTuple):
-    """The first `length` positions of a slot's cache, which another slot starts with."""
+class Found(NamedTuple):
+    """A slot that has the first `length` ids of a sequence, or will have once it has run them."""
 
     source: int
-    target: int
     length: int
+    is_ready: bool
 
 
 class Plan(NamedTuple):
     """What a step does besides decoding, to be carried out in this order."""
 
-    starts: list[tuple[Sequence, Copy | None]]  # sequences that got a slot, and what of the cache they start with
-    pieces: list[Piece]
+    starts: list[tuple[Sequence, Found | None]]  # sequences that got a slot, and what each copies; then `copied`
+    pieces: list[Piece]  # then `prefilled`
 
 
 class Scheduler:
@@ -91,8 +90,8 @@ class Scheduler:
         self.is_decoding = np.zeros(self.slots, dtype=bool)
         self.num_left = np.zeros(self.slots, dtype=np.int64)  # characters that a decoding sequence may still choose
         self.prefilling: list[Sequence] = []  # in order of arrival in a slot
-        # Taken from the queue, each for a free slot: they start with a copy of what another in prefill has yet to run.
-        self.copying: list[Sequence] = []
+        # Taken from the queue, each for a free slot; they look again for what to copy once a slot has run so many ids.
+        self.copying: list[tuple[Sequence, int, int]] = []
         self.num_guided = 0  # decoding sequences whose next choice depends on their last character
         self.contents = Contents(self.slots, config, piece)
         self.queue = FairQueue(max_running, is_fair)
@@ -192,14 +191,11 @@ class Scheduler:
                 self.num_guided -= sequence.guide is not None
             else:
                 self.prefilling.remove(sequence)
-            if sequence.finish_reason == "error":  # its keys and values may not be finite
-                self.contents.clear(slot)
-            else:
-                self.contents.ended(slot, sequence)
+            self.contents.ended(slot, sequence)
             self.by_slot[slot] = None
             heapq.heappush(self._free, slot)
-        elif sequence in self.copying:
-            self.copying.remove(sequence)
+        else:
+            self.copying = [it for it in self.copying if it[0] is not sequence]
         # Ended sequences stay in the heap until popped, or until they outnumber the others.
         if len(self._deadlines) > 2 * len(self._by_id) + 64:
             self._deadlines = [item for item in self._deadlines if item[1] in self._by_id]
@@ -211,63 +207,52 @@ class Scheduler:
         A prompt that shares its beginning with one in prefill starts once that has run, with a copy. Starts and copies
         count as characters: they take about half of the budget at most, and the others come in the next steps.
         """
-        self.contents.copied_now.clear()
-        starts: list[tuple[Sequence, Copy | None]] = []
-        spent = 0
-        for sequence in list(self.copying):
-            source, length = sequence.source, sequence.num_shared
-            assert source is not None and source.slot is not None
-            has_run = int(self.contents.num_held[source.slot])
-            if 2 * spent >= budget or not (source.is_finished or has_run >= length):
-                continue
-            self.copying.remove(sequence)
-            if source.is_finished or has_run > self.contents.last_chance(length):
-                found = self.contents.find(sequence)
+        starts: list[tuple[Sequence, Found | None]] = []
+        spent, held = 0, self.contents.num_held
+        copying, self.copying = self.copying, []
+        for sequence, source, length in copying:
+            if 2 * spent < budget and (held[source] >= length or not self.contents.in_prefill[source]):
+                spent += self._start(sequence, starts)
             else:
-                found = Found(source.slot, length, is_ready=source.slot not in self.contents.copied_now)
-            spent += self._start(sequence, found, starts)
+                self.copying.append((sequence, source, length))
         while self._num_free and 2 * spent < budget:
             first = self.queue.pop(below_share=not self.num_open)
             if first is None:
                 break
             first.scheduled_at = now
-            spent += (
-                self._start(first, self.contents.find(first), starts)
-                + len(first.request.prompt) // STARTED_PER_CHARACTER
-            )
-            num_shared = 0 if first.source is None else first.num_shared
-            self.queue.charge(first, first.num_prompt_left - num_shared + first.request.max_tokens)
+            spent += self._start(first, starts)
         return Plan(starts, self._pieces(max(budget - spent, min(budget, MIN_PREFILL))) if self.prefilling else [])
+
+    def copied(self, slot: int, length: int) -> None:
+        """Record that a slot was given the first `length` positions of another."""
+        self.contents.num_held[slot] = length
 
     def prefilled(self, piece: Piece) -> None:
         """Record that a piece was launched; after the last one its sequence decodes, if it is not only scored."""
-        sequence, length = piece.sequence, len(piece.ids)
-        assert sequence.slot is not None
+        sequence, slot, length = piece.sequence, piece.slot, len(piece.ids)
         sequence.num_prefilled += length
         sequence.num_run += length
-        self.contents.num_held[sequence.slot] += length
-        if sequence.num_prompt_left:
-            return
-        self.contents.is_running[sequence.slot] = False
-        if sequence.request.max_tokens > 0:
+        self.contents.num_held[slot] += length
+        self.contents.in_prefill[slot] &= not piece.is_last
+        if piece.choose:
             self.prefilling.remove(sequence)
-            self.is_decoding[sequence.slot] = True
+            self.is_decoding[slot] = True
             self.num_guided += sequence.guide is not None
-            self.num_left[sequence.slot] = sequence.request.max_tokens - 1  # the first one is chosen with the piece
+            self.num_left[slot] = sequence.request.max_tokens - 1  # the first one is chosen with the piece
 
     def decoded(self, slots: np.ndarray, steps: np.ndarray) -> None:
         """Record that `steps` (B,) characters of the sequences in `slots` (B,) were launched."""
         self.contents.num_held[slots] += steps
         self.num_left[slots] -= steps
 
-    def _start(self, sequence: Sequence, found: Found | None, starts: list[tuple[Sequence, Copy | None]]) -> int:
-        """Give a slot to a sequence, or have it wait for what was found; returns the cost in characters."""
-        sequence.source = None
-        cost = 1 + self.contents.num_compared // COMPARED_PER_CHARACTER
-        self.contents.num_compared = 0
+    def _start(self, sequence: Sequence, starts: list[tuple[Sequence, Found | None]]) -> int:
+        """Give a slot to a sequence, or have it wait for what is to be copied; returns the cost in characters."""
+        found = self.contents.find(sequence)
+        cost, length = 1 + self.contents.num_compared // COMPARED_PER_CHARACTER, found.length if found else 0
+        if sequence.charged is None:
+            self.queue.charge(sequence, sequence.num_prompt_left - length + sequence.request.max_tokens)
         if found is not None and not found.is_ready:
-            sequence.source, sequence.num_shared = self.by_slot[found.source], found.length
-            self.copying.append(sequence)
+            self.copying.append((sequence, found.source, length))
             return cost
         slot = heapq.heappop(self._free)
         if found is not None and found.source == slot:  # it cannot be emptied and copied
@@ -278,25 +263,18 @@ class Scheduler:
         sequence.slot = slot
         self.by_slot[slot] = sequence
         self.prefilling.append(sequence)
-        # Nobody waits for who is only scored, and so runs last.
-        self.contents.start(slot, sequence, is_running=sequence.request.max_tokens > 0)
-        copy = None
+        self.contents.start(slot, sequence)
         if found is not None:
-            sequence.num_prefilled += found.length
-            self.contents.num_held[slot] = found.length
-            self.contents.copied_now.add(slot)
-            copy = Copy(found.source, slot, found.length)
-            cost += min(found.length, self.contents.window) // COPIED_PER_CHARACTER  # it moves at most W positions
-        starts.append((sequence, copy))
-        return cost
+            sequence.num_prefilled = length
+            cost += min(length, self.contents.window) // COPIED_PER_CHARACTER  # it moves at most W positions
+        starts.append((sequence, found))
+        return cost + len(sequence.request.prompt) // STARTED_PER_CHARACTER
 
     def _pieces(self, budget: int) -> list[Piece]:
         stop_at: dict[int, int] = {}  # slot -> where it must stop, so that those that wait for it can copy
-        for sequence in self.copying:
-            assert sequence.source is not None and sequence.source.slot is not None
-            if not sequence.source.is_finished:
-                limit = self.contents.last_chance(sequence.num_shared)
-                stop_at[sequence.source.slot] = min(limit, stop_at.get(sequence.source.slot, limit))
+        for _, source, length in self.copying:
+            limit = self.contents.last_chance(length)
+            stop_at[source] = min(limit, stop_at.get(source, limit))
         pieces: list[Piece] = []
         for sequence in self._in_order():
             if budget <= 0:
@@ -305,7 +283,7 @@ class Scheduler:
             assert slot is not None
             length = min(sequence.num_prompt_left, budget if pieces else max(budget, self.piece))
             if slot in stop_at:
-                length = min(length, stop_at[slot] - int(self.contents.num_held[slot]))
+                length = min(length, stop_at[slot] - sequence.num_prefilled)
             if length < sequence.num_prompt_left:
                 length -= length % self.piece
             if length > 0:
@@ -322,29 +300,16 @@ class Scheduler:
         self._turn += 1
         if len(self.prefilling) < 2 or self._turn % ARRIVAL_TURN == 0:
             return self.prefilling
+        left = [(sequence, sequence.slot, sequence.num_prompt_left) for sequence in self.prefilling]
+        lent = [(sequence, slot, length - int(self.contents.num_held[slot])) for sequence, slot, length in self.copying]
         ranks: Counter[tuple[bool, str]] = Counter()
-        places: dict[int, tuple[bool, int, int]] = {}  # by slot
-        for sequence in [*self.prefilling, *self.copying]:
-            is_scored, client = sequence.request.max_tokens == 0, self.queue.identity(sequence.request)[0]
-            rank, slot, left = ranks[is_scored, client], sequence.slot, sequence.num_prompt_left
-            ranks[is_scored, client] += 1
-            source = sequence.source
-            if source is not None:
-                if source.is_finished:  # it looks for another in the next step
-                    continue
-                slot = source.slot
-                left = sequence.num_shared - int(self.contents.num_held[slot])
-            assert slot is not None
-            places[slot] = min((is_scored, rank, left), places.get(slot, (True, sys.maxsize, 0)))
-        return sorted(self.prefilling, key=lambda sequence: places[sequence.slot or 0])
-
-
-class Found(NamedTuple):
-    """A slot whose sequence shares its first `length` ids with another."""
-
-    source: int
-    length: int
-    is_ready: bool  # to be copied now; else its prompt is still in prefill
+        places: dict[int | None, tuple[bool, int, int]] = {}  # by slot
+        for sequence, slot, num_left in [*left, *lent]:
+            kind = (sequence.request.max_tokens == 0, self.queue.identity(sequence.request)[0])
+            place = (kind[0], ranks[kind], num_left)
+            ranks[kind] += 1
+            places[slot] = min(place, places.get(slot, place))
+        return sorted(self.prefilling, key=lambda sequence: places[sequence.slot])
 
 
 class Contents:
@@ -354,99 +319,64 @@ class Contents:
     """
 
     def __init__(self, slots: int, config: GPTConfig, piece: int = 1):
-        self.window = config.block_size
-        self.piece = piece
+        self.window, self.piece = config.block_size, piece
         self.num_held = np.zeros(slots, dtype=np.int64)  # positions processed, generated ones included
-        # Slots into which the current plan copies. As that may fail, nobody copies from them before the next plan.
-        self.copied_now: set[int] = set()
+        self.in_prefill = np.zeros(slots, dtype=bool)  # others may wait for it
+        self.num_compared = 0  # ids, by the last `find`
         self._ids = np.full((slots, config.receptive_field), -1, dtype=np.int32)  # −1: past what is known
-        self._slots: dict[bytes, set[int]] = {}  # the first MIN_SHARED ids -> the slots that begin so
-        self._beginnings: list[bytes | None] = [None] * slots
-        self.is_running = np.zeros(slots, dtype=bool)  # in prefill: others may wait for it
-        self.num_compared = 0  # ids, by `find`, since the scheduler last looked
+        self._beginnings = np.zeros(slots, dtype=np.int64)  # by hash; 0: too short to be shared
 
-    def start(self, slot: int, sequence: Sequence, is_running: bool) -> None:
+    def start(self, slot: int, sequence: Sequence) -> None:
         """A slot is empty, and is about to run the sequence's prompt."""
-        self.clear(slot)
-        self.is_running[slot] = is_running
+        self.num_held[slot] = 0
+        # Nobody waits for who is only scored, and so runs last.
+        self.in_prefill[slot] = sequence.request.max_tokens > 0
         self._record(slot, sequence.cut_prompt)
 
     def ended(self, slot: int, sequence: Sequence) -> None:
-        """A sequence leaves its text in a slot."""
-        self.is_running[slot] = False
+        """A sequence leaves its text in a slot; after an error nothing, as keys and values may not be finite."""
+        self.in_prefill[slot] = False
         # With pieces, what was generated has other bits than as part of a prompt.
-        known = (len(sequence.ids) if self.piece == 1 else len(sequence.request.prompt)) - sequence.prefill_from
-        if known < MIN_SHARED or known > self._ids.shape[1]:
-            self.clear(slot)
-        else:
-            ids = sequence.ids[sequence.prefill_from : sequence.prefill_from + known]
-            self._record(slot, np.array(ids, dtype=np.int32))
-
-    def clear(self, slot: int) -> None:
-        """A slot holds nothing that may be copied."""
-        self.num_held[slot] = 0
-        self.is_running[slot] = False
-        beginning, self._beginnings[slot] = self._beginnings[slot], None
-        if beginning is not None:
-            slots = self._slots[beginning]
-            slots.remove(slot)
-            if not slots:
-                del self._slots[beginning]
+        ids = sequence.ids if self.piece == 1 else sequence.request.prompt
+        end = 0 if sequence.finish_reason == "error" else sequence.prefill_from + self._ids.shape[1]
+        self._record(slot, np.array(ids[sequence.prefill_from : end], dtype=np.int32))
 
     def last_chance(self, length: int) -> int:
         """The most positions that a slot may have processed when its first `length` are copied."""
         return max(self.window, length)
 
     def find(self, sequence: Sequence) -> Found | None:
-        """The slot that shares most of the sequence's beginning: of equals one to be copied now, then the lowest.
-
-        The search ends where one shares all that may be copied.
-        """
-        limit = min(sequence.max_shared, self._ids.shape[1])
-        if limit < MIN_SHARED:
+        """The slot that shares most of the sequence's beginning: of equals one to be copied now, then the lowest."""
+        self.num_compared = 0
+        ids = sequence.cut_prompt[: sequence.max_shared][: self._ids.shape[1]]
+        beginning = _hash_of_beginning(ids)
+        slots = np.flatnonzero(self._beginnings == beginning)
+        if not beginning or not len(slots):
             return None
-        ids = sequence.cut_prompt[:limit]
-        slots = self._slots.get(ids[:MIN_SHARED].tobytes())
-        if not slots:
-            return None
-        who = np.sort(np.fromiter(slots, np.int64, len(slots)))
-        held = self.num_held[who]
-        is_possible = self.is_running[who] | (held >= MIN_SHARED)
-        who = who[is_possible & (held <= self.last_chance(limit))]
-        who = who[np.argsort(self.is_running[who], kind="stable")]
+        slots = slots[self.num_held[slots] <= self.last_chance(len(ids))]
+        slots = slots[np.argsort(self.in_prefill[slots], kind="stable")]
         best: Found | None = None
-        first, count = 0, 1
-        while first < len(who) and (best is None or best.length < limit):
-            some = who[first : first + count]  # twice as many each time: often the first shares all
-            for slot, length in zip(some.tolist(), self._num_shared(some, ids).tolist(), strict=True):
-                found = self._found(slot, length)
-                if found and (best is None or (found.length, found.is_ready) > (best.length, best.is_ready)):
-                    best = found
-            first, count = first + count, 2 * count
+        for some in (slots[:1], slots[1:]):  # often the first shares all that may be copied
+            if best is not None and best.length == len(ids):
+                break
+            differs = self._ids[some, : len(ids)] != ids  # (B, T)
+            self.num_compared += differs.size
+            shared = np.where(differs.any(axis=1), differs.argmax(axis=1), len(ids))
+            for slot, length, held in zip(some.tolist(), shared.tolist(), self.num_held[some].tolist(), strict=True):
+                length = length if self.in_prefill[slot] else min(length, held)
+                length -= length % self.piece
+                is_ready = length <= held
+                is_possible = length >= MIN_SHARED and held <= self.last_chance(length)
+                if is_possible and (best is None or (length, is_ready) > (best.length, best.is_ready)):
+                    best = Found(slot, length, is_ready)
         return best
 
-    def _found(self, slot: int, length: int) -> Found | None:
-        """What a slot offers to a sequence that shares its first `length` ids."""
-        held, is_new = int(self.num_held[slot]), slot in self.copied_now
-        waits = bool(self.is_running[slot]) and (held < length or is_new)
-        length = length if waits else min(length, held)
-        length -= length % self.piece
-        if length < MIN_SHARED or held > self.last_chance(length) or (is_new and not waits):
-            return None
-        return Found(slot, length, not waits)
-
-    def _num_shared(self, slots: np.ndarray, ids: np.ndarray) -> np.ndarray:
-        """How many of `ids` (T,) each of `slots` (B,) begins with: (B,)."""
-        differs = self._ids[slots, : len(ids)] != ids  # (B, T)
-        self.num_compared += differs.size
-        return np.where(differs.any(axis=1), differs.argmax(axis=1), len(ids))
-
     def _record(self, slot: int, ids: np.ndarray) -> None:
-        if len(ids) < MIN_SHARED:
-            return
         ids = ids[: self._ids.shape[1]]
         self._ids[slot, : len(ids)] = ids
         self._ids[slot, len(ids) :] = -1
-        if self._beginnings[slot] is None:
-            beginning = self._beginnings[slot] = ids[:MIN_SHARED].tobytes()
-            self._slots.setdefault(beginning, set()).add(slot)
+        self._beginnings[slot] = _hash_of_beginning(ids)
+
+
+def _hash_of_beginning(ids: np.ndarray) -> int:
+    return hash(ids[:MIN_SHARED].tobytes()) if len(ids) >= MIN_SHARED else 0

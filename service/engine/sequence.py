@@ -88,10 +88,8 @@ class Sequence:
         # Of the cut prompt, so many ids at most may come from another's cache: the logits of the others are needed.
         self.max_shared = first_needed - 1 - self.prefill_from
         self.slot: int | None = None
-        self.source: Sequence | None = None  # in prefill; this starts once that has run its first `num_shared` ids
-        self.num_shared = 0
-        self.num_prefilled = self.prefill_from  # prompt ids in the cache, or skipped
-        self.num_run = 0  # prompt ids run, neither skipped nor copied
+        self.num_prefilled = 0  # ids of the cut prompt that are in the cache
+        self.num_run = 0  # of these, those that were not copied
         self.charged: int | None = None  # to its client, in characters; None: it waits
         self.num_emitted = 0  # completion ids emitted
         self.num_cut = 0  # ids at the end that belong to a stop
@@ -120,7 +118,7 @@ class Sequence:
     @property
     def num_prompt_left(self) -> int:
         """Prompt ids that are not in the cache yet."""
-        return len(self.request.prompt) - self.num_prefilled
+        return len(self.cut_prompt) - self.num_prefilled
 
     @property
     def is_finished(self) -> bool:
@@ -129,7 +127,7 @@ class Sequence:
     def piece(self, length: int) -> Piece:
         """The next `length` ids of the prompt, to be run."""
         assert self.slot is not None
-        start, is_last = self.num_prefilled - self.prefill_from, length == self.num_prompt_left
+        start, is_last = self.num_prefilled, length == self.num_prompt_left
         chooses = is_last and self.request.max_tokens > 0
         return Piece(
             self.slot,
@@ -181,11 +179,12 @@ class Sequence:
         elif self.num_completion_tokens == self.request.max_tokens:
             self.finish_reason = "length"
 
-    def emit(self) -> tuple[list[int], Logprobs | None]:
-        """Completion ids not emitted before, with their log-probabilities if requested.
+    def emit(self) -> tuple[list[int], Logprobs | None, Logprobs | None]:
+        """Completion ids not emitted before, with their log-probabilities if requested, and those of the prompt.
 
         Ids that may begin a stop are held back until that is ruled out.
         """
+        of_prompt, self.unemitted_prompt_logprobs = self.unemitted_prompt_logprobs, Logprobs()
         end = len(self.ids)
         if self.finish_reason == "stop":
             end -= self.num_cut
@@ -194,10 +193,6 @@ class Sequence:
         start = len(self.request.prompt) + self.num_emitted
         end = max(start, end)
         self.num_emitted += end - start
-        if self.request.logprobs is None or end == start:
-            return self.ids[start:end], None
-        return self.ids[start:end], self.unemitted_logprobs.take(end - start)
-
-    def emit_prompt_logprobs(self) -> Logprobs | None:
-        emitted, self.unemitted_prompt_logprobs = self.unemitted_prompt_logprobs, Logprobs()
-        return emitted if len(emitted) else None
+        has_logprobs = self.request.logprobs is not None and end > start
+        logprobs = self.unemitted_logprobs.take(end - start) if has_logprobs else None
+        return self.ids[start:end], logprobs, of_prompt if len(of_prompt) else None

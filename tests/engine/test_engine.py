@@ -709,7 +709,7 @@ def test_scores_of_long_texts_equal_streamed_loss(make, exact):
     assert len(values) == 699
     assert -np.mean(values) == pytest.approx(streamed_loss(exact, ids), abs=1e-5)
     late = Submit(2, ids.tolist(), 0, SamplingParams(), logprobs=0, score_from=600)
-    first_needed = engine.submit(late).num_prefilled
+    first_needed = engine.submit(late).prefill_from
     assert first_needed == 600 - exact.config.receptive_field  # older characters are skipped
     tail = []
     while engine.has_work:

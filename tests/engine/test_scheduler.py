@@ -63,7 +63,10 @@ CONFIG = GPTConfig(vocab_size=9, block_size=8, n_layer=4)
 
 
 def run(scheduler, plan, apply=lambda piece: None):
-    """Carries out the pieces of a plan; the first character after a prompt is 0."""
+    """Carries out a plan; the first character after a prompt is 0."""
+    for s, found in plan.starts:
+        if found:
+            scheduler.copied(s.slot, found.length)
     for piece in plan.pieces:
         apply(piece)
         scheduler.prefilled(piece)
@@ -88,11 +91,11 @@ def test_sequences_keep_their_slots_under_random_events(seed):
     cache = [[] for _ in range(scheduler.slots)]  # the ids whose keys each slot has seen
     ended, added, copied = [], 0, 0
 
-    def copy(it):
+    def copy(target, found):
         nonlocal copied
-        assert it.length <= len(cache[it.source]) <= max(CONFIG.block_size, it.length)
-        assert it.length % length == 0
-        cache[it.target] = cache[it.source][: it.length]
+        assert found.length <= len(cache[found.source]) <= max(CONFIG.block_size, found.length)
+        assert found.length % length == 0 and found.is_ready
+        cache[target] = cache[found.source][: found.length]
         copied += 1
 
     def append(piece):
@@ -122,7 +125,7 @@ def test_sequences_keep_their_slots_under_random_events(seed):
         for s, it in plan.starts:
             cache[s.slot] = []
             if it:
-                copy(it)
+                copy(s.slot, it)
         assert [s.slot for s in scheduler.by_slot if s] == [i for i, s in enumerate(scheduler.by_slot) if s]
         assert scheduler.prefilling + scheduler.copying == [] or any(plan), (
             "nobody waits for a sequence that does not run"
