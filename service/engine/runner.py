@@ -245,11 +245,10 @@ def open_runner(
         from service.engine.native import NativeRunner
 
         if isinstance(source, Checkpoint):
-            config, weights = GPTConfig(**source.hyperparameters), source.load_weights()
+            weights = source.load_weights()
         else:
-            config = source.config
             weights = {name: value.detach().cpu().numpy() for name, value in source.state_dict().items()}
-        return NativeRunner(config, weights, slots, threads, dtype)
+        return NativeRunner(source.config, weights, slots, threads, dtype)
     model = source.load_model() if isinstance(source, Checkpoint) else source
     if backend == "cuda":
         import torch

@@ -22,4 +22,5 @@ class Model:
         self.vocab_size = checkpoint.tokenizer.vocab_size
         self.patterns = PatternCompiler(checkpoint.tokenizer.characters, max_regex_characters)
         self.created_at = version.created_at
-        self.receptive_field, self.record_end = checkpoint.receptive_field, checkpoint.record_end  # see Checkpoint
+        self.receptive_field = checkpoint.config.receptive_field
+        self.record_end = checkpoint.record_end  # see Checkpoint

@@ -17,6 +17,7 @@ import codecs
 import contextlib
 import functools
 import hashlib
+import io
 import itertools
 import os
 import re
@@ -24,7 +25,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -205,8 +206,7 @@ class Checkpoint:
         _decode(file, data, _Training)
         training = _decode_object(file, data)
         for name in files.keys() - {"config.json", "tokenizer.json", "training.json"}:
-            for _ in _blocks(path, name, files, limits[name]):
-                pass  # only verified
+            _read(path, name, files, limits[name], is_kept=False)
         return cls(path, {name: getattr(config, name) for name in CONFIG_NAMES}, tokenizer, training, found, files)
 
     def read_file(self, name: str) -> bytes:
@@ -236,9 +236,8 @@ class Checkpoint:
         return "" if self.record_end is not None else self.tokenizer.adapted(EXAMPLE_PROMPT)
 
     @functools.cached_property
-    def receptive_field(self) -> int:
-        """See GPTConfig."""
-        return GPTConfig(**self.hyperparameters).receptive_field
+    def config(self) -> GPTConfig:
+        return GPTConfig(**self.hyperparameters)
 
     def load_weights(self) -> dict[str, np.ndarray]:
         """The weights under the names of GPT's parameters, in the precision of the file; without torch.
@@ -249,16 +248,15 @@ class Checkpoint:
         """
         from safetensors import SafetensorError, deserialize
 
-        file, config = self.path / WEIGHTS, GPTConfig(**self.hyperparameters)
-        data = self.read_file(WEIGHTS)
-        if int.from_bytes(data[:8], "little") > _max_header_bytes(config):
-            raise CheckpointError(f"{file}: the header must have at most {_max_header_bytes(config):,} bytes")
+        file, data, limit = self.path / WEIGHTS, self.read_file(WEIGHTS), _max_header_bytes(self.config)
+        if int.from_bytes(data[:8], "little") > limit:
+            raise CheckpointError(f"{file}: the header must have at most {limit:,} bytes")
         try:
             found = dict(deserialize(data))
         except SafetensorError as error:
             raise CheckpointError(f"{file}: {error}") from None
         del data
-        parameters = layout(config)
+        parameters = layout(self.config)
         shapes = {name: shape for parts in parameters.values() for name, shape in parts.items()}
         if wrong := sorted(shapes.keys() ^ found.keys()):
             raise CheckpointError(f"{file}: missing or unknown tensors: {', '.join(map(_short, wrong[:5]))}")
@@ -274,8 +272,9 @@ class Checkpoint:
             values = np.frombuffer(found[name]["data"], _DTYPES[dtype])
             if dtype == "BF16":  # the upper half of a float32
                 values = (values.astype("<u4") << 16).view("<f4")
-            if not _are_finite(values):
-                raise CheckpointError(f"{file}: {name} has values that are NaN, infinite or beyond float32")
+            with np.errstate(over="ignore"):
+                if not np.isfinite(values.astype(np.float32, copy=False)).all():
+                    raise CheckpointError(f"{file}: {name} has values that are NaN, infinite or beyond float32")
             tensors[name] = values.reshape(shape)
         return {ours: np.concatenate([tensors[name] for name in theirs]) for ours, theirs in parameters.items()}
 
@@ -289,7 +288,7 @@ class Checkpoint:
 
         from service.model.gpt import GPT
 
-        model = GPT(GPTConfig(**self.hyperparameters))
+        model = GPT(self.config)
         model.load_state_dict({name: torch.from_numpy(value) for name, value in self.load_weights().items()})
         return model.to(device, dtype or torch.float32).eval().requires_grad_(False)
 
@@ -320,7 +319,7 @@ def hf_config(config: GPTConfig) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _open(file: Path) -> Iterator[tuple[BinaryIO, int]]:
+def _open(file: Path) -> Iterator[tuple[io.BufferedReader, int]]:
     """A regular file, or a link to one, and its size. Never waits, as for the writer of a FIFO."""
     try:
         with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)) as stream:
@@ -332,28 +331,24 @@ def _open(file: Path) -> Iterator[tuple[BinaryIO, int]]:
         raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from None
 
 
-def _blocks(
-    path: Path, name: str, files: Mapping[str, FileEntry], max_bytes: int | None = None, block_bytes: int = 1 << 18
-) -> Iterator[bytes]:
-    """The content of a file, which is verified when the iterator ends."""
-    file, listed, sha256 = path / name, files.get(name), hashlib.sha256()
+def _read(
+    path: Path, name: str, files: Mapping[str, FileEntry], max_bytes: int | None = None, *, is_kept: bool = True
+) -> bytes:
+    """The content of a file, verified; nothing unless `is_kept`, so that large files need no memory."""
+    file, listed, data, sha256 = path / name, files.get(name), b"", hashlib.sha256()
     if listed is None:
         raise CheckpointError(f"{path / MANIFEST}: {name} is not listed")
     if max_bytes is not None and listed.size > max_bytes:
         raise CheckpointError(f"{file}: must have at most {max_bytes:,} bytes, got {listed.size:,}")
     with _open(file) as (stream, size):
-        left = size if size == listed.size else 0
-        while block := stream.read(min(left, block_bytes)):
-            sha256.update(block)
-            left -= len(block)
-            yield block
+        if size == listed.size and is_kept:
+            data = stream.read(size)
+            sha256.update(data)
+        elif size == listed.size:
+            sha256 = hashlib.file_digest(stream, "sha256")
     if size != listed.size or sha256.hexdigest() != listed.sha256:
         raise CheckpointError(f"{file}: size or SHA-256 differs from {MANIFEST}; the file was altered")
-
-
-def _read(path: Path, name: str, files: Mapping[str, FileEntry], max_bytes: int | None = None) -> bytes:
-    size = files[name].size if name in files else 0
-    return b"".join(_blocks(path, name, files, max_bytes, size))
+    return data
 
 
 def _decode(file: Path, data: bytes, kind: type[T]) -> T:
@@ -415,12 +410,6 @@ def _parse_tokenizer(path: Path, data: bytes, config: GPTConfig) -> CharTokenize
 def _max_header_bytes(config: GPTConfig) -> int:
     """Of model.safetensors: generous for names, types and metadata."""
     return (1 << 20) + 1024 * (3 + 11 * config.n_layer)
-
-
-def _are_finite(values: np.ndarray) -> bool:
-    """Whether all are finite in float32, in which engines compute."""
-    with np.errstate(over="ignore"):
-        return bool(np.isfinite(values.astype(np.float32, copy=False)).all())
 
 
 def _short(value: object) -> str:

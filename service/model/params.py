@@ -8,6 +8,7 @@ Loads without torch.
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from typing import Annotated, Any, get_type_hints
 
@@ -67,6 +68,13 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True, gc=False):
             if not -MAX_BIAS <= bias <= MAX_BIAS:
                 raise ValueError(f"logit_bias must be in [-{MAX_BIAS:g}, {MAX_BIAS:g}], got {bias} for id {id}")
             biased.add(id)
+
+    @property
+    def factors(self) -> tuple[float, ...]:
+        """What samplers compute with: temperature, top_p, log min_p, typical_p, then the penalties."""
+        log_min_p = math.log(self.min_p) if self.min_p else -math.inf
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return (self.temperature, self.top_p, log_min_p, self.typical_p, *penalties)
 
     @property
     def needs_history(self) -> bool:

@@ -61,19 +61,8 @@ TEMPERATURE, IS_GREEDY, TOP_K, TOP_P, LOG_MIN_P, TYPICAL_P, REPETITION, PRESENCE
 
 def row_of(params: SamplingParams) -> np.ndarray:
     """Parameters as `Sampler.choose` computes with them."""
-    return np.array(
-        [
-            params.temperature or 1.0,
-            params.temperature == 0.0,
-            params.top_k if params.top_k > 0 else 2**31,
-            params.top_p,
-            np.log(params.min_p) if params.min_p else -np.inf,
-            params.typical_p,
-            params.repetition_penalty,
-            params.presence_penalty,
-            params.frequency_penalty,
-        ]
-    )
+    temperature, *others = params.factors
+    return np.array([temperature or 1.0, temperature == 0.0, params.top_k if params.top_k > 0 else 2**31, *others])
 
 
 NEUTRAL = row_of(SamplingParams())

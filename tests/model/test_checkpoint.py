@@ -576,7 +576,7 @@ def test_a_signed_folder_with_any_change_loads_or_is_refused(original, data, nam
         except CheckpointError as error:
             assert str(error).isprintable() and len(str(error)) < len(str(original)) + 400
         else:
-            assert checkpoint.receptive_field > 0
+            assert checkpoint.config.receptive_field > 0
             assert msgspec.json.encode(checkpoint.training)  # as GET /info does
     finally:
         write(file, before)
