@@ -10,6 +10,7 @@ import pytest
 from tests.toolbox import needs
 
 if TYPE_CHECKING:
+    from service.model.checkpoint import Checkpoint
     from tests.helpers import RunningServer
 
 # Test models are tiny: a second thread would only spin and compete with the servers under test.
@@ -77,16 +78,37 @@ def chance() -> random.Random:
 
 
 @pytest.fixture(scope="session")
-def bundled() -> "Iterator[RunningServer]":
-    """A server of the bundled checkpoint with default settings, one for each process of the run."""
-    from service.settings import BUNDLED
-    from tests.helpers import RunningServer
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> "Checkpoint":
+    """Random weights over VOCABULARY."""
+    from tests.helpers import save_random
 
-    with RunningServer(BUNDLED) as server:
-        server.wait_until_ready()
-        yield server
-        assert server.stop() == 0
-        assert "Traceback" not in server.output()
+    return save_random(tmp_path_factory.mktemp("random") / "checkpoint")
+
+
+@pytest.fixture(scope="session")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> "Checkpoint":
+    """A model that takes seconds for a few hundred characters."""
+    from tests.helpers import SLOW, save_random
+
+    return save_random(tmp_path_factory.mktemp("slow") / "checkpoint", **SLOW)
+
+
+@pytest.fixture(scope="session")
+def server(checkpoint: "Checkpoint") -> "Iterator[RunningServer]":
+    """Of `checkpoint`, for all tests that need no settings of their own."""
+    from tests.helpers import lasting
+
+    settings = {"keep_alive_seconds": 0.01, "max_score_texts": 3000, "max_body_bytes": 64 << 20}
+    yield from lasting(checkpoint.path, **settings)
+
+
+@pytest.fixture(scope="session")
+def bundled() -> "Iterator[RunningServer]":
+    """Of the bundled checkpoint, with default settings."""
+    from service.settings import BUNDLED
+    from tests.helpers import lasting
+
+    yield from lasting(BUNDLED)
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ from service.model.checkpoint import Checkpoint
 from service.model.config import GPTConfig
 from service.model.gpt import GPT
 from service.model.tokenizer import CharTokenizer
+from service.shared import REASONS
 from service.wire import Logprobs
 from tests.toolbox.launch import Program, free_port
 from tests.toolbox.needs import CORPUS as CORPUS
@@ -130,6 +131,21 @@ class RunningServer(Program):
 
     def metric(self, name: str, **labels: str) -> float:
         return self.metrics().get((name, frozenset(labels.items())), 0.0)
+
+    def endings(self) -> tuple[float, dict[str, float]]:
+        """How many sequences were accepted, and how many ended for each reason."""
+        metrics, name = self.metrics(), "chargpt_request_success_total"
+        ended = {reason: metrics[name, frozenset({("finished_reason", reason)})] for reason in REASONS}
+        return metrics["chargpt_requests_accepted_total", frozenset()], ended
+
+    def wait_until_all_ended(self) -> None:
+        """Each accepted sequence, once."""
+
+        def have_ended() -> bool:
+            accepted, ended = self.endings()
+            return accepted == sum(ended.values())
+
+        wait_until(have_ended, otherwise=lambda: self.endings())
 
     def wait_until_metric(self, name: str, value: float, timeout: float = 30, **labels: str) -> None:
         wait_until(lambda: self.metric(name, **labels) == value, timeout, f"{name} did not become {value}")

@@ -38,10 +38,8 @@ from training.saving import save_checkpoint
 
 def exact(checkpoint, prompt, max_tokens, seed):
     """The reference text of a seed."""
-    model = checkpoint.load_model(dtype=torch.float64)
-    return checkpoint.tokenizer.decode(
-        model.generate(checkpoint.tokenizer.encode(prompt), max_tokens, SamplingParams(seed=seed))
-    )
+    ids, model = checkpoint.tokenizer.encode(prompt), checkpoint.load_model(dtype=torch.float64)
+    return checkpoint.tokenizer.decode(model.generate(ids, max_tokens, SamplingParams(seed=seed)))
 
 
 def ask(server, model=None, **body):
@@ -74,15 +72,17 @@ def reload(server, result, name):
     wait_until(lambda: count() > before, otherwise=server.output)
 
 
+def save_with(folder, characters, seed=2):
+    model = random_model(vocab_size=len(characters), seed=seed)
+    save_checkpoint(folder, model, CharTokenizer(characters), {"losses": {}})
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """A folder of runs: two checkpoints with different vocabularies, one of them in best/, and what is none."""
     folder = tmp_path_factory.mktemp("runs")
     save_random(folder / "plays", seed=1)
-    digits = sorted("\n0123456789")
-    save_checkpoint(
-        folder / "numbers" / "best", random_model(vocab_size=len(digits), seed=2), CharTokenizer(digits), {"losses": {}}
-    )
+    save_with(folder / "numbers" / "best", sorted("\n0123456789"), seed=2)
     (folder / "notes").mkdir()
     (folder / ".hidden").mkdir()
     return folder
@@ -153,7 +153,7 @@ def test_sequences_of_all_models_run_at_once_with_their_own_texts(server, runs):
 def test_the_default_has_no_name_and_a_model_does_not_wait_for_the_slots_of_another(tmp_path):
     """One that comes while another holds all slots starts at once."""
     save_random(tmp_path / "a", seed=1)
-    save_random(tmp_path / "b", seed=2)
+    second = save_random(tmp_path / "b", seed=2)
     options = {"model_name": "first", "max_running_requests": 4, "fair_queueing": False}
     with serving(f"{tmp_path}/a,second={tmp_path}/b", **options) as server:
         assert list(served(server)) == ["first", "second"]
@@ -163,8 +163,7 @@ def test_the_default_has_no_name_and_a_model_does_not_wait_for_the_slots_of_anot
         with web.stream("POST", f"{server.url}/generate", json=flood, timeout=60) as stream:
             lines = stream.iter_lines()
             next(lines)
-            expected = exact(Checkpoint.read(tmp_path / "b"), "a", 60, seed=1)
-            assert text(ask(server, "second", max_tokens=60)) == expected
+            assert text(ask(server, "second", max_tokens=60)) == exact(second, "a", 60, seed=1)
 
 
 # -- SIGHUP --
@@ -252,8 +251,7 @@ def test_reading_a_large_checkpoint_at_sighup_holds_nothing_up(tmp_path):
 
 def test_a_stream_ends_on_the_checkpoint_with_which_it_began_though_its_worker_dies(tmp_path):
     """The new worker loads the old version too, as long as a request uses it."""
-    old = save_random(tmp_path / "model", **SLOW)
-    expected = exact(old, "a", 100, seed=1)
+    expected = exact(save_random(tmp_path / "model", **SLOW), "a", 100, seed=1)
     with serving(tmp_path / "model") as server:
         body = {"prompt": "a", "max_tokens": 800, "seed": 1, "stream": True}
         with web.stream("POST", f"{server.url}/generate", json=body, timeout=60) as stream:
@@ -328,15 +326,11 @@ def test_a_bad_run_in_a_folder_of_runs_is_left_out(tmp_path):
         Catalog([(None, tmp_path)], "chargpt", tmp_path).open()
 
 
-def without_space(folder, seed=0):
-    characters = [c for c in VOCABULARY if c != " "]
-    save_checkpoint(
-        folder, random_model(vocab_size=len(characters), seed=seed), CharTokenizer(characters), {"losses": {}}
-    )
+WITHOUT_SPACE = [c for c in VOCABULARY if c != " "]
 
 
 def test_a_vocabulary_without_the_replacement_character_is_refused_at_start(tmp_path):
-    without_space(tmp_path / "words")
+    save_with(tmp_path / "words", WITHOUT_SPACE)
     problem = refusal(f"--checkpoint={tmp_path}/words", "--unknown-characters=replace")
     assert "vocabulary does not have the character ' ', which is to replace unknown ones" in problem
     assert "set --replacement-character to one that it has, or --unknown-characters to drop or refuse" in problem
@@ -420,8 +414,8 @@ def test_a_worker_that_fails_or_dies_while_loading_brings_the_old_list_back(cata
 
 def test_a_new_checkpoint_without_the_replacement_character_is_refused_at_sighup(catalog, state, tmp_path, caplog):
     catalog.replacement = " "
-    without_space(tmp_path / "runs" / "b", seed=2)
-    without_space(tmp_path / "runs" / "a", seed=2)
+    for name in "ab":
+        save_with(tmp_path / "runs" / name, WITHOUT_SPACE)
     catalog.refresh(state)
     assert not catalog.step and listing(catalog) == ([1], [1])
     assert [state.num_reloads(catalog.listing.rows[name])["refused"] for name in "ab"] == [1, 1]
@@ -472,11 +466,7 @@ def test_a_run_whose_name_is_not_utf_8_is_left_out(catalog, state, tmp_path, cap
     save_random(Path(os.fsdecode(bytes(tmp_path / "runs") + b"/caf\xe9")))
     catalog.refresh(state)
     assert not catalog.step and "as its name is not UTF-8" in caplog.text
-
-
-def test_an_unchanged_list_is_not_rolled_out(catalog, state):
-    catalog.refresh(state)
-    assert state.generation == 0 and not catalog.step
+    assert state.generation == 0, "an unchanged list is not rolled out"
 
 
 def test_the_last_checkpoint_is_never_removed(catalog, state, tmp_path):

@@ -68,12 +68,6 @@ def test_settings_table_matches_the_code():
     assert {row[0].strip("`"): row[1:] for row in rows(TEXTS[OPERATIONS], "Settings")} == settings_table()
 
 
-def test_documented_train_flags_exist():
-    flags = set(TRAINING_COMMANDS["train"]._option_string_actions)
-    named = {flag for row in rows(TEXTS[TRAINING], "Flags") for flag in re.findall(r"--[a-z-]+", row[0])}
-    assert {"--init-from", "--dropout"} <= named <= flags
-
-
 def test_documented_training_commands_match_the_parser():
     assert {row[0].strip("`") for row in rows(TEXTS[TRAINING], "Commands")} == TRAINING_COMMANDS.keys()
     found = [words[3:] for text in TEXTS.values() for words in commands(text) if words[1:3] == ["-m", "training"]]

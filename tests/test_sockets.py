@@ -7,7 +7,6 @@ import multiprocessing
 import shutil
 import socket
 import struct
-import sys
 import tempfile
 import termios
 import threading
@@ -48,7 +47,7 @@ async def wait_for(condition):
 
 def unread(writer):
     """Bytes written to a socket and not yet read by its peer."""
-    if sys.platform != "linux" or writer.is_closing():
+    if writer.is_closing():
         return 0
     return struct.unpack("i", fcntl.ioctl(writer.get_extra_info("socket"), termios.TIOCOUTQ, b"\0" * 4))[0]
 

@@ -41,9 +41,6 @@ def test_texts_without_words_are_those_that_contain_none(words, allowed):
             assert (follow(automaton, text) is not None) == is_good, text
 
 
-# -- guides --
-
-
 def allowed_by(guide, remaining, may_leave=True):
     guide.remaining, guide.may_leave = remaining, may_leave
     return guide.allowed()
@@ -154,8 +151,6 @@ def test_a_minimum_length_is_small_or_refused():
         MinimumLength.of(automaton, 1_000_000, 1_000_000)
 
 
-# -- stop patterns --
-
 STOPS = ["a", "a+", "ab*c", "(ab|b)c", "abab", "a.{2}b", "(a|b){3}", "c.*a", "(abc|bc)+", "aab|ab|b{3}", "[^a]a*b"]
 
 
@@ -187,9 +182,6 @@ def test_partial_matches_are_at_most_as_many_as_states():
         assert stop.push(n % 2) is None
         assert stop.held == n and len(stop._starts) <= len(automaton.table)
     assert stop.push(2) == 3000
-
-
-# -- serialisation --
 
 
 def test_pack_round_trip():

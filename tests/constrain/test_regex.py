@@ -21,25 +21,8 @@ def accepts(automaton, text, vocabulary=VOCABULARY):
     return all(guide.push(vocabulary.index(c)) for c in text) and guide.may_end
 
 
-# -- supported syntax --
-
-CLASS_ITEMS = [
-    *"ab1_ .z",
-    r"\d",
-    r"\w",
-    r"\s",
-    r"\D",
-    r"\W",
-    r"\S",
-    r"\n",
-    r"\]",
-    r"\-",
-    r"\x61",
-    "a-b",
-    "1-b",
-    r"\.-1",
-]
-ATOMS = [*"aab11_ -é٣z]", ".", r"\d", r"\w", r"\s", r"\D", r"\W", r"\S", r"\n", r"\.", r"\x61", r"\u00e9", r"\]", "()"]
+CLASS_ITEMS = [*"ab1_ .z", *r"\d \w \s \D \W \S \n \] \- \x61 a-b 1-b \.-1".split()]
+ATOMS = [*"aab11_ -é٣z]", *r". \d \w \s \D \W \S \n \. \x61 \u00e9 \] ()".split()]
 
 char_classes = st.builds(
     lambda negated, first, items, last: f"[{'^' * negated}{first}{''.join(items)}{last}]",
@@ -181,11 +164,7 @@ def test_named_classes_are_those_of_re_over_all_of_unicode(name):
     ("pattern", "matching", "others"),
     [
         (r"[A-Z][a-z]+(, [A-Z][a-z]+)*\.", ["Ann.", "Ann, Bob."], ["Ann", "Ann,Bob.", "ann."]),
-        (
-            r"([A-Z][a-z]?|[cnops]|[=#()]|\d){1,100}",
-            ["CCl", "C" * 50 + "Cl" * 50],
-            ["", "l", "C" * 101, "CC" + "Cl" * 99],
-        ),
+        (r"([A-Z][a-z]?|[cnops]|\d){1,100}", ["CCl", "C" * 50 + "Cl" * 50], ["", "l", "C" * 101, "CC" + "Cl" * 99]),
         (r"(\w+ ?){2,60}", ["ab", "a b", "a " * 60, "a" * 99], ["a", "a  b", "a " * 61]),
         (r"(\w\w? ?){5,}", ["abcde", "ab cd ef gh ij", "a" * 99], ["abcd", "ab c d ", "a  bcdef"]),
         (r"(((a*)*b?)+c|(d+|e*)*)*f", ["f", "cf", "aabbacddef", "ddeedecf"], ["", "abf", "caf", "ff"]),
@@ -196,9 +175,6 @@ def test_typical_patterns(pattern, matching, others):
     for text in matching + others:
         assert accepts(automaton, text, PRINTABLE) == (text in matching), text
     assert automaton.min_length <= min(map(len, matching))
-
-
-# -- the vocabulary --
 
 
 def test_branches_with_unknown_characters_are_dropped():
@@ -222,9 +198,6 @@ def test_unmatchable_patterns_name_the_missing_characters():
         compile_regex("ab", ["a", "b"], allowed=frozenset("a"))
     with pytest.raises(RegexError, match="matches '.\\^.x00-.uffff.' at offset 0$"):
         compile_regex(r"[^\x00-\uffff]", VOCABULARY)
-
-
-# -- refusals --
 
 
 @pytest.mark.parametrize(
@@ -349,9 +322,6 @@ def test_hostile_patterns_are_refused_or_stay_within_every_bound(pattern):
             assert len(automaton.table) <= 1000 and automaton.table.size <= MAX_CELLS
             answers.append(automaton.pack())
     assert answers[0] == answers[1]
-
-
-# -- choices --
 
 
 @given(st.lists(st.text("ab1", max_size=5), min_size=1, max_size=12))

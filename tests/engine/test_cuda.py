@@ -207,9 +207,6 @@ def test_the_next_launch_goes_out_before_the_last_one_is_read():
     assert dropped == 1  # of the launch after the one that chose the stop
 
 
-# -- static shapes --
-
-
 class Recorder(TorchDispatchMode):
     """Every operation with the shapes of its tensors, views excluded; composite ones as what they consist of.
 
@@ -310,9 +307,6 @@ def test_state_stays_where_it_is():
     assert addresses() == before
 
 
-# -- choice of the backend --
-
-
 def test_auto_takes_cuda_on_a_gpu_in_float32():
     assert resolve("auto", "auto", "cuda:1") == ("cuda", "float32")
     assert resolve("auto", "float64", "cuda:0") == ("cuda", "float64")
@@ -329,9 +323,6 @@ def test_slots_that_fit_leave_a_tenth_of_the_memory(dtype):
     slots = slots_that_fit(config, dtype, 8e9)
     assert 0.5 * 7.2e9 < slots * slot < 7.2e9
     assert slots_that_fit(config, dtype, 1e9) == 0 and slots_that_fit(config, dtype, 1e13) == 4096
-
-
-# -- on a GPU --
 
 
 @pytest.mark.cuda

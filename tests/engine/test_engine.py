@@ -1,6 +1,6 @@
 import itertools
 import random
-import re
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -11,7 +11,6 @@ from service.constrain.regex import compile_choice, compile_regex, compile_witho
 from service.engine.cuda import CudaRunner
 from service.engine.engine import Cost, Engine
 from service.engine.runner import available_backends, open_runner, resolve
-from service.engine.scheduler import QueueFullError
 from service.engine.sequence import Sequence
 from service.model.params import SamplingParams
 from service.model.sampling import uniforms
@@ -84,30 +83,38 @@ def request(id, seed=None, **options):
     return Submit(id, prompt, r.choice([1, 3, 10, 40]), params, **options)
 
 
-def test_texts_equal_the_uncached_reference(make, exact, clock):
+@pytest.fixture(scope="module")
+def expected(exact):
+    """The texts of 40 requests, uncached."""
+    return {s.id: exact.generate(s.prompt, s.max_tokens, s.sampling) for s in map(request, range(40))}
+
+
+def test_texts_equal_the_uncached_reference(make, expected, clock):
     """With a full batch, prompts in pieces, several steps per call and random arrivals."""
     engine = make(5, clock=clock)
     r = random.Random(0)
-    todo = [request(i) for i in range(40)]
-    texts = {s.id: [] for s in todo}
+    todo, texts = [request(i) for i in range(40)], {}
     while todo or engine.has_work:
         while todo and r.random() < 0.4:
             engine.submit(todo.pop())
-        for delta in engine.step():
-            texts[delta.id] += delta.ids
-    for i, text in texts.items():
-        s = request(i)
-        assert text == exact.generate(s.prompt, s.max_tokens, s.sampling), i
+        collect(engine, texts, 1)
+    assert texts == expected
 
 
-def collect(engine, texts, steps=1000):
-    """Runs up to `steps` steps, extends `texts`; returns the finish reasons."""
+def collect(engine, texts, steps=1000, counts=None):
+    """Runs up to `steps` steps, extends `texts` and adds up what was counted; returns the finish reasons."""
     finish_reasons = {}
-    for _ in range(steps):
-        for delta in engine.step() if engine.has_work else []:
+    while steps and engine.has_work:
+        steps -= 1
+        for delta in engine.step():
             texts.setdefault(delta.id, []).extend(delta.ids)
             if delta.finish_reason:
                 finish_reasons[delta.id] = delta.finish_reason
+        if counts is not None:
+            stats = engine.stats
+            counts.update(
+                run=stats.num_prefill_tokens, copied=stats.num_copied_tokens, dropped=stats.num_dropped_tokens
+            )
     return finish_reasons
 
 
@@ -137,24 +144,34 @@ def test_steps_per_call_follow_the_work(make):
     assert not engine.has_work
 
 
+@pytest.fixture
+def timed(make, monkeypatch):
+    """Makes an engine whose decoding takes time by rows and steps, and prompts by characters; it and the times."""
+
+    def timed(slots, step_seconds, decode, prefill=0.0):
+        spent = {"decode": 0.0, "prefill": 0.0}
+        engine = make(slots, clock=lambda: sum(spent.values()), step_seconds=step_seconds)
+
+        def takes(name, seconds):
+            forward = getattr(engine.runner, name)
+
+            def slow(*arguments):
+                spent[name] += seconds(*arguments)
+                return forward(*arguments)
+
+            monkeypatch.setattr(engine.runner, name, slow)
+
+        takes("decode", lambda slots, steps, *_: decode(len(slots), steps.max()))
+        takes("prefill", lambda pieces: prefill * sum(len(piece.ids) for piece in pieces))
+        return engine, spent
+
+    return timed
+
+
 @at_once
-def test_a_step_takes_as_long_as_it_should(make, monkeypatch):
+def test_a_step_takes_as_long_as_it_should(timed):
     """0.9 ms per row and decode step, 0.1 ms per character of a prompt: 4 ms are 4 steps, or 2 and 20 characters."""
-    now = 0.0
-    engine = make(4, clock=lambda: now, step_seconds=0.004)
-
-    def takes(name, seconds):
-        forward = getattr(engine.runner, name)
-
-        def slow(*arguments):
-            nonlocal now
-            now += seconds(*arguments)
-            return forward(*arguments)
-
-        monkeypatch.setattr(engine.runner, name, slow)
-
-    takes("decode", lambda slots, steps, *_: 0.0009 * len(slots) * steps.max())
-    takes("prefill", lambda pieces: 0.0001 * sum(len(piece.ids) for piece in pieces))
+    engine, _ = timed(4, 0.004, lambda rows, steps: 0.0009 * rows * steps, prefill=0.0001)
     engine.submit(Submit(0, [1, 2, 3], 1000, SamplingParams()))
     collect(engine, {}, 5)
     assert (engine.stats.num_decode_steps, engine.stats.seconds) == (4, pytest.approx(0.0036))
@@ -166,47 +183,23 @@ def test_a_step_takes_as_long_as_it_should(make, monkeypatch):
 
 
 @at_once
-def test_a_stream_keeps_half_of_the_time_beside_a_backlog_of_prompts(make, monkeypatch):
-    now = 0.0
-    engine = make(4, clock=lambda: now, step_seconds=0.004)
-    spent = {"decode": 0.0, "prefill": 0.0}
-
-    def takes(name, seconds):
-        forward = getattr(engine.runner, name)
-
-        def slow(*arguments):
-            nonlocal now
-            now += seconds(*arguments)
-            spent[name] += seconds(*arguments)
-            return forward(*arguments)
-
-        monkeypatch.setattr(engine.runner, name, slow)
-
-    takes("decode", lambda slots, steps, *_: 0.0001 * steps.max())
-    takes("prefill", lambda pieces: 0.00001 * sum(len(piece.ids) for piece in pieces))
+def test_a_stream_keeps_half_of_the_time_beside_a_backlog_of_prompts(timed):
+    engine, spent = timed(4, 0.004, lambda rows, steps: 0.0001 * steps, prefill=0.00001)
     engine.submit(Submit(0, [1], 100_000, SamplingParams()))
     for i in range(1, 100):
         engine.submit(Submit(i, [1 + i % 40] * 500, 0, SamplingParams(), logprobs=0, score_from=1, client="other"))
     collect(engine, {}, 20)
-    spent |= dict.fromkeys(spent, 0.0)
+    before = dict(spent)
     collect(engine, {}, 50)
-    assert 0.3 < spent["decode"] / (spent["decode"] + spent["prefill"]) < 0.7
+    decode, prefill = (spent[name] - before[name] for name in ("decode", "prefill"))
+    assert 0.3 < decode / (decode + prefill) < 0.7
     assert engine.stats.seconds < 0.006
 
 
 @at_once
-def test_clients_share_the_time_whatever_number_of_sequences_each_has(make, monkeypatch):
+def test_clients_share_the_time_whatever_number_of_sequences_each_has(timed, make):
     """A call takes 1 ms for each row beside a fixed 4 ms; the texts stay what they are alone."""
-    now = 0.0
-    engine = make(40, clock=lambda: now, step_seconds=0.02)
-    decode = engine.runner.decode
-
-    def slow(slots, steps, *arguments):
-        nonlocal now
-        now += (0.004 + 0.001 * len(slots)) * steps.max()
-        return decode(slots, steps, *arguments)
-
-    monkeypatch.setattr(engine.runner, "decode", slow)
+    engine, _ = timed(40, 0.02, lambda rows, steps: (0.004 + 0.001 * rows) * steps)
     requests = [Submit(0, [1], 60, SamplingParams(seed=0), client="one")]
     requests += [Submit(i, [2], 400, SamplingParams(seed=i), client="many") for i in range(1, 31)]
     for each in requests:
@@ -218,8 +211,7 @@ def test_clients_share_the_time_whatever_number_of_sequences_each_has(make, monk
     assert rows <= 10  # 2 · (4 + 1) = 4 + 6 ms
     counts = sorted(len(texts.get(i, ())) for i in range(1, 31))
     assert 0 < counts[0] and counts[-1] - counts[0] <= 40  # they take turns
-    while engine.has_work:
-        collect(engine, texts, 1)
+    collect(engine, texts)
     alone = make(40)
     for i in (0, 1, 17, 30):
         assert texts[i] == alone.generate([requests[i]])[0]
@@ -269,22 +261,6 @@ def test_a_long_prompt_beside_short_ones_makes_no_long_step(make, backend, monke
     assert max(first.values()) <= 3  # 512 characters in steps of 256, and a slot for each
 
 
-def test_a_newcomer_runs_beside_a_flood_of_long_prompts(make):
-    """56 prompts of 100 characters of one client wait to run: another's 3 characters do not wait for them."""
-    engine = make(9, clock=itertools.count().__next__, max_running=8)  # 16 prompt characters per step
-    r = random.Random(0)
-    for i in range(56):
-        prompt = [r.randrange(50) for _ in range(100)]
-        engine.submit(Submit(i, prompt, 50, SamplingParams(), client="flood", priority=-1000))
-    for _ in range(10):
-        engine.step()
-    engine.submit(Submit(100, [1, 2, 3], 1, SamplingParams(), client="new"))
-    texts = {}
-    collect(engine, texts, 4)
-    assert len(texts[100]) == 1
-    assert engine.scheduler.num_waiting == 48
-
-
 # -- prompts that share a beginning --
 
 
@@ -298,13 +274,9 @@ def test_a_prompt_of_many_sequences_runs_once(make, block_size, held):
     todo = [Submit(i, prompt, 20, SamplingParams(seed=i)) for i in range(16)]
     for s in todo:
         engine.submit(s)
-    texts, run, copied = {s.id: [] for s in todo}, 0, 0
-    while engine.has_work:
-        for delta in engine.step():
-            texts[delta.id] += delta.ids
-        run += engine.stats.num_prefill_tokens
-        copied += engine.stats.num_copied_tokens
-    assert (run, copied) == (held + 15, 15 * (held - 1))
+    texts, counts = {}, Counter()
+    collect(engine, texts, counts=counts)
+    assert (counts["run"], counts["copied"]) == (held + 15, 15 * (held - 1))
     for s in todo:
         assert texts[s.id] == model.generate(prompt, 20, s.sampling)
 
@@ -363,12 +335,9 @@ def test_a_sequence_whose_twin_leaves_runs_the_rest_itself(make):
     engine.step()
     engine.step()
     engine.abort(0)
-    texts, copied = {}, 0
-    while engine.has_work:
-        for delta in engine.step():
-            texts.setdefault(delta.id, []).extend(delta.ids)
-        copied += engine.stats.num_copied_tokens
-    assert copied == 32 + 99  # the second takes what the first has run; the third waits for the second
+    texts, counts = {}, Counter()
+    collect(engine, texts, counts=counts)
+    assert counts["copied"] == 32 + 99  # the second takes what the first has run; the third waits for the second
     for i in (1, 2):
         assert texts[i] == model.generate(prompt, 8, SamplingParams(seed=i))
 
@@ -384,13 +353,11 @@ def test_text_ends_before_the_stop_sequence(make, exact):
     first = next(i for i in range(len(text)) if tuple(text[i : i + 3]) == stop)
     engine = make(clock=lambda: 0.0)
     stopped = engine.submit(Submit(0, s.prompt, 40, s.sampling, stop=(stop, (99, 99))))
-    texts, dropped = {}, 0
-    while engine.has_work:
-        collect(engine, texts, 1)
-        dropped += engine.stats.num_dropped_tokens
+    texts, counts = {}, Counter()
+    collect(engine, texts, counts=counts)
     assert texts == {0: text[:first]}
     assert stopped.finish_reason == "stop"
-    assert dropped == -(first + 3 - 2) % 32  # calls end at 1, 2, 34, … characters
+    assert counts["dropped"] == -(first + 3 - 2) % 32  # calls end at 1, 2, 34, … characters
 
 
 def test_abort_frees_the_slot_at_once_without_affecting_others(make, exact):
@@ -400,20 +367,13 @@ def test_abort_frees_the_slot_at_once_without_affecting_others(make, exact):
     waiting = Submit(3, [6], 5, SamplingParams(seed=3))
     for s in (leaving, staying, waiting):
         engine.submit(s)
-    texts = {2: [], 3: []}
-    for _ in range(4):
-        for delta in engine.step():
-            texts.setdefault(delta.id, []).extend(delta.ids)
+    texts = {}
+    collect(engine, texts, 4)
     assert engine.scheduler.num_waiting == 1
     engine.abort(1)
-    deltas = engine.step()
-    assert [d.id for d in deltas if d.finish_reason == "abort"] == [1]
+    assert collect(engine, texts, 1) == {1: "abort"}
     assert engine.scheduler.num_waiting == 0
-    for delta in deltas:
-        texts[delta.id] += delta.ids
-    while engine.has_work:
-        for delta in engine.step():
-            texts[delta.id] += delta.ids
+    collect(engine, texts)
     for s in (staying, waiting):
         assert texts[s.id] == exact.generate(s.prompt, s.max_tokens, s.sampling)
     engine.abort(1)
@@ -429,23 +389,8 @@ def test_timeouts_end_running_and_waiting_sequences(make):
     engine.submit(Submit(3, [1], 2, SamplingParams(), timeout_seconds=9.0))
     engine.step()
     now = 5.0
-    ended = {d.id: d.finish_reason for d in engine.step() if d.finish_reason}
-    assert ended == {1: "timeout", 2: "timeout"}
-    while engine.has_work:
-        ended |= {d.id: d.finish_reason for d in engine.step() if d.finish_reason}
-    assert ended[3] == "length"
-
-
-def test_full_queue_rejects_and_keeps_admitted_sequences(make):
-    engine = make(1, max_waiting=1)
-    engine.submit(request(0))
-    engine.submit(request(1))
-    with pytest.raises(QueueFullError):
-        engine.submit(request(2))
-    done = []
-    while engine.has_work:
-        done += [d.id for d in engine.step() if d.finish_reason]
-    assert sorted(done) == [0, 1]
+    assert collect(engine, {}, 1) == {1: "timeout", 2: "timeout"}
+    assert collect(engine, {}) == {3: "length"}
 
 
 def test_non_finite_logits_end_only_their_sequence(make, exact):
@@ -486,15 +431,24 @@ def test_an_id_outside_the_vocabulary_ends_only_its_sequence(make, exact, caplog
     assert "failed" in caplog.text
 
 
+@pytest.fixture
+def fail_once(monkeypatch):
+    """Makes the next call of a method fail."""
+
+    def fail_once(owner, name):
+        def fail(*_):
+            monkeypatch.undo()
+            raise RuntimeError("no memory")
+
+        monkeypatch.setattr(owner, name, fail)
+
+    return fail_once
+
+
 @pytest.mark.parametrize("name", ["start", "prefill"])
-def test_failing_forward_ends_its_sequences_and_the_engine_continues(make, exact, monkeypatch, caplog, name):
+def test_failing_forward_ends_its_sequences_and_the_engine_continues(make, exact, fail_once, caplog, name):
     engine = make(2)
-
-    def fail(*_):
-        monkeypatch.undo()
-        raise RuntimeError("no memory")
-
-    monkeypatch.setattr(engine.runner, name, fail)
+    fail_once(engine.runner, name)
     engine.submit(Submit(1, [1], 5, SamplingParams()))
     assert [d.finish_reason for d in engine.step()] == ["error"]
     assert not engine.has_work
@@ -503,7 +457,7 @@ def test_failing_forward_ends_its_sequences_and_the_engine_continues(make, exact
     assert engine.generate([s]) == [exact.generate(s.prompt, s.max_tokens, s.sampling)]
 
 
-def test_failing_decode_step_does_not_affect_a_prompt_in_prefill(make, exact, monkeypatch):
+def test_failing_decode_step_does_not_affect_a_prompt_in_prefill(make, exact, fail_once):
     engine = make(3, clock=itertools.count().__next__)
     lost = [Submit(i, [i], 50, SamplingParams(seed=i)) for i in range(2)]
     for s in lost:
@@ -512,12 +466,7 @@ def test_failing_decode_step_does_not_affect_a_prompt_in_prefill(make, exact, mo
     long = Submit(2, list(range(50)), 20, SamplingParams(seed=2), logprobs=0, score_from=1)  # in several pieces
     engine.submit(long)
     engine.step()
-
-    def fail(*_):
-        monkeypatch.undo()
-        raise RuntimeError("no memory")
-
-    monkeypatch.setattr(engine.runner, "decode", fail)
+    fail_once(engine.runner, "decode")
     texts = {}
     assert collect(engine, texts) == {0: "error", 1: "error", 2: "length"}
     assert texts[2] == exact.generate(list(range(50)), 20, SamplingParams(seed=2))
@@ -539,16 +488,11 @@ def test_nobody_copies_from_a_start_that_failed(make):
 
 
 @at_once
-def test_a_failing_copy_ends_only_the_sequence_that_waited_for_it(make, monkeypatch):
+def test_a_failing_copy_ends_only_the_sequence_that_waited_for_it(make, fail_once):
     model = random_model(torch.float64, block_size=64)
     engine = make(4, model)
     prompt = list(range(40))
-
-    def fail(*_):
-        monkeypatch.undo()
-        raise RuntimeError("no memory")
-
-    monkeypatch.setattr(engine.runner, "copy", fail)
+    fail_once(engine.runner, "copy")
     for i in range(3):
         engine.submit(Submit(i, prompt, 8, SamplingParams(seed=i)))
     texts = {}
@@ -633,7 +577,12 @@ def uncached(exact, request):
     return ids, logprobs[: len(ids)], of_prompt, sequence.finish_reason
 
 
-def test_every_option_equals_the_uncached_reference(make, exact, clock):
+@pytest.fixture(scope="module")
+def references(exact):
+    return [uncached(exact, request_with_options(i)) for i in range(80)]
+
+
+def test_every_option_equals_the_uncached_reference(make, references, clock):
     engine = make(7, clock=clock)
     sequences = [request_with_options(i) for i in range(80)]
     texts, logprobs, prompts, finish_reasons = ({s.id: [] for s in sequences} for _ in range(4))
@@ -647,7 +596,7 @@ def test_every_option_equals_the_uncached_reference(make, exact, clock):
             finish_reasons[delta.id] += [delta.finish_reason] if delta.finish_reason else []
     reasons = set()
     for s in sequences:
-        ids, expected, of_prompt, reason = uncached(exact, request_with_options(s.id))
+        ids, expected, of_prompt, reason = references[s.id]
         assert (texts[s.id], finish_reasons[s.id]) == (ids, [reason]), s.id
         reasons.add(reason)
         if s.logprobs is None:
@@ -663,33 +612,6 @@ def test_every_option_equals_the_uncached_reference(make, exact, clock):
             places = range(s.score_from, len(s.prompt))
             assert prompts[s.id] == pytest.approx([float(of_prompt[i - 1, s.prompt[i]]) for i in places], abs=1e-9)
     assert reasons == {"stop", "length"}
-
-
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_constrained_text_always_matches(make, pattern, seed):
-    """At any max_tokens and temperature: there are no dead ends."""
-    automaton = compile_regex(pattern, VOCABULARY)
-    r = random.Random(seed)
-    sequences = [
-        Submit(i, [i], budget, SamplingParams(r.choice([0.0, 1.0, 100.0]), seed=seed), constraint=automaton.pack())
-        for i, budget in enumerate([max(1, automaton.min_length) + n for n in (0, 1, 2, 5, 30)])
-    ]
-    for s, ids in zip(sequences, make().generate(sequences), strict=True):
-        text = "".join(VOCABULARY[id] for id in ids)
-        assert re.fullmatch(pattern, text), text
-        assert len(ids) <= s.max_tokens
-
-
-def test_stop_sequences_are_ignored_before_min_tokens(make, exact):
-    s = request(3)
-    text = exact.generate(s.prompt, 40, s.sampling)
-    first = text.index(text[4])
-    (stopped,) = make().generate([Submit(0, s.prompt, 40, s.sampling, stop=((text[4],),))])
-    assert stopped == text[:first]
-    (later,) = make().generate([Submit(0, s.prompt, 40, s.sampling, stop=((text[4],),), min_tokens=first + 1)])
-    again = [i for i in range(first + 1, 40) if text[i] == text[4]]
-    assert later == text[: again[0] if again else 40]
 
 
 def test_scores_of_long_texts_equal_streamed_loss(make, exact):

@@ -10,19 +10,9 @@ from service.http.attention import MAX_WAITING, AttentionThread
 from service.http.schemas import ApiError
 from service.model.attention import attention_layers
 from service.model.config import GPTConfig
-from tests.helpers import lasting, save_random, serving, wait_until, web
+from tests.helpers import save_random, serving, wait_until, web
 
 TEXT = "To be or"  # as long as the model's block_size
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return save_random(tmp_path_factory.mktemp("attention") / "checkpoint")
-
-
-@pytest.fixture(scope="module")
-def server(checkpoint):
-    yield from lasting(checkpoint.path)
 
 
 def ask(server, **body):
@@ -116,27 +106,6 @@ def test_texts_run_one_by_one_and_too_many_are_refused():
         assert len(running) == MAX_WAITING
 
     asyncio.run(main())
-
-
-def test_weights_are_read_once_and_forgotten_with_their_model(checkpoint):
-    class Served:
-        id = 1
-
-        def __init__(self):
-            self.checkpoint, self.reads = self, 0
-
-        def load_weights(self):
-            self.reads += 1
-            return checkpoint.load_weights()
-
-    thread, model = AttentionThread(), Served()
-    assert thread.weights(model) is thread.weights(model)
-    thread.keep([1, 2])
-    thread.weights(model)
-    assert model.reads == 1
-    thread.keep([2])
-    thread.weights(model)
-    assert model.reads == 2
 
 
 def test_a_time_limit_ends_it(server):

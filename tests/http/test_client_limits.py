@@ -2,10 +2,11 @@
 
 import contextlib
 import itertools
-import json
 import multiprocessing
 import os
+import re
 import signal
+from collections import Counter
 from hashlib import sha256
 
 import httpx
@@ -15,22 +16,10 @@ from service.http.clients import ClientLimits, address_of
 from service.http.schemas import ApiError
 from service.settings import Settings, read_client_limits
 from service.shared import SharedTable
-from tests.helpers import ENDLESS, RunningServer, save_random, serving, wait_until, web
+from tests.helpers import ENDLESS, serving, wait_until, web
 from tests.toolbox.http import post, sent
 
 KEYS = {"team-a": "key-of-team-a", "team-b": "key-of-team-b"}
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return save_random(tmp_path_factory.mktemp("limits") / "checkpoint").path
-
-
-@pytest.fixture
-def keys_file(tmp_path):
-    path = tmp_path / "keys.txt"
-    path.write_text("".join(f"{key} {name}\n" for name, key in KEYS.items()) + "unnamed-key\n")
-    return path
 
 
 def bearer(name):
@@ -40,22 +29,6 @@ def bearer(name):
 def generate(server, headers=None, **fields):
     body = {"prompt": "abc", "max_tokens": 7, "stop": None} | fields
     return web.post(f"{server.url}/generate", json=body, headers=headers, timeout=60)
-
-
-def clients_of(server, count):
-    """The client of each of the last access lines, once there are as many."""
-    lines = wait_until(
-        lambda: (
-            found
-            if len(found := [line for line in server.output().splitlines() if '"logger":"service.access"' in line])
-            >= count
-            else None
-        )
-    )
-    return [json.loads(line)["client"] for line in lines[-count:]]
-
-
-# -- who a client is --
 
 
 def headers(*forwarded):
@@ -84,20 +57,6 @@ def test_an_address_comes_from_the_nearest_proxy_or_the_peer(peer, forwarded, cl
         assert address_of(peer, headers(*forwarded), None) == address_of(peer, {}, None)
 
 
-def test_the_log_names_clients_and_never_keys(checkpoint, keys_file):
-    with serving(checkpoint, api_keys_file=keys_file, log_format="json") as server:
-        for name in ("team-a", "team-b", "unnamed-key"):
-            assert generate(server, bearer(name)).status_code == 200
-        assert clients_of(server, 3) == ["team-a", "team-b", f"key-{sha256(b'unnamed-key').hexdigest()[:8]}"]
-        forwarded = {"X-Forwarded-For": "198.51.100.1"}  # which no setting names
-        assert generate(server, bearer("wrong-key") | forwarded).status_code == 401
-        assert clients_of(server, 4)[-1] == "127.0.0.1"
-        assert not any(key in server.output() for key in KEYS.values())
-
-
-# -- the file --
-
-
 def limits_file(folder, text):
     path = folder / "limits.toml"
     path.write_text(text)
@@ -118,7 +77,7 @@ def test_a_client_takes_from_default_what_its_own_table_leaves_out(tmp_path):
         ("[default]\nweight = 0", ", [default] weight: Input should be greater than or equal to 0.01, got 0"),
         (
             "[clients.a]\nrequests_per_minute = 1.5",
-            ", [clients.a] requests_per_minute: Input should be a valid integer, got 1.5",
+            ", [clients.a] requests_per_minute: Input should be a valid integer",
         ),
         ("[clients.a]\nrequest_per_minute = 1", ", [clients.a] request_per_minute: unknown; known are requests_per_"),
         ("[clients]\na = 1", ", [clients.a]: must be a table"),
@@ -131,9 +90,6 @@ def test_an_invalid_file_is_one_sentence_with_table_and_key(tmp_path, text, mess
         read_client_limits(path)
     assert f"--client-limits (CHARGPT_CLIENT_LIMITS): {path}{message}" in str(error.value)
     assert "\n" not in str(error.value)
-
-
-# -- limits --
 
 
 def limits(tmp_path, text, now=lambda: 0.0, **settings):
@@ -159,16 +115,6 @@ def test_requests_return_evenly_over_a_minute(tmp_path):
     it.begin("a")
     it.begin("a")
     assert refused(it.begin, "a")[0] == 429
-
-
-def test_concurrent_requests_end(tmp_path):
-    it = limits(tmp_path, "[default]\nconcurrent_requests = 2")
-    it.begin("a")
-    it.begin("a")
-    assert refused(it.begin, "a")[:2] == (429, "concurrent_requests of client a is 2")
-    it.begin("b")
-    it.end("a")
-    it.begin("a")
 
 
 def test_characters_that_did_not_run_are_given_back(tmp_path):
@@ -257,12 +203,9 @@ def test_a_bad_file_keeps_the_old_limits(tmp_path, caplog):
     assert (it.of("a").weight, it.of("b").weight) == (4, 1)
 
 
-# -- over sockets --
-
-
 def test_limits_hold_over_all_http_processes_and_not_in_parts(checkpoint, tmp_path):
     text = "[default]\nrequests_per_minute = 20\nconcurrent_requests = 1"
-    with serving(checkpoint, http_processes=2, client_limits=limits_file(tmp_path, text)) as server:
+    with serving(checkpoint.path, http_processes=2, client_limits=limits_file(tmp_path, text)) as server:
         with httpx.Client() as kept:  # one connection, so one process
             statuses = [kept.get(f"{server.url}/info").status_code for _ in range(21)]
         assert statuses == [200] * 20 + [429]
@@ -283,7 +226,7 @@ def limited(checkpoint, tmp_path_factory):
         """,
     )
     settings = {"client_limits": path, "client_header": "X-Forwarded-For", "log_format": "json"}
-    with serving(checkpoint, **settings) as server:
+    with serving(checkpoint.path, **settings) as server:
         yield server, path
         assert "Traceback" not in server.output()
 
@@ -355,27 +298,33 @@ def test_hangup_reads_the_limits_again(limited):
     assert generate(server, of(4)).status_code == 200
 
 
-def test_a_flood_does_not_delay_another_client(checkpoint, keys_file):
+def test_a_flood_does_not_delay_another_client_and_the_log_names_clients_and_never_keys(checkpoint, tmp_path):
     """300 requests of one client that never end, with the best priority; the other's are answered beside them."""
-    settings = {"api_keys_file": keys_file, "public_metrics": "true", "max_running_requests": 8}
-    with RunningServer(checkpoint, **settings) as server, contextlib.ExitStack() as flood:
-        server.wait_until_ready()
-        body = {"prompt": "a", "max_tokens": ENDLESS, "priority": -1000}
-        for _ in range(300):
-            flood.enter_context(sent(server.port, post("/generate", body, **bearer("team-a"))))
-        server.wait_until_metric("chargpt_num_requests_waiting", 292)
-        assert server.metric("chargpt_num_requests_running") == 8
-        for _ in range(3):
-            assert generate(server, bearer("team-b"), priority=1000).status_code == 200
-        assert server.metric("chargpt_num_requests_waiting") == 292
-        flood.close()
+    (tmp_path / "keys.txt").write_text("".join(f"{key} {name}\n" for name, key in KEYS.items()) + "unnamed-key\n")
+    settings = {"api_keys_file": tmp_path / "keys.txt", "public_metrics": "true", "max_running_requests": 8}
+    with serving(checkpoint.path, **settings) as server:
+        with contextlib.ExitStack() as flood:
+            body = {"prompt": "a", "max_tokens": ENDLESS, "priority": -1000}
+            for _ in range(300):
+                flood.enter_context(sent(server.port, post("/generate", body, **bearer("team-a"))))
+            server.wait_until_metric("chargpt_num_requests_waiting", 292)
+            assert server.metric("chargpt_num_requests_running") == 8
+            for name in ("team-b", "team-b", "unnamed-key"):
+                assert generate(server, bearer(name), priority=1000).status_code == 200
+            assert server.metric("chargpt_num_requests_waiting") == 292
         server.wait_until_metric("chargpt_num_requests_running", 0)
         assert server.metric("chargpt_num_requests_waiting") == 0
+        forwarded = {"X-Forwarded-For": "198.51.100.1"}  # which no setting names
+        assert generate(server, bearer("wrong-key") | forwarded).status_code == 401
+        unnamed = f"key-{sha256(b'unnamed-key').hexdigest()[:8]}"
+        counts = {"team-a": 300, "team-b": 2, unnamed: 1, "127.0.0.1": 1}
+        wait_until(lambda: Counter(re.findall(r'"client":"([^"]+)"', server.output())) == counts, 30, server.output)
+        assert not any(key in server.output() for key in KEYS.values())
 
 
 def test_a_wait_that_is_too_long_is_refused_at_once(checkpoint):
     """The queue has room, but it moves by two requests per 0.4 s."""
-    with serving(checkpoint, max_running_requests=1, max_queue_seconds=1.5, fair_queueing="false") as server:
+    with serving(checkpoint.path, max_running_requests=1, max_queue_seconds=1.5, fair_queueing="false") as server:
         slow = {"max_tokens": ENDLESS, "timeout_seconds": 0.4}
         for _ in range(3):  # shows the server how long a slot is taken
             assert generate(server, **slow).status_code == 504

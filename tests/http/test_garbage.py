@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from service.http import patterns
-from tests.helpers import http_processes, save_random, serving
+from tests.helpers import http_processes, serving
 from tests.toolbox.http import post, received
 from tests.toolbox.launch import Program, free_port
 
@@ -36,19 +36,15 @@ sys.exit(serve(read_settings()))
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return save_random(tmp_path_factory.mktemp("garbage") / "checkpoint").path
-
-
-@pytest.fixture(scope="module")
 def server(checkpoint):
     """Without a garbage collector; GET /garbage gives how many objects a collection finds."""
     port = free_port()
-    flags = ["--checkpoint", checkpoint, "--port", port, "--threads", 1, "--log-level", "error"]
+    flags = ["--checkpoint", checkpoint.path, "--port", port, "--threads", 1, "--log-level", "error"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with Program([sys.executable, "-c", PROGRAM, *flags], port, "/readyz", cwd=ROOT, env=environment) as server:
         server.wait_until_ready()
         yield server
+        assert server.output() == "", "below the level of the log"
 
 
 KINDS = {
@@ -92,7 +88,7 @@ def test_requests_leave_no_reference_cycles(server, kind):
 
 def test_long_prompts_are_given_back(checkpoint):
     """By reference cycles, each of these once left 15 MB behind, until the process was ended for lack of memory."""
-    with serving(checkpoint) as server:
+    with serving(checkpoint.path) as server:
         (http,) = http_processes(server)
         body = json.dumps({"prompt": [[1] * 100_000] * 5, "max_tokens": 1})
         with httpx.Client(base_url=server.url, timeout=60) as client:

@@ -8,18 +8,12 @@ import time
 import httpx
 import pytest
 
-from tests.helpers import VOCABULARY, lasting, save_random
+from tests.helpers import VOCABULARY
 from tests.toolbox.http import pieces
 
 V = len(VOCABULARY)
 LONGEST_SECONDS = 0.5  # each took 0.9 s or much longer before; other work on the machine adds to it
 TEXT = "Hello, world! " * 20_000
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    checkpoint = save_random(tmp_path_factory.mktemp("large") / "checkpoint")
-    yield from lasting(checkpoint.path, max_body_bytes=64 << 20)
 
 
 def content_of(*path_and_bodies):

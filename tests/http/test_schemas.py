@@ -14,23 +14,6 @@ from service.model.params import SAMPLING_META, SamplingParams
 from service.settings import Settings
 from service.wire import Submit
 
-OWN_FORM = {"seed", "logit_bias"}  # a request has lists of seeds, and biases by character
-
-
-def test_every_sampling_parameter_has_its_metadata():
-    assert set(SamplingParams.__struct_fields__) - OWN_FORM == SAMPLING_META.keys()
-
-
-@pytest.mark.parametrize("request_class", [GenerateRequest, CompletionRequest])
-@pytest.mark.parametrize("name", SAMPLING_META)
-def test_request_field_has_the_bounds_default_and_description_of_its_parameter(request_class, name):
-    meta, default = SAMPLING_META[name], getattr(SamplingParams(), name)
-    schema = request_class.model_json_schema()["properties"][name]
-    field = schema["anyOf"][0]
-    assert (schema["default"], schema["description"]) == (default, meta.description)
-    assert field.get("minimum", field.get("exclusiveMinimum")) == (meta.gt if meta.ge is None else meta.ge)
-    assert field["maximum"] == meta.le
-
 
 @pytest.mark.parametrize("name", SAMPLING_META)
 def test_request_field_reaches_the_worker(name):
@@ -54,9 +37,6 @@ def test_fields_of_other_apis_are_ignored_or_their_name_here_is_given():
             parse(CompletionRequest, msgspec.json.encode({name: 1}))
     both = parse(CompletionRequest, b'{"max_tokens": 5, "max_completion_tokens": 5}')
     assert (both.max_tokens, both.ignored_fields) == (5, ["max_completion_tokens"])
-
-
-# -- fields of other APIs that would change the answer --
 
 
 @pytest.mark.parametrize("kind", [GenerateRequest, CompletionRequest])

@@ -2,8 +2,6 @@
 
 import asyncio
 
-import pytest
-
 from service.http.turns import Run
 
 
@@ -29,25 +27,6 @@ async def outcome_of(coroutine, meanwhile):
         meanwhile(it)
     (of_task,) = await asyncio.gather(task, return_exceptions=True)
     return of_task, await asyncio.wait_for(run.outcome, 10)
-
-
-@pytest.mark.parametrize("waits", [True, False])
-def test_a_run_ends_as_a_task(waits):
-    async def main():
-        for wrong in (None, KeyError("k")):
-
-            async def handler(wrong=wrong):
-                for _ in range(3 if waits else 0):
-                    await asyncio.sleep(0)
-                    await asyncio.sleep(0.001)
-                    await asyncio.to_thread(int)
-                if wrong is not None:
-                    raise wrong
-
-            of_task, of_run = await outcome_of(handler, lambda it: None)
-            assert type(of_task) is type(of_run)
-
-    asyncio.run(main())
 
 
 def test_a_run_is_cancelled_as_a_task_where_it_waits():

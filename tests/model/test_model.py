@@ -16,9 +16,6 @@ def ids(rows, length, seed=0, vocab_size=61):
     return torch.randint(vocab_size, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-# -- against independent references --
-
-
 def test_logits_equal_the_explicit_loop_reference(tmp_path):
     checkpoint = save_random(tmp_path / "ck", block_size=4)
     idx = ids(1, 11)  # several windows long
@@ -38,9 +35,6 @@ def test_logits_equal_transformers_qwen3(tmp_path):
     with torch.no_grad():
         expected = theirs(idx).logits
     torch.testing.assert_close(checkpoint.load_model()(idx), expected, rtol=0, atol=1e-5)
-
-
-# -- the attention rule --
 
 
 @pytest.mark.parametrize("T", [3, 7, 8, 29])
@@ -88,9 +82,6 @@ def test_bad_shapes_are_refused(fields, message):
 def test_the_config_counts_the_parameters(shape):
     model = random_model(**shape)
     assert model.config.num_parameters == sum(parameter.numel() for parameter in model.parameters())
-
-
-# -- the cache --
 
 
 def cached_logits(model, idx, pieces):

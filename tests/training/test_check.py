@@ -9,9 +9,8 @@ WORDS = "the cat sat on a mat and the dog ran off with it to see what was in a b
 
 
 @pytest.fixture
-def check(tmp_path, monkeypatch):
+def check(tmp_path):
     """The subjects of the lines, and the lines, for a text."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     def run(text, *, records=False, parameters=1000):
         (tmp_path / "text.txt").write_text(text)

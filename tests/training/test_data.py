@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 
 from service.model.tokenizer import CharTokenizer, UnknownCharacterError
 from tests.helpers import CORPUS
-from tests.toolbox.needs import need
 from training import data, lecture
 from training.data import (
     DataError,
@@ -41,15 +40,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def elsewhere(monkeypatch):
     monkeypatch.delenv("CHARGPT_DATA_DIR", raising=False)
-
-
-@pytest.fixture
-def tiny_shakespeare() -> Path:
-    need("corpus")
-    return CORPUS
 
 
 def text_file(tmp_path: Path, text: str | bytes) -> Path:
@@ -83,13 +75,11 @@ def test_files_from_windows_are_read_as_those_from_linux(tmp_path, monkeypatch, 
         assert prepare(str(tmp_path / "windows.txt"), records=records).notes == notes
 
 
-def test_tiny_shakespeare(tiny_shakespeare):
-    corpus = prepare(str(tiny_shakespeare))
+@pytest.mark.needs("corpus")
+def test_tiny_shakespeare():
+    corpus = prepare(str(CORPUS))
     assert corpus.sha256 == data.TINYSHAKESPEARE_SHA256
     assert len(corpus.ids) == 1_115_394
-    assert "".join(corpus.tokenizer.characters) == (
-        "\n !$&',-.3:;?ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
-    )
     assert corpus.tokenizer.encode("hii, there!") == [46, 47, 47, 6, 1, 58, 46, 43, 56, 43, 2]
     assert (len(corpus.train), len(corpus.val)) == (1_003_854, 111_540)
     assert lecture.there_and_back(corpus) == (corpus.tokenizer.encode("hii, there!"), "hii, there!")
@@ -155,31 +145,30 @@ def test_the_first_invalid_byte_is_reported(tmp_path, monkeypatch, size):
         prepare(str(text_file(tmp_path, b"ab\xe2\x82")))
 
 
-def test_a_text_needs_20_characters(tmp_path):
-    with pytest.raises(DataError, match="has 19 characters; a text needs at least 20"):
-        prepare(str(text_file(tmp_path, "abcdefghij" + "k" * 9)))
-    assert len(prepare(str(text_file(tmp_path, "abcdefghij" + "k" * 10))).val) == 2
+def test_unusable_data_is_refused(tmp_path, monkeypatch):
+    def refused(data, **options):
+        with pytest.raises(DataError) as error:
+            prepare(str(data), **options)
+        return str(error.value)
 
-
-def test_a_missing_file_is_refused():
     message = "no file or folder nowhere.txt; --data takes UTF-8 files, plain or gzip, folders of them"
-    with pytest.raises(DataError, match=message):
-        find_text("nowhere.txt")
-    with pytest.raises(DataError, match="/dev/null is not a regular file or folder; --data takes"):
-        find_text("/dev/null")
-
-
-def test_a_failed_download_is_reported_with_alternatives(monkeypatch):
+    assert message in refused("nowhere.txt")
+    assert "/dev/null is not a regular file or folder; --data takes" in refused("/dev/null")
+    (tmp_path / "empty").mkdir()
+    assert re.search("the folder .*empty has no files", refused(tmp_path / "empty"))
+    (tmp_path / "bad.gz").write_bytes(gzip.compress(b"some text" * 100)[:-12])
+    assert "bad.gz is not a complete gzip file" in refused(tmp_path / "bad.gz")
+    short = text_file(tmp_path, "abcdefghij" + "k" * 9)
+    assert "has 19 characters; a text needs at least 20" in refused(short)
+    assert len(prepare(str(text_file(tmp_path, "abcdefghij" + "k" * 10))).val) == 2
+    for lines, count in (("ab\ncd\n" * 4 + "ef\n", "9 records"), ("one record of 20 characters\n", "1 record")):
+        assert f"has {count}; --records needs at least 10" in refused(text_file(tmp_path, lines), records=True)
     monkeypatch.setattr(data, "TINYSHAKESPEARE_URL", "http://127.0.0.1:9/input.txt")
-    with pytest.raises(DataError, match="cannot download http.*; pass a text .* --data FILE, or save the file as"):
-        find_text("tinyshakespeare")
-
-
-def test_a_wrong_download_is_refused(tmp_path, monkeypatch):
+    failed = refused("tinyshakespeare")
+    assert re.search("cannot download http.*; pass a text .* --data FILE, or save the file as", failed)
     (tmp_path / "tinyshakespeare.txt").write_text("something else")
     monkeypatch.setenv("CHARGPT_DATA_DIR", str(tmp_path))
-    with pytest.raises(DataError, match="is not tinyshakespeare: SHA-256"):
-        find_text("tinyshakespeare")
+    assert "is not tinyshakespeare: SHA-256" in refused("tinyshakespeare")
 
 
 def test_the_download_is_cached(tmp_path, monkeypatch):
@@ -191,10 +180,6 @@ def test_the_download_is_cached(tmp_path, monkeypatch):
     source.unlink()
     assert find_text("tinyshakespeare") == file
     assert [path.name for path in file.parent.iterdir()] == ["tinyshakespeare.txt"]
-
-
-def test_ids_use_the_smallest_type():
-    assert [id_dtype(n).itemsize for n in (2, 256, 257, 65536, 65537)] == [1, 1, 2, 2, 4]
 
 
 def test_encode_files_reports_the_offset_of_an_unknown_character(tmp_path, monkeypatch):
@@ -366,15 +351,6 @@ def test_glob_chooses_among_the_files_of_a_folder(tmp_path):
         names("*.png")
 
 
-def test_bad_gzip_and_empty_folders_are_refused(tmp_path):
-    (tmp_path / "bad.gz").write_bytes(gzip.compress(b"some text" * 100)[:-12])
-    with pytest.raises(DataError, match=r"bad\.gz is not a complete gzip file"):
-        prepare(str(tmp_path / "bad.gz"))
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="the folder .*empty has no files"):
-        prepare(str(tmp_path / "empty"))
-
-
 @given(st.lists(st.text("abc€", max_size=6), min_size=10, max_size=60), st.booleans(), st.integers(1, 9))
 @settings(max_examples=50)
 def test_records_are_shuffled_and_one_in_ten_validates(tmp_path_factory, lines, ended, chunk):
@@ -404,13 +380,6 @@ def test_the_order_of_records_is_always_the_same_and_not_that_of_the_file(tmp_pa
     order = [int(name[4:]) for name in first.tokenizer.decode(first.ids).split()]
     assert abs(np.corrcoef(order, range(500))[0, 1]) < 0.15
     assert np.mean(order[450:]) == pytest.approx(250, abs=60)  # of the validation split
-
-
-def test_too_few_records_are_refused(tmp_path):
-    with pytest.raises(DataError, match="has 9 records; --records needs at least 10"):
-        prepare(str(text_file(tmp_path, "ab\ncd\n" * 4 + "ef\n")), records=True)
-    with pytest.raises(DataError, match="has 1 record; --records needs at least 10"):
-        prepare(str(text_file(tmp_path, "one record of 20 characters and more\n")), records=True)
 
 
 @given(st.lists(st.text("abc", min_size=1, max_size=9), min_size=1, max_size=30), st.integers(1, 12), st.integers(0, 3))
@@ -468,11 +437,7 @@ def test_a_padded_batch_is_cut_into_parts_of_bounded_size():
 @pytest.mark.parametrize(
     ("text", "records", "expected"),
     [
-        (
-            "ROMEO:\nWhat light?\n\nJULIET:\nAy me.\n\nROMEO:\nShe speaks.\n\nROMEO:\nO, speak again\n",
-            False,
-            "ROMEO:\n",
-        ),
+        ("ROMEO:\nWhat light?\n\nJULIET:\nAy me.\n\nROMEO:\nShe speaks.\n\nROMEO:\nO, again\n", False, "ROMEO:\n"),
         ("The sun rose.\nThe rain fell.\nAnd then\nThe wind blew.\nA calm came.\n", False, "The "),
         ("GATTACA" * 10, False, "GATTACAGATTACAGA"),
         ("\n\n" + "一二三四五六七八" * 3 + "\n第二行不一样了\n", False, "一二三四五六七八一二三四五六七八"),
@@ -496,16 +461,9 @@ def test_utf16_is_read_as_the_same_text(tmp_path, encoding):
 
 
 def test_all_files_of_another_encoding_are_named_at_once(tmp_path):
-    for name, content in (
-        ("a", b"caf\xe9 " * 9),
-        ("b", b"fine " * 9),
-        ("c", b"na\xefve " * 9),
-        ("d", b"\xe9\xe9 " * 9),
-    ):
-        (tmp_path / f"{name}.txt").write_bytes(content)
-    with pytest.raises(DataError) as error:
-        prepare(str(tmp_path))
+    for name, word in {"a": b"caf\xe9 ", "b": b"fine ", "c": b"na\xefve ", "d": b"\xe9\xe9 "}.items():
+        (tmp_path / f"{name}.txt").write_bytes(word * 9)
     folder = re.escape(str(tmp_path))
-    assert re.search(
-        rf"{folder}/a.txt is not UTF-8: .*; 2 other files likewise: {folder}/c.txt, {folder}/d.txt$", str(error.value)
-    )
+    named = rf"{folder}/a.txt is not UTF-8: .*; 2 other files likewise: {folder}/c.txt, {folder}/d.txt$"
+    with pytest.raises(DataError, match=named):
+        prepare(str(tmp_path))

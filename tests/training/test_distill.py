@@ -5,13 +5,12 @@ import random
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 
 from service.model.checkpoint import Checkpoint, CheckpointError
 from service.model.tokenizer import CharTokenizer
 from tests import reference
 from tests.helpers import call, random_model
-from training import jobs
+from tests.training.runs import crash, flags, resume, start, weights
 from training.config import ConfigError, TrainConfig
 from training.data import IGNORED, prepare
 from training.distributed import World
@@ -29,15 +28,11 @@ TEXT = "".join(random.Random(1).choices("abcd\n", weights=[8, 4, 2, 1, 1], k=400
 
 
 @pytest.fixture(autouse=True)
-def restore(tmp_path, monkeypatch):
-    """A cache, a text and two teachers per test; torch's thread count is restored."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def teachers(tmp_path):
+    """A text and two teachers per test."""
     (tmp_path / "text.txt").write_text(TEXT)
     for seed in (1, 2):
         teach(tmp_path / f"teacher{seed}", seed=seed)
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 def teach(folder, vocabulary="\nabcd", **options):
@@ -54,10 +49,6 @@ def config(tmp_path, **changes):
 def run_of(config, out):
     resolved = {"device": "cpu", "dtype": "float32", "threads": 1}
     return Run(config, resolved, prepare(config.data), out, World())
-
-
-def weights(out):
-    return (out / "best" / "model.safetensors").read_bytes()
 
 
 def test_the_loss_is_that_against_the_teachers_mean(tmp_path):
@@ -83,7 +74,7 @@ def test_the_loss_is_that_against_the_teachers_mean(tmp_path):
 def test_a_student_predicts_as_its_teachers_and_not_as_the_text(tmp_path):
     """Random teachers know nothing of the text; what the student has learned can only be theirs."""
     out = tmp_path / "out"
-    jobs.start(config(tmp_path, steps=250, eval_every=250, dropout=0.0), out, Console(quiet=True))
+    start(config(tmp_path, steps=250, eval_every=250, dropout=0.0), out)
     checkpoint = Checkpoint.read(out / "best")
     ids = prepare(str(tmp_path / "text.txt")).val[:8].tolist()
     student = [reference.softmax(row) for row in reference.logits(checkpoint.path, ids)]
@@ -105,38 +96,29 @@ def test_a_fine_tuned_run_takes_teachers_of_its_vocabulary(tmp_path):
     teach(tmp_path / "origin", "\nabc", n_head=2, n_kv_head=1)
     teach(tmp_path / "of_the_run", "\nabcd")
     teach(tmp_path / "sorted", "abcd\n")
-    flags = [part for name, value in FEW.items() for part in (f"--{name.replace('_', '-')}", value)]
     origin = ["--init-from", tmp_path / "origin", "--extend-vocabulary"]
-    command = ["train", "--data", tmp_path / "text.txt", *origin, *flags]
+    command = ["train", "--data", tmp_path / "text.txt", *origin, *flags(**FEW)]
     assert call([*command, "--out", tmp_path / "a", "--teachers", tmp_path / "of_the_run"]) == 0
     assert Checkpoint.read(tmp_path / "a/best").training["recipe"]["window_stages"] == 1
     assert call([*command, "--out", tmp_path / "b", "--teachers", tmp_path / "sorted"]) == 1
 
 
-def test_a_run_with_teachers_resumes_to_the_same_bytes(tmp_path, monkeypatch):
-    jobs.start(config(tmp_path), tmp_path / "whole", Console(quiet=True))
-    step = Run.step
-
-    def crash(run):
-        if run.progress.step == 13:
-            raise MemoryError
-        return step(run)
-
-    with monkeypatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(Run, "step", crash)
-        jobs.start(config(tmp_path), tmp_path / "out", Console(quiet=True))
+def test_a_run_with_teachers_resumes_to_the_same_bytes(tmp_path):
+    start(config(tmp_path), tmp_path / "whole")
+    with crash(13):
+        start(config(tmp_path), tmp_path / "out")
     teach(tmp_path / "teacher2", seed=3)
     with pytest.raises(ResumeError, match="the teachers of this run have changed: expected .*teacher2"):
-        jobs.resume(tmp_path / "out", {}, Console(quiet=True))
+        resume(tmp_path / "out")
     teach(tmp_path / "teacher2", seed=2)
-    flags = ["--teachers", tmp_path / "teacher1", tmp_path / "teacher2"]
-    assert call(["train", "--resume", "--out", tmp_path / "out", *flags]) == 0
+    teachers = ["--teachers", tmp_path / "teacher1", tmp_path / "teacher2"]
+    assert call(["train", "--resume", "--out", tmp_path / "out", *teachers]) == 0
     assert weights(tmp_path / "out") == weights(tmp_path / "whole")
 
 
 def test_teachers_that_do_not_fit_are_refused_before_an_earlier_run_is_replaced(tmp_path, capsys):
     out = tmp_path / "out"
-    jobs.start(config(tmp_path, steps=1, teachers=()), out, Console(quiet=True))
+    start(config(tmp_path, steps=1, teachers=()), out)
     before = weights(out)
     teach(tmp_path / "other", "\nabcde")
     teach(tmp_path / "small", block_size=4)
@@ -151,8 +133,8 @@ def test_teachers_that_do_not_fit_are_refused_before_an_earlier_run_is_replaced(
         ("out/best", ConfigError, "out/best is in .*out, which this run would replace"),
     ):
         with pytest.raises(error, match=message):
-            jobs.start(config(tmp_path, teachers=[str(tmp_path / teacher)]), out, Console(quiet=True), overwrite=True)
+            start(config(tmp_path, teachers=[str(tmp_path / teacher)]), out, overwrite=True)
     assert weights(out) == before
-    flags = ["--data", tmp_path / "text.txt", "--overwrite", "--block-size", 8]
-    assert call(["train", "--out", out, *flags, "--teachers", tmp_path / "other"]) == 1
+    command = ["train", "--data", tmp_path / "text.txt", "--out", out, "--overwrite", "--block-size", 8]
+    assert call([*command, "--teachers", tmp_path / "other"]) == 1
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: --teachers must have the run's vocabulary")

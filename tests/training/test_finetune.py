@@ -1,64 +1,34 @@
 """Runs that start from a checkpoint: shape, vocabulary, weights, lineage, and resuming without the checkpoint."""
 
-import json
 import random
 import shutil
 
 import pytest
 import torch
-from rich.console import Console
 
 from service.model.checkpoint import Checkpoint
 from tests.helpers import VOCABULARY, call, save_random
-from training import jobs
+from tests.training.runs import crash, events, flags, resume, start, weights
 from training.config import ConfigError, TrainConfig
 from training.data import prepare
 from training.evaluate import whole_loss
 from training.finetune import checkpoint_shape, load_origin
-from training.loop import Run
 
 TEXT = "".join(random.Random(1).choices(["The cat ", "a dog, ", "sat on ", "ran to ", "the mat.\n"], k=300))
 FEW = {"steps": 12, "batch_size": 4, "warmup_steps": 2, "eval_every": 4, "sample_chars": 5, "threads": 1}
 QUICK = {**FEW, "dtype": "float32", "dropout": 0.1}
 
 
-@pytest.fixture(autouse=True)
-def restore(tmp_path, monkeypatch):
-    """A cache and a text per test; torch's thread count is restored."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "text.txt").write_text(TEXT)
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def source(tmp_path):
-    """A checkpoint with a superset of the text's characters and a shape unlike any preset's."""
+    """A checkpoint with a superset of TEXT's characters, which is beside it, and a shape unlike any preset's."""
+    (tmp_path / "text.txt").write_text(TEXT)
     return save_random(tmp_path / "source", rope_theta=500, n_inner=24)
 
 
 def config(tmp_path, source, **changes):
-    fields = {
-        "data": str(tmp_path / "text.txt"),
-        "init_from": str(source.path),
-        **checkpoint_shape(source.path),
-        **QUICK,
-    }
-    return TrainConfig(**fields | changes)
-
-
-def start(config, out):
-    jobs.start(config, out, Console(quiet=True))
-
-
-def events(out):
-    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in r.items() if "second" not in k and "peak" not in k} for r in records]
-
-
-def files(out):
-    return [(out / name / "model.safetensors").read_bytes() for name in ("last", "best")]
+    fields = {"data": str(tmp_path / "text.txt"), "init_from": str(source.path), **QUICK}
+    return TrainConfig(**checkpoint_shape(source.path) | fields | changes)
 
 
 def test_a_run_starts_from_the_weights_and_keeps_vocabulary_and_shape(tmp_path, source):
@@ -81,7 +51,7 @@ def test_a_run_starts_from_the_weights_and_keeps_vocabulary_and_shape(tmp_path, 
 
 def test_the_shape_is_the_checkpoints_and_conflicting_flags_are_refused(tmp_path, source, capsys):
     command = ["train", "--init-from", source.path, "--data", tmp_path / "text.txt", "--out", tmp_path / "out"]
-    command += [part for name, value in FEW.items() for part in (f"--{name.replace('_', '-')}", value)]
+    command += flags(**FEW)
     assert call([*command, "--preset", "quick", "--n-layer", 3, "--block-size", 8, "--n-embd", 32]) == 1
     error = capsys.readouterr().err
     assert f"the shape of {source.path} cannot be changed: n_layer is 2, got 3; n_embd is 16, got 32. Omit" in error
@@ -156,25 +126,16 @@ def test_the_lineage_is_recorded(tmp_path, source, capsys):
 
 
 @pytest.mark.parametrize("stop_at", [0, 5])
-def test_resuming_without_the_checkpoint_gives_the_same_bytes(tmp_path, source, monkeypatch, stop_at):
+def test_resuming_without_the_checkpoint_gives_the_same_bytes(tmp_path, source, stop_at):
     (tmp_path / "text.txt").write_text(TEXT.replace("cat", "çât"))
     settings = config(tmp_path, source, extend_vocabulary=True)
     start(settings, tmp_path / "uninterrupted")
-    step, out = Run.step, tmp_path / "out"
-
-    def crash(run):
-        if run.progress.step == stop_at:
-            raise MemoryError
-        return step(run)
-
-    monkeypatch.setattr(Run, "step", crash)
-    with pytest.raises(MemoryError):
+    out = tmp_path / "out"
+    with crash(stop_at):
         start(settings, out)
-    monkeypatch.setattr(Run, "step", step)
     shutil.rmtree(source.path)
-    jobs.resume(out, {}, Console(quiet=True))
-    assert files(out) == files(tmp_path / "uninterrupted")
-    assert events(out) == events(tmp_path / "uninterrupted")
+    resume(out)
+    assert weights(out) == weights(tmp_path / "uninterrupted") and events(out) == events(tmp_path / "uninterrupted")
     lineages = [Checkpoint.read(folder / "best").training["init_from"] for folder in (out, tmp_path / "uninterrupted")]
     assert lineages[0] == lineages[1]
     assert Checkpoint.read(out / "best").hyperparameters["rope_theta"] == 500
@@ -183,7 +144,7 @@ def test_resuming_without_the_checkpoint_gives_the_same_bytes(tmp_path, source, 
 def test_a_run_does_not_overwrite_its_starting_checkpoint(tmp_path, source):
     out = tmp_path / "out"
     start(config(tmp_path, source), out)
-    before = files(out)
+    before = weights(out)
     with pytest.raises(ConfigError, match="best is in .*out, which this run would replace; pass another --out"):
-        jobs.start(config(tmp_path, Checkpoint.read(out / "best")), out, Console(quiet=True), overwrite=True)
-    assert files(out) == before
+        start(config(tmp_path, Checkpoint.read(out / "best")), out, overwrite=True)
+    assert weights(out) == before

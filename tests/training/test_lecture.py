@@ -17,8 +17,7 @@ TEXT = "".join(f"{i} bottles of beer on the wall, take {i % 7} down\n" for i in 
 
 
 @pytest.fixture
-def corpus(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def corpus(tmp_path):
     (tmp_path / "bottles.txt").write_text(TEXT)
     return prepare(str(tmp_path / "bottles.txt"))
 

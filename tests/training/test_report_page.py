@@ -42,9 +42,8 @@ class Page(HTMLParser):
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def run(tmp_path):
     """A run on a text, with a log; its folder, checkpoint and corpus."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     def make(text, *, records=False, losses=LOSSES):
         source = tmp_path / "<b>evil&.txt"

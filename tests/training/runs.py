@@ -1,0 +1,55 @@
+"""Runs of the trainer in this process: started quietly, crashed at a step, and what they leave."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from training import jobs
+from training.config import TrainConfig
+from training.loop import Run
+
+
+def start(config: TrainConfig, out: Path, console: Console | None = None, **options: bool) -> None:
+    jobs.start(config, out, console or Console(quiet=True), **options)
+
+
+def resume(out: Path, changes: dict[str, object] | None = None, **options: str) -> None:
+    jobs.resume(out, changes or {}, Console(quiet=True), **options)
+
+
+def flags(**fields: object) -> list[str]:
+    """The flags of a command that set these fields."""
+    return [part for name, value in fields.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+
+
+@contextmanager
+def crash(after: int) -> Iterator[None]:
+    """A run inside ends without a word once it has taken so many steps."""
+    step = Run.step
+
+    def fail(run: Run) -> float:
+        if run.progress.step == after:
+            raise MemoryError
+        return step(run)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(Run, "step", fail)
+        yield
+
+
+def weights(out: Path) -> list[str]:
+    """The SHA-256 of the weights of `last` and `best`."""
+    return [hashlib.sha256((out / it / "model.safetensors").read_bytes()).hexdigest() for it in ("last", "best")]
+
+
+def events(out: Path) -> list[dict[str, object]]:
+    """The log without its times and speeds."""
+    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in r.items() if "second" not in k and "peak" not in k} for r in records]
