@@ -1,14 +1,14 @@
 """ASGI around the application, for the middlewares that a LitServe user passes in; without any, nothing here runs.
 
-A connection hands its requests to `Wrapped` in place of App; the outermost middleware is called as an ASGI application,
-and the innermost one calls `_application`, which hands the request on to App. An Exchange stands at both ends.
+A connection hands its requests to `Wrapped` in place of App. Once a body is complete, the outermost middleware is
+called as an ASGI application; the innermost one calls `_application`, which hands a request of its own on to App. An
+Exchange stands at both ends.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -39,39 +39,34 @@ class Wrapped:
     def begin(self, request: Request) -> None:
         request.app = self  # type: ignore[assignment]
         self.app.tasks = self.tasks
-        exchange = Exchange(request, self.app.settings.max_body_bytes)
-        request.generations = [exchange]  # type: ignore[list-item]  # aborted when the client leaves
-        task = asyncio.get_running_loop().create_task(self._run(exchange))
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
 
     def receive(self, request: Request) -> None:
-        exchange: Any = request.generations[0]
-        exchange.take()
+        if request.is_complete or request.num_body_bytes > self.app.settings.max_body_bytes:  # App refuses it then
+            request.is_running = True
+            exchange = Exchange(request)
+            request.generations = [exchange]  # type: ignore[list-item]  # aborted when the client leaves
+            task = asyncio.get_running_loop().create_task(self._run(exchange))
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
 
     def expire(self, request: Request) -> None:
-        if request.responder is not None:
-            request.responder.abort()
+        request.drop()
 
     def end(self, request: Request) -> None:
-        """The client has left before its body was complete, which `Exchange.abort` was told."""
+        """The client has left before its body was complete."""
 
     async def _run(self, exchange: Exchange) -> None:
-        request = exchange.request
         try:
             await self._asgi(exchange.scope, exchange.receive, exchange.send)
         except Exception:
             logger.exception("a middleware failed")
-        if request.responder is not None:  # the answer is not complete
-            request.responder.abort()
-        request.generations.clear()
+        exchange.request.drop()  # if the answer is not complete
+        exchange.request.generations.clear()
 
     async def _application(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope["chargpt.exchange"]
-        peer = (scope.get("client") or ("", 0))[0]
-        request = Request(
-            scope["method"], scope["path"], scope["query_string"], list(scope["headers"]), peer, time.monotonic()
-        )
+        head = scope["method"], scope["path"], scope["query_string"], list(scope["headers"])
+        request = Request(*head, (scope.get("client") or ("", 0))[0], time.monotonic())
         request.responder = exchange
         try:
             self.app.begin(request)
@@ -94,12 +89,11 @@ class Exchange:
 
     is_finished = False
 
-    def __init__(self, request: Request, max_body_bytes: int):
-        self.request, self._max_body_bytes = request, max_body_bytes
-        self._news = asyncio.Event()
-        self._is_told = False  # that the body is complete
-        self._has_begun = False
-        self._status, self._headers = 200, b""
+    def __init__(self, request: Request):
+        self.request = request
+        self._body: bytes | None = request.body
+        self._left = asyncio.Event()
+        self._start: tuple[int, bytes] | None = None  # status and headers, until the answer's first part
         self._messages: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()  # of the answer; None: it has ended
         self._sent = asyncio.Event()
         self.scope: dict[str, Any] = {
@@ -122,60 +116,41 @@ class Exchange:
 
     # -- what middlewares see --
 
-    def take(self) -> None:
-        """More of the body has come."""
-        request = self.request
-        request.is_running = request.is_complete
-        if request.is_complete:
-            self.deadline = math.inf
-        self._news.set()
-        if request.num_body_bytes > 2 * self._max_body_bytes and request.responder is not None:
-            request.responder.abort()
-
     async def receive(self) -> dict[str, Any]:
-        request = self.request
-        while True:
-            if request.responder is None:
-                return {"type": "http.disconnect"}
-            if request.chunks or (request.is_complete and not self._is_told):
-                body = request.body
-                request.chunks.clear()
-                self._is_told = request.is_complete
-                return {"type": "http.request", "body": body, "more_body": not request.is_complete}
-            self._news.clear()
-            await self._news.wait()
+        body, self._body = self._body, None
+        if body is None:
+            await self._left.wait()
+            return {"type": "http.disconnect"}
+        return {"type": "http.request", "body": body, "more_body": False}
 
     async def send(self, message: Any) -> None:
         responder = self.request.responder
         if message["type"] == "http.response.start":
-            self._status = message["status"]
             given = [(name.lower(), value) for name, value in message.get("headers", ())]
             own = (b"content-length", b"transfer-encoding")  # the connection's
-            self._headers = b"".join([b"%b: %b\r\n" % pair for pair in given if pair[0] not in own])
+            self._start = message["status"], b"".join([b"%b: %b\r\n" % pair for pair in given if pair[0] not in own])
         elif responder is not None:
-            body, is_last = message.get("body", b""), not message.get("more_body", False)
-            if is_last and not self._has_begun:
-                responder.respond(self._status, self._headers, body)
+            body, is_last, start = message.get("body", b""), not message.get("more_body", False), self._start
+            self._start = None
+            if start is not None and is_last:
+                responder.respond(*start, body)
                 return
-            if not self._has_begun:
-                self._has_begun = True
-                responder.begin(self._status, self._headers)
+            if start is not None:
+                responder.begin(*start)
             if body:
-                responder.write(body)
-                if responder.is_full:
-                    await responder.drain()
+                await self.request.write(body)
             if is_last:
-                responder.finish()
+                self.request.finish()
 
     # -- the Responder --
 
     @property
     def deadline(self) -> float:
-        """The connection's."""
-        return math.inf if self.request.responder is None else self.request.responder.deadline
+        return self.request.deadline
 
     @deadline.setter
     def deadline(self, at: float) -> None:
+        self.request.deadline = at
         if self.request.responder is not None:
             self.request.responder.deadline = at
 
@@ -188,8 +163,7 @@ class Exchange:
         if status not in (204, 304):
             headers += b"content-length: %d\r\n" % len(body)
         self.begin(status, headers)
-        self._messages.put_nowait({"type": "http.response.body", "body": body})
-        self._messages.put_nowait(None)
+        self.finish(body)
 
     def begin(self, status: int, headers: bytes) -> None:
         pairs = [tuple(line.split(b": ", 1)) for line in headers.split(b"\r\n")[:-1]]
@@ -198,8 +172,8 @@ class Exchange:
     def write(self, data: bytes) -> None:
         self._messages.put_nowait({"type": "http.response.body", "body": data, "more_body": True})
 
-    def finish(self) -> None:
-        self._messages.put_nowait({"type": "http.response.body", "body": b""})
+    def finish(self, data: bytes = b"") -> None:
+        self._messages.put_nowait({"type": "http.response.body", "body": data})
         self._messages.put_nowait(None)
 
     @property
@@ -213,6 +187,6 @@ class Exchange:
 
     def abort(self) -> None:
         """The client has left, or is to be left."""
-        self._news.set()
+        self._left.set()
         self._messages.put_nowait(None)
         self._sent.set()
