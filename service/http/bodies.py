@@ -53,14 +53,13 @@ BiasPair = Annotated[tuple[Character | Id, Bias], Strict(False)]  # JSON has no 
 Prompt = str | list[int]
 
 
-def _field(default: Any, description: str, *examples: Any, **bounds: Any) -> Any:
-    return Field(default, description=description, examples=[*examples], **bounds)
+def _field(default: Any, *examples: Any, **bounds: Any) -> Any:
+    return Field(default, examples=[*examples], **bounds)
 
 
 def _sampling(name: str) -> Any:
-    meta = SAMPLING_META[name]
-    default = getattr(SamplingParams(), name)
-    return _field(default, meta.description or "", *meta.examples or (), ge=meta.ge, gt=meta.gt, le=meta.le)
+    meta, default = SAMPLING_META[name], getattr(SamplingParams(), name)
+    return _field(default, *meta.examples or (), description=meta.description, ge=meta.ge, gt=meta.gt, le=meta.le)
 
 
 class Body(BaseModel):
@@ -69,7 +68,7 @@ class Body(BaseModel):
     Unknown fields are named in the validation's context, a list, unless they are likely to be meant for known ones.
     """
 
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
     path: ClassVar[str] = ""  # of this body's fields, in errors
 
     @model_validator(mode="before")
@@ -98,6 +97,7 @@ class Body(BaseModel):
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         schema = handler.resolve_ref_schema(handler(core_schema))
         for name, field in schema["properties"].items():
+            field["description"] = " ".join(field["description"].split("\n"))
             if name not in schema.get("required", ()) and {"type": "null"} not in field.get("anyOf", ()):
                 about = {key: field.pop(key) for key in ("title", "description", "default", "examples") if key in field}
                 branches = field["anyOf"] if "anyOf" in field else [field]
@@ -110,10 +110,10 @@ class StreamOptions(Body):
 
     path: ClassVar[str] = "stream_options."
 
-    include_usage: bool = _field(
-        False, "end a stream of /v1/completions with a usage chunk; /generate always does", True
-    )
-    continuous_usage_stats: bool = _field(False, "report the usage so far in every event", True)
+    include_usage: bool = _field(False, True)
+    """end a stream of /v1/completions with a usage chunk; /generate always does"""
+    continuous_usage_stats: bool = _field(False, True)
+    """report the usage so far in every event"""
 
 
 class ModelRequest(Body):
@@ -126,41 +126,20 @@ class ModelRequest(Body):
         """The names of unknown fields."""
         return self._ignored
 
-    model: str | None = _field(None, "name of the served model, as /v1/models gives it", "chargpt", max_length=1000)
-    unknown_characters: UnknownCharacters | None = _field(
-        None,
-        "for characters absent from the vocabulary: refuse the request, replace them or drop them; the answer counts "
-        "them. Default: the server's setting",
-        "replace",
-    )
-    replacement_character: Character | None = _field(
-        None, "replacement for an unknown character. Default: the server's setting", " "
-    )
-    priority: int = _field(
-        0,
-        "a client's requests in the queue start in order of priority, lowest number first, then of arrival",
-        10,
-        ge=-1000,
-        le=1000,
-    )
-    timeout_seconds: float | None = _field(
-        None,
-        "time limit for waiting and running together; the server's own limit applies if it is lower",
-        30,
-        gt=0,
-        le=86_400,
-    )
-    strict: bool | None = _field(
-        None,
-        "refuse the request if it has unknown fields; otherwise they are ignored, and named in the header "
-        "X-Ignored-Fields. Default: the server's setting",
-        True,
-    )
-
-
-def _max_tokens(default: int) -> Any:
-    meaning = "maximum number of characters to generate. The default is lowered to the server's limit"
-    return _field(default, meaning, 80, ge=0)
+    model: str | None = _field(None, "chargpt", max_length=1000)
+    """name of the served model, as /v1/models gives it"""
+    unknown_characters: UnknownCharacters | None = _field(None, "replace")
+    """for characters absent from the vocabulary: refuse the request, replace them or drop them; the answer counts them.
+    Default: the server's setting"""
+    replacement_character: Character | None = _field(None, " ")
+    """replacement for an unknown character. Default: the server's setting"""
+    priority: int = _field(0, 10, ge=-1000, le=1000)
+    """a client's requests in the queue start in order of priority, lowest number first, then of arrival"""
+    timeout_seconds: float | None = _field(None, 30, gt=0, le=86_400)
+    """time limit for waiting and running together; the server's own limit applies if it is lower"""
+    strict: bool | None = _field(None, True)
+    """refuse the request if it has unknown fields; otherwise they are ignored, and named in the header
+    X-Ignored-Fields. Default: the server's setting"""
 
 
 _EARLY = ", which could end the answer before a match"
@@ -184,55 +163,31 @@ class GenerationRequest(ModelRequest):
     def _mapped(cls, data: dict[str, Any]) -> dict[str, Any]:
         return generation_fields(data)
 
-    prompt: Text | List[Text] | List[Id] | List[List[Id]] = _field(
-        "",
-        "text to continue, or a list of texts, or ids. An empty text means the beginning of a document: a line break "
-        "that is not part of the answer. For a model of records, a text is the beginning of one: a line break precedes "
-        "it unseen, and one ends the answer",
-        "ROMEO:",
-    )
-    truncate_prompt_tokens: int | None = _field(
-        None,
-        "use only the last this many characters of each prompt; -1: as many as are accepted",
-        500,
-        ge=-1,
-        le=MAX_ID,
-    )
-    suffix: Text | None = _field(
-        None,
-        "text that follows the answer (infill): `best_of` candidates are sampled, cut where the suffix is likely to "
-        "begin, and ranked by the likelihood of the suffix after them",
-        "\n\nJULIET:",
-    )
-    max_tokens: int = _max_tokens(16)
-    min_tokens: int = _field(
-        0,
-        "minimum number of characters: stops before this are ignored, and `regex` and `choice` match with at least so "
-        "many",
-        20,
-        ge=0,
-    )
-    ignore_eos: bool = _field(
-        False,
-        "of a model of records: go on after the line break that ends one; no effect on other models, which have no "
-        "end-of-text character",
-        True,
-    )
-    n: int = _field(1, "answers per prompt; the server limits prompts × n", 2, ge=1, le=MAX_SEQUENCES)
-    best_of: int | None = _field(
-        None,
-        "sample this many per prompt and return the `n` with the highest mean log-probability, or with `suffix` those "
-        "after which it is likeliest; the server limits prompts × best_of. Default: n; with `suffix`, 8",
-        4,
-        ge=1,
-        le=MAX_SEQUENCES,
-    )
-    seed: Seed | List[Seed] | None = _field(
-        None,
-        "the same seed gives the same text; a list has one per prompt. Answer j of a prompt uses seed + j. Default: "
-        "random, reported in the answer",
-        1,
-    )
+    prompt: Text | List[Text] | List[Id] | List[List[Id]] = _field("", "ROMEO:")
+    """text to continue, or a list of texts, or ids. An empty text means the beginning of a document: a line break that
+    is not part of the answer. For a model of records, a text is the beginning of one: a line break precedes it unseen,
+    and one ends the answer"""
+    truncate_prompt_tokens: int | None = _field(None, 500, ge=-1, le=MAX_ID)
+    """use only the last this many characters of each prompt; -1: as many as are accepted"""
+    suffix: Text | None = _field(None, "\n\nJULIET:")
+    """text that follows the answer (infill): `best_of` candidates are sampled, cut where the suffix is likely to begin,
+    and ranked by the likelihood of the suffix after them"""
+    max_tokens: int = _field(16, 80, ge=0)
+    """maximum number of characters to generate. The default is lowered to the server's limit"""
+    min_tokens: int = _field(0, 20, ge=0)
+    """minimum number of characters: stops before this are ignored, and `regex` and `choice` match with at least so
+    many"""
+    ignore_eos: bool = _field(False, True)
+    """of a model of records: go on after the line break that ends one; no effect on other models, which have no
+    end-of-text character"""
+    n: int = _field(1, 2, ge=1, le=MAX_SEQUENCES)
+    """answers per prompt; the server limits prompts × n"""
+    best_of: int | None = _field(None, 4, ge=1, le=MAX_SEQUENCES)
+    """sample this many per prompt and return the `n` with the highest mean log-probability, or with `suffix` those
+    after which it is likeliest; the server limits prompts × best_of. Default: n; with `suffix`, 8"""
+    seed: Seed | List[Seed] | None = _field(None, 1)
+    """the same seed gives the same text; a list has one per prompt. Answer j of a prompt uses seed + j. Default:
+    random, reported in the answer"""
     temperature: float = _sampling("temperature")
     top_k: int = _sampling("top_k")
     top_p: float = _sampling("top_p")
@@ -244,59 +199,47 @@ class GenerationRequest(ModelRequest):
     logit_bias: (
         Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)]
         | Annotated[List[BiasPair], Field(max_length=MAX_BIASES)]
-    ) = Field(
-        default_factory=dict,
-        description="added to logits, -100 to 100. The keys of an object are ids in decimal (as in OpenAI's API) or "
-        'any other single character: {"5": -100} is about id 5. In a list of pairs, [["5", -100]] is about the '
-        "character 5 and [[5, -100]] about id 5",
-        examples=[{"e": -100, "\n": 2.5}, [["e", -100], [5, 1.0]]],
-    )
+    ) = Field(default_factory=dict, examples=[{"e": -100, "\n": 2.5}, [["e", -100], [5, 1.0]]])
+    """added to logits, -100 to 100. The keys of an object are ids in decimal (as in OpenAI's API) or any other single
+    character: {"5": -100} is about id 5. In a list of pairs, [["5", -100]] is about the character 5 and [[5, -100]]
+    about id 5"""
     stop: StopString | Annotated[List[StopString], Field(max_length=MAX_STOPS)] | None = _field(
-        None, "the text ends before the first of these", ["\n\n", "ROMEO:"]
+        None, ["\n\n", "ROMEO:"]
     )
-    stop_token_ids: StopIds | None = _field(None, "as `stop`, by the ids of single characters", [0])
-    stop_regex: Pattern | None = _field(
-        None,
-        "the text ends before the first match of this regular expression, which must not match the empty text",
-        "\n[A-Z]+:",
-    )
-    include_stop_str_in_output: bool = _field(False, "keep the stop at the end of the text", True)
-    regex: Pattern | None = _field(
-        None,
-        "the whole answer matches this regular expression: literals, classes, groups, alternation and repetition. Once "
-        "the text matches, it ends as soon as the model samples a character that would break the match",
-        "[A-Z][a-z]+( [A-Z][a-z]+)?",
-    )
+    """the text ends before the first of these"""
+    stop_token_ids: StopIds | None = _field(None, [0])
+    """as `stop`, by the ids of single characters"""
+    stop_regex: Pattern | None = _field(None, "\n[A-Z]+:")
+    """the text ends before the first match of this regular expression, which must not match the empty text"""
+    include_stop_str_in_output: bool = _field(False, True)
+    """keep the stop at the end of the text"""
+    regex: Pattern | None = _field(None, "[A-Z][a-z]+( [A-Z][a-z]+)?")
+    """the whole answer matches this regular expression: literals, classes, groups, alternation and repetition. Once the
+    text matches, it ends as soon as the model samples a character that would break the match"""
     choice: Annotated[List[ChoiceString], Field(min_length=1, max_length=MAX_CHOICES)] | None = _field(
-        None, "the answer is one of these texts", ["yes", "no"]
+        None, ["yes", "no"]
     )
-    allowed_characters: Text | None = _field(None, "the answer contains only these characters", "ACGT", min_length=1)
-    allowed_token_ids: AllowedIds | None = _field(None, "as `allowed_characters`, by their ids", [1, 2, 3])
-    bad_words: Annotated[List[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = _field(
-        None, "the answer contains none of these texts", ["qq"]
-    )
-    logprobs: int | None = _field(
-        None,
-        "report the log-probability of each character under the unmodified model, and of this many of the likeliest; "
-        "at most the size of the vocabulary",
-        3,
-        ge=0,
-    )
-    echo: bool = _field(False, "begin the answer with the prompt, and its log-probabilities if requested", True)
-    stream: bool = _field(False, "send the text as server-sent events while it is generated", True)
+    """the answer is one of these texts"""
+    allowed_characters: Text | None = _field(None, "ACGT", min_length=1)
+    """the answer contains only these characters"""
+    allowed_token_ids: AllowedIds | None = _field(None, [1, 2, 3])
+    """as `allowed_characters`, by their ids"""
+    bad_words: Annotated[List[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = _field(None, ["qq"])
+    """the answer contains none of these texts"""
+    logprobs: int | None = _field(None, 3, ge=0)
+    """report the log-probability of each character under the unmodified model, and of this many of the likeliest; at
+    most the size of the vocabulary"""
+    echo: bool = _field(False, True)
+    """begin the answer with the prompt, and its log-probabilities if requested"""
+    stream: bool = _field(False, True)
+    """send the text as server-sent events while it is generated"""
     stream_options: StreamOptions = Field(
-        default_factory=lambda: StreamOptions.model_validate({}),
-        description="how a stream reports usage; no effect on a whole answer",
-        examples=[{"include_usage": True}],
+        default_factory=lambda: StreamOptions.model_validate({}), examples=[{"include_usage": True}]
     )
-    stream_interval: float | None = _field(
-        None,
-        "seconds for which characters gather between two events of a stream; the first is sent at once. Default: the "
-        "server's setting",
-        0.1,
-        ge=0,
-        le=60,
-    )
+    """how a stream reports usage; no effect on a whole answer"""
+    stream_interval: float | None = _field(None, 0.1, ge=0, le=60)
+    """seconds for which characters gather between two events of a stream; the first is sent at once. Default: the
+    server's setting"""
 
     @model_validator(mode="after")
     def _fields_agree(self) -> GenerationRequest:
@@ -339,7 +282,8 @@ class GenerationRequest(ModelRequest):
 class GenerateRequest(GenerationRequest):
     """Body of POST /generate."""
 
-    max_tokens: int = _max_tokens(256)
+    max_tokens: int = _field(256, 80, ge=0)
+    """maximum number of characters to generate. The default is lowered to the server's limit"""
 
 
 class CompletionRequest(GenerationRequest):
@@ -349,14 +293,14 @@ class CompletionRequest(GenerationRequest):
 class ScoreRequest(ModelRequest):
     """Body of POST /v1/score: `texts`, or `continuations` of a `prefix`."""
 
-    texts: Text | List[Text] | None = _field(
-        None, "texts to score: each character but the first, given those before it", ["To be, or not to be"]
-    )
-    prefix: Text = _field("", "text before each continuation; empty: the beginning of a document", "To be or not to")
-    continuations: List[Text] | None = _field(
-        None, "texts to score after the prefix: every character", [" be", " bee", " qqq"]
-    )
-    characters: bool = _field(True, "report the nats of each character, not only the sums", False)
+    texts: Text | List[Text] | None = _field(None, ["To be, or not to be"])
+    """texts to score: each character but the first, given those before it"""
+    prefix: Text = _field("", "To be or not to")
+    """text before each continuation; empty: the beginning of a document"""
+    continuations: List[Text] | None = _field(None, [" be", " bee", " qqq"])
+    """texts to score after the prefix: every character"""
+    characters: bool = _field(True, False)
+    """report the nats of each character, not only the sums"""
 
     @model_validator(mode="after")
     def _one_of_two(self) -> ScoreRequest:
@@ -368,33 +312,36 @@ class ScoreRequest(ModelRequest):
 class NextRequest(ModelRequest):
     """Body of POST /v1/next."""
 
-    prompt: Text | List[Text] = _field(
-        "", "text before the character, or a list of texts; empty: the beginning of a document", "ROMEO"
-    )
+    prompt: Text | List[Text] = _field("", "ROMEO")
+    """text before the character, or a list of texts; empty: the beginning of a document"""
 
 
 class AttentionRequest(ModelRequest):
     """Body of POST /v1/attention."""
 
     text: Text = _field(
-        ...,
-        f"text to look at: at most the model's block_size and {MAX_ATTENTION_CHARACTERS} characters",
-        "To be",
-        max_length=MAX_ATTENTION_CHARACTERS,
-    )
-    layer: int | None = _field(None, "only this layer; 0 is the first", 0, ge=0, le=MAX_ID)
-    head: int | None = _field(None, "only this head of each layer", 1, ge=0, le=MAX_ID)
-    scores: bool = _field(False, "report the products of queries and keys too", True)
-    values: bool = _field(False, "report the value vectors too, which the weights mix", True)
+        ..., "To be", max_length=MAX_ATTENTION_CHARACTERS,
+        description=f"text to look at: at most the model's block_size and {MAX_ATTENTION_CHARACTERS} characters",
+    )  # fmt: skip
+    layer: int | None = _field(None, 0, ge=0, le=MAX_ID)
+    """only this layer; 0 is the first"""
+    head: int | None = _field(None, 1, ge=0, le=MAX_ID)
+    """only this head of each layer"""
+    scores: bool = _field(False, True)
+    """report the products of queries and keys too"""
+    values: bool = _field(False, True)
+    """report the value vectors too, which the weights mix"""
 
 
 class TokenizeRequest(ModelRequest):
     """Body of POST /tokenize."""
 
-    prompt: Text = _field(..., "text to encode", "ROMEO:")
+    prompt: Text = _field(..., "ROMEO:")
+    """text to encode"""
 
 
 class DetokenizeRequest(ModelRequest):
     """Body of POST /detokenize."""
 
-    tokens: List[Id] = _field(..., "ids to decode", [30, 27, 25])
+    tokens: List[Id] = _field(..., [30, 27, 25])
+    """ids to decode"""

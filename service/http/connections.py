@@ -186,7 +186,6 @@ class TlsServer:
     Has what uvicorn uses of an asyncio.Server.
     """
 
-    ACCEPTED_AT_ONCE = 100
     PAUSE_SECONDS = 0.5  # when the process can open no more files
 
     def __init__(
@@ -197,35 +196,24 @@ class TlsServer:
         context: ssl.SSLContext,
     ):
         self._loop, self._factory, self._context = loop, factory, context
-        self._handshakes: set[asyncio.Task[None]] = set()
-        self._is_closed = False
         self.sockets = (listener,)
-        self._listen()
+        self._tasks = {loop.create_task(self._accept(listener))}  # and the handshakes
 
     def close(self) -> None:
-        self._is_closed = True
-        self._loop.remove_reader(self.sockets[0])
-        for handshake in self._handshakes:
-            handshake.cancel()
+        for task in self._tasks:
+            task.cancel()
 
     async def wait_closed(self) -> None:
         """uvicorn waits for connections itself."""
 
-    def _listen(self) -> None:
-        if not self._is_closed:
-            self._loop.add_reader(self.sockets[0], self._accept)
-
-    def _accept(self) -> None:
-        for _ in range(self.ACCEPTED_AT_ONCE):
+    async def _accept(self, listener: socket.socket) -> None:
+        while True:
             try:
-                connection, address = self.sockets[0].accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
+                connection, address = await self._loop.sock_accept(listener)
             except OSError as error:
                 logger.warning("no connection accepted for %g s: %s", self.PAUSE_SECONDS, error.strerror)
-                self._loop.remove_reader(self.sockets[0])
-                self._loop.call_later(self.PAUSE_SECONDS, self._listen)
-                return
+                await asyncio.sleep(self.PAUSE_SECONDS)
+                continue
             protocol = self._factory()
             try:
                 protocol.admit(address[0])
@@ -234,11 +222,10 @@ class TlsServer:
                 connection.close()
                 continue
             task = self._loop.create_task(self._connect(connection, protocol))
-            self._handshakes.add(task)
-            task.add_done_callback(self._handshakes.discard)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     async def _connect(self, connection: socket.socket, protocol: Connection) -> None:
-        connection.setblocking(False)
         try:
             await self._loop.connect_accepted_socket(
                 lambda: protocol, connection, ssl=self._context,

@@ -65,26 +65,29 @@ def shortened(value: object) -> str:
 
 # -- answers --
 
+
+def about(description: str, *examples: str) -> Meta:
+    return Meta(description=description, examples=[*examples] or None)
+
+
 FinishReason = Annotated[
     Literal["stop", "length"],
-    Meta(description="stop: at a stop, or where the pattern ends or no longer match fits; length: at max_tokens"),
+    about("stop: at a stop, or where the pattern ends or no longer match fits; length: at max_tokens"),
 ]
-StreamedFinishReason = Annotated[
-    Literal["stop", "length"] | None, Meta(description="as in a whole answer; null: more is to come")
-]
-Index = Annotated[int, Meta(description="prompt number × n + answer number")]
+StreamedFinishReason = Annotated[Literal["stop", "length"] | None, about("as in a whole answer; null: more is to come")]
+Index = Annotated[int, about("prompt number × n + answer number")]
 ChoiceSeed = Annotated[
     int,
-    Meta(description="this prompt alone with this `seed` gives the same text again (with `suffix`, before it was cut)"),
+    about("this prompt alone with this `seed` gives the same text again (with `suffix`, before it was cut)"),
 ]
-RequestId = Annotated[str, Meta(description="the request's id")]
+RequestId = Annotated[str, about("the request's id")]
 
 
 class ErrorDetails(msgspec.Struct):
-    message: Annotated[str, Meta(description="the field, what was given and what is allowed, in words")]
+    message: Annotated[str, about("the field, what was given and what is allowed, in words")]
     type: ErrorType
-    param: Annotated[str | None, Meta(description="the field of the request, dotted if it is nested")]
-    code: Annotated[str | None, Meta(description="what went wrong, for programs")]
+    param: Annotated[str | None, about("the field of the request, dotted if it is nested")]
+    code: Annotated[str | None, about("what went wrong, for programs")]
 
 
 class Error(msgspec.Struct):
@@ -108,37 +111,33 @@ class Usage(msgspec.Struct, gc=False):
 class Timing(msgspec.Struct, gc=False):
     """Where the time went; with several sequences, the longest time is reported."""
 
-    queue_seconds: Annotated[float, Meta(description="from the request's arrival to a cache slot")]
-    prefill_seconds: Annotated[float, Meta(description="from the cache slot until the prompt has run")]
-    decode_seconds: Annotated[float, Meta(description="from there to the last character")]
+    queue_seconds: Annotated[float, about("from the request's arrival to a cache slot")]
+    prefill_seconds: Annotated[float, about("from the cache slot until the prompt has run")]
+    decode_seconds: Annotated[float, about("from there to the last character")]
     seconds_per_character: Annotated[
-        float | None, Meta(description="decode time per character after the first; null: there is none")
+        float | None, about("decode time per character after the first; null: there is none")
     ]
 
 
 class Receipt(msgspec.Struct):
     """What reproduces this answer, and how long it took."""
 
-    checkpoint_sha256: Annotated[str, Meta(description="of the checkpoint's manifest; also in /info")]
-    backend: Annotated[str, Meta(description="what ran the model", examples=["native"])]
-    dtype: Annotated[
-        str, Meta(description="its arithmetic: only float64 gives the same text on every machine", examples=["float32"])
-    ]
-    seeds: Annotated[list[int], Meta(description="one per prompt; empty if nothing is sampled")]
+    checkpoint_sha256: Annotated[str, about("of the checkpoint's manifest; also in /info")]
+    backend: Annotated[str, about("what ran the model", "native")]
+    dtype: Annotated[str, about("its arithmetic: only float64 gives the same text on every machine", "float32")]
+    seeds: Annotated[list[int], about("one per prompt; empty if nothing is sampled")]
     timing: Timing
-    replaced_characters: Annotated[int, Meta(description="unknown characters of the request that were replaced")]
-    dropped_characters: Annotated[int, Meta(description="unknown characters of the request that were dropped")]
+    replaced_characters: Annotated[int, about("unknown characters of the request that were replaced")]
+    dropped_characters: Annotated[int, about("unknown characters of the request that were dropped")]
 
 
 class TokenLogprobs(msgspec.Struct):
     """Log-probabilities in nats under the unmodified model, as in OpenAI's API."""
 
-    tokens: Annotated[list[str], Meta(description="the characters")]
-    token_logprobs: Annotated[list[float | None], Meta(description="null: the first character of a document")]
-    top_logprobs: Annotated[
-        list[dict[str, float] | None], Meta(description="the likeliest characters, and the one in the text")
-    ]
-    text_offset: Annotated[list[int], Meta(description="of each character in the choice's text")]
+    tokens: Annotated[list[str], about("the characters")]
+    token_logprobs: Annotated[list[float | None], about("null: the first character of a document")]
+    top_logprobs: Annotated[list[dict[str, float] | None], about("the likeliest characters, and the one in the text")]
+    text_offset: Annotated[list[int], about("of each character in the choice's text")]
 
 
 class GenerateChoice(msgspec.Struct):
@@ -148,7 +147,7 @@ class GenerateChoice(msgspec.Struct):
     text: str
     finish_reason: FinishReason
     seed: ChoiceSeed
-    logprobs: Annotated[TokenLogprobs | UnsetType, Meta(description="if requested")] = UNSET
+    logprobs: Annotated[TokenLogprobs | UnsetType, about("if requested")] = UNSET
 
 
 class GenerateAnswer(msgspec.Struct):
@@ -168,8 +167,8 @@ class GenerateEvent(msgspec.Struct):
     text: str
     finish_reason: StreamedFinishReason
     seed: ChoiceSeed
-    logprobs: Annotated[TokenLogprobs | UnsetType, Meta(description="of these characters, if requested")] = UNSET
-    usage: Annotated[Usage | UnsetType, Meta(description="so far, with continuous_usage_stats")] = UNSET
+    logprobs: Annotated[TokenLogprobs | UnsetType, about("of these characters, if requested")] = UNSET
+    usage: Annotated[Usage | UnsetType, about("so far, with continuous_usage_stats")] = UNSET
 
 
 class GenerateEnd(msgspec.Struct):
@@ -202,7 +201,7 @@ class Completion(msgspec.Struct):
 
     id: str
     object: Literal["text_completion"]
-    created: Annotated[int, Meta(description="Unix time in seconds")]
+    created: Annotated[int, about("Unix time in seconds")]
     model: str
     choices: list[CompletionChoice]
     usage: Usage
@@ -214,28 +213,24 @@ class CompletionChunk(msgspec.Struct):
 
     id: str
     object: Literal["text_completion"]
-    created: Annotated[int, Meta(description="Unix time in seconds")]
+    created: Annotated[int, about("Unix time in seconds")]
     model: str
-    choices: Annotated[list[ChunkChoice], Meta(description="one, or none in the final usage chunk")]
-    usage: Annotated[Usage | None | UnsetType, Meta(description="with include_usage, null until the final chunk")] = (
-        UNSET
-    )
-    chargpt: Annotated[Receipt | UnsetType, Meta(description="with the last choice to end")] = UNSET
+    choices: Annotated[list[ChunkChoice], about("one, or none in the final usage chunk")]
+    usage: Annotated[Usage | None | UnsetType, about("with include_usage, null until the final chunk")] = UNSET
+    chargpt: Annotated[Receipt | UnsetType, about("with the last choice to end")] = UNSET
 
 
 class Score(msgspec.Struct):
     """How likely one text is. Nats are negative log-likelihoods: fewer nats, likelier text."""
 
     index: int
-    characters: Annotated[int, Meta(description="characters scored")]
+    characters: Annotated[int, about("characters scored")]
     nats: float
-    nats_per_character: Annotated[float | None, Meta(description="like the next two, null if nothing was scored")]
+    nats_per_character: Annotated[float | None, about("like the next two, null if nothing was scored")]
     bits_per_character: float | None
-    perplexity: Annotated[float | None, Meta(description="per character: e to the nats per character")]
-    rank: Annotated[int | UnsetType, Meta(description="among continuations: 1 is the likeliest")] = UNSET
-    character_nats: Annotated[
-        list[float | None] | UnsetType, Meta(description="null: the first character of a document")
-    ] = UNSET
+    perplexity: Annotated[float | None, about("per character: e to the nats per character")]
+    rank: Annotated[int | UnsetType, about("among continuations: 1 is the likeliest")] = UNSET
+    character_nats: Annotated[list[float | None] | UnsetType, about("null: the first character of a document")] = UNSET
 
 
 class ScoreAnswer(msgspec.Struct):
@@ -246,7 +241,7 @@ class ScoreAnswer(msgspec.Struct):
     object: Literal["list"]
     data: list[Score]
     usage: Usage
-    chargpt: Annotated[Receipt | UnsetType, Meta(description="absent if there was nothing to score")] = UNSET
+    chargpt: Annotated[Receipt | UnsetType, about("absent if there was nothing to score")] = UNSET
 
 
 class NextCharacter(msgspec.Struct):
@@ -264,7 +259,7 @@ class Next(msgspec.Struct):
     index: int
     entropy_nats: float
     entropy_bits: float
-    distribution: Annotated[list[NextCharacter], Meta(description="the whole vocabulary, likeliest first")]
+    distribution: Annotated[list[NextCharacter], about("the whole vocabulary, likeliest first")]
 
 
 class NextAnswer(msgspec.Struct):
@@ -283,14 +278,12 @@ class HeadAttention(msgspec.Struct):
 
     layer: int
     head: int
-    weights: Annotated[list[list[float]], Meta(description="row t: of the characters 0 to t; it sums to 1")]
+    weights: Annotated[list[list[float]], about("row t: of the characters 0 to t; it sums to 1")]
     scores: Annotated[
         list[list[float]] | UnsetType,
-        Meta(description="query t · key j in row t, column j, before scale and mask; if requested"),
+        about("query t · key j in row t, column j, before scale and mask; if requested"),
     ] = UNSET
-    values: Annotated[
-        list[list[float]] | UnsetType, Meta(description="the value vector of each character; if requested")
-    ] = UNSET
+    values: Annotated[list[list[float]] | UnsetType, about("the value vector of each character; if requested")] = UNSET
 
 
 class AttentionAnswer(msgspec.Struct):
@@ -299,10 +292,10 @@ class AttentionAnswer(msgspec.Struct):
     id: RequestId
     model: str
     checkpoint_sha256: str
-    text: Annotated[str, Meta(description="as it was read: unknown characters are replaced or dropped")]
+    text: Annotated[str, about("as it was read: unknown characters are replaced or dropped")]
     n_layer: int
     n_head: int
-    scale: Annotated[float, Meta(description="of the scores before the softmax: 1 / √head_dim")]
+    scale: Annotated[float, about("of the scores before the softmax: 1 / √head_dim")]
     data: list[HeadAttention]
     replaced_characters: int
     dropped_characters: int
@@ -312,7 +305,7 @@ class TokenizeAnswer(msgspec.Struct):
     """Answer of POST /tokenize."""
 
     count: int
-    max_model_len: Annotated[int, Meta(description="longest prompt accepted")]
+    max_model_len: Annotated[int, about("longest prompt accepted")]
     tokens: list[int]
     replaced_characters: int
     dropped_characters: int
@@ -329,8 +322,8 @@ class TokenizerInfo(msgspec.Struct):
 
     tokenizer_class: Literal["CharTokenizer"]
     vocab_size: int
-    bos_token: Annotated[str | None, Meta(description="what an empty prompt means: a line break, if in the vocabulary")]
-    eos_token: Annotated[str | None, Meta(description="what ends a text: of a model of records a line break")]
+    bos_token: Annotated[str | None, about("what an empty prompt means: a line break, if in the vocabulary")]
+    eos_token: Annotated[str | None, about("what ends a text: of a model of records a line break")]
     pad_token: None
 
 
@@ -339,9 +332,9 @@ class ModelCard(msgspec.Struct):
 
     id: str
     object: Literal["model"]
-    created: Annotated[int, Meta(description="when the service started, Unix time in seconds")]
+    created: Annotated[int, about("when the service started, Unix time in seconds")]
     owned_by: str
-    max_model_len: Annotated[int, Meta(description="longest prompt accepted")]
+    max_model_len: Annotated[int, about("longest prompt accepted")]
 
 
 class ModelList(msgspec.Struct):
@@ -356,11 +349,11 @@ class ServedModel(msgspec.Struct):
 
     name: str
     checkpoint_sha256: str
-    config: Annotated[dict[str, Any], Meta(description="hyperparameters of the network")]
-    vocabulary: Annotated[str, Meta(description="every character; its index is its id")]
-    records: Annotated[bool, Meta(description="it was trained on records: a prompt begins one, a line break ends it")]
-    example_prompt: Annotated[str, Meta(description="a text to begin with; empty for records")]
-    training: Annotated[dict[str, Any], Meta(description="training.json without paths: recipe, data and losses")]
+    config: Annotated[dict[str, Any], about("hyperparameters of the network")]
+    vocabulary: Annotated[str, about("every character; its index is its id")]
+    records: Annotated[bool, about("it was trained on records: a prompt begins one, a line break ends it")]
+    example_prompt: Annotated[str, about("a text to begin with; empty for records")]
+    training: Annotated[dict[str, Any], about("training.json without paths: recipe, data and losses")]
 
 
 class Limits(msgspec.Struct):
@@ -376,16 +369,14 @@ class Limits(msgspec.Struct):
     max_running_requests: int
     max_queued_requests: int
     request_timeout_seconds: float
-    max_attention_characters: Annotated[
-        int, Meta(description="of a text for /v1/attention and this model; 0: not available")
-    ]
+    max_attention_characters: Annotated[int, about("of a text for /v1/attention and this model; 0: not available")]
 
 
 class Info(msgspec.Struct):
     """Answer of GET /info."""
 
-    model: Annotated[ServedModel, Meta(description="the one that the query names, ?model=NAME; else the default")]
-    models: Annotated[list[str], Meta(description="names of all that are served")]
+    model: Annotated[ServedModel, about("the one that the query names, ?model=NAME; else the default")]
+    models: Annotated[list[str], about("names of all that are served")]
     limits: Limits
     unknown_characters: UnknownCharacters
     backend: str
