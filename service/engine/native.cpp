@@ -10,7 +10,8 @@
 //              bfloat16, in pairs of inputs
 //   cache      per slot, layer and key head: keys as [BLOCKS × Lanes keys][dimension][key], so a lane is a key and all
 //              is read in the order in which it lies; values as [key][dimension]. Position p is at ring index p mod W,
-//              as in service/model/kv_cache.py
+//              as in service/model/kv_cache.py. With float32's arithmetic they are fp16 numbers, of half the size,
+//              where no text can make them overflow: see `fits_half`
 //   padding    heads, widths and the vocabulary are padded with zeros to whole Lanes
 //
 // Every thread takes whole sequences and runs them on its own for all steps of a call. Only where there is much to read
@@ -188,12 +189,21 @@ template <class T> INLINE Lanes<T> exp_of_negative(Lanes<T> lanes) {
 
 // -- weights --
 
-// fp16 numbers; only where the processor converts them.
-#if defined(__F16C__)
+// fp16 numbers, converted by the processor, or slowly by the compiler's own code.
+#if defined(__aarch64__)
+using Fp16 = __fp16;
 #define HAS_HALF 1
+#elif defined(__FLT16_MAX__)
+using Fp16 = _Float16;
+#define HAS_HALF 1
+#elif defined(__F16C__)
+#define HAS_HALF 1
+#endif
+#ifdef HAS_HALF
+constexpr float LARGEST_HALF = 65504;
 struct Half { uint16_t bits; };
+#if defined(__F16C__)
 INLINE Half to_half(float x) { return {(uint16_t)_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT)}; }
-INLINE float from_half(Half h) { return _cvtsh_ss(h.bits); }
 #if defined(__AVX512F__)
 INLINE Reg<float> widen(const Half* from, float) {
   return (Reg<float>)_mm512_maskz_cvtph_ps(0xFFFF, _mm256_loadu_si256((const __m256i*)from));
@@ -207,6 +217,23 @@ INLINE Reg<float> widen(const Half* from, float) {
 }
 INLINE Reg<double> widen(const Half* from, double) {
   return (Reg<double>)_mm256_cvtps_pd(_mm_cvtph_ps(_mm_loadl_epi64((const __m128i*)from)));
+}
+#endif
+#else
+INLINE Half to_half(float x) {
+  const Fp16 half = Fp16(x);
+  Half h;
+  std::memcpy(&h, &half, sizeof h);
+  return h;
+}
+template <class T> INLINE Reg<T> widen(const Half* from, T) {
+  Fp16 half[PER_REGISTER<T>];
+  T wide[PER_REGISTER<T>];
+  Reg<T> r;
+  std::memcpy(half, from, sizeof half);
+  for (int i = 0; i < PER_REGISTER<T>; ++i) wide[i] = T(half[i]);
+  std::memcpy(&r, wide, sizeof r);
+  return r;
 }
 #endif
 #endif
@@ -769,7 +796,7 @@ class Engine {
   virtual const char* copy(int source, int target, int64_t length) = 0;
   virtual void run(const ChargptItem* items, int count) noexcept = 0;  // allocates nothing
   virtual const char* refuses(const ChargptItem* items, int count) = 0;
-  int slots = 0, vocab_size = 0;
+  int slots = 0, vocab_size = 0, cache_bits = 0;  // of a number in the cache
 };
 
 constexpr int BATCH = 48;          // rows that pass the layers together; activations of wide models still fit a cache
@@ -823,7 +850,7 @@ template <class T, class W, class K> class Net final : public Engine {
       : c(config), hs(c.n_embd / c.n_head), hp(padded<T>(hs)), Wp(padded<T>(c.block_size)), C(padded<T>(c.n_embd)),
         F(padded<T>(c.n_inner)), V(padded<T>(c.vocab_size)), heads(c.n_head + 2 * c.n_kv_head),
         frequencies(c.frequencies, c.frequencies + hs / 2), pool(c.threads) {
-    slots = c.slots, vocab_size = c.vocab_size;
+    slots = c.slots, vocab_size = c.vocab_size, cache_bits = 8 * sizeof(K);
     pack(weights);
     head_size = values_at() + size_t(Wp) * hp;
     slot_size = head_size * c.n_kv_head * c.n_layer;
@@ -1411,6 +1438,26 @@ template <class T, class W, class K> class Net final : public Engine {
   std::vector<bool> used;
 };
 
+#ifdef HAS_HALF
+// Whether fp16 holds keys and values of any text. Inputs of a layer and keys are RMS-normalized, so their lengths are at
+// most √n_embd and √head_dim times the norm's weights; rotation keeps that of a pair. weights: as `Net::pack` takes them.
+bool fits_half(const ChargptConfig& c, const float* const* weights) {
+  const int hs = c.n_embd / c.n_head;
+  double largest = 0;
+  for (int layer = 0; layer < c.n_layer; ++layer) {
+    const float* const* w = weights + 1 + 8 * layer;
+    const float *norm = w[0], *values = w[1] + size_t(c.n_head + c.n_kv_head) * hs * c.n_embd, *k_norm = w[3];
+    for (int d = 0; d < hs; ++d) largest = std::max(largest, std::sqrt(hs) * std::fabs(k_norm[d]));
+    for (int o = 0; o < c.n_kv_head * hs; ++o, values += c.n_embd) {
+      double squares = 0;
+      for (int i = 0; i < c.n_embd; ++i) squares += std::pow(double(values[i]) * norm[i], 2);
+      largest = std::max(largest, std::sqrt(c.n_embd * squares));
+    }
+  }
+  return largest < 0.99 * LARGEST_HALF;
+}
+#endif
+
 }  // namespace
 
 #define API extern "C" __attribute__((visibility("default")))
@@ -1419,20 +1466,22 @@ template <class T, class W, class K> class Net final : public Engine {
 
 // The layout of the structures above, which native.py must share.
 API int32_t chargpt_layout(void) {
-  return 3 << 24 | int(sizeof(ChargptConfig) << 16 | sizeof(ChargptItem) << 8 | sizeof(ChargptParams));
+  return 4 << 24 | int(sizeof(ChargptConfig) << 16 | sizeof(ChargptItem) << 8 | sizeof(ChargptParams));
 }
 
 API const char* chargpt_open(const ChargptConfig* config, const float* const* weights, void** opened) try {
   Engine* engine = nullptr;
 #ifdef HAS_HALF
-  if (config->is_half && config->dtype == 0) engine = new Net<float, Half, float>(*config, weights);
-  if (config->is_half && config->dtype == 1) engine = new Net<double, Half, double>(*config, weights);
+  if (config->dtype == 0 && fits_half(*config, weights)) {
+    if (config->is_half) engine = new Net<float, Half, Half>(*config, weights);
+    else engine = new Net<float, float, Half>(*config, weights);
+  } else if (config->dtype == 1 && config->is_half) engine = new Net<double, Half, double>(*config, weights);
 #endif
 #ifdef HAS_BF16
   if (config->dtype == 2) engine = new Net<float, Bf16, Bf16>(*config, weights);
 #endif
-  if (!config->is_half && config->dtype == 0) engine = new Net<float, float, float>(*config, weights);
-  if (!config->is_half && config->dtype == 1) engine = new Net<double, float, double>(*config, weights);
+  if (!engine && config->dtype == 0) engine = new Net<float, float, float>(*config, weights);
+  if (!engine && config->dtype == 1) engine = new Net<double, float, double>(*config, weights);
   if (!engine) return "this build has no such arithmetic";
   *opened = engine;
   return nullptr;
@@ -1471,6 +1520,8 @@ API const char* chargpt_run(void* engine, const ChargptItem* items, int32_t coun
 } catch (const std::bad_alloc&) {
   return "out of memory";
 }
+
+API int32_t chargpt_cache_bits(void* engine) { return ((Engine*)engine)->cache_bits; }
 
 // About this build.
 API int32_t chargpt_register_bits(void) { return 8 * REGISTER; }

@@ -96,7 +96,7 @@ def why_not() -> str | None:
 def _load(path: Path) -> ctypes.CDLL:
     """Raises OSError: the file is no such library, or one of another revision."""
     library = ctypes.CDLL(str(path))
-    layout = 3 << 24 | ctypes.sizeof(_Config) << 16 | _ITEM.itemsize << 8 | _PARAMS.size
+    layout = 4 << 24 | ctypes.sizeof(_Config) << 16 | _ITEM.itemsize << 8 | _PARAMS.size
     if not hasattr(library, "chargpt_layout") or library.chargpt_layout() != layout:
         raise OSError(f"{path}: built from another revision")
     for name, arguments in {
@@ -108,6 +108,7 @@ def _load(path: Path) -> ctypes.CDLL:
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, c_char_p
     library.chargpt_close.argtypes, library.chargpt_close.restype = [c_void_p], None
+    library.chargpt_cache_bits.argtypes = [c_void_p]
     return library
 
 
@@ -131,7 +132,7 @@ class NativeRunner(Runner):
     """`threads` includes the calling one; each takes whole sequences, or all share each batch where that pays.
 
     dtype: "float32", "float64" or, where the CPU multiplies it, "bfloat16" (weights, keys and values, and the factors
-    of products; sums are float32).
+    of products; sums are float32). "float32" keeps keys and values as float16, unless a text could make them overflow.
     weights: under GPT's parameter names, float16 or float32, or float64 with values of float32. They are stored as
     float16 where that is exact, else as float32.
 
@@ -171,7 +172,8 @@ class NativeRunner(Runner):
         )
         bits = self._library.chargpt_register_bits()
         self.weight_dtype = dtype if dtype == "bfloat16" else "float16" if is_half else "float32"
-        self.description = f"{bits}-bit registers, weights in {self.weight_dtype}"
+        cache = dtype if dtype == "bfloat16" else f"float{self._library.chargpt_cache_bits(self._engine)}"
+        self.description = f"{bits}-bit registers, weights in {self.weight_dtype}, keys and values in {cache}"
 
     def __del__(self) -> None:
         self.close()

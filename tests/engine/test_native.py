@@ -124,12 +124,28 @@ def test_log_probabilities_of_prompts_and_decoded_characters_equal_the_model(sha
         assert np.abs(actual - expected).max() < tolerance * max(1, np.abs(expected).max())
 
 
+@pytest.mark.parametrize(("large", "cache"), [(1, "float16"), (1e6, "float32")])
+def test_values_beyond_float16_are_kept_in_float32(large, cache):
+    """Values a million times larger, which the projection makes small again."""
+    model = random_model()
+    for block in model.blocks:
+        block.attn.qkv.weight[-model.config.n_kv_head * model.config.head_dim :] *= large
+        block.attn.proj.weight /= large
+    runner, prompt = open_native(model, dtype="float32"), text(61, 50)
+    assert runner.description.endswith(f"keys and values in {cache}")
+    runner.start(0, SamplingParams(), prompt)
+    piece = Piece(0, prompt, True, None, everything(61), following(prompt, 0, 50))
+    found = logprobs(runner.prefill([piece]).reports[0], 61)
+    expected = model.double()(torch.from_numpy(prompt).long()[None])[0].log_softmax(1).numpy()
+    assert np.abs(found - expected).max() < 2e-3 * np.abs(expected).max()
+
+
 @pytest.mark.parametrize("weight_dtype", [torch.float16, torch.float32])
 def test_text_of_a_seed_is_that_of_generate(weight_dtype):
     """fp16 weights are stored as such; a repetition penalty, a bias, greedy and truncated choices."""
     model = random_model().to(weight_dtype)
     runner = open_native(model)
-    assert weight_dtype == torch.float32 or runner.description.endswith("float16") or "128" in runner.description
+    assert f"weights in {str(weight_dtype).removeprefix('torch.')}, keys and values in float64" in runner.description
     every = [
         SamplingParams(seed=MAX_SEED),
         SamplingParams(0.0),
