@@ -20,24 +20,12 @@ FOLDER = Path(__file__).parent
 ON_DEMAND = ("chaos", "cuda", "slow", "tools")
 
 # The files that take longest come first, so that none of them is left for one of several processes at the end.
-LONGEST = (
-    "deploy/test_compose.py",
-    "deploy/test_container.py",
-    "test_supervision.py",
-    "http/test_openapi.py",
-    "deploy/test_deploy.py",
-    "test_server.py",
-    "training/test_training.py",
-    "http/test_page.py",
-    "deploy/test_swarm.py",  # not while test_compose.py runs
-    "engine/test_engine.py",
-    "http/test_protocol.py",
-    "test_checkpoints.py",
-    "training/test_distributed.py",
-    "http/test_large.py",
-    "test_install.py",
-    "observe/test_logs.py",
-)
+# test_swarm.py not while test_compose.py runs.
+LONGEST = """
+    deploy/test_compose.py deploy/test_container.py test_supervision.py http/test_openapi.py deploy/test_deploy.py
+    test_server.py training/test_training.py http/test_page.py deploy/test_swarm.py engine/test_engine.py
+    http/test_protocol.py test_checkpoints.py training/test_distributed.py test_install.py observe/test_logs.py
+""".split()
 
 
 def pytest_configure() -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import gc
-import io
 import os
 import string
 import subprocess
@@ -82,19 +81,12 @@ def call(arguments: Iterable[object]) -> int | str | None:
         sys.argv = before
 
 
-def refusal(main: Callable[[], int], arguments: list[str]) -> str:
-    """Runs a command in this process with arguments that it must reject; returns its stderr."""
-    before, sys.argv = sys.argv, ["command", *arguments]
-    stderr = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(stderr):
-            main()
-    except SystemExit as stop:
-        assert stop.code == 2
-        return stderr.getvalue()
-    finally:
-        sys.argv = before
-    raise AssertionError(f"{arguments} were accepted")
+def refusal(*flags: object) -> str:
+    """What `python -m service` says on stderr with flags that it must reject."""
+    command = [sys.executable, "-m", "service", *map(str, flags)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, ""), done
+    return done.stderr
 
 
 class RunningServer(Program):

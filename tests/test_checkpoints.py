@@ -27,6 +27,7 @@ from tests.helpers import (
     http_processes,
     lasting,
     random_model,
+    refusal,
     save_random,
     serving,
     wait_until,
@@ -136,18 +137,6 @@ def test_metrics_tell_models_apart(server):
     for count, name, prompt in ((7, "plays", "a"), (9, "numbers", "1")):
         assert text(ask(server, name, prompt=prompt, max_tokens=count))
     wait_until(lambda: generated() == {"plays": before["plays"] + 7, "numbers": before["numbers"] + 9})
-
-
-def test_sequences_of_all_models_run_at_once_with_their_own_texts(server, runs):
-    plays, numbers = Checkpoint.read(runs / "plays"), Checkpoint.read(runs / "numbers" / "best")
-    expected = {"plays": [exact(plays, "a", 60, i) for i in range(8)]}
-    expected["numbers"] = [exact(numbers, "1", 60, i) for i in range(8)]
-    with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        calls = {
-            name: [pool.submit(ask, server, name, prompt=prompt, max_tokens=60, seed=i) for i in range(8)]
-            for name, prompt in (("plays", "a"), ("numbers", "1"))
-        }
-        assert {name: [text(call.result()) for call in its] for name, its in calls.items()} == expected
 
 
 def test_the_default_has_no_name_and_a_model_does_not_wait_for_the_slots_of_another(tmp_path):
@@ -298,13 +287,6 @@ def test_a_bad_checkpoint_is_refused_and_the_old_one_keeps_serving(tmp_path):
 
 
 # -- at start --
-
-
-def refusal(*flags):
-    command = [sys.executable, "-m", "service", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    return done.stderr
 
 
 def test_wrong_lists_are_refused(tmp_path):

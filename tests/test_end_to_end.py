@@ -30,21 +30,12 @@ def test_trained_checkpoint_is_served_exactly(tmp_path):
     checkpoint = Checkpoint.read(tmp_path / "out" / "best")
     exact = checkpoint.load_model(dtype=torch.float64)
 
-    r = random.Random(0)
-    requests = []
+    r, requests = random.Random(0), []
     for i in range(24):
-        start = r.randrange(len(text) - 400)
-        requests.append(
-            {
-                "model": "chargpt",
-                "prompt": text[start : start + r.choice([1, 5, 20, 64, 65, 300])],
-                "max_tokens": r.randint(1, 20),
-                "temperature": r.choice([0, 0.7, 1.0]),
-                "top_p": r.choice([1.0, 0.95]),
-                "seed": r.randrange(2**63),
-                "stream": i % 2 == 0,
-            }
-        )
+        start, length = r.randrange(len(text) - 400), r.choice([1, 5, 20, 64, 65, 300])
+        options = {"temperature": r.choice([0, 0.7, 1.0]), "top_p": r.choice([1.0, 0.95]), "seed": r.randrange(2**63)}
+        options |= {"model": "chargpt", "prompt": text[start : start + length], "max_tokens": r.randint(1, 20)}
+        requests.append(options | {"stream": i % 2 == 0})
 
     with serving(tmp_path / "out" / "best") as server:
         with (

@@ -13,7 +13,6 @@ import litserve.connector
 import litserve.loops.loops
 import litserve.server
 import pytest
-from litserve.specs.base import LitSpec
 
 from tests.helpers import save_random, web
 from tests.toolbox.launch import Program, free_port
@@ -52,18 +51,6 @@ def test_every_private_name_exists(stock):
     source = inspect.getsource(litserve.LitServer)
     assert 5 < len(used) <= 10
     assert not [name for name in used if not hasattr(stock, name) and f"self.{name} = " not in source]
-
-
-def test_litserve_names_used_outside_server_py_exist():
-    """Process names and a variable that identify processes in logs and metrics; the signature of LitLoop.run."""
-    server, loops = inspect.getsource(litserve.server), inspect.getsource(litserve.loops.loops)
-    assert 'name="inference-worker"' in server
-    assert 'os.environ["LITSERVE_WORKER_ID"] = str(worker_id)' in loops
-    assert LitSpec().response_queue_id is None
-    assert callable(litserve.connector.check_cuda_with_nvidia_smi)
-    assert hasattr(litserve.server.LitServer(EchoAPI(), accelerator="cpu")._logger_connector, "_loggers")
-    parameters = list(inspect.signature(litserve.loops.base.LitLoop.run).parameters)
-    assert parameters[:6] == ["self", "lit_api", "device", "worker_id", "request_queue", "transport"]
 
 
 PROGRAM = '''

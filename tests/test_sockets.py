@@ -2,17 +2,16 @@
 
 import asyncio
 import contextlib
-import fcntl
+import itertools
 import multiprocessing
 import shutil
 import socket
-import struct
 import tempfile
-import termios
 import threading
 from pathlib import Path
 
-import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from service.sockets import (
     BACKLOG_BYTES,
@@ -22,8 +21,9 @@ from service.sockets import (
     WorkerFound,
     WorkerLost,
     _frame,
+    _Reader,
 )
-from service.wire import Abort, Delta, Hello, Step
+from service.wire import Abort, Delta, FromWorker, Hello, Step
 from tests.helpers import logprobs_of, run_with_sockets
 
 HTTP = 7  # the number of the HTTP process
@@ -43,100 +43,6 @@ async def wait_for(condition):
     async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.001)
-
-
-def unread(writer):
-    """Bytes written to a socket and not yet read by its peer."""
-    if writer.is_closing():
-        return 0
-    return struct.unpack("i", fcntl.ioctl(writer.get_extra_info("socket"), termios.TIOCOUTQ, b"\0" * 4))[0]
-
-
-class Relay:
-    """Forwards bytes between a worker and an HTTP process, in pieces of a chosen size."""
-
-    def __init__(self, worker_path, path):
-        self.worker_path, self.path = worker_path, path
-        self.piece_bytes = None  # maximum size of a forwarded piece; None: no limit
-        self.flows = asyncio.Event()  # cleared: reading stops
-        self.flows.set()
-        self.to_worker = self.to_http = 0  # bytes forwarded
-        self.connections = set()
-
-    async def __aenter__(self):
-        self.server = await asyncio.start_unix_server(self._connected, self.path)
-        return self
-
-    async def __aexit__(self, *_):
-        self.flows.set()
-        self.cut()
-        self.server.close()
-        await wait_for(lambda: not self.connections)
-
-    def cut(self):
-        for writer in list(self.connections):
-            writer.transport.abort()
-
-    async def _connected(self, http_reader, http_writer):
-        worker_reader, worker_writer = await asyncio.open_unix_connection(self.worker_path)
-        self.connections |= {http_writer, worker_writer}
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._forward(http_reader, worker_writer, "to_worker"))
-                group.create_task(self._forward(worker_reader, http_writer, "to_http"))
-        except* ConnectionError:
-            pass
-        finally:
-            for writer in (http_writer, worker_writer):
-                writer.transport.abort()
-                self.connections.remove(writer)
-
-    async def _forward(self, reader, writer, direction):
-        while True:
-            await self.flows.wait()
-            data = await reader.read(self.piece_bytes or 1 << 20)
-            await self.flows.wait()
-            if not data:
-                raise ConnectionError
-            writer.write(data)
-            await writer.drain()
-            setattr(self, direction, getattr(self, direction) + len(data))
-            while self.piece_bytes and unread(writer):
-                await asyncio.sleep(0)
-
-
-class Pair:
-    """A worker, an HTTP process and the relay between them."""
-
-    def __init__(self, worker, relay, folder):
-        self.worker, self.relay, self.folder = worker, relay, folder
-        self.at_worker, self.at_http = [], []
-
-    def receive(self):
-        self.at_worker += self.worker.receive(block=False)
-
-    async def until(self, condition):
-        """Receives at the worker until `condition` holds."""
-        async with asyncio.timeout(60):
-            while not condition():
-                self.receive()
-                await asyncio.sleep(0)
-
-
-@contextlib.asynccontextmanager
-async def connected(piece_bytes=None):
-    worker, http = new_transport(), new_transport()
-    try:
-        async with Relay(str(worker.folder / "0.sock"), str(http.folder / "0.sock")) as relay:
-            relay.piece_bytes = piece_bytes
-            pair = Pair(worker.listen(0), relay, worker.folder)
-            pair.http = http.connect(HTTP, lambda *event: event[1] == WorkerFound() or pair.at_http.append(event))
-            await pair.until(lambda: pair.http.connected_workers == [0] and pair.worker.is_connected)
-            yield pair
-            await pair.http.close()
-    finally:
-        shutil.rmtree(worker.folder)
-        shutil.rmtree(http.folder)
 
 
 def step(number, length=3):
@@ -170,55 +76,65 @@ def test_worker_counts_as_connected_from_its_hello_until_its_connection_ends():
     shutil.rmtree(transport.folder)
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 3, None])
-def test_frames_arrive_whole_and_in_order_for_any_fragmentation(piece_bytes):
+@given(st.lists(st.integers(0, 60), max_size=8), st.lists(st.integers(1, 100), min_size=1))
+def test_frames_are_put_together_from_any_pieces(lengths, pieces):
+    steps = [step(number, length) for number, length in enumerate(lengths)]
+    stream, reader, found = b"".join(map(_frame, steps)), _Reader(FromWorker), []
+    sizes = itertools.cycle(pieces)
+    while stream:
+        size = next(sizes)
+        found += reader.feed(stream[:size])
+        stream = stream[size:]
+    assert found == steps
+
+
+@contextlib.asynccontextmanager
+async def hello(path):
+    """(reader, writer) of an HTTP process that the test plays, to which the worker answers."""
+    reader, writer = await asyncio.open_unix_connection(path)
+    writer.write(_frame(Hello(HTTP)))
+    yield reader, writer
+    writer.close()
+
+
+async def received_by(worker, condition):
+    """What a worker receives until a condition holds."""
+    found = []
+    async with asyncio.timeout(60):
+        while not condition(found):
+            found += worker.receive(block=False)
+            await asyncio.sleep(0)
+    return found
+
+
+def test_only_the_hung_reader_is_disconnected_at_the_buffer_limit_and_frames_arrive_in_order():
     async def main():
-        async with connected(piece_bytes) as pair:
-            for number in range(20):
-                pair.http.send(Abort(number), 0)  # all in one write
-                pair.worker.send(step(number), HTTP)
-            await pair.until(lambda: len(pair.at_worker) == len(pair.at_http) == 20)
-            assert pair.at_worker == [(HTTP, Abort(number)) for number in range(20)]
-            assert pair.at_http == [(0, step(number)) for number in range(20)]
-
-    run_with_sockets(main)
-
-
-def test_only_the_hung_reader_is_disconnected_at_the_buffer_limit():
-    async def main():
-        async with connected() as pair:
-            others = []
-            # The same worker, without the relay.
-            other = SocketTransport(1, pair.folder).connect(8, lambda _, event: others.append(event))
-            await pair.until(lambda: other.connected_workers == [0])
-
-            pair.worker.send(step(0, 1_000_000), HTTP)
-            await pair.until(lambda: pair.at_http)
-            frame_bytes = pair.relay.to_http
-            pair.relay.flows.clear()
-            frames = 0
-            while not pair.at_worker:
-                pair.worker.send(step(1, 1_000_000), HTTP)
-                pair.worker.send(step(frames), 8)
-                pair.receive()
+        transport, others = new_transport(), []
+        worker = transport.listen(0)
+        other = transport.connect(8, lambda _, event: others.append(event))
+        await received_by(worker, lambda _: other.connected_workers == [0])
+        for number in range(20):
+            other.send(Abort(number), 0)  # all in one write
+        aborts = await received_by(worker, lambda found: len(found) == 20)
+        assert aborts == [(8, Abort(number)) for number in range(20)]
+        async with hello(worker._listener.getsockname()) as (hung, _):  # which reads no more than its buffer takes
+            await received_by(worker, lambda _: HTTP in worker._connections)
+            frame_bytes, frames, lost = len(_frame(step(1, 1_000_000))), 0, []
+            while not lost:
+                worker.send(step(1, 1_000_000), HTTP)
+                worker.send(step(frames), 8)
+                lost = worker.receive(block=False)
                 frames += 1
                 assert frames * frame_bytes < 2 * MAX_UNSENT_BYTES, "unsent data is unbounded"
             assert frames * frame_bytes > MAX_UNSENT_BYTES
             assert (frames - 3) * frame_bytes < MAX_UNSENT_BYTES  # socket buffers hold little
-            assert pair.at_worker == [(HTTP, ConsumerLost())]
-            pair.worker.send(step(2), HTTP)  # dropped
-            await pair.until(lambda: len(others) == 1 + frames)
+            assert lost == [(HTTP, ConsumerLost())]
+            worker.send(step(2), HTTP)  # dropped
+            await received_by(worker, lambda _: len(others) == 1 + frames)
             assert others == [WorkerFound(), *(step(number) for number in range(frames))]
-
-            # The reader resumes, finds the connection closed and reconnects.
-            pair.relay.flows.set()
-            await pair.until(lambda: (0, WorkerLost()) in pair.at_http)
-            await pair.until(lambda: pair.http.connected_workers == [0])
-            pair.at_http.clear()
-            pair.worker.send(step(3), HTTP)
-            await pair.until(lambda: pair.at_http)
-            assert pair.at_http == [(0, step(3))]
-            await other.close()
+            assert len(await hung.read()) < 3 * frame_bytes  # the reader resumes, and finds the connection closed
+        await other.close()
+        shutil.rmtree(transport.folder)
 
     run_with_sockets(main)
 
@@ -250,28 +166,33 @@ def test_frames_larger_than_a_socket_takes_do_not_pile_up_for_a_process_that_rea
         shutil.rmtree(transport.folder)
 
 
-def test_partial_frame_is_discarded_when_its_connection_ends():
+def test_a_partial_frame_is_discarded_when_its_connection_ends():
+    """On both sides, and the HTTP process connects again."""
+
     async def main():
-        async with connected(1) as pair:
-            passed = pair.relay.to_http
-            pair.worker.send(step(1, 100_000), HTTP)
-            await pair.until(lambda: pair.relay.to_http > passed + 10)
-            passed = pair.relay.to_worker
-            pair.http.send(Abort(1), 0)
-            await pair.until(lambda: pair.relay.to_worker > passed)
-            assert pair.at_http == pair.at_worker == []
-            pair.relay.cut()
-            await pair.until(lambda: pair.at_http and pair.at_worker)
-            assert pair.at_http == [(0, WorkerLost())]
-            assert pair.at_worker == [(HTTP, ConsumerLost())]
-            pair.relay.piece_bytes = None
-            await pair.until(lambda: pair.http.connected_workers == [0])
-            pair.at_http.clear()
-            pair.at_worker.clear()
-            pair.worker.send(step(2), HTTP)
-            pair.http.send(Abort(2), 0)
-            await pair.until(lambda: pair.at_http and pair.at_worker)
-            assert (pair.at_http, pair.at_worker) == ([(0, step(2))], [(HTTP, Abort(2))])
+        transport, accepted, found = new_transport(), [], []
+        worker = transport.listen(0)
+        async with hello(worker._listener.getsockname()) as (_, writer):
+            writer.write(_frame(Abort(1))[:-1])
+            await writer.drain()
+            await received_by(worker, lambda _: HTTP in worker._connections)
+        assert await received_by(worker, bool) == [(HTTP, ConsumerLost())]
+
+        async def answer(reader, writer):  # a worker that dies within its first frame
+            accepted.append(await reader.readexactly(len(_frame(Hello(HTTP)))))
+            frame = _frame(step(2, 100_000))
+            writer.write(_frame(Hello(HTTP)) + (frame if len(accepted) > 1 else frame[:-1]))
+            await writer.drain()
+            writer.close()
+
+        (transport.folder / "0.sock").unlink()
+        server = await asyncio.start_unix_server(answer, transport.folder / "0.sock")
+        http = transport.connect(HTTP, lambda _, event: found.append(event))
+        await wait_for(lambda: len(found) >= 5)
+        assert found[:5] == [WorkerFound(), WorkerLost(), WorkerFound(), step(2, 100_000), WorkerLost()]
+        await http.close()
+        server.close()
+        shutil.rmtree(transport.folder)
 
     run_with_sockets(main)
 

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,7 +22,7 @@ from service.process import run_folder
 from service.settings import Settings
 from service.shared import REASONS, SharedState
 from service.supervisor import Supervisor, TooManyDeathsError
-from tests.helpers import ENDLESS, RunningServer, http_processes, is_worker, serving, wait_until, web
+from tests.helpers import ENDLESS, RunningServer, http_processes, is_worker, refusal, serving, wait_until, web
 from tests.toolbox.disk import SmallDisk
 from tests.toolbox.http import answer, pieces, post, sent, text_of
 from tests.toolbox.launch import Program, free_port
@@ -314,12 +313,6 @@ def test_a_worker_is_replaced_though_the_working_directory_is_gone_and_stderr_is
         server.wait_until_ready()
 
 
-def refusal(*flags):
-    done = subprocess.run([sys.executable, "-m", "service", *flags], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    return done.stderr
-
-
 @pytest.mark.parametrize(("host", "shown"), [("::1", "[::1]"), ("0.0.0.0", "127.0.0.1"), ("localhost", "localhost")])
 def test_every_host_that_can_be_bound_is_served_and_its_url_logged_last_once_it_answers(checkpoint, host, shown):
     if host == "::1":
@@ -429,10 +422,8 @@ def test_a_full_temporary_folder_ends_nothing(checkpoint, monkeypatch):
                 assert server.stop() == 0
             disk.ballast.unlink()
             disk.fill(1 << 20)
-            command = [sys.executable, "-m", "service", f"--checkpoint={checkpoint.path}", f"--port={free_port()}"]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-            assert done.returncode == 2
-            assert "No space left on device" in done.stderr and "Traceback" not in done.stderr
+            problem = refusal(f"--checkpoint={checkpoint.path}", f"--port={free_port()}")
+            assert "No space left on device" in problem and "Traceback" not in problem
     finally:
         point.rmdir()
 

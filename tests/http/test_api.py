@@ -1,4 +1,4 @@
-"""The routes over real sockets, checked against transformers, the trainer's evaluation, Python's re and replay."""
+"""The routes, checked against transformers, the trainer's evaluation, Python's re and replay."""
 
 import concurrent.futures
 import itertools
@@ -14,15 +14,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.helpers import ENDLESS, VOCABULARY, lasting, save_random, serving, web
+from tests.helpers import ENDLESS, VOCABULARY, lasting, serving, web
 from tests.toolbox.http import pieces, sent, text_of
 from tests.toolbox.http import post as written
 from training.evaluate import streamed_loss
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return save_random(tmp_path_factory.mktemp("api") / "checkpoint")
 
 
 @pytest.fixture(scope="module")
@@ -100,17 +95,6 @@ def test_top_logprobs_include_the_sampled_character(post):
     assert "logprobs" not in without
 
 
-def test_logprobs_do_not_depend_on_sampling_parameters(post):
-    options = {"prompt": "abc", "max_tokens": 1, "logprobs": 5}
-    plain = post("/generate", **options, seed=1)["choices"][0]["logprobs"]["top_logprobs"][0]
-    odd = post("/generate", **options, seed=1, temperature=0, top_k=2, logit_bias={"x": 50})
-    assert odd["choices"][0]["text"] == "x"
-    others = odd["choices"][0]["logprobs"]["top_logprobs"][0]
-    assert {c: others[c] for c in plain if c in others} == pytest.approx(
-        {c: plain[c] for c in plain if c in others}, abs=1e-4
-    )
-
-
 def test_max_tokens_zero_only_scores_the_prompt(post, checkpoint, peer):
     text = "To be, or not to be"
     answer = post("/v1/completions", prompt=[text, "a", ""], max_tokens=0, echo=True, logprobs=0)
@@ -144,9 +128,10 @@ def test_stream_with_echo_and_logprobs_equals_the_whole_response(client, post):
 
 
 def test_n_completions_use_consecutive_seeds(post):
-    several = post("/v1/completions", prompt=["ab", "cd"], max_tokens=10, seed=7, n=3)["choices"]
+    """The last one is followed by 0."""
+    several = post("/v1/completions", prompt=["ab", "cd"], max_tokens=10, seed=2**64 - 2, n=3)["choices"]
     assert [choice["index"] for choice in several] == list(range(6))
-    assert [choice["seed"] for choice in several] == [7, 8, 9] * 2
+    assert [choice["seed"] for choice in several] == [2**64 - 2, 2**64 - 1, 0] * 2
     for choice in several:
         prompt = ["ab", "cd"][choice["index"] // 3]
         (alone,) = post("/v1/completions", prompt=prompt, max_tokens=10, seed=choice["seed"])["choices"]
@@ -258,14 +243,6 @@ def test_every_completion_matches_its_regex(post, pattern):
             assert choice["finish_reason"] in ("stop", "length")
 
 
-@pytest.mark.parametrize(("pattern", "min_tokens", "max_tokens"), [("a|bbbb", 3, 10), ("(x{5})*", 6, 14)])
-def test_min_tokens_holds_for_a_pattern(post, pattern, min_tokens, max_tokens):
-    options = {"prompt": "a", "min_tokens": min_tokens, "max_tokens": max_tokens, "n": 30, "temperature": 2}
-    options |= {"logit_bias": {"a": 20}}  # the model wants the short one
-    for choice in post("/generate", regex=pattern, **options)["choices"]:
-        assert re.fullmatch(pattern, choice["text"]) and min_tokens <= len(choice["text"]) <= max_tokens, choice
-
-
 def test_min_tokens_holds_for_a_choice_and_is_refused_where_no_match_is_long_enough(client, post):
     (choice,) = post("/generate", prompt="a", choice=["a", "abc"], min_tokens=2, logit_bias={"x": 50})["choices"]
     assert (choice["text"], choice["finish_reason"]) == ("abc", "stop")
@@ -293,9 +270,7 @@ def test_choice_frequencies_follow_the_model(post, peer, checkpoint):
     assert abs(seen[0] - expected) < 5 * math.sqrt(expected * b / (a + b))
 
 
-def test_allowed_characters_restrict_text_and_pattern(post):
-    (choice,) = post("/generate", prompt="a", allowed_characters="xyz", max_tokens=300, seed=1)["choices"]
-    assert set(choice["text"]) == set("xyz") and len(choice["text"]) == 300
+def test_allowed_characters_restrict_a_pattern(post):
     (choice,) = post("/generate", prompt="a", allowed_characters="xyz", regex="[a-z]{20}", max_tokens=20)["choices"]
     assert re.fullmatch("[xyz]{20}", choice["text"])
 
@@ -321,19 +296,6 @@ def test_min_tokens_delays_stops_and_ignore_eos_does_not(post):
     assert later == (free[:end] if end >= 0 else free)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "limit"),
-    [
-        ("(a|b)*a(a|b){20}", "1000 states"),
-        ("(x+x+)+" * 140 + "y{90000}", "2000"),
-    ],
-)
-def test_hostile_patterns_are_rejected_by_a_limit_on_work(client, pattern, limit):
-    error = rejection(client, "/generate", prompt="a", regex=pattern)
-    assert error["code"] == "invalid_pattern"
-    assert re.search(rf"\b{limit}\b", error["message"]), error
-
-
 # -- infilling --
 
 
@@ -346,10 +308,8 @@ def test_infill_returns_the_candidates_that_fit_the_suffix_best(post):
     by_seed = {choice["seed"]: choice["text"] for choice in sampled}
 
     def fit(middles):
-        prefix_scores = [
-            post("/v1/score", prefix=prompt + m, continuations=[suffix])["data"][0]["nats"] for m in middles
-        ]
-        return np.array(prefix_scores)
+        found = (post("/v1/score", prefix=prompt + middle, continuations=[suffix]) for middle in middles)
+        return np.array([it["data"][0]["nats"] for it in found])
 
     for choice in best:
         assert by_seed[choice["seed"]].startswith(choice["text"])
@@ -357,8 +317,6 @@ def test_infill_returns_the_candidates_that_fit_the_suffix_best(post):
     given = fit([choice["text"] for choice in best])
     assert (np.diff(given) >= -1e-3).all()  # best first
     assert given.max() <= fit(set(by_seed.values()) - {choice["text"] for choice in best}).min() + 1e-3
-    again = post("/v1/completions", **options, n=5)["choices"]
-    assert again == best
     (echoed,) = post("/v1/completions", **options, echo=True)["choices"]
     assert echoed["text"] == prompt + best[0]["text"]
 
@@ -476,7 +434,7 @@ def test_unknown_fields_are_named_and_refused_on_request(client, post):
     post("/generate", prompt="a", max_tokens=2, strict=True)
 
 
-def test_logit_bias_errors_say_what_a_digit_means(client):
+def test_logit_bias_is_by_character_or_id_and_errors_say_what_a_digit_means(client, post):
     digits = rejection(client, "/generate", logit_bias={VOCABULARY[5]: 1, "5": 2})["message"]
     assert digits == (
         "logit_bias: '5', id 5, appears twice; in an object \"5\" is the id, and the character is written as a pair: "
@@ -485,11 +443,7 @@ def test_logit_bias_errors_say_what_a_digit_means(client):
     pair = rejection(client, "/generate", logit_bias=[["5", -3]])["message"]  # not in this vocabulary
     assert "got '5': -3.0; in a pair \"5\" is the character, and the id is written as a number: [[5, -3.0]]" in pair
     assert len(rejection(client, "/generate", logit_bias={"9" * 5000: 1})["message"]) < 300
-
-
-def test_logit_bias_accepts_characters_and_ids(post):
-    options = {"prompt": "a", "max_tokens": 5, "temperature": 0}
-    x = VOCABULARY.index("x")
+    x, options = VOCABULARY.index("x"), {"prompt": "a", "max_tokens": 5, "temperature": 0}
     for bias in ({"x": 100}, {str(x): 100}, [["x", 100]], [[x, 100.0]]):
         assert post("/generate", **options, logit_bias=bias)["choices"][0]["text"] == "xxxxx"
 
@@ -536,16 +490,11 @@ def test_silent_stream_sends_keep_alive_comments(client):
 
 
 def test_get_generate_streams_for_event_source(client, post):
-    whole = post("/generate", prompt="a b,c", max_tokens=9, seed=3, stop=["q", "z"])["choices"][0]["text"]
-    query = {"prompt": "a b,c", "max_tokens": 9, "seed": 3, "stop": ["q", "z"], "temperature": "1.0"}
-    with client.stream("GET", "/generate", params=query) as response:
-        assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    query = {"prompt": "a b,c", "max_tokens": 9, "seed": 3, "stop": ["q", "z"]}
+    with client.stream("GET", "/generate", params=query | {"temperature": "1.0"}) as response:
         lines = list(response.iter_lines())
-    assert text_of(pieces(lines)) == whole
-    assert lines[-3:] == ["id: done", "data: [DONE]", ""]
+    assert text_of(pieces(lines)) == post("/generate", **query)["choices"][0]["text"]
     assert client.get("/generate", params=query, headers={"Last-Event-ID": "done"}).status_code == 204
-    response = client.get("/generate", params={"prompt": "a", "max_tokens": "many"})
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "max_tokens")
 
 
 # -- priority, receipts --
@@ -659,43 +608,31 @@ def answer_of(client, path, body):
     return [texts[i] for i in sorted(texts)], parts[-1]["chargpt"]["seeds"]
 
 
-def test_receipts_replay_exactly(client):
+def test_receipts_replay_exactly(client, checkpoint):
+    """In other batches, and with several workers and HTTP processes."""
     r = random.Random(11)
     requests = [(r.choice(["/generate", "/v1/completions"]), any_request(r)) for _ in range(150)]
     with concurrent.futures.ThreadPoolExecutor(24) as pool:
         first = list(pool.map(lambda request: answer_of(client, *request), requests))
-        order = r.sample(range(150), 150)  # other batches
+        assert len({seed for _, seeds in first for seed in seeds}) == sum(len(seeds) for _, seeds in first)
 
-        def replay(i):
-            path, body = requests[i]
-            return answer_of(client, path, body | {"seed": first[i][1]})
+        def differ(client):
+            order = r.sample(range(150), 150)
+            bodies = [requests[i][1] | {"seed": first[i][1]} for i in order]
+            again = list(pool.map(lambda i, body: answer_of(client, requests[i][0], body), order, bodies))
+            return [(requests[i], first[i], it) for i, it in zip(order, again, strict=True) if first[i] != it]
 
-        again = dict(zip(order, pool.map(replay, order), strict=True))
-    different = [i for i in range(150) if again[i] != first[i]]
-    assert not different, [(requests[i], first[i], again[i]) for i in different[:3]]
-    assert len({seed for _, seeds in first for seed in seeds}) == sum(len(seeds) for _, seeds in first)
-
-
-def test_several_workers_and_http_processes_yield_the_same_texts_as_one(checkpoint, client):
-    r = random.Random(12)
-    requests = [(r.choice(["/generate", "/v1/completions"]), any_request(r)) for _ in range(80)]
-    for _, body in requests:
-        body["seed"] = r.randrange(2**64)
-    with concurrent.futures.ThreadPoolExecutor(24) as pool:
-        expected = list(pool.map(lambda request: answer_of(client, *request), requests))
-    with serving(
-        checkpoint.path, dtype="float64", http_processes=2, workers_per_device=2, max_running_requests=8
-    ) as server:
-        assert {web.get(f"{server.url}/readyz").status_code for _ in range(40)} == {200}, "an HTTP process is not ready"
-        apart = httpx.Limits(max_connections=None, max_keepalive_connections=0)  # either process may accept
-        with (
-            httpx.Client(base_url=server.url, timeout=60, limits=apart) as either,
-            concurrent.futures.ThreadPoolExecutor(24) as pool,
-        ):
-            assert list(pool.map(lambda request: answer_of(either, *request), requests)) == expected
-        server.wait_until_metric("chargpt_num_requests_running", 0)
-        ended = sum(v for (name, _), v in server.metrics().items() if name == "chargpt_request_success_total")
-        assert ended >= sum(len(answer[0]) for answer in expected)
+        assert not differ(client)
+        options = {"dtype": "float64", "http_processes": 2, "workers_per_device": 2, "max_running_requests": 8}
+        with serving(checkpoint.path, **options) as server:
+            ready = {web.get(f"{server.url}/readyz").status_code for _ in range(40)}
+            assert ready == {200}, "an HTTP process is not ready"
+            apart = httpx.Limits(max_connections=None, max_keepalive_connections=0)  # either process may accept
+            with httpx.Client(base_url=server.url, timeout=60, limits=apart) as either:
+                assert not differ(either)
+            server.wait_until_metric("chargpt_num_requests_running", 0)
+            ended = sum(v for (name, _), v in server.metrics().items() if name == "chargpt_request_success_total")
+            assert ended >= sum(len(choices) for choices, _ in first)
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/next"])
@@ -725,6 +662,7 @@ def test_token_ids_stop_and_allow_as_their_characters_do(client, post, checkpoin
     both = post("/v1/completions", **options, stop="e", stop_token_ids=encode("i"), include_stop_str_in_output=True)
     assert both["choices"][0]["text"] in {stopped[0]["text"] + c for c in "ei"}
     allowed = post("/generate", **options, allowed_characters="aeiou ")["choices"]
+    assert set(allowed[0]["text"]) == set("aeiou ") and len(allowed[0]["text"]) == 60
     assert post("/generate", **options, allowed_token_ids=encode("aeiou "))["choices"] == allowed
     V = len(VOCABULARY)
     for name in ("stop_token_ids", "allowed_token_ids"):
@@ -745,9 +683,6 @@ def test_bad_words_never_appear_and_change_nothing_else(client, post):
     assert post("/generate", **options, bad_words=["漢字"])["choices"] == plain
     some = post("/generate", **options, bad_words=["aa"], allowed_characters="ab ")["choices"]
     assert all(set(it["text"]) <= set("ab ") and "aa" not in it["text"] for it in some)
-    assert (
-        "aa" not in post("/v1/completions", prompt="a", max_tokens=50, seed=1, bad_words=["aa"])["choices"][0]["text"]
-    )
     error = rejection(client, "/generate", **options, bad_words=["a"], regex="[a-z]+")
     assert error["message"] == "bad_words: cannot be combined with regex"
     error = rejection(client, "/generate", **options, bad_words=[c * 100 for c in "abcdefghijkl"])

@@ -17,7 +17,6 @@ from service.http.bodies import (
     ScoreRequest,
     TokenizeRequest,
 )
-from service.http.foreign import MAX_UNKNOWN_BYTES
 from service.http.reading import LARGE_BODY_BYTES, LARGE_FIELD_BYTES, BodyReader, parse, parse_large
 from service.http.schemas import ApiError
 from service.settings import Settings
@@ -128,47 +127,6 @@ def test_prompts_are_counted_before_they_are_decoded(server, prompt, message):
     assert not any(isinstance(it, list) and any(it) for it in read)  # zeros, for the handler to refuse
     error = web.post(f"{server.url}/generate", json=body).json()["error"]
     assert (error["message"], error["param"]) == (message, "prompt")
-
-
-MANY = b"[" + b"1," * 2_000_000 + b"1]"
-
-
-@pytest.mark.parametrize(
-    ("kind", "body"),
-    [
-        (GenerateRequest, b'{"prompt": [' + b",".join([b"[" + b"1," * 60_000 + b"1]"] * 30) + b"]}"),
-        (GenerateRequest, b'{"prompt": [' + b"[]," * 1_000_000 + b"[]]}"),
-        (GenerateRequest, b'{"prompt": ' + b"[" * 2_000_000 + b"]" * 2_000_000 + b"}"),
-        (GenerateRequest, b'{"seed": ' + MANY + b"}"),
-        (GenerateRequest, b'{"messages": ' + MANY[-60_000:].replace(b"1", b"[1", 1) + b"}"),
-        (GenerateRequest, b'{"logit_bias": [' + b"[0,0]," * 600_000 + b"[0,0]]}"),
-        (GenerateRequest, b'{"stream_options": {' + b'"a":0,' * 600_000 + b'"b":0}}'),
-        (ScoreRequest, b'{"texts": [' + b'"abcdefgh",' * 300_000 + b'"a"]}'),
-        (DetokenizeRequest, b'{"tokens": ' + MANY.replace(b"1]", b"-1]") + b"}"),
-    ],
-    ids=lambda it: str(it)[:30],
-)
-def test_of_a_large_body_little_is_read_at_a_time(monkeypatch, kind, body):
-    """Ids come in slices, after each of which others have their turn, and pydantic, which is slow, gets little."""
-    decode, parsed, sizes = reading._decode, reading.parse, {"ids": 0, "pydantic": 0}
-
-    def spy_decode(raw, type):
-        if type is reading._Ids:
-            sizes["ids"] = max(sizes["ids"], len(raw))
-        return decode(raw, type=type)
-
-    def spy_parse(kind, content):
-        sizes["pydantic"] = max(sizes["pydantic"], len(content))
-        return parsed(kind, content)
-
-    monkeypatch.setattr(reading, "_decode", spy_decode)
-    monkeypatch.setattr(reading, "parse", spy_parse)
-    try:
-        large(kind, body, Settings())
-    except ApiError as error:
-        assert error.status == 400
-    assert sizes["ids"] <= reading.DECODED_BYTES + 32
-    assert sizes["pydantic"] <= MAX_UNKNOWN_BYTES + LARGE_FIELD_BYTES
 
 
 def test_of_each_client_one_large_body_waits_for_its_turn():

@@ -58,6 +58,12 @@ CASES = {
     "many invalid bodies": (400, 0, content_of(*[("/generate", {"prompt": [[-1] * 100_000]})] * 20)),
     "unknown fields": (400, 0, [("/generate", b'{"max_tokens": 1' + b',"%d":1' * 600_000 % (*range(600_000),) + b"}")]),
     "a long number": (400, 0, content_of(("/generate", b'{"n": ' + b"1" * 4_000_000 + b"}"))),
+    "many biases": (400, 0, [("/generate", b'{"logit_bias": [' + b"[0,0]," * 600_000 + b"[0,0]]}")]),
+    "many options": (400, 0, [("/generate", b'{"stream_options": {' + b'"a":0,' * 600_000 + b'"b":0}}')]),
+    "many prompts": (400, 0, [("/generate", b'{"prompt": [' + b"[]," * 1_000_000 + b"[]]}")]),
+    "deep": (400, 0, [("/generate", b'{"prompt": ' + b"[" * 2_000_000 + b"]" * 2_000_000 + b"}")]),
+    "many seeds": (400, 0, [("/generate", b'{"seed": [' + b"1," * 2_000_000 + b"1]}")]),
+    "many texts": (400, 0, [("/v1/score", b'{"texts": [' + b'"abcdefgh",' * 300_000 + b'"a"]}')]),
     "many ids": (200, 2e6, content_of(("/detokenize", {"tokens": [5] * 2_000_000}))),
 }
 

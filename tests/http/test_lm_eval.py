@@ -1,8 +1,4 @@
-"""lm-evaluation-harness's own code against a real server, offline; as its command runs it.
-
-It runs in a process of its own, as its packages are not in the environment of the tests: a folder that CHARGPT_LM_EVAL
-names (tests/README.md says how to fill it), or this environment.
-"""
+"""lm-evaluation-harness's own code against a real server, offline, from the folder that CHARGPT_LM_EVAL names."""
 
 import json
 import os

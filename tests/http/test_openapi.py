@@ -1,7 +1,4 @@
-"""The OpenAPI document, checked against the application, and a running server, checked against the document.
-
-schemathesis generates valid and invalid requests; a browser renders /docs.
-"""
+"""The OpenAPI document, checked against the application, and a running server, checked against the document."""
 
 import json
 import math

@@ -1,7 +1,4 @@
-"""A model of records over HTTP: a prompt begins a record, and a line break ends it.
-
-Held against the same weights as a model of other texts, asked in so many words.
-"""
+"""A model of records over HTTP, beside the same weights as a model of other texts, asked in so many words."""
 
 import pytest
 import torch

@@ -197,25 +197,15 @@ def test_generate_penalises_its_own_output(temperature):
     assert model.generate(prompt, 30, SamplingParams(temperature, seed=3)) != completion
 
 
+NAN = float("nan")
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
-    [
-        ("temperature", -0.1),
-        ("temperature", float("nan")),
-        ("top_k", -2),
-        ("top_p", 0.0),
-        ("seed", 2**64),
-        ("min_p", 1.1),
-        ("typical_p", 0.0),
-        ("repetition_penalty", 100.5),
-        ("presence_penalty", float("nan")),
-        ("frequency_penalty", float("inf")),
-        ("logit_bias", ((-1, 0.0),)),
-        ("logit_bias", ((3, 1.0), (3, 2.0))),
-        ("logit_bias", ((3, 100.5),)),
-        ("logit_bias", ((3, float("nan")),)),
-    ],
-)
+    [("temperature", -0.1), ("temperature", NAN), ("top_k", -2), ("top_p", 0.0), ("seed", 2**64), ("min_p", 1.1),
+     ("typical_p", 0.0), ("repetition_penalty", 100.5), ("presence_penalty", NAN), ("frequency_penalty", float("inf")),
+     *(("logit_bias", bias) for bias in (((-1, 0.0),), ((3, 1.0), (3, 2.0)), ((3, 100.5),), ((3, NAN),)))],
+)  # fmt: skip
 def test_invalid_parameters_are_named(field, value):
     with pytest.raises(ValueError, match=rf"{field} must be .*, got"):
         SamplingParams(**{field: value})

@@ -10,7 +10,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from service.model.tokenizer import CharTokenizer
 from service.observe.exposition import VLLM_NAMES
-from tests.helpers import ENDLESS, VOCABULARY, RunningServer, random_model, serving, wait_until, web
+from tests.helpers import ENDLESS, VOCABULARY, lasting, random_model, serving, wait_until, web
 from tests.toolbox.http import answer, post, sent
 from training.saving import save_checkpoint
 
@@ -28,12 +28,8 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(checkpoint):
-    with RunningServer(
-        checkpoint, http_processes=2, workers_per_device=2, max_running_requests=4, metrics_vllm_names=True
-    ) as server:
-        server.wait_until_ready()
-        yield server
-        assert server.stop() == 0
+    options = {"http_processes": 2, "workers_per_device": 2, "max_running_requests": 4, "metrics_vllm_names": True}
+    yield from lasting(checkpoint, **options)
 
 
 def generate(server, **body):
@@ -92,6 +88,21 @@ def test_phases_add_up_to_the_time_to_first_token(server):
     assert inference == pytest.approx(increase("chargpt_request_inference_time_seconds_sum"), abs=1e-6)
 
 
+def test_scoring_records_no_time_to_first_token_and_unknown_characters_are_counted(server):
+    body = {"prompt": "€", "unknown_characters": "drop"}
+    with Increases(server) as increase:
+        assert web.post(f"{server.url}/v1/score", json={"texts": ["abc", "abcd"]}).status_code == 200
+    assert increase("chargpt_time_to_first_token_seconds_count") == 0
+    assert increase("chargpt_request_queue_time_seconds_count") == 2
+    assert increase("chargpt_request_success_total", finished_reason="length") == 2
+    with Increases(server) as increase:
+        assert web.post(f"{server.url}/tokenize", json=body).json()["dropped_characters"] == 1  # runs no model
+        generate(server, prompt="a€b€", unknown_characters="drop")
+        generate(server, prompt="a€b", unknown_characters="replace", replacement_character="b")
+    assert increase("chargpt_unknown_characters_total", policy="drop") == 2
+    assert increase("chargpt_unknown_characters_total", policy="replace") == 1
+
+
 def test_inter_token_latency_has_one_observation_per_character_after_the_first(server):
     with Increases(server) as increase:
         generate_all(server, [{"max_tokens": n} for n in (1, 1, 1, 30, 30)])
@@ -99,15 +110,6 @@ def test_inter_token_latency_has_one_observation_per_character_after_the_first(s
     assert increase("chargpt_request_time_per_output_token_seconds_count") == 2
     assert increase("chargpt_generation_tokens_total") == 63
     assert increase("chargpt_request_generation_tokens_sum") == 63
-
-
-def test_scoring_records_no_time_to_first_token(server):
-    with Increases(server) as increase:
-        answer = web.post(f"{server.url}/v1/score", json={"texts": ["abc", "abcd"]})
-        assert answer.status_code == 200
-    assert increase("chargpt_time_to_first_token_seconds_count") == 0
-    assert increase("chargpt_request_queue_time_seconds_count") == 2
-    assert increase("chargpt_request_success_total", finished_reason="length") == 2
 
 
 def test_requests_are_counted_by_finish_reason_and_gauges_return_to_zero(server):
@@ -175,16 +177,6 @@ def test_iteration_phases_add_up_to_the_iteration_time(server):
     assert increase("chargpt_iteration_tokens_total_sum") == 12 * 59 + 12 * 2
 
 
-def test_unknown_characters_of_requests_that_run_the_model_are_counted(server):
-    body = {"prompt": "€", "unknown_characters": "drop"}
-    with Increases(server) as increase:
-        assert web.post(f"{server.url}/tokenize", json=body).json()["dropped_characters"] == 1  # not counted
-        generate(server, prompt="a€b€", unknown_characters="drop")
-        generate(server, prompt="a€b", unknown_characters="replace", replacement_character="b")
-    assert increase("chargpt_unknown_characters_total", policy="drop") == 2
-    assert increase("chargpt_unknown_characters_total", policy="replace") == 1
-
-
 def test_openmetrics_exemplars_carry_request_ids(server):
     ids = [f"exemplar-{i}" for i in range(5)]
     for id in ids:
@@ -241,14 +233,9 @@ def test_vllm_names_carry_the_same_values(server):
 
 
 def test_process_metrics_match_the_operating_system(server):
-    names = {"main", "http-0", "http-1", "worker-0", "worker-1"}
-    metrics = server.metrics()
-    memory = {
-        dict(labels)["process"]: value
-        for (name, labels), value in metrics.items()
-        if name == "chargpt_process_resident_memory_bytes"
-    }
-    assert set(memory) == names
+    metrics, resident = server.metrics(), "chargpt_process_resident_memory_bytes"
+    memory = {dict(labels)["process"]: value for (name, labels), value in metrics.items() if name == resident}
+    assert set(memory) == {"main", "http-0", "http-1", "worker-0", "worker-1"}
     main = psutil.Process(server.process.pid)
     assert memory["main"] == pytest.approx(main.memory_info().rss, rel=0.2)
     times = main.cpu_times()

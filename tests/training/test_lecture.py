@@ -22,12 +22,6 @@ def corpus(tmp_path):
     return prepare(str(tmp_path / "bottles.txt"))
 
 
-def test_a_text_becomes_ids_and_returns(corpus):
-    ids, text = lecture.there_and_back(corpus)
-    assert text == TEXT[:11]  # as it has no "!"
-    assert ids == [sorted(set(TEXT)).index(character) for character in text]
-
-
 def test_a_window_holds_as_many_examples_as_characters(corpus):
     batch, examples = lecture.examples(corpus, seed=3)
     assert batch.shape == (32, 8)

@@ -39,21 +39,8 @@ from training.recipe import SETTINGS, fitted
 from training.state import ResumeError, Saved
 
 ROOT = Path(__file__).parents[2]
-TINY = {
-    "block_size": 8,
-    "n_layer": 2,
-    "n_head": 2,
-    "n_kv_head": 1,
-    "n_embd": 16,
-    "steps": 24,
-    "batch_size": 4,
-    "warmup_steps": 4,
-    "eval_every": 8,
-    "log_every": 3,
-    "sample_chars": 10,
-    "dropout": 0.1,
-    "threads": 1,
-}
+TINY = {"block_size": 8, "n_layer": 2, "n_head": 2, "n_kv_head": 1, "n_embd": 16, "dropout": 0.1, "threads": 1}
+TINY |= {"steps": 24, "batch_size": 4, "warmup_steps": 4, "eval_every": 8, "log_every": 3, "sample_chars": 10}
 CHAOS = [pytest.mark.chaos, pytest.mark.timeout(1800)]
 TEXT = "".join(random.Random(0).choices(["the cat ", "a dog ", "sat on ", "ran to ", "the mat.\n"], k=400))
 
