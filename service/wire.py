@@ -109,7 +109,7 @@ class Logprobs(msgspec.Struct, gc=False, array_like=True):
         return Logprobs(self.values[8 * start : 8 * end], ids, values)
 
     def take(self, count: int) -> Logprobs:
-        """Remove and return the first `count`."""
+        """Remove and return the first `count`, or all if there are fewer."""
         taken = self.part(0, count)
         del self.values[: len(taken.values)], self.top_ids[: len(taken.top_ids)]
         del self.top_values[: len(taken.top_values)]

@@ -1,17 +1,8 @@
 """Compile regular expressions and lists of choices to automata over a vocabulary's character ids.
 
-The language of a pattern is that of Python's `re.fullmatch`, over texts of the vocabulary. Supported syntax, all of it
-matched in linear time:
-
-    literals; escapes of punctuation; \\n \\t \\r \\f \\v \\xhh \\uhhhh \\Uhhhhhhhh
-    .  (any character but a line break)     \\d \\D \\w \\W \\s \\S  (Unicode, as `re` for str)
-    [abc]  [a-z]  [^...]  with escapes; an unescaped [ inside is refused
-    (...)  (?:...)  |
-    *  +  ?  {m}  {m,}  {m,n}, also lazy (*? and so on), which does not change the language
-
-Everything else is refused, never reinterpreted: anchors, lookaround, backreferences, named and atomic groups,
-possessive quantifiers, flags, a lone { and unknown escapes. A pattern that is too expensive to compile is refused too;
-cost is counted in steps, not in seconds, so the outcome is always the same.
+The language of a pattern is that of Python's `re.fullmatch`, over texts of the vocabulary, in linear time. The syntax
+is in API.md, under "Constrained output"; everything else is refused, never reinterpreted. A pattern that is too
+expensive to compile is refused too; cost is counted in steps, not in seconds, so the outcome is always the same.
 
 Alternatives that need characters outside the vocabulary are dropped.
 

@@ -85,7 +85,7 @@ class Wrapped:
 
 
 class Exchange:
-    """A connection's request as ASGI shows it; and the Responder of the one that comes out of the middlewares."""
+    """A connection's request as ASGI shows it; and the responder of the one that comes out of the middlewares."""
 
     is_finished = False
 
@@ -142,7 +142,7 @@ class Exchange:
             if is_last:
                 self.request.finish()
 
-    # -- the Responder --
+    # -- the responder --
 
     @property
     def deadline(self) -> float:

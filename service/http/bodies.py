@@ -97,9 +97,10 @@ class Body(BaseModel):
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         schema = handler.resolve_ref_schema(handler(core_schema))
         for name, field in schema["properties"].items():
-            field["description"] = " ".join(field["description"].split("\n"))
+            field["description"] = field["description"].replace("\n", " ")
+            field.pop("title", None)  # repeats the name
             if name not in schema.get("required", ()) and {"type": "null"} not in field.get("anyOf", ()):
-                about = {key: field.pop(key) for key in ("title", "description", "default", "examples") if key in field}
+                about = {key: field.pop(key) for key in ("description", "default", "examples") if key in field}
                 branches = field["anyOf"] if "anyOf" in field else [field]
                 schema["properties"][name] = {"anyOf": [*branches, {"type": "null"}], **about}
         return schema

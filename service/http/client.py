@@ -23,7 +23,7 @@ from service.http.schemas import ApiError
 from service.observe.metrics import Metrics
 from service.shared import SharedState
 from service.sockets import SocketTransport, WorkerEvent, WorkerFound, WorkerLost
-from service.wire import Abort, Delta, FinishReason, Logprobs, Refused, Step, Submit, sequence_id
+from service.wire import Abort, Delta, FinishReason, Refused, Step, Submit, sequence_id
 from service.words import plural
 
 logger = logging.getLogger(__name__)
@@ -45,11 +45,6 @@ def _queue_full(refused: Refused, seconds: int) -> ApiError:
 
 def _not_ready() -> ApiError:
     return ApiError(503, "no inference process is ready", code="not_ready", retry_after_seconds=1)
-
-
-def _drop(logprobs: Logprobs, count: int) -> int:
-    """Remove the first `count`, or all if there are fewer; returns how many."""
-    return len(logprobs.take(min(count, len(logprobs))))
 
 
 class EngineClient:
@@ -384,9 +379,9 @@ class EngineClient:
             self._diverged(sequence)
             return
         if delta.logprobs is not None and sequence.logprobs_replay_left:
-            sequence.logprobs_replay_left -= _drop(delta.logprobs, sequence.logprobs_replay_left)
+            sequence.logprobs_replay_left -= len(delta.logprobs.take(sequence.logprobs_replay_left))
         if delta.prompt_logprobs is not None and sequence.prompt_replay_left:
-            sequence.prompt_replay_left -= _drop(delta.prompt_logprobs, sequence.prompt_replay_left)
+            sequence.prompt_replay_left -= len(delta.prompt_logprobs.take(sequence.prompt_replay_left))
         if delta.finish_reason is not None:
             self._end(delta.id)
         generation.receive(sequence, delta, now)

@@ -40,7 +40,7 @@ LINGER_BYTES = 4 << 20
 
 
 class Connection(asyncio.Protocol):
-    """One connection, and the Responder of the request that it answers.
+    """One connection, and the responder of the request that it answers.
 
     One `deadline` at a time ends it, whatever it waits for; Connections.sweep looks at it. Times are by
     time.monotonic().
@@ -143,6 +143,7 @@ class Connection(asyncio.Protocol):
             request.left()
 
     def abort(self) -> None:
+        """Close at once, whatever the client has still to read."""
         self.transport.abort()
         self._end_current()
         self.resume_writing()
@@ -300,12 +301,6 @@ class Connection(asyncio.Protocol):
             request.num_body_bytes += len(body)
             request.chunks.append(body)
 
-    def on_chunk_header(self) -> None:
-        self._expect_head()  # the trailers, if this is the last chunk
-
-    def on_chunk_complete(self) -> None:
-        self._expect_head()  # the next chunk's line
-
     def on_message_complete(self) -> None:
         self._expect_head()
         if self._reading is not None:
@@ -315,6 +310,8 @@ class Connection(asyncio.Protocol):
     def _expect_head(self) -> None:
         self._in_head = self._began_in_piece = True
         self._head_bytes = 0
+
+    on_chunk_header = on_chunk_complete = _expect_head  # the trailers, or the next chunk's line
 
     # -- from one request to the next --
 
@@ -334,7 +331,8 @@ class Connection(asyncio.Protocol):
                     self._keeps_alive, self._has_begun = not request.closes, False
                     self.deadline = time.monotonic() + self.settings.body_timeout_seconds
                     self.app.begin(request)
-                    if self.current is request and not request.is_running and self._expects_continue(request):
+                    expects_more = self.current is request and not (request.is_running or request.is_complete)
+                    if expects_more and request.fields.get(b"expect", b"").lower() == b"100-continue":
                         self.limits.write(self.transport, b"HTTP/1.1 100 Continue\r\n\r\n")
                 if request is self.current and not request.is_running:
                     self.app.receive(request)
@@ -346,9 +344,6 @@ class Connection(asyncio.Protocol):
             self.deadline = self.current.deadline
         elif self.current is None and self._refusal is not None and not self._is_lingering:
             self._write_refusal(self._refusal)
-
-    def _expects_continue(self, request: Request) -> bool:
-        return not request.is_complete and (request.fields.get(b"expect") or b"").lower() == b"100-continue"
 
     def _answered(self) -> None:
         """The current answer is complete."""
@@ -378,6 +373,7 @@ class Connection(asyncio.Protocol):
     # -- answering --
 
     def respond(self, status: int, headers: bytes, body: bytes) -> None:
+        """A whole answer; `headers` lack its length."""
         request = self.current
         assert request is not None
         data = self._head(status, headers)
@@ -391,6 +387,7 @@ class Connection(asyncio.Protocol):
         self._answered()
 
     def begin(self, status: int, headers: bytes) -> None:
+        """An answer of unknown length; parts follow."""
         request = self.current
         assert request is not None
         self._is_chunked = not request.is_old
@@ -429,6 +426,7 @@ class Connection(asyncio.Protocol):
         return _STATUS_LINES[status] + self.limits.default_headers(self._server) + headers
 
     async def drain(self) -> None:
+        """Return once the client has read most of what was written, or has left."""
         if self.is_full and not self.transport.is_closing():
             self._drained = self._loop.create_future()
             try:

@@ -77,19 +77,17 @@ class Service:
                     version, checkpoints[version.id], listing.rows[version.name], self.settings.max_regex_characters
                 )
                 known[version.id] = model
-                if self.metrics is not None:
-                    model.metrics = self.metrics.of(model.name)
         self.listing, self.models = listing, {version.name: known[version.id] for version in listing.serve}
         if self.metrics is not None:
             self.client.num_models = len(self.models)
+            for model in self.models.values():
+                model.metrics = self.metrics.of(model.name)
 
     def connect(self, client: EngineClient, metrics: Metrics) -> None:
         """The HTTP process has started."""
         self.client, self.metrics = client, metrics
         self.ledger.metrics, self.ledger.process_id = metrics, client.consumer_id
-        client.num_models = len(self.models)
-        for model in self.models.values():
-            model.metrics = metrics.of(model.name)
+        self.serve(self.listing, {})
 
     @property
     def default_model(self) -> Model:

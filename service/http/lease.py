@@ -39,10 +39,6 @@ class Estimate(NamedTuple):
     logprobs: int
 
     @property
-    def total(self) -> int:
-        return sum(self)
-
-    @property
     def largest(self) -> str:
         """The field to lower first."""
         return max(zip(self, self._fields, strict=True))[1]
@@ -107,7 +103,7 @@ class Ledger:
     """
 
     def __init__(self, settings: Settings, limits: ClientLimits, state: SharedState):
-        self.settings, self.limits, self.state = settings, limits, state
+        self.limits, self.state = limits, state
         share = settings.max_held_bytes // settings.http_processes
         largest = max(settings.max_request_bytes, settings.max_body_bytes)
         self.max_bytes, self.max_client_bytes = max(share, largest), max(share // 2, largest)
@@ -202,7 +198,7 @@ def too_much(needed: Estimate, num_sequences: int, limit: int) -> ApiError:
     """The refusal of a request that needs more than any may."""
     parts = ", ".join(f"{size} for {name}" for name, size in zip(needed._fields, needed, strict=True) if size)
     message = (
-        f"{needed.largest}: {plural(num_sequences, 'sequence')} may need {needed.total} bytes of memory ({parts}), "
+        f"{needed.largest}: {plural(num_sequences, 'sequence')} may need {sum(needed)} bytes of memory ({parts}), "
         f"{limit} are allowed: lower n, logprobs or max_tokens, or shorten the prompt"
     )
     return ApiError(400, message, param=needed.largest)

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 from fastapi.openapi.docs import get_swagger_ui_html
 from pydantic import BaseModel
-from pydantic.json_schema import GenerateJsonSchema, models_json_schema
+from pydantic.json_schema import models_json_schema
 
 from service.http import bodies as b
 from service.http.context import Service
@@ -206,18 +206,10 @@ def _ref(kind: str, name: str) -> dict[str, str]:
     return {"$ref": f"#/components/{kind}/{name}"}
 
 
-class _WithoutTitles(GenerateJsonSchema):
-    def field_title_should_be_set(self, schema: Any) -> bool:
-        return False  # it would repeat the name
-
-
 def _schemas(requests: list[type[BaseModel]], answers: list[type[msgspec.Struct]]) -> dict[str, Any]:
     template = _ref("schemas", "{name}")["$ref"]
-    _, bodies = models_json_schema(
-        [(request, "validation") for request in requests],
-        ref_template=template.replace("{name}", "{model}"),
-        schema_generator=_WithoutTitles,
-    )
+    validated: list[tuple[type[BaseModel], Any]] = [(request, "validation") for request in requests]
+    _, bodies = models_json_schema(validated, ref_template=template.replace("{name}", "{model}"))
     _, others = msgspec.json.schema_components([*answers, Error], ref_template=template)
     return bodies["$defs"] | others
 

@@ -1,20 +1,23 @@
 """One HTTP request: what was asked, what it holds until it ends, and its answer.
 
 Born when its head is parsed, with one owner at a time: the connection while its body arrives, then its handler. Knows
-nothing of routes' meaning or of sockets; a Responder carries the answer.
+nothing of routes' meaning or of sockets: a responder carries the answer, and drops what is written after the client has
+left.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
 from service.http.schemas import ApiError
 
 if TYPE_CHECKING:
     from service.http.app import App, Endpoint, Hook
+    from service.http.asgi import Exchange
+    from service.http.connection import Connection
     from service.http.generation import Generation
     from service.http.lease import Lease
     from service.http.models import Model
@@ -27,33 +30,6 @@ CLOSE = b"connection: close\r\n"
 
 
 UNREAD_SECONDS = 6.0  # for what is left to write at the deadline; 5 of them may pass until a worker is given up
-
-
-class Responder(Protocol):
-    """Carries one request's answer. What is written after the client has left is dropped."""
-
-    deadline: float  # when App.expire is called
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the client has yet to read much of what was written."""
-
-    def respond(self, status: int, headers: bytes, body: bytes) -> None:
-        """A whole answer; `headers` lack its length."""
-
-    def begin(self, status: int, headers: bytes) -> None:
-        """An answer of unknown length; parts follow."""
-
-    def write(self, data: bytes) -> None: ...
-
-    async def drain(self) -> None:
-        """Return once the client has read most of what was written, or has left."""
-
-    def finish(self) -> None:
-        """No part follows."""
-
-    def abort(self) -> None:
-        """Close the connection at once, whatever the client has still to read."""
 
 
 class Request:
@@ -73,7 +49,7 @@ class Request:
         self.is_old = False  # of HTTP/1.0
         self.closes = False  # the connection is to end after it
         self.app: App
-        self.responder: Responder | None = None  # None: it was answered, or the client has left
+        self.responder: Connection | Exchange | None = None  # None: it was answered, or the client has left
         self.id = ""
         self.endpoint: Endpoint
         self.parameter = ""  # of the path
