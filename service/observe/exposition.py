@@ -12,6 +12,7 @@ import math
 import platform
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,29 +43,19 @@ VLLM_NAMES = {f"chargpt_{stem}": f"vllm:{stem}" for stem in (
 Kind = TypeVar("Kind", GaugeMetricFamily, CounterMetricFamily)
 
 
+@dataclass(eq=False)
 class Exposition(Collector):
-    """All metrics of the service and of the checkpoints it serves.
+    """All metrics of the service and of the checkpoints it serves."""
 
-    served: those, by name; rows: in shared memory, of every name that was ever listed; engine: labels of its info.
-    """
-
-    def __init__(
-        self,
-        service_name: str,
-        served: Callable[[], Mapping[str, Checkpoint]],
-        rows: Callable[[], Mapping[str, int]],
-        *,
-        engine: dict[str, str],
-        vllm_names: bool,
-        state: SharedState,
-        hang_seconds: float,
-    ):
-        self.service_name, self.engine = service_name, engine
-        self._served, self._rows = served, rows
-        self.vllm_names = vllm_names
-        self.state, self.hang_seconds = state, hang_seconds
-        self.certificate_expires_at: float | None = None  # Unix time, of the one in use; None: no TLS
-        self._lock = threading.Lock()
+    service_name: str
+    served: Callable[[], Mapping[str, Checkpoint]]  # by name
+    rows: Callable[[], Mapping[str, int]]  # in shared memory, of every name that was ever listed
+    engine: dict[str, str]  # labels of its info
+    vllm_names: bool
+    state: SharedState
+    hang_seconds: float
+    certificate_expires_at: float | None = None  # Unix time, of the one in use; None: no TLS
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def page(self, accept: str) -> tuple[bytes, str]:
         """The page and its content type: OpenMetrics 1.0 with exemplars if `accept` names it, else text 0.0.4.
@@ -135,7 +126,7 @@ class Exposition(Collector):
             ("engine_info", "Always 1; backend and dtype of the engine as labels", self.engine),
         ):
             yield _gauge(name, help, [(self.service_name, *labels.values(), 1)], *labels)
-        sizes, served = ("block_size", "n_layer", "n_embd", "vocab_size"), self._served().items()
+        sizes, served = ("block_size", "n_layer", "n_embd", "vocab_size"), self.served().items()
         shapes = [
             (name, checkpoint.digest, *(str(checkpoint.hyperparameters[size]) for size in sizes), 1)
             for name, checkpoint in served
@@ -147,7 +138,7 @@ class Exposition(Collector):
         yield _gauge("checkpoint_validation_loss", help, [(name, loss) for name, loss in losses if loss is not None])
 
     def _sequences(self) -> Iterator[Metric]:
-        state, rows = self.state, self._rows().items()
+        state, rows = self.state, self.rows().items()
         yield _counter(
             "requests_accepted", "Sequences accepted that have begun or ended; each ends once",
             [(name, state.num_sequences(row, "begun")) for name, row in rows],

@@ -40,7 +40,7 @@ def test_estimate_sums_prompts_completions_and_log_probabilities():
     assert estimate([late], 100, 65) == (8 * 1000 + 24 * 200, 0, 12 * 100)
     assert estimate([submit(prompt, 50)], 100, 258) == (8 * 1000 + 56 * 100, 56 * 50, 0)
     assert estimate([], 100, 65) == (0, 0, 0)
-    assert Estimate(1, 3, 2).total == 6
+    assert sum(Estimate(1, 3, 2)) == 6
     assert Estimate(1, 3, 2).largest == "max_tokens"
 
 
