@@ -62,6 +62,16 @@ def random_model(dtype: torch.dtype = torch.float32, seed: int = 0, **config: in
     return model.to(dtype).eval().requires_grad_(False)
 
 
+def overflow(model: GPT, id: int) -> None:
+    """Make all logits after a character overflow float32: it alone has a value in dimension 0."""
+    with torch.no_grad():
+        model.embed.weight[:, 0] = 0.0
+        model.embed.weight[id, 0] = model.norm.weight[0] = 10.0
+        model.head.weight[:, 0] = 3e38
+        for block in model.blocks:
+            block.attn.proj.weight[0] = block.mlp.proj.weight[0] = 0.0
+
+
 def save_random(folder: Path, **options: int) -> Checkpoint:
     """A checkpoint folder with a random model over VOCABULARY."""
     save_checkpoint(folder, random_model(**options), CharTokenizer(VOCABULARY), {"losses": {}})

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from service.settings import Settings, available_cpus, read_settings
+from tests.helpers import make_certificate
 from tests.toolbox.needs import program
 
 
@@ -119,19 +120,11 @@ def test_settings_never_show_keys(tmp_path):
 
 
 def test_certificate_and_key_are_checked_when_settings_are_read(tmp_path, capsys):
-    openssl = program("openssl")
-
-    def make(name, *protection):
-        certificate, key = tmp_path / f"{name}.pem", tmp_path / f"{name}-key.pem"
-        command = [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", *protection]
-        subprocess.run(
-            [*command, "-keyout", key, "-out", certificate, "-subj", "/CN=x"], check=True, capture_output=True
-        )
-        return str(certificate), str(key)
-
-    certificate, key = make("one", "-noenc")
-    _, other = make("other", "-noenc")
-    _, locked = make("locked", "-passout", "pass:SECRET")
+    (tmp_path / "other").mkdir()
+    certificate, key = map(str, make_certificate(tmp_path))
+    other, locked = str(make_certificate(tmp_path / "other")[1]), str(tmp_path / "locked.pem")
+    protect = [program("openssl"), "pkey", "-aes256", "-passout", "pass:SECRET", "-in", key, "-out", locked]
+    subprocess.run(protect, check=True, capture_output=True)
     settings = read_settings(["--tls-certificate", certificate, "--tls-key", key])
     assert (str(settings.tls_certificate), str(settings.tls_key)) == (certificate, key)
     none = str(tmp_path / "none.pem")

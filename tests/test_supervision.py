@@ -10,8 +10,8 @@ import socket
 import sys
 import tempfile
 import time
-from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -141,27 +141,26 @@ def test_a_worker_never_loads_other_weights_than_those_that_are_served(checkpoin
             assert output.count("the file was altered") == 2 and "Traceback" not in output, output
 
 
-def test_supervisor_waits_longer_each_time_and_gives_up_in_the_end():
-    """With a clock of its own, as the pauses add up to minutes."""
-    times, now = deque(), [100.0]
-
-    class Dead:
-        pid, exitcode = 7, -11
-
-        def is_alive(self):
-            return False
-
-    def start():
-        times.append(now[0])
-        return Dead()
-
+def given_up(now, start, message):
+    """The state of a supervisor once it has given up a process, by a clock of its own: the pauses take minutes."""
     state = SharedState()
     supervisor = Supervisor(state, hang_seconds=10, max_deaths=9, window_seconds=300, clock=lambda: now[0])
     supervisor.watch("worker-0", start, lambda: None, 600)
-    with pytest.raises(TooManyDeathsError, match=r"worker-0 .* \(signal 11: Segmentation fault\): 10 deaths"):
-        for _ in range(10_000):
+    with pytest.raises(TooManyDeathsError, match=message):
+        for _ in range(100_000):
             supervisor.check()
             now[0] += 0.1
+    return state
+
+
+def test_supervisor_waits_longer_each_time_and_gives_up_in_the_end():
+    times, now = [], [100.0]
+
+    def start():
+        times.append(now[0])
+        return SimpleNamespace(pid=7, exitcode=-11, is_alive=lambda: False)
+
+    state = given_up(now, start, r"worker-0 .* \(signal 11: Segmentation fault\): 10 deaths")
     pauses = [round(later - earlier) for earlier, later in itertools.pairwise(times)]
     assert pauses == [1, 1, 2, 4, 8, 16, 30, 30, 30]
     assert state.restarts["worker-0"] == 9
@@ -169,31 +168,15 @@ def test_supervisor_waits_longer_each_time_and_gives_up_in_the_end():
 
 def test_supervisor_gives_up_on_a_process_that_takes_long_to_fail():
     """So long that its deaths are never too many within the window."""
-    now = [0.0]
-
-    class Loading:
-        pid, exitcode = 7, 1
-
-        def __init__(self):
-            self.ends_at = now[0] + 60
-
-        def is_alive(self):
-            return now[0] < self.ends_at
+    starts, now = [], [0.0]
 
     def start():
-        if len(starts) % 2:
-            starts.append(now[0])
-            raise OSError(12, "Cannot allocate memory")
         starts.append(now[0])
-        return Loading()
+        if len(starts) % 2 == 0:
+            raise OSError(12, "Cannot allocate memory")
+        return SimpleNamespace(pid=7, exitcode=1, is_alive=lambda began=now[0]: now[0] < began + 60)
 
-    starts = []
-    supervisor = Supervisor(SharedState(), hang_seconds=10, max_deaths=9, window_seconds=300, clock=lambda: now[0])
-    supervisor.watch("worker-0", start, lambda: None, 600)
-    with pytest.raises(TooManyDeathsError, match="10 early deaths of it in a row"):
-        for _ in range(100_000):
-            supervisor.check()
-            now[0] += 0.1
+    given_up(now, start, "10 early deaths of it in a row")
     assert len(starts) == 10
 
 

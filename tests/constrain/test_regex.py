@@ -117,35 +117,6 @@ def test_counts_of_ambiguous_parts(pattern, tail, outer):
         assert accepts(automaton, text) == bool(reference.fullmatch(text)), text
 
 
-@given(patterns)
-@settings(max_examples=100)
-def test_automata_are_trimmed_and_minimal(pattern):
-    automaton, _ = compiled(pattern)
-    assume(automaton is not None and len(automaton.table) <= 60)
-    states, classes = automaton.table.shape
-    assert (automaton.classes.dtype, automaton.table.dtype) == (np.uint16, np.int16)
-    assert (automaton.accepting.dtype, automaton.distance.dtype) == (np.bool_, np.int32)
-    reached, queue = {0}, [0]
-    for state in queue:
-        new = {int(s) for s in automaton.table[state] if s >= 0} - reached
-        reached |= new
-        queue += new
-    assert reached == set(range(states))
-    for state in range(states):
-        onward = [automaton.distance[s] for s in automaton.table[state] if s >= 0]
-        assert automaton.distance[state] == (0 if automaton.accepting[state] else 1 + min(onward))
-    assert len({tuple(column) for column in automaton.table.T.tolist()}) == classes == len(set(automaton.classes))
-    # Table filling: mark distinguishable pairs until no new one appears.
-    apart = automaton.accepting[:, None] != automaton.accepting[None]
-    table = np.where(automaton.table < 0, states, automaton.table)  # a dead state at the end
-    apart = np.pad(apart, (0, 1), constant_values=True)
-    apart[-1, -1] = False
-    table = np.vstack([table, np.full((1, classes), states)])
-    for _ in range(states + 1):
-        apart = apart | apart[table[:, None], table[None]].any(axis=2)
-    assert (apart | np.eye(states + 1, dtype=bool)).all()
-
-
 @pytest.mark.parametrize("name", ["d", "D", "w", "W", "s", "S"])
 def test_named_classes_are_those_of_re_over_all_of_unicode(name):
     characters = [chr(c) for c in range(sys.maxunicode + 1) if not 0xD800 <= c <= 0xDFFF]

@@ -12,7 +12,7 @@ from service.engine.selfcheck import SelfCheckError, check
 from service.model.attention import logits_of
 from service.model.checkpoint import Checkpoint
 from service.settings import BUNDLED
-from tests.helpers import random_model, save_random
+from tests.helpers import overflow, random_model, save_random
 
 DTYPES = {"native": native.dtypes() if native.why_not() is None else [], "torch": ["float64", "float32", "bfloat16"]}
 BACKENDS = [(backend, dtype) for backend in available_backends() for dtype in DTYPES[backend]]
@@ -60,11 +60,7 @@ def test_not_a_number_is_an_error_where_the_model_gives_numbers(tmp_path):
 def test_weights_whose_logits_overflow_are_not_judged(tmp_path, monkeypatch):
     checkpoint = save_random(tmp_path / "ck")
     other = checkpoint.load_model()
-    other.embed.weight[:, 0] = 0.0
-    other.embed.weight[20, 0] = other.norm.weight[0] = 10.0  # of that character alone all logits overflow float32
-    other.head.weight[:, 0] = 3e38
-    for block in other.blocks:
-        block.attn.proj.weight[0] = block.mlp.proj.weight[0] = 0.0
+    overflow(other, 20)
     weights = {name: value.numpy() for name, value in other.state_dict().items()}
     with monkeypatch.context() as patch:
         patch.setattr(Checkpoint, "load_weights", lambda _: weights)
