@@ -550,3 +550,6 @@ def test_a_model_of_records_lists_twenty_at_a_time(visit, several):
     assert page.evaluate("navigator.clipboard.readText()").split() == expected
     page.fill("#matching", "a(")
     expect(page.locator("#list-note")).to_contain_text("Invalid regular expression")
+    page.click("#tab-read")  # begins with one of its records
+    (example,) = generate(several, model="records", prompt="", max_tokens=100, seed=7)
+    expect(page.locator("#text")).to_have_value(example["text"])

@@ -104,12 +104,14 @@ async function load(isFirst) {
       if (served.length > 1) model = served[0].id;
     }
     info = await json(`info${model ? `?model=${encodeURIComponent(model)}` : ""}`);
+    if (info.models.length > 1) chosen.model = info.model.name;
+    const { example_prompt: begins, records } = info.model; // records begin with nothing: a whole one is the example
+    info.model.example = begins || (records ? (await json("generate", { prompt: "", max_tokens: 100, seed: 7 })).choices[0].text : "");
   } catch (error) {
     if (Failure.of(error).param !== "model") return trouble(error);
     model = null; // that one is gone
     return load(isFirst);
   }
-  if (info.models.length > 1) chosen.model = info.model.name;
   heal();
   const { config, training, checkpoint_sha256: hash, name, vocabulary } = info.model, { losses = {}, data = {}, parameters } = training;
   $("name").textContent = document.title = name;

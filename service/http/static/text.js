@@ -176,10 +176,10 @@ export class Editor {
   }
 
   suggest(text, model) {
-    // Unless something else was typed; `text` if the model knows its characters, or else what it begins with itself.
+    // Unless something else was typed; `text` if the model knows its characters, or else an example of its own.
     const { area } = this;
     if (area.value && area.value !== this.suggested) return;
-    if (![...text].every((c) => model.vocabulary.includes(c))) text = model.example_prompt;
+    if (![...text].every((c) => model.vocabulary.includes(c))) text = model.example;
     area.value = this.suggested = area.maxLength < 0 ? text : text.slice(0, area.maxLength);
   }
 
