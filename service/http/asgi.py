@@ -108,9 +108,6 @@ class Exchange:
             "root_path": "",
             "headers": request.headers,
             "client": (request.peer, 0),
-            "server": None,
-            "state": {},
-            "extensions": {},
             "chargpt.exchange": self,
         }
 

@@ -53,18 +53,10 @@ def estimate(
     window: int | None = None,
     num_rankings: int = 0,
 ) -> Estimate:
-    """What a request of these sequences can hold. Sums over sequences, with the bytes above:
+    """What a request of these sequences can hold: sums over sequences, with the bytes above.
 
-    - of each different prompt, all characters · PROMPT_BYTES;
-    - characters sent · SENT_BYTES: all that a needed logit depends on, which is the whole prompt if it is scored; of
-      the `window` longest only, if no more run at once;
-    - of each of `num_rankings` candidates for an infill, which is scored whole and cut in MAX_CUTS ways, prompt and
-      completion · PROMPT_BYTES, and twice the receptive field, where the suffix is, · SENT_BYTES;
-    - with `echo`, characters of the prompt · ECHO_BYTES;
-    - max_tokens · COMPLETION_BYTES;
-    - characters with log-probabilities · (1 + alternatives) · LOGPROB_BYTES.
-
-    With more than 257 ids, WIDE_ID_BYTES are added to each character sent or generated.
+    window: how many run at once; num_rankings: candidates for an infill, each of which is cut in MAX_CUTS ways and
+    scored whole, with the suffix in its receptive field.
     """
     wide = WIDE_ID_BYTES if vocab_size > 257 else 0
     if len(submits) == 1 and submits[0].logprobs is None and not (echo or num_rankings):  # most requests
