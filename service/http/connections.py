@@ -196,7 +196,6 @@ class TlsServer:
         context: ssl.SSLContext,
     ):
         self._loop, self._factory, self._context = loop, factory, context
-        self.sockets = (listener,)
         self._tasks = {loop.create_task(self._accept(listener))}  # and the handshakes
 
     def close(self) -> None:

@@ -177,17 +177,13 @@ class Generation:
 
     async def whole(self) -> list[Piece]:
         """Each sequence's text in one piece, in order of their numbers; only if `interval` is None."""
-        parts: list[Piece] = []
-        while True:
-            if not self._is_urgent:
-                await self._wait()
-            self._is_urgent = False
-            parts += self._take_all()
-            if self.is_finished or self._failure is not None:
-                break
+        while (self.open or self.pending) and self._failure is None:
+            await self._wait()
+        pieces = self._take_all()
         if self._failure is not None:
             self._fail()
-        return parts if len(parts) == 1 else _in_order(parts)
+        pieces.sort(key=lambda piece: piece.number)
+        return pieces
 
     async def stream(self, write: Write) -> None:
         """Gives new text to `write` until every sequence has ended; only if there is an `interval`.
@@ -366,21 +362,3 @@ class Generation:
             metrics.ended.add((id, now - self._arrived_at, decode, prefill + decode))
             if sequence.num_completion_tokens > 1:
                 metrics.paced.add((id, decode / (sequence.num_completion_tokens - 1)))
-
-
-def _in_order(pieces: list[Piece]) -> list[Piece]:
-    parts: dict[int, list[Piece]] = {}
-    for piece in pieces:
-        parts.setdefault(piece.number, []).append(piece)
-    return [_joined(parts[number]) for number in sorted(parts)]
-
-
-def _joined(pieces: list[Piece]) -> Piece:
-    if len(pieces) == 1:
-        return pieces[0]
-    first, last = pieces[0], pieces[-1]
-    if first.logprobs is not None:
-        for piece in pieces[1:]:
-            first.logprobs.extend(piece.logprobs or Logprobs())
-    text = "".join([piece.text for piece in pieces])
-    return last._replace(text=text, logprobs=first.logprobs, num_unscored=first.num_unscored)
