@@ -322,8 +322,7 @@ class App:
         request = run.request
         if isinstance(error, asyncio.CancelledError):  # when the time to drain is over
             if request.status is None:
-                close = {"Connection": "close"}
-                request.fail(ApiError(503, "server has shut down", code="shutting_down", headers=close))
+                request.fail(ApiError(503, "server has shut down", code="shutting_down"))
             else:
                 request.drop()
         elif error is not None:

@@ -156,7 +156,7 @@ class Connection(asyncio.Protocol):
             self.transport.close()
             self.deadline = time.monotonic() + 0.5 * self._grace_seconds  # until the client has read its answer
         elif not request.is_running:  # its body is awaited
-            request.fail(ApiError(503, "server has shut down", code="shutting_down", headers={"Connection": "close"}))
+            request.fail(ApiError(503, "server has shut down", code="shutting_down"))
             self.app.end(request)
         else:
             # Before uvicorn cancels what still runs.

@@ -98,14 +98,10 @@ class Histogram:
         self._child._sum.inc(total)
         for bucket, count in increases.items():
             self._child._buckets[bucket].inc(count)
-        now, left = time.time(), set(increases)  # buckets whose latest observation is looked for
-        for bucket, request_id, amount in zip(reversed(buckets), reversed(request_ids), reversed(amounts), strict=True):
-            if bucket in left:
-                left.remove(bucket)
-                if request_id is not None and len(request_id) <= MAX_EXEMPLAR_CHARACTERS:
-                    self.exemplars[bounds[bucket]] = Exemplar(request_id, amount, now)
-                if not left:
-                    break
+        now, latest = time.time(), dict(zip(buckets, zip(request_ids, amounts, strict=True), strict=True))
+        for bucket, (request_id, amount) in latest.items():
+            if request_id is not None and len(request_id) <= MAX_EXEMPLAR_CHARACTERS:
+                self.exemplars[bounds[bucket]] = Exemplar(request_id, amount, now)
 
 
 class Records:
