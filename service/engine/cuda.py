@@ -30,8 +30,9 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from service.constrain.automaton import Guide
-from service.engine.runner import FAILED, NONE, Outcome, Pending, Piece, Report, Runner, masks_of, report_of
+from service.engine.runner import FAILED, NONE, Outcome, Pending, Piece, Report, Runner, allowed_by, report_of
 from service.model.gpt import GPT
+from service.model.kv_cache import additive
 from service.model.params import SamplingParams
 from service.model.sampling import Draws, Sampler, send
 
@@ -120,12 +121,7 @@ class CudaRunner(Runner):
         self._cache[:, slot] = 0.0  # masked keys and values count 0 times, which not-finite ones would survive
 
     def copy(self, source: int, target: int, length: int) -> None:
-        seen, W = int(self._positions[source]), self.config.block_size
-        if not length <= seen <= max(W, length):
-            raise ValueError(
-                f"to copy {length} positions the source must have run {length} to {max(W, length)}: {seen}"
-            )
-        used = min(length, W)
+        used = min(length, self.config.block_size)
         self._cache[:, target, :, :used] = self._cache[:, source, :, :used]
         self._positions[target] = length
 
@@ -142,14 +138,12 @@ class CudaRunner(Runner):
             ids = np.full((len(pieces), 1), NONE, dtype=np.int32)
             logits: dict[int, list[np.ndarray]] = {}  # of pieces with a report: (T, V)
             for part, launch in launches:
-                chosen, piece_logits = launch.wait()
+                chosen, *given = launch.wait()
                 for r, (b, offset) in enumerate(part):
-                    piece = pieces[b]
                     if chosen[r] != NONE:
                         ids[b, 0] = chosen[r]
-                    if piece.report is not None:
-                        assert piece_logits is not None
-                        logits.setdefault(b, []).append(piece_logits[r, : len(piece.ids) - offset])
+                    if pieces[b].report is not None:
+                        logits.setdefault(b, []).append(given[0][r, : len(pieces[b].ids) - offset])
             seconds = sum(launch.seconds for _, launch in launches)
             reports = {b: pieces[b].report_of(np.concatenate(some), int(ids[b, 0])) for b, some in logits.items()}
             return Outcome(ids, reports, seconds)
@@ -182,14 +176,14 @@ class CudaRunner(Runner):
         launch.take(gives)
 
         def collect() -> Outcome:
-            chosen, logits = launch.wait()
+            chosen, *logits = launch.wait()
             ids = np.ascontiguousarray(chosen[:K, slots].T)  # (B, K)
             for b in np.flatnonzero((ids == FAILED).any(axis=1)).tolist():
                 ids[b, ids[b].tolist().index(FAILED) + 1 :] = NONE
-            found = {}
-            for i, (b, report) in enumerate(reports.items()):
-                assert logits is not None
-                found[b] = report_of(logits[: steps[b], i], np.maximum(ids[b, : steps[b]], 0), report)
+            found = {
+                b: report_of(logits[0][: steps[b], i], np.maximum(ids[b, : steps[b]], 0), report)
+                for i, (b, report) in enumerate(reports.items())
+            }
             return Outcome(ids, found, launch.seconds * K / size)
 
         return Pending(collect)
@@ -226,13 +220,9 @@ class CudaRunner(Runner):
 
     def _mask(self, guides: dict[int, Guide]) -> None:
         """Allow in the next launch what the guides allow, by slot."""
-        masks = masks_of(guides)
-        if masks or self._is_masked:
-            allowed = np.ones(self._allowed.shape, dtype=bool)
-            for slot, mask in masks.items():
-                allowed[slot] = mask
-            send(allowed, self._allowed)
-            self._is_masked = bool(masks)
+        if guides or self._is_masked:
+            send(allowed_by(guides, tuple(self._allowed.shape)), self._allowed)
+            self._is_masked = bool(guides)
 
     # -- replay --
 
@@ -277,12 +267,12 @@ class CudaRunner(Runner):
         position, runs = plan["position"] + step, plan["limit"] > step  # (K, S)
         index = torch.where(runs, position % W, self._spare)
         # A full ring holds exactly the band p − W < j ≤ p; before that, only its first p + 1 entries are valid.
-        mask = _additive(self._ring <= position[..., None], self._cache.dtype)[:, :, None, None]  # (K, S, 1, 1, W)
+        mask = additive(self._ring <= position[..., None], self._cache.dtype)[:, :, None, None]  # (K, S, 1, 1, W)
         cos, sin = self._angles(position)
         for k in range(steps):
             x = self._forward(self._last[:S], cos[k], sin[k], self._decode_attention(index[k], mask[k]))
             logits = self._logits[k].copy_(self._logits_of(x))  # (S, V) fp64
-            ids, is_finite = self._choose(logits, slice(0, S), plan["u"][k], needs_all)
+            ids, is_finite = self._sampler.choose(logits, slice(0, S), plan["u"][k], self._allowed[:S], needs_all)
             self._chosen[k].copy_(torch.where(runs[k], torch.where(is_finite, ids, self._failed), self._none))
             self._last[:S].copy_(torch.where(runs[k], ids, self._last[:S]))
             if needs_all:
@@ -309,7 +299,7 @@ class CudaRunner(Runner):
         last = x.gather(1, (count - 1).clamp(min=0)[:, None, None].expand(-1, 1, x.size(2)))[:, 0]  # (R, C)
         logits = self._logits_of(last).double()
         chooses = plan["chooses"] > 0
-        ids, is_finite = self._choose(logits, slot, plan["u"], needs_all)
+        ids, is_finite = self._sampler.choose(logits, slot, plan["u"], self._allowed[slot], needs_all)
         # A piece before the last one, or of a text that is only scored, tells of a failure by its logits.
         self._first.copy_(torch.where(chooses, torch.where(is_finite, ids, self._failed), self._none))
         self._last.index_copy_(0, slot, torch.where(chooses, ids, self._last[slot]))
@@ -328,7 +318,7 @@ class CudaRunner(Runner):
         key = torch.cat((past, position), dim=1)  # (R, W + T)
         distance = position[:, :, None] - key[:, None]  # (R, T, W + T)
         seen = (distance >= 0) & (distance < W) & (key >= 0)[:, None]
-        mask = _additive(seen, self._cache.dtype)[:, None]
+        mask = additive(seen, self._cache.dtype)[:, None]
 
         def attend(layer: int, q: Tensor, kv: Tensor) -> Tensor:
             cache = self._cache[layer]
@@ -378,10 +368,6 @@ class CudaRunner(Runner):
 
     def _logits_of(self, x: Tensor) -> Tensor:
         return torch.rms_norm(x, (self.config.n_embd,), self._norm, self.config.norm_eps) @ self._head
-
-    def _choose(self, logits: Tensor, slot: Tensor | slice, u: Tensor, needs_all: bool) -> tuple[Tensor, Tensor]:
-        """Ids (B,) int64 by the parameters of the rows' slots, and whether their logits (B, V) fp64 are finite."""
-        return self._sampler.choose(logits, slot, u, self._allowed[slot], needs_all)
 
     # -- weights --
 
@@ -460,11 +446,11 @@ class Launch:
         self._taken = [host.numpy() for host in taken]
         self._ended = self._mark()
 
-    def wait(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """What it gave, one or two arrays."""
+    def wait(self) -> list[np.ndarray]:
+        """What it gave."""
         if self._is_cuda:
             self._ended.synchronize()
-        return self._taken[0], self._taken[1] if len(self._taken) > 1 else None
+        return self._taken
 
     @property
     def seconds(self) -> float:
@@ -493,7 +479,3 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
-
-def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))

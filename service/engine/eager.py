@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from service.constrain.automaton import Guide
-from service.engine.runner import FAILED, NONE, Outcome, Piece, Report, Runner, masks_of, report_of
+from service.engine.runner import FAILED, NONE, Outcome, Piece, Report, Runner, allowed_by, report_of
 from service.model.gpt import GPT
 from service.model.kv_cache import KVCache
 from service.model.params import SamplingParams
@@ -51,42 +51,32 @@ class TorchRunner(Runner):
     def copy(self, source: int, target: int, length: int) -> None:
         self.cache.copy(source, target, length)
 
+    @torch.inference_mode()
     def prefill(self, pieces: list[Piece]) -> Outcome:
         """Pieces are padded to the longest of a forward, at most to twice their length."""
-        order = sorted(range(len(pieces)), key=lambda b: len(pieces[b].ids))
-        groups: list[list[int]] = []
-        for b in order:
-            if not groups or len(pieces[b].ids) > 2 * len(pieces[groups[-1][0]].ids):
-                groups.append([])
-            groups[-1].append(b)
         ids = np.full((len(pieces), 1), NONE, dtype=np.int32)
         reports: dict[int, Logprobs] = {}
-        for group in groups:
-            outcome = self._prefill([pieces[b] for b in group])
-            ids[group] = outcome.ids
-            reports |= {group[i]: report for i, report in outcome.reports.items()}
-        return Outcome(ids, reports)
-
-    @torch.inference_mode()
-    def _prefill(self, pieces: list[Piece]) -> Outcome:
-        slots, counts = [piece.slot for piece in pieces], [len(piece.ids) for piece in pieces]
-        idx = np.zeros((len(pieces), max(counts)), dtype=np.int64)  # (B, T), padded on the right
-        for b, piece in enumerate(pieces):
-            idx[b, : counts[b]] = piece.ids
-        cache = self.cache.prefill(slots, counts)
-        logits = self.model(torch.from_numpy(idx).to(self._device), cache).cpu()  # (B, T, V)
-        ids = np.full((len(pieces), 1), NONE, dtype=np.int32)
-        complete = [b for b, piece in enumerate(pieces) if piece.choose]
-        if complete:
-            last = torch.tensor([counts[b] - 1 for b in complete])
-            masks = masks_of({i: guide for i, b in enumerate(complete) if (guide := pieces[b].guide)})
-            who = np.array(slots)[complete]
-            u = self._draws.take(who, np.ones(len(who), dtype=np.int64))[:, 0]
-            ids[complete, 0] = self._choose(logits[torch.tensor(complete), last].double(), who, u, masks)
-        reports = {}
-        for b, piece in enumerate(pieces):
-            if piece.report is not None:
-                reports[b] = piece.report_of(logits[b].double().numpy(), int(ids[b, 0]))
+        left = sorted(range(len(pieces)), key=lambda b: len(pieces[b].ids))
+        while left:
+            group = [b for b in left if len(pieces[b].ids) <= 2 * len(pieces[left[0]].ids)]
+            del left[: len(group)]
+            slots = np.array([pieces[b].slot for b in group])
+            counts = [len(pieces[b].ids) for b in group]
+            idx = np.zeros((len(group), max(counts)), dtype=np.int64)  # (B, T), padded on the right
+            for i, b in enumerate(group):
+                idx[i, : counts[i]] = pieces[b].ids
+            cache = self.cache.prefill(slots.tolist(), counts)
+            logits = self.model(torch.from_numpy(idx).to(self._device), cache).cpu()  # (B, T, V)
+            complete = [i for i, b in enumerate(group) if pieces[b].choose]
+            if complete:
+                rows, who = [group[i] for i in complete], slots[complete]
+                last = logits[complete, [counts[i] - 1 for i in complete]].double()
+                u = self._draws.take(who, np.ones(len(who), dtype=np.int64))[:, 0]
+                guides = {i: guide for i, b in enumerate(rows) if (guide := pieces[b].guide)}
+                ids[rows, 0] = self._choose(last, who, u, guides)
+            for i, b in enumerate(group):
+                if pieces[b].report is not None:
+                    reports[b] = pieces[b].report_of(logits[i].double().numpy(), int(ids[b, 0]))
         return Outcome(ids, reports)
 
     @torch.inference_mode()
@@ -105,24 +95,20 @@ class TorchRunner(Runner):
             active[slots[rows]] = True
             logits = self.model(idx.to(self._device), self.cache.decode(active.tolist()))[:, -1].cpu()
             logits = logits[torch.from_numpy(slots[rows])].double()  # (rows, V)
-            masks = masks_of({i: guides[b] for i, b in enumerate(rows.tolist()) if b in guides})
-            ids[rows, k] = self._choose(logits, slots[rows], u[rows, k], masks)
+            row_guides = {i: guides[b] for i, b in enumerate(rows.tolist()) if b in guides}
+            ids[rows, k] = self._choose(logits, slots[rows], u[rows, k], row_guides)
             alive = ids[:, k] != FAILED
             for i, b in enumerate(rows.tolist()) if reports else ():
                 if b in reports:
                     found[b].extend(report_of(logits[i : i + 1].numpy(), ids[b, k : k + 1], reports[b]))
         return Outcome(ids, found)
 
-    def _choose(self, logits: Tensor, slots: np.ndarray, u: np.ndarray, masks: dict[int, np.ndarray]) -> np.ndarray:
-        """An id or FAILED for each row, (B,), from logits (B, V) fp64, draws u (B,) and allowed ids by row.
+    def _choose(self, logits: Tensor, slots: np.ndarray, u: np.ndarray, guides: Mapping[int, Guide]) -> np.ndarray:
+        """An id or FAILED for each row, (B,), from logits (B, V) fp64, draws u (B,) and guides by row.
 
         The id is fed to the slot's next step, and counted.
         """
-        allowed = None
-        if masks:
-            allowed = torch.ones(logits.shape, dtype=torch.bool)
-            for b, mask in masks.items():
-                allowed[b] = torch.from_numpy(mask.copy())  # a mask is read-only, which torch would warn about
+        allowed = torch.from_numpy(allowed_by(guides, tuple(logits.shape))) if guides else None
         self._sampler.send()
         which, needs_all = torch.from_numpy(slots), bool(self._sampler.needs_all[slots].any())
         ids, is_finite = self._sampler.choose(logits, which, torch.from_numpy(u), allowed, needs_all)

@@ -57,9 +57,6 @@ class Hosted:
         """Seconds."""
         return self.engine.scheduler.expected_wait(request, self.drain.rate(self.engine.clock()))
 
-    def close(self) -> None:
-        self.engine.runner.close()
-
 
 class Host:
     """
@@ -155,8 +152,15 @@ class Host:
             hosted.engine.scheduler.limit(max(1, limit))
 
     def _open(self, version: Version) -> Hosted:
+        """Load a version, and generate a few characters with it, so that the first request is fast.
+
+        Raises:
+            RuntimeError: the model gives nothing; or as `open_engine`.
+        """
         engine = self._open_engine(version)
-        warm_up(engine)
+        (ids,) = engine.generate([Submit(0, [0], WARM_UP_CHARACTERS, SamplingParams())])
+        if len(ids) < WARM_UP_CHARACTERS:
+            raise RuntimeError("the model does not run: its logits are not finite")
         return Hosted(version, engine, self._metrics)
 
     def _load(self, versions: Iterable[Version]) -> None:
@@ -167,7 +171,7 @@ class Host:
                 loaded[version.id] = self._open(version)
         except Exception as error:  # whatever the model, the library or the device finds wrong with it
             for hosted in loaded.values():
-                hosted.close()
+                hosted.engine.runner.close()
             self._loaded = error
         else:
             self._loaded = loaded
@@ -189,22 +193,11 @@ class Host:
         for id, hosted in list(self.models.items()):
             if id not in listed and not hosted.engine.has_work and not self._state.is_used(id):
                 del self.models[id]
-                hosted.close()
+                hosted.engine.runner.close()
                 logger.info("dropped checkpoint %s: %s", hosted.version.name, hosted.version.digest[:12])
         if len(self.models) == 1:
             (hosted,) = self.models.values()
             hosted.engine.scheduler.limit(self._max_running)
-
-
-def warm_up(engine: Engine) -> None:
-    """Generate a few characters: what cannot run is known before the worker is ready, and the first request is fast.
-
-    Raises:
-        RuntimeError: the model gives nothing.
-    """
-    (ids,) = engine.generate([Submit(0, [0], WARM_UP_CHARACTERS, SamplingParams())])
-    if len(ids) < WARM_UP_CHARACTERS:
-        raise RuntimeError("the model does not run: its logits are not finite")
 
 
 class DrainRate:

@@ -161,10 +161,13 @@ class Runner(ABC):
         return None
 
 
-def masks_of(guides: Mapping[int, Guide]) -> dict[int, np.ndarray]:
-    """The ids that may be chosen next, (V,) bool, by the guides' keys; of a guide that allows all none."""
-    masks = {key: guide.allowed() for key, guide in guides.items()}
-    return {key: mask for key, mask in masks.items() if mask is not None}
+def allowed_by(guides: Mapping[int, Guide], shape: tuple[int, ...]) -> np.ndarray:
+    """The ids that may be chosen next, (B, V) bool, by guides of some of the rows."""
+    allowed = np.ones(shape, dtype=bool)
+    for row, guide in guides.items():
+        if (mask := guide.allowed()) is not None:
+            allowed[row] = mask
+    return allowed
 
 
 def available_backends() -> list[str]:
@@ -216,8 +219,7 @@ def slots_that_fit(config: GPTConfig, dtype: str, free_bytes: float) -> int:
     assert config.n_inner is not None
     size = {"float64": 8, "float32": 4, "bfloat16": 2}[dtype]
     C, heads, hs, V = config.n_embd, config.n_head + config.n_kv_head, config.head_dim, config.vocab_size
-    layer = 2 * C * C + 2 * C * config.n_kv_head * hs + 3 * C * config.n_inner
-    weights = size * (config.n_layer * layer + 2 * V * C)
+    weights = size * config.num_parameters
     cache = size * 2 * config.n_layer * config.n_kv_head * (config.block_size + 1) * hs
     rotation = size * 2 * config.n_layer * heads * hs
     activations = size * (8 * C + 4 * heads * hs + 5 * config.n_inner + 16 * config.block_size)  # masks of 16 steps

@@ -81,16 +81,16 @@ class EngineAPI(LitAPI):
                 options.folder, self.state, process, self.metrics, functools.partial(self.open_engine, device),
                 max_running=options.max_running, loads_alone=options.backend == "cuda",
             )  # fmt: skip
-        except (CheckpointError, SelfCheckError) as error:
-            logger.critical("%s", error)
-            raise SystemExit(1) from None
         except Exception as error:
-            if not is_out_of_memory(error):
+            if isinstance(error, CheckpointError | SelfCheckError):
+                logger.critical("%s", error)
+            elif is_out_of_memory(error):
+                logger.critical(
+                    "out of memory on %s with %d slots (%s): choose a smaller number with --max-running-requests",
+                    device, options.max_running, (str(error).splitlines() or [type(error).__name__])[0],
+                )  # fmt: skip
+            else:
                 raise
-            logger.critical(
-                "out of memory on %s with %d slots (%s): choose a smaller number with --max-running-requests",
-                device, options.max_running, (str(error).splitlines() or [type(error).__name__])[0],
-            )  # fmt: skip
             raise SystemExit(1) from None
         self.metrics.cache_slots.set(options.max_running)
         relax_garbage_collector()
@@ -180,7 +180,11 @@ class EngineLoop(LitLoop):
             hosted.drain.observe(began, num_ended, time.monotonic())
         if not is_saturated or not engine.has_work:
             hosted.drain.pause()
-        self._send(engine, sockets, deltas)
+        frames: defaultdict[int, list[Delta]] = defaultdict(list)  # one for each HTTP process
+        for delta in deltas:
+            frames[consumer_of(delta.id)].append(delta)
+        for consumer_id, its_deltas in frames.items():
+            sockets.send(Step.of(its_deltas), consumer_id)
         transport_seconds = receiving_until - began + time.monotonic() - engine.stats.ended_at
         _observe(host, hosted, lit_api.options.max_running, transport_seconds)
         host.ran(hosted, seconds)
@@ -191,21 +195,17 @@ class EngineLoop(LitLoop):
         host = lit_api.host
         match message:
             case Submit():
-                hosted = host.models.get(message.model)
-                if hosted is not None:
-                    try:
-                        hosted.submit(message, lit_api.options.max_queue_seconds)
-                    except (LongWaitError, QueueFullError) as error:
-                        seconds = max(1, min(MAX_RETRY_SECONDS, math.ceil(hosted.expected_wait(message))))
-                        sockets.send(Refused(message.id, str(error), seconds), consumer_id)
-                    except Exception:  # of this request alone
-                        extra = {"request_ids": [message.request_id]}
-                        logger.exception("a sequence could not be queued", extra=extra)
-                        sockets.send(Step.of([Delta(message.id, [], "error")]), consumer_id)
-                elif host.is_behind:
+                if message.model not in host.models and host.is_behind:
                     self._early.append((consumer_id, message))
-                else:  # replaced since, and this process has started since
-                    logger.error("request %s is for a checkpoint that is not loaded any more", message.request_id)
+                    return
+                try:
+                    hosted = host.models[message.model]  # KeyError: replaced, and this process has started since
+                    hosted.submit(message, lit_api.options.max_queue_seconds)
+                except (LongWaitError, QueueFullError) as error:
+                    seconds = max(1, min(MAX_RETRY_SECONDS, math.ceil(hosted.expected_wait(message))))
+                    sockets.send(Refused(message.id, str(error), seconds), consumer_id)
+                except Exception:  # of this request alone
+                    logger.exception("a sequence could not be queued", extra={"request_ids": [message.request_id]})
                     sockets.send(Step.of([Delta(message.id, [], "error")]), consumer_id)
             case Abort(id):
                 self._early = [it for it in self._early if it[1].id != id]
@@ -217,14 +217,6 @@ class EngineLoop(LitLoop):
                     for sequence in hosted.engine.scheduler:
                         if consumer_of(sequence.id) == consumer_id:
                             hosted.engine.abort(sequence.id)
-
-    def _send(self, engine: Engine, sockets: WorkerSide, deltas: list[Delta]) -> None:
-        """One frame per HTTP process."""
-        outgoing: defaultdict[int, list[Delta]] = defaultdict(list)
-        for delta in deltas:
-            outgoing[consumer_of(delta.id)].append(delta)
-        for consumer_id, its_deltas in outgoing.items():
-            sockets.send(Step.of(its_deltas), consumer_id)
 
     def _stop(self, *_: Any) -> None:
         """SIGTERM: exit once no HTTP process is connected; they end first."""
@@ -254,11 +246,9 @@ def _observe(host: Host, hosted: Hosted, slots: int, transport_seconds: float) -
         metrics.prefix_cache_hit_tokens.inc(stats.num_copied_tokens)
     if stats.num_dropped_tokens:
         metrics.dropped_tokens.inc(stats.num_dropped_tokens)
-    running = waiting = 0
-    for other in host.models.values():
-        if other.metrics is metrics:  # a version before or after this one has the same series
-            running += other.engine.scheduler.num_running
-            waiting += other.engine.scheduler.num_waiting
+    # A version before or after this one has the same series.
+    schedulers = [other.engine.scheduler for other in host.models.values() if other.metrics is metrics]
+    running = sum(scheduler.num_running for scheduler in schedulers)
     metrics.num_requests_running.set(running)
-    metrics.num_requests_waiting.set(waiting)
+    metrics.num_requests_waiting.set(sum(scheduler.num_waiting for scheduler in schedulers))
     metrics.cache_slots_in_use.set(running)

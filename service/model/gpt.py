@@ -141,11 +141,8 @@ class Block(nn.Module):
         self.dropout = config.dropout
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: CacheRows | None) -> Tensor:
-        x = x + self._dropout(self.attn(self.attn_norm(x), rope, cache))
-        return x + self._dropout(self.mlp(self.mlp_norm(x)))
-
-    def _dropout(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout) if self.training else x
+        x = x + F.dropout(self.attn(self.attn_norm(x), rope, cache), self.dropout, self.training)
+        return x + F.dropout(self.mlp(self.mlp_norm(x)), self.dropout, self.training)
 
 
 class GPT(nn.Module):

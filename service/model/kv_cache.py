@@ -86,7 +86,7 @@ class _DecodeRows(CacheRows):
         # A full ring holds exactly the band p − W < j ≤ p; before that, only its first p + 1 entries are valid.
         self.filled = min(max(cache.lengths[: self.rows]) + 1, cache.window)
         seen = torch.arange(self.filled, device=device) <= position[:, None]
-        self.mask = _additive(seen[:, None, None], cache.keys.dtype)
+        self.mask = additive(seen[:, None, None], cache.keys.dtype)
         for slot, it in enumerate(active):
             cache.lengths[slot] += it
 
@@ -125,7 +125,7 @@ class _PrefillRows(CacheRows):
         seen = (distance >= 0) & (distance < W) & key_exists[:, None]
         # A padding query sees itself, so that its softmax is defined.
         seen |= (distance == 0) & ~key_exists[:, None]
-        self.mask = _additive(seen[:, None], cache.keys.dtype)
+        self.mask = additive(seen[:, None], cache.keys.dtype)
         for slot, n in zip(slots, counts, strict=True):
             cache.lengths[slot] += n
 
@@ -140,5 +140,6 @@ class _PrefillRows(CacheRows):
         return fetched_k, fetched_v
 
 
-def _additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where a query sees a key, −∞ elsewhere."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
