@@ -21,7 +21,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,17 +40,6 @@ STEPS = (1, 4, 8, 16)  # decode steps of a graph
 PIECE = 64  # characters of a prompt per row of a block, at most W
 BLOCK = 8  # pieces of a block
 DRAWS = 1024  # of each slot, computed at once
-
-
-class Layer(NamedTuple):
-    """A block's weights as the kernels take them: matrices (in, out)."""
-
-    attn_norm: Tensor
-    qkv: Tensor
-    proj: Tensor  # inputs ordered as attention leaves them
-    mlp_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
 
 
 class CudaRunner(Runner):
@@ -354,16 +343,16 @@ class CudaRunner(Runner):
         cos, sin = cos * self._gain, sin * self._rolled_gain  # (L, N, nh + nkv, hs)
         x = self._embedding[ids]
         for i, layer in enumerate(self._layers):
-            h = torch.rms_norm(x, (c.n_embd,), layer.attn_norm, c.norm_eps)
-            qkv = (h @ layer.qkv).view(len(x), -1, c.head_dim)  # (N, nh + 2nkv, hs)
+            h = torch.rms_norm(x, (c.n_embd,), layer["attn_norm.weight"], c.norm_eps)
+            qkv = (h @ layer["attn.qkv.weight"]).view(len(x), -1, c.head_dim)  # (N, nh + 2nkv, hs)
             # Of the values too, for nothing: the norm of a part would copy it first.
             qk = torch.rms_norm(qkv, (c.head_dim,), None, c.norm_eps)[:, :heads]
             torch.addcmul(qk * cos[i], qk.roll(half, dims=-1), sin[i], out=qkv[:, :heads])
             y = attend(i, qkv[:, : c.n_head], qkv[:, c.n_head :])
-            x.addmm_(y, layer.proj)  # in place: into a new tensor it would copy x first
-            h = torch.rms_norm(x, (c.n_embd,), layer.mlp_norm, c.norm_eps)
-            gate, up = (h @ layer.gate_up).chunk(2, dim=1)
-            x.addmm_(F.silu(gate) * up, layer.down)
+            x.addmm_(y, layer["attn.proj.weight"])  # in place: into a new tensor it would copy x first
+            h = torch.rms_norm(x, (c.n_embd,), layer["mlp_norm.weight"], c.norm_eps)
+            gate, up = (h @ layer["mlp.gate_up.weight"]).chunk(2, dim=1)
+            x.addmm_(F.silu(gate) * up, layer["mlp.proj.weight"])
         return x
 
     def _logits_of(self, x: Tensor) -> Tensor:
@@ -375,27 +364,18 @@ class CudaRunner(Runner):
     def _weights(self, model: GPT, kind: torch.dtype) -> None:
         c = model.config
 
-        def by_output(weight: Tensor) -> Tensor:
-            """The inputs of `proj`, (C, nkv · group · hs), in the order of attention's outputs; transposed."""
-            heads = weight.view(c.n_embd, c.n_kv_head, -1, c.head_dim)
-            return (heads.transpose(1, 2) if self._is_group_first else heads).reshape(c.n_embd, -1).t()
-
         def place(weight: Tensor) -> Tensor:
             return weight.detach().to(self._device, kind, copy=True).contiguous()
 
         weights = model.state_dict()
         blocks = [block.state_dict() for block in model.blocks]
-        self._layers = [
-            Layer(
-                place(block["attn_norm.weight"]),
-                place(block["attn.qkv.weight"].t()),
-                place(by_output(block["attn.proj.weight"])),
-                place(block["mlp_norm.weight"]),
-                place(block["mlp.gate_up.weight"].t()),
-                place(block["mlp.proj.weight"].t()),
-            )
-            for block in blocks
-        ]
+        if (
+            self._is_group_first
+        ):  # the inputs of `proj`, (nkv · group · hs), in the order in which attention leaves them
+            for block in blocks:
+                by_head = block["attn.proj.weight"].view(c.n_embd, c.n_kv_head, -1, c.head_dim)
+                block["attn.proj.weight"] = by_head.transpose(1, 2).reshape(c.n_embd, -1)
+        self._layers = [{name: place(weight.t()) for name, weight in block.items()} for block in blocks]  # (in, out)
         heads = (("attn.q_norm.weight", c.n_head), ("attn.k_norm.weight", c.n_kv_head))
         gains = [torch.cat([block[name].expand(count, -1) for name, count in heads]) for block in blocks]
         self._gain = place(torch.stack(gains)[:, None])  # (L, 1, nh + nkv, hs)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 import os
 import platform
 import struct
@@ -193,10 +192,9 @@ class NativeRunner(Runner):
         bias = np.array([value for _, value in params.logit_bias], np.float64)
         seen = ids if params.needs_history else ids[:0]
         packed = _PARAMS.pack(
-            params.temperature, params.top_p, math.log(params.min_p) if params.min_p else -math.inf, params.typical_p,
-            params.repetition_penalty, params.presence_penalty, params.frequency_penalty, params.seed, params.top_k,
-            len(biased), len(seen), biased.ctypes.data, bias.ctypes.data, seen.ctypes.data,
-        )  # fmt: skip
+            *(*params.factors, params.seed, params.top_k, len(biased), len(seen)),
+            *(biased.ctypes.data, bias.ctypes.data, seen.ctypes.data),
+        )
         self._check(self._library.chargpt_start(self._engine, slot, packed))
 
     def copy(self, source: int, target: int, length: int) -> None:
