@@ -73,11 +73,6 @@ def answered_by(container: Any) -> dict[str, dict[str, Any]]:
     return {line["request_id"]: line for line in lines if line["logger"] == "service.access"}
 
 
-def show(title: str, **figures: object) -> None:
-    """For deploy/README.md; pytest -s prints it."""
-    print(f"\n{title}: {json.dumps(figures)}", flush=True)
-
-
 def reference(checkpoint: Checkpoint, prompt: str, seed: int) -> str:
     """The first characters of a seed's text, by the uncached fp64 model."""
     model = checkpoint.load_model(dtype=torch.float64)
@@ -186,11 +181,3 @@ class Load:
         (sent.checkpoint,) = names
         same = self._texts.setdefault((sent.checkpoint, seed, sent.kind), text)
         return None if same == text else f"wrong: {text!r} instead of {same!r}"
-
-    def figures(self) -> dict[str, object]:
-        return {
-            "requests": len(self.sent),
-            **{kind: sum(sent.kind == kind for sent in self.sent) for kind in self.KINDS},
-            "failed": len(self.failed()),
-            "longest_seconds": round(max(sent.ended - sent.started for sent in self.sent), 2),
-        }

@@ -11,13 +11,12 @@ import subprocess
 import time
 from pathlib import Path
 
-import httpx
 import pytest
 import yaml
 
 from service.model.tokenizer import CharTokenizer
 from service.settings import Settings
-from tests.helpers import ENDLESS, VOCABULARY, RunningServer, make_certificate, random_model, wait_until, web
+from tests.helpers import ENDLESS, VOCABULARY, RunningServer, random_model, wait_until, web
 from tests.toolbox.launch import Program, free_port
 from tests.toolbox.needs import program
 from training.saving import save_checkpoint
@@ -56,8 +55,13 @@ def panels():
 
 
 @needs("prometheus")
-def test_configuration_is_valid_and_alerts_fire_exactly_when_specified():
+def test_configuration_is_valid_and_alerts_fire_exactly_when_specified(tmp_path):
     assert "50 rules found" in check("promtool", "check", "config", PROMETHEUS / "prometheus.yml")
+    text = (PROMETHEUS / "prometheus.yml").read_text()
+    head, tail = text.split("    # scheme: https")  # with keys and TLS, as its comments offer
+    secured = tmp_path / "prometheus.yml"
+    secured.write_text(head + re.sub(r"(?m)^    # ", "    ", "    # scheme: https" + tail))
+    check("promtool", "check", "config", "--syntax-only", secured)
     check("amtool", "check-config", PROMETHEUS / "alertmanager.yml")
     check("promtool", "test", "rules", PROMETHEUS / "rules_test.yml", PROMETHEUS / "budgets_test.yml")
 
@@ -99,29 +103,30 @@ def test_committed_dashboards_equal_the_generated_ones_and_fit_a_config_map():
 # -- real programs --
 
 
-def get(server, path, **params):
-    """The JSON response of Prometheus or Alertmanager."""
-    answer = web.get(f"{server.url}/api/{path}", params=params, timeout=30)
+def get(prometheus, path, **params):
+    answer = web.get(f"{prometheus.url}/api/v1/{path}", params=params, timeout=30)
     assert answer.status_code == 200, answer.text
-    return answer.json()
+    return answer.json()["data"]
 
 
-def start_prometheus(folder, config, port):
-    """Prometheus with this test's intervals and addresses in its configuration."""
-    config["global"] = {"scrape_interval": "400ms", "evaluation_interval": "500ms"}
-    config["rule_files"] = [str(RULES)]
-    del config["alerting"]  # tests of compose.yaml have alerts arrive
-    config["scrape_configs"] = [chargpt] = [job for job in config["scrape_configs"] if job["job_name"] == "chargpt"]
+@contextlib.contextmanager
+def scraping(folder, target):
+    """Prometheus, ready, with this test's intervals and addresses in its configuration."""
+    config = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
+    [chargpt] = [job for job in config["scrape_configs"] if job["job_name"] == "chargpt"]
     del chargpt["dns_sd_configs"]
-    chargpt["static_configs"] = [{"targets": [f"127.0.0.1:{port}"]}]
+    chargpt["static_configs"] = [{"targets": [f"127.0.0.1:{target}"]}]
+    intervals = {"scrape_interval": "400ms", "evaluation_interval": "500ms"}
+    config = {"global": intervals, "rule_files": [str(RULES)], "scrape_configs": [chargpt]}
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-    check("promtool", "check", "config", folder / "prometheus.yml")
     port = free_port()
     command = [
         program("prometheus"), f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data",
         f"--web.listen-address=127.0.0.1:{port}", "--enable-feature=exemplar-storage",
     ]  # fmt: skip
-    return Program(command, port, "/-/ready", folder / "prometheus.log")
+    with Program(command, port, "/-/ready", folder / "prometheus.log") as prometheus:
+        prometheus.wait_until_ready()
+        yield prometheus
 
 
 def load(server):
@@ -147,23 +152,15 @@ def load(server):
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("deploy") / "checkpoint"
-    save_checkpoint(folder, random_model(), CharTokenizer(VOCABULARY), {"losses": {"whole": 3.5}})
-    return folder
-
-
-@pytest.fixture(scope="module")
-def monitored(checkpoint, tmp_path_factory):
+def monitored(tmp_path_factory):
     """A service scraped by Prometheus during every kind of request and the loss of a worker."""
     folder = tmp_path_factory.mktemp("deploy")
-    config = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
+    save_checkpoint(folder / "checkpoint", random_model(), CharTokenizer(VOCABULARY), {"losses": {"whole": 3.5}})
     with (
-        RunningServer(f"{MODEL}={checkpoint}", max_running_requests=8, max_queued_requests=8) as server,
-        start_prometheus(folder, config, server.port) as prometheus,
+        RunningServer(f"{MODEL}={folder / 'checkpoint'}", max_running_requests=8, max_queued_requests=8) as server,
+        scraping(folder, server.port) as prometheus,
     ):
         server.wait_until_ready(timeout=180)
-        prometheus.wait_until_ready()
         sent = load(server)
         assert wait_for_data(prometheus, ["chargpt_worker_restarts_total"]) == []  # the increase needs a first sample
         server.worker().kill()
@@ -173,7 +170,7 @@ def monitored(checkpoint, tmp_path_factory):
 
 
 def values(prometheus, expression):
-    result = get(prometheus, "v1/query", query=expression)["data"]["result"]
+    result = get(prometheus, "query", query=expression)["result"]
     return [float(series["value"][1]) for series in result]
 
 
@@ -205,11 +202,11 @@ def test_every_panel_and_every_rule_has_data_under_load_and_exemplars_name_reque
         for selector in re.findall(r"\b(?:environment_model_name:|chargpt[_:]|up\b)[\w:]*(?:\{[^}]*\})?", rule["expr"])
     }
     selectors |= {f'{rule["record"]}{{slo="{rule["labels"]["slo"]}"}}' for rule in rules() if "record" in rule}
-    selectors.remove("chargpt_tls_certificate_expiry_timestamp_seconds")  # the test below has it
+    selectors.remove("chargpt_tls_certificate_expiry_timestamp_seconds")  # without TLS there is none
     expressions = {filled_in(target["expr"]) for panel in panels() for target in panel["targets"]}
     server, prometheus, sent = monitored
     assert len(expressions) > 70 and wait_for_data(prometheus, expressions | selectors) == []
-    for group in get(prometheus, "v1/rules")["data"]["groups"]:
+    for group in get(prometheus, "rules")["groups"]:
         assert [(rule["name"], rule.get("lastError")) for rule in group["rules"] if rule["health"] != "ok"] == []
     assert not [line for line in prometheus.output().splitlines() if re.search("level=(warn|err)", line)]
 
@@ -217,33 +214,11 @@ def test_every_panel_and_every_rule_has_data_under_load_and_exemplars_name_reque
     with_exemplars = {filled_in(t["expr"]) for panel in panels() for t in panel["targets"] if t.get("exemplar")}
     assert len(with_exemplars) == 20
     for expression in with_exemplars:  # Grafana queries exemplars by the panel's expression
-        answer = get(prometheus, "v1/query_exemplars", query=expression, start=now - 300, end=now + 60)
-        found = {exemplar["labels"]["request_id"] for series in answer["data"] for exemplar in series["exemplars"]}
+        every = get(prometheus, "query_exemplars", query=expression, start=now - 300, end=now + 60)
+        found = {exemplar["labels"]["request_id"] for series in every for exemplar in series["exemplars"]}
         assert found and found <= sent, expression
     page = web.get(f"{server.url}/metrics").text
     done = subprocess.run(["promtool", "check", "metrics"], input=page, capture_output=True, text=True)
     assert (done.stdout + done.stderr).splitlines() == [  # the name is vLLM's
         'chargpt_iteration_tokens_total non-counter metrics should not have "_total" suffix'
     ]
-
-
-@needs("prometheus", "openssl")
-def test_commented_configuration_scrapes_a_service_with_keys_and_tls(checkpoint, tmp_path, monkeypatch):
-    certificate, key = make_certificate(tmp_path)
-    (tmp_path / "api-key").write_text("only-for-this-test\n")
-    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))  # trusted by httpx
-
-    text = (PROMETHEUS / "prometheus.yml").read_text()
-    head, tail = text.split("    # scheme: https")
-    config = yaml.safe_load(head + re.sub(r"(?m)^    # ", "    ", "    # scheme: https" + tail))
-    settings = {"api_keys_file": tmp_path / "api-key", "tls_certificate": certificate, "tls_key": key}
-    with (
-        RunningServer(checkpoint, **settings) as server,
-        start_prometheus(tmp_path, config, server.port) as prometheus,
-    ):
-        server.url = f"https://127.0.0.1:{server.port}"
-        server.wait_until_ready(timeout=180)
-        assert httpx.get(f"{server.url}/metrics").status_code == 401
-        prometheus.wait_until_ready()
-        wanted = ['up{job="chargpt"} == 1', "chargpt_cache_slots", "chargpt_tls_certificate_expiry_timestamp_seconds"]
-        assert wait_for_data(prometheus, wanted) == []

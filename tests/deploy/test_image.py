@@ -50,27 +50,6 @@ def test_the_cpu_lock_is_the_cuda_lock_without_cuda():
     assert {name for name in cuda.keys() - cpu.keys() if not lock.CUDA_ONLY.match(name)} == set()
 
 
-def link(python, machine, digit):
-    name = f"torch-2.13.1%2Bcpu-{python}-{python}-{machine}.whl"
-    return f'<a href="https://download.example/whl/cpu/{name}#sha256={digit * 64}">{name}</a><br/>\n'
-
-
-def test_hashes_of_another_torch_come_from_the_index_of_pytorch(tmp_path):
-    page, before = tmp_path / "torch.html", read("cpu")
-    index = f"{page.as_uri()}#"  # the path below it is read as a fragment
-    with pytest.raises(lock.LockError, match=r"/torch/ \(TORCH_INDEX_URL\) .* torch 2.13.1\+cpu: "):
-        lock.cpu_torch("2.13.1", before, index)
-    links = [("cp312", "manylinux_2_28_x86_64", "1"), ("cp311", "manylinux_2_28_x86_64", "2")]
-    page.write_text("".join(link(*each) for each in links))
-    with pytest.raises(lock.LockError, match="no hash of torch 2.13.1.cpu for Python 3.11 on aarch64"):
-        lock.cpu_torch("2.13.1", before, index)
-    links += [("cp311", "manylinux_2_28_aarch64", "3"), ("cp311", "win_amd64", "4")]
-    page.write_text("".join(link(*each) for each in links))
-    hashes = [f"--hash=sha256:{digit * 64}" for digit in "23"]
-    assert lock.cpu_torch("2.13.1", before, index + "/") == " \\\n    ".join(["torch==2.13.1+cpu", *hashes]) + "\n"
-    assert lock.cpu_torch(lock.version(read("cuda"), "torch"), before, "http://127.0.0.1:9") == before["torch"]
-
-
 def test_workflows_run_what_exists():
     """Targets of make, files, and actions with a version. The workflows have never run; make lint checks their form."""
     assert len(WORKFLOWS) == 2

@@ -4,7 +4,6 @@ import re
 import shutil
 import subprocess
 import sys
-from functools import cached_property
 from pathlib import Path
 
 import kubernetes_validate
@@ -12,9 +11,7 @@ import pytest
 import yaml
 from cloudcoil.models.keda.v1alpha1 import ScaledObject
 from cloudcoil.models.prometheus_operator.v1 import PrometheusRule, ServiceMonitor
-from starlette.routing import compile_path
 
-from service.http.app import OPERATIONS
 from service.settings import Settings
 from tests.toolbox.needs import program
 
@@ -40,33 +37,19 @@ class Rendered:
     def __init__(self, overlay, name, folder):
         self.overlay, self.name = overlay, name
         text = subprocess.check_output([program("kubectl"), "kustomize", folder], text=True, timeout=60)
-        found = list(yaml.safe_load_all(text))
-        self.by_kind = {self._key(each): each for each in found}
-        assert len(self.by_kind) == len(found)
-
-    def _key(self, resource):
-        name = re.sub(r"-[a-z0-9]{10}$", "", resource["metadata"]["name"])
-        return resource["kind"] + (f" {name}" if resource["kind"] == "ConfigMap" else "")
+        self.by_kind = {}
+        for resource in yaml.safe_load_all(text):
+            kind, name = resource["kind"], re.sub(r"-[a-z0-9]{10}$", "", resource["metadata"]["name"])
+            self.by_kind[f"{kind} {name}" if kind == "ConfigMap" else kind] = resource
+        self.pod = self.spec("Deployment")["template"]["spec"]
+        [self.container] = self.pod["containers"]
+        variables = {each["name"]: each["value"] for each in self.container.get("env", [])}
+        variables = self.by_kind["ConfigMap chargpt"]["data"] | variables
+        # What the container sets, by the names of the settings.
+        self.settings = {name.removeprefix("CHARGPT_").lower(): value for name, value in variables.items()}
 
     def spec(self, kind):
         return self.by_kind[kind]["spec"]
-
-    @cached_property
-    def pod(self):
-        return self.spec("Deployment")["template"]["spec"]
-
-    @cached_property
-    def container(self):
-        [container] = self.pod["containers"]
-        return container
-
-    @cached_property
-    def settings(self):
-        """What the container sets, by the names of the settings."""
-        config = self.by_kind["ConfigMap chargpt"]
-        assert self.container["envFrom"] == [{"configMapRef": {"name": config["metadata"]["name"]}}]
-        given = config["data"] | {each["name"]: each["value"] for each in self.container.get("env", [])}
-        return {name.removeprefix("CHARGPT_").lower(): value for name, value in given.items()}
 
 
 @pytest.fixture(scope="module", params=[(overlay, name) for overlay in ("cpu", "gpu") for name in VARIANTS], ids=str)
@@ -92,18 +75,14 @@ def unknown(given, kept):
 
 
 def test_resources_are_valid_by_the_schemas_of_two_versions_and_of_the_operators(k8s):
-    core = [it for it in k8s.by_kind.values() if it["kind"] not in CUSTOM.keys() | GATEWAY]
-    assert len(core) >= 6
-    for resource in core:
-        kubernetes_validate.validate(resource, "1.37", strict=True)
-        if k8s.name == "checkpoint-volume" and resource["kind"] == "Deployment":
-            with pytest.raises(kubernetes_validate.ValidationError, match="'image' was unexpected"):
-                kubernetes_validate.validate(resource, "1.29", strict=True)
-        else:
-            kubernetes_validate.validate(resource, "1.29", strict=True)
-    for resource in (it for it in k8s.by_kind.values() if it["kind"] in CUSTOM):
-        model = CUSTOM[resource["kind"]].model_validate(resource)
-        assert unknown(resource, model.model_dump(mode="json", by_alias=True, exclude_unset=True)) == []
+    versions = ["1.37"] if k8s.name == "checkpoint-volume" else ["1.37", "1.29"]  # volumes of images are newer
+    for kind, resource in k8s.by_kind.items():
+        if kind in CUSTOM:
+            model = CUSTOM[kind].model_validate(resource)
+            assert unknown(resource, model.model_dump(mode="json", by_alias=True, exclude_unset=True)) == []
+        elif kind not in GATEWAY:
+            for version in versions:
+                kubernetes_validate.validate(resource, version, strict=True)
 
 
 def test_variables_are_settings_and_their_values_are_accepted(k8s, monkeypatch):
@@ -133,12 +112,8 @@ def test_a_roll_out_an_eviction_and_a_load_have_what_they_need(k8s):
     assert deployment["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": surge, "maxUnavailable": 1 - surge}
 
 
-def test_probes_prometheus_and_ways_in_reach_routes_of_the_pods(k8s):
-    routes = [compile_path(it.path)[0] for it in OPERATIONS if "GET" in it.methods]
-    for probe, path in {"startupProbe": "/readyz", "readinessProbe": "/readyz", "livenessProbe": "/livez"}.items():
-        assert k8s.container[probe]["httpGet"] == {"path": path, "port": "http"}
-        assert any(route.fullmatch(path) for route in routes)
-    assert k8s.container["ports"] == [{"name": "http", "containerPort": int(k8s.settings["port"])}]
+def test_prometheus_and_the_ways_in_reach_the_pods_and_wait_longer_than_a_request(k8s):
+    assert [it["containerPort"] for it in k8s.container["ports"]] == [int(k8s.settings["port"])]
     [port], [endpoint] = k8s.spec("Service")["ports"], k8s.spec("ServiceMonitor")["endpoints"]
     assert (port["targetPort"], endpoint["port"], endpoint["path"]) == ("http", "http", "/metrics")
     # The rules are about this job, and objectives hold for each environment.
@@ -146,42 +121,29 @@ def test_probes_prometheus_and_ways_in_reach_routes_of_the_pods(k8s):
     assert [each["targetLabel"] for each in endpoint["relabelings"]] == ["environment"]
     wait = float(k8s.settings["request_timeout_seconds"])
     if k8s.name == "ingress":
-        [rule] = k8s.spec("Ingress")["rules"]
-        assert rule["http"]["paths"][0]["backend"]["service"] == {"name": "chargpt", "port": {"name": port["name"]}}
         annotations = k8s.by_kind["Ingress"]["metadata"]["annotations"]
         values = {key.rpartition("/")[2]: value for key, value in annotations.items()}
         assert values["proxy-buffering"] == "off" and float(values["proxy-read-timeout"]) > wait
         assert values["proxy-body-size"] == f"{Settings.model_fields['max_body_bytes'].default >> 20}m"
     elif k8s.name == "inferencepool":
         pool, [rule] = k8s.spec("InferencePool"), k8s.spec("HTTPRoute")["rules"]
-        assert [(it["kind"], it["name"]) for it in rule["backendRefs"]] == [("InferencePool", "chargpt")]
         assert pool["selector"]["matchLabels"] == k8s.spec("Service")["selector"]
         assert pool["targetPorts"] == [{"number": int(k8s.settings["port"])}]
         assert k8s.settings["metrics_vllm_names"] == "true"
         assert all(float(each.rstrip("s")) > wait for each in rule["timeouts"].values())
 
 
-def test_pods_have_no_rights_the_checkpoint_that_is_mounted_and_as_many_gpus_as_they_use(k8s):
-    enforced = k8s.by_kind["Namespace"]["metadata"]["labels"]["pod-security.kubernetes.io/enforce"]
-    assert enforced == "restricted" and k8s.pod["automountServiceAccountToken"] is False  # the rest: its admission
+def test_pods_run_as_the_images_user_with_the_gpus_and_the_checkpoint_that_they_name(k8s):
     uid = int(re.search(r"^USER (\d+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)[1])
     assert k8s.pod["securityContext"]["runAsUser"] == uid
-    assert all(it["securityContext"]["readOnlyRootFilesystem"] for it in k8s.pod["containers"])
     gpu, limits = k8s.overlay == "gpu", k8s.container["resources"]["limits"]
     assert str(limits.get("nvidia.com/gpu")) == str(k8s.settings["devices"] if gpu else None)
     assert k8s.settings.get("accelerator") == ("cuda" if gpu else None)
-    mounts = {mount["name"]: mount for mount in k8s.container["volumeMounts"]}
-    assert [mount["mountPath"] for mount in mounts.values() if not mount.get("readOnly")] == ["/tmp"]
-    if not k8s.name.startswith("checkpoint"):
-        assert "checkpoint" not in k8s.settings  # the image's own, by its variable
-        return
-    [volume], path = [it for it in k8s.pod["volumes"] if it["name"] == "model"], mounts["model"]["mountPath"]
-    assert k8s.settings["checkpoint"] == f"{path}/checkpoint"
-    if k8s.name == "checkpoint-volume":
-        assert volume["image"]["reference"].startswith("registry.example.com/chargpt-checkpoint:")
+    if k8s.name.startswith("checkpoint"):
+        [path] = [mount["mountPath"] for mount in k8s.container["volumeMounts"] if mount["name"] == "model"]
+        assert k8s.settings["checkpoint"] == f"{path}/checkpoint"
     else:
-        [init] = k8s.pod["initContainers"]
-        assert init["command"] == ["cp", "-R", "/checkpoint", f"{path}/"] and "emptyDir" in volume
+        assert "checkpoint" not in k8s.settings  # the image's own, by its variable
 
 
 def test_make_rules_writes_the_committed_rules(tmp_path):

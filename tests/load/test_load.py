@@ -24,14 +24,6 @@ from tests.toolbox.launch import ROOT
 # -- requests and their answers --
 
 
-def test_a_seed_and_its_number_determine_a_request():
-    asked = [mix.mixed(i, "".join(VOCABULARY), 1) for i in range(2000)]
-    assert asked[7] == mix.mixed(7, "".join(VOCABULARY), 1) != mix.mixed(7, "".join(VOCABULARY), 2)
-    kinds = [each.kind for each in asked]
-    for kind, share in (("opinion", 0.05), ("left", 0.05), ("whole", 0.2), ("stream", 0.7)):
-        assert kinds.count(kind) / 2000 == pytest.approx(share, abs=0.03)
-
-
 ASK = mix.Ask("/generate", {"prompt": "ab", "max_tokens": 4, "seed": 1, "stream": True, "stop": "\n"})
 USAGE = {"prompt_tokens": 2, "completion_tokens": 4, "total_tokens": 6}
 
@@ -53,15 +45,11 @@ LAST, DONE = event(id="x", usage=USAGE), b"data: [DONE]\n\n"
         ([piece("abcd"), b": keep-alive\n\n", piece("", "length"), LAST, DONE], ""),
         ([piece("abcd", "length"), LAST], "AssertionError"),
         ([piece("abc", "length"), LAST, DONE], "3 characters with finish_reason length, max_tokens 4"),
-        ([piece("abcd", "stop"), LAST, DONE], "4 characters with finish_reason stop"),
         ([piece("abcd", "abort"), LAST, DONE], "finish_reason abort"),
-        ([piece("abcd", "length"), piece("", "length"), LAST, DONE], "after the finish reason"),
         ([piece("ab\nc", "length"), LAST, DONE], "stop '\\n' is in the text"),
         ([piece("ab漢c", "length"), LAST, DONE], "absent from the vocabulary: ['漢']"),
         ([piece("abcd", "length"), DONE], "StopIteration"),
-        ([piece("abcd", "length"), event(id="x", usage=USAGE | {"prompt_tokens": 1}), DONE], "usage [1, 4, 6]"),
         ([piece("a"), event(error={"code": "engine_error"}), DONE], "engine_error"),
-        ([b"data: {\n\n", DONE], "JSONDecodeError"),
     ],
 )
 def test_wrong_streams_are_told_from_right_ones(events, message):
@@ -70,19 +58,16 @@ def test_wrong_streams_are_told_from_right_ones(events, message):
 
 
 def test_wrong_whole_answers_and_opinions_are_told_from_right_ones():
-    whole = mix.Ask("/generate", ASK.body | {"stream": False})
     score, next_ = mix.Ask("/v1/score", {"texts": "abc"}), mix.Ask("/v1/next", {"prompt": "a"})
     even = {"data": [{"distribution": [{"probability": 0.5}] * 2}]}
     for ask, status, body, message in (
-        (whole, 200, {"choices": [{"text": "abcd", "finish_reason": "length"}], "usage": USAGE}, ""),
-        (whole, 200, {"choices": [{"text": "abc", "finish_reason": "length"}], "usage": USAGE}, "3 characters"),
-        (whole, 429, {"error": {"code": "queue_full"}}, "status 429: queue_full"),
+        (ASK, 429, {"error": {"code": "queue_full"}}, "status 429: queue_full"),
         (score, 200, {"data": [{"characters": 2, "nats": 3.5}]}, ""),
         (score, 200, {"data": [{"characters": 2, "nats": -1.0}]}, "-1.0 nats"),
         (next_, 200, even, ""),
         (next_, 200, {"data": [{"distribution": []}]}, "0 characters"),
     ):
-        found = mix.problem(ask, status, json.dumps(body).encode(), "ab" if ask is next_ else "abcd\n")
+        found = mix.problem(ask, status, json.dumps(body).encode(), "ab")
         assert message in found and bool(found) == bool(message)
 
 
@@ -124,7 +109,7 @@ def test_client_and_server_agree_about_counts_and_latencies(tmp_path):
 
 TINY = GPTConfig(len(shapes.VOCABULARY), block_size=16, n_layer=2, n_head=4, n_kv_head=2, n_embd=16)
 GOAL = {"first_seconds": 0.2, "character_seconds": 0.05}
-TINY_PLAN = sweep.Plan((0.3, 2.0), 0, 32, 3.0, 0.3, 1.0, 0.7, 1)
+TINY_PLAN = sweep.Plan((0.3, 2.0), 32, 3.0, 0.3, 1.0, 0.7, 1)
 
 
 def chunk(text: str) -> bytes:
@@ -146,19 +131,16 @@ def test_latencies_start_at_the_due_time_and_include_unfinished_requests():
     assert rung["whole"] == pytest.approx({"p50": 1.2, "p95": 1.6, "p99": 1.6})
     assert rung["per_character"]["p99"] == pytest.approx(1.5)  # of the unfinished one
     assert rung["characters_per_second"] == 4 and rung["requests_per_second"] == 1
-    assert "100 ms late" in sweep.doubts(rung)[0]
+    assert rung["late"]["p99"] == pytest.approx(0.1)
 
 
 def test_goodput_ends_at_the_first_missed_goal():
     def rung(rate: float, first: float, refused: int = 0) -> dict:
         return {"rate": rate, "refused": refused, "first": {"p95": first}, "per_character": {"p95": 0.01}}
 
-    def goodput(rungs: list[dict]) -> tuple:
-        return sweep.goodput(GOAL, rungs)
-
-    assert goodput([rung(8, 0.1), rung(1, 0.05), rung(4, 0.3), rung(2, 0.15)]) == (2, 4)
-    assert goodput([rung(1, 0.1), rung(2, 0.1, refused=1)]) == (1, 2)
-    assert goodput([rung(1, 0.1)]) == (1, None) and goodput([rung(1, 0.3)]) == (0, 1)
+    assert sweep.goodput(GOAL, [rung(8, 0.1), rung(1, 0.05), rung(4, 0.3), rung(2, 0.15)]) == 2
+    assert sweep.goodput(GOAL, [rung(1, 0.1), rung(2, 0.1, refused=1)]) == 1
+    assert sweep.goodput(GOAL, [rung(1, 0.3)]) == 0
 
 
 @pytest.mark.tools
