@@ -1,7 +1,7 @@
 """Latency and throughput against offered load, in an open loop, compared with llama.cpp's server and stock LitServe.
 
     make load-sweep                     about 20 minutes on a quiet machine
-    make load-sweep ARGS=--quick        under 3 minutes: fewer and shorter rungs
+    make load-sweep ARGS=--quick        about four minutes: fewer and shorter rungs
     make load-sweep ARGS=--publish      also write the tables of tests/README.md, and the picture
 
 First measures the saturation of each system, its throughput with CROWD clients in a closed loop. Then offers a ladder
@@ -376,7 +376,7 @@ def main() -> int:
     parser = build_parser("tests.load.sweep", __doc__, "out/load-sweep")
     add_threads(parser)
     llama.add_folder(parser)
-    parser.add_argument("--quick", action="store_true", help="under three minutes")
+    parser.add_argument("--quick", action="store_true", help="about four minutes")
     for name, default, what in (("--first", 0.2, "the first character"), ("--character", 0.05, "a further one")):
         parser.add_argument(
             name, type=float, default=default, metavar="SECONDS",
