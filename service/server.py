@@ -47,7 +47,6 @@ from service.observe.metrics import allocate_files, forget_process
 from service.process import blocked, die_with_parent, relax_garbage_collector
 from service.settings import Settings
 from service.shared import SharedState, SharedTable
-from service.sockets import SocketTransport
 from service.supervisor import START_SECONDS, Supervisor, TooManyDeathsError
 from service.words import plural
 
@@ -87,7 +86,7 @@ class Spec(LitSpec):
         self.api_path = "/generate"
 
     def setup(self, server: LitServer) -> None:
-        """LitServe hands over its queues here; `Server._lifespan` connects the transport instead."""
+        """LitServe hands over its queues here; sockets are used instead."""
 
 
 class Server(LitServer):
@@ -197,7 +196,7 @@ class Server(LitServer):
         state, watch = self.state, self.supervisor.watch
         self.workers_setup_status: dict[str, str] = {}  # a worker shows that it is ready by its first heartbeat
         self.litapi_request_queues = {self.api.api_path: None}
-        self._transport = SocketTransport(len(state.worker_names), self.catalog.folder)
+        self._transport = self.catalog.folder  # of the sockets, in place of queues: handed to each worker
         if self._logger_connector._loggers:  # a process takes what they log from a queue
             self.logger_queue = multiprocessing.get_context("spawn").Queue()
         self._logger_connector.run(self)
@@ -310,7 +309,7 @@ class Server(LitServer):
         await receive()  # lifespan.startup
         self._table.process = self._http_id
         die_with_parent(self.state.main_pid)
-        async with running(self.http, self._transport, self._http_id, self.connections):
+        async with running(self.http, self._http_id, self.connections):
             relax_garbage_collector()
             await send({"type": "lifespan.startup.complete"})
             await receive()  # lifespan.shutdown

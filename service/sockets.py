@@ -81,21 +81,6 @@ class _Reader(Generic[Message]):
         return messages
 
 
-class SocketTransport:
-    """The folder of sockets, in the place of LitServe's queues; each process gets its side of it."""
-
-    def __init__(self, num_workers: int, folder: Path):
-        self.num_workers, self.folder = num_workers, folder
-
-    def listen(self, worker_id: int) -> WorkerSide:
-        """An inference process's side."""
-        return WorkerSide(self.folder / f"{worker_id}.sock")
-
-    def connect(self, consumer_id: int, received: Callable[[int, WorkerEvent], None]) -> HttpSide:
-        """An HTTP process's side: calls `received(worker_id, message)` for each message. Needs the event loop."""
-        return HttpSide([self.folder / f"{i}.sock" for i in range(self.num_workers)], consumer_id, received)
-
-
 class _Connection:
     """A worker's connection to one HTTP process: an HTTP process that does not read does not block the engine."""
 
@@ -110,7 +95,8 @@ class _Connection:
 class WorkerSide:
     """A worker's connections to all HTTP processes."""
 
-    def __init__(self, path: Path):
+    def __init__(self, folder: Path, worker_id: int):
+        path = folder / f"{worker_id}.sock"
         path.unlink(missing_ok=True)  # of a worker that died
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(path))
@@ -212,16 +198,22 @@ class WorkerSide:
 
 
 class HttpSide:
-    """An HTTP process's connections to every worker, renewed when one ends."""
+    """An HTTP process's connections to every worker, renewed when one ends. Needs the event loop.
+
+    Calls `received(worker_id, message)` for each message.
+    """
 
     RETRY_SECONDS = 0.05
 
-    def __init__(self, sockets: list[Path], consumer_id: int, received: Callable[[int, WorkerEvent], None]):
+    def __init__(self, folder: Path, num_workers: int, consumer_id: int, received: Callable[[int, WorkerEvent], None]):
         self._consumer_id = consumer_id
         self._received = received
         self._connections: dict[int, _WorkerConnection] = {}
-        self.connected_workers: list[int] = []
-        self._tasks = [asyncio.create_task(self._keep_connected(i, path)) for i, path in enumerate(sockets)]
+        self._tasks = [asyncio.create_task(self._keep_connected(folder, i)) for i in range(num_workers)]
+
+    @property
+    def connected_workers(self) -> list[int]:
+        return list(self._connections)
 
     def send(self, item: Submit | Abort, worker_id: int) -> None:
         """Send to a worker; dropped if that worker is gone, which WorkerLost reports."""
@@ -229,12 +221,12 @@ class HttpSide:
         if connection is not None:
             connection.send(_frame(item))
 
-    async def _keep_connected(self, worker_id: int, path: Path) -> None:
-        loop = asyncio.get_running_loop()
+    async def _keep_connected(self, folder: Path, worker_id: int) -> None:
+        loop, path = asyncio.get_running_loop(), str(folder / f"{worker_id}.sock")
         received = functools.partial(self._received, worker_id)
         while True:
             try:
-                _, connection = await loop.create_unix_connection(lambda: _WorkerConnection(received), str(path))
+                _, connection = await loop.create_unix_connection(lambda: _WorkerConnection(received), path)
             except OSError:  # the worker is not there, or not yet
                 await asyncio.sleep(self.RETRY_SECONDS)
                 continue
@@ -244,14 +236,12 @@ class HttpSide:
                 await asyncio.wait([connection.greeted, connection.ended], return_when=asyncio.FIRST_COMPLETED)
                 if connection.greeted.done():
                     self._connections[worker_id] = connection
-                    self.connected_workers = list(self._connections)
                     received(WorkerFound())
                     await connection.ended
                     logger.warning("lost the connection to worker %d", worker_id)
             finally:
                 connection.transport.close()
                 if self._connections.pop(worker_id, None) is not None:
-                    self.connected_workers = list(self._connections)
                     received(WorkerLost())
 
     async def close(self) -> None:

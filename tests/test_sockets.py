@@ -17,9 +17,10 @@ from service.sockets import (
     BACKLOG_BYTES,
     MAX_UNSENT_BYTES,
     ConsumerLost,
-    SocketTransport,
+    HttpSide,
     WorkerFound,
     WorkerLost,
+    WorkerSide,
     _frame,
     _Reader,
 )
@@ -29,12 +30,12 @@ from tests.helpers import logprobs_of, run_with_sockets
 HTTP = 7  # the number of the HTTP process
 
 
-def new_transport():
-    return SocketTransport(1, Path(tempfile.mkdtemp(prefix="chargpt-test-")))
+def new_folder():
+    return Path(tempfile.mkdtemp(prefix="chargpt-test-"))
 
 
-def work(transport):
-    worker = transport.listen(0)
+def work(folder):
+    worker = WorkerSide(folder, 0)
     while True:
         worker.receive(block=True)
 
@@ -51,14 +52,14 @@ def step(number, length=3):
 
 def test_worker_counts_as_connected_from_its_hello_until_its_connection_ends():
     """A dying worker accepts connections until its socket closes; nothing may be sent to it."""
-    transport, received = new_transport(), []
-    worker = multiprocessing.get_context("spawn").Process(target=work, args=(transport,))
+    folder, received = new_folder(), []
+    worker = multiprocessing.get_context("spawn").Process(target=work, args=(folder,))
 
     async def connect():
         with socket.socket(socket.AF_UNIX) as dying:
-            dying.bind(str(transport.folder / "0.sock"))
+            dying.bind(str(folder / "0.sock"))
             dying.listen()
-            http = transport.connect(7, lambda number, frame: received.append((number, frame)))
+            http = HttpSide(folder, 1, 7, lambda number, frame: received.append((number, frame)))
             accepted, _ = await asyncio.to_thread(dying.accept)
             assert await asyncio.to_thread(accepted.recv, 1)  # the HTTP process has connected and identified itself
             assert http.connected_workers == []
@@ -73,7 +74,7 @@ def test_worker_counts_as_connected_from_its_hello_until_its_connection_ends():
 
     asyncio.run(connect())
     worker.join()
-    shutil.rmtree(transport.folder)
+    shutil.rmtree(folder)
 
 
 @given(st.lists(st.integers(0, 60), max_size=8), st.lists(st.integers(1, 100), min_size=1))
@@ -109,9 +110,9 @@ async def received_by(worker, condition):
 
 def test_only_the_hung_reader_is_disconnected_at_the_buffer_limit_and_frames_arrive_in_order():
     async def main():
-        transport, others = new_transport(), []
-        worker = transport.listen(0)
-        other = transport.connect(8, lambda _, event: others.append(event))
+        folder, others = new_folder(), []
+        worker = WorkerSide(folder, 0)
+        other = HttpSide(folder, 1, 8, lambda _, event: others.append(event))
         await received_by(worker, lambda _: other.connected_workers == [0])
         for number in range(20):
             other.send(Abort(number), 0)  # all in one write
@@ -134,14 +135,14 @@ def test_only_the_hung_reader_is_disconnected_at_the_buffer_limit_and_frames_arr
             assert others == [WorkerFound(), *(step(number) for number in range(frames))]
             assert len(await hung.read()) < 3 * frame_bytes  # the reader resumes, and finds the connection closed
         await other.close()
-        shutil.rmtree(transport.folder)
+        shutil.rmtree(folder)
 
     run_with_sockets(main)
 
 
 def test_frames_larger_than_a_socket_takes_do_not_pile_up_for_a_process_that_reads():
     """A worker sends once per step, and a socket takes 0.2 MB: frames of log-probabilities are larger."""
-    transport = new_transport()
+    folder = new_folder()
     logprobs, received = logprobs_of(range(100_000)), []
 
     def send(worker):
@@ -155,23 +156,23 @@ def test_frames_larger_than_a_socket_takes_do_not_pile_up_for_a_process_that_rea
             worker.receive(block=True)
 
     async def main():
-        http = transport.connect(HTTP, lambda _, event: received.append(type(event)))
-        await asyncio.to_thread(send, transport.listen(0))
+        http = HttpSide(folder, 1, HTTP, lambda _, event: received.append(type(event)))
+        await asyncio.to_thread(send, WorkerSide(folder, 0))
         await wait_for(lambda: received == [WorkerFound] + [Step] * 150)
         await http.close()
 
     try:
         run_with_sockets(main)
     finally:
-        shutil.rmtree(transport.folder)
+        shutil.rmtree(folder)
 
 
 def test_a_partial_frame_is_discarded_when_its_connection_ends():
     """On both sides, and the HTTP process connects again."""
 
     async def main():
-        transport, accepted, found = new_transport(), [], []
-        worker = transport.listen(0)
+        folder, accepted, found = new_folder(), [], []
+        worker = WorkerSide(folder, 0)
         async with hello(worker._listener.getsockname()) as (_, writer):
             writer.write(_frame(Abort(1))[:-1])
             await writer.drain()
@@ -185,14 +186,14 @@ def test_a_partial_frame_is_discarded_when_its_connection_ends():
             await writer.drain()
             writer.close()
 
-        (transport.folder / "0.sock").unlink()
-        server = await asyncio.start_unix_server(answer, transport.folder / "0.sock")
-        http = transport.connect(HTTP, lambda _, event: found.append(event))
+        (folder / "0.sock").unlink()
+        server = await asyncio.start_unix_server(answer, folder / "0.sock")
+        http = HttpSide(folder, 1, HTTP, lambda _, event: found.append(event))
         await wait_for(lambda: len(found) >= 5)
         assert found[:5] == [WorkerFound(), WorkerLost(), WorkerFound(), step(2, 100_000), WorkerLost()]
         await http.close()
         server.close()
-        shutil.rmtree(transport.folder)
+        shutil.rmtree(folder)
 
     run_with_sockets(main)
 
@@ -201,8 +202,8 @@ def test_wake_interrupts_a_blocking_receive(monkeypatch):
     monkeypatch.setattr("service.sockets.IDLE_SECONDS", None)  # no timeout
 
     async def main():
-        transport = new_transport()
-        worker = transport.listen(0)
+        folder = new_folder()
+        worker = WorkerSide(folder, 0)
         for is_early in (True, False):
             thread = threading.Thread(target=worker.receive, args=(True,))
             if is_early:
@@ -211,7 +212,7 @@ def test_wake_interrupts_a_blocking_receive(monkeypatch):
             if not is_early:
                 worker.wake()
             thread.join()
-        shutil.rmtree(transport.folder)
+        shutil.rmtree(folder)
 
     run_with_sockets(main)
 
@@ -220,9 +221,9 @@ def test_a_connection_that_was_replaced_takes_nothing_with_it():
     """An HTTP process that died is replaced by one of the same number; the end of the old connection comes later."""
 
     async def main():
-        transport = new_transport()
-        worker = transport.listen(0)
-        path = str(transport.folder / "0.sock")
+        folder = new_folder()
+        worker = WorkerSide(folder, 0)
+        path = str(folder / "0.sock")
         hello = _frame(Hello(HTTP))
         (_, old), (reader, new) = [await asyncio.open_unix_connection(path) for _ in range(2)]
         for writer in (old, new):
@@ -238,6 +239,6 @@ def test_a_connection_that_was_replaced_takes_nothing_with_it():
         async with asyncio.timeout(10):
             assert await reader.read(1000)
         new.close()
-        shutil.rmtree(transport.folder)
+        shutil.rmtree(folder)
 
     run_with_sockets(main)

@@ -23,7 +23,7 @@ from service.engine.scheduler import LongWaitError, QueueFullError, reserved_slo
 from service.observe.logs import LogFormat, configure_logging
 from service.process import die_with_parent, relax_garbage_collector
 from service.shared import SharedState
-from service.sockets import IDLE_SECONDS, ConsumerLost, SocketTransport, WorkerSide
+from service.sockets import IDLE_SECONDS, ConsumerLost, WorkerSide
 from service.wire import Abort, Delta, Refused, Step, Submit, consumer_of
 
 if TYPE_CHECKING:
@@ -141,14 +141,12 @@ class EngineLoop(LitLoop):
             logger.critical("uncaught exception", exc_info=True)
             raise SystemExit(1) from None
 
-    def run(
-        self, lit_api: EngineAPI, device: str, worker_id: int, request_queue: Any, transport: SocketTransport, *_: Any
-    ) -> None:
+    def run(self, lit_api: EngineAPI, device: str, worker_id: int, request_queue: Any, folder: Path, *_: Any) -> None:
         host, metrics = lit_api.host, lit_api.metrics
         lit_api.state.beat(lit_api.state.worker_names[worker_id])
         if self._sockets is None:
             host.show()
-            self._sockets = transport.listen(worker_id)
+            self._sockets = WorkerSide(folder, worker_id)
             signal.signal(signal.SIGTERM, self._stop)
         sockets = self._sockets
         if self._stopping and not sockets.is_connected:

@@ -13,6 +13,7 @@ import math
 import time
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterable
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -22,7 +23,7 @@ from service.http.models import Model
 from service.http.schemas import ApiError
 from service.observe.metrics import Metrics
 from service.shared import SharedState
-from service.sockets import SocketTransport, WorkerEvent, WorkerFound, WorkerLost
+from service.sockets import HttpSide, WorkerEvent, WorkerFound, WorkerLost
 from service.wire import Abort, Delta, FinishReason, Refused, Step, Submit, sequence_id
 from service.words import plural
 
@@ -56,7 +57,7 @@ class EngineClient:
 
     def __init__(
         self,
-        transport: SocketTransport,
+        folder: Path,
         consumer_id: int,
         metrics: Metrics,
         state: SharedState,
@@ -71,7 +72,7 @@ class EngineClient:
         self.num_models = 1
         self._lost_at = -math.inf  # when a worker was lost most recently
         self.loop = asyncio.get_running_loop()
-        self._sockets = transport.connect(consumer_id, self._received)
+        self._sockets = HttpSide(folder, len(state.worker_names), consumer_id, self._received)
         # Not those of a process before this one, whose deltas may be on their way.
         self._numbers = itertools.count(int(time.time()) << 16)
         self._running: dict[int, tuple[Generation, SequenceState]] = {}  # by sequence id

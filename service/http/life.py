@@ -21,7 +21,6 @@ from service.http.generation import Generation
 from service.model.checkpoint import CheckpointError
 from service.observe.logs import AccessLog
 from service.observe.metrics import Metrics, current_folder
-from service.sockets import SocketTransport
 
 logger = logging.getLogger(__name__)
 
@@ -30,15 +29,13 @@ TICK_SECONDS = 0.05  # between two looks at what is due, and between two writes 
 
 
 @asynccontextmanager
-async def running(
-    app: App, transport: SocketTransport, process_id: int, connections: Connections
-) -> AsyncIterator[None]:
+async def running(app: App, process_id: int, connections: Connections) -> AsyncIterator[None]:
     service, loop = app.service, asyncio.get_running_loop()
     process = f"http-{process_id}"
     app.random.seed()  # with the kernel's entropy: this process was forked
     metrics = Metrics(service.settings.model_name, CollectorRegistry(), process)
     client = EngineClient(
-        transport, process_id, metrics, service.state,
+        current_folder(), process_id, metrics, service.state,
         hang_seconds=service.settings.hang_seconds,
         capacity=service.slots + service.settings.max_queued_requests,
     )  # fmt: skip

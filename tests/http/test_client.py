@@ -20,7 +20,7 @@ from service.model.params import SamplingParams
 from service.model.tokenizer import CharTokenizer
 from service.observe.metrics import Metrics
 from service.shared import REASONS, SharedState
-from service.sockets import ConsumerLost, SocketTransport
+from service.sockets import ConsumerLost, WorkerSide
 from service.wire import Abort, Delta, Refused, Step, Submit
 from tests.helpers import logprobs_of, run_with_sockets
 
@@ -75,10 +75,10 @@ class Peer:
 
 @contextlib.asynccontextmanager
 async def connected():
-    transport = SocketTransport(1, Path(tempfile.mkdtemp(prefix="chargpt-test-")))
-    peer = Peer(transport.listen(0))
+    folder = Path(tempfile.mkdtemp(prefix="chargpt-test-"))
+    peer = Peer(WorkerSide(folder, 0))
     metrics = Metrics("m", peer.registry, "http-0")
-    peer.client = EngineClient(transport, 0, metrics, peer.state)
+    peer.client = EngineClient(folder, 0, metrics, peer.state)
     peer.model = Model(Version(1, "m", "", "", ""), CHECKPOINT, 0, 1000)
     peer.model.metrics = metrics.of("m")
 
@@ -93,7 +93,7 @@ async def connected():
         yield peer
         metrics.flush()
     ticking.cancel()
-    shutil.rmtree(transport.folder)
+    shutil.rmtree(folder)
 
 
 def submit(prompt, max_tokens=9, sampling=None, **options):
