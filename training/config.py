@@ -167,6 +167,8 @@ class TrainConfig:
 
         Records are not cut.
         """
+        if self.records:
+            return self.block_size
         cut_stages = self.window_stages - 1  # which share the first half of the steps
         halvings = max(0, cut_stages - 2 * cut_stages * step // self.steps)
         most = max(1, self.block_size // MIN_WINDOW).bit_length() - 1
@@ -186,29 +188,18 @@ class TrainConfig:
 
 # The experiments behind these values are in RECIPE.md.
 PRESETS: dict[str, dict[str, Any]] = {
-    "quick": dict(
-        n_layer=4,
-        block_size=128,
-        batch_size=8,
-        muon_lr=0.04,
-        steps=550,
-        eval_every=275,
-        eval_chars=30_000,
-    ),
+    "quick": dict(n_layer=4, block_size=128, muon_lr=0.04, steps=550, eval_every=275, eval_chars=30_000),
     "cpu": dict(),
     "gpu": dict(
-        n_layer=6,
         n_head=6,
-        n_kv_head=2,
         n_embd=384,
-        block_size=256,
+        dropout=0.2,
         batch_size=64,
         steps=2000,
         eval_every=250,
         muon_lr=0.02,
         muon_momentum=0.95,
         momentum_steps=300,
-        dropout=0.2,
         weight_decay=0.3,
-    ),
+    ),  # fmt: skip
 }

@@ -16,7 +16,6 @@ import io
 import itertools
 import json
 import os
-import urllib.error
 import urllib.request
 import zlib
 from collections import Counter
@@ -99,8 +98,8 @@ def find_texts(data: Sequence[str], glob: Sequence[str] = (), notes: set[str] | 
             binary = [path for path in chosen if _is_binary(Path(name) / path)]
             if len(binary) == len(chosen):
                 raise DataError(f"the folder {name} has no text files: skipped {_listed(binary)}")
-            if binary:
-                _note(notes, f"{name}: skipped {_listed(binary)}")
+            if binary and notes is not None:
+                notes.add(f"{name}: skipped {_listed(binary)}")
             files += [Path(name) / path for path in chosen if path not in set(binary)]
         else:
             files.append(find_text(name))
@@ -163,7 +162,7 @@ def _download(url: str, file: Path) -> None:
     try:
         with urllib.request.urlopen(url, timeout=30) as response:
             content = response.read()
-    except (urllib.error.URLError, OSError) as error:
+    except OSError as error:
         reason = getattr(error, "reason", None) or error
         raise DataError(
             f"cannot download {url} ({reason}); pass a text of your own with --data FILE, or save the file as {file}"
@@ -237,7 +236,10 @@ def prepare(data: str | Sequence[str], *, records: bool = False, glob: Sequence[
     notes: set[str] = set()
     files = find_texts([data] if isinstance(data, str) else data, glob, notes)
     name = files[0].name if len(files) == 1 else f"{files[0].name} and {len(files) - 1} more"
-    sha256 = _sha256(files, notes)
+    digest = hashlib.sha256()
+    for text in read_text(files, notes):
+        digest.update(text.encode())
+    sha256 = digest.hexdigest()
     folder = _cache_folder(sha256, records)
     if not folder.is_dir():
         characters, count = _scan(files)
@@ -275,8 +277,6 @@ def recode(corpus: Corpus, tokenizer: CharTokenizer) -> Corpus:
         with replacing_folder(folder) as new, open(new / "ids.bin", "wb") as file:
             for start in range(0, len(corpus.ids), CHUNK_BYTES):
                 file.write(table[corpus.ids[start : start + CHUNK_BYTES]].tobytes())
-            file.flush()
-            os.fsync(file.fileno())
     return replace(corpus, tokenizer=tokenizer, ids=np.memmap(folder / "ids.bin", dtype=dtype, mode="r"))
 
 
@@ -304,6 +304,7 @@ def read_text(files: Sequence[Path], notes: set[str] | None = None, errors: str 
         DataError: a file cannot be read or is not UTF-8 (gives the byte offset, and the other such files), or one named
             .gz is not gzip.
     """
+    notes = set() if notes is None else notes
     for number, file in enumerate(files):
         chunks = itertools.chain(_read_bytes(file), [b""])
         head = next(chunks)
@@ -330,15 +331,15 @@ def read_text(files: Sequence[Path], notes: set[str] | None = None, errors: str 
             if text and is_first:
                 is_first = False
                 if encoding == "utf-16":
-                    _note(notes, f"{file.name}: UTF-16 read as text")
+                    notes.add(f"{file.name}: UTF-16 read as text")
                 if text[0] == BYTE_ORDER_MARK:
                     text = text[1:]
-                    _note(notes, f"{file.name}: byte-order mark left out")
+                    notes.add(f"{file.name}: byte-order mark left out")
             if text:
                 last = text[-1]
                 yield text
         if set(decoder.newlines or ()) - {"\n"}:
-            _note(notes, f"{file.name}: line breaks of Windows or an old Mac read as \\n")
+            notes.add(f"{file.name}: line breaks of Windows or an old Mac read as \\n")
         if file is not files[-1] and last != "\n":
             yield "\n"
 
@@ -352,12 +353,7 @@ def _is_decodable(file: Path) -> bool:
     return True
 
 
-def _note(notes: set[str] | None, sentence: str) -> None:
-    if notes is not None:
-        notes.add(sentence)
-
-
-def _read_bytes(file: Path, size: int | None = None) -> Iterator[bytes]:
+def _read_bytes(file: Path, size: int = 0) -> Iterator[bytes]:
     try:
         with gzip.open(file) if file.suffix == ".gz" else open(file, "rb") as binary:
             while chunk := binary.read(size or CHUNK_BYTES):
@@ -410,13 +406,6 @@ def encode_files(files: Sequence[Path], encoder: Encoder, *, records: bool = Fal
     return ids
 
 
-def _sha256(files: Sequence[Path], notes: set[str]) -> str:
-    digest = hashlib.sha256()
-    for text in read_text(files, notes):
-        digest.update(text.encode())
-    return digest.hexdigest()
-
-
 def _scan(files: Sequence[Path]) -> tuple[list[str], int]:
     """The sorted unique characters of a text, and its length."""
     seen, count = np.zeros(0x110000, dtype=bool), 0
@@ -444,8 +433,6 @@ def _encode(files: Sequence[Path], tokenizer: CharTokenizer, sha256: str, folder
                 file.write(ids.tobytes())
             if records and lasts != break_id:  # the last record needs its line break too
                 file.write(np.array([break_id], dtype).tobytes())
-            file.flush()
-            os.fsync(file.fileno())
             count = file.tell() // dtype.itemsize
         if digest.hexdigest() != sha256:
             raise DataError(f"{files[0]} or another file changed while being read; try again")
@@ -483,8 +470,6 @@ def _shuffle_records(path: Path, dtype: np.dtype[Any], break_id: int, name: Path
             file.write(np.array([break_id], dtype).tobytes())
             for record in split:
                 file.write(ids[starts[record] : ends[record]].tobytes())
-        file.flush()
-        os.fsync(file.fileno())
     shuffled.replace(path)
     return 1 + int((ends[order[:num_train]] - starts[order[:num_train]]).sum()), len(ends)
 

@@ -47,12 +47,10 @@ def resolve_auto(config: TrainConfig, vocab_size: int, world_size: int) -> dict[
 
 def faster_dtype(config: TrainConfig, vocab_size: int, rows: int) -> Literal["float32", "bfloat16"]:
     """The dtype with the faster step on this machine; on a CPU, timed over a few steps of each with `rows` windows."""
-    if config.device == "mps" or (
-        config.device == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
-    ):
-        return "float32"
     if config.device == "cuda":
-        return "bfloat16"
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+    if config.device == "mps":
+        return "float32"
     model = GPT(config.model_config(vocab_size))
     idx = torch.zeros(rows, config.block_size, dtype=torch.long)
     configs = {dtype: replace(config, dtype=dtype) for dtype in ("float32", "bfloat16")}

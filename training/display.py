@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -39,14 +38,11 @@ LOSSES = {  # of the final report, each with what predicts so
 BASELINES = ("uniform", "unigram", "bigram")
 
 
-class ProgressView:
+class ProgressView(Bar):
     """A progress bar on terminals, and a line per evaluation everywhere."""
 
     def __init__(self, console: Console, config: TrainConfig):
-        self.console, self.config = console, config
-        self.loss = math.nan  # smoothed
-        self.line_at = time.monotonic() + LINE_SECONDS
-        self.bar = Bar(
+        super().__init__(
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(),
             TextColumn("{task.fields[figures]}"),
@@ -54,20 +50,16 @@ class ProgressView:
             console=console,
             disable=not console.is_terminal,
         )
-        self.task = self.bar.add_task("", total=config.steps, figures="")
-
-    def __enter__(self) -> ProgressView:
-        self.bar.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.bar.stop()
+        self.config = config
+        self.loss = math.nan  # smoothed
+        self.line_at = time.monotonic() + LINE_SECONDS
+        self.task = self.add_task("", total=config.steps, figures="")
 
     def show_step(self, progress: Progress, loss: float) -> None:
         self.loss = loss if math.isnan(self.loss) else 0.95 * self.loss + 0.05 * loss
         rate = progress.characters / progress.elapsed_seconds
         figures = f"loss {self.loss:.3f} · {rate:,.0f} characters/s"
-        self.bar.update(self.task, completed=progress.step, figures=figures)
+        self.update(self.task, completed=progress.step, figures=figures)
         if not self.console.is_terminal and time.monotonic() >= self.line_at:
             self.line_at = time.monotonic() + LINE_SECONDS
             say(self.console, f"step {progress.step}/{self.config.steps}  {figures}")

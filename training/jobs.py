@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import fcntl
 import os
 import shutil
 from collections.abc import Iterator, Set
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +33,10 @@ from training.state import ResumeError, Saved, changed_settings
 
 
 def command(args: argparse.Namespace) -> None:
-    names = {field.name for field in dataclasses.fields(TrainConfig)}
-    flags = {name: value for name, value in vars(args).items() if name in names}
+    given = {field.name: getattr(args, field.name) for field in fields(TrainConfig) if hasattr(args, field.name)}
+    flags = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     try:
-        _train(args, {name: tuple(value) if isinstance(value, list) else value for name, value in flags.items()})
+        _train(args, dict(flags))
     except ConfigError as error:
         name, _, rest = str(error).partition(" ")
         if name not in flags:

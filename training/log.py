@@ -13,33 +13,26 @@ import shutil
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from training.state import Progress
 
 LOG = "log.jsonl"
 
 
-class RunLog:
+class RunLog(contextlib.ExitStack):
     """The log in the folder `out` of the run with this `progress`; it takes one record per event."""
 
     def __init__(self, out: Path, progress: Progress, *, tensorboard: bool):
-        self.out, self.progress, self.tensorboard = out, progress, tensorboard
+        super().__init__()
+        self.progress = progress
+        self._file = self.enter_context(open(out / LOG, "ab"))
+        self._file.truncate(progress.log_bytes)
+        self._file.seek(0, os.SEEK_END)  # truncate() leaves the position, which sync() returns, at the old end
         self._board: _Board | None = None
-
-    def __enter__(self) -> Self:
-        with contextlib.ExitStack() as stack:
-            self._file = stack.enter_context(open(self.out / LOG, "ab"))
-            self._file.truncate(self.progress.log_bytes)
-            self._file.seek(0, os.SEEK_END)  # truncate() leaves the position, which sync() returns, at the old end
-            if self.tensorboard:
-                self._board = _Board(self.out / "tensorboard", read_log(self.out), self.progress.elapsed_seconds)
-                stack.callback(self._board.writer.close)
-            self._open = stack.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.close()
+        if tensorboard:
+            self._board = _Board(out / "tensorboard", read_log(out), progress.elapsed_seconds)
+            self.callback(self._board.writer.close)
 
     def add(self, record: dict[str, Any]) -> None:
         record["elapsed_seconds"] = round(self.progress.elapsed_seconds, 3)

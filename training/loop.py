@@ -111,6 +111,7 @@ class Run:
             self.model.load_state_dict(origin.weights)
         self.optimizers = Optimizers(self.model, config)
         self.progress = Progress()
+        self.run_log: RunLog | None = None  # of the main process, while it trains
         self.saved_at = time.monotonic()
         self.cpu_seconds = 0.0  # this process's last step
 
@@ -154,13 +155,9 @@ class Run:
         warn_if_vocabulary_is_large(console, config, self.model.config.vocab_size, self.model.num_parameters)
         self.world.all_reduce_(torch.zeros(1))  # barrier: the first save replaces files that every process reads
         view = ProgressView(console, config)
-        log = RunLog(self.out, progress, tensorboard=config.tensorboard) if self.world.is_main else None
-        with (
-            self.storage_errors(),
-            log or contextlib.nullcontext() as self.run_log,
-            catch_signals() as self.received,
-            view,
-        ):
+        with self.storage_errors(), contextlib.ExitStack() as stack, catch_signals() as self.received, view:
+            if self.world.is_main:
+                self.run_log = stack.enter_context(RunLog(self.out, progress, tensorboard=config.tensorboard))
             self.save()
             first_seconds: list[float] = []  # of the first steps
             while True:
@@ -204,7 +201,7 @@ class Run:
         seconds_each = (time.monotonic() - started) / int(lengths.sum())
         val = len(self.corpus.val)
         evaluated = min(config.eval_chars or val, val) * -(-(config.steps - step) // config.eval_every)
-        growth = self.flops_per_character(self.mean_window) / self.flops_per_character(self.window_at(step))
+        growth = self.flops_per_character(self.mean_window) / self.flops_per_character(config.window_at(step))
         training = (config.steps - step) * step_seconds * growth + evaluated * seconds_each / self.world.size
         scoring = 2 * val * seconds_each
         return (
@@ -227,12 +224,12 @@ class Run:
         started = time.process_time()
         config, progress, world = self.config, self.progress, self.world
         flat = self.gradients
-        flat.zero_()
+        flat.all.zero_()
         if config.dropout:  # of seed, step and process alone, so that a resumed run goes on with the same
             torch.manual_seed(zlib.crc32(f"{config.seed} {progress.step} {world.rank}".encode()))
         batch = self.sampler.next_batch(self.rows)
         if not config.records:
-            window = self.window_at(progress.step)
+            window = config.window_at(progress.step)
             batch = batch[0].reshape(-1, window), batch[1].reshape(-1, window)
         count = int((batch[1] != IGNORED).sum())  # targets of all parts
         cells = config.tokens_per_step // (world.size * config.accumulate)  # at once
@@ -356,12 +353,9 @@ class Run:
         share = rate * self.flops_per_character(self.mean_window) / peak
         return {"characters_per_second": rate, "matmul_peak_flops": peak, "peak_share": share}
 
-    def window_at(self, step: int) -> int:
-        return self.config.block_size if self.config.records else self.config.window_at(step)
-
     @property
     def mean_window(self) -> float:
-        return sum(self.window_at(self.config.steps * i // 100) for i in range(100)) / 100
+        return sum(self.config.window_at(self.config.steps * i // 100) for i in range(100)) / 100
 
     def flops_per_character(self, window: float) -> float:
         """Forwards of teachers included."""

@@ -28,18 +28,16 @@ def program(python: str = "python") -> str:
 
 
 def resume_command(out: Path, processes: int) -> str:
-    start = program(shlex.quote(_python()))
     if processes > 1:
         start = f"torchrun --nproc-per-node {processes} -m training"
+    else:
+        python = Path(sys.executable)
+        if shutil.which("python") == sys.executable:  # not another one, nor none, has that name
+            python = Path("python")
+        elif python.is_relative_to(Path.cwd()):
+            python = python.relative_to(Path.cwd())
+        start = program(shlex.quote(str(python)))
     return f"{start} train --resume --out {shlex.quote(str(out))}"
-
-
-def _python() -> str:
-    """What runs this interpreter in this shell: python, or its path where another one, or none, has that name."""
-    if shutil.which("python") == sys.executable:
-        return "python"
-    path = Path(sys.executable)
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def plural(count: int, noun: str) -> str:

@@ -107,9 +107,6 @@ class FlatGradients:
         for parameter, part in zip(model.parameters(), parts, strict=True):
             parameter.grad = part.view_as(parameter)
 
-    def zero_(self) -> None:
-        self.all.zero_()
-
     def clip_(self, max_norm: float) -> Tensor:
         """Clip the gradients to the norm `max_norm`, 0: no clipping. Returns the norm before."""
         gradients = self.all[: len(self.all) - len(self.extra)]

@@ -58,9 +58,7 @@ def command(args: argparse.Namespace) -> None:
 class Examination:
     """What `examine` found, and the texts it looked at."""
 
-    columns: dict[
-        str, dict[str, Any]
-    ]  # of the table: figures by row, of what was generated and of the validation split
+    columns: dict[str, dict[str, Any]]  # figures by row, of what was generated and of the validation split
     texts: list[tuple[int, str]]  # generated: (seed, text)
     passages: list[list[tuple[int, int]]]  # of each text: starts and ends of what is copied; of records none
     copies: Set[str] = frozenset()  # of records: the generated ones that are in the training split

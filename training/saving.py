@@ -69,10 +69,7 @@ def save_checkpoint(
     try:
         with replacing_folder(Path(path)) as folder:
             for name, data in files.items():
-                with open(folder / name, "wb") as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
+                (folder / name).write_bytes(data)
     except OSError as error:
         error.filename = error.filename or str(path)  # failed writes do not set it
         raise
@@ -80,7 +77,7 @@ def save_checkpoint(
 
 @contextlib.contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder that atomically replaces `path` when the block succeeds.
+    """A temporary folder of files that atomically replaces `path` when the block succeeds.
 
     On Linux and macOS the two folders are exchanged. Where the system or file system lacks that call, the old folder is
     moved to `.<name>.previous` first; after a kill before all is done, `restore_folder` moves it back.
@@ -99,7 +96,8 @@ def replacing_folder(path: Path) -> Iterator[Path]:
     new.mkdir()
     try:
         yield new
-        _fsync_folder(new)
+        for written in (*new.iterdir(), new):
+            _fsync(written)
         try:
             new.rename(path)  # the first save
         except OSError:
@@ -111,7 +109,7 @@ def replacing_folder(path: Path) -> Iterator[Path]:
         if previous_of(path).is_dir() and not new.exists():
             previous_of(path).rename(new)  # done; removed below
         try:
-            _fsync_folder(path.parent)
+            _fsync(path.parent)
         except OSError as error:
             reason = f"it is saved, but a power failure could lose it: {error.strerror}"
             raise OSError(error.errno, reason, str(path)) from error
@@ -169,7 +167,7 @@ def _move(folder: Path, to: Path) -> None:
         shutil.rmtree(folder)
 
 
-def _fsync_folder(path: Path) -> None:
+def _fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -185,12 +183,7 @@ def _hf_tokenizer(tokenizer: CharTokenizer) -> dict[str, Any]:
         "padding": None,
         "added_tokens": [],
         "normalizer": None,
-        "pre_tokenizer": {
-            "type": "Split",
-            "pattern": {"Regex": r"[\s\S]"},
-            "behavior": "Isolated",
-            "invert": False,
-        },
+        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False},
         "post_processor": None,
         "decoder": {"type": "Fuse"},
         "model": {

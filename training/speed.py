@@ -10,11 +10,6 @@ import torch
 from torch import nn
 from torch.utils.benchmark import Timer
 
-# mallopt(3): parameter number and value in bytes.
-M_TRIM_THRESHOLD = (-1, 1 << 30)
-M_TOP_PAD = (-2, 1 << 26)
-M_MMAP_THRESHOLD = (-3, 1 << 30)
-
 
 def flops_per_character(model: Any, window: float | None = None) -> float:
     """FLOPs per character of the matrix products of a forward and backward, in windows of block_size or `window`.
@@ -48,5 +43,5 @@ def keep_freed_memory() -> None:
     """
     with contextlib.suppress(OSError, AttributeError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt
-        for parameter, value in M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD:
+        for parameter, value in (-3, 1 << 30), (-1, 1 << 30), (-2, 1 << 26):  # of mmap, trim threshold, top pad
             mallopt(parameter, value)
