@@ -73,7 +73,7 @@ class HttpServer(uvicorn.Server):
         self._state = state
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        self.should_exit = self.should_exit or self._state.stage == "stopping"
+        self.should_exit = self.should_exit or self._state.is_in("stopping")
 
 
 class Spec(LitSpec):
@@ -99,7 +99,6 @@ class Server(LitServer):
         self.must_hurry = False  # after a second signal: do not wait for running requests
         self._must_reload = False  # after SIGHUP
         self._reading = threading.Thread()  # of checkpoints, after SIGHUP: a large one takes seconds
-        self._tls: ssl.SSLContext | None = None
         api = self.api = EngineAPI(spec=Spec(), loop=EngineLoop())
         accelerator = choose_accelerator(settings.accelerator)
         check_devices(settings.devices, accelerator)
@@ -162,7 +161,7 @@ class Server(LitServer):
         def stop(*_: Any) -> None:
             if os.getpid() != main:  # an HTTP process whose server has finished
                 raise SystemExit(0)
-            if self.state.is_leaving:
+            if self.state.is_in("leaving"):
                 self.must_hurry = True
                 return
             # Nothing is raised: Python would swallow an exception in a hook of os.fork, and one while a process is
@@ -210,7 +209,7 @@ class Server(LitServer):
                 start, died = functools.partial(self._fork, config, id), functools.partial(self._http_process_died, id)
                 watch(name, start, died, HTTP_START_SECONDS)
             is_announced = False
-            while not state.is_leaving:
+            while not state.is_in("leaving"):
                 # Not while no worker runs, as one that dies of a new checkpoint must be told from one that dies anyway.
                 is_busy = self.catalog.step or self._reading.is_alive()
                 if self._must_reload and self._has_worker and not is_busy:
@@ -251,7 +250,7 @@ class Server(LitServer):
         """
         deadline = time.monotonic() + START_SECONDS
         while not self._has_worker:
-            if self.state.is_leaving:
+            if self.state.is_in("leaving"):
                 raise KeyboardInterrupt
             if time.monotonic() > deadline:
                 raise StartError(f"no inference process was ready within {START_SECONDS:g} s")
@@ -286,8 +285,8 @@ class Server(LitServer):
             ssl_keyfile=settings.tls_key,
         )
         config.load()  # here, so that a process that is replaced later needs no certificate's file
-        self._tls, self.http.load_certificate = config.ssl, self._load_certificate
-        if settings.tls_certificate is not None:
+        if config.ssl is not None and settings.tls_certificate is not None:
+            self.http.load_certificate = functools.partial(self._load_certificate, config.ssl, settings.tls_certificate)
             self.service.exposition.certificate_expires_at = certificate_expiry(settings.tls_certificate)
         try:
             self._listener.listen(config.backlog)  # uvloop would not notice that it fails
@@ -341,33 +340,28 @@ class Server(LitServer):
                 if process.is_alive():
                     os.kill(process.pid, signal.SIGHUP)  # type: ignore[arg-type]  # it was started
 
-    def _load_certificate(self) -> None:
+    def _load_certificate(self, used: ssl.SSLContext, certificate: Path) -> None:
         """Present the certificate that is in its file now on new connections; an invalid one changes nothing."""
-        certificate, key = self.settings.tls_certificate, self.settings.tls_key
-        if self._tls is None or certificate is None:
-            return
         try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
-            self._tls.load_cert_chain(certificate, key)
+            for context in (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), used):  # the first one only to try them
+                context.load_cert_chain(certificate, self.settings.tls_key)
             self.service.exposition.certificate_expires_at = certificate_expiry(certificate)
+            logger.info("certificate read again from %s", certificate)
         except (OSError, ValueError) as error:  # ssl.SSLError included
             logger.error("certificate not changed: %s: %s", certificate, error)
-        else:
-            logger.info("certificate read again from %s", certificate)
 
     def _stop(self) -> None:
         """Be unready first, then refuse new requests and finish running ones, then end HTTP processes, then workers."""
         delay, drain = self.settings.shutdown_delay_seconds, self.settings.drain_seconds
         logger.info("shutting down, running requests: %d", self.state.num_busy)
         try:
-            if delay and self.state.is_leaving:  # otherwise processes keep dying
+            if delay and self.state.is_in("leaving"):  # otherwise processes keep dying
                 logger.info("not ready any more; new requests are accepted for %g s", delay)
                 self._keep_serving(delay, lambda: True)
             self.state.enter("draining")
             self._keep_serving(drain, lambda: self.state.num_busy > 0)
         except TooManyDeathsError as error:
             logger.error("not waiting for running requests: %s", error)
-            self.state.enter("draining")
         if self.state.num_busy:
             logger.warning("requests not finished within %g s: %d", drain, self.state.num_busy)
         self.state.enter("stopping")

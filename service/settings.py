@@ -283,22 +283,17 @@ class Settings(BaseSettings):
             return None
         if not re.fullmatch(r"https?://[^/@?#\s]+/[^?#\s]*", endpoint):
             raise ValueError("must be a full URL without user or query, such as http://localhost:4318/v1/traces")
-        for module in ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"):
-            try:
-                found = find_spec(module)
-            except ModuleNotFoundError:  # nor its parent package
-                found = None
-            if found is None:
-                raise ValueError(f"needs the extra tracing: pip install -e '.[tracing]' (module {module} not found)")
-        return endpoint
+        module = "opentelemetry.exporter.otlp.proto.http"  # which needs the SDK
+        with contextlib.suppress(ModuleNotFoundError):  # of a parent package
+            if find_spec(module) is not None:
+                return endpoint
+        raise ValueError(f"needs the extra tracing: pip install -e '.[tracing]' (module {module} not found)")
 
     @field_validator("cors_origins")
     @classmethod
     def _check_origins(cls, origins: list[str]) -> list[str]:
-        if origins == ["*"]:
-            return origins
         for origin in origins:
-            if not ORIGIN.fullmatch(origin):
+            if origins != ["*"] and not ORIGIN.fullmatch(origin):
                 raise ValueError(
                     f"{origin!r} is not an origin as browsers send it: scheme://host or scheme://host:port, in lower "
                     "case, without a path or a default port; or * alone"

@@ -93,23 +93,13 @@ class SharedState:
         last = self._beats[name]
         return bool(last) and time.monotonic() - last <= seconds
 
-    @property
-    def stage(self) -> str:
-        """Of the service: serving; leaving: not ready any more; draining: refuses new requests; stopping: ends."""
-        return _STAGES[self._stage.value]
-
     def enter(self, stage: str) -> None:
+        """Of a shutdown: leaving: not ready any more; draining: refuses new requests; stopping: ends."""
         self._stage.value = _STAGES.index(stage)
 
-    @property
-    def is_leaving(self) -> bool:
-        """A shutdown has begun: the service is not ready any more."""
-        return bool(self._stage.value)
-
-    @property
-    def is_draining(self) -> bool:
-        """New requests are refused, and running ones finish."""
-        return self._stage.value >= _STAGES.index("draining")
+    def is_in(self, stage: str) -> bool:
+        """This stage, or a later one."""
+        return bool(self._stage.value >= _STAGES.index(stage))
 
     # -- which checkpoints (catalog.py) --
 

@@ -154,7 +154,7 @@ class App:
 
     @property
     def is_leaving(self) -> bool:
-        return self.service.state.is_leaving
+        return self.service.state.is_in("leaving")
 
     def add_files(self) -> None:
         """The page, and the document of all routes for the models that are served now."""

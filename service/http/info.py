@@ -120,8 +120,8 @@ def livez(service: Service, request: Request) -> None:
 
 def readyz(service: Service, request: Request) -> None:
     """Whether requests are accepted: not while starting, without a worker, or shutting down."""
-    if service.state.is_leaving:
-        return _respond(request, s.Status("draining" if service.state.is_draining else "shutting down"), 503)
+    if service.state.is_in("leaving"):
+        return _respond(request, s.Status("draining" if service.state.is_in("draining") else "shutting down"), 503)
     if not service.is_ready:
         return _respond(request, s.Status("no worker"), 503)
     _respond(request, s.Status("ready"))

@@ -153,7 +153,7 @@ class Lease:
 
         Raises ApiError: 503, the server is shutting down; 429, it does not fit now; 400, it never does.
         """
-        if self._ledger.state.is_draining:
+        if self._ledger.state.is_in("draining"):
             error = ApiError(503, "server is shutting down", code="shutting_down", retry_after_seconds=1)
             raise self._rejected(error, num_sequences)
         self.hold(bytes, num_sequences)

@@ -19,6 +19,7 @@ from service.http.app import EXPOSED_HEADERS, App
 from service.http.clients import ClientLimits
 from service.http.lease import Ledger
 from service.settings import Settings
+from service.shared import SharedState
 from tests.helpers import (
     ENDLESS,
     RunningServer,
@@ -276,7 +277,7 @@ def test_routes_answer_with_and_without_the_prefix(server):
 @pytest.mark.parametrize("root_path", ["/v1", "/generate", "/deep/er"])
 def test_prefix_may_equal_a_route(root_path):
     settings = Settings(root_path=root_path)
-    state = SimpleNamespace(is_leaving=False)
+    state = SharedState()
     ledger = Ledger(settings, ClientLimits(settings), state)
     app = App(SimpleNamespace(settings=settings, state=state, metrics=None, tracer=None, ledger=ledger))
     for path in ("/generate", "/v1/models"):
