@@ -1,15 +1,5 @@
 """The commands: python -m training prepare | train | evaluate | sample | score | report | export | lecture.
 
-python -m training train --data FILE --out DIR --preset quick
-python -m training train --resume --out DIR
-python -m training train --init-from DIR/best --data FILE --out DIR2
-python -m training evaluate --checkpoint DIR/best --data FILE
-python -m training sample --checkpoint DIR/best --prompt "ROMEO:" -n 3
-python -m training score --checkpoint DIR/best --data FILE > scores.jsonl
-python -m training report --checkpoint DIR/best
-python -m training export --checkpoint DIR/best --to gguf --out model.gguf
-python -m training lecture
-
 `chargpt train` and so on run the same commands. Here are their flags; each runs `command` of its own module.
 """
 

@@ -27,13 +27,11 @@ SHORT_LINE, SORTED_SHARE, MIN_LINES = 80, 0.95, 20  # of a list that should have
 def size_check(corpus: Corpus, num_parameters: int) -> Iterator[str]:
     train, val = corpus.train[:AT_MOST], corpus.val[:AT_MOST]
     ratio = num_parameters / len(corpus.train)
-    line = (
+    advice = "; that many memorize a text: take more text, a smaller --n-embd and --n-layer, or --dropout"
+    yield (
         f"size: {plural(num_parameters, 'parameter')} for {plural(len(corpus.train), 'character')} to train on, "
-        f"{ratio:.2g} per character"
+        f"{ratio:.2g} per character{advice if ratio > MANY_PARAMETERS else ''}"
     )
-    if ratio > MANY_PARAMETERS:
-        line += "; that many memorize a text: take more text, a smaller --n-embd and --n-layer, or --dropout"
-    yield line
     decode = corpus.tokenizer.decode_array
     where = f", of the first {AT_MOST:,} characters" if len(corpus.train) > AT_MOST else ""
     counts = [_counts(split, corpus.tokenizer.vocab_size) for split in (corpus.train, corpus.val)]
@@ -43,13 +41,11 @@ def size_check(corpus: Corpus, num_parameters: int) -> Iterator[str]:
         more = f" and {len(rare) - MAX_NAMED:,} more" if len(rare) > MAX_NAMED else ""
         yield f"rare: {plural(len(rare), 'symbol')} with fewer than {RARE} occurrences to learn from: {named}{more}"
     if corpus.records is None:
-        lines = decode(train).split("\n")
-        lines = [line for line in lines if line]
+        lines = [line for line in decode(train).split("\n") if line]
         ordered = sum(a <= b for a, b in pairwise(lines))
         if len(lines) >= MIN_LINES and max(map(len, lines)) <= SHORT_LINE and ordered >= SORTED_SHARE * len(lines):
             yield "sorted: the lines are in order, and the last tenth validates; --records shuffles lines of a list"
-        share = copied_share(val[:VAL_CHARACTERS], train)
-        if share > MUCH:
+        if (share := copied_share(val[:VAL_CHARACTERS], train)) > MUCH:
             yield (
                 f"overlap: {share:.0%} of the validation split's {NGRAM}-grams occur in the training split: the "
                 "validation loss will look better than the model is"

@@ -134,13 +134,13 @@ def find_text(data: str) -> Path:
     Raises:
         DataError: the file does not exist, the download failed, or tinyshakespeare has the wrong SHA-256.
     """
-    if data != TINYSHAKESPEARE or Path(data).is_file():
-        if not Path(data).is_file():
-            refusal = f"{data} is not a regular file or folder" if Path(data).exists() else f"no file or folder {data}"
-            raise DataError(
-                f"{refusal}; --data takes UTF-8 files, plain or gzip, folders of them, or the name {TINYSHAKESPEARE}"
-            )
+    if Path(data).is_file():
         return Path(data)
+    if data != TINYSHAKESPEARE:
+        refusal = f"{data} is not a regular file or folder" if Path(data).exists() else f"no file or folder {data}"
+        raise DataError(
+            f"{refusal}; --data takes UTF-8 files, plain or gzip, folders of them, or the name {TINYSHAKESPEARE}"
+        )
     name = f"{TINYSHAKESPEARE}.txt"
     folder = os.environ.get("CHARGPT_DATA_DIR")
     if folder and (Path(folder) / name).is_file():
@@ -346,11 +346,9 @@ def read_text(files: Sequence[Path], notes: set[str] | None = None, errors: str 
 
 def _is_decodable(file: Path) -> bool:
     try:
-        for _ in read_text([file]):
-            pass
+        return all(True for _ in read_text([file]))  # read to its end
     except DataError:
         return False
-    return True
 
 
 def _read_bytes(file: Path, size: int = 0) -> Iterator[bytes]:
@@ -420,8 +418,8 @@ def _encode(files: Sequence[Path], tokenizer: CharTokenizer, sha256: str, folder
     digest = hashlib.sha256()
     break_id = tokenizer.encode("\n")[0] if records else -1
     with replacing_folder(folder) as new:
+        lasts, num_blank = break_id, 0
         with open(new / "ids.bin", "wb") as file:
-            lasts, num_blank = break_id, 0
             for text in read_text(files):
                 digest.update(text.encode())
                 ids = tokenizer.encode_array(text).astype(dtype)
@@ -440,7 +438,6 @@ def _encode(files: Sequence[Path], tokenizer: CharTokenizer, sha256: str, folder
         if records:
             num_train, num_records = _shuffle_records(new / "ids.bin", dtype, break_id, files[0])
         about = {
-            "sha256": sha256,
             "characters": tokenizer.characters,
             "num_train": num_train,
             "records": num_records,
@@ -514,8 +511,7 @@ class WindowSampler:
 
 def sampler_of(corpus: Corpus, block_size: int, seed: int) -> WindowSampler | RecordSampler:
     """Draws from the training split: records one by one, other texts in windows."""
-    kind = WindowSampler if corpus.records is None else RecordSampler
-    return kind(corpus.train, block_size, seed)
+    return (WindowSampler if corpus.records is None else RecordSampler)(corpus.train, block_size, seed)
 
 
 class RecordSampler:

@@ -31,12 +31,12 @@ def resolve_auto(config: TrainConfig, vocab_size: int, world_size: int) -> dict[
     device = pick_device(config.device)
     if config.compile and device == "cpu":
         raise ConfigError("compile works on cuda and mps only; on a cpu the training step is hand-written")
-    threads = config.threads or torch.get_num_threads()
     if config.batch_size % (world_size * config.accumulate):
         raise ConfigError(
             f"batch_size must be a multiple of processes × accumulate = {world_size} × {config.accumulate}, got "
             f"{config.batch_size}"
         )
+    threads = config.threads or torch.get_num_threads()
     resolved: dict[str, Any] = {"device": device, "dtype": config.dtype, "threads": threads}
     if config.dtype == "auto":
         torch.set_num_threads(threads)

@@ -49,7 +49,7 @@ from training.distributed import World
 from training.evaluate import BATCH_CHARS, baselines, piece_loss, split_losses
 from training.finetune import Origin
 from training.log import RunLog
-from training.messages import Refusal, duration, plural, plural_number, resume_command, say
+from training.messages import Refusal, duration, plural, resume_command, say
 from training.optim import FlatGradients, Optimizers, lr_scale
 from training.sample import sample_texts
 from training.saving import save_checkpoint
@@ -71,11 +71,8 @@ class StorageError(OSError):
 class InterruptedRun(Exception):
     """A signal ended the run, after a save."""
 
-    def __init__(self, number: int, out: Path, step: int, steps: int, processes: int):
-        super().__init__(
-            f"{signal.Signals(number).name}: saved at step {step} of {steps}; resume with: "
-            f"{resume_command(out, processes)}"
-        )
+    def __init__(self, number: signal.Signals, message: str):
+        super().__init__(f"{number.name}: {message}")
         self.number = number
 
 
@@ -137,9 +134,9 @@ class Run:
             InterruptedRun: SIGINT or SIGTERM was received; the run has been saved.
         """
         config, progress = self.config, self.progress
-        if not self.world.is_main:
-            console = Console(quiet=True)
+        console = console if self.world.is_main else Console(quiet=True)
         corpus, steps = self.corpus, config.steps - progress.step
+        epochs = f"{steps * self.rows / self.sampler.per_epoch:.3g}"
         in_a_step = plural(self.rows, "record") if config.records else plural(config.tokens_per_step, "character")
         say(
             console,
@@ -147,7 +144,7 @@ class Run:
             f"{self.model.num_parameters:,} parameters; {config.dtype} on {config.device}, "
             f"{plural(self.world.size, 'process')} of {plural(config.threads, 'thread')}; "
             f"{plural(steps, 'step')} of {in_a_step}, "
-            f"{plural_number(steps * self.rows / self.sampler.per_epoch, 'epoch')}",
+            f"{epochs} epoch{'' if epochs == '1' else 's'}",
         )
         if progress.step == 0 and self.world.is_main:
             for line in size_check(self.corpus, self.model.num_parameters):
@@ -184,7 +181,10 @@ class Run:
                 if self.stopped:
                     if self.world.is_main:
                         draw_curves(self.out)
-                    raise InterruptedRun(self.stopped, self.out, progress.step, config.steps, self.world.size)
+                    resuming = resume_command(self.out, self.world.size)
+                    raise InterruptedRun(
+                        self.stopped, f"saved at step {progress.step} of {config.steps}; resume with: {resuming}"
+                    )
             self.finish(console)
 
     def estimate(self, step_seconds: float) -> str:
@@ -434,15 +434,14 @@ class Run:
         """Log the mean training loss since the previous call."""
         progress, config = self.progress, self.config
         scale = lr_scale(progress.step - 1, config)
-        record = {
+        self.log({
             "event": "train",
             "step": progress.step,
             "train_loss": progress.loss_sum / progress.loss_steps,
             "muon_lr": config.muon_lr * scale,
             "adamw_lr": config.adamw_lr * scale,
             "characters_per_second": round(progress.characters / progress.elapsed_seconds),
-        }
-        self.log(record)
+        })  # fmt: skip
         progress.loss_sum, progress.loss_steps = 0.0, 0
 
 

@@ -46,11 +46,6 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{ending}"
 
 
-def plural_number(number: float, noun: str) -> str:
-    """`plural` of a number that need not be whole, to three digits: 1 epoch, 0.5 epochs."""
-    return f"{number:.3g} {noun}{'' if f'{number:.3g}' == '1' else 's'}"
-
-
 def duration(seconds: float) -> str:
     """To about two digits: 8 s, 12 min, 3 h 20 min."""
     if seconds < 100:

@@ -53,12 +53,10 @@ def fitted(
         if is_small and "steps" in adaptable:  # which then has more, so that no less is trained on
             characters = min(SMALL_STEP, characters)
         block_size = config.block_size
-        if "block_size" not in adaptable:
-            pass
-        elif corpus.records is not None:
+        if corpus.records is not None and "block_size" in adaptable:
             longest = int(RecordSampler(corpus.train, block_size, config.seed).pieces[1].max())
             block_size = min(block_size, max(MIN_WINDOW, 1 << longest.bit_length()))
-        elif 2 * block_size > length >= 4 * MIN_BLOCK:
+        elif "block_size" in adaptable and 2 * block_size > length >= 4 * MIN_BLOCK:
             block_size = 1 << (length // 4).bit_length() - 1
         if (block_size, characters) != (config.block_size, config.tokens_per_step):
             batch_size = -(-max(1, characters // block_size) // parts) * parts

@@ -6,6 +6,7 @@ Text i has seed `params.seed + i`, so each can be reproduced alone.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -147,29 +148,24 @@ def sample_texts(
         open_runner(model, slots=running, threads=torch.get_num_threads(), device=device), max_waiting=running
     )
     shared = Submit(0, list(prompt), max_tokens, params, stop=stop, stop_pattern=stop_pattern, constraint=constraint)
-    submitted = emitted = 0  # texts, skipped ones included
-    skipped = 0  # since the last new text
-    is_picky = unique or is_novel is not None
-    completions: dict[int, list[int]] = {}
+    numbers = itertools.count() if unique or is_novel is not None else iter(range(count))
+    completions: dict[int, tuple[int, list[int]]] = {}  # (seed, ids) by number, in order
     finished: set[int] = set()
     seen: set[tuple[int, ...]] = set()
-    remaining = count
+    remaining, skipped = count, 0  # skipped: since the last new text
     while remaining:
-        while len(engine.scheduler) < 2 * running and (is_picky or submitted < count):
-            seed = (params.seed + submitted) & MAX_SEED
+        for number in itertools.islice(numbers, 2 * running - len(engine.scheduler)):
+            seed = (params.seed + number) & MAX_SEED
             sampling = msgspec.structs.replace(params, seed=seed)
-            engine.submit(msgspec.structs.replace(shared, id=submitted, prompt=list(prompt), sampling=sampling))
-            completions[submitted] = []
-            submitted += 1
+            engine.submit(msgspec.structs.replace(shared, id=number, prompt=list(prompt), sampling=sampling))
+            completions[number] = seed, []
         for delta in engine.step():
-            completions[delta.id] += delta.ids
+            completions[delta.id][1].extend(delta.ids)
             if delta.finish_reason is not None:
                 finished.add(delta.id)
-        while emitted in finished and remaining:
-            ids = completions.pop(emitted)
-            finished.remove(emitted)
-            seed = (params.seed + emitted) & MAX_SEED
-            emitted += 1
+        while remaining and (first := next(iter(completions), -1)) in finished:
+            seed, ids = completions.pop(first)
+            finished.remove(first)
             if (unique and tuple(ids) in seen) or (is_novel is not None and not is_novel(ids)):
                 skipped += 1
                 if skipped > min(SKIPPED_PER_TEXT * count, MAX_SKIPPED):
