@@ -69,7 +69,7 @@ class Listing(msgspec.Struct):
         temporary = folder / f"{FILE}.new"
         temporary.write_bytes(msgspec.json.encode(self))
         temporary.replace(folder / FILE)
-        state.generation = self.generation
+        state.generation.value = self.generation
 
 
 class Catalog:
@@ -274,7 +274,7 @@ class Catalog:
                     versions.append(old[name])
         return versions, failures
 
-    def _read(self, name: str, path: Path, old: Version | None = None) -> Version:
+    def _read(self, name: str, path: Path, old: Version | None) -> Version:
         """Verify a checkpoint, weights included, and copy it; `old` if it is the same.
 
         Raises CheckpointError: it is bad, or was changed meanwhile, or cannot be served with these settings, or the

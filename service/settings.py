@@ -39,7 +39,7 @@ from service.observe.logs import LogFormat
 # Tiny Shakespeare; `make bundled` retrains it.
 BUNDLED = Path(__file__).parent / "checkpoints" / "tinyshakespeare"
 
-MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,63}")  # before the = of --checkpoint NAME=DIR
+PLACE = re.compile(r"(?:([A-Za-z0-9][A-Za-z0-9._:-]{0,63})=)?(.*)", re.DOTALL)  # --checkpoint NAME=DIR, or DIR
 
 # The Origin header as browsers send it: lower case, no path, no default port.
 ORIGIN = re.compile(r"(?!http:.*:80$|https:.*:443$)[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
@@ -227,8 +227,9 @@ class Settings(BaseSettings):
 
     @property
     def places(self) -> list[tuple[str | None, Path]]:
-        """`checkpoint` as (name, folder)."""
-        return [split_checkpoint(place) for place in self.checkpoint]
+        """`checkpoint` as (name, folder); without a name before the =, all of it is the folder."""
+        found = [PLACE.fullmatch(place) for place in self.checkpoint]
+        return [(match[1], Path(match[2])) for match in found if match]
 
     @property
     def limits(self) -> ClientLimitsFile:
@@ -308,14 +309,6 @@ class Settings(BaseSettings):
         if self.client_limits is not None:
             self._limits = read_client_limits(self.client_limits)
         return self
-
-
-def split_checkpoint(place: str) -> tuple[str | None, Path]:
-    """NAME=DIR as (name, folder); without a name before the =, all of it is the folder."""
-    name, equals, folder = place.partition("=")
-    if equals and MODEL_NAME.fullmatch(name):
-        return name, Path(folder)
-    return None, Path(place)
 
 
 def _refuse_password() -> str:

@@ -66,7 +66,8 @@ class SharedState:
         self._stage = multiprocessing.RawValue("b", 0)
         self._outstanding = multiprocessing.RawArray("q", http_processes * workers)  # sequences, by worker
         self._sequences = multiprocessing.RawArray("q", http_processes * MAX_NAMES * _WIDTH)
-        self._generation = multiprocessing.RawValue("q", 0)
+        # Of the listing that all processes are to follow (catalog.py); the main process sets it.
+        self.generation = multiprocessing.RawValue("q", 0)
         self._reloads = multiprocessing.RawArray("q", MAX_NAMES * len(_RELOADS))
         self._users = multiprocessing.RawArray("q", http_processes * _MAX_VERSIONS)  # requests, by version
 
@@ -102,15 +103,6 @@ class SharedState:
         return bool(self._stage.value >= _STAGES.index(stage))
 
     # -- which checkpoints (catalog.py) --
-
-    @property
-    def generation(self) -> int:
-        """Of the listing that all processes are to follow; the main process sets it."""
-        return self._generation.value
-
-    @generation.setter
-    def generation(self, number: int) -> None:
-        self._generation.value = number
 
     def follow(self, name: str, generation: int, has_failed: bool = False) -> None:
         """The process `name` does what the listing says; has_failed: it could not load a checkpoint."""

@@ -365,11 +365,11 @@ def test_a_list_changes_step_by_step_as_all_processes_follow(catalog, state, tmp
     save_random(tmp_path / "runs" / "a", seed=2)
     catalog.refresh(state)
     assert listing(catalog) == ([1, 2], [1])
-    state.follow("worker-0", state.generation)
+    state.follow("worker-0", state.generation.value)
     assert not catalog.check(state) and listing(catalog) == ([1, 2], [1])
-    state.follow("worker-1", state.generation)
+    state.follow("worker-1", state.generation.value)
     assert catalog.check(state) and listing(catalog) == ([1, 2], [2])
-    state.follow("http-0", state.generation)
+    state.follow("http-0", state.generation.value)
     state.died("http-1")  # its replacement reads the newest
     state.use(1, 1, 1)
     assert not catalog.check(state) and not catalog.step
@@ -387,7 +387,7 @@ def test_a_worker_that_fails_or_dies_while_loading_brings_the_old_list_back(cata
     catalog.refresh(state)
     assert listing(catalog) == ([1, 2], [1])
     if what == "fails":
-        state.follow("worker-1", state.generation, has_failed=True)
+        state.follow("worker-1", state.generation.value, has_failed=True)
     else:
         state.died("worker-1")
     assert not catalog.check(state) and listing(catalog) == ([1], [1])
@@ -407,13 +407,13 @@ def test_a_new_checkpoint_without_the_replacement_character_is_refused_at_sighup
 def test_a_failure_is_not_taken_for_one_of_the_next_list(catalog, state, tmp_path):
     save_random(tmp_path / "runs" / "b", seed=2)
     catalog.refresh(state)
-    state.follow("worker-0", state.generation, has_failed=True)
+    state.follow("worker-0", state.generation.value, has_failed=True)
     catalog.check(state)
     save_random(tmp_path / "runs" / "b", seed=3)
     catalog.refresh(state)  # before the worker has looked again
     assert not catalog.check(state) and catalog.step
     for name in state.worker_names:
-        state.follow(name, state.generation)
+        state.follow(name, state.generation.value)
     assert catalog.check(state) and list(catalog.served) == ["a", "b"]
 
 
@@ -421,7 +421,7 @@ def test_a_list_that_cannot_be_written_leaves_the_old_one(catalog, state, tmp_pa
     save_random(tmp_path / "runs" / "b", seed=2)
     (tmp_path / "run" / "checkpoints.json.new").mkdir()  # in the way, as a full disk would be
     catalog.refresh(state)
-    assert not catalog.step and list(catalog.served) == ["a"] and state.generation == 0
+    assert not catalog.step and list(catalog.served) == ["a"] and state.generation.value == 0
     shutil.rmtree(tmp_path / "run" / "checkpoints.json.new")
     assert not catalog.check(state) and listing(catalog) == ([1], [1])
     catalog.refresh(state)
@@ -448,7 +448,7 @@ def test_a_run_whose_name_is_not_utf_8_is_left_out(catalog, state, tmp_path, cap
     save_random(Path(os.fsdecode(bytes(tmp_path / "runs") + b"/caf\xe9")))
     catalog.refresh(state)
     assert not catalog.step and "as its name is not UTF-8" in caplog.text
-    assert state.generation == 0, "an unchanged list is not rolled out"
+    assert state.generation.value == 0, "an unchanged list is not rolled out"
 
 
 def test_the_last_checkpoint_is_never_removed(catalog, state, tmp_path):

@@ -93,7 +93,7 @@ class Host:
     @property
     def is_behind(self) -> bool:
         """A model may be on its way."""
-        return self._loading is not None or self._state.generation != self._listing.generation
+        return self._loading is not None or self._state.generation.value != self._listing.generation
 
     @property
     def has_work(self) -> bool:
@@ -111,7 +111,7 @@ class Host:
                 return self._loads_alone
             self._loading = None
             self._take_loaded()
-        if self._state.generation != self._listing.generation:
+        if self._state.generation.value != self._listing.generation:
             self._next_listing = Listing.read(self._folder)
             new = [version for version in self._next_listing.load if version.id not in self.models]
             if new:

@@ -90,7 +90,7 @@ async def beat(service: Service, process: str) -> None:
         service.state.beat(process)
         if service.is_ready:
             service.state.answering[process] = True
-        if service.state.generation != service.listing.generation:
+        if service.state.generation.value != service.listing.generation:
             await follow(service, process)
         await asyncio.sleep(BEAT_SECONDS)
 

@@ -75,18 +75,16 @@ class Exposition(Collector):
 
     def collect(self) -> Iterator[Metric]:
         families = {family.name: family for family in MultiProcessCollector(CollectorRegistry()).collect()}
-        usage = self._usage(families["chargpt_cache_slots_in_use"], families["chargpt_cache_slots"])
+        total = sum(sample.value for sample in families["chargpt_cache_slots"].samples)  # 0 without a worker
+        in_use = families["chargpt_cache_slots_in_use"].samples
+        shares = [(sample.labels["model_name"], min(1.0, sample.value / total)) for sample in in_use if total]
+        usage = _gauge("kv_cache_usage_perc", "Share of cache slots in use, 0 to 1", shares)
         for family in (usage, *self._processes(), *self._identity(), *self._sequences()):
             families[family.name] = family
         _add_exemplars(families, metrics.current_folder())
         yield from families.values()
         if self.vllm_names:
             yield from (_renamed(families[ours], theirs) for ours, theirs in VLLM_NAMES.items() if ours in families)
-
-    def _usage(self, in_use: Metric, slots: Metric) -> Metric:
-        total = sum(sample.value for sample in slots.samples)  # 0 without a worker
-        shares = [(sample.labels["model_name"], min(1.0, sample.value / total)) for sample in in_use.samples if total]
-        return _gauge("kv_cache_usage_perc", "Share of cache slots in use, 0 to 1", shares)
 
     def _processes(self) -> Iterator[Metric]:
         service, state, seen = self.service_name, self.state, []
