@@ -255,14 +255,6 @@ class ModelMetrics(_Series):
         self.begun = records(self.time_to_first_token, self.request_first_decode_time)
         self.ended = records(self.e2e_request_latency, self.request_decode_time, self.request_inference_time)
         self.paced = records(self.request_time_per_output_token)
-        self._prompts, self._completions = records(self.request_prompt_tokens), records(self.request_generation_tokens)
-
-    def prompt_ran(self, length: int) -> None:
-        self.prompt_tokens.inc(length)
-        self._prompts.add((None, length))
-
-    def sequence_ended(self, length: int) -> None:
-        self._completions.add((None, length))
 
 
 Buffered = TypeVar("Buffered", Histogram, Counter, Gauge, Records)
