@@ -34,8 +34,11 @@ def size_check(corpus: Corpus, num_parameters: int) -> Iterator[str]:
     )
     decode = corpus.tokenizer.decode_array
     where = f", of the first {AT_MOST:,} characters" if len(corpus.train) > AT_MOST else ""
-    counts = [_counts(split, corpus.tokenizer.vocab_size) for split in (corpus.train, corpus.val)]
-    rare = np.flatnonzero((sum(counts) > 0) & (counts[0] < RARE)).tolist()
+    counts = np.zeros((2, corpus.tokenizer.vocab_size), dtype=np.int64)  # of each symbol in the two splits
+    for split, its_counts in zip((corpus.train, corpus.val), counts, strict=True):
+        for start in range(0, len(split), AT_MOST):  # in pieces that fit memory
+            its_counts += np.bincount(split[start : start + AT_MOST], minlength=len(its_counts))
+    rare = np.flatnonzero((counts.sum(axis=0) > 0) & (counts[0] < RARE)).tolist()
     if rare:
         named = " ".join(repr(corpus.tokenizer.characters[id]) for id in rare[:MAX_NAMED])
         more = f" and {len(rare) - MAX_NAMED:,} more" if len(rare) > MAX_NAMED else ""
@@ -65,11 +68,3 @@ def size_check(corpus: Corpus, num_parameters: int) -> Iterator[str]:
             f"overlap: {plural(known, 'record')} of {len(held_out):,} to validate are also trained on{where}: the "
             "validation loss will look better than the model is"
         )
-
-
-def _counts(ids: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Of each symbol, (V,) int64, in pieces that fit memory."""
-    counts = np.zeros(vocab_size, dtype=np.int64)
-    for start in range(0, len(ids), AT_MOST):
-        counts += np.bincount(ids[start : start + AT_MOST], minlength=vocab_size)
-    return counts

@@ -242,7 +242,11 @@ def prepare(data: str | Sequence[str], *, records: bool = False, glob: Sequence[
     sha256 = digest.hexdigest()
     folder = _cache_folder(sha256, records)
     if not folder.is_dir():
-        characters, count = _scan(files)
+        seen, count = np.zeros(0x110000, dtype=bool), 0  # code points
+        for text in read_text(files):
+            seen[np.frombuffer(text.encode("utf-32-le"), dtype="<u4")] = True
+            count += len(text)
+        characters = [chr(code) for code in np.flatnonzero(seen)]
         if len(characters) < 2:
             content = f"contains only the character {characters[0]!r}" if characters else "is empty"
             raise DataError(f"{name} {content}; a text needs at least 2 distinct characters")
@@ -402,15 +406,6 @@ def encode_files(files: Sequence[Path], encoder: Encoder, *, records: bool = Fal
         if len(ids) < 2:
             raise DataError(f"{files[0]} has no records")
     return ids
-
-
-def _scan(files: Sequence[Path]) -> tuple[list[str], int]:
-    """The sorted unique characters of a text, and its length."""
-    seen, count = np.zeros(0x110000, dtype=bool), 0
-    for text in read_text(files):
-        seen[np.frombuffer(text.encode("utf-32-le"), dtype="<u4")] = True
-        count += len(text)
-    return [chr(code) for code in np.flatnonzero(seen)], count
 
 
 def _encode(files: Sequence[Path], tokenizer: CharTokenizer, sha256: str, folder: Path, records: bool) -> None:

@@ -73,8 +73,14 @@ def load_origin(config: TrainConfig, characters: Sequence[str]) -> Origin:
         )
     weights = checkpoint.load_model().state_dict()
     if added:
-        generator = torch.Generator().manual_seed(config.seed)
-        weights |= new_rows(weights, len(added), generator)
+        # New head rows are the mean row: their logit is the mean logit, which takes little probability from existing
+        # characters. New embedding rows are sampled from the mean and variance of the existing ones, so that two new
+        # characters differ from the start (Hewitt 2021).
+        embed, head = weights["embed.weight"], weights["head.weight"]
+        std, mean = torch.std_mean(embed, dim=0, correction=0)
+        drawn = torch.randn(len(added), embed.size(1), generator=torch.Generator().manual_seed(config.seed))
+        weights["embed.weight"] = torch.cat((embed, mean + std * drawn))
+        weights["head.weight"] = torch.cat((head, head.mean(dim=0).expand(len(added), -1)))
     about = checkpoint.training
     lineage = {
         "path": config.init_from,
@@ -86,22 +92,6 @@ def load_origin(config: TrainConfig, characters: Sequence[str]) -> Origin:
         "init_from": about.get("init_from"),  # the checkpoint's own lineage
     }
     return Origin(CharTokenizer(vocabulary.characters + added), weights, lineage)
-
-
-def new_rows(weights: dict[str, Tensor], count: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Embedding and head with `count` rows appended.
-
-    New head rows are the mean row: their logit is the mean logit, which takes little probability from the existing
-    characters. New embedding rows are sampled from the mean and variance of the existing ones, so that two new
-    characters differ from the start (Hewitt 2021).
-    """
-    embed, head = weights["embed.weight"], weights["head.weight"]
-    std, mean = torch.std_mean(embed, dim=0, correction=0)
-    drawn = mean + std * torch.randn(count, embed.size(1), generator=generator)
-    return {
-        "embed.weight": torch.cat((embed, drawn)),
-        "head.weight": torch.cat((head, head.mean(dim=0).expand(count, -1))),
-    }
 
 
 def describe_origin(config: TrainConfig, origin: Origin) -> str:

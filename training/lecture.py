@@ -300,7 +300,8 @@ def give(corpus: Corpus, checkpoint: Checkpoint, picture: Path, *, steps: int, s
     [(_, served)] = sample_texts(full, prompt, 1, 200, SamplingParams(seed=seed))
     print(indented(checkpoint.tokenizer.decode(served)))
 
-    draw(picture, corpus, bigram_losses, one_head_losses, one_head, loss, seed)
+    trained = {"bigram table": bigram_losses, "one head": one_head_losses}
+    draw(picture, corpus, trained, one_head, loss, seed)
     print(f"\n{time.monotonic() - started:.0f} s; picture: {picture}")
 
 
@@ -313,26 +314,20 @@ def indented(text: str) -> str:
 
 
 def draw(
-    picture: Path,
-    corpus: Corpus,
-    bigram_losses: list[float],
-    one_head_losses: list[float],
-    one_head: OneHead,
-    served_loss: float | None,
-    seed: int,
+    picture: Path, corpus: Corpus, trained: dict[str, list[float]], one_head: OneHead, served: float | None, seed: int
 ) -> None:
     """Losses, the two softmaxes, the weights of a mean, and those of a trained head."""
     from matplotlib.figure import Figure  # takes half a second to import
 
     figure = Figure(figsize=(11, 8), layout="constrained")
     (losses, softmax), (mean, learned) = figure.subplots(2, 2)
-    for label, values in (("bigram table", bigram_losses), ("one head", one_head_losses)):
+    for label, values in trained.items():
         every = max(1, len(values) // 200)
         smooth = [sum(values[i : i + every]) / every for i in range(0, len(values) - every + 1, every)]
         losses.plot([i * every for i in range(len(smooth))], smooth, label=label)
     losses.axhline(math.log(corpus.tokenizer.vocab_size), color="gray", ls=":", label="uniform guess")
-    if served_loss:
-        losses.axhline(served_loss, color="tab:green", label="the model that is served")
+    if served:
+        losses.axhline(served, color="tab:green", label="the model that is served")
     losses.set(title="training loss", xlabel="step", ylabel="nats per character")
     losses.legend()
     scores = torch.randn(T, generator=torch.Generator().manual_seed(seed))

@@ -339,19 +339,15 @@ class Run:
             scores = split_losses(best, corpus.val, self.config.records, corpus.train, advance)
         losses = {**scores, **baselines(corpus.train, corpus.val, corpus.tokenizer.vocab_size)}
         self.save_served("best", best, losses, self.progress.at_best)
-        speed = self.speed()
-        self.log({"event": "end", "step": self.progress.step, **losses, **speed})
-        draw_curves(self.out)
-        self.save()
-        print_report(console, self.config, self.progress, losses, speed, self.out, len(corpus.val))
-
-    def speed(self) -> dict[str, float]:
-        """Training speed, in characters per second and as a share of the matrix-product peak, which is measured now."""
         rate = self.progress.characters / self.progress.elapsed_seconds
         devices = 1 if self.device.type == "cpu" else self.world.size
         peak = matmul_peak(self.device, getattr(torch, self.config.dtype)) * devices
         share = rate * self.flops_per_character(self.mean_window) / peak
-        return {"characters_per_second": rate, "matmul_peak_flops": peak, "peak_share": share}
+        speed = {"characters_per_second": rate, "matmul_peak_flops": peak, "peak_share": share}
+        self.log({"event": "end", "step": self.progress.step, **losses, **speed})
+        draw_curves(self.out)
+        self.save()
+        print_report(console, self.config, self.progress, losses, speed, self.out, len(corpus.val))
 
     @property
     def mean_window(self) -> float:
