@@ -11,11 +11,13 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from training.state import Progress
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 LOG = "log.jsonl"
 
@@ -29,10 +31,17 @@ class RunLog(contextlib.ExitStack):
         self._file = self.enter_context(open(out / LOG, "ab"))
         self._file.truncate(progress.log_bytes)
         self._file.seek(0, os.SEEK_END)  # truncate() leaves the position, which sync() returns, at the old end
-        self._board: _Board | None = None
+        self._board: SummaryWriter | None = None
         if tensorboard:
-            self._board = _Board(out / "tensorboard", read_log(out), progress.elapsed_seconds)
-            self.callback(self._board.writer.close)
+            from torch.utils.tensorboard import SummaryWriter  # optional, and takes seconds to import
+
+            folder = out / "tensorboard"
+            shutil.rmtree(folder, ignore_errors=True)
+            # purge_step makes a running TensorBoard drop what it read from the old files.
+            self._board = self.enter_context(SummaryWriter(str(folder), purge_step=0, flush_secs=10))
+            self._start = time.time() - progress.elapsed_seconds
+            for record in read_log(out):
+                self._add_to_board(self._board, record)
 
     def add(self, record: dict[str, Any]) -> None:
         record["elapsed_seconds"] = round(self.progress.elapsed_seconds, 3)
@@ -40,7 +49,17 @@ class RunLog(contextlib.ExitStack):
         self._file.write((json.dumps(record, ensure_ascii=False) + "\n").encode())
         self._file.flush()
         if self._board:
-            self._board.add(record)
+            self._add_to_board(self._board, record)
+
+    def _add_to_board(self, board: SummaryWriter, record: dict[str, Any]) -> None:
+        """Scalars have their names in the log. Wall times count training only, not the pauses between resumed runs."""
+        when = self._start + record["elapsed_seconds"]
+        for name, value in record.items():
+            if name == "sample":
+                indented = "    " + value.replace("\n", "\n    ")  # a Markdown code block
+                board.add_text(name, indented, record["step"], walltime=when)
+            elif name not in ("event", "step", "elapsed_seconds"):
+                board.add_scalar(name, value, record["step"], walltime=when)
 
     def sync(self) -> int:
         """Write the log to the disk and return its length in bytes."""
@@ -51,29 +70,3 @@ class RunLog(contextlib.ExitStack):
 
 def read_log(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / LOG).read_text(encoding="utf-8").splitlines()]
-
-
-class _Board:
-    """Event files in `folder`, beginning with `records`.
-
-    Scalars have their names in the log. Wall times count training only, not the pauses between resumed runs.
-    """
-
-    def __init__(self, folder: Path, records: Iterable[dict[str, Any]], elapsed_seconds: float):
-        from torch.utils.tensorboard import SummaryWriter  # optional, and takes seconds to import
-
-        shutil.rmtree(folder, ignore_errors=True)
-        # purge_step makes a running TensorBoard drop what it read from the old files.
-        self.writer = SummaryWriter(str(folder), purge_step=0, flush_secs=10)
-        self.start = time.time() - elapsed_seconds
-        for record in records:
-            self.add(record)
-
-    def add(self, record: dict[str, Any]) -> None:
-        when = self.start + record["elapsed_seconds"]
-        for name, value in record.items():
-            if name == "sample":
-                indented = "    " + value.replace("\n", "\n    ")  # a Markdown code block
-                self.writer.add_text(name, indented, record["step"], walltime=when)
-            elif name not in ("event", "step", "elapsed_seconds"):
-                self.writer.add_scalar(name, value, record["step"], walltime=when)

@@ -70,10 +70,11 @@ def examine(
 ) -> Examination:
     """Generate texts, or records, and compare them with the text that the model was trained on.
 
-    regex, check: what decides whether a record is valid.
+    regex, check: what decides whether a record is valid: a regular expression of Python's that matches the whole, and
+    a command.
 
     Raises:
-        ConfigError: as `matching` and `valid_records`.
+        ConfigError: the pattern is invalid, or as `valid_records`.
     """
     tokenizer, params, device = corpus.tokenizer, SamplingParams(seed=seed), str(model.head.weight.device)
     if corpus.records is None:
@@ -94,7 +95,10 @@ def examine(
     known, unseen = (tokenizer.decode(split)[1:-1].split("\n") for split in (corpus.train, corpus.val))
     valid = {*records, *unseen}
     if regex is not None:
-        valid = matching(valid, regex)
+        try:
+            valid = set(filter(re.compile(regex).fullmatch, valid))
+        except re.error as error:
+            raise ConfigError(f"--regex {regex!r}: {error}") from None
     if check is not None:
         valid = valid_records(valid, check)
     asked = None if regex is check is None else valid
@@ -138,19 +142,6 @@ def describe_records(
     if valid is not None:
         figures["share that is valid"] = sum(record in valid for record in records) / len(records)
     return figures
-
-
-def matching(records: Set[str], pattern: str) -> set[str]:
-    """Those that match the whole of a regular expression, of Python's `re`.
-
-    Raises:
-        ConfigError: the pattern is invalid.
-    """
-    try:
-        whole = re.compile(pattern)
-    except re.error as error:
-        raise ConfigError(f"--regex {pattern!r}: {error}") from None
-    return {record for record in records if whole.fullmatch(record)}
 
 
 def valid_records(records: Set[str], check: str) -> set[str]:
