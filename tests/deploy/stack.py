@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any, Self
 
 import httpx
-import torch
 
+from service.engine.engine import Engine
+from service.engine.runner import open_runner
 from service.model.checkpoint import Checkpoint
 from service.model.params import SamplingParams
+from service.wire import Submit
 from tests.helpers import wait_until
 from tests.toolbox.http import DONE, events, text_of
 
@@ -74,9 +76,9 @@ def answered_by(container: Any) -> dict[str, dict[str, Any]]:
 
 
 def reference(checkpoint: Checkpoint, prompt: str, seed: int) -> str:
-    """The first characters of a seed's text, by the uncached fp64 model."""
-    model = checkpoint.load_model(dtype=torch.float64)
-    ids = model.generate(checkpoint.tokenizer.encode(prompt), FIRST_CHARACTERS, SamplingParams(seed=seed))
+    """The first characters of a seed's text by this process's engine, in float32 as the images' is."""
+    submit = Submit(0, checkpoint.tokenizer.encode(prompt), FIRST_CHARACTERS, SamplingParams(seed=seed))
+    (ids,) = Engine(open_runner(checkpoint)).generate([submit])
     return checkpoint.tokenizer.decode(ids)
 
 
