@@ -289,8 +289,7 @@ class Generation:
             sequence.queue_seconds = delta.scheduled_at - self._arrived_at
             sequence.prefill_seconds = prefilled_at - delta.scheduled_at
             sequence.prefilled_at = prefilled_at
-            self._metrics.prompt_tokens.inc(len(sequence.submit.prompt))
-            self._metrics.request_prompt_tokens.observe(len(sequence.submit.prompt))
+            self._metrics.prompt_ran(len(sequence.submit.prompt))
         if not sequence.is_begun:
             sequence.is_begun = True
             self._client.state.count(self._client.consumer_id, self.model.row, "begun")
@@ -301,7 +300,7 @@ class Generation:
                 sequence.decode_seconds = delta.ended_at - sequence.prefilled_at
             if reason in FAILURES and self._failure is None:
                 self._failure = self._failed(sequence, reason)
-            self._metrics.request_generation_tokens.observe(sequence.num_completion_tokens)
+            self._metrics.sequence_ended(sequence.num_completion_tokens)
             self._client.state.count(self._client.consumer_id, self.model.row, reason)
             self._touched[sequence] = None
         is_first = prefilled_at is not None and self.is_stream

@@ -98,10 +98,14 @@ class Histogram:
         self._child._sum.inc(total)
         for bucket, count in increases.items():
             self._child._buckets[bucket].inc(count)
-        now, latest = time.time(), dict(zip(buckets, zip(request_ids, amounts, strict=True), strict=True))
-        for bucket, (request_id, amount) in latest.items():
-            if request_id is not None and len(request_id) <= MAX_EXEMPLAR_CHARACTERS:
-                self.exemplars[bounds[bucket]] = Exemplar(request_id, amount, now)
+        now, left = time.time(), set(increases)  # buckets whose latest observation is looked for
+        for bucket, request_id, amount in zip(reversed(buckets), reversed(request_ids), reversed(amounts), strict=True):
+            if bucket in left:
+                left.remove(bucket)
+                if request_id is not None and len(request_id) <= MAX_EXEMPLAR_CHARACTERS:
+                    self.exemplars[bounds[bucket]] = Exemplar(request_id, amount, now)
+                if not left:
+                    break
 
 
 class Records:
@@ -255,6 +259,14 @@ class ModelMetrics(_Series):
         self.begun = records(self.time_to_first_token, self.request_first_decode_time)
         self.ended = records(self.e2e_request_latency, self.request_decode_time, self.request_inference_time)
         self.paced = records(self.request_time_per_output_token)
+        self._prompts, self._completions = records(self.request_prompt_tokens), records(self.request_generation_tokens)
+
+    def prompt_ran(self, length: int) -> None:
+        self.prompt_tokens.inc(length)
+        self._prompts.add((None, length))
+
+    def sequence_ended(self, length: int) -> None:
+        self._completions.add((None, length))
 
 
 Buffered = TypeVar("Buffered", Histogram, Counter, Gauge, Records)
