@@ -50,6 +50,7 @@ class Submit(msgspec.Struct, gc=False, array_like=True, tag=True):
     constraint: bytes | None = None  # a packed Automaton that the text must match
     minimum: bytes | None = None  # its packed MinimumLength for min_tokens; None: every match has so many
     may_leave: bool = True  # an id that leaves the constraint where it accepts ends the text; False: it is masked out
+    constrains_first: bool = False  # the constraint is of the first id alone
     logprobs: int | None = None  # report each id's log-probability and this many of the likeliest; None: neither
     logprob_ids: tuple[int, ...] = ()  # report the log-probabilities of these ids instead of the likeliest
     score_from: int | None = None  # report the prompt's log-probabilities too, from this index (at least 1) on

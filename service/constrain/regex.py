@@ -140,20 +140,27 @@ def compile_choice(
 
 
 def compile_without(
-    words: Sequence[str], characters: Sequence[str], *, allowed: frozenset[str] | None = None, max_states: int = 1000
+    words: Sequence[str],
+    characters: Sequence[str],
+    *,
+    allowed: frozenset[str] | None = None,
+    end: str | None = None,
+    max_states: int = 1000,
 ) -> Automaton:
     """The automaton of all texts of the allowed characters that contain none of these words (Aho and Corasick 1975).
 
+    Nothing follows the character `end`, which is allowed too.
+
     Raises RegexError: there are too many words.
     """
-    usable = {c for c in characters if allowed is None or c in allowed}
-    words = [word for word in words if usable.issuperset(word)]
+    usable = {c for c in characters if allowed is None or c in allowed or c == end}
+    words = [word for word in words if usable.issuperset(word) and not (end is not None and end in word[:-1])]
     words = [word for word in words if not any(other in word for other in words if other != word)]
     prefixes = sorted({word[:i] for word in words for i in range(len(word))} | {""}, key=len)
     if len(prefixes) > max_states:
         raise RegexError(f"the words need {len(prefixes)} states (limit {max_states}); give fewer or shorter words")
     states = {prefix: i for i, prefix in enumerate(prefixes)}
-    symbols = {c: i for i, c in enumerate(sorted(set("".join(words))))}
+    symbols = {c: i for i, c in enumerate(sorted(set("".join([*words, end or ""]))))}
     rest = len(symbols)  # the class of all other allowed characters
     fallback = [0] * len(states)  # by state: that of its longest proper suffix
     rows: list[dict[int, int]] = []
@@ -166,6 +173,8 @@ def compile_without(
             elif text in states:
                 fallback[states[text]], row[symbol] = row[symbol], states[text]
         rows.append(row)
+    if end is not None and any(symbols[end] in row for row in rows):
+        rows = [row | dict.fromkeys(row.keys() & {symbols[end]}, len(rows)) for row in rows] + [{}]
     # Of the classes of each symbol, of other allowed characters and of the rest, those that have characters.
     used, classes = np.unique(
         [symbols.get(c, rest if c in usable else rest + 1) for c in characters], return_inverse=True

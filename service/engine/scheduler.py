@@ -237,6 +237,8 @@ class Scheduler:
         if piece.choose:
             self.prefilling.remove(sequence)
             self.is_decoding[slot] = True
+            if sequence.request.constrains_first:
+                sequence.guide = None  # the piece has it
             self.num_guided += sequence.guide is not None
             self.num_left[slot] = sequence.request.max_tokens - 1  # the first one is chosen with the piece
 

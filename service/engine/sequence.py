@@ -108,7 +108,7 @@ class Sequence:
             self._stops.append(StopPattern(_automaton(request.stop_pattern)))
         self.num_held = 0  # ids at the end that may begin a stop
         # Ids that may begin a stop: while none is held and none comes, ids need no other look. None: each needs one.
-        is_simple = request.constraint is None and request.stop_pattern is None
+        is_simple = (request.constraint is None or request.constrains_first) and request.stop_pattern is None
         self.notable = frozenset(stop[0] for stop in request.stop) if is_simple else None
 
     @property

@@ -30,6 +30,7 @@ MAX_CHOICES = 1000
 MAX_STOPS = 16
 MAX_BIASES = 10_000
 MAX_BAD_WORDS = 256
+MAX_LOGPROB_IDS = 128
 MAX_ID = 2**31 - 1
 MAX_SEQUENCES = 10_000  # of a request, whatever the server's limit is
 MAX_ATTENTION_CHARACTERS = 256
@@ -46,6 +47,7 @@ ChoiceString = Annotated[Text, Field(min_length=1, max_length=1000)]
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 Id = Annotated[int, Field(ge=0, le=MAX_ID)]
 StopIds = Annotated[List[Id], Field(max_length=MAX_STOPS)]
+LogprobIds = Annotated[List[Id], Field(max_length=MAX_LOGPROB_IDS)]
 AllowedIds = Annotated[List[Id], Field(min_length=1, max_length=MAX_BIASES)]
 BadWord = Annotated[Text, Field(min_length=1, max_length=100)]
 Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
@@ -230,6 +232,13 @@ class GenerationRequest(ModelRequest):
     logprobs: int | None = _field(None, 3, ge=0)
     """report the log-probability of each character under the unmodified model, and of this many of the likeliest; at
     most the size of the vocabulary"""
+    logprob_token_ids: LogprobIds | None = _field(None, [1, 2])
+    """with `logprobs`: report the log-probabilities of these ids instead of the likeliest; not with `echo`"""
+    prompt_logprobs: int | None = _field(None, 1, ge=-1)
+    """report of each character of the prompt its log-probability and rank, and those of this many of the likeliest;
+    -1: of all. Not of a stream"""
+    return_token_ids: bool = _field(False, True)
+    """report the ids of the prompt and of the text after it"""
     echo: bool = _field(False, True)
     """begin the answer with the prompt, and its log-probabilities if requested"""
     stream: bool = _field(False, True)
@@ -248,6 +257,10 @@ class GenerationRequest(ModelRequest):
         for name, other, reason in _CONFLICTS if len(given) > 1 else ():
             if name in given and other in given:
                 raise invalid(name, f"cannot be combined with {other}{reason}")
+        if self.logprob_token_ids and (self.logprobs is None or self.echo):
+            raise invalid("logprob_token_ids", "cannot be combined with echo" if self.echo else "needs logprobs")
+        if self.prompt_logprobs is not None and self.stream:
+            raise invalid("prompt_logprobs", "cannot be streamed")
         if self.min_tokens > self.max_tokens:
             raise invalid("min_tokens", f"must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}")
         if self.best_of is not None and self.best_of < self.n:

@@ -23,33 +23,38 @@ FOREIGN_FIELDS = frozenset(
         "parallel_tool_calls", "tools", "tool_choice", "top_logprobs", "modalities", "verbosity", "reasoning_effort",
         # vLLM
         "add_special_tokens", "cache_salt", "kv_transfer_params", "request_id", "return_token_strs",
-        "return_tokens_as_token_ids", "skip_special_tokens", "spaces_between_special_tokens", "truncation_side",
-        "vllm_xargs",
+        "return_tokens_as_token_ids", "skip_special_tokens", "spaces_between_special_tokens", "vllm_xargs",
     )
 )  # fmt: skip
 # Fields of other APIs that would change a generation's answer -> what to do. Refused, unless a value changes nothing.
 REFUSED_FIELDS: dict[str, str] = {
     name: remedy
     for names, remedy in {
-        "guided_json guided_grammar grammar json_schema response_format": "give the form of the answer as regex or "
-        "choice",
-        "use_beam_search num_beams length_penalty early_stopping": "no beam search: use best_of",
-        "prompt_logprobs logprob_token_ids": "use logprobs, echo or /v1/score",
-        "mirostat mirostat_mode tfs_z top_a xtc_probability": "use top_p, min_p or typical_p",
-        "no_repeat_ngram_size dry_multiplier dry_base dry_allowed_length": "use repetition_penalty, presence_penalty "
-        "or frequency_penalty",
+        "guided_json guided_grammar grammar json_schema ebnf structural_tag response_format": "give the form of the "
+        "answer as regex or choice",
+        "use_beam_search num_beams num_beam_groups beam_width length_penalty early_stopping": "no beam search: use "
+        "best_of",
+        "mirostat mirostat_mode mirostat_tau mirostat_eta tfs_z top_a top_n_sigma xtc_probability xtc_threshold "
+        "dynatemp_range dynatemp_exponent smoothing_factor epsilon_cutoff eta_cutoff samplers": "use top_p, min_p or "
+        "typical_p",
+        "no_repeat_ngram_size encoder_repetition_penalty repetition_detection penalty_alpha dry_multiplier dry_base "
+        "dry_allowed_length dry_penalty_last_n dry_sequence_breakers": "use repetition_penalty, presence_penalty or "
+        "frequency_penalty",
+        "bad_words_ids suppress_tokens banned_tokens": "use bad_words or logit_bias",
+        "sampling_params parameters options": "give its fields themselves",
+        "truncation_side": "truncate_prompt_tokens keeps the last characters",
         "do_sample": "for the likeliest characters say temperature 0",
         "detokenize": "an answer is always text",
         "logits_processors": "no code of clients runs here",
         "messages": "there is no chat: give prompt",
         "prompt_embeds": "a prompt is text or ids",
-        "return_token_ids": "POST /tokenize gives the ids of a text",
     }.items()
     for name in names.split()
 }
 # The values with which these change nothing.
 _NEUTRAL: dict[str, Any] = {
-    "do_sample": True, "detokenize": True, "length_penalty": 1, "num_beams": 1, "response_format": {"type": "text"},
+    "do_sample": True, "detokenize": True, "length_penalty": 1, "num_beams": 1, "num_beam_groups": 1,
+    "response_format": {"type": "text"}, "truncation_side": "left", "encoder_repetition_penalty": 1,
 }  # fmt: skip
 # What other APIs call a field: refused, unless the field itself is given too.
 OTHER_NAMES = {
@@ -57,7 +62,8 @@ OTHER_NAMES = {
     "n_predict": "max_tokens", "num_predict": "max_tokens", "max_gen_toks": "max_tokens",
     "min_new_tokens": "min_tokens", "guided_regex": "regex", "guided_choice": "choice", "stop_sequences": "stop",
     "until": "stop", "num_return_sequences": "n", "repeat_penalty": "repetition_penalty", "inputs": "prompt",
-    "max_output_tokens": "max_tokens",
+    "input": "prompt", "input_ids": "prompt", "text": "prompt", "query": "prompt", "contents": "prompt",
+    "max_output_tokens": "max_tokens", "stopping_strings": "stop", "logits_bias": "logit_bias",
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import msgspec
 from service.http.bodies import CompletionRequest, GenerateRequest, GenerationRequest
 from service.http.context import Service
 from service.http.encoding import Encoder, begun, check_ids, unknown_characters
-from service.http.generation import Piece
+from service.http.generation import Generation, Piece
 from service.http.lease import MAX_CUTS
 from service.http.models import Model
 from service.http.request import Request
@@ -81,12 +81,17 @@ async def _answer(
     if body.min_tokens or any(_patterns(body)):
         await _constrain(model, body, shared)
     submits = _submits(model, body, shared, prompts, seeds, candidates)
-    service.admit(request, submits, echo=body.echo, num_rankings=candidates * len(prompts) if suffix else 0)
+    if model.record_end is not None and not (body.ignore_eos or body.regex is not None or body.choice is not None):
+        await _begin_records(model, body, submits)
+    scoring = _prompt_scoring(model, body, submits[::candidates])
+    rankings = candidates * len(prompts) if suffix else 0
+    service.admit(request, submits + scoring, echo=body.echo, num_rankings=rankings)
     echo = None
     if body.echo:
         echo = [text for prompt in prompts for text in [await encoder.decode(prompt)] * candidates]
     request.num_prompt_tokens = sum(map(len, prompts))
 
+    form = form_class(request, encoder, seeds, body, prompts)
     pieces: Pieces
     if suffix:
         pieces = _infill(service, request, submits, body.n, candidates, suffix, echo)
@@ -98,7 +103,8 @@ async def _answer(
         pieces = service.start(request, submits, echo=echo, interval=interval if body.stream else None)
     encoder.count_unknown()
 
-    form = form_class(request, encoder, seeds, body.stream_options)
+    if scoring:
+        pieces = _then_score(service, request, pieces, scoring, form)
     if body.stream:
         await write_stream(request, pieces, form, done)
     else:
@@ -124,6 +130,9 @@ def _check_limits(service: Service, model: Model, body: GenerationRequest, count
     vocab_size = model.vocab_size
     if body.logprobs is not None and body.logprobs > vocab_size:
         raise invalid("logprobs", f"at most {vocab_size}, the size of the vocabulary, got {body.logprobs}")
+    if body.prompt_logprobs is not None and body.prompt_logprobs > vocab_size:
+        message = f"at most {vocab_size}, the size of the vocabulary, got {body.prompt_logprobs}"
+        raise invalid("prompt_logprobs", message)
     return candidates
 
 
@@ -147,6 +156,9 @@ def _shared(service: Service, model: Model, body: GenerationRequest, seed: int, 
         logprobs=body.logprobs,
         priority=2 * body.priority,
     )
+    if body.logprob_token_ids:
+        check_ids(model, body.logprob_token_ids, "logprob_token_ids")
+        shared.logprob_ids = tuple(dict.fromkeys(body.logprob_token_ids))
     if candidates > body.n and shared.logprobs is None:
         shared.logprobs = 0  # to rank the candidates
     return shared
@@ -172,6 +184,29 @@ def _submits(
     return submits
 
 
+def _prompt_scoring(model: Model, body: GenerationRequest, submits: list[Submit]) -> list[Submit]:
+    """What scores prompts alone, over the whole vocabulary, as ranks need; submits: one of each prompt."""
+    if body.prompt_logprobs is None:
+        return []
+    return [
+        Submit(
+            0, it.prompt, 0, it.sampling, it.timeout_seconds,
+            logprobs=model.vocab_size, score_from=1 if len(it.prompt) > 1 else None, priority=it.priority,
+        )
+        for it in submits
+    ]  # fmt: skip
+
+
+async def _then_score(
+    service: Service, request: Request, pieces: Pieces, scoring: list[Submit], form: Form
+) -> list[Piece]:
+    complete = await (pieces.whole() if isinstance(pieces, Generation) else pieces)
+    generation = service.start(request, scoring)
+    await generation.whole()
+    form.prompt_logprobs = [generation.prompt_logprobs(i) for i in range(len(scoring))]
+    return complete
+
+
 async def _constrain(model: Model, body: GenerationRequest, submit: Submit) -> None:
     """Set the patterns that a request asks for."""
     allowed, end = None, None if body.ignore_eos else model.record_end
@@ -195,20 +230,37 @@ async def _constrain(model: Model, body: GenerationRequest, submit: Submit) -> N
             shortest = plural(constraint.min_length, "character")
             raise invalid(param, f"the shortest match has {shortest}, max_tokens is {body.max_tokens}")
         submit.constraint = constraint.packed
-        submit.minimum = await model.patterns.minimum(param, constraint, body.min_tokens, body.max_tokens)
-    elif allowed is not None or body.bad_words:
-        if allowed is not None and end is not None:
-            allowed |= {"\n"}
-        words = await model.patterns.compile("bad_words", tuple(body.bad_words or ()), allowed)
-        submit.constraint = words.packed
+        if body.min_tokens > constraint.min_length:
+            its = constraint.packed, body.min_tokens, body.max_tokens
+            submit.minimum = await model.patterns.minimum(param, *its)
+    elif allowed is not None or body.bad_words or (body.min_tokens and end is not None):
+        # Of a record, the line break that ends it too.
+        words = tuple(body.bad_words or ())
+        compiled = await model.patterns.compile("bad_words", words, allowed, None if end is None else "\n")
+        submit.constraint = compiled.packed
         submit.may_leave = False
         if end is not None:
             submit.stop = (*submit.stop, (end,))
-    elif body.min_tokens and end is not None:
-        # A record that has not enough characters yet does not end; once it has, a line break leaves the pattern.
-        record = await model.patterns.compile("min_tokens", "[^\n]*")
-        submit.constraint = record.packed
-        submit.minimum = await model.patterns.minimum("min_tokens", record, body.min_tokens, body.max_tokens)
+            if body.min_tokens:
+                submit.minimum = await _record_minimum(model, body, compiled.packed, body.min_tokens)
+
+
+async def _begin_records(model: Model, body: GenerationRequest, submits: list[Submit]) -> None:
+    """Have no record end before its first character: none was trained on that does."""
+    begins = [] if body.min_tokens else [it for it in submits if it.prompt[-1] == model.record_end]
+    if begins and begins[0].constraint is None:
+        first = (await model.patterns.compile("prompt", "[^\n]")).packed
+        for submit in begins:
+            submit.constraint, submit.constrains_first = first, True
+    elif begins:
+        minimum = await _record_minimum(model, body, begins[0].constraint or b"", 1)
+        for submit in begins:
+            submit.minimum = minimum
+
+
+async def _record_minimum(model: Model, body: GenerationRequest, packed: bytes, length: int) -> bytes:
+    """For records of at least `length` characters and the line break that ends them, or of max_tokens."""
+    return await model.patterns.minimum("min_tokens", packed, length + 1, max(body.max_tokens, length + 1))
 
 
 def _logit_bias(model: Model, body: GenerationRequest) -> tuple[tuple[int, float], ...]:

@@ -336,7 +336,7 @@ def _in_vocabulary(value: Any, tokenizer: CharTokenizer) -> Any:
 
 TEXTS = {
     "prompt", "suffix", "choice", "allowed_characters", "allowed_token_ids", "stop_token_ids", "bad_words",
-    "logit_bias", "texts", "prefix", "continuations", "tokens", "text",
+    "logit_bias", "logprob_token_ids", "texts", "prefix", "continuations", "tokens", "text",
 }  # fmt: skip
 Bounds = dict[str, dict[str, int]]  # by what they are of: string, integer, object, ids (a list of them), array
 
@@ -363,6 +363,7 @@ def _add_limits(
         "logit_bias": {"integer": id, "object": {"maxProperties": V}, "pairs": {"maxItems": V}},
         "max_tokens": {"integer": tokens}, "min_tokens": {"integer": tokens},
         "n": {"integer": count}, "best_of": {"integer": count}, "seed": {"ids": {"maxItems": most}},
+        "logprob_token_ids": {"integer": id}, "prompt_logprobs": {"integer": {"maximum": V}},
         "logprobs": {"integer": {"maximum": V}}, "regex": {"string": pattern}, "stop_regex": {"string": pattern},
         **dict.fromkeys(("texts", "continuations"), {"array": {"maxItems": texts}}),
     }  # fmt: skip
@@ -410,7 +411,8 @@ def _query_parameters(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for name, field in fields.items():
         # The first branch of each field is the plain one, but a query can have several stops.
         schema = field["anyOf"][1 if name == "stop" else 0]
-        if name == "stream" or (schema.get("type", "object") in ("array", "object") and name != "stop"):
+        is_plain = name == "stop" or schema.get("type", "object") not in ("array", "object")
+        if name in ("stream", "prompt_logprobs") or not is_plain:
             continue
         schema = schema | {key: field[key] for key in ("default", "examples") if key in field}
         yield {"name": name, "in": "query", "description": field["description"], "schema": schema}

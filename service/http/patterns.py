@@ -61,30 +61,33 @@ class PatternCompiler:
         self._compiled, self._minima = _Cache(), _Cache()
 
     async def compile(
-        self, param: str, pattern: str | tuple[str, ...], allowed: frozenset[str] | None = None
+        self,
+        param: str,
+        pattern: str | tuple[str, ...],
+        allowed: frozenset[str] | None = None,
+        end: str | None = None,
     ) -> Compiled:
         """The request's field `param`, a regex, choice or bad words, over `allowed` characters (None: all).
 
+        end: of bad words, as in `compile_without`.
+
         Raises ApiError: 400, the pattern is invalid or too large.
         """
-        compile = functools.partial(self._compile, param, pattern, allowed)
+        compile = functools.partial(self._compile, param, pattern, allowed, end)
         length = len(pattern) if isinstance(pattern, str) else sum(map(len, pattern))
         if length > (self._max_characters if isinstance(pattern, str) else MAX_CHOICE_CHARACTERS):
             found = compile()  # refused for its length, and not kept
         else:
-            found = await self._compiled.find((param, pattern, allowed), 8 * length, compile)
+            found = await self._compiled.find((param, pattern, allowed, end), 8 * length, compile)
         if isinstance(found, str):
             raise invalid(param, found, "invalid_pattern")
         return found
 
-    async def minimum(self, param: str, compiled: Compiled, min_tokens: int, max_tokens: int) -> bytes | None:
-        """The packed MinimumLength for matches of so many characters; None: every match has `min_tokens`.
+    async def minimum(self, param: str, packed: bytes, min_tokens: int, max_tokens: int) -> bytes:
+        """The packed MinimumLength for matches of so many characters.
 
         Raises ApiError: 400, no match has an allowed length, or the pattern is too large to find out.
         """
-        if min_tokens <= compiled.min_length:
-            return None
-        packed = compiled.packed
         find = functools.partial(_find_minimum, packed, min_tokens, max_tokens)
         found: bytes | str | None = await self._minima.find((packed, min_tokens, max_tokens), len(packed), find)
         if isinstance(found, bytes):
@@ -95,11 +98,13 @@ class PatternCompiler:
         advice = "lower min_tokens, or give a smaller pattern"
         raise invalid("min_tokens", f"{found} of {param}; {advice}", "invalid_pattern")
 
-    def _compile(self, param: str, pattern: str | tuple[str, ...], allowed: frozenset[str] | None) -> Compiled | str:
+    def _compile(
+        self, param: str, pattern: str | tuple[str, ...], allowed: frozenset[str] | None, end: str | None
+    ) -> Compiled | str:
         """The message of a RegexError if there is one."""
         try:
             if isinstance(pattern, tuple) and param == "bad_words":
-                automaton = compile_without(pattern, self._characters, allowed=allowed)
+                automaton = compile_without(pattern, self._characters, allowed=allowed, end=end)
             elif isinstance(pattern, tuple):
                 automaton = compile_choice(
                     pattern, self._characters, allowed=allowed, max_characters=MAX_CHOICE_CHARACTERS

@@ -140,6 +140,24 @@ class TokenLogprobs(msgspec.Struct):
     text_offset: Annotated[list[int], about("of each character in the choice's text")]
 
 
+class PromptLogprob(msgspec.Struct):
+    """A character at a place of the prompt, as vLLM reports it."""
+
+    logprob: float
+    rank: Annotated[int, about("among the whole vocabulary there: 1 is the likeliest")]
+    decoded_token: Annotated[str, about("the character")]
+
+
+TokenIds = Annotated[list[int] | UnsetType, about("of the text, without an echoed prompt; with return_token_ids")]
+PromptTokenIds = Annotated[
+    list[int] | UnsetType, about("of the prompt, in the first event of a choice; with return_token_ids")
+]
+PromptLogprobs = Annotated[
+    list[dict[str, PromptLogprob] | None] | UnsetType,
+    about("by id, of each character of the prompt; null: the first of a document. With prompt_logprobs"),
+]
+
+
 class GenerateChoice(msgspec.Struct):
     """One text."""
 
@@ -148,6 +166,9 @@ class GenerateChoice(msgspec.Struct):
     finish_reason: FinishReason
     seed: ChoiceSeed
     logprobs: Annotated[TokenLogprobs | UnsetType, about("if requested")] = UNSET
+    token_ids: TokenIds = UNSET
+    prompt_token_ids: PromptTokenIds = UNSET
+    prompt_logprobs: PromptLogprobs = UNSET
 
 
 class GenerateAnswer(msgspec.Struct):
@@ -168,6 +189,8 @@ class GenerateEvent(msgspec.Struct):
     finish_reason: StreamedFinishReason
     seed: ChoiceSeed
     logprobs: Annotated[TokenLogprobs | UnsetType, about("of these characters, if requested")] = UNSET
+    token_ids: TokenIds = UNSET
+    prompt_token_ids: PromptTokenIds = UNSET
     usage: Annotated[Usage | UnsetType, about("so far, with continuous_usage_stats")] = UNSET
 
 
@@ -188,12 +211,15 @@ class ChunkChoice(msgspec.Struct):
     logprobs: TokenLogprobs | None
     finish_reason: StreamedFinishReason
     seed: ChoiceSeed
+    token_ids: TokenIds = UNSET
+    prompt_token_ids: PromptTokenIds = UNSET
 
 
 class CompletionChoice(ChunkChoice):
     """One text, as in OpenAI's API; `seed` is added."""
 
     finish_reason: FinishReason
+    prompt_logprobs: PromptLogprobs = UNSET
 
 
 class Completion(msgspec.Struct):

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from service.http.bodies import StreamOptions
+from service.http.bodies import GenerationRequest
 from service.http.encoding import Encoder
 from service.http.generation import Generation, Piece
 from service.http.request import JSON, Request, header_lines
@@ -27,12 +27,13 @@ from service.http.schemas import (
     GenerateChoice,
     GenerateEnd,
     GenerateEvent,
+    PromptLogprob,
     Receipt,
     TokenLogprobs,
     Usage,
 )
 from service.http.turns import Pause
-from service.wire import floats
+from service.wire import Logprobs, floats
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -112,11 +113,23 @@ def pieces_of(piece: Piece) -> Iterator[Piece]:
 class Form:
     """Encodes one request's answer, as /generate has it."""
 
-    def __init__(self, request: Request, encoder: Encoder, seeds: list[int], options: StreamOptions):
+    def __init__(
+        self,
+        request: Request,
+        encoder: Encoder,
+        seeds: list[int],
+        body: GenerationRequest,
+        prompts: list[list[int]],
+    ):
         self.request, self.model = request, encoder.model.name
+        options = body.stream_options
         self.include_usage, self.continuous_usage = options.include_usage, options.continuous_usage_stats
         self._characters = encoder.tokenizer.characters
-        self._encoder, self._seeds = encoder, seeds
+        self._encoder, self._seeds, self._body = encoder, seeds, body
+        self._prompts = prompts
+        # If asked for: of each prompt but a first character, over the whole vocabulary.
+        self.prompt_logprobs: list[Logprobs] | None = None
+        self._echoed: dict[int, int] = {}  # prompt's characters that each choice lacks, if ids are reported
         self._offsets: dict[int, int] = {}  # characters of each choice written so far, if log-probabilities are
 
     @property
@@ -147,7 +160,8 @@ class Form:
 
     def whole(self, pieces: list[Piece], receipt: Receipt) -> bytes | Iterator[bytes]:
         """The answer of complete choices, in parts if it is large."""
-        if (_size(pieces[0]) if len(pieces) == 1 else sum(map(_size, pieces))) > 1:
+        has_more = self._body.return_token_ids or self.prompt_logprobs is not None
+        if has_more or (_size(pieces[0]) if len(pieces) == 1 else sum(map(_size, pieces))) > 1:
             return filled(self.answer(HOLE, receipt), joined(map(self._parts, pieces)))
         choices = [
             self.choice(piece, piece.text, None if piece.logprobs is None else self.logprobs(piece)) for piece in pieces
@@ -156,16 +170,52 @@ class Form:
 
     def _parts(self, piece: Piece) -> Iterator[bytes]:
         """A choice."""
-        if piece.logprobs is None:
-            return filled(self.choice(piece, HOLE, None), text_parts(piece.text))
-        logprobs = filled(
-            TokenLogprobs(HOLE, HOLE, HOLE, HOLE),
-            list_parts(list(part.text) for part in pieces_of(piece) if part.text),
-            list_parts(_values(part) for part in pieces_of(piece) if part.text),
-            list_parts(self._tops(part) for part in pieces_of(piece) if part.text),
-            list_parts(sliced(range(len(piece.text)))),
-        )
-        return filled(self.choice(piece, HOLE, HOLE), text_parts(piece.text), logprobs)
+        choice: Any = self.choice(piece, HOLE, None if piece.logprobs is None else HOLE)
+        parts: list[Iterable[bytes]] = [text_parts(piece.text)]
+        if piece.logprobs is not None:
+            logprobs = filled(
+                TokenLogprobs(HOLE, HOLE, HOLE, HOLE),
+                list_parts(list(part.text) for part in pieces_of(piece) if part.text),
+                list_parts(_values(part) for part in pieces_of(piece) if part.text),
+                list_parts(self._tops(part) for part in pieces_of(piece) if part.text),
+                list_parts(sliced(range(len(piece.text)))),
+            )
+            parts.append(logprobs)
+        prompt = self._prompt_of(piece)
+        if self._body.return_token_ids:
+            choice.token_ids = choice.prompt_token_ids = HOLE
+            encode, text = self._encoder.tokenizer.encode, piece.text[len(prompt) if self._body.echo else 0 :]
+            slices = (encode(text[i : i + MAX_NUMBERS]) for i in range(0, len(text), MAX_NUMBERS))
+            parts += [list_parts(slices), list_parts(sliced(prompt))]
+        if self.prompt_logprobs is not None:
+            choice.prompt_logprobs = HOLE
+            rows = self._prompt_rows(prompt, self.prompt_logprobs[piece.number // self._body.n])
+            parts.append(list_parts([row] for row in rows))
+        return filled(choice, *parts)
+
+    def _prompt_of(self, piece: Piece) -> list[int]:
+        return self._prompts[piece.number // self._body.n]
+
+    def _prompt_rows(self, prompt: list[int], logprobs: Logprobs) -> Iterator[dict[str, PromptLogprob] | None]:
+        """As vLLM's `prompt_logprobs`: of each character, itself and the likeliest."""
+        unscored, count = len(prompt) - len(logprobs), self._body.prompt_logprobs or 0
+        yield from [None] * unscored
+        for i, own in enumerate(prompt[unscored:]):
+            ((_, top),) = logprobs.part(i, i + 1).rows()
+            shown = top if count < 0 else top[:count]
+            ranked = [(id, PromptLogprob(value, rank, self._characters[id])) for rank, (id, value) in enumerate(top, 1)]
+            yield {str(id): it for id, it in ranked if id == own} | {str(id): it for id, it in ranked[: len(shown)]}
+
+    def _add_ids(self, choice: Any, piece: Piece) -> Any:
+        """To an event: the ids of its text, and in a choice's first one those of the prompt."""
+        if self._body.return_token_ids:
+            prompt = self._prompt_of(piece)
+            if piece.number not in self._echoed:
+                choice.prompt_token_ids = prompt
+            echoed = self._echoed.get(piece.number, len(prompt) if self._body.echo else 0)
+            choice.token_ids = self._encoder.tokenizer.encode(piece.text[echoed:])
+            self._echoed[piece.number] = max(0, echoed - len(piece.text))
+        return choice
 
     def answer(self, choices: list[Any], receipt: Receipt) -> msgspec.Struct:
         """The whole answer."""
@@ -180,7 +230,8 @@ class Form:
         """The JSON of a piece; `is_last`: no other follows."""
         usage = self.usage if self.continuous_usage else UNSET
         logprobs = self.logprobs(piece) or UNSET
-        return _encode(GenerateEvent(piece.number, piece.text, piece.finish_reason, piece.seed, logprobs, usage))
+        event = GenerateEvent(piece.number, piece.text, piece.finish_reason, piece.seed, logprobs, usage=usage)
+        return _encode(self._add_ids(event, piece))
 
     def end(self) -> bytes:
         """The JSON of the event after the last piece; empty: none."""
@@ -205,7 +256,7 @@ class CompletionForm(Form):
         if self.continuous_usage:
             usage = self.usage
         choice = ChunkChoice(piece.number, piece.text, self.logprobs(piece), piece.finish_reason, piece.seed)
-        return self._chunk([choice], usage, self.receipt if is_last else UNSET)
+        return self._chunk([self._add_ids(choice, piece)], usage, self.receipt if is_last else UNSET)
 
     def end(self) -> bytes:
         return self._chunk([], self.usage) if self.include_usage else b""

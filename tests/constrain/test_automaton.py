@@ -32,12 +32,15 @@ def follow(automaton, text, vocabulary=VOCABULARY):
 @given(
     st.lists(st.text("abcz", min_size=1, max_size=4), max_size=5),
     st.none() | st.sets(st.sampled_from(VOCABULARY), min_size=1).map(frozenset),
+    st.none() | st.sampled_from(VOCABULARY),
 )
-def test_texts_without_words_are_those_that_contain_none(words, allowed):
-    automaton = Automaton.unpack(compile_without(words, VOCABULARY, allowed=allowed).pack())
+def test_texts_without_words_are_those_that_contain_none(words, allowed, end):
+    """And nothing follows the end."""
+    automaton = Automaton.unpack(compile_without(words, VOCABULARY, allowed=allowed, end=end).pack())
     for length in range(6):
         for text in map("".join, itertools.product(VOCABULARY, repeat=length)):
-            is_good = not any(word in text for word in words) and (allowed is None or allowed.issuperset(text))
+            is_good = not any(word in text for word in words) and (end is None or end not in text[:-1])
+            is_good = is_good and all(allowed is None or c in allowed or c == end for c in text)
             assert (follow(automaton, text) is not None) == is_good, text
 
 

@@ -534,7 +534,7 @@ def request_with_options(id):
         logit_bias=r.choice([(), ((3, 2.0), (40, -100.0))]),
     )
     options = {"logprobs": r.choice([None, 0, 5]), "min_tokens": r.choice([0, 0, 5])}
-    match r.randrange(5):
+    match r.randrange(6):
         case 0:
             options |= constrained(compile_regex(r.choice(PATTERNS), VOCABULARY), options["min_tokens"])
         case 1:
@@ -547,6 +547,8 @@ def request_with_options(id):
         case 3:
             options["stop_pattern"] = compile_regex(r.choice(STOP_PATTERNS), VOCABULARY).pack()
             options["include_stop"] = r.random() < 0.5
+        case 4:
+            options |= {"constraint": compile_regex("[^a-z ]", VOCABULARY).pack(), "constrains_first": True}
     if options["logprobs"] is not None and r.random() < 0.5 and len(prompt) > 1:
         options["score_from"] = r.randrange(1, len(prompt))
     return Submit(id, prompt, r.choice([1, 40, 45]) if "constraint" not in options else 40, params, **options)
@@ -570,6 +572,8 @@ def uncached(exact, request):
         u = torch.from_numpy(uniforms(request.sampling.seed, sequence.num_completion_tokens, 1))
         id = int(sample(row, rows, u, [history], allowed))
         history.append(id)
+        if request.constrains_first:
+            sequence.guide = None
         logprobs.append(row.log_softmax(1)[0])
         sequence.append(id)
     ids = sequence.emit()[0]

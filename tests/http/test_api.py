@@ -672,6 +672,60 @@ def test_token_ids_stop_and_allow_as_their_characters_do(client, post, checkpoin
     assert error["message"] == "allowed_token_ids: cannot be combined with allowed_characters"
 
 
+def test_prompt_logprobs_and_ids_are_as_vllm_reports_them(client, post, checkpoint, peer):
+    encode, V = checkpoint.tokenizer.encode, len(VOCABULARY)
+    options = {"prompt": ["Hello", "x", ""], "max_tokens": 12, "seed": 3, "n": 2}
+    plain = post("/v1/completions", **options)
+    for path, k in ("/v1/completions", 2), ("/generate", 0), ("/v1/completions", -1):
+        answer = post(path, **options, prompt_logprobs=k, return_token_ids=True)
+        assert answer["usage"] == plain["usage"]
+        for choice, other in zip(answer["choices"], plain["choices"], strict=True):
+            prompt = options["prompt"][choice["index"] // 2]
+            assert (choice["text"], choice["seed"]) == (other["text"], other["seed"])
+            assert (choice["token_ids"], choice["prompt_token_ids"]) == (encode(choice["text"]), encode(prompt))
+            rows = choice["prompt_logprobs"]
+            assert len(rows) == len(prompt) and rows[:1] == [None] * min(1, len(prompt))
+            for i, row in enumerate(rows[1:], 1):
+                values = peer(prompt)[i - 1]
+                ranked = values.argsort(descending=True).tolist()
+                own = encode(prompt)[i]
+                assert {int(id) for id in row} == {own, *ranked[: V if k < 0 else k]}
+                for id, it in row.items():
+                    assert it["decoded_token"] == VOCABULARY[int(id)] and it["rank"] == ranked.index(int(id)) + 1
+                    assert it["logprob"] == pytest.approx(float(values[int(id)]), abs=5e-6)
+    assert answer["chargpt"]["timing"]["decode_seconds"] > 0
+    assert rejection(client, "/generate", prompt="a", prompt_logprobs=V + 1)["param"] == "prompt_logprobs"
+    error = rejection(client, "/v1/completions", prompt="a", prompt_logprobs=1, stream=True)
+    assert error["message"] == "prompt_logprobs: cannot be streamed"
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+def test_streams_report_ids_as_whole_answers_do(client, post, path):
+    options = {"prompt": ["Hello", "x"], "max_tokens": 40, "seed": 2, "return_token_ids": True, "n": 2, "logprobs": 1}
+    for echo in (True, False):
+        whole = post(path, **options, echo=echo)["choices"]
+        with client.stream("POST", path, json=options | {"stream": True, "echo": echo}) as response:
+            parts = [c for part in pieces(response) for c in part.get("choices", [part] if "index" in part else [])]
+        for choice in whole:
+            mine = [c for c in parts if c["index"] == choice["index"]]
+            assert [id for c in mine for id in c["token_ids"]] == choice["token_ids"] and len(choice["token_ids"]) == 40
+            assert [c["prompt_token_ids"] for c in mine if "prompt_token_ids" in c] == [choice["prompt_token_ids"]]
+            assert "prompt_token_ids" in mine[0]
+
+
+def test_logprob_token_ids_take_the_place_of_the_likeliest(client, post, peer, checkpoint):
+    ids = checkpoint.tokenizer.encode("Qe")
+    (choice,) = post("/v1/completions", prompt="ab", max_tokens=9, seed=1, logprobs=1, logprob_token_ids=ids)["choices"]
+    expected = peer("ab" + choice["text"])
+    for i, (c, top) in enumerate(zip(choice["text"], choice["logprobs"]["top_logprobs"], strict=True)):
+        assert set(top) == {"Q", "e", c}
+        for other, value in top.items():
+            assert value == pytest.approx(float(expected[i + 1, VOCABULARY.index(other)]), abs=5e-6)
+    for wrong in ({}, {"logprobs": 1, "echo": True}, {"logprobs": 1, "logprob_token_ids": [len(VOCABULARY)]}):
+        body = {"prompt": "ab", "logprob_token_ids": ids} | wrong
+        assert rejection(client, "/generate", **body)["param"] == "logprob_token_ids"
+
+
 def test_bad_words_never_appear_and_change_nothing_else(client, post):
     options = {"prompt": "ab", "max_tokens": 300, "n": 8, "seed": 3}
     words = ["e", "th", "ab", "\n\n", "漢"]

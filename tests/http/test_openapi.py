@@ -197,6 +197,7 @@ def other_fields(path, name, value):
     if path in ("/generate", "/v1/completions"):
         several = len(value) if name == "seed" and isinstance(value, list) else 1
         ranked = {"n": max(1, min(value, LIMITS["max_prompts"]))} if name == "best_of" else {}  # streams: n = best_of
+        ranked |= {"logprobs": 0} if name == "logprob_token_ids" else {}
         return ranked | {
             "prompt": "a" if several == 1 else ["a"] * max(1, min(several, LIMITS["max_prompts"])),
             "max_tokens": LIMITS["max_tokens"] if name in ("min_tokens", "choice") else 1,
@@ -292,6 +293,11 @@ def resolve_conflicts(path, fields):
     fields |= {name: min(fields[name], room) for name in ("n", "best_of") if name in fields}
     if fields.get("best_of", 8) < fields.get("n", 1) or path == "/generate" and fields.get("stream", True):
         fields.pop("best_of", None)
+    if "logprob_token_ids" in fields:
+        fields |= {"logprobs": 0, "echo": False}
+        fields.pop("suffix", None)
+    if fields.get("stream", True):
+        fields.pop("prompt_logprobs", None)
     if "min_tokens" in fields:
         fields["max_tokens"] = LIMITS["max_tokens"]
     if isinstance(fields.get("logit_bias"), dict):

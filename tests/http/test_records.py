@@ -52,7 +52,6 @@ def choices(ask):
     ("given", "meant"),
     [
         ({"prompt": "Al"}, {"prompt": "\nAl", "stop": "\n"}),
-        ({"prompt": ""}, {"prompt": "\n", "stop": "\n"}),
         ({"prompt": "\nAl"}, {"prompt": "\nAl", "stop": "\n"}),
         ({"prompt": "Al", "stop": "e"}, {"prompt": "\nAl", "stop": ["e", "\n"]}),
         ({"prompt": "Al", "ignore_eos": True}, {"prompt": "\nAl"}),
@@ -77,6 +76,30 @@ def test_a_record_ends_after_min_tokens_and_within_allowed_characters(choices, a
     assert ask("records", prompt="Al", max_tokens=5)["usage"]["prompt_tokens"] == 2
 
 
+NOT_EMPTY = [
+    {}, {"max_tokens": 1}, {"bad_words": ["e", "\nB"]}, {"allowed_characters": "abc"}, {"best_of": 30},
+    {"allowed_characters": "abc\n", "min_tokens": 5}, {"bad_words": ["ab"], "min_tokens": 5}, {"min_tokens": 2},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("prompt", ["", "\n", "\nAl\n"])
+@pytest.mark.parametrize("fields", NOT_EMPTY, ids=str)
+def test_no_record_is_empty_or_shorter_than_min_tokens(ask, fields, prompt):
+    body = {"prompt": prompt, "max_tokens": 40, "seed": 1, "n": 20, "logit_bias": {"\n": 4}} | fields
+    texts = [it["text"] for it in ask("records", **body)["choices"]]
+    least = fields.get("min_tokens", 1)
+    assert all(len(text) >= least and "\n" not in text for text in texts)
+    assert any(len(text) == least for text in texts) or "best_of" in fields
+    assert not any(word in text for word in fields.get("bad_words", []) for text in texts)
+
+
+def test_a_whole_record_as_prompt_may_end_beside_one_that_begins(ask):
+    body = {"prompt": ["", "Al"], "seed": [1, 1], "n": 20, "max_tokens": 40, "logit_bias": {"\n": 4}}
+    texts = [it["text"] for it in ask("records", **body)["choices"]]
+    assert "" not in texts[:20] and "" in texts[20:]
+    assert "" in [it["text"] for it in ask("texts", **body | {"prompt": "", "seed": 1, "stop": "\n"})["choices"]]
+
+
 def test_echo_and_log_probabilities_are_of_what_is_shown(ask):
     body = {"max_tokens": 8, "seed": 2, "echo": True, "logprobs": 1}
     (one,) = ask("records", "/v1/completions", prompt="Al", **body)["choices"]
@@ -85,6 +108,15 @@ def test_echo_and_log_probabilities_are_of_what_is_shown(ask):
     assert one["logprobs"]["token_logprobs"] == other["logprobs"]["token_logprobs"][1:]
     assert None not in one["logprobs"]["token_logprobs"]
     assert one["logprobs"]["text_offset"] == list(range(len(one["text"])))
+
+
+def test_ids_and_log_probabilities_of_a_prompt_are_its_own(ask, checkpoints):
+    encode = Checkpoint.read(checkpoints[0]).tokenizer.encode
+    body = {"max_tokens": 8, "seed": 2, "return_token_ids": True, "prompt_logprobs": 0}
+    (one,) = ask("records", "/v1/completions", prompt="Al", **body)["choices"]
+    (other,) = ask("texts", "/v1/completions", prompt="\nAl", stop="\n", **body)["choices"]
+    assert (one["prompt_token_ids"], one["token_ids"]) == (encode("Al"), encode(one["text"]))
+    assert one["prompt_logprobs"] == other["prompt_logprobs"][1:] and other["prompt_logprobs"][0] is None
 
 
 def test_streams_end_too(server, ask):

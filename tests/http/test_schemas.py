@@ -53,7 +53,8 @@ def test_a_field_that_would_change_the_answer_is_refused_by_name(kind, name):
 @pytest.mark.parametrize(
     "fields",
     [{"do_sample": True}, {"detokenize": True}, {"response_format": {"type": "text"}}, {"length_penalty": 1.0},
-     {"use_beam_search": False}, {"messages": []}, {"guided_json": None}, {"no_repeat_ngram_size": 0}],
+     {"use_beam_search": False}, {"truncation_side": "left"},
+      {"messages": []}, {"guided_json": None}, {"no_repeat_ngram_size": 0}],
 )  # fmt: skip
 def test_values_that_change_nothing_are_ignored_by_name(fields):
     request = parse(GenerateRequest, json.dumps({"prompt": "a"} | fields).encode())
@@ -73,7 +74,10 @@ def test_structured_outputs_are_regex_and_choice():
         parse(GenerateRequest, b'{"prompt": "a", "regex": "b", "structured_outputs": {"regex": "a"}}')
 
 
-@pytest.mark.parametrize(("name", "meant"), [("inputs", "prompt"), ("max_output_tokens", "max_tokens")])
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("inputs", "prompt"), ("input", "prompt"), ("text", "prompt"), ("max_output_tokens", "max_tokens")],
+)
 def test_a_prompt_under_another_name_is_not_an_empty_one(name, meant):
     with pytest.raises(ApiError, match=f"did you mean {meant}"):
         parse(GenerateRequest, json.dumps({name: 5}).encode())
