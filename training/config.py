@@ -102,9 +102,8 @@ class TrainConfig:
 
     # evaluation, logs and checkpoints
     eval_every: int = option(610, "steps between evaluations", COUNT)
-    eval_chars: int = expert(
-        1_000_000, "validation characters per evaluation, 0: all; the final report always scores all", (0, 10**12)
-    )
+    eval_chars: int = expert(1_000_000, "validation characters per evaluation, 0: all", (0, 10**12))
+    score_chars: int = expert(0, "validation characters that the final report scores, 0: all", (0, 10**12))
     patience: int = option(0, "stop after this many evaluations without a new best; 0: never", COUNT_OR_NONE)
     log_every: int = expert(10, "steps between log lines", COUNT)
     save_seconds: float = option(

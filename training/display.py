@@ -122,10 +122,12 @@ def print_report(
     losses: dict[str, float],
     speed: dict[str, float],
     out: Path,
+    scored_characters: int,
     val_characters: int,
 ) -> None:
     """The losses of the best weights beside the baselines, overfitting, speed, and the paths of the results."""
-    table = Table("", "loss per character, validation split", "nats", "bits")
+    part = f", first {plural(scored_characters, 'character')}" if scored_characters < val_characters else ""
+    table = Table("", f"loss per character, validation split{part}", "nats", "bits")
     for name in filter(losses.__contains__, LOSSES):
         table.add_row(name, LOSSES[name], f"{losses[name]:.4f}", f"{bits(losses[name]):.4f}")
     console.print(table)

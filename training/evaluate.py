@@ -67,6 +67,16 @@ def split_losses(
     return losses
 
 
+def beginning(ids: np.ndarray, count: int, records: bool) -> np.ndarray:
+    """The first `count` characters of a split and one to predict, of records whole ones; count 0: all."""
+    if not 0 < count < len(ids) - 1:
+        return ids
+    if records:
+        lengths = np.cumsum(record_pieces(ids, len(ids))[1])
+        count = int(lengths[max(0, int(np.searchsorted(lengths, count, "right")) - 1)])
+    return ids[: count + 1]
+
+
 def whole_loss(model: GPT, ids: np.ndarray, advance: Advance = int) -> float:
     """Mean loss of every character of `ids` but the first, in consecutive windows of block_size.
 

@@ -46,17 +46,18 @@ from training.device import autocast, machine, training_forward
 from training.display import ProgressView, draw_curves, print_report, show_scoring, warn_if_vocabulary_is_large
 from training.distill import Teachers
 from training.distributed import World
-from training.evaluate import BATCH_CHARS, baselines, piece_loss, split_losses
+from training.evaluate import BATCH_CHARS, baselines, beginning, piece_loss, split_losses
 from training.finetune import Origin
 from training.log import RunLog
 from training.messages import Refusal, duration, plural, resume_command, say
 from training.optim import FlatGradients, Optimizers, lr_scale
-from training.sample import sample_texts
+from training.sample import beginning_of_record, sample_texts
 from training.saving import save_checkpoint
 from training.speed import flops_per_character, matmul_peak
 from training.state import Progress, ResumeError, Saved, pack
 
 SAMPLED_RECORDS = 5  # shown at each evaluation
+BOUNDED_SECONDS = 30  # of scoring, from which on a line says how to bound it
 ESTIMATE_STEPS = 10  # by which the rest of the run is estimated
 
 
@@ -199,14 +200,15 @@ class Run:
         piece_loss(self.model, self.corpus.val, starts, lengths)
         self.model.train()
         seconds_each = (time.monotonic() - started) / int(lengths.sum())
-        val = len(self.corpus.val)
+        val, scored = len(self.corpus.val), len(self.scored)
         evaluated = min(config.eval_chars or val, val) * -(-(config.steps - step) // config.eval_every)
         growth = self.flops_per_character(self.mean_window) / self.flops_per_character(config.window_at(step))
         training = (config.steps - step) * step_seconds * growth + evaluated * seconds_each / self.world.size
-        scoring = 2 * val * seconds_each
+        scoring = 2 * scored * seconds_each
+        bound = "; --score-chars bounds it" if scoring > BOUNDED_SECONDS else ""
         return (
             f"about {duration(training + scoring)} to the end: {duration(training)} of training, {duration(scoring)} "
-            f"of scoring {plural(val, 'validation character')} twice"
+            f"of scoring {plural(scored, 'validation character')} twice{bound}"
         )
 
     @property
@@ -297,8 +299,9 @@ class Run:
             tokenizer = self.corpus.tokenizer
             prompt = tokenizer.encode("\n") if "\n" in tokenizer else [int(self.corpus.train[0])]
             count, stop = (SAMPLED_RECORDS, (tuple(prompt),)) if self.config.records else (1, ())
+            begins = beginning_of_record(tokenizer) if self.config.records else None
             params = SamplingParams(seed=self.config.seed)
-            found = sample_texts(model, prompt, count, self.config.sample_chars, params, stop=stop)
+            found = sample_texts(model, prompt, count, self.config.sample_chars, params, stop=stop, begins=begins)
             texts = [tokenizer.decode(ids) for _, ids in found]
             record["sample"] = "\n".join(texts) if self.config.records else tokenizer.decode(prompt) + texts[0]
         if progress.best_val_loss is None or val_loss < progress.best_val_loss:
@@ -328,16 +331,16 @@ class Run:
         return world.all_reduce_(torch.tensor(part, dtype=torch.float64)).item() / int(lengths[:count].sum())
 
     def finish(self, console: Console) -> None:
-        """Score the best weights and the baselines on the whole validation split, save, and print the report."""
+        """Score the best weights and the baselines on the validation split, save, and print the report."""
         self.progress.finished = True
         if not self.world.is_main:
             self.save()
             return
         best = Checkpoint.read(self.out / "best").load_model(self.device)
-        corpus = self.corpus
-        with show_scoring(console, 2 * len(corpus.val)) as advance:
-            scores = split_losses(best, corpus.val, self.config.records, corpus.train, advance)
-        losses = {**scores, **baselines(corpus.train, corpus.val, corpus.tokenizer.vocab_size)}
+        corpus, val = self.corpus, self.scored
+        with show_scoring(console, 2 * len(val)) as advance:
+            scores = split_losses(best, val, self.config.records, corpus.train, advance)
+        losses = {**scores, **baselines(corpus.train, val, corpus.tokenizer.vocab_size)}
         self.save_served("best", best, losses, self.progress.at_best)
         rate = self.progress.characters / self.progress.elapsed_seconds
         devices = 1 if self.device.type == "cpu" else self.world.size
@@ -347,7 +350,12 @@ class Run:
         self.log({"event": "end", "step": self.progress.step, **losses, **speed})
         draw_curves(self.out)
         self.save()
-        print_report(console, self.config, self.progress, losses, speed, self.out, len(corpus.val))
+        print_report(console, self.config, self.progress, losses, speed, self.out, len(val), len(corpus.val))
+
+    @functools.cached_property
+    def scored(self) -> np.ndarray:
+        """What of the validation split the final report scores."""
+        return beginning(self.corpus.val, self.config.score_chars, self.config.records)
 
     @property
     def mean_window(self) -> float:

@@ -25,7 +25,7 @@ from training.config import ConfigError
 from training.data import Corpus
 from training.display import print_copies
 from training.inputs import find_checkpoint, load_model, training_corpus
-from training.sample import check_counts, sample_texts
+from training.sample import beginning_of_record, check_counts, sample_texts
 
 CHUNK = 1 << 22  # training characters hashed at a time
 NGRAM = 50  # characters of a passage that is called copied
@@ -89,7 +89,9 @@ def examine(
         texts = [(its_seed, tokenizer.decode(ids)) for its_seed, ids in generated]
         return Examination(columns, texts, [copied_passages(array, corpus.train) for array in arrays])
     end = int(corpus.train[0])
-    found = sample_texts(model, [end], count, max_tokens, params, stop=((end,),), device=device)
+    found = sample_texts(
+        model, [end], count, max_tokens, params, stop=((end,),), begins=beginning_of_record(tokenizer), device=device
+    )
     texts = [(its_seed, tokenizer.decode(ids)) for its_seed, ids in found]
     records = [record for _, record in texts]
     known, unseen = (tokenizer.decode(split)[1:-1].split("\n") for split in (corpus.train, corpus.val))

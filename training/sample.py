@@ -17,11 +17,12 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
+from service.constrain.regex import compile_regex
 from service.engine.engine import Engine
 from service.engine.runner import open_runner
 from service.model.gpt import GPT
 from service.model.params import MAX_SEED, SamplingParams
-from service.model.tokenizer import UnknownCharacterError
+from service.model.tokenizer import CharTokenizer, UnknownCharacterError
 from service.wire import Submit
 from training.config import ConfigError
 from training.data import Corpus
@@ -82,9 +83,11 @@ def command(args: argparse.Namespace) -> None:
             )
         constraint = automaton.pack()
     is_known = known_lines(training_corpus(checkpoint, args)) if args.novel else None
+    is_begun = end is None or prompt[-1] != end or (end,) not in stop  # or else no text is to end at once
     texts = sample_texts(
         model, prompt, args.n, args.max_tokens, params,
         stop=stop, stop_pattern=stop_pattern, constraint=constraint, unique=args.unique,
+        begins=None if is_begun else beginning_of_record(tokenizer),
         is_novel=is_known and (lambda ids: not is_known(given + tokenizer.decode(ids))),
         device=str(model.head.weight.device),
     )  # fmt: skip
@@ -121,6 +124,11 @@ def known_lines(corpus: Corpus) -> Callable[[str], bool]:
     return lambda it: f"\n{it}\n" in text if "\n" in it else it in lines
 
 
+def beginning_of_record(tokenizer: CharTokenizer) -> bytes:
+    """The packed automaton of what a record begins with: not with the line break that ends it."""
+    return compile_regex(r"[^\n]", tokenizer.characters).pack()
+
+
 def sample_texts(
     model: GPT,
     prompt: Sequence[int],
@@ -131,13 +139,15 @@ def sample_texts(
     stop: tuple[tuple[int, ...], ...] = (),
     stop_pattern: bytes | None = None,
     constraint: bytes | None = None,
+    begins: bytes | None = None,
     unique: bool = False,
     is_novel: Callable[[list[int]], bool] | None = None,
     device: str = "cpu",
 ) -> Iterator[tuple[int, list[int]]]:
     """(seed, completion) of `count` texts, in seed order; skips repeated ones if `unique`, and those not `is_novel`.
 
-    stop_pattern, constraint: packed automata, as in Submit. device: where a copy of the model runs; a training run
+    stop_pattern, constraint: packed automata, as in Submit; begins: one that the first character alone follows, in
+    place of a constraint. device: where a copy of the model runs; a training run
     leaves its own to the steps.
 
     Raises:
@@ -147,7 +157,10 @@ def sample_texts(
     engine = Engine(
         open_runner(model, slots=running, threads=torch.get_num_threads(), device=device), max_waiting=running
     )
-    shared = Submit(0, list(prompt), max_tokens, params, stop=stop, stop_pattern=stop_pattern, constraint=constraint)
+    shared = Submit(
+        0, list(prompt), max_tokens, params, stop=stop, stop_pattern=stop_pattern,
+        constraint=constraint or begins, constrains_first=begins is not None,
+    )  # fmt: skip
     numbers = itertools.count() if unique or is_novel is not None else iter(range(count))
     completions: dict[int, tuple[int, list[int]]] = {}  # (seed, ids) by number, in order
     finished: set[int] = set()

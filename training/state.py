@@ -29,7 +29,7 @@ TENSORS = "state.safetensors"
 
 # What a resumed run may change: how long it trains, and what it writes. The rest would make it another run.
 CHANGEABLE = frozenset(
-    ("steps", "patience", "log_every", "save_seconds", "keep_every", "sample_chars", "weights", "tensorboard")
+    "steps patience log_every save_seconds keep_every sample_chars score_chars weights tensorboard".split()
 )
 
 

@@ -18,7 +18,7 @@ from service.model.tokenizer import CharTokenizer
 from tests.helpers import VOCABULARY, call, random_model
 from tests.training.runs import flags
 from training.data import prepare
-from training.evaluate import streamed_loss, whole_loss
+from training.evaluate import beginning, streamed_loss, whole_loss
 from training.messages import unescaped
 from training.saving import save_checkpoint
 
@@ -347,6 +347,29 @@ def test_sample_ends_at_the_end_of_a_record(tmp_path, output_of):
     records = output_of(*command).splitlines()
     assert len(records) == 20 and any(len(record) < 60 for record in records)
     assert any("\n" in it["text"] for it in score(output_of(*command, "--stop", "Z", "--format", "jsonl")))
+
+
+def test_no_record_is_empty(tmp_path, output_of):
+    """A model that would end every second one at once; a prompt may be a whole record."""
+    model, tokenizer = random_model(), CharTokenizer(VOCABULARY)
+    with torch.no_grad():
+        model.head.weight[tokenizer.encode("\n")[0]] *= 4
+    save_checkpoint(tmp_path, model, tokenizer, {"losses": {}, "recipe": {"records": True}})
+    command = ["sample", "--checkpoint", tmp_path, "--max-tokens", 60, "-n", 200]
+    records = output_of(*command).splitlines()
+    assert len(records) == 200 and "" not in records
+    assert "\n" in output_of(*command, "--stop", "Z")
+    assert "Al" in output_of(*command, "--prompt", "Al").splitlines()
+
+
+@pytest.mark.parametrize(("count", "scored"), [(0, 10), (9, 10), (8, 9), (3, 4), (100, 10)])
+def test_the_final_scoring_can_be_bounded(count, scored):
+    ids = np.arange(10)
+    assert len(beginning(ids, count, records=False)) == scored
+    records = np.array([0, 1, 0, 1, 1, 0, 1, 1, 1, 0])  # of which each ends with a 0
+    kept = beginning(records, count, records=True)
+    assert (kept[0], kept[-1]) == (0, 0) and len(kept) <= max(3, scored)
+    assert len(kept) == {0: 10, 9: 10, 8: 6, 3: 3, 100: 10}[count]
 
 
 def test_records_that_were_shuffled_otherwise_are_not_scored(tmp_path, output_of, error_of):

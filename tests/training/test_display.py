@@ -23,13 +23,15 @@ def write_log(out, train, val):
     return records
 
 
-def report(out, steps, losses=LOSSES, **changes):
+def report(out, steps, losses=LOSSES, scored=5000, **changes):
     val = {r["step"]: r["val_loss"] for r in read_log(out) if r["event"] == "evaluation"}
     best = min(val, key=val.get)
     progress = Progress(step=max(val), best_step=best, best_val_loss=val[best], elapsed_seconds=1.0)
     speed = {"characters_per_second": 1e4, "matmul_peak_flops": 1e11, "peak_share": 0.5}
     console = Console(record=True, width=300)
-    print_report(console, TrainConfig(steps=steps, eval_every=10, **changes), progress, losses, speed, out, 5000)
+    print_report(
+        console, TrainConfig(steps=steps, eval_every=10, **changes), progress, losses, speed, out, scored, 5000
+    )
     return console.export_text()
 
 
@@ -42,6 +44,8 @@ def test_reported_training_loss_covers_the_steps_since_the_previous_evaluation(t
     assert f"overfitting: {overfitting}" in output and "stopped" not in output
     assert "validation loss, in auto " in output
     assert "validation loss, first 4,999 characters, in auto " in report(tmp_path, steps=20, eval_chars=4999)
+    assert "loss per character, validation split " in output
+    assert "loss per character, validation split, first 999 characters " in report(tmp_path, steps=20, scored=999)
 
 
 def test_scoring_says_how_far_it_is_and_what_is_left(monkeypatch):
