@@ -25,7 +25,7 @@ from typing import Literal
 
 import msgspec
 
-from service.model.checkpoint import MANIFEST, Checkpoint, CheckpointError
+from service.model.checkpoint import MANIFEST, Checkpoint, CheckpointError, previous_of
 from service.shared import MAX_NAMES, SharedState
 
 logger = logging.getLogger(__name__)
@@ -280,6 +280,10 @@ class Catalog:
         Raises CheckpointError: it is bad, or was changed meanwhile, or cannot be served with these settings, or the
         disk is full.
         """
+        is_seen = os.path.isdir(path) and os.access(path, os.R_OK | os.X_OK)
+        if is_seen and not any(map(os.path.lexists, (path / MANIFEST, previous_of(path.absolute())))):
+            looked = f"looked for {MANIFEST} in it, in best/, and in the folders of runs that it may hold"
+            raise CheckpointError(f"no checkpoint at {path}: {looked}")
         checkpoint = Checkpoint.read(path)
         if old is not None and checkpoint.digest == old.digest:
             return old

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import errno
+import io
 import os
 import re
 import ssl
@@ -398,14 +399,29 @@ def read_settings(arguments: list[str] | None = None) -> Settings:
 
     Raises SystemExit: 2 for an invalid value or an unknown flag, 0 for --help.
     """
-    flags = {"--help", *(f"--{name.replace('_', '-')}" for name in Settings.model_fields)}
-    for given in sys.argv[1:] if arguments is None else arguments:
-        flag = given.partition("=")[0]
-        if flag.startswith("--") and flag not in flags:
+    flags = {f"--{name.replace('_', '-')}" for name in Settings.model_fields}
+    words = iter(sys.argv[1:] if arguments is None else arguments)
+    for argument in words:
+        flag, has_value, _ = argument.partition("=")
+        if flag in ("-h", "--help"):
+            text = io.StringIO()
+            with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
+                Settings(_cli_prog_name=program(), _cli_parse_args=["--help"])  # type: ignore[call-arg]
+            # argparse shows an empty text and a blank alike.
+            blank = [it.default for it in Settings.model_fields.values() if it.default in ("", " ")]
+            page = text.getvalue()
+            for default in blank:
+                page = re.sub(r"\(default:\s*\)", f"(default: {'a space' if default else 'none'})", page, count=1)
+            print(page, end="")
+            raise SystemExit(0)
+        wrong = f"argument {flag} needs a value"
+        if flag not in flags:
             close = difflib.get_close_matches(flag, flags, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            print(f"{program()}: unknown argument {flag}{hint}\nAll flags: {program()} --help", file=sys.stderr)
-            raise SystemExit(2)
+            wrong = f"unknown argument {flag}" + (f"; did you mean {close[0]}?" if close else "")
+        elif has_value or not next(words, "--").startswith("--"):
+            continue
+        print(f"{program()}: {wrong}\nAll flags: {program()} --help", file=sys.stderr)
+        raise SystemExit(2)
     try:
         return Settings(  # type: ignore[call-arg]
             _cli_prog_name=program(), _cli_parse_args=arguments if arguments is not None else True

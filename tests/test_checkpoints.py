@@ -293,6 +293,9 @@ def test_wrong_lists_are_refused(tmp_path):
     save_random(tmp_path / "a")
     assert "two checkpoints have the name x: a and b" in refusal("--checkpoint=x=a,x=b")
     assert "two checkpoints have the name chargpt" in refusal(f"--checkpoint={tmp_path}/a,{tmp_path}/a")
+    (tmp_path / "empty" / "run").mkdir(parents=True)
+    found = refusal(f"--checkpoint={tmp_path}/empty")
+    assert f"no checkpoint at {tmp_path}/empty: looked for manifest.json in it, in best/, and in the folders" in found
     assert f"no checkpoint at {tmp_path}/none" in refusal(f"--checkpoint=a={tmp_path}/a,b={tmp_path}/none")
 
 

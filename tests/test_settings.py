@@ -1,4 +1,5 @@
 import os
+import re
 import subprocess
 from hashlib import sha256
 from pathlib import Path
@@ -30,6 +31,9 @@ INVALID = [
     (["--drain-seconds", "nan"], "--drain-seconds (CHARGPT_DRAIN_SECONDS): "),
     (["--nonsense", "1"], "unknown argument --nonsense\nAll flags: "),
     (["--thread", "1"], "unknown argument --thread; did you mean --threads?\n"),
+    (["--checkpoint"], "argument --checkpoint needs a value\nAll flags: "),
+    (["--checkpoint", "--port", "8000"], "argument --checkpoint needs a value\nAll flags: "),
+    (["x"], "unknown argument x\nAll flags: "),
     (["--api-keys-file", "none"], "--api-keys-file (CHARGPT_API_KEYS_FILE): none cannot be read: No such file or dir"),
     (["--api-keys-file", "/"], "/ cannot be read: Is a directory"),
 ]
@@ -58,7 +62,9 @@ def test_help_describes_every_setting(capsys):
     with pytest.raises(SystemExit) as exit:
         read_settings(["--help"])
     assert exit.value.code == 0
-    text = "".join(capsys.readouterr().out.split())  # argparse breaks lines at hyphens too
+    shown = capsys.readouterr().out
+    assert "(default: 8000)" in shown and "(default: a space)" in shown and not re.search(r"\(default:\s*\)", shown)
+    text = "".join(shown.split())  # argparse breaks lines at hyphens too
     for name, field in Settings.model_fields.items():
         assert f"--{name.replace('_', '-')}" in text
         assert "".join(field.description.split()) in text

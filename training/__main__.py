@@ -29,6 +29,8 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default is None or action.default is False:
             return action.help
+        if action.default == " ":
+            return f"{action.help} (default: a space)"
         return super()._get_help_string(action)
 
 

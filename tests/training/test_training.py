@@ -707,3 +707,6 @@ def test_help_has_units_and_defaults_and_imports_no_torch(capsys):
         assert ("lecture" in shown) == ("prepare" in shown) == is_shown
     assert call(["train", "--help-all"]) == 0
     assert "--muon-lr FLOAT" in capsys.readouterr().out
+    for command in ("train", "evaluate", "sample", "score", "report", "export", "prepare", "lecture"):
+        assert call([command, "--help"]) == 0
+        assert not re.search(r"\(default:?\s*\)", capsys.readouterr().out), command
