@@ -14,7 +14,7 @@ from playwright.sync_api import expect
 from service.http.files import STATIC
 from service.model.tokenizer import CharTokenizer
 from service.settings import BUNDLED
-from tests.helpers import RunningServer, lasting, random_model, wait_until, web
+from tests.helpers import VOCABULARY, RunningServer, lasting, random_model, wait_until, web
 from tests.toolbox.http import events
 from tests.toolbox.launch import free_port
 from tests.toolbox.needs import program
@@ -480,6 +480,7 @@ def several(tmp_path_factory):
     for name, characters, about in (
         ("dna", "ACGT", {"example_prompt": "GATTACA"}),
         ("other", "\nROME:一二", {"example_prompt": "一二"}),
+        ("prose", "".join(VOCABULARY), {"example_prompt": "Dear "}),
         ("records", "\nabc", {"recipe": {"records": True}}),
     ):
         model = random_model(vocab_size=len(characters))
@@ -497,10 +498,11 @@ def test_a_vocabulary_of_four_characters_is_enough_for_every_view(visit, several
     expect(page.locator("#peek button")).to_have_count(4)
     expect(page.locator("#peek .note")).to_contain_text("before temperature")
     page.click("#tab-read")
-    expect(page.locator("#text")).to_have_value("GATTACA")
-    expect(page.locator("#read-text span[data-c]")).to_have_count(7)
+    (example,) = generate(several, model="dna", prompt="GATTACA", max_tokens=100, seed=7, temperature=1)
+    expect(page.locator("#text")).to_have_value("GATTACA" + example["text"])
+    expect(page.locator("#read-text span[data-c]")).to_have_count(107)
     page.click("#tab-attend")
-    expect(page.locator("#short")).to_have_value("GATTACA")
+    expect(page.locator("#short")).to_have_value("GATTACA" + example["text"][:1])
     expect(page.locator("#attend-error")).to_be_empty()
     wait_until(lambda: page.locator("#heads > *").count() == 8)
 
@@ -512,6 +514,12 @@ def test_each_of_several_models_is_asked_by_its_name_and_suggests_its_own_text(v
     expect(page.locator("#prompt")).to_have_value("ROMEO:\n")
     options = {"max_tokens": 30, "seed": 1}
     assert write(page, **options) == [choice["text"] for choice in generate(several, model="plays", **options)]
+    page.select_option("#model", "prose")  # which knows every character of the plays
+    expect(page.locator("#prompt")).to_have_value("Dear ")
+    for tab, box in (("read", "text"), ("attend", "short")):
+        page.click(f"#tab-{tab}")
+        expect(page.locator(f"#{box}")).to_have_value(re.compile("^Dear "))
+    page.click("#tab-write")
     page.select_option("#model", "other")
     expect(page.locator("#name")).to_have_text("other")
     expect(page.locator("#prompt")).to_have_value("一二")
@@ -531,6 +539,7 @@ def test_a_model_of_records_lists_twenty_at_a_time(visit, several):
     page = visit(url=several.url + "/")
     page.select_option("#model", "records")
     expect(page.locator("#name")).to_have_text("records")
+    expect(page.locator("#prompt").locator("xpath=../..").locator("label")).to_have_text("Begin a record with")
     fill(page, prompt="a", seed=1, max_tokens=3)
     page.click("#twenty")
     items = page.locator("#records code")

@@ -220,5 +220,5 @@ export function useModel({ limits, model }, isLinked) {
   const maxLength = limits.max_attention_characters;
   $("short-note").textContent = maxLength ? `At most ${maxLength} characters.` : "This service does not show attention: it is switched off, or the model is too large.";
   Object.assign($("short"), { maxLength, disabled: !maxLength });
-  if (!isLinked) editor.suggest("JULIET:\nO Romeo, Romeo! wherefore art thou Romeo?", model);
+  if (!isLinked) editor.suggest(model.example ?? "JULIET:\nO Romeo, Romeo! wherefore art thou Romeo?");
 }

@@ -105,8 +105,10 @@ async function load(isFirst) {
     }
     info = await json(`info${model ? `?model=${encodeURIComponent(model)}` : ""}`);
     if (info.models.length > 1) chosen.model = info.model.name;
-    const { example_prompt: begins, records } = info.model; // records begin with nothing: a whole one is the example
-    info.model.example = begins || (records ? (await json("generate", { prompt: "", max_tokens: 100, seed: 7 })).choices[0].text : "");
+    const { example_prompt: begins, records, training: { data: text } } = info.model;
+    // What Read and Attend begin with: the page's Shakespeare, or else a text of this model's own.
+    const body = { prompt: begins, max_tokens: Math.min(100, info.limits.max_tokens), seed: 7 };
+    info.model.example = text?.name === "tinyshakespeare.txt" && !records ? null : begins + (await json("generate", body)).choices[0].text;
   } catch (error) {
     if (Failure.of(error).param !== "model") return trouble(error);
     model = null; // that one is gone
@@ -122,7 +124,7 @@ async function load(isFirst) {
     ["parameters", parameters && number(parameters)],
     ["network", `${config.n_layer} layers of ${config.n_head} heads, sees ${config.block_size} characters`],
     ["vocabulary", `${number([...vocabulary].length)} characters`],
-    ["learned from", data.name && `${data.name}, ${number(data.characters)} characters`],
+    ["learned from", data.name && `${data.name}, ${data.records ? `${number(data.records)} records` : `${number(data.characters)} characters`}`],
     ["validation loss", loss("whole")],
     ["a table of pairs", loss("bigram")],
     ["checkpoint", hash.slice(0, 16)],

@@ -40,5 +40,5 @@ on($("text"), "input", read);
 
 export function useModel({ model }, isLinked) {
   alternatives = Math.min(8, [...model.vocabulary].length);
-  if (!isLinked) editor.suggest("To be, or not to be, that is the question:\nWhether 'tis nobler in the mind to suffer\nThe slings and arrows of outrageous fortune.\n", model);
+  if (!isLinked) editor.suggest(model.example ?? "To be, or not to be, that is the question:\nWhether 'tis nobler in the mind to suffer\nThe slings and arrows of outrageous fortune.\n");
 }

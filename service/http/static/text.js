@@ -175,11 +175,10 @@ export class Editor {
     if (failure) document.dispatchEvent(new CustomEvent("failure", { detail: failure }));
   }
 
-  suggest(text, model) {
-    // Unless something else was typed; `text` if the model knows its characters, or else an example of its own.
+  suggest(text) {
+    // Unless something else was typed.
     const { area } = this;
     if (area.value && area.value !== this.suggested) return;
-    if (![...text].every((c) => model.vocabulary.includes(c))) text = model.example;
     area.value = this.suggested = area.maxLength < 0 ? text : text.slice(0, area.maxLength);
   }
 

@@ -247,7 +247,8 @@ export function useModel({ limits, model }, isLinked) {
   alternatives = Math.min(8, [...model.vocabulary].length);
   $("max_tokens").max = limits.max_tokens;
   $("top_k").max = [...model.vocabulary].length;
-  if (!isLinked) editor.suggest(model.example_prompt, model);
+  if (!isLinked) editor.suggest(model.example_prompt);
+  $("prompt").labels[0].textContent = model.records ? "Begin a record with" : "Begin with";
   $("twenty").hidden = !model.records;
   list = [];
   showList();
