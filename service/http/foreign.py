@@ -81,7 +81,8 @@ def generation_fields(data: dict[str, Any]) -> dict[str, Any]:
         data = {name: value for name, value in data.items() if name != "structured_outputs"} | kinds
     for name in data.keys() & REFUSED_FIELDS.keys():
         value, neutral = data[name], _NEUTRAL.get(name)
-        if value is False if neutral is True else value and value != neutral:
+        is_given = bool(value) or (value == {} and "json" in name)  # of a schema, {} is any JSON
+        if value is False if neutral is True else is_given and value != neutral:
             message = "not supported here, and not ignored, as it would change the answer; "
             raise invalid(name, message + REFUSED_FIELDS[name], "unsupported_field")
     return data

@@ -203,7 +203,10 @@ class Form:
         for i, own in enumerate(prompt[unscored:]):
             ((_, top),) = logprobs.part(i, i + 1).rows()
             shown = top if count < 0 else top[:count]
-            ranked = [(id, PromptLogprob(value, rank, self._characters[id])) for rank, (id, value) in enumerate(top, 1)]
+            ranked = [
+                (id, PromptLogprob(round(value, 7), rank, self._characters[id]))
+                for rank, (id, value) in enumerate(top, 1)
+            ]
             yield {str(id): it for id, it in ranked if id == own} | {str(id): it for id, it in ranked[: len(shown)]}
 
     def _add_ids(self, choice: Any, piece: Piece) -> Any:

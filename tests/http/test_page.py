@@ -523,6 +523,8 @@ def test_each_of_several_models_is_asked_by_its_name_and_suggests_its_own_text(v
     page.select_option("#model", "other")
     expect(page.locator("#name")).to_have_text("other")
     expect(page.locator("#prompt")).to_have_value("一二")
+    expect(page.locator("#panes .said")).to_have_text("一二")  # its example, in place of the plays
+    expect(page.locator("#summary")).to_have_text(re.compile("^Done"))
     expected = [choice["text"] for choice in generate(several, model="other", prompt="一二", **options)]
     assert write(page) == expected
     page.click("#share")

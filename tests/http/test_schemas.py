@@ -42,7 +42,7 @@ def test_fields_of_other_apis_are_ignored_or_their_name_here_is_given():
 @pytest.mark.parametrize("kind", [GenerateRequest, CompletionRequest])
 @pytest.mark.parametrize("name", sorted(REFUSED_FIELDS))
 def test_a_field_that_would_change_the_answer_is_refused_by_name(kind, name):
-    value = False if name in ("do_sample", "detokenize") else {"type": "json_object"}
+    value = False if name in ("do_sample", "detokenize") else {} if "json" in name else {"type": "json_object"}
     for body in ({"prompt": "a", name: value}, {"prompt": "a" * 70_000, name: value}):
         with pytest.raises(ApiError) as error:
             asyncio.run(BodyReader(Settings()).read(kind, json.dumps(body).encode(), "client"))

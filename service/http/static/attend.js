@@ -220,5 +220,6 @@ export function useModel({ limits, model }, isLinked) {
   const maxLength = limits.max_attention_characters;
   $("short-note").textContent = maxLength ? `At most ${maxLength} characters.` : "This service does not show attention: it is switched off, or the model is too large.";
   Object.assign($("short"), { maxLength, disabled: !maxLength });
-  if (!isLinked) editor.suggest(model.example ?? "JULIET:\nO Romeo, Romeo! wherefore art thou Romeo?");
+  const example = model.example && [...model.example].slice(0, MAX_AXIS - 4).join("");
+  if (!isLinked) editor.suggest(example ?? "JULIET:\nO Romeo, Romeo! wherefore art thou Romeo?");
 }

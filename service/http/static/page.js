@@ -183,7 +183,11 @@ function banner(text, isGood = false) {
 
 on(document, "failure", ({ detail }) => trouble(detail));
 on($("key"), "input", later(400, async () => { setKey($("key").value); await load(!info); }));
-on($("model"), "change", () => { model = $("model").value; load(false); });
+on($("model"), "change", async () => {
+  model = $("model").value;
+  await load(false);
+  if (view === "write" && $("prompt").value === info?.model.example_prompt) writing.run(); // its example
+});
 on(document, "pointerdown", ({ target }) => { if (!$("status").contains(target)) $("status").open = false; });
 on($("status"), "keydown", (event) => { if (event.key === "Escape") { $("status").open = false; $("status").firstElementChild.focus(); } });
 
