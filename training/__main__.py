@@ -237,7 +237,9 @@ def main() -> int:
     except RuntimeError as error:
         if "out of memory" not in str(error).lower():
             raise
-        remedy = "--accumulate 2 computes a batch in two parts; or choose a smaller --batch-size"
+        remedy = "choose --device cpu"
+        if args.command == "train":
+            remedy = "--accumulate 2 computes a batch in two parts; or choose a smaller --batch-size"
         print(f"error: the device's memory is full: {remedy}", file=sys.stderr)
         return 1
     return 0

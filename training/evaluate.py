@@ -14,7 +14,18 @@ import torch
 from torch.nn import functional as F
 
 from service.model.gpt import GPT
-from training.data import IGNORED, encode_files, find_texts, padded, record_pieces, unseen_records, window_pieces
+from service.model.tokenizer import UnknownCharacterError
+from training.data import (
+    IGNORED,
+    DataError,
+    encode_files,
+    find_texts,
+    padded,
+    read_text,
+    record_pieces,
+    unseen_records,
+    window_pieces,
+)
 from training.inputs import Encoder, load_model, training_corpus
 from training.messages import plural
 
@@ -33,7 +44,13 @@ def command(args: argparse.Namespace) -> None:
     else:
         notes: set[str] = set()
         encoder = Encoder.of(args, checkpoint)
-        ids = encode_files(find_texts(args.data, args.glob or (), notes), encoder, records=records)
+        files = find_texts(args.data, args.glob or (), notes)
+        try:
+            ids = encode_files(files, encoder, records=records)
+        except UnknownCharacterError as error:
+            count = sum(c not in checkpoint.tokenizer for text in read_text(files) for c in text)
+            many = f"one of {plural(count, 'character')} that are not; " if count > 1 else ""
+            raise DataError(f"{error}, {many}--unknown-characters drop or replace scores the rest") from None
         scored = " ".join(args.data)
         encoder.report()
         for note in sorted(notes):
@@ -68,13 +85,13 @@ def split_losses(
 
 
 def beginning(ids: np.ndarray, count: int, records: bool) -> np.ndarray:
-    """The first `count` characters of a split and one to predict, of records whole ones; count 0: all."""
-    if not 0 < count < len(ids) - 1:
+    """The first `count` characters of a split, at least two, of records whole ones; count 0: all."""
+    if not 0 < count < len(ids):
         return ids
     if records:
         lengths = np.cumsum(record_pieces(ids, len(ids))[1])
-        count = int(lengths[max(0, int(np.searchsorted(lengths, count, "right")) - 1)])
-    return ids[: count + 1]
+        count = 1 + int(lengths[max(0, int(np.searchsorted(lengths, count - 1, "right")) - 1)])
+    return ids[: max(2, count)]
 
 
 def whole_loss(model: GPT, ids: np.ndarray, advance: Advance = int) -> float:

@@ -179,9 +179,14 @@ def test_evaluate_prints_both_losses_of_any_text(checkpoint, text, tmp_path, out
     first, *lines = output_of("evaluate", "--checkpoint", checkpoint).splitlines()
     assert first == "validation split of text.txt: 72 characters, all but the first scored"
     assert lines == expected(TEXT[-72:])
-    (tmp_path / "more.txt").write_text("Yes\nNo 7")
-    message = "character '7' (U+0037) at offset 727 is not in the vocabulary"
-    assert message in error_of("evaluate", "--checkpoint", checkpoint, "--data", text, tmp_path / "more.txt")
+    (tmp_path / "more.txt").write_text("Yes\nNo 7, 8")
+    message = (
+        "character '7' (U+0037) at offset 727 is not in the vocabulary, one of 2 characters that are not; --unknown"
+    )
+    command = ["evaluate", "--checkpoint", checkpoint, "--data", text, tmp_path / "more.txt"]
+    assert message in error_of(*command)
+    lines = output_of(*command, "--unknown-characters", "drop").splitlines()
+    assert lines[1:] == expected(TEXT + "Yes\nNo , ")
     text.write_text(TEXT + "more")
     error = error_of("evaluate", "--checkpoint", checkpoint)
     assert f"{text} is not the training text of {checkpoint}: SHA-256" in error
@@ -362,14 +367,15 @@ def test_no_record_is_empty(tmp_path, output_of):
     assert "Al" in output_of(*command, "--prompt", "Al").splitlines()
 
 
-@pytest.mark.parametrize(("count", "scored"), [(0, 10), (9, 10), (8, 9), (3, 4), (100, 10)])
-def test_the_final_scoring_can_be_bounded(count, scored):
-    ids = np.arange(10)
-    assert len(beginning(ids, count, records=False)) == scored
-    records = np.array([0, 1, 0, 1, 1, 0, 1, 1, 1, 0])  # of which each ends with a 0
+@pytest.mark.parametrize(
+    ("count", "scored", "of_records"), [(0, 10, 10), (100, 10, 10), (9, 9, 6), (3, 3, 3), (1, 2, 3)]
+)
+def test_the_final_scoring_can_be_bounded(count, scored, of_records):
+    """Of records to whole ones."""
+    records = np.array([0, 1, 0, 1, 1, 0, 1, 1, 1, 0])
+    assert len(beginning(records, count, records=False)) == scored
     kept = beginning(records, count, records=True)
-    assert (kept[0], kept[-1]) == (0, 0) and len(kept) <= max(3, scored)
-    assert len(kept) == {0: 10, 9: 10, 8: 6, 3: 3, 100: 10}[count]
+    assert kept[-1] == 0 and len(kept) == of_records
 
 
 def test_records_that_were_shuffled_otherwise_are_not_scored(tmp_path, output_of, error_of):

@@ -693,6 +693,16 @@ def test_a_wrong_command_is_refused_without_a_traceback(uninterrupted, tmp_path,
     assert "Traceback" not in error
 
 
+@pytest.mark.parametrize(("command", "remedy"), [("train", "--accumulate 2 "), ("sample", "--device cpu")])
+def test_a_full_memory_of_a_device_names_what_helps(tmp_path, monkeypatch, capsys, command, remedy):
+    def fail(args):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(f"training.{'jobs' if command == 'train' else command}.command", fail)
+    assert call([command, *(["--checkpoint", tmp_path] if command == "sample" else [])]) == 1
+    assert re.match(f"error: the device's memory is full: .*{remedy}", capsys.readouterr().err)
+
+
 def test_help_has_units_and_defaults_and_imports_no_torch(capsys):
     code = "import sys; from training.__main__ import build_parser as b; b(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
