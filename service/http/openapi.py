@@ -385,7 +385,8 @@ def _add_limits(
             if name == "model":
                 examples = [model]
             elif name == "prompt" and request is not b.NextRequest:
-                examples = [example.strip() or "ROMEO:"]
+                # Records begin with nothing, which shows little: with a letter.
+                examples = [example.strip() or next(filter(str.isalpha, tokenizer.characters), tokenizer.characters[0])]
             elif name in ("max_tokens", "min_tokens"):
                 field["default"] = min(field["default"], settings.max_tokens)
                 examples = [min(it, settings.max_tokens) for it in examples]

@@ -97,6 +97,8 @@ def test_examples_match_their_schemas_and_the_vocabulary(tmp_path, characters):
     assert len(json.dumps(document)) < 120_000
     examples = list(every_example(document))
     assert len(examples) > 100
+    prompts = document["components"]["schemas"]["GenerateRequest"]["properties"]["prompt"]["examples"]
+    assert prompts == [next(filter(str.isalpha, characters))]  # no other model's
     for schema, example in examples:
         jsonschema.Draft202012Validator(schema | {"components": document["components"]}).validate(example)
     for *_, operation in operations(document):
