@@ -462,6 +462,11 @@ def test_a_phone_scrolls_in_one_direction_only(visit):
         expect(page.locator(f"#{view}")).to_be_visible()
         if view == "attend":
             expect(page.locator("#heads [aria-pressed=true]")).to_be_visible()
+            step, heads, character, button = (
+                page.locator(it).first.bounding_box() for it in ("#step", "#heads", "#looks span", "#steps button")
+            )
+            assert step["y"] + step["height"] <= heads["y"], "the explanation comes before the heads"
+            assert character["width"] >= 15 and min(character["height"], button["height"]) >= 36, "for a finger"
         assert page.evaluate("document.documentElement.scrollWidth") <= 360, view
     page.tap("#tab-write")
     page.locator("#panes .written span[data-c]").nth(20).tap()
