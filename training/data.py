@@ -115,17 +115,28 @@ def _listed(binary: list[Path]) -> str:
 def _is_binary(file: Path) -> bool:
     """Whether a file begins as no text does: with a NUL, or with bytes that are neither UTF-8 nor printable Latin-1.
 
-    UTF-16 is text if its byte-order mark says so.
+    UTF-16 is text.
     """
     head = next(_read_bytes(file, HEAD_BYTES), b"")
-    is_utf16 = head.startswith(UTF16_MARKS)
-    if b"\0" in head and not is_utf16:
+    encoding = _encoding(head)
+    if b"\0" in head and encoding == "utf-8":
         return True
     try:
-        codecs.getincrementaldecoder("utf-16" if is_utf16 else "utf-8")().decode(head)  # may end within a character
+        codecs.getincrementaldecoder(encoding)().decode(head)  # may end within a character
     except UnicodeDecodeError:
-        return is_utf16 or any(byte < 32 and byte not in b"\t\n\f\r\x1b" for byte in head)
+        return encoding != "utf-8" or any(byte < 32 and byte not in b"\t\n\f\r\x1b" for byte in head)
     return False
+
+
+def _encoding(head: bytes) -> str:
+    """utf-16 if a byte-order mark says so, utf-16-le or -be if most characters have a NUL there, or else utf-8."""
+    if head.startswith(UTF16_MARKS):
+        return "utf-16"
+    evens, odds = (head[start:HEAD_BYTES:2] for start in (0, 1))
+    for encoding, high, low in (("utf-16-le", odds, evens), ("utf-16-be", evens, odds)):
+        if high.count(0) > 0.75 * len(high) and 0 not in low:
+            return encoding
+    return "utf-8"
 
 
 def find_text(data: str) -> Path:
@@ -300,8 +311,8 @@ def id_dtype(vocab_size: int) -> np.dtype[Any]:
 def read_text(files: Sequence[Path], notes: set[str] | None = None, errors: str = "strict") -> Iterator[str]:
     """The concatenated files, in chunks, as if each had been written on Linux.
 
-    Line breaks of Windows and of old Macs are read as \\n, a file's byte-order mark is left out, and UTF-16 is read if
-    the mark says so; `notes` gets a sentence about each. A line break is inserted between files where one is missing.
+    Line breaks of Windows and of old Macs are read as \\n, a file's byte-order mark is left out, and UTF-16 is read;
+    `notes` gets a sentence about each. A line break is inserted between files where one is missing.
     `errors`: as of bytes.decode.
 
     Raises:
@@ -312,7 +323,7 @@ def read_text(files: Sequence[Path], notes: set[str] | None = None, errors: str 
     for number, file in enumerate(files):
         chunks = itertools.chain(_read_bytes(file), [b""])
         head = next(chunks)
-        encoding = "utf-16" if head.startswith(UTF16_MARKS) else "utf-8"
+        encoding = _encoding(head)
         decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder(encoding)(errors), translate=True)
         start, last, is_first = 0, "\n", True
         for chunk in itertools.chain([head], chunks):
@@ -334,7 +345,7 @@ def read_text(files: Sequence[Path], notes: set[str] | None = None, errors: str 
             start += len(chunk)
             if text and is_first:
                 is_first = False
-                if encoding == "utf-16":
+                if encoding != "utf-8":
                     notes.add(f"{file.name}: UTF-16 read as text")
                 if text[0] == BYTE_ORDER_MARK:
                     text = text[1:]

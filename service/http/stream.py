@@ -202,12 +202,12 @@ class Form:
         yield from [None] * unscored
         for i, own in enumerate(prompt[unscored:]):
             ((_, top),) = logprobs.part(i, i + 1).rows()
-            shown = top if count < 0 else top[:count]
-            ranked = [
-                (id, PromptLogprob(round(value, 7), rank, self._characters[id]))
-                for rank, (id, value) in enumerate(top, 1)
-            ]
-            yield {str(id): it for id, it in ranked if id == own} | {str(id): it for id, it in ranked[: len(shown)]}
+            places = [[id for id, _ in top].index(own), *range(len(top) if count < 0 else count)]
+            yield {
+                str(id): PromptLogprob(round(value, 7), place + 1, self._characters[id])
+                for place in places
+                for id, value in [top[place]]
+            }
 
     def _add_ids(self, choice: Any, piece: Piece) -> Any:
         """To an event: the ids of its text, and in a choice's first one those of the prompt."""

@@ -449,11 +449,12 @@ def test_the_example_prompt_is_how_lines_often_begin(tmp_path, text, records, ex
 
 
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
-def test_utf16_is_read_as_the_same_text(tmp_path, encoding):
-    """As Excel exports it; the astral character takes two units."""
+@pytest.mark.parametrize("mark", ["\ufeff", ""])
+def test_utf16_is_read_as_the_same_text(tmp_path, encoding, mark):
+    """As Excel exports it, or without its mark; the astral character takes two units."""
     text = "name\tvalue\r\ndéjà vu\t𝄞\r\n" * 3
     (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "export.txt").write_bytes(("\ufeff" + text).encode(encoding))
+    (tmp_path / "folder" / "export.txt").write_bytes((mark + text).encode(encoding))
     corpus = prepare(str(tmp_path / "folder"))
     assert corpus.tokenizer.decode(corpus.ids.tolist()) == text.replace("\r\n", "\n")
     assert "export.txt: UTF-16 read as text" in corpus.notes
