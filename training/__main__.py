@@ -109,11 +109,11 @@ def build_parser(show_all: bool = False) -> Parser:
     add_model_flags(p)
     p.add_argument("--data", type=Path, required=True, metavar="FILE", help="a UTF-8 text file")
     p.add_argument(
-        "--records",
-        action="store_true",
-        help="score each line from the line break before it to its own, as a record is trained on; without it the "
-        "first character of a line is not scored, and the line break is no part of it, as for texts of /v1/score",
-    )
+        "--records", action=argparse.BooleanOptionalAction,
+        help="score each line from the line break before it to its own, as a record is trained on; else the first "
+        "character of a line is not scored, and the line break is no part of it (default: as the model was trained, "
+        "and as texts of /v1/score)",
+    )  # fmt: skip
     add_unknown_flags(p, "lines")
 
     p = command("report", "measure how much generated text is copied from the training text")

@@ -1,7 +1,8 @@
 """`score`: the log-likelihood of each line of a text, in batches.
 
 As /v1/score of the service has it: a line is a text of its own, whose first character has nothing before it and is not
-scored; its line break is no part of it. Or each line is scored as a record, from the line break before it to its own.
+scored; its line break is no part of it. Of a model of records each line is scored as one, from the line break before it
+to its own.
 """
 
 from __future__ import annotations
@@ -38,12 +39,11 @@ def command(args: argparse.Namespace) -> None:
         if num_refused <= MAX_REPORTED:
             print(f"line {number:,}: {reason}", file=sys.stderr)
 
-    for record in score_lines(model, encoder, read_lines(args.data), records=args.records, refused=refused):
+    records = checkpoint.record_end is not None if args.records is None else args.records
+    for record in score_lines(model, encoder, read_lines(args.data), records=records, refused=refused):
         num_scored += 1
         print(json.dumps(record, ensure_ascii=False))
     encoder.report()
-    if checkpoint.record_end is not None and not args.records:
-        print("the model was trained on records: --records scores each line as one", file=sys.stderr)
     if num_refused:
         more = f", the first {MAX_REPORTED} of which are named above" if num_refused > MAX_REPORTED else ""
         raise DataError(f"{plural(num_refused, 'line')} of {num_scored + num_refused:,} not scored{more}")

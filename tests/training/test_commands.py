@@ -227,6 +227,16 @@ def test_score_prints_an_object_per_line(checkpoint, tmp_path, output_of, error_
     assert "required: --data" in error_of("score", "--checkpoint", checkpoint, code=2)
 
 
+def test_lines_are_scored_as_the_model_was_trained(checkpoint, tmp_path, output_of):
+    save_checkpoint(
+        tmp_path / "of records", MODEL, CharTokenizer(VOCABULARY), {"losses": {}, "recipe": {"records": True}}
+    )
+    (tmp_path / "lines.txt").write_text("Al\nBob\n")
+    command = ["score", "--data", tmp_path / "lines.txt", "--checkpoint"]
+    assert output_of(*command, tmp_path / "of records") == output_of(*command, checkpoint, "--records")
+    assert output_of(*command, tmp_path / "of records", "--no-records") == output_of(*command, checkpoint)
+
+
 def test_a_bad_line_is_reported_and_the_others_are_scored(checkpoint, tmp_path, output_of, capsys, monkeypatch):
     monkeypatch.setattr("training.score.LINES", 2)  # one of them ends a group
     (tmp_path / "lines.txt").write_bytes("good\nbäd\n".encode() + b"b\xe4d\nfine\n")
