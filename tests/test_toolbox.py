@@ -1,4 +1,4 @@
-"""The toolbox: required areas, server-sent events, server processes, tables put into documents."""
+"""The toolbox: required areas, server-sent events, the load generator, server processes, tables put into documents."""
 
 import os
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.toolbox import figures, http, launch, needs
+from tests.toolbox import figures, http, launch, load, needs
 
 
 def test_missing_area_skips_unless_required(monkeypatch, tmp_path):
@@ -39,6 +39,51 @@ def test_events_yields_only_data():
         http.pieces(lines[:-2])
     with pytest.raises(ValueError, match="unexpected field"):
         list(http.events(["event: x", ""]))
+
+
+def stream(*pieces, end=b"0\r\n\r\n"):
+    chunks = [b"data: %b\n\n" % piece for piece in pieces]
+    body = b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks)
+    return b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + body + end
+
+
+A, B, DONE = b'{"index":0,"text":"a"}', b'{"index":0,"text":"0\\r"}', b"[DONE]"
+
+
+@pytest.mark.parametrize("cut", [1, 7, 1 << 20])
+@pytest.mark.parametrize(
+    ("data", "ending", "events"),
+    [
+        (stream(A, B, DONE), "complete", 2),
+        (stream(A, B, DONE, end=b""), "cut", 2),
+        (stream(A), "cut", 1),
+        (stream(A, b'{"error": {}}'), "error", 1),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello", "complete", 0),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhell", "cut", 0),
+        (b"HTTP/1.1 503 No\r\nContent-Length: 2\r\n\r\nno", "error", 0),
+        (b"", "cut", 0),
+    ],
+)
+def test_answers_and_their_events_and_ends_are_found_for_any_fragmentation(data, ending, events, cut):
+    reply = load.Reply("x", 0.0, 0.0)
+    reader, is_over = load.Reader(reply, keep=True), False
+    for at in range(0, len(data), cut):
+        assert not is_over
+        is_over = reader.feed(data[at : at + cut])
+    if not is_over:
+        with pytest.raises(load.LoadError, match="closed a connection"):
+            reader.feed(b"")
+        reply.failure = "cut"
+    assert (reply.ending, reply.num_events, reply.num_bytes) == (ending, events, len(data))
+    if ending == "complete":
+        assert reply.body == b"hello" or reply.text == "a0\r"
+
+
+def test_a_status_that_is_not_accepted_raises_instead_of_counting():
+    with pytest.raises(load.LoadError, match="x was answered b'HTTP/1.1 429"):
+        load.Reader(load.Reply("x", 0.0, 0.0), accepts=(200,)).feed(
+            b"HTTP/1.1 429 Too Many\r\nContent-Length: 0\r\n\r\n"
+        )
 
 
 def test_log_is_shown_if_a_program_exits_before_it_is_ready(tmp_path):

@@ -66,14 +66,15 @@ spec:
 """
 
 
-def main() -> None:
+def texts() -> dict[Path, str]:
+    """Both files."""
     before, rest = RULES.read_text(encoding="utf-8").split(BEGIN)
     _, after = rest.split(END)
     text = before + BEGIN + "\n".join(GROUP.replace("WINDOW", window) for window in WINDOWS) + END + after
-    RULES.write_text(text, encoding="utf-8")
     lines = (line for line in text.splitlines() if not line.startswith("#"))
-    RESOURCE.write_text(HEAD + "".join(f"  {line}".rstrip() + "\n" for line in lines), encoding="utf-8")
+    return {RULES: text, RESOURCE: HEAD + "".join(f"  {line}".rstrip() + "\n" for line in lines)}
 
 
 if __name__ == "__main__":
-    main()
+    for path, text in texts().items():
+        path.write_text(text, encoding="utf-8")

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
 import itertools
 import json
 import os
+import re
 import secrets
 import subprocess
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Self
-
-import httpx
+from typing import Any, NamedTuple, Self
 
 from service.engine.engine import Engine
 from service.engine.runner import open_runner
@@ -26,11 +24,11 @@ from service.model.checkpoint import Checkpoint
 from service.model.params import SamplingParams
 from service.wire import Submit
 from tests.helpers import wait_until
-from tests.toolbox.http import DONE, events, text_of
+from tests.toolbox import load
+from tests.toolbox.http import post
 
 ROOT = Path(__file__).parents[2]
 DEPLOY, STAND_INS = ROOT / "deploy", Path(__file__).parent / "standins.Dockerfile"
-FIRST_CHARACTERS = 100  # compared with the reference
 SIZE = {"n_embd": 256, "n_head": 8, "n_kv_head": 8}  # a long stream takes a second or two
 
 
@@ -75,65 +73,81 @@ def answered_by(container: Any) -> dict[str, dict[str, Any]]:
     return {line["request_id"]: line for line in lines if line["logger"] == "service.access"}
 
 
-def reference(checkpoint: Checkpoint, prompt: str, seed: int) -> str:
-    """The first characters of a seed's text by this process's engine, in float32 as the images' is."""
-    submit = Submit(0, checkpoint.tokenizer.encode(prompt), FIRST_CHARACTERS, SamplingParams(seed=seed))
-    (ids,) = Engine(open_runner(checkpoint)).generate([submit])
-    return checkpoint.tokenizer.decode(ids)
+def query(prometheus: Any, expression: str) -> list[str]:
+    """The values that the Prometheus of a container has now."""
+    command = ["promtool", "query", "instant", "http://127.0.0.1:9090", expression]
+    return sorted(re.findall(r"=> (\S+) @", prometheus.exec_run(command).output.decode()))
 
 
-@dataclasses.dataclass
-class Sent:
-    """A request and how it ended."""
+def references(checkpoint: Checkpoint, prompt: str, seeds: Iterable[int], length: int) -> list[str]:
+    """The texts of seeds by this process's engine, in float32 as the images' is."""
+    ids = checkpoint.tokenizer.encode(prompt)
+    submits = [Submit(number, ids, length, SamplingParams(seed=seed)) for number, seed in enumerate(seeds)]
+    return list(map(checkpoint.tokenizer.decode, Engine(open_runner(checkpoint)).generate(submits)))
+
+
+class Sent(NamedTuple):
+    """A request and how it ended; times are time.time()."""
 
     id: str
+    started: float
+    ended: float
     kind: str
-    started: float  # time.time()
-    ended: float = 0.0
-    failure: str | None = None
-    checkpoint: str | None = None
+    failure: str | None
+    checkpoint: str | None
 
 
 class Load:
-    """Clients that send short and long streams and whole answers, each client one after another, until the end.
+    """Clients that ask for short and long streams and whole answers, each one after another, until the end.
 
     checkpoints: those of which each answer must be one.
     """
 
     PROMPT, SEEDS = "Hello", range(3)
-    KINDS = {  # name: (max_tokens, stream)
-        "short stream": (60, True),
-        "whole": (500, False),
-        "long stream": (3000, True),
-    }
+    KINDS = {"short stream": (60, True), "whole": (500, False), "long stream": (3000, True)}  # (max_tokens, stream)
 
     def __init__(self, url: str, checkpoints: Mapping[str, Checkpoint], clients: int = 6):
-        self.url, self.clients = url, clients
-        self.sent: list[Sent] = []
-        self._name = secrets.token_hex(4)
-        self._texts: dict[tuple[object, ...], str] = {}  # of a checkpoint, seed and kind, as first answered
-        self._expected = {
-            (name, seed): reference(checkpoint, self.PROMPT, seed)
-            for name, checkpoint in checkpoints.items()
-            for seed in self.SEEDS
-        }
+        self.port, self.clients, self._name = int(url.rpartition(":")[2]), clients, secrets.token_hex(4)
+        self._texts = {name: references(it, self.PROMPT, self.SEEDS, 3000) for name, it in checkpoints.items()}
+        self._replies: list[load.Reply] = []
+        self._sent: dict[str, Sent] = {}
         self._stop = threading.Event()
-        self._pool = ThreadPoolExecutor(clients)
 
     def __enter__(self) -> Self:
-        self._running = [self._pool.submit(self._client, number) for number in range(self.clients)]
+        # Connections stay open, as most clients keep them: a stale one is a failure here.
+        options = {"connections": self.clients, "keep": True, "accepts": None, "patience": 60, "replies": self._replies}
+        self._running = ThreadPoolExecutor(1).submit(load.run, self.port, self._requests(), **options)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        for client in self._running:
-            client.result()
+        self._running.result()
+
+    def _requests(self) -> Iterator[load.Due]:
+        works = itertools.cycle(itertools.product(self.SEEDS, self.KINDS))
+        for number, (seed, kind) in enumerate(works):
+            if self._stop.is_set():
+                return
+            id, (length, stream) = f"{self._name}-{number}", self.KINDS[kind]
+            body = {"prompt": self.PROMPT, "max_tokens": length, "seed": seed, "stream": stream}
+            yield 0.0, post("/generate", body, X_Request_Id=id), (id, kind, seed)
+
+    @property
+    def sent(self) -> list[Sent]:
+        """What has ended."""
+        since = time.time() - time.monotonic()
+        for reply in self._replies[:]:
+            id, kind, seed = reply.asked
+            if id not in self._sent and reply.ended_at is not None:
+                judged = self._judge(reply, self.KINDS[kind][0], seed)
+                self._sent[id] = Sent(id, reply.began_at + since, reply.ended_at + since, kind, *judged)
+        return list(self._sent.values())
 
     def wait_for(self, count: int) -> None:
         """Waits until `count` more requests of each kind have been answered."""
 
         def answered() -> Counter[str]:
-            return Counter(sent.kind for sent in self.sent[:] if sent.failure is None)
+            return Counter(sent.kind for sent in self.sent if sent.failure is None)
 
         before = answered()
         wait_until(lambda: all(answered()[kind] >= before[kind] + count for kind in self.KINDS), 120, answered)
@@ -141,45 +155,9 @@ class Load:
     def failed(self) -> list[Sent]:
         return [sent for sent in self.sent if sent.failure is not None]
 
-    def _client(self, number: int) -> None:
-        # Connections stay open, as most clients keep them: a stale one is a failure here.
-        with httpx.Client(timeout=60) as client:
-            for index, kind in enumerate(itertools.cycle(self.KINDS)):
-                if self._stop.is_set():
-                    return
-                sent = Sent(f"{self._name}-{number}-{index}", kind, time.time())
-                seed = (number + index // len(self.KINDS)) % len(self.SEEDS)
-                try:
-                    sent.failure = self._send(client, sent, seed)
-                except httpx.HTTPError as error:
-                    sent.failure = f"{'hang' if isinstance(error, httpx.TimeoutException) else 'broken'}: {error!r}"
-                sent.ended = time.time()
-                self.sent.append(sent)
-                if sent.failure is not None:
-                    time.sleep(0.2)  # as a client backs off
-
-    def _send(self, client: httpx.Client, sent: Sent, seed: int) -> str | None:
-        """Returns what was wrong with the answer."""
-        max_tokens, stream = self.KINDS[sent.kind]
-        body = {"prompt": self.PROMPT, "max_tokens": max_tokens, "seed": seed, "stream": stream}
-        headers = {"X-Request-Id": sent.id}
-        with client.stream("POST", f"{self.url}/generate", json=body, headers=headers) as answer:
-            if answer.status_code != 200:
-                return f"status {answer.status_code}: {answer.read().decode()}"
-            if stream:
-                *parts, last = events(answer)
-                if last != DONE:
-                    return f"error event: {last}"
-                text = text_of(map(json.loads, parts))
-            else:
-                answer.read()
-                text = answer.json()["choices"][0]["text"]
-        if len(text) != max_tokens:
-            return f"wrong: {len(text)} characters instead of {max_tokens}"
-        first = text[:FIRST_CHARACTERS]
-        names = {name for (name, of), whole in self._expected.items() if of == seed and whole.startswith(first)}
-        if not names:
-            return f"wrong: {text!r}"
-        (sent.checkpoint,) = names
-        same = self._texts.setdefault((sent.checkpoint, seed, sent.kind), text)
-        return None if same == text else f"wrong: {text!r} instead of {same!r}"
+    def _judge(self, reply: load.Reply, length: int, seed: int) -> tuple[str | None, str | None]:
+        """What is wrong with an answer, or its checkpoint."""
+        if (ending := reply.ending) != "complete":
+            return f"{ending}: status {reply.status}, {reply.body.decode()[-500:]}", None
+        names = [name for name, texts in self._texts.items() if texts[seed][:length] == reply.text]
+        return (None, names[0]) if names else (f"wrong: {reply.text!r}", None)

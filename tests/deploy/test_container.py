@@ -7,58 +7,38 @@ import concurrent.futures
 import contextlib
 import json
 import os
-import re
-import subprocess
 import sys
 from pathlib import Path
 
-import docker
-import openai
 import pytest
+from packaging.utils import canonicalize_name
 
 import setup
 from service.settings import BUNDLED
-from tests.deploy.stack import FIRST_CHARACTERS, ROOT, build, reference
-from tests.helpers import SLOW, VOCABULARY, save_random, wait_until, web
+from tests.deploy.stack import ROOT, build, references, run
+from tests.helpers import VOCABULARY, save_random, wait_until, web
 
-VERSION = "1.2.3"  # of the image built here
 MEMORY = 640 << 20  # the minimum in deploy/README.md
-CPUS = os.cpu_count() or 1
 
 pytestmark = [pytest.mark.container, pytest.mark.needs("docker"), pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
 def image():
-    return os.environ.get("CHARGPT_IMAGE") or build("chargpt:test", ROOT, "--build-arg", f"VERSION={VERSION}")
+    return os.environ.get("CHARGPT_IMAGE") or build("chargpt:test", ROOT, "--build-arg", "VERSION=1.2.3")
 
 
 @pytest.fixture(scope="module")
 def version(engine, image):
-    version = engine.images.get(image).labels["org.opencontainers.image.version"]
-    assert version == VERSION or "CHARGPT_IMAGE" in os.environ
-    return version
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return save_random(tmp_path_factory.mktemp("container") / "checkpoint", **SLOW)
+    return engine.images.get(image).labels["org.opencontainers.image.version"]
 
 
 @contextlib.contextmanager
-def started(engine, image, checkpoint, environment=None, **options):
+def started(engine, image, checkpoint, **options):
     """A container right after its start: a read-only root, no tmpfs, no capabilities; `options` are Docker's."""
-    container = engine.containers.run(
-        image,
-        detach=True,
-        read_only=True,
-        cap_drop=["ALL"],
-        security_opt=["no-new-privileges"],
-        environment={"CHARGPT_THREADS": "1"} | (environment or {}),  # as in the other tests
-        volumes={str(checkpoint.path): {"bind": "/checkpoint", "mode": "ro"}},
-        ports={"8000/tcp": ("127.0.0.1", None)},
-        **options,
-    )
+    options |= {"read_only": True, "cap_drop": ["ALL"], "security_opt": ["no-new-privileges"], "detach": True}
+    options |= {"environment": {"CHARGPT_THREADS": "1"}, "ports": {"8000/tcp": ("127.0.0.1", None)}}
+    container = engine.containers.run(image, volumes=[f"{checkpoint.path}:/checkpoint:ro"], **options)
     try:
         yield container
     finally:
@@ -67,13 +47,7 @@ def started(engine, image, checkpoint, environment=None, **options):
 
 def healthy(container):
     """The URL of a container, once it is healthy."""
-
-    def is_healthy():
-        container.reload()
-        assert container.status in ("created", "running"), container.logs().decode()
-        return container.health == "healthy"
-
-    wait_until(is_healthy, timeout=120, otherwise=lambda: container.logs().decode())
+    wait_until(lambda: container.reload() or container.health == "healthy", 120, lambda: container.logs().decode())
     return f"http://127.0.0.1:{container.ports['8000/tcp'][0]['HostPort']}"
 
 
@@ -83,26 +57,16 @@ def inside(engine, image, script, **options):
     return output.decode().splitlines()
 
 
-def test_container_answers_with_the_text_of_the_seed_and_has_no_rights(engine, image, checkpoint, version):
-    with started(engine, image, checkpoint) as container:
-        url = healthy(container)
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-            ask = client.completions.create
-            completion = ask(model="chargpt", prompt=["To be", "or not"], max_tokens=FIRST_CHARACTERS, seed=3)
-        texts = [choice.text for choice in completion.choices]
-        assert texts == [reference(checkpoint, prompt, 3) for prompt in ("To be", "or not")]
+def test_container_answers_with_the_text_of_the_seed_and_has_no_rights(engine, image, slow, version):
+    with started(engine, image, slow) as container:
+        url, prompts = healthy(container), ["To be", "or not"]
+        body = {"model": "chargpt", "prompt": prompts, "max_tokens": 100, "seed": 3}
+        choices = web.post(f"{url}/v1/completions", json=body).json()["choices"]
+        assert [choice["text"] for choice in choices] == [references(slow, it, [3], 100)[0] for it in prompts]
         info = web.get(f"{url}/info").json()
-        assert info["backend"] == "native" and info["versions"]["chargpt"] == version
-
+        assert info["backend"] == "native" and info["versions"]["chargpt"] == version != "0.0"
         assert container.exec_run("id -u").output == b"10001\n"
         assert container.exec_run("touch /tmp/file").exit_code == 1  # it runs without any writable folder
-
-
-def test_without_a_checkpoint_the_container_says_so(engine, image, tmp_path):
-    volumes = {str(tmp_path): {"bind": "/checkpoint", "mode": "ro"}}
-    with pytest.raises(docker.errors.ContainerError, match="/checkpoint") as caught:
-        engine.containers.run(image, volumes=volumes, remove=True)
-    assert caught.value.exit_status == 2
 
 
 def test_the_documented_memory_suffices_and_too_little_ends_with_137(engine, image, tmp_path):
@@ -129,21 +93,15 @@ def test_the_documented_memory_suffices_and_too_little_ends_with_137(engine, ima
         assert container.attrs["State"]["OOMKilled"]
 
 
-def test_sigterm_during_startup_stops_the_container(engine, image, checkpoint):
+def test_sigterm_during_startup_stops_the_container(engine, image, slow):
     """The service is PID 1, which ignores signals without a handler."""
-    with started(engine, image, checkpoint) as container:
+    with started(engine, image, slow) as container:
         wait_until(lambda: "spawn_main" in str(container.top()), otherwise=lambda: container.logs().decode())
         container.reload()
         assert container.health != "healthy", "startup has already finished"
         container.stop(timeout=60)  # afterwards SIGKILL, status 137
         assert container.wait()["StatusCode"] == 0, container.logs().decode()
         assert "Traceback" not in container.logs().decode()
-
-
-def test_threads_follow_from_the_quota(engine, image):
-    look = "from service.settings import *; print(available_cpus(), read_settings([]).threads)"
-    for options, cpus in (({}, CPUS), ({"nano_cpus": 1_500_000_000}, 1), ({"cpuset_cpus": "0"}, 1)):
-        assert inside(engine, image, look, **options) == [f"{cpus} {cpus}"]
 
 
 def test_image_has_the_service_and_its_checkpoint_alone_and_is_as_small_as_documented(engine, image):
@@ -154,25 +112,20 @@ def test_image_has_the_service_and_its_checkpoint_alone_and_is_as_small_as_docum
         "print(*sorted(os.listdir('/checkpoint')))\n"
         "print(*sorted(path.stem for path in pathlib.Path(e.__path__[0]).glob('_native_*') if ctypes.CDLL(path)))"
     )
-    packages, files, libraries = inside(engine, image, look)
-    assert packages == "service" and files.split() == sorted(path.name for path in BUNDLED.iterdir())
-    assert libraries.split() == sorted(f"_native_{variant}" for variant in setup.VARIANTS)
+    assert inside(engine, image, look) == [
+        "service",
+        " ".join(sorted(path.name for path in BUNDLED.iterdir())),
+        " ".join(sorted(f"_native_{variant}" for variant in setup.VARIANTS)),
+    ]
     assert engine.images.get(image).attrs["Size"] <= 0.9e9
     assert b"--checkpoint" in engine.containers.run(image, ["serve", "--help"], entrypoint="chargpt", remove=True)
 
 
 def test_the_image_installs_what_its_sbom_lists(engine, image, version, tmp_path):
-    look = (
-        "from importlib.metadata import distributions\n"
-        "for each in distributions(path=['/venv/lib/python3.11/site-packages']): print(each.name, each.version)"
-    )
-    lines = map(str.split, inside(engine, image, look))
-    installed = {re.sub(r"[-_.]+", "-", name).lower(): number for name, number in lines}
-    path = tmp_path / "sbom.cdx.json"
-    environment = os.environ | {"SETUPTOOLS_SCM_PRETEND_VERSION_FOR_CHARGPT": version}
-    made = [f"BIN={Path(sys.executable).parent}", f"VENV={tmp_path}", f"SBOM={path}"]
-    subprocess.run(["make", *made, "-o", f"{tmp_path}/.installed-test", "sbom"], cwd=ROOT, env=environment, check=True)
-    sbom = json.loads(path.read_text())
+    look = "from importlib.metadata import *; [print(each.name, each.version) for each in distributions()]"
+    installed = {canonicalize_name(name): number for name, number in map(str.split, inside(engine, image, look))}
+    words = f"BIN={Path(sys.executable).parent} VENV={tmp_path} SBOM={tmp_path}/sbom -o {tmp_path}/.installed-test sbom"
+    run("make", *words.split(), cwd=ROOT, env=os.environ | {"SETUPTOOLS_SCM_PRETEND_VERSION_FOR_CHARGPT": version})
+    sbom = json.loads((tmp_path / "sbom").read_text())
     listed = [sbom["metadata"]["component"], *sbom["components"]]
     assert {component["name"]: component["version"] for component in listed} == installed
-    assert all(component["externalReferences"][0]["hashes"] for component in sbom["components"])

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from tests.deploy.stack import DEPLOY, SIZE, Load, answered_by, build, build_stand_ins, build_with, run
+from tests.deploy.stack import DEPLOY, SIZE, Load, answered_by, build, build_stand_ins, build_with, query, run
 from tests.helpers import save_random, wait_until, web
 from tests.toolbox.launch import free_port
 
@@ -17,32 +17,28 @@ pytestmark = [
 ]
 
 STACK = "chargpt-test-swarm"
-BRIDGE = "docker_gwbridge"
 SERVICE = f"{STACK}_chargpt"
-LABEL = {"label": f"com.docker.stack.namespace={STACK}"}
+LABEL, RUNNING = {"label": f"com.docker.stack.namespace={STACK}"}, {"desired-state": "running"}
 
 
 class Swarm:
     """The stack of stack.yaml on a free port."""
 
     def __init__(self, engine, checkpoints, images):
-        self.engine, self.checkpoints, self.images = engine, checkpoints, images
-        port = str(free_port())
-        self.environment = os.environ | build_stand_ins()
-        self.environment |= {"HTTP_PORT": port, "CHARGPT_IMAGE": images["old"], "CONFIG_VERSION": "test"}
-        self.url = f"http://127.0.0.1:{port}"
+        self.engine, self.checkpoints, self.images, port = engine, checkpoints, images, str(free_port())
+        given = {"HTTP_PORT": port, "CHARGPT_IMAGE": images["old"], "CONFIG_VERSION": "test"}
+        self.environment, self.url = os.environ | build_stand_ins() | given, f"http://127.0.0.1:{port}"
 
     def deploy(self):
         """`docker stack deploy`, and until every task runs, which it does once it is healthy."""
         deploy = ["docker", "stack", "deploy", "--resolve-image=never", "--compose-file", DEPLOY / "stack.yaml"]
         run(*deploy, STACK, env=self.environment)
-        states = {"desired-state": "running"}
 
-        def tasks():
+        def states():
             services = self.engine.services.list(filters=LABEL)
-            return {each.name: [task["Status"]["State"] for task in each.tasks(filters=states)] for each in services}
+            return [task["Status"]["State"] for each in services for task in each.tasks(filters=RUNNING)]
 
-        wait_until(lambda: sorted(sum(tasks().values(), [])) == ["running"] * 6, 180, lambda: tasks())
+        wait_until(lambda: states() == ["running"] * 6, 180, states)
 
     def update(self, image):
         """`docker service update`, until it is complete or rolled back; returns what it came to."""
@@ -57,9 +53,9 @@ class Swarm:
 
     def replicas(self):
         """Containers of the tasks that run."""
-        tasks = self.engine.services.get(SERVICE).tasks(filters={"desired-state": "running"})
-        running = [task for task in tasks if task["Status"]["State"] == "running"]
-        return [self.engine.containers.get(task["Status"]["ContainerStatus"]["ContainerID"]) for task in running]
+        statuses = [task["Status"] for task in self.engine.services.get(SERVICE).tasks(filters=RUNNING)]
+        ids = [each["ContainerStatus"]["ContainerID"] for each in statuses if each["State"] == "running"]
+        return [self.engine.containers.get(id) for id in ids]
 
     def remove(self):
         run("docker", "stack", "rm", STACK)
@@ -79,15 +75,13 @@ def in_swarm_mode(engine):
     if engine.info()["Swarm"]["LocalNodeState"] == "active":
         yield
         return
-    bridges = engine.networks.list(names=[BRIDGE])
     run("docker", "swarm", "init", "--advertise-addr", "127.0.0.1")
     try:
         yield
     finally:
         run("docker", "swarm", "leave", "--force")
-        if not bridges:
-            run("docker", "network", "rm", BRIDGE)  # swarm leaves it
-        assert engine.info()["Swarm"]["LocalNodeState"] == "inactive"
+        for bridge in engine.networks.list(names=["docker_gwbridge"]):  # swarm leaves it
+            bridge.remove()
 
 
 @pytest.fixture(scope="module")
@@ -134,11 +128,7 @@ def test_the_stack_scales_and_prometheus_finds_all_replicas(swarm):
     run("docker", "service", "scale", f"{SERVICE}=3", timeout=120)
     [prometheus] = swarm.engine.containers.list(filters={"label": f"com.docker.swarm.service.name={STACK}_prometheus"})
 
-    def up():
-        command = ["promtool", "query", "instant", "http://127.0.0.1:9090", "sum by (job) (up)"]
-        return sorted(line.partition(" => ")[::2] for line in prometheus.exec_run(command).output.decode().splitlines())
-
-    wait_until(lambda: [value.split()[0] for _, value in up()] == ["3", "1"], 60, up)
+    wait_until(lambda: query(prometheus, "sum by (job) (up)") == ["1", "3"], 60)
     replicas = swarm.replicas()
     for _ in range(12):
         assert web.post(f"{swarm.url}/generate", json={"prompt": "Hello", "max_tokens": 2}).status_code == 200

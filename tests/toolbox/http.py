@@ -7,15 +7,12 @@ import http.client
 import json
 import socket
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import httpx
 
 DONE = "[DONE]"
-
-
-class HasLines(Protocol):
-    """An httpx.Response."""
-
-    def iter_lines(self) -> Iterator[str]: ...
 
 
 def post(path: str, body: Mapping[str, Any] | bytes, **headers: object) -> bytes:
@@ -71,7 +68,7 @@ def event_data(event: bytes) -> bytes | None:
     return data
 
 
-def events(source: HasLines | Iterable[str]) -> Iterator[str]:
+def events(source: httpx.Response | Iterable[str]) -> Iterator[str]:
     """Yields the data of each server-sent event as soon as it is complete."""
     event: list[str] = []
     for line in source.iter_lines() if hasattr(source, "iter_lines") else source:
@@ -85,7 +82,7 @@ def events(source: HasLines | Iterable[str]) -> Iterator[str]:
     assert not event, f"the stream ends within an event: {event}"
 
 
-def pieces(source: HasLines | Iterable[str]) -> list[dict[str, Any]]:
+def pieces(source: httpx.Response | Iterable[str]) -> list[dict[str, Any]]:
     """The objects of a whole stream; asserts that it ends with [DONE]."""
     *objects, done = events(source)
     assert done == DONE, done
