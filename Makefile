@@ -101,7 +101,8 @@ bench-checkpoints: $(VENV)/.installed-test ## add and replace checkpoints with S
 	$(BIN)/python -m tests.bench.checkpoints $(ARGS)
 
 load: $(VENV)/.installed-test ## send a minute of mixed load with Locust to URL, or to a server of CHECKPOINT: out/load
-	$(BIN)/python -m tests.load --checkpoint '$(CHECKPOINT)' $(if $(URL),--url '$(URL)') -- $(ARGS)
+	@mkdir -p out/load
+	$(BIN)/python -m locust --config tests/load/locust.conf --checkpoint '$(CHECKPOINT)' $(if $(URL),--host '$(URL)') $(ARGS)
 
 rules: ## write what repeats of deploy/prometheus/rules.yml, and the PrometheusRule of deploy/k8s
 	@$(PYTHON) deploy/prometheus/rules.py

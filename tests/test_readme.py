@@ -76,7 +76,7 @@ docker, compose and stacks: --build --build-arg --build-context --cpus --cpuset-
   --signal --wait
 torchrun: --master-addr --master-port --nnodes --node-rank --nproc-per-node
 load tools: --backend --tokenizer --data --constraint --url --model --endpoint-type --streaming --prompt-corpus
-  --synthetic-input-tokens-mean --output-tokens-mean --concurrency --request-count
+  --synthetic-input-tokens-mean --output-tokens-mean --concurrency --request-count --users --run-time
 others: --no-deps --target --build-lib --enable-feature
 """
 

@@ -15,10 +15,11 @@ import psutil
 
 from service.settings import BUNDLED, Settings, available_cpus
 from service.supervisor import SETTLED_SECONDS
-from tests.chaos.client import Probe, Reply, ask
+from tests.chaos.client import Probe, ask
 from tests.helpers import RunningServer, is_worker, wait_until
 from tests.toolbox.figures import quantile
 from tests.toolbox.launch import Program, Server, module
+from tests.toolbox.load import Reply
 
 Figure = float | int | str
 Sample = tuple[float, dict[tuple[str, int], tuple[int, int, int]]]  # time; bytes, files, threads by role and process
@@ -104,27 +105,17 @@ async def ours(outcome: Outcome, checkpoint: Path = BUNDLED, **settings: object)
     with RunningServer(checkpoint, **DEFAULTS | settings) as server:
         await asyncio.to_thread(server.wait_until_ready)
         yield server
-        await check_end(server, outcome)
-
-
-async def check_end(server: RunningServer, outcome: Outcome) -> None:
-    if server.process.poll() is None:
-        with contextlib.suppress(AssertionError):
-            await until(lambda: len(set(endings(server))) == 1)
-        accepted, ended = endings(server)
-        outcome.check(accepted == ended, f"{accepted} sequences accepted, {ended} endings")
-        for label, count in (("sequences accepted", accepted), ("endings", ended)):
-            outcome.figures[label] = int(outcome.figures.get(label, 0)) + count
-        outcome.check(await asyncio.to_thread(server.stop) == 0, "exit status after SIGTERM")
-    log = server.output()
-    outcome.check("Traceback" not in log and "ROMEO" not in log, "a traceback or a prompt in the log")
-
-
-def endings(server: RunningServer) -> tuple[int, int]:
-    """(accepted, ended) sequences."""
-    metrics = server.metrics()
-    ended = sum(value for (name, _), value in metrics.items() if name == "chargpt_request_success_total")
-    return int(metrics["chargpt_requests_accepted_total", frozenset()]), int(ended)
+        if server.process.poll() is None:
+            with contextlib.suppress(AssertionError):
+                await asyncio.to_thread(server.wait_until_all_ended)
+            accepted, reasons = server.endings()
+            ended = sum(reasons.values())
+            outcome.check(accepted == ended, f"{accepted:.0f} sequences accepted, {ended:.0f} endings")
+            for label, count in (("sequences accepted", accepted), ("endings", ended)):
+                outcome.figures[label] = int(outcome.figures.get(label, 0)) + int(count)
+            outcome.check(await asyncio.to_thread(server.stop) == 0, "exit status after SIGTERM")
+        log = server.output()
+        outcome.check("Traceback" not in log and "ROMEO" not in log, "a traceback or a prompt in the log")
 
 
 @contextlib.contextmanager

@@ -9,7 +9,8 @@ import random
 import resource
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from tests.chaos import case
@@ -18,53 +19,51 @@ from tests.chaos.client import CROWDS, LIVEZ, OTHER, Probe, ask, crowd
 from tests.helpers import RunningServer
 from tests.toolbox.figures import quantile
 from tests.toolbox.http import post
+from tests.toolbox.load import Apart, Due, Reply
 
 
 async def burst(plan: Plan, outcome: Outcome) -> None:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     count = min(10_000, (limit - 1000) // CROWDS * CROWDS) if limit > 0 else 10_000
     outcome.did = f"{count:,} requests of 50 characters at once from {CROWDS} addresses, on open and on new connections"
-    body = {"prompt": "ROMEO:", "max_tokens": 50, "seed": 1}
+    request = post("/generate", {"prompt": "ROMEO:", "max_tokens": 50, "seed": 1}, Connection="close")
 
-    async def come(port: int, probed: bytes, connects_first: bool, patience: float) -> dict[str, Figure]:
-        """Figures of both servers; `rows` are of the crowd."""
-        nonlocal rows
+    async def come(port: int, probed: bytes, fresh: bool, patience: float) -> tuple[list[Reply], dict[str, Figure]]:
+        """The crowd's replies, and figures of both servers."""
         with Probe(port, probed) as probe:
-            rows = await asyncio.to_thread(crowd, port, body, count, connects_first, patience)
-        return {"statuses": tell(Counter(f"{row[4]} {row[5]}" for row in rows))} | case.others(
-            "/livez of others", probe
-        )
+            replies = await asyncio.to_thread(crowd, port, request, count, fresh=fresh, patience=patience)
+        statuses = tell(Counter(f"{reply.status or None} {reply.ending}" for reply in replies))
+        return replies, {"statuses": statuses} | case.others("/livez of others", probe)
 
-    rows: list[list[Any]] = []
-    for connects_first, name in ((True, "open connections"), (False, "new connections")):
+    for fresh, name in ((False, "open connections"), (True, "new connections")):
         # Room for the probe; and time, as connections that are silent for 8 s are closed.
         async with ours(outcome, max_connections=20_000, header_timeout_seconds=60) as server:
             async with case.sampled(server, 0.05) as samples:
-                figures = await come(server.port, LIVEZ, connects_first, 60.0)
-            for row in rows:
-                fine = row[4] in (429, 503) or (row[4] == 200 and row[5] == "complete")
-                outcome.check(fine, f"{name}: a request ended as {row[4]}, {row[5]}")
+                replies, figures = await come(server.port, LIVEZ, fresh, 60.0)
+            for each in replies:
+                fine = each.ending == "complete" or each.status in (429, 503)
+                outcome.check(fine, f"{name}: a request ended as {each.status}, {each.ending}")
             await asyncio.to_thread(server.wait_until_ready)
             reply = await ask(server.port, SHORT)
             outcome.check(reply.ending == "complete", f"{name}: a request afterwards ended as {reply.ending}")
-        refused = [row[2] - row[1] for row in rows if row[4] in (429, 503) and row[2]]
-        accepted = [row[3] - row[1] for row in rows if row[4] == 200]
+        waits = [each.first_at - each.sent_at for each in replies if each.status in (429, 503) and each.first_at]
+        accepted = [each.ended_at - each.sent_at for each in replies if each.status == 200 and each.ended_at]
         used = case.memory(samples)
         figures |= {"accepted": len(accepted), **used}
-        figures |= case.spread("refused after sending", refused)
+        figures |= case.spread("refused after sending", waits)
         figures |= case.spread("accepted ones ended after sending", accepted)
         outcome.figures |= {f"{name}: {label}": value for label, value in figures.items()}
         before, most = used.values()
         outcome.check(most - before < 400, f"{name}: memory grew from {before} to {most} MB")
         goal = f"{name}: refusals within 100 ms at the 99th percentile"
-        outcome.goals[goal] = quantile(refused, 0.99) <= 0.1
+        outcome.goals[goal] = quantile(waits, 0.99) <= 0.1
     if plan.quick:
         return
     with case.stock(plan) as theirs:
         async with case.sampled(theirs, 0.05) as samples:
-            figures = await come(theirs.port, STOCK_HEALTH, False, 10.0)
+            replies, figures = await come(theirs.port, STOCK_HEALTH, True, 10.0)
     outcome.stock_did = "on new connections, for 10 s"
-    figures |= {"accepted": sum(row[5] == "complete" for row in rows), **case.memory(samples)}
+    figures |= {"accepted": sum(reply.ending == "complete" for reply in replies), **case.memory(samples)}
     outcome.stock |= {f"new connections: {label}": value for label, value in figures.items()}
 
 
@@ -156,7 +155,7 @@ async def bad(plan: Plan, outcome: Outcome) -> None:
             tasks = asking(theirs, [{"prompt": "ROMEO:\n", "max_tokens": 40}] * 31, patience=15)
             tasks[5:5] = asking(theirs, [{"prompt": "\u6f22", "max_tokens": 40}], patience=15)
             replies = await asyncio.gather(*tasks)
-            given += sum(reply.data.count(b'"text"') >= 40 for reply in (*replies[:5], *replies[6:]))
+            given += sum(reply.body.count(b'"text"') >= 40 for reply in (*replies[:5], *replies[6:]))
     outcome.stock_did = f"a character that the model does not know, {rounds} times"
     outcome.stock |= {"good requests": 31 * rounds, "good ones that got their text": given}
 
@@ -164,70 +163,48 @@ async def bad(plan: Plan, outcome: Outcome) -> None:
 # Fairness
 
 
-@contextlib.asynccontextmanager
-async def flood(port: int, body: dict[str, Any], count: int, counted: Counter[str]) -> AsyncIterator[None]:
-    """Another client keeps `count` requests going: the next is sent when one ends, or 0.5 s after one is refused."""
-    numbers = itertools.count()
-
-    async def one() -> None:
-        while True:
-            reply = await ask(port, body | {"seed": next(numbers)}, source="127.0.0.50", patience=600)
-            counted[reply.failure or str(reply.status)] += 1
-            if reply.status != 200:
-                await asyncio.sleep(0.5)
-
-    tasks = [asyncio.create_task(one()) for _ in range(count)]
-    try:
-        yield
-    finally:
-        await all_leave(tasks)
+def numbered(body: dict[str, Any], rate: float = 0.0, chance_seed: int = 0) -> Iterator[Due]:
+    """Requests with seeds of their own, at once or as Poisson arrivals."""
+    chance, at = random.Random(chance_seed), 0.0
+    for number in itertools.count():
+        at += chance.expovariate(rate) if rate else 0.0
+        yield at, post("/generate", body | {"seed": number}, Connection="close"), number
 
 
-@contextlib.asynccontextmanager
-async def arrivals(port: int, rate: float, length: int, counted: Counter[str]) -> AsyncIterator[None]:
+def flood(port: int, body: dict[str, Any], count: int) -> Apart:
+    """Another client keeps `count` requests going: the next is sent when one ends."""
+    return Apart(port, partial(numbered, body), connections=count, address="127.0.0.50", fresh=True, accepts=None)
+
+
+def arrivals(port: int, body: dict[str, Any], rate: float) -> list[Apart]:
     """Poisson arrivals of requests from four addresses, whether or not earlier ones were answered."""
-    tasks: list[asyncio.Task[None]] = []
-    chance = random.Random(0)
-
-    async def one(number: int) -> None:
-        body = {"prompt": "ROMEO:", "max_tokens": length, "seed": number}
-        reply = await ask(port, body, source=f"127.0.0.{60 + number % 4}", patience=600)
-        counted[reply.failure or str(reply.status)] += 1
-
-    async def arrive() -> None:
-        due = time.monotonic()
-        for number in itertools.count():
-            due += chance.expovariate(rate)
-            await asyncio.sleep(max(0.0, due - time.monotonic()))
-            tasks.append(asyncio.create_task(one(number)))
-
-    arriving = asyncio.create_task(arrive())
-    try:
-        yield
-    finally:
-        await all_leave([arriving])
-        await all_leave(tasks)
+    options: dict[str, Any] = {"connections": 1000, "fresh": True, "accepts": None}
+    works = [partial(numbered, body, rate / 4, number) for number in range(4)]
+    return [Apart(port, work, address=f"127.0.0.{60 + number}", **options) for number, work in enumerate(works)]
 
 
+def statuses(*clients: Apart) -> str:
+    return tell(Counter(str(reply.status) for each in clients for reply in each.outcome.ended))
+
+
+STOCK_EVENT = b'{"text"'
 ASKED = post("/generate", {"prompt": "ROMEO:", "max_tokens": 10, "stream": True}, Connection="close")
 ASKED_OF_STOCK = post("/generate", {"prompt": "ROMEO:", "max_tokens": 10}, Connection="close")
 INTERVAL = 0.25
 
 
-async def first_characters(port: int, request: bytes, seconds: float) -> Probe:
-    with Probe(port, request, OTHER, INTERVAL) as probe:
+async def first_characters(port: int, request: bytes, seconds: float, **options: Any) -> Probe:
+    with Probe(port, request, OTHER, INTERVAL, **options) as probe:
         await asyncio.sleep(seconds)
     return probe
 
 
-async def saturation(port: int, length: int, seconds: float) -> float:
-    """Requests per second that end with 96 of them going, in a closed loop."""
-    counted: Counter[str] = Counter()
-    async with flood(port, {"prompt": "ROMEO:", "max_tokens": length}, 96, counted):
-        await asyncio.sleep(1)
-        counted.clear()
-        await asyncio.sleep(seconds)
-        return counted["200"] / seconds
+async def saturation(port: int, body: dict[str, Any], seconds: float) -> float:
+    """Requests per second that end with 96 of them going, in a closed loop, after its first second."""
+    with flood(port, body, 96) as crowd:
+        await asyncio.sleep(1 + seconds)
+    since = crowd.outcome.started_at + 1
+    return sum(reply.ending == "complete" and reply.ended_at > since for reply in crowd.outcome.ended) / seconds
 
 
 async def fairness(plan: Plan, outcome: Outcome) -> None:
@@ -240,8 +217,8 @@ async def fairness(plan: Plan, outcome: Outcome) -> None:
     async def measure(server: RunningServer, name: str) -> None:
         probe = await first_characters(server.port, ASKED, seconds)
         outcome.raw[name] = probe.seconds
-        for wait in probe.waits:
-            outcome.check(wait.status == 200, f"{name}: an answer with status {wait.status}")
+        for reply in probe.outcome.replies:
+            outcome.check(reply.status == 200, f"{name}: an answer with status {reply.status}")
         median[name] = quantile(probe.seconds, 0.5)
         outcome.figures |= case.spread(f"{name}: first character", probe.seconds, "ms")
 
@@ -260,32 +237,32 @@ async def fairness(plan: Plan, outcome: Outcome) -> None:
             ("flood with priority −1000", long | {"priority": -1000}, 1000, 3),
             ("99,000 characters, n 128", {"prompt": "A" * 99_000, "n": 128, "max_tokens": 100}, 1, 1),
         ):
-            counted: Counter[str] = Counter()
-            async with flood(server.port, body, count, counted):
+            with flood(server.port, body, count) as client:
                 await asyncio.sleep(pause)
                 gauges = (server.metric(f"chargpt_num_requests_{each}") for each in ("running", "waiting"))
                 outcome.figures[f"{name}: running and waiting"] = "{:.0f} and {:.0f}".format(*gauges)
                 await measure(server, name)
-            outcome.figures[f"{name}: statuses of the flood"] = tell(counted) or "–"
+            outcome.figures[f"{name}: statuses of the flood"] = statuses(client) or "–"
             await judge(server, name)
     async with ours(outcome) as server:
-        counted, name = Counter(), "twice saturation"
-        rate = 2 * await saturation(server.port, 300, plan.count(4, 2))
+        name, body = "twice saturation", {"prompt": "ROMEO:", "max_tokens": 300}
+        rate = 2 * await saturation(server.port, body, plan.count(4, 2))
         await case.until(lambda: server.metric("chargpt_num_requests_running") == 0)
-        async with arrivals(server.port, rate, 300, counted):
+        with contextlib.ExitStack() as stack:
+            others = [stack.enter_context(each) for each in arrivals(server.port, body, rate)]
             await asyncio.sleep(plan.count(4, 2))
             await measure(server, name)
-        outcome.figures |= {f"{name}: requests/s of others": rate, f"{name}: statuses of others": tell(counted)}
+        outcome.figures |= {f"{name}: requests/s of others": rate, f"{name}: statuses of others": statuses(*others)}
         await judge(server, name)
     if plan.quick:
         return
     with case.stock(plan) as theirs:
         outcome.stock_did = "alone, and beside 200 requests of 200 characters"
-        alone = (await first_characters(theirs.port, ASKED_OF_STOCK, 4)).seconds
+        alone = (await first_characters(theirs.port, ASKED_OF_STOCK, 4, marker=STOCK_EVENT)).seconds
         outcome.stock |= case.spread("alone: first character", alone, "ms")
-        async with flood(theirs.port, {"prompt": "ROMEO:", "max_tokens": 200}, 200, counted):
+        with flood(theirs.port, {"prompt": "ROMEO:", "max_tokens": 200}, 200):
             await asyncio.sleep(1)
-            beside = (await first_characters(theirs.port, ASKED_OF_STOCK, 6)).seconds
+            beside = (await first_characters(theirs.port, ASKED_OF_STOCK, 6, marker=STOCK_EVENT)).seconds
         outcome.stock |= case.spread("flood of 1,000: first character", beside, "ms")
         if beside:
             outcome.stock["flood of 1,000: p50 ÷ alone"] = quantile(beside, 0.5) / quantile(alone, 0.5)

@@ -21,10 +21,11 @@ import psutil
 
 from tests.chaos import case
 from tests.chaos.case import SHORT, STOCK_HEALTH, Outcome, Plan, asking, bodies_of, compared, ours, tally, tell, until
-from tests.chaos.client import OTHER, Probe, Reply, ask
+from tests.chaos.client import OTHER, Probe, ask
 from tests.helpers import web
 from tests.toolbox.http import post, sent
 from tests.toolbox.launch import Program
+from tests.toolbox.load import Reply
 
 STOCK_HANG_SECONDS = 10.0
 RESTARTS = 10_000
@@ -87,13 +88,13 @@ async def kill_worker(plan: Plan, outcome: Outcome) -> None:
                 recovery.append(after.ended_at - killed_at)
                 for reply in await later:
                     meanwhile[f"status {reply.status}"] += 1
-                    refused = reply.status == 503 and b"\r\nretry-after: " in reply.data.lower()
+                    refused = reply.status == 503 and b"\r\nretry-after: " in reply.head.lower()
                     outcome.check(reply.status == 200 or refused, f"kill {i}: a later request got {reply.status}")
                 for reply, text in zip(await asyncio.gather(*running), expected, strict=True):
                     ending = compared(reply, text)
                     counted[ending] += 1
                     outcome.check(ending in ("the same text", "error"), f"kill {i}: a request ended as {ending}")
-        probes[0].waits += probes[1].waits + probes[2].waits
+        probes[0].outcome.replies += probes[1].outcome.replies + probes[2].outcome.replies
     outcome.raw |= {"recovery_seconds": recovery}
     outcome.figures |= {"requests in flight": tell(counted), "requests of the next second": tell(meanwhile)}
     outcome.figures |= case.spread("next request answered after", recovery)
@@ -220,7 +221,7 @@ async def hang(plan: Plan, outcome: Outcome) -> None:
         value = after.seconds if after.ending == "complete" else never
         outcome.stock_did = "its inference process alone"
         outcome.stock["inference process: next request answered after, s"] = value
-        outcome.stock["/health meanwhile"] = tell(Counter(str(wait.status) for wait in probe.waits))
+        outcome.stock["/health meanwhile"] = tell(Counter(str(reply.status) for reply in probe.outcome.replies))
 
 
 async def sigterm(plan: Plan, outcome: Outcome) -> None:
@@ -271,7 +272,7 @@ async def sigterm(plan: Plan, outcome: Outcome) -> None:
         with contextlib.suppress(Exception):
             await asyncio.to_thread(theirs.process.wait, 15)
         status = theirs.process.poll()
-        full = sum(reply.ending == "complete" and reply.data.count(b'"text"') >= 100 for reply in replies)
+        full = sum(reply.ending == "complete" and reply.body.count(b'"text"') >= 100 for reply in replies)
         outcome.stock_did = "100 streams of 100 characters"
         outcome.stock |= {
             "streams that completed": full,

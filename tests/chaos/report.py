@@ -14,60 +14,55 @@ def shown(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value).replace("|", "\\|")
 
 
-# Rows of the first table: the promise, the case that shows it, and what was seen, in figures of that case.
+# Rows of the first table: the promise, the case that shows it, what was seen of this service and of stock LitServe in
+# figures of that case.
 PROMISES = (
     ("a worker is killed, 20 times: streams and answers go on", "worker",
-     "in flight: {requests in flight} of 320; next answer after {next request answered after, p50, s} s (p50)"),
+     "in flight: {requests in flight} of 320; next answer after {next request answered after, p50, s} s (p50)",
+     "in flight: {requests in flight}"),
     ("an HTTP process is killed, of two", "http",
-     "next answer after {two processes: next request answered after, max, s} s at most"),
-    ("the main process is killed: nothing is left behind", "main", "{orphans after 10 s} orphans"),
+     "next answer after {two processes: next request answered after, max, s} s at most", NONE),
+    ("the main process is killed: nothing is left behind", "main",
+     "{orphans after 10 s} orphans", "{orphans after 10 s} orphans"),
     ("a process hangs (SIGSTOP): it is replaced", "hang",
-     "next answer after {inference process: next request answered after, s} s"),
+     "next answer after {inference process: next request answered after, s} s",
+     "{inference process: next request answered after, s}"),
     ("SIGTERM during 100 streams: all end, new requests get 503", "sigterm",
+     "{streams that completed} ended, {new requests that got 503} got 503, exit status {exit status}",
      "{streams that completed} ended, {new requests that got 503} got 503, exit status {exit status}"),
     ("one client's flood of 1,000 requests: another's first character", "fairness",
-     "{flood of 1,000: first character, p50, ms} ms (p50), alone {alone: first character, p50, ms} ms"),
+     "{flood of 1,000: first character, p50, ms} ms (p50), alone {alone: first character, p50, ms} ms",
+     "{flood of 1,000: first character, p50, ms} ms, alone {alone: first character, p50, ms} ms"),
     ("a prompt of 99,000 characters, 128 times: the same", "fairness",
-     "{99,000 characters, n 128: first character, p50, ms} ms"),
-    ("500 clients leave: their slots are free within 1 s", "leave", "{busy slots 1 s later} busy"),
+     "{99,000 characters, n 128: first character, p50, ms} ms", NONE),
+    ("500 clients leave: their slots are free within 1 s", "leave",
+     "{busy slots 1 s later} busy", "next answer: {the next request is answered after, s}"),
     ("a bad request beside 31 good ones, 100 times", "bad",
-     "{good texts equal to running alone} of {good requests} good texts as alone"),
+     "{good texts equal to running alone} of {good requests} good texts as alone",
+     "{good ones that got their text} of {good requests}"),
     ("10,000 requests at once: memory is bounded, accepted ones end", "burst",
-     "{new connections: memory at most, MB} MB, {new connections: accepted} ended, the others got 429"),
+     "{new connections: memory at most, MB} MB, {new connections: accepted} ended, the others got 429",
+     "{new connections: memory at most, MB} MB, {new connections: accepted} ended"),
     ("the same: refusals, p99 (goal: 100 ms)", "burst",
-     "{open connections: refused after sending, p99, s} s"),
+     "{open connections: refused after sending, p99, s} s", NONE),
     ("20 minutes of mixed traffic: each accepted sequence ends once", "soak",
-     "{endings} of {sequences accepted}; worker's memory {inference: slope of memory, MB per hour} MB per hour"),
+     "{endings} of {sequences accepted}; worker's memory {inference: slope of memory, MB per hour} MB per hour", NONE),
 )  # fmt: skip
-STOCK = {
-    "worker": "in flight: {requests in flight}", "main": "{orphans after 10 s} orphans",
-    "hang": "{inference process: next request answered after, s}",
-    "sigterm": "{streams that completed} ended, {new requests that got 503} got 503, exit status {exit status}",
-    "fairness": "{flood of 1,000: first character, p50, ms} ms, alone {alone: first character, p50, ms} ms",
-    "leave": "next answer: {the next request is answered after, s}",
-    "bad": "{good ones that got their text} of {good requests}",
-    "burst": "{new connections: memory at most, MB} MB, {new connections: accepted} ended",
-}  # fmt: skip
 
 
-def promises(results: dict[str, Any]) -> list[str]:
+def promises(cases: dict[str, Any]) -> list[str]:
     """The promises, beside what was seen; of the cases that ran to their end."""
 
     def filled(template: str, figures: dict[str, Any]) -> str | None:
-        labels = re.findall(r"\{(.*?)\}", template)
-        if not figures.keys() >= set(labels):
+        if not figures.keys() >= set(re.findall(r"\{(.*?)\}", template)):
             return None
         return re.sub(r"\{(.*?)\}", lambda label: shown(figures[label[1]]), template)
 
-    rows, shown_beside = [["promise", "this service", "stock LitServe"]], set()
-    for promise, name, template in PROMISES:
-        case = results["cases"].get(name, {"figures": {}})
-        if (seen := filled(template, case["figures"])) is None:
-            continue
-        stock = filled(STOCK[name], case["stock"]) if name in STOCK and name not in shown_beside else None
-        shown_beside.add(name)
-        rows.append([promise, seen, stock or NONE])
-    return table(rows) if len(rows) > 1 else []
+    rows = [["promise", "this service", "stock LitServe"]]
+    for promise, name, ours, theirs in PROMISES:
+        if name in cases and (seen := filled(ours, cases[name]["figures"])):
+            rows.append([promise, seen, filled(theirs, cases[name]["stock"]) or NONE])
+    return table(rows)
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -87,7 +82,7 @@ def markdown(results: dict[str, Any]) -> str:
         goals = f"{sum(case['goals'].values())} of {len(case['goals'])}" if case["goals"] else NONE
         failures = f"skipped: {case['skipped']}" if case["skipped"] else shown(len(case["failures"]))
         rows.append([f"[{name}](#{name})", case["did"], shown(case["cases"]), failures, goals, shown(case["seconds"])])
-    lines += [*promises(results), *table(rows)]
+    lines += [*promises(cases), *table(rows)]
     for name, case in cases.items():
         did = case["did"] or f"skipped: {case['skipped']}"
         lines += [f"## {name}", "", f"{did[0].upper()}{did[1:]}."]

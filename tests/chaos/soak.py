@@ -12,11 +12,12 @@ from statistics import linear_regression
 from typing import Any
 
 from tests.chaos.case import MB, Outcome, Plan, ours, sampled, spread, tell
-from tests.chaos.client import Reply, ask
+from tests.chaos.client import ask
 from tests.chaos.clients import BAD, bad_options
 from tests.load.mix import mixed, problem
 from tests.toolbox.figures import quantile
 from tests.toolbox.http import post
+from tests.toolbox.load import Reply
 
 USERS, PAUSE_SECONDS = 12, 0.2  # each waits twice as long at most before it asks again
 BAD_SHARE, SLOW_SHARE = 0.05, 0.02
@@ -82,7 +83,7 @@ async def soak(plan: Plan, outcome: Outcome) -> None:
                     kinds["left" if has_left else asked.kind] += 1
                     note(reply, name)
                     wrong_with = "" if has_left else problem(asked, reply.status or 0, reply.body, vocabulary)
-                    fine = not wrong_with and (reply.is_whole or has_left) or reply.status == 503
+                    fine = not wrong_with and (not reply.failure or has_left) or reply.status == 503
                     outcome.check(fine, f"{name}: {wrong_with}, {reply.ending}")
                     if asked.kind == "stream" and reply.first_at is not None:
                         first.append(reply.first_at - reply.began_at)

@@ -8,33 +8,9 @@ import pytest
 
 from tests.chaos.__main__ import CASES, main
 from tests.chaos.case import SHORT, Outcome, Plan, ours
-from tests.chaos.client import Probe, Reply, ask
+from tests.chaos.client import Probe, ask
 from tests.chaos.report import markdown
 from tests.toolbox.launch import ROOT
-
-
-def stream(*events: str, is_whole: bool = True) -> bytes:
-    chunks = [f"data: {event}\n\n".encode() for event in events]
-    body = b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks) + (b"0\r\n\r\n" if is_whole else b"")
-    return b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + body
-
-
-@pytest.mark.parametrize(
-    ("data", "ending"),
-    [
-        (b"", "cut"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello", "complete"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhell", "cut"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 8\r\n\r\ndata: {}", "cut"),
-        (b"HTTP/1.1 503 No\r\nContent-Length: 2\r\n\r\nno", "error"),
-        (stream('{"text": "a"}', "[DONE]"), "complete"),
-        (stream('{"text": "a"}', "[DONE]", is_whole=False), "cut"),
-        (stream('{"text": "a"}'), "cut"),
-        (stream('{"text": "a"}', '{"error": {}}'), "error"),
-    ],
-)
-def test_how_an_answer_ended(data, ending):
-    assert Reply(0.0, data=data).ending == ending
 
 
 def test_the_documents_show_the_committed_results():
@@ -53,7 +29,7 @@ async def broken(plan: Plan, outcome: Outcome) -> None:
             left = await ask(server.port, SHORT | {"max_tokens": 9000, "stream": True}, leave_after=1)
             hung = await ask(server.port, SHORT | {"max_tokens": 16_000}, patience=0.1)
             outcome.check([left.ending, hung.ending] == ["left", "hang"], "the client")
-    outcome.check(bool(probe.waits) and probe.unanswered == 0, "the probe")
+    outcome.check(bool(probe.outcome.replies) and probe.unanswered == 0, "the probe")
 
 
 async def crashing(plan: Plan, outcome: Outcome) -> None:

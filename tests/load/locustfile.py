@@ -1,8 +1,8 @@
 """Load for a running service: streams, whole responses and scores; clients that stay and clients that disconnect.
 
-    make load                                             starts a server and 16 users for a minute
+    make load                                             starts a server and 16 users for a minute: locust.conf
     make load URL=http://127.0.0.1:8000 ARGS='--users 64 --run-time 5m'
-    locust -f tests/load/locustfile.py --host URL         with Locust's web page
+    python -m locust -f tests/load/locustfile.py --host URL         with Locust's web page
 
 Each user sends a request, reads and checks the answer, and sends the next. In Locust's tables, `first` is the time to
 the first character of streams and `between` the mean time between characters of one stream, in whole milliseconds.
@@ -13,10 +13,12 @@ some ten events.
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,8 +27,10 @@ from geventhttpclient.response import HTTPParseError
 from locust import User, constant, events, task
 from locust.env import Environment
 
+from service.settings import BUNDLED
 from tests.load.mix import Ask, mixed, problem
 from tests.toolbox.http import event_data
+from tests.toolbox.launch import Server, module
 
 PATIENCE_SECONDS = 300.0  # without a byte, and for requests in flight at the end
 
@@ -39,6 +43,8 @@ class Wrong(Exception):
 def add_options(parser: Any) -> None:
     group = parser.add_argument_group("chargpt")
     group.add_argument("--mix-seed", type=int, default=0, metavar="N", help="determines the requests")
+    group.add_argument("--checkpoint", type=Path, default=BUNDLED, metavar="DIR", help="served if there is no --host")
+    group.add_argument("--server-log", type=Path, default=Path("out/load/server.log"), metavar="FILE", help="its log")
     parser.add_argument(
         "--api-key", default="", metavar="KEY", is_secret=True, help="sent as Authorization: Bearer KEY"
     )
@@ -46,8 +52,14 @@ def add_options(parser: Any) -> None:
 
 @events.init.add_listener
 def prepare(environment: Environment, **_: Any) -> None:
-    """Read the vocabulary, from whose characters prompts are made."""
+    """Start a server unless there is one; read the vocabulary, from whose characters prompts are made."""
     options = environment.parsed_options
+    if environment.host is None:
+        server = Server(module("service", checkpoint=options.checkpoint), options.server_log, "/readyz")
+        atexit.register(server.close)
+        server.wait_until_ready()
+        environment.host = server.url
+        print(f"serving {options.checkpoint} at {server.url}, log: {options.server_log}", flush=True)
     environment.stop_timeout = environment.stop_timeout or PATIENCE_SECONDS
     headers = {"Content-Type": "application/json"}
     if options.api_key:

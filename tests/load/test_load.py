@@ -10,65 +10,50 @@ import sys
 from bisect import bisect_left
 
 import pytest
-from transformers import AutoTokenizer
 
 from service.model.config import GPTConfig
 from service.observe.metrics import SECONDS
-from service.settings import BUNDLED
-from tests.bench import load, peers, shapes
+from tests.bench import peers, shapes
 from tests.helpers import SLOW, VOCABULARY, RunningServer, save_random
-from tests.load import mix, sweep, tokenizer
+from tests.load import mix, sweep
+from tests.toolbox import load
 from tests.toolbox.figures import quantile
 from tests.toolbox.launch import ROOT
 
 # -- requests and their answers --
 
-
-ASK = mix.Ask("/generate", {"prompt": "ab", "max_tokens": 4, "seed": 1, "stream": True, "stop": "\n"})
-USAGE = {"prompt_tokens": 2, "completion_tokens": 4, "total_tokens": 6}
-
-
-def event(**content: object) -> bytes:
-    return b"data: " + json.dumps(content).encode() + b"\n\n"
+STREAM = mix.Ask("/generate", {"prompt": "ab", "max_tokens": 4, "seed": 1, "stream": True, "stop": "\n"})
+SCORE, NEXT = mix.Ask("/v1/score", {"texts": "abc"}), mix.Ask("/v1/next", {"prompt": "a"})
+LAST = {"usage": {"prompt_tokens": 2, "completion_tokens": 4, "total_tokens": 6}}
 
 
-def piece(text: str, finish_reason: str | None = None) -> bytes:
-    return event(index=0, text=text, finish_reason=finish_reason, seed=1)
-
-
-LAST, DONE = event(id="x", usage=USAGE), b"data: [DONE]\n\n"
+def piece(text: str, finish_reason: str | None = None) -> dict[str, object]:
+    return {"text": text, "finish_reason": finish_reason}
 
 
 @pytest.mark.parametrize(
-    ("events", "message"),
+    ("ask", "pieces", "message"),
     [
-        ([piece("abcd"), b": keep-alive\n\n", piece("", "length"), LAST, DONE], ""),
-        ([piece("abcd", "length"), LAST], "AssertionError"),
-        ([piece("abc", "length"), LAST, DONE], "3 characters with finish_reason length, max_tokens 4"),
-        ([piece("abcd", "abort"), LAST, DONE], "finish_reason abort"),
-        ([piece("ab\nc", "length"), LAST, DONE], "stop '\\n' is in the text"),
-        ([piece("ab漢c", "length"), LAST, DONE], "absent from the vocabulary: ['漢']"),
-        ([piece("abcd", "length"), DONE], "StopIteration"),
-        ([piece("a"), event(error={"code": "engine_error"}), DONE], "engine_error"),
+        (STREAM, [piece("abcd"), piece("", "length"), LAST], ""),
+        (STREAM, [piece("abc", "length"), LAST], "3 characters with finish_reason length, max_tokens 4"),
+        (STREAM, [piece("abcd", "abort"), LAST], "finish_reason abort"),
+        (STREAM, [piece("ab\nc", "length"), LAST], "stop '\\n' is in the text"),
+        (STREAM, [piece("ab漢c", "length"), LAST], "absent from the vocabulary: ['漢']"),
+        (STREAM, [piece("abcd", "length")], "StopIteration"),
+        (STREAM, [piece("a"), {"error": {"code": "engine_error"}}], "engine_error"),
+        (SCORE, [{"data": [{"characters": 2, "nats": 3.5}]}], ""),
+        (SCORE, [{"data": [{"characters": 2, "nats": -1.0}]}], "-1.0 nats"),
+        (NEXT, [{"data": [{"distribution": [{"probability": 1 / len(VOCABULARY)}] * len(VOCABULARY)}]}], ""),
+        (NEXT, [{"data": [{"distribution": []}]}], "0 characters"),
     ],
 )
-def test_wrong_streams_are_told_from_right_ones(events, message):
-    found = mix.problem(ASK, 200, b"".join(events), "".join(VOCABULARY))
+def test_wrong_answers_are_told_from_right_ones(ask, pieces, message):
+    stream = "".join(f"data: {json.dumps(each)}\n\n" for each in pieces)
+    body = f"{stream}data: [DONE]\n\n" if ask is STREAM else json.dumps(pieces[0])
+    found = mix.problem(ask, 200, body.encode(), "".join(VOCABULARY))
     assert message in found and bool(found) == bool(message)
-
-
-def test_wrong_whole_answers_and_opinions_are_told_from_right_ones():
-    score, next_ = mix.Ask("/v1/score", {"texts": "abc"}), mix.Ask("/v1/next", {"prompt": "a"})
-    even = {"data": [{"distribution": [{"probability": 0.5}] * 2}]}
-    for ask, status, body, message in (
-        (ASK, 429, {"error": {"code": "queue_full"}}, "status 429: queue_full"),
-        (score, 200, {"data": [{"characters": 2, "nats": 3.5}]}, ""),
-        (score, 200, {"data": [{"characters": 2, "nats": -1.0}]}, "-1.0 nats"),
-        (next_, 200, even, ""),
-        (next_, 200, {"data": [{"distribution": []}]}, "0 characters"),
-    ):
-        found = mix.problem(ask, status, json.dumps(body).encode(), "ab")
-        assert message in found and bool(found) == bool(message)
+    if ask is STREAM:
+        assert "AssertionError" in mix.problem(ask, 200, stream.encode(), "".join(VOCABULARY))  # without [DONE]
 
 
 # -- a client's figures and the server's --
@@ -119,11 +104,11 @@ def chunk(text: str) -> bytes:
 
 def test_latencies_start_at_the_due_time_and_include_unfinished_requests():
     due = [sweep.Work("p", 3, at) for at in (0.5, 1.0, 1.2, 1.4, 1.6, 1.8, 2.5)]
-    ended = load.Reply(due[1], 101.1, 101.2, 101.6, 1, 2, [(101.2, chunk("a")), (101.6, chunk("bc"))])
-    refused = load.Reply(due[2], 101.2, None, 101.21, is_refused=True)
-    begun = load.Reply(due[3], 101.4, 101.5, None, 1, 1, [(101.5, chunk("a"))])
-    silent = load.Reply(due[4], 101.6)
-    outcome = load.Outcome(3.0, 0.3, [load.Reply(due[0], 100.5), ended, refused, begun, silent], 100.0)
+    ended = load.Reply(due[1], 101.1, 101.1, 101.2, 101.6, 1, 2, [(101.2, chunk("a")), (101.6, chunk("bc"))])
+    refused = load.Reply(due[2], 101.2, 101.2, None, 101.21, head=b"HTTP/1.1 429")
+    begun = load.Reply(due[3], 101.4, 101.4, 101.5, None, 1, 1, [(101.5, chunk("a"))])
+    silent = load.Reply(due[4], 101.6, 101.6)
+    outcome = load.Outcome(3.0, 0.3, [load.Reply(due[0], 100.5, 100.5), ended, refused, begun, silent], 100.0)
     rung = sweep.summary(peers.System("ours", ""), due, outcome, 1.0, 2.0)
     assert [rung[name] for name in ("due", "ended", "refused", "unfinished")] == [5, 1, 1, 3]
     # First characters after 0.2 s (sent 0.1 s late) and 0.1 s; censored at 1.4 and 1.2 s by the end of the run.
@@ -163,28 +148,21 @@ def test_tiny_sweep_counts_every_request_and_writes_tables_and_picture(tmp_path)
 @pytest.mark.tools
 def test_make_load_starts_a_server_and_fails_where_answers_are_wrong(tmp_path):
     folder = save_random(tmp_path / "checkpoint").path
+    flags = ["--config=tests/load/locust.conf", "--run-time=2s", "--users=4", f"--html={tmp_path / 'report.html'}"]
+    flags += [f"--csv={tmp_path / 'locust'}", f"--server-log={tmp_path / 'server.log'}"]
 
-    def run(*arguments: object, flags: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "tests.load", "--out", tmp_path / "out", *arguments, "--"]
-        command += ["--run-time", "2s", "--users", "4", *flags]
-        return subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=120)
+    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "locust", *flags, *map(str, arguments)]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
     done = run("--checkpoint", folder)
     assert done.returncode == 0, done.stdout + done.stderr
-    report = (tmp_path / "out" / "report.html").read_text()
+    report = (tmp_path / "report.html").read_text()
     assert "/v1/completions stream" in report and "between" in report
-    assert "all processes have ended" in (tmp_path / "out" / "server.log").read_text()
+    assert "all processes have ended" in (tmp_path / "server.log").read_text()
     with RunningServer(folder, max_running_requests=1, max_queued_requests=0, max_tokens=16_384) as server:
         server.wait_until_ready()
-        done = run("--url", server.url)
+        done = run("--host", server.url)
         assert done.returncode == 1 and "status 429: queue_full" in done.stdout + done.stderr
-        done = run("--url", f"{server.url}/nothing")
-        assert done.returncode == 1 and "/nothing/info" in done.stderr
-
-
-def test_exported_tokenizer_maps_only_unknown_characters_to_a_space(tmp_path):
-    tokenizer.write_tokenizer(BUNDLED, tmp_path / "t")
-    ours, copy = AutoTokenizer.from_pretrained(BUNDLED), AutoTokenizer.from_pretrained(tmp_path / "t")
-    text = "ROMEO:\nWhat, 'tis 3 o'clock!"
-    assert copy.encode(text) == ours.encode(text)
-    assert copy.decode(copy.encode("Café 1–2")) == "Caf     "
+        done = run("--host", f"{server.url}/nothing")
+        assert done.returncode == 2 and "/nothing/info" in done.stderr
