@@ -14,15 +14,16 @@ import signal
 import statistics
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from service.model.checkpoint import Checkpoint
 from service.settings import BUNDLED
-from tests.bench import load, peers
+from tests.bench import peers
 from tests.bench.command import build_parser, context
-from tests.helpers import RunningServer, http_processes, wait_until, web
+from tests.helpers import RunningServer, http_processes, serving, wait_until, web
+from tests.toolbox import load
 from tests.toolbox.figures import quantile, write_figures
 from training.saving import save_checkpoint
 
@@ -47,7 +48,7 @@ def megabytes(server: RunningServer) -> dict[str, float]:
 
 def reload(server: RunningServer, model: str, field: str, value: str) -> tuple[float, float]:
     """When SIGHUP was sent, and when /info showed that field of the model."""
-    began = time.perf_counter()
+    began = time.monotonic()
     server.process.send_signal(signal.SIGHUP)
 
     def has_come() -> bool:
@@ -55,7 +56,7 @@ def reload(server: RunningServer, model: str, field: str, value: str) -> tuple[f
         return answer.status_code == 200 and answer.json()["model"][field] == value
 
     wait_until(has_come)
-    ended = time.perf_counter()
+    ended = time.monotonic()
     time.sleep(SETTLING)
     return began, ended
 
@@ -75,27 +76,22 @@ def wrong_texts(replies: list[load.Reply]) -> list[str]:
     return found
 
 
+def streams() -> Iterator[load.Due]:
+    body = {"model": "model-0", "prompt": "ROMEO:", "max_tokens": CHARACTERS, "stream": True}
+    for seed in itertools.cycle(range(SEEDS)):
+        yield 0.0, load.post("/generate", body | {"seed": seed}), seed
+
+
 def measure(add: int, replace: int, clients: int) -> dict[str, Any]:
     about = context("tests.bench.checkpoints", "torch", "litserve")  # before there is any load
-    is_over = False
-
-    def requests() -> Any:
-        for number in itertools.count():
-            if is_over:
-                return
-            body = {"model": "model-0", "prompt": "ROMEO:", "max_tokens": CHARACTERS, "seed": number % SEEDS}
-            yield 0.0, load.post("/generate", body | {"stream": True}), number % SEEDS
-
-    with tempfile.TemporaryDirectory(prefix="chargpt-bench-") as name, ThreadPoolExecutor(1) as pool:
+    with tempfile.TemporaryDirectory(prefix="chargpt-bench-") as name:
         folder = Path(name)
         save_copy(folder / "model-0", 0)
-        with RunningServer(folder, log_level="warning") as server:
-            server.wait_until_ready()
-            running = pool.submit(load.run, server.port, requests(), connections=clients, keep=True)
-            try:
-                began = time.perf_counter()
+        with serving(folder, log_level="warning") as server:
+            with load.Apart(server.port, streams, drains=True, connections=clients, keep=True) as running:
+                began = time.monotonic()
                 time.sleep(5)
-                quiet_until = time.perf_counter()
+                quiet_until = time.monotonic()
                 memory, seconds, windows = [megabytes(server)], [], []
                 for i in range(1, add + 1):
                     save_copy(folder / f"model-{i}", i)
@@ -106,9 +102,7 @@ def measure(add: int, replace: int, clients: int) -> dict[str, Any]:
                 for i in range(replace):
                     digest = save_copy(folder / "model-0", 1000 + i)
                     windows.append(reload(server, "model-0", "checkpoint_sha256", digest))
-            finally:
-                is_over = True
-            replies = running.result().replies
+            replies = running.outcome.replies
             assert server.stop() == 0
     gaps = [(b, b - a) for reply in replies for (a, _), (b, _) in zip(reply.parts, reply.parts[1:], strict=False)]
     by_time = {

@@ -24,7 +24,6 @@ class Request(BaseModel):
     prompt: str
     max_tokens: int
     stream: bool = False
-    characters: int = 1  # per event
 
 
 def build_app(answers: dict[str, str]) -> FastAPI:
@@ -37,9 +36,8 @@ def build_app(answers: dict[str, str]) -> FastAPI:
             return Response(whole, media_type="application/json")
 
         async def events() -> AsyncIterator[str]:
-            for start in range(0, request.max_tokens, request.characters):
-                count = min(request.characters, request.max_tokens - start)
-                yield event.replace("TEXT", "a" * count)
+            for _ in range(request.max_tokens):
+                yield event.replace("TEXT", "a")
                 await asyncio.sleep(0)  # yield to other streams, as when waiting for the next character
             yield last
 

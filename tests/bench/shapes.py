@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from service.model.checkpoint import Checkpoint
 from service.model.config import GPTConfig
-from service.model.gpt import GPT
 from service.model.params import SamplingParams
 from service.model.tokenizer import CharTokenizer
 from service.settings import BUNDLED
+from tests.helpers import random_model
 from training.saving import save_checkpoint
 
 # The characters of tiny Shakespeare.
@@ -38,24 +37,13 @@ SAMPLING: tuple[dict[str, Any], ...] = (
 )
 
 
-def random_model(config: GPTConfig, seed: int = 0) -> GPT:
-    """A model whose weights are large enough that every part matters and texts do not soon repeat."""
-    model = GPT(config)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.3 * noise if parameter.ndim == 1 else 1.5 * parameter.size(1) ** -0.5 * noise)
-        # A logit spread of about 2 nats, as in a trained model: most rows have several likely characters.
-        model.head.weight.mul_(1.3)
-    return model.eval().requires_grad_(False)
-
-
 def checkpoint_of(shape: Path | GPTConfig, path: Path) -> Path:
     """The checkpoint folder of a shape, saved at `path` if it has random weights."""
     if isinstance(shape, Path):
         return shape
-    save_checkpoint(path, random_model(shape), CharTokenizer(VOCABULARY), {"losses": {}})
+    model = random_model(**asdict(shape))
+    model.head.weight.mul_(1.3)  # logits spread over about 2 nats, as in a trained model: several likely characters
+    save_checkpoint(path, model, CharTokenizer(VOCABULARY), {"losses": {}})
     return path
 
 

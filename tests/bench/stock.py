@@ -24,8 +24,30 @@ MAX_BATCH = 64
 SAMPLING: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 0}
 
 
-class TransformersAPI(litserve.LitAPI):
-    """A transformers model; `decode_request` gives (prompt, max_tokens)."""
+class API(litserve.LitAPI):
+    """Of (prompt, max_tokens)."""
+
+    def setup(self, device: str) -> None:
+        pass
+
+    def decode_request(self, request):  # an annotation would become the schema of the body
+        return request["prompt"], request["max_tokens"]
+
+    def batch(self, inputs: list[tuple[str, int]]) -> list[tuple[str, int]]:
+        return inputs
+
+    def encode_response(self, output: str) -> dict[str, str]:
+        return {"text": output}
+
+
+class Streaming(API):
+    def encode_response(self, outputs: Iterator[list[str]]) -> Iterator[list[dict[str, str]]]:
+        for texts in outputs:
+            yield [{"text": text} for text in texts]
+
+
+class TransformersAPI(API):
+    """A transformers model."""
 
     def __init__(self, checkpoint: Path, dtype: str, threads: int, **options: Any):
         super().__init__(**options)
@@ -41,12 +63,6 @@ class TransformersAPI(litserve.LitAPI):
         self.tokenizer = AutoTokenizer.from_pretrained(self.checkpoint, padding_side="left", pad_token="\n")
         self.model = AutoModelForCausalLM.from_pretrained(self.checkpoint, dtype=dtype).to(device).eval()
 
-    def decode_request(self, request):  # an annotation would become the schema of the body
-        return request["prompt"], request["max_tokens"]
-
-    def batch(self, inputs: list[tuple[str, int]]) -> list[tuple[str, int]]:
-        return inputs
-
     def generate(self, prompts: tuple[str, ...], max_tokens: int, **options: Any) -> Any:
         """The ids of left-padded prompts and answers."""
         inputs = self.tokenizer(list(prompts), return_tensors="pt", padding=True).to(self.model.device)
@@ -59,11 +75,8 @@ class WholeAPI(TransformersAPI):
         ids = self.generate(prompts, max(lengths))[:, -max(lengths) :]
         return ["".join(self.tokenizer.decode(row[:n])) for row, n in zip(ids, lengths, strict=True)]
 
-    def encode_response(self, output: str) -> dict[str, str]:
-        return {"text": output}
 
-
-class StreamAPI(TransformersAPI):
+class StreamAPI(Streaming, TransformersAPI):
     def predict(self, batch: list[tuple[str, int]]) -> Iterator[list[str]]:
         prompts, lengths = zip(*batch, strict=True)
         steps = BatchStreamer()
@@ -78,10 +91,6 @@ class StreamAPI(TransformersAPI):
         for number, ids in enumerate(steps):
             characters = [self.tokenizer.decode(id) for id in ids]
             yield [c if number < length else "" for c, length in zip(characters, lengths, strict=True)]
-
-    def encode_response(self, outputs: Iterator[list[str]]) -> Iterator[list[dict[str, str]]]:
-        for texts in outputs:
-            yield [{"text": text} for text in texts]
 
 
 class BatchStreamer:
@@ -104,35 +113,19 @@ class BatchStreamer:
         return iter(self._steps.get, None)
 
 
-class Stub(litserve.LitAPI):
+class Stub(Streaming):
     """Streams characters without a model."""
 
-    def setup(self, device: str) -> None:
-        pass
-
-    def decode_request(self, request):  # an annotation would become the schema of the body
-        return request["max_tokens"]
-
-    def batch(self, inputs: list[int]) -> list[int]:
-        return inputs
-
-    def predict(self, lengths: list[int]) -> Iterator[list[str]]:
-        for number in range(max(lengths)):
-            yield ["a" if number < length else "" for length in lengths]
-
-    def encode_response(self, outputs: Iterator[list[str]]) -> Iterator[list[dict[str, str]]]:
-        for texts in outputs:
-            yield [{"text": text} for text in texts]
+    def predict(self, batch: list[tuple[str, int]]) -> Iterator[list[str]]:
+        for number in range(max(length for _, length in batch)):
+            yield ["a" if number < length else "" for _, length in batch]
 
 
-class StubWhole(Stub):
+class StubWhole(API):
     """Returns one character without a model."""
 
-    def predict(self, length: int) -> str:
+    def predict(self, request: tuple[str, int]) -> str:
         return "a"
-
-    def encode_response(self, output: str) -> dict[str, str]:
-        return {"text": output}
 
 
 LOOPS: dict[str, tuple[type[TransformersAPI], dict[str, Any]]] = {

@@ -2,7 +2,6 @@
 
     python -m tests.bench.stub --checkpoint DIR --port 8000        flags as of python -m service
 
-    CHARGPT_STUB_CHARACTERS       characters per sequence and step (default 1)
     CHARGPT_STUB_STEP_SECONDS     minimum time between the starts of two steps (default 0)
 
 Everything but the engine is the real service: entry point, processes, worker loop.
@@ -40,12 +39,8 @@ class StubEngine:
         self.scheduler = self  # stands in for len, iteration, max_running, num_running and num_waiting
         self.num_waiting = 0
         self.is_saturated = False
-        self.characters = int(os.environ.get("CHARGPT_STUB_CHARACTERS", "1"))
         self.step_seconds = float(os.environ.get("CHARGPT_STUB_STEP_SECONDS", "0"))
         self._next_step = 0.0
-        # Ids by the number of them that a step emits.
-        letters = [1 + i % (self.config.vocab_size - 1) for i in range(self.characters)]
-        self._ready = [letters[:n] for n in range(self.characters + 1)]
         self._left: dict[int, tuple[Submit, int]] = {}  # sequence id -> (request, remaining characters)
         self._new: set[int] = set()  # ids of sequences that have emitted nothing yet
         self._ended: list[Delta] = []
@@ -89,9 +84,8 @@ class StubEngine:
         self.stats = self._new_stats(self.clock)
         deltas, self._ended = self._ended, []
         for id, (request, left) in list(self._left.items()):
-            ids = self._ready[min(left, self.characters)]
-            left -= len(ids)
-            delta = Delta(id, ids)
+            left -= 1
+            delta = Delta(id, [1])
             if id in self._new:
                 self._new.remove(id)
                 delta.scheduled_at = delta.prefilled_at = now
