@@ -129,31 +129,27 @@ def test_the_volume_follows_the_image_but_keeps_what_came_from_elsewhere(tmp_pat
     images = {name: build_with(each, f"chargpt:test-{name}") for name, each in checkpoints.items()}
     project = ["docker", "compose", "-p", f"{PROJECT}-volume", "-f", DEPLOY / "compose.yaml"]
     look = "sha256sum chargpt/manifest.json | cut -c1-64; stat -c %u . chargpt chargpt/* | sort -u"
+    digests = {checkpoint.digest: name for name, checkpoint in checkpoints.items()}
+    steps = (  # an image, what its user does before its service starts, and whose manifest is there then
+        ("old", "true", "old"),
+        ("old", "rm -r chargpt", "old"),
+        ("old", "rm -r chargpt; mkdir .new", "old"),
+        ("new", "true", "new"),
+        ("old", "rm .placed", "new"),  # not known to be an image's: it stays
+        ("new", "true", "new"),
+        ("old", "true", "old"),
+        ("old", "echo >>chargpt/manifest.json", None),
+        ("new", "true", None),
+    )
+    task = [*project, "run", "--rm", "--no-TTY", "--workdir", "/checkpoints"]
     try:
-        for (
-            name,
-            shell,
-            found,
-        ) in (  # an image, what its user does before the service of that image starts, what is there
-            ("old", "true", "old"),
-            ("old", "rm -r chargpt", "old"),
-            ("old", "rm -r chargpt; mkdir .new", "old"),
-            ("new", "true", "new"),
-            ("old", "rm .placed", "new"),  # not known to be an image's: it stays
-            ("new", "true", "new"),
-            ("old", "true", "old"),
-            ("old", "echo >>chargpt/manifest.json", None),
-            ("new", "true", None),
-        ):
-            shown = ""
-            for words in (["sh", "-euc", shell], [], ["sh", "-euc", look]):
-                entry = ["--entrypoint", words[0]] if words else []
-                command = [*project, "run", "--rm", "--no-TTY", "--workdir", "/checkpoints", *entry, "checkpoints"]
-                shown = run(*command, *words[1:], env=os.environ | {"CHARGPT_IMAGE": images[name]})
+        for name, shell, found in steps:
+            environment = os.environ | {"CHARGPT_IMAGE": images[name]}
+            run(*task, "--entrypoint", "sh", "checkpoints", "-euc", shell, env=environment)
+            run(*task, "checkpoints", env=environment)
+            shown = run(*task, "--entrypoint", "sh", "checkpoints", "-euc", look, env=environment)
             digest = re.search(r"^([0-9a-f]{64})\n10001$", shown, re.MULTILINE)[1]
-            assert [name for name, it in checkpoints.items() if it.digest == digest] == ([found] if found else []), (
-                shell
-            )
+            assert digests.get(digest) == found, shell
     finally:
         run(*project, "down", "--volumes")
 
