@@ -171,8 +171,9 @@ class NativeRunner(Runner):
         )
         bits = self._library.chargpt_register_bits()
         self.weight_dtype = dtype if dtype == "bfloat16" else "float16" if is_half else "float32"
-        cache = dtype if dtype == "bfloat16" else f"float{self._library.chargpt_cache_bits(self._engine)}"
-        self.description = f"{bits}-bit registers, weights in {self.weight_dtype}, keys and values in {cache}"
+        self.cache_dtype = dtype if dtype == "bfloat16" else f"float{self._library.chargpt_cache_bits(self._engine)}"
+        stored = f"weights in {self.weight_dtype}, keys and values in {self.cache_dtype}"
+        self.description = f"{bits}-bit registers, {stored}"
 
     def __del__(self) -> None:
         self.close()

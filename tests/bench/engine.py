@@ -44,8 +44,10 @@ class Ours:
 
     def about(self) -> dict[str, Any]:
         runner = self.runner
-        stored = getattr(runner, "weight_dtype", runner.dtype)
-        return {"backend": runner.backend, "dtype": runner.dtype, "weights": stored, "slots": runner.slots}
+        about = {"backend": runner.backend, "dtype": runner.dtype, "slots": runner.slots}
+        if runner.backend == "native":
+            about["stored"] = {"weights": runner.weight_dtype, "cache": runner.cache_dtype}
+        return about
 
     def new_engine(self, waiting: int = 0) -> Engine:
         return Engine(self.runner, max_waiting=max(self.runner.slots, waiting))

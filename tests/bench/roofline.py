@@ -91,38 +91,40 @@ def read_rate(num_bytes: int, threads: int, seconds: float = 0.3) -> float:
     return peak(calls, share, seconds)
 
 
-def count(config: GPTConfig, rows: int, length: float, dtype: str, stored: str | None = None) -> dict[str, float]:
+def count(
+    config: GPTConfig, rows: int, length: float, dtype: str, *, weights: str | None = None, cache: str | None = None
+) -> dict[str, float]:
     """Operations and bytes of a decode step over `rows` texts of `length` cached characters each, on average.
 
-    stored: the dtype in which weights lie in memory; default: dtype, that of the arithmetic and the cache.
+    weights, cache: the dtypes in which weights, and keys and values, lie in memory; default: dtype, the arithmetic's.
     """
     assert config.n_inner is not None
     heads = config.n_head + 2 * config.n_kv_head
     layer = config.n_embd * config.head_dim * (heads + config.n_head) + 3 * config.n_embd * config.n_inner
     matrices = config.n_layer * layer + config.n_embd * config.vocab_size
     norms = config.n_layer * (2 * config.n_embd + 2 * config.head_dim) + config.n_embd
-    size, weight_size = ITEM_BYTES[dtype], ITEM_BYTES[stored or dtype]
+    weight_size, cache_size = ITEM_BYTES[weights or dtype], ITEM_BYTES[cache or dtype]
     return {
         "product_operations": 2 * rows * matrices,
         "attention_operations": 4 * rows * config.n_layer * config.n_head * config.head_dim * length,
         "weight_bytes": (matrices + norms + rows * config.n_embd) * weight_size,
-        "cache_bytes": 2 * config.n_layer * config.n_kv_head * config.head_dim * length * rows * size,
+        "cache_bytes": 2 * config.n_layer * config.n_kv_head * config.head_dim * length * rows * cache_size,
     }
 
 
 def roofline(
-    config: GPTConfig, rows: int, length: float, dtype: str, threads: int, stored: str | None = None
+    config: GPTConfig, rows: int, length: float, dtype: str, threads: int, *, weights: str, cache: str
 ) -> dict[str, float]:
     """Counts, rates, and the minimum time of a step, `sequential_seconds`: the products of the weights and the
     attention follow one another, as they do in a layer, each at its own limit.
     """
-    figures = count(config, rows, length, dtype, stored)
+    figures = count(config, rows, length, dtype, weights=weights, cache=cache)
     products = product_rate(dtype, threads)
     read = read_rate(int(figures["weight_bytes"] + figures["cache_bytes"]), threads)
     linear, attention = figures["product_operations"] / products, figures["attention_operations"] / products
-    weights, cache = figures["weight_bytes"] / read, figures["cache_bytes"] / read
+    weight_seconds, cache_seconds = figures["weight_bytes"] / read, figures["cache_bytes"] / read
     return figures | {
         "operations_per_second": products,
         "bytes_per_second": read,
-        "sequential_seconds": max(linear, weights) + max(attention, cache),
+        "sequential_seconds": max(linear, weight_seconds) + max(attention, cache_seconds),
     }
