@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import multiprocessing
 import os
@@ -15,8 +14,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -57,32 +54,12 @@ def add_threads(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def integers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be comma-separated integers, got {text!r}") from None
-
-
 def add_only(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
-    """The option --only, comma-separated; its value is in the order of `names`."""
     allowed = list(names)
-
-    def convert(text: str) -> list[str]:
-        if unknown := set(text.split(",")) - set(allowed):
-            raise argparse.ArgumentTypeError(f"unknown {', '.join(sorted(unknown))}; allowed: {', '.join(allowed)}")
-        return [name for name in allowed if name in text.split(",")]
-
-    parser.add_argument("--only", type=convert, metavar="PARTS", help=f"of {','.join(allowed)} (default: all)")
+    parser.add_argument("--only", nargs="+", choices=allowed, metavar="NAME", help=f"of {', '.join(allowed)}")
 
 
 # A run
-
-
-def prepare_process() -> None:
-    """Set up signals and OpenMP for this process and the engines that it starts."""
-    os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # as python -m service and python -m training do
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C
 
 
 def context(module: str, *packages: str) -> dict[str, Any]:
@@ -105,6 +82,9 @@ def revision() -> str | None:
         return None
 
 
+Markdown = Callable[[dict[str, Any]], str]  # the tables of results
+
+
 class Progress:
     """Prints progress to stderr, with the seconds since it was created."""
 
@@ -122,22 +102,19 @@ class Progress:
 class Run:
     """The results so far of a measuring program, which are rewritten to OUT/NAME.json and OUT/NAME.md as they come.
 
-    results: to begin with, beside the context of the run.
+    packages: whose versions count. results: to begin with, beside the context of the run.
     """
 
     tables = ""  # another name of the second file
 
-    def __init__(self, module: str, out: Path, name: str, packages: tuple[str, ...], **results: Any):
-        self.out, self.name, self.say = out, name, Progress()
+    def __init__(self, module: str, out: Path, name: str, markdown: Markdown, packages: Iterable[str], **results: Any):
+        self.out, self.name, self.markdown, self.say = out, name, markdown, Progress()
         self.results: dict[str, Any] = context(module, *packages) | results | {"errors": {}}
-
-    def markdown(self) -> str:
-        raise NotImplementedError
 
     def write(self) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
         write_figures(self.out / f"{self.name}.json", self.results)
-        (self.out / (self.tables or f"{self.name}.md")).write_text(self.markdown(), encoding="utf-8")
+        (self.out / (self.tables or f"{self.name}.md")).write_text(self.markdown(self.results), encoding="utf-8")
 
     def parts(self, names: Iterable[str], into: dict[str, Any]) -> None:
         """Call the method of each name for its figures; one that fails leaves its reason in the results."""
@@ -152,9 +129,20 @@ class Run:
                 self.results["errors"][name] = f"{type(error).__name__}: {error}"
             self.write()
 
+    def add(self, runs: list[dict[str, Any]], name: str, figures: Callable[[], dict[str, Any]]) -> None:
+        """Append the figures of one run to `runs`; one that fails leaves its reason in the results."""
+        self.say(f"{name} …")
+        try:
+            runs.append(figures())
+        except (BenchError, ValueError) as error:
+            self.results["errors"][name] = str(error)
+            self.say(f"failed: {error}")
+        self.write()
+
     def main(self, measure: Callable[[], object]) -> int:
         """Measure and print the tables; returns the exit status."""
-        prepare_process()
+        os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # as python -m service and python -m training do
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C
         if (load := self.results["load_average"]) > BUSY_LOAD:
             self.say(f"WARNING: the machine is busy (load {load:.1f}): times will be too long")
         try:
@@ -163,7 +151,7 @@ class Run:
         except KeyboardInterrupt:
             stopped = True
         self.write()
-        print(self.markdown())
+        print(self.markdown(self.results))
         self.say(f"{'stopped; ' if stopped else ''}figures: {self.out / self.name}.json, .md")
         return 130 if stopped else 1 if self.results["errors"] else 0
 
@@ -208,29 +196,33 @@ class Remote:
     """
 
     def __init__(self, factory: Callable[..., Any], *arguments: Any, **options: Any):
-        self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-        self._process = self._result(_begin)
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, theirs = spawn.Pipe()
+        self._process = spawn.Process(target=_serve, args=(theirs,))
+        self._process.start()
+        theirs.close()
         try:
-            self._result(_make, factory, arguments, options)
+            self._result(factory, arguments, options)
         except BaseException:
             self.close()
             raise
 
     def call(self, method: str, *arguments: Any, **options: Any) -> Any:
-        return self._result(_call, method, arguments, options)
+        return self._result(method, arguments, options)
 
-    def _result(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _result(self, *call: Any) -> Any:
         try:
-            return self._pool.submit(function, *arguments).result()
-        except BrokenProcessPool:
+            self._pipe.send(call)
+            failure, result = self._pipe.recv()
+        except (EOFError, OSError):
             raise BenchError("its process was killed") from None
-        except Exception as error:
-            raise BenchError(f"{type(error).__name__}: {error}") from error
+        if failure:
+            raise BenchError(failure)
+        return result
 
     def close(self) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it may be in the middle of a call
-            os.kill(self._process, signal.SIGTERM)
-        self._pool.shutdown()
+        self._process.terminate()  # it may be in the middle of a call
+        self._process.join()
 
     def __enter__(self) -> Remote:
         return self
@@ -239,18 +231,16 @@ class Remote:
         self.close()
 
 
-def _begin() -> int:
+def _serve(pipe: Any) -> None:
+    """Make an object by the first call, and answer the others with its methods."""
     os.setpgid(0, 0)  # Ctrl-C reaches the parent only, which ends this process
-    return os.getpid()
-
-
-def _make(factory: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-    global _made
-    _made = factory(*arguments, **options)
-
-
-def _call(method: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    return getattr(_made, method)(*arguments, **options)
-
-
-_made: Any = None  # the object of a Remote, in its process
+    made = None
+    while True:
+        what, arguments, options = pipe.recv()
+        try:
+            result = (what if made is None else getattr(made, what))(*arguments, **options)
+            made, result = (result, None) if made is None else (made, result)
+            pipe.send(("", result))
+        except Exception as error:
+            traceback.print_exc()
+            pipe.send((f"{type(error).__name__}: {error}", None))

@@ -6,10 +6,8 @@ prompt and an answer, all from the beginning. serve.py and gpu.py ask them in tu
 
 from __future__ import annotations
 
-import hashlib
 import random
 import time
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from service.engine.runner import open_runner
 from service.model.checkpoint import Checkpoint
 from service.wire import Submit
 
-from .shapes import ANSWER, PROMPT, TEXT, VOCABULARY, prompt, sampling
+from .shapes import ANSWER, PROMPT, TEXT, prompt, sampling
 
 
 def sequences(rows: int, length: int, characters: int = PROMPT) -> list[Submit]:
@@ -101,67 +99,24 @@ class Ours:
             raise RuntimeError(f"no turn decoded all {rows} rows")
         return given / taken
 
-    def profile(self, rows: int) -> list[dict[str, Any]]:
-        """The kernels of a run over full windows with most of the device's time: name, calls, share."""
-        from torch.autograd import DeviceType
-        from torch.profiler import ProfilerActivity, profile
-
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-            self.new_engine(rows).generate(sequences(rows, 32, self.runner.config.block_size))
-        kernels = [it for it in profiler.key_averages() if it.device_type == DeviceType.CUDA]
-        kernels.sort(key=lambda it: it.self_device_time_total, reverse=True)
-        whole = sum(it.self_device_time_total for it in kernels) or 1
-        return [
-            {"name": it.key[:120], "calls": it.count, "share": it.self_device_time_total / whole} for it in kernels[:20]
-        ]
-
-    def texts(self, count: int, longest: int, *, alone: bool) -> list[str]:
-        """A digest of each of `count` generations: one at a time, or in a random order under random load."""
-        requests = random_requests(count, longest)
-        engine, ids = self.new_engine(count), {request.id: [] for request in requests}
-        steps: Iterable[None] = (
-            one_by_one(engine, requests) if alone else at_random(engine, requests, self.runner.slots)
-        )
-        for _ in steps:
+    def texts(self, count: int, longest: int, *, alone: bool) -> list[list[int]]:
+        """Generations with random prompts, lengths and parameters: one at a time, or in a random order in bursts and
+        trickles, from an idle engine to a full queue.
+        """
+        chance, requests = random.Random(0), []
+        for number in range(count):
+            length = min(300, round(2 ** chance.uniform(0, 8.3)))
+            ids = prompt(length, chance.randrange(len(TEXT)))
+            requests.append(Submit(number, ids, chance.randint(1, longest), sampling(number)))
+        engine, texts, left = self.new_engine(count), [[] for _ in requests], requests[:]
+        if alone:
+            return [engine.generate([request])[0] for request in requests]
+        chance.shuffle(left)
+        while left or engine.has_work:
+            if left and (not engine.has_work or chance.random() < 0.2):
+                slots = self.runner.slots
+                for _ in range(min(len(left), chance.choice((1, 1, 1, 2, 4, slots // 2, 2 * slots)))):
+                    engine.submit(left.pop())
             for delta in engine.step():
-                ids[delta.id] += delta.ids
-        for request in requests:
-            if len(ids[request.id]) != request.max_tokens:
-                raise RuntimeError(f"expected {request.max_tokens} characters, got {len(ids[request.id])}")
-        return [hashlib.sha256(bytes(ids[number])).hexdigest() for number in range(count)]
-
-
-# Texts under load
-
-
-def random_requests(count: int, longest: int) -> list[Submit]:
-    """Requests 0 to count − 1 with random prompts, lengths and sampling parameters."""
-    chance = random.Random(0)
-    found = []
-    for number in range(count):
-        length = min(300, round(2 ** chance.uniform(0, 8.3)))
-        start = chance.randrange(len(TEXT) - length)
-        ids = [VOCABULARY.index(character) for character in TEXT[start : start + length]]
-        found.append(Submit(number, ids, chance.randint(1, longest), sampling(number)))
-    return found
-
-
-def one_by_one(engine: Engine, requests: list[Submit]) -> Iterator[None]:
-    """Submits each request when the one before has ended; each item is a step to run."""
-    for request in requests:
-        engine.submit(request)
-        while engine.has_work:
-            yield
-
-
-def at_random(engine: Engine, requests: list[Submit], slots: int) -> Iterator[None]:
-    """Submits bursts and trickles, in a random order, from an idle engine to a full queue; each item is a step."""
-    chance = random.Random(1)
-    left = requests[:]
-    chance.shuffle(left)
-    while left or engine.has_work:
-        if left and (not engine.has_work or chance.random() < 0.2):
-            for _ in range(min(len(left), chance.choice((1, 1, 1, 2, 4, slots // 2, 2 * slots)))):
-                engine.submit(left.pop())
-        if engine.has_work:
-            yield
+                texts[delta.id] += delta.ids
+        return texts

@@ -5,7 +5,7 @@
 
     tests      pytest -m cuda: parity in each dtype, batch invariance over 10,000 generations, graphs against eager,
                out of memory, a killed worker, two HTTP processes
-    engine     S and M by rows: characters per second, share of memory bandwidth and of products, a profile of one call
+    engine     S and M by rows: characters per second, share of memory bandwidth and of products
     http       whole answers, streams and the first character, beside stock LitServe, transformers serve and vLLM
     training   the preset gpu, with and without torch.compile
     image      the CUDA image: built, and one generation in it
@@ -57,12 +57,6 @@ u.urlopen(u.Request("http://127.0.0.1:8000/generate", body, {"Content-Type": "ap
 
 class Check(Run):
     """One run."""
-
-    def __init__(self, out: Path):
-        super().__init__("tests.bench.gpu", out, "gpu-check", ("torch",), cuda=torch.version.cuda, parts={})
-
-    def markdown(self) -> str:
-        return markdown(self.results)
 
     def run(self, parts: Iterable[str]) -> None:
         with tempfile.TemporaryDirectory(prefix="chargpt-gpu-") as folder:
@@ -116,8 +110,7 @@ class Check(Run):
         with Remote(engine.Ours, folder, "cuda", dtype, slots=rows, threads=1, device="cuda") as remote:
             remote.call("run", rows, 0)
             rates = [remote.call("full", rows) for _ in range(REPEATS)]
-            profile = remote.call("profile", rows) if rows in (1, 512) else None
-        return {"characters_per_second": statistics.median(rates), "each": rates, "profile": profile}
+        return {"characters_per_second": statistics.median(rates), "each": rates}
 
     def http(self) -> dict[str, Any]:
         bench = GpuBench(HTTP_PLAN, {"S": SHAPES["M"]}, 1, self.out)
@@ -215,9 +208,6 @@ def markdown(results: dict[str, Any]) -> str:
         "{shape} {dtype}|{rows:,}|{characters_per_second:,.0f}|{bandwidth_share:.0%}|{product_share:.0%}",
         engine.get("runs", []),
     )
-    if profiled := [run for run in engine.get("runs", []) if run.get("profile")]:
-        head = "kernels of {shape} {dtype}, {rows:,} rows|calls|of the device's time".format(**profiled[-1])
-        lines += rows(head, "`{name:.80}`|{calls:,}|{share:.0%}", profiled[-1]["profile"][:12])
     if http:
         lines += table(http_rows(http)) + table(first_rows(http))
     lines += rows(
@@ -243,7 +233,7 @@ def main() -> int:
         build = "without CUDA" if torch.version.cuda is None else f"with CUDA {torch.version.cuda}"
         print(f"error: no NVIDIA GPU that torch {torch.__version__} ({build}) can use", file=sys.stderr)
         return 2
-    check = Check(args.out)
+    check = Check("tests.bench.gpu", args.out, "gpu-check", markdown, ("torch",), cuda=torch.version.cuda, parts={})
     return check.main(lambda: check.run(args.only or PARTS))
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from .command import BenchError, run_checked
 from .shapes import PROMPT
 
+FOLDER = Path(os.environ.get("CHARGPT_LLAMA_CPP") or Path.home() / ".cache" / "chargpt" / "llama.cpp")
 PACKAGE = "llama-cpp-python==0.3.36"
 PROGRAMS = ("llama-server", "llama-batched-bench", "llama-quantize")
 CMAKE_FLAGS = (
@@ -47,14 +48,9 @@ class Variant:
         return ["-m", str(self.file), "-fa", "on", "-ctk", self.cache, "-ctv", self.cache]
 
 
-def default_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    given = environment.get("CHARGPT_LLAMA_CPP")
-    return Path(given) if given else Path.home() / ".cache" / "chargpt" / "llama.cpp"
-
-
 def add_folder(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--llama-cpp", type=Path, default=default_folder(), metavar="DIR",
+        "--llama-cpp", type=Path, default=FOLDER, metavar="DIR",
         help="folder of the build, which is made if missing (default: %(default)s)",
     )  # fmt: skip
 
@@ -123,8 +119,11 @@ def batched_bench(
         "-t", str(threads), "-tb", str(threads), "-npp", str(PROMPT), "-ntg", str(length),
         "-npl", ",".join([str(rows)] * repeats), "--output-format", "jsonl",
     ]  # fmt: skip
-    results = [json.loads(line) for line in run_checked(command).splitlines() if line.startswith("{")]
-    if not results:
+    for _ in range(10):  # what it has written last may be lost when it ends, by its thread that writes
+        results = [json.loads(line) for line in run_checked(command).splitlines() if line.startswith("{")]
+        if len(results) == repeats:
+            break
+    else:
         raise BenchError(f"no results in the output of {command}")
     given = sum(row["pl"] * row["tg"] for row in results)
     prefill, decode = (sum(row[name] for row in results) for name in ("t_pp", "t_tg"))

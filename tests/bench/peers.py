@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.toolbox import load
 from tests.toolbox.http import DONE, event_data
 from tests.toolbox.launch import Server, module
 
-from . import llama, load
+from . import llama
 
 TEMPERATURE = 0.8
 FAMILIES = {  # titles in tables

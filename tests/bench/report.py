@@ -107,11 +107,6 @@ def roofline_share(mine: dict[str, Any], rows: int) -> str:
     return figure((mine["roofline"]["sequential_seconds"] * rate / rows for rate in decode), "{:.0f} %", 100)
 
 
-def text_rows(part: dict[str, Any]) -> list[list[str]]:
-    head = [f"the same texts under load and alone, of {part['count']:,}", *part["changed"]]
-    return [head, ["changed", *(f"{count:,}" for count in part["changed"].values())]]
-
-
 def path_rows(path: dict[str, Any]) -> list[list[str]]:
     """The path without a model."""
     rows = [["over HTTP without a model, one HTTP process", "stock LitServe", "plain FastAPI", "this service", "ratio"]]
@@ -146,7 +141,6 @@ def path_rows(path: dict[str, Any]) -> list[list[str]]:
 TABLES = {
     "http": (http_rows, first_rows),
     "mixed": (beside_rows, kind_rows),
-    "texts": (text_rows,),
     "engine": (engine_rows,),
     "path": (path_rows,),
 }

@@ -2,14 +2,13 @@
 
     make bench                      about 40 minutes, and five more once to build llama.cpp
     make bench-quick                about five minutes: fewer systems, rows and repeats
-    make bench ARGS='--only engine,http --threads 1'
+    make bench ARGS='--only engine http --threads 1'
     make bench-table                tables of OUT/serve.json into tests/README.md
 
     engine   in process: the native engine in float32 and bfloat16, llama-batched-bench on each GGUF; the roofline
     http     answers and streams of 128 characters over HTTP and the time to the first character: the service,
              llama.cpp's server, transformers serve, stock LitServe
     mixed    one stream beside another client's work, and kinds of requests beside plain ones
-    texts    whether a text depends on load, in each dtype
     path     the service around a stub engine; compared with plain FastAPI and stock LitServe, both without a model
 
 Rewrites OUT/serve.json and OUT/serve.md after each part; the servers' logs are in OUT/logs. Systems that are compared
@@ -20,29 +19,28 @@ chooses the fastest at the row or client count in question.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import math
-import multiprocessing
 import shlex
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from service.model.config import GPTConfig
 from service.settings import available_cpus
+from tests.toolbox import load
 from tests.toolbox.figures import percentiles, put, quantile
 from tests.toolbox.http import event_data
 from tests.toolbox.launch import ROOT, Server, ServerError, module
 
-from . import engine, llama, load, peers, roofline
+from . import engine, llama, peers, roofline
 from .command import BenchError, Remote, Run, add_only, add_threads, build_parser
 from .report import markdown
 from .shapes import ANSWER, PROMPT, SAMPLING, SHAPES, checkpoint_of, config_of, prompt_text
@@ -71,9 +69,8 @@ PACE_SECONDS = 0.01  # step time of the paced stub: 64 streams emit 6,400 events
 STOCK_EVENT = b'{"text": "a"'
 DTYPES = ("float32", "bfloat16")  # of the native engine
 SLOTS = 128  # of the engine alone
-LOADED_SLOTS = 64  # of the engine whose texts are compared
 
-PARTS = ("engine", "http", "mixed", "texts", "path")
+PARTS = ("engine", "http", "mixed", "path")
 
 
 @dataclass(frozen=True)
@@ -88,24 +85,22 @@ class Plan:
     clients: tuple[int, ...] = (1, 8, 32, 64)
     http_seconds: float = 3.0  # per measurement
     first_requests: int = 200
-    texts: int = 10_000  # generations by dtype
     path_seconds: float = 3.0  # per measurement of the path
     streams: tuple[int, ...] = (1, 256)
     paced_length: int = 400
 
 
 FULL = Plan()
-QUICK = Plan(2, ("S",), (1, 8, 32), 1.0, False, (1, 64), 1.0, 40, 300, 1.0, (1, 256), 100)
+QUICK = Plan(2, ("S",), (1, 8, 32), 1.0, False, (1, 64), 1.0, 40, 1.0, (1, 256), 100)
 
 
 class Bench(Run):
     """One run."""
 
     def __init__(
-        self, plan: Plan, shapes: dict[str, Path | GPTConfig], threads: int, out: Path, llama_folder: Path | None = None
+        self, plan: Plan, shapes: dict[str, Path | GPTConfig], threads: int, out: Path, llamas: Path = llama.FOLDER
     ):
-        self.plan, self.shapes, self.threads = plan, shapes, threads
-        self.llama_folder = llama_folder or llama.default_folder()
+        self.plan, self.shapes, self.threads, self.llama_folder = plan, shapes, threads, llamas
         self.cores = available_cpus()  # threads of an engine alone, and of the peers' engines
         settings = {
             "plan": asdict(plan),
@@ -117,10 +112,7 @@ class Bench(Run):
             "sampling": SAMPLING,
         }
         packages = ("torch", "transformers", "litserve", "fastapi", "uvicorn")
-        super().__init__("tests.bench.serve", out, "serve", packages, settings=settings, kept={})
-
-    def markdown(self) -> str:
-        return markdown(self.results)
+        super().__init__("tests.bench.serve", out, "serve", markdown, packages, settings=settings, kept={})
 
     def keep(self, parts: list[str]) -> None:
         """Take the results of all other parts from OUT/serve.json.
@@ -190,18 +182,6 @@ class Bench(Run):
                 self.say(f"{shape}: " + last_line(figures, "row"))
         return figures
 
-    def texts(self) -> dict[str, Any]:
-        """By dtype: how many of the same generations differ under load from alone."""
-        changed = {}
-        for dtype in ("float32", "float64", "bfloat16"):
-            found = []
-            for slots, alone in ((LOADED_SLOTS, False), (1, True)):
-                with self.remote(self.folders["S"], dtype, slots) as remote:
-                    found.append(remote.call("texts", self.plan.texts, ANSWER, alone=alone))
-            changed[f"native {dtype}"] = sum(a != b for a, b in zip(*found, strict=True))
-            self.say(f"{dtype}: {changed[f'native {dtype}']} of {self.plan.texts} texts changed under load")
-        return {"count": self.plan.texts, "changed": changed}
-
     # -- the parts: over HTTP --
 
     def http(self) -> dict[str, Any]:
@@ -233,24 +213,21 @@ class Bench(Run):
             for mode in ("whole", "streamed"):
                 figures["modes"][mode] = {}
                 for clients in self.plan.clients:
-                    probe: dict[str, float] = {}
-                    chosen: dict[str, tuple[float, peers.System, int]] = {}
+                    probe: dict[peers.System, float] = {}
+                    chosen = best[mode, clients] = {}
                     for system in (system for system in servers if (mode == "streamed") in system.streams):
-                        name = f"{system.family} {system.name}"
                         try:
                             with servers[system].running():
                                 run = answers_once(system, servers[system], clients, clients, mode == "streamed")
                         except (load.LoadError, OSError) as error:
-                            is_absent(f"{name}, {mode}, {clients} clients", error)
+                            is_absent(f"{system.family} {system.name}, {mode}, {clients} clients", error)
                             continue
-                        rate = probe[name] = run["characters_per_second"]
-                        rounds = max(1, round(self.plan.http_seconds / run["seconds"]))
-                        if rate > chosen.get(system.family, (0.0,))[0]:
-                            chosen[system.family] = (rate, system, rounds)
-                    best[mode, clients] = {family: (system, n) for family, (_, system, n) in chosen.items()}
+                        probe[system] = run["characters_per_second"]
+                        if system.family not in chosen or probe[system] > probe[chosen[system.family][0]]:
+                            chosen[system.family] = system, max(1, round(self.plan.http_seconds / run["seconds"]))
                     figures["modes"][mode][str(clients)] = {
-                        "probe": probe,
-                        "families": {f: {"variant": s.name, "runs": []} for f, (_, s, _) in chosen.items()},
+                        "probe": {f"{system.family} {system.name}": rate for system, rate in probe.items()},
+                        "families": {f: {"variant": system.name, "runs": []} for f, (system, _) in chosen.items()},
                     }
             for _ in range(self.plan.repeats):
                 for (mode, clients), chosen_now in best.items():
@@ -261,8 +238,10 @@ class Bench(Run):
                             run = answers_once(system, server, clients, rounds * clients, mode == "streamed")
                         into[family]["runs"].append(run)
                 for family, (system, _) in best["streamed", self.plan.clients[0]].items():
+                    prompts = (prompt_text(PROMPT, number) for number in range(self.plan.first_requests))
+                    requests = [system.request(prompt, 8, True, number) for number, prompt in enumerate(prompts)]
                     with servers[system].running():
-                        first = first_once(system, servers[system], self.plan.first_requests)
+                        first = first_once(servers[system], requests, system.marker)
                     figures["first"].setdefault(family, {"variant": system.name, "runs": []})["runs"].append(first)
                 whole = {n: each["families"] for n, each in figures["modes"]["whole"].items()}
                 self.say("whole answers: " + last_line(whole, "client"))
@@ -337,7 +316,8 @@ class Bench(Run):
                     with server.running():
                         self.path_once(figures[name], name == "stock", server)
                 with paced.running():
-                    figures["paced"].append(paced_once(paced, 64, self.plan.paced_length))
+                    body = {"prompt": "a", "max_tokens": self.plan.paced_length, "stream": True}
+                    figures["paced"].append(streams_once(paced, body, 64))
                 rates = [figures[name]["requests"][-1]["per_second"] for name in servers]
                 self.say("requests/s, " + ", ".join(f"{n} {r:,.0f}" for n, r in zip(servers, rates, strict=True)))
         return figures
@@ -347,16 +327,12 @@ class Bench(Run):
         whole = load.post("/whole" if is_stock else "/generate", {"prompt": "a", "max_tokens": 1})
         # Warm-up: the server was paused or has just started.
         load.run(server.port, load.at_once(whole, 10**9), connections=32, seconds=min(0.5, seconds))
-        with server.busy() as cores:
-            outcome = load.run(server.port, load.at_once(whole, 10**9), connections=32, seconds=seconds)
+        outcome = load.run(server.port, load.at_once(whole, 10**9), connections=32, seconds=seconds)
         rate = len(outcome.ended) / outcome.seconds
-        figures["requests"].append({"per_second": rate, "cores": cores, "load_cores": outcome.cpu_seconds / seconds})
+        figures["requests"].append({"per_second": rate, "load_cores": outcome.cpu_seconds / seconds})
         stream = {"prompt": "a", "max_tokens": 8, "stream": True}
-        pauses = [0.02 * i for i in range(round(seconds * 50))]  # one at a time, idle in between
         marker = STOCK_EVENT if is_stock else load.EVENT
-        single = load.post("/generate", stream)
-        outcome = load.run(server.port, ((at, single, None) for at in pauses), connections=1, marker=marker)
-        figures["first"].append(percentiles(outcome.times_to_first))
+        figures["first"].append(first_once(server, [load.post("/generate", stream)] * round(seconds * 50), marker))
         for kind, request in ALONE.items():
             if kind in figures:
                 figures[kind].append(alone_once(server, request, round(ALONE_PER_SECOND * seconds)))
@@ -427,16 +403,13 @@ def answers_once(
         (0.0, system.request(prompt_text(PROMPT, number), length, streamed, number), (system.family, system.name))
         for number in range(count)
     )
-    before = sum(server.cpu_seconds().values())
     outcome = load.run(server.port, requests, connections=clients, marker=system.marker, keep=True)
-    cpu = sum(server.cpu_seconds().values()) - before
     for reply in outcome.replies:
         check_length(system, reply, streamed, length)
     return {
         "characters_per_second": count * length / outcome.seconds,
         "answers": count,
         "seconds": outcome.seconds,
-        "server_cpu_seconds": cpu,
         "client_cpu_seconds": outcome.cpu_seconds,
     }
 
@@ -459,12 +432,14 @@ def beside_once(
     length: of the streams, which follow one another. The other client is a process of its own, at an address of its
     own, and begins before the stream.
     """
-    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
-        work, stream = (answers_per_second, port, request, connections), (system, port, length, seconds)
-        run = {"alone": stream_rate(*stream), "other_alone": pool.submit(*work, seconds).result()}
-        other = pool.submit(*work, seconds + 0.5)
+    requests, options = partial(load.at_once, request, 10**9), {"connections": connections, "address": OTHER_CLIENT}
+    run = {"alone": stream_rate(system, port, length, seconds)}
+    run["other_alone"] = answers_per_second(load.run(port, requests(), seconds=seconds, **options))
+    with load.Apart(port, requests, **options) as other:
         time.sleep(0.25)
-        return run | {"beside": stream_rate(*stream), "other_beside": other.result()}
+        run["beside"] = stream_rate(system, port, length, seconds)
+        time.sleep(0.25)
+    return run | {"other_beside": answers_per_second(other.outcome)}
 
 
 def stream_rate(system: peers.System, port: int, length: int, seconds: float) -> float:
@@ -474,14 +449,11 @@ def stream_rate(system: peers.System, port: int, length: int, seconds: float) ->
     return sum(len(system.text(reply.body, True)) for reply in outcome.replies) / outcome.seconds
 
 
-def answers_per_second(port: int, request: bytes, connections: int, seconds: float) -> float:
+def answers_per_second(outcome: load.Outcome) -> float:
     """Of a client that asks again as soon as it is answered; those that the end cuts off count in part."""
-    outcome = load.run(
-        port, load.at_once(request, 10**9), connections=connections, seconds=seconds, address=OTHER_CLIENT
-    )
     whole = [reply.ended_at - reply.sent_at for reply in outcome.replies if reply.ended_at is not None]
     if not whole:
-        raise load.LoadError(f"no answer within {seconds:g} s")
+        raise load.LoadError(f"no answer within {outcome.seconds:g} s")
     ended_at = outcome.started_at + outcome.seconds
     open_for = sum(ended_at - reply.sent_at for reply in outcome.replies if reply.ended_at is None)
     return (len(whole) + open_for / statistics.mean(whole)) / outcome.seconds
@@ -497,27 +469,24 @@ def kind_once(port: int, fields: dict[str, Any], clients: int, seconds: float) -
     return len(outcome.ended) * ANSWER / outcome.seconds
 
 
-def first_once(system: peers.System, server: Server, count: int) -> dict[str, float]:
+def first_once(server: Server, requests: Iterable[bytes], marker: bytes) -> dict[str, float]:
     """Percentiles of the time to the first character of one client that pauses 20 ms between its requests."""
-    requests = (
-        (0.02 * number, system.request(prompt_text(PROMPT, number), 8, True, number), number) for number in range(count)
-    )
-    outcome = load.run(server.port, requests, connections=1, marker=system.marker)
-    return percentiles(outcome.times_to_first)
+    due = ((0.02 * number, request, number) for number, request in enumerate(requests))
+    return percentiles(load.run(server.port, due, connections=1, marker=marker).times_to_first)
 
 
-def streams_once(server: Server, body: dict[str, Any], count: int, marker: bytes) -> dict[str, Any]:
-    """`count` concurrent streams of body["max_tokens"] characters each."""
+def streams_once(server: Server, body: dict[str, Any], count: int, marker: bytes = load.EVENT) -> dict[str, Any]:
+    """`count` concurrent streams of body["max_tokens"] characters each; CPU time per event."""
     request = load.post("/generate", body)
-    with server.busy() as cores:
-        outcome = load.run(server.port, load.at_once(request, count), connections=count, marker=marker)
-    characters = count * body["max_tokens"]
+    before = server.cpu_seconds()
+    outcome = load.run(server.port, load.at_once(request, count), connections=count, marker=marker)
+    spent = {role: after - before[role] for role, after in server.cpu_seconds().items()}
+    characters, events = count * body["max_tokens"], outcome.num_events
     return {
         "characters_per_second": characters / outcome.seconds,
-        "events_per_second": outcome.num_events / outcome.seconds,
-        "characters_per_event": characters / outcome.num_events,
-        "cores": cores,
-        "load_cores": outcome.cpu_seconds / outcome.seconds,
+        "characters_per_event": characters / events,
+        "http_seconds_per_event": spent["http"] / events,
+        "worker_seconds_per_event": spent["worker"] / events,
     }
 
 
@@ -526,21 +495,6 @@ def alone_once(server: Server, request: bytes, count: int) -> dict[str, float]:
     outcome = load.run(server.port, load.at_once(request, count), connections=1)
     seconds = [reply.ended_at - reply.sent_at for reply in outcome.replies if reply.ended_at is not None]
     return percentiles(seconds) | {"p99.9": quantile(seconds, 0.999), "max": max(seconds)}
-
-
-def paced_once(server: Server, count: int, length: int) -> dict[str, float]:
-    """`count` concurrent streams of the paced stub: CPU time per event."""
-    request = load.post("/generate", {"prompt": "a", "max_tokens": length, "stream": True})
-    with server.busy() as cores:
-        outcome = load.run(server.port, load.at_once(request, count), connections=count, keep=True)
-    for reply in outcome.replies:
-        check_length(peers.System("ours", "paced"), reply, True, length)
-    events = outcome.num_events
-    return {
-        "characters_per_event": count * length / events,
-        "http_seconds_per_event": cores["http"] * cores["seconds"] / events,
-        "worker_seconds_per_event": cores["worker"] * cores["seconds"] / events,
-    }
 
 
 def answers_of(port: int) -> dict[str, str]:
@@ -576,7 +530,7 @@ def check_same_bytes(ours: int, plain: int) -> None:
 # Command line
 
 
-def parse_args() -> argparse.Namespace:
+def main() -> int:
     parser = build_parser("tests.bench.serve", __doc__, "out/bench")
     add_threads(parser)
     llama.add_folder(parser)
@@ -584,11 +538,7 @@ def parse_args() -> argparse.Namespace:
     add_only(parser, PARTS)
     parser.add_argument("--keep", action="store_true", help="keep the other parts of OUT/serve.json")
     parser.add_argument("--table", action="store_true", help="write OUT/serve.json into tests/README.md and exit")
-    return parser.parse_args()
-
-
-def main() -> int:
-    args = parse_args()
+    args = parser.parse_args()
     bench = Bench(QUICK if args.quick else FULL, SHAPES, args.threads, args.out, args.llama_cpp)
     try:
         if args.table:

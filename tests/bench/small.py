@@ -24,6 +24,7 @@ import shutil
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from training.inputs import Encoder
 from training.recipe import SETTINGS
 
 from . import nanogpt
-from .command import BenchError, Run, build_parser, in_child, integers, run_checked
+from .command import Run, build_parser, in_child, run_checked
 
 PROBE_STEPS = 100
 EVALUATIONS = 8
@@ -140,29 +141,24 @@ def run_makemore(script: Path, data: Path, seed: int, steps: int, cpu_seconds: f
     }
 
 
+def markdown(results: dict[str, Any]) -> str:
+    rows = [["nats per character, held out", *(label for label, _ in COLUMNS.values())]]
+    for corpus, runs in results["runs"].items():
+        columns = ((form, [run[name] for run in runs if name in run]) for name, (_, form) in COLUMNS.items())
+        rows.append([corpus, *(figure(values, form, middle=statistics.mean) for form, values in columns)])
+    return "\n".join(table(rows)) + "\n"
+
+
 class Bench(Run):
     def __init__(self, args: argparse.Namespace):
         self.args = args
-        super().__init__("tests.bench.small", args.out, "small", ("torch", "numpy"), runs={})
-
-    def markdown(self) -> str:
-        rows = [["nats per character, held out", *(label for label, _ in COLUMNS.values())]]
-        for corpus, runs in self.results["runs"].items():
-            columns = ((form, [run[name] for run in runs if name in run]) for name, (_, form) in COLUMNS.items())
-            rows.append([corpus, *(figure(values, form, middle=statistics.mean) for form, values in columns)])
-        return "\n".join(table(rows)) + "\n"
+        super().__init__("tests.bench.small", args.out, "small", markdown, ("torch", "numpy"), runs={})
 
     def run(self) -> None:
         for data in (*self.args.lists, *self.args.texts):
             for seed in self.args.seeds:
-                self.say(f"{data.stem}, seed {seed} …")
-                try:
-                    figures = {"seed": seed, **self.figures(data, seed), "finished": time.strftime("%H:%M:%S")}
-                    self.results["runs"].setdefault(data.stem, []).append(figures)
-                except BenchError as error:
-                    self.results["errors"][f"{data.stem}, seed {seed}"] = str(error)
-                    self.say(f"failed: {error}")
-                self.write()
+                runs = self.results["runs"].setdefault(data.stem, [])
+                self.add(runs, f"{data.stem}, seed {seed}", partial(self.figures, data, seed))
 
     def figures(self, data: Path, seed: int) -> dict[str, Any]:
         args, folder = self.args, self.out / f"{data.stem}-{seed}"
@@ -172,7 +168,7 @@ class Bench(Run):
         figures |= in_child(run_nanogpt, train, held_out, seed, args.threads, cpu)
         if args.makemore and data in args.lists[: args.makemore_lists]:
             figures |= run_makemore(args.makemore, data, seed, args.makemore_steps, cpu, folder / "makemore")
-        return figures
+        return {"seed": seed, **figures, "finished": time.strftime("%H:%M:%S")}
 
 
 def main() -> int:
@@ -183,7 +179,7 @@ def main() -> int:
     add("--makemore", type=Path, metavar="FILE", help="makemore.py (default: without it)")
     add("--makemore-lists", type=int, default=1, help="it runs on the first N (default: 1)")
     add("--makemore-steps", type=int, default=20_000, help="(default: %(default)s)")
-    add("--seeds", type=integers, default=[2029, 2030, 2031], help="(default: 2029,2030,2031, never tuned on)")
+    add("--seeds", nargs="+", type=int, default=[2029, 2030, 2031], help="(default: 2029 2030 2031, never tuned on)")
     add("--threads", type=int, default=0, help="0: OMP_NUM_THREADS, else one per core")
     bench = Bench(parser.parse_args())
     return bench.main(bench.run)

@@ -1,7 +1,7 @@
 """Benchmarks of training: our trainer against nanoGPT's CPU recipe, over seeds that nothing was tuned on.
 
     make bench-train
-    make bench-train ARGS='--only nanogpt,equal --threads 1'
+    make bench-train ARGS='--only nanogpt equal --threads 1'
 
     nanogpt           nanoGPT's CPU recipe (nanogpt.py)
     equal             our trainer for the same CPU time
@@ -21,8 +21,6 @@ import json
 import shutil
 import statistics
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,13 +32,12 @@ from rich.console import Console
 from service.model.checkpoint import Checkpoint
 from tests.toolbox.figures import conditions, figure, table
 from training import jobs
-from training.config import ConfigError, TrainConfig
+from training.config import TrainConfig
 from training.data import TINYSHAKESPEARE, DataError, prepare
 from training.evaluate import whole_loss
-from training.speed import flops_per_character, matmul_peak
 
 from . import nanogpt
-from .command import BenchError, Progress, Run, add_only, build_parser, in_child, integers
+from .command import BenchError, Progress, Run, add_only, build_parser, in_child
 
 # Changes of the part `equal` to the preset cpu, besides the number of steps.
 EQUAL: dict[str, Any] = {"n_layer": 4, "block_size": 128, "batch_size": 8, "muon_lr": 0.04}
@@ -63,10 +60,8 @@ FIGURES = {  # name in the JSON: label in the tables, format
     "cpu_seconds": ("CPU time of steps, s", "{:.1f}"),
     "cpu_ratio": ("CPU time relative to nanoGPT", "{:.3f}"),
     "wall_seconds": ("wall time of steps, s", "{:.1f}"),
-    "run_seconds": ("wall time of the run, s", "{:.1f}"),
     "characters_per_second": ("characters/s", "{:,.0f}"),
-    "peak_tflops": ("peak of matrix products, TFLOP/s", "{:.3g}"),
-    "peak_share": ("share of that peak", "{:.1%}"),
+    "peak_share": ("share of the peak of matrix products", "{:.1%}"),
 }
 PROBE_STEPS, WARM_STEPS = 200, 8  # enough that the first ones, which are left out, do not change the mean
 
@@ -76,10 +71,8 @@ PROBE_STEPS, WARM_STEPS = 200, 8  # enough that the first ones, which are left o
 
 def run_ours(config: TrainConfig, out: Path) -> dict[str, Any]:
     """Figures of one run of our trainer, report included; replaces the folder `out`."""
-    started = time.perf_counter()
     shutil.rmtree(out, ignore_errors=True)
     jobs.start(config, out, Console(stderr=True, highlight=False))
-    run_seconds = time.perf_counter() - started
     checkpoint, log = Checkpoint.read(out / "best"), log_of(out)
     best, about = checkpoint.load_model("cpu"), checkpoint.training
     evaluations, end = [record for record in log if record["event"] == "evaluation"], log[-1]
@@ -90,12 +83,10 @@ def run_ours(config: TrainConfig, out: Path) -> dict[str, Any]:
         **{name: about["losses"][name] for name in ("whole", "streamed")},
         "cpu_seconds": evaluations[-1]["cpu_seconds"],
         "wall_seconds": evaluations[-1]["elapsed_seconds"],
-        "run_seconds": run_seconds,
         "curve": [{name: r[name] for name in ("step", "val_loss", "cpu_seconds")} for r in evaluations],
         "recipe": config.as_dict(),
         "parameters": best.num_parameters,
         "characters_per_second": end["characters_per_second"],
-        "peak_tflops": end["matmul_peak_flops"] / 1e12,
         "peak_share": end["peak_share"],
         **{name: about["machine"][name] for name in ("device", "dtype", "threads")},
     }
@@ -117,7 +108,6 @@ def probe_ours(config: TrainConfig, out: Path) -> dict[str, Any]:
 
 def run_nanogpt(recipe: nanogpt.Recipe, seed: int, threads: int) -> dict[str, Any]:
     """Figures of one run of the baseline."""
-    started = time.perf_counter()
     if threads:
         torch.set_num_threads(threads)
     corpus = prepare(TINYSHAKESPEARE)
@@ -131,19 +121,15 @@ def run_nanogpt(recipe: nanogpt.Recipe, seed: int, threads: int) -> dict[str, An
 
     model = nanogpt.train(recipe, corpus.train, corpus.tokenizer.vocab_size, seed, evaluated)
     end, characters = curve[-1], recipe.steps * recipe.batch_size * recipe.block_size
-    rate, peak = characters / end["wall_seconds"], matmul_peak(torch.device("cpu"), torch.float32)
     return {
         "seed": seed,
         "steps": recipe.steps,
         "characters": characters,
         "whole": end["val_loss"],
         **{name: end[name] for name in ("cpu_seconds", "wall_seconds")},
-        "run_seconds": time.perf_counter() - started,
         "curve": curve,
         "parameters": sum(p.numel() for p in model.parameters()),
-        "characters_per_second": rate,
-        "peak_tflops": peak / 1e12,
-        "peak_share": rate * flops_per_character(model) / peak,
+        "characters_per_second": characters / end["wall_seconds"],
         "device": "cpu",
         "dtype": "float32",
         "threads": torch.get_num_threads(),
@@ -161,10 +147,7 @@ class Bench(Run):
         self.equal: TrainConfig | None = None  # once its steps are known
         curve: dict[str, list[Any]] = {"nanogpt": [], "cpu": []}  # figures per time, of the first seed
         found = {"runs": {}, "curve": curve}  # runs: by part, figures per seed
-        super().__init__("tests.bench.train", args.out, "train", ("torch", "numpy"), **found)
-
-    def markdown(self) -> str:
-        return markdown(self.results)
+        super().__init__("tests.bench.train", args.out, "train", markdown, ("torch", "numpy"), **found)
 
     def run(self, parts: list[str]) -> None:
         """Run every part with every seed; a run that fails leaves its reason in the results."""
@@ -172,21 +155,11 @@ class Bench(Run):
             if part == "curve":
                 for seconds in self.args.curve_seconds:
                     for each, runs in self.results["curve"].items():
-                        self.add(runs, each, f"{seconds} s", partial(self.curve_figures, each, seconds))
+                        self.add(runs, f"{PARTS[each][0]}, {seconds} s", partial(self.curve_figures, each, seconds))
                 continue
             runs = self.results["runs"].setdefault(part, [])
             for seed in self.args.seeds:
-                self.add(runs, part, f"seed {seed}", partial(self.figures, part, seed))
-
-    def add(self, runs: list[dict[str, Any]], part: str, what: str, figures: Callable[[], dict[str, Any]]) -> None:
-        """Append the figures of one run to `runs`."""
-        self.say(f"{PARTS[part][0]}, {what} …")
-        try:
-            runs.append(figures())
-        except (BenchError, ConfigError) as error:
-            self.results["errors"].setdefault(part, []).append(f"{what}: {error}")
-            self.say(f"failed: {error}")
-        self.write()
+                self.add(runs, f"{PARTS[part][0]}, seed {seed}", partial(self.figures, part, seed))
 
     def curve_figures(self, part: str, seconds: float) -> dict[str, Any]:
         """As many steps as fit at the speed seen so far."""
@@ -270,7 +243,7 @@ def markdown(results: dict[str, Any]) -> str:
         *{f"{run['threads']} threads, {run['dtype']} on {run['device']}": None for run in every},
         "Means over seeds (lowest–highest). Whole loss: every character of the validation split once, in windows of "
         "the training length; streamed loss: in one pass. The share of the peak excludes the optimizer's products.",
-        *(f"failed: {PARTS[part][0]}, {reason}" for part, reasons in results["errors"].items() for reason in reasons),
+        *(f"failed: {name}: {reason}" for name, reason in results["errors"].items()),
     ]
     return "\n".join([*table(cells(results)), *("- " + line for line in lines)]) + "\n"
 
@@ -305,21 +278,16 @@ def draw(results: dict[str, Any], png: Path) -> None:
 # Command line
 
 
-def parse_args() -> argparse.Namespace:
+def main() -> int:
     parser = build_parser("tests.bench.train", __doc__, "out/bench-train")
     add = parser.add_argument
     add_only(parser, PARTS)  # and what they need
-    add("--seeds", type=integers, default=[2026, 2027, 2028], help="(default: 2026,2027,2028, never tuned on)")
+    add("--seeds", nargs="+", type=int, default=[2026, 2027, 2028], help="(default: 2026 2027 2028, never tuned on)")
     add("--threads", type=int, default=0, help="CPU threads; 0: OMP_NUM_THREADS, else one per core")
-    add("--curve-seconds", type=integers, default=[20, 60, 180, 600], metavar="S,…", help="(default: 20,60,180,600)")
+    add("--curve-seconds", nargs="+", type=int, default=[20, 60, 180, 600], help="(default: 20 60 180 600)")
     args = parser.parse_args()
     if "gpu" in (args.only or ()) and not torch.cuda.is_available():
         parser.error("the part gpu needs a CUDA GPU and a torch build with CUDA")
-    return args
-
-
-def main() -> int:
-    args = parse_args()
     asked = args.only or [part for part in PARTS if part != "gpu" or torch.cuda.is_available()]
     wanted = set(asked).union(*(NEEDS.get(part, ()) for part in asked))
     try:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from _pytest.outcomes import Skipped  # raised by tests.toolbox where the machine lacks something
 
-from tests.bench.command import Run, build_parser
+from tests.bench.command import Run, add_only, build_parser
 from tests.chaos import clients, processes, soak
 from tests.chaos.case import Case, Outcome, Plan
 from tests.chaos.report import markdown
@@ -60,9 +60,6 @@ async def run(case: Case, plan: Plan) -> Outcome:
 class Chaos(Run):
     tables = "RESULTS.md"
 
-    def markdown(self) -> str:
-        return markdown(self.results)
-
     def run_all(self, cases: Mapping[str, Case], plan: Plan) -> None:
         for number, (name, case) in enumerate(cases.items(), 1):
             self.say(f"{number}/{len(cases)} {name} …")
@@ -79,14 +76,14 @@ def main(arguments: list[str] | None = None, cases: Mapping[str, Case] = CASES, 
     """Run cases; returns the exit status. home: folder of RESULTS.md and results.json after a run of all cases."""
     parser = build_parser("tests.chaos", __doc__, "out/chaos")
     parser.add_argument("--quick", action="store_true", help="fewer repetitions, short soak, no LitServe")
-    parser.add_argument("--only", nargs="+", choices=cases, metavar="NAME", help=", ".join(cases))
+    add_only(parser, cases)
     given = parser.parse_args(arguments)
     is_whole = given.only is None and not given.quick
     plan = Plan(given.quick, given.out.resolve())
     chosen = {name: case for name, case in cases.items() if given.only is None or name in given.only}
-    packages = ("torch", "transformers", "litserve")
     folder = (home or ROOT / "tests/chaos") if is_whole else plan.out
-    chaos = Chaos("tests.chaos", folder, "results", packages, quick=given.quick, seconds=0.0, cases={})
+    packages = ("torch", "transformers", "litserve")
+    chaos = Chaos("tests.chaos", folder, "results", markdown, packages, quick=given.quick, seconds=0.0, cases={})
     return chaos.main(lambda: chaos.run_all(chosen, plan))
 
 

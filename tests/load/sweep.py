@@ -187,10 +187,7 @@ class Sweep(Run):
         settings = {"plan": asdict(plan), "quick": plan is not FULL, "threads": threads, "slots": SLOTS}
         settings |= {"waiting": WAITING, "cores": self.cores}
         packages, found = ("torch", "transformers", "litserve"), {"warnings": [], "systems": {}, "goal": goal}
-        super().__init__("tests.load.sweep", out, "sweep", packages, settings=settings, **found)
-
-    def markdown(self) -> str:
-        return markdown(self.results)
+        super().__init__("tests.load.sweep", out, "sweep", markdown, packages, settings=settings, **found)
 
     def run(self) -> None:
         with tempfile.TemporaryDirectory(prefix="chargpt-sweep-") as name, contextlib.ExitStack() as stack:

@@ -50,7 +50,7 @@ class Program:
             [str(word) for word in command], stdout=self.log, stderr=subprocess.STDOUT, **options
         )
 
-    def wait_until_ready(self, timeout: float = 60) -> float:
+    def wait_until_ready(self, timeout: float = 120) -> float:
         """Returns the seconds since the start.
 
         Raises:
@@ -113,32 +113,15 @@ class Server(Program):
         port = free_port()
         options = {"cwd": ROOT, "env": os.environ | (environment or {}), "start_new_session": True}
         super().__init__([*command, "--port", port], port, ready, log, **options)
-        self._processes: list[psutil.Process] = []
-
-    def wait_until_ready(self, timeout: float = 120) -> float:
-        seconds = super().wait_until_ready(timeout)
-        main = psutil.Process(self.process.pid)
-        self._processes = [main, *main.children(recursive=True)]
-        return seconds
 
     def cpu_seconds(self) -> dict[str, float]:
         """CPU time so far, of inference processes (`worker`) and all others (`http`)."""
-        seconds = {"worker": 0.0, "http": 0.0}
-        for process in self._processes:
+        main, seconds = psutil.Process(self.process.pid), {"worker": 0.0, "http": 0.0}
+        for process in (main, *main.children(recursive=True)):
             times = process.cpu_times()
             is_worker = "spawn_main" in " ".join(process.cmdline())
             seconds["worker" if is_worker else "http"] += times.user + times.system
         return seconds
-
-    @contextlib.contextmanager
-    def busy(self) -> Iterator[dict[str, float]]:
-        """Yields a dict that on exit holds the cores in use and the duration: {"worker", "http", "seconds"}."""
-        figures: dict[str, float] = {}
-        before, started = self.cpu_seconds(), time.perf_counter()
-        yield figures
-        seconds = time.perf_counter() - started
-        figures |= {role: (after - before[role]) / seconds for role, after in self.cpu_seconds().items()}
-        figures["seconds"] = seconds
 
     def pause(self) -> None:
         """Stop all processes, so that idle loops do not take CPU time from other servers."""
