@@ -1,8 +1,8 @@
 """Reads the bodies of requests: most with msgspec, in half a microsecond; pydantic explains what is wrong with others.
 
 A large one is cut into its fields first, so that none blocks the event loop for long: pydantic takes 0.2 µs for an id.
-Large lists of texts or ids are decoded by msgspec in a tenth of that, ids in slices. The same is accepted either way,
-and refused in the same words, but a large value that is refused is shown abbreviated.
+Large lists of texts or ids are decoded by msgspec in a tenth of that. The same is accepted either way, and refused in
+the same words, unless it is too large for pydantic to look for what is wrong.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ AnyRequest = TypeVar("AnyRequest", bound=b.ModelRequest)
 LARGE_BODY_BYTES = 1 << 16
 LARGE_FIELD_BYTES = 1 << 12
 DECODED_BYTES = 1 << 17  # of a list of ids at a time: about 1 ms
+MAX_ITEMS = 1 << 17  # of one field, that pydantic gets: about 20 ms. Where it gets them, no valid value has so many.
 
 _decode = msgspec.json.decode
 
@@ -86,15 +87,18 @@ _LONE_SURROGATE = re.compile(
     rb"|(\xed[\xa0-\xbf][\x80-\xbf])"
 )
 SURROGATE_BYTES = 1 << 16  # looked at, before the place of an error
+_PLACE = re.compile(r"(?:line 1 column |\(byte )(\d+)\)?$")  # pydantic's or msgspec's, at the end of a reason
 
 
 def _invalid_json(body: bytes, reason: str, place: int | None = None) -> ApiError:
     """The error for a body that cannot be parsed, as a parser says; it is named if a lone surrogate is the reason.
 
-    place: the byte at which the parser stopped; None: unknown, the body is small.
+    place: the byte at which the parser stopped, if the reason does not say it.
     """
-    start, end = (0, len(body)) if place is None else (max(0, place - SURROGATE_BYTES), place + 16)
-    found = _LONE_SURROGATE.search(body, start, end)
+    if place is None:
+        said = _PLACE.search(reason)
+        place = int(said[1]) if said else len(body)
+    found = _LONE_SURROGATE.search(body, max(0, place - SURROGATE_BYTES), place + 16)
     if found is not None:
         code = found[1].decode().upper() if found[1] else f"{ord(found[2].decode(errors='surrogatepass')):04X}"
         at = found.start(1) - 2 if found[1] else found.start(2)
@@ -184,21 +188,10 @@ class BodyReader:
             return await parse_large(kind, body, self._settings)
 
 
+# The fields whose valid lists can be too large for pydantic.
+_LISTS = frozenset(("prompt", "tokens", "texts", "continuations"))
 _Ids = list[Annotated[int, Meta(ge=0, le=b.MAX_ID)]]
-# Lists of texts -> how many pydantic gets, one more than are valid; None: msgspec's answer is enough.
-_TEXTS = {
-    "texts": None, "continuations": None, "stop": b.MAX_STOPS + 1, "bad_words": b.MAX_BAD_WORDS + 1,
-    "choice": b.MAX_CHOICES + 1,
-}  # fmt: skip
-# Of these a valid value has at most so many commas; pydantic gets them whole.
-_COMMAS = {
-    "logit_bias": 3 * b.MAX_BIASES, "seed": b.MAX_SEQUENCES, "allowed_token_ids": b.MAX_BIASES,
-}  # fmt: skip
-_STRUCTURED_BYTES = 1 << 18  # of vLLM's structured_outputs
 _FIRST_ITEM = re.compile(rb"\[\s*(.)")
-_PLACE = re.compile(r"\(byte (\d+)\)$")
-_FIRST_IDS = re.compile(rb"\[(?:\s*\d+\s*,)*\s*")
-_INDEX = re.compile(r"\$\[(\d+)\]")
 
 
 async def parse_large(kind: type[AnyRequest], body: bytes, settings: Settings) -> AnyRequest:
@@ -208,35 +201,24 @@ async def parse_large(kind: type[AnyRequest], body: bytes, settings: Settings) -
     large: dict[str, list[Any]] = {}
     for name, raw in (await _fields(kind, body, pause)).items():
         await pause.if_due()
-        is_known, is_list = name in kind.model_fields, raw[:1] == b"["
-        if len(raw) <= LARGE_FIELD_BYTES or (name == "structured_outputs" and len(raw) <= _STRUCTURED_BYTES):
-            small[name] = Raw(raw)
-        elif is_list and is_known and name == "prompt" and kind is not b.TokenizeRequest:
-            large[name] = prompts = await _prompts(kind, raw, settings, pause)
-            is_one = bool(prompts) and isinstance(prompts[0], int)
-            small[name] = [0] if is_one else [""] * min(len(prompts), b.MAX_SEQUENCES + 1)
-        elif is_list and is_known and name == "tokens":
-            large[name], small[name] = await _ids(kind, name, raw, pause), []
-        elif is_list and is_known and name in _TEXTS:
-            items, count = _list(kind, name, raw, list[str]), _TEXTS[name]
-            small[name] = items[: count or 0]
-            if count is None:
-                large[name] = items
-        elif is_known and name in _COMMAS and raw[:1] in b"[{":
-            if raw.count(b",") > _COMMAS[name]:
-                raise _expected(name)
-            small[name] = Raw(raw)
-        elif name == "stream_options" and raw[:1] == b"{":
-            options = await _fields(b.StreamOptions, raw, pause)
-            small[name] = {key: _abbreviated(key, value) for key, value in options.items()}
-        else:
-            small[name] = _abbreviated(name, raw)
+        is_list, is_known = raw[:1] == b"[", name in kind.model_fields or name == "structured_outputs"
+        if is_list and is_known and name in _LISTS and len(raw) > LARGE_FIELD_BYTES:
+            try:
+                large[name] = await _items(name, raw, settings, pause)
+                small[name] = [type(item)() for item in large[name][: b.MAX_SEQUENCES + 1]]
+                continue
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                if name in EXPECTED:
+                    raise _expected(name) from None
+        if is_known and raw[:1] in b"[{" and sum(map(raw.count, (b",", b":", b"[", b"{"))) > MAX_ITEMS:
+            raise _expected(name) if name in EXPECTED else invalid(name, "Input is not valid, and too large to say why")
+        small[name] = Raw(raw)
     await pause.if_due()
     content = msgspec.json.encode(small)
     await pause.if_due()
     request = parse(kind, content)
-    for name, value in large.items():
-        setattr(request, name, value)
+    for name, items in large.items():
+        setattr(request, name, items)
     return request
 
 
@@ -262,86 +244,37 @@ async def _fields(kind: type[b.Body], body: bytes, pause: Pause) -> dict[str, by
     except UnicodeDecodeError as error:
         raise _invalid_json(body, str(error), error.start) from None
     except (msgspec.DecodeError, RecursionError) as error:
-        reason = str(error).removeprefix("JSON is malformed: ")
-        place = _PLACE.search(reason)
-        raise _invalid_json(body, reason, int(place[1]) if place else len(body)) from None
+        raise _invalid_json(body, str(error).removeprefix("JSON is malformed: ")) from None
     message = f"unknown fields may have at most {MAX_UNKNOWN_BYTES} bytes together, got {rest}"
     raise ApiError(400, f"{kind.path.removesuffix('.') or 'body'}: {message}", code="unknown_field")
 
 
-async def _prompts(kind: type[b.ModelRequest], raw: bytes, settings: Settings, pause: Pause) -> list[Any]:
-    """The field `prompt`, if it is a list: of texts, of ids, or of lists of ids."""
+async def _items(name: str, raw: bytes, settings: Settings, pause: Pause) -> list[Any]:
+    """What is in a large list: texts, ids, or lists of ids. Raises what msgspec does: it is not valid."""
     first = _FIRST_ITEM.match(raw)[1]  # type: ignore[index]  # a list, as `raw` was checked
-    if first == b'"':
-        return _list(kind, "prompt", raw, list[str])
-    if kind is b.NextRequest and first != b"]":
-        raise _expected("prompt")
-    longest = settings.max_prompt_characters
+    if first in b'"]':
+        return _decode(raw, type=list[str])
+    if name == "tokens":
+        ids, start, end = [], 1, len(raw) - 1  # between brackets
+        while start <= end:
+            comma = raw.find(b",", start + DECODED_BYTES, end)
+            stop = end if comma < 0 else comma
+            ids += _decode(b"[%b]" % raw[start:stop], type=_Ids)
+            start = stop + 1
+            await pause.if_due()
+        return ids
     if first != b"[":
-        return await _ids(kind, "prompt", raw, pause, longest)
-    count = raw.count(b"[") - 1
+        return _prompt(raw, settings)
+    count, prompts = raw.count(b"[") - 1, []
     if count > settings.max_prompts:
         return [[]] * count
-    return [await _ids(kind, "prompt", bytes(it), pause, longest) for it in _decode(raw, type=list[Raw])]
-
-
-async def _ids(
-    kind: type[b.ModelRequest], name: str, raw: bytes, pause: Pause, longest: int | None = None
-) -> list[int]:
-    """The ids in a list, decoded in slices."""
-    await pause.if_due()
-    if raw[:1] != b"[":
-        raise _expected(name)
-    if longest is not None and raw.count(b",") >= longest:
-        return [0] * (raw.count(b",") + 1)
-    ids: list[int] = []
-    start, end = 1, len(raw) - 1  # between brackets
-    while start <= end:
-        comma = raw.find(b",", start + DECODED_BYTES, end)
-        stop = end if comma < 0 else comma
-        ids += _list(kind, name, b"[%b]" % raw[start:stop], _Ids, len(ids))
-        start = stop + 1
+    for prompt in _decode(raw, type=list[Raw]):
+        prompts.append(_prompt(bytes(prompt), settings))
         await pause.if_due()
-    return ids
+    return prompts
 
 
-def _list(kind: type[b.ModelRequest], name: str, raw: bytes, type: Any, start: int = 0) -> list[Any]:
-    """The items of a list, or of its slice from `start` on.
-
-    Raises ApiError: 400, in pydantic's words about the first wrong item.
-    """
-    try:
-        items: list[Any] = _decode(raw, type=type)
-        return items
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        reason = str(error)
-    if name in EXPECTED:
-        raise _expected(name)
-    if place := _INDEX.search(reason):
-        index = int(place[1])
-        wrong = bytes(_decode(raw, type=list[Raw])[index])
-    elif type is _Ids:  # a slice ends within an item that is no id
-        item = _FIRST_IDS.match(raw).end()  # type: ignore[union-attr]
-        index, wrong = raw.count(b",", 0, item), b'""' if raw[item : item + 1] == b'"' else b"[]"
-    else:
-        raise ApiError(400, f"body is not valid JSON: {name}: {reason}", code="invalid_json")
-    try:
-        parse(kind, b'{"%b": [%b]}' % (name.encode(), wrong if len(wrong) <= LARGE_FIELD_BYTES else b"[]"))
-    except ApiError as error:
-        alone, param = f"{name}.0", f"{name}.{start + index}"
-        raise ApiError(400, error.message.replace(alone, param, 1), param=param) from None
-    raise AssertionError(f"{name}: msgspec refuses what pydantic accepts: {wrong!r}")
-
-
-def _abbreviated(name: str, raw: bytes) -> Raw:
-    """A value that is too large to be valid, as one that pydantic refuses alike; a text as it is."""
-    match raw[:1]:
-        case _ if len(raw) <= LARGE_FIELD_BYTES:
-            return Raw(raw)
-        case b'"':
-            return Raw(raw)
-        case b"[":
-            return Raw(b"[{}]")  # no field is a list of objects
-        case b"{":
-            return Raw(b'{"": 0}')
-    raise ApiError(400, f"body is not valid JSON: {name} has {len(raw)} digits", code="invalid_json")
+def _prompt(raw: bytes, settings: Settings) -> list[int]:
+    """The ids of one prompt."""
+    count = raw.count(b",") + 1
+    return [0] * count if count > settings.max_prompt_characters else _decode(raw, type=_Ids)
