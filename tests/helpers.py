@@ -22,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from service.model.checkpoint import Checkpoint
 from service.model.config import GPTConfig
 from service.model.gpt import GPT
+from service.model.params import SamplingParams
 from service.model.tokenizer import CharTokenizer
 from service.shared import REASONS
 from service.wire import Logprobs
@@ -72,10 +73,20 @@ def overflow(model: GPT, id: int) -> None:
             block.attn.proj.weight[0] = block.mlp.proj.weight[0] = 0.0
 
 
-def save_random(folder: Path, **options: int) -> Checkpoint:
-    """A checkpoint folder with a random model over VOCABULARY."""
-    save_checkpoint(folder, random_model(**options), CharTokenizer(VOCABULARY), {"losses": {}})
+def save_random(
+    folder: Path, characters: Iterable[str] = VOCABULARY, about: dict[str, object] | None = None, **options: int
+) -> Checkpoint:
+    """A checkpoint folder with a random model; about: what training.json says of it."""
+    tokenizer = CharTokenizer(list(characters))
+    model = random_model(vocab_size=tokenizer.vocab_size, **options)
+    save_checkpoint(folder, model, tokenizer, {"losses": {}} | (about or {}))
     return Checkpoint.read(folder)
+
+
+def exact(checkpoint: Checkpoint, prompt: str, max_tokens: int, **params: Any) -> str:
+    """The text that a seed gives, by definition."""
+    ids, model = checkpoint.tokenizer.encode(prompt), checkpoint.load_model(dtype=torch.float64)
+    return checkpoint.tokenizer.decode(model.generate(ids, max_tokens, SamplingParams(**params)))
 
 
 def call(arguments: Iterable[object]) -> int | str | None:
@@ -107,13 +118,7 @@ class RunningServer(Program):
         settings = {"checkpoint": checkpoint, "threads": 1, "max_tokens": ENDLESS} | UNBOUNDED | settings
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
         super().__init__([sys.executable, *program, *flags], port, "/readyz", start_new_session=True)
-        self._client: httpx.Client | None = None
-
-    def _get(self, path: str) -> httpx.Response:
-        """On a new connection; httpx.get would read all system certificates each time."""
-        if self._client is None:
-            self._client = httpx.Client(limits=httpx.Limits(max_connections=None, max_keepalive_connections=0))
-        return self._client.get(self.url + path)
+        self.client = web  # with TLS: one that trusts the certificate
 
     def processes(self) -> list[psutil.Process]:
         main = psutil.Process(self.process.pid)
@@ -125,7 +130,7 @@ class RunningServer(Program):
     def metrics(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
         """Samples as prometheus_client parses them: (name, labels without model_name) -> value."""
         samples = {}
-        for family in text_string_to_metric_families(self._get("/metrics").text):
+        for family in text_string_to_metric_families(self.client.get(f"{self.url}/metrics").text):
             for sample in family.samples:
                 labels = frozenset(item for item in sample.labels.items() if item[0] != "model_name")
                 samples[sample.name, labels] = sample.value
@@ -175,8 +180,6 @@ class RunningServer(Program):
         if self.process.poll() is None:
             self.process.kill()
         super().close()
-        if self._client is not None:
-            self._client.close()
 
 
 @contextlib.contextmanager

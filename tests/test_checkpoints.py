@@ -13,20 +13,17 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 
 from service.catalog import Catalog, Listing
 from service.model.checkpoint import Checkpoint, CheckpointError
-from service.model.params import SamplingParams
-from service.model.tokenizer import CharTokenizer
 from service.shared import MAX_NAMES, SharedState
 from tests.helpers import (
     ENDLESS,
     SLOW,
     VOCABULARY,
+    exact,
     http_processes,
     lasting,
-    random_model,
     refusal,
     save_random,
     serving,
@@ -34,13 +31,6 @@ from tests.helpers import (
     web,
 )
 from tests.toolbox.http import pieces, text_of
-from training.saving import save_checkpoint
-
-
-def exact(checkpoint, prompt, max_tokens, seed):
-    """The reference text of a seed."""
-    ids, model = checkpoint.tokenizer.encode(prompt), checkpoint.load_model(dtype=torch.float64)
-    return checkpoint.tokenizer.decode(model.generate(ids, max_tokens, SamplingParams(seed=seed)))
 
 
 def ask(server, model=None, **body):
@@ -73,17 +63,12 @@ def reload(server, result, name):
     wait_until(lambda: count() > before, otherwise=server.output)
 
 
-def save_with(folder, characters, seed=2):
-    model = random_model(vocab_size=len(characters), seed=seed)
-    save_checkpoint(folder, model, CharTokenizer(characters), {"losses": {}})
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """A folder of runs: two checkpoints with different vocabularies, one of them in best/, and what is none."""
     folder = tmp_path_factory.mktemp("runs")
     save_random(folder / "plays", seed=1)
-    save_with(folder / "numbers" / "best", sorted("\n0123456789"), seed=2)
+    save_random(folder / "numbers" / "best", sorted("\n0123456789"), seed=2)
     (folder / "notes").mkdir()
     (folder / ".hidden").mkdir()
     return folder
@@ -315,7 +300,7 @@ WITHOUT_SPACE = [c for c in VOCABULARY if c != " "]
 
 
 def test_a_vocabulary_without_the_replacement_character_is_refused_at_start(tmp_path):
-    save_with(tmp_path / "words", WITHOUT_SPACE)
+    save_random(tmp_path / "words", WITHOUT_SPACE)
     problem = refusal(f"--checkpoint={tmp_path}/words", "--unknown-characters=replace")
     assert "vocabulary does not have the character ' ', which is to replace unknown ones" in problem
     assert "set --replacement-character to one that it has, or --unknown-characters to drop or refuse" in problem
@@ -400,7 +385,7 @@ def test_a_worker_that_fails_or_dies_while_loading_brings_the_old_list_back(cata
 def test_a_new_checkpoint_without_the_replacement_character_is_refused_at_sighup(catalog, state, tmp_path, caplog):
     catalog.replacement = " "
     for name in "ab":
-        save_with(tmp_path / "runs" / name, WITHOUT_SPACE)
+        save_random(tmp_path / "runs" / name, WITHOUT_SPACE)
     catalog.refresh(state)
     assert not catalog.step and listing(catalog) == ([1], [1])
     assert [state.num_reloads(catalog.listing.rows[name])["refused"] for name in "ab"] == [1, 1]

@@ -73,14 +73,11 @@ class Hooks(ls.Callback):
         note("after_setup", lit_api.options.service_name)
         (hosted,) = lit_api.host.models.values()
         lit_api.log("slots", hosted.engine.runner.slots)
-    def on_server_start(self, litserver):
-        note("server_start")
-    def on_server_end(self, litserver):
-        note("server_end")
     def on_request(self, active_requests, litserver):
         note("request", active_requests)
-    def on_response(self, litserver):
-        note("response")
+    on_server_start = lambda self, litserver: note("server_start")
+    on_server_end = lambda self, litserver: note("server_end")
+    on_response = lambda self, litserver: note("response")
 
 class FileLogger(ls.Logger):
     def process(self, key, value):
@@ -128,7 +125,6 @@ def test_build_server_requires_a_metrics_folder(tmp_path):
     save_random(tmp_path / "checkpoint")
     code = "import sys; from service.server import build_server; from service.settings import Settings\n"
     code += "build_server(Settings(checkpoint=sys.argv[1]))"
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "checkpoint")], capture_output=True, text=True, cwd=ROOT
-    )
+    command = [sys.executable, "-c", code, tmp_path / "checkpoint"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert "PROMETHEUS_MULTIPROC_DIR must name an empty folder" in done.stderr

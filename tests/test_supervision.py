@@ -127,18 +127,17 @@ def test_too_many_deaths_end_the_service(checkpoint):
         ), last
 
 
-def test_a_worker_never_loads_other_weights_than_those_that_are_served(checkpoint, monkeypatch):
+def test_a_worker_never_loads_other_weights_than_those_that_are_served(checkpoint, temporary, monkeypatch):
     """Not even if the service's own copy is altered."""
-    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as folder:
-        monkeypatch.setenv("TMPDIR", folder)
-        with serving(checkpoint.path, max_restarts=2) as server:
-            (weights,) = Path(folder).glob("chargpt-*/checkpoint-*/model.safetensors")
-            os.truncate(weights, 1000)
-            server.worker().kill()
-            assert server.process.wait(30) == 1
-            server.wait_until_gone()
-            output = server.output()
-            assert output.count("the file was altered") == 2 and "Traceback" not in output, output
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    with serving(checkpoint.path, max_restarts=2) as server:
+        (weights,) = temporary.glob("chargpt-*/checkpoint-*/model.safetensors")
+        os.truncate(weights, 1000)
+        server.worker().kill()
+        assert server.process.wait(30) == 1
+        server.wait_until_gone()
+        output = server.output()
+        assert output.count("the file was altered") == 2 and "Traceback" not in output, output
 
 
 def given_up(now, start, message):
@@ -198,8 +197,7 @@ def test_a_hung_process_is_replaced(checkpoint):
 def test_a_worker_that_hangs_or_is_gone_is_not_ready_and_new_requests_are_refused(checkpoint):
     empty = dict.fromkeys(REASONS, 0)
     options = {"hang_seconds": 2, "http_processes": 2}
-    with RunningServer(checkpoint.path, **options) as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
-        server.wait_until_ready()
+    with serving(checkpoint.path, **options) as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
         server.wait_until_metric("chargpt_http_processes_ready", 2)
         main, worker = psutil.Process(server.process.pid), server.worker()
         main.suspend()  # so that nobody replaces the worker
@@ -318,52 +316,46 @@ def test_every_host_that_can_be_bound_is_served_and_its_url_logged_last_once_it_
         assert server.stop() == 0
 
 
-@pytest.mark.parametrize(
-    ("host", "reason"),
-    [
-        ("a" * 80, "neither an IP address nor a name that has one: "),
-        ("192.0.2.1", "cannot listen on 192.0.2.1, port 23456: Cannot assign requested address"),
-    ],
-)
-def test_a_host_that_cannot_be_bound_is_one_sentence(checkpoint, host, reason):
-    problem = refusal("--checkpoint", str(checkpoint.path), "--host", host, "--port", "23456")
-    assert host in problem and reason in problem and problem.count("\n") == 1
-
-
-def test_port_in_use_is_one_sentence(checkpoint):
+def test_an_address_that_cannot_be_bound_is_one_sentence(checkpoint):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        port = taken.getsockname()[1]
-        for host, shown in (("127.0.0.1", "127.0.0.1"), ("localhost", "localhost (127.0.0.1)")):
-            problem = refusal("--checkpoint", str(checkpoint.path), "--port", str(port), "--host", host)
-            assert problem == f"python -m service: cannot listen on {shown}, port {port}: Address already in use\n"
+        port, in_use = taken.getsockname()[1], "Address already in use\n"
+        for host, reason in (
+            ("127.0.0.1", f"cannot listen on 127.0.0.1, port {port}: {in_use}"),
+            ("localhost", f"cannot listen on localhost (127.0.0.1), port {port}: {in_use}"),
+            ("192.0.2.1", f"cannot listen on 192.0.2.1, port {port}: Cannot assign requested address\n"),
+            ("a" * 80, f"--host {'a' * 80}: neither an IP address nor a name that has one: "),
+        ):
+            problem = refusal("--checkpoint", checkpoint.path, "--host", host, "--port", port)
+            assert reason in problem and problem.count("\n") == 1, problem
 
 
-def test_folders_of_killed_servers_are_removed_and_those_of_running_ones_stay(checkpoint, tmp_path, monkeypatch):
-    temporary = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))  # sockets have short paths
+@pytest.fixture
+def temporary():
+    """A folder whose path is short enough for sockets; empty again at the end."""
+    folder = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
+    yield folder
+    folder.rmdir()
+
+
+def test_folders_of_killed_servers_are_removed_and_those_of_running_ones_stay(checkpoint, temporary, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(temporary))
     monkeypatch.setattr(tempfile, "tempdir", None)
     other = temporary / "chargpt-of-someone-else"
     other.mkdir()
-    try:
-        with RunningServer(checkpoint.path) as killed, RunningServer(checkpoint.path) as running:
-            killed.wait_until_ready()
-            running.wait_until_ready()
-            assert len(list(temporary.glob("chargpt-*/lock"))) == 2
-            killed.process.kill()
-            killed.process.wait()
-            killed.wait_until_gone()
-            with run_folder() as folder:
-                assert len(list(temporary.glob("chargpt-*/lock"))) == 2  # this one and the running server's
-                assert folder.stat().st_mode & 0o777 == 0o700
-            assert other.exists()
-            assert generate(running).status_code == 200
-            assert running.stop() == 0
-        assert list(temporary.iterdir()) == [other]
-    finally:
-        other.rmdir()
-        temporary.rmdir()
+    with serving(checkpoint.path) as killed, serving(checkpoint.path) as running:
+        assert len(list(temporary.glob("chargpt-*/lock"))) == 2
+        killed.process.kill()
+        killed.process.wait()
+        killed.wait_until_gone()
+        with run_folder() as folder:
+            assert len(list(temporary.glob("chargpt-*/lock"))) == 2  # this one and the running server's
+            assert folder.stat().st_mode & 0o777 == 0o700
+        assert generate(running).status_code == 200
+        assert running.stop() == 0
+    assert list(temporary.iterdir()) == [other]
+    other.rmdir()
 
 
 def test_an_unusable_temporary_folder_is_one_sentence(tmp_path, monkeypatch, capsys):
@@ -382,33 +374,29 @@ def test_an_unusable_temporary_folder_is_one_sentence(tmp_path, monkeypatch, cap
         assert (f"nor is {tmp_path / 'shm'} writable" in error) == (folder.name == "absent")
 
 
-def test_a_full_temporary_folder_ends_nothing(checkpoint, monkeypatch):
-    point = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
-    try:
-        with SmallDisk(point, "16m") as disk:
-            monkeypatch.setenv("TMPDIR", str(disk.path))
-            with serving(checkpoint.path) as server:
-                disk.fill()
-                pids = {process.pid for process in server.processes()}
-                # Each of these begins new series of metrics.
-                for path in ("/tokenize", "/detokenize", "/v1/score", "/v1/next", "/nothing", "/generate"):
-                    assert web.post(server.url + path, json={"prompt": "a"}).status_code < 500
-                assert {process.pid for process in server.processes()} == pids
-                server.worker().kill()
-                wait_until(lambda: server.metric("chargpt_worker_restarts_total") == 1)
-                server.wait_until_ready()
-                assert generate(server).status_code == 200
-                http_processes(server)[0].kill()
-                wait_until(lambda: len(http_processes(server)) == 1)
-                assert generate(server).status_code == 200
-                server.wait_until_all_ended()
-                assert server.stop() == 0
-            disk.ballast.unlink()
-            disk.fill(1 << 20)
-            problem = refusal(f"--checkpoint={checkpoint.path}", f"--port={free_port()}")
-            assert "No space left on device" in problem and "Traceback" not in problem
-    finally:
-        point.rmdir()
+def test_a_full_temporary_folder_ends_nothing(checkpoint, temporary, monkeypatch):
+    with SmallDisk(temporary, "16m") as disk:
+        monkeypatch.setenv("TMPDIR", str(disk.path))
+        with serving(checkpoint.path) as server:
+            disk.fill()
+            pids = {process.pid for process in server.processes()}
+            # Each of these begins new series of metrics.
+            for path in ("/tokenize", "/detokenize", "/v1/score", "/v1/next", "/nothing", "/generate"):
+                assert web.post(server.url + path, json={"prompt": "a"}).status_code < 500
+            assert {process.pid for process in server.processes()} == pids
+            server.worker().kill()
+            wait_until(lambda: server.metric("chargpt_worker_restarts_total") == 1)
+            server.wait_until_ready()
+            assert generate(server).status_code == 200
+            http_processes(server)[0].kill()
+            wait_until(lambda: len(http_processes(server)) == 1)
+            assert generate(server).status_code == 200
+            server.wait_until_all_ended()
+            assert server.stop() == 0
+        disk.ballast.unlink()
+        disk.fill(1 << 20)
+        problem = refusal(f"--checkpoint={checkpoint.path}", f"--port={free_port()}")
+        assert "No space left on device" in problem and "Traceback" not in problem
 
 
 # -- clients --

@@ -292,7 +292,7 @@ def give(corpus: Corpus, checkpoint: Checkpoint, picture: Path, *, steps: int, s
     title(9, f"The model that is served: {full.config.n_layer} layers of {full.config.n_head} heads, RoPE, SwiGLU")
     loss = checkpoint.training.get("losses", {}).get("whole")
     about = checkpoint.training.get("data", {})
-    print(f"{full.num_parameters:,} parameters" + (f": {loss:.2f}" if loss else ""), end=" ")
+    print(f"{full.config.num_parameters:,} parameters" + (f": {loss:.2f}" if loss else ""), end=" ")
     print(f"(trained on {about.get('name', 'another text')})")
     if about.get("sha256") != corpus.sha256:
         loss = None  # of another text, and nothing to compare with

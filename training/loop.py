@@ -142,15 +142,15 @@ class Run:
         say(
             console,
             f"{corpus.name}: {plural(len(corpus.ids), 'character')}, {plural(corpus.symbols, 'symbol')}; "
-            f"{self.model.num_parameters:,} parameters; {config.dtype} on {config.device}, "
+            f"{self.model.config.num_parameters:,} parameters; {config.dtype} on {config.device}, "
             f"{plural(self.world.size, 'process')} of {plural(config.threads, 'thread')}; "
             f"{plural(steps, 'step')} of {in_a_step}, "
             f"{epochs} epoch{'' if epochs == '1' else 's'}",
         )
         if progress.step == 0 and self.world.is_main:
-            for line in size_check(self.corpus, self.model.num_parameters):
+            for line in size_check(self.corpus, self.model.config.num_parameters):
                 say(console, line)
-        warn_if_vocabulary_is_large(console, config, self.model.config.vocab_size, self.model.num_parameters)
+        warn_if_vocabulary_is_large(console, config, self.model.config.vocab_size, self.model.config.num_parameters)
         self.world.all_reduce_(torch.zeros(1))  # barrier: the first save replaces files that every process reads
         view = ProgressView(console, config)
         with self.storage_errors(), contextlib.ExitStack() as stack, catch_signals() as self.received, view:
@@ -401,7 +401,7 @@ class Run:
             "training_seconds": round(progress.elapsed_seconds, 3),
             "training_cpu_seconds": round(progress.cpu_seconds, 3),
             "losses": losses,  # nats per character
-            "parameters": self.model.num_parameters,
+            "parameters": self.model.config.num_parameters,
             "data": self.corpus.describe(),
             "example_prompt": self.corpus.example_prompt,
             "recipe": self.requested.as_dict(),

@@ -39,7 +39,6 @@ from service.model.sampling import Draws, Sampler, send
 STEPS = (1, 4, 8, 16)  # decode steps of a graph
 PIECE = 64  # characters of a prompt per row of a block, at most W
 BLOCK = 8  # pieces of a block
-DRAWS = 1024  # of each slot, computed at once
 
 
 class CudaRunner(Runner):
@@ -86,7 +85,7 @@ class CudaRunner(Runner):
 
         # The host's side of it.
         self._positions = np.zeros(S + 1, dtype=np.int64)
-        self._draws = Draws(S, DRAWS)
+        self._draws = Draws(S)
 
         # One launch's plan and what it gives, all at fixed addresses.
         self._plan = Plan(self._device, {"position": (S,), "limit": (S,)}, {"u": (max(STEPS), S)})

@@ -19,12 +19,10 @@ from torch import Tensor
 from service.constrain.automaton import Guide
 from service.engine.runner import FAILED, NONE, Outcome, Piece, Report, Runner, allowed_by, report_of
 from service.model.gpt import GPT
-from service.model.kv_cache import KVCache
+from service.model.kv_cache import CacheRows, KVCache
 from service.model.params import SamplingParams
 from service.model.sampling import Draws, Sampler
 from service.wire import Logprobs
-
-DRAWS = 256  # of each slot, computed at once
 
 
 class TorchRunner(Runner):
@@ -40,12 +38,12 @@ class TorchRunner(Runner):
         self._device = weight.device
         self.cache = KVCache(model.config, slots, weight.device, weight.dtype)
         self._last = np.zeros(slots, dtype=np.int64)  # the id that the next decode step feeds
-        self._draws = Draws(slots, DRAWS)
+        self._draws = Draws(slots)
         self._sampler = Sampler(slots, model.config.vocab_size)
 
     def start(self, slot: int, params: SamplingParams, prompt: Sequence[int]) -> None:
         self._sampler.start(slot, params, prompt)
-        self.cache.clear(slot)
+        self.cache.lengths[slot] = 0
         self._draws.start(slot, params.seed)
 
     def copy(self, source: int, target: int, length: int) -> None:
@@ -65,7 +63,7 @@ class TorchRunner(Runner):
             idx = np.zeros((len(group), max(counts)), dtype=np.int64)  # (B, T), padded on the right
             for i, b in enumerate(group):
                 idx[i, : counts[i]] = pieces[b].ids
-            cache = self.cache.prefill(slots.tolist(), counts)
+            cache = CacheRows(self.cache, slots.tolist(), counts)
             logits = self.model(torch.from_numpy(idx).to(self._device), cache).cpu()  # (B, T, V)
             complete = [i for i, b in enumerate(group) if pieces[b].choose]
             if complete:
@@ -91,10 +89,12 @@ class TorchRunner(Runner):
         idx = torch.from_numpy(self._last[:width, None])  # shares memory: what `_choose` writes is fed next
         for k in range(K):
             rows = np.flatnonzero(alive & (steps > k))
-            active = np.zeros(width, dtype=bool)
-            active[slots[rows]] = True
-            logits = self.model(idx.to(self._device), self.cache.decode(active.tolist()))[:, -1].cpu()
-            logits = logits[torch.from_numpy(slots[rows])].double()  # (rows, V)
+            if not len(rows):
+                break
+            counts = np.zeros(width, dtype=np.int64)
+            counts[slots[rows]] = 1
+            cache = CacheRows(self.cache, range(width), counts.tolist())
+            logits = self.model(idx.to(self._device), cache).cpu()[slots[rows], -1].double()  # (rows, V)
             row_guides = {i: guides[b] for i, b in enumerate(rows.tolist()) if b in guides}
             ids[rows, k] = self._choose(logits, slots[rows], u[rows, k], row_guides)
             alive = ids[:, k] != FAILED

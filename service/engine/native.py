@@ -14,6 +14,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +30,7 @@ LIBRARY_VARIABLE = "CHARGPT_NATIVE_LIBRARY"  # another build of the library, for
 # Instruction sets, best first, with the flags of /proc/cpuinfo that they need besides those of the next one.
 _V3 = {"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"}
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-_VARIANTS = {"x86_64": {"v4bf16": _V4 | {"avx512_bf16"}, "v4": _V4, "v3": _V3}}
+_VARIANTS = {"v4bf16": _V4 | {"avx512_bf16"}, "v4": _V4, "v3": _V3}
 
 _PARAMS = struct.Struct("=7dQ3q3Q")  # ChargptParams
 _ITEM = np.dtype(
@@ -49,55 +50,50 @@ class _Config(ctypes.Structure):
 
 
 def _cpu_flags() -> set[str]:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return set()
-    return set(next((line for line in text.splitlines() if line.startswith("flags")), "").split())
-
-
-def _path(variant: str) -> Path:
-    return Path(__file__).with_name(f"_native_{variant}.so")
+    info = Path("/proc/cpuinfo")  # of Linux
+    lines = info.read_text().splitlines() if info.exists() else []
+    return set(next((line for line in lines if line.startswith("flags")), "").split())
 
 
 @functools.cache
-def find_library() -> tuple[Path | None, str]:
-    """(the library for this CPU, why there is none that can be used)."""
-    given = os.environ.get(LIBRARY_VARIABLE)
+def library() -> ctypes.CDLL:
+    """The library for this CPU.
+
+    Raises:
+        RuntimeError: there is none that can be used; says why.
+    """
+    given, machine = os.environ.get(LIBRARY_VARIABLE), platform.machine()
     if given:
-        return Path(given), ""
-    machine = platform.machine()
-    if machine in ("aarch64", "arm64"):
-        variants = ["base"]
-    else:
-        flags = _cpu_flags()
-        variants = [name for name, needed in _VARIANTS.get(machine, {}).items() if needed <= flags]
-        if not variants:
-            return None, f"this CPU ({machine}) has no AVX2 and FMA"
+        return _load(Path(given))
+    flags = _cpu_flags()
+    variants = ["base"] if machine in ("aarch64", "arm64") else [name for name in _VARIANTS if _VARIANTS[name] <= flags]
+    if not variants:
+        raise RuntimeError(f"this CPU ({machine}) has no AVX2 and FMA")
     for variant in variants:
-        path = _path(variant)
+        path = Path(__file__).with_name(f"_native_{variant}.so")
         if path.exists():
-            try:
-                _load(path)
-            except OSError as error:
-                return None, f"{error}: run make native, or install the package again"
-            return path, ""
-    return None, "its library was not built: install a C++ compiler, then the package again"
+            return _load(path)
+    raise RuntimeError("its library was not built: install a C++ compiler, then the package again")
 
 
 def why_not() -> str | None:
     """Why this backend cannot run here; None: it can."""
-    path, reason = find_library()
-    return reason if path is None else None
+    try:
+        library()
+    except RuntimeError as error:
+        return str(error)
+    return None
 
 
-@functools.cache
 def _load(path: Path) -> ctypes.CDLL:
-    """Raises OSError: the file is no such library, or one of another revision."""
-    library = ctypes.CDLL(str(path))
+    """Raises RuntimeError: the file is no such library, or one of another revision."""
     layout = 4 << 24 | ctypes.sizeof(_Config) << 16 | _ITEM.itemsize << 8 | _PARAMS.size
-    if not hasattr(library, "chargpt_layout") or library.chargpt_layout() != layout:
-        raise OSError(f"{path}: built from another revision")
+    try:
+        library = ctypes.CDLL(str(path))
+        if not hasattr(library, "chargpt_layout") or library.chargpt_layout() != layout:
+            raise OSError(f"{path}: built from another revision")
+    except OSError as error:
+        raise RuntimeError(f"{error}: run make native, or install the package again") from None
     for name, arguments in {
         "chargpt_open": [POINTER(_Config), POINTER(POINTER(c_float)), POINTER(c_void_p)],
         "chargpt_start": [c_void_p, c_int32, c_char_p],
@@ -105,17 +101,15 @@ def _load(path: Path) -> ctypes.CDLL:
         "chargpt_run": [c_void_p, c_void_p, c_int32],
     }.items():
         function = getattr(library, name)
-        function.argtypes, function.restype = arguments, c_char_p
+        function.argtypes, function.restype, function.errcheck = arguments, c_char_p, _check
     library.chargpt_close.argtypes, library.chargpt_close.restype = [c_void_p], None
     library.chargpt_cache_bits.argtypes = [c_void_p]
     return library
 
 
-def _library() -> ctypes.CDLL:
-    path, reason = find_library()
-    if path is None:
-        raise RuntimeError(f"the native backend cannot run: {reason}")
-    return _load(path)
+def _check(message: bytes | None, *_: Any) -> None:
+    if message is not None:
+        raise RuntimeError(f"the native engine: {message.decode()}")
 
 
 def dtypes() -> list[str]:
@@ -124,7 +118,7 @@ def dtypes() -> list[str]:
     Raises:
         RuntimeError: there is no library.
     """
-    return ["float32", "float64"] + ["bfloat16"] * _library().chargpt_has_bf16()
+    return ["float32", "float64"] + ["bfloat16"] * library().chargpt_has_bf16()
 
 
 class NativeRunner(Runner):
@@ -148,7 +142,7 @@ class NativeRunner(Runner):
         self, config: GPTConfig, weights: Mapping[str, np.ndarray], slots: int, threads: int, dtype: str = "float32"
     ):
         self.config, self.slots, self.dtype = config, slots, dtype
-        self._library, possible = _library(), dtypes()
+        self._library, possible = library(), dtypes()
         if dtype not in possible:
             raise ValueError(f"on this CPU the native backend computes in {' or '.join(possible)}, got {dtype}")
         self._engine, self._process = c_void_p(), os.getpid()
@@ -158,16 +152,14 @@ class NativeRunner(Runner):
         half = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
         frequencies = config.rope_theta**-half
         assert config.n_inner is not None
-        self._check(
-            self._library.chargpt_open(
-                _Config(
-                    *(config.vocab_size, config.block_size, config.n_layer, config.n_head, config.n_kv_head),
-                    *(config.n_embd, config.n_inner, slots, threads, possible.index(dtype), is_half, config.norm_eps),
-                    frequencies.ctypes.data_as(POINTER(c_double)),
-                ),
-                (POINTER(c_float) * len(singles))(*(it.ctypes.data_as(POINTER(c_float)) for it in singles)),
-                self._engine,
-            )
+        self._library.chargpt_open(
+            _Config(
+                *(config.vocab_size, config.block_size, config.n_layer, config.n_head, config.n_kv_head),
+                *(config.n_embd, config.n_inner, slots, threads, possible.index(dtype), is_half, config.norm_eps),
+                frequencies.ctypes.data_as(POINTER(c_double)),
+            ),
+            (POINTER(c_float) * len(singles))(*(it.ctypes.data_as(POINTER(c_float)) for it in singles)),
+            self._engine,
         )
         bits = self._library.chargpt_register_bits()
         self.weight_dtype = dtype if dtype == "bfloat16" else "float16" if is_half else "float32"
@@ -196,29 +188,25 @@ class NativeRunner(Runner):
             *(*params.factors, params.seed, params.top_k, len(biased), len(seen)),
             *(biased.ctypes.data, bias.ctypes.data, seen.ctypes.data),
         )
-        self._check(self._library.chargpt_start(self._engine, slot, packed))
+        self._library.chargpt_start(self._engine, slot, packed)
 
     def copy(self, source: int, target: int, length: int) -> None:
-        self._check(self._library.chargpt_copy(self._engine, source, target, length))
+        self._library.chargpt_copy(self._engine, source, target, length)
 
     def prefill(self, pieces: list[Piece]) -> Outcome:
-        B = len(pieces)
-        items = np.zeros(B, _ITEM)
-        chosen = np.full((B, 1), NONE, np.int32)
+        items = np.zeros(len(pieces), _ITEM)
         ids = np.concatenate([piece.ids for piece in pieces]).astype(np.int32, copy=False)
         counts = np.array([len(piece.ids) for piece in pieces])
         items["slot"] = [piece.slot for piece in pieces]
         items["count"] = counts
         items["ids"] = ids.ctypes.data + 4 * (counts.cumsum() - counts)
         items["steps"] = [piece.choose for piece in pieces]
-        items["chosen"] = chosen.ctypes.data + 4 * np.arange(B)
         guides = {b: piece.guide for b, piece in enumerate(pieces) if piece.guide is not None}
         reports = {b: piece.report for b, piece in enumerate(pieces) if piece.report is not None}
         for b in reports:
             targets = pieces[b].targets
             items["targets"][b] = 0 if targets is None else targets.ctypes.data
-        sizes = {b: pieces[b].num_reported for b in reports}
-        return Outcome(chosen, self._run(items, guides, reports, sizes))
+        return self._run(items, 1, guides, reports, [pieces[b].num_reported for b in reports])
 
     def decode(
         self,
@@ -227,17 +215,14 @@ class NativeRunner(Runner):
         guides: Mapping[int, Guide] = {},
         reports: Mapping[int, Report] = {},
     ) -> Outcome:
-        B, K = len(slots), int(steps.max())
-        items = np.zeros(B, _ITEM)
-        chosen = np.full((B, K), NONE, np.int32)
+        items = np.zeros(len(slots), _ITEM)
         items["slot"], items["steps"] = slots, steps
-        items["chosen"] = chosen.ctypes.data + 4 * K * np.arange(B)
-        return Outcome(chosen, self._run(items, guides, reports, {b: int(steps[b]) for b in reports}))
+        return self._run(items, int(steps.max()), guides, reports, [steps[b] for b in reports])
 
     def _run(
-        self, items: np.ndarray, guides: Mapping[int, Guide], reports: Mapping[int, Report], sizes: dict[int, int]
-    ) -> dict[int, Logprobs]:
-        """Run items; the reports by item, each of `sizes` ids."""
+        self, items: np.ndarray, K: int, guides: Mapping[int, Guide], reports: Mapping[int, Report], sizes: list[int]
+    ) -> Outcome:
+        """Run items of at most K steps; guides and reports are by item, the latter of `sizes` ids."""
         if self._process != os.getpid():
             raise RuntimeError("the native engine was opened in another process, and its threads are there")
         shared = [_addresses(guide.automaton, guide.minimum) for guide in guides.values()]  # whose arrays must live on
@@ -248,31 +233,30 @@ class NativeRunner(Runner):
         if guides:
             first = np.frombuffer(packed, np.uint8).ctypes.data
             items["guide"][list(guides)] = first + _GUIDE.size * np.arange(len(guides))
+        chosen = np.full((len(items), K), NONE, np.int32)
+        items["chosen"] = chosen.ctypes.data + 4 * K * np.arange(len(items))
         if not reports:
-            self._check(self._library.chargpt_run(self._engine, items.ctypes.data, len(items)))
-            return {}
-        count = np.array([sizes[b] for b in reports], np.int64)
+            self._library.chargpt_run(self._engine, items.ctypes.data, len(items))
+            return Outcome(chosen, {})
+        count = np.array(sizes, np.int64)
         k = np.array([report.num_alternatives(self.config.vocab_size) for report in reports.values()], np.int64)
-        ends, top_ends = count.cumsum(), (count * k).cumsum()
+        starts, top_starts = count.cumsum() - count, (count * k).cumsum() - count * k
         values, top_values = np.full(count.sum(), np.nan), np.full((count * k).sum(), np.nan)
         top_ids = np.zeros(len(top_values), np.uint32)
         which = [np.array(report.ids, np.uint32) for report in reports.values()]
         rows = list(reports)
         items["alternatives"][rows] = k
-        items["values"][rows] = values.ctypes.data + 8 * (ends - count)
-        items["top_ids"][rows] = top_ids.ctypes.data + 4 * (top_ends - count * k)
-        items["top_values"][rows] = top_values.ctypes.data + 8 * (top_ends - count * k)
+        items["values"][rows] = values.ctypes.data + 8 * starts
+        items["top_ids"][rows] = top_ids.ctypes.data + 4 * top_starts
+        items["top_values"][rows] = top_values.ctypes.data + 8 * top_starts
         items["which"][rows] = [ids.ctypes.data if len(ids) else 0 for ids in which]
-        self._check(self._library.chargpt_run(self._engine, items.ctypes.data, len(items)))
-        places = (ends - count, ends, top_ends - count * k, top_ends)
-        return {
+        self._library.chargpt_run(self._engine, items.ctypes.data, len(items))
+        places = (starts, starts + count, top_starts, top_starts + count * k)
+        found = {
             b: Logprobs(bytearray(values[i:j]), bytearray(top_ids[m:n]), bytearray(top_values[m:n]))
             for b, i, j, m, n in zip(rows, *(place.tolist() for place in places), strict=True)
         }
-
-    def _check(self, message: bytes | None) -> None:
-        if message is not None:
-            raise RuntimeError(f"the native engine: {message.decode()}")
+        return Outcome(chosen, found)
 
 
 @functools.lru_cache(maxsize=128)

@@ -72,7 +72,8 @@ def attention_layers(
         y = (found.weights @ v).transpose(1, 0, 2).reshape(T, nh * hs)
         x = x + y @ get(at + "attn.proj.weight").T
         gate, up = np.split(normed(x, at + "mlp_norm.weight") @ get(at + "mlp.gate_up.weight").T, 2, axis=1)
-        x = x + (_silu(gate) * up) @ get(at + "mlp.proj.weight").T
+        with np.errstate(over="ignore"):  # of exp, to infinity, which gives 0
+            x = x + (gate / (1 + np.exp(-gate)) * up) @ get(at + "mlp.proj.weight").T
     logits: Array = normed(x, "norm.weight") @ get("head.weight").T
     return logits
 
@@ -83,10 +84,3 @@ def _softmax(scores: Array, is_seen: Array) -> Array:
     exponentials = np.exp(masked - masked.max(axis=-1, keepdims=True, initial=-np.inf))
     weights: Array = exponentials / exponentials.sum(axis=-1, keepdims=True)
     return weights
-
-
-def _silu(x: Array) -> Array:
-    # exp of a positive number could overflow
-    e = np.exp(-np.abs(x))
-    result: Array = x * np.where(x >= 0, 1, e) / (1 + e)
-    return result

@@ -19,18 +19,6 @@ from service.model.params import SamplingParams
 from service.model.sampling import Sampler, uniforms
 
 
-class RMSNorm(nn.Module):
-    """Zhang & Sennrich 2019; computed in fp32 at least."""
-
-    def __init__(self, dim: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
-
-
 def rope_angles(positions: Tensor, config: GPTConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and signed sin for `positions` (…), each (…, hs), for `rotate`.
 
@@ -94,8 +82,8 @@ class CausalSelfAttention(nn.Module):
         self.sizes = [config.n_embd, config.n_kv_head * hs, config.n_kv_head * hs]
         self.qkv = nn.Linear(config.n_embd, sum(self.sizes), bias=False)  # rows of queries, then keys, then values
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
-        self.q_norm = RMSNorm(hs, config.norm_eps)  # QK-norm (Henry et al. 2020)
-        self.k_norm = RMSNorm(hs, config.norm_eps)
+        self.q_norm = nn.RMSNorm(hs, config.norm_eps)  # QK-norm (Henry et al. 2020)
+        self.k_norm = nn.RMSNorm(hs, config.norm_eps)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: CacheRows | None) -> Tensor:
         B, T, C = x.size()
@@ -134,9 +122,9 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig, layer: int):
         super().__init__()
-        self.attn_norm = RMSNorm(config.n_embd, config.norm_eps)
+        self.attn_norm = nn.RMSNorm(config.n_embd, config.norm_eps)
         self.attn = CausalSelfAttention(config, layer)
-        self.mlp_norm = RMSNorm(config.n_embd, config.norm_eps)
+        self.mlp_norm = nn.RMSNorm(config.n_embd, config.norm_eps)
         self.mlp = SwiGLU(config)
         self.dropout = config.dropout
 
@@ -151,7 +139,7 @@ class GPT(nn.Module):
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
-        self.norm = RMSNorm(config.n_embd, config.norm_eps)
+        self.norm = nn.RMSNorm(config.n_embd, config.norm_eps)
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.init_weights()
 
@@ -165,10 +153,6 @@ class GPT(nn.Module):
                 nn.init.zeros_(weight)
             elif weight.ndim == 2:
                 nn.init.normal_(weight, std=self.config.n_embd**-0.5)
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(p.numel() for p in self.parameters())
 
     def forward(self, idx: Tensor, cache: CacheRows | None = None) -> Tensor:
         """Character ids idx (B, T) -> logits (B, T, V).

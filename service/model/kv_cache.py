@@ -16,21 +16,6 @@ from torch import Tensor
 from service.model.config import GPTConfig
 
 
-class CacheRows:
-    """The rows of one forward: their positions, their mask, and access to their slots.
-
-    positions (B, T) int64; mask broadcasts to scores (B, nh, T, S') and is added to them: 0 where a query sees a key,
-    −∞ elsewhere. (Each layer would have to convert a boolean mask to this form.)
-    """
-
-    positions: Tensor
-    mask: Tensor
-
-    def update_and_fetch(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write k and v (B, nkv, T, hs); returns the keys and values to attend to, (B, nkv, S', hs) each."""
-        raise NotImplementedError
-
-
 class KVCache:
     """`slots` rings of `config.block_size` keys and values each.
 
@@ -44,11 +29,7 @@ class KVCache:
         shape = (config.n_layer, slots + 1, config.n_kv_head, self.window, config.head_dim)
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
         self.values = torch.zeros(shape, device=device, dtype=dtype)
-        self.lengths = [0] * (slots + 1)  # characters seen by each slot; may exceed W
-
-    def clear(self, slot: int) -> None:
-        """Empty a slot."""
-        self.lengths[slot] = 0
+        self.lengths = [0] * (slots + 1)  # characters seen by each slot; may exceed W; 0 empties it
 
     def copy(self, source: int, target: int, length: int) -> None:
         """The first `length` positions of a slot become another slot's whole content.
@@ -62,82 +43,52 @@ class KVCache:
             allowed = f"{length} to {max(self.window, length)}"
             raise ValueError(f"to copy {length} positions the source must have seen {allowed}, got {seen}")
         used = min(length, self.window)
-        self.keys[:, target, :, :used] = self.keys[:, source, :, :used]
-        self.values[:, target, :, :used] = self.values[:, source, :, :used]
+        for ring in (self.keys, self.values):
+            ring[:, target, :, :used] = ring[:, source, :, :used]
         self.lengths[target] = length
 
-    def decode(self, active: Sequence[bool]) -> CacheRows:
-        """Append one character to each active slot among 0 … len(active) − 1; the others keep their content."""
-        return _DecodeRows(self, active)
 
-    def prefill(self, slots: Sequence[int], counts: Sequence[int]) -> CacheRows:
-        """Append `counts[b]` characters to slot `slots[b]`; rows are right-padded to the longest."""
-        return _PrefillRows(self, slots, counts)
+class CacheRows:
+    """The rows of one forward, which appends `counts[b]` characters to slot `slots[b]`, padded to T on the right.
 
+    positions (B, T) int64; mask broadcasts to scores (B, nh, T, S') and is added to them: 0 where a query sees a key,
+    −∞ elsewhere. (Each layer would have to convert a boolean mask to this form.)
+    """
 
-class _DecodeRows(CacheRows):
-    def __init__(self, cache: KVCache, active: Sequence[bool]):
-        device, self.rows = cache.keys.device, len(active)
-        position = torch.tensor(cache.lengths[: self.rows], device=device)
-        self.positions = position[:, None]  # (B, 1)
-        self.cache = cache
-        self.target = torch.tensor([slot if it else cache.slots for slot, it in enumerate(active)], device=device)
-        self.index = position % cache.window
-        # A full ring holds exactly the band p − W < j ≤ p; before that, only its first p + 1 entries are valid.
-        self.filled = min(max(cache.lengths[: self.rows]) + 1, cache.window)
-        seen = torch.arange(self.filled, device=device) <= position[:, None]
-        self.mask = additive(seen[:, None, None], cache.keys.dtype)
-        for slot, it in enumerate(active):
-            cache.lengths[slot] += it
-
-    def update_and_fetch(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        keys[self.target, :, self.index] = k[:, :, 0]
-        values[self.target, :, self.index] = v[:, :, 0]
-        return keys[: self.rows, :, : self.filled], values[: self.rows, :, : self.filled]
-
-
-class _PrefillRows(CacheRows):
     def __init__(self, cache: KVCache, slots: Sequence[int], counts: Sequence[int]):
-        device, W = cache.keys.device, cache.window
-        T = max(counts)
-        start = torch.tensor([cache.lengths[slot] for slot in slots], device=device)[:, None]  # (B, 1)
-        count = torch.tensor(counts, device=device)[:, None]
+        device, W, T = cache.keys.device, cache.window, max(counts)
+        starts = [cache.lengths[slot] for slot in slots]
+        slot, start, count = (torch.tensor(it, device=device)[:, None] for it in (slots, starts, counts))  # (B, 1)
         offset = torch.arange(T, device=device)
-        self.positions = start + offset  # (B, T)
-        self.cache = cache
-        self.slots = torch.tensor(slots, device=device)
+        self.cache, self.positions = cache, start + offset
         # Only the last W characters of a row are kept in its ring; others and padding go to the spare slot.
-        stays = (offset < count) & (offset >= count - W)
-        self.target = torch.where(stays, self.slots[:, None], cache.slots)  # (B, T)
+        self.target = torch.where((offset < count) & (offset >= count - W), slot, cache.slots)  # (B, T)
         self.index = self.positions % W
-
-        key_position = self.positions
-        key_exists = offset < count
-        self.has_past = bool((start > 0).any())
-        if self.has_past:
-            # Ring index i holds the latest position before `start` that is congruent to i mod W.
-            ring = torch.arange(W, device=device)
-            past = start - 1 - (start - 1 - ring) % W  # (B, W); negative: empty
-            key_position = torch.cat((past, key_position), dim=1)
-            key_exists = torch.cat((past >= 0, key_exists), dim=1)
-        distance = self.positions[:, :, None] - key_position[:, None]  # (B, T, S')
-        seen = (distance >= 0) & (distance < W) & key_exists[:, None]
-        # A padding query sees itself, so that its softmax is defined.
-        seen |= (distance == 0) & ~key_exists[:, None]
+        self.is_step = T == 1 and list(slots) == list(range(len(slots)))
+        # Keys: after the write, in rings that are read where they are; else those of the rings, then the new ones.
+        self.rows: slice | Tensor = slice(0, len(slots)) if self.is_step else slot[:, 0]
+        self.filled = min(max(starts) + self.is_step, W)
+        ring = torch.arange(self.filled, device=device)
+        if self.is_step:
+            # A full ring holds exactly the band p − W < j ≤ p; before that, only its first p + 1 entries are valid.
+            seen = (ring <= self.positions)[:, None]  # (B, 1, S')
+        else:
+            # Ring index i holds the latest position before `start` that is congruent to i mod W; negative: empty.
+            key = torch.cat((start - 1 - (start - 1 - ring) % W, self.positions), dim=1)  # (B, S')
+            distance = self.positions[:, :, None] - key[:, None]  # (B, T, S'); padding is after all that is seen
+            seen = (distance >= 0) & (distance < W) & (key >= 0)[:, None]
         self.mask = additive(seen[:, None], cache.keys.dtype)
-        for slot, n in zip(slots, counts, strict=True):
-            cache.lengths[slot] += n
+        for it, n in zip(slots, counts, strict=True):
+            cache.lengths[it] += n
 
     def update_and_fetch(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        keys, values = self.cache.keys[layer], self.cache.values[layer]
-        fetched_k, fetched_v = k, v
-        if self.has_past:
-            fetched_k = torch.cat((keys[self.slots], k), dim=2)
-            fetched_v = torch.cat((values[self.slots], v), dim=2)
-        keys[self.target, :, self.index] = k.transpose(1, 2)
-        values[self.target, :, self.index] = v.transpose(1, 2)
-        return fetched_k, fetched_v
+        """Write k and v (B, nkv, T, hs); returns the keys and values to attend to, (B, nkv, S', hs) each."""
+        fetched = []
+        for ring, new in ((self.cache.keys[layer], k), (self.cache.values[layer], v)):
+            held = ring[self.rows, :, : self.filled]
+            fetched.append(held if self.is_step else torch.cat((held, new), dim=2))
+            ring[self.target, :, self.index] = new.transpose(1, 2)
+        return fetched[0], fetched[1]
 
 
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:

@@ -30,26 +30,28 @@ def uniforms(seed: int, start: int, count: int) -> np.ndarray:
 
 
 class Draws:
-    """The draws of S sequences in turn, of each one `ahead` computed at once."""
+    """The draws of S sequences in turn, of each one AHEAD computed at once."""
 
-    def __init__(self, sequences: int, ahead: int):
+    AHEAD = 1024
+
+    def __init__(self, sequences: int):
         self._seeds = np.zeros(sequences, dtype=np.uint64)
         self._taken = np.zeros(sequences, dtype=np.int64)
-        self._first = np.full(sequences, -ahead, dtype=np.int64)  # number of the first draw that is there
-        self._draws = np.zeros((sequences, ahead))
+        self._first = np.full(sequences, -self.AHEAD, dtype=np.int64)  # number of the first draw that is there
+        self._draws = np.zeros((sequences, self.AHEAD))
 
     def start(self, sequence: int, seed: int) -> None:
         self._seeds[sequence] = seed
-        self._taken[sequence], self._first[sequence] = 0, -self._draws.shape[1]  # no draw is there yet
+        self._taken[sequence], self._first[sequence] = 0, -self.AHEAD  # no draw is there yet
 
     def take(self, sequences: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """The next counts[b] ≤ `ahead` draws of sequences[b], and others after them: (B, counts.max()) float64."""
-        most, ahead = int(counts.max()), self._draws.shape[1]
+        """The next counts[b] ≤ AHEAD draws of sequences[b], and others after them: (B, counts.max()) float64."""
+        most = int(counts.max())
         offset = self._taken[sequences] - self._first[sequences]
-        for b in np.flatnonzero(offset + most > ahead).tolist():
+        for b in np.flatnonzero(offset + most > self.AHEAD).tolist():
             which = sequences[b]
             self._first[which] = self._taken[which]
-            self._draws[which] = uniforms(int(self._seeds[which]), int(self._taken[which]), ahead)
+            self._draws[which] = uniforms(int(self._seeds[which]), int(self._taken[which]), self.AHEAD)
             offset[b] = 0
         self._taken[sequences] += counts
         return self._draws[sequences[:, None], offset[:, None] + np.arange(most)]

@@ -38,11 +38,6 @@ class CharTokenizer:
         self._code_points = np.array([ord(c) for c in self.characters], dtype="<u4")
         self._order = np.argsort(self._code_points)
 
-    @classmethod
-    def from_text(cls, text: Iterable[str]) -> CharTokenizer:
-        """Sorted unique characters of a text, or of an iterable of texts."""
-        return cls(sorted(set().union(*text)))
-
     @property
     def vocab_size(self) -> int:
         return len(self.characters)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from service.model.config import GPTConfig
-from service.model.kv_cache import KVCache
+from service.model.kv_cache import CacheRows, KVCache
 from tests.bench import gpu, roofline, serve, shapes, train
 from tests.bench.command import BenchError
 from tests.bench.nanogpt import NanoGPT, Recipe
@@ -74,7 +74,7 @@ def test_roofline_counts_the_operations_and_bytes_of_a_decode_step():
     cache.lengths = [length - 1] * len(cache.lengths)
     # FlopCounterMode does not count fused attention on a CPU.
     with FlopCounterMode(display=False) as counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-        model(torch.zeros(rows, 1, dtype=torch.long), cache.decode([True] * rows))
+        model(torch.zeros(rows, 1, dtype=torch.long), CacheRows(cache, range(rows), [1] * rows))
     counts = roofline.count(model.config, rows, length, "float32")
     assert counts["product_operations"] + counts["attention_operations"] == counter.get_total_flops()
     # A step reads only its rows of the embedding.

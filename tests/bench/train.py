@@ -85,7 +85,7 @@ def run_ours(config: TrainConfig, out: Path) -> dict[str, Any]:
         "wall_seconds": evaluations[-1]["elapsed_seconds"],
         "curve": [{name: r[name] for name in ("step", "val_loss", "cpu_seconds")} for r in evaluations],
         "recipe": config.as_dict(),
-        "parameters": best.num_parameters,
+        "parameters": best.config.num_parameters,
         "characters_per_second": end["characters_per_second"],
         "peak_share": end["peak_share"],
         **{name: about["machine"][name] for name in ("device", "dtype", "threads")},

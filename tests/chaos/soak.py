@@ -59,7 +59,7 @@ async def soak(plan: Plan, outcome: Outcome) -> None:
     killed_at: list[float] = []
     chance = random.Random(0)
     async with ours(outcome) as server:
-        vocabulary = server._get("/info").json()["model"]["vocabulary"]
+        vocabulary = server.client.get(f"{server.url}/info").json()["model"]["vocabulary"]
         numbers = itertools.count()
         began = time.monotonic()
         ends_at, middle = began + duration, began + duration / 2

@@ -175,15 +175,6 @@ def test_partial_matches_are_at_most_as_many_as_states():
     assert stop.push(2) == 3000
 
 
-def test_pack_round_trip():
-    for pattern in PATTERNS + STOPS:
-        automaton = automaton_of(pattern)
-        again = Automaton.unpack(automaton.pack())
-        for name in ("classes", "table", "accepting", "distance"):
-            ours, theirs = getattr(automaton, name), getattr(again, name)
-            assert ours.dtype == theirs.dtype and np.array_equal(ours, theirs), pattern
-
-
 def test_packed_automata_are_small():
     large = [chr(c) for c in range(0x4E00, 0x4E00 + 5000)]
     assert len(compile_regex("[一-龥]{3,900}", large).pack()) < 4000

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from service.engine.cuda import CudaRunner
 from service.engine.engine import Engine
-from service.engine.runner import FAILED, NONE, Piece, Report, available_backends, open_runner, resolve, slots_that_fit
+from service.engine.runner import NONE, Piece, Report, available_backends, open_runner, resolve, slots_that_fit
 from service.model.params import SamplingParams
 from service.settings import BUNDLED
 from service.wire import Submit, floats
@@ -116,37 +116,6 @@ def test_prompts_that_share_a_beginning_share_whole_pieces_of_prompts_alone():
             engine.step()
             copied.append(engine.stats.num_copied_tokens)
     assert [count for count in copied if count] == [128, 128, 128, 128]
-
-
-def test_a_failed_row_harms_neither_the_others_nor_whoever_gets_its_slot():
-    model = random_model(torch.float64)
-    fine = [Submit(number, [1, 2, 3], 30, SamplingParams(seed=5)) for number in (1, 2, 3)]
-    expected = model.generate([1, 2, 3], 30, fine[0].sampling)
-    broken = next(id for id in range(4, 61) if id not in expected)
-    with torch.no_grad():
-        model.embed.weight[broken] = torch.inf
-    engine = Engine(runner_of(model, 2))
-    ends, ids = {}, collections.defaultdict(list)
-    for submit in (Submit(0, [broken, 1], 30, SamplingParams()), *fine):
-        engine.submit(submit)
-    while engine.has_work:
-        for delta in engine.step():
-            ids[delta.id] += delta.ids
-            if delta.finish_reason:
-                ends[delta.id] = delta.finish_reason
-    assert ends == {0: "error", 1: "length", 2: "length", 3: "length"}
-    assert ids[1] == ids[2] == ids[3] == expected
-
-
-def test_failed_logits_end_a_row_in_the_middle_of_a_launch():
-    model = random_model(torch.float64)
-    with torch.no_grad():
-        model.embed.weight[7] = torch.inf  # chosen, it fails one step later
-    runner = runner_of(model, 1)
-    runner.start(0, SamplingParams(logit_bias=((7, 100.0),)), [1])
-    runner.prefill([Piece(0, np.array([1]), True)]).collect()
-    outcome = runner.decode(np.array([0]), np.array([4])).collect()
-    assert outcome.ids.tolist() == [[FAILED, -1, -1, -1]]
 
 
 def test_an_error_of_the_device_itself_ends_the_process(monkeypatch):

@@ -26,7 +26,7 @@ from tests.model.test_sampling import random_params
 from tests.sampler import History, sample
 from tests.toolbox.needs import missing
 
-IS_POSSIBLE = platform.machine() in ("aarch64", "arm64") or native._VARIANTS["x86_64"]["v3"] <= native._cpu_flags()
+IS_POSSIBLE = platform.machine() in ("aarch64", "arm64") or native._VARIANTS["v3"] <= native._cpu_flags()
 pytestmark = [
     pytest.mark.skipif(not IS_POSSIBLE, reason="this CPU has no AVX2 and FMA"),
     pytest.mark.usefixtures("library"),
@@ -294,25 +294,11 @@ def test_bits_are_the_same_in_each_instruction_set(shape, dtype, weight_dtype, m
     runs = []
     for path in LIBRARIES:
         variant = path.name.removeprefix("_native_").split(".")[0]
-        if native._VARIANTS["x86_64"].get(variant, set()) <= flags and (variant == "v4bf16" or dtype != "bfloat16"):
-            monkeypatch.setattr(native, "find_library", lambda path=path: (path, ""))
+        if native._VARIANTS.get(variant, set()) <= flags and (variant == "v4bf16" or dtype != "bfloat16"):
+            monkeypatch.setattr(native, "library", lambda path=path: native._load(path))
             runs.append(run_all(random_model(**shape).to(weight_dtype), dtype, **WAYS[1]))
     assert runs
     assert all(run == runs[0] for run in runs)
-
-
-def test_a_copy_continues_like_its_source():
-    model = random_model(block_size=32)
-    runner = open_native(model)
-    prompt = text(61, 30)
-    for slot in range(3):
-        runner.start(slot, SamplingParams(seed=9), prompt)
-    runner.prefill([Piece(0, prompt, True)])
-    for target, length in ((1, 29), (2, 12)):
-        runner.copy(0, target, length)
-        runner.prefill([Piece(target, prompt[length:], True)])
-    texts = decode(runner, [0, 1, 2], 50).ids
-    assert (texts == texts[0]).all()
 
 
 def test_a_copy_past_the_window_is_possible_only_at_the_sources_end():
@@ -390,8 +376,8 @@ def test_weights_that_are_no_float32_and_unknown_dtypes_are_refused():
 
 def test_bfloat16_is_refused_before_a_worker_starts_where_the_cpu_does_not_multiply_it(monkeypatch):
     """By a library without it, as an older CPU would load."""
-    base = Path(native.__file__).with_name("_native_base.so")
-    monkeypatch.setattr(native, "find_library", lambda: (base, ""))
+    base = native._load(Path(native.__file__).with_name("_native_base.so"))
+    monkeypatch.setattr(native, "library", lambda: base)
     for backend in ("native", "auto"):
         assert resolve(backend, "float64", "cpu") == ("native", "float64")
         with pytest.raises(ValueError, match="float32, float64 for backend native on this CPU, got bfloat16"):
@@ -413,15 +399,16 @@ def test_weights_of_another_shape_are_refused():
 
 @pytest.mark.parametrize("content", [b"", b"no library"])
 def test_a_library_that_cannot_be_loaded_is_named(content, tmp_path, monkeypatch):
-    (tmp_path / "broken.so").write_bytes(content)
+    for variant in ("base", *native._VARIANTS):
+        (tmp_path / f"_native_{variant}.so").write_bytes(content)
     monkeypatch.delenv(native.LIBRARY_VARIABLE, raising=False)
-    monkeypatch.setattr(native, "_path", lambda variant: tmp_path / "broken.so")
-    native.find_library.cache_clear()
+    monkeypatch.setattr(native, "__file__", str(tmp_path / "native.py"))
+    native.library.cache_clear()
     try:
-        assert "broken.so" in native.why_not()
+        assert str(tmp_path / "_native_") in native.why_not()
         assert "make native" in native.why_not()
     finally:
-        native.find_library.cache_clear()
+        native.library.cache_clear()
 
 
 def test_a_forked_process_is_told_that_it_cannot_run():

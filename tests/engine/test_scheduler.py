@@ -145,20 +145,6 @@ def make(max_running=1, max_waiting=2):
     return Scheduler(max_running, max_waiting, CONFIG)
 
 
-def test_queue_is_bounded_and_ordered_by_priority():
-    scheduler = make()
-    for id in range(3):
-        scheduler.add(sequence(id))
-    with pytest.raises(QueueFullError, match="queue full .limit 2"):
-        scheduler.add(sequence(3))
-    scheduler.schedule(0.0, 100)
-    assert [s.id for s in scheduler.by_slot] == [0]
-    scheduler.finish(0, "abort")
-    scheduler.add(sequence(4, priority=-1))
-    scheduler.schedule(1.0, 100)
-    assert [s.id for s in scheduler.by_slot] == [4]
-
-
 def test_the_lowest_free_slot_goes_first():
     scheduler = make(4, 4)
     for id in range(4):

@@ -20,15 +20,7 @@ from service.http.clients import ClientLimits
 from service.http.lease import Ledger
 from service.settings import Settings
 from service.shared import SharedState
-from tests.helpers import (
-    ENDLESS,
-    RunningServer,
-    http_processes,
-    lasting,
-    make_certificate,
-    wait_until,
-    web,
-)
+from tests.helpers import ENDLESS, RunningServer, http_processes, lasting, make_certificate, wait_until, web
 from tests.toolbox.http import answer, post, received, sent
 from tests.toolbox.needs import program
 
@@ -53,15 +45,10 @@ def keys_file(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(checkpoint, keys_file):
     settings = {
-        "api_keys_file": keys_file,
-        "public_metrics": "true",
-        "cors_origins": f"http://localhost:3000,{ORIGIN}",
-        "root_path": "/chargpt",
-        "body_timeout_seconds": 0.5,
-        "request_timeout_seconds": 3,
-        "max_body_bytes": 100_000,
+        "api_keys_file": keys_file, "public_metrics": "true", "cors_origins": f"http://localhost:3000,{ORIGIN}",
+        "root_path": "/chargpt", "body_timeout_seconds": 0.5, "request_timeout_seconds": 3, "max_body_bytes": 100_000,
         "log_level": "debug",
-    }
+    }  # fmt: skip
     for server in lasting(checkpoint.path, **settings):
         yield server
         command_lines = " ".join(" ".join(process.cmdline()) for process in server.processes())
@@ -75,14 +62,8 @@ def certificate(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def https_server(checkpoint, keys_file, certificate):
-    settings = {
-        "api_keys_file": keys_file,
-        "public_docs": "true",
-        "cors_origins": "*",
-        "tls_certificate": certificate[0],
-        "tls_key": certificate[1],
-        "http_processes": 2,
-    }
+    settings = {"api_keys_file": keys_file, "public_docs": "true", "cors_origins": "*", "http_processes": 2}
+    settings |= {"tls_certificate": certificate[0], "tls_key": certificate[1]}
     with RunningServer(checkpoint.path, **settings) as server, pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))  # trusted by httpx
         server.url = f"https://127.0.0.1:{server.port}"
@@ -310,8 +291,7 @@ def test_trickled_body_times_out_with_408(server):
 
 def test_a_client_that_goes_on_sending_can_read_the_408(server):
     """Closing at once would answer what it sends with a reset, which discards what it has not read."""
-    head = post("/generate", b"", Content_Length=90_000, **bearer(KEYS[0]))
-    with sent(server.port, head) as connection:
+    with sent(server.port, post("/generate", b"", Content_Length=90_000, **bearer(KEYS[0]))) as connection:
         assert select.select([connection], [], [], 10)[0]
         for _ in range(5):
             connection.sendall(b" " * 1000)

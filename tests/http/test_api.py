@@ -271,11 +271,6 @@ def test_choice_frequencies_follow_the_model(post, peer, checkpoint):
     assert abs(seen[0] - expected) < 5 * math.sqrt(expected * b / (a + b))
 
 
-def test_allowed_characters_restrict_a_pattern(post):
-    (choice,) = post("/generate", prompt="a", allowed_characters="xyz", regex="[a-z]{20}", max_tokens=20)["choices"]
-    assert re.fullmatch("[xyz]{20}", choice["text"])
-
-
 def test_stream_ends_at_the_first_stop_regex_match(client, post, checkpoint):
     free = post("/generate", prompt="a", max_tokens=400, seed=5)["choices"][0]["text"]
     for pattern in ("[A-Z][a-z]", "[.!?]", "e[a-z]*E"):
@@ -404,6 +399,8 @@ def test_tokenize_and_detokenize(client, post, checkpoint):
         ("/tokenize", {"promt": "a"}, "prompt"),
         ("/detokenize", {"token": [1]}, "tokens"),
         ("/generate", {"stream_options": {"include_usages": True}}, "include_usage"),
+        ("/generate", {"inputs": 5}, "prompt"),
+        ("/generate", {"max_output_tokens": 5}, "max_tokens"),
     ],
 )
 def test_likely_typos_are_refused(client, path, given, meant):
@@ -560,35 +557,21 @@ def test_headers_match_the_receipt(client, checkpoint):
     assert last["chargpt"]["checkpoint_sha256"] == checkpoint.digest
 
 
+OPTIONS = {
+    "temperature": [0.0, 0.7, 1.0, 2.0], "top_k": [0, 5, 30], "top_p": [1.0, 0.8], "min_p": [0.0, 0.05], "n": [1, 1, 2],
+    "typical_p": [1.0, 0.9], "repetition_penalty": [1.0, 1.2], "presence_penalty": [0.0, 0.5],
+}  # fmt: skip
+KINDS = [
+    {"regex": "[A-Z]?[a-z]+", "min_tokens": 1}, {"choice": ["yes", "no"], "max_tokens": 3},
+    {"stop_regex": "[A-Z]{2}", "stop": ["e"]}, {"suffix": "abc", "best_of": 4}, {"best_of": 4}, {"stream": True}, {},
+]  # fmt: skip
+
+
 def any_request(r):
     """A request with random options and no seed, so that the server draws one."""
-    body = {
-        "prompt": ["".join(r.choices(VOCABULARY, k=r.randrange(30))) for _ in range(r.choice([1, 1, 1, 3]))],
-        "max_tokens": r.randrange(1, 25),
-        "temperature": r.choice([0.0, 0.7, 1.0, 2.0]),
-        "top_k": r.choice([0, 5, 30]),
-        "top_p": r.choice([1.0, 0.8]),
-        "min_p": r.choice([0.0, 0.05]),
-        "typical_p": r.choice([1.0, 0.9]),
-        "repetition_penalty": r.choice([1.0, 1.2]),
-        "presence_penalty": r.choice([0.0, 0.5]),
-        "n": r.choice([1, 1, 2]),
-        "stream": False,
-    }
-    match r.randrange(7):
-        case 0:
-            body |= {"regex": "[A-Z]?[a-z]+", "min_tokens": 1}
-        case 1:
-            body |= {"choice": ["yes", "no"], "max_tokens": 3}
-        case 2:
-            body |= {"stop_regex": "[A-Z]{2}", "stop": ["e"]}
-        case 3:
-            body |= {"suffix": "abc", "best_of": 4}
-        case 4:
-            body |= {"best_of": 4}
-        case 5:
-            body["stream"] = True
-    return body
+    prompts = ["".join(r.choices(VOCABULARY, k=r.randrange(30))) for _ in range(r.choice([1, 1, 1, 3]))]
+    body = {"prompt": prompts, "max_tokens": r.randrange(1, 25), "stream": False}
+    return body | {name: r.choice(values) for name, values in OPTIONS.items()} | r.choice(KINDS)
 
 
 def answer_of(client, path, body):
@@ -625,8 +608,7 @@ def test_receipts_replay_exactly(client, checkpoint):
         assert not differ(client)
         options = {"dtype": "float64", "http_processes": 2, "workers_per_device": 2, "max_running_requests": 8}
         with serving(checkpoint.path, **options) as server:
-            ready = {web.get(f"{server.url}/readyz").status_code for _ in range(40)}
-            assert ready == {200}, "an HTTP process is not ready"
+            server.wait_until_metric("chargpt_http_processes_ready", 2)
             apart = httpx.Limits(max_connections=None, max_keepalive_connections=0)  # either process may accept
             with httpx.Client(base_url=server.url, timeout=60, limits=apart) as either:
                 assert not differ(either)

@@ -27,12 +27,10 @@ def submit(prompt, max_tokens, sampling=None, **options):
 
 def test_estimate_sums_prompts_completions_and_log_probabilities():
     prompt = [0] * 1000
-    assert estimate([submit(prompt, 50)], 100, 65) == (8 * 1000 + 24 * 100, 24 * 50, 0)
     assert estimate([submit(prompt, 50)] * 3, 100, 65) == (8 * 1000 + 24 * 300, 24 * 150, 0)
     assert estimate([submit(prompt, 50)] * 3, 100, 65, echo=True).prompt == 8 * 1000 + 24 * 300 + 4 * 3000
-    assert estimate([submit(prompt, 50, logprobs=9)], 100, 65).logprobs == 12 * 10 * 50
-    assert estimate([submit(prompt, 50, logprobs=99)], 100, 65).logprobs == 12 * 66 * 50
-    assert estimate([submit(prompt, 50, logprobs=0, logprob_ids=(4,))], 100, 65).logprobs == 12 * 2 * 50
+    for options, count in ({"logprobs": 9}, 10), ({"logprobs": 99}, 66), ({"logprobs": 0, "logprob_ids": (4,)}, 2):
+        assert estimate([submit(prompt, 50, **options)], 100, 65).logprobs == 12 * count * 50
     scored = submit(prompt, 0, logprobs=0, score_from=1)
     assert estimate([scored], 100, 65) == (32 * 1000, 0, 12 * 999)
     assert estimate([scored] * 3, 100, 65, window=2).prompt == 8 * 1000 + 24 * 2000
@@ -40,8 +38,7 @@ def test_estimate_sums_prompts_completions_and_log_probabilities():
     assert estimate([late], 100, 65) == (8 * 1000 + 24 * 200, 0, 12 * 100)
     assert estimate([submit(prompt, 50)], 100, 258) == (8 * 1000 + 56 * 100, 56 * 50, 0)
     assert estimate([], 100, 65) == (0, 0, 0)
-    assert sum(Estimate(1, 3, 2)) == 6
-    assert Estimate(1, 3, 2).largest == "max_tokens"
+    assert (sum(Estimate(1, 3, 2)), Estimate(1, 3, 2).largest) == (6, "max_tokens")
 
 
 def ledger_of(**settings):
@@ -68,10 +65,7 @@ def test_held_bytes_are_bounded_in_all_and_per_client():
     for lease in (first, second, third, fourth):
         lease.hold(0)
     assert ledger.held == 0 and not ledger.by_client
-
-
-def test_the_largest_request_fits_even_if_processes_share_little():
-    ledger = ledger_of(http_processes=64)
+    ledger = ledger_of(http_processes=64)  # the largest request fits, however little each process has
     assert ledger.max_client_bytes == ledger.max_bytes == Settings().max_request_bytes
 
 

@@ -12,13 +12,11 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import expect
 
 from service.http.files import STATIC
-from service.model.tokenizer import CharTokenizer
 from service.settings import BUNDLED
-from tests.helpers import VOCABULARY, RunningServer, lasting, random_model, wait_until, web
+from tests.helpers import VOCABULARY, RunningServer, lasting, save_random, wait_until, web
 from tests.toolbox.http import events
 from tests.toolbox.launch import free_port
 from tests.toolbox.needs import program
-from training.saving import save_checkpoint
 
 KEY = "a-key-for-the-page"
 VIEWS = ("write", "read", "attend")
@@ -488,8 +486,7 @@ def several(tmp_path_factory):
         ("prose", "".join(VOCABULARY), {"example_prompt": "Dear "}),
         ("records", "\nabc", {"recipe": {"records": True}}),
     ):
-        model = random_model(vocab_size=len(characters))
-        save_checkpoint(folder / name, model, CharTokenizer(list(characters)), {"losses": {}} | about)
+        save_random(folder / name, characters, about)
     yield from lasting(",".join([f"plays={BUNDLED}", *(f"{it.name}={it}" for it in sorted(folder.iterdir()))]))
 
 

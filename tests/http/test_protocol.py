@@ -17,16 +17,7 @@ import pytest
 
 from service.http.clients import network_of
 from service.http.connections import LOOPBACK
-from tests.helpers import (
-    ENDLESS,
-    RunningServer,
-    http_processes,
-    lasting,
-    make_certificate,
-    serving,
-    wait_until,
-    web,
-)
+from tests.helpers import ENDLESS, RunningServer, http_processes, lasting, make_certificate, serving, wait_until, web
 from tests.toolbox.http import answer, post, received, sent
 from tests.toolbox.launch import Program, free_port
 
@@ -303,8 +294,7 @@ def held(stack, port, count, address, data=GET):
 
 def test_connections_are_limited_in_all_and_probes_are_still_answered(checkpoint):
     settings = {"max_connections": 20, "max_connections_per_address": 0, "header_timeout_seconds": 100}
-    with RunningServer(checkpoint.path, **settings) as server, contextlib.ExitStack() as stack:
-        server.wait_until_ready()
+    with serving(checkpoint.path, **settings) as server, contextlib.ExitStack() as stack:
         flood = held(stack, server.port, 20, "127.0.0.2")
         for _ in range(100):
             assert status_of(server.port, "127.0.0.2") == (503, "too_many_connections")
@@ -409,10 +399,13 @@ def test_tls_connections_have_the_same_limits(checkpoint, tmp_path):
     certificate, key = make_certificate(tmp_path)
     settings = {"tls_certificate": certificate, "tls_key": key, "header_timeout_seconds": 2, "max_connections": 20}
     context = ssl.create_default_context(cafile=certificate)
-    with RunningServer(checkpoint.path, **settings) as server, pytest.MonkeyPatch.context() as monkeypatch:
+    with (
+        RunningServer(checkpoint.path, **settings) as server,
+        httpx.Client(verify=context) as server.client,
+        pytest.MonkeyPatch.context() as monkeypatch,
+    ):
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
         server.url = f"https://127.0.0.1:{server.port}"
-        server._client = httpx.Client(verify=context)
         wait_until(lambda: is_ready(server))
 
         def secure(address="127.0.0.2", data=b""):
@@ -440,7 +433,7 @@ def test_tls_connections_have_the_same_limits(checkpoint, tmp_path):
 
 def is_ready(server):
     with contextlib.suppress(httpx.TransportError):
-        return server._get("/readyz").status_code == 200
+        return server.client.get(f"{server.url}/readyz").status_code == 200
 
 
 # -- pipelining --
@@ -486,8 +479,7 @@ def test_a_client_that_leaves_aborts_its_request_whatever_it_has_pipelined(serve
 
 
 def test_a_reader_that_stops_does_not_hold_up_the_shutdown(checkpoint):
-    with RunningServer(checkpoint.path, drain_seconds=0.5) as server:
-        server.wait_until_ready()
+    with serving(checkpoint.path, drain_seconds=0.5) as server:
         body = {"prompt": "a", "max_tokens": 50_000, "stream": True, "logprobs": 5}  # more than fits all buffers
         with sent(server.port, post("/generate", body), receive_bytes=1024):
             server.wait_until_metric("chargpt_generation_tokens_total", 50_000)
@@ -497,8 +489,7 @@ def test_a_reader_that_stops_does_not_hold_up_the_shutdown(checkpoint):
 
 
 def test_a_request_whose_body_is_awaited_is_answered_when_the_server_stops(checkpoint):
-    with RunningServer(checkpoint.path, drain_seconds=0) as server:
-        server.wait_until_ready()
+    with serving(checkpoint.path, drain_seconds=0) as server:
         with sent(server.port, post("/generate", b"{", Content_Length=100)) as connection:
             server.wait_until_metric("chargpt_http_requests_in_progress", 2)  # with that for the metrics
             assert server.stop() == 0

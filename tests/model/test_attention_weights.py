@@ -11,15 +11,11 @@ from tests.helpers import save_random
 IDS = [3, 14, 15, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]
 
 
-def computed(checkpoint, ids=IDS):
-    config = GPTConfig(**checkpoint.hyperparameters)
-    return config, list(attention_layers(checkpoint.load_weights(), config, ids))
-
-
 @pytest.mark.parametrize("n_kv_head", [1, 2, 4])
 def test_weights_equal_explicit_loops_within_the_window_and_beyond(tmp_path, n_kv_head):
     checkpoint = save_random(tmp_path / "c", n_layer=3, n_kv_head=n_kv_head)
-    config, layers = computed(checkpoint)
+    config = GPTConfig(**checkpoint.hyperparameters)
+    layers = list(attention_layers(checkpoint.load_weights(), config, IDS))
     assert len(IDS) > config.block_size
     kept = []
     reference.logits(checkpoint.path, IDS, kept)
@@ -30,11 +26,3 @@ def test_weights_equal_explicit_loops_within_the_window_and_beyond(tmp_path, n_k
             expected[number, p, list(row)] = list(row.values())
     assert len(found) == len(kept) == 12
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-9)
-
-
-def test_texts_of_one_and_no_character(tmp_path):
-    checkpoint = save_random(tmp_path / "c")
-    _, layers = computed(checkpoint, [5])
-    assert all((layer.weights == 1).all() for layer in layers)
-    _, layers = computed(checkpoint, [])
-    assert [layer.weights.shape for layer in layers] == [(4, 0, 0)] * 2

@@ -24,7 +24,7 @@ def bundled() -> Checkpoint:
 def test_small_and_served_by_default(bundled):
     assert sum(path.stat().st_size for path in BUNDLED.iterdir()) < 3_000_000
     assert Settings().places == [(None, BUNDLED)]
-    assert bundled.load_model().num_parameters == bundled.training["parameters"]
+    assert bundled.load_model().config.num_parameters == bundled.training["parameters"]
 
 
 def test_names_its_text_recipe_and_command(bundled):

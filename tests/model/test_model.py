@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from service.model.config import GPTConfig
 from service.model.gpt import banded_attention
-from service.model.kv_cache import KVCache
+from service.model.kv_cache import CacheRows, KVCache
 from tests import reference
 from tests.helpers import random_model, save_random
 
@@ -93,13 +93,13 @@ def cached_logits(model, idx, pieces):
         if piece == "decode":
             x = torch.stack([idx[b, done[b] : done[b] + 1] for b in range(len(idx))])
             counts = dict.fromkeys(range(len(idx)), 1)
-            logits = model(x, cache.decode([True] * len(idx)))
+            logits = model(x, CacheRows(cache, range(len(idx)), [1] * len(idx)))
         else:
             counts = piece
             x = torch.zeros(len(counts), max(counts.values()), dtype=torch.long)
             for i, (b, n) in enumerate(counts.items()):
                 x[i, :n] = idx[b, done[b] : done[b] + n]
-            logits = model(x, cache.prefill(list(counts), list(counts.values())))
+            logits = model(x, CacheRows(cache, list(counts), list(counts.values())))
         for i, (b, n) in enumerate(counts.items()):
             out[b].append(logits[i, :n])
             done[b] += n
@@ -134,15 +134,15 @@ def test_a_copied_slot_continues_the_first_positions_of_its_source(length, ahead
     idx = ids(2, 40)
     other = torch.cat((idx[:1, :length], idx[1:, length:]), dim=1)  # begins as idx[0], then differs
     cache = KVCache(model.config, 3, "cpu", torch.float64)
-    model(idx[:1, : length + ahead], cache.prefill([2], [length + ahead]))
-    model(idx[1:, :20], cache.prefill([0], [20]))  # what the target held before
+    model(idx[:1, : length + ahead], CacheRows(cache, [2], [length + ahead]))
+    model(idx[1:, :20], CacheRows(cache, [0], [20]))  # what the target held before
     if length + ahead > max(8, length):
         with pytest.raises(ValueError, match=f"{length} to {max(8, length)}, got {length + ahead}"):
             cache.copy(2, 0, length)
         return
     cache.copy(2, 0, length)
-    logits = [model(other[:, length : length + 3], cache.prefill([0], [3]))]
-    logits += [model(other[:, p : p + 1], cache.decode([True])) for p in range(length + 3, 35)]
+    logits = [model(other[:, length : length + 3], CacheRows(cache, [0], [3]))]
+    logits += [model(other[:, p : p + 1], CacheRows(cache, [0], [1])) for p in range(length + 3, 35)]
     torch.testing.assert_close(torch.cat(logits, dim=1), model(other)[:, length:35], rtol=0, atol=1e-10)
 
 
@@ -151,12 +151,12 @@ def test_rows_that_only_fill_a_batch_keep_their_slots():
     model = random_model(torch.float64, block_size=8)
     idx = ids(3, 30)
     cache = KVCache(model.config, 4, "cpu", torch.float64)
-    model(idx[:, :12], cache.prefill([0, 1, 2], [12] * 3))
+    model(idx[:, :12], CacheRows(cache, [0, 1, 2], [12] * 3))
     for p in range(12, 15):
-        model(idx[:, p : p + 1], cache.decode([True, False, True]))
+        model(idx[:, p : p + 1], CacheRows(cache, range(3), [1, 0, 1]))
     cache.copy(1, 3, 12)
     assert cache.lengths[:4] == [15, 12, 15, 12]
     next = idx[[0, 1, 2, 1], [15, 12, 15, 12]][:, None]
-    logits = model(next, cache.decode([True] * 4))[:, 0]
+    logits = model(next, CacheRows(cache, range(4), [1] * 4))[:, 0]
     full = model(idx)
     torch.testing.assert_close(logits, full[[0, 1, 2, 1], [15, 12, 15, 12]], rtol=0, atol=1e-10)

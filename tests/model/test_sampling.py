@@ -11,8 +11,6 @@ from service.model.params import SamplingParams
 from service.model.sampling import uniforms
 from tests.sampler import History, distribution, draw, sample
 
-PROMPT, COMPLETION = [2, 5, 5, 1], [0, 5, 5, 5]
-
 
 def history_of(V, prompt, completion):
     history = History(V, [i % V for i in prompt])
@@ -59,6 +57,8 @@ def test_draws_equal_those_of_an_independent_sampler(seed):
         allowed[range(B), rng.integers(V, size=B)] = True
         if rng.random() < 0.3:
             allowed = None
+        else:  # the logits of excluded ids do not matter
+            logits[~allowed] *= rng.choice([1.0, 1e9])
         expected = [
             distribution(logits[b], params[b], *texts[b], None if allowed is None else allowed[b]) for b in range(B)
         ]
@@ -106,30 +106,6 @@ def test_probabilities_equal_those_of_transformers(seed):
     histories = [history_of(V, text[0, :12], text[0, 12:])] * len(u)
     chosen = sample(logits.expand(len(u), V), [params] * len(u), u, histories)
     assert torch.equal(chosen, torch.cat((ids, ids)))
-
-
-def test_temperature_zero_is_greedy_and_ignores_the_seed():
-    logits = torch.randn(50, 20, generator=torch.Generator().manual_seed(0))
-    for seed in (1, 2):
-        rows = [SamplingParams(temperature=0, seed=seed, top_k=3)] * 50
-        ids = sample(logits, rows, torch.from_numpy(uniforms(seed, 0, 50)))
-        assert torch.equal(ids, logits.argmax(1))
-
-
-def test_excluded_ids_are_never_chosen_and_their_logits_do_not_matter():
-    rng = np.random.default_rng(1)
-    V, B = 9, 2000
-    params = [random_params(rng, V) for _ in range(B)]
-    histories = [history_of(V, PROMPT, COMPLETION)] * B
-    logits, u = torch.from_numpy(rng.normal(size=(B, V)) * 3), torch.from_numpy(rng.random(B))
-    allowed = torch.from_numpy(rng.random((B, V)) < 0.4)
-    allowed[:, 3] |= ~allowed.any(dim=1)
-    ids = sample(logits, params, u, histories, allowed)
-    assert allowed[range(B), ids].all()
-    other = logits.masked_fill(~allowed, 1e9)
-    for moved in (other, -other):
-        moved = moved.where(~allowed, logits)
-        assert torch.equal(sample(moved, params, u, histories, allowed), ids)
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-320, 1e-300, 1e-9, 1e-6, 1e-5])

@@ -18,14 +18,7 @@ import httpx
 import psutil
 import pytest
 
-from service.http.bodies import (
-    CompletionRequest,
-    DetokenizeRequest,
-    GenerateRequest,
-    NextRequest,
-    ScoreRequest,
-    TokenizeRequest,
-)
+from service.http.app import OPERATIONS
 from service.model.checkpoint import Checkpoint
 from service.model.tokenizer import CharTokenizer
 from service.observe.logs import MAX_LINE_BYTES
@@ -35,13 +28,15 @@ from training.saving import save_checkpoint
 
 ALWAYS = {"timestamp", "level", "logger", "process", "pid", "message"}
 MARKER = "SecretMarker"
+REQUESTS = {operation.path: operation.request.model_fields for operation in OPERATIONS if operation.request}
 BODIES = {
-    "/generate": (GenerateRequest, {"prompt": MARKER, "max_tokens": 3}),
-    "/v1/completions": (CompletionRequest, {"prompt": [MARKER, "a"], "max_tokens": 3}),
-    "/v1/score": (ScoreRequest, {"texts": [MARKER, "abc"]}),
-    "/v1/next": (NextRequest, {"prompt": MARKER}),
-    "/tokenize": (TokenizeRequest, {"prompt": MARKER}),
-    "/detokenize": (DetokenizeRequest, {"tokens": [VOCABULARY.index(c) for c in MARKER]}),
+    "/generate": {"prompt": MARKER, "max_tokens": 3},
+    "/v1/completions": {"prompt": [MARKER, "a"], "max_tokens": 3},
+    "/v1/score": {"texts": [MARKER, "abc"]},
+    "/v1/next": {"prompt": MARKER},
+    "/v1/attention": {"text": MARKER[:8]},
+    "/tokenize": {"prompt": MARKER},
+    "/detokenize": {"tokens": [VOCABULARY.index(c) for c in MARKER]},
 }
 
 
@@ -319,16 +314,17 @@ def test_terminal_output_is_text_unless_json_is_set(log_format):
 def requests_with_the_marker(key, values):
     """Requests with the marker in every field of every route, valid and invalid."""
     headers = {"Authorization": f"Bearer {key}", "Cookie": MARKER, "User-Agent": MARKER, "X-Request-Id": f"{MARKER}!"}
-    for path, (model, body) in BODIES.items():
+    assert BODIES.keys() == REQUESTS.keys()
+    for path, body in BODIES.items():
         yield "POST", path, {"json": body, "headers": headers}
-        for field in [*model.model_fields, MARKER]:
+        for field in [*REQUESTS[path], MARKER]:
             for value in values:
                 yield "POST", path, {"json": body | {field: value}, "headers": headers}
         for content in (json.dumps(body)[:-1], b"\xff" + MARKER.encode(), f'"{MARKER}"', f'{{"{MARKER}":'):
             yield "POST", path, {"content": content, "headers": headers}
         for name in ("Authorization", "Content-Length", "Content-Type", "Origin", "Last-Event-Id"):
             yield "POST", path, {"json": body, "headers": headers | {name: MARKER}}
-    for field in [*GenerateRequest.model_fields, MARKER]:
+    for field in [*REQUESTS["/generate"], MARKER]:
         for prompt in ("a", MARKER):
             yield "GET", "/generate", {"params": {"prompt": prompt, "max_tokens": 2, field: MARKER}, "headers": headers}
     for path in ("/v1/models/M", "/M", "/info?M=M", "/livez/../M", "/%M"):

@@ -8,11 +8,9 @@ import psutil
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from service.model.tokenizer import CharTokenizer
 from service.observe.exposition import VLLM_NAMES
-from tests.helpers import ENDLESS, VOCABULARY, lasting, random_model, serving, wait_until, web
+from tests.helpers import ENDLESS, lasting, save_random, serving, wait_until, web
 from tests.toolbox.http import answer, post, sent
-from training.saving import save_checkpoint
 
 OPEN_METRICS = {"Accept": "application/openmetrics-text; version=1.0.0, text/plain; q=0.5"}
 LOSS = 1.25
@@ -21,9 +19,7 @@ GAUGES = ("chargpt_num_requests_running", "chargpt_num_requests_waiting", "charg
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("metrics") / "checkpoint"
-    save_checkpoint(folder, random_model(), CharTokenizer(VOCABULARY), {"losses": {"whole": LOSS}})
-    return folder
+    return save_random(tmp_path_factory.mktemp("metrics") / "checkpoint", about={"losses": {"whole": LOSS}}).path
 
 
 @pytest.fixture(scope="module")

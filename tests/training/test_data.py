@@ -111,17 +111,13 @@ print(corpus.tokenizer.decode(corpus.ids[:20]), flush=True)
 """
     command = [sys.executable, "-c", code, file]
     options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
-    processes = [subprocess.Popen(command, **options) for _ in range(2)]
-    try:
-        assert [process.stdout.readline() for process in processes] == ["scanned\n"] * 2
-        for process in processes:
+    with subprocess.Popen(command, **options) as one, subprocess.Popen(command, **options) as other:
+        for process in (one, other):
+            assert process.stdout.readline() == "scanned\n"
+        for process in (one, other):
             process.stdin.write("continue\n")
             process.stdin.flush()
-        found = [process.communicate(timeout=60)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+        found = [process.communicate(timeout=60)[0] for process in (one, other)]
     assert found == ["to be or not to be, \n"] * 2
     assert len(list((data.cache_dir() / "corpora").iterdir())) == 1
 
@@ -129,11 +125,9 @@ print(corpus.tokenizer.decode(corpus.ids[:20]), flush=True)
 @given(st.text(st.characters(exclude_categories=["Cs"])), st.integers(1, 7))
 def test_reading_does_not_depend_on_the_chunk_size(tmp_path_factory, text, size):
     file = text_file(tmp_path_factory.getbasetemp(), text)
-    before, data.CHUNK_BYTES = data.CHUNK_BYTES, size
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "CHUNK_BYTES", size)
         assert "".join(read_text([file])) == text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
-    finally:
-        data.CHUNK_BYTES = before
 
 
 @pytest.mark.parametrize("size", [1, 3, 1 << 22])
@@ -158,8 +152,7 @@ def test_unusable_data_is_refused(tmp_path, monkeypatch):
     assert re.search("the folder .*empty has no files", refused(tmp_path / "empty"))
     (tmp_path / "bad.gz").write_bytes(gzip.compress(b"some text" * 100)[:-12])
     assert "bad.gz is not a complete gzip file" in refused(tmp_path / "bad.gz")
-    short = text_file(tmp_path, "abcdefghij" + "k" * 9)
-    assert "has 19 characters; a text needs at least 20" in refused(short)
+    assert "has 19 characters; a text needs at least 20" in refused(text_file(tmp_path, "abcdefghij" + "k" * 9))
     assert len(prepare(str(text_file(tmp_path, "abcdefghij" + "k" * 10))).val) == 2
     for lines, count in (("ab\ncd\n" * 4 + "ef\n", "9 records"), ("one record of 20 characters\n", "1 record")):
         assert f"has {count}; --records needs at least 10" in refused(text_file(tmp_path, lines), records=True)

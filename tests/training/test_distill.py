@@ -6,16 +6,14 @@ import pytest
 import torch
 
 from service.model.checkpoint import Checkpoint, CheckpointError
-from service.model.tokenizer import CharTokenizer
 from tests import reference
-from tests.helpers import call, random_model
+from tests.helpers import call, save_random
 from tests.training.runs import crash, flags, resume, start, weights
 from training.config import ConfigError, TrainConfig
 from training.data import IGNORED, prepare
 from training.distributed import World
 from training.evaluate import whole_loss
 from training.loop import Run
-from training.saving import save_checkpoint
 from training.state import ResumeError
 
 SHAPE = {"block_size": 8, "n_layer": 2, "n_head": 2, "n_kv_head": 1, "n_embd": 16}
@@ -31,13 +29,7 @@ def teachers(tmp_path):
     """A text and two teachers per test."""
     (tmp_path / "text.txt").write_text(TEXT)
     for seed in (1, 2):
-        teach(tmp_path / f"teacher{seed}", seed=seed)
-
-
-def teach(folder, vocabulary="\nabcd", **options):
-    save_checkpoint(
-        folder, random_model(vocab_size=len(vocabulary), **options), CharTokenizer(vocabulary), {"losses": {}}
-    )
+        save_random(tmp_path / f"teacher{seed}", "\nabcd", seed=seed)
 
 
 def config(tmp_path, **changes):
@@ -72,9 +64,9 @@ def test_the_loss_is_that_against_the_teachers_mean(tmp_path):
 
 def test_a_fine_tuned_run_takes_teachers_of_its_vocabulary(tmp_path):
     """That of the checkpoint it starts from, with the characters added."""
-    teach(tmp_path / "origin", "\nabc", n_head=2, n_kv_head=1)
-    teach(tmp_path / "of_the_run", "\nabcd")
-    teach(tmp_path / "sorted", "abcd\n")
+    save_random(tmp_path / "origin", "\nabc", n_head=2, n_kv_head=1)
+    save_random(tmp_path / "of_the_run", "\nabcd")
+    save_random(tmp_path / "sorted", "abcd\n")
     origin = ["--init-from", tmp_path / "origin", "--extend-vocabulary"]
     command = ["train", "--data", tmp_path / "text.txt", *origin, *flags(**FEW)]
     assert call([*command, "--out", tmp_path / "a", "--teachers", tmp_path / "of_the_run"]) == 0
@@ -86,10 +78,10 @@ def test_a_run_with_teachers_resumes_to_the_same_bytes(tmp_path):
     start(config(tmp_path), tmp_path / "whole")
     with crash(13):
         start(config(tmp_path), tmp_path / "out")
-    teach(tmp_path / "teacher2", seed=3)
+    save_random(tmp_path / "teacher2", "\nabcd", seed=3)
     with pytest.raises(ResumeError, match="the teachers of this run have changed: expected .*teacher2"):
         resume(tmp_path / "out")
-    teach(tmp_path / "teacher2", seed=2)
+    save_random(tmp_path / "teacher2", "\nabcd", seed=2)
     teachers = ["--teachers", tmp_path / "teacher1", tmp_path / "teacher2"]
     assert call(["train", "--resume", "--out", tmp_path / "out", *teachers]) == 0
     assert weights(tmp_path / "out") == weights(tmp_path / "whole")
@@ -104,8 +96,8 @@ def test_teachers_that_do_not_fit_are_refused_before_an_earlier_run_is_replaced(
     out = tmp_path / "out"
     start(config(tmp_path, steps=1, teachers=()), out)
     before = weights(out)
-    teach(tmp_path / "other", "\nabcde")
-    teach(tmp_path / "small", block_size=4)
+    save_random(tmp_path / "other", "\nabcde")
+    save_random(tmp_path / "small", "\nabcd", block_size=4)
     for teacher, error, message in (
         (
             "other",

@@ -25,9 +25,8 @@ from rich.console import Console
 from torch.nn import functional as F
 
 from service.model.checkpoint import Checkpoint
-from service.model.config import GPTConfig
 from service.model.gpt import GPT
-from tests.helpers import call
+from tests.helpers import call, random_model
 from tests.toolbox.disk import SmallDisk
 from tests.training.runs import crash, events, flags, resume, start, weights
 from training import jobs
@@ -50,7 +49,7 @@ def tiny(folder: Path, **changes: object) -> TrainConfig:
     text = folder / "text.txt"
     if not text.exists():
         text.write_text(TEXT)
-    return TrainConfig(**{**TINY, "data": str(text), **changes})  # type: ignore[arg-type]
+    return TrainConfig(**{**TINY, "data": str(text), **changes})
 
 
 def tiny_flags(folder: Path, **changes: object) -> list[str]:
@@ -79,12 +78,8 @@ def uninterrupted(tmp_path_factory):
 # Losses
 
 
-def some_model(vocab_size: int = 7, block_size: int = 6) -> GPT:
-    torch.manual_seed(3)
-    model = GPT(GPTConfig(vocab_size, block_size, n_layer=3, n_head=2, n_kv_head=1, n_embd=8)).double().eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.7)
-    return model.requires_grad_(False)
+def some_model() -> GPT:
+    return random_model(torch.float64, vocab_size=7, block_size=6, n_layer=3, n_head=2, n_kv_head=1, n_embd=8)
 
 
 def log_probability(model: GPT, context: list[int], id: int) -> float:
@@ -230,7 +225,6 @@ def test_a_run_stopped_at_random_moments_ends_with_the_same_bytes(uninterrupted,
     new = ["--overwrite", *tiny_flags(tmp_path, dtype="float32", steps=steps, save_seconds=0.05)]
     codes = {-number, 128 + number, 0}  # before the handlers are set, after a save, after the last step
     points = sorted(chance.randrange(steps) for _ in range(stops))
-    started = time.monotonic()
     while points or not is_finished(out):
         if is_finished(out):  # stops remain: start another run
             shutil.rmtree(out)
@@ -238,10 +232,8 @@ def test_a_run_stopped_at_random_moments_ends_with_the_same_bytes(uninterrupted,
         process = subprocess.Popen(
             [sys.executable, "-m", "training", "train", "--out", str(out), *command], cwd=ROOT, stderr=subprocess.PIPE
         )
-        where = ""
         if points:
-            if chance.random() < 0.1:
-                where = "while starting"
+            if chance.random() < 0.1:  # while it starts
                 time.sleep(chance.uniform(0, 2))
             else:
                 wait_for_progress(out, process)
@@ -254,13 +246,8 @@ def test_a_run_stopped_at_random_moments_ends_with_the_same_bytes(uninterrupted,
         if (out / "last").exists():
             Checkpoint.read(out / "last").load_model()
         if process.returncode != 0:
-            point = points.pop(0)
-            if not where:
-                partial = [path.name.split("-")[0] for path in out.glob(".*.saving-*")]
-                how = "saved" if process.returncode > 0 else ", ".join(partial) or "between saves"
-                where = f"past step {point}, {how}"
-            made, seconds = stops - len(points), time.monotonic() - started
-            print(f"{number.name} {made} of {stops}: {where}, {seconds:.0f} s", flush=True)
+            left = ", ".join(path.name for path in out.glob(".*.saving-*"))
+            print(f"{number.name} past step {points.pop(0)}, {len(points)} to come; left: {left}", flush=True)
         elif is_finished(out):
             state = Path("last", "state.safetensors")
             assert (out / state).read_bytes() == (expected / state).read_bytes()
@@ -415,16 +402,13 @@ def test_a_run_that_diverges_stops_before_anything_that_is_not_finite_is_saved(t
 
 
 def test_records_are_trained_on_and_scored_alone(tmp_path, capsys):
-    """A sorted file; what follows the line break is what was in the file."""
     names = sorted({f"{a}{b}{c}" for a in "BDGK" for b in "aeiou" for c in ("b", "dd", "lan", "rik")})
-    (tmp_path / "names.txt").write_bytes("\r\n".join(names).encode())
+    (tmp_path / "names.txt").write_text("\n".join(names))
     out = tmp_path / "out"
     changes = {"data": tmp_path / "names.txt", "steps": 60, "eval_every": 30, "dropout": 0.0}
     command = ["--out", out, "--records", *tiny_flags(tmp_path, **changes, dtype="float32")]
     assert call(["train", *command]) == 0
-    error = capsys.readouterr().err
-    assert "names.txt: line breaks of Windows" in error
-    assert re.search(r"60 steps of 6 records, [\d.]+ epochs", error)
+    assert re.search(r"60 steps of 6 records, [\d.]+ epochs", capsys.readouterr().err)
     checkpoint = Checkpoint.read(out / "best")
     model, losses = checkpoint.load_model(), checkpoint.training["losses"]
     corpus = prepare(str(tmp_path / "names.txt"), records=True)
@@ -557,12 +541,8 @@ def test_an_overfitting_run_stops_early_and_reports_it(tmp_path):
     best = min(losses, key=losses.get)
     assert end["event"] == "end" and end["step"] == best + 30 < 400 and best > 0
     assert Checkpoint.read(tmp_path / "out" / "best").training["step"] == best
-    output = console.export_text()
     stopped = "the validation loss has not improved in 3 evaluations since step"
-    assert f"stopped early at step {best + 30} of 400: {stopped} {best}\n" in output
-    rise = losses[best + 30] - losses[best]
-    assert f"overfitting: since step {best} the validation loss has risen by {rise:.4f} and the training" in output
-    assert re.search(rf"│ {best} \(best\) +│ \d\.\d{{4}} +│ {losses[best]:.4f}", output)
+    assert f"stopped early at step {best + 30} of 400: {stopped} {best}\n" in console.export_text()
     # Patience does not change the schedule, and a resumed run keeps its patience.
     for patience in (0, 3):
         with crash(best + 15):
@@ -658,7 +638,7 @@ def test_resume_refuses_changed_settings_texts_and_files(tmp_path, monkeypatch):
 
 def test_an_invalid_setting_is_reported_with_the_allowed_values():
     with pytest.raises(ConfigError, match="dtype must be one of auto, float32, bfloat16, got 'float16'"):
-        TrainConfig(dtype="float16")  # type: ignore[arg-type]
+        TrainConfig(dtype="float16")
     with pytest.raises(ConfigError, match="preset must be one of quick, cpu, gpu, got 'huge'"):
         TrainConfig.from_preset("huge")
     with pytest.raises(ConfigError, match="unknown setting 'lr'; allowed: data, glob, records, seed"):
