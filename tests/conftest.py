@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import hypothesis
 import pytest
 
+from service.settings import available_cpus
 from tests.toolbox import needs
 
 if TYPE_CHECKING:
@@ -35,6 +36,12 @@ def pytest_configure() -> None:
         "any speed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
     )
     hypothesis.settings.load_profile("any speed")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are CPUs: tests of servers wait for most of their time."""
+    return available_cpus() + 1
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
