@@ -74,10 +74,7 @@ def test_structured_outputs_are_regex_and_choice():
         parse(GenerateRequest, b'{"prompt": "a", "regex": "b", "structured_outputs": {"regex": "a"}}')
 
 
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [("inputs", "prompt"), ("input", "prompt"), ("text", "prompt"), ("max_output_tokens", "max_tokens")],
-)
-def test_a_prompt_under_another_name_is_not_an_empty_one(name, meant):
-    with pytest.raises(ApiError, match=f"did you mean {meant}"):
+@pytest.mark.parametrize("name", ["input", "text", "query", "contents", "input_ids"])
+def test_a_prompt_under_another_name_is_not_an_empty_one(name):
+    with pytest.raises(ApiError, match="did you mean prompt"):
         parse(GenerateRequest, json.dumps({name: 5}).encode())
