@@ -34,7 +34,7 @@ from service.catalog import Catalog
 from service.engine import native
 from service.engine.runner import resolve, slots_that_fit
 from service.engine.scheduler import reserved_slots
-from service.engine.worker import EngineAPI, EngineLoop, EngineOptions
+from service.engine.worker import EngineAPI, EngineLoop
 from service.http.app import App
 from service.http.asgi import Wrapped
 from service.http.connection import Connection
@@ -125,11 +125,9 @@ class Server(LitServer):
             max_deaths=settings.max_restarts,
             window_seconds=settings.restart_window_seconds,
         )
-        api.options = EngineOptions(
-            catalog.folder, settings.model_name, backend, dtype, settings.threads, slots,
-            settings.max_queued_requests, settings.max_queue_seconds, settings.fair_queueing, settings.step_seconds,
-            settings.log_level, settings.log_format,
-        )  # fmt: skip
+        api.folder, api.backend, api.dtype, api.slots = catalog.folder, backend, dtype, slots
+        api.settings = settings.model_copy()
+        api.settings._api_keys = {}  # a worker has no use for them
         try:
             names = [settings.model_name, *catalog.served]
             allocate_files([*self.state.http_names, *self.state.worker_names], names)

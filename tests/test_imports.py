@@ -25,6 +25,7 @@ ARROWS = {
     "service.engine": {
         "service.model", "service.constrain", "service.wire",
         "service.sockets", "service.process", "service.observe", "service.shared", "service.catalog",  # see HOSTS
+        "service.settings",
     },
     "service.http": {
         "service.model", "service.constrain", "service.wire", "service.sockets", "service.observe", "service.settings",
@@ -42,7 +43,10 @@ ARROWS = {
 }  # fmt: skip
 # Of the engine, only these two know that there are other processes.
 HOSTS = {"service.engine.worker", "service.engine.host"}
-HOSTS_ONLY = {"service.sockets", "service.process", "service.observe", "service.shared", "service.catalog", "litserve"}
+HOSTS_ONLY = {
+    "service.sockets", "service.process", "service.observe", "service.shared", "service.catalog", "service.settings",
+    "litserve",
+}  # fmt: skip
 TYPING_ONLY = {("service.observe", "service.http")}  # the tracer reads a request's context
 
 

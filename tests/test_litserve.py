@@ -70,7 +70,7 @@ class Hooks(ls.Callback):
     def on_before_setup(self, lit_api):
         note("before_setup")
     def on_after_setup(self, lit_api):
-        note("after_setup", lit_api.options.service_name)
+        note("after_setup", lit_api.settings.model_name)
         (hosted,) = lit_api.host.models.values()
         lit_api.log("slots", hosted.engine.runner.slots)
     def on_request(self, active_requests, litserver):

@@ -14,13 +14,13 @@ import signal
 import time
 from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from litserve import LitAPI
 from litserve.loops.base import LitLoop
 
 from service.engine.scheduler import LongWaitError, QueueFullError, reserved_slots
-from service.observe.logs import LogFormat, configure_logging
+from service.observe.logs import configure_logging
 from service.process import die_with_parent, relax_garbage_collector
 from service.shared import SharedState
 from service.sockets import IDLE_SECONDS, ConsumerLost, WorkerSide
@@ -31,41 +31,30 @@ if TYPE_CHECKING:
     from service.engine.engine import Engine
     from service.engine.host import Host, Hosted
     from service.observe.metrics import Metrics
+    from service.settings import Settings
 
 logger = logging.getLogger(__name__)
 
 MAX_RETRY_SECONDS = 3600  # of a Retry-After
 
 
-class EngineOptions(NamedTuple):
-    """What a worker needs of the settings; not all of them, as it has no use for the digests of API keys."""
-
-    folder: Path  # the run's own, with the listing of checkpoints
-    service_name: str  # in metrics
-    backend: str
-    dtype: str
-    threads: int
-    max_running: int
-    max_waiting: int
-    max_queue_seconds: float
-    is_fair: bool
-    step_seconds: float
-    log_level: str
-    log_format: LogFormat
-
-
 class EngineAPI(LitAPI):
     """What LitServe places on a device: the engines of all checkpoints in the listing."""
 
-    options: EngineOptions  # these two from the server
+    # From the server:
+    settings: Settings  # without the API keys
+    folder: Path  # the run's own, with the listing of checkpoints
     state: SharedState
-    host: Host  # these two from `setup`
+    backend: str
+    dtype: str
+    slots: int  # sequences that one client can run
+    # From `setup`:
+    host: Host
     metrics: Metrics
 
     def setup(self, device: str) -> None:
-        options = self.options
         die_with_parent(self.state.main_pid)
-        configure_logging(options.log_level, options.log_format)
+        configure_logging(self.settings.log_level, self.settings.log_format)
 
         from prometheus_client import CollectorRegistry
 
@@ -75,11 +64,11 @@ class EngineAPI(LitAPI):
         from service.observe.metrics import Metrics
 
         process = self.state.worker_names[int(os.environ["LITSERVE_WORKER_ID"])]
-        self.metrics = Metrics(options.service_name, CollectorRegistry(), process)
+        self.metrics = Metrics(self.settings.model_name, CollectorRegistry(), process)
         try:
             self.host = Host(
-                options.folder, self.state, process, self.metrics, functools.partial(self.open_engine, device),
-                max_running=options.max_running, loads_alone=options.backend == "cuda",
+                self.folder, self.state, process, self.metrics, functools.partial(self.open_engine, device),
+                max_running=self.slots, loads_alone=self.backend == "cuda",
             )  # fmt: skip
         except Exception as error:
             if isinstance(error, CheckpointError | SelfCheckError):
@@ -87,12 +76,12 @@ class EngineAPI(LitAPI):
             elif is_out_of_memory(error):
                 logger.critical(
                     "out of memory on %s with %d slots (%s): choose a smaller number with --max-running-requests",
-                    device, options.max_running, (str(error).splitlines() or [type(error).__name__])[0],
+                    device, self.slots, (str(error).splitlines() or [type(error).__name__])[0],
                 )  # fmt: skip
             else:
                 raise
             raise SystemExit(1) from None
-        self.metrics.cache_slots.set(options.max_running)
+        self.metrics.cache_slots.set(self.slots)
         relax_garbage_collector()
 
     def open_engine(self, device: str, version: Version) -> Engine:
@@ -106,21 +95,20 @@ class EngineAPI(LitAPI):
         from service.engine.runner import open_runner
         from service.engine.selfcheck import check
 
-        options = self.options
-        checkpoint = version.read(options.folder)
-        slots = options.max_running + (reserved_slots(options.max_running) if options.is_fair else 0)
-        runner = open_runner(checkpoint, options.backend, options.dtype, slots, options.threads, device)
+        settings, checkpoint = self.settings, version.read(self.folder)
+        slots = self.slots + (reserved_slots(self.slots) if settings.fair_queueing else 0)
+        runner = open_runner(checkpoint, self.backend, self.dtype, slots, settings.threads, device)
         check(runner, checkpoint)
         logger.info(
             "serving %s on %s: backend %s, dtype %s, slots %d, threads %d%s",
-            version.source, device, runner.backend, runner.dtype, runner.slots, options.threads,
+            version.source, device, runner.backend, runner.dtype, runner.slots, settings.threads,
             f" ({description})" if (description := getattr(runner, "description", "")) else "",
         )  # fmt: skip
         if runner.backend == "cuda":
             logger.info("a GPU pays with many sequences at once; a lone text is expected to be faster on a CPU")
         return Engine(
-            runner, max_running=options.max_running, max_waiting=options.max_waiting,
-            is_fair=options.is_fair, step_seconds=options.step_seconds,
+            runner, max_running=self.slots, max_waiting=settings.max_queued_requests,
+            is_fair=settings.fair_queueing, step_seconds=settings.step_seconds,
         )  # fmt: skip
 
 
@@ -184,7 +172,7 @@ class EngineLoop(LitLoop):
         for consumer_id, its_deltas in frames.items():
             sockets.send(Step.of(its_deltas), consumer_id)
         transport_seconds = receiving_until - began + time.monotonic() - engine.stats.ended_at
-        _observe(host, hosted, lit_api.options.max_running, transport_seconds)
+        _observe(host, hosted, lit_api.slots, transport_seconds)
         host.ran(hosted, seconds)
 
     def _handle(
@@ -198,7 +186,7 @@ class EngineLoop(LitLoop):
                     return
                 try:
                     hosted = host.models[message.model]  # KeyError: replaced, and this process has started since
-                    hosted.submit(message, lit_api.options.max_queue_seconds)
+                    hosted.submit(message, lit_api.settings.max_queue_seconds)
                 except (LongWaitError, QueueFullError) as error:
                     seconds = max(1, min(MAX_RETRY_SECONDS, math.ceil(hosted.expected_wait(message))))
                     sockets.send(Refused(message.id, str(error), seconds), consumer_id)

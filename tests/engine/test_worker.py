@@ -31,7 +31,7 @@ def test_a_sequence_that_cannot_be_queued_ends_alone(caplog):
     """Whatever is wrong with it: the worker and what else runs in it go on."""
     engine, frames = Engine(open_runner(random_model(), slots=2)), []
     hosted = SimpleNamespace(submit=lambda request, _: engine.submit(request))
-    api = SimpleNamespace(host=SimpleNamespace(models={0: hosted}), options=SimpleNamespace(max_queue_seconds=60))
+    api = SimpleNamespace(host=SimpleNamespace(models={0: hosted}), settings=SimpleNamespace(max_queue_seconds=60))
     sockets = SimpleNamespace(send=lambda frame, consumer: frames.append((frame, consumer)))
     loop = EngineLoop()
     loop._handle(api, sockets, Submit(7, [1], 3, SamplingParams(), stop_pattern=b"not an automaton"), 1)
