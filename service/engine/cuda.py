@@ -18,10 +18,8 @@ L layers; C n_embd, nh n_head, nkv n_kv_head, hs head_dim, W block_size, V vocab
 from __future__ import annotations
 
 import functools
-import itertools
-import time
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,8 +28,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from service.constrain.automaton import Guide
-from service.engine.runner import FAILED, NONE, Outcome, Pending, Piece, Report, Runner, allowed_by, report_of
-from service.model.gpt import GPT
+from service.engine.runner import FAILED, NONE, Outcome, Piece, Report, Runner, allowed_by, report_of
+from service.model.gpt import GPT, rope_angles
 from service.model.kv_cache import additive
 from service.model.params import SamplingParams
 from service.model.sampling import Draws, Sampler, send
@@ -71,13 +69,9 @@ class CudaRunner(Runner):
         self._weights(model, kind)
         # Ring index W takes the writes of rows that do not run; slot S is that of unused pieces.
         self._cache = place(c.n_layer, S + 1, 2 * c.n_kv_head, c.block_size + 1, c.head_dim, dtype=kind)
-        half = torch.arange(0, c.head_dim, 2, dtype=torch.float64, device=self._device) / c.head_dim
-        self._frequencies = c.rope_theta**-half  # radians per position
         self._every_slot = torch.arange(S, device=self._device)
         self._ring = torch.arange(c.block_size, device=self._device)
-        self._none, self._failed, self._spare = (
-            torch.tensor(value, device=self._device) for value in (NONE, FAILED, c.block_size)
-        )
+        self._none, self._failed, self._spare = torch.tensor((NONE, FAILED, c.block_size), device=self._device)
 
         # What a slot keeps between launches.
         self._last = place(S + 1, dtype=torch.int64)  # the id that the next decode step feeds
@@ -88,9 +82,9 @@ class CudaRunner(Runner):
         self._draws = Draws(S)
 
         # One launch's plan and what it gives, all at fixed addresses.
-        self._plan = Plan(self._device, {"position": (S,), "limit": (S,)}, {"u": (max(STEPS), S)})
-        rows = {name: (BLOCK,) for name in ("slot", "start", "count", "chooses")}
-        self._pieces = Plan(self._device, rows | {"ids": (BLOCK, self.piece)}, {"u": (BLOCK,)})
+        self._plan = Plan(self._device, position=(S,), limit=(S,), u=(max(STEPS), S))
+        rows = dict.fromkeys(("slot", "start", "count", "chooses", "u"), (BLOCK,))
+        self._pieces = Plan(self._device, **rows, ids=(BLOCK, self.piece))
         self._allowed, self._is_masked = torch.ones(S + 1, V, dtype=torch.bool, device=self._device), False
         self._chosen = place(max(STEPS), S, dtype=torch.int32)
         self._logits = place(max(STEPS), S, V, dtype=torch.float64)
@@ -98,6 +92,7 @@ class CudaRunner(Runner):
         self._piece_logits = place(BLOCK, self.piece, V, dtype=torch.float64)
 
         self._graphs: dict[tuple[object, ...], Callable[[], None]] = {}
+        self._pool = torch.cuda.graph_pool_handle() if self._has_graphs else None  # one runs after the other
         self._capture_all()
 
     # -- Runner --
@@ -114,7 +109,7 @@ class CudaRunner(Runner):
         self._positions[target] = length
 
     @torch.inference_mode()
-    def prefill(self, pieces: list[Piece]) -> Pending:
+    def prefill(self, pieces: list[Piece]) -> Callable[[], Outcome]:
         """A piece begins at a multiple of `self.piece`; longer ones run in several blocks."""
         parts: list[list[tuple[int, int]]] = []  # blocks of (piece, offset); one piece's come in order
         for offset in range(0, max(len(piece.ids) for piece in pieces), self.piece):
@@ -136,16 +131,12 @@ class CudaRunner(Runner):
             reports = {b: pieces[b].report_of(np.concatenate(some), int(ids[b, 0])) for b, some in logits.items()}
             return Outcome(ids, reports, seconds)
 
-        return Pending(collect)
+        return collect
 
     @torch.inference_mode()
     def decode(
-        self,
-        slots: np.ndarray,
-        steps: np.ndarray,
-        guides: Mapping[int, Guide] = {},
-        reports: Mapping[int, Report] = {},
-    ) -> Pending:
+        self, slots: np.ndarray, steps: np.ndarray, guides: Mapping[int, Guide] = {}, reports: Mapping[int, Report] = {}
+    ) -> Callable[[], Outcome]:
         K = int(steps.max())
         plan = self._plan.host
         plan["limit"][:] = 0
@@ -174,7 +165,7 @@ class CudaRunner(Runner):
             }
             return Outcome(ids, found, launch.seconds * K / size)
 
-        return Pending(collect)
+        return collect
 
     def is_lost(self, error: Exception) -> bool:
         return isinstance(error, torch.AcceleratorError)
@@ -245,10 +236,6 @@ class CudaRunner(Runner):
                 function()
         self._graphs[name] = graph.replay
 
-    @functools.cached_property
-    def _pool(self) -> Any:
-        return torch.cuda.graph_pool_handle()  # launches run one after the other, so graphs share their memory
-
     def _decode(self, steps: int, needs_all: bool) -> None:
         plan, S, W = self._plan.tensors, self.slots, self.config.block_size
         step = torch.arange(steps, device=self._device)[:, None]
@@ -256,7 +243,7 @@ class CudaRunner(Runner):
         index = torch.where(runs, position % W, self._spare)
         # A full ring holds exactly the band p − W < j ≤ p; before that, only its first p + 1 entries are valid.
         mask = additive(self._ring <= position[..., None], self._cache.dtype)[:, :, None, None]  # (K, S, 1, 1, W)
-        cos, sin = self._angles(position)
+        cos, sin = rope_angles(position[..., None], self.config, self._cache.dtype)  # (K, S, 1, hs)
         for k in range(steps):
             x = self._forward(self._last[:S], cos[k], sin[k], self._decode_attention(index[k], mask[k]))
             logits = self._logits[k].copy_(self._logits_of(x))  # (S, V) fp64
@@ -322,15 +309,8 @@ class CudaRunner(Runner):
             y = y.view(R, nkv, group, T, c.head_dim).permute(0, 3, 1, 2, 4)
             return (y.transpose(2, 3) if self._is_group_first else y).reshape(R * T, -1)
 
-        cos, sin = self._angles(position.flatten())
+        cos, sin = rope_angles(position.view(-1, 1), c, self._cache.dtype)  # (R · T, 1, hs)
         return self._forward(self._pieces.tensors["ids"].flatten(), cos, sin, attend).view(R, T, -1)
-
-    def _angles(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and signed sin of positions (…), each (…, 1, hs)."""
-        angle = position[..., None].double() * self._frequencies  # fp64, to stay accurate at any text length
-        cos, sin = angle.cos(), angle.sin()
-        cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-        return cos.to(self._cache.dtype)[..., None, :], sin.to(self._cache.dtype)[..., None, :]
 
     def _forward(
         self, ids: Tensor, cos: Tensor, sin: Tensor, attend: Callable[[int, Tensor, Tensor], Tensor]
@@ -368,9 +348,7 @@ class CudaRunner(Runner):
 
         weights = model.state_dict()
         blocks = [block.state_dict() for block in model.blocks]
-        if (
-            self._is_group_first
-        ):  # the inputs of `proj`, (nkv · group · hs), in the order in which attention leaves them
+        if self._is_group_first:  # the inputs of `proj`, (nkv · group · hs), are to come as attention leaves them
             for block in blocks:
                 by_head = block["attn.proj.weight"].view(c.n_embd, c.n_kv_head, -1, c.head_dim)
                 block["attn.proj.weight"] = by_head.transpose(1, 2).reshape(c.n_embd, -1)
@@ -386,23 +364,19 @@ class CudaRunner(Runner):
 class Plan:
     """What a launch runs: written by the host, sent in one copy, read by kernels at fixed addresses.
 
-    Names and shapes: of int64 fields and of fp64 fields.
+    Fields and their shapes: int64, but for the draws `u`, fp64.
     """
 
-    def __init__(self, device: torch.device, integers: dict[str, tuple[int, ...]], numbers: dict[str, tuple[int, ...]]):
-        shapes = integers | numbers
-        sizes = [int(np.prod(shape)) for shape in shapes.values()]
-        ends = list(itertools.accumulate(sizes))
+    def __init__(self, device: torch.device, **shapes: tuple[int, ...]):
+        sizes = [math.prod(shape) for shape in shapes.values()]
+        self._device_side = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+        self._host_side = torch.zeros_like(self._device_side, device="cpu")
 
         def fields(whole: Tensor) -> dict[str, Tensor]:
-            parts = (whole[end - size : end] for size, end in zip(sizes, ends, strict=True))
-            return {
-                name: (part if name in integers else part.view(torch.float64)).view(shape)
-                for part, (name, shape) in zip(parts, shapes.items(), strict=True)
-            }
+            parts = zip(shapes.items(), whole.split(sizes), strict=True)
+            found = {name: part.view(shape) for (name, shape), part in parts}
+            return found | {"u": found["u"].view(torch.float64)}
 
-        self._device_side = torch.zeros(ends[-1], dtype=torch.int64, device=device)
-        self._host_side = torch.zeros(ends[-1], dtype=torch.int64)
         self.tensors = fields(self._device_side)
         self.host = {name: part.numpy() for name, part in fields(self._host_side).items()}
 
@@ -415,7 +389,9 @@ class Launch:
 
     def __init__(self, device: torch.device):
         self._is_cuda = device.type == "cuda"
-        self._begun = self._mark()
+        if self._is_cuda:  # blocking: whoever waits leaves its core to others
+            self._begun, self._ended = (torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
+            self._begun.record()
 
     def take(self, tensors: list[Tensor]) -> None:
         """Copy them into pinned memory, once the replay has ended."""
@@ -423,7 +399,8 @@ class Launch:
         for host, tensor in zip(taken, tensors, strict=True):
             host.copy_(tensor, non_blocking=True)
         self._taken = [host.numpy() for host in taken]
-        self._ended = self._mark()
+        if self._is_cuda:
+            self._ended.record()
 
     def wait(self) -> list[np.ndarray]:
         """What it gave."""
@@ -433,17 +410,8 @@ class Launch:
 
     @property
     def seconds(self) -> float:
-        """On the device; once it has ended."""
-        if self._is_cuda:
-            return float(self._begun.elapsed_time(self._ended)) / 1e3
-        return float(self._ended - self._begun)
-
-    def _mark(self) -> Any:  # an event, or on a CPU the time
-        if not self._is_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True, blocking=True)  # whoever waits leaves its core to others
-        event.record()
-        return event
+        """On a GPU, once it has ended; 0 on a CPU, where the call took all of the time."""
+        return float(self._begun.elapsed_time(self._ended)) / 1e3 if self._is_cuda else 0.0
 
 
 @functools.cache

@@ -26,12 +26,11 @@ from service.wire import Logprobs
 
 
 class TorchRunner(Runner):
-    """`model` is copied in `dtype` to `device`; `threads`: of torch, in this process."""
+    """`model` is copied in `dtype` to `device`."""
 
     backend = "torch"
 
-    def __init__(self, model: GPT, slots: int, dtype: str, device: torch.device | str = "cpu", threads: int = 1):
-        torch.set_num_threads(threads)
+    def __init__(self, model: GPT, slots: int, dtype: str, device: torch.device | str = "cpu"):
         self.dtype, self.slots, self.config = dtype, slots, model.config
         self.model = copy.deepcopy(model).to(device, getattr(torch, dtype)).eval().requires_grad_(False)
         weight = self.model.head.weight

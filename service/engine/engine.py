@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from service.engine.runner import FAILED, Outcome, Pending, Piece, Runner
+from service.engine.runner import FAILED, Outcome, Piece, Runner
 from service.engine.scheduler import MIN_PREFILL, Plan, Scheduler
 from service.engine.sequence import Sequence
 from service.wire import Delta, FinishReason, Logprobs, Submit, floats
@@ -98,7 +98,7 @@ class Batch(NamedTuple):
     """One call of the runner, which may be under way: decode steps of B sequences, or the next pieces of B prompts."""
 
     sequences: list[Sequence]
-    pending: Outcome | Pending
+    wait: Callable[[], Outcome]
     steps: np.ndarray  # (B,) characters that each row chooses
     seconds: float  # of the call, unless the outcome has its own
     is_end: list[bool] = []  # of decode steps: a row then has all it may have
@@ -181,9 +181,12 @@ class Engine:
         plan = scheduler.schedule(stats.started_at, self._prefill_budget(len(slots)))
         self._start(plan)
         stats.lap("schedule")
-        launched = self._decode(slots, sum(len(piece.ids) for piece in plan.pieces))
+        launched: list[Batch] = []
+        if len(slots):
+            self._decode(slots, sum(len(piece.ids) for piece in plan.pieces), launched)
         # A start or a copy that failed has ended its sequence.
-        launched += self._prefill([piece for piece in plan.pieces if not piece.sequence.is_finished])
+        if pieces := [piece for piece in plan.pieces if not piece.sequence.is_finished]:
+            self._prefill(pieces, launched)
         due, self._in_flight = (self._in_flight, launched) if self.runner.is_async else (launched, [])
         self._finish(due, deltas)
         deltas += self._ended
@@ -270,11 +273,9 @@ class Engine:
                     self.scheduler.copied(slot, found.length)
                     self.stats.num_copied_tokens += found.length
 
-    def _decode(self, slots: np.ndarray, num_prompt: int) -> list[Batch]:
+    def _decode(self, slots: np.ndarray, num_prompt: int, launched: list[Batch]) -> None:
         """Launch the sequences in `slots` (B,), beside `num_prompt` characters of prompts."""
         scheduler, stats = self.scheduler, self.stats
-        if not len(slots):
-            return []
         sequences = [sequence for slot in slots.tolist() if (sequence := scheduler.by_slot[slot]) is not None]
         with self._isolated(sequences):
             guides = {b: guide for b, sequence in enumerate(sequences) if (guide := sequence.guide) is not None}
@@ -283,32 +284,29 @@ class Engine:
             # each character, so that its own text would be up to K times slower.
             is_slow = scheduler.num_guided and not self.runner.follows_guides
             steps = np.minimum(1 if is_slow else self._num_steps(len(slots), num_prompt), scheduler.num_left[slots])
-            pending = self.runner.decode(slots, steps, guides, reports)
+            wait = self.runner.decode(slots, steps, guides, reports)
             scheduler.decoded(slots, steps)
             stats.num_decode_rows, stats.num_decode_steps = len(slots), int(steps.max())
             stats.num_decode_tokens = int(steps.sum())
             is_end = (scheduler.num_left[slots] == 0).tolist()
-            return [Batch(sequences, pending, steps, stats.lap("decode"), is_end)]
-        return []
+            launched.append(Batch(sequences, wait, steps, stats.lap("decode"), is_end))
 
-    def _prefill(self, pieces: list[Piece]) -> list[Batch]:
+    def _prefill(self, pieces: list[Piece], launched: list[Batch]) -> None:
         """Launch pieces of prompts."""
         sequences = [piece.sequence for piece in pieces]
         with self._isolated(sequences):
-            if pieces:
-                pending = self.runner.prefill(pieces)
-                for piece in pieces:
-                    self.scheduler.prefilled(piece)
-                self.stats.num_prefill_tokens = sum(len(piece.ids) for piece in pieces)
-                steps = np.array([piece.choose for piece in pieces], np.int64)
-                return [Batch(sequences, pending, steps, self.stats.lap("prefill"), pieces=pieces)]
-        return []
+            wait = self.runner.prefill(pieces)
+            for piece in pieces:
+                self.scheduler.prefilled(piece)
+            self.stats.num_prefill_tokens = sum(len(piece.ids) for piece in pieces)
+            steps = np.array([piece.choose for piece in pieces], np.int64)
+            launched.append(Batch(sequences, wait, steps, self.stats.lap("prefill"), pieces=pieces))
 
     def _finish(self, batches: list[Batch], deltas: list[Delta]) -> None:
         """Wait for calls, update their sequences and add the deltas."""
         for batch in batches:
             with self._isolated(batch.sequences):
-                outcome = batch.pending.collect()
+                outcome = batch.wait()
                 seconds = outcome.seconds or batch.seconds
                 if batch.pieces:
                     self._prefill_cost.observe(sum(len(piece.ids) for piece in batch.pieces), seconds)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
     from service.model.gpt import GPT
 
 NONE, FAILED = -1, -2  # in Outcome.ids: nothing was chosen; the logits were not finite
-
-BACKENDS = ("auto", "native", "cuda", "torch")
-DTYPES = ("auto", "float32", "float64", "bfloat16")
 
 
 class Report(NamedTuple):
@@ -67,21 +65,16 @@ class Piece(NamedTuple):
         return report_of(logits[where], targets[where], self.report)
 
 
-class Outcome(NamedTuple):
+@dataclass
+class Outcome:
     """What a forward over B rows gave."""
 
     ids: np.ndarray  # (B, K) int32; NONE past a row's steps; FAILED, then NONE, where logits are not finite
     reports: Mapping[int, Logprobs]  # of each row that wants one, NaN where logits are not finite; others may follow
-    seconds: float | None = None  # on the device; None: as long as the call took
+    seconds: float = 0.0  # on the device; 0: as long as the call took
 
-    def collect(self) -> Outcome:
-        return self
-
-
-class Pending(NamedTuple):
-    """A forward that is under way on a device."""
-
-    collect: Callable[[], Outcome]  # waits for it
+    def __call__(self) -> Outcome:
+        return self  # as that of a forward which is still under way on a device: calling it waits
 
 
 def report_of(logits: np.ndarray, ids: np.ndarray | list[int], report: Report) -> Logprobs:
@@ -139,13 +132,13 @@ class Runner(ABC):
         """
 
     @abstractmethod
-    def prefill(self, pieces: list[Piece]) -> Outcome | Pending:
-        """Run the next pieces of prompts; ids (B, 1)."""
+    def prefill(self, pieces: list[Piece]) -> Callable[[], Outcome]:
+        """Run the next pieces of prompts; ids (B, 1). Calling what is returned waits for the outcome."""
 
     @abstractmethod
     def decode(
         self, slots: np.ndarray, steps: np.ndarray, guides: Mapping[int, Guide] = {}, reports: Mapping[int, Report] = {}
-    ) -> Outcome | Pending:
+    ) -> Callable[[], Outcome]:
         """Choose `steps[b]` (≥ 1) further characters for the sequence in slots[b], each fed to the next step.
 
         slots (B,), in any order; K = steps.max(). guides and reports: by row; guides are left where they are, and
@@ -170,28 +163,17 @@ def allowed_by(guides: Mapping[int, Guide], shape: tuple[int, ...]) -> np.ndarra
     return allowed
 
 
-def available_backends() -> list[str]:
-    """The backends that can run on this machine's CPU, the best first."""
-    from service.engine import native  # which imports this module
-
-    return ["native", "torch"] if native.why_not() is None else ["torch"]
-
-
 def resolve(backend: str, dtype: str, device: str) -> tuple[str, str]:
     """The backend and dtype that `auto` stands for on a device ("cpu", "cuda:0", "mps", …).
 
     Raises:
-        ValueError: they are unknown, or not possible here.
+        ValueError: they are not possible here.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend}")
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype}")
-    from service.engine import native
+    from service.engine import native  # which imports this module
 
     kind = device.split(":")[0]
     if backend == "auto":
-        backend = available_backends()[0] if kind == "cpu" else "cuda" if kind == "cuda" else "torch"
+        backend = "cuda" if kind == "cuda" else "native" if kind == "cpu" and native.why_not() is None else "torch"
     elif backend == "cuda" and kind != "cuda":
         raise ValueError(
             f"backend cuda runs on an NVIDIA GPU, and none can be used here (device {device}); choose auto"
@@ -251,14 +233,14 @@ def open_runner(
         else:
             weights = {name: value.detach().cpu().numpy() for name, value in source.state_dict().items()}
         return NativeRunner(source.config, weights, slots, threads, dtype)
+    import torch
+
+    torch.set_num_threads(threads)
     model = source.load_model() if isinstance(source, Checkpoint) else source
     if backend == "cuda":
-        import torch
-
         from service.engine.cuda import CudaRunner
 
-        torch.set_num_threads(threads)
         return CudaRunner(model, slots, dtype, device)
     from service.engine.eager import TorchRunner
 
-    return TorchRunner(model, slots, dtype, device, threads)
+    return TorchRunner(model, slots, dtype, device)

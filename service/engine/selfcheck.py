@@ -40,8 +40,8 @@ def check(runner: Runner, checkpoint: Checkpoint) -> None:
     prompt = np.arange(length - DECODED, dtype=np.int32) ** 2 % config.vocab_size
     runner.start(0, SamplingParams(seed=0), prompt.tolist())
     report, targets = Report(ids=tuple(range(config.vocab_size))), np.append(prompt[1:], np.int32(NONE))
-    first = runner.prefill([Piece(0, prompt, True, None, report, targets)]).collect()
-    rest = runner.decode(np.array([0]), np.array([DECODED]), {}, {0: report}).collect()
+    first = runner.prefill([Piece(0, prompt, True, None, report, targets)])()
+    rest = runner.decode(np.array([0]), np.array([DECODED]), {}, {0: report})()
     columns = (floats(outcome.reports[0].top_values) for outcome in (first, rest))
     found = np.concatenate([np.reshape(column, (-1, config.vocab_size)) for column in columns])  # (T, V)
     ids = [*prompt.tolist(), *first.ids[0].tolist(), *rest.ids[0].tolist()][: len(found)]

@@ -53,15 +53,8 @@ def _failure_links(stop: tuple[int, ...]) -> list[int]:
     return links
 
 
-@functools.lru_cache(maxsize=64)
-def _automaton(packed: bytes) -> Automaton:
-    """Shared by all sequences with the same pattern, and with it its masks."""
-    return Automaton.unpack(packed)
-
-
-@functools.lru_cache(maxsize=64)
-def _minimum(packed: bytes) -> MinimumLength:
-    return MinimumLength.unpack(packed)
+# Shared by all sequences with the same pattern, and with each its masks.
+_automaton, _minimum = functools.lru_cache(64)(Automaton.unpack), functools.lru_cache(64)(MinimumLength.unpack)
 
 
 class Sequence:

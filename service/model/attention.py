@@ -6,7 +6,7 @@ For one short text, to be looked at: `training/LECTURE.md` explains the steps. L
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -26,22 +26,19 @@ class LayerAttention(NamedTuple):
 
 def logits_of(weights: Mapping[str, Array], config: GPTConfig, ids: list[int]) -> Array:
     """(T, V), by the forward pass of `attention_layers`."""
-    layers = attention_layers(weights, config, ids)
-    while True:
-        try:
-            next(layers)
-        except StopIteration as end:
-            logits: Array = end.value
-            return logits
+    logits = np.empty((len(ids), config.vocab_size))
+    for _ in attention_layers(weights, config, ids, logits):
+        pass
+    return logits
 
 
 def attention_layers(
-    weights: Mapping[str, Array], config: GPTConfig, ids: list[int]
-) -> Generator[LayerAttention, None, Array]:
-    """The attention of each layer in turn, then, as the generator's value, the logits (T, V); what follows the last
-    layer that is taken is not computed.
+    weights: Mapping[str, Array], config: GPTConfig, ids: list[int], logits: Array | None = None
+) -> Iterator[LayerAttention]:
+    """The attention of each layer in turn; what follows the last layer that is taken is not computed.
 
     weights: under the names of GPT's parameters, in any precision, as Checkpoint.load_weights gives them.
+    logits (T, V): written after the last layer, if given.
     """
     T, hs, nh, nkv = len(ids), config.head_dim, config.n_head, config.n_kv_head
     angles = np.arange(T)[:, None] * config.rope_theta ** -(np.arange(0, hs, 2) / hs)  # (T, hs/2)
@@ -67,15 +64,15 @@ def attention_layers(
         q = rotated(normed(q, at + "attn.q_norm.weight"))  # (nh, T, hs)
         k, v = (np.repeat(part, nh // nkv, axis=0) for part in (rotated(normed(k, at + "attn.k_norm.weight")), v))
         scores = q @ k.transpose(0, 2, 1)
-        found = LayerAttention(scores, _softmax(scores / math.sqrt(hs), is_seen), v)
-        yield found
-        y = (found.weights @ v).transpose(1, 0, 2).reshape(T, nh * hs)
+        mixed = _softmax(scores / math.sqrt(hs), is_seen)
+        yield LayerAttention(scores, mixed, v)
+        y = (mixed @ v).transpose(1, 0, 2).reshape(T, nh * hs)
         x = x + y @ get(at + "attn.proj.weight").T
         gate, up = np.split(normed(x, at + "mlp_norm.weight") @ get(at + "mlp.gate_up.weight").T, 2, axis=1)
         with np.errstate(over="ignore"):  # of exp, to infinity, which gives 0
             x = x + (gate / (1 + np.exp(-gate)) * up) @ get(at + "mlp.proj.weight").T
-    logits: Array = normed(x, "norm.weight") @ get("head.weight").T
-    return logits
+    if logits is not None:
+        logits[:] = normed(x, "norm.weight") @ get("head.weight").T
 
 
 def _softmax(scores: Array, is_seen: Array) -> Array:

@@ -105,13 +105,12 @@ class FileEntry(msgspec.Struct, frozen=True):
     size: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]  # in bytes
 
 
-class _Manifest(msgspec.Struct):
-    format_version: int
-    files: dict[str, FileEntry]
-
-
 class _Version(msgspec.Struct):
     format_version: int
+
+
+class _Manifest(_Version):
+    files: dict[str, FileEntry]
 
 
 class _Config(msgspec.Struct):

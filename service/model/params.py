@@ -88,17 +88,16 @@ SAMPLING_META: dict[str, Meta] = {
     for name, hint in get_type_hints(SamplingParams, include_extras=True).items()
     if hasattr(hint, "__metadata__")
 }
-_BOUNDS: list[tuple[str, Any, bool, Any]] = [
-    (name, meta.gt if meta.ge is None else meta.ge, meta.ge is None, meta.le) for name, meta in SAMPLING_META.items()
-]
 
 
 @functools.lru_cache(maxsize=1024)  # most requests are alike
 def _check_bounds(values: tuple[float, ...]) -> None:
     """Raises as SamplingParams."""
-    for (name, low, is_open, high), value in zip(_BOUNDS, values, strict=True):
-        if not low <= value <= high or (is_open and value == low):
-            raise ValueError(f"{name} must be in {'(' if is_open else '['}{low}, {high}], got {value}")
+    for (name, meta), value in zip(SAMPLING_META.items(), values, strict=True):
+        low: Any = meta.gt if meta.ge is None else meta.ge
+        high: Any = meta.le
+        if not low <= value <= high or value == meta.gt:
+            raise ValueError(f"{name} must be in {'(' if meta.ge is None else '['}{low}, {high}], got {value}")
 
 
 _bounded_values = operator.attrgetter(*SAMPLING_META)

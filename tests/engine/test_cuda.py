@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from service.engine.cuda import CudaRunner
 from service.engine.engine import Engine
-from service.engine.runner import NONE, Piece, Report, available_backends, open_runner, resolve, slots_that_fit
+from service.engine.runner import NONE, Piece, Report, open_runner, resolve, slots_that_fit
 from service.model.params import SamplingParams
 from service.settings import BUNDLED
 from service.wire import Submit, floats
@@ -74,7 +74,7 @@ def test_texts_do_not_depend_on_load_and_are_those_of_other_backends_in_float64(
     runner = runner_of(model, 6, dtype, device)
     submits = requests(40, longest=60)
     if dtype == "float64":
-        alone = Engine(open_runner(model, available_backends()[0], dtype, 8)).generate(submits)
+        alone = Engine(open_runner(model, "auto", dtype, 8)).generate(submits)
     else:
         alone = [Engine(runner).generate([submit])[0] for submit in submits]
     for seed, clock in ((0, None), (1, itertools.count().__next__), (2, lambda: 0.0)):
@@ -92,8 +92,8 @@ def test_log_probabilities_are_near_the_reference_in_every_dtype(shape, device):
         runner = CudaRunner(model, 3, dtype, device)
         runner.start(1, SamplingParams(seed=1), prompt)
         report = Report(ids=tuple(range(61)))
-        first = runner.prefill([Piece(1, prompt, True, None, report, np.append(prompt[1:], NONE))]).collect()
-        rest = runner.decode(np.array([1]), np.array([16]), reports={0: report}).collect()
+        first = runner.prefill([Piece(1, prompt, True, None, report, np.append(prompt[1:], NONE))])()
+        rest = runner.decode(np.array([1]), np.array([16]), reports={0: report})()
         columns = [floats(outcome.reports[0].top_values) for outcome in (first, rest)]
         logprobs = np.concatenate([np.reshape(column, (-1, 61)) for column in columns])
         text = np.concatenate((prompt, first.ids[0], rest.ids[0][:-1]))
