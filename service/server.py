@@ -116,7 +116,7 @@ class Server(LitServer):
         configured = self._inference_workers_config_for_api(api.api_path)
         devices = [device if isinstance(device, str) else device[0] for device in configured]
         backend, dtype = choose_backend(settings, devices[0])
-        configs = [GPTConfig(**checkpoint.hyperparameters) for checkpoint in catalog.served.values()]
+        configs = [checkpoint.config for checkpoint in catalog.served.values()]
         slots = choose_slots(settings, configs, dtype, devices[0])
         api.state = self.state = SharedState(settings.http_processes, len(devices))
         self.supervisor = Supervisor(

@@ -24,7 +24,6 @@ from service.engine import native
 from service.engine.runner import resolve, slots_that_fit
 from service.engine.scheduler import reserved_slots
 from service.http.info import published
-from service.model.config import GPTConfig
 from service.model.tokenizer import CharTokenizer
 from service.server import (
     BackendError,
@@ -497,7 +496,7 @@ def test_build_of_torch_is_read_without_importing_it():
 def test_auto_takes_as_many_slots_as_fit_the_gpus(monkeypatch, checkpoint):
     asked = []
     monkeypatch.setattr("service.server.free_gpu_bytes", lambda devices: asked.append(devices) or 1.3e9)
-    config = GPTConfig(**checkpoint.hyperparameters)
+    config = checkpoint.config
 
     def slots(device="cuda:0", **settings):
         return choose_slots(Settings(**{"max_running_requests": "auto"} | settings), [config], "float32", device)

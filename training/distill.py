@@ -36,10 +36,10 @@ class Teachers:
                     f"teachers must have the run's vocabulary, {plural(tokenizer.vocab_size, 'character')} in their "
                     f"order: {checkpoint.path} has another, of {checkpoint.tokenizer.vocab_size:,}"
                 )
-            if checkpoint.hyperparameters["block_size"] < config.block_size:
+            if checkpoint.config.block_size < config.block_size:
                 raise ConfigError(
                     f"teachers must have a block_size of at least {config.block_size}: {checkpoint.path} has "
-                    f"{checkpoint.hyperparameters['block_size']}"
+                    f"{checkpoint.config.block_size}"
                 )
         self.lineage: list[dict[str, Any]] = [  # for training.json
             {"path": path, "weights_sha256": checkpoint.files[WEIGHTS].sha256}

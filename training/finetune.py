@@ -35,8 +35,8 @@ def checkpoint_shape(path: str) -> dict[str, Any]:
     Raises:
         CheckpointError: it cannot be read.
     """
-    hyperparameters = Checkpoint.read(path).hyperparameters
-    return {name: hyperparameters[name] for name in SHAPE}
+    shape = Checkpoint.read(path).config
+    return {name: getattr(shape, name) for name in SHAPE}
 
 
 def load_origin(config: TrainConfig, characters: Sequence[str]) -> Origin:
@@ -50,9 +50,9 @@ def load_origin(config: TrainConfig, characters: Sequence[str]) -> Origin:
     checkpoint = Checkpoint.read(config.init_from)
     shape = config.model_config(checkpoint.tokenizer.vocab_size)
     differences = [
-        f"{name} is {checkpoint.hyperparameters[name]}, got {getattr(shape, name)}"
+        f"{name} is {getattr(checkpoint.config, name)}, got {getattr(shape, name)}"
         for name in SHAPE
-        if checkpoint.hyperparameters[name] != getattr(shape, name)
+        if getattr(checkpoint.config, name) != getattr(shape, name)
     ]
     if differences:
         raise ConfigError(

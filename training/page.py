@@ -89,13 +89,13 @@ def _table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
 
 
 def _facts(checkpoint: Checkpoint, corpus: Corpus) -> str:
-    about, shape = checkpoint.training, checkpoint.hyperparameters
+    about, shape = checkpoint.training, checkpoint.config
     of_text = [plural(len(corpus.ids), "character"), plural(corpus.symbols, "symbol")]
     if corpus.records is not None:
         of_text.append(plural(corpus.records, "record"))
     rows = [
         ("text", f"<td>{', '.join(of_text)}; SHA-256 {corpus.sha256[:16]}…"),
-        ("model", "<td>" + ", ".join(f"{name} {shape[name]}" for name in ("n_layer", "n_embd", "block_size"))),
+        ("model", "<td>" + ", ".join(f"{name} {getattr(shape, name)}" for name in ("n_layer", "n_embd", "block_size"))),
     ]
     if "parameters" in about:
         rows.append(("", f"<td>{plural(about['parameters'], 'parameter')}"))

@@ -99,7 +99,6 @@ class Batch(NamedTuple):
 
     sequences: list[Sequence]
     wait: Callable[[], Outcome]
-    steps: np.ndarray  # (B,) characters that each row chooses
     seconds: float  # of the call, unless the outcome has its own
     is_end: list[bool] = []  # of decode steps: a row then has all it may have
     pieces: list[Piece] = []
@@ -289,7 +288,7 @@ class Engine:
             stats.num_decode_rows, stats.num_decode_steps = len(slots), int(steps.max())
             stats.num_decode_tokens = int(steps.sum())
             is_end = (scheduler.num_left[slots] == 0).tolist()
-            launched.append(Batch(sequences, wait, steps, stats.lap("decode"), is_end))
+            launched.append(Batch(sequences, wait, stats.lap("decode"), is_end))
 
     def _prefill(self, pieces: list[Piece], launched: list[Batch]) -> None:
         """Launch pieces of prompts."""
@@ -299,8 +298,7 @@ class Engine:
             for piece in pieces:
                 self.scheduler.prefilled(piece)
             self.stats.num_prefill_tokens = sum(len(piece.ids) for piece in pieces)
-            steps = np.array([piece.choose for piece in pieces], np.int64)
-            launched.append(Batch(sequences, wait, steps, self.stats.lap("prefill"), pieces=pieces))
+            launched.append(Batch(sequences, wait, self.stats.lap("prefill"), pieces=pieces))
 
     def _finish(self, batches: list[Batch], deltas: list[Delta]) -> None:
         """Wait for calls, update their sequences and add the deltas."""
@@ -317,14 +315,13 @@ class Engine:
                 self.stats.lap("update")
 
     def _update(self, batch: Batch, outcome: Outcome, deltas: list[Delta]) -> None:
-        """Add what each row chose to its sequence: as many as its steps, up to where its logits are not finite."""
+        """Add what each row chose to its sequence."""
         rows: list[list[int]] = outcome.ids.tolist()
-        for b in np.flatnonzero(batch.steps < outcome.ids.shape[1]).tolist():
-            del rows[b][batch.steps[b] :]
+        is_chosen = outcome.ids >= 0  # (B, K)
+        for b in np.flatnonzero(~is_chosen.all(axis=1)).tolist():
+            del rows[b][is_chosen[b].argmin() :]
         failed = set(np.flatnonzero((outcome.ids == FAILED).any(axis=1)).tolist())
         self._ran(well=len(failed) < len(rows))
-        for b in failed:
-            del rows[b][rows[b].index(FAILED) :]
         for b, (sequence, ids) in enumerate(zip(batch.sequences, rows, strict=True)):
             report = outcome.reports.get(b)
             if sequence.finish_reason is not None:  # since this was launched

@@ -104,21 +104,17 @@ class Host:
 
         seconds: how long to wait then for the loading to go on.
         """
+        if self._loading is None and self._state.generation.value != self._listing.generation:
+            self._next_listing = Listing.read(self._folder)
+            new = [version for version in self._next_listing.load if version.id not in self.models]
+            self._loading = threading.Thread(target=self._load, args=[new], daemon=True)
+            self._loading.start()
         if self._loading is not None:
             if self._loads_alone:
                 self._loading.join(seconds)
             if self._loading.is_alive():
                 return self._loads_alone
             self._loading = None
-            self._take_loaded()
-        if self._state.generation.value != self._listing.generation:
-            self._next_listing = Listing.read(self._folder)
-            new = [version for version in self._next_listing.load if version.id not in self.models]
-            if new:
-                self._loading = threading.Thread(target=self._load, args=[new], daemon=True)
-                self._loading.start()
-                return self._loads_alone
-            self._loaded = {}
             self._take_loaded()
         if len(self.models) > len(self._listing.load):
             self._drop()

@@ -161,9 +161,9 @@ class App:
         service = self.service
         model, models = service.default_model, service.models.values()
         vocab_size = max(it.tokenizer.vocab_size for it in models)
-        shapes = [it.checkpoint.hyperparameters for it in models]
+        shapes = [it.checkpoint.config for it in models]
         bounds = {"text": max(map(attention.max_characters, models))}
-        bounds |= {name: max(shape["n_" + name] for shape in shapes) - 1 for name in ("layer", "head")}
+        bounds |= {name: max(getattr(shape, "n_" + name) for shape in shapes) - 1 for name in ("layer", "head")}
         example = model.checkpoint.example_prompt
         document = build_document(
             self.settings, model.tokenizer, self.operations, model.name, vocab_size, bounds, example

@@ -25,7 +25,6 @@ from service.http.schemas import ApiError, AttentionAnswer, HeadAttention, inval
 from service.http.stream import HOLE, filled, joined, list_parts, send_json
 from service.model.attention import LayerAttention, attention_layers
 from service.model.checkpoint import WEIGHTS
-from service.model.config import GPTConfig
 
 MAX_WEIGHT_BYTES = 128 << 20  # of a checkpoint's file: its weights are kept in this process, of one model at a time
 MAX_WAITING = 8  # texts that wait for the thread, or run in it
@@ -38,7 +37,7 @@ def max_characters(model: Model) -> int:
     """Of a text for this model; 0: its weights are too large."""
     if model.checkpoint.files[WEIGHTS].size > MAX_WEIGHT_BYTES:
         return 0
-    return min(int(model.checkpoint.hyperparameters["block_size"]), MAX_ATTENTION_CHARACTERS)
+    return min(model.checkpoint.config.block_size, MAX_ATTENTION_CHARACTERS)
 
 
 class AttentionThread:
@@ -84,7 +83,7 @@ async def attention(service: Service, request: Request) -> None:
     `values`, also what these mix: row t of `weights` times `values` is the head's output at character t.
     """
     body, model = await service.read(AttentionRequest, request)
-    config = GPTConfig(**model.checkpoint.hyperparameters)
+    config = model.checkpoint.config
     limit = max_characters(model)
     if not limit:
         message = f"checkpoints must have at most {MAX_WEIGHT_BYTES} bytes of weights for this route"

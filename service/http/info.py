@@ -17,6 +17,7 @@ from service.http.lease import PROMPT_BYTES
 from service.http.models import Model
 from service.http.request import JSON, Request, header_lines
 from service.http.stream import HOLE, filled, list_parts, send_json, sliced, text_parts
+from service.model.checkpoint import CONFIG_NAMES
 
 
 def published(training: dict[str, Any]) -> dict[str, Any]:
@@ -90,7 +91,7 @@ def info(service: Service, request: Request) -> None:
             s.ServedModel(
                 model.name,
                 model.digest,
-                model.checkpoint.hyperparameters,
+                {name: getattr(model.checkpoint.config, name) for name in CONFIG_NAMES},
                 "".join(model.tokenizer.characters),
                 model.record_end is not None,
                 model.checkpoint.example_prompt,

@@ -140,7 +140,7 @@ class Checkpoint:
     """A verified checkpoint folder, without the weights."""
 
     path: Path
-    hyperparameters: dict[str, Any]  # the fields of GPTConfig
+    config: GPTConfig
     tokenizer: CharTokenizer
     training: dict[str, Any]  # training.json
     digest: str  # SHA-256 of manifest.json, which covers all files
@@ -206,7 +206,7 @@ class Checkpoint:
         training = _decode_object(file, data)
         for name in files.keys() - {"config.json", "tokenizer.json", "training.json"}:
             _read(path, name, files, limits[name], is_kept=False)
-        return cls(path, {name: getattr(config, name) for name in CONFIG_NAMES}, tokenizer, training, found, files)
+        return cls(path, config, tokenizer, training, found, files)
 
     def read_file(self, name: str) -> bytes:
         """The content of a file in the manifest, as it was when the checkpoint was read.
@@ -233,10 +233,6 @@ class Checkpoint:
         if given and len(given) <= _MAX_EXAMPLE and all(c in self.tokenizer for c in given):
             return str(given)
         return "" if self.record_end is not None else self.tokenizer.adapted(EXAMPLE_PROMPT)
-
-    @functools.cached_property
-    def config(self) -> GPTConfig:
-        return GPTConfig(**self.hyperparameters)
 
     def load_weights(self) -> dict[str, np.ndarray]:
         """The weights under the names of GPT's parameters, in the precision of the file; without torch.

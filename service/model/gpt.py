@@ -176,12 +176,7 @@ class GPT(nn.Module):
         """Generate `max_tokens` ids after `prompt`, by one full forward without a cache per character.
 
         In fp64 (`model.double()`) this defines the text of a seed; an engine in float64 generates the same ids.
-
-        Raises:
-            ValueError: the prompt is empty.
         """
-        if not prompt:
-            raise ValueError("the prompt must have at least one id")
         ids = list(prompt)
         sampler, every = Sampler(1, self.config.vocab_size), slice(0, 1)
         sampler.start(0, params, prompt)

@@ -32,16 +32,8 @@ class KVCache:
         self.lengths = [0] * (slots + 1)  # characters seen by each slot; may exceed W; 0 empties it
 
     def copy(self, source: int, target: int, length: int) -> None:
-        """The first `length` positions of a slot become another slot's whole content.
-
-        Raises:
-            ValueError: the source has seen fewer characters, or so many that its ring has lost one of the last W of
-                them.
-        """
-        seen = self.lengths[source]
-        if not length <= seen <= max(self.window, length):
-            allowed = f"{length} to {max(self.window, length)}"
-            raise ValueError(f"to copy {length} positions the source must have seen {allowed}, got {seen}")
+        """The first `length` positions of a slot become another slot's whole content."""
+        assert length <= self.lengths[source] <= max(self.window, length), "its ring must hold the last W of them"
         used = min(length, self.window)
         for ring in (self.keys, self.values):
             ring[:, target, :, :used] = ring[:, source, :, :used]

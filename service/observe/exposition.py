@@ -126,7 +126,7 @@ class Exposition(Collector):
             yield _gauge(name, help, [(self.service_name, *labels.values(), 1)], *labels)
         sizes, served = ("block_size", "n_layer", "n_embd", "vocab_size"), self.served().items()
         shapes = [
-            (name, checkpoint.digest, *(str(checkpoint.hyperparameters[size]) for size in sizes), 1)
+            (name, checkpoint.digest, *(str(getattr(checkpoint.config, size)) for size in sizes), 1)
             for name, checkpoint in served
         ]
         losses = [(name, checkpoint.training.get("losses", {}).get("whole")) for name, checkpoint in served]

@@ -48,7 +48,7 @@ def checkpoint_of(shape: Path | GPTConfig, path: Path) -> Path:
 
 
 def config_of(folder: Path) -> GPTConfig:
-    return GPTConfig(**Checkpoint.read(folder).hyperparameters)
+    return Checkpoint.read(folder).config
 
 
 def sampling(row: int) -> SamplingParams:

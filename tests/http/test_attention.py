@@ -9,7 +9,6 @@ import pytest
 from service.http.attention import MAX_WAITING, AttentionThread
 from service.http.schemas import ApiError
 from service.model.attention import attention_layers
-from service.model.config import GPTConfig
 from tests.helpers import save_random, serving, wait_until, web
 
 TEXT = "To be or"  # as long as the model's block_size
@@ -20,7 +19,7 @@ def ask(server, **body):
 
 
 def test_every_head_comes_as_ragged_rows_of_the_computed_weights(server, checkpoint):
-    config = GPTConfig(**checkpoint.hyperparameters)
+    config = checkpoint.config
     ids = checkpoint.tokenizer.encode(TEXT)
     expected = list(attention_layers(checkpoint.load_weights(), config, ids))
     answer = ask(server, text=TEXT, scores=True, values=True).raise_for_status().json()

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from service.model.attention import attention_layers
-from service.model.config import GPTConfig
 from tests import reference
 from tests.helpers import save_random
 
@@ -14,9 +13,8 @@ IDS = [3, 14, 15, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]
 @pytest.mark.parametrize("n_kv_head", [1, 2, 4])
 def test_weights_equal_explicit_loops_within_the_window_and_beyond(tmp_path, n_kv_head):
     checkpoint = save_random(tmp_path / "c", n_layer=3, n_kv_head=n_kv_head)
-    config = GPTConfig(**checkpoint.hyperparameters)
-    layers = list(attention_layers(checkpoint.load_weights(), config, IDS))
-    assert len(IDS) > config.block_size
+    layers = list(attention_layers(checkpoint.load_weights(), checkpoint.config, IDS))
+    assert len(IDS) > checkpoint.config.block_size
     kept = []
     reference.logits(checkpoint.path, IDS, kept)
     found = np.concatenate([layer.weights for layer in layers])  # (n_layer · nh, T, T)

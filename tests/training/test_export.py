@@ -40,7 +40,7 @@ def test_gguf_has_the_same_tensors_and_vocabulary(tmp_path):
     reader = GGUFReader(tmp_path / "model.gguf")
     fields = {name: field.contents() for name, field in reader.fields.items()}
     assert fields["general.architecture"] == "qwen3"
-    assert fields["qwen3.context_length"] == checkpoint.hyperparameters["block_size"]
+    assert fields["qwen3.context_length"] == checkpoint.config.block_size
     tokens = [bytes.fromhex(token.replace("\\x", "")).decode() for token in fields["tokenizer.ggml.tokens"]]
     assert tokens == VOCABULARY
     tensors = {tensor.name: tensor.data for tensor in reader.tensors}

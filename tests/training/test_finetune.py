@@ -1,5 +1,6 @@
 """Runs that start from a checkpoint: shape, vocabulary, weights, lineage, and resuming without the checkpoint."""
 
+import dataclasses
 import random
 import shutil
 
@@ -43,7 +44,7 @@ def test_a_run_starts_from_the_weights_and_keeps_vocabulary_and_shape(tmp_path, 
     assert end["whole"] < first["val_loss"]
     for name in ("last", "best"):
         tuned = Checkpoint.read(out / name)
-        assert tuned.hyperparameters == source.hyperparameters
+        assert tuned.config == source.config
         assert tuned.tokenizer.characters == VOCABULARY
     assert tuned.load_model()(text[None, :50]).shape == (1, 50, len(VOCABULARY))
     assert whole_loss(tuned.load_model(), val) == pytest.approx(end["whole"], rel=1e-6)
@@ -83,7 +84,7 @@ def test_extending_the_vocabulary_preserves_existing_ids_and_logits(tmp_path, so
     origin = load_origin(config(tmp_path, source, extend_vocabulary=True), sorted({*TEXT, "é", "1", "漢"}))
     assert origin.tokenizer.characters == [*VOCABULARY, "1", "é", "漢"]
     old = source.load_model()
-    extended = type(old)(type(old.config)(**source.hyperparameters | {"vocab_size": 64})).eval()
+    extended = type(old)(dataclasses.replace(source.config, vocab_size=64)).eval()
     extended.load_state_dict(origin.weights)
     idx = torch.randint(61, (2, 30), generator=torch.Generator().manual_seed(0))
     logits = extended(idx)
@@ -123,7 +124,7 @@ def test_resuming_without_the_checkpoint_gives_the_same_bytes(tmp_path, source, 
     assert weights(out) == weights(tmp_path / "uninterrupted") and events(out) == events(tmp_path / "uninterrupted")
     lineages = [Checkpoint.read(folder / "best").training["init_from"] for folder in (out, tmp_path / "uninterrupted")]
     assert lineages[0] == lineages[1] and lineages[0]["added_characters"] == "âç"
-    assert Checkpoint.read(out / "best").hyperparameters["rope_theta"] == 500
+    assert Checkpoint.read(out / "best").config.rope_theta == 500
 
 
 def test_a_run_does_not_overwrite_its_starting_checkpoint(tmp_path, source):
