@@ -38,6 +38,9 @@ STEPS = (1, 4, 8, 16)  # decode steps of a graph
 PIECE = 64  # characters of a prompt per row of a block, at most W
 BLOCK = 8  # pieces of a block
 
+# Waits for a launch: what it gave, and its seconds on a GPU; 0 on a CPU, where the launch itself took them.
+Wait = Callable[[], tuple[list[np.ndarray], float]]
+
 
 class CudaRunner(Runner):
     """`model` is copied in `dtype` to `device`, and graphs are captured for it.
@@ -120,14 +123,15 @@ class CudaRunner(Runner):
         def collect() -> Outcome:
             ids = np.full((len(pieces), 1), NONE, dtype=np.int32)
             logits: dict[int, list[np.ndarray]] = {}  # of pieces with a report: (T, V)
-            for part, launch in launches:
-                chosen, *given = launch.wait()
+            seconds = 0.0
+            for part, wait in launches:
+                (chosen, *given), taken = wait()
+                seconds += taken
                 for r, (b, offset) in enumerate(part):
                     if chosen[r] != NONE:
                         ids[b, 0] = chosen[r]
                     if pieces[b].report is not None:
                         logits.setdefault(b, []).append(given[0][r, : len(pieces[b].ids) - offset])
-            seconds = sum(launch.seconds for _, launch in launches)
             reports = {b: pieces[b].report_of(np.concatenate(some), int(ids[b, 0])) for b, some in logits.items()}
             return Outcome(ids, reports, seconds)
 
@@ -147,15 +151,14 @@ class CudaRunner(Runner):
         self._positions[slots] += steps
         size = next(k for k in STEPS if k >= K)
         needs_all = bool(self._sampler.needs_all[slots].any())
-        launch = self._launch(self._plan, ("decode", size, needs_all))
-        gives = [self._chosen[:size]]
+        gives = [lambda: self._chosen[:size]]
         if reports:  # of these rows alone: all slots' are megabytes
             which = torch.from_numpy(slots[list(reports)])
-            gives.append(self._logits[:K].index_select(1, which.to(self._device, non_blocking=True)))
-        launch.take(gives)
+            gives.append(lambda: self._logits[:K].index_select(1, which.to(self._device, non_blocking=True)))
+        wait = self._launch(self._plan, ("decode", size, needs_all), gives)
 
         def collect() -> Outcome:
-            chosen, *logits = launch.wait()
+            (chosen, *logits), seconds = wait()
             ids = np.ascontiguousarray(chosen[:K, slots].T)  # (B, K)
             for b in np.flatnonzero((ids == FAILED).any(axis=1)).tolist():
                 ids[b, ids[b].tolist().index(FAILED) + 1 :] = NONE
@@ -163,7 +166,7 @@ class CudaRunner(Runner):
                 b: report_of(logits[0][: steps[b], i], np.maximum(ids[b, : steps[b]], 0), report)
                 for i, (b, report) in enumerate(reports.items())
             }
-            return Outcome(ids, found, launch.seconds * K / size)
+            return Outcome(ids, found, seconds * K / size)
 
         return collect
 
@@ -172,7 +175,7 @@ class CudaRunner(Runner):
 
     # -- schedule --
 
-    def _launch_block(self, pieces: list[Piece], part: list[tuple[int, int]]) -> Launch:
+    def _launch_block(self, pieces: list[Piece], part: list[tuple[int, int]]) -> Wait:
         plan, T = self._pieces.host, self.piece
         plan["slot"][:] = self.slots
         for name in ("start", "count", "chooses", "ids"):
@@ -193,9 +196,8 @@ class CudaRunner(Runner):
                 if piece.guide is not None:
                     guides[slot] = piece.guide
         self._mask(guides)
-        launch = self._launch(self._pieces, ("prefill", wants_logits, needs_all))
-        launch.take([self._first] + [self._piece_logits] * wants_logits)
-        return launch
+        gives = [lambda: self._first, lambda: self._piece_logits][: 1 + wants_logits]
+        return self._launch(self._pieces, ("prefill", wants_logits, needs_all), gives)
 
     def _mask(self, guides: dict[int, Guide]) -> None:
         """Allow in the next launch what the guides allow, by slot."""
@@ -205,12 +207,29 @@ class CudaRunner(Runner):
 
     # -- replay --
 
-    def _launch(self, plan: Plan, graph: tuple[object, ...]) -> Launch:
+    def _launch(self, plan: Plan, graph: tuple[object, ...], gives: list[Callable[[], Tensor]]) -> Wait:
+        """Replay a graph, and then copy to pinned memory what it gives."""
         self._sampler.send()
-        launch = Launch(self._device)
+        is_cuda = self._device.type == "cuda"
+        # blocking: whoever waits leaves its core to others
+        events = [torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2)] if is_cuda else []
+        if is_cuda:
+            events[0].record()
         plan.send()
         self._graphs[graph]()
-        return launch
+        tensors = [give() for give in gives]
+        copies = [torch.empty(it.shape, dtype=it.dtype, pin_memory=is_cuda) for it in tensors]
+        for copy, tensor in zip(copies, tensors, strict=True):
+            copy.copy_(tensor, non_blocking=True)
+        if is_cuda:
+            events[1].record()
+
+        def wait() -> tuple[list[np.ndarray], float]:
+            if is_cuda:
+                events[1].synchronize()
+            return [copy.numpy() for copy in copies], events[0].elapsed_time(events[1]) / 1e3 if is_cuda else 0.0
+
+        return wait
 
     def _capture_all(self) -> None:
         self._pieces.tensors["slot"].fill_(self.slots)  # as no slot runs yet, each row writes where nobody reads
@@ -382,36 +401,6 @@ class Plan:
 
     def send(self) -> None:
         send(self._host_side.numpy(), self._device_side)
-
-
-class Launch:
-    """One replay that is under way, and the copy of what it gives."""
-
-    def __init__(self, device: torch.device):
-        self._is_cuda = device.type == "cuda"
-        if self._is_cuda:  # blocking: whoever waits leaves its core to others
-            self._begun, self._ended = (torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2))
-            self._begun.record()
-
-    def take(self, tensors: list[Tensor]) -> None:
-        """Copy them into pinned memory, once the replay has ended."""
-        taken = [torch.empty(it.shape, dtype=it.dtype, pin_memory=self._is_cuda) for it in tensors]
-        for host, tensor in zip(taken, tensors, strict=True):
-            host.copy_(tensor, non_blocking=True)
-        self._taken = [host.numpy() for host in taken]
-        if self._is_cuda:
-            self._ended.record()
-
-    def wait(self) -> list[np.ndarray]:
-        """What it gave."""
-        if self._is_cuda:
-            self._ended.synchronize()
-        return self._taken
-
-    @property
-    def seconds(self) -> float:
-        """On a GPU, once it has ended; 0 on a CPU, where the call took all of the time."""
-        return float(self._begun.elapsed_time(self._ended)) / 1e3 if self._is_cuda else 0.0
 
 
 @functools.cache

@@ -147,7 +147,7 @@ class Engine:
         """Queue a sequence.
 
         Raises:
-            QueueFullError: its client has no free slot and no place in the queue; nothing was queued.
+            BusyError: its client has no free slot and no place in the queue; nothing was queued.
         """
         sequence = Sequence(request, self.clock(), self.config.receptive_field)
         self.scheduler.add(sequence)

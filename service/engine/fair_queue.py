@@ -45,7 +45,6 @@ class FairQueue:
         self._by_running: list[tuple[Any, ...]] = []  # heap of (running / weight, tag, order, version, client)
         self._numbers = itertools.count(1)
         self._lengths: Counter[tuple[int, float]] = Counter()  # clients by (waiting sequences, weight)
-        self._num_clients_waiting = 0
 
     def add(self, sequence: Sequence) -> None:
         name, weight = self.identity(sequence.request)
@@ -127,7 +126,7 @@ class FairQueue:
     def is_below_part(self, request: Submit, max_waiting: int) -> bool:
         """Whether the client of a new request has fewer waiting sequences than an equal part of `max_waiting`."""
         num_waiting = self.num_waiting_of(request)
-        return num_waiting < max_waiting / (self._num_clients_waiting + (num_waiting == 0))
+        return num_waiting < max_waiting / (sum(self._lengths.values()) + (num_waiting == 0))
 
     def num_waiting_of(self, request: Submit) -> int:
         client = self._clients.get(self.identity(request)[0])
@@ -153,7 +152,6 @@ class FairQueue:
         self.num_waiting += change
         for length, one in ((before, -1), (client.num_waiting, 1)):
             if length:
-                self._num_clients_waiting += one
                 self._lengths[length, client.weight] += one
                 if not self._lengths[length, client.weight]:
                     del self._lengths[length, client.weight]
@@ -169,7 +167,7 @@ class FairQueue:
         heapq.heappush(self._by_tag, entry)
         heapq.heappush(self._by_running, (client.num_running / client.weight, *entry))
         for heap in (self._by_tag, self._by_running):
-            if len(heap) > 2 * self._num_clients_waiting + 64:
+            if len(heap) > 2 * len(self._clients) + 64:
                 heap[:] = filter(_is_valid, heap)
                 heapq.heapify(heap)
 

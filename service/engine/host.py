@@ -17,7 +17,7 @@ from pathlib import Path
 
 from service.catalog import Listing, Version
 from service.engine.engine import Engine
-from service.engine.scheduler import LongWaitError
+from service.engine.scheduler import BusyError
 from service.model.params import SamplingParams
 from service.observe.metrics import Metrics
 from service.shared import SharedState
@@ -44,13 +44,12 @@ class Hosted:
     def submit(self, request: Submit, max_queue_seconds: float) -> None:
         """
         Raises:
-            LongWaitError: it would wait for longer than it may.
-            QueueFullError: as Engine.submit.
+            BusyError: it would wait for longer than it may; or as Engine.submit.
         """
         wait = self.expected_wait(request)
         limit = min(request.timeout_seconds, max_queue_seconds)
         if wait > limit and not request.must_run:
-            raise LongWaitError(wait, limit)
+            raise BusyError(f"expected wait for a slot is {wait:.1f} s (limit {limit:g} s)")
         self.engine.submit(request)
 
     def expected_wait(self, request: Submit) -> float:

@@ -33,18 +33,8 @@ def reserved_slots(max_running: int) -> int:
     return max(1, max_running // 8)
 
 
-class QueueFullError(Exception):
-    """Not accepted: the queue holds its maximum."""
-
-    def __init__(self, limit: int):
-        super().__init__(f"queue full (limit {limit})")
-
-
-class LongWaitError(Exception):
-    """Not accepted: it would wait for longer than it may."""
-
-    def __init__(self, seconds: float, limit: float):
-        super().__init__(f"expected wait for a slot is {seconds:.1f} s (limit {limit:g} s)")
+class BusyError(Exception):
+    """Not accepted: the queue is full, or the expected wait too long; the message says which."""
 
 
 class Found(NamedTuple):
@@ -137,10 +127,10 @@ class Scheduler:
         """Queue a sequence.
 
         Raises:
-            QueueFullError: its client has no free slot and no place in the queue; nothing was queued.
+            BusyError: its client has no free slot and no place in the queue; nothing was queued.
         """
         if not sequence.request.must_run and not self._has_place(sequence.request):
-            raise QueueFullError(self.max_waiting)
+            raise BusyError(f"queue full (limit {self.max_waiting})")
         self.queue.add(sequence)
         self._by_id[sequence.id] = sequence
         if sequence.deadline < math.inf:

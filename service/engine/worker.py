@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from litserve import LitAPI
 from litserve.loops.base import LitLoop
 
-from service.engine.scheduler import LongWaitError, QueueFullError, reserved_slots
+from service.engine.scheduler import BusyError, reserved_slots
 from service.observe.logs import configure_logging
 from service.process import die_with_parent, relax_garbage_collector
 from service.shared import SharedState
@@ -187,7 +187,7 @@ class EngineLoop(LitLoop):
                 try:
                     hosted = host.models[message.model]  # KeyError: replaced, and this process has started since
                     hosted.submit(message, lit_api.settings.max_queue_seconds)
-                except (LongWaitError, QueueFullError) as error:
+                except BusyError as error:
                     seconds = max(1, min(MAX_RETRY_SECONDS, math.ceil(hosted.expected_wait(message))))
                     sockets.send(Refused(message.id, str(error), seconds), consumer_id)
                 except Exception:  # of this request alone

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from service.engine import worker
-from service.engine.scheduler import QueueFullError
+from service.engine.scheduler import BusyError
 from service.wire import Delta, Submit
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class StubEngine:
 
     def submit(self, request: Submit) -> None:
         if len(self._left) >= self.limit:
-            raise QueueFullError(self.limit)
+            raise BusyError(f"queue full (limit {self.limit})")
         self._left[request.id] = (request, request.max_tokens)
         self._new.add(request.id)
 
