@@ -82,7 +82,7 @@ class LineHandler(logging.Handler):
     `format_line` turns fields into a line. A record's `fields` and `request_ids` become part of it.
     """
 
-    def __init__(self, format_line: Callable[[Any], bytes]):
+    def __init__(self, format_line: Callable[[dict[str, Any]], bytes]):
         super().__init__()
         self.format_line = format_line
 
@@ -123,26 +123,6 @@ class LineHandler(logging.Handler):
         return fields
 
 
-class AccessLine(msgspec.Struct, gc=False):
-    """Of a request: the path of its route, not the query, which may contain a prompt."""
-
-    timestamp: str
-    level: str
-    logger: str
-    process: str
-    pid: int
-    message: str
-    method: str
-    handler: str
-    status: int | None
-    client: str
-    seconds: float
-    request_id: str
-    prompt_characters: int | msgspec.UnsetType = msgspec.UNSET  # these of one that runs the model
-    completion_characters: int | msgspec.UnsetType = msgspec.UNSET
-    endings: dict[str, int] | msgspec.UnsetType = msgspec.UNSET
-
-
 class AccessLog:
     """Lines of requests, written several at a time: a system call for each would cost as much as a small answer.
 
@@ -151,19 +131,25 @@ class AccessLog:
 
     def __init__(self) -> None:
         self._logger = logging.getLogger("service.access")
-        self._lines: list[AccessLine] = []
+        self._lines: list[dict[str, Any]] = []
         self._process, self._pid = process_name(), os.getpid()
 
-    def add(self, level: int, method: str, route: str, status: int | None, client: str, *others: Any) -> None:
-        """A line of a request, if its level is shown; the others are the last fields of AccessLine."""
-        if not self._logger.isEnabledFor(level):
-            return
-        self._lines.append(
-            AccessLine(
-                _timestamp(int(1000 * time.time())), _LEVELS[level], self._logger.name, self._process, self._pid,
-                f"{method} {route} {status}", method, route, status, client, *others,
-            )
-        )  # fmt: skip
+    def add(
+        self, level: int, method: str, route: str, status: int | None, client: str, seconds: float, id: str, *ran: Any
+    ) -> None:
+        """A line of a request, if its level is shown: with its route, not the query, which may contain a prompt.
+
+        ran: of one that runs the model: the characters of prompts and completions, and the endings.
+        """
+        if self._logger.isEnabledFor(level):
+            line = {
+                "timestamp": _timestamp(int(1000 * time.time())), "level": _LEVELS[level], "logger": "service.access",
+                "process": self._process, "pid": self._pid, "message": f"{method} {route} {status}", "method": method,
+                "handler": route, "status": status, "client": client, "seconds": seconds, "request_id": id,
+            }  # fmt: skip
+            if ran:
+                line["prompt_characters"], line["completion_characters"], line["endings"] = ran
+            self._lines.append(line)
 
     def flush(self) -> None:
         """Each write is of whole lines, and no longer than one that other processes' writes cannot interrupt."""
@@ -188,15 +174,12 @@ def _timestamp(milliseconds: int) -> str:
     return datetime.fromtimestamp(milliseconds / 1000, UTC).isoformat(timespec="milliseconds")[:23] + "Z"
 
 
-def json_line(fields: dict[str, Any] | AccessLine) -> bytes:
+def json_line(fields: dict[str, Any]) -> bytes:
     return msgspec.json.encode(fields) + b"\n"
 
 
-def text_line(fields: dict[str, Any] | AccessLine) -> bytes:
+def text_line(fields: dict[str, Any]) -> bytes:
     """For a terminal: local time of day, the message, further fields, request ids."""
-    if isinstance(fields, AccessLine):
-        given = msgspec.structs.asdict(fields)
-        fields = {name: value for name, value in given.items() if value is not msgspec.UNSET}
     clock = datetime.fromisoformat(fields["timestamp"]).astimezone().time().isoformat("milliseconds")
     line = f"{clock} {fields['level']} {fields['process']} {fields['logger']}: {fields['message']}"
     line += "".join(f" {name}={value}" for name, value in fields.items() if name not in FIXED_FIELDS)
