@@ -159,9 +159,7 @@ class CudaRunner(Runner):
 
         def collect() -> Outcome:
             (chosen, *logits), seconds = wait()
-            ids = np.ascontiguousarray(chosen[:K, slots].T)  # (B, K)
-            for b in np.flatnonzero((ids == FAILED).any(axis=1)).tolist():
-                ids[b, ids[b].tolist().index(FAILED) + 1 :] = NONE
+            ids = chosen[:K, slots].T  # (B, K)
             found = {
                 b: report_of(logits[0][: steps[b], i], np.maximum(ids[b, : steps[b]], 0), report)
                 for i, (b, report) in enumerate(reports.items())

@@ -42,7 +42,7 @@ class TorchRunner(Runner):
 
     def start(self, slot: int, params: SamplingParams, prompt: Sequence[int]) -> None:
         self._sampler.start(slot, params, prompt)
-        self.cache.lengths[slot] = 0
+        self.cache.empty(slot)
         self._draws.start(slot, params.seed)
 
     def copy(self, source: int, target: int, length: int) -> None:
@@ -84,19 +84,15 @@ class TorchRunner(Runner):
         ids = np.full((B, K), NONE, dtype=np.int32)
         u = self._draws.take(slots, steps)
         found = {b: Logprobs() for b in reports}
-        alive = np.ones(B, dtype=bool)
         idx = torch.from_numpy(self._last[:width, None])  # shares memory: what `_choose` writes is fed next
         for k in range(K):
-            rows = np.flatnonzero(alive & (steps > k))
-            if not len(rows):
-                break
+            rows = np.flatnonzero(steps > k)
             counts = np.zeros(width, dtype=np.int64)
             counts[slots[rows]] = 1
             cache = CacheRows(self.cache, range(width), counts.tolist())
             logits = self.model(idx.to(self._device), cache).cpu()[slots[rows], -1].double()  # (rows, V)
             row_guides = {i: guides[b] for i, b in enumerate(rows.tolist()) if b in guides}
             ids[rows, k] = self._choose(logits, slots[rows], u[rows, k], row_guides)
-            alive = ids[:, k] != FAILED
             for i, b in enumerate(rows.tolist()) if reports else ():
                 if b in reports:
                     found[b].extend(report_of(logits[i : i + 1].numpy(), ids[b, k : k + 1], reports[b]))

@@ -69,7 +69,7 @@ class Piece(NamedTuple):
 class Outcome:
     """What a forward over B rows gave."""
 
-    ids: np.ndarray  # (B, K) int32; NONE past a row's steps; FAILED, then NONE, where logits are not finite
+    ids: np.ndarray  # (B, K) int32; NONE past a row's steps; FAILED where logits are not finite, then anything
     reports: Mapping[int, Logprobs]  # of each row that wants one, NaN where logits are not finite; others may follow
     seconds: float = 0.0  # on the device; 0: as long as the call took
 

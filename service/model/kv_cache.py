@@ -29,7 +29,12 @@ class KVCache:
         shape = (config.n_layer, slots + 1, config.n_kv_head, self.window, config.head_dim)
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
         self.values = torch.zeros(shape, device=device, dtype=dtype)
-        self.lengths = [0] * (slots + 1)  # characters seen by each slot; may exceed W; 0 empties it
+        self.lengths = [0] * (slots + 1)  # characters seen by each slot; may exceed W
+
+    def empty(self, slot: int) -> None:
+        """Before another sequence. A masked key or value counts 0 times, which one that is not finite would survive."""
+        self.lengths[slot] = 0
+        self.keys[:, slot] = self.values[:, slot] = 0.0
 
     def copy(self, source: int, target: int, length: int) -> None:
         """The first `length` positions of a slot become another slot's whole content."""

@@ -343,14 +343,15 @@ def test_timeouts_end_running_and_waiting_sequences(make):
 
 
 def test_non_finite_logits_end_only_their_sequence(make, exact):
-    """The embedding of one character is NaN: neither the others are harmed, nor whoever gets the slot next."""
+    """The embedding of one character is NaN: neither the others are harmed, nor whoever gets the slot next, although
+    its ring still has a key that is not finite where a longer text beside it has one."""
     fine = [Submit(number, [1, 2, 3], 30, SamplingParams(seed=5)) for number in (1, 2, 3)]
     expected = exact.generate([1, 2, 3], 30, fine[0].sampling)
     broken = random_model(torch.float64, block_size=8)
     bad = next(id for id in range(4, 61) if id not in expected)
     broken.embed.weight[bad] = float("nan")
     engine = make(2, broken)
-    for s in (Submit(0, [bad, 1], 30, SamplingParams()), *fine):
+    for s in (Submit(0, [1] * 6 + [bad], 30, SamplingParams()), *fine):
         engine.submit(s)
     texts = {}
     assert collect(engine, texts) == {0: "error", 1: "length", 2: "length", 3: "length"}
