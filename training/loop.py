@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from service.model.checkpoint import Checkpoint
@@ -77,6 +77,18 @@ class InterruptedRun(Exception):
         self.number = number
 
 
+@torch.no_grad()
+def init_weights(model: GPT) -> None:
+    """Embedding of std 1, hidden matrices of std 1/√C, output projections 0: each block starts as the identity."""
+    nn.init.normal_(model.embed.weight)
+    nn.init.normal_(model.head.weight, std=0.001)
+    for name, weight in model.blocks.named_parameters():
+        if name.endswith("proj.weight"):
+            nn.init.zeros_(weight)
+        elif weight.ndim == 2:
+            nn.init.normal_(weight, std=model.config.n_embd**-0.5)
+
+
 class Run:
     """The state of one run: weights, optimizers, sampler, progress, and its folder.
 
@@ -101,7 +113,9 @@ class Run:
         self.rows = self.sampler.rows(config.tokens_per_step)  # of a step
         self.teachers = Teachers(config, corpus.tokenizer) if config.teachers else None
         torch.manual_seed(config.seed)
-        self.model = GPT(config.model_config(corpus.tokenizer.vocab_size)).to(self.device)
+        self.model = GPT(config.model_config(corpus.tokenizer.vocab_size))
+        init_weights(self.model)
+        self.model.to(self.device)
         self.forward = training_forward(self.model, config)
         self.gradients = FlatGradients(self.model, extra=5)
         self.lineage = origin.lineage if origin else None

@@ -141,18 +141,6 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = nn.RMSNorm(config.n_embd, config.norm_eps)
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.init_weights()
-
-    @torch.no_grad()
-    def init_weights(self) -> None:
-        """Embedding of std 1, hidden matrices of std 1/√C, output projections 0: each block starts as the identity."""
-        nn.init.normal_(self.embed.weight)
-        nn.init.normal_(self.head.weight, std=0.001)
-        for name, weight in self.blocks.named_parameters():
-            if name.endswith("proj.weight"):
-                nn.init.zeros_(weight)
-            elif weight.ndim == 2:
-                nn.init.normal_(weight, std=self.config.n_embd**-0.5)
 
     def forward(self, idx: Tensor, cache: CacheRows | None = None) -> Tensor:
         """Character ids idx (B, T) -> logits (B, T, V).
