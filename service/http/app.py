@@ -238,7 +238,7 @@ class App:
             if request.path.endswith(("/v1/chat/completions", "/v1/responses")):
                 raise ApiError(404, f"{shown}: there is no chat; use /v1/completions, which continues a text")
             raise ApiError(404, f"{shown}: Not Found")
-        if operation.is_refused_early and settings.fair_queueing:
+        if operation.is_refused_early:
             self.service.client.refuse_if_full(request.lease.client)
         if operation.request is not None:
             check_content_type(headers)

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 LATE_SECONDS = 5.0  # grace period after the deadline, before a sequence without news is given up
 CONNECT_SECONDS = 5.0  # how long a starting HTTP process waits for a first worker
 MAX_RUNS = 2  # of a sequence, if workers are lost: it may be what ends them
+REFUSING_SECONDS = 0.1  # after a worker's queue was full for a client, for which others of it are refused at once
 REPLACING_SECONDS = 2.0  # after a worker was lost, for which new requests wait for another before they are refused
 
 
@@ -40,8 +41,8 @@ def come_all(generations: Iterable[Generation]) -> None:
         generation.come()
 
 
-def _queue_full(refused: Refused, seconds: int) -> ApiError:
-    return ApiError(429, refused.message, code="queue_full", retry_after_seconds=seconds)
+def _queue_full(refused: Refused) -> ApiError:
+    return ApiError(429, refused.message, code="queue_full", retry_after_seconds=refused.retry_after_seconds)
 
 
 def _not_ready() -> ApiError:
@@ -67,8 +68,7 @@ class EngineClient:
         self.metrics = metrics
         self.state, self.consumer_id = state, consumer_id
         self._hang_seconds, self._capacity = hang_seconds, capacity
-        self._by_client: dict[str, int] = {}  # sequences of each client that workers have
-        self._refused: dict[str, tuple[Refused, float]] = {}  # by client: the last refusal, and until when it holds
+        self._refused: dict[str, tuple[Refused, float]] = {}  # by client, of a full queue; and until when it holds
         self.num_models = 1
         self._lost_at = -math.inf  # when a worker was lost most recently
         self.loop = asyncio.get_running_loop()
@@ -96,17 +96,14 @@ class EngineClient:
     def refuse_if_full(self, client: str) -> None:
         """Spare a flood's requests the way to a worker that would refuse them.
 
-        Raises ApiError: 429, the client has as many sequences as all workers accept of it.
+        Raises ApiError: 429, a worker's queue was full for the client a moment ago, and none of its sequences has ended
+        since.
         """
-        if client not in self._refused:
-            return
-        if self._by_client.get(client, 0) < self._capacity * self.num_models * len(self.state.worker_names):
-            return
-        refused, until = self._refused[client]
-        seconds = math.ceil(until - time.monotonic())
-        if seconds > 0:
-            self.metrics.request_rejected("queue_full")
-            raise _queue_full(refused, seconds)
+        if client in self._refused and self.num_models == 1:
+            refused, until = self._refused[client]
+            if time.monotonic() < until:
+                self.metrics.request_rejected("queue_full")
+                raise _queue_full(refused)
 
     def start(
         self,
@@ -150,8 +147,6 @@ class EngineClient:
         sequence.submit.id = sequence_id(self.consumer_id, next(self._numbers))
         self._running[sequence.submit.id] = (generation, sequence)
         generation.open.add(sequence.submit.id)
-        client = sequence.submit.client
-        self._by_client[client] = self._by_client.get(client, 0) + 1
         self._send(generation, sequence)
 
     def _send(self, generation: Generation, sequence: SequenceState) -> None:
@@ -189,6 +184,8 @@ class EngineClient:
                 self._refuse(id, "not_ready", _not_ready())
         for generation in [it for it, until in self._open.items() if until <= now]:
             self.abort(generation, "timeout")
+        for client in [it for it, (_, until) in self._refused.items() if until <= now]:
+            del self._refused[client]
 
     def _refuse(self, id: int, reason: str, error: ApiError) -> None:
         """A sequence was not accepted: nor are those of its request that no worker had; the others are aborted."""
@@ -294,9 +291,10 @@ class EngineClient:
                     for delta in message.deltas:
                         self._received_delta(delta, now)
                 case Refused(id) if id in self._running:
-                    client, seconds = self._running[id][1].submit.client, message.retry_after_seconds
-                    self._refused[client] = message, now + seconds
-                    self._refuse(id, "queue_full", _queue_full(message, seconds))
+                    client = self._running[id][1].submit.client
+                    self._refuse(id, "queue_full", _queue_full(message))
+                    if message.is_full:
+                        self._refused[client] = message, now + REFUSING_SECONDS
                 case WorkerFound():
                     for generation, sequence in list(self._running.values()):
                         self._run_again(generation, sequence)
@@ -393,11 +391,8 @@ class EngineClient:
         if self._homeless:
             self._homeless.pop(id, None)
         generation.open.discard(id)
-        client = sequence.submit.client
-        self._by_client[client] -= 1
-        if not self._by_client[client]:
-            del self._by_client[client]
-            self._refused.pop(client, None)
+        if self._refused:
+            self._refused.pop(sequence.submit.client, None)
         self._leave(sequence)
         if generation.pending:
             self._submit_next(generation, must_run=True)

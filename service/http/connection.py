@@ -60,7 +60,7 @@ class Connection(asyncio.Protocol):
         self._server, self._idle_seconds = server_state, config.timeout_keep_alive
         self._grace_seconds = config.timeout_graceful_shutdown or 1
         self._loop = _loop or asyncio.get_running_loop()
-        self._network: str | None = None  # None: not admitted
+        self._admission: tuple[int, int] | None = None  # None: not admitted
         self.peer = ""
         self.is_secure = False
         self.transport: asyncio.Transport
@@ -75,8 +75,9 @@ class Connection(asyncio.Protocol):
         self._headers: Headers = []
         self._reading: Request | None = None  # whose body arrives
         self._parsed: deque[Request] = deque()  # behind the current one
-        self._unparsed = b""  # read, but to be parsed when pipelined requests have been answered
+        self._unparsed = b""  # read, but to be parsed when pipelined requests have been answered, or in a later turn
         self._is_held = False  # reading stops until then
+        self._is_waiting = False  # for its turn
         # Answering.
         self.current: Request | None = None
         self._is_advancing = False
@@ -85,6 +86,7 @@ class Connection(asyncio.Protocol):
         self._drained: asyncio.Future[None] | None = None
         self.is_full = False  # the client does not read what was written
         # Ending.
+        self._has_closed = False  # after the last answer
         self._is_ending = False  # uvicorn shuts down
         self._refusal: ApiError | None = None
         self._is_lingering = False
@@ -94,14 +96,12 @@ class Connection(asyncio.Protocol):
 
     def admit(self, address: str) -> None:
         """Raises RefusedRequest: there are too many connections."""
-        network = network_of(address) or "unknown"
-        self.limits.admit(network)
-        self._network = network
+        self._admission = self.limits.admit(network_of(address) or "unknown")
 
     def leave(self) -> None:
-        if self._network is not None:
-            self.limits.leave(self._network)
-            self._network = None
+        if self._admission is not None:
+            self.limits.leave(self._admission)
+            self._admission = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.transport = transport
@@ -114,7 +114,7 @@ class Connection(asyncio.Protocol):
         peer = transport.get_extra_info("peername")
         if isinstance(peer, (tuple, list)) and len(peer) >= 2:
             self.peer = str(peer[0])
-        if self._network is None:  # otherwise TlsServer has admitted it
+        if self._admission is None:  # otherwise TlsServer has admitted it
             if not self.peer:  # gone already
                 transport.abort()
                 return
@@ -203,9 +203,28 @@ class Connection(asyncio.Protocol):
             self._discarded_bytes += len(data)
             if self._discarded_bytes > LINGER_BYTES:
                 self.transport.abort()
-        elif self._is_held:
+        elif self._is_held or self._is_waiting:
             self._unparsed += data
+            if len(self._unparsed) > MAX_QUEUED_BYTES:
+                self._hold()
+        elif data.startswith(b"POST ") and self.limits.must_wait(self, self._loop):
+            self._unparsed, self._is_waiting = data, True
+            if self.current is None:
+                self.deadline = math.inf
         else:
+            self._parse(data)
+
+    @property
+    def _is_closing(self) -> bool:
+        """Nothing more is answered."""
+        return self._has_closed or self._is_lingering or self.transport.is_closing()
+
+    def take_turn(self) -> None:
+        """Parse what had to wait."""
+        self._is_waiting = False
+        data, self._unparsed = self._unparsed, b""
+        self._release()
+        if not self._is_closing:
             self._parse(data)
 
     def _parse(self, data: bytes) -> None:
@@ -233,7 +252,7 @@ class Connection(asyncio.Protocol):
                     return
             if self._parsed or (self.current is not None and not self.current.is_running):
                 self._advance()
-                if self._refusal is not None or self._is_lingering or self.transport.is_closing():
+                if self._refusal is not None or self._is_closing:
                     return
             if self._parsed and (
                 len(self._parsed) >= MAX_PIPELINED or sum(it.num_body_bytes for it in self._parsed) > MAX_QUEUED_BYTES
@@ -324,7 +343,7 @@ class Connection(asyncio.Protocol):
             while True:
                 request = self.current
                 if request is None:
-                    if not self._parsed or self._is_lingering or self.transport.is_closing():
+                    if not self._parsed or self._is_closing:
                         break
                     request = self.current = self._parsed.popleft()
                     request.responder = self
@@ -353,11 +372,11 @@ class Connection(asyncio.Protocol):
         self._server.total_requests += 1
         self._awaits_first = False
         if not self._keeps_alive or self._is_ending:
-            self.limits.flush()
             if not request.is_complete and not self.transport.is_closing():
                 self.linger()
             else:
-                self.transport.close()
+                self._has_closed = True
+                self.limits.close(self.transport)
                 self.deadline = time.monotonic() + self._idle_seconds  # until the client has read the answer
             return
         self.deadline = time.monotonic() + (
@@ -365,10 +384,9 @@ class Connection(asyncio.Protocol):
         )
         if self._parsed or self._refusal is not None:
             self._advance()
-        if self._is_held and not self._parsed and self.current is None and self._refusal is None:
-            data, self._unparsed = self._unparsed, b""
-            self._release()
-            self._parse(data)
+        has_room = not self._parsed and self.current is None and self._refusal is None
+        if self._is_held and has_room and not self._is_waiting:
+            self.take_turn()
 
     # -- answering --
 
@@ -460,7 +478,7 @@ class Connection(asyncio.Protocol):
 
     def _refuse(self, error: ApiError, reason: str) -> None:
         """Answer with an error and close, once the requests before are answered."""
-        if self.transport.is_closing():
+        if self._is_closing:
             return
         self.limits.count_rejection(reason)
         logger.debug("refused: %s", error.message)
@@ -470,7 +488,7 @@ class Connection(asyncio.Protocol):
         self._advance()  # what came before
         request = self.current
         if request is None:
-            if not self._is_lingering and not self.transport.is_closing():
+            if not self._is_closing:
                 self._write_refusal(error)
         elif request is self._reading:  # the current one is at fault
             has_begun = self._has_begun
@@ -484,13 +502,15 @@ class Connection(asyncio.Protocol):
 
     def _write_refusal(self, error: ApiError) -> None:
         own = {"Content-Length": len(error.body), "X-Request-Id": os.urandom(16).hex()} | error.headers
-        self.limits.flush()
-        self.transport.write(_STATUS_LINES[error.status] + JSON + CLOSE + header_lines(own) + b"\r\n" + error.body)
+        self.limits.write(
+            self.transport, _STATUS_LINES[error.status] + JSON + CLOSE + header_lines(own) + b"\r\n" + error.body
+        )
         self.linger()
 
     def linger(self) -> None:
         """Close after LINGER_SECONDS: closing while data arrives would send a reset, and the client lose the answer."""
         self.deadline = time.monotonic() + LINGER_SECONDS
+        self.limits.flush(self.transport)
         if self.is_secure or self.limits.num_lingering >= self.limits.LINGERING:
             self.transport.close()
             return

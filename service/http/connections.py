@@ -13,6 +13,7 @@ import resource
 import socket
 import ssl
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LINGER_SECONDS = 1.0
+BUSY_SECONDS = 0.004  # for which requests are begun in one turn of the event loop, before others get theirs
 
 
 class OpenFilesError(ValueError):
@@ -80,14 +82,18 @@ class Connections:
         self.limit_per_address = max(1, share) if settings.max_connections_per_address else self.limit + self.RESERVED
         self.num_open = self.num_lingering = 0
         self.every: set[Connection] = set()
+        self._waiting: deque[Connection] = deque()  # with a request to be begun in a later turn of the event loop
+        self._turn_began_at: float | None = None  # None: no request has come in this turn
         self._held: dict[asyncio.Transport, bytes] | None = None  # None: writes are not held
+        self._closing: list[asyncio.Transport] = []  # once that is written
         self._defaults: tuple[object, bytes] = (None, b"")
 
-    def admit(self, network: str) -> None:
-        """Count a connection as open. Raises RefusedRequest: there are too many."""
+    def admit(self, network: str) -> tuple[int, int]:
+        """Count a connection as open, until `leave` with what this returns. Raises RefusedRequest: too many are."""
         options: dict[str, Any] = {"code": "too_many_connections", "retry_after_seconds": 1}
         with self._table as table:
-            rows = self._rows(network)
+            now = time.monotonic()
+            rows = table.row(f"connections {network}", now), table.row("connections", now)
             already, total = map(table.count, rows)
             if already >= self.limit_per_address:
                 message = f"your address has {plural(already, 'connection')} open, which is the maximum"
@@ -100,17 +106,14 @@ class Connections:
             self.num_open += 1
             for row in rows:
                 table.change(row, 1)
+        return rows
 
-    def leave(self, network: str) -> None:
+    def leave(self, rows: tuple[int, int]) -> None:
+        """rows: of its address, and of all, in the table: names that count keep theirs."""
         self.num_open -= 1
         with self._table as table:
-            for row in self._rows(network):
+            for row in rows:
                 table.change(row, -1)
-
-    def _rows(self, network: str) -> tuple[int, int]:
-        """In the table: of an address, and of all."""
-        now = time.monotonic()
-        return self._table.row(f"connections {network}", now), self._table.row("connections", now)
 
     def sweep(self, now: float) -> None:
         """End what has taken too long, by time.monotonic(); to be called ten times a second or more."""
@@ -121,6 +124,38 @@ class Connections:
                 logger.exception("a time limit could not be applied")
                 connection.deadline = math.inf
                 connection.transport.abort()
+
+    def must_wait(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> bool:
+        """Whether a connection's request is to be begun in a later turn of the event loop, by `take_turn`.
+
+        All that can be read is read in one turn. If 10,000 requests were begun in it too, not even the workers' frames
+        would be read before the last one.
+        """
+        if self._turn_began_at is None:
+            self._turn_began_at = time.monotonic()
+            loop.call_soon(self._next_turn, loop)
+            return False
+        if not self._waiting and time.monotonic() - self._turn_began_at < BUSY_SECONDS:
+            return False
+        self._waiting.append(connection)
+        return True
+
+    def _next_turn(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin requests that wait."""
+        if not self._waiting:
+            self._turn_began_at = None
+            return
+        loop.call_soon(self._next_turn, loop)
+        until = time.monotonic() + BUSY_SECONDS
+        self.hold_writes()
+        while self._waiting and time.monotonic() < until:
+            connection = self._waiting.popleft()
+            try:
+                connection.take_turn()
+            except Exception:  # of this connection alone
+                logger.exception("a request could not be begun")
+                connection.transport.abort()
+        self.write_held()
 
     def write(self, transport: asyncio.Transport, data: bytes) -> None:
         if self._held is None:
@@ -138,6 +173,7 @@ class Connections:
 
     def write_held(self) -> None:
         held, self._held = self._held, None
+        closing, self._closing = self._closing, []
         for transport, data in held.items() if held else ():
             if not transport.is_closing():
                 try:
@@ -145,12 +181,20 @@ class Connections:
                 except Exception:  # of this connection alone
                     logger.exception("an answer could not be written")
                     transport.abort()
+        for transport in closing:
+            transport.close()
 
-    def flush(self) -> None:
-        """Before a connection is closed."""
-        if self._held:
-            self.write_held()
-            self.hold_writes()
+    def flush(self, transport: asyncio.Transport) -> None:
+        """Write what is held of a connection."""
+        if self._held and (data := self._held.pop(transport, b"")):
+            transport.write(data)
+
+    def close(self, transport: asyncio.Transport) -> None:
+        """Once everything is written."""
+        if self._held is None:
+            transport.close()
+        else:
+            self._closing.append(transport)
 
     def default_headers(self, server: ServerState) -> bytes:
         """Those that uvicorn adds to each answer: the date, in another list each second."""

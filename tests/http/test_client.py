@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from service.catalog import Version
-from service.http.client import MAX_RUNS, EngineClient
+from service.http.client import MAX_RUNS, REFUSING_SECONDS, EngineClient
 from service.http.models import Model
 from service.http.schemas import ApiError
 from service.model.checkpoint import Checkpoint
@@ -264,24 +264,49 @@ def test_of_a_refused_request_nothing_more_is_submitted():
     run_with_sockets(main)
 
 
-def test_a_refusal_before_the_worker_is_asked_is_that_of_the_same_client():
+def test_a_refusal_before_the_worker_is_asked_is_that_of_the_same_client(monkeypatch):
+    monkeypatch.setattr("service.http.client.REFUSING_SECONDS", 60.0)
+
     async def main():
         async with connected() as peer:
             client = peer.client
-            client._capacity = 1
             running = {name: client.start(peer.model, [submit([0], client=name)], time.monotonic()) for name in "ab"}
             refused = client.start(peer.model, [submit([0], client="b")], time.monotonic())
             await peer.until(lambda: len(peer.received) == 3)
-            peer.worker.send(Refused(peer.received[2].id, "queue full", 30), 0)
+            peer.worker.send(Refused(peer.received[2].id, "queue full", 30, True), 0)
             task = asyncio.create_task(refused.whole())
             await peer.until(task.done)
             assert task.exception().headers["Retry-After"] == "30"
             client.refuse_if_full("a")  # was never refused, and asks the worker
             with pytest.raises(ApiError, match="queue full") as again:
                 client.refuse_if_full("b")
-            assert 29 <= int(again.value.headers["Retry-After"]) <= 30
-            for generation in running.values():
-                generation.abort()
+            assert again.value.headers["Retry-After"] == "30"
+            running["a"].abort()
+            with pytest.raises(ApiError):
+                client.refuse_if_full("b")
+            running["b"].abort()  # there may be a place now
+            client.refuse_if_full("b")
             assert not client._refused
+
+    run_with_sockets(main)
+
+
+def test_a_refusal_before_the_worker_is_asked_is_for_a_moment_and_of_a_full_queue():
+    async def main():
+        async with connected() as peer:
+            for is_full in (False, True):
+                generation = peer.client.start(peer.model, [submit([0], client="b")], time.monotonic())
+                await peer.until(lambda: peer.received)
+                peer.worker.send(Refused(peer.received.pop().id, "no", 30, is_full), 0)
+                task = asyncio.create_task(generation.whole())
+                await peer.until(task.done)
+                assert task.exception().status == 429
+                assert set(peer.client._refused) == ({"b"} if is_full else set())  # an expected wait depends on more
+            peer.client.num_models = 2  # whose queues are others
+            peer.client.refuse_if_full("b")
+            peer.client.num_models = 1
+            now = time.monotonic() + REFUSING_SECONDS
+            peer.client.sweep(now)
+            peer.client.refuse_if_full("b")
 
     run_with_sockets(main)

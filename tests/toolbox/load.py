@@ -131,13 +131,15 @@ class Reader:
             raise LoadError(f"the server closed a connection after {reply.num_bytes} bytes of {reply.asked}")
         reply.num_bytes += len(data)
         if not reply.head:
-            head, separator, body = (self._head + data).partition(b"\r\n\r\n")
+            if self._head:
+                data = self._head + data
+            head, separator, body = data.partition(b"\r\n\r\n")
             if not separator:
-                self._head = head
+                self._head = data
                 return False
             reply.head = head
             if self.accepts is not None and int(head[9:12]) not in self.accepts:
-                raise LoadError(f"{reply.asked} was answered {(head + body)[:500]!r}")
+                raise LoadError(f"{reply.asked} was answered {data[:500]!r}")
             lower = head.lower()
             self.closes = b"\r\nconnection: close" in lower
             at = lower.find(b"\r\ncontent-length:")
@@ -170,11 +172,12 @@ class Reader:
 class _Client:
     """A connection with one request at a time."""
 
-    reader: Reader | None = None  # None: idle
-    request: bytes
+    __slots__ = ("address", "is_stale", "num_asked", "port", "reader", "request", "sock")
 
     def __init__(self, port: int, address: str):
         self.port, self.address = port, address
+        self.reader: Reader | None = None  # None: idle
+        self.request = b""
 
     def connect(self, *, waits: bool) -> None:
         self.sock = socket.socket()
@@ -204,17 +207,16 @@ class _Client:
         if sent != len(self.request):
             raise LoadError(f"a request of {len(self.request)} bytes did not fit the socket")
 
-    def read(self) -> bool:
+    def read(self, reader: Reader) -> bool:
         """Read available data; True at the end of the response."""
-        assert self.reader is not None
         try:
             data = self.sock.recv(RECEIVE_BYTES)
         except (ConnectionError, TimeoutError):
             data = b""
-        if not data and self.num_asked > 1 and not self.reader.reply.num_bytes and self.reader.accepts is not None:
+        if not data and self.num_asked > 1 and not reader.reply.num_bytes and reader.accepts is not None:
             self.is_stale = True
             return False
-        return self.reader.feed(data)
+        return reader.feed(data)
 
 
 def run(
@@ -259,20 +261,17 @@ def run(
         selector.unregister(client.sock)
         client.sock.close()
 
-    def ask(client: _Client) -> None:
+    def ask(client: _Client, now: float) -> None:
         """What is due next."""
         nonlocal upcoming, in_flight
         assert upcoming is not None
         _, client.request, asked = upcoming
-        reply = Reply(asked, now := time.monotonic(), now)
+        reply = Reply(asked, now, now)
         replies.append(reply)
         client.reader = Reader(reply, marker, keep, accepts)
         if fresh:
             connect(client)
         else:
-            if client.is_closed():
-                disconnect(client)
-                connect(client)
             client.send()
         in_flight += 1
         upcoming = next(queue, None)
@@ -280,16 +279,19 @@ def run(
     def end(client: _Client, reader: Reader, failure: str = "") -> None:
         """Of a request that has ended."""
         nonlocal in_flight
-        client.reader = None
+        client.reader, reply = None, reader.reply
         in_flight -= 1
         if failure:
-            reader.reply.failure, reader.reply.ended_at = failure, time.monotonic()
+            reply.failure, reply.ended_at = failure, time.monotonic()
+        assert reply.ended_at is not None
         if fresh or failure or reader.closes:  # cpp-httplib does after 100 requests
             disconnect(client)
+            if upcoming is None:  # nothing is asked any more
+                return
             if not fresh:
                 connect(client)
-        if upcoming is not None and upcoming[0] <= time.monotonic() - started:
-            ask(client)
+        if upcoming is not None and upcoming[0] <= reply.ended_at - started:
+            ask(client, reply.ended_at)
         else:
             idle.append(client)
 
@@ -304,7 +306,11 @@ def run(
             if (seconds is not None and now >= seconds) or (is_over is not None and is_over()):
                 break
             while upcoming is not None and idle and upcoming[0] <= now:
-                ask(idle.pop())
+                client = idle.pop()
+                if not fresh and client.is_closed():
+                    disconnect(client)
+                    connect(client)
+                ask(client, time.monotonic())
             timeout = patience if seconds is None else min(patience, seconds - now)
             if upcoming is not None and idle:
                 timeout = min(timeout, upcoming[0] - now)
@@ -326,7 +332,7 @@ def run(
                         client.send()
                         selector.modify(client.sock, selectors.EVENT_READ, client)
                         continue
-                    if not client.read():
+                    if not client.read(reader):
                         if client.is_stale:  # ask again on a new connection; the time counts from the first attempt
                             disconnect(client)
                             connect(client)
