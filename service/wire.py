@@ -73,7 +73,6 @@ class Refused(msgspec.Struct, gc=False, array_like=True, tag=True):
     id: int
     message: str
     retry_after_seconds: int
-    is_full: bool = False  # the queue, whatever the sequence is
 
 
 def floats(column: bytes | bytearray) -> list[float]:

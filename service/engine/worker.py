@@ -189,8 +189,7 @@ class EngineLoop(LitLoop):
                     hosted.submit(message, lit_api.settings.max_queue_seconds)
                 except BusyError as error:
                     seconds = max(1, min(MAX_RETRY_SECONDS, math.ceil(hosted.expected_wait(message))))
-                    is_full = isinstance(error, QueueFullError)
-                    sockets.send(Refused(message.id, str(error), seconds, is_full), consumer_id)
+                    sockets.send(Refused(message.id, str(error), seconds), consumer_id)
                 except Exception:  # of this request alone
                     logger.exception("a sequence could not be queued", extra={"request_ids": [message.request_id]})
                     sockets.send(Step.of([Delta(message.id, [], "error")]), consumer_id)

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 LATE_SECONDS = 5.0  # grace period after the deadline, before a sequence without news is given up
 CONNECT_SECONDS = 5.0  # how long a starting HTTP process waits for a first worker
 MAX_RUNS = 2  # of a sequence, if workers are lost: it may be what ends them
-REFUSING_SECONDS = 0.1  # after a worker's queue was full for a client, for which others of it are refused at once
+REFUSING_SECONDS = 0.1  # after a worker refused a client's sequence, for which others of it are refused at once
 REPLACING_SECONDS = 2.0  # after a worker was lost, for which new requests wait for another before they are refused
 
 
@@ -53,7 +53,8 @@ class EngineClient:
     """Connected to every worker; a sequence goes to the one with the fewest sequences.
 
     hang_seconds: a worker without a heartbeat for so long is not ready; capacity: sequences that a worker accepts of a
-    client for each model, if it has no others.
+    client for each model, if it has no others; patience: a sequence that may wait for so long is refused for its
+    client's sake alone.
     """
 
     def __init__(
@@ -64,11 +65,12 @@ class EngineClient:
         state: SharedState,
         hang_seconds: float = math.inf,
         capacity: int = 2**31,
+        patience: float = 0.0,
     ):
         self.metrics = metrics
         self.state, self.consumer_id = state, consumer_id
-        self._hang_seconds, self._capacity = hang_seconds, capacity
-        self._refused: dict[str, tuple[Refused, float]] = {}  # by client, of a full queue; and until when it holds
+        self._hang_seconds, self._capacity, self._patience = hang_seconds, capacity, patience
+        self._refused: dict[str, tuple[Refused, float]] = {}  # by client; and until when they hold
         self.num_models = 1
         self._lost_at = -math.inf  # when a worker was lost most recently
         self.loop = asyncio.get_running_loop()
@@ -96,8 +98,8 @@ class EngineClient:
     def refuse_if_full(self, client: str) -> None:
         """Spare a flood's requests the way to a worker that would refuse them.
 
-        Raises ApiError: 429, a worker's queue was full for the client a moment ago, and none of its sequences has ended
-        since.
+        Raises ApiError: 429, a worker refused one of the client a moment ago, whatever it was, and none of its
+        sequences has ended since.
         """
         if client in self._refused and self.num_models == 1:
             refused, until = self._refused[client]
@@ -291,10 +293,10 @@ class EngineClient:
                     for delta in message.deltas:
                         self._received_delta(delta, now)
                 case Refused(id) if id in self._running:
-                    client = self._running[id][1].submit.client
+                    generation, sequence = self._running[id]
                     self._refuse(id, "queue_full", _queue_full(message))
-                    if message.is_full:
-                        self._refused[client] = message, now + REFUSING_SECONDS
+                    if generation.timeout_seconds >= self._patience:
+                        self._refused[sequence.submit.client] = message, now + REFUSING_SECONDS
                 case WorkerFound():
                     for generation, sequence in list(self._running.values()):
                         self._run_again(generation, sequence)

@@ -38,6 +38,7 @@ async def running(app: App, process_id: int, connections: Connections) -> AsyncI
         current_folder(), process_id, metrics, service.state,
         hang_seconds=service.settings.hang_seconds,
         capacity=service.slots + service.settings.max_queued_requests,
+        patience=min(service.settings.max_queue_seconds, service.settings.request_timeout_seconds),
     )  # fmt: skip
 
     def resume(generations: Iterable[Generation]) -> None:
