@@ -271,7 +271,8 @@ _NO_ATOM = _refusals(
 )
 _NO_MEMBER = _refusals((r"\[", r"'@' inside a character class; write \@ for a literal '@'"), *_ESCAPES)
 _NO_QUANTIFIER = _refusals(
-    (r"\{(?![0-9]+(?:,[0-9]*)?\})", r"'@' without a count; write {m}, {m,} or {m,n}, or \@ for a literal '@'")
+    (r"\{(?![0-9]+(?:,[0-9]*)?\})", r"'@' without a count; write {m}, {m,} or {m,n}, or \@ for a literal '@'"),
+    (r"\{(?=[0-9,]{4000})", "a count has too many digits; lower the repeat counts"),  # for Python, from 4301 on
 )
 _NO_SECOND = _refusals(
     (r"\+", "possessive quantifiers are not supported; leave out this '@'"),

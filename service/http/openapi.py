@@ -160,7 +160,10 @@ def build_document(
     vocab_size = max(vocab_size, tokenizer.vocab_size)
     requests = [it.request for it in operations if it.request is not None]
     events = [event for it in operations for event in it.events]
-    schemas = _schemas(requests, [*events, *(it.answer for it in operations if it.answer is not None)])
+    answers = [*events, *(it.answer for it in operations if it.answer is not None), Error]
+    validated: list[tuple[type[BaseModel], Any]] = [(request, "validation") for request in requests]
+    schemas = models_json_schema(validated, ref_template=_ref("schemas", "{model}")["$ref"])[1]["$defs"]
+    schemas |= msgspec.json.schema_components(answers, ref_template=_ref("schemas", "{name}")["$ref"])[1]
     _add_limits(schemas, requests, settings, tokenizer, model, vocab_size, attention or {}, example)
     paths: dict[str, dict[str, Any]] = {}
     for operation in operations:
@@ -183,7 +186,10 @@ def build_document(
         "paths": paths,
         "components": {
             "schemas": dict(sorted(schemas.items())),
-            "responses": {f"Status{status}": _failure(status, meaning) for status, meaning in FAILURES.items()},
+            "responses": {
+                f"Status{status}": _response(meaning, _json("Error"), *["Retry-After"] * (status in (429, 503)))
+                for status, meaning in FAILURES.items()
+            },
             "headers": {
                 name: {"description": description, "schema": schema, "required": name == "X-Request-Id"}
                 for name, (description, schema) in HEADERS.items()
@@ -206,18 +212,17 @@ def _ref(kind: str, name: str) -> dict[str, str]:
     return {"$ref": f"#/components/{kind}/{name}"}
 
 
-def _schemas(requests: list[type[BaseModel]], answers: list[type[msgspec.Struct]]) -> dict[str, Any]:
-    template = _ref("schemas", "{name}")["$ref"]
-    validated: list[tuple[type[BaseModel], Any]] = [(request, "validation") for request in requests]
-    _, bodies = models_json_schema(validated, ref_template=template.replace("{name}", "{model}"))
-    _, others = msgspec.json.schema_components([*answers, Error], ref_template=template)
-    return bodies["$defs"] | others
-
-
 def _operation(operation: Operation, schemas: dict[str, Any], settings: Settings, model: str) -> dict[str, Any]:
     is_public = operation.is_public(settings)
     security: list[dict[str, Any]] = [{"key": []}] if settings.api_keys else [{}, {"key": []}]
-    responses: dict[str, dict[str, Any]] = {"200": _answer(operation)}
+    content: dict[str, Any] = {} if operation.answer is None else _json(operation.answer.__name__)
+    if operation.events:
+        content["text/event-stream"] = _event_stream(operation.events)
+    headers: tuple[str, ...] = ("X-Ignored-Fields",) if operation.request is not None else ()
+    if operation.runs_model:
+        headers = tuple(name for name in HEADERS if name not in ("X-Request-Id", "Retry-After"))
+    content = content or {"text/plain": {"schema": {"type": "string"}}}
+    responses: dict[str, dict[str, Any]] = {"200": _response("The answer.", content, *headers)}
     is_limited = settings.client_limits is not None and not operation.is_quiet
     failures = {500, *operation.failures, *(BODY if operation.request else ()), *(RUN if operation.runs_model else ())}
     failures |= (set() if is_public else {401}) | ({429} if is_limited else set())
@@ -234,9 +239,8 @@ def _operation(operation: Operation, schemas: dict[str, Any], settings: Settings
     if description:
         described["description"] = description
     if operation.request is not None:
-        examples = _request_examples(operation.request, schemas)
-        content = {"schema": _ref("schemas", operation.request.__name__), "examples": examples}
-        described["requestBody"] = {"required": True, "content": {"application/json": content}}
+        body = _json(operation.request.__name__, examples=_request_examples(operation.request, schemas))
+        described["requestBody"] = {"required": True, "content": body}
     elif operation.events:
         described["parameters"] += _query_parameters(schemas["GenerateRequest"]["properties"])
         responses["204"] = _response("The stream has ended: EventSource stops reconnecting.")
@@ -246,21 +250,9 @@ def _operation(operation: Operation, schemas: dict[str, Any], settings: Settings
             {"name": "model", "in": "path", "required": True, "description": "name of the model", "schema": schema}
         )
     if operation.is_probe and operation.path != "/livez":
-        responses["503"] = _response("Requests are not accepted.", responses["200"]["content"])
+        responses["503"] = _response("Requests are not accepted.", content)
     described["responses"] = dict(sorted(responses.items()))
     return described
-
-
-def _answer(operation: Operation) -> dict[str, Any]:
-    content: dict[str, Any] = {}
-    if operation.answer is not None:
-        content["application/json"] = {"schema": _ref("schemas", operation.answer.__name__)}
-    if operation.events:
-        content["text/event-stream"] = _event_stream(operation.events)
-    headers: tuple[str, ...] = ("X-Ignored-Fields",) if operation.request is not None else ()
-    if operation.runs_model:
-        headers = tuple(name for name in HEADERS if name not in ("X-Request-Id", "Retry-After"))
-    return _response("The answer.", content or {"text/plain": {"schema": {"type": "string"}}}, *headers)
 
 
 def _event_stream(events: tuple[type[msgspec.Struct], ...]) -> dict[str, Any]:
@@ -287,9 +279,8 @@ def _response(description: str, content: dict[str, Any] | None = None, *headers:
     return response if content is None else response | {"content": content}
 
 
-def _failure(status: int, meaning: str) -> dict[str, Any]:
-    content = {"application/json": {"schema": _ref("schemas", "Error")}}
-    return _response(meaning, content, *(["Retry-After"] if status in (429, 503) else []))
+def _json(schema: str, **more: Any) -> dict[str, Any]:
+    return {"application/json": {"schema": _ref("schemas", schema), **more}}
 
 
 # -- examples and bounds of this server --

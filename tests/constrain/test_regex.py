@@ -197,6 +197,7 @@ def test_unmatchable_patterns_name_the_missing_characters():
         ("{3}", r"offset 0: '\{' has nothing to repeat; write \\\{ for a literal '\{'"),
         ("a{", r"offset 1: '\{' without a count; write \{m\}, \{m,\} or \{m,n\}, or \\\{ for a literal '\{'"),
         ("a{٣}", r"offset 1: '\{' without a count"),
+        ("a{1," + "9" * 4300 + "}", "offset 1: a count has too many digits"),
         ("a{3,2}", r"offset 1: count \{3,2\} is reversed; write the smaller number first"),
         ("a(b(c)", r"offset 1: unmatched '\('; write \\\( for a literal '\('"),
         ("ab)c", r"offset 2: unmatched '\)'; write \\\) for a literal '\)'"),
@@ -209,7 +210,7 @@ def test_unmatchable_patterns_name_the_missing_characters():
 )
 def test_unsupported_syntax_is_refused_with_its_offset(pattern, message):
     with pytest.raises(RegexError, match=message) as caught:
-        compile_regex(pattern, PRINTABLE)
+        compile_regex(pattern, PRINTABLE, max_characters=10_000)
     assert str(caught.value).startswith(f"offset {caught.value.offset}: ")
 
 
