@@ -19,7 +19,7 @@ RUN := $(VENV)/.installed-service,training
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help serve train bundled native image lock sbom test test-native-sanitized test-slow test-tools chaos chaos-train \
-  bench bench-quick bench-table bench-train bench-checkpoints gpu-check load load-sweep rules lint clean
+  bench bench-quick bench-table bench-train gpu-check load load-sweep rules lint clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -96,9 +96,6 @@ gpu-check: ## on an NVIDIA GPU: tests, benchmarks, training and image, about 25 
 
 bench-train: $(RUN) ## benchmark training against nanoGPT's CPU recipe, each preset over three seeds: out/bench-train
 	$(BIN)/python -m tests.bench.train $(ARGS)
-
-bench-checkpoints: $(VENV)/.installed-test ## add and replace checkpoints with SIGHUP under load: out/bench/checkpoints.json
-	$(BIN)/python -m tests.bench.checkpoints $(ARGS)
 
 load: $(VENV)/.installed-test ## send a minute of mixed load with Locust to URL, or to a server of CHECKPOINT: out/load
 	@mkdir -p out/load

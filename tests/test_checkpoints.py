@@ -1,12 +1,9 @@
 """Several checkpoints behind one server, and new ones at SIGHUP, without a failed request."""
 
 import concurrent.futures
-import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -451,12 +448,3 @@ def test_a_full_disk_refuses_a_checkpoint(catalog, state, tmp_path, monkeypatch)
     (tmp_path / "run" / "checkpoint-2").write_text("in the way")  # as root, no folder is read-only
     catalog.refresh(state)
     assert not catalog.step and state.num_reloads(catalog.listing.rows["b"])["refused"] == 1
-
-
-@pytest.mark.tools
-def test_the_benchmark_of_checkpoints(tmp_path):
-    measure = ["--add", "1", "--replace", "2", "--clients", "2", "--out", str(tmp_path)]
-    subprocess.run([sys.executable, "-m", "tests.bench.checkpoints", *measure], check=True)
-    results = json.loads((tmp_path / "checkpoints.json").read_text())
-    assert results["failed"] == [] and results["requests"] > 10
-    assert results["megabytes_per_checkpoint"]["worker"] > results["megabytes_of_files"]

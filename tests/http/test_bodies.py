@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import re
 
 import pytest
@@ -19,6 +20,7 @@ from service.http.bodies import (
 )
 from service.http.reading import LARGE_BODY_BYTES, LARGE_FIELD_BYTES, BodyReader, parse, parse_large
 from service.http.schemas import ApiError
+from service.model.params import SAMPLING_META
 from service.settings import Settings
 from tests.helpers import web
 
@@ -153,7 +155,11 @@ VALUES = st.one_of(
 @pytest.mark.parametrize("kind", [GenerateRequest, CompletionRequest])
 @given(fields=st.dictionaries(st.sampled_from(sorted(reading._PLAIN)), VALUES, max_size=6), unknown=st.booleans())
 def test_a_plain_request_means_what_pydantic_says(kind, fields, unknown):
-    body = json.dumps({"max_tokens": 3} | fields | ({"user": "x"} if unknown else {})).encode()
+    check_plain(kind, {"max_tokens": 3} | fields | ({"user": "x"} if unknown else {}))
+
+
+def check_plain(kind, fields):
+    body = json.dumps(fields).encode()
     plain = reading.parse_plain(kind, body)
     if plain is None:
         return
@@ -161,6 +167,14 @@ def test_a_plain_request_means_what_pydantic_says(kind, fields, unknown):
     for name in (*kind.model_fields, "stops", "prompts", "ignored_fields", "has_max_tokens"):
         assert getattr(plain, name) == getattr(request, name), name
     assert plain.sampling((), 5) == request.sampling((), 5)
+
+
+@pytest.mark.parametrize("kind", [GenerateRequest, CompletionRequest])
+def test_a_plain_request_has_the_bounds_of_pydantic(kind):
+    for name, meta in SAMPLING_META.items():
+        for bound in (it for it in (meta.ge, meta.gt, meta.le) if it is not None):
+            for value in (bound, bound - 1, bound + 1, math.nextafter(bound, -math.inf), math.nextafter(bound, 1e9)):
+                check_plain(kind, {"prompt": "a", name: value})
 
 
 @pytest.mark.parametrize("kind", [GenerateRequest, CompletionRequest])
