@@ -29,6 +29,7 @@ RULES = [rule for group in yaml.safe_load((PROMETHEUS / "rules.yml").read_text()
 TARGETS = [it for document in DASHBOARDS.values() for panel in document["panels"] for it in panel.get("targets", ())]
 
 
+@pytest.mark.tools
 @pytest.mark.needs("prometheus")
 def test_configuration_is_valid_and_alerts_fire_exactly_when_specified(tmp_path):
     run("promtool", "check", "config", PROMETHEUS / "prometheus.yml")
