@@ -1,5 +1,8 @@
+import gc
 import os
 import random
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,6 +73,20 @@ def chance() -> random.Random:
     seed = int(os.environ.get("CHARGPT_CHAOS_SEED") or random.SystemRandom().randrange(2**32))
     print(f"\nCHARGPT_CHAOS_SEED={seed}", flush=True)
     return random.Random(seed)
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+def sockets() -> Iterator[Path]:
+    """A folder for sockets, with a short path. Those of a worker close with its process, which here is this one."""
+    folder = Path(tempfile.mkdtemp(prefix="chargpt-test-"))
+    yield folder
+    gc.collect()
+    shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="session")

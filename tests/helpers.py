@@ -1,16 +1,13 @@
 """Models, servers and waiting shared by the tests."""
 
-import asyncio
 import contextlib
-import gc
 import os
 import string
 import subprocess
 import sys
 import time
-import warnings
 from array import array
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -237,11 +234,3 @@ def wait_until(condition: Callable[[], Any], timeout: float = 30, otherwise: obj
         assert time.monotonic() < deadline, otherwise() if callable(otherwise) else otherwise
         time.sleep(0.02)
     return found
-
-
-def run_with_sockets(main: Callable[[], Coroutine[None, None, None]]) -> None:
-    with warnings.catch_warnings():
-        # The end of a worker's process closes its sockets; here that is the test process.
-        warnings.simplefilter("ignore", ResourceWarning)
-        asyncio.run(main())
-        gc.collect()

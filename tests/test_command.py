@@ -6,23 +6,20 @@ import signal
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 
 from service.command import COMMANDS
 from tests.helpers import save_random, serving, web
+from tests.toolbox.launch import ROOT
 from training.__main__ import build_parser
-
-ROOT = Path(__file__).parents[1]
-
 
 OURS = "service.command"
 
 
 def run(*arguments, module=OURS):
     command = [sys.executable, "-m", module, *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 def test_console_script_points_to_a_function():

@@ -3,11 +3,11 @@
 import ast
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.toolbox.launch import ROOT
+
 HEAVY = {"torch", "litserve", "fastapi", "pydantic", "prometheus_client", "training", "matplotlib", "transformers"}
 
 # part -> parts that it may import, inside functions included; imports within a part are always allowed
@@ -90,13 +90,6 @@ def test_every_import_is_allowed(path):
             assert module in ("service.engine.worker", "service.sockets", "service.server"), module
 
 
-def loaded_by(modules):
-    """Top-level packages loaded in a fresh interpreter by importing `modules`."""
-    code = f"import sys; import {modules}; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    return {name.split(".")[0] for name in done.stdout.split()}
-
-
 @pytest.mark.parametrize(
     ("modules", "allowed"),
     [
@@ -114,4 +107,6 @@ def loaded_by(modules):
     ],
 )
 def test_modules_load_only_allowed_packages(modules, allowed):
-    assert loaded_by(modules) & HEAVY <= allowed
+    code = f"import sys; import {modules}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert {name.split(".")[0] for name in done.stdout.split()} & HEAVY <= allowed

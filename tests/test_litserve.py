@@ -6,32 +6,16 @@ import json
 import subprocess
 import sys
 from importlib.metadata import requires, version
-from pathlib import Path
 
 import litserve
 import litserve.connector
 import litserve.loops.loops
 import litserve.server
-import pytest
+from litserve.test_examples import SimpleLitAPI
 
+import service.server
 from tests.helpers import save_random, web
 from tests.toolbox.launch import Program, free_port
-
-ROOT = Path(__file__).parents[1]
-SERVER = ROOT / "service" / "server.py"
-
-
-class EchoAPI(litserve.LitAPI):
-    def setup(self, device):
-        pass
-
-    def predict(self, x):
-        return x
-
-
-@pytest.fixture(scope="module")
-def stock():
-    return litserve.LitServer(EchoAPI(), accelerator="cpu", timeout=False)
 
 
 def test_installed_litserve_is_the_pinned_version():
@@ -39,9 +23,10 @@ def test_installed_litserve_is_the_pinned_version():
     assert pinned == [f'litserve=={version("litserve")}; extra == "service"']
 
 
-def test_every_private_name_exists(stock):
+def test_every_private_name_exists():
     """The undocumented parts of LitServer that server.py uses, or overrides: at most ten."""
-    tree = ast.parse(SERVER.read_text(encoding="utf-8"))
+    stock = litserve.LitServer(SimpleLitAPI(), accelerator="cpu", timeout=False)
+    tree = ast.parse(inspect.getsource(service.server))
     (server,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Server")
     own = {node.name for node in server.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
     attributes = [node for node in ast.walk(server) if isinstance(node, ast.Attribute)]
@@ -105,7 +90,7 @@ def test_callbacks_loggers_and_middlewares_work_as_documented(tmp_path):
     script, seen, port = tmp_path / "hooked.py", tmp_path / "seen.jsonl", free_port()
     script.write_text(PROGRAM)
     command = [sys.executable, str(script), str(seen), str(tmp_path / "checkpoint"), str(port)]
-    with Program(command, port, "/readyz", cwd=ROOT) as server:
+    with Program(command, port, "/readyz") as server:
         server.wait_until_ready()
         response = web.post(f"{server.url}/generate", json={"prompt": "a", "max_tokens": 2})
         assert response.status_code == 200
@@ -126,5 +111,5 @@ def test_build_server_requires_a_metrics_folder(tmp_path):
     code = "import sys; from service.server import build_server; from service.settings import Settings\n"
     code += "build_server(Settings(checkpoint=sys.argv[1]))"
     command = [sys.executable, "-c", code, tmp_path / "checkpoint"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(command, capture_output=True, text=True)
     assert "PROMETHEUS_MULTIPROC_DIR must name an empty folder" in done.stderr

@@ -399,11 +399,6 @@ def test_requests_still_running_after_the_drain_end_with_an_error(checkpoint):
 # -- startup --
 
 
-def run(*arguments, **environment):
-    command = [sys.executable, "-m", "service", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | environment)
-
-
 def test_a_checkpoint_that_cannot_be_served_is_reported(tmp_path):
     problem = refusal("--checkpoint", tmp_path / "nothing")
     assert problem == f"python -m service: no checkpoint at {tmp_path / 'nothing'}: not a folder\n"
@@ -416,12 +411,12 @@ def test_a_checkpoint_that_cannot_be_served_is_reported(tmp_path):
     )
 
 
-def test_a_library_that_cannot_be_loaded_is_refused(tmp_path, checkpoint):
+def test_a_library_that_cannot_be_loaded_is_refused(tmp_path, checkpoint, monkeypatch):
     library = tmp_path / "broken.so"
     library.write_bytes(b"not a library")
-    done = run("--checkpoint", str(checkpoint.path), "--backend", "native", CHARGPT_NATIVE_LIBRARY=str(library))
-    assert done.returncode == 2
-    assert f"backend native is not available: {library}: file too short: run make native" in done.stderr
+    monkeypatch.setenv("CHARGPT_NATIVE_LIBRARY", str(library))
+    problem = refusal("--checkpoint", checkpoint.path, "--backend", "native")
+    assert f"backend native is not available: {library}: file too short: run make native" in problem
 
 
 @pytest.mark.needs("compiler")
@@ -431,8 +426,9 @@ def test_a_library_that_computes_something_else_ends_the_start(tmp_path, checkpo
     (tmp_path / "native.cpp").write_text(source.replace("T(1) / std::sqrt(T(hs))", "T(1) / T(hs)"))
     monkeypatch.setattr(setup, "SOURCE", tmp_path / "native.cpp")
     setup.compile_native(tmp_path / "wrong.so", [*list(setup.VARIANTS.values())[-1], "-O0"])
-    wrong = {"CHARGPT_NATIVE_LIBRARY": str(tmp_path / "wrong.so")}
-    done = run("--checkpoint", str(checkpoint.path), "--backend", "native", **wrong)
+    monkeypatch.setenv("CHARGPT_NATIVE_LIBRARY", str(tmp_path / "wrong.so"))
+    command = [sys.executable, "-m", "service", "--checkpoint", checkpoint.path, "--backend", "native"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "backend native does not compute the model: of a text of" in done.stderr
     sentence = "no inference process could start; the log says why, unless a signal ended it"

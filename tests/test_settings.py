@@ -162,17 +162,6 @@ def test_checkpoints_are_folders_with_or_without_a_name(tmp_path, monkeypatch):
     assert places("--checkpoint", str(folder)) == [(None, folder)]
 
 
-def cgroups(root, groups, files):
-    """A file system's root with proc and sys as a Linux kernel shows them."""
-    for path, text in {
-        "proc/self/cgroup": groups,
-        **{f"sys/fs/cgroup/{name}": text for name, text in files.items()},
-    }.items():
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).write_text(text)
-    return root
-
-
 V1 = "3:cpu,cpuacct:/docker/0123\n2:memory:/docker/0123\n1:name=systemd:/docker/0123\n0::/docker/0123\n"
 QUOTAS = {
     "version 2, in a container": ("0::/\n", {"cpu.max": "200000 100000\n"}, 2),
@@ -201,4 +190,7 @@ def test_cpus_are_those_of_the_quota(case, tmp_path, monkeypatch):
     groups, files, expected = QUOTAS[case]
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     assert available_cpus(tmp_path) == 8
-    assert available_cpus(cgroups(tmp_path, groups, files)) == expected
+    for name, text in {"proc/self/cgroup": groups, **{f"sys/fs/cgroup/{it}": files[it] for it in files}}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert available_cpus(tmp_path) == expected

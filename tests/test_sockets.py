@@ -4,12 +4,10 @@ import asyncio
 import contextlib
 import itertools
 import multiprocessing
-import shutil
 import socket
-import tempfile
 import threading
-from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,13 +23,10 @@ from service.sockets import (
     _Reader,
 )
 from service.wire import Abort, Delta, FromWorker, Hello, Step
-from tests.helpers import logprobs_of, run_with_sockets
+from tests.helpers import logprobs_of
 
+pytestmark = [pytest.mark.anyio, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 HTTP = 7  # the number of the HTTP process
-
-
-def new_folder():
-    return Path(tempfile.mkdtemp(prefix="chargpt-test-"))
 
 
 def work(folder):
@@ -50,31 +45,26 @@ def step(number, length=3):
     return Step.of([Delta(number, list(range(length)))])
 
 
-def test_worker_counts_as_connected_from_its_hello_until_its_connection_ends():
+async def test_worker_counts_as_connected_from_its_hello_until_its_connection_ends(sockets):
     """A dying worker accepts connections until its socket closes; nothing may be sent to it."""
-    folder, received = new_folder(), []
-    worker = multiprocessing.get_context("spawn").Process(target=work, args=(folder,))
-
-    async def connect():
-        with socket.socket(socket.AF_UNIX) as dying:
-            dying.bind(str(folder / "0.sock"))
-            dying.listen()
-            http = HttpSide(folder, 1, 7, lambda number, frame: received.append((number, frame)))
-            accepted, _ = await asyncio.to_thread(dying.accept)
-            assert await asyncio.to_thread(accepted.recv, 1)  # the HTTP process has connected and identified itself
-            assert http.connected_workers == []
-        accepted.close()
-        worker.start()
-        await wait_for(lambda: http.connected_workers == [0])
-        assert received == [(0, WorkerFound())]
-        worker.kill()
-        await wait_for(lambda: http.connected_workers == [])
-        assert received == [(0, WorkerFound()), (0, WorkerLost())]
-        await http.close()
-
-    asyncio.run(connect())
+    worker = multiprocessing.get_context("spawn").Process(target=work, args=(sockets,))
+    received = []
+    with socket.socket(socket.AF_UNIX) as dying:
+        dying.bind(str(sockets / "0.sock"))
+        dying.listen()
+        http = HttpSide(sockets, 1, 7, lambda number, frame: received.append((number, frame)))
+        accepted, _ = await asyncio.to_thread(dying.accept)
+        assert await asyncio.to_thread(accepted.recv, 1)  # the HTTP process has connected and identified itself
+        assert http.connected_workers == []
+    accepted.close()
+    worker.start()
+    await wait_for(lambda: http.connected_workers == [0])
+    assert received == [(0, WorkerFound())]
+    worker.kill()
+    await wait_for(lambda: http.connected_workers == [])
+    assert received == [(0, WorkerFound()), (0, WorkerLost())]
+    await http.close()
     worker.join()
-    shutil.rmtree(folder)
 
 
 @given(st.lists(st.integers(0, 60), max_size=8), st.lists(st.integers(1, 100), min_size=1))
@@ -108,41 +98,35 @@ async def received_by(worker, condition):
     return found
 
 
-def test_only_the_hung_reader_is_disconnected_at_the_buffer_limit_and_frames_arrive_in_order():
-    async def main():
-        folder, others = new_folder(), []
-        worker = WorkerSide(folder, 0)
-        other = HttpSide(folder, 1, 8, lambda _, event: others.append(event))
-        await received_by(worker, lambda _: other.connected_workers == [0])
-        for number in range(20):
-            other.send(Abort(number), 0)  # all in one write
-        aborts = await received_by(worker, lambda found: len(found) == 20)
-        assert aborts == [(8, Abort(number)) for number in range(20)]
-        async with hello(worker._listener.getsockname()) as (hung, _):  # which reads no more than its buffer takes
-            await received_by(worker, lambda _: HTTP in worker._connections)
-            frame_bytes, frames, lost = len(_frame(step(1, 1_000_000))), 0, []
-            while not lost:
-                worker.send(step(1, 1_000_000), HTTP)
-                worker.send(step(frames), 8)
-                lost = worker.receive(block=False)
-                frames += 1
-                assert frames * frame_bytes < 2 * MAX_UNSENT_BYTES, "unsent data is unbounded"
-            assert frames * frame_bytes > MAX_UNSENT_BYTES
-            assert (frames - 3) * frame_bytes < MAX_UNSENT_BYTES  # socket buffers hold little
-            assert lost == [(HTTP, ConsumerLost())]
-            worker.send(step(2), HTTP)  # dropped
-            await received_by(worker, lambda _: len(others) == 1 + frames)
-            assert others == [WorkerFound(), *(step(number) for number in range(frames))]
-            assert len(await hung.read()) < 3 * frame_bytes  # the reader resumes, and finds the connection closed
-        await other.close()
-        shutil.rmtree(folder)
-
-    run_with_sockets(main)
+async def test_only_the_hung_reader_is_disconnected_at_the_buffer_limit_and_frames_arrive_in_order(sockets):
+    others, worker = [], WorkerSide(sockets, 0)
+    other = HttpSide(sockets, 1, 8, lambda _, event: others.append(event))
+    await received_by(worker, lambda _: other.connected_workers == [0])
+    for number in range(20):
+        other.send(Abort(number), 0)  # all in one write
+    aborts = await received_by(worker, lambda found: len(found) == 20)
+    assert aborts == [(8, Abort(number)) for number in range(20)]
+    async with hello(worker._listener.getsockname()) as (hung, _):  # which reads no more than its buffer takes
+        await received_by(worker, lambda _: HTTP in worker._connections)
+        frame_bytes, frames, lost = len(_frame(step(1, 1_000_000))), 0, []
+        while not lost:
+            worker.send(step(1, 1_000_000), HTTP)
+            worker.send(step(frames), 8)
+            lost = worker.receive(block=False)
+            frames += 1
+            assert frames * frame_bytes < 2 * MAX_UNSENT_BYTES, "unsent data is unbounded"
+        assert frames * frame_bytes > MAX_UNSENT_BYTES
+        assert (frames - 3) * frame_bytes < MAX_UNSENT_BYTES  # socket buffers hold little
+        assert lost == [(HTTP, ConsumerLost())]
+        worker.send(step(2), HTTP)  # dropped
+        await received_by(worker, lambda _: len(others) == 1 + frames)
+        assert others == [WorkerFound(), *(step(number) for number in range(frames))]
+        assert len(await hung.read()) < 3 * frame_bytes  # the reader resumes, and finds the connection closed
+    await other.close()
 
 
-def test_frames_larger_than_a_socket_takes_do_not_pile_up_for_a_process_that_reads():
+async def test_frames_larger_than_a_socket_takes_do_not_pile_up_for_a_process_that_reads(sockets):
     """A worker sends once per step, and a socket takes 0.2 MB: frames of log-probabilities are larger."""
-    folder = new_folder()
     logprobs, received = logprobs_of(range(100_000)), []
 
     def send(worker):
@@ -155,90 +139,66 @@ def test_frames_larger_than_a_socket_takes_do_not_pile_up_for_a_process_that_rea
         while connection.unsent:
             worker.receive(block=True)
 
-    async def main():
-        http = HttpSide(folder, 1, HTTP, lambda _, event: received.append(type(event)))
-        await asyncio.to_thread(send, WorkerSide(folder, 0))
-        await wait_for(lambda: received == [WorkerFound] + [Step] * 150)
-        await http.close()
-
-    try:
-        run_with_sockets(main)
-    finally:
-        shutil.rmtree(folder)
+    http = HttpSide(sockets, 1, HTTP, lambda _, event: received.append(type(event)))
+    await asyncio.to_thread(send, WorkerSide(sockets, 0))
+    await wait_for(lambda: received == [WorkerFound] + [Step] * 150)
+    await http.close()
 
 
-def test_a_partial_frame_is_discarded_when_its_connection_ends():
+async def test_a_partial_frame_is_discarded_when_its_connection_ends(sockets):
     """On both sides, and the HTTP process connects again."""
+    accepted, found, worker = [], [], WorkerSide(sockets, 0)
+    async with hello(worker._listener.getsockname()) as (_, writer):
+        writer.write(_frame(Abort(1))[:-1])
+        await writer.drain()
+        await received_by(worker, lambda _: HTTP in worker._connections)
+    assert await received_by(worker, bool) == [(HTTP, ConsumerLost())]
 
-    async def main():
-        folder, accepted, found = new_folder(), [], []
-        worker = WorkerSide(folder, 0)
-        async with hello(worker._listener.getsockname()) as (_, writer):
-            writer.write(_frame(Abort(1))[:-1])
-            await writer.drain()
-            await received_by(worker, lambda _: HTTP in worker._connections)
-        assert await received_by(worker, bool) == [(HTTP, ConsumerLost())]
+    async def answer(reader, writer):  # a worker that dies within its first frame
+        accepted.append(await reader.readexactly(len(_frame(Hello(HTTP)))))
+        frame = _frame(step(2, 100_000))
+        writer.write(_frame(Hello(HTTP)) + (frame if len(accepted) > 1 else frame[:-1]))
+        await writer.drain()
+        writer.close()
 
-        async def answer(reader, writer):  # a worker that dies within its first frame
-            accepted.append(await reader.readexactly(len(_frame(Hello(HTTP)))))
-            frame = _frame(step(2, 100_000))
-            writer.write(_frame(Hello(HTTP)) + (frame if len(accepted) > 1 else frame[:-1]))
-            await writer.drain()
-            writer.close()
-
-        (folder / "0.sock").unlink()
-        server = await asyncio.start_unix_server(answer, folder / "0.sock")
-        http = HttpSide(folder, 1, HTTP, lambda _, event: found.append(event))
-        await wait_for(lambda: len(found) >= 5)
-        assert found[:5] == [WorkerFound(), WorkerLost(), WorkerFound(), step(2, 100_000), WorkerLost()]
-        await http.close()
-        server.close()
-        shutil.rmtree(folder)
-
-    run_with_sockets(main)
+    (sockets / "0.sock").unlink()
+    server = await asyncio.start_unix_server(answer, sockets / "0.sock")
+    http = HttpSide(sockets, 1, HTTP, lambda _, event: found.append(event))
+    await wait_for(lambda: len(found) >= 5)
+    assert found[:5] == [WorkerFound(), WorkerLost(), WorkerFound(), step(2, 100_000), WorkerLost()]
+    await http.close()
+    server.close()
 
 
-def test_wake_interrupts_a_blocking_receive(monkeypatch):
+async def test_wake_interrupts_a_blocking_receive(sockets, monkeypatch):
     monkeypatch.setattr("service.sockets.IDLE_SECONDS", None)  # no timeout
-
-    async def main():
-        folder = new_folder()
-        worker = WorkerSide(folder, 0)
-        for is_early in (True, False):
-            thread = threading.Thread(target=worker.receive, args=(True,))
-            if is_early:
-                worker.wake()
-            thread.start()
-            if not is_early:
-                worker.wake()
-            thread.join()
-        shutil.rmtree(folder)
-
-    run_with_sockets(main)
+    worker = WorkerSide(sockets, 0)
+    for is_early in (True, False):
+        thread = threading.Thread(target=worker.receive, args=(True,))
+        if is_early:
+            worker.wake()
+        thread.start()
+        if not is_early:
+            worker.wake()
+        thread.join()
 
 
-def test_a_connection_that_was_replaced_takes_nothing_with_it():
+async def test_a_connection_that_was_replaced_takes_nothing_with_it(sockets):
     """An HTTP process that died is replaced by one of the same number; the end of the old connection comes later."""
-
-    async def main():
-        folder = new_folder()
-        worker = WorkerSide(folder, 0)
-        path = str(folder / "0.sock")
-        hello = _frame(Hello(HTTP))
-        (_, old), (reader, new) = [await asyncio.open_unix_connection(path) for _ in range(2)]
-        for writer in (old, new):
-            writer.write(hello)
-            for _ in range(10):
-                await asyncio.sleep(0.01)
-                worker.receive(block=False)
-        old.close()
+    worker = WorkerSide(sockets, 0)
+    path = str(sockets / "0.sock")
+    hello = _frame(Hello(HTTP))
+    (_, old), (reader, new) = [await asyncio.open_unix_connection(path) for _ in range(2)]
+    for writer in (old, new):
+        writer.write(hello)
         for _ in range(10):
             await asyncio.sleep(0.01)
-            assert worker.receive(block=False) == []
-        worker.send(Step.of([Delta(1, [2])]), HTTP)
-        async with asyncio.timeout(10):
-            assert await reader.read(1000)
-        new.close()
-        shutil.rmtree(folder)
-
-    run_with_sockets(main)
+            worker.receive(block=False)
+    old.close()
+    for _ in range(10):
+        await asyncio.sleep(0.01)
+        assert worker.receive(block=False) == []
+    worker.send(Step.of([Delta(1, [2])]), HTTP)
+    async with asyncio.timeout(10):
+        assert await reader.read(1000)
+    new.close()

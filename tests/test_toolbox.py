@@ -1,4 +1,4 @@
-"""The toolbox: required areas, server-sent events, the load generator, server processes, tables put into documents."""
+"""The toolbox: required areas, server-sent events, the load generator, server processes."""
 
 import os
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.toolbox import figures, http, launch, load, needs
+from tests.toolbox import http, launch, load, needs
 
 
 def test_missing_area_skips_unless_required(monkeypatch, tmp_path):
@@ -92,14 +92,3 @@ def test_log_is_shown_if_a_program_exits_before_it_is_ready(tmp_path):
         with launch.Program(command, launch.free_port(), "/", log) as program:
             with pytest.raises(launch.ServerError, match="no luck"):
                 program.wait_until_ready()
-
-
-def test_tables_are_put_between_their_markers(tmp_path):
-    file = tmp_path / "README.md"
-    file.write_text("before\n<!-- bench -->\nold\n<!-- /bench -->\nafter\n")
-    for _ in range(2):  # idempotent
-        figures.put("all\n", file, "bench")
-        assert file.read_text() == "before\n<!-- bench -->\nall\n<!-- /bench -->\nafter\n"
-    file.write_text("no markers\n")
-    with pytest.raises(ValueError, match="must have one line <!-- bench -->"):
-        figures.put("all\n", file, "bench")

@@ -164,6 +164,4 @@ def footnotes(results: dict[str, Any]) -> list[str]:
     for part in ("http", "mixed"):
         for what, reason in results.get(part, {}).get("absent", {}).items():
             lines.append(f"Not measured, {part}: {what}: {reason.splitlines()[-1]}")
-    for part, source in results.get("kept", {}).items():
-        lines.append(f"Part {part}: revision {source['revision']}, {source['date'][:10]}.")
     return lines + [f"failed: {part}, {reason}" for part, reason in results["errors"].items()]

@@ -41,7 +41,7 @@ from tests.toolbox.http import event_data
 from tests.toolbox.launch import ROOT, Server, ServerError, module
 
 from . import engine, llama, peers, roofline
-from .command import BenchError, Remote, Run, add_only, add_threads, build_parser
+from .command import Remote, Run, add_only, add_threads, build_parser
 from .report import markdown
 from .shapes import ANSWER, PROMPT, SAMPLING, SHAPES, checkpoint_of, config_of, prompt_text
 
@@ -112,24 +112,7 @@ class Bench(Run):
             "sampling": SAMPLING,
         }
         packages = ("torch", "transformers", "litserve", "fastapi", "uvicorn")
-        super().__init__("tests.bench.serve", out, "serve", markdown, packages, settings=settings, kept={})
-
-    def keep(self, parts: list[str]) -> None:
-        """Take the results of all other parts from OUT/serve.json.
-
-        Raises:
-            OSError, ValueError: the file is missing or invalid.
-            BenchError: it comes from another machine, other settings or other versions.
-        """
-        earlier = json.loads((self.out / "serve.json").read_text(encoding="utf-8"))
-        now = json.loads(json.dumps(self.results))  # turns tuples into lists
-        for name in ("machine", "settings", "versions"):
-            if earlier[name] | {"plan": 0} != now[name] | {"plan": 0}:
-                raise BenchError(f"{self.out / 'serve.json'} has different {name}: {earlier[name]}, now {now[name]}")
-        about = {name: earlier[name] for name in ("revision", "date")}
-        for part in earlier.keys() & set(PARTS) - set(parts):
-            self.results[part] = earlier[part]
-            self.results["kept"][part] = earlier["kept"].get(part, about)
+        super().__init__("tests.bench.serve", out, "serve", markdown, packages, settings=settings)
 
     @contextlib.contextmanager
     def prepared(self) -> Iterator[None]:
@@ -536,20 +519,13 @@ def main() -> int:
     llama.add_folder(parser)
     parser.add_argument("--quick", action="store_true", help="about five minutes")
     add_only(parser, PARTS)
-    parser.add_argument("--keep", action="store_true", help="keep the other parts of OUT/serve.json")
     parser.add_argument("--table", action="store_true", help="write OUT/serve.json into tests/README.md and exit")
     args = parser.parse_args()
+    if args.table:
+        results = json.loads((args.out / "serve.json").read_text(encoding="utf-8"))
+        put(markdown(results), ROOT / "tests" / "README.md", "bench")
+        return 0
     bench = Bench(QUICK if args.quick else FULL, SHAPES, args.threads, args.out, args.llama_cpp)
-    try:
-        if args.table:
-            results = json.loads((args.out / "serve.json").read_text(encoding="utf-8"))
-            put(markdown(results), ROOT / "tests" / "README.md", "bench")
-            return 0
-        if args.keep:
-            bench.keep(args.only or [])
-    except (OSError, ValueError, BenchError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
     return bench.main(lambda: bench.run(args.only or list(PARTS)))
 
 

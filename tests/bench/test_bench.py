@@ -99,11 +99,6 @@ def test_tiny_benchmark_of_serving_gives_every_figure_but_the_peers(tmp_path):
     assert min(run["beside"] for runs in bench.results["mixed"]["beside"].values() for run in runs) > 0
     saved, text = json.loads((tmp_path / "out/serve.json").read_text()), (tmp_path / "out/serve.md").read_text()
     assert saved["path"] == path and "requests/s of one character" in text and "failed: engine" in text
-    later = serve.Bench(TINY_PLAN, {"S": TINY}, 1, tmp_path / "out")
-    later.keep(["mixed"])
-    assert later.results["path"] == path and "mixed" not in later.results and "path" in later.results["kept"]
-    with pytest.raises(BenchError, match="has different settings"):
-        serve.Bench(TINY_PLAN, {"S": TINY}, 2, tmp_path / "out").keep(["mixed"])
 
 
 @pytest.mark.tools

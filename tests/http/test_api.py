@@ -10,7 +10,6 @@ import threading
 
 import httpx
 import numpy as np
-import openai
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -707,17 +706,6 @@ def test_logprob_token_ids_take_the_place_of_the_likeliest(client, post, peer, c
     for wrong in ({}, {"logprobs": 1, "echo": True}, {"logprobs": 1, "logprob_token_ids": [len(VOCABULARY)]}):
         body = {"prompt": "ab", "logprob_token_ids": ids} | wrong
         assert rejection(client, "/generate", **body)["param"] == "logprob_token_ids"
-
-
-def test_the_openai_sdk_sends_structured_outputs(server):
-    options = {"model": "chargpt", "prompt": "Hello", "max_tokens": 20, "seed": 1}
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as sdk:
-        for given in {"regex": "[a-f]{3,9}"}, {"choice": ["yes", "no"]}:
-            (choice,) = sdk.completions.create(**options, extra_body={"structured_outputs": given}).choices
-            pattern = given.get("regex", "yes|no")
-            assert re.fullmatch(pattern, choice.text) and choice.finish_reason == "stop"
-        with pytest.raises(openai.BadRequestError, match="either regex or choice"):
-            sdk.completions.create(**options, extra_body={"structured_outputs": {"json": {"type": "object"}}})
 
 
 def test_bad_words_never_appear_and_change_nothing_else(client, post):

@@ -78,33 +78,31 @@ def test_its_memory_is_admitted_and_given_back(checkpoint, tmp_path):
         server.wait_until_metric("chargpt_held_bytes", 0)
 
 
-def test_texts_run_one_by_one_and_too_many_are_refused():
-    async def main():
-        thread, may_end, running = AttentionThread(), threading.Event(), []
+@pytest.mark.anyio
+async def test_texts_run_one_by_one_and_too_many_are_refused():
+    thread, may_end, running = AttentionThread(), threading.Event(), []
 
-        def call():
-            running.append(1)
-            assert may_end.wait(10)
-            return []
+    def call():
+        running.append(1)
+        assert may_end.wait(10)
+        return []
 
-        futures = [thread.submit(call) for _ in range(MAX_WAITING)]
-        with pytest.raises(ApiError) as refused:
-            thread.submit(call)
-        assert (refused.value.status, refused.value.code, refused.value.headers) == (
-            429, "queue_full", {"Retry-After": "1"},
-        )  # fmt: skip
-        futures.pop().cancel()
-        for _ in range(3):  # turns of the loop, until the thread's future is cancelled too
-            await asyncio.sleep(0)
-        futures.append(thread.submit(call))  # in the place of the one that was cancelled
-        while not running:
-            await asyncio.sleep(0.01)
-        assert len(running) == 1
-        may_end.set()
-        assert await asyncio.gather(*futures) == [[]] * MAX_WAITING
-        assert len(running) == MAX_WAITING
-
-    asyncio.run(main())
+    futures = [thread.submit(call) for _ in range(MAX_WAITING)]
+    with pytest.raises(ApiError) as refused:
+        thread.submit(call)
+    assert (refused.value.status, refused.value.code, refused.value.headers) == (
+        429, "queue_full", {"Retry-After": "1"},
+    )  # fmt: skip
+    futures.pop().cancel()
+    for _ in range(3):  # turns of the loop, until the thread's future is cancelled too
+        await asyncio.sleep(0)
+    futures.append(thread.submit(call))  # in the place of the one that was cancelled
+    while not running:
+        await asyncio.sleep(0.01)
+    assert len(running) == 1
+    may_end.set()
+    assert await asyncio.gather(*futures) == [[]] * MAX_WAITING
+    assert len(running) == MAX_WAITING
 
 
 def test_a_time_limit_ends_it(server):

@@ -131,17 +131,15 @@ def test_prompts_are_counted_before_they_are_decoded(server, prompt, message):
     assert (error["message"], error["param"]) == (message, "prompt")
 
 
-def test_of_each_client_one_large_body_waits_for_its_turn():
+@pytest.mark.anyio
+async def test_of_each_client_one_large_body_waits_for_its_turn():
     reader, done = BodyReader(Settings()), []
 
     async def read(client):
         await reader.read(GenerateRequest, json.dumps({"prompt": "a" * 100_000}).encode(), client)
         done.append(client)
 
-    async def main():
-        await asyncio.gather(*map(read, "aaaaab"))
-
-    asyncio.run(main())
+    await asyncio.gather(*map(read, "aaaaab"))
     assert done.index("b") <= 1
     assert len(done) == 6 and not reader._turns
 

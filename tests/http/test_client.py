@@ -2,8 +2,6 @@
 
 import asyncio
 import contextlib
-import shutil
-import tempfile
 import time
 from pathlib import Path
 
@@ -22,10 +20,11 @@ from service.observe.metrics import Metrics
 from service.shared import REASONS, SharedState
 from service.sockets import ConsumerLost, WorkerSide
 from service.wire import Abort, Delta, Refused, Step, Submit
-from tests.helpers import logprobs_of, run_with_sockets
+from tests.helpers import logprobs_of
 
+pytestmark = [pytest.mark.anyio, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 CONFIG = GPTConfig(vocab_size=2, block_size=4, n_layer=2, n_head=1, n_kv_head=1, n_embd=8)
-CHECKPOINT = Checkpoint(Path(), vars(CONFIG), CharTokenizer("ab"), {}, "")
+CHECKPOINT = Checkpoint(Path(), CONFIG, CharTokenizer("ab"), {}, "")
 
 
 @pytest.fixture(autouse=True)
@@ -73,12 +72,11 @@ class Peer:
         self.worker.send(Step.of(deltas), 0)
 
 
-@contextlib.asynccontextmanager
-async def connected():
-    folder = Path(tempfile.mkdtemp(prefix="chargpt-test-"))
-    peer = Peer(WorkerSide(folder, 0))
+@pytest.fixture
+async def peer(sockets):
+    peer = Peer(WorkerSide(sockets, 0))
     metrics = Metrics("m", peer.registry, "http-0")
-    peer.client = EngineClient(folder, 0, metrics, peer.state)
+    peer.client = EngineClient(sockets, 0, metrics, peer.state)
     peer.model = Model(Version(1, "m", "", "", ""), CHECKPOINT, 0, 1000)
     peer.model.metrics = metrics.of("m")
 
@@ -93,222 +91,184 @@ async def connected():
         yield peer
         metrics.flush()
     ticking.cancel()
-    shutil.rmtree(folder)
+    vars(peer).clear()
 
 
 def submit(prompt, max_tokens=9, sampling=None, **options):
     return Submit(0, prompt, max_tokens, sampling or SamplingParams(), 100.0, **options)
 
 
-def test_timeout_counts_from_the_request_arrival_in_every_stage():
+async def test_timeout_counts_from_the_request_arrival_in_every_stage(peer):
     """Infill scores what it sampled: the second stage gets what the first one left of the request's time limit."""
-
-    async def main():
-        async with connected() as peer:
-            for seconds_ago in (10, 40):
-                arrived_at = time.monotonic() - seconds_ago
-                generation = peer.client.start(peer.model, [submit([0])], arrived_at)
-                await peer.until(lambda: peer.received)
-                assert peer.received.pop().timeout_seconds <= 100 - seconds_ago
-                assert (generation.timeout_seconds, generation.deadline) == (100, arrived_at + 100)
-                generation.abort()
-                await peer.until(lambda: peer.received)  # the abort
-                peer.received.clear()
-
-    run_with_sockets(main)
+    for seconds_ago in (10, 40):
+        arrived_at = time.monotonic() - seconds_ago
+        generation = peer.client.start(peer.model, [submit([0])], arrived_at)
+        await peer.until(lambda: peer.received)
+        assert peer.received.pop().timeout_seconds <= 100 - seconds_ago
+        assert (generation.timeout_seconds, generation.deadline) == (100, arrived_at + 100)
+        generation.abort()
+        await peer.until(lambda: peer.received)  # the abort
+        peer.received.clear()
 
 
-def test_a_prompt_travels_without_what_no_logit_depends_on():
+async def test_a_prompt_travels_without_what_no_logit_depends_on(peer):
     """A penalty is told what was in it; the request itself keeps the whole prompt."""
     prompt, field = [0, 1] * 20, CONFIG.receptive_field
     assert field == 7
-
-    async def main():
-        async with connected() as peer:
-            given = [
-                submit(prompt),
-                submit(prompt[:field]),
-                submit(prompt, sampling=SamplingParams(repetition_penalty=1.1)),
-                submit(prompt, 0, logprobs=0, score_from=1),
-                submit(prompt, 0, logprobs=0, score_from=30),
-            ]
-            generation = peer.client.start(peer.model, given, time.monotonic())
-            await peer.until(lambda: len(peer.received) == len(given))
-            sent = [(len(it.prompt), it.score_from) for it in peer.received]
-            assert sent == [(field, None), (field, None), (field, None), (40, 1), (17, 7)]
-            assert [it.seen for it in peer.received] == [[], [], [0, 1], [], []]
-            assert peer.received[4].prompt == prompt[23:]
-            assert [len(it.prompt) for it in given] == [40, field, 40, 40, 40]
-            generation.abort()
-
-    run_with_sockets(main)
+    given = [
+        submit(prompt),
+        submit(prompt[:field]),
+        submit(prompt, sampling=SamplingParams(repetition_penalty=1.1)),
+        submit(prompt, 0, logprobs=0, score_from=1),
+        submit(prompt, 0, logprobs=0, score_from=30),
+    ]
+    generation = peer.client.start(peer.model, given, time.monotonic())
+    await peer.until(lambda: len(peer.received) == len(given))
+    sent = [(len(it.prompt), it.score_from) for it in peer.received]
+    assert sent == [(field, None), (field, None), (field, None), (40, 1), (17, 7)]
+    assert [it.seen for it in peer.received] == [[], [], [0, 1], [], []]
+    assert peer.received[4].prompt == prompt[23:]
+    assert [len(it.prompt) for it in given] == [40, field, 40, 40, 40]
+    generation.abort()
 
 
-def test_a_sequence_that_lost_its_worker_goes_on_where_it_was_or_ends_with_the_reason():
+async def test_a_sequence_that_lost_its_worker_goes_on_where_it_was_or_ends_with_the_reason(peer):
     """Its text comes again, in other frames; a client may have been sent the first part of it."""
     begun = {"scheduled_at": 1.0, "prefilled_at": 2.0}
+    same, other, tired = (
+        peer.client.start(peer.model, [submit([seed], logprobs=0)], time.monotonic(), interval=0.0)
+        for seed in (0, 1, 1)
+    )
+    await peer.until(lambda: len(peer.received) == 3)
+    texts = [[], []]
 
-    async def main():
-        async with connected() as peer:
-            same, other, tired = (
-                peer.client.start(peer.model, [submit([seed], logprobs=0)], time.monotonic(), interval=0.0)
-                for seed in (0, 1, 1)
-            )
-            await peer.until(lambda: len(peer.received) == 3)
-            texts = [[], []]
+    async def read(generation, parts):
+        await generation.stream(
+            lambda pieces: parts.extend((it.text, it.logprobs.rows() if it.logprobs else ()) for it in pieces)
+        )
 
-            async def read(generation, parts):
-                await generation.stream(
-                    lambda pieces: parts.extend((it.text, it.logprobs.rows() if it.logprobs else ()) for it in pieces)
-                )
-
-            tasks = [asyncio.create_task(read(*it)) for it in zip((same, other), texts, strict=True)]
-            ids = [it.id for it in peer.received[:2]]
-            columns = logprobs_of([-0.5, -0.25, -0.125])
-            peer.send(*(Delta(id, [0, 1, 1], **begun, logprobs=columns) for id in ids))
-            await peer.until(lambda: all(texts))
-            peer.received.clear()
-            await peer.lose_worker()
-            await peer.until(lambda: len(peer.received) == 3)
-            assert [it.id for it in peer.received[:2]] == ids
-            peer.send(Delta(ids[0], [0, 1], **begun, logprobs=logprobs_of([-0.5, -0.25])))
-            peer.send(Delta(ids[0], [1, 0], "length", ended_at=3.0, logprobs=logprobs_of([-0.125, -9.0])))
-            peer.send(Delta(ids[1], [1, 1, 1], **begun))
-            await tasks[0]
-            assert "".join(text for text, _ in texts[0]) == "abba"
-            assert [value for _, rows in texts[0] for value, _ in rows] == [-0.5, -0.25, -0.125, -9.0]
-            with pytest.raises(ApiError, match="did not repeat the text") as diverged:
-                await tasks[1]
-            assert diverged.value.status == 500
-            for _ in range(MAX_RUNS - 1):
-                await peer.lose_worker()
-            with pytest.raises(ApiError, match="2 in a row") as lost:
-                await tired.whole()
-            assert (lost.value.status, lost.value.headers["Retry-After"]) == (503, "1")
-            ended = {reason: peer.state.num_sequences(0, reason) for reason in REASONS}
-            assert ended == {"stop": 0, "length": 1, "abort": 0, "timeout": 0, "error": 2}
-
-    run_with_sockets(main)
+    tasks = [asyncio.create_task(read(*it)) for it in zip((same, other), texts, strict=True)]
+    ids = [it.id for it in peer.received[:2]]
+    columns = logprobs_of([-0.5, -0.25, -0.125])
+    peer.send(*(Delta(id, [0, 1, 1], **begun, logprobs=columns) for id in ids))
+    await peer.until(lambda: all(texts))
+    peer.received.clear()
+    await peer.lose_worker()
+    await peer.until(lambda: len(peer.received) == 3)
+    assert [it.id for it in peer.received[:2]] == ids
+    peer.send(Delta(ids[0], [0, 1], **begun, logprobs=logprobs_of([-0.5, -0.25])))
+    peer.send(Delta(ids[0], [1, 0], "length", ended_at=3.0, logprobs=logprobs_of([-0.125, -9.0])))
+    peer.send(Delta(ids[1], [1, 1, 1], **begun))
+    await tasks[0]
+    assert "".join(text for text, _ in texts[0]) == "abba"
+    assert [value for _, rows in texts[0] for value, _ in rows] == [-0.5, -0.25, -0.125, -9.0]
+    with pytest.raises(ApiError, match="did not repeat the text") as diverged:
+        await tasks[1]
+    assert diverged.value.status == 500
+    for _ in range(MAX_RUNS - 1):
+        await peer.lose_worker()
+    with pytest.raises(ApiError, match="2 in a row") as lost:
+        await tired.whole()
+    assert (lost.value.status, lost.value.headers["Retry-After"]) == (503, "1")
+    ended = {reason: peer.state.num_sequences(0, reason) for reason in REASONS}
+    assert ended == {"stop": 0, "length": 1, "abort": 0, "timeout": 0, "error": 2}
 
 
-def test_new_sequences_wait_for_a_worker_for_a_moment_and_are_then_refused(monkeypatch):
+async def test_new_sequences_wait_for_a_worker_for_a_moment_and_are_then_refused(peer, monkeypatch):
     monkeypatch.setattr("service.http.client.REPLACING_SECONDS", 0.3)
-
-    async def main():
-        async with connected() as peer:
-            client = peer.client
-            with peer.no_worker():
-                await peer.until(lambda: not client.is_ready)
-                lucky = client.start(peer.model, [submit([0])], time.monotonic())
-            await peer.until(lambda: peer.received)  # before its time was over
-            [sent], peer.received = peer.received, []
-            peer.send(Delta(sent.id, [1], "length", scheduled_at=1.0, prefilled_at=2.0, ended_at=3.0))
-            assert [piece.text for piece in await lucky.whole()] == ["b"]
-            with peer.no_worker():
-                await peer.until(lambda: not client.is_ready)
-                generation = client.start(peer.model, [submit([0])] * 3, time.monotonic(), window=2)
-                with pytest.raises(ApiError, match="no inference process is ready"):
-                    await generation.whole()
-                with pytest.raises(ApiError, match="no inference process is ready"):
-                    client.start(peer.model, [submit([0])], time.monotonic())
-            assert peer.counts() == {"submitted": 4, "refused": 3, "begun": 1, "length": 1}
-
-    run_with_sockets(main)
+    client = peer.client
+    with peer.no_worker():
+        await peer.until(lambda: not client.is_ready)
+        lucky = client.start(peer.model, [submit([0])], time.monotonic())
+    await peer.until(lambda: peer.received)  # before its time was over
+    [sent], peer.received = peer.received, []
+    peer.send(Delta(sent.id, [1], "length", scheduled_at=1.0, prefilled_at=2.0, ended_at=3.0))
+    assert [piece.text for piece in await lucky.whole()] == ["b"]
+    with peer.no_worker():
+        await peer.until(lambda: not client.is_ready)
+        generation = client.start(peer.model, [submit([0])] * 3, time.monotonic(), window=2)
+        with pytest.raises(ApiError, match="no inference process is ready"):
+            await generation.whole()
+        with pytest.raises(ApiError, match="no inference process is ready"):
+            client.start(peer.model, [submit([0])], time.monotonic())
+    assert peer.counts() == {"submitted": 4, "refused": 3, "begun": 1, "length": 1}
 
 
-def test_a_sequence_that_loses_its_worker_again_keeps_its_deadline(monkeypatch):
+async def test_a_sequence_that_loses_its_worker_again_keeps_its_deadline(peer, monkeypatch):
     """Not that of a new sequence, which it was when it waited for its first worker."""
     monkeypatch.setattr("service.http.client.REPLACING_SECONDS", 0.3)
-
-    async def main():
-        async with connected() as peer:
-            with peer.no_worker():
-                await peer.until(lambda: not peer.client.is_ready)
-                generation = peer.client.start(peer.model, [submit([0])], time.monotonic())
-            await peer.until(lambda: peer.received)
-            task = asyncio.create_task(generation.whole())
-            peer.received.clear()
-            with peer.no_worker():
-                await asyncio.sleep(0.5)
-            await peer.until(lambda: peer.received)
-            [sent] = peer.received
-            peer.send(Delta(sent.id, [1], "length", scheduled_at=1.0, prefilled_at=2.0, ended_at=3.0))
-            await peer.until(task.done)
-            assert [piece.text for piece in task.result()] == ["b"]
-
-    run_with_sockets(main)
+    with peer.no_worker():
+        await peer.until(lambda: not peer.client.is_ready)
+        generation = peer.client.start(peer.model, [submit([0])], time.monotonic())
+    await peer.until(lambda: peer.received)
+    task = asyncio.create_task(generation.whole())
+    peer.received.clear()
+    with peer.no_worker():
+        await asyncio.sleep(0.5)
+    await peer.until(lambda: peer.received)
+    [sent] = peer.received
+    peer.send(Delta(sent.id, [1], "length", scheduled_at=1.0, prefilled_at=2.0, ended_at=3.0))
+    await peer.until(task.done)
+    assert [piece.text for piece in task.result()] == ["b"]
 
 
-def test_of_a_refused_request_nothing_more_is_submitted():
-    async def main():
-        async with connected() as peer:
-            generation = peer.client.start(
-                peer.model, [submit([0], client="a") for _ in range(100)], time.monotonic(), window=4
-            )
-            task = asyncio.create_task(generation.whole())
-            await peer.until(lambda: len(peer.received) == 4)
-            first, *others = peer.received
-            peer.received.clear()
-            peer.worker.send(Refused(first.id, "queue full", 7), 0)
-            await peer.until(task.done)
-            assert (task.exception().status, task.exception().headers["Retry-After"]) == (429, "7")
-            await peer.until(lambda: len(peer.received) == 3)
-            assert peer.received == [Abort(one.id) for one in others]
-            assert peer.counts() == {"submitted": 100, "refused": 97, "begun": 3, "abort": 3}
-            peer.client.metrics.flush()
-            rejected = peer.registry.get_sample_value(
-                "chargpt_admission_rejections_total", {"model_name": "m", "reason": "queue_full"}
-            )
-            assert rejected == 97
-
-    run_with_sockets(main)
+async def test_of_a_refused_request_nothing_more_is_submitted(peer):
+    generation = peer.client.start(
+        peer.model, [submit([0], client="a") for _ in range(100)], time.monotonic(), window=4
+    )
+    task = asyncio.create_task(generation.whole())
+    await peer.until(lambda: len(peer.received) == 4)
+    first, *others = peer.received
+    peer.received.clear()
+    peer.worker.send(Refused(first.id, "queue full", 7), 0)
+    await peer.until(task.done)
+    assert (task.exception().status, task.exception().headers["Retry-After"]) == (429, "7")
+    await peer.until(lambda: len(peer.received) == 3)
+    assert peer.received == [Abort(one.id) for one in others]
+    assert peer.counts() == {"submitted": 100, "refused": 97, "begun": 3, "abort": 3}
+    peer.client.metrics.flush()
+    rejected = peer.registry.get_sample_value(
+        "chargpt_admission_rejections_total", {"model_name": "m", "reason": "queue_full"}
+    )
+    assert rejected == 97
 
 
-def test_a_refusal_before_the_worker_is_asked_is_that_of_the_same_client(monkeypatch):
+async def test_a_refusal_before_the_worker_is_asked_is_that_of_the_same_client(peer, monkeypatch):
     monkeypatch.setattr("service.http.client.REFUSING_SECONDS", 60.0)
-
-    async def main():
-        async with connected() as peer:
-            client = peer.client
-            running = {name: client.start(peer.model, [submit([0], client=name)], time.monotonic()) for name in "ab"}
-            refused = client.start(peer.model, [submit([0], client="b")], time.monotonic())
-            await peer.until(lambda: len(peer.received) == 3)
-            peer.worker.send(Refused(peer.received[2].id, "queue full", 30), 0)
-            task = asyncio.create_task(refused.whole())
-            await peer.until(task.done)
-            assert task.exception().headers["Retry-After"] == "30"
-            client.refuse_if_full("a")  # was never refused, and asks the worker
-            with pytest.raises(ApiError, match="queue full") as again:
-                client.refuse_if_full("b")
-            assert again.value.headers["Retry-After"] == "30"
-            running["a"].abort()
-            with pytest.raises(ApiError):
-                client.refuse_if_full("b")
-            running["b"].abort()  # there may be a place now
-            client.refuse_if_full("b")
-            assert not client._refused
-
-    run_with_sockets(main)
+    client = peer.client
+    running = {name: client.start(peer.model, [submit([0], client=name)], time.monotonic()) for name in "ab"}
+    refused = client.start(peer.model, [submit([0], client="b")], time.monotonic())
+    await peer.until(lambda: len(peer.received) == 3)
+    peer.worker.send(Refused(peer.received[2].id, "queue full", 30), 0)
+    task = asyncio.create_task(refused.whole())
+    await peer.until(task.done)
+    assert task.exception().headers["Retry-After"] == "30"
+    client.refuse_if_full("a")  # was never refused, and asks the worker
+    with pytest.raises(ApiError, match="queue full") as again:
+        client.refuse_if_full("b")
+    assert again.value.headers["Retry-After"] == "30"
+    running["a"].abort()
+    with pytest.raises(ApiError):
+        client.refuse_if_full("b")
+    running["b"].abort()  # there may be a place now
+    client.refuse_if_full("b")
+    assert not client._refused
 
 
-def test_a_refusal_before_the_worker_is_asked_is_for_a_moment_and_of_what_it_would_refuse_too():
-    async def main():
-        async with connected() as peer:
-            for patience in (1e9, 0.0):
-                peer.client._patience = patience
-                generation = peer.client.start(peer.model, [submit([0], client="b")], time.monotonic())
-                await peer.until(lambda: peer.received)
-                peer.worker.send(Refused(peer.received.pop().id, "no", 30), 0)
-                task = asyncio.create_task(generation.whole())
-                await peer.until(task.done)
-                assert task.exception().status == 429
-                # One with more time might have been accepted.
-                assert set(peer.client._refused) == (set() if patience else {"b"})
-            peer.client.num_models = 2  # whose queues are others
-            peer.client.refuse_if_full("b")
-            peer.client.num_models = 1
-            now = time.monotonic() + REFUSING_SECONDS
-            peer.client.sweep(now)
-            peer.client.refuse_if_full("b")
-
-    run_with_sockets(main)
+async def test_a_refusal_before_the_worker_is_asked_is_for_a_moment_and_of_what_it_would_refuse_too(peer):
+    for patience in (1e9, 0.0):
+        peer.client._patience = patience
+        generation = peer.client.start(peer.model, [submit([0], client="b")], time.monotonic())
+        await peer.until(lambda: peer.received)
+        peer.worker.send(Refused(peer.received.pop().id, "no", 30), 0)
+        task = asyncio.create_task(generation.whole())
+        await peer.until(task.done)
+        assert task.exception().status == 429
+        # One with more time might have been accepted.
+        assert set(peer.client._refused) == (set() if patience else {"b"})
+    peer.client.num_models = 2  # whose queues are others
+    peer.client.refuse_if_full("b")
+    peer.client.num_models = 1
+    now = time.monotonic() + REFUSING_SECONDS
+    peer.client.sweep(now)
+    peer.client.refuse_if_full("b")

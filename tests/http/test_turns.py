@@ -1,51 +1,65 @@
-"""Handlers run as tasks would: each of these is also what asyncio.Task does with the same coroutine."""
+"""Handlers end where they wait when they are cancelled, and a large answer when its client is gone."""
 
 import asyncio
 
+import pytest
+
+from service.http.stream import send_json
 from service.http.turns import Run
 
-
-class Recorded(Run):
-    """A Run that tells how it ended."""
-
-    __slots__ = ("outcome",)
-
-    def __init__(self, coroutine):
-        super().__init__(coroutine)
-        self.outcome = asyncio.get_running_loop().create_future()
-
-    def ended(self, error):
-        self.outcome.set_result(error)
+pytestmark = pytest.mark.anyio
 
 
-async def outcome_of(coroutine, meanwhile):
-    """(what a task ends with, what a Run ends with)"""
-    task, run = asyncio.create_task(coroutine()), Recorded(coroutine())
+@pytest.mark.parametrize(
+    "wait", [lambda: asyncio.sleep(60), lambda: asyncio.Event().wait(), lambda: asyncio.to_thread(int)]
+)
+async def test_a_run_is_cancelled_where_it_waits(wait):
+    seen = []
+
+    class Recorded(Run):
+        def ended(self, error):
+            seen.append(type(error))
+
+    async def handler():
+        try:
+            while True:
+                await wait()
+        except asyncio.CancelledError:
+            seen.append("told")
+            await asyncio.sleep(0)  # what must still be done
+            raise
+
+    run = Recorded(handler())
     run.go_on()
-    await asyncio.sleep(0)  # the task begins here
-    for it in (task, run):
-        meanwhile(it)
-    (of_task,) = await asyncio.gather(task, return_exceptions=True)
-    return of_task, await asyncio.wait_for(run.outcome, 10)
+    run.cancel()
+    async with asyncio.timeout(10):
+        while len(seen) < 2:
+            await asyncio.sleep(0)
+    assert seen == ["told", asyncio.CancelledError]
 
 
-def test_a_run_is_cancelled_as_a_task_where_it_waits():
-    async def main():
-        turn = asyncio.Event()
-        for wait in (lambda: asyncio.sleep(60), turn.wait, lambda: asyncio.to_thread(int)):
-            seen = []
+async def test_a_large_answer_ends_when_its_client_is_gone():
+    encoded, written = [], []
 
-            async def handler(wait=wait, seen=seen):
-                try:
-                    while True:
-                        await wait()
-                except asyncio.CancelledError:
-                    seen.append("told")
-                    await asyncio.sleep(0)  # what must still be done
-                    raise
+    class Leaving:
+        """What of a Request writes an answer."""
 
-            of_task, of_run = await outcome_of(handler, lambda it: it.cancel())
-            assert type(of_task) is type(of_run) is asyncio.CancelledError
-            assert seen == ["told", "told"]
+        is_whole = is_finished = False
 
-    asyncio.run(main())
+        @property
+        def is_gone(self):
+            return len(encoded) > 50
+
+        def begin(self, headers):
+            assert not written
+
+        async def write(self, data):
+            written.append(data)
+
+    def parts():
+        for i in range(1000):
+            encoded.append(i)
+            yield b"x" * 10_000
+
+    await send_json(Leaving(), parts())
+    assert written and len(encoded) < 70

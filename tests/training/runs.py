@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,19 @@ from rich.console import Console
 from training import jobs
 from training.config import TrainConfig
 from training.loop import Run
+
+SHAPE = {"block_size": 8, "n_layer": 2, "n_head": 2, "n_kv_head": 1, "n_embd": 16}
+STEPS = {"steps": 24, "batch_size": 4, "warmup_steps": 4, "eval_every": 8, "log_every": 3, "sample_chars": 10}
+STEPS |= {"dropout": 0.1, "threads": 1}
+TEXT = "".join(random.Random(0).choices(["the cat ", "a dog ", "sat on ", "ran to ", "the mat.\n"], k=400))
+
+
+def tiny(folder: Path, **changes: object) -> TrainConfig:
+    """Of a run on TEXT, unless the folder has another text.txt."""
+    text = folder / "text.txt"
+    if not text.exists():
+        text.write_text(TEXT)
+    return TrainConfig(**{**SHAPE, **STEPS, "data": str(text), **changes})
 
 
 def start(config: TrainConfig, out: Path, console: Console | None = None, **options: bool) -> None:

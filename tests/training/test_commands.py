@@ -6,7 +6,6 @@ import math
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +21,6 @@ from training.evaluate import beginning, streamed_loss, whole_loss
 from training.messages import unescaped
 from training.saving import save_checkpoint
 
-ROOT = Path(__file__).parents[2]
 TEXT = "The cat sat on the mat.\nA dog, too!\n" * 20
 MODEL = random_model()
 TINY = flags(block_size=8, n_layer=1, n_head=1, n_kv_head=1, n_embd=4, threads=1, dtype="float32", sample_chars=0)
@@ -414,7 +412,7 @@ def test_sample_of_a_text_without_line_breaks(tmp_path, output_of, error_of):
 def test_a_closed_pipe_ends_the_command_silently(checkpoint):
     """As in `sample | head`."""
     command = [sys.executable, "-W", "error", "-m", "training", "sample", "--checkpoint", checkpoint, "-n", "10000"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.readline()
         process.stdout.close()
         assert process.stderr.read() == b"" and process.wait(timeout=60) == 141

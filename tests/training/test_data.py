@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-import os
 import random
 import re
 import subprocess
@@ -35,8 +34,6 @@ from training.data import (
     unseen_records,
 )
 from training.inputs import Encoder
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -110,7 +107,7 @@ corpus = data.prepare(sys.argv[1])
 print(corpus.tokenizer.decode(corpus.ids[:20]), flush=True)
 """
     command = [sys.executable, "-c", code, file]
-    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
+    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **options) as one, subprocess.Popen(command, **options) as other:
         for process in (one, other):
             assert process.stdout.readline() == "scanned\n"
@@ -224,8 +221,7 @@ sampler = WindowSampler(corpus.train, 128, seed=1)
 for _ in range(50): sampler.next_batch(16)
 print(json.dumps([len(corpus.ids), prepared - before, peak() - prepared]))
 """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     characters, preparing, drawing = json.loads(run.stdout)
     assert characters > 47_900_000
     assert preparing < 100e6, f"{preparing / 1e6:.0f} MB to prepare"

@@ -8,19 +8,14 @@ import torch
 from service.model.checkpoint import Checkpoint, CheckpointError
 from tests import reference
 from tests.helpers import call, save_random
-from tests.training.runs import crash, flags, resume, start, weights
-from training.config import ConfigError, TrainConfig
+from tests.training.runs import STEPS, crash, flags, resume, start, tiny, weights
+from training.config import ConfigError
 from training.data import IGNORED, prepare
 from training.distributed import World
 from training.evaluate import whole_loss
 from training.loop import Run
 from training.state import ResumeError
 
-SHAPE = {"block_size": 8, "n_layer": 2, "n_head": 2, "n_kv_head": 1, "n_embd": 16}
-FEW = {
-    "steps": 24, "batch_size": 4, "warmup_steps": 2, "eval_every": 8, "sample_chars": 0, "threads": 1,
-    "dtype": "float32", "dropout": 0.1,
-}  # fmt: skip
 TEXT = "".join(random.Random(1).choices("abcd\n", weights=[8, 4, 2, 1, 1], k=4000))
 
 
@@ -34,7 +29,7 @@ def teachers(tmp_path):
 
 def config(tmp_path, **changes):
     teachers = [str(tmp_path / f"teacher{seed}") for seed in (1, 2)]
-    return TrainConfig(**{**SHAPE, **FEW, "data": str(tmp_path / "text.txt"), "teachers": teachers, **changes})
+    return tiny(tmp_path, **{"dtype": "float32", "teachers": teachers, **changes})
 
 
 def run_of(config, out):
@@ -68,7 +63,7 @@ def test_a_fine_tuned_run_takes_teachers_of_its_vocabulary(tmp_path):
     save_random(tmp_path / "of_the_run", "\nabcd")
     save_random(tmp_path / "sorted", "abcd\n")
     origin = ["--init-from", tmp_path / "origin", "--extend-vocabulary"]
-    command = ["train", "--data", tmp_path / "text.txt", *origin, *flags(**FEW)]
+    command = ["train", "--data", tmp_path / "text.txt", *origin, *flags(**STEPS, dtype="float32")]
     assert call([*command, "--out", tmp_path / "a", "--teachers", tmp_path / "of_the_run"]) == 0
     assert Checkpoint.read(tmp_path / "a/best").training["recipe"]["window_stages"] == 1
     assert call([*command, "--out", tmp_path / "b", "--teachers", tmp_path / "sorted"]) == 1

@@ -28,7 +28,7 @@ from service.model.checkpoint import Checkpoint
 from service.model.gpt import GPT
 from tests.helpers import call, random_model
 from tests.toolbox.disk import SmallDisk
-from tests.training.runs import crash, events, flags, resume, start, weights
+from tests.training.runs import SHAPE, STEPS, TEXT, crash, events, flags, resume, start, tiny, weights
 from training import jobs
 from training.config import ConfigError, TrainConfig
 from training.data import prepare, record_pieces, sampler_of
@@ -37,24 +37,12 @@ from training.loop import DivergedError, Run
 from training.recipe import SETTINGS, fitted
 from training.state import ResumeError, Saved
 
-ROOT = Path(__file__).parents[2]
-TINY = {"block_size": 8, "n_layer": 2, "n_head": 2, "n_kv_head": 1, "n_embd": 16, "dropout": 0.1, "threads": 1}
-TINY |= {"steps": 24, "batch_size": 4, "warmup_steps": 4, "eval_every": 8, "log_every": 3, "sample_chars": 10}
 CHAOS = [pytest.mark.chaos, pytest.mark.timeout(1800)]
-TEXT = "".join(random.Random(0).choices(["the cat ", "a dog ", "sat on ", "ran to ", "the mat.\n"], k=400))
-
-
-def tiny(folder: Path, **changes: object) -> TrainConfig:
-    """Of a run on TEXT, unless the folder has another text.txt."""
-    text = folder / "text.txt"
-    if not text.exists():
-        text.write_text(TEXT)
-    return TrainConfig(**{**TINY, "data": str(text), **changes})
 
 
 def tiny_flags(folder: Path, **changes: object) -> list[str]:
     (data,) = tiny(folder).data
-    return flags(**{**TINY, "data": data, **changes})
+    return flags(**{**SHAPE, **STEPS, "data": data, **changes})
 
 
 def is_finished(out: Path) -> bool:
@@ -230,7 +218,7 @@ def test_a_run_stopped_at_random_moments_ends_with_the_same_bytes(uninterrupted,
             shutil.rmtree(out)
         command = ["--resume"] if (out / "last").exists() else new
         process = subprocess.Popen(
-            [sys.executable, "-m", "training", "train", "--out", str(out), *command], cwd=ROOT, stderr=subprocess.PIPE
+            [sys.executable, "-m", "training", "train", "--out", str(out), *command], stderr=subprocess.PIPE
         )
         if points:
             if chance.random() < 0.1:  # while it starts
@@ -334,7 +322,7 @@ def training_process(folder: Path, program: str = "training") -> subprocess.Pope
     """A long run, in a session of its own as in a shell, which ignores SIGINT in the background."""
     command = [sys.executable, "-m", program, "train", "--out", str(folder / "out")]
     return subprocess.Popen(
-        [*command, *tiny_flags(folder, steps=10**6, eval_every=10**6)], cwd=ROOT, stderr=subprocess.PIPE, text=True,
+        [*command, *tiny_flags(folder, steps=10**6, eval_every=10**6)], stderr=subprocess.PIPE, text=True,
         start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
 
@@ -368,7 +356,7 @@ def test_a_signal_saves_and_prints_the_resume_command(tmp_path, program, name, n
     assert command, stop[2]
     for python in command.groups():  # as a shell would find it
         show = [python, "-c", "import sys; print(sys.prefix)"]
-        assert subprocess.check_output(show, cwd=ROOT, text=True).strip() == sys.prefix
+        assert subprocess.check_output(show, text=True).strip() == sys.prefix
 
 
 @pytest.mark.parametrize("poison", ["loss", "gradient", "weights", "validation"])
@@ -685,7 +673,7 @@ def test_a_full_memory_of_a_device_names_what_helps(tmp_path, monkeypatch, capsy
 
 def test_help_has_units_and_defaults_and_imports_no_torch(capsys):
     code = "import sys; from training.__main__ import build_parser as b; b(); assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, "-c", code], check=True)
     assert call(["train", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert f"--steps INT optimizer steps (default {TrainConfig().steps}" in text
