@@ -335,7 +335,7 @@ class CudaRunner(Runner):
         """States (N, C) of ids (N,); attend(layer, q (N, nh, hs), kv (N, 2nkv, hs)) -> (N, C)."""
         c = self.config
         heads, half = c.n_head + c.n_kv_head, c.head_dim // 2
-        # The gains of QK-norm, taken into the rotation for all layers at once: rotate(x · g) = x · (g · cos) + …
+        # The gains of QK-norm, taken into the rotation for all layers at once: x · g is rotated to x · (g · cos) + …
         cos, sin = cos * self._gain, sin * self._rolled_gain  # (L, N, nh + nkv, hs)
         x = self._embedding[ids]
         for i, layer in enumerate(self._layers):

@@ -64,20 +64,14 @@ def attention_layers(
         q = rotated(normed(q, at + "attn.q_norm.weight"))  # (nh, T, hs)
         k, v = (np.repeat(part, nh // nkv, axis=0) for part in (rotated(normed(k, at + "attn.k_norm.weight")), v))
         scores = q @ k.transpose(0, 2, 1)
-        mixed = _softmax(scores / math.sqrt(hs), is_seen)
-        yield LayerAttention(scores, mixed, v)
-        y = (mixed @ v).transpose(1, 0, 2).reshape(T, nh * hs)
+        seen = np.where(is_seen, scores / math.sqrt(hs), -np.inf)
+        exponentials = np.exp(seen - seen.max(axis=-1, keepdims=True, initial=-np.inf))
+        mix = exponentials / exponentials.sum(axis=-1, keepdims=True)
+        yield LayerAttention(scores, mix, v)
+        y = (mix @ v).transpose(1, 0, 2).reshape(T, nh * hs)
         x = x + y @ get(at + "attn.proj.weight").T
         gate, up = np.split(normed(x, at + "mlp_norm.weight") @ get(at + "mlp.gate_up.weight").T, 2, axis=1)
         with np.errstate(over="ignore"):  # of exp, to infinity, which gives 0
             x = x + (gate / (1 + np.exp(-gate)) * up) @ get(at + "mlp.proj.weight").T
     if logits is not None:
         logits[:] = normed(x, "norm.weight") @ get("head.weight").T
-
-
-def _softmax(scores: Array, is_seen: Array) -> Array:
-    """Over the last axis, of those that are seen; every row sees itself."""
-    masked = np.where(is_seen, scores, -np.inf)
-    exponentials = np.exp(masked - masked.max(axis=-1, keepdims=True, initial=-np.inf))
-    weights: Array = exponentials / exponentials.sum(axis=-1, keepdims=True)
-    return weights

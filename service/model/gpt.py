@@ -20,7 +20,7 @@ from service.model.sampling import Sampler, uniforms
 
 
 def rope_angles(positions: Tensor, config: GPTConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and signed sin for `positions` (…), each (…, hs), for `rotate`.
+    """cos and signed sin of `positions` (…), each (…, hs): x rotated is x · cos + roll(x, hs / 2) · sin.
 
     Su et al. 2021, in Hugging Face's half-split layout. Angles are fp64, to stay accurate at any text length.
     """
@@ -31,11 +31,6 @@ def rope_angles(positions: Tensor, config: GPTConfig, dtype: torch.dtype) -> tup
     cos, sin = angles.cos(), angles.sin()
     cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
     return cos.to(positions.device, dtype), sin.to(positions.device, dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x (B, T, n, hs); cos and signed sin (…, T, 1, hs) broadcast over the heads."""
-    return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, dims=-1), sin)
 
 
 def banded_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
@@ -86,14 +81,14 @@ class CausalSelfAttention(nn.Module):
         self.k_norm = nn.RMSNorm(hs, config.norm_eps)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], cache: CacheRows | None) -> Tensor:
-        B, T, C = x.size()
+        (B, T, C), (cos, sin) = x.size(), rope  # (…, T, 1, hs): they broadcast over the heads
         nh, nkv, hs = self.config.n_head, self.config.n_kv_head, self.config.head_dim
         qkv = self.qkv(x).view(B, T, nh + 2 * nkv, hs)
         qk, v = qkv[:, :, : nh + nkv], qkv[:, :, nh + nkv :].transpose(1, 2)
         # Queries and keys in one tensor: half as many operations.
         gain = torch.cat((self.q_norm.weight,) * nh + (self.k_norm.weight,) * nkv).view(-1, hs)
         qk = torch.rms_norm(qk, (hs,), None, self.config.norm_eps) * gain.to(qk.dtype)
-        qk = rotate(qk, *rope).to(v.dtype).transpose(1, 2)  # (B, nh + nkv, T, hs)
+        qk = torch.addcmul(qk * cos, qk.roll(hs // 2, dims=-1), sin).to(v.dtype).transpose(1, 2)  # (B, nh + nkv, T, hs)
         q, k = qk[:, :nh], qk[:, nh:]
         if cache is None:
             y = banded_attention(q, k, v, self.config.block_size)
@@ -149,11 +144,8 @@ class GPT(nn.Module):
         values are written to the cache.
         """
         x = self.embed(idx)  # (B, T, C)
-        if cache is None:
-            positions = torch.arange(idx.size(1), device=idx.device)
-        else:
-            positions = cache.positions  # (B, T)
-        rope = rope_angles(positions[..., None], self.config, x.dtype)  # (…, T, 1, hs): broadcasts over the heads
+        positions = torch.arange(idx.size(1), device=idx.device) if cache is None else cache.positions  # (T,) or (B, T)
+        rope = rope_angles(positions[..., None], self.config, x.dtype)
         for block in self.blocks:
             x = block(x, rope, cache)
         logits: Tensor = self.head(self.norm(x))
