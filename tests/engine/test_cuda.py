@@ -12,12 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from service.engine.cuda import CudaRunner
 from service.engine.engine import Engine
-from service.engine.runner import NONE, Piece, Report, open_runner, resolve, slots_that_fit
+from service.engine.runner import NONE, Piece, Report, open_runner, slots_that_fit
 from service.model.params import SamplingParams
 from service.settings import BUNDLED
 from service.wire import Submit, floats
 from tests.bench import engine as bench_engine
 from tests.helpers import RunningServer, random_model, save_random, wait_until
+from tests.model.test_sampling import random_params
 from tests.toolbox.launch import ServerError
 
 OPERATIONS_PER_LAYER = 14
@@ -30,26 +31,14 @@ def runner_of(model, slots, dtype="float64", device="cpu"):
     return runner
 
 
-def requests(count, seed=0, vocab_size=61, longest=40):
-    """Random prompts, lengths and parameters; every third has a stop or a bias."""
-    r = random.Random(seed)
+def requests(count, seed=0, longest=40):
+    """Random prompts, lengths and parameters; every third has a stop."""
+    r, rng = random.Random(seed), np.random.default_rng(seed)
     made = []
     for number in range(count):
-        params = SamplingParams(
-            temperature=r.choice([0.0, 0.5, 1.0, 1.5]),
-            top_k=r.choice([0, 0, 5]),
-            top_p=r.choice([1.0, 0.8]),
-            min_p=r.choice([0.0, 0.05]),
-            typical_p=r.choice([1.0, 1.0, 0.9]),
-            repetition_penalty=r.choice([1.0, 1.0, 1.3]),
-            presence_penalty=r.choice([0.0, 0.0, 0.5]),
-            frequency_penalty=r.choice([0.0, 0.0, -0.3]),
-            logit_bias=((r.randrange(vocab_size), r.uniform(-3, 3)),) * (number % 3 == 0),
-            seed=r.randrange(2**64),
-        )
-        prompt = [r.randrange(vocab_size) for _ in range(r.choice([1, 3, 17, 40, 64, 65, 130, 300]))]
-        stop = ((r.randrange(vocab_size),),) * (number % 3 == 1)
-        made.append(Submit(number, prompt, r.randint(1, longest), params, stop=stop))
+        prompt = [r.randrange(61) for _ in range(r.choice([1, 3, 17, 40, 64, 65, 130, 300]))]
+        stop = ((r.randrange(61),),) * (number % 3 == 1)
+        made.append(Submit(number, prompt, r.randint(1, longest), random_params(rng, 61), stop=stop))
     return made
 
 
@@ -255,14 +244,6 @@ def test_state_stays_where_it_is():
     assert len(before) >= 30
     run_at_random(Engine(runner), requests(20))
     assert addresses() == before
-
-
-def test_auto_takes_cuda_on_a_gpu_in_float32():
-    assert resolve("auto", "auto", "cuda:1") == ("cuda", "float32")
-    assert resolve("auto", "float64", "cuda:0") == ("cuda", "float64")
-    assert resolve("torch", "auto", "cuda:0") == ("torch", "float64")
-    with pytest.raises(ValueError, match="backend cuda runs on an NVIDIA GPU, and none can be used here"):
-        resolve("cuda", "auto", "cpu")
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])

@@ -1,6 +1,6 @@
 import itertools
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from service.model.params import SamplingParams
 from service.model.sampling import uniforms
 from service.wire import Submit, floats
 from tests.helpers import VOCABULARY, random_model
+from tests.model.test_sampling import random_params
 from tests.sampler import History, sample
 from training.evaluate import streamed_loss
 
@@ -81,21 +82,43 @@ def request(id):
     return Submit(id, list(range(20)), 10, SamplingParams(0.9, seed=id))
 
 
-def collect(engine, texts, steps=1000, counts=None):
-    """Runs up to `steps` steps, extends `texts` and adds up what was counted; returns the finish reasons."""
-    finish_reasons = {}
-    while steps and engine.has_work:
-        steps -= 1
-        for delta in engine.step():
-            texts.setdefault(delta.id, []).extend(delta.ids)
-            if delta.finish_reason:
-                finish_reasons[delta.id] = delta.finish_reason
-        if counts is not None:
-            stats = engine.stats
-            counts.update(
+class Ran:
+    """What an engine has given, by id, and what its steps have counted."""
+
+    def __init__(self, engine):
+        self.engine, self.counts, self.reasons = engine, Counter(), {}
+        self.texts, self.logprobs, self.scores = defaultdict(list), defaultdict(list), defaultdict(list)
+
+    def run(self, steps=5000):
+        """Up to so many steps; returns the finish reasons that came in them."""
+        before = set(self.reasons)
+        while steps and self.engine.has_work:
+            steps -= 1
+            for delta in self.engine.step():
+                self.texts[delta.id] += delta.ids
+                self.logprobs[delta.id] += delta.logprobs.rows() if delta.logprobs else []
+                self.scores[delta.id] += floats(delta.prompt_logprobs.values) if delta.prompt_logprobs else []
+                if delta.finish_reason:
+                    assert delta.id not in self.reasons, "two endings"
+                    self.reasons[delta.id] = delta.finish_reason
+            stats = self.engine.stats
+            self.counts.update(
                 run=stats.num_prefill_tokens, copied=stats.num_copied_tokens, dropped=stats.num_dropped_tokens
             )
-    return finish_reasons
+        return {id: reason for id, reason in self.reasons.items() if id not in before}
+
+
+def run_all(engine, requests):
+    for each in requests:
+        engine.submit(each)
+    ran = Ran(engine)
+    ran.run()
+    return ran
+
+
+def text_of(model, request):
+    """The text of a request, by definition."""
+    return model.generate(request.prompt, request.max_tokens, request.sampling)
 
 
 # -- how much a step does --
@@ -154,10 +177,10 @@ def test_a_step_takes_as_long_as_it_should(timed):
     that a stream keeps half of the time beside a backlog of prompts."""
     engine, _ = timed(4, 0.004, lambda rows, steps: 0.0009 * rows * steps, prefill=0.0001)
     engine.submit(Submit(0, [1, 2, 3], 1000, SamplingParams()))
-    collect(engine, {}, 5)
+    Ran(engine).run(5)
     assert (engine.stats.num_decode_steps, engine.stats.seconds) == (4, pytest.approx(0.0036))
     engine.submit(Submit(1, [1] * 700, 0, SamplingParams(), logprobs=0, score_from=1))
-    collect(engine, {}, 3)
+    Ran(engine).run(3)
     assert engine.stats.num_decode_steps == 2
     assert engine.stats.num_prefill_tokens in (19, 20)
     assert engine.stats.seconds == pytest.approx(0.0038, rel=0.05)
@@ -171,17 +194,17 @@ def test_clients_share_the_time_whatever_number_of_sequences_each_has(timed, mak
     requests += [Submit(i, [2], 400, SamplingParams(seed=i), client="many") for i in range(1, 31)]
     for each in requests:
         engine.submit(each)
-    texts = {}
-    while 0 in {each.id for each in engine.scheduler}:
-        collect(engine, texts, 1)
+    ran = Ran(engine)
+    while 0 not in ran.reasons:
+        ran.run(1)
         rows = engine.stats.num_decode_rows
     assert rows <= 10  # 2 · (4 + 1) = 4 + 6 ms
-    counts = sorted(len(texts.get(i, ())) for i in range(1, 31))
+    counts = sorted(len(ran.texts[i]) for i in range(1, 31))
     assert 0 < counts[0] and counts[-1] - counts[0] <= 40  # they take turns
-    collect(engine, texts)
+    ran.run()
     alone = make(40)
     for i in (0, 1, 17, 30):
-        assert texts[i] == alone.generate([requests[i]])[0]
+        assert ran.texts[i] == alone.generate([requests[i]])[0]
 
 
 def test_cost_is_a_line_through_recent_calls():
@@ -239,13 +262,9 @@ def test_a_prompt_of_many_sequences_runs_once(make, block_size, held):
     engine = make(16, model, clock=lambda: 0.0)
     prompt = np.random.default_rng(0).integers(50, size=200).tolist()
     todo = [Submit(i, prompt, 20, SamplingParams(seed=i)) for i in range(16)]
-    for s in todo:
-        engine.submit(s)
-    texts, counts = {}, Counter()
-    collect(engine, texts, counts=counts)
-    assert (counts["run"], counts["copied"]) == (held + 15, 15 * (held - 1))
-    for s in todo:
-        assert texts[s.id] == model.generate(prompt, 20, s.sampling)
+    ran = run_all(engine, todo)
+    assert (ran.counts["run"], ran.counts["copied"]) == (held + 15, 15 * (held - 1))
+    assert ran.texts == {s.id: text_of(model, s) for s in todo}
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -254,41 +273,32 @@ def test_shared_beginnings_change_no_text(make, seed):
     model = random_model(torch.float64, block_size=[24, 40, 60, 150][seed], n_layer=3)
     r = random.Random(seed)
     engine = make(5, model, clock=jumping(seed))
-    known = [[r.randrange(50) for _ in range(90)]]
-    texts, requests, values, copied = {}, {}, {}, 0
-    for step in itertools.count():
+    known, requests, ran = [[r.randrange(50) for _ in range(90)]], [], Ran(engine)
+    for _ in range(3000):
         while len(requests) < 60 and r.random() < 0.7:
             prompt = r.choice(known)
-            prompt = prompt[: r.randint(10, len(prompt))] + [
-                r.randrange(50) for _ in range(r.choice([0, 0, 1, 10, 60]))
-            ]
+            prompt = prompt[: r.randint(10, len(prompt))]
+            prompt = prompt + [r.randrange(50) for _ in range(r.choice([0, 0, 1, 10, 60]))]
             known.append(prompt)
-            id = len(requests)
-            s = Submit(
-                id, prompt, r.choice([1, 5, 30]), SamplingParams(seed=id, repetition_penalty=r.choice([1.0, 1.2]))
-            )
+            params = SamplingParams(seed=len(requests), repetition_penalty=r.choice([1.0, 1.2]))
+            s = Submit(len(requests), prompt, r.choice([1, 5, 30]), params)
             if r.random() < 0.2 and len(prompt) > 30:
                 s.logprobs, s.score_from = 0, r.randint(1, len(prompt) - 1)
-            requests[id], texts[id], values[id] = s, [], []
+            requests.append(s)
             engine.submit(s)
         if r.random() < 0.1 and requests:
-            engine.abort(r.choice(list(requests)))
-        for delta in engine.step():
-            texts[delta.id] += delta.ids
-            values[delta.id] += floats(delta.prompt_logprobs.values) if delta.prompt_logprobs else []
-            if delta.finish_reason == "length" and r.random() < 0.2:
-                known.append(requests[delta.id].prompt + texts[delta.id])
-        copied += engine.stats.num_copied_tokens
-        if len(requests) == 60 and not engine.has_work:
-            break
-        assert step < 3000
-    assert copied or engine.runner.piece > 1  # pieces may be longer than what is shared
-    for id, s in requests.items():
-        assert texts[id] == model.generate(s.prompt, len(texts[id]), s.sampling), id
-        if s.score_from is not None and values[id]:
+            engine.abort(r.choice(requests).id)
+        for id, reason in ran.run(1).items():
+            if reason == "length" and r.random() < 0.2:
+                known.append(requests[id].prompt + ran.texts[id])
+    assert len(requests) == 60 and not engine.has_work
+    assert ran.counts["copied"] or engine.runner.piece > 1  # pieces may be longer than what is shared
+    for s in requests:
+        assert ran.texts[s.id] == model.generate(s.prompt, len(ran.texts[s.id]), s.sampling), s.id
+        if values := ran.scores[s.id]:
             row = model(torch.tensor([s.prompt])).log_softmax(2)[0]
-            places = range(s.score_from, s.score_from + len(values[id]))
-            assert values[id] == pytest.approx([float(row[i - 1, s.prompt[i]]) for i in places], abs=1e-9)
+            places = range(s.score_from, s.score_from + len(values))
+            assert values == pytest.approx([float(row[i - 1, s.prompt[i]]) for i in places], abs=1e-9)
 
 
 # -- endings and failures --
@@ -300,13 +310,9 @@ def test_text_ends_before_the_stop_sequence(make, exact):
     text = exact.generate([1], 40, params)
     stop = tuple(text[10:13])
     first = next(i for i in range(len(text)) if tuple(text[i : i + 3]) == stop)
-    engine = make(clock=lambda: 0.0)
-    stopped = engine.submit(Submit(0, [1], 40, params, stop=(stop, (99, 99))))
-    texts, counts = {}, Counter()
-    collect(engine, texts, counts=counts)
-    assert texts == {0: text[:first]}
-    assert stopped.finish_reason == "stop"
-    assert counts["dropped"] == -(first + 3 - 2) % 32  # calls end at 1, 2, 34, … characters
+    ran = run_all(make(clock=lambda: 0.0), [Submit(0, [1], 40, params, stop=(stop, (99, 99)))])
+    assert (ran.texts, ran.reasons) == ({0: text[:first]}, {0: "stop"})
+    assert ran.counts["dropped"] == -(first + 3 - 2) % 32  # calls end at 1, 2, 34, … characters
 
 
 def test_abort_frees_the_slot_at_once_without_affecting_others(make, exact):
@@ -316,15 +322,15 @@ def test_abort_frees_the_slot_at_once_without_affecting_others(make, exact):
     waiting = Submit(3, [6], 5, SamplingParams(seed=3))
     for s in (leaving, staying, waiting):
         engine.submit(s)
-    texts = {}
-    collect(engine, texts, 4)
+    ran = Ran(engine)
+    ran.run(4)
     assert engine.scheduler.num_waiting == 1
     engine.abort(1)
-    assert collect(engine, texts, 1) == {1: "abort"}
+    assert ran.run(1) == {1: "abort"}
     assert engine.scheduler.num_waiting == 0
-    collect(engine, texts)
+    ran.run()
     for s in (staying, waiting):
-        assert texts[s.id] == exact.generate(s.prompt, s.max_tokens, s.sampling)
+        assert ran.texts[s.id] == text_of(exact, s)
     engine.abort(1)
     engine.abort(77)  # finished or unknown: no effect
     assert not engine.has_work
@@ -338,8 +344,8 @@ def test_timeouts_end_running_and_waiting_sequences(make):
     engine.submit(Submit(3, [1], 2, SamplingParams(), timeout_seconds=9.0))
     engine.step()
     now = 5.0
-    assert collect(engine, {}, 1) == {1: "timeout", 2: "timeout"}
-    assert collect(engine, {}) == {3: "length"}
+    assert Ran(engine).run(1) == {1: "timeout", 2: "timeout"}
+    assert Ran(engine).run() == {3: "length"}
 
 
 def test_non_finite_logits_end_only_their_sequence(make, exact):
@@ -350,12 +356,9 @@ def test_non_finite_logits_end_only_their_sequence(make, exact):
     broken = random_model(torch.float64, block_size=8)
     bad = next(id for id in range(4, 61) if id not in expected)
     broken.embed.weight[bad] = float("nan")
-    engine = make(2, broken)
-    for s in (Submit(0, [1] * 6 + [bad], 30, SamplingParams()), *fine):
-        engine.submit(s)
-    texts = {}
-    assert collect(engine, texts) == {0: "error", 1: "length", 2: "length", 3: "length"}
-    assert texts == {0: [], 1: expected, 2: expected, 3: expected}
+    ran = run_all(make(2, broken), [Submit(0, [1] * 6 + [bad], 30, SamplingParams()), *fine])
+    assert ran.reasons == {0: "error", 1: "length", 2: "length", 3: "length"}
+    assert ran.texts == {0: [], 1: expected, 2: expected, 3: expected}
 
 
 def test_non_finite_logits_end_a_text_within_a_call(make, exact):
@@ -365,22 +368,15 @@ def test_non_finite_logits_end_a_text_within_a_call(make, exact):
     broken = random_model(torch.float64, block_size=8)
     at = next(i for i in range(3, 40) if text[i] not in [1, *text[:i]])
     broken.embed.weight[text[at]] = float("nan")
-    engine = make(2, broken, clock=lambda: 0.0)
-    engine.submit(Submit(1, [1], 40, params))
-    texts = {}
-    assert collect(engine, texts) == {1: "error"}
-    assert texts == {1: text[: at + 1]}
+    ran = run_all(make(2, broken, clock=lambda: 0.0), [Submit(1, [1], 40, params)])
+    assert (ran.reasons, ran.texts) == ({1: "error"}, {1: text[: at + 1]})
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(repetition_penalty=2.0)])
 def test_an_id_outside_the_vocabulary_ends_only_its_sequence(make, exact, caplog, params):
-    engine = make(2)
-    engine.submit(Submit(1, [10_000], 5, params))
-    s = request(5)
-    engine.submit(s)
-    texts = {}
-    assert collect(engine, texts) == {1: "error", 5: "length"}
-    assert texts[5] == exact.generate(s.prompt, s.max_tokens, s.sampling)
+    ran = run_all(make(2), [Submit(1, [10_000], 5, params), request(5)])
+    assert ran.reasons == {1: "error", 5: "length"}
+    assert ran.texts[5] == text_of(exact, request(5))
     assert "failed" in caplog.text
 
 
@@ -406,23 +402,21 @@ def test_failing_forward_ends_its_sequences_and_the_engine_continues(make, exact
     assert [d.finish_reason for d in engine.step()] == ["error"]
     assert not engine.has_work
     assert "no memory" in caplog.text
-    s = request(5)
-    assert engine.generate([s]) == [exact.generate(s.prompt, s.max_tokens, s.sampling)]
+    assert engine.generate([request(5)]) == [text_of(exact, request(5))]
 
 
 def test_failing_decode_step_does_not_affect_a_prompt_in_prefill(make, exact, fail_once):
     engine = make(3, clock=itertools.count().__next__)
-    lost = [Submit(i, [i], 50, SamplingParams(seed=i)) for i in range(2)]
-    for s in lost:
-        engine.submit(s)
+    for i in range(2):
+        engine.submit(Submit(i, [i], 50, SamplingParams(seed=i)))
     engine.step()
     long = Submit(2, list(range(50)), 20, SamplingParams(seed=2), logprobs=0, score_from=1)  # in several pieces
     engine.submit(long)
     engine.step()
     fail_once(engine.runner, "decode")
-    texts = {}
-    assert collect(engine, texts) == {0: "error", 1: "error", 2: "length"}
-    assert texts[2] == exact.generate(list(range(50)), 20, SamplingParams(seed=2))
+    ran = Ran(engine)
+    assert ran.run() == {0: "error", 1: "error", 2: "length"}
+    assert ran.texts[2] == text_of(exact, long)
 
 
 def test_nobody_copies_from_a_start_that_failed(make):
@@ -433,37 +427,31 @@ def test_nobody_copies_from_a_start_that_failed(make):
     # In the last slot; the others hold other texts, which a failed start leaves there.
     others = [Submit(i, [50 - i] * 60, 30, SamplingParams(seed=i)) for i in range(3)]
     engine.generate([*others, Submit(3, head, 10, SamplingParams())])
-    engine.submit(Submit(10, [*head, 1, 2], 5, SamplingParams(logit_bias=((9999, 1.0),))))
-    engine.submit(Submit(11, [*head, 3, 4], 20, SamplingParams(seed=1)))
-    texts = {}
-    assert collect(engine, texts) == {10: "error", 11: "length"}
-    assert texts[11] == model.generate([*head, 3, 4], 20, SamplingParams(seed=1))
+    fails = Submit(10, [*head, 1, 2], 5, SamplingParams(logit_bias=((9999, 1.0),)))
+    runs = Submit(11, [*head, 3, 4], 20, SamplingParams(seed=1))
+    ran = run_all(engine, [fails, runs])
+    assert ran.reasons == {10: "error", 11: "length"}
+    assert ran.texts[11] == text_of(model, runs)
 
 
 @at_once
 def test_a_failing_copy_ends_only_the_sequence_that_waited_for_it(make, fail_once):
     model = random_model(torch.float64, block_size=64)
     engine = make(4, model)
-    prompt = list(range(40))
     fail_once(engine.runner, "copy")
-    for i in range(3):
-        engine.submit(Submit(i, prompt, 8, SamplingParams(seed=i)))
-    texts = {}
-    assert collect(engine, texts) == {0: "length", 1: "error", 2: "length"}
+    todo = [Submit(i, list(range(40)), 8, SamplingParams(seed=i)) for i in range(3)]
+    ran = run_all(engine, todo)
+    assert ran.reasons == {0: "length", 1: "error", 2: "length"}
     for i in (0, 2):
-        assert texts[i] == model.generate(prompt, 8, SamplingParams(seed=i))
+        assert ran.texts[i] == text_of(model, todo[i])
 
 
 @pytest.mark.parametrize("max_tokens", [0, 3])
 def test_scores_that_are_not_finite_end_with_an_error(make, max_tokens):
     broken = random_model(torch.float64, block_size=8)
     broken.embed.weight[7] = float("nan")
-    engine = make(2, broken)
-    engine.submit(Submit(1, [1, 7, 2], max_tokens, SamplingParams(), logprobs=0, score_from=1))
-    deltas = []
-    while engine.has_work:
-        deltas += engine.step()
-    assert [(it.ids, it.prompt_logprobs, it.finish_reason) for it in deltas] == [([], None, "error")]
+    ran = run_all(make(2, broken), [Submit(1, [1, 7, 2], max_tokens, SamplingParams(), logprobs=0, score_from=1)])
+    assert (ran.texts, ran.scores, ran.reasons) == ({1: []}, {1: []}, {1: "error"})
 
 
 # -- constraints, stops, log-probabilities --
@@ -476,18 +464,7 @@ def request_with_options(id):
     """A request with any combination of options, determined by `id` alone."""
     r = random.Random(1000 + id)
     prompt = [r.randrange(len(VOCABULARY)) for _ in range(r.choice([1, 2, 7, 8, 9, 14, 15, 16, 30, 200]))]
-    params = SamplingParams(
-        r.choice([0.0, 0.5, 1.0, 1.5]),
-        r.choice([0, 0, 5]),
-        r.choice([1.0, 1.0, 0.7]),
-        seed=r.randrange(2**64),
-        min_p=r.choice([0.0, 0.0, 0.1]),
-        typical_p=r.choice([1.0, 1.0, 0.8]),
-        repetition_penalty=r.choice([1.0, 1.0, 1.3]),
-        presence_penalty=r.choice([0.0, 0.0, 1.0]),
-        frequency_penalty=r.choice([0.0, 0.0, -0.5]),
-        logit_bias=r.choice([(), ((3, 2.0), (40, -100.0))]),
-    )
+    params = random_params(np.random.default_rng(id), len(VOCABULARY))
     options = {"logprobs": r.choice([None, 0, 5]), "min_tokens": r.choice([0, 0, 5])}
     match r.randrange(6):
         case 0:
@@ -544,61 +521,41 @@ def references(exact):
 def test_every_option_equals_the_uncached_reference(make, references, clock):
     """With a full batch, prompts in pieces, several steps per call and random arrivals."""
     engine, r = make(5, clock=clock), random.Random(0)
-    sequences = [request_with_options(i) for i in range(80)]
-    texts, logprobs, prompts, finish_reasons = ({s.id: [] for s in sequences} for _ in range(4))
+    sequences, ran = [request_with_options(i) for i in range(80)], Ran(engine)
     todo = sequences[:]
     while todo or engine.has_work:
         while todo and (len(todo) > 60 or r.random() < 0.4):
             engine.submit(todo.pop())
-        for delta in engine.step():
-            texts[delta.id] += delta.ids
-            logprobs[delta.id] += delta.logprobs.rows() if delta.logprobs else []
-            prompts[delta.id] += floats(delta.prompt_logprobs.values) if delta.prompt_logprobs else []
-            finish_reasons[delta.id] += [delta.finish_reason] if delta.finish_reason else []
-    reasons = set()
+        ran.run(1)
     for s in sequences:
         ids, expected, of_prompt, reason = references[s.id]
-        assert (texts[s.id], finish_reasons[s.id]) == (ids, [reason]), s.id
-        reasons.add(reason)
+        assert (ran.texts[s.id], ran.reasons[s.id]) == (ids, reason), s.id
         if s.logprobs is None:
-            assert not logprobs[s.id] and not prompts[s.id]
+            assert not ran.logprobs[s.id] and not ran.scores[s.id]
             continue
-        assert len(logprobs[s.id]) == len(ids)
-        for id, (value, top), row in zip(ids, logprobs[s.id], expected, strict=True):
+        for id, (value, top), row in zip(ids, ran.logprobs[s.id], expected, strict=True):
             assert value == pytest.approx(float(row[id]), abs=1e-9)
             top_ids, top_values = [id for id, _ in top], [value for _, value in top]
             assert top_values == pytest.approx(row.topk(s.logprobs).values.tolist(), abs=1e-9)
             assert row[top_ids].tolist() == pytest.approx(top_values, abs=1e-9)
         if s.score_from is not None:
             places = range(s.score_from, len(s.prompt))
-            assert prompts[s.id] == pytest.approx([float(of_prompt[i - 1, s.prompt[i]]) for i in places], abs=1e-9)
-    assert reasons == {"stop", "length"}
+            assert ran.scores[s.id] == pytest.approx([float(of_prompt[i - 1, s.prompt[i]]) for i in places], abs=1e-9)
+    assert set(ran.reasons.values()) == {"stop", "length"}
 
 
 def test_scores_of_long_texts_equal_streamed_loss(make, exact):
     """Chunked prefill far beyond the receptive field, beside a running sequence."""
     ids = np.random.default_rng(0).integers(len(VOCABULARY), size=700)
     engine = make(3, clock=itertools.count().__next__)
-    scored = Submit(0, ids.tolist(), 0, SamplingParams(), logprobs=0, score_from=1)
-    engine.submit(Submit(1, [5], 10, SamplingParams()))
-    sequence = engine.submit(scored)
-    values, steps = [], 0
-    while engine.has_work:
-        for delta in engine.step():
-            values += floats(delta.prompt_logprobs.values) if delta.prompt_logprobs else []
-        steps += 1
-    assert sequence.finish_reason == "length"
-    assert engine.runner.is_async or steps >= 700 // 16  # which goes by its device's clock
-    assert len(values) == 699
+    whole, late = (Submit(start, ids.tolist(), 0, SamplingParams(), logprobs=0, score_from=start) for start in (1, 600))
+    ran = run_all(engine, [Submit(0, [5], 10, SamplingParams()), whole])
+    values = ran.scores[1]
+    assert ran.reasons == {0: "length", 1: "length"} and len(values) == 699
     assert -np.mean(values) == pytest.approx(streamed_loss(exact, ids), abs=1e-5)
-    late = Submit(2, ids.tolist(), 0, SamplingParams(), logprobs=0, score_from=600)
-    first_needed = engine.submit(late).prefill_from
-    assert first_needed == 600 - exact.config.receptive_field  # older characters are skipped
-    tail = []
-    while engine.has_work:
-        for delta in engine.step():
-            tail += floats(delta.prompt_logprobs.values) if delta.prompt_logprobs else []
-    assert tail == pytest.approx(values[599:], abs=1e-9)
+    ran = run_all(engine, [late])
+    assert ran.counts["run"] == 100 + exact.config.receptive_field  # older characters are skipped
+    assert ran.scores[600] == pytest.approx(values[599:], abs=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -606,6 +563,7 @@ def test_scores_of_long_texts_equal_streamed_loss(make, exact):
     [
         ("native", "auto", "cuda:0", "backend native runs on a cpu, got device cuda:0"),
         ("torch", "float64", "mps", "on mps, which has no float64, got float64"),
+        ("cuda", "auto", "cpu", "backend cuda runs on an NVIDIA GPU, and none can be used here"),
     ],
 )
 def test_impossible_backends_are_refused(backend, dtype, device, message):
@@ -614,5 +572,7 @@ def test_impossible_backends_are_refused(backend, dtype, device, message):
 
 
 def test_auto_is_the_best_backend_and_a_dtype_that_keeps_a_text():
-    assert resolve("torch", "auto", "cpu") == ("torch", "float64")
+    assert resolve("torch", "auto", "cpu") == resolve("torch", "auto", "cuda:0") == ("torch", "float64")
     assert resolve("auto", "auto", "cpu") == (ON_CPU[0], "float32" if ON_CPU[0] == "native" else "float64")
+    assert resolve("auto", "auto", "cuda:1") == ("cuda", "float32")
+    assert resolve("auto", "float64", "cuda:0") == ("cuda", "float64")

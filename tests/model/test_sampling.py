@@ -27,9 +27,10 @@ def random_params(rng, V):
 
     biased = rng.choice(V, size=rng.integers(0, min(V, 5) + 1), replace=False)
     return SamplingParams(
-        maybe(1.0, 0.0, rng.uniform(0.1, 2), rng.uniform(0, 100)),
-        maybe(0, int(rng.integers(1, V + 2))),
-        maybe(1.0, rng.uniform(1e-9, 1), rng.uniform(0.8, 1)),
+        seed=int(rng.integers(2**63)),
+        temperature=maybe(1.0, 0.0, rng.uniform(0.1, 2), rng.uniform(0, 100)),
+        top_k=maybe(0, int(rng.integers(1, V + 2))),
+        top_p=maybe(1.0, rng.uniform(1e-9, 1), rng.uniform(0.8, 1)),
         min_p=maybe(0.0, rng.uniform(0, 0.2), rng.uniform(0, 1), 1.0),
         typical_p=maybe(1.0, rng.uniform(1e-9, 1), rng.uniform(0.8, 1)),
         repetition_penalty=maybe(1.0, rng.uniform(0.7, 1.5), rng.uniform(0.01, 100)),
