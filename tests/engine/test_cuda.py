@@ -26,8 +26,9 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
 
 def runner_of(model, slots, dtype="float64", device="cpu"):
+    """On a CPU without graphs; outcomes are read after the next launch there too."""
     runner = CudaRunner(model, slots, dtype, device)
-    runner.is_async = True  # on a CPU too: outcomes are read after the next launch
+    runner.is_async = True
     return runner
 
 

@@ -9,13 +9,13 @@ import torch
 from service.constrain.automaton import MinimumLength
 from service.constrain.regex import compile_choice, compile_regex, compile_without
 from service.engine import native
-from service.engine.cuda import CudaRunner
 from service.engine.engine import Cost, Engine
 from service.engine.runner import open_runner, resolve
 from service.engine.sequence import Sequence
 from service.model.params import SamplingParams
 from service.model.sampling import uniforms
 from service.wire import Submit, floats
+from tests.engine.test_cuda import runner_of
 from tests.helpers import VOCABULARY, random_model
 from tests.model.test_sampling import random_params
 from tests.sampler import History, sample
@@ -39,21 +39,13 @@ def backend(request):
 at_once = pytest.mark.parametrize("backend", ON_CPU, indirect=True)
 
 
-def open_backend(model, backend, dtype="float64", slots=8):
-    """Backend cuda runs on the CPU here, without graphs; outcomes are read late as on a GPU."""
-    if backend != "cuda":
-        return open_runner(model, backend, dtype, slots)
-    runner = CudaRunner(model, slots, dtype, "cpu")
-    runner.is_async = True
-    return runner
-
-
 @pytest.fixture
 def make(backend, exact):
     """Makes an engine over `exact` or another model, in float64."""
 
     def make(slots=8, model=exact, **options):
-        return Engine(open_backend(model, backend, "float64", slots), **options)
+        runner = runner_of(model, slots) if backend == "cuda" else open_runner(model, backend, "float64", slots)
+        return Engine(runner, **options)
 
     return make
 

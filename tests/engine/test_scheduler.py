@@ -1,5 +1,4 @@
 import itertools
-import math
 import random
 import time
 
@@ -199,15 +198,6 @@ def test_ended_sequences_are_removed_from_the_queue_and_from_the_deadlines():
     assert scheduler.num_waiting == 1
 
 
-def test_deadlines_come_in_order_of_time():
-    scheduler = make(1, 10)
-    for id, seconds in enumerate([5.0, 3.0, math.inf, 9.0]):
-        scheduler.add(sequence(id, timeout_seconds=seconds))
-    assert scheduler.expired(2.9) == []
-    assert scheduler.expired(5.0) == [1, 0]
-    assert scheduler.expired(100.0) == [3]
-
-
 # -- fairness between clients --
 
 
@@ -229,6 +219,12 @@ def started(scheduler, budget=10_000):
 
 def end(scheduler, id):
     scheduler.finish(id, "abort")
+
+
+def refuses(scheduler, client):
+    with pytest.raises(BusyError, match=f"queue full .limit {scheduler.max_waiting}"):
+        scheduler.add(sequence(10_000, client=client))
+    return True
 
 
 @given(
@@ -360,28 +356,21 @@ def test_newcomers_do_not_wait_until_a_refund_is_used_up():
 def test_the_queue_keeps_places_for_clients_that_use_few():
     scheduler = fair(2, max_waiting=8)
     fill(scheduler, 10)
-    with pytest.raises(BusyError, match="queue full .limit 8"):
-        fill(scheduler, 1, first=10)
+    assert refuses(scheduler, "flood")
     started(scheduler)
     fill(scheduler, 1, client="new", first=20)
     assert started(scheduler) == [20]  # the reserved slot
     fill(scheduler, 2, client="new", first=21)
-    with pytest.raises(BusyError):
-        fill(scheduler, 1, client="new", first=23)
-    with pytest.raises(BusyError):
-        fill(scheduler, 1, client="other", first=30)
+    assert refuses(scheduler, "new") and refuses(scheduler, "other")
     assert scheduler.num_waiting == 8 + 8 // 4
 
 
 def test_without_a_queue_a_newcomer_takes_a_reserved_slot():
     scheduler = fair(2, max_waiting=0)
     fill(scheduler, 2)
-    with pytest.raises(BusyError):
-        fill(scheduler, 1, first=2)
-    assert started(scheduler) == [0, 1]
+    assert refuses(scheduler, "flood") and started(scheduler) == [0, 1]
     fill(scheduler, 1, client="new", first=10)
-    with pytest.raises(BusyError):
-        fill(scheduler, 1, client="other", first=20)
+    assert refuses(scheduler, "other")
     assert started(scheduler) == [10]
 
 
@@ -424,21 +413,6 @@ def test_many_sequences_of_many_clients_stay_fast_and_leave_nothing_behind():
 
 
 # -- which prompts run --
-
-
-def lengths(scheduler, budget):
-    plan = scheduler.schedule(0.0, budget)
-    run(scheduler, plan)
-    return {piece.sequence.id: len(piece.ids) for piece in plan.pieces}
-
-
-def test_a_short_prompt_does_not_wait_for_the_prompts_of_another_client():
-    scheduler = fair(64)
-    for id in range(56):
-        scheduler.add(sequence(id, prompt=9, client="flood"))
-    assert sum(lengths(scheduler, 112).values()) <= 112  # all start
-    scheduler.add(sequence(100, prompt=3, client="new"))
-    assert lengths(scheduler, 32)[100] == 3
 
 
 @pytest.mark.parametrize(("is_fair", "order"), [(True, [3, 2, 0, 4, 1]), (False, [0, 1, 2, 3, 4])])
