@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LINGER_SECONDS = 1.0
-BUSY_SECONDS = 0.004  # for which requests are begun in one turn of the event loop, before others get theirs
+BUSY_SECONDS = 0.002  # for which requests are begun in one turn of the event loop, before others get theirs
+ACCEPTED_AT_ONCE = 16  # connections in a turn of the event loop
 
 
 class OpenFilesError(ValueError):
@@ -280,14 +281,33 @@ class TlsServer:
             connection.close()
 
 
+class Servers:
+    """Several that listen for the same connections. Has what uvicorn uses of an asyncio.Server."""
+
+    def __init__(self, servers: list[asyncio.Server]):
+        self._servers = servers
+
+    def close(self) -> None:
+        for server in self._servers:
+            server.close()
+
+    async def wait_closed(self) -> None:
+        for server in self._servers:
+            await server.wait_closed()
+
+
 class Loop(uvloop.Loop):
-    """uvloop with TlsServer in place of its own TLS servers, which count a connection after its handshake."""
+    """uvloop with TlsServer in place of its own TLS servers, which count a connection after its handshake.
+
+    Its other servers accept one connection in a turn of the loop: while requests wait for their turns, that is too few.
+    """
 
     async def create_server(  # type: ignore[override]
         self, factory: Callable[[], Any], *arguments: Any, sock: socket.socket, ssl: ssl.SSLContext | None, backlog: int
     ) -> Any:
         if ssl is None:
-            return await super().create_server(factory, *arguments, sock=sock, backlog=backlog)
+            listen, socks = super().create_server, [sock, *[sock.dup() for _ in range(ACCEPTED_AT_ONCE - 1)]]
+            return Servers([await listen(factory, *arguments, sock=each, backlog=backlog) for each in socks])
         sock.setblocking(False)
         sock.listen(backlog)
         return TlsServer(self, factory, sock, ssl)
