@@ -37,8 +37,9 @@ REPLACING_SECONDS = 2.0  # after a worker was lost, for which new requests wait 
 
 
 def come_all(generations: Iterable[Generation]) -> None:
+    now = time.monotonic()
     for generation in generations:
-        generation.come()
+        generation.come(now)
 
 
 def _queue_full(refused: Refused) -> ApiError:
@@ -335,7 +336,7 @@ class EngineClient:
             before = gaps.get(gap)
             gaps[gap] = (gap[1] if before is None else before[0] + gap[1], sequence.submit.request_id)
             generation.add(sequence, text[start:end], now)
-            if generation.is_stream:
+            if generation.is_stream and generation not in self._sleeping:  # otherwise its time is known
                 streams[generation] = None
         if total:
             model.metrics.generation_tokens.inc(total)

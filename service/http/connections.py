@@ -284,7 +284,7 @@ class TlsServer:
 class Servers:
     """Several that listen for the same connections. Has what uvicorn uses of an asyncio.Server."""
 
-    def __init__(self, servers: list[asyncio.Server]):
+    def __init__(self, servers: list[asyncio.AbstractServer]):
         self._servers = servers
 
     def close(self) -> None:

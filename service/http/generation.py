@@ -200,7 +200,7 @@ class Generation:
                     if not self._is_urgent:
                         self.wake_when_due(time.monotonic())
                 if self._is_urgent:
-                    self.come()
+                    self.come(time.monotonic())
                 if self._unwritten is None:
                     if self.is_finished or self._failure is not None:
                         break
@@ -210,11 +210,14 @@ class Generation:
         if self._failure is not None:
             self._fail()
 
-    def come(self) -> None:
-        """Go on, once the client has taken in all that arrived."""
+    def come(self, now: float) -> None:
+        """Go on, once the client has taken in all that arrived.
+
+        now: the same for all that go on at once, so that streams are due together again.
+        """
         if self._write is not None and self._unwritten is None and self._failure is None:
             self._is_urgent = False
-            self._taken_at = time.monotonic()
+            self._taken_at = now
             try:
                 self._unwritten = self._write(self._take_all())
             except Exception as error:  # raised by `stream`

@@ -43,9 +43,10 @@ async def running(app: App, process_id: int, connections: Connections) -> AsyncI
 
     def resume(generations: Iterable[Generation]) -> None:
         connections.hold_writes()
+        now = time.monotonic()
         for generation in generations:
             try:
-                generation.come()
+                generation.come(now)
             except Exception:  # of one request alone
                 logger.exception("a request could not go on")
         connections.write_held()

@@ -319,10 +319,12 @@ async def write_stream(request: Request, pieces: Pieces, form: Form, done: bytes
         return b"data: %b\n\n" % form.event(piece, is_last)
 
     def write(some: list[Piece]) -> Coroutine[Any, Any, None] | None:
-        if any([piece.logprobs is not None for piece in some]):
+        if some and some[0].logprobs is not None:  # as all of a request have, or none
             return write_slowly(some)
-        last = some[-1] if some else None
-        data = b"".join([event(piece, piece is last) for piece in some if piece.text or piece.finish_reason])
+        data = b""
+        for piece in some:
+            if piece.text or piece.finish_reason:
+                data += event(piece, piece is some[-1])
         if data:
             begin()
             if request.put(data):
