@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 LINGER_SECONDS = 1.0
 BUSY_SECONDS = 0.002  # for which requests are begun in one turn of the event loop, before others get theirs
-ACCEPTED_AT_ONCE = 16  # connections in a turn of the event loop
+ACCEPTED_AT_ONCE = 16  # connections in a turn of the event loop; fewer where few files may be open
 
 
 class OpenFilesError(ValueError):
@@ -306,7 +306,9 @@ class Loop(uvloop.Loop):
         self, factory: Callable[[], Any], *arguments: Any, sock: socket.socket, ssl: ssl.SSLContext | None, backlog: int
     ) -> Any:
         if ssl is None:
-            listen, socks = super().create_server, [sock, *[sock.dup() for _ in range(ACCEPTED_AT_ONCE - 1)]]
+            listen, files = super().create_server, resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            count = min(ACCEPTED_AT_ONCE, files // Connections.MIN_FILES)  # each takes a file
+            socks = [sock, *[sock.dup() for _ in range(count - 1)]]
             return Servers([await listen(factory, *arguments, sock=each, backlog=backlog) for each in socks])
         sock.setblocking(False)
         sock.listen(backlog)
