@@ -100,8 +100,11 @@ class Sent(NamedTuple):
 class Load:
     """Clients that ask for short and long streams and whole answers, each one after another, until the end.
 
-    checkpoints: those of which each answer must be one.
+    checkpoints: those of which each answer must be one. A request is due every INTERVAL seconds, as the tests would
+    otherwise wait for a busy machine.
     """
+
+    INTERVAL = 0.2
 
     PROMPT, SEEDS = "Hello", range(3)
     KINDS = {"short stream": (60, True), "whole": (500, False), "long stream": (3000, True)}  # (max_tokens, stream)
@@ -130,7 +133,7 @@ class Load:
                 return
             id, (length, stream) = f"{self._name}-{number}", self.KINDS[kind]
             body = {"prompt": self.PROMPT, "max_tokens": length, "seed": seed, "stream": stream}
-            yield 0.0, post("/generate", body, X_Request_Id=id), (id, kind, seed)
+            yield number * self.INTERVAL, post("/generate", body, X_Request_Id=id), (id, kind, seed)
 
     @property
     def sent(self) -> list[Sent]:
