@@ -2,7 +2,6 @@
 
 import ast
 import inspect
-import json
 import subprocess
 import sys
 from importlib.metadata import requires, version
@@ -15,7 +14,7 @@ from litserve.test_examples import SimpleLitAPI
 
 import service.server
 from tests.helpers import save_random, web
-from tests.toolbox.launch import Program, free_port
+from tests.toolbox.launch import ROOT, Program, free_port
 
 
 def test_installed_litserve_is_the_pinned_version():
@@ -38,72 +37,23 @@ def test_every_private_name_exists():
     assert not [name for name in used if not hasattr(stock, name) and f"self.{name} = " not in source]
 
 
-PROGRAM = '''
-import json, os, sys
-from pathlib import Path
-import litserve as ls
-from service.__main__ import serve
-from service.settings import Settings
-
-SEEN = Path(sys.argv[1])
-
-def note(*what):
-    with SEEN.open("a") as file:
-        file.write(json.dumps(what) + "\\n")
-
-class Hooks(ls.Callback):
-    def on_before_setup(self, lit_api):
-        note("before_setup")
-    def on_after_setup(self, lit_api):
-        note("after_setup", lit_api.settings.model_name)
-        (hosted,) = lit_api.host.models.values()
-        lit_api.log("slots", hosted.engine.runner.slots)
-    def on_request(self, active_requests, litserver):
-        note("request", active_requests)
-    on_server_start = lambda self, litserver: note("server_start")
-    on_server_end = lambda self, litserver: note("server_end")
-    on_response = lambda self, litserver: note("response")
-
-class FileLogger(ls.Logger):
-    def process(self, key, value):
-        note("logged", key, value)
-
-class Stamp:
-    """An ASGI middleware that adds a header."""
-    def __init__(self, app, value):
-        self.app, self.value = app, value
-    async def __call__(self, scope, receive, send):
-        async def stamped(message):
-            if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (b"x-stamp", self.value)]
-            await send(message)
-        await self.app(scope, receive, stamped)
-
-if __name__ == "__main__":
-    settings = Settings(checkpoint=sys.argv[2], port=int(sys.argv[3]), threads=1)
-    sys.exit(serve(settings, callbacks=[Hooks()], loggers=[FileLogger()], middlewares=[(Stamp, {"value": b"here"})]))
-'''
-
-
 def test_callbacks_loggers_and_middlewares_work_as_documented(tmp_path):
+    document = (ROOT / "service" / "INTERNALS.md").read_text(encoding="utf-8")
+    (tmp_path / "hooked.py").write_text(document.partition("```python\n")[2].partition("```\n")[0])
     save_random(tmp_path / "checkpoint")
-    script, seen, port = tmp_path / "hooked.py", tmp_path / "seen.jsonl", free_port()
-    script.write_text(PROGRAM)
-    command = [sys.executable, str(script), str(seen), str(tmp_path / "checkpoint"), str(port)]
+    command = [sys.executable, tmp_path / "hooked.py", tmp_path / "checkpoint", port := free_port()]
     with Program(command, port, "/readyz") as server:
         server.wait_until_ready()
         response = web.post(f"{server.url}/generate", json={"prompt": "a", "max_tokens": 2})
-        assert response.status_code == 200
-        assert response.headers["x-stamp"] == "here"
+        assert (response.status_code, response.headers["x-stamp"]) == (200, "here")
         assert web.get(f"{server.url}/info").headers["x-stamp"] == "here"  # no inference, so no hook fires
         server.process.terminate()
         assert server.process.wait(60) == 0, server.output()
-    entries = [json.loads(line) for line in seen.read_text().splitlines()]
-    (logged,) = (entry for entry in entries if entry[0] == "logged")
-    assert logged[1] == "slots" and logged[2] > 0
-    assert sorted(entry for entry in entries if entry[0] != "logged") == sorted(
-        [["server_start"], ["before_setup"], ["after_setup", "chargpt"], ["request", 0], ["response"], ["server_end"]]
-    )
+        printed = [line for line in server.output().splitlines() if not line.startswith("{")]
+    [slots] = [line for line in printed if line.startswith("slots ")]
+    assert int(slots.removeprefix("slots ")) > 0
+    assert sorted({*printed} - {slots}) == ["before setup", "end", "request", "response", "start"]
+    assert len(printed) == 6
 
 
 def test_build_server_requires_a_metrics_folder(tmp_path):

@@ -14,6 +14,7 @@ from tests.bench import gpu, roofline, serve, shapes, train
 from tests.bench.command import BenchError
 from tests.bench.nanogpt import NanoGPT, Recipe
 from tests.helpers import random_model
+from tests.training.runs import tiny
 
 TINY = GPTConfig(len(shapes.VOCABULARY), block_size=16, n_layer=2, n_head=4, n_kv_head=2, n_embd=16)
 TINY_PLAN = replace(
@@ -104,11 +105,7 @@ def test_tiny_benchmark_of_serving_gives_every_figure_but_the_peers(tmp_path):
 @pytest.mark.tools
 def test_tiny_benchmark_of_training_judges_its_targets(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "text.txt").write_text("the cat sat on the mat.\na dog ran to the mat.\n" * 60)
-    config = train.TrainConfig(
-        data=(str(tmp_path / "text.txt"),), block_size=8, n_layer=2, n_head=2, n_kv_head=1, n_embd=16, steps=24,
-        batch_size=4, eval_every=8, sample_chars=0, threads=1, device="cpu",
-    )  # fmt: skip
+    config = tiny(tmp_path, sample_chars=0, device="cpu")
     assert train.probe_ours(config, tmp_path / "probe")["step"] > 0
     run = train.run_ours(config, tmp_path / "out")
     assert run["whole"] == pytest.approx(run["curve"][-1]["val_loss"], abs=0.01) and run["characters"] == 24 * 4 * 8

@@ -1,14 +1,10 @@
-"""Real clients against the server: the openai SDK's errors, a browser's EventSource, a page of another origin."""
-
-import functools
-import threading
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+"""Real clients against the server: the openai SDK's errors, a browser's EventSource."""
 
 import httpx
 import openai
 import pytest
 
-from tests.helpers import wait_until, web
+from tests.helpers import web
 
 
 @pytest.mark.parametrize(
@@ -77,35 +73,3 @@ def test_event_source_does_not_retry_an_invalid_request(browser, bundled):
     seen, exchanges = event_source(browser, bundled, "prompt=ROMEO&max_tokens=many")
     assert exchanges == [(400, None)]
     assert (seen["text"], seen["errors"]) == ("", 1)
-
-
-def test_a_page_of_another_origin_has_no_post_run(bundled, browser, tmp_path):
-    """A browser asks before it sends application/json, and the types that it sends unasked are refused."""
-    (tmp_path / "index.html").write_text("<title>another origin</title>")
-    handler = functools.partial(SimpleHTTPRequestHandler, directory=tmp_path)
-    ask = """async ([url, type, mode]) => {
-        const body = new Blob([JSON.stringify({prompt: "a", max_tokens: 5})], type === null ? {} : {type});
-        try { return (await fetch(url, {method: "POST", mode, body})).type; } catch (error) { return error.name; }
-    }"""
-    simple = (None, "text/plain", "application/x-www-form-urlencoded")
-
-    def answered(method, status):
-        return bundled.metric("chargpt_http_requests_total", handler="/generate", method=method, status=status)
-
-    before = answered("POST", "415"), answered("POST", "200"), answered("GET", "200")
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as other:
-        threading.Thread(target=other.serve_forever, daemon=True).start()
-        page = browser.new_page()
-        page.goto(f"http://127.0.0.1:{other.server_port}/")
-        url = f"{bundled.url}/generate"
-        assert page.evaluate(ask, [url, "application/json", "cors"]) == "TypeError"
-        assert [page.evaluate(ask, [url, kind, "cors"]) for kind in simple] == ["TypeError"] * 3
-        assert [page.evaluate(ask, [url, kind, "no-cors"]) for kind in simple] == ["opaque"] * 3  # sent, not read
-        image = "url => new Promise(done => { const it = new Image(); it.onerror = () => done(0); it.src = url; })"
-        page.evaluate(image, f"{url}?prompt=a&max_tokens=1")
-        page.close()
-        other.shutdown()
-        wait_until(lambda: answered("POST", "415") == before[0] + 6)
-        assert answered("POST", "200") == before[1]
-        # Documented: the address of an image needs no permission.
-        wait_until(lambda: answered("GET", "200") == before[2] + 1)

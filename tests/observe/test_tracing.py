@@ -243,37 +243,6 @@ def test_spans_contain_no_request_text(server, collector):
         assert MARKER not in json.dumps(resource)
 
 
-TRACED = """
-import sys
-from opentelemetry import trace
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import ConsoleSpanExporter, SimpleSpanProcessor
-from service.__main__ import serve
-from service.settings import read_settings
-
-if __name__ == "__main__":
-    provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(ConsoleSpanExporter()))
-    trace.set_tracer_provider(provider)
-    trace.get_tracer("probe").start_span("probe").end()
-    sys.exit(serve(read_settings()))
-"""
-
-
-def test_nothing_exports_the_query_where_the_program_has_a_tracer_provider(checkpoint, collector, tmp_path):
-    """FastAPI's own telemetry once did, as url.query, with the prompt of GET /generate."""
-    program = tmp_path / "traced.py"
-    program.write_text(TRACED)
-    with serving(checkpoint.path, (str(program),), otlp_traces_endpoint=collector.url) as server:
-        answer = web.get(f"{server.url}/generate", params={"prompt": MARKER, "max_tokens": 2})
-        assert answer.status_code == 200, answer.text
-        assert server.stop() == 0
-        output = server.output()
-    _, span, phases = collector.request(answer.headers["x-request-id"])
-    assert b"url.query" not in b"".join(each.SerializeToString() for each in (span, *phases))
-    assert MARKER not in output and '"name": "probe"' in output and output.count('"trace_id"') == 1
-
-
 def test_variables_of_opentelemetry_apply_and_pending_spans_are_exported_at_shutdown(checkpoint, monkeypatch):
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "600000")
     monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")

@@ -149,7 +149,13 @@ def test_unusable_data_is_refused(tmp_path, monkeypatch):
     assert re.search("the folder .*empty has no files", refused(tmp_path / "empty"))
     (tmp_path / "bad.gz").write_bytes(gzip.compress(b"some text" * 100)[:-12])
     assert "bad.gz is not a complete gzip file" in refused(tmp_path / "bad.gz")
-    assert "has 19 characters; a text needs at least 20" in refused(text_file(tmp_path, "abcdefghij" + "k" * 9))
+    for content, message in (
+        ("", "text.txt is empty; a text needs at least 2 distinct characters"),
+        ("abcdefghij" + "k" * 9, "has 19 characters; a text needs at least 20"),
+        ("a schön text, in Latin-1".encode("latin1"), "is not UTF-8: byte 0xF6 at offset 5 (invalid start byte)"),
+        ("".join(map(chr, range(0x10000, 0x20002))), "has 65,538 distinct characters; at most 65,536 are"),
+    ):
+        assert message in refused(text_file(tmp_path, content))
     assert len(prepare(str(text_file(tmp_path, "abcdefghij" + "k" * 10))).val) == 2
     for lines, count in (("ab\ncd\n" * 4 + "ef\n", "9 records"), ("one record of 20 characters\n", "1 record")):
         assert f"has {count}; --records needs at least 10" in refused(text_file(tmp_path, lines), records=True)

@@ -86,13 +86,6 @@ def test_weights_that_are_no_better_than_a_baseline_are_reported(tmp_path, loss,
     assert (said in output) if said else "no better than" not in output
 
 
-def test_curves_are_drawn_from_incomplete_logs(tmp_path):
-    for train, val in (({}, {10: 2.0}), ({10: 2.0}, {0: 3.0, 10: 2.1})):
-        write_log(tmp_path, train, val)
-        draw_curves(tmp_path)
-        assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_curves_show_the_range_of_what_was_learned(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, *_, **__: drawn.append(figure))
