@@ -14,13 +14,15 @@
 //              where no text can make them overflow: see `fits_half`
 //   padding    heads, widths and the vocabulary are padded with zeros to whole Lanes
 //
-// Every thread takes whole sequences and runs them on its own for all steps of a call. Only where there is much to read
-// or few sequences do they share each product, and wait for each other between: see `Net::run`.
+// Every thread takes whole sequences and runs them on its own for all steps of a call; where only half of the weights
+// fits a core's cache, two threads run half of the layers each and hand their sequences to each other. Only where there
+// is much to read or few sequences do threads share each product, and wait for each other between: see `Net::run`.
 // Compiled once per instruction set (setup.py); native.py chooses one at run time and calls the functions at the end.
 // Knows ids and slots; nothing of requests, stops or text.
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <condition_variable>
 #include <cstdint>
@@ -616,31 +618,52 @@ struct Sampler {
   }
 
  private:
+  static constexpr int RANKED = 256;  // ids up to which counting is faster than sorting
+
+  // order (V): ids by z, the largest first and of equals the lower id. An id's place is the number of those before it,
+  // counted without a branch. z has whole Lanes, filled with −∞.
+  static void rank(const double* z, int32_t* order, int V) {
+    using Count = Reg<int64_t>;
+    constexpr int N = PER_REGISTER<double>;
+    for (int i = 0; i < V; i += N) {
+      Reg<double> own;
+      std::memcpy(&own, z + i, sizeof own);
+      Count before{};
+      for (int j = 0; j < i; ++j) before -= z[j] >= own;
+      for (int j = i; j < i + N; ++j) before -= z[j] > own;
+      for (int j = i + N; j < V; ++j) before -= z[j] > own;
+      for (int a = 0; a < N; ++a) {
+        int64_t at = before[a];
+        for (int b = 0; b < a; ++b) at += own[b] == own[a];
+        if (i + a < V) order[at] = i + a;
+      }
+    }
+  }
+
   // Set the weights that top_k, top_p, min_p and typical_p drop to 0.
   void truncate(const double* z, double* weight, int32_t* order, int V) const {
     const auto likelier = [z](int32_t a, int32_t b) { return z[a] > z[b] || (z[a] == z[b] && a < b); };
     const bool has_k = p.top_k > 0 && p.top_k < V, has_p = p.top_p < 1;
     if (has_k || has_p) {
-      for (int i = 0; i < V; ++i) order[i] = i;
       const int k = has_k ? int(p.top_k) : V;
-      // With top_p in full order, as the sum below follows it.
-      if (has_k && has_p) std::partial_sort(order, order + k, order + V, likelier);
-      else if (has_k) std::nth_element(order, order + k - 1, order + V, likelier);
+      int sorted = 0;  // of order, the likeliest
+      const auto sort = [&](int count) {
+        std::partial_sort(order + sorted, order + count, order + V, likelier);
+        sorted = count;
+      };
+      if (V <= RANKED) rank(z, order, V), sorted = V;
+      else for (int i = 0; i < V; ++i) order[i] = i;
+      if (has_k && sorted < k) sort(k);
       int kept = k;
       if (has_p) {
         double total = 0, mass = 0;
         for (int i = 0; i < k; ++i) total += weight[order[i]];
-        const auto behind = [&](int32_t a, int32_t b) { return likelier(b, a); };
-        std::make_heap(order, order + k, behind);  // take from the top until the sum reaches top_p
-        kept = 0;
-        while (kept < k && mass / total < p.top_p) {
-          mass += weight[order[0]];
-          std::pop_heap(order, order + k - kept, behind);
-          ++kept;
+        for (kept = 0; kept < k && mass / total < p.top_p; ++kept) {
+          if (kept == sorted) sort(std::min(k, 2 * kept + 32));
+          mass += weight[order[kept]];
         }
-        for (int i = 0; i < k - kept; ++i) weight[order[i]] = 0;
       }
-      for (int i = k; i < V; ++i) weight[order[i]] = 0;
+      for (int i = kept; i < V; ++i) weight[order[i]] = 0;
     }
     if (p.log_min_p > -HUGE_VAL)
       for (int i = 0; i < V; ++i)
@@ -766,23 +789,29 @@ class Pool {
 // each; after some spins they offer it to others.
 class Barrier {
  public:
-  void wait(int size) {
-    if (size == 1) return;
+  // Returns the seconds that passed after the spins: a thread that is waited for had no processor.
+  double wait(int size) {
+    using Clock = std::chrono::steady_clock;
+    if (size == 1) return 0;
     const uint32_t now = generation.load(std::memory_order_acquire);
     if (arrived.fetch_add(1, std::memory_order_acq_rel) == size - 1) {
       arrived.store(0, std::memory_order_relaxed);
       generation.store(now + 1, std::memory_order_release);
-      return;
+      return 0;
     }
-    for (int spins = 0; generation.load(std::memory_order_acquire) == now; ++spins) {
+    for (int spins = 0; spins < SPINS; ++spins) {
+      if (generation.load(std::memory_order_acquire) != now) return 0;
 #if defined(__x86_64__)
       __builtin_ia32_pause();
 #endif
-      if (spins > 2000) std::this_thread::yield();
     }
+    const auto began = Clock::now();
+    while (generation.load(std::memory_order_acquire) == now) std::this_thread::yield();
+    return std::chrono::duration<double>(Clock::now() - began).count();
   }
 
  private:
+  static constexpr int SPINS = 1000;
   alignas(64) std::atomic<int> arrived{0};
   alignas(64) std::atomic<uint32_t> generation{0};
 };
@@ -831,6 +860,7 @@ template <class T, class W, class K> class Net final : public Engine {
     int fed = 0, chosen = 0, reported = 0;
     int rows = 0;          // in the batch
     int32_t guess = NONE;  // the id of the second row, if there is one
+    bool goes_on = true;
   };
   struct Workspace {
     Buffer<T> x, h, qkv, y, out, gate_up, p, cos_sin, logits;
@@ -841,6 +871,7 @@ template <class T, class W, class K> class Net final : public Engine {
     std::vector<uint8_t> allowed;  // (V,)
     std::vector<const ChargptItem*> share;
     std::vector<Progress> active, going, rest;
+    size_t taken = 0;  // of `active`, those with rows in the batch
     std::vector<Row> rows;
     Guesses guesses;
   };
@@ -849,7 +880,7 @@ template <class T, class W, class K> class Net final : public Engine {
   Net(const ChargptConfig& config, const float* const* weights)
       : c(config), hs(c.n_embd / c.n_head), hp(padded<T>(hs)), Wp(padded<T>(c.block_size)), C(padded<T>(c.n_embd)),
         F(padded<T>(c.n_inner)), V(padded<T>(c.vocab_size)), heads(c.n_head + 2 * c.n_kv_head),
-        frequencies(c.frequencies, c.frequencies + hs / 2), pool(c.threads) {
+        frequencies(c.frequencies, c.frequencies + hs / 2), pool(c.threads), pairs(new Pair[c.threads]) {
     slots = c.slots, vocab_size = c.vocab_size, cache_bits = 8 * sizeof(K);
     pack(weights);
     head_size = values_at() + size_t(Wp) * hp;
@@ -927,9 +958,9 @@ template <class T, class W, class K> class Net final : public Engine {
     return nullptr;
   }
 
-  // Each thread takes whole sequences, about as many rows as the others. All run each batch together where a batch is
-  // work enough to pay for the waiting: with fewer sequences than threads, and where the weights outgrow 32 MB,
-  // as each thread then reads its share of them alone.
+  // Each thread takes whole sequences, about as many rows as the others; two threads may run theirs in turn, see `relay`.
+  // All run each batch together where a batch is work enough to pay for the waiting: with fewer sequences than threads,
+  // and where the weights outgrow 32 MB, as each thread then reads its share of them alone.
   void run(const ChargptItem* items, int count) noexcept override {
     order.resize(count);
     for (int i = 0; i < count; ++i) order[i] = &items[i];
@@ -952,16 +983,34 @@ template <class T, class W, class K> class Net final : public Engine {
       num_rows[least] += rows_of(*item);
       spaces[least].share.push_back(item);
     }
-    pool.run(threads, [&](int i) { lead(spaces[i].share, spaces[i], Team{nullptr, 0, 1}); });
+    if (calls_alone > 0) --calls_alone;
+    const bool in_pairs = storage.bytes > PAIR_BYTES && storage.bytes <= TEAM_BYTES && c.n_layer > 1 &&
+                          2 * count >= 3 * threads && count < TOGETHER * threads && only_choose(order) && calls_alone == 0;
+    pool.run(threads, [&](int i) {
+      if (in_pairs && (i | 1) < threads) relay(pairs[i / 2], &spaces[i / 2 * 2], i % 2);
+      else lead(spaces[i].share, spaces[i], Team{nullptr, 0, 1});
+    });
+    if (in_pairs && std::any_of(pairs.get(), pairs.get() + threads / 2, [](const Pair& it) { return it.is_held_up; }))
+      calls_alone = CALLS_ALONE;
   }
 
  private:
   static constexpr size_t TEAM_BYTES = size_t(16) << 20, OUTGROWN_BYTES = size_t(32) << 20;  // of weights
+  static constexpr size_t PAIR_BYTES = size_t(1) << 20;   // of weights that a core's second cache holds beside others
+  // Threads that wait for each other lose more than they win where one of them often has no processor: beyond this share
+  // of a call, the next ones are run by each thread alone.
+  static constexpr double HELD_UP = 0.2;
+  static constexpr int CALLS_ALONE = 50;
   static constexpr int TEAM_ROWS = 64;                    // of a prompt
   static constexpr int TOGETHER = 8;                      // sequences of a thread
   // Sequences up to which a second row of each is nearly free, as the time goes into reading the weights.
   static constexpr size_t GUESSED = 1, GUESSED_LARGE = 4;
 
+  struct Pair {  // of threads
+    Barrier barrier;
+    bool is_done[2];  // in this turn and the last one
+    bool is_held_up;
+  };
   // The threads that run a batch together, and this one among them.
   struct Team {
     Barrier* barrier;
@@ -976,56 +1025,100 @@ template <class T, class W, class K> class Net final : public Engine {
     return item.count + item.steps - (item.count ? std::min(item.steps, 1) : 0);
   }
 
+  static bool only_choose(const std::vector<const ChargptItem*>& items) {
+    return std::all_of(items.begin(), items.end(), [](auto item) { return item->count == 0; });
+  }
+
   // Run items to their ends: feed the ids that were given, then what is chosen, BATCH rows at a time. Where all only
   // choose, TOGETHER of them take all their steps before the next ones begin: their keys and values stay in the cache,
   // where all rows' would be read from memory at every step. Not with weights that a cache does not hold either.
   void lead(const std::vector<const ChargptItem*>& items, Workspace& w, Team team) {
-    std::vector<Progress>&active = w.active, &going = w.going, &rest = w.rest;
-    active.clear();
-    for (const ChargptItem* item : items) active.push_back({item, Walk(item->guide)});
-    const bool stays = std::all_of(items.begin(), items.end(), [](auto item) { return item->count == 0; }) &&
-                       storage.bytes <= TEAM_BYTES;
-    const int limit = stays ? TOGETHER : BATCH;
-    while (!active.empty()) {
-      w.rows.clear();
-      const bool may_guess = active.size() <= (storage.bytes > TEAM_BYTES ? GUESSED_LARGE : GUESSED);
-      size_t taken = 0;  // sequences with rows in this batch
-      for (Progress& it : active) {
-        const int room = limit - int(w.rows.size());
-        if (room == 0) break;
-        const ChargptItem& item = *it.item;
-        Slot& s = states[item.slot];
-        const int given = item.count ? item.count - it.fed : 0;
-        const int rows = given ? std::min(given, room) : 1;
-        for (int k = 0; k < rows; ++k) {
-          const bool is_last = given <= k + 1;
-          const bool wants = (is_last && item.steps) || (given && target_of(item, it.fed + k) >= 0);
-          w.rows.push_back({item.slot, given ? item.ids[it.fed + k] : s.last, s.position + k, wants});
-        }
-        it.rows = rows;
-        const bool guesses = !given && may_guess && room > rows && item.steps - it.chosen > 1;
-        it.guess = guesses ? w.guesses.after(s.recent) : NONE;
-        if (it.guess >= 0) w.rows.push_back({item.slot, it.guess, s.position + it.rows++, true});
-        ++taken;
-      }
+    const bool stays = only_choose(items) && storage.bytes <= TEAM_BYTES;
+    begin(items, w);
+    while (gather(w, stays, storage.bytes > TEAM_BYTES ? GUESSED_LARGE : GUESSED)) {
       team.wait();
-      forward(w, w, team);
-      // Choose where a sequence's given ids have run; sequences that are done leave, the others go on: at once, or in
-      // turn.
-      going.clear();
-      rest.assign(active.begin() + taken, active.end());
-      int row = 0, logits = 0;
-      for (size_t k = 0; k < taken; ++k) {
-        Progress it = active[k];
-        if (finish(it, w, row, logits)) going.push_back(it);
-        row += it.rows;
-      }
-      if (stays) going.swap(rest);
-      active.swap(rest);
-      active.insert(active.end(), going.begin(), going.end());
+      forward(w, w, team, 0, c.n_layer);
+      finish(w, w, 0, w.taken);
+      settle(w, stays);
     }
-    w.rows.clear();
     team.wait();
+  }
+
+  // Two threads and two batches: each thread runs one half of the layers, whose weights then fit its second cache, first
+  // of one batch, then of the other; the characters of a batch are chosen by both. For sequences that only choose, while
+  // they are few: many rows read the weights seldom enough.
+  void relay(Pair& pair, Workspace* spaces, int index) {
+    const Team alone{nullptr, 0, 1};
+    const int half = (c.n_layer + 1) / 2;
+    const auto began = std::chrono::steady_clock::now();
+    double waited = 0;
+    begin(spaces[index].share, spaces[index]);
+    pair.barrier.wait(2);
+    for (int turn = 0; turn == 0 || !pair.is_done[(turn + 1) % 2]; ++turn) {
+      Workspace &own = spaces[index], &batch = spaces[(turn + index) % 2], &other = spaces[(turn + index + 1) % 2];
+      if (index == 0) {
+        finish(batch, own, 0, batch.taken / 2);
+        settle(batch, true);
+        if (const size_t count = batch.active.size(); count > 1 && other.active.empty()) {
+          other.active.assign(batch.active.begin() + (count + 1) / 2, batch.active.end());
+          batch.active.erase(batch.active.begin() + (count + 1) / 2, batch.active.end());
+        }
+        if (gather(batch, true, 0)) forward(own, batch, alone, 0, half);
+        pair.is_done[turn % 2] = batch.active.empty() && other.active.empty();
+      } else if (!batch.rows.empty()) {
+        forward(own, batch, alone, half, c.n_layer);
+        finish(batch, own, batch.taken / 2, batch.taken);
+      }
+      waited += pair.barrier.wait(2);
+    }
+    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+    if (index == 0) pair.is_held_up = waited > HELD_UP * seconds;
+  }
+
+  void begin(const std::vector<const ChargptItem*>& items, Workspace& w) {
+    w.active.clear();
+    w.rows.clear();
+    w.taken = 0;
+    for (const ChargptItem* item : items) w.active.push_back({item, Walk(item->guide)});
+  }
+
+  // Sequences that are done leave; the others stay at the front, or let those wait that have run.
+  void settle(Workspace& w, bool stays) {
+    std::vector<Progress>&active = w.active, &going = w.going, &rest = w.rest;
+    going.clear();
+    for (size_t k = 0; k < w.taken; ++k)
+      if (active[k].goes_on) going.push_back(active[k]);
+    rest.assign(active.begin() + w.taken, active.end());
+    w.taken = 0;
+    if (!stays) going.swap(rest);
+    active.swap(going);
+    active.insert(active.end(), rest.begin(), rest.end());
+  }
+
+  // The next batch; returns whether there is one.
+  bool gather(Workspace& w, bool stays, size_t guessed) {
+    w.rows.clear();
+    const int limit = stays ? TOGETHER : BATCH;
+    const bool may_guess = w.active.size() <= guessed;
+    for (Progress& it : w.active) {
+      const int room = limit - int(w.rows.size());
+      if (room == 0) break;
+      const ChargptItem& item = *it.item;
+      Slot& s = states[item.slot];
+      const int given = item.count ? item.count - it.fed : 0;
+      const int rows = given ? std::min(given, room) : 1;
+      for (int k = 0; k < rows; ++k) {
+        const bool is_last = given <= k + 1;
+        const bool wants = (is_last && item.steps) || (given && target_of(item, it.fed + k) >= 0);
+        w.rows.push_back({item.slot, given ? item.ids[it.fed + k] : s.last, s.position + k, wants});
+      }
+      it.rows = rows;
+      const bool guesses = !given && may_guess && room > rows && item.steps - it.chosen > 1;
+      it.guess = guesses ? w.guesses.after(s.recent) : NONE;
+      if (it.guess >= 0) w.rows.push_back({item.slot, it.guess, s.position + it.rows++, true});
+      ++w.taken;
+    }
+    return !w.rows.empty();
   }
 
   // Share in the batches that the first thread leads, until there is none.
@@ -1033,35 +1126,43 @@ template <class T, class W, class K> class Net final : public Engine {
     for (;;) {
       team.wait();
       if (shared.rows.empty()) return;
-      forward(own, shared, team);
+      forward(own, shared, team, 0, c.n_layer);
     }
   }
 
-  // Take in the rows of one sequence after a forward; returns whether it goes on.
-  bool finish(Progress& it, Workspace& w, int row, int& logits) {
+  // Take in the rows of some of a batch's sequences after a forward: choose where the given ids have run.
+  void finish(Workspace& batch, Workspace& own, size_t first, size_t end) {
+    int row = 0;
+    const T* logits = batch.logits.data;  // of the rows that want them
+    for (size_t k = 0; k < end; ++k) {
+      Progress& it = batch.active[k];
+      const Row* rows = &batch.rows[row];
+      const ptrdiff_t wanted = std::count_if(rows, rows + it.rows, [](const Row& r) { return r.wants_logits; });
+      if (k >= first) it.goes_on = finish(it, own, rows, logits, wanted);
+      row += it.rows, logits += wanted * V;
+    }
+  }
+
+  bool finish(Progress& it, Workspace& own, const Row* rows, const T* logits, ptrdiff_t wanted) {
     const ChargptItem& item = *it.item;
     Slot& s = states[item.slot];
-    const bool was_given = it.fed < item.count;
-    const T* first = w.logits.data + size_t(logits) * V;  // of the rows that want them
-    int wanted = 0;
-    for (int k = 0; k < it.rows; ++k) {
-      if (!w.rows[row + k].wants_logits) continue;
-      if (was_given && target_of(item, it.fed + k) >= 0)
-        report(it, w, first + size_t(wanted) * V, target_of(item, it.fed + k));
-      ++wanted;
-    }
-    logits += wanted;
-    if (was_given) {
+    if (it.fed < item.count) {
+      const T* next = logits;
+      for (int k = 0; k < it.rows; ++k) {
+        if (!rows[k].wants_logits) continue;
+        if (target_of(item, it.fed + k) >= 0) report(it, own, next, target_of(item, it.fed + k));
+        next += V;
+      }
       it.fed += it.rows;
       s.position += it.rows;
       if (it.fed < item.count) return true;
-      return item.steps && choose(it, w, first + size_t(wanted - 1) * V);
+      return item.steps && choose(it, own, logits + (wanted - 1) * V);
     }
     ++s.position;
-    bool goes_on = choose(it, w, first);
+    bool goes_on = choose(it, own, logits);
     if (goes_on && it.guess >= 0 && s.last == it.guess) {
       ++s.position;
-      goes_on = choose(it, w, first + V);
+      goes_on = choose(it, own, logits + V);
     }
     return goes_on;
   }
@@ -1116,13 +1217,16 @@ template <class T, class W, class K> class Net final : public Engine {
     for (int i = 0; i < k; ++i) item.top_values[at * k + i] = z[ids[i]] - whole;
   }
 
-  // One pass of the batch `shared.rows` through all layers. Of a team, each thread has its own copy of the residual
-  // stream (own.x) and computes its share of every product, and the attention of its share of the key heads.
-  void forward(Workspace& own, Workspace& shared, Team team) {
-    const std::vector<Row>& rows = shared.rows;
+  // One pass of a batch through some layers. Of a team, each thread has its own copy of the residual stream (own.x) and
+  // computes its share of every product, and the attention of its share of the key heads; else the stream is the
+  // batch's, and goes on from layer to layer.
+  void forward(Workspace& own, Workspace& batch, Team team, int first_layer, int end_layer) {
+    const std::vector<Row>& rows = batch.rows;
+    Workspace& shared = team.size > 1 ? batch : own;
+    T* x = (team.size > 1 ? own : batch).x.data;
     int count = int(rows.size());
     for (int r = 0; r < count; ++r) {
-      std::copy_n(&embed[size_t(rows[r].id) * C], C, own.x.data + size_t(r) * C);
+      if (first_layer == 0) std::copy_n(&embed[size_t(rows[r].id) * C], C, x + size_t(r) * C);
       const int64_t position = rows[r].position;
       if (position < ANGLES)
         std::copy_n(&angles[position * hs], hs, own.cos_sin.data + r * hs);
@@ -1133,8 +1237,8 @@ template <class T, class W, class K> class Net final : public Engine {
     const auto [first_kv, end_kv] = team.share(c.n_kv_head);
     const auto [first_out, end_out] = team.share(C / N);
     const auto [first_inner, end_inner] = team.share(inner);
-    T *x = own.x.data, *h = own.h.data, *qkv = own.qkv.data, *gate = shared.gate_up.data, *out = shared.out.data;
-    for (int l = 0; l < c.n_layer; ++l) {
+    T *h = own.h.data, *qkv = own.qkv.data, *gate = shared.gate_up.data, *out = shared.out.data;
+    for (int l = first_layer; l < end_layer; ++l) {
       const Layer& layer = layers[l];
       for (int r = 0; r < count; ++r) norm(x + r * C, layer.attn_norm.data(), h + r * C, C, c.n_embd);
       if (team.size == 1) {
@@ -1151,7 +1255,9 @@ template <class T, class W, class K> class Net final : public Engine {
       int wanted = 0;  // of the last layer only what leads to logits matters
       for (int r = 0; r < count; ++r) {
         const bool is_wanted = !is_last || rows[r].wants_logits;
-        attend(own, rows, l, r, first_kv, end_kv, is_wanted ? shared.y.data + size_t(wanted) * attended : nullptr);
+        const int following = l + 1 < end_layer ? l + 1 : first_layer;
+        attend(own, rows, l, following, r, first_kv, end_kv,
+               is_wanted ? shared.y.data + size_t(wanted) * attended : nullptr);
         if (!is_wanted) continue;
         if (wanted != r) std::copy_n(x + size_t(r) * C, C, x + size_t(wanted) * C);
         ++wanted;
@@ -1176,8 +1282,9 @@ template <class T, class W, class K> class Net final : public Engine {
       team.wait();
       for (int r = 0; r < count; ++r) add(x + r * C, out + r * C, C);
     }
+    if (end_layer < c.n_layer) return;
     for (int r = 0; r < count; ++r) norm(x + r * C, final_norm.data(), h + r * C, C, c.n_embd);
-    multiply(head, team.share(V / N), count, h, C, shared.logits.data, V, own.inputs.data);
+    multiply(head, team.share(V / N), count, h, C, batch.logits.data, V, own.inputs.data);
     team.wait();
   }
 
@@ -1235,7 +1342,7 @@ template <class T, class W, class K> class Net final : public Engine {
 
   // Rows of a sequence come in order, and each writes its key and value before it attends: as in a ring of W.
   // y: null if only the key and the value are needed.
-  void attend(Workspace& w, const std::vector<Row>& rows, int layer, int r, int first, int end, T* y) {
+  void attend(Workspace& w, const std::vector<Row>& rows, int layer, int following, int r, int first, int end, T* y) {
     const Row& row = rows[r];
     T* q = w.qkv.data + size_t(r) * heads * hp;
     const T* cos_sin = w.cos_sin.data + r * hs;
@@ -1246,7 +1353,7 @@ template <class T, class W, class K> class Net final : public Engine {
     // in the next layer.
     const bool is_end = size_t(r) + 1 == rows.size();
     const Row& next = rows[is_end ? 0 : r + 1];
-    const int next_layer = is_end ? (layer + 1) % c.n_layer : layer;
+    const int next_layer = is_end ? following : layer;
     for (int h = first * group; y && h < end * group; ++h) {
       norm_and_rotate(q + h * hp, layers[layer].q_norm.data(), cos_sin);
       for (int d = 0; d < hp; ++d) q[h * hp + d] *= scale;
@@ -1424,6 +1531,8 @@ template <class T, class W, class K> class Net final : public Engine {
   const std::vector<double> frequencies;
   Pool pool;
   Barrier barrier;
+  std::unique_ptr<Pair[]> pairs;
+  int calls_alone = 0;  // to be run before pairs are tried again
   Buffer<W> storage;
   std::vector<T> embed, final_norm, angles;
   std::vector<Layer> layers;

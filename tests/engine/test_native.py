@@ -241,11 +241,11 @@ def run_all(model: GPT, dtype: str, *, threads: int, together: bool, piece: int,
             for b, slot in enumerate(some):
                 reported[slot].append(logprobs(outcome.reports[b], V))
                 ids[slot] += outcome.ids[b][outcome.ids[b] != NONE].tolist()
-        for _ in range(0, 48, steps):
-            outcome = decode(runner, group, steps, reports=dict.fromkeys(range(len(group)), everything(V)))
+        for counts in [[1 + 5 * slot for slot in group], *itertools.repeat([steps] * len(group), 48 // steps)]:
+            outcome = decode(runner, group, counts, reports=dict.fromkeys(range(len(group)), everything(V)))
             for b, slot in enumerate(group):
                 reported[slot].append(logprobs(outcome.reports[b], V))
-                ids[slot] += outcome.ids[b].tolist()
+                ids[slot] += outcome.ids[b][: counts[b]].tolist()
     return [ids, [np.concatenate(some).tobytes() for some in reported]]
 
 
@@ -267,10 +267,17 @@ def test_bits_do_not_depend_on_batch_threads_pieces_and_steps(shape, dtype):
         assert other == first
 
 
-def test_bits_do_not_depend_on_threads_that_share_every_batch():
-    """As they do with weights of more than 32 MB."""
-    model = random_model(block_size=16, n_layer=1, n_embd=1024, n_head=8, n_kv_head=4)
-    assert sum(p.numel() for p in model.blocks.parameters()) * 4 > 32 << 20
+@pytest.mark.parametrize(
+    ("least", "most", "shape"),
+    [
+        # With weights of more than 32 MB threads share every batch, with 1 to 16 MB two hand batches to each other.
+        (32 << 20, 1 << 30, {"n_layer": 1, "n_embd": 1024, "n_head": 8, "n_kv_head": 4}),
+        (1 << 20, 16 << 20, {"n_layer": 3, "n_embd": 128, "n_head": 4, "n_kv_head": 2}),
+    ],
+)
+def test_bits_do_not_depend_on_threads_that_run_a_batch_together(least, most, shape):
+    model = random_model(block_size=16, **shape)
+    assert least < sum(p.numel() for p in model.blocks.parameters()) * 4 < most
     first, *others = [run_all(model, "float32", **way) for way in (WAYS[0], WAYS[3], WAYS[4])]
     assert others == [first, first]
 
