@@ -91,34 +91,6 @@ def test_a_text_is_encoded_once(tmp_path, monkeypatch):
     assert np.array_equal(prepare(str(moved)).ids, first.ids)
 
 
-def test_concurrent_processes_prepare_the_same_text(tmp_path):
-    """They wait for each other before encoding, so that all find an empty cache."""
-    file = text_file(tmp_path, "to be or not to be, that is the question\n" * 5_000)
-    code = """
-import sys
-from training import data
-encode = data._encode
-def wait(*arguments):
-    print("scanned", flush=True)
-    sys.stdin.readline()
-    encode(*arguments)
-data._encode = wait
-corpus = data.prepare(sys.argv[1])
-print(corpus.tokenizer.decode(corpus.ids[:20]), flush=True)
-"""
-    command = [sys.executable, "-c", code, file]
-    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, **options) as one, subprocess.Popen(command, **options) as other:
-        for process in (one, other):
-            assert process.stdout.readline() == "scanned\n"
-        for process in (one, other):
-            process.stdin.write("continue\n")
-            process.stdin.flush()
-        found = [process.communicate(timeout=60)[0] for process in (one, other)]
-    assert found == ["to be or not to be, \n"] * 2
-    assert len(list((data.cache_dir() / "corpora").iterdir())) == 1
-
-
 @given(st.text(st.characters(exclude_categories=["Cs"])), st.integers(1, 7))
 def test_reading_does_not_depend_on_the_chunk_size(tmp_path_factory, text, size):
     file = text_file(tmp_path_factory.getbasetemp(), text)
