@@ -4,8 +4,9 @@ import asyncio
 
 import pytest
 
+from service.http import turns
 from service.http.stream import send_json
-from service.http.turns import Run
+from service.http.turns import Pause, Run
 
 pytestmark = pytest.mark.anyio
 
@@ -63,3 +64,24 @@ async def test_a_large_answer_ends_when_its_client_is_gone():
 
     await send_json(Leaving(), parts())
     assert written and len(encoded) < 70
+
+
+async def test_of_long_works_one_goes_on_in_a_turn_and_each_in_its_own(monkeypatch):
+    monkeypatch.setattr(turns, "BUSY_SECONDS", 0.0)
+    steps = []
+
+    async def work(name):
+        pause = Pause()
+        for _ in range(3):
+            steps.append(name)
+            await pause.if_due()
+
+    a, b, c = tasks = [asyncio.create_task(work(name)) for name in "abc"]
+    await asyncio.sleep(0)
+    assert steps == ["a", "b", "c"]
+    b.cancel()
+    while not all(task.done() for task in tasks):
+        before = len(steps)
+        await asyncio.sleep(0)
+        assert len(steps) <= before + 1
+    assert steps == ["a", "b", "c", "a", "c", "a", "c"]
