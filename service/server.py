@@ -28,7 +28,6 @@ import uvicorn
 from litserve import Callback, LitServer, Logger
 from litserve.callbacks.base import EventTypes
 from litserve.connector import check_cuda_with_nvidia_smi
-from litserve.specs.base import LitSpec
 
 from service.catalog import Catalog
 from service.engine import native
@@ -76,19 +75,6 @@ class HttpServer(uvicorn.Server):
         self.should_exit = self.should_exit or self._state.is_in("stopping")
 
 
-class Spec(LitSpec):
-    """LitServe's extension point for a custom API. Registers nothing: the routes are App.operations."""
-
-    stream = True  # otherwise LitServe would compress answers
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.api_path = "/generate"
-
-    def setup(self, server: LitServer) -> None:
-        """LitServe hands over its queues here; sockets are used instead."""
-
-
 class Server(LitServer):
     """LitServe with other routes, transport, supervision and shutdown; placement is LitServe's."""
 
@@ -99,7 +85,8 @@ class Server(LitServer):
         self.must_hurry = False  # after a second signal: do not wait for running requests
         self._must_reload = False  # after SIGHUP
         self._reading = threading.Thread()  # of checkpoints, after SIGHUP: a large one takes seconds
-        api = self.api = EngineAPI(spec=Spec(), loop=EngineLoop())
+        # The path is not served, see App.operations; if it did not stream, LitServe would compress answers.
+        api = self.api = EngineAPI(loop=EngineLoop(), stream=True)
         accelerator = choose_accelerator(settings.accelerator)
         check_devices(settings.devices, accelerator)
         super().__init__(
