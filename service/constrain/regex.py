@@ -122,6 +122,7 @@ def compile_without(
     """
     usable = {c for c in characters if allowed is None or c in allowed or c == end}
     bad = {word for word in words if usable.issuperset(word) and not (end is not None and end in word[:-1])}
+    bad = {word for word in bad if not any(other in word for other in bad if other != word)}
     count = len({word[:i] for word in bad for i in range(len(word))} | {""})
     if count > max_states:
         raise RegexError(f"the words need {count} states (limit {max_states}); give fewer or shorter words")

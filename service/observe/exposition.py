@@ -62,16 +62,11 @@ class Exposition(Collector):
 
         Scrapes are serialized: of two that overlap, the later answer could hold the lower counters.
         """
-        registry = CollectorRegistry()
-        registry.register(self)
         with self._lock:
             if "application/openmetrics-text" in accept:
                 # prometheus-client 0.26 escapes the colon in sample names by default.
-                return openmetrics.generate_latest(registry, openmetrics.ALLOWUTF8), openmetrics.CONTENT_TYPE_LATEST
-            return exposition.generate_latest(registry), exposition.CONTENT_TYPE_PLAIN_0_0_4
-
-    def describe(self) -> Iterable[Metric]:
-        return []  # otherwise registering calls collect()
+                return openmetrics.generate_latest(self, openmetrics.ALLOWUTF8), openmetrics.CONTENT_TYPE_LATEST
+            return exposition.generate_latest(self), exposition.CONTENT_TYPE_PLAIN_0_0_4
 
     def collect(self) -> Iterator[Metric]:
         families = {family.name: family for family in MultiProcessCollector(CollectorRegistry()).collect()}

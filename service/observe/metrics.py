@@ -128,37 +128,27 @@ class Counter:
     FAMILY: ClassVar[Any] = prometheus_client.Counter
     OPTIONS: ClassVar[dict[str, Any]] = {}
 
-    def __init__(self, child: prometheus_client.Counter):
+    def __init__(self, child: Any):
         self._child = child
-        self._count = 0.0
+        self._value = self._written = 0.0
 
     def inc(self, count: float = 1) -> None:
-        self._count += count
-
-    def flush(self) -> None:
-        if self._count:
-            self._child.inc(self._count)
-            self._count = 0.0
-
-
-class Gauge:
-    FAMILY: ClassVar[Any] = prometheus_client.Gauge
-    OPTIONS: ClassVar[dict[str, Any]] = {"multiprocess_mode": "livesum"}
-
-    def __init__(self, child: prometheus_client.Gauge):
-        self._child = child
-        self._value, self._written = 0.0, -1.0
-
-    def set(self, value: float) -> None:
-        self._value = value
-
-    def change(self, difference: float) -> None:
-        self._value += difference
+        self._value += count
 
     def flush(self) -> None:
         if self._value != self._written:
-            self._child.set(self._value)
+            self._child.inc(self._value - self._written)
             self._written = self._value
+
+
+class Gauge(Counter):
+    FAMILY = prometheus_client.Gauge
+    OPTIONS: ClassVar[dict[str, Any]] = {"multiprocess_mode": "livesum"}
+
+    change = Counter.inc
+
+    def set(self, value: float) -> None:
+        self._value = value
 
 
 Kind = TypeVar("Kind", Histogram, Counter, Gauge)
