@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LINGER_SECONDS = 1.0
-BUSY_SECONDS = 0.002  # for which requests are begun in one turn of the event loop, before others get theirs
+BURST_SECONDS = 0.008  # for which requests are begun in one turn of the event loop, before the others have to wait
+TURN_SECONDS = 0.002  # for which those that wait are begun in each later turn
 ACCEPTED_AT_ONCE = 16  # connections in a turn of the event loop; fewer where few files may be open
 
 
@@ -136,7 +137,7 @@ class Connections:
             self._turn_began_at = time.monotonic()
             loop.call_soon(self._next_turn, loop)
             return False
-        if not self._waiting and time.monotonic() - self._turn_began_at < BUSY_SECONDS:
+        if not self._waiting and time.monotonic() - self._turn_began_at < BURST_SECONDS:
             return False
         self._waiting.append(connection)
         return True
@@ -147,7 +148,7 @@ class Connections:
             self._turn_began_at = None
             return
         loop.call_soon(self._next_turn, loop)
-        until = time.monotonic() + BUSY_SECONDS
+        until = time.monotonic() + TURN_SECONDS
         self.hold_writes()
         while self._waiting and time.monotonic() < until:
             connection = self._waiting.popleft()
