@@ -61,20 +61,6 @@ def client(server):
 # -- generation --
 
 
-def test_completions_through_the_openai_sdk(client, checkpoint):
-    expected = exact(checkpoint, "abc", 25, seed=3)
-    options = {"model": "chargpt", "prompt": "abc", "max_tokens": 25, "seed": 3}
-    whole = client.completions.create(**options)
-    assert (whole.choices[0].text, whole.choices[0].finish_reason) == (expected, "length")
-    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens, whole.usage.total_tokens) == (3, 25, 28)
-    *chunks, last = client.completions.create(**options, stream=True, stream_options={"include_usage": True})
-    assert "".join(chunk.choices[0].text for chunk in chunks) == expected
-    assert chunks[-1].choices[0].finish_reason == "length"
-    assert len({chunk.id for chunk in (*chunks, last)}) == 1
-    assert {chunk.usage for chunk in chunks} == {None}
-    assert (last.choices, last.usage) == ([], whole.usage)
-
-
 def test_prompts_may_be_token_ids_and_an_empty_one_starts_a_new_text(client, checkpoint):
     ids = checkpoint.tokenizer.encode("Hello")
     for prompt, text in ((ids, "Hello"), ([ids], "Hello"), ("", "\n")):

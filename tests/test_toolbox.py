@@ -79,13 +79,6 @@ def test_answers_and_their_events_and_ends_are_found_for_any_fragmentation(data,
         assert reply.body == b"hello" or reply.text == "a0\r"
 
 
-def test_a_status_that_is_not_accepted_raises_instead_of_counting():
-    with pytest.raises(load.LoadError, match="x was answered b'HTTP/1.1 429"):
-        load.Reader(load.Reply("x", 0.0, 0.0), accepts=(200,)).feed(
-            b"HTTP/1.1 429 Too Many\r\nContent-Length: 0\r\n\r\n"
-        )
-
-
 def test_log_is_shown_if_a_program_exits_before_it_is_ready(tmp_path):
     command = [sys.executable, "-c", "print('no luck'); raise SystemExit(3)"]
     for log in (None, tmp_path / "logs" / "program.log"):

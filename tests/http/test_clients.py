@@ -67,9 +67,3 @@ def test_event_source_receives_the_text_once(browser, bundled):
     assert seen["end"] == "done"
     assert exchanges == [(200, None), (204, "done")]
     assert seen["errors"] == 2  # end of stream, then 204
-
-
-def test_event_source_does_not_retry_an_invalid_request(browser, bundled):
-    seen, exchanges = event_source(browser, bundled, "prompt=ROMEO&max_tokens=many")
-    assert exchanges == [(400, None)]
-    assert (seen["text"], seen["errors"]) == ("", 1)
