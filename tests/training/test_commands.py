@@ -126,33 +126,6 @@ def test_a_run_says_what_to_expect_and_how_it_went(text, tmp_path, capsys):
     assert "size:" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("records", [[], ["--records"]])
-def test_one_of_a_kind_is_in_the_singular(tmp_path, capsys, records):
-    """In all that the commands print about the smallest runs."""
-    wrong = re.compile(r"(?<![\d.,])1 (?:\w+ )?\w*[^\Ws]s\b(?!/)")
-    lines = [f"{a}{b}" for a in "abcdefghij" for b in "xyz"]
-    (tmp_path / "text.txt").write_text("\n".join([*lines, "", "€", "ax", "ax", ""]))
-    out = tmp_path / "out"
-    few = ["--steps", 1, "--batch-size", 1, "--out", out, *TINY, "--block-size", 4]
-    (tmp_path / "lines.txt").write_text("ax\né\n")
-    for command in (
-        ["prepare", "--data", tmp_path / "text.txt", *records],
-        ["train", "--data", tmp_path / "text.txt", *few, *records, "--preset", "quick"],
-        ["train", "--resume", "--out", out, "--steps", 2],
-        ["train", "--resume", "--out", out],
-        ["evaluate", "--checkpoint", out],
-        ["sample", "--checkpoint", out, "-n", 2, "--max-tokens", 1],
-        ["score", "--checkpoint", out, "--data", tmp_path / "lines.txt"],
-        ["report", "--checkpoint", out, "-n", 1, "--max-tokens", 1],
-    ):
-        call(command)
-        captured = capsys.readouterr()
-        for printed in (captured.out, captured.err):
-            assert not wrong.search(re.sub("in 1 s of training", "", printed)), (command, printed)
-    page = re.sub(r"<svg.*</svg>|<style.*</style>", "", (out / "report.html").read_text(), flags=re.S)
-    assert not wrong.search(page), page
-
-
 # evaluate
 
 
