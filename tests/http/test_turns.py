@@ -1,12 +1,17 @@
 """Handlers end where they wait when they are cancelled, and a large answer when its client is gone."""
 
 import asyncio
+import contextlib
+import socket
+import time
 
 import pytest
 
 from service.http import turns
+from service.http.connections import BURST_SECONDS, TURN_SECONDS, Connections, Loop
 from service.http.stream import send_json
 from service.http.turns import Pause, Run
+from service.settings import BUNDLED, Settings
 
 pytestmark = pytest.mark.anyio
 
@@ -85,3 +90,56 @@ async def test_of_long_works_one_goes_on_in_a_turn_and_each_in_its_own(monkeypat
         await asyncio.sleep(0)
         assert len(steps) <= before + 1
     assert steps == ["a", "b", "c", "a", "c", "a", "c"]
+
+
+async def test_requests_of_a_burst_are_begun_in_several_turns_and_in_order():
+    connections, loop, begun = Connections(Settings(checkpoint=BUNDLED)), asyncio.get_running_loop(), []
+
+    class Asking:
+        transport = None
+
+        def __init__(self, number):
+            self.number = number
+
+        def take_turn(self):
+            begun.append(self.number)
+            time.sleep(0.6 * TURN_SECONDS)
+
+    first, *others = map(Asking, range(7))
+    assert not connections.must_wait(first, loop)
+    time.sleep(BURST_SECONDS)
+    assert all([connections.must_wait(each, loop) for each in others])
+    turns_taken = 0
+    while len(begun) < len(others):
+        await asyncio.sleep(0)
+        turns_taken += 1
+    assert begun == [1, 2, 3, 4, 5, 6] and turns_taken >= 3
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not connections.must_wait(first, loop)
+
+
+def test_connections_are_accepted_several_in_a_turn():
+    made, turn = [], 0
+
+    class Made(asyncio.Protocol):
+        def connection_made(self, transport):
+            made.append(turn)
+            transport.abort()
+
+    async def main():
+        nonlocal turn
+        with contextlib.ExitStack() as stack, socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            server = await asyncio.get_running_loop().create_server(Made, sock=listener, ssl=None, backlog=100)
+            for _ in range(32):
+                stack.enter_context(socket.create_connection(listener.getsockname()))
+            while len(made) < 32:
+                await asyncio.sleep(0)
+                turn += 1
+            server.close()
+            await server.wait_closed()
+
+    with contextlib.closing(Loop()) as loop:
+        loop.run_until_complete(main())
+    assert made[-1] - made[0] < 16
