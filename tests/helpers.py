@@ -195,7 +195,7 @@ def lasting(checkpoint: Path, **settings: Any) -> Iterator[RunningServer]:
     """For the fixture of a server that several tests use; at the end it stops as it should."""
     with serving(checkpoint, **settings) as server:
         yield server
-        assert server.stop() == 0
+        assert server.stop() == 0, server.output()
         assert "Traceback" not in server.output()
 
 
