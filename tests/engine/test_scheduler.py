@@ -393,10 +393,10 @@ def test_the_expected_wait_counts_who_comes_before():
 
 
 def test_many_sequences_of_many_clients_stay_fast_and_leave_nothing_behind():
-    """100,000 sequences of 10,000 clients take about 2 s; with an operation of O(n) they would take minutes."""
-    scheduler = Scheduler(64, 100_000, CONFIG, reserve=8)
+    """30,000 sequences of 10,000 clients take about a second; with an operation of O(n) they would take a minute."""
+    scheduler = Scheduler(64, 30_000, CONFIG, reserve=8)
     began, r = time.monotonic(), random.Random(0)
-    for id in range(100_000):
+    for id in range(30_000):
         s = sequence(id, client=str(r.randrange(10_000)), priority=r.randint(-1, 1))
         scheduler.expected_wait(s.request, 1.0)
         scheduler.add(s)
@@ -404,9 +404,9 @@ def test_many_sequences_of_many_clients_stay_fast_and_leave_nothing_behind():
         for s, _ in scheduler.schedule(0.0, 10_000).starts:
             scheduler.finish(s.id, "abort")
         if len(scheduler) > 1000:
-            for id in r.sample(range(100_000), 10):
+            for id in r.sample(range(30_000), 10):
                 scheduler.finish(id, "timeout")
-    assert time.monotonic() - began < 40
+    assert time.monotonic() - began < 20
     queue = scheduler.queue
     assert not queue._clients and not queue._lengths and not queue.num_waiting
     assert len(queue._by_tag) < 100 and len(queue._by_running) < 100
