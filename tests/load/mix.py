@@ -78,7 +78,7 @@ def problem(ask: Ask, status: int, body: bytes, vocabulary: str) -> str:
             return f"status {status}: {json.loads(body)['error']['code']}"
         if ask.kind == "opinion":
             return problem_of_opinion(ask, json.loads(body)["data"], vocabulary)
-        objects = pieces(body.decode().split("\n")) if ask.kind == "stream" else [json.loads(body)]
+        objects = pieces(body.decode().split("\n")) if ask.body["stream"] else [json.loads(body)]
         for each in objects:
             if "error" in each:
                 return f"an error in the stream: {each['error']['code']}"

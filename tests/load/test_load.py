@@ -23,6 +23,7 @@ from tests.toolbox.launch import ROOT
 # -- requests and their answers --
 
 STREAM = mix.Ask("/generate", {"prompt": "ab", "max_tokens": 4, "seed": 1, "stream": True, "stop": "\n"})
+LEFT = mix.Ask(STREAM.path, STREAM.body, leave_after=9)  # whose answer ended before
 SCORE, NEXT = mix.Ask("/v1/score", {"texts": "abc"}), mix.Ask("/v1/next", {"prompt": "a"})
 LAST = {"usage": {"prompt_tokens": 2, "completion_tokens": 4, "total_tokens": 6}}
 
@@ -35,6 +36,7 @@ def piece(text: str, finish_reason: str | None = None) -> dict[str, object]:
     ("ask", "pieces", "message"),
     [
         (STREAM, [piece("abcd"), piece("", "length"), LAST], ""),
+        (LEFT, [piece("abcd", "length"), LAST], ""),
         (STREAM, [piece("abc", "length"), LAST], "3 characters with finish_reason length, max_tokens 4"),
         (STREAM, [piece("abcd", "abort"), LAST], "finish_reason abort"),
         (STREAM, [piece("ab\nc", "length"), LAST], "stop '\\n' is in the text"),
@@ -49,10 +51,10 @@ def piece(text: str, finish_reason: str | None = None) -> dict[str, object]:
 )
 def test_wrong_answers_are_told_from_right_ones(ask, pieces, message):
     stream = "".join(f"data: {json.dumps(each)}\n\n" for each in pieces)
-    body = f"{stream}data: [DONE]\n\n" if ask is STREAM else json.dumps(pieces[0])
+    body = f"{stream}data: [DONE]\n\n" if "stream" in ask.body else json.dumps(pieces[0])
     found = mix.problem(ask, 200, body.encode(), "".join(VOCABULARY))
     assert message in found and bool(found) == bool(message)
-    if ask is STREAM:
+    if "stream" in ask.body:
         assert "AssertionError" in mix.problem(ask, 200, stream.encode(), "".join(VOCABULARY))  # without [DONE]
 
 
