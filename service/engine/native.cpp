@@ -630,8 +630,7 @@ struct Sampler {
       std::memcpy(&own, z + i, sizeof own);
       Count before{};
       for (int j = 0; j < i; ++j) before -= z[j] >= own;
-      for (int j = i; j < i + N; ++j) before -= z[j] > own;
-      for (int j = i + N; j < V; ++j) before -= z[j] > own;
+      for (int j = i; j < V; ++j) before -= z[j] > own;
       for (int a = 0; a < N; ++a) {
         int64_t at = before[a];
         for (int b = 0; b < a; ++b) at += own[b] == own[a];
@@ -870,7 +869,7 @@ template <class T, class W, class K> class Net final : public Engine {
     std::vector<int32_t> order;
     std::vector<uint8_t> allowed;  // (V,)
     std::vector<const ChargptItem*> share;
-    std::vector<Progress> active, going, rest;
+    std::vector<Progress> active;
     size_t taken = 0;  // of `active`, those with rows in the batch
     std::vector<Row> rows;
     Guesses guesses;
@@ -905,7 +904,7 @@ template <class T, class W, class K> class Net final : public Engine {
       w.allowed.resize(V);
       w.share.reserve(c.slots);
       w.rows.reserve(BATCH);
-      for (auto* progress : {&w.active, &w.going, &w.rest}) progress->reserve(c.slots);
+      w.active.reserve(c.slots);
       spaces.push_back(std::move(w));
     }
   }
@@ -1046,16 +1045,17 @@ template <class T, class W, class K> class Net final : public Engine {
 
   // Two threads and two batches: each thread runs one half of the layers, whose weights then fit its second cache, first
   // of one batch, then of the other; the characters of a batch are chosen by both. For sequences that only choose, while
-  // they are few: many rows read the weights seldom enough.
-  void relay(Pair& pair, Workspace* spaces, int index) {
+  // they are few: with many rows, each reading of the weights serves enough of them. both: workspaces of the threads,
+  // and of the batches.
+  void relay(Pair& pair, Workspace* both, int index) {
     const Team alone{nullptr, 0, 1};
     const int half = (c.n_layer + 1) / 2;
     const auto began = std::chrono::steady_clock::now();
     double waited = 0;
-    begin(spaces[index].share, spaces[index]);
+    begin(both[index].share, both[index]);
     pair.barrier.wait(2);
     for (int turn = 0; turn == 0 || !pair.is_done[(turn + 1) % 2]; ++turn) {
-      Workspace &own = spaces[index], &batch = spaces[(turn + index) % 2], &other = spaces[(turn + index + 1) % 2];
+      Workspace &own = both[index], &batch = both[(turn + index) % 2], &other = both[(turn + index + 1) % 2];
       if (index == 0) {
         finish(batch, own, 0, batch.taken / 2);
         settle(batch, true);
@@ -1084,15 +1084,13 @@ template <class T, class W, class K> class Net final : public Engine {
 
   // Sequences that are done leave; the others stay at the front, or let those wait that have run.
   void settle(Workspace& w, bool stays) {
-    std::vector<Progress>&active = w.active, &going = w.going, &rest = w.rest;
-    going.clear();
-    for (size_t k = 0; k < w.taken; ++k)
-      if (active[k].goes_on) going.push_back(active[k]);
-    rest.assign(active.begin() + w.taken, active.end());
+    std::vector<Progress>& active = w.active;
+    const auto end = active.begin() + w.taken;
+    const auto kept = std::remove_if(active.begin(), end, [](const Progress& it) { return !it.goes_on; });
+    const ptrdiff_t count = kept - active.begin();
+    active.erase(kept, end);
     w.taken = 0;
-    if (!stays) going.swap(rest);
-    active.swap(going);
-    active.insert(active.end(), rest.begin(), rest.end());
+    if (!stays) std::rotate(active.begin(), active.begin() + count, active.end());
   }
 
   // The next batch; returns whether there is one.

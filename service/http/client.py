@@ -54,8 +54,8 @@ class EngineClient:
     """Connected to every worker; a sequence goes to the one with the fewest sequences.
 
     hang_seconds: a worker without a heartbeat for so long is not ready; capacity: sequences that a worker accepts of a
-    client for each model, if it has no others; patience: a sequence that may wait for so long is refused for its
-    client's sake alone.
+    client for each model, if it has no others; patience: the longest wait in a queue that workers accept. The refusal
+    of a sequence with a shorter time limit says nothing about its client's other sequences.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class EngineClient:
         self.metrics = metrics
         self.state, self.consumer_id = state, consumer_id
         self._hang_seconds, self._capacity, self._patience = hang_seconds, capacity, patience
-        self._refused: dict[str, tuple[Refused, float]] = {}  # by client; and until when they hold
+        self._refused: dict[str, tuple[Refused, float]] = {}  # by client: the last one, and until when it holds
         self.num_models = 1
         self._lost_at = -math.inf  # when a worker was lost most recently
         self.loop = asyncio.get_running_loop()
@@ -99,8 +99,7 @@ class EngineClient:
     def refuse_if_full(self, client: str) -> None:
         """Spare a flood's requests the way to a worker that would refuse them.
 
-        Raises ApiError: 429, a worker refused one of the client a moment ago, whatever it was, and none of its
-        sequences has ended since.
+        Raises ApiError: 429, a moment ago a worker refused a sequence of this client, and none has ended since.
         """
         if client in self._refused and self.num_models == 1:
             refused, until = self._refused[client]

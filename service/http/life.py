@@ -55,7 +55,6 @@ async def running(app: App, process_id: int, connections: Connections) -> AsyncI
     service.attention = AttentionThread()
     service.connect(client, metrics)
     service.state.follow(process, service.listing.generation)
-    metrics.held_bytes.set(0)
     log = app.access_log = AccessLog()
     loop.add_signal_handler(signal.SIGHUP, app.reload)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])  # blocked while this process was forked
