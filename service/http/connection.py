@@ -173,8 +173,8 @@ class Connection(asyncio.Protocol):
         elif self._is_lingering:
             self.transport.abort()
         elif self._is_ending:
-            self.deadline = math.inf
             if self.is_full:  # the client reads nothing of what it was sent
+                self.deadline = math.inf
                 self.abort()
         elif request is not None:
             self.deadline = math.inf

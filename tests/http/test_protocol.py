@@ -459,7 +459,7 @@ def test_a_client_that_leaves_aborts_its_request_whatever_it_has_pipelined(serve
 
 
 def test_a_reader_that_stops_does_not_hold_up_the_shutdown(checkpoint):
-    with serving(checkpoint.path, drain_seconds=0.5) as server:
+    with serving(checkpoint.path, drain_seconds=2) as server:
         body = {"prompt": "a", "max_tokens": 50_000, "stream": True, "logprobs": 5}  # more than fits all buffers
         with sent(server.port, post("/generate", body), receive_bytes=1024):
             server.wait_until_metric("chargpt_generation_tokens_total", 50_000)
