@@ -209,11 +209,8 @@ class HttpSide:
         self._consumer_id = consumer_id
         self._received = received
         self._connections: dict[int, _WorkerConnection] = {}
+        self.connected_workers: list[int] = []
         self._tasks = [asyncio.create_task(self._keep_connected(folder, i)) for i in range(num_workers)]
-
-    @property
-    def connected_workers(self) -> list[int]:
-        return list(self._connections)
 
     def send(self, item: Submit | Abort, worker_id: int) -> None:
         """Send to a worker; dropped if that worker is gone, which WorkerLost reports."""
@@ -236,12 +233,14 @@ class HttpSide:
                 await asyncio.wait([connection.greeted, connection.ended], return_when=asyncio.FIRST_COMPLETED)
                 if connection.greeted.done():
                     self._connections[worker_id] = connection
+                    self.connected_workers = list(self._connections)
                     received(WorkerFound())
                     await connection.ended
                     logger.warning("lost the connection to worker %d", worker_id)
             finally:
                 connection.transport.close()
                 if self._connections.pop(worker_id, None) is not None:
+                    self.connected_workers = list(self._connections)
                     received(WorkerLost())
 
     async def close(self) -> None:

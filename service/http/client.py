@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from service.http.generation import HOMELESS, Generation, SequenceState
+from service.http.generation import HOMELESS, TICK_SECONDS, Generation, SequenceState
 from service.http.models import Model
 from service.http.schemas import ApiError
 from service.observe.metrics import Metrics
@@ -316,7 +316,6 @@ class EngineClient:
     def _received_ids(self, step: Step, model: Model, now: float) -> None:
         text = model.tokenizer.decode_array(np.frombuffer(step.ids, np.uint32))  # of all sequences
         total, end = 0, 0
-        streams: dict[Generation, None] = {}
         # Most sequences share the time of their last characters and the number of the new ones.
         gaps: dict[tuple[float, int], tuple[int, str]] = {}  # -> (characters, request id)
         for id, count in zip(step.sequences, step.counts, strict=True):
@@ -336,14 +335,12 @@ class EngineClient:
             gaps[gap] = (gap[1] if before is None else before[0] + gap[1], sequence.submit.request_id)
             generation.add(sequence, text[start:end], now)
             if generation.is_stream and generation not in self._sleeping:  # otherwise its time is known
-                streams[generation] = None
+                generation.wake_when_due(now)
         if total:
             model.metrics.generation_tokens.inc(total)
         for (last_at, count), (characters, request_id) in gaps.items():
             if count:  # characters that arrived together share the time since the ones before
                 model.metrics.inter_token_latency.observe((now - last_at) / count, characters, request_id)
-        for generation in streams:
-            generation.wake_when_due(now)
 
     def let_go_on(self, generation: Generation) -> None:
         """Soon: what wakes one may be in the middle of others."""
@@ -369,7 +366,11 @@ class EngineClient:
         self._clock, self._tick_at, now = None, math.inf, time.monotonic()
         sleeping, self._sleeping = self._sleeping, {}
         for generation in sleeping:
-            generation.wake_when_due(now)
+            if generation.due_at > now + TICK_SECONDS:
+                self.wake_later(generation)
+            elif generation.touched:
+                self._due[generation] = None
+        self._resume()
 
     def _received_delta(self, delta: Delta, now: float) -> None:
         running = self._running.get(delta.id)

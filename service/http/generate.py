@@ -309,7 +309,7 @@ async def _best_of(
         start = len(echo[piece.number]) - piece.num_unscored if echo else 0
         values = floats(piece.logprobs.values[8 * start :]) if piece.logprobs is not None else []
         if body.logprobs is None:
-            piece = piece._replace(logprobs=None)
+            piece = msgspec.structs.replace(piece, logprobs=None)
         await pause.if_due()
         ranked.append((sum(values) / len(values) if values else 0.0, piece))
     return _best(ranked, body.n, candidates)
@@ -347,7 +347,9 @@ async def _infill(
     ranked = [(scores[middle.number // candidates, middle.text], middle) for middle in middles]
     best = _best(ranked, n, candidates)
     if echo:  # each prompt's text, `candidates` times
-        best = [piece._replace(text=echo[piece.number // n * candidates] + piece.text) for piece in best]
+        best = [
+            msgspec.structs.replace(piece, text=echo[piece.number // n * candidates] + piece.text) for piece in best
+        ]
     return best
 
 
@@ -356,8 +358,8 @@ def _cut(piece: Piece, min_tokens: int) -> list[Piece]:
     # Of the suffix's first character at each position.
     chances = floats(piece.logprobs.top_values) if piece.logprobs is not None else []
     cuts = sorted(range(min_tokens, len(chances)), key=lambda i: -chances[i])[:MAX_CUTS]
-    whole = piece._replace(logprobs=None)
-    return [whole, *(whole._replace(text=piece.text[:i], finish_reason="stop") for i in sorted(cuts))]
+    whole = msgspec.structs.replace(piece, logprobs=None)
+    return [whole, *(msgspec.structs.replace(whole, text=piece.text[:i], finish_reason="stop") for i in sorted(cuts))]
 
 
 def _best(ranked: list[tuple[float, Piece]], n: int, num_candidates: int) -> list[Piece]:
@@ -368,7 +370,7 @@ def _best(ranked: list[tuple[float, Piece]], n: int, num_candidates: int) -> lis
         is_repeated = any(piece.text == other.text for *_, other in others)
         others.append((is_repeated, -round(score, 4), i, piece))
     return [
-        piece._replace(number=prompt * n + place)
+        msgspec.structs.replace(piece, number=prompt * n + place)
         for prompt, candidates in sorted(by_prompt.items())
         for place, (*_, piece) in enumerate(sorted(candidates)[:n])
     ]

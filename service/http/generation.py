@@ -10,7 +10,9 @@ import time
 import zlib
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from service.http.models import Model
 from service.http.schemas import ApiError, Timing
@@ -25,7 +27,7 @@ HOMELESS = -1  # in place of a worker: the sequence waits until one is connected
 FAILURES = frozenset({"abort", "timeout", "error"})
 
 
-class Piece(NamedTuple):
+class Piece(msgspec.Struct, frozen=True, gc=False):
     """New text of one sequence."""
 
     number: int
@@ -107,10 +109,10 @@ class Generation:
         self.pending = deque(self.sequences)  # not submitted yet
         self.open: set[int] = set()  # ids of the sequences that run
         self.seen: dict[tuple[int, int], list[int]] = {}  # see EngineClient._shortened
-        self._touched: dict[SequenceState, None] = {}  # with undelivered deltas, in order of arrival
+        self.touched: dict[SequenceState, None] = {}  # with undelivered deltas, in order of arrival
         self._failure: Exception | None = None  # raised by `_fail`
         self._is_urgent = False
-        self._taken_at = 0.0
+        self.due_at = 0.0  # when the next pieces of a stream may be written, if nothing is urgent
         self._write: Write | None = None  # of a stream that has begun
         self._unwritten: Awaitable[None] | None = None  # before whose end nothing more may be written
         self._turn = Turn()
@@ -123,7 +125,7 @@ class Generation:
     @property
     def is_finished(self) -> bool:
         """Every sequence has ended and everything was taken."""
-        return not self.open and not self.pending and not self._touched
+        return not self.open and not self.pending and not self.touched
 
     @property
     def endings(self) -> dict[str, int]:
@@ -217,7 +219,7 @@ class Generation:
         """
         if self._write is not None and self._unwritten is None and self._failure is None:
             self._is_urgent = False
-            self._taken_at = now
+            self.due_at = now + self._interval
             try:
                 self._unwritten = self._write(self._take_all())
             except Exception as error:  # raised by `stream`
@@ -228,7 +230,7 @@ class Generation:
 
     def _take_all(self) -> list[Piece]:
         """Everything that has arrived."""
-        touched, self._touched = self._touched, {}
+        touched, self.touched = self.touched, {}
         pieces = []
         for sequence in touched:
             piece = self._take(sequence)
@@ -255,26 +257,22 @@ class Generation:
 
     def wake_when_due(self, now: float) -> None:
         """Of a stream: now, or at the tick of the client's clock that follows `due_at`."""
-        if not self._touched:
+        if not self.touched:
             return
         if self.due_at <= now + TICK_SECONDS:
             self._client.let_go_on(self)
         else:
             self._client.wake_later(self)
 
-    @property
-    def due_at(self) -> float:
-        """When the next pieces may be written, if nothing is urgent."""
-        return self._taken_at + self._interval
-
     def add(self, sequence: SequenceState, text: str, now: float) -> None:
         """Take in new characters."""
-        self.num_completion_tokens += len(text)
-        sequence.num_completion_tokens += len(text)
+        count = len(text)
+        self.num_completion_tokens += count
+        sequence.num_completion_tokens += count
         sequence.checksum = zlib.crc32(text.encode(), sequence.checksum)
         sequence.new_texts.append(text)
         sequence.last_at = now
-        self._touched[sequence] = None
+        self.touched[sequence] = None
 
     def receive(self, sequence: SequenceState, delta: Delta, now: float) -> None:
         """Take in a delta without ids; the client calls this, after it has updated `open` and `pending`."""
@@ -305,7 +303,7 @@ class Generation:
                 self._failure = self._failed(sequence, reason)
             self._metrics.sequence_ended(sequence.num_completion_tokens)
             self._client.state.count(self._client.consumer_id, self.model.row, reason)
-            self._touched[sequence] = None
+            self.touched[sequence] = None
         is_first = prefilled_at is not None and self.is_stream
         if is_first or reason in FAILURES or (not self.open and not self.pending):
             self._wake_urgently()

@@ -99,7 +99,8 @@ def pieces_of(piece: Piece) -> Iterator[Piece]:
     for start in range(0, len(piece.text) or 1, length):
         end = start + length
         is_last = end >= len(piece.text)
-        yield piece._replace(
+        yield msgspec.structs.replace(
+            piece,
             text=piece.text[start:end],
             finish_reason=piece.finish_reason if is_last else None,
             logprobs=piece.logprobs.part(max(0, start - first), end - first),
