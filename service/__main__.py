@@ -3,6 +3,7 @@
 Run with --help for the settings.
 """
 
+import gc
 import os
 import shutil
 import signal
@@ -11,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from service.settings import Settings
+
+if __name__ in ("__main__", "__mp_main__"):  # the latter: an inference process
+    gc.disable()  # while modules are imported, which leaves no garbage
 
 
 def main() -> int:

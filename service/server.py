@@ -188,6 +188,7 @@ class Server(LitServer):
         for id, name in enumerate(state.worker_names):
             watch(name, functools.partial(self._launch, id), functools.partial(forget_process, name), START_SECONDS)
         self._await_worker()
+        relax_garbage_collector()  # HTTP processes begin with what is exempt here
         try:
             config = self._listen()
             for id, name in enumerate(state.http_names):
