@@ -48,7 +48,8 @@ def blocked(*signals: signal.Signals) -> Iterator[None]:
 def relax_garbage_collector() -> None:
     """Exempt the objects that are there from collection, and collect little at a time.
 
-    Nothing is collected first: what modules leave is little, and to look through their objects takes 0.1 s and copies the pages that processes share.
+    Nothing is collected first: modules leave little, and to look through all objects takes 0.1 s and copies the memory
+    that processes share.
 
     Requests leave no cycles (tests/http/test_garbage.py), so that a collection finds only what is in use: 10,000
     objects take about a millisecond, in which everybody waits. What is older is looked at every 20, or 1,000, times.
