@@ -117,6 +117,7 @@ class App:
         self.hooks: tuple[Hook, Hook] | None = None  # called before and after each request that runs the model
         self.access_log: AccessLog | None = None  # in an HTTP process
         self.tasks: set[Any] = set()  # handlers that run: uvicorn waits for them, and cancels them in the end
+        self.num_requests = 0  # in progress
         self.random = Random()  # of ids and of seeds that no request gives
         self._keys = self.settings.api_keys
         self.cors: CORSMiddleware | None = None
@@ -187,8 +188,7 @@ class App:
         address = network_of(request.peer) if header is None else address_of(request.peer, request.fields, header)
         request.lease = Lease(self.service.ledger, address or "unknown")
         request.endpoint, request.parameter = self.find(request.path)
-        if (metrics := self.service.metrics) is not None:
-            metrics.http_requests_in_progress.change(1)
+        self.num_requests += 1
         try:
             self._check_head(request)
         except Exception as error:
@@ -366,10 +366,9 @@ class App:
             request.status = CLIENT_CLOSED_REQUEST
         ended_at = time.monotonic()
         route, seconds = request.endpoint.path, ended_at - request.started_at
-        if (metrics := service.metrics) is not None:
-            metrics.http_requests_in_progress.change(-1)
-            if request.status is not None:
-                metrics.http_request(route, request.method, request.status, seconds)
+        self.num_requests -= 1
+        if service.metrics is not None and request.status is not None:
+            service.metrics.http_request(route, request.method, request.status, seconds)
         if (log := self.access_log) is not None:
             ran, client = request.num_prompt_tokens is not None, request.lease.client
             others = (request.num_prompt_tokens, request.num_completion_tokens, request.endings) if ran else ()

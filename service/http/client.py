@@ -171,7 +171,9 @@ class EngineClient:
         sequence.runs += 1
         submit = sequence.submit
         submit.timeout_seconds = max(0.0, generation.deadline - time.monotonic())
-        self._sockets.send(self._shortened(generation, submit), sequence.worker)
+        if len(submit.prompt) > generation.model.receptive_field:
+            submit = self._shortened(generation, submit)
+        self._sockets.send(submit, sequence.worker)
 
     def sweep(self, now: float) -> None:
         """End what has waited for too long; to be called ten times a second or more."""

@@ -145,8 +145,6 @@ class Lease:
             ledger.by_client[client] = of_client
         else:
             del ledger.by_client[client]
-        if ledger.metrics is not None:
-            ledger.metrics.held_bytes.set(held)
 
     def take(self, bytes: int, num_characters: int, num_sequences: int = 1) -> None:
         """All that the request needs to run: memory, and characters of its client's limit.

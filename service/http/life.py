@@ -54,6 +54,8 @@ async def running(app: App, process_id: int, connections: Connections) -> AsyncI
     client.resume = resume
     service.attention = AttentionThread()
     service.connect(client, metrics)
+    metrics.http_requests_in_progress.source = lambda: app.num_requests
+    metrics.held_bytes.source = lambda: service.ledger.held
     service.state.follow(process, service.listing.generation)
     log = app.access_log = AccessLog()
     loop.add_signal_handler(signal.SIGHUP, app.reload)

@@ -145,10 +145,15 @@ class Gauge(Counter):
     FAMILY = prometheus_client.Gauge
     OPTIONS: ClassVar[dict[str, Any]] = {"multiprocess_mode": "livesum"}
 
-    change = Counter.inc
+    source: Callable[[], float] | None = None  # of its value, at each flush
 
     def set(self, value: float) -> None:
         self._value = value
+
+    def flush(self) -> None:
+        if self.source is not None:
+            self._value = self.source()
+        super().flush()
 
 
 Kind = TypeVar("Kind", Histogram, Counter, Gauge)

@@ -1,9 +1,10 @@
 """A baseline for the path: FastAPI and uvicorn in one process, returning the service's bytes without an engine.
 
-    python -m tests.bench.plain --port 8000 --answers FILE
+    python -m tests.bench.plain --port 8000 --answers FILE [--log-level warning]
 
-Validates the body and answers with JSON or a stream of events, on uvloop and httptools. FILE is JSON: `whole`, a
-response of one character; `event`, an event with TEXT in place of its text; `last`, the end of a stream.
+Validates the body and answers with JSON or a stream of events, on uvloop and httptools. Logs each request, as uvicorn
+does, unless the level is warning. FILE is JSON: `whole`, a response of one character; `event`, an event with TEXT in
+place of its text; `last`, the end of a stream.
 """
 
 from __future__ import annotations
@@ -54,6 +55,14 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--answers", type=Path, required=True)
+    parser.add_argument("--log-level", default="info")
     args = parser.parse_args()
     app = build_app(json.loads(args.answers.read_text(encoding="utf-8")))
-    uvicorn.run(app, port=args.port, loop="uvloop", http="httptools", log_level="warning", access_log=False)
+    uvicorn.run(
+        app,
+        port=args.port,
+        loop="uvloop",
+        http="httptools",
+        log_level=args.log_level,
+        access_log=args.log_level == "info",
+    )

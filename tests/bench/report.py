@@ -120,6 +120,8 @@ def path_rows(path: dict[str, Any]) -> list[list[str]]:
 
     requests = {name: rates(path[name]["requests"], "per_second") for name in names}
     add("requests/s of one character", requests, ratio="plain")
+    unlogged = {name: rates(path[name]["unlogged"], "per_second") for name in ("plain", "ours")}
+    add("the same without a log line per request", unlogged, ratio="plain")
     for count in map(str, (min(path["streams"]), max(path["streams"]))):
         each = figure(rates(path["ours"]["streams"][count], "characters_per_event"), "{:.0f}")
         label = f"streamed characters/s, {plural(int(count), 'stream')} (ours: {each} per event, the others: 1)"

@@ -273,31 +273,39 @@ class Bench(Run):
         streams = list(self.plan.streams)
         figures: dict[str, Any] = {"streams": streams, "paced": []}
         with contextlib.ExitStack() as stack:
-            ours = stack.enter_context(self.server("tests.bench.stub", "stub"))
-            pace = {"CHARGPT_STUB_STEP_SECONDS": str(PACE_SECONDS)}
-            paced = stack.enter_context(self.server("tests.bench.stub", "stub-paced", pace))
-            stock = stack.enter_context(
-                Server(module("tests.bench.stock", stub=True), self.log("stock-stub"), "/health")
-            )
-            for server in (ours, paced, stock):
+
+            def start(name: str, log: str, ready: str = "/readyz", pace: float = 0.0, **flags: object) -> Server:
+                paced = {"CHARGPT_STUB_STEP_SECONDS": str(pace)}
+                return stack.enter_context(Server(module(f"tests.bench.{name}", **flags), self.log(log), ready, paced))
+
+            common = {"checkpoint": self.folders["S"], "threads": self.threads}
+            ours = start("stub", "stub", **common)
+            paced = start("stub", "stub-paced", pace=PACE_SECONDS, **common)
+            stock = start("stock", "stock-stub", "/health", stub=True)
+            unlogged = {"ours": start("stub", "stub-unlogged", log_level="warning", **common)}
+            for server in (ours, paced, stock, unlogged["ours"]):
                 server.wait_until_ready()
             answers = self.out / "logs" / "answers.json"
             answers.write_text(json.dumps(answers_of(ours.port)), encoding="utf-8")
-            plain = stack.enter_context(
-                Server(module("tests.bench.plain", answers=answers), self.log("plain"), "/readyz")
-            )
-            plain.wait_until_ready()
+            plain = start("plain", "plain", answers=answers)
+            unlogged["plain"] = start("plain", "plain-unlogged", answers=answers, log_level="warning")
+            for server in (plain, unlogged["plain"]):
+                server.wait_until_ready()
             check_same_bytes(ours.port, plain.port)
             servers = {"ours": ours, "plain": plain, "stock": stock}
-            for server in (*servers.values(), paced):
+            for server in (*servers.values(), *unlogged.values(), paced):
                 server.pause()
             for name in servers:
                 figures[name] = {"requests": [], "first": [], "streams": {str(n): [] for n in streams}}
                 figures[name] |= {kind: [] for kind in ALONE if name != "stock"}
+                figures[name] |= {"unlogged": []} if name in unlogged else {}
             for _ in range(self.plan.repeats):
                 for name, server in servers.items():
                     with server.running():
                         self.path_once(figures[name], name == "stock", server)
+                for name, server in unlogged.items():
+                    with server.running():
+                        figures[name]["unlogged"].append(requests_once(server, self.plan.path_seconds))
                 with paced.running():
                     body = {"prompt": "a", "max_tokens": self.plan.paced_length, "stream": True}
                     figures["paced"].append(streams_once(paced, body, 64))
@@ -307,12 +315,7 @@ class Bench(Run):
 
     def path_once(self, figures: dict[str, Any], is_stock: bool, server: Server) -> None:
         seconds = self.plan.path_seconds
-        whole = load.post("/whole" if is_stock else "/generate", {"prompt": "a", "max_tokens": 1})
-        # Warm-up: the server was paused or has just started.
-        load.run(server.port, load.at_once(whole, 10**9), connections=32, seconds=min(0.5, seconds))
-        outcome = load.run(server.port, load.at_once(whole, 10**9), connections=32, seconds=seconds)
-        rate = len(outcome.ended) / outcome.seconds
-        figures["requests"].append({"per_second": rate, "load_cores": outcome.cpu_seconds / seconds})
+        figures["requests"].append(requests_once(server, seconds, "/whole" if is_stock else "/generate"))
         stream = {"prompt": "a", "max_tokens": 8, "stream": True}
         marker = STOCK_EVENT if is_stock else load.EVENT
         figures["first"].append(first_once(server, [load.post("/generate", stream)] * round(seconds * 50), marker))
@@ -352,11 +355,6 @@ class Bench(Run):
             *self.some(peers.transformers_serve(self.folders["S"])),
             *(stock if self.plan.every_variant else stock[:2]),  # one for whole answers, one for streams
         ]
-
-    def server(self, name: str, log: str, environment: dict[str, str] | None = None) -> Server:
-        """The service on shape S, or its variant in the module `name`."""
-        command = module(name, checkpoint=self.folders["S"], threads=self.threads, log_level="warning")
-        return Server(command, self.log(log), "/readyz", environment)
 
     def log(self, name: str) -> Path:
         return self.out / "logs" / f"{name}.log"
@@ -456,6 +454,15 @@ def first_once(server: Server, requests: Iterable[bytes], marker: bytes) -> dict
     """Percentiles of the time to the first character of one client that pauses 20 ms between its requests."""
     due = ((0.02 * number, request, number) for number, request in enumerate(requests))
     return percentiles(load.run(server.port, due, connections=1, marker=marker).times_to_first)
+
+
+def requests_once(server: Server, seconds: float, path: str = "/generate") -> dict[str, float]:
+    """Answers of one character per second, to 32 clients."""
+    whole = load.post(path, {"prompt": "a", "max_tokens": 1})
+    # Warm-up: the server was paused or has just started.
+    load.run(server.port, load.at_once(whole, 10**9), connections=32, seconds=min(0.5, seconds))
+    outcome = load.run(server.port, load.at_once(whole, 10**9), connections=32, seconds=seconds)
+    return {"per_second": len(outcome.ended) / outcome.seconds, "load_cores": outcome.cpu_seconds / seconds}
 
 
 def streams_once(server: Server, body: dict[str, Any], count: int, marker: bytes = load.EVENT) -> dict[str, Any]:

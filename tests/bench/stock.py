@@ -155,7 +155,9 @@ def main() -> None:
 
     accelerator = "cuda" if torch.cuda.is_available() else "cpu"  # "auto" takes the CPU unless torch is imported
     server = litserve.LitServer(apis, accelerator=accelerator, timeout=False)
-    server.run(host="127.0.0.1", port=args.port, generate_client_file=False, log_level="warning")
+    server.run(
+        host="127.0.0.1", port=args.port, generate_client_file=False, log_level="info" if args.stub else "warning"
+    )
 
 
 if __name__ == "__main__":
