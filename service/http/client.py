@@ -13,6 +13,7 @@ import math
 import time
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 LATE_SECONDS = 5.0  # grace period after the deadline, before a sequence without news is given up
 CONNECT_SECONDS = 5.0  # how long a starting HTTP process waits for a first worker
 MAX_RUNS = 2  # of a sequence, if workers are lost: it may be what ends them
-REFUSING_SECONDS = 0.1  # after a worker refused a client's sequence, for which others of it are refused at once
+REFUSING_SECONDS = 0.25  # after a worker refused a client's sequence, for which others of it are refused at once
 REPLACING_SECONDS = 2.0  # after a worker was lost, for which new requests wait for another before they are refused
 
 
@@ -48,6 +49,15 @@ def _queue_full(refused: Refused) -> ApiError:
 
 def _not_ready() -> ApiError:
     return ApiError(503, "no inference process is ready", code="not_ready", retry_after_seconds=1)
+
+
+@dataclass
+class Full:
+    """A worker has refused a client's sequence: it has no room for more than have ended since."""
+
+    refused: Refused
+    until: float  # time.monotonic()
+    num_ended: int = 0
 
 
 class EngineClient:
@@ -71,7 +81,7 @@ class EngineClient:
         self.metrics = metrics
         self.state, self.consumer_id = state, consumer_id
         self._hang_seconds, self._capacity, self._patience = hang_seconds, capacity, patience
-        self._refused: dict[str, tuple[Refused, float]] = {}  # by client: the last one, and until when it holds
+        self._full: dict[str, Full] = {}  # by client
         self.num_models = 1
         self._lost_at = -math.inf  # when a worker was lost most recently
         self.loop = asyncio.get_running_loop()
@@ -99,13 +109,16 @@ class EngineClient:
     def refuse_if_full(self, client: str) -> None:
         """Spare a flood's requests the way to a worker that would refuse them.
 
-        Raises ApiError: 429, a moment ago a worker refused a sequence of this client, and none has ended since.
+        Raises ApiError: 429, a moment ago a worker refused a sequence of this client, and fewer have ended since than
+        requests have come.
         """
-        if client in self._refused and self.num_models == 1:
-            refused, until = self._refused[client]
-            if time.monotonic() < until:
-                self.metrics.request_rejected("queue_full")
-                raise _queue_full(refused)
+        full = self._full.get(client)
+        if full is None or self.num_models > 1 or time.monotonic() >= full.until:
+            return
+        if not full.num_ended:
+            self.metrics.request_rejected("queue_full")
+            raise _queue_full(full.refused)
+        full.num_ended -= 1
 
     def start(
         self,
@@ -188,8 +201,8 @@ class EngineClient:
                 self._refuse(id, "not_ready", _not_ready())
         for generation in [it for it, until in self._open.items() if until <= now]:
             self.abort(generation, "timeout")
-        for client in [it for it, (_, until) in self._refused.items() if until <= now]:
-            del self._refused[client]
+        for client in [it for it, full in self._full.items() if full.until <= now]:
+            del self._full[client]
 
     def _refuse(self, id: int, reason: str, error: ApiError) -> None:
         """A sequence was not accepted: nor are those of its request that no worker had; the others are aborted."""
@@ -298,7 +311,7 @@ class EngineClient:
                     generation, sequence = self._running[id]
                     self._refuse(id, "queue_full", _queue_full(message))
                     if generation.timeout_seconds >= self._patience:
-                        self._refused[sequence.submit.client] = message, now + REFUSING_SECONDS
+                        self._full[sequence.submit.client] = Full(message, now + REFUSING_SECONDS)
                 case WorkerFound():
                     for generation, sequence in list(self._running.values()):
                         self._run_again(generation, sequence)
@@ -396,8 +409,8 @@ class EngineClient:
         if self._homeless:
             self._homeless.pop(id, None)
         generation.open.discard(id)
-        if self._refused:
-            self._refused.pop(sequence.submit.client, None)
+        if self._full and (full := self._full.get(sequence.submit.client)) is not None:
+            full.num_ended += 1
         self._leave(sequence)
         if generation.pending:
             self._submit_next(generation, must_run=True)
