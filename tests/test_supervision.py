@@ -19,12 +19,13 @@ import pytest
 import service.process
 from service.__main__ import serve
 from service.process import run_folder
+from service.server import BackendError, bind, url_of
 from service.settings import Settings
 from service.shared import REASONS, SharedState
 from service.supervisor import Supervisor, TooManyDeathsError
 from tests.helpers import ENDLESS, RunningServer, http_processes, is_worker, refusal, serving, wait_until, web
 from tests.toolbox.disk import SmallDisk
-from tests.toolbox.http import answer, pieces, post, sent, text_of
+from tests.toolbox.http import pieces, text_of
 from tests.toolbox.launch import Program, free_port
 
 
@@ -127,9 +128,8 @@ def test_too_many_deaths_end_the_service(checkpoint):
         ), last
 
 
-def test_a_worker_never_loads_other_weights_than_those_that_are_served(checkpoint, temporary, monkeypatch):
+def test_a_worker_never_loads_other_weights_than_those_that_are_served(checkpoint, temporary):
     """Not even if the service's own copy is altered."""
-    monkeypatch.setenv("TMPDIR", str(temporary))
     with serving(checkpoint.path, max_restarts=2) as server:
         (weights,) = temporary.glob("chargpt-*/checkpoint-*/model.safetensors")
         os.truncate(weights, 1000)
@@ -255,8 +255,22 @@ def test_sighup_ends_no_process_even_one_that_is_starting(checkpoint):
         assert server.stop() == 0
 
 
+@pytest.fixture
+def temporary(monkeypatch):
+    """The folder of temporary files, with a path that is short enough for sockets; empty again at the end."""
+    folder = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    yield folder
+    folder.rmdir()
+
+
 @pytest.mark.parametrize("are_stopped", [False, True])
-def test_no_process_outlives_a_killed_main_process(checkpoint, are_stopped):
+def test_no_process_outlives_a_killed_main_process_and_the_next_start_removes_its_folder(
+    checkpoint, temporary, are_stopped
+):
+    other = temporary / "chargpt-of-someone-else"
+    other.mkdir()
     with serving(checkpoint.path) as server:
         if are_stopped:
             for process in (server.worker(), *http_processes(server)):
@@ -267,6 +281,12 @@ def test_no_process_outlives_a_killed_main_process(checkpoint, are_stopped):
         server.process.kill()
         server.process.wait()
         server.wait_until_gone()
+    assert len(list(temporary.glob("chargpt-*/lock"))) == 1
+    with run_folder() as first, run_folder() as second:  # whose start leaves those of running services
+        assert {*temporary.iterdir()} == {first, second, other}
+        assert first.stat().st_mode & 0o777 == 0o700
+    assert list(temporary.iterdir()) == [other]
+    other.rmdir()
 
 
 def test_of_two_servers_that_start_at_a_port_one_ends_with_a_sentence(checkpoint):
@@ -294,16 +314,15 @@ def test_a_worker_is_replaced_though_the_working_directory_is_gone_and_stderr_is
         server.wait_until_ready()
 
 
-@pytest.mark.parametrize(("host", "shown"), [("::1", "[::1]"), ("0.0.0.0", "127.0.0.1"), ("localhost", "localhost")])
-def test_every_host_that_can_be_bound_is_served_and_its_url_logged_last_once_it_answers(checkpoint, host, shown):
-    if host == "::1":
-        with socket.socket(socket.AF_INET6) as probe:
-            try:
-                probe.bind((host, 0))
-            except OSError as error:
-                pytest.skip(f"this machine has no {host}: {error}")
+def test_urls_are_for_people():
+    for host, shown in (("::1", "[::1]"), ("::", "[::1]"), ("0.0.0.0", "127.0.0.1"), ("localhost", "localhost")):
+        assert url_of(Settings(host=host, port=8123)) == f"http://{shown}:8123"
+
+
+def test_the_url_is_logged_last_once_it_answers(checkpoint):
+    host = "::1" if Path("/proc/net/if_inet6").exists() else "localhost"
     with RunningServer(checkpoint.path, http_processes=2, host=host) as server:
-        server.url = f"http://{shown}:{server.port}"
+        server.url = url_of(Settings(host=host, port=server.port))
         line = f'"message":"ready: {server.url}"}}\n'
         wait_until(lambda: line in server.output(), otherwise=server.output)
         assert web.get(f"{server.url}/readyz").status_code == 200
@@ -320,42 +339,18 @@ def test_an_address_that_cannot_be_bound_is_one_sentence(checkpoint):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        port, in_use = taken.getsockname()[1], "Address already in use\n"
+        port, in_use = taken.getsockname()[1], "Address already in use"
         for host, reason in (
             ("127.0.0.1", f"cannot listen on 127.0.0.1, port {port}: {in_use}"),
             ("localhost", f"cannot listen on localhost (127.0.0.1), port {port}: {in_use}"),
-            ("192.0.2.1", f"cannot listen on 192.0.2.1, port {port}: Cannot assign requested address\n"),
+            ("192.0.2.1", f"cannot listen on 192.0.2.1, port {port}: Cannot assign requested address"),
             ("a" * 80, f"--host {'a' * 80}: neither an IP address nor a name that has one: "),
         ):
-            problem = refusal("--checkpoint", checkpoint.path, "--host", host, "--port", port)
-            assert reason in problem and problem.count("\n") == 1, problem
-
-
-@pytest.fixture
-def temporary():
-    """A folder whose path is short enough for sockets; empty again at the end."""
-    folder = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
-    yield folder
-    folder.rmdir()
-
-
-def test_folders_of_killed_servers_are_removed_and_those_of_running_ones_stay(checkpoint, temporary, monkeypatch):
-    monkeypatch.setenv("TMPDIR", str(temporary))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    other = temporary / "chargpt-of-someone-else"
-    other.mkdir()
-    with serving(checkpoint.path) as killed, serving(checkpoint.path) as running:
-        assert len(list(temporary.glob("chargpt-*/lock"))) == 2
-        killed.process.kill()
-        killed.process.wait()
-        killed.wait_until_gone()
-        with run_folder() as folder:
-            assert len(list(temporary.glob("chargpt-*/lock"))) == 2  # this one and the running server's
-            assert folder.stat().st_mode & 0o777 == 0o700
-        assert generate(running).status_code == 200
-        assert running.stop() == 0
-    assert list(temporary.iterdir()) == [other]
-    other.rmdir()
+            with pytest.raises(BackendError) as error:
+                bind(host, port)
+            assert str(error.value).startswith(reason) and "\n" not in str(error.value)
+        problem = refusal("--checkpoint", checkpoint.path, "--port", port)
+        assert problem == f"python -m service: cannot listen on 127.0.0.1, port {port}: {in_use}\n"
 
 
 def test_an_unusable_temporary_folder_is_one_sentence(tmp_path, monkeypatch, capsys):
@@ -397,18 +392,3 @@ def test_a_full_temporary_folder_ends_nothing(checkpoint, temporary, monkeypatch
         disk.fill(1 << 20)
         problem = refusal(f"--checkpoint={checkpoint.path}", f"--port={free_port()}")
         assert "No space left on device" in problem and "Traceback" not in problem
-
-
-# -- clients --
-
-
-def test_reader_that_stopped_is_dropped_at_its_deadline(checkpoint):
-    with serving(checkpoint.path, stream_interval_seconds=0) as server:
-        body = {"prompt": "a", "max_tokens": 1_000_000, "stream": True, "timeout_seconds": 1, "logprobs": 58}
-        with sent(server.port, post("/generate", body), receive_bytes=4096) as reader, answer(reader) as response:
-            assert response.status == 200
-            server.wait_until_metric("chargpt_http_requests_in_progress", 1)  # only this scrape
-            server.wait_until_metric("chargpt_num_requests_running", 0)
-            assert server.endings()[0] == sum(server.endings()[1].values()) == 1
-            assert server.stop() == 0
-        assert "Traceback" not in server.output()

@@ -17,7 +17,7 @@ import pytest
 from service.http.clients import network_of
 from service.http.connections import LOOPBACK
 from tests.helpers import ENDLESS, RunningServer, http_processes, lasting, make_certificate, serving, wait_until, web
-from tests.toolbox.http import answer, post, received, sent
+from tests.toolbox.http import answer, pieces, post, received, sent
 from tests.toolbox.launch import Program, free_port
 
 HEADER_BYTES = 8192
@@ -464,15 +464,26 @@ def test_a_reader_that_stops_does_not_hold_up_the_shutdown(checkpoint):
         with sent(server.port, post("/generate", body), receive_bytes=1024):
             server.wait_until_metric("chargpt_generation_tokens_total", 50_000)
             assert server.stop() == 0
-        assert "Traceback" not in server.output() and "Forcibly" not in server.output()
-        assert "graceful shutdown exceeded" not in server.output()
+        output = server.output()
+        assert not [it for it in ("Traceback", "Forcibly", "graceful shutdown exceeded") if it in output], output
 
 
-def test_a_request_whose_body_is_awaited_is_answered_when_the_server_stops(checkpoint):
-    with serving(checkpoint.path, drain_seconds=0) as server:
-        with sent(server.port, post("/generate", b"{", Content_Length=100)) as connection:
-            server.wait_until_metric("chargpt_http_requests_in_progress", 2)  # with that for the metrics
+def test_what_still_runs_after_the_drain_ends_with_an_error(checkpoint):
+    """A request whose body is awaited too."""
+    with serving(checkpoint.path, drain_seconds=0.2) as server, concurrent.futures.ThreadPoolExecutor(2) as pool:
+
+        def ask(stream):
+            body = {"prompt": "a", "max_tokens": ENDLESS, "stream": stream}
+            response = web.post(f"{server.url}/generate", json=body, timeout=60)
+            return response.status_code, pieces(response)[-1] if stream else response.json()
+
+        with sent(server.port, post("/generate", b"{", Content_Length=100)) as unfinished:
+            running = pool.map(ask, (False, True))
+            server.wait_until_metric("chargpt_num_requests_running", 2)
+            server.wait_until_metric("chargpt_http_requests_in_progress", 4)  # with that for the metrics
             assert server.stop() == 0
-            with answer(connection) as response:
-                assert (response.status, json.load(response)["error"]["code"]) == (503, "shutting_down")
+            with answer(unfinished) as response:
+                found = [(response.status, json.load(response)), *running]
+        assert [status for status, _ in found] == [503, 503, 200]
+        assert {it["error"]["code"] for _, it in found} == {"shutting_down"}
         assert "Traceback" not in server.output()
