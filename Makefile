@@ -61,7 +61,7 @@ test-native-sanitized: $(VENV)/.installed-test ## run the native engine's tests 
 	  'from setup import *; compile_native(Path("$(SANITIZED)").absolute(), [*VARIANTS["$(SANITIZED_VARIANT)"], "-O1"])'
 	LD_PRELOAD="$$($$CXX -print-file-name=libasan.so) $$($$CXX -print-file-name=libstdc++.so.6)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc \
-	  CHARGPT_NATIVE_LIBRARY='$(abspath $(SANITIZED))' $(BIN)/python -m pytest -k native $(ARGS)
+	  CHARGPT_NATIVE_LIBRARY='$(abspath $(SANITIZED))' $(BIN)/python -m pytest tests/engine -k native $(ARGS)
 
 chaos: $(VENV)/.installed-test ## kill, hang, flood and starve real servers, under 30 minutes: tests/chaos/RESULTS.md
 	$(BIN)/python -m tests.chaos $(ARGS)
