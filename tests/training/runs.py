@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
+import os
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +15,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tests.toolbox.launch import free_port
 from training import jobs
+from training.__main__ import main
 from training.config import TrainConfig
 from training.loop import Run
 
@@ -36,6 +41,26 @@ def start(config: TrainConfig, out: Path, console: Console | None = None, **opti
 
 def resume(out: Path, changes: dict[str, object] | None = None, **options: str) -> None:
     jobs.resume(out, changes or {}, Console(quiet=True), **options)
+
+
+def train_in_two(*arguments: str) -> None:
+    """The command `train` in two processes, forks of one that has imported torch: that takes longer than a run."""
+    forks = multiprocessing.get_context("forkserver")
+    forks.set_forkserver_preload(["tests.training.runs", "training.loop"])
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    variables = [{**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    processes = [forks.Process(target=_train, args=(of_one, arguments)) for of_one in variables]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(240)
+    assert [process.exitcode for process in processes] == [0, 0]
+
+
+def _train(variables: dict[str, str], arguments: tuple[str, ...]) -> None:
+    os.environ.update(variables)
+    sys.argv = ["training", "train", *arguments]
+    sys.exit(main())
 
 
 def flags(**fields: object) -> list[str]:

@@ -1,9 +1,8 @@
-"""Data-parallel training in real processes over gloo, started by torchrun."""
+"""Data-parallel training in real processes over gloo, as torchrun starts them."""
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import torch
 
 from service.model.checkpoint import Checkpoint
 from tests.helpers import call
+from tests.training.runs import train_in_two
 from training.distributed import World
 
 TEXT = "".join(chr(97 + i * i % 23) + (" " if i % 5 == 0 else "") for i in range(4000))
@@ -30,28 +30,9 @@ def text(tmp_path) -> Path:
     return tmp_path / "text.txt"
 
 
-def train(*flags: str, processes: int = 2) -> list[str]:
-    start = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "-m"] if processes > 1 else ["-m"]
-    return [sys.executable, *start, "training", "train", *flags]
-
-
-def environment(tmp_path: Path) -> dict[str, str]:
-    return {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-
-
-def run(command: list[str], tmp_path: Path, code: int = 0) -> str:
-    done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=240)
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout + done.stderr
-
-
-def run_alone(folder: Path, *flags: str) -> None:
+def run_alone(*flags: str) -> None:
     """The same run in this process."""
-    threads = torch.get_num_threads()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        assert call(["train", *flags, "--threads", "1"]) == 0
-    torch.set_num_threads(threads)
+    assert call(["train", *flags, "--threads", "1"]) == 0
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
@@ -68,15 +49,15 @@ def test_losses_do_not_depend_on_processes_or_accumulation(text, tmp_path):
     lines = sorted({f"{a}{b}{c}" for a in "bdgk" for b in "aeiou" for c in ("b", "dd", "lan", "rik")})
     (tmp_path / "names.txt").write_text("\n".join(lines))
     common, records = [*TINY, *RUN, "--dtype", "float32"], ["--data", str(tmp_path / "names.txt"), "--records"]
-    run_alone(tmp_path, *common, *records, "--out", str(tmp_path / "teacher"))
+    run_alone(*common, *records, "--out", str(tmp_path / "teacher"))
     for name, flags in {
         "text": ["--data", str(text)],
         "student": [*records, "--teachers", str(tmp_path / "teacher" / "best"), "--seed", "1"],
     }.items():
         outs = {kind: tmp_path / f"{name}-{kind}" for kind in ("one", "accumulated", "two")}
-        run_alone(tmp_path, *common, *flags, "--out", str(outs["one"]))
-        run_alone(tmp_path, *common, *flags, "--accumulate", "4", "--out", str(outs["accumulated"]))
-        run(train(*common, *flags, "--out", str(outs["two"])), tmp_path)
+        run_alone(*common, *flags, "--out", str(outs["one"]))
+        run_alone(*common, *flags, "--accumulate", "4", "--out", str(outs["accumulated"]))
+        train_in_two(*common, *flags, "--out", str(outs["two"]))
         one = losses(outs["one"])
         assert one[-1] < one[0] - 0.05, "it learns"
         for kind, out in outs.items():
@@ -94,12 +75,13 @@ def test_two_processes_resume_to_the_same_bytes(text, tmp_path, capsys):
     """After SIGTERM to torchrun, which passes it on, and after the death of one, which the other reports."""
     out, flags = tmp_path / "out", ["--data", str(text), *TINY, *RUN, "--dtype", "float32", "--dropout", "0.1"]
     flags += ["--steps", "200"]
-    run(train(*flags, "--out", str(tmp_path / "uninterrupted")), tmp_path)
+    train_in_two(*flags, "--out", str(tmp_path / "uninterrupted"))
 
     def stopped(step: int, kill: Callable[[subprocess.Popen[bytes]], None], *flags: str) -> str:
         """The line that a run prints when it is stopped after this step."""
-        command = train(*flags, "--out", str(out))
-        process = subprocess.Popen(command, env=environment(tmp_path), stderr=subprocess.PIPE)
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        command = [*torchrun, "-m", "training", "train", *flags, "--out", str(out)]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE)
         state = out / "last" / "state.json"
         while not state.exists() or json.loads(state.read_text())["progress"]["step"] < step:
             time.sleep(0.01)
@@ -118,7 +100,7 @@ def test_two_processes_resume_to_the_same_bytes(text, tmp_path, capsys):
     taken = json.loads((out / "last" / "state.json").read_text())["progress"]["step"]
     own = stopped(taken + 7, lambda process: workers(process)[1].kill(), "--resume", "--save-seconds", "0")
     assert own.startswith("error: a process of this run has died")
-    run(train("--resume", "--out", str(out)), tmp_path)
+    train_in_two("--resume", "--out", str(out))
     expected, found = weights(tmp_path / "uninterrupted" / "last"), weights(out / "last")
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
