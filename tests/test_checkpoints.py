@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import os
+import re
 import shutil
 import signal
 import threading
@@ -21,7 +22,6 @@ from tests.helpers import (
     exact,
     http_processes,
     lasting,
-    refusal,
     save_random,
     serving,
     wait_until,
@@ -271,14 +271,21 @@ def test_a_bad_checkpoint_is_refused_and_the_old_one_keeps_serving(tmp_path):
 # -- at start --
 
 
+def refused(folder, *places, **options):
+    """Why these checkpoints cannot be opened."""
+    with pytest.raises(CheckpointError) as error:
+        Catalog([*places], "chargpt", folder, **options).open()
+    return str(error.value)
+
+
 def test_wrong_lists_are_refused(tmp_path):
-    save_random(tmp_path / "a")
-    assert "two checkpoints have the name x: a and b" in refusal("--checkpoint=x=a,x=b")
-    assert "two checkpoints have the name chargpt" in refusal(f"--checkpoint={tmp_path}/a,{tmp_path}/a")
+    a = save_random(tmp_path / "a").path
+    assert "two checkpoints have the name x: a and b" in refused(tmp_path, ("x", Path("a")), ("x", Path("b")))
+    assert "two checkpoints have the name chargpt" in refused(tmp_path, (None, a), (None, a))
     (tmp_path / "empty" / "run").mkdir(parents=True)
-    found = refusal(f"--checkpoint={tmp_path}/empty")
+    found = refused(tmp_path, (None, tmp_path / "empty"))
     assert f"no checkpoint at {tmp_path}/empty: looked for manifest.json in it, in best/, and in the folders" in found
-    assert f"no checkpoint at {tmp_path}/none" in refusal(f"--checkpoint=a={tmp_path}/a,b={tmp_path}/none")
+    assert f"no checkpoint at {tmp_path}/none" in refused(tmp_path, ("a", a), ("b", tmp_path / "none"))
 
 
 def test_a_bad_run_in_a_folder_of_runs_is_left_out(tmp_path):
@@ -289,8 +296,7 @@ def test_a_bad_run_in_a_folder_of_runs_is_left_out(tmp_path):
     catalog.open()
     assert (list(catalog.served), catalog.refused) == (["good"], ["bad"])
     shutil.rmtree(tmp_path / "good")
-    with pytest.raises(CheckpointError, match="no checkpoint in .* can be served"):
-        Catalog([(None, tmp_path)], "chargpt", tmp_path).open()
+    assert re.match("no checkpoint in .* can be served", refused(tmp_path, (None, tmp_path)))
 
 
 WITHOUT_SPACE = [c for c in VOCABULARY if c != " "]
@@ -298,7 +304,7 @@ WITHOUT_SPACE = [c for c in VOCABULARY if c != " "]
 
 def test_a_vocabulary_without_the_replacement_character_is_refused_at_start(tmp_path):
     save_random(tmp_path / "words", WITHOUT_SPACE)
-    problem = refusal(f"--checkpoint={tmp_path}/words", "--unknown-characters=replace")
+    problem = refused(tmp_path, (None, tmp_path / "words"), replacement=" ")
     assert "vocabulary does not have the character ' ', which is to replace unknown ones" in problem
     assert "set --replacement-character to one that it has, or --unknown-characters to drop or refuse" in problem
     (tmp_path / "run").mkdir()
@@ -314,8 +320,7 @@ def test_more_checkpoints_than_can_be_served_are_refused(tmp_path):
     save_random(tmp_path / "0")
     for i in range(1, MAX_NAMES + 1):
         shutil.copytree(tmp_path / "0", tmp_path / str(i))
-    with pytest.raises(CheckpointError, match="at most 256 checkpoints can be served, got 257"):
-        Catalog([(None, tmp_path)], "chargpt", tmp_path).open()
+    assert refused(tmp_path, (None, tmp_path)) == "at most 256 checkpoints can be served, got 257"
 
 
 # -- the catalog alone --

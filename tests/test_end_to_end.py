@@ -7,6 +7,7 @@ import sys
 from pydoc_data.topics import topics
 
 import openai
+import pytest
 import torch
 
 from service.model.checkpoint import Checkpoint
@@ -46,6 +47,9 @@ def test_trained_checkpoint_is_served_exactly(tmp_path):
                 return answer.choices[0].text
 
             texts = list(pool.map(ask, requests))
+            with pytest.raises(openai.NotFoundError) as raised:
+                client.completions.create(model="gpt-4", prompt="A", stream=True)
+            assert (raised.value.param, raised.value.code) == ("model", "model_not_found") and raised.value.request_id
 
         for request, answer in zip(requests, texts, strict=True):
             params = SamplingParams(request["temperature"], top_p=request["top_p"], seed=request["seed"])

@@ -1,4 +1,4 @@
-"""The toolbox: required areas, server-sent events, the load generator, server processes."""
+"""The toolbox: required areas, server-sent events, the load generator."""
 
 import os
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.toolbox import http, launch, load, needs
+from tests.toolbox import http, load, needs
 
 
 def test_missing_area_skips_unless_required(monkeypatch, tmp_path):
@@ -54,16 +54,13 @@ A, B, DONE = b'{"index":0,"text":"a"}', b'{"index":0,"text":"0\\r"}', b"[DONE]"
 @pytest.mark.parametrize(
     ("data", "ending", "events"),
     [
-        (stream(A, B, DONE), "complete", 2),
-        (stream(A, B, DONE, end=b""), "cut", 2),
-        (stream(A), "cut", 1),
+        (stream(A, B, DONE), "complete", 2), (stream(A, B, DONE, end=b""), "cut", 2), (stream(A), "cut", 1),
         (stream(A, b'{"error": {}}'), "error", 1),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello", "complete", 0),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhell", "cut", 0),
-        (b"HTTP/1.1 503 No\r\nContent-Length: 2\r\n\r\nno", "error", 0),
-        (b"", "cut", 0),
+        (b"HTTP/1.1 503 No\r\nContent-Length: 2\r\n\r\nno", "error", 0), (b"", "cut", 0),
     ],
-)
+)  # fmt: skip
 def test_answers_and_their_events_and_ends_are_found_for_any_fragmentation(data, ending, events, cut):
     reply = load.Reply("x", 0.0, 0.0)
     reader, is_over = load.Reader(reply, keep=True), False
@@ -77,11 +74,3 @@ def test_answers_and_their_events_and_ends_are_found_for_any_fragmentation(data,
     assert (reply.ending, reply.num_events, reply.num_bytes) == (ending, events, len(data))
     if ending == "complete":
         assert reply.body == b"hello" or reply.text == "a0\r"
-
-
-def test_log_is_shown_if_a_program_exits_before_it_is_ready(tmp_path):
-    command = [sys.executable, "-c", "print('no luck'); raise SystemExit(3)"]
-    for log in (None, tmp_path / "logs" / "program.log"):
-        with launch.Program(command, launch.free_port(), "/", log) as program:
-            with pytest.raises(launch.ServerError, match="no luck"):
-                program.wait_until_ready()

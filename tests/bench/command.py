@@ -38,11 +38,9 @@ class BenchError(RuntimeError):
 def build_parser(module: str, doc: str | None, out: str) -> argparse.ArgumentParser:
     """A parser with `doc` as its help and the option --out."""
     parser = argparse.ArgumentParser(
-        prog=f"python -m {module}",
-        description=doc,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog=f"python -m {module}", description=doc, formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
-    )
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, default=Path(out), metavar="DIR", help="(default: %(default)s)")
     return parser
 

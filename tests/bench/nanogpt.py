@@ -100,11 +100,7 @@ def random_windows(recipe: Recipe, ids: np.ndarray, seed: int) -> Iterator[tuple
 
 
 def train(
-    recipe: Recipe,
-    ids: np.ndarray,
-    vocab_size: int,
-    seed: int,
-    evaluated: Callable[[NanoGPT, int, float, float], None],
+    recipe: Recipe, ids: np.ndarray, vocab_size: int, seed: int, evaluated: Callable[[NanoGPT, int, float, float], None]
 ) -> NanoGPT:
     """Train on `ids`; returns the model in evaluation mode.
 

@@ -59,10 +59,6 @@ if __name__ == "__main__":
     args = parser.parse_args()
     app = build_app(json.loads(args.answers.read_text(encoding="utf-8")))
     uvicorn.run(
-        app,
-        port=args.port,
-        loop="uvloop",
-        http="httptools",
-        log_level=args.log_level,
+        app, port=args.port, loop="uvloop", http="httptools", log_level=args.log_level,
         access_log=args.log_level == "info",
-    )
+    )  # fmt: skip

@@ -141,11 +141,8 @@ def path_rows(path: dict[str, Any]) -> list[list[str]]:
 
 
 TABLES = {
-    "http": (http_rows, first_rows),
-    "mixed": (beside_rows, kind_rows),
-    "engine": (engine_rows,),
-    "path": (path_rows,),
-}
+    "http": (http_rows, first_rows), "mixed": (beside_rows, kind_rows), "engine": (engine_rows,), "path": (path_rows,),
+}  # fmt: skip
 
 
 def footnotes(results: dict[str, Any]) -> list[str]:

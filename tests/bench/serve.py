@@ -103,14 +103,11 @@ class Bench(Run):
         self.plan, self.shapes, self.threads, self.llama_folder = plan, shapes, threads, llamas
         self.cores = available_cpus()  # threads of an engine alone, and of the peers' engines
         settings = {
-            "plan": asdict(plan),
-            "quick": plan is QUICK,
-            "threads": threads,
-            "cores": self.cores,
+            "plan": asdict(plan), "quick": plan is QUICK, "threads": threads, "cores": self.cores,
             "llama": llama.PACKAGE,
             "shapes": {name: asdict(it) if is_dataclass(it) else it.name for name, it in shapes.items()},
             "sampling": SAMPLING,
-        }
+        }  # fmt: skip
         packages = ("torch", "transformers", "litserve", "fastapi", "uvicorn")
         super().__init__("tests.bench.serve", out, "serve", markdown, packages, settings=settings)
 
@@ -388,11 +385,9 @@ def answers_once(
     for reply in outcome.replies:
         check_length(system, reply, streamed, length)
     return {
-        "characters_per_second": count * length / outcome.seconds,
-        "answers": count,
-        "seconds": outcome.seconds,
+        "characters_per_second": count * length / outcome.seconds, "answers": count, "seconds": outcome.seconds,
         "client_cpu_seconds": outcome.cpu_seconds,
-    }
+    }  # fmt: skip
 
 
 def check_length(system: peers.System, reply: load.Reply, streamed: bool, length: int) -> None:
@@ -473,11 +468,9 @@ def streams_once(server: Server, body: dict[str, Any], count: int, marker: bytes
     spent = {role: after - before[role] for role, after in server.cpu_seconds().items()}
     characters, events = count * body["max_tokens"], outcome.num_events
     return {
-        "characters_per_second": characters / outcome.seconds,
-        "characters_per_event": characters / events,
-        "http_seconds_per_event": spent["http"] / events,
-        "worker_seconds_per_event": spent["worker"] / events,
-    }
+        "characters_per_second": characters / outcome.seconds, "characters_per_event": characters / events,
+        "http_seconds_per_event": spent["http"] / events, "worker_seconds_per_event": spent["worker"] / events,
+    }  # fmt: skip
 
 
 def alone_once(server: Server, request: bytes, count: int) -> dict[str, float]:

@@ -30,11 +30,9 @@ STRIDE = 7919  # prime: prompts of consecutive seeds begin far apart, and no two
 
 # Sampling parameters of users. transformers supports one set per batch and gets the first.
 SAMPLING: tuple[dict[str, Any], ...] = (
-    {"temperature": 0.8, "top_k": 40, "top_p": 0.95},
-    {"temperature": 1.0, "top_k": 0, "top_p": 0.9},
-    {"temperature": 0.7, "top_k": 20, "top_p": 1.0},
-    {"temperature": 1.2, "top_k": 10, "top_p": 0.8},
-)
+    {"temperature": 0.8, "top_k": 40, "top_p": 0.95}, {"temperature": 1.0, "top_k": 0, "top_p": 0.9},
+    {"temperature": 0.7, "top_k": 20, "top_p": 1.0}, {"temperature": 1.2, "top_k": 10, "top_p": 0.8},
+)  # fmt: skip
 
 
 def checkpoint_of(shape: Path | GPTConfig, path: Path) -> Path:

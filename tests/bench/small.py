@@ -133,12 +133,9 @@ def run_makemore(script: Path, data: Path, seed: int, steps: int, cpu_seconds: f
     best = min(losses, key=losses.__getitem__)
     within = [loss for step, loss in losses.items() if step * per_step <= cpu_seconds]
     return {
-        "makemore": losses[best],
-        "makemore_step": best,
-        "makemore_cpu": best * per_step,
-        "makemore_last": losses[max(losses)],
-        **({"makemore_equal": min(within)} if within else {}),
-    }
+        "makemore": losses[best], "makemore_step": best, "makemore_cpu": best * per_step,
+        "makemore_last": losses[max(losses)], **({"makemore_equal": min(within)} if within else {}),
+    }  # fmt: skip
 
 
 def markdown(results: dict[str, Any]) -> str:

@@ -18,18 +18,9 @@ from tests.training.runs import tiny
 
 TINY = GPTConfig(len(shapes.VOCABULARY), block_size=16, n_layer=2, n_head=4, n_kv_head=2, n_embd=16)
 TINY_PLAN = replace(
-    serve.QUICK,
-    repeats=1,
-    shapes=("S",),
-    rows=(1, 3),
-    engine_seconds=0.01,
-    clients=(1, 2),
-    http_seconds=1.0,
-    first_requests=3,
-    path_seconds=0.3,
-    streams=(1, 64),
-    paced_length=10,
-)
+    serve.QUICK, repeats=1, shapes=("S",), rows=(1, 3), engine_seconds=0.01, clients=(1, 2), http_seconds=1.0,
+    first_requests=3, path_seconds=0.3, streams=(1, 64), paced_length=10,
+)  # fmt: skip
 
 
 # Training: the baseline

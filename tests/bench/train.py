@@ -77,19 +77,14 @@ def run_ours(config: TrainConfig, out: Path) -> dict[str, Any]:
     best, about = checkpoint.load_model("cpu"), checkpoint.training
     evaluations, end = [record for record in log if record["event"] == "evaluation"], log[-1]
     return {
-        "seed": config.seed,
-        "steps": config.steps,
-        "characters": config.steps * config.tokens_per_step,
+        "seed": config.seed, "steps": config.steps, "characters": config.steps * config.tokens_per_step,
         **{name: about["losses"][name] for name in ("whole", "streamed")},
-        "cpu_seconds": evaluations[-1]["cpu_seconds"],
-        "wall_seconds": evaluations[-1]["elapsed_seconds"],
+        "cpu_seconds": evaluations[-1]["cpu_seconds"], "wall_seconds": evaluations[-1]["elapsed_seconds"],
         "curve": [{name: r[name] for name in ("step", "val_loss", "cpu_seconds")} for r in evaluations],
-        "recipe": config.as_dict(),
-        "parameters": best.config.num_parameters,
-        "characters_per_second": end["characters_per_second"],
-        "peak_share": end["peak_share"],
+        "recipe": config.as_dict(), "parameters": best.config.num_parameters,
+        "characters_per_second": end["characters_per_second"], "peak_share": end["peak_share"],
         **{name: about["machine"][name] for name in ("device", "dtype", "threads")},
-    }
+    }  # fmt: skip
 
 
 def log_of(out: Path) -> list[dict[str, Any]]:
@@ -122,18 +117,12 @@ def run_nanogpt(recipe: nanogpt.Recipe, seed: int, threads: int) -> dict[str, An
     model = nanogpt.train(recipe, corpus.train, corpus.tokenizer.vocab_size, seed, evaluated)
     end, characters = curve[-1], recipe.steps * recipe.batch_size * recipe.block_size
     return {
-        "seed": seed,
-        "steps": recipe.steps,
-        "characters": characters,
-        "whole": end["val_loss"],
-        **{name: end[name] for name in ("cpu_seconds", "wall_seconds")},
-        "curve": curve,
+        "seed": seed, "steps": recipe.steps, "characters": characters, "whole": end["val_loss"],
+        **{name: end[name] for name in ("cpu_seconds", "wall_seconds")}, "curve": curve,
         "parameters": sum(p.numel() for p in model.parameters()),
-        "characters_per_second": characters / end["wall_seconds"],
-        "device": "cpu",
-        "dtype": "float32",
+        "characters_per_second": characters / end["wall_seconds"], "device": "cpu", "dtype": "float32",
         "threads": torch.get_num_threads(),
-    }
+    }  # fmt: skip
 
 
 # The bench

@@ -27,18 +27,10 @@ from tests.chaos.report import markdown
 from tests.toolbox.launch import ROOT
 
 CASES: dict[str, Case] = {
-    "worker": processes.kill_worker,
-    "http": processes.kill_http,
-    "main": processes.kill_main,
-    "hang": processes.hang,
-    "sigterm": processes.sigterm,
-    "burst": clients.burst,
-    "leave": clients.leave,
-    "bad": clients.bad,
-    "fairness": clients.fairness,
-    "clock": processes.clock,
-    "soak": soak.soak,
-}
+    "worker": processes.kill_worker, "http": processes.kill_http, "main": processes.kill_main, "hang": processes.hang,
+    "sigterm": processes.sigterm, "burst": clients.burst, "leave": clients.leave, "bad": clients.bad,
+    "fairness": clients.fairness, "clock": processes.clock, "soak": soak.soak,
+}  # fmt: skip
 CASE_SECONDS = 300.0  # a case that takes longer has failed; the soak has its own time on top
 
 

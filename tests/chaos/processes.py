@@ -241,11 +241,9 @@ async def sigterm(plan: Plan, outcome: Outcome) -> None:
         status = await asyncio.to_thread(server.process.wait, 30)
         outcome.check(status == 0, f"exit status {status}")
     outcome.figures |= {
-        "streams that completed": tally(replies)["complete"],
-        "new requests that got 503": refused,
-        "exit status": status,
-        "ended after, s": time.monotonic() - began,
-    }
+        "streams that completed": tally(replies)["complete"], "new requests that got 503": refused,
+        "exit status": status, "ended after, s": time.monotonic() - began,
+    }  # fmt: skip
     async with ours(outcome, drain_seconds=5) as server:
         body = {"prompt": "A", "max_tokens": 16_000, "stream": True, "logprobs": 65}
         with sent(server.port, post("/generate", body), receive_bytes=4096):

@@ -112,12 +112,10 @@ async def soak(plan: Plan, outcome: Outcome) -> None:
     for what, count in wrong.items():
         outcome.check(False, f"{count} × {what}")
     outcome.figures |= {
-        "requests": sum(kinds.values()),
-        "kinds": tell(kinds),
-        "statuses": tell(statuses),
+        "requests": sum(kinds.values()), "kinds": tell(kinds), "statuses": tell(statuses),
         "kills of the inference process": restarts,
         "5xx other than 503 and 504": sum(count for name, count in wrong.items() if "status 5" in name),
-    }
+    }  # fmt: skip
     outcome.figures |= spread("first character of streams", first, "ms")
     for role, pid in dict.fromkeys(each for _, found in samples for each in found):
         rows = [(at, *found[role, pid]) for at, found in samples if (role, pid) in found]

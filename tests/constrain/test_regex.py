@@ -27,12 +27,10 @@ CLASS_ITEMS = [*"ab1_ .z", *r"\d \w \s \D \W \S \n \] \- \x61 a-b 1-b \.-1".spli
 ATOMS = [*"aab11_ -é٣z]", *r". \d \w \s \D \W \S \n \. \x61 \u00e9 \] ()".split()]
 
 char_classes = st.builds(
-    lambda negated, first, items, last: f"[{'^' * negated}{first}{''.join(items)}{last}]",
-    st.booleans(),
-    st.sampled_from(["", "]", "-"]),
-    st.lists(st.sampled_from(CLASS_ITEMS), min_size=1, max_size=3),
+    lambda negated, first, items, last: f"[{'^' * negated}{first}{''.join(items)}{last}]", st.booleans(),
+    st.sampled_from(["", "]", "-"]), st.lists(st.sampled_from(CLASS_ITEMS), min_size=1, max_size=3),
     st.sampled_from(["", "-", "^"]),
-)
+)  # fmt: skip
 
 
 # re backtracks exponentially on ambiguous patterns. Hence few groups; counted groups and nested loops are tested apart.
@@ -42,11 +40,9 @@ loops = ["", "", "", "*", "+", "?", "*?", "+?", "??"]
 
 def groups(parts, quantifiers):
     return st.builds(
-        lambda opening, body, quantifier: f"{opening}{body}){quantifier}",
-        st.sampled_from(["(", "(?:"]),
-        alternations(parts, 2),
-        st.sampled_from(quantifiers),
-    )
+        lambda opening, body, quantifier: f"{opening}{body}){quantifier}", st.sampled_from(["(", "(?:"]),
+        alternations(parts, 2), st.sampled_from(quantifiers),
+    )  # fmt: skip
 
 
 def alternations(parts, branches):
@@ -120,11 +116,9 @@ counted_parts = st.lists(
     st.sampled_from(["a", "ab", "ba?", "a+b", "[ab]", "aa", "b", "(?:ba){1,2}", "a{3}"]), min_size=1, max_size=3
 )
 counted = st.builds(
-    lambda parts, low, more: f"(?:{'|'.join(parts)}){{{low},{'' if more is None else low + more}}}",
-    counted_parts,
-    st.integers(0, 4),
-    st.none() | st.integers(0, 4),
-)
+    lambda parts, low, more: f"(?:{'|'.join(parts)}){{{low},{'' if more is None else low + more}}}", counted_parts,
+    st.integers(0, 4), st.none() | st.integers(0, 4),
+)  # fmt: skip
 
 
 @given(counted, st.sampled_from(["", "b", "a?", "ab"]), st.sampled_from(["", "{2}", "{1,2}"]))
@@ -268,36 +262,18 @@ def test_limits_are_named():
 
 HAN = LARGE[-1000:]
 HOSTILE = [
-    "(a|b)*a(a|b){20}",
-    "(((a{1,100}){1,100}){1,100})",
-    "(.*a){50}",
-    "(.*.*a){30}",
-    "(a?){500}a{500}",
+    "(a|b)*a(a|b){20}", "(((a{1,100}){1,100}){1,100})", "(.*a){50}", "(.*.*a){30}", "(a?){500}a{500}",
     "(" + "|".join(HAN[:200]) + "|.){1,9}" + "(" + "|".join(HAN[:200]) + "|.+){1,5}",
-    r"(([^ab]+|a\w+){1,30} ?){1,30}",
-    "((a|||||||||||||||){100}){20}",
-    "(x+x+)+y",
-    "\\" * 999,
-    "|".join(HAN[:500]),
-    ".*" + "".join(HAN[:990]),
-    "(a|" + "".join(HAN[:990]) + ")*",
-    "(a{0,300}){0,300}",
-    "a{" + "9" * 990 + "}",
-    "(((((((){1000}){1000}){1000}){1000}){1000}){1000}){1000}",
+    r"(([^ab]+|a\w+){1,30} ?){1,30}", "((a|||||||||||||||){100}){20}", "(x+x+)+y", "\\" * 999,
+    "|".join(HAN[:500]), ".*" + "".join(HAN[:990]), "(a|" + "".join(HAN[:990]) + ")*", "(a{0,300}){0,300}",
+    "a{" + "9" * 990 + "}", "(((((((){1000}){1000}){1000}){1000}){1000}){1000}){1000}",
     "[" + "".join(f"{a}-{b}" for a, b in zip(HAN[:330], HAN[330:660], strict=True)) + "]{0,2}",
     "[" + "".join(f"{a}-{b}" for a, b in zip(HAN[:660:2], HAN[1:660:2], strict=True)) + "]{2}",
-    r"(\w*\d\w*){10}",
-    "".join(f"[^{c}]*" for c in HAN[:200]),
-    "(" + "|".join(f"[^{c}]{c}" for c in HAN[:140]) + ")*",
-    "(.*" + ".*".join(HAN[:300]) + ")*",
-    "a?" * 500,
-    ".*" * 500,
-    "".join(f"{c}?" for c in HAN[:400]),
-    "(" + "".join(f"{c}?" for c in HAN[:40]) + "){40}",
-    "(" + "(" * 45 + "a*" + ")*" * 45 + "){2000}",
-    "(.{1,30}a){30}",
-    r"[\s\S]*a[\s\S]{8}b",
-]
+    r"(\w*\d\w*){10}", "".join(f"[^{c}]*" for c in HAN[:200]), "(" + "|".join(f"[^{c}]{c}" for c in HAN[:140]) + ")*",
+    "(.*" + ".*".join(HAN[:300]) + ")*", "a?" * 500, ".*" * 500, "".join(f"{c}?" for c in HAN[:400]),
+    "(" + "".join(f"{c}?" for c in HAN[:40]) + "){40}", "(" + "(" * 45 + "a*" + ")*" * 45 + "){2000}",
+    "(.{1,30}a){30}", r"[\s\S]*a[\s\S]{8}b",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("pattern", HOSTILE, ids=lambda pattern: f"{pattern[:30]} … {len(pattern)}")

@@ -16,11 +16,9 @@ from tests.toolbox.http import events
 from tests.toolbox.launch import free_port
 
 pytestmark = [
-    pytest.mark.container,
-    pytest.mark.needs("docker", "compose"),
-    pytest.mark.timeout(900),
+    pytest.mark.container, pytest.mark.needs("docker", "compose"), pytest.mark.timeout(900),
     pytest.mark.usefixtures("networks"),
-]
+]  # fmt: skip
 
 PROJECT = "chargpt-test-compose"
 

@@ -10,11 +10,8 @@ from tests.helpers import save_random, wait_until, web
 from tests.toolbox.launch import free_port
 
 pytestmark = [
-    pytest.mark.container,
-    pytest.mark.needs("docker"),
-    pytest.mark.timeout(900),
-    pytest.mark.usefixtures("networks"),
-]
+    pytest.mark.container, pytest.mark.needs("docker"), pytest.mark.timeout(900), pytest.mark.usefixtures("networks"),
+]  # fmt: skip
 
 STACK = "chargpt-test-swarm"
 SERVICE = f"{STACK}_chargpt"

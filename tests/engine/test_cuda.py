@@ -215,12 +215,9 @@ def test_a_launch_reads_no_scalar_and_copies_once_to_the_host():
     words = runner._plan._device_side.numel()
     copies = collections.Counter(shapes[0] for name, shapes in calls if name == "aten::copy_")
     assert copies == {
-        ((words,), torch.int64): 1,
-        ((6, 61), torch.float64): 16,
-        ((6,), torch.int32): 16,
-        ((6,), torch.int64): 16,
+        ((words,), torch.int64): 1, ((6, 61), torch.float64): 16, ((6,), torch.int32): 16, ((6,), torch.int64): 16,
         ((16, 6), torch.int32): 1,
-    }
+    }  # fmt: skip
 
 
 def test_operations_per_layer():

@@ -267,7 +267,7 @@ def test_shared_beginnings_change_no_text(make, seed):
     engine = make(5, model, clock=jumping(seed))
     known, requests, ran = [[r.randrange(50) for _ in range(90)]], [], Ran(engine)
     for _ in range(3000):
-        while len(requests) < 60 and r.random() < 0.7:
+        while len(requests) < 40 and r.random() < 0.7:
             prompt = r.choice(known)
             prompt = prompt[: r.randint(10, len(prompt))]
             prompt = prompt + [r.randrange(50) for _ in range(r.choice([0, 0, 1, 10, 60]))]
@@ -283,7 +283,7 @@ def test_shared_beginnings_change_no_text(make, seed):
         for id, reason in ran.run(1).items():
             if reason == "length" and r.random() < 0.2:
                 known.append(requests[id].prompt + ran.texts[id])
-    assert len(requests) == 60 and not engine.has_work
+    assert len(requests) == 40 and not engine.has_work
     assert ran.counts["copied"] or engine.runner.piece > 1  # pieces may be longer than what is shared
     for s in requests:
         assert ran.texts[s.id] == model.generate(s.prompt, len(ran.texts[s.id]), s.sampling), s.id
@@ -548,19 +548,6 @@ def test_scores_of_long_texts_equal_streamed_loss(make, exact):
     ran = run_all(engine, [late])
     assert ran.counts["run"] == 100 + exact.config.receptive_field  # older characters are skipped
     assert ran.scores[600] == pytest.approx(values[599:], abs=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("backend", "dtype", "device", "message"),
-    [
-        ("native", "auto", "cuda:0", "backend native runs on a cpu, got device cuda:0"),
-        ("torch", "float64", "mps", "on mps, which has no float64, got float64"),
-        ("cuda", "auto", "cpu", "backend cuda runs on an NVIDIA GPU, and none can be used here"),
-    ],
-)
-def test_impossible_backends_are_refused(backend, dtype, device, message):
-    with pytest.raises(ValueError, match=message):
-        resolve(backend, dtype, device)
 
 
 def test_auto_is_the_best_backend_and_a_dtype_that_keeps_a_text():

@@ -227,10 +227,7 @@ def refuses(scheduler, client):
     return True
 
 
-@given(
-    st.integers(0, 10_000),
-    st.lists(st.sampled_from([0.1, 0.5, 1.0, 2.0, 7.0]), min_size=2, max_size=5),
-)
+@given(st.integers(0, 10_000), st.lists(st.sampled_from([0.1, 0.5, 1.0, 2.0, 7.0]), min_size=2, max_size=5))
 @settings(max_examples=100)
 def test_clients_that_always_wait_run_characters_by_weight(seed, weights):
     """Within one sequence's cost of each, whatever the costs (Goyal, Vin & Cheng 1996, theorem 1)."""
@@ -393,10 +390,10 @@ def test_the_expected_wait_counts_who_comes_before():
 
 
 def test_many_sequences_of_many_clients_stay_fast_and_leave_nothing_behind():
-    """30,000 sequences of 10,000 clients take about a second; with an operation of O(n) they would take a minute."""
-    scheduler = Scheduler(64, 30_000, CONFIG, reserve=8)
+    """20,000 sequences of 10,000 clients take a second; with an operation of O(n) they would take half a minute."""
+    scheduler = Scheduler(64, 20_000, CONFIG, reserve=8)
     began, r = time.monotonic(), random.Random(0)
-    for id in range(30_000):
+    for id in range(20_000):
         s = sequence(id, client=str(r.randrange(10_000)), priority=r.randint(-1, 1))
         scheduler.expected_wait(s.request, 1.0)
         scheduler.add(s)
@@ -404,9 +401,9 @@ def test_many_sequences_of_many_clients_stay_fast_and_leave_nothing_behind():
         for s, _ in scheduler.schedule(0.0, 10_000).starts:
             scheduler.finish(s.id, "abort")
         if len(scheduler) > 1000:
-            for id in r.sample(range(30_000), 10):
+            for id in r.sample(range(20_000), 10):
                 scheduler.finish(id, "timeout")
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 12
     queue = scheduler.queue
     assert not queue._clients and not queue._lengths and not queue.num_waiting
     assert len(queue._by_tag) < 100 and len(queue._by_running) < 100

@@ -347,20 +347,6 @@ def test_unknown_characters_are_refused_replaced_or_dropped(client, post):
     assert "and 980 more" in many and len(many) < 1000
 
 
-def test_settings_select_the_defaults_for_unknown_characters_and_fields(checkpoint):
-    options = {"unknown_characters": "replace", "replacement_character": "?", "strict_fields": True}
-    with serving(checkpoint.path, **options) as server:
-        body = {"prompt": "a", "max_tokens": 1, "user": "me"}
-        error = web.post(f"{server.url}/v1/completions", json=body).json()["error"]
-        assert error["message"].startswith("user: unknown field, refused because of the server's setting strict_fields")
-        assert web.post(f"{server.url}/v1/completions", json=body | {"strict": False}).status_code == 200
-        answer = web.post(f"{server.url}/generate", json={"prompt": "\u00e9a", "max_tokens": 1, "echo": True}).json()
-        assert answer["choices"][0]["text"].startswith("?a")
-        assert answer["chargpt"]["replaced_characters"] == 1
-        body = {"prompt": "\u00e9", "unknown_characters": "refuse"}
-        assert web.post(f"{server.url}/generate", json=body).status_code == 400
-
-
 # -- small routes --
 
 
@@ -497,8 +483,21 @@ def test_get_generate_streams_for_event_source(client, post):
 
 @pytest.fixture(scope="module")
 def narrow(checkpoint):
-    """A server with one slot, and without /v1/attention."""
-    yield from lasting(checkpoint.path, max_running_requests=1, attention="false")
+    """A server with one slot, without /v1/attention, and with other defaults for unknown characters and fields."""
+    options = {"unknown_characters": "replace", "replacement_character": "?", "strict_fields": True}
+    yield from lasting(checkpoint.path, max_running_requests=1, attention="false", **options)
+
+
+def test_settings_select_the_defaults_for_unknown_characters_and_fields(narrow):
+    body = {"prompt": "a", "max_tokens": 1, "user": "me"}
+    error = web.post(f"{narrow.url}/v1/completions", json=body).json()["error"]
+    assert error["message"].startswith("user: unknown field, refused because of the server's setting strict_fields")
+    assert web.post(f"{narrow.url}/v1/completions", json=body | {"strict": False}).status_code == 200
+    answer = web.post(f"{narrow.url}/generate", json={"prompt": "\u00e9a", "max_tokens": 1, "echo": True}).json()
+    assert answer["choices"][0]["text"].startswith("?a")
+    assert answer["chargpt"]["replaced_characters"] == 1
+    body = {"prompt": "\u00e9", "unknown_characters": "refuse"}
+    assert web.post(f"{narrow.url}/generate", json=body).status_code == 400
 
 
 def test_lower_priority_numbers_run_first(narrow):

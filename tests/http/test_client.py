@@ -116,12 +116,9 @@ async def test_a_prompt_travels_without_what_no_logit_depends_on(peer):
     prompt, field = [0, 1] * 20, CONFIG.receptive_field
     assert field == 7
     given = [
-        submit(prompt),
-        submit(prompt[:field]),
-        submit(prompt, sampling=SamplingParams(repetition_penalty=1.1)),
-        submit(prompt, 0, logprobs=0, score_from=1),
-        submit(prompt, 0, logprobs=0, score_from=30),
-    ]
+        submit(prompt), submit(prompt[:field]), submit(prompt, sampling=SamplingParams(repetition_penalty=1.1)),
+        submit(prompt, 0, logprobs=0, score_from=1), submit(prompt, 0, logprobs=0, score_from=30),
+    ]  # fmt: skip
     generation = peer.client.start(peer.model, given, time.monotonic())
     await peer.until(lambda: len(peer.received) == len(given))
     sent = [(len(it.prompt), it.score_from) for it in peer.received]

@@ -39,18 +39,13 @@ def headers(*forwarded):
 @pytest.mark.parametrize(
     ("peer", "forwarded", "client"),
     [
-        ("192.0.2.7", [], "192.0.2.7"),
-        ("192.0.2.7", ["10.0.0.1, 203.0.113.9 ,198.51.100.1 "], "198.51.100.1"),
+        ("192.0.2.7", [], "192.0.2.7"), ("192.0.2.7", ["10.0.0.1, 203.0.113.9 ,198.51.100.1 "], "198.51.100.1"),
         ("192.0.2.7", ["198.51.100.1", "198.51.100.2"], "198.51.100.2"),
-        ("192.0.2.7", ["198.51.100.1, nonsense"], "192.0.2.7"),
-        ("2001:db8:1:2:3:4:5:6", [], "2001:db8:1:2::/64"),
-        ("fe80::1%eth0", [], "fe80::/64"),
-        ("::ffff:192.0.2.7", [], "192.0.2.7"),
-        ("", [], "unknown"),
-        ("192.0.2.7", ["198.51.100.1:5678"], "198.51.100.1"),
-        ("192.0.2.7", ["[2001:db8::1]:443"], "2001:db8::/64"),
+        ("192.0.2.7", ["198.51.100.1, nonsense"], "192.0.2.7"), ("2001:db8:1:2:3:4:5:6", [], "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", [], "fe80::/64"), ("::ffff:192.0.2.7", [], "192.0.2.7"), ("", [], "unknown"),
+        ("192.0.2.7", ["198.51.100.1:5678"], "198.51.100.1"), ("192.0.2.7", ["[2001:db8::1]:443"], "2001:db8::/64"),
     ],
-)
+)  # fmt: skip
 def test_an_address_comes_from_the_nearest_proxy_or_the_peer(peer, forwarded, client):
     assert address_of(peer, headers(*forwarded), "X-Forwarded-For") == client
     if forwarded:
@@ -178,14 +173,6 @@ def test_a_bad_file_keeps_the_old_limits(tmp_path, caplog):
     assert (it.of("a").weight, it.of("b").weight) == (4, 1)
 
 
-def test_limits_hold_over_all_http_processes_and_not_in_parts(checkpoint, tmp_path):
-    text = "[default]\nrequests_per_minute = 20\nconcurrent_requests = 1"
-    with serving(checkpoint.path, http_processes=2, client_limits=limits_file(tmp_path, text)) as server:
-        with httpx.Client() as kept:  # one connection, so one process
-            statuses = [kept.get(f"{server.url}/info").status_code for _ in range(21)]
-        assert statuses == [200] * 20 + [429]
-
-
 @pytest.fixture(scope="module")
 def limited(checkpoint, tmp_path_factory):
     """A server with limits by address, which tests choose with a header."""
@@ -196,16 +183,25 @@ def limited(checkpoint, tmp_path_factory):
         characters_per_minute = 100
         [clients."192.0.2.3"]
         concurrent_requests = 1
+        [clients."192.0.2.5"]
+        requests_per_minute = 20
     """
     path = limits_file(tmp_path_factory.mktemp("file"), text)
-    settings = {"client_limits": path, "client_header": "X-Forwarded-For", "log_format": "json"}
+    settings = {"client_limits": path, "client_header": "X-Forwarded-For", "log_format": "json", "http_processes": 2}
     with serving(checkpoint.path, **settings) as server:
+        server.wait_until_metric("chargpt_http_processes_ready", 2)
         yield server, path
         assert "Traceback" not in server.output()
 
 
 def of(number):
     return {"X-Forwarded-For": f"203.0.113.5, 192.0.2.{number}"}
+
+
+def test_limits_hold_over_all_http_processes_and_not_in_parts(limited):
+    server, _ = limited
+    with httpx.Client(headers=of(5)) as kept:  # one connection, so one process
+        assert [kept.get(f"{server.url}/info").status_code for _ in range(21)] == [200] * 20 + [429]
 
 
 def test_requests_beyond_the_limit_get_429(limited):
@@ -258,7 +254,7 @@ def test_hangup_reads_the_limits_again(limited):
         path.write_text(text)
         count = server.output().count(line)
         os.kill(server.process.pid, signal.SIGHUP)
-        wait_until(lambda: server.output().count(line) == count + 2, otherwise=server.output)  # main and http-0
+        wait_until(lambda: server.output().count(line) == count + 3, otherwise=server.output)  # main, http-0, -1
 
     assert generate(server, of(4)).status_code == 200
     limit = '[clients."192.0.2.4"]\nrequests_per_minute = 1\n'

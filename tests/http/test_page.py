@@ -554,3 +554,49 @@ def test_a_model_of_records_lists_twenty_at_a_time(visit, several):
     page.click("#tab-read")  # begins with one of its records
     (example,) = generate(several, model="records", prompt="", max_tokens=100, seed=7)
     expect(page.locator("#text")).to_have_value(example["text"])
+
+
+# -- a page of others --
+
+# Does not close at the end, like a careless page: the browser then reconnects.
+EVENT_SOURCE = """
+(url) => new Promise((resolve) => {
+    const seen = {text: "", finish_reason: null, end: null, errors: 0};
+    const source = new EventSource(url);
+    source.onmessage = (event) => {
+        if (event.data === "[DONE]") {
+            seen.end = event.lastEventId;
+            return;
+        }
+        const piece = JSON.parse(event.data);
+        seen.text += piece.text ?? "";
+        seen.finish_reason = piece.finish_reason ?? seen.finish_reason;
+    };
+    source.onerror = () => {
+        seen.errors += 1;
+        if (source.readyState === EventSource.CLOSED) resolve(seen);
+    };
+})
+"""
+
+
+def event_source(browser, server, query):
+    """What a same-origin page sees, and (status, Last-Event-ID) of each exchange."""
+    with browser.new_context(bypass_csp=True) as context:
+        page = context.new_page()
+        page.goto(f"{server.url}/livez")
+        responses = []
+        page.on("response", lambda response: responses.append(response))
+        seen = page.evaluate(EVENT_SOURCE, f"/generate?{query}")
+        return seen, [(response.status, response.request.header_value("last-event-id")) for response in responses]
+
+
+def test_event_source_receives_the_text_once(browser, server):
+    prompt = "ROMEO:\nWhat & why?"
+    body = {"prompt": prompt, "max_tokens": 40, "seed": 1, "temperature": 0.8}
+    expected = web.post(f"{server.url}/generate", json=body).json()["choices"][0]
+    seen, exchanges = event_source(browser, server, str(httpx.QueryParams(body)))
+    assert (seen["text"], seen["finish_reason"]) == (expected["text"], "length")
+    assert seen["end"] == "done"
+    assert exchanges == [(200, None), (204, "done")]
+    assert seen["errors"] == 2  # end of stream, then 204

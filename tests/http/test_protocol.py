@@ -120,24 +120,17 @@ def test_later_requests_of_a_connection_have_the_same_limits(server):
 @pytest.mark.parametrize(
     "data",
     [
-        b"\x16\x03\x01\x00\xee\x01\x00\x00\xea\x03\x03",
-        b"GET / HTTP/1.2\r\nHost: a\r\n\r\n",
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-        b"GET /livez HTTP/1.1\r\n\r\n",
-        b"GET /livez HTTP/1.1\r\nHost: a\r\nHost: a\r\n\r\n",
-        b"CONNECT a:80 HTTP/1.1\r\nHost: a\r\n\r\n",
-        GET + b"X: 1\r\n folded\r\n\r\n",
-        GET + b"X: 1\rY: 2\r\n\r\n",
-        GET + b"X: \0\r\n\r\n",
-        b"GET /\0 HTTP/1.1\r\nHost: a\r\n\r\n",
-        GET + b"Content-Length: 1\r\nContent-Length: 1\r\n\r\na",
-        GET + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\nab",
-        GET + b"Content-Length: +1\r\n\r\na",
+        b"\x16\x03\x01\x00\xee\x01\x00\x00\xea\x03\x03", b"GET / HTTP/1.2\r\nHost: a\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"GET /livez HTTP/1.1\r\n\r\n",
+        b"GET /livez HTTP/1.1\r\nHost: a\r\nHost: a\r\n\r\n", b"CONNECT a:80 HTTP/1.1\r\nHost: a\r\n\r\n",
+        GET + b"X: 1\r\n folded\r\n\r\n", GET + b"X: 1\rY: 2\r\n\r\n", GET + b"X: \0\r\n\r\n",
+        b"GET /\0 HTTP/1.1\r\nHost: a\r\n\r\n", GET + b"Content-Length: 1\r\nContent-Length: 1\r\n\r\na",
+        GET + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\nab", GET + b"Content-Length: +1\r\n\r\na",
         GET + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
         GET + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
         GET + b"Transfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n",
     ],
-)
+)  # fmt: skip
 def test_malformed_requests_get_an_error_like_others(server, data):
     """Nothing after the malformed part is taken for a request: a proxy may have seen a body there."""
     before = server.metric(REJECTED, reason="malformed")

@@ -72,9 +72,3 @@ def test_structured_outputs_are_regex_and_choice():
         assert error.value.param == "structured_outputs"
     with pytest.raises(ApiError):
         parse(GenerateRequest, b'{"prompt": "a", "regex": "b", "structured_outputs": {"regex": "a"}}')
-
-
-@pytest.mark.parametrize("name", ["input", "text", "query", "contents", "input_ids"])
-def test_a_prompt_under_another_name_is_not_an_empty_one(name):
-    with pytest.raises(ApiError, match="did you mean prompt"):
-        parse(GenerateRequest, json.dumps({name: 5}).encode())

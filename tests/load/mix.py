@@ -57,12 +57,10 @@ def mixed(number: int, vocabulary: str, seed: int = 0) -> Ask:
         return Ask("/v1/score", {"texts": (prompt * 2)[: max(2, len(prompt))]})  # one character cannot be scored
     leaves = share < OPINIONS + LEAVING
     body: dict[str, Any] = {
-        "prompt": prompt,
-        "max_tokens": LONGEST if leaves else length(MEDIAN_COMPLETION),
-        "seed": chance.getrandbits(53),
-        "stream": leaves or share >= OPINIONS + LEAVING + WHOLE,
+        "prompt": prompt, "max_tokens": LONGEST if leaves else length(MEDIAN_COMPLETION),
+        "seed": chance.getrandbits(53), "stream": leaves or share >= OPINIONS + LEAVING + WHOLE,
         **chance.choice(SAMPLING),
-    }
+    }  # fmt: skip
     if not leaves and "\n" in vocabulary and chance.random() < STOPPING:
         body["stop"] = "\n"
     path = chance.choice(("/generate", "/v1/completions"))

@@ -163,13 +163,11 @@ def summary(system: peers.System, due: list[Work], outcome: load.Outcome, begin:
             last = closed if ended_at is None else got[-1][0]
             times["per_character"].append((last - got[0][0]) / max(1, given - 1))
     return {
-        "window_seconds": end - begin,
-        **counts,
-        "characters_per_second": characters / (end - begin),
+        "window_seconds": end - begin, **counts, "characters_per_second": characters / (end - begin),
         "requests_per_second": ended_within / (end - begin),
         **{name: percentiles(values) if values else None for name, values in times.items()},
         "load_cores": outcome.cpu_seconds / outcome.seconds,
-    }
+    }  # fmt: skip
 
 
 class Sweep(Run):

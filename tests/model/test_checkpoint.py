@@ -345,14 +345,11 @@ def test_further_files_are_allowed_and_verified(folder):
 @pytest.mark.parametrize(
     "make",
     [
-        os.mkfifo,
-        lambda path: os.mknod(path, stat.S_IFSOCK | 0o600),
-        os.mkdir,
-        lambda path: path.symlink_to("/dev/zero"),
-        lambda path: path.symlink_to("nothing"),
+        os.mkfifo, lambda path: os.mknod(path, stat.S_IFSOCK | 0o600), os.mkdir,
+        lambda path: path.symlink_to("/dev/zero"), lambda path: path.symlink_to("nothing"),
     ],
     ids=["fifo", "socket", "folder", "device", "dangling"],
-)
+)  # fmt: skip
 def test_files_that_are_not_regular_are_refused_without_waiting(folder, name, make):
     (folder / "more").write_text("more")
     sign(folder, "more")

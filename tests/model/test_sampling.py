@@ -80,13 +80,10 @@ def test_probabilities_equal_those_of_transformers(seed):
     rng = np.random.default_rng(seed)
     V = int(rng.integers(2, 81))
     params = SamplingParams(
-        rng.uniform(0.3, 2),
-        int(rng.integers(2, V + 1)) if seed % 2 else 0,
-        rng.uniform(0.5, 1) if seed % 3 else 1.0,
-        min_p=rng.uniform(0, 0.2) if seed % 5 < 3 else 0.0,
-        typical_p=rng.uniform(0.2, 1) if seed % 7 < 5 else 1.0,
+        rng.uniform(0.3, 2), int(rng.integers(2, V + 1)) if seed % 2 else 0, rng.uniform(0.5, 1) if seed % 3 else 1.0,
+        min_p=rng.uniform(0, 0.2) if seed % 5 < 3 else 0.0, typical_p=rng.uniform(0.2, 1) if seed % 7 < 5 else 1.0,
         repetition_penalty=rng.uniform(0.5, 2) if seed % 4 else 1.0,
-    )
+    )  # fmt: skip
     text = rng.integers(V, size=(1, 20))
     logits = torch.from_numpy(rng.normal(size=(1, V)) * 3)
     scores = logits.clone()

@@ -30,14 +30,10 @@ ALWAYS = {"timestamp", "level", "logger", "process", "pid", "message"}
 MARKER = "SecretMarker"
 REQUESTS = {operation.path: operation.request.model_fields for operation in OPERATIONS if operation.request}
 BODIES = {
-    "/generate": {"prompt": MARKER, "max_tokens": 3},
-    "/v1/completions": {"prompt": [MARKER, "a"], "max_tokens": 3},
-    "/v1/score": {"texts": [MARKER, "abc"]},
-    "/v1/next": {"prompt": MARKER},
-    "/v1/attention": {"text": MARKER[:8]},
-    "/tokenize": {"prompt": MARKER},
-    "/detokenize": {"tokens": [VOCABULARY.index(c) for c in MARKER]},
-}
+    "/generate": {"prompt": MARKER, "max_tokens": 3}, "/v1/completions": {"prompt": [MARKER, "a"], "max_tokens": 3},
+    "/v1/score": {"texts": [MARKER, "abc"]}, "/v1/next": {"prompt": MARKER}, "/v1/attention": {"text": MARKER[:8]},
+    "/tokenize": {"prompt": MARKER}, "/detokenize": {"tokens": [VOCABULARY.index(c) for c in MARKER]},
+}  # fmt: skip
 
 
 def lines_of(output):
@@ -162,17 +158,15 @@ def test_lines_about_several_sequences_list_all_request_ids():
     assert none.keys() == ALWAYS | {"request_ids"} and none["request_ids"] == []
 
 
-def test_fatal_worker_error_is_one_line(checkpoint):
-    with serving(checkpoint.path) as server:
-        worker = server.worker()
-        (path,) = {c.laddr for c in worker.net_connections("unix") if str(c.laddr).endswith(".sock")}
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.connect(path)
-            connection.sendall(b"\x03\0\0\0bad")  # an invalid frame
-            assert psutil.wait_procs([worker], timeout=10)[0]
-        lines = [line for line in lines_of(server.output()) if "exception" in line]
-    (line,) = lines
-    assert (line["process"], line["pid"], line["level"]) == ("worker-0", worker.pid, "CRITICAL")
+def test_fatal_worker_error_is_one_line(server):
+    worker = server.worker()
+    (path,) = {c.laddr for c in worker.net_connections("unix") if str(c.laddr).endswith(".sock")}
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(path)
+        connection.sendall(b"\x03\0\0\0bad")  # an invalid frame
+        assert psutil.wait_procs([worker], timeout=10)[0]
+    (line,) = [line for line in lines_of(server.output()) if "exception" in line]
+    assert (line["pid"], line["level"]) == (worker.pid, "CRITICAL") and line["process"].startswith("worker-")
     assert line["exception"].startswith("Traceback (most recent call last):\n")
     assert "msgspec.ValidationError" in line["exception"]
 

@@ -112,21 +112,13 @@ def test_generation_span_contains_its_phases_at_their_times(server, collector):
     timing = response.json()["chargpt"]["timing"]
     latencies = {name.rsplit(".", 1)[1]: found.pop(name) for name in list(found) if ".latency." in name}
     assert found == {
-        "gen_ai.operation.name": "text_completion",
-        "gen_ai.provider.name": "chargpt",
-        "gen_ai.request.model": "chargpt",
-        "gen_ai.request.id": response.headers["x-request-id"],
-        "gen_ai.request.max_tokens": 300,
-        "gen_ai.request.temperature": 0.5,
-        "gen_ai.request.top_p": 0.9,
-        "gen_ai.usage.input_tokens": 5,
-        "gen_ai.usage.output_tokens": 300,
-        "gen_ai.usage.num_sequences": 1,
-        "gen_ai.response.finish_reasons": ["length"],
-        "http.request.method": "POST",
-        "http.route": "/generate",
+        "gen_ai.operation.name": "text_completion", "gen_ai.provider.name": "chargpt",
+        "gen_ai.request.model": "chargpt", "gen_ai.request.id": response.headers["x-request-id"],
+        "gen_ai.request.max_tokens": 300, "gen_ai.request.temperature": 0.5, "gen_ai.request.top_p": 0.9,
+        "gen_ai.usage.input_tokens": 5, "gen_ai.usage.output_tokens": 300, "gen_ai.usage.num_sequences": 1,
+        "gen_ai.response.finish_reasons": ["length"], "http.request.method": "POST", "http.route": "/generate",
         "http.response.status_code": 200,
-    }
+    }  # fmt: skip
     for name, ours in (("queue", "queue"), ("model_prefill", "prefill"), ("model_decode", "decode")):
         assert latencies[f"time_in_{name}"] == pytest.approx(timing[f"{ours}_seconds"], abs=1e-6)
     inference = timing["prefill_seconds"] + timing["decode_seconds"]

@@ -57,11 +57,9 @@ def test_three_steps_of_muon_equal_nesterov_momentum_with_an_svd():
     """Query, key, value, gate and up are separate matrices, although they share parameters."""
     model, lr, momentum, decay = with_gradients(), 0.1, 0.9, 0.2
     parts = {
-        "attn.qkv.weight": [16, 8, 8],
-        "attn.proj.weight": [16],
-        "mlp.gate_up.weight": [24, 24],
+        "attn.qkv.weight": [16, 8, 8], "attn.proj.weight": [16], "mlp.gate_up.weight": [24, 24],
         "mlp.proj.weight": [16],
-    }
+    }  # fmt: skip
     expected = {name: p.detach().double() for name, p in model.named_parameters()}
     average = {name: torch.zeros_like(p) for name, p in expected.items()}
     muon = Muon(hidden_matrices(model))

@@ -198,12 +198,10 @@ def test_a_failing_evaluation_costs_no_steps(uninterrupted, tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("number", "stops"),
     [
-        (signal.SIGKILL, 2),
-        pytest.param(signal.SIGKILL, 50, marks=CHAOS),
-        pytest.param(signal.SIGINT, 8, marks=CHAOS),
+        (signal.SIGKILL, 2), pytest.param(signal.SIGKILL, 50, marks=CHAOS), pytest.param(signal.SIGINT, 8, marks=CHAOS),
         pytest.param(signal.SIGTERM, 8, marks=CHAOS),
     ],
-)
+)  # fmt: skip
 def test_a_run_stopped_at_random_moments_ends_with_the_same_bytes(uninterrupted, tmp_path, chance, number, stops):
     """Signals arrive at startup, in a step, an evaluation, a save or the final report."""
     steps, expected, out = 24, uninterrupted, tmp_path / "out"
