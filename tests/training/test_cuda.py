@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
 import torch
 
-from tests.training.test_distributed import RUN, TEXT, TINY, environment, losses, run, train
+from tests.training.runs import train_in_two
+from tests.training.test_distributed import RUN, TEXT, TINY, losses, run_alone
 
 DEVICES = [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.cuda)]
 CLOSE = 5e-3  # nats: float32 without TF32, summed in another order, over 40 steps
@@ -32,7 +34,7 @@ def on_cpu(tmp_path_factory):
         "student": ["--data", str(folder / "text.txt"), "--teachers", str(folder / "text"), "--seed", "1", *common],
     }
     for name, flags in kinds.items():
-        run(train(*flags, "--device", "cpu", "--out", str(folder / name), processes=1), folder)
+        run_alone(*flags, "--device", "cpu", "--out", str(folder / name))
     return folder, kinds
 
 
@@ -40,7 +42,7 @@ def on_cpu(tmp_path_factory):
 @pytest.mark.parametrize("kind", ["text", "records", "student"])
 def test_losses_are_those_of_a_cpu(on_cpu, tmp_path, device, kind):
     folder, kinds = on_cpu
-    run(train(*kinds[kind], "--device", device, "--out", str(tmp_path / "out"), processes=1), tmp_path)
+    run_alone(*kinds[kind], "--device", device, "--out", str(tmp_path / "out"))
     assert losses(tmp_path / "out") == pytest.approx(losses(folder / kind), abs=CLOSE)
 
 
@@ -48,15 +50,15 @@ def test_losses_are_those_of_a_cpu(on_cpu, tmp_path, device, kind):
 def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(on_cpu, tmp_path, device):
     folder, kinds = on_cpu
     out = tmp_path / "out"
-    command = train(*kinds["records"], "--device", device, "--save-seconds", "0", "--out", str(out), processes=1)
-    process = subprocess.Popen(command, env=environment(tmp_path))
+    flags = [*kinds["records"], "--device", device, "--save-seconds", "0", "--out", str(out)]
+    process = subprocess.Popen([sys.executable, "-m", "training", "train", *flags, "--threads", "1"])
     while not (out / "last").is_dir() or len(losses(out)) < 7:
         time.sleep(0.01)
         assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 128 + signal.SIGTERM
     assert len(losses(out)) < 40, "it was stopped before its end"
-    run(train("--resume", "--out", str(out), processes=1), tmp_path)
+    run_alone("--resume", "--out", str(out))
     assert losses(out) == pytest.approx(losses(folder / "records"), abs=CLOSE)
 
 
@@ -65,5 +67,5 @@ def test_two_processes_have_the_losses_of_one(on_cpu, tmp_path, device):
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("NCCL needs a GPU for each process")
     folder, kinds = on_cpu
-    run(train(*kinds["text"], "--device", device, "--out", str(tmp_path / "out")), tmp_path)
+    train_in_two(*kinds["text"], "--device", device, "--out", str(tmp_path / "out"))
     assert losses(tmp_path / "out") == pytest.approx(losses(folder / "text"), abs=CLOSE)
