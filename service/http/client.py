@@ -65,7 +65,7 @@ class EngineClient:
 
     hang_seconds: a worker without a heartbeat for so long is not ready; capacity: sequences that a worker accepts of a
     client for each model, if it has no others; patience: the longest wait in a queue that workers accept. The refusal
-    of a sequence with a shorter time limit says nothing about its client's other sequences.
+    of a sequence with a shorter time limit, or of one of several, says nothing about its client's other requests.
     """
 
     def __init__(
@@ -310,7 +310,7 @@ class EngineClient:
                 case Refused(id) if id in self._running:
                     generation, sequence = self._running[id]
                     self._refuse(id, "queue_full", _queue_full(message))
-                    if generation.timeout_seconds >= self._patience:
+                    if len(generation.sequences) == 1 and generation.timeout_seconds >= self._patience:
                         self._full[sequence.submit.client] = Full(message, now + REFUSING_SECONDS)
                 case WorkerFound():
                     for generation, sequence in list(self._running.values()):

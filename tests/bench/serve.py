@@ -273,29 +273,28 @@ class Bench(Run):
 
             def start(name: str, log: str, ready: str = "/readyz", pace: float = 0.0, **flags: object) -> Server:
                 paced = {"CHARGPT_STUB_STEP_SECONDS": str(pace)}
-                return stack.enter_context(Server(module(f"tests.bench.{name}", **flags), self.log(log), ready, paced))
+                server = stack.enter_context(
+                    Server(module(f"tests.bench.{name}", **flags), self.log(log), ready, paced)
+                )
+                server.wait_until_ready()
+                return server
 
             common = {"checkpoint": self.folders["S"], "threads": self.threads}
             ours = start("stub", "stub", **common)
             paced = start("stub", "stub-paced", pace=PACE_SECONDS, **common)
             stock = start("stock", "stock-stub", "/health", stub=True)
             unlogged = {"ours": start("stub", "stub-unlogged", log_level="warning", **common)}
-            for server in (ours, paced, stock, unlogged["ours"]):
-                server.wait_until_ready()
             answers = self.out / "logs" / "answers.json"
             answers.write_text(json.dumps(answers_of(ours.port)), encoding="utf-8")
             plain = start("plain", "plain", answers=answers)
             unlogged["plain"] = start("plain", "plain-unlogged", answers=answers, log_level="warning")
-            for server in (plain, unlogged["plain"]):
-                server.wait_until_ready()
             check_same_bytes(ours.port, plain.port)
             servers = {"ours": ours, "plain": plain, "stock": stock}
             for server in (*servers.values(), *unlogged.values(), paced):
                 server.pause()
             for name in servers:
                 figures[name] = {"requests": [], "first": [], "streams": {str(n): [] for n in streams}}
-                figures[name] |= {kind: [] for kind in ALONE if name != "stock"}
-                figures[name] |= {"unlogged": []} if name in unlogged else {}
+                figures[name] |= {kind: [] for kind in (*ALONE, "unlogged") if name != "stock"}
             for _ in range(self.plan.repeats):
                 for name, server in servers.items():
                     with server.running():
@@ -454,9 +453,8 @@ def first_once(server: Server, requests: Iterable[bytes], marker: bytes) -> dict
 def requests_once(server: Server, seconds: float, path: str = "/generate") -> dict[str, float]:
     """Answers of one character per second, to 32 clients."""
     whole = load.post(path, {"prompt": "a", "max_tokens": 1})
-    # Warm-up: the server was paused or has just started.
-    load.run(server.port, load.at_once(whole, 10**9), connections=32, seconds=min(0.5, seconds))
-    outcome = load.run(server.port, load.at_once(whole, 10**9), connections=32, seconds=seconds)
+    for each in (min(0.5, seconds), seconds):  # first a warm-up: the server was paused or has just started
+        outcome = load.run(server.port, load.at_once(whole, 10**9), connections=32, seconds=each)
     return {"per_second": len(outcome.ended) / outcome.seconds, "load_cores": outcome.cpu_seconds / seconds}
 
 

@@ -254,16 +254,19 @@ async def test_a_refusal_before_the_worker_is_asked_is_that_of_the_same_client(p
 
 
 async def test_a_refusal_before_the_worker_is_asked_is_for_a_moment_and_of_what_it_would_refuse_too(peer):
-    for patience in (1e9, 0.0):
+    for patience, count in ((1e9, 1), (0.0, 2), (0.0, 1)):
         peer.client._patience = patience
-        generation = peer.client.start(peer.model, [submit([0], client="b")], time.monotonic())
-        await peer.until(lambda: peer.received)
-        peer.worker.send(Refused(peer.received.pop().id, "no", 30), 0)
+        submits = [submit([0], client="b") for _ in range(count)]
+        generation = peer.client.start(peer.model, submits, time.monotonic())
+        await peer.until(lambda count=count: len(peer.received) == count)
+        peer.worker.send(Refused(peer.received[0].id, "no", 30), 0)
         task = asyncio.create_task(generation.whole())
         await peer.until(task.done)
         assert task.exception().status == 429
-        # One with more time might have been accepted.
-        assert set(peer.client._full) == (set() if patience else {"b"})
+        # One with more time, or without others, might have been accepted.
+        assert set(peer.client._full) == (set() if patience or count > 1 else {"b"})
+        await peer.until(lambda count=count: len(peer.received) == 2 * count - 1)  # the other is aborted
+        peer.received.clear()
     peer.client.num_models = 2  # whose queues are others
     peer.client.refuse_if_full("b")
     peer.client.num_models = 1
