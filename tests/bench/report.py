@@ -118,10 +118,9 @@ def path_rows(path: dict[str, Any]) -> list[list[str]]:
         share = f"{ratios(found['ours'], found['plain'])} plain" if ratio else NONE
         rows.append([label, *(figure(found.get(name, ()), form, scale) for name in names), share])
 
-    requests = {name: rates(path[name]["requests"], "per_second") for name in names}
-    add("requests/s of one character", requests, ratio="plain")
-    unlogged = {name: rates(path[name]["unlogged"], "per_second") for name in ("plain", "ours")}
-    add("the same without a log line per request", unlogged, ratio="plain")
+    for key, label in (("requests", "requests/s of one character"), ("unlogged", "the same without log lines")):
+        values = {name: rates(path[name][key], "per_second") for name in names if key in path[name]}
+        add(label, values, ratio="plain")
     for count in map(str, (min(path["streams"]), max(path["streams"]))):
         each = figure(rates(path["ours"]["streams"][count], "characters_per_event"), "{:.0f}")
         label = f"streamed characters/s, {plural(int(count), 'stream')} (ours: {each} per event, the others: 1)"

@@ -30,10 +30,9 @@ class ServerError(RuntimeError):
 def free_port() -> int:
     """One below those that kernels give to outgoing connections, which could take it before the server does."""
     while True:
-        port = random.SystemRandom().randrange(16_384, 32_768)
         with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
+            probe.bind(("127.0.0.1", random.SystemRandom().randrange(16_384, 32_768)))
+            return probe.getsockname()[1]
 
 
 class Program:
