@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from service.settings import Settings
 
 if __name__ in ("__main__", "__mp_main__"):  # the latter: an inference process
-    gc.disable()  # while modules are imported, which leaves no garbage
+    gc.disable()  # while modules are imported, which leaves little garbage
 
 
 def main() -> int:

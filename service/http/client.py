@@ -401,6 +401,8 @@ class EngineClient:
             sequence.prompt_replay_left -= len(delta.prompt_logprobs.take(sequence.prompt_replay_left))
         if delta.finish_reason is not None:
             self._end(delta.id)
+            if self._full and (full := self._full.get(sequence.submit.client)) is not None:
+                full.num_ended += 1
         generation.receive(sequence, delta, now)
 
     def _end(self, id: int) -> None:
@@ -409,8 +411,6 @@ class EngineClient:
         if self._homeless:
             self._homeless.pop(id, None)
         generation.open.discard(id)
-        if self._full and (full := self._full.get(sequence.submit.client)) is not None:
-            full.num_ended += 1
         self._leave(sequence)
         if generation.pending:
             self._submit_next(generation, must_run=True)
