@@ -212,6 +212,11 @@ class Server(LitServer):
                 time.sleep(POLL_SECONDS)  # so that Python can run signal handlers
         finally:
             self._stop()
+            if of_loggers:
+                self.logger_queue.cancel_join_thread()
+                self.logger_queue.put(Last())
+            for process in of_loggers:
+                process.join(5)
             logger.info("all processes have ended")
 
     # -- starting --
@@ -361,6 +366,13 @@ class Server(LitServer):
             self.supervisor.check()
             self._roll_out()  # what was begun
             time.sleep(0.02)
+
+
+class Last:
+    """Ends the process that reads it from a queue, once it has dealt with all that was put there before."""
+
+    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+        return sys.exit, ()
 
 
 def end_all(processes: list[BaseProcess], seconds: float) -> None:

