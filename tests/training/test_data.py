@@ -91,7 +91,7 @@ def test_a_text_is_encoded_once(tmp_path, monkeypatch):
     assert np.array_equal(prepare(str(moved)).ids, first.ids)
 
 
-@given(st.text(st.characters(exclude_categories=["Cs"])), st.integers(1, 7))
+@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")), st.integers(1, 7))  # NUL: UTF-16
 def test_reading_does_not_depend_on_the_chunk_size(tmp_path_factory, text, size):
     file = text_file(tmp_path_factory.getbasetemp(), text)
     with pytest.MonkeyPatch.context() as patch:
