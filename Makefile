@@ -47,8 +47,9 @@ native: $(RUN) ## compile the native engine again, whether or not its source has
 	@$(BIN)/python setup.py --quiet build_ext --inplace --force
 
 # CHARGPT_REQUIRE=docker,prometheus,… turns skips for lack of these into failures; tests/toolbox/needs.py lists them.
+# Bytecode is kept, as some 300 processes would compile the same sources.
 test: $(VENV)/.installed-test ## install test dependencies and run the suite; ARGS='-k model' selects tests
-	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Python itself is not instrumented: the runtime is preloaded, with libstdc++, whose exceptions it intercepts. Python
 # leaves memory allocated at exit, and its own allocator would hide writes beyond the end of small buffers.

@@ -236,16 +236,16 @@ class Bench(Run):
         figures: dict[str, Any] = {"beside": {}, "kinds": {name: {} for name in KINDS}, "absent": {}}
         with contextlib.ExitStack() as stack:
             server = stack.enter_context(ours.start(self.log("mixed")))
-            loads = {name: (ours, server, 16_000, *each) for name, each in BESIDE.items()}
+            loads = {name: (ours, server, 16_000, *each, seconds) for name, each in BESIDE.items()}
             if self.plan.every_variant:
                 programs, files = self.llama_files("S")
                 [llamas] = peers.llama_cpp(programs, llama.variants(files)[:1], self.cores, 65)
                 prompts = llamas.request(["\n"] * 64, ANSWER, False, 1)
                 other = stack.enter_context(llamas.start(self.log("mixed-llama")))
-                loads[LLAMA_BESIDE] = (llamas, other, ANSWER, prompts, 1)
+                loads[LLAMA_BESIDE] = (llamas, other, ANSWER, prompts, 1, 3 * seconds)  # several for one answer
             for at in {at for _, at, *_ in loads.values()}:
                 at.wait_until_ready()
-            for name, (_, at, _, request, _) in list(loads.items()):
+            for name, (_, at, _, request, *_) in list(loads.items()):
                 try:
                     with at.running():
                         load.run(at.port, load.at_once(request, 1, name), connections=1)
@@ -253,9 +253,9 @@ class Bench(Run):
                     figures["absent"][name] = str(error)[-1000:]
                     del loads[name]
             for turn in range(-1 if self.plan.every_variant else 0, self.plan.repeats):
-                for name, (system, at, length, request, connections) in loads.items():
+                for name, (system, at, *given) in loads.items():
                     with at.running():
-                        run = beside_once(system, at.port, length, request, connections, seconds)
+                        run = beside_once(system, at.port, *given)
                     if turn >= 0:  # the first is a warm-up
                         figures["beside"].setdefault(name, []).append(run)
                 with server.running():

@@ -3,17 +3,13 @@
 import re
 import shutil
 
-import kubernetes_validate
 import pytest
 import yaml
-from cloudcoil.models.keda.v1alpha1 import ScaledObject
-from cloudcoil.models.prometheus_operator.v1 import PrometheusRule, ServiceMonitor
 
 from service.settings import Settings
 from tests.deploy.stack import DEPLOY, ROOT, run
 from tests.toolbox.needs import program
 
-CUSTOM = {"ScaledObject": ScaledObject, "ServiceMonitor": ServiceMonitor, "PrometheusRule": PrometheusRule}
 IMAGE_VOLUME, INGRESS = "# - ../../components/checkpoint-volume ", "# - ../../components/ingress "
 VARIANTS = {  # what the comments of the overlays offer, as an edit of their text
     "as it is": ("- ../../base", "- ../../base"),
@@ -58,10 +54,15 @@ def k8s(request, tmp_path_factory):
 
 
 def test_resources_are_valid_by_the_schemas_of_two_versions_and_of_the_operators(k8s):
+    import kubernetes_validate  # these take seconds, and each process that runs tests imports each test file
+    from cloudcoil.models.keda import v1alpha1 as keda
+    from cloudcoil.models.prometheus_operator import v1 as prometheus
+
+    custom = {"ScaledObject": keda, "ServiceMonitor": prometheus, "PrometheusRule": prometheus}
     versions = ["1.37"] if k8s.name == "checkpoint-volume" else ["1.37", "1.29"]  # volumes of images are newer
     for kind, resource in k8s.by_kind.items():
-        if kind in CUSTOM:
-            model = CUSTOM[kind].model_validate(resource)
+        if kind in custom:
+            model = getattr(custom[kind], kind).model_validate(resource)
             assert model.model_dump(mode="json", by_alias=True, exclude_unset=True) == resource
         elif kind not in ("HTTPRoute", "InferencePool"):  # no package has their schemas
             for version in versions:
