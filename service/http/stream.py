@@ -142,9 +142,7 @@ class Form:
         prompt, completion = self.request.num_prompt_tokens or 0, self.request.num_completion_tokens
         return Usage(prompt, completion, prompt + completion)
 
-    def logprobs(self, piece: Piece) -> TokenLogprobs | None:
-        if piece.logprobs is None:
-            return None
+    def logprobs(self, piece: Piece) -> TokenLogprobs:
         start = self._offsets.get(piece.number, 0)
         end = self._offsets[piece.number] = start + len(piece.text)
         return TokenLogprobs(list(piece.text), _values(piece), self._tops(piece), list(range(start, end)))
@@ -210,16 +208,14 @@ class Form:
                 for id, value in [top[place]]
             }
 
-    def _add_ids(self, choice: Any, piece: Piece) -> Any:
+    def _add_ids(self, choice: Any, piece: Piece) -> None:
         """To an event: the ids of its text, and in a choice's first one those of the prompt."""
-        if self._body.return_token_ids:
-            prompt = self._prompt_of(piece)
-            if piece.number not in self._echoed:
-                choice.prompt_token_ids = prompt
-            echoed = self._echoed.get(piece.number, len(prompt) if self._body.echo else 0)
-            choice.token_ids = self._encoder.tokenizer.encode(piece.text[echoed:])
-            self._echoed[piece.number] = max(0, echoed - len(piece.text))
-        return choice
+        prompt = self._prompt_of(piece)
+        if piece.number not in self._echoed:
+            choice.prompt_token_ids = prompt
+        echoed = self._echoed.get(piece.number, len(prompt) if self._body.echo else 0)
+        choice.token_ids = self._encoder.tokenizer.encode(piece.text[echoed:])
+        self._echoed[piece.number] = max(0, echoed - len(piece.text))
 
     def answer(self, choices: list[Any], receipt: Receipt) -> msgspec.Struct:
         """The whole answer."""
@@ -231,11 +227,13 @@ class Form:
         return GenerateChoice(piece.number, text, reason, piece.seed, UNSET if logprobs is None else logprobs)
 
     def event(self, piece: Piece, is_last: bool) -> bytes:
-        """The JSON of a piece; `is_last`: no other follows."""
+        """The JSON of a piece; `is_last`: of those that have arrived."""
         usage = self.usage if self.continuous_usage else UNSET
-        logprobs = self.logprobs(piece) or UNSET
+        logprobs = UNSET if piece.logprobs is None else self.logprobs(piece)
         event = GenerateEvent(piece.number, piece.text, piece.finish_reason, piece.seed, logprobs, usage=usage)
-        return _encode(self._add_ids(event, piece))
+        if self._body.return_token_ids:
+            self._add_ids(event, piece)
+        return _encode(event)
 
     def end(self) -> bytes:
         """The JSON of the event after the last piece; empty: none."""
@@ -259,17 +257,19 @@ class CompletionForm(Form):
         usage: Usage | None | UnsetType = None if self.include_usage else UNSET
         if self.continuous_usage:
             usage = self.usage
-        choice = ChunkChoice(piece.number, piece.text, self.logprobs(piece), piece.finish_reason, piece.seed)
-        return self._chunk([self._add_ids(choice, piece)], usage, self.receipt if is_last else UNSET)
+        logprobs = None if piece.logprobs is None else self.logprobs(piece)
+        choice = ChunkChoice(piece.number, piece.text, logprobs, piece.finish_reason, piece.seed)
+        if self._body.return_token_ids:
+            self._add_ids(choice, piece)
+        chunk = CompletionChunk(self.id, "text_completion", self.created, self.model, [choice], usage)
+        if is_last and piece.finish_reason is not None and all([it.is_finished for it in self.request.generations]):
+            chunk.chargpt = self.receipt
+        return _encode(chunk)
 
     def end(self) -> bytes:
-        return self._chunk([], self.usage) if self.include_usage else b""
-
-    def _chunk(
-        self, choices: list[ChunkChoice], usage: Usage | None | UnsetType, receipt: Receipt | UnsetType = UNSET
-    ) -> bytes:
-        chunk = CompletionChunk(self.id, "text_completion", self.created, self.model, choices, usage, receipt)
-        return _encode(chunk)
+        if not self.include_usage:
+            return b""
+        return _encode(CompletionChunk(self.id, "text_completion", self.created, self.model, [], self.usage))
 
 
 def _values(piece: Piece) -> list[float | None]:
@@ -315,19 +315,17 @@ async def write_stream(request: Request, pieces: Pieces, form: Form, done: bytes
         begin()
         request.put(KEEP_ALIVE)
 
-    def event(piece: Piece, is_last: bool) -> bytes:
-        is_last = is_last and piece.finish_reason is not None and all([it.is_finished for it in request.generations])
-        return b"data: %b\n\n" % form.event(piece, is_last)
-
     def write(some: list[Piece]) -> Coroutine[Any, Any, None] | None:
         if some and some[0].logprobs is not None:  # as all of a request have, or none
             return write_slowly(some)
         data = b""
         for piece in some:
             if piece.text or piece.finish_reason:
-                data += event(piece, piece is some[-1])
+                data += b"data: %b\n\n" % form.event(piece, piece is some[-1])
         if data:
-            begin()
+            if request.written_at is None:
+                begin()
+            request.written_at = time.monotonic()
             if request.put(data):
                 return request.drained()
         return None
@@ -336,7 +334,7 @@ async def write_stream(request: Request, pieces: Pieces, form: Form, done: bytes
         data, pause = b"", Pause()
         for piece in some:
             for part in pieces_of(piece):
-                data += event(part, piece is some[-1])
+                data += b"data: %b\n\n" % form.event(part, piece is some[-1])
                 if len(data) >= CHUNK_BYTES:
                     begin()
                     await request.write(data)

@@ -87,9 +87,9 @@ def test_client_and_server_agree_about_counts_and_latencies(tmp_path):
         series = f"chargpt_{name}_seconds_bucket"
         counts = [metrics[series, frozenset({("le", str(float(bound)))})] for bound in SECONDS]
         for q in (0.5, 0.95):
-            # The client's times include connection and scheduling: the same bucket, or a neighbouring one.
+            # The client's times include connection and scheduling, which a busy machine delays for a few of them.
             bucket = next(i for i, count in enumerate([*counts, 60]) if count >= math.ceil(q * 60))
-            assert abs(bisect_left(SECONDS, quantile(values, q)) - bucket) <= 1, (name, q, quantile(values, q))
+            assert -1 <= bisect_left(SECONDS, quantile(values, q)) - bucket <= (1 if q == 0.5 else 3), (name, values)
 
 
 # -- the sweep --
