@@ -372,19 +372,25 @@ class EngineClient:
         """Wake a stream when it is due; streams share a timer, as each timer wakes the process."""
         self._sleeping[generation] = None
         if generation.due_at < self._tick_at:
-            if self._clock is not None:
-                self._clock.cancel()
-            self._tick_at = generation.due_at
-            self._clock = self.loop.call_later(max(0.0, self._tick_at - time.monotonic()), self._tick)
+            self._tick_later(generation.due_at)
+
+    def _tick_later(self, moment: float) -> None:
+        if self._clock is not None:
+            self._clock.cancel()
+        self._tick_at = moment
+        self._clock = self.loop.call_later(max(0.0, moment - time.monotonic()), self._tick)
 
     def _tick(self) -> None:
         self._clock, self._tick_at, now = None, math.inf, time.monotonic()
-        sleeping, self._sleeping = self._sleeping, {}
+        sleeping, self._sleeping, earliest = self._sleeping, {}, math.inf
         for generation in sleeping:
             if generation.due_at > now + TICK_SECONDS:
-                self.wake_later(generation)
+                self._sleeping[generation] = None
+                earliest = min(earliest, generation.due_at)
             elif generation.touched:
                 self._due[generation] = None
+        if self._sleeping:
+            self._tick_later(earliest)
         self._resume()
 
     def _received_delta(self, delta: Delta, now: float) -> None:

@@ -224,7 +224,7 @@ class Generation:
                 self._unwritten = self._write(self._take_all())
             except Exception as error:  # raised by `stream`
                 self._failure = error
-            if self._unwritten is None and self._failure is None and not self.is_finished:
+            if self._unwritten is None and self._failure is None and (self.open or not self.is_finished):
                 return
         self._turn.come()
 
