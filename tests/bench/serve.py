@@ -52,7 +52,7 @@ ALONE = {  # one client, one request after the other
 ALONE_PER_SECOND = 4000 / 3  # of a measurement: 20,000 in five turns
 BESIDE = {  # what another client asks all the time, and how many requests at a time
     "n = 64": (load.post("/generate", {"prompt": "\n", "max_tokens": ANSWER, "n": 64}), 1),
-    "/v1/score, 40 texts of 500": (load.post("/v1/score", {"texts": [prompt_text(500, i) for i in range(40)]}), 4),
+    "/v1/score, 40 texts of 500": (load.post("/v1/score", {"texts": [prompt_text(500, i) for i in range(40)]}), 2),
     "/v1/next, 128 prompts": (load.post("/v1/next", {"prompt": [prompt_text(PROMPT, i) for i in range(128)]}), 2),
     "prompts of 8,000": (load.post("/generate", {"prompt": 8 * prompt_text(1000, 0), "max_tokens": 1}), 4),
     "one regex": (load.post("/generate", {"prompt": "\n", "regex": "[A-Za-z \n]{128}", "max_tokens": ANSWER}), 1),
@@ -236,16 +236,16 @@ class Bench(Run):
         figures: dict[str, Any] = {"beside": {}, "kinds": {name: {} for name in KINDS}, "absent": {}}
         with contextlib.ExitStack() as stack:
             server = stack.enter_context(ours.start(self.log("mixed")))
-            loads = {name: (ours, server, 16_000, *each, seconds) for name, each in BESIDE.items()}
+            loads = {name: (ours, server, 16_000, *each) for name, each in BESIDE.items()}
             if self.plan.every_variant:
                 programs, files = self.llama_files("S")
                 [llamas] = peers.llama_cpp(programs, llama.variants(files)[:1], self.cores, 65)
                 prompts = llamas.request(["\n"] * 64, ANSWER, False, 1)
                 other = stack.enter_context(llamas.start(self.log("mixed-llama")))
-                loads[LLAMA_BESIDE] = (llamas, other, ANSWER, prompts, 1, 3 * seconds)  # several for one answer
+                loads[LLAMA_BESIDE] = (llamas, other, ANSWER, prompts, 1)
             for at in {at for _, at, *_ in loads.values()}:
                 at.wait_until_ready()
-            for name, (_, at, _, request, *_) in list(loads.items()):
+            for name, (_, at, _, request, _) in list(loads.items()):
                 try:
                     with at.running():
                         load.run(at.port, load.at_once(request, 1, name), connections=1)
@@ -253,9 +253,9 @@ class Bench(Run):
                     figures["absent"][name] = str(error)[-1000:]
                     del loads[name]
             for turn in range(-1 if self.plan.every_variant else 0, self.plan.repeats):
-                for name, (system, at, *given) in loads.items():
+                for name, (system, at, length, request, connections) in loads.items():
                     with at.running():
-                        run = beside_once(system, at.port, *given)
+                        run = beside_once(system, at.port, length, request, connections, seconds)
                     if turn >= 0:  # the first is a warm-up
                         figures["beside"].setdefault(name, []).append(run)
                 with server.running():
