@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -110,23 +109,25 @@ def test_the_version_is_that_of_the_git_tag(source, tmp_path):
     assert version_of(tmp_path / "shallow").startswith("0.1.dev1+g")
 
 
-@pytest.mark.parametrize("editable", [False, True])
-def test_without_a_compiler_the_installation_succeeds_with_one_line(source, tmp_path, editable):
-    site, options = tmp_path / "site", ["--editable"] if editable else []
-    output = pip(source, "install", "--target", str(site), *options, ".", PATH="/nonexistent")
+NO_COMPILER = {
+    "none on PATH": ({"PATH": "/nonexistent"}, "no C++ compiler"),
+    "one that fails": ({"CXX": "false"}, "false: exit status 1"),
+    "one that does not exist": ({"CXX": "/nonexistent/c++"}, "/nonexistent/c++: No such file"),
+}
+
+
+@pytest.mark.parametrize(("case", "editable"), [*((case, False) for case in NO_COMPILER), ("none on PATH", True)])
+def test_without_a_compiler_the_installation_succeeds_with_one_line(source, tmp_path, case, editable):
+    variables, reason = NO_COMPILER[case]
+    site = tmp_path / "site"
+    output = pip(source, "install", "--target", str(site), *(["--editable"] if editable else []), ".", **variables)
     (line,) = [line for line in output.splitlines() if line.strip().startswith("chargpt: ")]
-    said = ("installed without the native engine", "no C++ compiler", "install g++ or clang++")
-    assert all(part in line for part in said), line
+    assert "installed without the native engine" in line
+    assert reason in line
+    assert "install g++ or clang++" in line
     assert libraries(source) == set() == libraries(site)
     found = run(source if editable else site, "-c", "import service.engine as e; print(*e.__path__)")
     assert found.startswith(str(tmp_path))
-
-
-def test_the_reason_why_nothing_was_compiled_names_the_compiler(tmp_path, monkeypatch):
-    for compiler, reason in (("false", "false: exit status 1"), ("/no/c++", "/no/c++: No such file or directory")):
-        monkeypatch.setenv("CXX", compiler)
-        with pytest.raises(setup.NotCompiled, match=f"^{re.escape(reason)}$"):
-            setup.compile_native(tmp_path / "library", [])
 
 
 @pytest.mark.needs("compiler")

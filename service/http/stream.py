@@ -227,7 +227,7 @@ class Form:
         return GenerateChoice(piece.number, text, reason, piece.seed, UNSET if logprobs is None else logprobs)
 
     def event(self, piece: Piece, is_last: bool) -> bytes:
-        """The JSON of a piece; `is_last`: of those that have arrived."""
+        """The JSON of a piece; `is_last`: of the pieces that are written together."""
         usage = self.usage if self.continuous_usage else UNSET
         logprobs = UNSET if piece.logprobs is None else self.logprobs(piece)
         event = GenerateEvent(piece.number, piece.text, piece.finish_reason, piece.seed, logprobs, usage=usage)

@@ -10,7 +10,7 @@ import torch
 
 from service.model.config import GPTConfig
 from service.model.kv_cache import CacheRows, KVCache
-from tests.bench import roofline, serve, shapes, train
+from tests.bench import gpu, roofline, serve, shapes, train
 from tests.bench.command import BenchError
 from tests.bench.nanogpt import NanoGPT, Recipe
 from tests.helpers import random_model
@@ -102,3 +102,14 @@ def test_tiny_benchmark_of_training_judges_its_targets(tmp_path, monkeypatch):
     assert run["whole"] == pytest.approx(run["curve"][-1]["val_loss"], abs=0.01) and run["characters"] == 24 * 4 * 8
     rows = {row[0]: row[1] for row in train.cells({"runs": {"cpu": [run, run]}})}
     assert rows["whole loss"] == f"{run['whole']:.4f}" and rows["target"].startswith("whole loss ≤ 1.428: MISSED; ")
+
+
+def test_gpu_report_shows_parts_that_are_missing():
+    about = {"machine": {"cpu": "C", "cores": 2, "gpu": "G", "system": "L"}, "versions": {"torch": "2"}, "cuda": "13"}
+    about |= {"date": "2026-11-22T00:00:00", "revision": "abc", "load_average": 0.1}
+    run = {"shape": "M", "dtype": "float32", "rows": 512, "characters_per_second": 7e5, "bandwidth_share": 0.7}
+    part = {"runs": [run | {"product_share": 0.2}], "absent": {"M float32, 2048 rows": "too large"}}
+    text = gpu.markdown(about | {"errors": {"image": "BenchError: no space"}, "parts": {"engine": part}})
+    for line in ("| M float32 | 512 | 700,000 | 70% | 20% |", "- image failed: BenchError: no space"):
+        assert line in text.splitlines()
+    assert "- http was not run" in text and "2048 rows was not measured: too large" in text

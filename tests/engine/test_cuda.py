@@ -62,14 +62,14 @@ def run_at_random(engine, submits, seed=0):
 def test_texts_do_not_depend_on_load_and_are_those_of_other_backends_in_float64(dtype, device):
     model = random_model(torch.float64 if dtype == "float64" else torch.float32, block_size=70)
     runner = runner_of(model, 6, dtype, device)
-    submits = requests(25, longest=60)
+    submits = requests(40, longest=60)
     if dtype == "float64":
         alone = Engine(open_runner(model, "auto", dtype, 8)).generate(submits)
     else:
         alone = [Engine(runner).generate([submit])[0] for submit in submits]
     for seed, clock in ((0, None), (1, itertools.count().__next__), (2, lambda: 0.0)):
-        texts = run_at_random(Engine(runner, **({"clock": clock} if clock else {})), requests(25, longest=60), seed)
-        assert [texts[number] for number in range(25)] == alone
+        texts = run_at_random(Engine(runner, **({"clock": clock} if clock else {})), requests(40, longest=60), seed)
+        assert [texts[number] for number in range(40)] == alone
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -62,11 +62,23 @@ def test_wrong_answers_are_told_from_right_ones(ask, pieces, message):
 
 
 def test_client_and_server_agree_about_counts_and_latencies(tmp_path):
-    """Few cache slots and a slow model: requests wait, and latencies are long beside the client's overhead."""
-    checkpoint = save_random(tmp_path / "checkpoint", **SLOW)
+    """Latencies in one of three runs, as a busy machine keeps the client waiting."""
+    folder = save_random(tmp_path / "checkpoint", **SLOW).path
+    for _ in range(3):
+        apart = buckets_apart(folder)
+        if max(apart.values()) <= 1:
+            return
+    pytest.fail(f"the last run: {apart}")
+
+
+def buckets_apart(folder):
+    """By latency and quantile, with counts compared exactly.
+
+    Few cache slots and a slow model: requests wait, and latencies are long beside the client's overhead.
+    """
     due = list(itertools.islice(sweep.poisson_work(160), 60))
     system = peers.System("ours", "")
-    with RunningServer(checkpoint.path, max_running_requests=3, max_tokens=16_384) as server:
+    with RunningServer(folder, max_running_requests=3, max_tokens=16_384) as server:
         server.wait_until_ready()
         requests = [(0.0, system.request(item.prompt.lower(), item.max_tokens, True, 1), item) for item in due]
         outcome = load.run(server.port, requests, connections=12, keep=True)
@@ -82,14 +94,16 @@ def test_client_and_server_agree_about_counts_and_latencies(tmp_path):
     assert metrics["chargpt_inter_token_latency_seconds_count", frozenset()] == sum(characters) - 60
     # Both are the time from first to last character, sent or read.
     assert metrics["chargpt_inter_token_latency_seconds_sum", frozenset()] == pytest.approx(between, rel=0.2)
+    apart = {}
     whole = [reply.ended_at - reply.sent_at for reply in outcome.replies]
     for name, values in (("time_to_first_token", outcome.times_to_first), ("e2e_request_latency", whole)):
         series = f"chargpt_{name}_seconds_bucket"
         counts = [metrics[series, frozenset({("le", str(float(bound)))})] for bound in SECONDS]
         for q in (0.5, 0.95):
-            # The client's times include connection and scheduling, which a busy machine delays for a few of them.
+            # The client's times include connection and scheduling: the same bucket, or a neighbouring one.
             bucket = next(i for i, count in enumerate([*counts, 60]) if count >= math.ceil(q * 60))
-            assert -1 <= bisect_left(SECONDS, quantile(values, q)) - bucket <= (1 if q == 0.5 else 3), (name, values)
+            apart[name, q] = abs(bisect_left(SECONDS, quantile(values, q)) - bucket)
+    return apart
 
 
 # -- the sweep --
