@@ -51,6 +51,7 @@ from service.words import plural
 
 logger = logging.getLogger(__name__)
 
+BACKLOG = 4096  # connections that wait to be accepted; as many as Linux allows by default (net.core.somaxconn)
 UVICORN_GRACE_SECONDS = 1  # requests are drained before uvicorn stops
 POLL_SECONDS = 0.1  # between two looks at all processes
 HTTP_START_SECONDS = 60.0  # of an HTTP process, until its first heartbeat
@@ -270,6 +271,7 @@ class Server(LitServer):
             log_config=None,
             server_header=False,
             proxy_headers=False,  # uvicorn would believe X-Forwarded-For of any local peer; see --client-header
+            backlog=BACKLOG,
             timeout_keep_alive=settings.idle_connection_seconds,
             timeout_graceful_shutdown=UVICORN_GRACE_SECONDS,
             ssl_certfile=settings.tls_certificate,

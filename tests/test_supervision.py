@@ -185,6 +185,8 @@ def test_supervisor_gives_up_on_a_process_that_takes_long_to_fail():
 def test_a_hung_process_is_replaced(checkpoint):
     with serving(checkpoint.path, hang_seconds=1) as server:
         text = generate(server).json()["choices"][0]["text"]
+        niceness = [process.nice() for process in (server.worker(), http_processes(server)[0])]
+        assert niceness == [os.nice(0) + 5, os.nice(0)]  # refusals do not wait for texts
         for hung in (server.worker(), http_processes(server)[0]):
             hung.suspend()
             assert generate(server).json()["choices"][0]["text"] == text  # it ran again, or waited for the new process

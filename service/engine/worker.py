@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+NICENESS = 5  # an HTTP process goes first where both want a CPU: refusals and first characters wait for it
 MAX_RETRY_SECONDS = 3600  # of a Retry-After
 
 
@@ -54,6 +55,7 @@ class EngineAPI(LitAPI):
 
     def setup(self, device: str) -> None:
         die_with_parent(self.state.main_pid)
+        os.nice(NICENESS)
         configure_logging(self.settings.log_level, self.settings.log_format)
 
         from prometheus_client import CollectorRegistry
