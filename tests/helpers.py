@@ -116,13 +116,8 @@ class RunningServer(Program):
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
         super().__init__([sys.executable, *program, *flags], port, "/readyz", start_new_session=True)
         self.client = web  # with TLS: one that trusts the certificate
-
-    def processes(self) -> list[psutil.Process]:
-        main = psutil.Process(self.process.pid)
-        return [main, *main.children(recursive=True)]
-
-    def worker(self) -> psutil.Process:
-        return next(process for process in self.processes() if is_worker(process))
+        if "tls_certificate" in settings:
+            self.url = f"https://127.0.0.1:{port}"
 
     def metrics(self, prefix: str = "") -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
         """Samples as prometheus_client parses them: (name, labels without model_name) -> value.
@@ -217,11 +212,6 @@ def http_processes(server: RunningServer) -> list[psutil.Process]:
             if child.cmdline() == command:
                 found.append(child)
     return found
-
-
-def is_worker(process: psutil.Process) -> bool:
-    """Whether it is an inference process: LitServe spawns these and forks the others."""
-    return "spawn_main" in " ".join(process.cmdline())
 
 
 def logprobs_of(values: Iterable[float], top_ids: Iterable[int] = (), top_values: Iterable[float] = ()) -> Logprobs:

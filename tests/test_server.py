@@ -37,13 +37,13 @@ from tests.helpers import (
     RunningServer,
     exact,
     http_processes,
-    is_worker,
     refusal,
     serving,
     wait_until,
     web,
 )
 from tests.toolbox.http import answer, pieces, post, sent, text_of
+from tests.toolbox.launch import is_worker
 
 # -- generation --
 

@@ -187,10 +187,9 @@ async def test_a_connection_that_was_replaced_takes_nothing_with_it(sockets):
     """An HTTP process that died is replaced by one of the same number; the end of the old connection comes later."""
     worker = WorkerSide(sockets, 0)
     path = str(sockets / "0.sock")
-    hello = _frame(Hello(HTTP))
     (_, old), (reader, new) = [await asyncio.open_unix_connection(path) for _ in range(2)]
     for writer in (old, new):
-        writer.write(hello)
+        writer.write(_frame(Hello(HTTP)))
         for _ in range(10):
             await asyncio.sleep(0.01)
             worker.receive(block=False)

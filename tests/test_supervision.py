@@ -23,10 +23,10 @@ from service.server import BackendError, bind, url_of
 from service.settings import Settings
 from service.shared import REASONS, SharedState
 from service.supervisor import Supervisor, TooManyDeathsError
-from tests.helpers import ENDLESS, RunningServer, http_processes, is_worker, refusal, serving, wait_until, web
+from tests.helpers import ENDLESS, RunningServer, http_processes, refusal, serving, wait_until, web
 from tests.toolbox.disk import SmallDisk
 from tests.toolbox.http import pieces, text_of
-from tests.toolbox.launch import Program, free_port
+from tests.toolbox.launch import Program, free_port, is_worker
 
 
 def generate(server, **body):
@@ -310,7 +310,7 @@ def test_a_worker_is_replaced_though_the_working_directory_is_gone_and_stderr_is
     with contextlib.closing(Program(command, port, "/readyz", cwd=folder, env=environment)) as server:
         server.wait_until_ready()
         folder.rmdir()
-        worker = next(child for child in psutil.Process(server.process.pid).children() if is_worker(child))
+        worker = server.worker()
         worker.kill()
         wait_until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE)
         server.wait_until_ready()

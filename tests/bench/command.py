@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import multiprocessing
 import os
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 
 from service.settings import cpus_per_worker
-from tests.toolbox.figures import write_figures
+from tests.toolbox.figures import dumps
 from training.device import machine
 
 BUSY_LOAD = 0.5  # load average above which figures are unreliable
@@ -111,7 +112,7 @@ class Run:
 
     def write(self) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
-        write_figures(self.out / f"{self.name}.json", self.results)
+        (self.out / f"{self.name}.json").write_text(dumps(self.results) + "\n", encoding="utf-8")
         (self.out / (self.tables or f"{self.name}.md")).write_text(self.markdown(self.results), encoding="utf-8")
 
     def parts(self, names: Iterable[str], into: dict[str, Any]) -> None:
@@ -174,7 +175,7 @@ def run_checked(command: Sequence[object], **options: Any) -> str:
     return done.stdout
 
 
-def in_child(function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+def in_child(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call `function` in a fresh process, which ends with this call in any case.
 
     Raises:
@@ -184,7 +185,7 @@ def in_child(function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[s
         return remote.call("__call__", *arguments)
 
 
-class Remote:
+class Remote(contextlib.AbstractContextManager):
     """An object in a fresh process of its own; its methods are called from here, one at a time.
 
     Systems that are compared live in one each, so that they share nothing, and are measured in turns.
@@ -221,9 +222,6 @@ class Remote:
     def close(self) -> None:
         self._process.terminate()  # it may be in the middle of a call
         self._process.join()
-
-    def __enter__(self) -> Remote:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

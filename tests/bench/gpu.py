@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 from service.engine.runner import slots_that_fit
+from service.model.checkpoint import Checkpoint
 from tests.toolbox.figures import conditions, table
 from tests.toolbox.launch import ROOT
 from training.config import TrainConfig
@@ -40,7 +41,7 @@ from training.speed import matmul_peak
 from . import engine, peers, roofline, serve, train
 from .command import BenchError, Remote, Run, add_only, build_parser, in_child, run_checked
 from .report import first_rows, http_rows
-from .shapes import SHAPES, checkpoint_of, config_of
+from .shapes import SHAPES, checkpoint_of
 
 PARTS = ("tests", "engine", "http", "training", "image")
 ROWS = (1, 32, 128, 512, 2048)
@@ -78,14 +79,14 @@ class Check(Run):
 
     def engine(self) -> dict[str, Any]:
         """Decode rates with as many slots as rows, as the shapes of a launch are those of its slots."""
-        read = in_child(_read_rate)["per_second"]
-        products = {dtype: in_child(_peak, dtype)["per_second"] for dtype in DTYPES}
+        read = in_child(_read_rate)
+        products = {dtype: in_child(matmul_peak, torch.device("cuda"), getattr(torch, dtype)) for dtype in DTYPES}
         found: dict[str, Any] = {"bytes_per_second": read, "operations_per_second": products, "runs": [], "absent": {}}
         free = torch.cuda.mem_get_info()[0]
         every = ((shape, dtype, rows) for shape in self.folders for dtype in DTYPES for rows in ROWS)
         for shape, dtype, rows in every:
             folder = self.folders[shape]
-            config = config_of(folder)
+            config = Checkpoint.read(folder).config
             try:
                 if slots_that_fit(config, dtype, free) < rows:
                     raise BenchError(f"{rows} rows do not fit")
@@ -162,7 +163,7 @@ class GpuBench(serve.Bench):
         if vllm := shutil.which("vllm"):
             model = str(folder.resolve())
             command = (vllm, "serve", model, "--dtype=bfloat16", "--host=127.0.0.1", "--max-num-seqs=512")
-            command += (f"--max-model-len={2 * config_of(folder).block_size}",)
+            command += (f"--max-model-len={2 * Checkpoint.read(folder).config.block_size}",)
             systems.append(peers.System("vllm", "bfloat16", command, model=model))
         return systems
 
@@ -170,7 +171,7 @@ class GpuBench(serve.Bench):
 # -- in fresh processes --
 
 
-def _read_rate() -> dict[str, float]:
+def _read_rate() -> float:
     """Bytes per second of reading a tensor much larger than the caches."""
     data = torch.ones(1 << 30, device="cuda")  # 4 GiB
 
@@ -182,11 +183,7 @@ def _read_rate() -> dict[str, float]:
         ended.synchronize()
         return float(begun.elapsed_time(ended)) / 1e3
 
-    return {"per_second": data.nbytes / min(seconds() for _ in range(10))}
-
-
-def _peak(dtype: str) -> dict[str, float]:
-    return {"per_second": matmul_peak(torch.device("cuda"), getattr(torch, dtype))}
+    return data.nbytes / min(seconds() for _ in range(10))
 
 
 # -- output --

@@ -33,6 +33,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from service.model.checkpoint import Checkpoint
 from service.model.config import GPTConfig
 from service.settings import available_cpus
 from tests.toolbox import load
@@ -43,7 +44,7 @@ from tests.toolbox.launch import ROOT, Server, ServerError, module
 from . import engine, llama, peers, roofline
 from .command import Remote, Run, add_only, add_threads, build_parser
 from .report import markdown
-from .shapes import ANSWER, PROMPT, SAMPLING, SHAPES, checkpoint_of, config_of, prompt_text
+from .shapes import ANSWER, PROMPT, SAMPLING, SHAPES, checkpoint_of, prompt_text
 
 ALONE = {  # one client, one request after the other
     "probe": b"GET /readyz HTTP/1.1\r\nHost: localhost\r\n\r\n",
@@ -132,7 +133,7 @@ class Bench(Run):
 
     def engine_of(self, shape: str) -> dict[str, Any]:
         folder, rows, seconds = self.folders[shape], self.plan.rows, self.plan.engine_seconds
-        config = config_of(folder)
+        config = Checkpoint.read(folder).config
         figures: dict[str, Any] = {str(count): {} for count in rows}
         programs, files = self.llama_files(shape)
 
@@ -382,21 +383,13 @@ def answers_once(
     )
     outcome = load.run(server.port, requests, connections=clients, marker=system.marker, keep=True)
     for reply in outcome.replies:
-        check_length(system, reply, streamed, length)
+        given = len(system.text(reply.body, streamed))
+        if given != length:
+            raise load.LoadError(f"{system.family} {system.name}: expected {length} characters, got {given}")
     return {
         "characters_per_second": count * length / outcome.seconds, "answers": count, "seconds": outcome.seconds,
         "client_cpu_seconds": outcome.cpu_seconds,
     }  # fmt: skip
-
-
-def check_length(system: peers.System, reply: load.Reply, streamed: bool, length: int) -> None:
-    """
-    Raises:
-        LoadError: the text of the answer has another length.
-    """
-    given = len(system.text(reply.body, streamed))
-    if given != length:
-        raise load.LoadError(f"{system.family} {system.name}: expected {length} characters, got {given}")
 
 
 def beside_once(

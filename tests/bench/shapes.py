@@ -6,7 +6,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from service.model.checkpoint import Checkpoint
 from service.model.config import GPTConfig
 from service.model.params import SamplingParams
 from service.model.tokenizer import CharTokenizer
@@ -21,6 +20,8 @@ SHAPES: dict[str, Path | GPTConfig] = {
     "S": BUNDLED,
     "M": GPTConfig(len(VOCABULARY), block_size=256, n_layer=6, n_head=6, n_kv_head=2, n_embd=384),
 }
+# For tests of the benchmarks.
+TINY = GPTConfig(len(VOCABULARY), block_size=16, n_layer=2, n_head=4, n_kv_head=2, n_embd=16)
 PROMPT = 16  # characters
 ANSWER = 128  # characters
 
@@ -43,10 +44,6 @@ def checkpoint_of(shape: Path | GPTConfig, path: Path) -> Path:
     model.head.weight.mul_(1.3)  # logits spread over about 2 nats, as in a trained model: several likely characters
     save_checkpoint(path, model, CharTokenizer(VOCABULARY), {"losses": {}})
     return path
-
-
-def config_of(folder: Path) -> GPTConfig:
-    return Checkpoint.read(folder).config
 
 
 def sampling(row: int) -> SamplingParams:

@@ -128,10 +128,7 @@ class StubWhole(API):
         return "a"
 
 
-LOOPS: dict[str, tuple[type[TransformersAPI], dict[str, Any]]] = {
-    "whole": (WholeAPI, {}),
-    "stream": (StreamAPI, {"stream": True}),
-}
+LOOPS = {"whole": WholeAPI, "stream": StreamAPI}
 
 
 def main() -> None:
@@ -149,8 +146,8 @@ def main() -> None:
     if args.stub:
         apis = [Stub(api_path="/generate", stream=True, **batches), StubWhole(api_path="/whole")]
     else:
-        api, options = LOOPS[args.loop]
-        apis = [api(args.checkpoint, args.dtype, args.threads, api_path="/generate", **batches, **options)]
+        api, stream = LOOPS[args.loop], args.loop == "stream"
+        apis = [api(args.checkpoint, args.dtype, args.threads, api_path="/generate", stream=stream, **batches)]
     import torch
 
     accelerator = "cuda" if torch.cuda.is_available() else "cpu"  # "auto" takes the CPU unless torch is imported

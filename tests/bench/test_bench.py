@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from service.model.config import GPTConfig
 from service.model.kv_cache import CacheRows, KVCache
 from tests.bench import gpu, roofline, serve, shapes, train
 from tests.bench.command import BenchError
@@ -16,7 +15,6 @@ from tests.bench.nanogpt import NanoGPT, Recipe
 from tests.helpers import random_model
 from tests.training.runs import tiny
 
-TINY = GPTConfig(len(shapes.VOCABULARY), block_size=16, n_layer=2, n_head=4, n_kv_head=2, n_embd=16)
 TINY_PLAN = replace(
     serve.QUICK, repeats=1, shapes=("S",), rows=(1, 3), engine_seconds=0.01, clients=(1, 2), http_seconds=1.0,
     first_requests=3, path_seconds=0.3, streams=(1, 64), paced_length=10,
@@ -80,7 +78,7 @@ def test_roofline_counts_the_operations_and_bytes_of_a_decode_step():
 @pytest.mark.tools
 @pytest.mark.timeout(900)
 def test_tiny_benchmark_of_serving_gives_every_figure_but_the_peers(tmp_path):
-    bench = serve.Bench(TINY_PLAN, {"S": TINY}, 1, tmp_path / "out", tmp_path / "no-llama.cpp")
+    bench = serve.Bench(TINY_PLAN, {"S": shapes.TINY}, 1, tmp_path / "out", tmp_path / "no-llama.cpp")
     bench.llama_files = lambda shape: (_ for _ in ()).throw(BenchError("not here"))
     bench.run(["engine", "path", "mixed"])
     assert bench.results["errors"] == {"engine": "BenchError: not here"}

@@ -17,7 +17,6 @@ otherwise.
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import statistics
 import sys
@@ -35,6 +34,7 @@ from training import jobs
 from training.config import TrainConfig
 from training.data import TINYSHAKESPEARE, DataError, prepare
 from training.evaluate import whole_loss
+from training.log import read_log
 
 from . import nanogpt
 from .command import BenchError, Progress, Run, add_only, build_parser, in_child
@@ -73,7 +73,7 @@ def run_ours(config: TrainConfig, out: Path) -> dict[str, Any]:
     """Figures of one run of our trainer, report included; replaces the folder `out`."""
     shutil.rmtree(out, ignore_errors=True)
     jobs.start(config, out, Console(stderr=True, highlight=False))
-    checkpoint, log = Checkpoint.read(out / "best"), log_of(out)
+    checkpoint, log = Checkpoint.read(out / "best"), read_log(out)
     best, about = checkpoint.load_model("cpu"), checkpoint.training
     evaluations, end = [record for record in log if record["event"] == "evaluation"], log[-1]
     return {
@@ -87,15 +87,11 @@ def run_ours(config: TrainConfig, out: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def log_of(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "log.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
 def probe_ours(config: TrainConfig, out: Path) -> dict[str, Any]:
     """Cost of our trainer: CPU seconds per step (`step`), extra CPU seconds at the start, and the dtype chosen."""
     shutil.rmtree(out, ignore_errors=True)
     jobs.start(replace(config, log_every=WARM_STEPS), out, Console(quiet=True))
-    warm, *_, last = (r for r in log_of(out) if r["event"] == "train")
+    warm, *_, last = (r for r in read_log(out) if r["event"] == "train")
     step = (last["cpu_seconds"] - warm["cpu_seconds"]) / (last["step"] - warm["step"])
     dtype = Checkpoint.read(out / "best").training["machine"]["dtype"]
     return {"step": step, "start": max(0.0, warm["cpu_seconds"] - (WARM_STEPS - 1) * step), "dtype": dtype}

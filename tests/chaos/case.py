@@ -16,9 +16,9 @@ import psutil
 from service.settings import BUNDLED, Settings, available_cpus
 from service.supervisor import SETTLED_SECONDS
 from tests.chaos.client import Probe, ask
-from tests.helpers import RunningServer, is_worker, wait_until
+from tests.helpers import RunningServer, wait_until
 from tests.toolbox.figures import quantile
-from tests.toolbox.launch import Program, Server, module
+from tests.toolbox.launch import Program, Server, is_worker, module
 from tests.toolbox.load import Reply
 
 Figure = float | int | str
@@ -136,11 +136,6 @@ def listeners(server: Program) -> list[psutil.Process]:
             if any(each.status == psutil.CONN_LISTEN and each.laddr.port == server.port for each in connections):
                 found.append(process)
     return found
-
-
-def worker(server: Program) -> psutil.Process:
-    """The inference process."""
-    return next(each for each in psutil.Process(server.process.pid).children(recursive=True) if is_worker(each))
 
 
 async def settled(process: psutil.Process) -> None:

@@ -100,7 +100,7 @@ async def kill_worker(plan: Plan, outcome: Outcome) -> None:
     outcome.figures |= case.spread("next request answered after", recovery)
     outcome.figures |= case.others("/livez of others", probes[0])
     if not plan.quick:
-        await stock_kill(plan, outcome, case.worker)
+        await stock_kill(plan, outcome, Program.worker)
 
 
 async def kill_http(plan: Plan, outcome: Outcome) -> None:
@@ -214,7 +214,7 @@ async def hang(plan: Plan, outcome: Outcome) -> None:
     if plan.quick:
         return
     with case.stock(plan) as server:  # whose start would hold up the others' requests beyond the time limit of headers
-        case.worker(server).suspend()
+        server.worker().suspend()
         with Probe(server.port, STOCK_HEALTH, interval=1) as probe:
             after = await ask(server.port, SHORT, patience=20)
         never = f"never ({after.ending} after {after.seconds:.0f} s)"

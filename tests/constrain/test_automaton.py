@@ -18,10 +18,6 @@ PATTERNS = [
 ]  # fmt: skip
 
 
-def automaton_of(pattern, vocabulary=VOCABULARY):
-    return compile_regex(pattern, vocabulary)
-
-
 def follow(automaton, text, vocabulary=VOCABULARY):
     """The guide after `text`; None where the text leaves the pattern."""
     guide = Guide(automaton)
@@ -71,7 +67,7 @@ def check_allowed(guide, prefix, language, remaining, min_tokens):
 @settings(max_examples=700)
 def test_guided_texts_match_within_their_budget(pattern, min_tokens, room, chance):
     max_tokens = min(6, min_tokens + room)
-    automaton = automaton_of(pattern)
+    automaton = compile_regex(pattern, VOCABULARY)
     reference = re.compile(pattern)
     texts = ("".join(t) for n in range(max_tokens + 1) for t in itertools.product(VOCABULARY, repeat=n))
     language = {t for t in texts if len(t) >= min_tokens and reference.fullmatch(t)}
@@ -102,7 +98,7 @@ def test_guided_texts_match_within_their_budget(pattern, min_tokens, room, chanc
 
 def test_a_text_that_cannot_be_completed_further_ends_with_any_id():
     """Every character stays in the pattern, which needs two more, but only one remains."""
-    guide = Guide(automaton_of("(..)*"))
+    guide = Guide(compile_regex("(..)*", VOCABULARY))
     assert allowed_by(guide, 3) is None
     assert guide.push(0) and guide.push(0)
     for may_leave in (False, True):
@@ -116,7 +112,7 @@ def test_a_text_that_cannot_be_completed_further_ends_with_any_id():
 @settings(max_examples=200)
 def test_layers_of_a_minimum_length_are_those_of_the_definition(pattern, minimum, room):
     """However long the minimum is: they repeat."""
-    automaton = automaton_of(pattern)
+    automaton = compile_regex(pattern, VOCABULARY)
     found = MinimumLength.of(automaton, minimum, minimum + room)
     ends = [automaton.accepting]  # by length: the states from which some text of exactly so many characters matches
     for _ in range(minimum + room):
@@ -129,9 +125,9 @@ def test_layers_of_a_minimum_length_are_those_of_the_definition(pattern, minimum
 
 
 def test_a_minimum_length_is_small_or_refused():
-    assert len(MinimumLength.of(automaton_of(".*"), 16_000, 16_384).layers) == 1
-    assert len(MinimumLength.of(automaton_of("(.{7})*"), 16_002, 16_002).layers) == 7
-    assert len(MinimumLength.of(automaton_of(".{0,900}"), 500, 900).pack()) < 20_000
+    assert len(MinimumLength.of(compile_regex(".*", VOCABULARY), 16_000, 16_384).layers) == 1
+    assert len(MinimumLength.of(compile_regex("(.{7})*", VOCABULARY), 16_002, 16_002).layers) == 7
+    assert len(MinimumLength.of(compile_regex(".{0,900}", VOCABULARY), 500, 900).pack()) < 20_000
     # Cycles of 29, 31, 37 and 41 states: the layers repeat only after 1,363,783.
     cycles = "aa(.{29})*|ab(.{31})*|ba(.{37})*|bb(.{41})*"
     automaton = compile_regex(cycles, VOCABULARY)
@@ -148,7 +144,7 @@ STOPS = ["a", "a+", "ab*c", "(ab|b)c", "abab", "a.{2}b", "(a|b){3}", "c.*a", "(a
 @given(st.sampled_from(STOPS), st.text(VOCABULARY, max_size=25))
 @settings(max_examples=500)
 def test_stop_patterns_find_every_match_and_hold_it_back(pattern, text):
-    automaton, reference = automaton_of(pattern), re.compile(pattern)
+    automaton, reference = compile_regex(pattern, VOCABULARY), re.compile(pattern)
     stop = StopPattern(automaton)
     emitted = 0
     held = []
@@ -167,7 +163,7 @@ def test_stop_patterns_find_every_match_and_hold_it_back(pattern, text):
 
 
 def test_partial_matches_are_at_most_as_many_as_states():
-    automaton = automaton_of("(a|b)*c")
+    automaton = compile_regex("(a|b)*c", VOCABULARY)
     stop = StopPattern(automaton)
     for n in range(1, 3000):
         assert stop.push(n % 2) is None

@@ -140,12 +140,8 @@ def test_sequences_keep_their_slots_under_random_events(seed):
     assert (scheduler.num_waiting, scheduler.num_running, len(scheduler.queue._clients)) == (0, 0, 0)
 
 
-def make(max_running=1, max_waiting=2):
-    return Scheduler(max_running, max_waiting, CONFIG)
-
-
 def test_the_lowest_free_slot_goes_first():
-    scheduler = make(4, 4)
+    scheduler = Scheduler(4, 4, CONFIG)
     for id in range(4):
         scheduler.add(sequence(id))
     scheduler.schedule(0.0, 100)
@@ -185,7 +181,7 @@ def test_the_search_for_a_shared_beginning_ends_at_the_first_slot_that_shares_al
 
 
 def test_ended_sequences_are_removed_from_the_queue_and_from_the_deadlines():
-    scheduler = make(1, 10)
+    scheduler = Scheduler(1, 10, CONFIG)
     scheduler.add(sequence(0))
     scheduler.schedule(0.0, 100)
     for id in range(1, 5000):
@@ -215,10 +211,6 @@ def started(scheduler, budget=10_000):
     plan = scheduler.schedule(0.0, budget)
     run(scheduler, plan)
     return [s.id for s, _ in plan.starts]
-
-
-def end(scheduler, id):
-    scheduler.finish(id, "abort")
 
 
 def refuses(scheduler, client):
@@ -263,7 +255,7 @@ def test_no_client_waits_for_ever(seed):
     scheduler, ids, running, since = fair(4), itertools.count(1), [], 0
     fill(scheduler, 1, client="patient", priority=1000)
     scheduler.schedule(0.0, 100)
-    end(scheduler, 0)
+    scheduler.finish(0, "abort")
     fill(scheduler, 40, first=next(ids) + 10_000)
     running += started(scheduler)
     fill(scheduler, 1, client="patient", first=0, priority=1000, weight=0.5)
@@ -271,7 +263,7 @@ def test_no_client_waits_for_ever(seed):
         for _ in range(r.randint(0, 3)):
             fill(scheduler, 1, client=f"new {next(ids)}", first=next(ids), priority=-1000)
         if running and r.random() < 0.7:
-            end(scheduler, running.pop(r.randrange(len(running))))
+            scheduler.finish(running.pop(r.randrange(len(running))), "abort")
         running += started(scheduler, r.choice([4, 100]))
         since += 1
         assert since < 100
@@ -284,10 +276,10 @@ def test_a_newcomer_starts_at_once_beside_a_flood():
     for id in range(1000, 1010):  # more newcomers than the reserve has slots
         scheduler.add(sequence(id, client=f"new {id}", priority=1000))
     assert started(scheduler) == [*range(1000, 1008)]
-    end(scheduler, 0)
+    scheduler.finish(0, "abort")
     assert started(scheduler) == [1008]  # whatever the priority of the flood's next
-    end(scheduler, 1)
-    end(scheduler, 1008)
+    scheduler.finish(1, "abort")
+    scheduler.finish(1008, "abort")
     assert started(scheduler) == [1009]
     assert scheduler.num_running == 71  # the reserve has a slot left for the next newcomer
 
@@ -300,7 +292,7 @@ def test_a_second_client_grows_to_its_share():
     running = started(scheduler)
     r = random.Random(0)
     for _ in range(100):
-        end(scheduler, running.pop(r.randrange(len(running))))
+        scheduler.finish(running.pop(r.randrange(len(running))), "abort")
         running += started(scheduler)
     first, second, heavy = (sum(id // 1000 == k for id in running) for k in range(3))
     assert abs(first - second) <= 2 and abs(heavy - first - second) <= 2
@@ -314,7 +306,7 @@ def test_without_fair_queueing_all_clients_share_one_queue():
     order = []
     for _ in range(5):
         order += started(scheduler)
-        end(scheduler, order[-1])
+        scheduler.finish(order[-1], "abort")
     assert order == [4, 0, 1, 3, 2]
 
 
@@ -339,13 +331,13 @@ def test_newcomers_do_not_wait_until_a_refund_is_used_up():
     scheduler = fair(4)
     fill(scheduler, 100)
     for id in started(scheduler):
-        end(scheduler, id)  # of 1,000 characters each none was used
+        scheduler.finish(id, "abort")  # of 1,000 characters each none was used
     started(scheduler)
     fill(scheduler, 3, client="new", first=1000)
     assert started(scheduler) == [1000]  # the reserve
     running, order = [4, 5, 6, 7], []
     while len(order) < 2:
-        end(scheduler, running.pop())
+        scheduler.finish(running.pop(), "abort")
         order += started(scheduler)
     assert 1001 in order
 

@@ -63,13 +63,9 @@ def certificate(tmp_path_factory):
 def https_server(checkpoint, keys_file, certificate):
     settings = {"api_keys_file": keys_file, "public_docs": "true", "cors_origins": "*", "http_processes": 2}
     settings |= {"tls_certificate": certificate[0], "tls_key": certificate[1]}
-    with RunningServer(checkpoint.path, **settings) as server, pytest.MonkeyPatch.context() as monkeypatch:
+    with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))  # trusted by httpx
-        server.url = f"https://127.0.0.1:{server.port}"
-        server.wait_until_ready()
-        yield server
-        assert server.stop() == 0
-        assert "Traceback" not in server.output()
+        yield from lasting(checkpoint.path, **settings)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +180,7 @@ def test_keys_and_certificate_change_at_sighup_and_invalid_files_change_nothing(
 
         def asked(name, path="/info"):
             with contextlib.suppress(httpx.TransportError):
-                return client.get(f"https://127.0.0.1:{server.port}{path}", headers=bearer(name))
+                return client.get(f"{server.url}{path}", headers=bearer(name))
 
         def status(name):
             return (found := asked(name)) and found.status_code

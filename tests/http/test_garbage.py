@@ -11,7 +11,6 @@ import pytest
 from service.http import patterns
 from tests.helpers import http_processes, serving
 from tests.toolbox.http import post, received
-from tests.toolbox.launch import Program, free_port
 
 COUNT = 100
 PROGRAM = """
@@ -34,10 +33,7 @@ sys.exit(serve(read_settings()))
 @pytest.fixture(scope="module")
 def server(checkpoint):
     """Without a garbage collector; GET /garbage gives how many objects a collection finds."""
-    port = free_port()
-    flags = ["--checkpoint", checkpoint.path, "--port", port, "--threads", 1, "--log-level", "error"]
-    with Program([sys.executable, "-c", PROGRAM, *flags], port, "/readyz") as server:
-        server.wait_until_ready()
+    with serving(checkpoint.path, ("-c", PROGRAM), log_level="error") as server:
         yield server
         assert server.output() == "", "below the level of the log"
 

@@ -14,8 +14,9 @@ from service.model.params import SamplingParams
 from service.settings import Settings
 from service.shared import SharedState
 from service.wire import Submit
-from tests.helpers import VOCABULARY, is_worker, serving, web
+from tests.helpers import VOCABULARY, serving, web
 from tests.toolbox.http import post, sent
+from tests.toolbox.launch import is_worker
 
 V = len(VOCABULARY)
 MiB = 1 << 20

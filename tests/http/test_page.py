@@ -13,7 +13,7 @@ from playwright.sync_api import expect
 
 from service.http.files import STATIC
 from service.settings import BUNDLED
-from tests.helpers import VOCABULARY, RunningServer, lasting, save_random, wait_until, web
+from tests.helpers import VOCABULARY, lasting, save_random, serving, wait_until, web
 from tests.toolbox.http import events
 from tests.toolbox.launch import free_port
 from tests.toolbox.needs import program
@@ -377,8 +377,7 @@ def test_key_busy_gone_and_back_behind_a_prefix(visit, tmp_path):
         "max_running_requests": 1, "max_queued_requests": 0,
     }  # fmt: skip
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(RunningServer(BUNDLED, **settings))
-        server.wait_until_ready()
+        server = stack.enter_context(serving(BUNDLED, **settings))
         page = visit(url=f"{server.url}/chargpt", may_fail=True)  # redirected to /chargpt/
         expect(page.locator("#banner")).to_have_text("This service needs an API key. Type it at the top right.")
         page.click("#go")
@@ -409,8 +408,7 @@ def test_key_busy_gone_and_back_behind_a_prefix(visit, tmp_path):
         expect(page.locator("#banner")).to_have_text(re.compile("^The server does not answer"))
         page.click("#go")
         expect(page.locator("#write-error")).to_have_text(re.compile("^The server does not answer"))
-        again = stack.enter_context(RunningServer(BUNDLED, **settings))
-        again.wait_until_ready()
+        stack.enter_context(serving(BUNDLED, **settings))
         expect(page.locator("#banner")).to_have_text("The server is back.")
         write(page, max_tokens=20)
 

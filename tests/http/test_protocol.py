@@ -16,7 +16,7 @@ import pytest
 
 from service.http.clients import network_of
 from service.http.connections import LOOPBACK
-from tests.helpers import ENDLESS, RunningServer, http_processes, lasting, make_certificate, serving, wait_until, web
+from tests.helpers import ENDLESS, http_processes, lasting, make_certificate, serving, wait_until, web
 from tests.toolbox.http import answer, pieces, post, received, sent
 from tests.toolbox.launch import Program, free_port
 
@@ -265,15 +265,10 @@ def status_of(port, address):
         return response.status, json.load(response).get("error", {}).get("code")
 
 
-def held(stack, port, count, address, data=GET):
-    """Open connections that wait for the rest of their headers, once the server has seen them all."""
-    return [stack.enter_context(connect(port, address, data)) for _ in range(count)]
-
-
 def test_connections_are_limited_in_all_and_probes_are_still_answered(checkpoint):
     settings = {"max_connections": 20, "max_connections_per_address": 0, "header_timeout_seconds": 100}
     with serving(checkpoint.path, **settings) as server, contextlib.ExitStack() as stack:
-        flood = held(stack, server.port, 20, "127.0.0.2")
+        flood = [stack.enter_context(connect(server.port, data=GET)) for _ in range(20)]
         for _ in range(100):
             assert status_of(server.port, "127.0.0.2") == (503, "too_many_connections")
             assert status_of(server.port, "127.0.0.1")[0] == 200
@@ -373,18 +368,12 @@ def test_connections_per_address_are_counted_over_all_http_processes_without_tho
         wait_until(lambda: num_refused() == 7, 30, lambda: (num_refused(), server.output()))
 
 
-def test_tls_connections_have_the_same_limits(checkpoint, tmp_path):
+def test_tls_connections_have_the_same_limits(checkpoint, tmp_path, monkeypatch):
     certificate, key = make_certificate(tmp_path)
     settings = {"tls_certificate": certificate, "tls_key": key, "header_timeout_seconds": 2, "max_connections": 20}
     context = ssl.create_default_context(cafile=certificate)
-    with (
-        RunningServer(checkpoint.path, **settings) as server,
-        httpx.Client(verify=context) as server.client,
-        pytest.MonkeyPatch.context() as monkeypatch,
-    ):
-        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-        server.url = f"https://127.0.0.1:{server.port}"
-        server.wait_until_ready()
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    with serving(checkpoint.path, **settings) as server, httpx.Client(verify=context) as server.client:
 
         def secure(address="127.0.0.2", data=b""):
             connection = context.wrap_socket(connect(server.port, address), server_hostname="127.0.0.1")
@@ -392,7 +381,7 @@ def test_tls_connections_have_the_same_limits(checkpoint, tmp_path):
             return connection
 
         with contextlib.ExitStack() as stack:
-            silent = held(stack, server.port, 5, "127.0.0.2", b"")  # no handshake
+            silent = [stack.enter_context(connect(server.port)) for _ in range(5)]  # no handshake
             started = [stack.enter_context(secure(data=GET)) for _ in range(5)]
             with pytest.raises(OSError):
                 secure(data=GET + b"\r\n")

@@ -165,9 +165,6 @@ def test_transformers_ends_by_itself(checkpoints):
     torch.manual_seed(0)
     found = model.generate(idx, max_new_tokens=60, do_sample=True, pad_token_id=0)
     end = tokenizer.encode("\n")[0]
-    ended = [row[3:].tolist().index(end) for row in found if end in row[3:]]
+    ended = [after for row in found if end in (after := row[3:].tolist())]
     assert len(ended) >= 15
-    for row in found:
-        after = row[3:].tolist()
-        if end in after:
-            assert set(after[after.index(end) + 1 :]) <= {0}
+    assert all(set(after[after.index(end) + 1 :]) <= {0} for after in ended)

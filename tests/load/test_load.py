@@ -11,10 +11,9 @@ from bisect import bisect_left
 
 import pytest
 
-from service.model.config import GPTConfig
 from service.observe.metrics import SECONDS
 from tests.bench import peers, shapes
-from tests.helpers import SLOW, VOCABULARY, RunningServer, save_random
+from tests.helpers import SLOW, VOCABULARY, save_random, serving
 from tests.load import mix, sweep
 from tests.toolbox import load
 from tests.toolbox.figures import quantile
@@ -78,8 +77,7 @@ def buckets_apart(folder):
     """
     due = list(itertools.islice(sweep.poisson_work(160), 60))
     system = peers.System("ours", "")
-    with RunningServer(folder, max_running_requests=3, max_tokens=16_384) as server:
-        server.wait_until_ready()
+    with serving(folder, max_running_requests=3, max_tokens=16_384) as server:
         requests = [(0.0, system.request(item.prompt.lower(), item.max_tokens, True, 1), item) for item in due]
         outcome = load.run(server.port, requests, connections=12, keep=True)
         server.wait_until_metric("chargpt_request_success_total", 60, finished_reason="length")
@@ -108,7 +106,6 @@ def buckets_apart(folder):
 
 # -- the sweep --
 
-TINY = GPTConfig(len(shapes.VOCABULARY), block_size=16, n_layer=2, n_head=4, n_kv_head=2, n_embd=16)
 GOAL = {"first_seconds": 0.2, "character_seconds": 0.05}
 TINY_PLAN = sweep.Plan((2.0,), 32, 3.0, 0.3, 1.0, 0.7, 1)
 
@@ -147,7 +144,7 @@ def test_goodput_ends_at_the_first_missed_goal():
 @pytest.mark.tools
 @pytest.mark.timeout(900)
 def test_tiny_sweep_counts_every_request_and_writes_tables_and_picture(tmp_path):
-    sweep.Sweep(TINY_PLAN, TINY, 1, GOAL, tmp_path, tmp_path / "no-llama.cpp", ("ours", "stock")).run()
+    sweep.Sweep(TINY_PLAN, shapes.TINY, 1, GOAL, tmp_path, tmp_path / "no-llama.cpp", ("ours", "stock")).run()
     results = json.loads((tmp_path / "sweep.json").read_text())
     for figures in results["systems"].values():
         assert figures["saturation"]["requests_per_second"] > 0 and len(figures["rungs"]) == 1
@@ -176,8 +173,7 @@ def test_make_load_starts_a_server_and_fails_where_answers_are_wrong(tmp_path):
     report = (tmp_path / "report.html").read_text()
     assert "/v1/completions stream" in report and "between" in report
     assert "all processes have ended" in (tmp_path / "server.log").read_text()
-    with RunningServer(folder, max_running_requests=1, max_queued_requests=0, max_tokens=16_384) as server:
-        server.wait_until_ready()
+    with serving(folder, max_running_requests=1, max_queued_requests=0, max_tokens=16_384) as server:
         done = run("--host", server.url)
         assert done.returncode == 1 and "status 429: queue_full" in done.stdout + done.stderr
         done = run("--host", f"{server.url}/nothing")

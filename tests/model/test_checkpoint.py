@@ -21,11 +21,10 @@ from hypothesis import strategies as st
 from service.model.checkpoint import REQUIRED, Checkpoint, CheckpointError
 from service.model.tokenizer import CharTokenizer
 from tests.helpers import VOCABULARY, random_model, save_random
+from tests.toolbox.launch import ROOT
 from tests.toolbox.needs import missing
 from training import saving
 from training.saving import replacing_folder, restore_folder, save_checkpoint
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -243,14 +242,18 @@ def sign(folder, *also):
     write(manifest, json.dumps(about).encode())
 
 
-def edit(folder, name, change):
-    """`change` of the JSON of a file, signed unless it is the manifest."""
-    file = folder / name
-    about = json.loads(file.read_text())
-    change(about)
-    write(file, json.dumps(about).encode())
+def replace(folder, name, data):
+    """A new file, signed unless it is the manifest."""
+    write(folder / name, data)
     if name != "manifest.json":
         sign(folder)
+
+
+def edit(folder, name, change):
+    """`change` of the JSON of a file."""
+    about = json.loads((folder / name).read_text())
+    change(about)
+    replace(folder, name, json.dumps(about).encode())
 
 
 def refusal(folder):
@@ -282,11 +285,10 @@ def folder(original, tmp_path):
 def test_every_value_of_the_weights_must_be_finite(folder, dtype, value):
     import safetensors.torch
 
-    file, name = folder / "model.safetensors", "model.layers.0.mlp.up_proj.weight"
-    tensors = {name: tensor.to(dtype) for name, tensor in safetensors.torch.load(file.read_bytes()).items()}
+    name, weights = "model.layers.0.mlp.up_proj.weight", (folder / "model.safetensors").read_bytes()
+    tensors = {name: tensor.to(dtype) for name, tensor in safetensors.torch.load(weights).items()}
     tensors[name][-1, -1] = value
-    write(file, safetensors.torch.save(tensors))
-    sign(folder)
+    replace(folder, "model.safetensors", safetensors.torch.save(tensors))
     assert refusal(folder) == f"model.safetensors: {name} has values that are NaN, infinite or beyond float32"
 
 
@@ -425,19 +427,14 @@ def test_bad_vocabularies_are_refused(folder, changes, message):
     ],
 )  # fmt: skip
 def test_malformed_json_is_refused(folder, name, data):
-    write(folder / name, data)
-    if name != "manifest.json":
-        sign(folder)
+    replace(folder, name, data)
     assert refusal(folder).startswith(f"{name}: ")
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "config.json", "tokenizer.json", "training.json"])
 def test_files_saved_by_windows_editors_load(folder, name):
     """CRLF, and a byte order mark."""
-    data = (folder / name).read_text().replace("\n", "\r\n").encode("utf-8-sig")
-    write(folder / name, data)
-    if name != "manifest.json":
-        sign(folder)
+    replace(folder, name, (folder / name).read_text().replace("\n", "\r\n").encode("utf-8-sig"))
     assert Checkpoint.read(folder).load_weights()
 
 
@@ -485,11 +482,9 @@ def test_a_signed_folder_with_any_change_loads_or_is_refused(original, data, nam
             size = int.from_bytes(before[:8], "little")
             header, weights = mutated_json(data, json.loads(before[8 : 8 + size])), before[8 + size :]
             size = data.draw(st.just(len(header)) | st.integers(0, 2**64 - 1))
-            write(file, size.to_bytes(8, "little") + header + weights)
+            replace(original, name, size.to_bytes(8, "little") + header + weights)
         else:
-            write(file, mutated_json(data, json.loads(before)))
-        if name != "manifest.json":
-            sign(original)
+            replace(original, name, mutated_json(data, json.loads(before)))
         try:
             checkpoint = Checkpoint.read(original)
             checkpoint.load_weights()
@@ -557,8 +552,7 @@ def pack(header, data):
     ],
 )  # fmt: skip
 def test_malformed_safetensors_are_refused(folder, change, message):
-    write(folder / "model.safetensors", change(*header_of(folder)))
-    sign(folder)
+    replace(folder, "model.safetensors", change(*header_of(folder)))
     assert refusal(folder).startswith(f"model.safetensors: {message}")
 
 
@@ -581,8 +575,7 @@ def test_a_pickle_is_never_executed(folder, tmp_path):
     Checkpoint.read(folder).load_model()
     weights = (folder / "model.safetensors").read_bytes()
     for data in (malicious, malicious + weights, malicious.ljust(len(weights), b".")):
-        write(folder / "model.safetensors", data)
-        sign(folder)
+        replace(folder, "model.safetensors", data)
         assert refusal(folder).startswith("model.safetensors: ")
     assert not executed.exists()
 

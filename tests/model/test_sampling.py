@@ -65,12 +65,11 @@ def test_draws_equal_those_of_an_independent_sampler(seed):
         ]
         histories = [history_of(V, *texts[b]) if params[b].needs_history else None for b in range(B)]
         mask = None if allowed is None else torch.from_numpy(allowed)
-        rows = params
         for u in (np.zeros(B), *rng.random((4, B))):
-            ids = sample(torch.from_numpy(logits), rows, torch.from_numpy(u), histories, mask)
+            ids = sample(torch.from_numpy(logits), params, torch.from_numpy(u), histories, mask)
             assert ids.tolist() == [draw(p, x) for p, x in zip(expected, u, strict=True)]
         last = torch.full((B,), 1 - 2**-53, dtype=torch.float64)  # here the order of summation matters
-        ids = sample(torch.from_numpy(logits), rows, last, histories, mask).tolist()
+        ids = sample(torch.from_numpy(logits), params, last, histories, mask).tolist()
         assert all(p[id] > 0 for p, id in zip(expected, ids, strict=True))
 
 

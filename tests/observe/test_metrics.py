@@ -44,14 +44,11 @@ def settled(server):
     return server.metrics()
 
 
-class Increases:
+class Increases(contextlib.AbstractContextManager):
     """Increases of series within the `with` block."""
 
     def __init__(self, server):
         self.server, self.before = server, settled(server)
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *_):
         self.after = settled(self.server)

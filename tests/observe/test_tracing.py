@@ -16,7 +16,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
-from tests.helpers import ENDLESS, RunningServer, refusal, serving, wait_until, web
+from tests.helpers import ENDLESS, lasting, refusal, serving, wait_until, web
 
 MARKER = "SecretMarker"
 CLOCKS_APART = 10_000_000  # ns; tolerance for the service's conversion from monotonic time
@@ -87,12 +87,7 @@ def server(checkpoint, collector):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")  # ms
         options = {"http_processes": 2, "max_queued_requests": 300, "max_prompts": 400}
-        server = RunningServer(checkpoint.path, otlp_traces_endpoint=collector.url, **options)
-    with server:
-        server.wait_until_ready()
-        yield server
-        assert server.stop() == 0
-        assert "Traceback" not in server.output()
+        yield from lasting(checkpoint.path, otlp_traces_endpoint=collector.url, **options)
 
 
 def ask(server, path, body, **headers):

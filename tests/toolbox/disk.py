@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Self
 
 from tests.toolbox.needs import missing
 
 
-class SmallDisk:
+class SmallDisk(contextlib.AbstractContextManager):
     """A file system in memory of `size` ("2m"), in a mount namespace that exists as long as its holder process."""
 
     def __init__(self, point: Path, size: str):
@@ -41,9 +41,6 @@ class SmallDisk:
 
     def close(self) -> str:
         return self.holder.communicate()[1]
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

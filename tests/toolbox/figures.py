@@ -74,10 +74,6 @@ def put(content: str, path: Path, name: str) -> None:
 # JSON
 
 
-def write_figures(path: Path, value: Any) -> None:
-    path.write_text(dumps(value) + "\n", encoding="utf-8")
-
-
 def dumps(value: Any, indent: str = "") -> str:
     """`value` as JSON; what holds no more than lists and objects of numbers and texts takes one line."""
     if depth(value) <= 2:

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 from urllib.error import HTTPError
 from urllib.request import build_opener, urlopen
 
@@ -35,7 +35,12 @@ def free_port() -> int:
             return probe.getsockname()[1]
 
 
-class Program:
+def is_worker(process: psutil.Process) -> bool:
+    """Whether it is an inference process: LitServe spawns these and forks the others."""
+    return "spawn_main" in " ".join(process.cmdline())
+
+
+class Program(contextlib.AbstractContextManager):
     """A server process, ready once GET `ready` returns 200. stdout and stderr go to `log` or a temporary file.
 
     options: passed to subprocess.Popen.
@@ -78,6 +83,13 @@ class Program:
             pass
         return False
 
+    def processes(self) -> list[psutil.Process]:
+        main = psutil.Process(self.process.pid)
+        return [main, *main.children(recursive=True)]
+
+    def worker(self) -> psutil.Process:
+        return next(filter(is_worker, self.processes()))
+
     def output(self) -> str:
         log = self.log.fileno()  # pread: the program writes at the shared file position
         return os.pread(log, os.fstat(log).st_size, 0).decode(errors="replace")
@@ -90,9 +102,6 @@ class Program:
             self.process.kill()
         self.process.wait()
         self.log.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -119,11 +128,10 @@ class Server(Program):
 
     def cpu_seconds(self) -> dict[str, float]:
         """CPU time so far, of inference processes (`worker`) and all others (`http`)."""
-        main, seconds = psutil.Process(self.process.pid), {"worker": 0.0, "http": 0.0}
-        for process in (main, *main.children(recursive=True)):
+        seconds = {"worker": 0.0, "http": 0.0}
+        for process in self.processes():
             times = process.cpu_times()
-            is_worker = "spawn_main" in " ".join(process.cmdline())
-            seconds["worker" if is_worker else "http"] += times.user + times.system
+            seconds["worker" if is_worker(process) else "http"] += times.user + times.system
         return seconds
 
     def pause(self) -> None:

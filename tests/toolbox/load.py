@@ -7,6 +7,7 @@ time.monotonic, which all processes share.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import multiprocessing
@@ -15,7 +16,7 @@ import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 from tests.toolbox.http import DONE, events, text_of
 from tests.toolbox.http import post as post
@@ -351,7 +352,7 @@ def run(
         selector.close()
 
 
-class Apart:
+class Apart(contextlib.AbstractContextManager):
     """`run` in a process of its own, ready when this returns, to the end of the `with` statement, which sets `outcome`.
 
     requests: can be pickled, and gives the requests.
@@ -376,9 +377,6 @@ class Apart:
         self._process.start()
         theirs.close()
         self._results.recv()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()

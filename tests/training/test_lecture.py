@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from tests import reference
-from tests.helpers import call, random_model
+from tests.helpers import call, random_model, save_random
 from training import lecture
 from training.data import prepare
 
@@ -100,8 +100,6 @@ def test_rows_never_talk_and_weights_fill_memory():
 
 
 def test_the_lecture_is_given(corpus, tmp_path, capsys):
-    from tests.helpers import save_random
-
     checkpoint = save_random(tmp_path / "checkpoint")
     flags = ["--data", tmp_path / "bottles.txt", "--checkpoint", checkpoint.path, "--out", tmp_path / "lecture.png"]
     assert not call(["lecture", *flags, "--steps", 20])
