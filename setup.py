@@ -1,10 +1,11 @@
-"""Builds the native engine, service/engine/native.cpp: one library per instruction set, chosen at run time.
+"""Builds the native engine, service/engine/native.cpp, and training/attention.cpp: one library per instruction set,
+chosen at run time.
 
 Plain shared libraries for ctypes, `_native_v4.so` and so on: they need neither Python's nor torch's headers, and one
 build serves every Python. setuptools takes them for extension modules, and so puts them into wheels for this platform.
 
-The build is optional. Without a compiler the installation succeeds, prints one line (which pip shows with -v) and the
-service uses torch. CXX names another compiler, CXXFLAGS adds flags.
+The build is optional. Without a compiler the installation succeeds, prints one line (which pip shows with -v), and
+service and training use torch. CXX names another compiler, CXXFLAGS adds flags.
 
     python setup.py build_ext --inplace      # or: make native
 """
@@ -21,12 +22,16 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-SOURCE = Path("service", "engine", "native.cpp")  # relative to this file, as setuptools demands
-# The same bits on every machine: a*b + c is rounded twice unless the source says fma, and no sum changes its order.
+# Relative to this file, as setuptools demands. An image that only serves lacks the second.
+SOURCE, ATTENTION = Path("service", "engine", "native.cpp"), Path("training", "attention.cpp")
 FLAGS = (
-    "-std=c++17 -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math "
-    "-fvisibility=hidden -fPIC -shared -pthread -Wall -Wextra"
-).split()
+    "-std=c++17 -O3 -fno-math-errno -fno-trapping-math -fvisibility=hidden -fPIC -shared -pthread -Wall -Wextra".split()
+)
+OWN_FLAGS = {
+    # The same bits on every machine: a*b + c is rounded twice unless the source says fma, and no sum changes its order.
+    SOURCE: ["-ffp-contract=off"],
+    ATTENTION: ["-ffp-contract=fast"],
+}
 VARIANTS: dict[str, list[str]] = {"base": []}
 if platform.machine().lower() in ("x86_64", "amd64"):
     VARIANTS = {
@@ -43,8 +48,8 @@ class NotCompiled(Exception):
     """The first line of the reason."""
 
 
-def compile_native(target: Path, flags: list[str]) -> None:
-    """Compiles SOURCE to a shared library. A failure removes an older `target`, which would be out of date.
+def compile_native(target: Path, flags: list[str], source: Path = SOURCE) -> None:
+    """Compiles `source` to a shared library. A failure removes an older `target`, which would be out of date.
 
     Raises:
         NotCompiled: no compiler, or it failed.
@@ -55,11 +60,11 @@ def compile_native(target: Path, flags: list[str]) -> None:
     if not compiler[0]:
         raise NotCompiled(f"no C++ compiler: none of {', '.join(COMPILERS)} is on PATH, and CXX is not set")
     # CXXFLAGS first: where two flags contradict each other, the last one counts.
-    command = [*compiler, *shlex.split(os.environ.get("CXXFLAGS", "")), *FLAGS, *flags]
+    command = [*compiler, *shlex.split(os.environ.get("CXXFLAGS", "")), *FLAGS, *OWN_FLAGS[source], *flags]
     partial = target.with_suffix(".partial")
     try:
         done = subprocess.run(
-            [*command, "-o", str(partial), str(SOURCE)], cwd=Path(__file__).parent, capture_output=True, text=True
+            [*command, "-o", str(partial), str(source)], cwd=Path(__file__).parent, capture_output=True, text=True
         )
     except OSError as error:
         raise NotCompiled(f"{compiler[0]}: {error.strerror}") from error
@@ -80,29 +85,30 @@ class BuildNative(build_ext):
         folder = Path(__file__).parent if self.inplace else Path(self.build_lib).absolute()
         targets = [folder / self.get_ext_filename(extension.name) for extension in self.extensions]
         with ThreadPoolExecutor() as pool:
-            reasons = list(pool.map(self.build, targets, VARIANTS.values()))
+            reasons = list(pool.map(self.build, self.extensions, targets))
         # setuptools expects a file for each of these
         self.extensions = [extension for extension, reason in zip(self.extensions, reasons, strict=True) if not reason]
         if not self.extensions:
             warn(
-                f"installed without the native engine ({reasons[-1]}). The service will use torch, which is several "
-                "times slower on a CPU. To change that, install g++ or clang++, then install chargpt again."
+                f"installed without the native engine ({reasons[-1]}). Service and training will use torch, which is "
+                "several times slower on a CPU. To change that, install g++ or clang++, then install chargpt again."
             )
             return
-        for variant, reason in zip(VARIANTS, reasons, strict=True):
+        for target, reason in zip(targets, reasons, strict=True):
             if reason:
-                warn(f"built without _native_{variant} ({reason}). Another variant takes its place.")
+                warn(f"built without {target.stem} ({reason}). Another variant takes its place.")
 
     def get_ext_filename(self, fullname: str) -> str:
         return str(Path(*fullname.split(".")).with_suffix(".so"))
 
-    def build(self, target: Path, flags: list[str]) -> str | None:
+    def build(self, extension: Extension, target: Path) -> str | None:
         """The reason if the library could not be built."""
-        changed = max(path.stat().st_mtime for path in (Path(__file__), Path(__file__).parent / SOURCE))
+        source, flags = Path(extension.sources[0]), VARIANTS[extension.name.rpartition("_")[2]]
+        changed = max(path.stat().st_mtime for path in (Path(__file__), Path(__file__).parent / source))
         if not self.force and target.exists() and target.stat().st_mtime > changed:
             return None
         try:
-            compile_native(target, flags)
+            compile_native(target, flags, source)
         except NotCompiled as error:
             return str(error)
         return None
@@ -115,7 +121,10 @@ def warn(message: str) -> None:
 if __name__ == "__main__":
     setup(
         ext_modules=[
-            Extension(f"service.engine._native_{variant}", [SOURCE.as_posix()], optional=True) for variant in VARIANTS
+            Extension(f"{name}_{variant}", [source.as_posix()], optional=True)
+            for name, source in (("service.engine._native", SOURCE), ("training._attention", ATTENTION))
+            for variant in VARIANTS
+            if Path(__file__).parent.joinpath(source).exists() and not (source is ATTENTION and "bf16" in variant)
         ],
         cmdclass={"build_ext": BuildNative},
     )

@@ -17,18 +17,20 @@ from tests.toolbox import needs
 ROOT = Path(__file__).parents[1]
 SMALL = 'extern "C" __attribute__((visibility("default"))) int chargpt_abi(void) { return 7; }\n'
 ALL = {f"_native_{variant}.so" for variant in setup.VARIANTS}
+ALL |= {f"_attention_{variant}.so" for variant in setup.VARIANTS if variant != "v4bf16"}
 
 
 @pytest.fixture
 def source(tmp_path):
-    """A copy of what is installed, with a native source that compiles in no time."""
+    """A copy of what is installed, with native sources that compile in no time."""
     tree = tmp_path / "source"
     for name in ("service", "training"):
-        ignored = shutil.ignore_patterns("__pycache__", "_native_*", "checkpoints")
+        ignored = shutil.ignore_patterns("__pycache__", "_native_*", "_attention_*", "checkpoints")
         shutil.copytree(ROOT / name, tree / name, ignore=ignored)
     for name in ("pyproject.toml", "setup.py", "README.md"):
         shutil.copy(ROOT / name, tree)
-    (tree / setup.SOURCE).write_text(SMALL)
+    for path in setup.OWN_FLAGS:
+        (tree / path).write_text(SMALL)
     return tree
 
 
@@ -53,7 +55,9 @@ def build(source, *args, **variables):
 
 
 def libraries(folder):
-    return {path.name for path in (folder / "service" / "engine").glob("_native_*")}
+    """By name; partial files included."""
+    found = (*folder.glob("service/engine/_native_*"), *folder.glob("training/_attention_*"))
+    return {path.name: path for path in found}
 
 
 @pytest.mark.needs("compiler")
@@ -63,12 +67,13 @@ def test_a_wheel_contains_the_libraries_and_the_page(source, tmp_path):
     assert not wheel.name.endswith("-any.whl"), "libraries of one platform in a wheel for all"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "wheel")
-    assert libraries(tmp_path / "wheel") == ALL
+    found = libraries(tmp_path / "wheel")
+    assert set(found) == ALL
     assert not list((tmp_path / "wheel").rglob("*.cpp"))
     page = Path("service", "http", "static")
     assert {path.name for path in (tmp_path / "wheel" / page).iterdir()} == {it.name for it in (ROOT / page).iterdir()}
-    for name in ALL:
-        assert ctypes.CDLL(str(tmp_path / "wheel" / "service" / "engine" / name)).chargpt_abi() == 7
+    for path in found.values():
+        assert ctypes.CDLL(str(path)).chargpt_abi() == 7
 
 
 def test_a_source_distribution_contains_the_source(source, tmp_path):
@@ -76,7 +81,7 @@ def test_a_source_distribution_contains_the_source(source, tmp_path):
     (path,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"setup.py", setup.SOURCE.as_posix()} <= names
+    assert {"setup.py", *(path.as_posix() for path in setup.OWN_FLAGS)} <= names
 
 
 def git(source, *command):
@@ -125,7 +130,7 @@ def test_without_a_compiler_the_installation_succeeds_with_one_line(source, tmp_
     assert "installed without the native engine" in line
     assert reason in line
     assert "install g++ or clang++" in line
-    assert libraries(source) == set() == libraries(site)
+    assert libraries(source) == {} == libraries(site)
     found = run(source if editable else site, "-c", "import service.engine as e; print(*e.__path__)")
     assert found.startswith(str(tmp_path))
 
@@ -139,36 +144,38 @@ def test_one_variant_that_fails_leaves_the_others(source, tmp_path):
     picky.write_text(f'#!/bin/sh\n{fails}\nexec c++ "$@"\n')
     picky.chmod(0o755)
     assert build(source) == ""
-    assert libraries(source) == ALL
-    (source / setup.SOURCE).write_text(SMALL.replace("7", "8"))
+    assert set(libraries(source)) == ALL
+    for path in setup.OWN_FLAGS:
+        (source / path).write_text(SMALL.replace("7", "8"))
     output = build(source, CXX=str(picky))
     assert output.startswith(f"chargpt: built without _native_v4bf16 ({picky}: error: bad -mavx512bf16)")
     assert output.count("\n") == 1
-    rest = ALL - {"_native_v4bf16.so"}
-    assert libraries(source) == rest
-    for name in rest:
-        assert ctypes.CDLL(str(source / "service" / "engine" / name)).chargpt_abi() == 8
+    assert set(rest := libraries(source)) == ALL - {"_native_v4bf16.so"}
+    for path in rest.values():
+        assert ctypes.CDLL(str(path)).chargpt_abi() == 8
 
 
 @pytest.mark.needs("compiler")
 def test_a_build_compiles_again_only_after_a_change(source):
     def times():
-        return {path.name: path.stat().st_mtime_ns for path in (source / "service" / "engine").glob("_native_*")}
+        return {name: path.stat().st_mtime_ns for name, path in libraries(source).items()}
 
     build(source)
     first = times()
     build(source)
     assert times() == first
-    for name in ("setup.py", setup.SOURCE):
+    for name in ("setup.py", *setup.OWN_FLAGS):
         before = times()
         os.utime(source / name)
         build(source)
-        assert all(after > before[library] for library, after in times().items()), name
+        assert [library for library, after in times().items() if after > before[library]] == [
+            library for library in before if name == "setup.py" or library.startswith(f"_{Path(name).stem}_")
+        ]
 
 
 def bits(command, path):
     """What tests/engine/native_bits.cpp prints, compiled by `command`."""
-    flags = [flag for flag in setup.FLAGS if flag != "-shared"]
+    flags = [flag for flag in (*setup.FLAGS, *setup.OWN_FLAGS[setup.SOURCE]) if flag != "-shared"]
     source = ROOT / "tests" / "engine" / "native_bits.cpp"
     subprocess.run([*command[:1], "-I", ROOT, "-Werror", *flags, *command[1:], source, "-o", path], check=True)
     return path

@@ -1,21 +1,26 @@
 """The model's forward for training on a CPU, with a hand-written backward for each half block.
 
-On a CPU, autograd spends half of a small model's step between the matrix products: on dozens of small operations,
+On a CPU, autograd spends most of a small model's step between the matrix products: on dozens of small operations,
 dtype conversions and saved intermediates. Here each half block is one autograd function with few passes over memory;
-norm gains are folded into the weights that follow, and the residual addition is included. It computes `GPT.forward`
-without a cache, in any dtype, for texts no longer than the attention window.
+norm gains are folded into the weights that follow, the residual addition is included, and attention is C++
+(attention.cpp), or torch's operations where that was not compiled. It computes `GPT.forward` without a cache, in any
+dtype, for texts no longer than the attention window.
 
 Knows nothing about optimizers or data.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from service.engine.native import built
 from service.model.gpt import GPT, Block, rope_angles
 
 
@@ -40,13 +45,12 @@ class FusedForward:
         p = config.dropout if model.training else 0.0
         x = model.embed(idx)
         cos, sin = rope_angles(torch.arange(T), config, x.dtype)
-        mask = torch.full((T, T), -torch.inf, dtype=self.dtype).triu(1).repeat(config.n_head // config.n_kv_head, 1)
         for block in model.blocks:
             assert isinstance(block, Block)
             attn, mlp = block.attn, block.mlp
             x = _Attention.apply(
                 x, block.attn_norm.weight, attn.qkv.weight, attn.q_norm.weight, attn.k_norm.weight, attn.proj.weight,
-                (cos, sin, mask, config.norm_eps, p, self.dtype),
+                (cos, sin, config.norm_eps, p, self.dtype),
             )  # fmt: skip
             x = _SwiGLU.apply(
                 x, block.mlp_norm.weight, mlp.gate_up.weight, mlp.proj.weight, (config.norm_eps, p, self.dtype)
@@ -79,69 +83,109 @@ def _dropout(y: Tensor, p: float) -> tuple[Tensor, Tensor | None]:
     return y * factors, factors
 
 
-def _transposed_product(large: Tensor, small: Tensor) -> Tensor:
-    """Batched largeᵀ · small: (n, rows, l) and (n, rows, s) -> (n, l, s).
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    """attention.cpp, compiled for this CPU; None: it was not, or the CPU is too old."""
+    try:
+        return ctypes.CDLL(str(built(Path(__file__).with_name("_attention"))))
+    except RuntimeError:
+        return None
 
-    A batched product copies a transposed left operand; this copies the small one.
+
+class _Heads:
+    """Attention between the product that gives queries, keys and values and the one that takes what was attended.
+
+    heads (B, T, nh + 2 nkv, hs) float32 or float64: queries, then keys, then values. gains (nh + nkv, hs): those of the
+    norms of queries, times 1 / √hs, and of keys. cos, sin (T, hs): as of rope_angles.
     """
-    return (small.mT.contiguous() @ large).mT
+
+    def __init__(self, heads: Tensor, gains: Tensor, cos: Tensor, sin: Tensor, nh: int, eps: float):
+        self.inputs, self.nh, self.eps = (heads.contiguous(), gains.contiguous(), cos, sin), nh, eps
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Attended values (B, T, nh, hs), and what the backward needs beside them."""
+        heads, gains = self.inputs[:2]
+        B, T, _, hs = heads.size()
+        attended, lse = heads.new_empty(B, T, self.nh, hs), heads.new_empty(B, self.nh, T)
+        if not self._call("forward", attended, lse):
+            attended = self._by_torch(heads, gains)
+        return attended, lse
+
+    def backward(self, attended: Tensor, lse: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of heads and of gains, given that of the attended values."""
+        heads, gains = self.inputs[:2]
+        grad_heads, grad_gains = torch.empty_like(heads), heads.new_empty(heads.size(0), *gains.size())
+        if self._call("backward", attended, lse, grad.contiguous(), grad_heads, grad_gains):
+            return grad_heads, grad_gains.sum(0)
+        with torch.enable_grad():
+            heads, gains = heads.detach().requires_grad_(), gains.detach().requires_grad_()
+            return torch.autograd.grad(self._by_torch(heads, gains), (heads, gains), grad)  # type: ignore[return-value]
+
+    def _call(self, name: str, *others: Tensor) -> bool:
+        """Whether there is a library.
+
+        Raises MemoryError.
+        """
+        library = _library()
+        if library is None:
+            return False
+        heads, gains = self.inputs[:2]
+        B, T, _, hs = heads.size()
+        sizes = (ctypes.c_int32 * 6)(B, T, self.nh, len(gains) - self.nh, hs, torch.get_num_threads())
+        function = getattr(library, f"{name}_{str(heads.dtype).removeprefix('torch.')}")
+        function.restype = ctypes.c_bool
+        pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (*self.inputs, *others))
+        if not function(sizes, ctypes.c_double(self.eps), *pointers):
+            raise MemoryError(f"attention of {B} windows of {T} characters")
+        return True
+
+    def _by_torch(self, heads: Tensor, gains: Tensor) -> Tensor:
+        _, _, cos, sin = self.inputs
+        nqk, hs = gains.size()
+        qk = torch.rms_norm(heads[:, :, :nqk], (hs,), None, self.eps) * gains
+        qk = (qk * cos[:, None]).addcmul(qk.roll(hs // 2, -1), sin[:, None]).transpose(1, 2)
+        v = heads[:, :, nqk:].transpose(1, 2)
+        y = F.scaled_dot_product_attention(
+            qk[:, : self.nh], qk[:, self.nh :], v, is_causal=True, scale=1.0, enable_gqa=True
+        )
+        return y.transpose(1, 2).contiguous()
 
 
 class _Attention(torch.autograd.Function):
-    """x + proj(attention(norm(x))), with the full (T, T) attention weights saved for the backward."""
+    """x + proj(attention(norm(x)))."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, gain: Tensor, qkv: Tensor, q_gain: Tensor, k_gain: Tensor, proj: Tensor, rest: Any
     ) -> Tensor:
-        cos, sin, mask, eps, p, dtype = rest
+        cos, sin, eps, p, dtype = rest
         B, T, C = x.size()
         hs = q_gain.numel()
         nh, nkv = C // hs, (qkv.size(0) - C) // hs // 2
-        nqk = nh + nkv
         x = x.reshape(B * T, C)
         normed, scale = _normalize(x, eps)
         normed_low, folded, proj_low = normed.to(dtype), (qkv * gain).to(dtype), proj.to(dtype)
-        heads = (normed_low @ folded.mT).view(B, T, nqk + nkv, hs)
-        # Query and key heads differ only in their gains; with these in the tables, one pass rotates both.
+        heads = (normed_low @ folded.mT).view(B, T, nh + 2 * nkv, hs).to(x.dtype)
         gains = torch.cat((q_gain.expand(nh, hs) * hs**-0.5, k_gain.expand(nkv, hs)))
-        normed_qk, qk_scale = _normalize(heads[:, :, :nqk].to(x.dtype), eps)
-        cos_gains, sin_gains = cos[:, None] * gains, sin[:, None] * gains.roll(hs // 2, -1)
-        rotated = (normed_qk * cos_gains).addcmul_(normed_qk.roll(hs // 2, -1), sin_gains).to(dtype)
-        # The queries of a key/value head form one matrix: (B·nkv, group·T, hs).
-        q = rotated[:, :, :nh].transpose(1, 2).reshape(B * nkv, -1, hs)
-        k = rotated[:, :, nh:].transpose(1, 2).reshape(B * nkv, T, hs)
-        v = heads[:, :, nqk:].transpose(1, 2).reshape(B * nkv, T, hs)
-        weights = torch.baddbmm(mask, q, k.mT).softmax(-1)  # (B·nkv, group·T, T)
-        attended = (weights @ v).view(B, nh, T, hs).transpose(1, 2).reshape(B * T, C)
-        y, factors = _dropout(attended @ proj_low.mT, p)
-        ctx.save_for_backward(normed, scale, normed_low, normed_qk, qk_scale, q, k, v, weights, attended, factors,
-                              cos, sin, gain, qkv, gains, folded, proj_low)  # fmt: skip
+        ctx.heads = _Heads(heads, gains, cos, sin, nh, eps)
+        attended, lse = ctx.heads.forward()
+        attended_low = attended.view(B * T, C).to(dtype)
+        y, factors = _dropout(attended_low @ proj_low.mT, p)
+        ctx.save_for_backward(
+            normed, scale, normed_low, attended, lse, attended_low, factors, gain, qkv, folded, proj_low
+        )
         return (x + y).view(B, T, C)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (normed, scale, normed_low, normed_qk, qk_scale, q, k, v, weights, attended, factors,
-         cos, sin, gain, qkv, gains, folded, proj_low) = ctx.saved_tensors  # fmt: skip
+        normed, scale, normed_low, attended, lse, attended_low, factors, gain, qkv, folded, proj_low = ctx.saved_tensors
         B, T, C = grad.size()
-        (nqk, hs), nkv = gains.size(), k.size(0) // B
-        nh = nqk - nkv
+        nh, hs = attended.size()[2:]
         grad = grad.reshape(B * T, C)
-        grad_y = grad.to(q.dtype) if factors is None else grad.to(q.dtype) * factors
-        grad_proj = grad_y.mT @ attended
-        grad_attended = (grad_y @ proj_low).view(B, T, nh, hs).transpose(1, 2).reshape(B * nkv, -1, hs)
-        grad_scores = torch._softmax_backward_data(grad_attended @ v.mT, weights, -1, weights.dtype)
-        grad_q = (grad_scores @ k).view(B, nh, T, hs).transpose(1, 2)
-        grad_k = _transposed_product(grad_scores, q).unflatten(0, (B, nkv)).transpose(1, 2)
-        grad_v = _transposed_product(weights, grad_attended).unflatten(0, (B, nkv)).transpose(1, 2)
-        grad_qk = torch.cat((grad_q, grad_k), dim=2).to(normed_qk.dtype)  # (B, T, nh + nkv, hs)
-        # roll by hs/2 is its own inverse
-        grad_qk = (grad_qk * sin[:, None]).roll(hs // 2, -1).addcmul_(grad_qk, cos[:, None])
-        dot = grad_qk * normed_qk
-        grad_gains = dot.sum((0, 1))  # (nh + nkv, hs)
-        dot = dot.mul_(gains).sum(-1, keepdim=True)
-        grad_qk = _normalize_backward(grad_qk.mul_(gains), normed_qk, qk_scale, dot)
-        grad_heads = torch.cat((grad_qk.to(v.dtype), grad_v), dim=2).view(B * T, -1)
+        grad_y = grad.to(proj_low.dtype) if factors is None else grad.to(proj_low.dtype) * factors
+        grad_proj = grad_y.mT @ attended_low
+        grad_heads, grad_gains = ctx.heads.backward(attended, lse, (grad_y @ proj_low).to(grad.dtype).view_as(attended))
+        grad_heads = grad_heads.view(B * T, -1).to(proj_low.dtype)
         grad_gain, grad_qkv = _fold_backward(grad_heads.mT @ normed_low, qkv, gain)
         grad_normed = (grad_heads @ folded).to(grad.dtype)
         dot = (grad_normed * normed).sum(-1, keepdim=True)

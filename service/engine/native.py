@@ -62,17 +62,25 @@ def library() -> ctypes.CDLL:
     Raises:
         RuntimeError: there is none that can be used; says why.
     """
-    given, machine = os.environ.get(LIBRARY_VARIABLE), platform.machine()
-    if given:
+    if given := os.environ.get(LIBRARY_VARIABLE):
         return _load(Path(given))
-    flags = _cpu_flags()
+    return _load(built(Path(__file__).with_name("_native")))
+
+
+def built(stem: Path) -> Path:
+    """Of a library that setup.py compiles once per instruction set, the file that is best for this CPU: STEM_v4.so.
+
+    Raises:
+        RuntimeError: there is none that can be used; says why.
+    """
+    flags, machine = _cpu_flags(), platform.machine()
     variants = ["base"] if machine in ("aarch64", "arm64") else [name for name in _VARIANTS if _VARIANTS[name] <= flags]
     if not variants:
         raise RuntimeError(f"this CPU ({machine}) has no AVX2 and FMA")
     for variant in variants:
-        path = Path(__file__).with_name(f"_native_{variant}.so")
+        path = stem.with_name(f"{stem.name}_{variant}.so")
         if path.exists():
-            return _load(path)
+            return path
     raise RuntimeError("its library was not built: install a C++ compiler, then the package again")
 
 
