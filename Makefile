@@ -14,7 +14,7 @@ TORCH ?= $(shell [ "$$(uname -s)" != Linux ] || nvidia-smi -L >/dev/null 2>&1 ||
 TORCH_INDEX_URL ?= https://download.pytorch.org/whl/cpu
 
 BIN := $(VENV)/bin
-NATIVE := service/engine/native.cpp training/attention.cpp
+NATIVE := service/engine/native.cpp training/fused.cpp
 RUN := $(VENV)/.installed-service,training
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -131,7 +131,7 @@ lint: $(VENV)/.installed-dev ## check style, types, the Dockerfile and the workf
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 clean: ## remove the environment, the native libraries and tool caches; checkpoints stay
-	rm -rf $(VENV) build *.egg-info service/engine/_native_* training/_attention_* .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf $(VENV) build *.egg-info service/engine/_native_* training/_fused_* .pytest_cache .hypothesis .mypy_cache .ruff_cache
 
 # One stamp per set of extras. After a change of the native source alone, only that is compiled. pip compiles it too, but
 # shows no warning where it cannot.

@@ -1,4 +1,4 @@
-"""Builds the native engine, service/engine/native.cpp, and training/attention.cpp: one library per instruction set,
+"""Builds the native engine, service/engine/native.cpp, and training/fused.cpp: one library per instruction set,
 chosen at run time.
 
 Plain shared libraries for ctypes, `_native_v4.so` and so on: they need neither Python's nor torch's headers, and one
@@ -23,14 +23,14 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 # Relative to this file, as setuptools demands. An image that only serves lacks the second.
-SOURCE, ATTENTION = Path("service", "engine", "native.cpp"), Path("training", "attention.cpp")
+SOURCE, FUSED = Path("service", "engine", "native.cpp"), Path("training", "fused.cpp")
 FLAGS = (
     "-std=c++17 -O3 -fno-math-errno -fno-trapping-math -fvisibility=hidden -fPIC -shared -pthread -Wall -Wextra".split()
 )
 OWN_FLAGS = {
     # The same bits on every machine: a*b + c is rounded twice unless the source says fma, and no sum changes its order.
     SOURCE: ["-ffp-contract=off"],
-    ATTENTION: ["-ffp-contract=fast"],
+    FUSED: ["-ffp-contract=fast"],
 }
 VARIANTS: dict[str, list[str]] = {"base": []}
 if platform.machine().lower() in ("x86_64", "amd64"):
@@ -122,9 +122,9 @@ if __name__ == "__main__":
     setup(
         ext_modules=[
             Extension(f"{name}_{variant}", [source.as_posix()], optional=True)
-            for name, source in (("service.engine._native", SOURCE), ("training._attention", ATTENTION))
+            for name, source in (("service.engine._native", SOURCE), ("training._fused", FUSED))
             for variant in VARIANTS
-            if Path(__file__).parent.joinpath(source).exists() and not (source is ATTENTION and "bf16" in variant)
+            if Path(__file__).parent.joinpath(source).exists() and not (source is FUSED and "bf16" in variant)
         ],
         cmdclass={"build_ext": BuildNative},
     )

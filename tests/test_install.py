@@ -17,7 +17,7 @@ from tests.toolbox import needs
 ROOT = Path(__file__).parents[1]
 SMALL = 'extern "C" __attribute__((visibility("default"))) int chargpt_abi(void) { return 7; }\n'
 ALL = {f"_native_{variant}.so" for variant in setup.VARIANTS}
-ALL |= {f"_attention_{variant}.so" for variant in setup.VARIANTS if variant != "v4bf16"}
+ALL |= {f"_fused_{variant}.so" for variant in setup.VARIANTS if variant != "v4bf16"}
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def source(tmp_path):
     """A copy of what is installed, with native sources that compile in no time."""
     tree = tmp_path / "source"
     for name in ("service", "training"):
-        ignored = shutil.ignore_patterns("__pycache__", "_native_*", "_attention_*", "checkpoints")
+        ignored = shutil.ignore_patterns("__pycache__", "_native_*", "_fused_*", "checkpoints")
         shutil.copytree(ROOT / name, tree / name, ignore=ignored)
     for name in ("pyproject.toml", "setup.py", "README.md"):
         shutil.copy(ROOT / name, tree)
@@ -56,7 +56,7 @@ def build(source, *args, **variables):
 
 def libraries(folder):
     """By name; partial files included."""
-    found = (*folder.glob("service/engine/_native_*"), *folder.glob("training/_attention_*"))
+    found = (*folder.glob("service/engine/_native_*"), *folder.glob("training/_fused_*"))
     return {path.name: path for path in found}
 
 

@@ -3,7 +3,7 @@
 On a CPU, autograd spends most of a small model's step between the matrix products: on dozens of small operations,
 dtype conversions and saved intermediates. Here each half block is one autograd function with few passes over memory;
 norm gains are folded into the weights that follow, the residual addition is included, and attention is C++
-(attention.cpp), or torch's operations where that was not compiled. It computes `GPT.forward` without a cache, in any
+(fused.cpp), or torch's operations where that was not compiled. It computes `GPT.forward` without a cache, in any
 dtype, for texts no longer than the attention window.
 
 Knows nothing about optimizers or data.
@@ -85,11 +85,29 @@ def _dropout(y: Tensor, p: float) -> tuple[Tensor, Tensor | None]:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """attention.cpp, compiled for this CPU; None: it was not, or the CPU is too old."""
+    """fused.cpp, compiled for this CPU; None: it was not, or the CPU is too old."""
     try:
-        return ctypes.CDLL(str(built(Path(__file__).with_name("_attention"))))
+        return ctypes.CDLL(str(built(Path(__file__).with_name("_fused"))))
     except RuntimeError:
         return None
+
+
+def _call(name: str, sizes: tuple[int, ...], *arguments: Tensor | float) -> bool:
+    """Call a function of the library for the last argument's dtype; sizes: its first argument, before the threads.
+
+    Returns whether there is such a function.
+
+    Raises MemoryError.
+    """
+    library, dtype = _library(), str(arguments[-1].dtype).removeprefix("torch.")  # type: ignore[union-attr]
+    if library is None or dtype not in ("float32", "float64"):
+        return False
+    function = getattr(library, f"{name}_{dtype}")
+    function.restype = ctypes.c_bool
+    values = (ctypes.c_double(x) if isinstance(x, float) else ctypes.c_void_p(x.data_ptr()) for x in arguments)
+    if not function((ctypes.c_int32 * (len(sizes) + 1))(*sizes, torch.get_num_threads()), *values):
+        raise MemoryError(f"{name} of {sizes}")
+    return True
 
 
 class _Heads:
@@ -101,13 +119,15 @@ class _Heads:
 
     def __init__(self, heads: Tensor, gains: Tensor, cos: Tensor, sin: Tensor, nh: int, eps: float):
         self.inputs, self.nh, self.eps = (heads.contiguous(), gains.contiguous(), cos, sin), nh, eps
+        B, T, _, hs = heads.size()
+        self.sizes = (B, T, nh, len(gains) - nh, hs)
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Attended values (B, T, nh, hs), and what the backward needs beside them."""
         heads, gains = self.inputs[:2]
-        B, T, _, hs = heads.size()
-        attended, lse = heads.new_empty(B, T, self.nh, hs), heads.new_empty(B, self.nh, T)
-        if not self._call("forward", attended, lse):
+        B, T, nh, _, hs = self.sizes
+        attended, lse = heads.new_empty(B, T, nh, hs), heads.new_empty(B, nh, T)
+        if not _call("attention", self.sizes, self.eps, *self.inputs, attended, lse):
             attended = self._by_torch(heads, gains)
         return attended, lse
 
@@ -115,29 +135,12 @@ class _Heads:
         """Gradients of heads and of gains, given that of the attended values."""
         heads, gains = self.inputs[:2]
         grad_heads, grad_gains = torch.empty_like(heads), heads.new_empty(heads.size(0), *gains.size())
-        if self._call("backward", attended, lse, grad.contiguous(), grad_heads, grad_gains):
+        given = (*self.inputs, attended, lse, grad.contiguous())
+        if _call("attention_backward", self.sizes, self.eps, *given, grad_heads, grad_gains):
             return grad_heads, grad_gains.sum(0)
         with torch.enable_grad():
             heads, gains = heads.detach().requires_grad_(), gains.detach().requires_grad_()
             return torch.autograd.grad(self._by_torch(heads, gains), (heads, gains), grad)  # type: ignore[return-value]
-
-    def _call(self, name: str, *others: Tensor) -> bool:
-        """Whether there is a library.
-
-        Raises MemoryError.
-        """
-        library = _library()
-        if library is None:
-            return False
-        heads, gains = self.inputs[:2]
-        B, T, _, hs = heads.size()
-        sizes = (ctypes.c_int32 * 6)(B, T, self.nh, len(gains) - self.nh, hs, torch.get_num_threads())
-        function = getattr(library, f"{name}_{str(heads.dtype).removeprefix('torch.')}")
-        function.restype = ctypes.c_bool
-        pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (*self.inputs, *others))
-        if not function(sizes, ctypes.c_double(self.eps), *pointers):
-            raise MemoryError(f"attention of {B} windows of {T} characters")
-        return True
 
     def _by_torch(self, heads: Tensor, gains: Tensor) -> Tensor:
         _, _, cos, sin = self.inputs
@@ -205,30 +208,27 @@ class _SwiGLU(torch.autograd.Function):
         normed, scale = _normalize(x, eps)
         normed_low, folded, proj_low = normed.to(dtype), (gate_up * gain).to(dtype), proj.to(dtype)
         inner = normed_low @ folded.mT  # (B·T, 2 n_inner)
-        gate, up = inner.chunk(2, dim=-1)
-        activated = F.silu(gate)
-        hidden = activated * up
+        hidden = inner.new_empty(B * T, proj.size(1))
+        if not _call("swiglu", tuple(hidden.size()), inner, hidden):
+            gate, up = inner.chunk(2, dim=-1)
+            hidden = F.silu(gate) * up
         y, factors = _dropout(hidden @ proj_low.mT, p)
-        ctx.save_for_backward(
-            normed, scale, normed_low, inner, activated, hidden, factors, gain, gate_up, folded, proj_low
-        )
+        ctx.save_for_backward(normed, scale, normed_low, inner, hidden, factors, gain, gate_up, folded, proj_low)
         return (x + y).view(B, T, C)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        normed, scale, normed_low, inner, activated, hidden, factors, gain, gate_up, folded, proj_low = (
-            ctx.saved_tensors
-        )
+        normed, scale, normed_low, inner, hidden, factors, gain, gate_up, folded, proj_low = ctx.saved_tensors
         B, T, C = grad.size()
         grad = grad.reshape(B * T, C)
         grad_y = grad.to(inner.dtype) if factors is None else grad.to(inner.dtype) * factors
         grad_proj = grad_y.mT @ hidden
-        grad_hidden = grad_y @ proj_low
-        gate, up = inner.chunk(2, dim=-1)
-        grad_inner = torch.empty_like(inner)
-        grad_gate, grad_up = grad_inner.chunk(2, dim=-1)
-        torch.mul(grad_hidden, activated, out=grad_up)
-        torch.ops.aten.silu_backward.grad_input(grad_hidden.mul_(up), gate, grad_input=grad_gate)
+        grad_hidden, grad_inner = grad_y @ proj_low, torch.empty_like(inner)
+        if not _call("swiglu_backward", tuple(hidden.size()), inner, grad_hidden, grad_inner):
+            gate, up = inner.chunk(2, dim=-1)
+            grad_gate, grad_up = grad_inner.chunk(2, dim=-1)
+            torch.mul(grad_hidden, F.silu(gate), out=grad_up)
+            torch.ops.aten.silu_backward.grad_input(grad_hidden.mul_(up), gate, grad_input=grad_gate)
         grad_gain, grad_gate_up = _fold_backward(grad_inner.mT @ normed_low, gate_up, gain)
         grad_normed = (grad_inner @ folded).to(grad.dtype)
         dot = (grad_normed * normed).sum(-1, keepdim=True)

@@ -1,8 +1,8 @@
 """Muon for the hidden matrices, AdamW for embedding, head and norms, and their schedules.
 
-Muon (Jordan et al. 2024) replaces each matrix's momentum by the nearest semi-orthogonal matrix. Parameters that pack
-several matrices (query, key and value; gate and up) are split, and each matrix is orthogonalized separately, in one
-batch with all others of its shape.
+Muon (Jordan et al. 2024) replaces each matrix's momentum by the nearest semi-orthogonal matrix. Query, key and value,
+packed in one parameter, are orthogonalized separately, gate and up as one matrix, each in one batch with all others of
+its shape.
 """
 
 from __future__ import annotations
@@ -32,15 +32,25 @@ MARGIN = 1.02
 def orthogonalize(matrices: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Approximate U·Vᵀ of each of `matrices` (n, rows, cols) = U·S·Vᵀ by five Newton-Schulz iterations in `dtype`.
 
-    Singular values of at least a thousandth of the matrix's norm come out near 1, smaller ones between 0 and 1.
+    Singular values of at least a thousandth of the matrix's norm come out near 1, smaller ones between 0 and 1. Where
+    one side is twice the other, iterations work on the Gram matrix of the smaller side, and only their product meets
+    the matrix: a third less work.
     """
     tall = matrices.size(1) > matrices.size(2)
     x = matrices.mT if tall else matrices  # the Gram matrix of the smaller side is cheaper
     x = (x / (x.norm(dim=(1, 2), keepdim=True) * MARGIN + 1e-7)).to(dtype)
-    for a, b, c in POLAR_EXPRESS:
-        gram = x @ x.mT
+    is_wide = x.size(2) >= 2 * x.size(1) and dtype == torch.float32  # of bfloat16, errors would add up
+    gram, product = x @ x.mT, None
+    for number, (a, b, c) in enumerate(POLAR_EXPRESS, 1):
         polynomial = torch.baddbmm(gram, gram, gram, beta=b / MARGIN**3, alpha=c / MARGIN**5)
-        x = torch.baddbmm(x, polynomial, x, beta=a / MARGIN)
+        if is_wide:
+            polynomial.diagonal(dim1=1, dim2=2).add_(a / MARGIN)
+            product = polynomial if product is None else polynomial @ product
+            gram = polynomial @ (gram @ polynomial) if number < len(POLAR_EXPRESS) else gram
+        else:
+            x = torch.baddbmm(x, polynomial, x, beta=a / MARGIN)
+            gram = x @ x.mT if number < len(POLAR_EXPRESS) else gram
+    x = x if product is None else product @ x
     return x.mT if tall else x
 
 
@@ -51,8 +61,10 @@ def hidden_matrices(model: GPT) -> list[tuple[Tensor, list[int]]]:
         if isinstance(module, CausalSelfAttention):
             found += [(module.qkv.weight, module.sizes), (module.proj.weight, [module.proj.out_features])]
         elif isinstance(module, SwiGLU):
-            half = module.gate_up.out_features // 2
-            found += [(module.gate_up.weight, [half, half]), (module.proj.weight, [module.proj.out_features])]
+            found += [
+                (module.gate_up.weight, [module.gate_up.out_features]),
+                (module.proj.weight, [module.proj.out_features]),
+            ]
     return found
 
 

@@ -16,7 +16,7 @@ from service.model.gpt import GPT
 from training import fused
 from training.fused import FusedForward
 
-LIBRARIES = {path.stem: path for path in Path(fused.__file__).parent.glob("_attention_*.so")}
+LIBRARIES = {path.stem: path for path in Path(fused.__file__).parent.glob("_fused_*.so")}
 
 
 @pytest.fixture(params=["torch", *LIBRARIES])
@@ -88,7 +88,7 @@ def test_float32_is_as_accurate_as_autograd(attention):
         assert error < 2 * expected + 1e-6, (name, error, expected)
 
 
-def test_attention_does_not_depend_on_the_number_of_threads(attention):
+def test_fused_does_not_depend_on_the_number_of_threads(attention):
     heads, grad, cos = torch.randn(5, 40, 8, 32), torch.randn(5, 40, 4, 32), torch.rand(40, 32)
     found, before = [], torch.get_num_threads()
     try:

@@ -54,10 +54,10 @@ def test_orthogonalize_keeps_singular_vectors_and_equalizes_singular_values(rows
 
 
 def test_three_steps_of_muon_equal_nesterov_momentum_with_an_svd():
-    """Query, key, value, gate and up are separate matrices, although they share parameters."""
+    """Query, key and value are separate matrices, although they share a parameter; gate and up are one."""
     model, lr, momentum, decay = with_gradients(), 0.1, 0.9, 0.2
     parts = {
-        "attn.qkv.weight": [16, 8, 8], "attn.proj.weight": [16], "mlp.gate_up.weight": [24, 24],
+        "attn.qkv.weight": [16, 8, 8], "attn.proj.weight": [16], "mlp.gate_up.weight": [48],
         "mlp.proj.weight": [16],
     }  # fmt: skip
     expected = {name: p.detach().double() for name, p in model.named_parameters()}

@@ -1,5 +1,5 @@
-// Causal attention of the training step on a CPU, forward and backward: what stands between the product that gives
-// queries, keys and values and the product that takes the attended values, in fused.py.
+// What stands between the products of a training step on a CPU, forward and backward, for fused.py: causal attention,
+// between the product that gives queries, keys and values and the one that takes what was attended, and SwiGLU.
 //
 // One group of heads of one window, those that share a key head, is computed at a time. Its keys and values fit the
 // first caches, and its attention weights are never written to memory: the backward computes them again from the
@@ -11,6 +11,7 @@
 //   cos, sin  (T, hs): of RoPE, sin with its sign: y rotated is y · cos + roll(y, hs / 2) · sin
 //   attended  (B, T, nh, hs)
 //   lse       (B, nh, T): logarithm of the sum of the exponentials of a row's scores
+//   inner     (rows, 2 width): gate, then up; hidden (rows, width) is silu(gate) · up
 //
 // setup.py compiles it once per instruction set; fused.py calls the functions at the end.
 
@@ -22,6 +23,7 @@
 #include <limits>
 #include <new>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 namespace {
@@ -50,30 +52,58 @@ template <class T> INLINE Reg<T> load(const T* from) {
 }
 template <class T> INLINE void store(T* to, Reg<T> v) { std::memcpy(to, &v, REGISTER); }
 
+// The first n lanes, with zeros after them.
+template <class T> INLINE Reg<T> some(const T* from, int n) {
+  Reg<T> v = {};
+  std::memcpy(&v, from, n * sizeof(T));
+  return v;
+}
+template <class T> INLINE void put(T* to, Reg<T> v, int n) { std::memcpy(to, &v, n * sizeof(T)); }
+
 int rounded_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// x[i] <- exp(x[i] - shift) for i < n, a multiple of LANES; the arguments are at most 0
-void exponentials(double* x, int n, double shift) {
-  for (int i = 0; i < n; ++i) x[i] = std::exp(x[i] - shift);
-}
-void exponentials(float* x, int n, float shift) {
+// e^x, to some 1e-7 of it; of x beyond ±87, e^±87
+INLINE Reg<float> exponential(Reg<float> x) {
   typedef int32_t Ints __attribute__((vector_size(REGISTER)));
-  for (int i = 0; i < n; i += LANES<float>) {
-    Reg<float> v = load(x + i) - shift, least = v * 0.0f - 87.0f;
-    v = v > least ? v : least;
-    Reg<float> whole = v * 1.44269504f + 12582912.0f;  // rounded to an integer in the low bits
-    Ints power = (Ints)whole << 23;                    // 2^n, to be added to the exponent
-    whole -= 12582912.0f;
-    v = v - whole * 0.693359375f + whole * 2.12194440e-4f;  // ln 2 in two parts
-    Reg<float> sum = v * (1.0f / 5040) + 1.0f / 720;
-    sum = sum * v + 1.0f / 120;
-    sum = sum * v + 1.0f / 24;
-    sum = sum * v + 1.0f / 6;
-    sum = sum * v + 0.5f;
-    sum = sum * v + 1.0f;
-    sum = sum * v + 1.0f;
-    store(x + i, (Reg<float>)((Ints)sum + power));
-  }
+  Reg<float> most = x * 0.0f + 87.0f;
+  x = x > -most ? x : -most;
+  x = x < most ? x : most;
+  Reg<float> whole = x * 1.44269504f + 12582912.0f;  // rounded to an integer in the low bits
+  Ints power = (Ints)whole << 23;                    // to be added to the exponent
+  whole -= 12582912.0f;
+  x = x - whole * 0.693359375f + whole * 2.12194440e-4f;  // ln 2 in two parts
+  Reg<float> sum = x * (1.0f / 5040) + 1.0f / 720;
+  for (float next : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) sum = sum * x + next;
+  return (Reg<float>)((Ints)sum + power);
+}
+INLINE Reg<double> exponential(Reg<double> x) {
+  for (int i = 0; i < LANES<double>; ++i) x[i] = std::exp(x[i]);
+  return x;
+}
+
+// x[i] <- exp(x[i] - shift) for i < n, a multiple of LANES
+template <class T> void exponentials(T* x, int n, T shift) {
+  for (int i = 0; i < n; i += LANES<T>) store(x + i, exponential(load(x + i) - shift));
+}
+
+// Calls each(i) for i < n, once each, in `threads` threads, each with an object of its own that `make` returns. Returns
+// whether there was memory for them.
+template <class M, class F> bool in_threads(int n, int threads, M make, F each) {
+  std::atomic<int> next{0};
+  std::atomic<bool> failed{false};
+  auto work = [&] {
+    try {
+      auto own = make();
+      for (int i; (i = next++) < n;) each(own, i);
+    } catch (const std::bad_alloc&) {
+      failed = true;
+    }
+  };
+  std::vector<std::thread> others;
+  for (int i = 1; i < std::min(threads, n); ++i) others.emplace_back(work);
+  work();
+  for (auto& other : others) other.join();
+  return !failed;
 }
 
 template <class T> struct Shape {
@@ -311,24 +341,12 @@ template <class T, int SIZE> class Group {
   }
 };
 
-// Calls `each(group, window, key_head)` for all of them. Returns whether there was memory for it.
+// Calls each(group, window, key_head) for all of them.
 template <class T, int SIZE, class F>
 bool for_groups_of(const Shape<T>& s, const T* heads, const T* gains, const T* cos, const T* sin, F each) {
-  std::atomic<int> next{0};
-  std::atomic<bool> failed{false};
-  auto work = [&] {
-    try {
-      Group<T, SIZE> group(s, heads, gains, cos, sin);
-      for (int i; (i = next++) < s.windows * s.key_heads;) each(group, i / s.key_heads, i % s.key_heads);
-    } catch (const std::bad_alloc&) {
-      failed = true;
-    }
-  };
-  std::vector<std::thread> others;
-  for (int i = 1; i < std::min(s.threads, s.windows * s.key_heads); ++i) others.emplace_back(work);
-  work();
-  for (auto& other : others) other.join();
-  return !failed;
+  auto make = [&] { return Group<T, SIZE>(s, heads, gains, cos, sin); };
+  return in_threads(s.windows * s.key_heads, s.threads, make,
+                    [&](auto& group, int i) { each(group, i / s.key_heads, i % s.key_heads); });
 }
 
 template <class T, class F>
@@ -357,18 +375,66 @@ bool backward(const int32_t* sizes, double eps, const T* heads, const T* gains, 
   });
 }
 
+// One register at a time, the last one of a row overlapping the one before it or, in a narrow row, number by number.
+template <class T, class F> INLINE void along(int width, F each) {
+  if (width < LANES<T>)
+    for (int i = 0; i < width; ++i) each(i, std::integral_constant<int, 1>());
+  else
+    for (int i = 0; i < width; i += LANES<T>)
+      each(std::min(i, width - LANES<T>), std::integral_constant<int, LANES<T>>());
+}
+
+constexpr int CHUNK = 64;  // rows that a thread takes at a time
+
+template <class T> bool swiglu(int rows, int width, int threads, const T* inner, T* hidden) {
+  return in_threads((rows + CHUNK - 1) / CHUNK, threads, [] { return 0; }, [&](int, int chunk) {
+    for (int row = chunk * CHUNK; row < std::min(rows, (chunk + 1) * CHUNK); ++row) {
+      const T *gate = inner + size_t(row) * 2 * width, *up = gate + width;
+      T* to = hidden + size_t(row) * width;
+      along<T>(width, [&](int i, auto n) {
+        Reg<T> g = some(gate + i, n);
+        put(to + i, g / (T(1) + exponential(-g)) * some(up + i, n), n);
+      });
+    }
+  });
+}
+
+template <class T>
+bool swiglu_backward(int rows, int width, int threads, const T* inner, const T* grad, T* grad_inner) {
+  return in_threads((rows + CHUNK - 1) / CHUNK, threads, [] { return 0; }, [&](int, int chunk) {
+    for (int row = chunk * CHUNK; row < std::min(rows, (chunk + 1) * CHUNK); ++row) {
+      const T *gate = inner + size_t(row) * 2 * width, *up = gate + width, *from = grad + size_t(row) * width;
+      T *to_gate = grad_inner + size_t(row) * 2 * width, *to_up = to_gate + width;
+      along<T>(width, [&](int i, auto n) {
+        Reg<T> g = some(gate + i, n), y = some(from + i, n), sigmoid = T(1) / (T(1) + exponential(-g));
+        put(to_gate + i, y * some(up + i, n) * sigmoid * (T(1) + g * (T(1) - sigmoid)), n);
+        put(to_up + i, y * g * sigmoid, n);
+      });
+    }
+  });
+}
+
 }  // namespace
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 #define FUNCTIONS(T, name)                                                                                            \
-  EXPORT bool forward_##name(const int32_t* sizes, double eps, const T* heads, const T* gains, const T* cos,          \
+  EXPORT bool attention_##name(const int32_t* sizes, double eps, const T* heads, const T* gains, const T* cos,          \
                              const T* sin, T* attended, T* lse) {                                                     \
     return forward<T>(sizes, eps, heads, gains, cos, sin, attended, lse);                                             \
   }                                                                                                                   \
-  EXPORT bool backward_##name(const int32_t* sizes, double eps, const T* heads, const T* gains, const T* cos,         \
+  EXPORT bool attention_backward_##name(const int32_t* sizes, double eps, const T* heads, const T* gains, const T* cos,         \
                               const T* sin, const T* attended, const T* lse, const T* grad, T* grad_heads,            \
                               T* grad_gains) {                                                                        \
     return backward<T>(sizes, eps, heads, gains, cos, sin, attended, lse, grad, grad_heads, grad_gains);              \
   }
+#define SWIGLU(T, name)                                                                                               \
+  EXPORT bool swiglu_##name(const int32_t* sizes, const T* inner, T* hidden) {                                        \
+    return swiglu<T>(sizes[0], sizes[1], sizes[2], inner, hidden);                                                    \
+  }                                                                                                                   \
+  EXPORT bool swiglu_backward_##name(const int32_t* sizes, const T* inner, const T* grad, T* grad_inner) {            \
+    return swiglu_backward<T>(sizes[0], sizes[1], sizes[2], inner, grad, grad_inner);                                 \
+  }
+SWIGLU(float, float32)
+SWIGLU(double, float64)
 FUNCTIONS(float, float32)
 FUNCTIONS(double, float64)
