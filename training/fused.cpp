@@ -20,8 +20,10 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 #include <limits>
 #include <new>
+#include <system_error>
 #include <thread>
 #include <type_traits>
 #include <vector>
@@ -100,7 +102,10 @@ template <class M, class F> bool in_threads(int n, int threads, M make, F each) 
     }
   };
   std::vector<std::thread> others;
-  for (int i = 1; i < std::min(threads, n); ++i) others.emplace_back(work);
+  try {
+    for (int i = 1; i < std::min(threads, n); ++i) others.emplace_back(work);
+  } catch (const std::system_error&) {  // no more threads: those that there are do all
+  }
   work();
   for (auto& other : others) other.join();
   return !failed;
@@ -109,6 +114,9 @@ template <class M, class F> bool in_threads(int n, int threads, M make, F each) 
 template <class T> struct Shape {
   int windows, length, heads, key_heads, size, threads;
   T eps;
+  Shape(const int32_t* sizes, double eps)
+      : windows(sizes[0]), length(sizes[1]), heads(sizes[2]), key_heads(sizes[3]), size(sizes[4]), threads(sizes[5]),
+        eps(T(eps)) {}
   int group() const { return heads / key_heads; }
   int all() const { return heads + 2 * key_heads; }
 };
@@ -204,13 +212,12 @@ template <class T, int SIZE> class Group {
   const int size;
   const T *heads, *gains, *cos, *sin;
   int width, keys;  // of a head, and of a row of scores, with their padding of zeros
-  std::vector<T> k, v, kt, vt, grad_k, grad_v;     // (keys, width), kt and vt (width, keys)
-  std::vector<T> q, out, grad_q, normed;           // (BLOCK, width)
-  std::vector<T> weights, grads;                   // (BLOCK, keys)
+  std::vector<T> k, v, kt, vt, grad_k, grad_v;  // (keys, width), kt and vt (width, keys)
+  std::vector<T> q, out, grad_q, normed;        // (BLOCK, width)
+  std::vector<T> weights, grads;                // (BLOCK, keys)
 
   size_t place(int window, int t, int head) const { return ((size_t(window) * s.length + t) * s.all() + head) * size; }
   int columns(int seen) const { return rounded_up(seen, TILE); }
-
   int length_of_head() const { return SIZE ? SIZE : size; }
 
   static T dot_of(const T* x, const T* y, int n) {
@@ -357,18 +364,15 @@ bool for_each_group(const Shape<T>& s, const T* heads, const T* gains, const T* 
 }
 
 template <class T>
-bool forward(const int32_t* sizes, double eps, const T* heads, const T* gains, const T* cos, const T* sin, T* attended,
-             T* lse) {
-  Shape<T> s{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], T(eps)};
+bool attention(const Shape<T>& s, const T* heads, const T* gains, const T* cos, const T* sin, T* attended, T* lse) {
   return for_each_group(s, heads, gains, cos, sin, [&](auto& group, int window, int key_head) {
     group.forward(window, key_head, attended, lse);
   });
 }
 
 template <class T>
-bool backward(const int32_t* sizes, double eps, const T* heads, const T* gains, const T* cos, const T* sin,
-              const T* attended, const T* lse, const T* grad, T* grad_heads, T* grad_gains) {
-  Shape<T> s{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], T(eps)};
+bool attention_backward(const Shape<T>& s, const T* heads, const T* gains, const T* cos, const T* sin,
+                        const T* attended, const T* lse, const T* grad, T* grad_heads, T* grad_gains) {
   return for_each_group(s, heads, gains, cos, sin, [&](auto& group, int window, int key_head) {
     T* its = grad_gains + size_t(window) * (s.heads + s.key_heads) * s.size;
     group.backward(window, key_head, attended, lse, grad, grad_heads, its);
@@ -416,25 +420,24 @@ bool swiglu_backward(int rows, int width, int threads, const T* inner, const T* 
 
 }  // namespace
 
-#define EXPORT extern "C" __attribute__((visibility("default")))
-#define FUNCTIONS(T, name)                                                                                            \
-  EXPORT bool attention_##name(const int32_t* sizes, double eps, const T* heads, const T* gains, const T* cos,          \
-                             const T* sin, T* attended, T* lse) {                                                     \
-    return forward<T>(sizes, eps, heads, gains, cos, sin, attended, lse);                                             \
-  }                                                                                                                   \
-  EXPORT bool attention_backward_##name(const int32_t* sizes, double eps, const T* heads, const T* gains, const T* cos,         \
-                              const T* sin, const T* attended, const T* lse, const T* grad, T* grad_heads,            \
-                              T* grad_gains) {                                                                        \
-    return backward<T>(sizes, eps, heads, gains, cos, sin, attended, lse, grad, grad_heads, grad_gains);              \
+#define FUNCTIONS(T, name)                                                                                        \
+  extern "C" __attribute__((visibility("default"))) bool attention_##name(                                        \
+      const int32_t* sizes, double eps, const T* heads, const T* gains, const T* cos, const T* sin, T* attended,  \
+      T* lse) {                                                                                                   \
+    return attention<T>({sizes, eps}, heads, gains, cos, sin, attended, lse);                                     \
+  }                                                                                                               \
+  extern "C" __attribute__((visibility("default"))) bool attention_backward_##name(                               \
+      const int32_t* sizes, double eps, const T* heads, const T* gains, const T* cos, const T* sin,               \
+      const T* attended, const T* lse, const T* grad, T* grad_heads, T* grad_gains) {                             \
+    return attention_backward<T>({sizes, eps}, heads, gains, cos, sin, attended, lse, grad, grad_heads, grad_gains); \
+  }                                                                                                               \
+  extern "C" __attribute__((visibility("default"))) bool swiglu_##name(const int32_t* sizes, const T* inner,      \
+                                                                       T* hidden) {                               \
+    return swiglu<T>(sizes[0], sizes[1], sizes[2], inner, hidden);                                                \
+  }                                                                                                               \
+  extern "C" __attribute__((visibility("default"))) bool swiglu_backward_##name(                                  \
+      const int32_t* sizes, const T* inner, const T* grad, T* grad_inner) {                                       \
+    return swiglu_backward<T>(sizes[0], sizes[1], sizes[2], inner, grad, grad_inner);                             \
   }
-#define SWIGLU(T, name)                                                                                               \
-  EXPORT bool swiglu_##name(const int32_t* sizes, const T* inner, T* hidden) {                                        \
-    return swiglu<T>(sizes[0], sizes[1], sizes[2], inner, hidden);                                                    \
-  }                                                                                                                   \
-  EXPORT bool swiglu_backward_##name(const int32_t* sizes, const T* inner, const T* grad, T* grad_inner) {            \
-    return swiglu_backward<T>(sizes[0], sizes[1], sizes[2], inner, grad, grad_inner);                                 \
-  }
-SWIGLU(float, float32)
-SWIGLU(double, float64)
 FUNCTIONS(float, float32)
 FUNCTIONS(double, float64)
