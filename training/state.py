@@ -22,7 +22,7 @@ from service.model.gpt import GPT
 from training.config import TrainConfig
 from training.messages import Refusal
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 STATE = "state.json"
 TENSORS = "state.safetensors"
 
