@@ -13,7 +13,7 @@ The modules, in the order a run uses them:
     device.py       device, dtype and threads
     finetune.py     the start from another checkpoint's weights
     distill.py      the predictions of teachers
-    fused.py        the model's forward and backward, hand-written for CPUs
+    fused.py, .cpp  the model's forward and backward, hand-written for CPUs
     optim.py        Muon for the hidden matrices, AdamW for the rest, and their schedules
     loop.py         the training loop: steps, evaluations, saves, signals, the final report
     evaluate.py     windowed and streamed losses, baselines
