@@ -36,14 +36,14 @@ train: $(RUN) ## train PRESET (default cpu) on DATA into checkpoints/PRESET; ARG
 
 TEACHERS := 1 2 3 4
 bundled: $(RUN) ## retrain the bundled checkpoint: four teachers of four seeds, and their student, about 25 minutes
-	for seed in $(TEACHERS); do $(BIN)/python -m training train --steps 2440 --seed $$seed --out checkpoints/teacher-$$seed --overwrite || exit; done
+	for seed in $(TEACHERS); do $(BIN)/python -m training train --steps 2440 --eval-every 610 --seed $$seed --out checkpoints/teacher-$$seed --overwrite || exit; done
 	$(BIN)/python -m training train --steps 4880 --teachers $(TEACHERS:%=checkpoints/teacher-%/best) --weights float16 \
 	  --out checkpoints/bundled --overwrite
 	rm -rf $(BUNDLED)
 	mkdir -p $(BUNDLED)
 	cp checkpoints/bundled/best/* $(BUNDLED)
 
-native: $(RUN) ## compile the native engine again, whether or not its source has changed; CXX=clang++ for another compiler
+native: $(RUN) ## compile engine and training kernels again, whether or not their sources have changed; CXX=clang++ for another compiler
 	@$(BIN)/python setup.py --quiet build_ext --inplace --force
 
 # CHARGPT_REQUIRE=docker,prometheus,… turns skips for lack of these into failures; tests/toolbox/needs.py lists them.
@@ -55,14 +55,17 @@ test: $(VENV)/.installed-test ## install test dependencies and run the suite; AR
 # leaves memory allocated at exit, and its own allocator would hide writes beyond the end of small buffers.
 # With -O3 the instrumented source takes minutes to compile.
 SANITIZED := out/sanitized/native.so
+SANITIZED_FUSED := out/sanitized/fused.so
 SANITIZED_VARIANT = $(if $(filter x86_64,$(shell uname -m)),$(if $(shell grep avx512_bf16 /proc/cpuinfo),v4bf16,v3),base)
 test-native-sanitized: export CXX ?= g++
-test-native-sanitized: $(VENV)/.installed-test ## run the native engine's tests under AddressSanitizer and UBSan
+test-native-sanitized: $(VENV)/.installed-test ## run the tests of both native libraries under AddressSanitizer and UBSan
 	CXXFLAGS='-g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all' $(BIN)/python -c \
-	  'from setup import *; compile_native(Path("$(SANITIZED)").absolute(), [*VARIANTS["$(SANITIZED_VARIANT)"], "-O1"])'
+	  'from setup import *; flags = [*VARIANTS["$(SANITIZED_VARIANT)"], "-O1"]; \
+  compile_native(Path("$(SANITIZED)").absolute(), flags); compile_native(Path("$(SANITIZED_FUSED)").absolute(), flags, FUSED)'
 	LD_PRELOAD="$$($$CXX -print-file-name=libasan.so) $$($$CXX -print-file-name=libstdc++.so.6)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc \
-	  CHARGPT_NATIVE_LIBRARY='$(abspath $(SANITIZED))' $(BIN)/python -m pytest tests/engine -k native $(ARGS)
+	  CHARGPT_NATIVE_LIBRARY='$(abspath $(SANITIZED))' CHARGPT_FUSED_LIBRARY='$(abspath $(SANITIZED_FUSED))' \
+  $(BIN)/python -m pytest tests/engine tests/training/test_fused.py -k 'native or sanitized' $(ARGS)
 
 chaos: $(VENV)/.installed-test ## kill, hang, flood and starve real servers, under 30 minutes: tests/chaos/RESULTS.md
 	$(BIN)/python -m tests.chaos $(ARGS)

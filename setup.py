@@ -86,8 +86,8 @@ class BuildNative(build_ext):
         targets = [folder / self.get_ext_filename(extension.name) for extension in self.extensions]
         with ThreadPoolExecutor() as pool:
             reasons = list(pool.map(self.build, self.extensions, targets))
-        # setuptools expects a file for each of these
-        self.extensions = [extension for extension, reason in zip(self.extensions, reasons, strict=True) if not reason]
+        every = list(zip(self.extensions, targets, reasons, strict=True))
+        self.extensions = [each for each, _, reason in every if not reason]  # setuptools expects a file for each
         if not self.extensions:
             warn(
                 f"installed without the native engine ({reasons[-1]}). On a CPU torch will be used, with which the "
@@ -95,9 +95,11 @@ class BuildNative(build_ext):
                 "clang++, then install chargpt again."
             )
             return
-        for target, reason in zip(targets, reasons, strict=True):
+        for extension, target, reason in every:
             if reason:
-                warn(f"built without {target.stem} ({reason}). Another variant takes its place.")
+                is_replaced = any(other.sources == extension.sources for other in self.extensions)
+                substitute = "Another variant" if is_replaced else "Torch, which is slower,"
+                warn(f"built without {target.stem} ({reason}). {substitute} takes its place.")
 
     def get_ext_filename(self, fullname: str) -> str:
         return str(Path(*fullname.split(".")).with_suffix(".so"))

@@ -2,7 +2,19 @@
 #
 #   docker build -t chargpt . && docker build -t chargpt-train -f deploy/train.Dockerfile .
 ARG BASE=chargpt
+ARG COMPILER=python:3.11-slim-bookworm
 FROM scratch AS wheels
+
+# As the service's, with the same layers: a compiler of the same Debian.
+FROM ${COMPILER} AS compiler
+# Debian keeps one version of g++ per release: a pinned one would be gone after its next security update.
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -r /var/lib/apt/lists
+WORKDIR /src
+COPY setup.py .
+COPY training/fused.cpp training/
+RUN CXXFLAGS=-s python setup.py --quiet build_ext --build-lib /native \
+ && ls /native/training/_fused_base.so
 
 # BASE is chosen outside.
 # hadolint ignore=DL3006
@@ -14,6 +26,7 @@ RUN --mount=type=cache,target=/root/.cache/pip --mount=type=bind,from=wheels,tar
     pip install --no-compile --no-deps --only-binary :all: --require-hashes -r /lock.txt \
  && pip check
 COPY training /venv/lib/python3.11/site-packages/training
+COPY --from=compiler /native/training /venv/lib/python3.11/site-packages/training
 USER 10001
 HEALTHCHECK NONE
 ENTRYPOINT ["python", "-m", "training"]

@@ -20,10 +20,10 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <initializer_list>
 #include <limits>
 #include <new>
-#include <system_error>
 #include <thread>
 #include <type_traits>
 #include <vector>
@@ -64,7 +64,7 @@ template <class T> INLINE void put(T* to, Reg<T> v, int n) { std::memcpy(to, &v,
 
 int rounded_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// e^x, to some 1e-7 of it; of x beyond ±87, e^±87
+// e^x of finite x, to some 1e-7 of it; of x beyond ±87, e^±87
 INLINE Reg<float> exponential(Reg<float> x) {
   typedef int32_t Ints __attribute__((vector_size(REGISTER)));
   Reg<float> most = x * 0.0f + 87.0f;
@@ -88,27 +88,28 @@ template <class T> void exponentials(T* x, int n, T shift) {
   for (int i = 0; i < n; i += LANES<T>) store(x + i, exponential(load(x + i) - shift));
 }
 
-// Calls each(i) for i < n, once each, in `threads` threads, each with an object of its own that `make` returns. Returns
-// whether there was memory for them.
+// Calls each(own, i) for i < n, once each, in up to `threads` threads, each with an object of its own that `make`
+// returns. Threads without memory leave their part to the others; returns whether all of it was done.
 template <class M, class F> bool in_threads(int n, int threads, M make, F each) {
-  std::atomic<int> next{0};
-  std::atomic<bool> failed{false};
+  std::atomic<int> next{0}, done{0};
   auto work = [&] {
     try {
       auto own = make();
-      for (int i; (i = next++) < n;) each(own, i);
+      for (int i; (i = next++) < n; ++done) each(own, i);
     } catch (const std::bad_alloc&) {
-      failed = true;
     }
   };
   std::vector<std::thread> others;
   try {
-    for (int i = 1; i < std::min(threads, n); ++i) others.emplace_back(work);
-  } catch (const std::system_error&) {  // no more threads: those that there are do all
+    for (int i = 1; i < std::min(threads, n); ++i) {
+      others.reserve(i);
+      others.emplace_back(work);
+    }
+  } catch (const std::exception&) {  // no more threads: those that there are do all
   }
   work();
   for (auto& other : others) other.join();
-  return !failed;
+  return done == n;
 }
 
 template <class T> struct Shape {
@@ -439,5 +440,6 @@ bool swiglu_backward(int rows, int width, int threads, const T* inner, const T* 
       const int32_t* sizes, const T* inner, const T* grad, T* grad_inner) {                                       \
     return swiglu_backward<T>(sizes[0], sizes[1], sizes[2], inner, grad, grad_inner);                             \
   }
+extern "C" __attribute__((visibility("default"))) int fused_version() { return 1; }  // of fused.py
 FUNCTIONS(float, float32)
 FUNCTIONS(double, float64)

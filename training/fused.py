@@ -2,7 +2,7 @@
 
 On a CPU, autograd spends most of a small model's step between the matrix products: on dozens of small operations,
 dtype conversions and saved intermediates. Here each half block is one autograd function with few passes over memory;
-norm gains are folded into the weights that follow, the residual addition is included, and attention is C++
+norm gains are folded into the weights that follow, the residual addition is included, and attention and SwiGLU are C++
 (fused.cpp), or torch's operations where that was not compiled. It computes `GPT.forward` without a cache, in any
 dtype, for texts no longer than the attention window.
 
@@ -22,12 +22,13 @@ from torch.nn import functional as F
 
 from service.engine.native import built
 from service.model.gpt import GPT, Block, rope_angles
+from training.messages import Refusal
 
 
 class FusedForward:
     """idx (B, T) -> logits (B, T, V), T at most block_size; differentiable through autograd.
 
-    Matrix products and the activations between them are in `dtype`; the residual stream, the norms and the parameters'
+    Products with weights, and SwiGLU, are in `dtype`; the residual stream, the norms, attention and the parameters'
     gradients are in the parameters' dtype.
     """
 
@@ -83,13 +84,26 @@ def _dropout(y: Tensor, p: float) -> tuple[Tensor, Tensor | None]:
     return y * factors, factors
 
 
+VERSION = 1  # of the functions of fused.cpp
+
+
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """fused.cpp, compiled for this CPU; None: it was not, or the CPU is too old."""
+    """fused.cpp, compiled for this CPU; None: it was not, or the CPU is too old.
+
+    Raises Refusal: the file is no such library, or one of another revision.
+    """
     try:
-        return ctypes.CDLL(str(built(Path(__file__).with_name("_fused"))))
+        path = built(Path(__file__).with_name("_fused"))
     except RuntimeError:
         return None
+    try:
+        library = ctypes.CDLL(str(path))
+        if not hasattr(library, "fused_version") or library.fused_version() != VERSION:
+            raise OSError(f"{path}: built from another revision")
+    except OSError as error:
+        raise Refusal(f"{error}: run make native, or install the package again") from None
+    return library
 
 
 def _call(name: str, sizes: tuple[int, ...], *arguments: Tensor | float) -> bool:
@@ -113,7 +127,7 @@ def _call(name: str, sizes: tuple[int, ...], *arguments: Tensor | float) -> bool
 class _Heads:
     """Attention between the product that gives queries, keys and values and the one that takes what was attended.
 
-    heads (B, T, nh + 2 nkv, hs) float32 or float64: queries, then keys, then values. gains (nh + nkv, hs): those of the
+    heads (B, T, nh + 2 nkv, hs): queries, then keys, then values. gains (nh + nkv, hs): those of the
     norms of queries, times 1 / √hs, and of keys. cos, sin (T, hs): as of rope_angles.
     """
 
@@ -170,24 +184,28 @@ class _Attention(torch.autograd.Function):
         normed_low, folded, proj_low = normed.to(dtype), (qkv * gain).to(dtype), proj.to(dtype)
         heads = (normed_low @ folded.mT).view(B, T, nh + 2 * nkv, hs).to(x.dtype)
         gains = torch.cat((q_gain.expand(nh, hs) * hs**-0.5, k_gain.expand(nkv, hs)))
-        ctx.heads = _Heads(heads, gains, cos, sin, nh, eps)
-        attended, lse = ctx.heads.forward()
+        core, ctx.eps = _Heads(heads, gains, cos, sin, nh, eps), eps
+        attended, lse = core.forward()
         attended_low = attended.view(B * T, C).to(dtype)
         y, factors = _dropout(attended_low @ proj_low.mT, p)
         ctx.save_for_backward(
-            normed, scale, normed_low, attended, lse, attended_low, factors, gain, qkv, folded, proj_low
+            normed, scale, normed_low, attended, lse, attended_low, factors, gain, qkv, folded, proj_low, *core.inputs
         )
         return (x + y).view(B, T, C)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        normed, scale, normed_low, attended, lse, attended_low, factors, gain, qkv, folded, proj_low = ctx.saved_tensors
+        (normed, scale, normed_low, attended, lse, attended_low, factors, gain, qkv, folded, proj_low,
+         *inputs) = ctx.saved_tensors  # fmt: skip
         B, T, C = grad.size()
         nh, hs = attended.size()[2:]
         grad = grad.reshape(B * T, C)
         grad_y = grad.to(proj_low.dtype) if factors is None else grad.to(proj_low.dtype) * factors
         grad_proj = grad_y.mT @ attended_low
-        grad_heads, grad_gains = ctx.heads.backward(attended, lse, (grad_y @ proj_low).to(grad.dtype).view_as(attended))
+        grad_attended = (grad_y @ proj_low).to(grad.dtype).view_as(attended)
+        heads, gains, cos, sin = inputs
+        core = _Heads(heads, gains, cos, sin, nh, ctx.eps)
+        grad_heads, grad_gains = core.backward(attended, lse, grad_attended)
         grad_heads = grad_heads.view(B * T, -1).to(proj_low.dtype)
         grad_gain, grad_qkv = _fold_backward(grad_heads.mT @ normed_low, qkv, gain)
         grad_normed = (grad_heads @ folded).to(grad.dtype)

@@ -53,6 +53,15 @@ def test_orthogonalize_keeps_singular_vectors_and_equalizes_singular_values(rows
         assert diagonal.min() > 0 and diagonal.max() < 1.25
 
 
+@pytest.mark.parametrize(("rows", "cols"), [(16, 16), (16, 48)])
+def test_orthogonalize_follows_the_polynomials_down_to_a_thousandth_of_the_norm(rows, cols):
+    u, _, vh = torch.linalg.svd(
+        torch.randn(rows, cols, generator=torch.Generator().manual_seed(1)), full_matrices=False
+    )
+    matrix = u @ torch.logspace(0, -3, rows).diag() @ vh
+    assert (orthogonalize(matrix[None])[0] - orthogonalized_by_svd(matrix)).abs().max() < 1e-3
+
+
 def test_three_steps_of_muon_equal_nesterov_momentum_with_an_svd():
     """Query, key and value are separate matrices, although they share a parameter; gate and up are one."""
     model, lr, momentum, decay = with_gradients(), 0.1, 0.9, 0.2
