@@ -36,7 +36,7 @@ train: $(RUN) ## train PRESET (default cpu) on DATA into checkpoints/PRESET; ARG
 
 TEACHERS := 1 2 3 4
 bundled: $(RUN) ## retrain the bundled checkpoint: four teachers of four seeds, and their student, about 25 minutes
-	for seed in $(TEACHERS); do $(BIN)/python -m training train --steps 2440 --eval-every 610 --seed $$seed --out checkpoints/teacher-$$seed --overwrite || exit; done
+	for seed in $(TEACHERS); do $(BIN)/python -m training train --steps 2440 --seed $$seed --out checkpoints/teacher-$$seed --overwrite || exit; done
 	$(BIN)/python -m training train --steps 4880 --teachers $(TEACHERS:%=checkpoints/teacher-%/best) --weights float16 \
 	  --out checkpoints/bundled --overwrite
 	rm -rf $(BUNDLED)
