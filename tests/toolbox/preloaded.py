@@ -1,6 +1,6 @@
 """`python -m service` in a fork of a process that has imported the libraries of others which the service uses.
 
-They take a third of a server's start, and the tests start some 250. All of the service itself is imported in the fork.
+They take a third of a server's start, and the tests start many. All of the service itself is imported in the fork.
 """
 
 from __future__ import annotations
