@@ -26,7 +26,6 @@ from service.wire import Logprobs
 from tests.toolbox.launch import Program, free_port
 from tests.toolbox.needs import CORPUS as CORPUS
 from tests.toolbox.needs import program
-from tests.toolbox.preloaded import Forked
 from training.saving import save_checkpoint
 
 # A connection per request, as httpx.get makes, without reading the system's certificates each time (25 ms).
@@ -40,8 +39,6 @@ ENDLESS = 100_000_000
 
 # For such requests: no limit on memory by estimate.
 UNBOUNDED = {"max_request_bytes": 1 << 50, "max_held_bytes": 1 << 50}
-
-SERVICE = ("-m", "service")
 
 # Of a random model that takes seconds for a few hundred characters, for requests that must still run when a test looks
 # and then end by themselves.
@@ -111,16 +108,13 @@ def refusal(*flags: object) -> str:
 
 
 class RunningServer(Program):
-    """A service on a free port: a fork (see preloaded.py), or with `program` a command that takes its flags."""
+    """`python -m service`, or a program of the test's own that takes its flags, on a free port."""
 
-    def __init__(self, checkpoint: Path, program: tuple[str, ...] = (), **settings: Any):
+    def __init__(self, checkpoint: Path, program: tuple[str, ...] = ("-m", "service"), **settings: Any):
         port = settings.setdefault("port", free_port())
         settings = {"checkpoint": checkpoint, "threads": 1, "max_tokens": ENDLESS} | UNBOUNDED | settings
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-        command = [sys.executable, *(program or SERVICE), *flags]
-        can_fork = not program and "PYTHONPATH" not in os.environ  # read when Python starts
-        start = Forked if can_fork else subprocess.Popen
-        super().__init__(command, port, "/readyz", start=start, start_new_session=True)
+        super().__init__([sys.executable, *program, *flags], port, "/readyz", start_new_session=True)
         self.client = web  # with TLS: one that trusts the certificate
         if "tls_certificate" in settings:
             self.url = f"https://127.0.0.1:{port}"
@@ -185,7 +179,7 @@ class RunningServer(Program):
 
 
 @contextlib.contextmanager
-def serving(checkpoint: Path, program: tuple[str, ...] = (), **settings: Any) -> Iterator[RunningServer]:
+def serving(checkpoint: Path, program: tuple[str, ...] = ("-m", "service"), **settings: Any) -> Iterator[RunningServer]:
     """A RunningServer that is ready; at the end it is killed."""
     with RunningServer(checkpoint, program, **settings) as server:
         server.wait_until_ready()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pydoc_data.topics import topics
 
+import openai
 import pytest
 import torch
 
@@ -21,8 +22,6 @@ def test_trained_checkpoint_is_served_exactly(tmp_path):
     command += ["--data", tmp_path / "corpus.txt", "--out", tmp_path / "out"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-
-    import openai
 
     checkpoint = Checkpoint.read(tmp_path / "out" / "best")
     exact = checkpoint.load_model(dtype=torch.float64)

@@ -161,7 +161,7 @@ def load(server):
         answered += [pool.submit(ask, prompt="naïve", unknown_characters=how) for how in ("replace", "drop")]
         answered += [pool.submit(ask, "/v1/score", texts=["To be", "or not"])]
         assert {each.result() for each in answered} == {200}
-        crowd = [pool.submit(ask, n=8, max_tokens=2000) for _ in range(4)]  # some wait, some are refused
+        crowd = [pool.submit(ask, n=8, max_tokens=9000) for _ in range(4)]  # some wait, some are refused
         assert {each.result() for each in crowd} == {200, 429}
     assert (ask(prompt="naïve"), ask(max_tokens=ENDLESS, timeout_seconds=0.1)) == (400, 504)
 

@@ -1,4 +1,3 @@
-import functools
 import itertools
 import random
 from collections import Counter, defaultdict
@@ -247,23 +246,17 @@ def test_a_long_prompt_beside_short_ones_makes_no_long_step(make, backend, monke
 # -- prompts that share a beginning --
 
 
-@functools.cache  # for all backends
-def sixteen_answers(block_size):
-    """To one prompt: their requests, and texts by definition."""
-    prompt = np.random.default_rng(0).integers(50, size=200).tolist()
-    todo = [Submit(i, prompt, 20, SamplingParams(seed=i)) for i in range(16)]
-    model = random_model(torch.float64, block_size=block_size, n_layer=4)
-    return model, todo, {s.id: text_of(model, s) for s in todo}
-
-
 @at_once
 @pytest.mark.parametrize(("block_size", "held"), [(256, 200), (64, 200), (16, 61)])
 def test_a_prompt_of_many_sequences_runs_once(make, block_size, held):
-    """To prompts shorter and longer than W; `held`: of 200 characters, as many as can matter."""
-    model, todo, expected = sixteen_answers(block_size)
-    ran = run_all(make(16, model, clock=lambda: 0.0), todo)
+    """16 answers to one prompt, shorter and longer than W; `held`: of 200 characters, as many as can matter."""
+    model = random_model(torch.float64, block_size=block_size, n_layer=4)
+    engine = make(16, model, clock=lambda: 0.0)
+    prompt = np.random.default_rng(0).integers(50, size=200).tolist()
+    todo = [Submit(i, prompt, 20, SamplingParams(seed=i)) for i in range(16)]
+    ran = run_all(engine, todo)
     assert (ran.counts["run"], ran.counts["copied"]) == (held + 15, 15 * (held - 1))
-    assert ran.texts == expected
+    assert ran.texts == {s.id: text_of(model, s) for s in todo}
 
 
 @pytest.mark.parametrize("seed", range(4))

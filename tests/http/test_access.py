@@ -19,7 +19,7 @@ from service.http.clients import ClientLimits
 from service.http.lease import Ledger
 from service.settings import Settings
 from service.shared import SharedState
-from tests.helpers import ENDLESS, SERVICE, RunningServer, http_processes, lasting, make_certificate, wait_until, web
+from tests.helpers import ENDLESS, RunningServer, http_processes, lasting, make_certificate, wait_until, web
 from tests.toolbox.http import answer, post, received, sent
 from tests.toolbox.needs import program
 
@@ -48,7 +48,7 @@ def server(checkpoint, keys_file):
         "root_path": "/chargpt", "body_timeout_seconds": 0.5, "request_timeout_seconds": 3, "max_body_bytes": 100_000,
         "log_level": "debug",
     }  # fmt: skip
-    for server in lasting(checkpoint.path, program=SERVICE, **settings):
+    for server in lasting(checkpoint.path, **settings):
         yield server
         command_lines = " ".join(" ".join(process.cmdline()) for process in server.processes())
         assert not [key for key in KEYS if key in server.output() + command_lines]

@@ -5,8 +5,13 @@ import os
 import re
 from collections import Counter
 
+import jsonschema
 import pytest
+import schemathesis
+import schemathesis.engine
 from hypothesis import strategies as st
+from openapi_spec_validator import OpenAPIV31SpecValidator
+from schemathesis.engine import events
 
 from service.http.app import OPERATIONS
 from service.http.openapi import build_document
@@ -17,12 +22,6 @@ from tests.helpers import VOCABULARY, lasting, save_random, web
 REQUESTS = [operation.request for operation in OPERATIONS if operation.request is not None]
 LIMITS = {"max_tokens": 16, "max_prompts": 8, "max_score_texts": 50, "max_prompt_characters": 500}
 LIMITS |= {"max_regex_characters": 100}
-
-
-def check(document):
-    from openapi_spec_validator import OpenAPIV31SpecValidator  # here, as its import takes a second of each process
-
-    OpenAPIV31SpecValidator(document).validate()
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +45,7 @@ def operations(document):
 
 def test_document_is_openapi_3_1_and_lists_exactly_the_routes(checkpoint, document, tmp_path, monkeypatch):
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
-    check(document)
+    OpenAPIV31SpecValidator(document).validate()
     endpoints = build_server(Settings(checkpoint=checkpoint.path)).http.endpoints
     own = {"/openapi.json", "/docs", "/"}
     assert own <= endpoints.keys()
@@ -88,14 +87,12 @@ def test_examples_match_their_schemas_and_the_vocabulary(tmp_path, characters):
     tokenizer = save_random(tmp_path / "c", characters).tokenizer
     options = {"checkpoint": tmp_path / "c", "max_tokens": 3, "max_prompts": 4, "model_name": "other"}
     document = build_document(Settings(**options), tokenizer, OPERATIONS)
-    check(document)
+    OpenAPIV31SpecValidator(document).validate()
     assert len(json.dumps(document)) < 120_000
     examples = list(every_example(document))
     assert len(examples) > 100
     prompts = document["components"]["schemas"]["GenerateRequest"]["properties"]["prompt"]["examples"]
     assert prompts == [next(filter(str.isalpha, characters))]  # no other model's
-    import jsonschema
-
     for schema, example in examples:
         jsonschema.Draft202012Validator(schema | {"components": document["components"]}).validate(example)
     for *_, operation in operations(document):
@@ -179,6 +176,7 @@ def test_bounds_of_settings_and_checkpoint_are_stated_and_enforced(
 # -- schemathesis --
 
 CASES = int(os.environ.get("CHARGPT_OPENAPI_CASES", 8))  # per route, besides cases at bounds
+schemathesis.openapi.format("vocabulary", st.text(st.sampled_from(VOCABULARY), max_size=20))
 # Tested by the examples and other tests alone: fields that exclude others, or whose values depend on the model.
 APART = """
     allowed_characters allowed_token_ids bad_words best_of choice continuations logit_bias logprob_token_ids min_tokens
@@ -213,10 +211,6 @@ def closed(document):
 
 
 def test_schemathesis_finds_no_undocumented_response(server, document):
-    import schemathesis.engine
-    from schemathesis.engine import events
-
-    schemathesis.openapi.format("vocabulary", st.text(st.sampled_from(VOCABULARY), max_size=20))
     config = {
         "base-url": server.url,
         "seed": 1,

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from service.model.checkpoint import Checkpoint
 from service.model.tokenizer import CharTokenizer
@@ -159,8 +160,6 @@ def test_information_says_records(server):
 def test_transformers_ends_by_itself(checkpoints):
     records, _ = checkpoints
     tokenizer = Checkpoint.read(records).tokenizer
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(records, dtype=torch.float64)
     idx = torch.tensor([tokenizer.encode("\nAl")] * 20)
     torch.manual_seed(0)

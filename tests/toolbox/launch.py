@@ -43,21 +43,20 @@ def is_worker(process: psutil.Process) -> bool:
 class Program(contextlib.AbstractContextManager):
     """A server process, ready once GET `ready` returns 200. stdout and stderr go to `log` or a temporary file.
 
-    start: subprocess.Popen or the like, which gets the options.
+    options: passed to subprocess.Popen.
     """
 
     poll_seconds = 0.05
 
-    def __init__(
-        self, command: Sequence[object], port: int, ready: str, log: Path | None = None, start: Any = subprocess.Popen,
-        **options: Any,
-    ):  # fmt: skip
+    def __init__(self, command: Sequence[object], port: int, ready: str, log: Path | None = None, **options: Any):
         self.port, self.url, self.ready = port, f"http://127.0.0.1:{port}", ready
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
         self.log = tempfile.TemporaryFile() if log is None else log.open("w+b")
         self.started = time.perf_counter()
-        self.process = start([str(word) for word in command], stdout=self.log, stderr=subprocess.STDOUT, **options)
+        self.process = subprocess.Popen(
+            [str(word) for word in command], stdout=self.log, stderr=subprocess.STDOUT, **options
+        )
 
     def wait_until_ready(self, timeout: float = 120) -> float:
         """Returns the seconds since the start.
