@@ -113,7 +113,7 @@ class Runner(ABC):
     # Whether a guided row may take several steps in a call. Else it takes one: each step's mask follows from the last
     # character, which the host must see.
     follows_guides: bool = False
-    step_counts: Sequence[int] = range(1, 33)  # decode steps of a call that cost no more than they must, ascending
+    step_counts: Sequence[int] = range(1, 65)  # decode steps of a call that cost no more than they must, ascending
 
     @abstractmethod
     def start(self, slot: int, params: SamplingParams, prompt: Sequence[int]) -> None:

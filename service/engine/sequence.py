@@ -109,6 +109,10 @@ class Sequence:
         return len(self.ids) - len(self.request.prompt)
 
     @property
+    def may_stop(self) -> bool:
+        return bool(self._stops)
+
+    @property
     def num_prompt_left(self) -> int:
         """Prompt ids that are not in the cache yet."""
         return len(self.cut_prompt) - self.num_prefilled

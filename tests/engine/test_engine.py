@@ -118,24 +118,24 @@ def text_of(model, request):
 
 @at_once
 def test_steps_per_call_follow_the_work(make):
-    """Many while nobody waits; one beside a prompt, or a pattern that the runner cannot follow by itself, and as few as
-    the longest row needs."""
+    """Many while nobody waits, half as many where a stop may come; one beside a prompt, or a pattern that the runner
+    cannot follow by itself, and as few as the longest row needs."""
     engine = make(3, clock=lambda: 0.0)
 
     def steps():
         engine.step()
         return engine.stats.num_decode_steps, engine.stats.num_decode_tokens
 
-    engine.submit(Submit(0, [1], 108, SamplingParams()))
-    assert [steps() for _ in range(3)] == [(0, 0), (1, 1), (32, 32)]  # the first call shows what a step costs
-    engine.submit(Submit(1, [1], 12, SamplingParams()))
+    engine.submit(Submit(0, [1], 204, SamplingParams()))
+    assert [steps() for _ in range(3)] == [(0, 0), (1, 1), (64, 64)]  # the first call shows what a step costs
+    engine.submit(Submit(1, [1], 33, SamplingParams(), stop=((1,) * 9,)))
     assert steps() == (1, 1)
-    assert steps() == (32, 32 + 11)
+    assert steps() == (64, 64 + 32)
     engine.submit(Submit(2, [1], 4, SamplingParams(), constraint=compile_regex("(.|\n)*", VOCABULARY).pack()))
     if engine.runner.follows_guides:
-        assert [steps() for _ in range(3)] == [(1, 1), (32, 32 + 3), (8, 8)]
+        assert [steps() for _ in range(3)] == [(1, 1), (64, 64 + 3), (8, 8)]
     else:
-        assert [steps() for _ in range(6)] == [(1, 1), (1, 2), (1, 2), (1, 2), (32, 32), (5, 5)]
+        assert [steps() for _ in range(6)] == [(1, 1), (1, 2), (1, 2), (1, 2), (64, 64), (5, 5)]
     assert not engine.has_work
 
 
@@ -310,7 +310,7 @@ def test_text_ends_before_the_stop_sequence(make, exact):
 def test_abort_frees_the_slot_at_once_without_affecting_others(make, exact):
     engine = make(2)
     leaving = Submit(1, [1, 2, 3], 10_000, SamplingParams(seed=1))
-    staying = Submit(2, [4, 5], 100, SamplingParams(seed=2))
+    staying = Submit(2, [4, 5], 200, SamplingParams(seed=2))
     waiting = Submit(3, [6], 5, SamplingParams(seed=3))
     for s in (leaving, staying, waiting):
         engine.submit(s)
