@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 MIN_STEPS = 8  # of a call over more than CACHED_ROWS rows, where nobody waits for its end
 CACHED_ROWS = 16
-MAX_AHEAD = 32  # steps of a call that a text takes which a stop may end: what lies behind the stop is lost
+MAX_AHEAD = 32  # steps of a call in which a stop may end a text: what lies behind the stop is lost
 MAX_FAILURES = 16  # calls of the runner in a row that gave nothing of use, after which it counts as broken
 
 
@@ -284,8 +284,8 @@ class Engine:
             # each character, so that its own text would be up to K times slower.
             is_slow = scheduler.num_guided and not self.runner.follows_guides
             steps = np.minimum(1 if is_slow else self._num_steps(len(slots), num_prompt), scheduler.num_left[slots])
-            if steps.max() > MAX_AHEAD:
-                steps = np.where([sequence.may_stop for sequence in sequences], np.minimum(steps, MAX_AHEAD), steps)
+            if steps.max() > MAX_AHEAD and any(sequence.may_stop for sequence in sequences):
+                steps = np.minimum(steps, MAX_AHEAD)  # of all, as above
             wait = self.runner.decode(slots, steps, guides, reports)
             scheduler.decoded(slots, steps)
             stats.num_decode_rows, stats.num_decode_steps = len(slots), int(steps.max())
