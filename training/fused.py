@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from service.engine.native import built
+from service.engine.native import built, opened
 from service.model.gpt import GPT, Block, rope_angles
 from training.messages import Refusal
 
@@ -98,12 +98,9 @@ def _library() -> ctypes.CDLL | None:
     except RuntimeError:
         return None
     try:
-        library = ctypes.CDLL(str(path))
-        if not hasattr(library, "fused_version") or library.fused_version() != VERSION:
-            raise OSError(f"{path}: built from another revision")
-    except OSError as error:
-        raise Refusal(f"{error}: run make native, or install the package again") from None
-    return library
+        return opened(path, "fused_version", VERSION)
+    except RuntimeError as error:
+        raise Refusal(str(error)) from None
 
 
 def _call(name: str, sizes: tuple[int, ...], *arguments: Tensor | float) -> bool:

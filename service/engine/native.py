@@ -93,15 +93,25 @@ def why_not() -> str | None:
     return None
 
 
-def _load(path: Path) -> ctypes.CDLL:
-    """Raises RuntimeError: the file is no such library, or one of another revision."""
-    layout = 4 << 24 | ctypes.sizeof(_Config) << 16 | _ITEM.itemsize << 8 | _PARAMS.size
+def opened(path: Path, name: str, revision: int) -> ctypes.CDLL:
+    """A library whose function `name` returns its revision.
+
+    Raises:
+        RuntimeError: the file is no such library, or one of another revision.
+    """
     try:
         library = ctypes.CDLL(str(path))
-        if not hasattr(library, "chargpt_layout") or library.chargpt_layout() != layout:
+        if not hasattr(library, name) or getattr(library, name)() != revision:
             raise OSError(f"{path}: built from another revision")
     except OSError as error:
         raise RuntimeError(f"{error}: run make native, or install the package again") from None
+    return library
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    """Raises RuntimeError: as `opened`."""
+    layout = 4 << 24 | ctypes.sizeof(_Config) << 16 | _ITEM.itemsize << 8 | _PARAMS.size
+    library = opened(path, "chargpt_layout", layout)
     for name, arguments in {
         "chargpt_open": [POINTER(_Config), POINTER(POINTER(c_float)), POINTER(c_void_p)],
         "chargpt_start": [c_void_p, c_int32, c_char_p],
