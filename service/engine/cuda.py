@@ -100,7 +100,7 @@ class CudaRunner(Runner):
 
     # -- Runner --
 
-    def start(self, slot: int, params: SamplingParams, prompt: Sequence[int]) -> None:
+    def start(self, slot: int, params: SamplingParams, prompt: Sequence[int], ends: Sequence[int] = ()) -> None:
         self._sampler.start(slot, params, prompt)
         self._positions[slot] = 0
         self._draws.start(slot, params.seed)

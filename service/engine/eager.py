@@ -40,7 +40,7 @@ class TorchRunner(Runner):
         self._draws = Draws(slots)
         self._sampler = Sampler(slots, model.config.vocab_size)
 
-    def start(self, slot: int, params: SamplingParams, prompt: Sequence[int]) -> None:
+    def start(self, slot: int, params: SamplingParams, prompt: Sequence[int], ends: Sequence[int] = ()) -> None:
         self._sampler.start(slot, params, prompt)
         self.cache.empty(slot)
         self._draws.start(slot, params.seed)

@@ -74,14 +74,14 @@ class Cost:
         self._sums = [0.0] * 5  # of weights w, and of w·n, w·n², w·t, w·n·t over sizes n and seconds t
         self._last_ratio = 1.0
 
-    def seconds(self, size: int) -> float:
+    def seconds(self, size: float) -> float:
         return self.fixed + self.each * size
 
     def size_for(self, seconds: float) -> int:
         """The size that takes `seconds`, or the one at which half of the time is not fixed, if that is larger."""
         return int(max(seconds - self.fixed, self.fixed) / self.each)
 
-    def observe(self, size: int, seconds: float) -> None:
+    def observe(self, size: float, seconds: float) -> None:
         ratio = seconds / self.seconds(size)
         if self._sums[0]:  # else there is nothing to expect yet
             seconds *= min(1.0, max(2.0, self._last_ratio) / ratio) if ratio > 2.0 else 1.0
@@ -101,7 +101,8 @@ class Batch(NamedTuple):
     sequences: list[Sequence]
     wait: Callable[[], Outcome]
     seconds: float  # of the call, unless the outcome has its own
-    is_end: list[bool] = []  # of decode steps: a row then has all it may have
+    steps: list[int] = []  # of each row, if it decodes
+    is_end: list[bool] = []  # a row then has all it may have
     pieces: list[Piece] = []
 
 
@@ -267,7 +268,7 @@ class Engine:
             request, slot = sequence.request, sequence.slot
             assert slot is not None
             with self._isolated([sequence]):
-                self.runner.start(slot, request.sampling, request.seen + request.prompt)
+                self.runner.start(slot, request.sampling, request.seen + request.prompt, sequence.ends)
                 if found is not None:
                     self.runner.copy(found.source, slot, found.length)
                     self.scheduler.copied(slot, found.length)
@@ -291,7 +292,7 @@ class Engine:
             stats.num_decode_rows, stats.num_decode_steps = len(slots), int(steps.max())
             stats.num_decode_tokens = int(steps.sum())
             is_end = (scheduler.num_left[slots] == 0).tolist()
-            launched.append(Batch(sequences, wait, stats.lap("decode"), is_end))
+            launched.append(Batch(sequences, wait, stats.lap("decode"), steps.tolist(), is_end))
 
     def _prefill(self, pieces: list[Piece], launched: list[Batch]) -> None:
         """Launch pieces of prompts."""
@@ -312,7 +313,9 @@ class Engine:
                 if batch.pieces:
                     self._prefill_cost.observe(sum(len(piece.ids) for piece in batch.pieces), seconds)
                 else:
-                    self._decode_cost.observe(len(batch.sequences), seconds / outcome.ids.shape[1])
+                    run = (outcome.ids >= 0).sum(axis=1)  # steps of each row
+                    longest = max(1, int(run.max()))
+                    self._decode_cost.observe(max(1, int(run.sum()) / longest), seconds / longest)
                 self.stats.lap("prefill" if batch.pieces else "decode")
                 self._update(batch, outcome, deltas)
                 self.stats.lap("update")
@@ -323,6 +326,10 @@ class Engine:
         is_chosen = outcome.ids >= 0  # (B, K)
         for b in np.flatnonzero(~is_chosen.all(axis=1)).tolist():
             del rows[b][is_chosen[b].argmin() :]
+            if batch.steps and batch.sequences[b].finish_reason is None:
+                unused = batch.steps[b] - len(rows[b])
+                self.scheduler.not_run(batch.sequences[b], unused)
+                self.stats.num_decode_tokens -= unused
         failed = set(np.flatnonzero((outcome.ids == FAILED).any(axis=1)).tolist())
         self._ran(well=len(failed) < len(rows))
         for b, (sequence, ids) in enumerate(zip(batch.sequences, rows, strict=True)):

@@ -479,10 +479,11 @@ extern "C" {
 struct ChargptParams {
   double temperature, top_p, log_min_p, typical_p, repetition, presence, frequency;
   uint64_t seed;
-  int64_t top_k, num_biased, num_seen;
+  int64_t top_k, num_biased, num_seen, num_ends;
   const int32_t* biased;  // (num_biased,) ids
   const double* bias;     // (num_biased,)
   const int32_t* seen;    // (num_seen,) ids of the prompt; only where a penalty needs them
+  const int32_t* ends;    // (num_ends,) ids after which no more is chosen in a call
 };
 
 // A sequence's place in a pattern: an automaton as in constrain/automaton.py.
@@ -504,7 +505,7 @@ struct ChargptItem {
   const int32_t* ids;         // (count,)
   const int32_t* targets;     // (count,) the id after each, to be reported; −1: not to be; null: none is
   const ChargptGuide* guide;  // null: any id may be chosen
-  int32_t* chosen;            // (steps,); those after the one with which a guide ends are left as they are
+  int32_t* chosen;            // (steps,); those after one of `ends`, or with which a guide ends, are left as they are
   // The report: of R ids, first the targets, then the chosen ones; left as it is where logits are not finite.
   double* values;             // (R,) log-probabilities; null: no report
   uint32_t* top_ids;          // (R, alternatives)
@@ -585,7 +586,7 @@ struct Sampler {
     seen.assign(is_penalised ? vocab_size : 0, 0);
     counts.assign(seen.size(), 0);
     for (int64_t i = 0; is_penalised && i < p.num_seen; ++i) seen[p.seen[i]] = 1;
-    p.biased = p.seen = nullptr, p.bias = nullptr;
+    p.biased = p.seen = p.ends = nullptr, p.bias = nullptr;
   }
 
   // z (V) and weight (V) have room for whole Lanes; order (V) is scratch.
@@ -845,6 +846,7 @@ template <class T, class W, class K> class Net final : public Engine {
     int64_t position = 0;  // characters that have run
     int32_t last = NONE;   // the id that was chosen last
     uint64_t recent = 0;   // the last four of them, for guesses
+    std::vector<int32_t> ends;
   };
   struct Row {
     int slot;
@@ -912,6 +914,7 @@ template <class T, class W, class K> class Net final : public Engine {
   void start(int slot, const ChargptParams& params) override {
     Slot& s = states[slot];
     s.sampler.start(params, c.vocab_size);
+    s.ends.assign(params.ends, params.ends + params.num_ends);
     s.position = 0, s.last = NONE;
   }
 
@@ -1176,7 +1179,8 @@ template <class T, class W, class K> class Net final : public Engine {
     if (s.last >= 0) report(it, w, logits, s.last);
     w.guesses.learn(s.recent, s.last);
     s.recent = s.recent << 16 | uint16_t(s.last);
-    return s.last >= 0 && it.walk.push(s.last) && it.chosen < item.steps;
+    const bool is_end = std::find(s.ends.begin(), s.ends.end(), s.last) != s.ends.end();
+    return s.last >= 0 && it.walk.push(s.last) && !is_end && it.chosen < item.steps;
   }
 
   static int32_t target_of(const ChargptItem& item, int index) { return item.targets ? item.targets[index] : NONE; }

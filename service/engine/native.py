@@ -32,7 +32,7 @@ _V3 = {"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"}
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _VARIANTS = {"v4bf16": _V4 | {"avx512_bf16"}, "v4": _V4, "v3": _V3}
 
-_PARAMS = struct.Struct("=7dQ3q3Q")  # ChargptParams
+_PARAMS = struct.Struct("=7dQ4q4Q")  # ChargptParams
 _ITEM = np.dtype(
     [(name, "i4") for name in ("slot", "count", "steps", "alternatives")]
     + [(name, "u8") for name in ("ids", "targets", "guide", "chosen", "values", "top_ids", "top_values", "which")]
@@ -194,7 +194,7 @@ class NativeRunner(Runner):
             self._library.chargpt_close(self._engine)
             self._engine = c_void_p()
 
-    def start(self, slot: int, params: SamplingParams, prompt: Sequence[int]) -> None:
+    def start(self, slot: int, params: SamplingParams, prompt: Sequence[int], ends: Sequence[int] = ()) -> None:
         ids, V = np.asarray(prompt, np.int32), self.config.vocab_size
         if len(ids) and not 0 <= ids.min() <= ids.max() < V:
             raise ValueError(f"ids must be in [0, {V - 1}], got {ids.min()} … {ids.max()}")
@@ -202,10 +202,10 @@ class NativeRunner(Runner):
         if len(biased) and biased.max() >= V:
             raise ValueError(f"logit_bias ids must be below {V}, got {biased.max()}")
         bias = np.array([value for _, value in params.logit_bias], np.float64)
-        seen = ids if params.needs_history else ids[:0]
+        seen, last = ids if params.needs_history else ids[:0], np.asarray(ends, np.int32)
         packed = _PARAMS.pack(
-            *(*params.factors, params.seed, params.top_k, len(biased), len(seen)),
-            *(biased.ctypes.data, bias.ctypes.data, seen.ctypes.data),
+            *(*params.factors, params.seed, params.top_k, len(biased), len(seen), len(last)),
+            *(biased.ctypes.data, bias.ctypes.data, seen.ctypes.data, last.ctypes.data),
         )
         self._library.chargpt_start(self._engine, slot, packed)
 

@@ -116,8 +116,10 @@ class Runner(ABC):
     step_counts: Sequence[int] = range(1, 65)  # decode steps of a call that cost no more than they must, ascending
 
     @abstractmethod
-    def start(self, slot: int, params: SamplingParams, prompt: Sequence[int]) -> None:
+    def start(self, slot: int, params: SamplingParams, prompt: Sequence[int], ends: Sequence[int] = ()) -> None:
         """Empty a slot for a new sequence. `prompt`: the whole one, which penalties count as seen.
+
+        ends: ids after one of which a row need not choose more in a call, as its text is likely to end there.
 
         Raises:
             ValueError: an id of the prompt or of a bias is outside the vocabulary.
@@ -142,7 +144,7 @@ class Runner(ABC):
         """Choose `steps[b]` (≥ 1) further characters for the sequence in slots[b], each fed to the next step.
 
         slots (B,), in any order; K = steps.max(). guides and reports: by row; guides are left where they are, and
-        a row has NONE after the character with which its guide ends the text.
+        a row has NONE after the character with which its guide ends the text, and may have it after one of its `ends`.
         """
 
     def is_lost(self, error: Exception) -> bool:

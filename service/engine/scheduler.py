@@ -237,6 +237,11 @@ class Scheduler:
         self.contents.num_held[slots] += steps
         self.num_left[slots] -= steps
 
+    def not_run(self, sequence: Sequence, count: int) -> None:
+        """Record that a running sequence's row ended `count` steps earlier than it was launched for."""
+        self.contents.num_held[sequence.slot] -= count
+        self.num_left[sequence.slot] += count
+
     def _start(self, sequence: Sequence, starts: list[tuple[Sequence, Found | None]]) -> int:
         """Give a slot to a sequence, or have it wait for what is to be copied; returns the cost in characters."""
         found = self.contents.find(sequence)

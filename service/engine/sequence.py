@@ -113,6 +113,11 @@ class Sequence:
         return bool(self._stops)
 
     @property
+    def ends(self) -> list[int]:
+        """The stops of one character."""
+        return [stop[0] for stop in self.request.stop if len(stop) == 1]
+
+    @property
     def num_prompt_left(self) -> int:
         """Prompt ids that are not in the cache yet."""
         return len(self.cut_prompt) - self.num_prefilled

@@ -297,6 +297,23 @@ def test_shared_beginnings_change_no_text(make, seed):
 
 
 @at_once
+@pytest.mark.parametrize("kind", ["stop", "constraint"])
+def test_a_prompt_continues_an_answer_that_ended_within_a_call(make, backend, kind):
+    """Of which its last character is in no cache."""
+    model = random_model(torch.float64, block_size=64)
+    first = Submit(1, list(range(20)), 30, SamplingParams(seed=1), include_stop=True)
+    options = {"stop": (tuple(text_of(model, first)[4:5]),), "constraint": compile_regex("abcde", VOCABULARY).pack()}
+    setattr(first, kind, options[kind])
+    engine = make(model=model, clock=lambda: 0.0)
+    ran = run_all(engine, [first])
+    assert 0 < len(ran.texts[1]) <= 5 and ran.reasons == {1: "stop"}
+    assert ran.counts["dropped"] == 0 or backend == "torch"
+    again = Submit(2, first.prompt + ran.texts[1] + [5, 6], 5, SamplingParams(seed=2))
+    ran = run_all(engine, [again])
+    assert ran.texts[2] == text_of(model, again) and ran.counts["copied"] >= len(again.prompt) - 3
+
+
+@at_once
 def test_text_ends_before_the_stop_sequence(make, exact):
     params = SamplingParams(seed=3)
     text = exact.generate([1], 40, params)
@@ -473,6 +490,9 @@ def request_with_options(id):
             options["include_stop"] = r.random() < 0.5
         case 4:
             options |= {"constraint": compile_regex("[^a-z ]", VOCABULARY).pack(), "constrains_first": True}
+        case 5:
+            options["stop"] = tuple(tuple(r.choices(range(len(VOCABULARY)), k=k)) for k in (1, 1, 1, 1, 2, 2))
+            options["include_stop"] = r.random() < 0.5
     if options["logprobs"] is not None and r.random() < 0.5 and len(prompt) > 1:
         options["score_from"] = r.randrange(1, len(prompt))
     return Submit(id, prompt, r.choice([1, 3, 40, 45]) if "constraint" not in options else 40, params, **options)
