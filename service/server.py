@@ -52,7 +52,7 @@ from service.words import plural
 logger = logging.getLogger(__name__)
 
 BACKLOG = 4096  # connections that wait to be accepted; as many as Linux allows by default (net.core.somaxconn)
-UVICORN_GRACE_SECONDS = 1  # requests are drained before uvicorn stops
+UVICORN_GRACE_SECONDS = 2  # requests are drained before uvicorn stops
 POLL_SECONDS = 0.1  # between two looks at all processes
 HTTP_START_SECONDS = 60.0  # of an HTTP process, until its first heartbeat
 
