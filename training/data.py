@@ -507,12 +507,16 @@ class WindowSampler:
         places, phases = _places(numbers, self.per_epoch, self.seed)
         return places * self.block_size + (phases * self.block_size).astype(np.int64)
 
-    def next_batch(self, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs, and targets one character ahead: each (batch_size, block_size) int64."""
+    def next_places(self, batch_size: int) -> np.ndarray:
+        """Where the inputs of the next windows are in the text: (batch_size, block_size) int64."""
         starts = self.starts(np.arange(self.position, self.position + batch_size))
         self.position += batch_size
-        windows = self.ids[starts[:, None] + np.arange(self.block_size + 1)].astype(np.int64)
-        return windows[:, :-1], windows[:, 1:]
+        return starts[:, None] + np.arange(self.block_size)
+
+    def next_batch(self, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs, and targets one character ahead: each (batch_size, block_size) int64."""
+        places = self.next_places(batch_size)
+        return self.ids[places].astype(np.int64), self.ids[places + 1].astype(np.int64)
 
 
 def sampler_of(corpus: Corpus, block_size: int, seed: int) -> WindowSampler | RecordSampler:

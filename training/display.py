@@ -80,12 +80,12 @@ class ProgressView(Bar):
 
 
 @contextlib.contextmanager
-def show_scoring(console: Console, total: int) -> Iterator[Callable[[int], None]]:
-    """How far the scoring of the validation split is: a bar on terminals, elsewhere a line every LINE_SECONDS.
+def show_forwards(console: Console, what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """How far a text has gone through a model: a bar on terminals, elsewhere a line every LINE_SECONDS.
 
     Yields what is told the number of characters of each forward; total: of about how many characters in all.
     """
-    what, done = "scoring the validation split, in windows and streamed", 0
+    done = 0
     started = line_at = time.monotonic()
     columns = (TextColumn(what), BarColumn(), TimeRemainingColumn())
     with Bar(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:

@@ -1,7 +1,7 @@
 """Knowledge distillation (Hinton et al. 2015): a model learns what its teachers predict on average.
 
 The average of several models that differ in their seeds predicts better than each of them, and most of that can be
-taught to one (RECIPE.md has figures). Knows nothing about the text.
+taught to one (RECIPE.md has figures).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from service.model.checkpoint import WEIGHTS, Checkpoint
 from service.model.tokenizer import CharTokenizer
 from training.config import ConfigError, TrainConfig
 from training.device import autocast, training_forward
+from training.evaluate import Advance, streamed_pieces
 from training.messages import plural
 
 
@@ -55,4 +57,18 @@ class Teachers:
         with autocast(self.config):
             for forward in self._forwards:
                 mean = mean + forward(idx).float().softmax(-1) / len(self._forwards)
+        return mean
+
+    @torch.no_grad()
+    def table(self, ids: np.ndarray, advance: Advance = int) -> Tensor:
+        """Probabilities of what follows each character of a streamed text but the last, (N - 1, V) float16."""
+        mean = torch.zeros(len(ids) - 1, self.models[0].config.vocab_size, dtype=torch.float16)
+        for model in self.models:
+            start = 0
+            for piece, before in streamed_pieces(model, ids):
+                idx = torch.from_numpy(piece[None, :-1].astype(np.int64)).to(self.config.device)
+                found = model(idx)[0, before:].float().softmax(-1) / len(self.models)
+                mean[start : start + len(found)] += found.cpu()
+                start += len(found)
+                advance(len(found))
         return mean

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
@@ -148,14 +148,19 @@ def stream_chars(model: GPT) -> int:
 
 def streamed_sum(model: GPT, ids: np.ndarray, advance: Advance = int) -> float:
     """`streamed_loss`, summed."""
-    before, chunk = model.config.receptive_field - 1, stream_chars(model)
-    total, scored = 0.0, len(ids) - 1
-    for start in range(0, scored, chunk):
-        first = max(0, start - before)
-        piece = ids[first : start + chunk + 1]
-        total += float(_losses(model, piece[None, :-1], piece[None, 1:], skip=start - first)[0])
-        advance(min(chunk, scored - start))
+    total = 0.0
+    for piece, before in streamed_pieces(model, ids):
+        total += float(_losses(model, piece[None, :-1], piece[None, 1:], skip=before)[0])
+        advance(len(piece) - 1 - before)
     return total
+
+
+def streamed_pieces(model: GPT, ids: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
+    """The pieces of a streamed text, each of which begins with so many characters of the one before it."""
+    chunk = stream_chars(model)
+    for start in range(0, len(ids) - 1, chunk):
+        before = min(start, model.config.receptive_field - 1)
+        yield ids[start - before : start + chunk + 1], before
 
 
 @torch.no_grad()

@@ -41,9 +41,9 @@ from service.model.gpt import GPT
 from service.model.params import SamplingParams
 from training.check import size_check
 from training.config import TrainConfig
-from training.data import IGNORED, Corpus, micro_batches, record_pieces, sampler_of, window_pieces
+from training.data import IGNORED, Corpus, WindowSampler, micro_batches, record_pieces, sampler_of, window_pieces
 from training.device import autocast, machine, training_forward
-from training.display import ProgressView, draw_curves, print_report, show_scoring, warn_if_vocabulary_is_large
+from training.display import ProgressView, draw_curves, print_report, show_forwards, warn_if_vocabulary_is_large
 from training.distill import Teachers
 from training.distributed import World
 from training.evaluate import BATCH_CHARS, baselines, beginning, piece_loss, split_losses
@@ -59,6 +59,7 @@ from training.state import Progress, ResumeError, Saved, pack
 SAMPLED_RECORDS = 5  # shown at each evaluation
 BOUNDED_SECONDS = 30  # of scoring, from which on a line says how to bound it
 ESTIMATE_STEPS = 10  # by which the rest of the run is estimated
+TABLE_BYTES = 1 << 30  # of what teachers predict for the whole text
 
 
 class DivergedError(Refusal):
@@ -112,6 +113,7 @@ class Run:
         self.sampler = sampler_of(corpus, config.block_size, config.seed)
         self.rows = self.sampler.rows(config.tokens_per_step)  # of a step
         self.teachers = Teachers(config, corpus.tokenizer) if config.teachers else None
+        self.table: Tensor | None = None  # what they predict at each place of the text
         torch.manual_seed(config.seed)
         self.model = GPT(config.model_config(corpus.tokenizer.vocab_size))
         init_weights(self.model)
@@ -164,6 +166,8 @@ class Run:
         if progress.step == 0 and self.world.is_main:
             for line in size_check(self.corpus, self.model.config.num_parameters):
                 say(console, line)
+        if self.teachers and self.table_pays:
+            self.table = self.table_of(self.teachers, console)
         warn_if_vocabulary_is_large(console, config, self.model.config.vocab_size, self.model.config.num_parameters)
         self.world.all_reduce_(torch.zeros(1))  # barrier: the first save replaces files that every process reads
         view = ProgressView(console, config)
@@ -202,6 +206,22 @@ class Run:
                     )
             self.finish(console)
 
+    @property
+    def table_pays(self) -> bool:
+        """Teachers would see each character more than twice, and their predictions fit in memory."""
+        size = 2 * len(self.corpus.train) * self.model.config.vocab_size
+        is_repeated = self.config.steps * self.rows > 2 * self.sampler.per_epoch
+        return not self.config.records and self.world.size == 1 and is_repeated and size <= TABLE_BYTES
+
+    def table_of(self, teachers: Teachers, console: Console) -> Tensor:
+        train, progress = self.corpus.train, self.progress
+        started = time.monotonic(), time.process_time()
+        with show_forwards(console, "what the teachers predict", len(train) * len(teachers.models)) as advance:
+            table = teachers.table(train, advance)
+        progress.elapsed_seconds += time.monotonic() - started[0]
+        progress.cpu_seconds += time.process_time() - started[1]
+        return table
+
     def estimate(self, step_seconds: float) -> str:
         """How long the rest takes, steps by the seconds of one now, scoring by those of a forward; of the main process.
 
@@ -238,21 +258,29 @@ class Run:
         step.
         """
         started = time.process_time()
-        config, progress, world = self.config, self.progress, self.world
+        config, corpus, progress, world = self.config, self.corpus, self.progress, self.world
         flat = self.gradients
         flat.all.zero_()
         if config.dropout:  # of seed, step and process alone, so that a resumed run goes on with the same
             torch.manual_seed(zlib.crc32(f"{config.seed} {progress.step} {world.rank}".encode()))
-        batch = self.sampler.next_batch(self.rows)
+        if self.table is None:
+            batch = self.sampler.next_batch(self.rows)
+        else:
+            assert isinstance(self.sampler, WindowSampler)
+            places = self.sampler.next_places(self.rows)
+            batch = places, corpus.train[places + 1].astype(np.int64)
         if not config.records:
             window = config.window_at(progress.step)
             batch = batch[0].reshape(-1, window), batch[1].reshape(-1, window)
         count = int((batch[1] != IGNORED).sum())  # targets of all parts
         cells = config.tokens_per_step // (world.size * config.accumulate)  # at once
         own = slice(world.rank, None, world.size)
-        for part in micro_batches(batch[0][own], batch[1][own], cells):
-            idx, targets = (self.to_device(x) for x in part)
-            loss = self.loss(idx, targets) / count
+        for inputs, targets in micro_batches(batch[0][own], batch[1][own], cells):
+            expected = None
+            if self.table is not None:
+                expected = self.table[torch.from_numpy(inputs)].to(self.device)
+                inputs = corpus.train[inputs].astype(np.int64)
+            loss = self.loss(self.to_device(inputs), self.to_device(targets), expected) / count
             loss.backward()
             flat.extra[0] += loss.detach()
         save_is_due = time.monotonic() - self.saved_at > config.save_seconds
@@ -291,13 +319,17 @@ class Run:
             "or dtype float32"
         )
 
-    def loss(self, idx: Tensor, targets: Tensor) -> Tensor:
-        """Summed loss of idx (B, T) against targets (B, T), which may be IGNORED, or against the teachers there."""
+    def loss(self, idx: Tensor, targets: Tensor, expected: Tensor | None = None) -> Tensor:
+        """Summed loss of idx (B, T) against targets (B, T), which may be IGNORED, or against the teachers there.
+
+        expected: what these predict, (B, T, V), if it is known.
+        """
         with autocast(self.config):
             logits = self.forward(idx)  # (B, T, V)
         if self.teachers:
-            expected = self.teachers(idx) * (targets != IGNORED)[..., None]
-            return F.cross_entropy(logits.float().flatten(0, 1), expected.flatten(0, 1), reduction="sum")
+            if expected is None:
+                expected = self.teachers(idx) * (targets != IGNORED)[..., None]
+            return F.cross_entropy(logits.float().flatten(0, 1), expected.float().flatten(0, 1), reduction="sum")
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
     def evaluate(self) -> dict[str, Any]:
@@ -352,7 +384,7 @@ class Run:
             return
         best = Checkpoint.read(self.out / "best").load_model(self.device)
         corpus, val = self.corpus, self.scored
-        with show_scoring(console, 2 * len(val)) as advance:
+        with show_forwards(console, "scoring the validation split, in windows and streamed", 2 * len(val)) as advance:
             scores = split_losses(best, val, self.config.records, corpus.train, advance)
         losses = {**scores, **baselines(corpus.train, val, corpus.tokenizer.vocab_size)}
         self.save_served("best", best, losses, self.progress.at_best)
@@ -376,8 +408,8 @@ class Run:
         return sum(self.config.window_at(self.config.steps * i // 100) for i in range(100)) / 100
 
     def flops_per_character(self, window: float) -> float:
-        """Forwards of teachers included."""
-        teachers = self.teachers.models if self.teachers else []
+        """Forwards of teachers in each step included."""
+        teachers = self.teachers.models if self.teachers and self.table is None else []
         return flops_per_character(self.model, window) + sum(flops_per_character(each, window) / 3 for each in teachers)
 
     def save(self) -> None:

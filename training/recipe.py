@@ -39,7 +39,8 @@ def fitted(
     adaptable: the names among SETTINGS that the user has not set. parts: batch_size must be a multiple of it.
     """
     length, wanted = len(corpus.train), config
-    is_small = config.steps * config.tokens_per_step > EPOCHS * length
+    # What teachers say is hardly memorized.
+    is_small = not config.teachers and config.steps * config.tokens_per_step > EPOCHS * length
     if is_small and adaptable >= SMALL_MODEL.keys():
         model: dict[str, Any] = {name: min(most, getattr(config, name)) for name, most in SMALL_MODEL.items()}
         missing = min(1.0, math.log10(max(1.0, REGULARIZED / length)))  # orders of magnitude

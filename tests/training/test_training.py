@@ -362,8 +362,8 @@ def test_a_run_that_diverges_stops_before_anything_that_is_not_finite_is_saved(t
     """Weights can overflow after finite gradients, and before the next loss could tell."""
     loss, step, out = Run.loss, Run.step, tmp_path / "out"
 
-    def poisoned(run: Run, idx: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        value = loss(run, idx, targets)
+    def poisoned(run: Run, *given: torch.Tensor | None) -> torch.Tensor:
+        value = loss(run, *given)
         if run.progress.step == 10 and poison != "weights":
             value = value * math.nan if poison == "loss" else value + (run.model.embed.weight.sum() * 0).sqrt()
         return value
@@ -557,9 +557,9 @@ def test_windows_grow(tmp_path, monkeypatch, changes, expected):
     """The same characters in each step, cut in shorter windows at first."""
     seen, loss = [], Run.loss
 
-    def see(run, idx, targets):
-        seen.append((idx.clone(), targets.clone()))
-        return loss(run, idx, targets)
+    def see(run, *given):
+        seen.append([it.clone() for it in given if it is not None])
+        return loss(run, *given)
 
     monkeypatch.setattr(Run, "loss", see)
     config = tiny(tmp_path, **{"block_size": 64, "dropout": 0.0, **changes})
