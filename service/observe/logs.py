@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
 from datetime import UTC, datetime
@@ -29,6 +30,8 @@ import msgspec
 LogFormat = Literal["auto", "json", "text"]
 
 MAX_LINE_BYTES = select.PIPE_BUF  # the longest write to a pipe that other processes' writes cannot interrupt
+MAX_WAITING = 10_000  # lines of requests, while stderr's reader takes none
+PATIENCE_SECONDS = 1.0  # for that reader, by other lines
 
 # Fields that the text format shows in fixed places or omits.
 FIXED_FIELDS = frozenset(
@@ -126,12 +129,15 @@ class LineHandler(logging.Handler):
 class AccessLog:
     """Lines of requests, written several at a time: a system call for each would cost as much as a small answer.
 
-    The owner calls `flush` every few milliseconds; a process that is killed loses the lines since the last one.
+    The owner calls `flush` every few milliseconds; a process that is killed loses the lines since the last one. No
+    request waits for stderr's reader: while that has stopped, the newest MAX_WAITING lines are kept.
     """
 
     def __init__(self) -> None:
         self._logger = logging.getLogger("service.access")
         self._lines: list[dict[str, Any]] = []
+        self._waiting: deque[bytes] = deque(maxlen=MAX_WAITING)
+        self._num_lost = 0
         self._process, self._pid = process_name(), os.getpid()
 
     def add(
@@ -153,20 +159,38 @@ class AccessLog:
 
     def flush(self) -> None:
         """Each write is of whole lines, and no longer than one that other processes' writes cannot interrupt."""
-        lines, self._lines, batch = self._lines, [], bytearray()
+        lines, self._lines, waiting = self._lines, [], self._waiting
         handlers = [handler for handler in logging.getLogger().handlers if isinstance(handler, LineHandler)]
-        for line in [handler.format_line(line) for handler in handlers for line in lines]:
-            if batch and len(batch) + len(line) > MAX_LINE_BYTES:
-                _write(batch)
-                batch.clear()
-            batch += line
-        if batch:
+        self._num_lost += max(0, len(waiting) + len(lines) - MAX_WAITING)
+        waiting += [handler.format_line(line) for handler in handlers for line in lines]
+        while waiting and _has_room():
+            batch = bytearray(waiting.popleft())
+            while waiting and len(batch) + len(waiting[0]) <= MAX_LINE_BYTES:
+                batch += waiting.popleft()
             _write(batch)
+        if self._num_lost and not waiting:
+            logger.warning("lines of requests that nobody read from stderr, lost: %d", self._num_lost)
+            self._num_lost = 0
+
+
+_is_read = True
+
+
+def _has_room(seconds: float = 0) -> bool:
+    """For MAX_LINE_BYTES, within a time."""
+    try:
+        return bool(select.select([], [2], [], seconds)[1])
+    except OSError:  # stderr is closed
+        return True
 
 
 def _write(data: bytes | bytearray) -> None:
-    with contextlib.suppress(OSError):  # stderr is closed: nowhere left to report it
-        os.write(2, data)
+    """Lost if stderr's reader has stopped: a service that waited for it would stop too."""
+    global _is_read
+    _is_read = _has_room(PATIENCE_SECONDS if _is_read else 0)
+    if _is_read:
+        with contextlib.suppress(OSError):  # nowhere left to report it
+            os.write(2, data)
 
 
 @functools.lru_cache(maxsize=16)  # a busy process logs several lines in a millisecond

@@ -24,6 +24,7 @@ from service.model.tokenizer import CharTokenizer
 from service.observe.logs import MAX_LINE_BYTES
 from tests.helpers import ENDLESS, VOCABULARY, RunningServer, overflow, random_model, serving, wait_until, web
 from tests.toolbox.http import sent
+from tests.toolbox.launch import Program, free_port
 from training.saving import save_checkpoint
 
 ALWAYS = {"timestamp", "level", "logger", "process", "pid", "message"}
@@ -273,6 +274,22 @@ def test_lines_of_several_processes_stay_whole_in_a_full_pipe():
     for line in lines:
         if line["message"] == "failed":
             assert line["exception"].startswith("Traceback") and line["exception"].endswith("division by zero\n")
+
+
+def test_requests_do_not_wait_for_a_reader_of_their_lines_that_has_stopped(checkpoint, tmp_path):
+    """And its pause costs no line."""
+    os.mkfifo(tmp_path / "log")
+    log, port, ids = os.open(tmp_path / "log", os.O_RDONLY | os.O_NONBLOCK), free_port(), [f"{i}" for i in range(600)]
+    command = f"exec {sys.executable} -m service --checkpoint {checkpoint.path} --port {port} 2>{tmp_path}/log"
+    with Program(["sh", "-c", command], port, "/readyz") as server, open(log, "rb") as reader:
+        server.wait_until_ready()
+        for id in ids:  # whose lines would fill the pipe three times
+            assert web.get(f"{server.url}/v1/models", headers={"X-Request-Id": id}, timeout=10).status_code == 200
+        os.set_blocking(log, True)
+        lines = [reader.readline() for _ in ids]
+        server.process.terminate()
+        lines += reader.readlines()
+    assert [line["request_id"] for line in lines_of(b"".join(lines)) if line.get("handler") == "/v1/models"] == ids
 
 
 @pytest.mark.parametrize("log_format", ["auto", "json"])
