@@ -341,7 +341,8 @@ class Engine:
                 if sequence.is_finished:
                     self.scheduler.remove(sequence)
                 delta = self._delta(sequence)
-                if delta.ids or delta.prompt_logprobs is not None or sequence.is_finished:
+                is_timed = delta.prefilled_at is not None  # though its first character may begin a stop
+                if delta.ids or delta.prompt_logprobs is not None or is_timed or sequence.is_finished:
                     deltas.append(delta)
             else:
                 delta = Delta(sequence.id, ids)

@@ -1114,7 +1114,8 @@ template <class T, class W, class K> class Net final : public Engine {
         w.rows.push_back({item.slot, given ? item.ids[it.fed + k] : s.last, s.position + k, wants});
       }
       it.rows = rows;
-      const bool guesses = !given && may_guess && room > rows && item.steps - it.chosen > 1;
+      // Position W takes the place of position 0, which others may copy if the text ends before it.
+      const bool guesses = !given && may_guess && room > rows && item.steps - it.chosen > 1 && s.position + 1 != c.block_size;
       it.guess = guesses ? w.guesses.after(s.recent) : NONE;
       if (it.guess >= 0) w.rows.push_back({item.slot, it.guess, s.position + it.rows++, true});
       ++w.taken;

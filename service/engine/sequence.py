@@ -54,7 +54,13 @@ def _failure_links(stop: tuple[int, ...]) -> list[int]:
 
 
 # Shared by all sequences with the same pattern, and with each its masks.
-_automaton, _minimum = functools.lru_cache(64)(Automaton.unpack), functools.lru_cache(64)(MinimumLength.unpack)
+_automaton = functools.lru_cache(64)(Automaton.unpack)
+
+
+@functools.lru_cache(64)
+def _minimum(packed: bytes, constraint: bytes) -> MinimumLength:
+    """That of one pattern, whose masks it has, though others may have equal layers."""
+    return MinimumLength.unpack(packed)
 
 
 class Sequence:
@@ -94,7 +100,7 @@ class Sequence:
         self.unemitted_prompt_logprobs = Logprobs()
         self.guide: Guide | None = None
         if request.constraint is not None:
-            minimum = None if request.minimum is None else _minimum(request.minimum)
+            minimum = None if request.minimum is None else _minimum(request.minimum, request.constraint)
             self.guide = Guide(_automaton(request.constraint), request.max_tokens, minimum, request.may_leave)
         self._stops: list[StopMatcher | StopPattern] = [StopMatcher(request.stop)] if request.stop else []
         if request.stop_pattern is not None:
@@ -168,11 +174,12 @@ class Sequence:
             self.finish_reason = "stop"
             return
         self.ids.append(id)
-        if self._stops:
+        # A stop that is cut off begins after the least number of characters.
+        first = 0 if self.request.include_stop else self.request.min_tokens
+        if self._stops and self.num_completion_tokens > first:
             matched = max(stop.push(id) or 0 for stop in self._stops)
-            num_cut = 0 if self.request.include_stop else matched
-            if matched and self.num_completion_tokens - num_cut >= self.request.min_tokens:
-                self.num_cut = num_cut
+            if matched and self.num_completion_tokens >= self.request.min_tokens:
+                self.num_cut = 0 if self.request.include_stop else matched
                 self.finish_reason = "stop"
                 return
             self.num_held = max(stop.held for stop in self._stops)

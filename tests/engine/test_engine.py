@@ -1,5 +1,6 @@
 import itertools
 import random
+import re
 from collections import Counter, defaultdict
 
 import numpy as np
@@ -314,6 +315,21 @@ def test_a_prompt_continues_an_answer_that_ended_within_a_call(make, backend, ki
 
 
 @at_once
+def test_a_text_that_ends_where_the_window_is_full_leaves_its_beginning(make):
+    """Also where the next character was guessed, and run in the place of the first."""
+    model, params, again = random_model(torch.float64, block_size=32), SamplingParams(1.0), []
+    for seed in range(40):
+        engine, r = make(4, model, clock=lambda: 0.0), random.Random(seed)
+        prompt, likely = [r.randrange(50) for _ in range(24)], SamplingParams(0.3, seed=seed)
+        taught = [Submit(first, [first, *prompt[1:]], 9, likely) for first in (1, 2, 3)]
+        last = text_of(model, Submit(0, prompt, 9, likely))[8]  # after 32 characters
+        for s in (*taught, Submit(4, prompt, 30, likely, stop=((last,),)), Submit(5, [*prompt[:20], 7], 20, params)):
+            ran = run_all(engine, [s])
+        again.append(ran.texts[5] == text_of(model, s))
+    assert all(again)
+
+
+@at_once
 def test_text_ends_before_the_stop_sequence(make, exact):
     params = SamplingParams(seed=3)
     text = exact.generate([1], 40, params)
@@ -322,6 +338,15 @@ def test_text_ends_before_the_stop_sequence(make, exact):
     ran = run_all(make(clock=lambda: 0.0), [Submit(0, [1], 40, params, stop=(stop, (99, 99)))])
     assert (ran.texts, ran.reasons) == ({0: text[:first]}, {0: "stop"})
     assert ran.counts["dropped"] == -(first + 3 - 2) % 32  # calls end at 1, 2, 34, … characters
+
+
+def test_times_come_once_where_the_first_character_may_begin_a_stop(make, exact):
+    first, second = text_of(exact, request(0))[:2]
+    engine, deltas = make(), []
+    engine.submit(Submit(0, request(0).prompt, 10, request(0).sampling, stop=((first, (second + 1) % 50),)))
+    while engine.has_work:
+        deltas += engine.step()
+    assert [delta.prefilled_at is not None for delta in deltas].count(True) == 1
 
 
 def test_abort_frees_the_slot_at_once_without_affecting_others(make, exact):
@@ -501,6 +526,13 @@ def request_with_options(id):
 def constrained(automaton, min_tokens):
     minimum = MinimumLength.of(automaton, min_tokens, 40)
     return {"constraint": automaton.pack(), "minimum": minimum.pack()}
+
+
+@pytest.mark.parametrize("letters", ["a-z", "A-Z"])
+def test_a_pattern_has_masks_of_its_own(letters):
+    """Though the minimum lengths of others are the same."""
+    s = Sequence(Submit(1, [0], 40, SamplingParams(), **constrained(compile_regex(f"[{letters}]+", VOCABULARY), 5)))
+    assert all(re.match(f"[{letters}]", VOCABULARY[id]) for id in np.flatnonzero(s.guide.allowed()))
 
 
 @torch.no_grad()
