@@ -24,13 +24,14 @@ MUCH = 0.05  # of duplicates, or of the validation split that is known from trai
 SHORT_LINE, SORTED_SHARE, MIN_LINES = 80, 0.95, 20  # of a list that should have been read with --records
 
 
-def size_check(corpus: Corpus, num_parameters: int) -> Iterator[str]:
+def size_check(corpus: Corpus, num_parameters: int, is_taught: bool = False) -> Iterator[str]:
+    """is_taught: by teachers, whose predictions are hardly memorized."""
     train, val = corpus.train[:AT_MOST], corpus.val[:AT_MOST]
     ratio = num_parameters / len(corpus.train)
     advice = "; that many memorize a text: take more text, a smaller --n-embd and --n-layer, or --dropout"
     yield (
         f"size: {plural(num_parameters, 'parameter')} for {plural(len(corpus.train), 'character')} to train on, "
-        f"{ratio:.2g} per character{advice if ratio > MANY_PARAMETERS else ''}"
+        f"{ratio:.2g} per character{advice if ratio > MANY_PARAMETERS and not is_taught else ''}"
     )
     decode = corpus.tokenizer.decode_array
     where = f", of the first {AT_MOST:,} characters" if len(corpus.train) > AT_MOST else ""

@@ -78,7 +78,10 @@ def start(
     Raises:
         ResumeError: `out` is not empty and `overwrite` is false.
     """
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {out} cannot be created: {error.strerror}") from None
     with joined(out) as world:
         decided = world.from_main(lambda: _new_run(config, out, console, overwrite, adaptable, world))
         if decided is None:

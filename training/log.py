@@ -69,4 +69,5 @@ class RunLog(contextlib.ExitStack):
 
 
 def read_log(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / LOG).read_text(encoding="utf-8").splitlines()]
+    # Not splitlines: samples may have characters at which that splits too.
+    return [json.loads(line) for line in (out / LOG).read_text(encoding="utf-8").split("\n") if line]

@@ -164,10 +164,8 @@ class Run:
             f"{epochs} epoch{'' if epochs == '1' else 's'}",
         )
         if progress.step == 0 and self.world.is_main:
-            for line in size_check(self.corpus, self.model.config.num_parameters):
+            for line in size_check(self.corpus, self.model.config.num_parameters, bool(self.teachers)):
                 say(console, line)
-        if self.teachers and self.table_pays:
-            self.table = self.table_of(self.teachers, console)
         warn_if_vocabulary_is_large(console, config, self.model.config.vocab_size, self.model.config.num_parameters)
         self.world.all_reduce_(torch.zeros(1))  # barrier: the first save replaces files that every process reads
         view = ProgressView(console, config)
@@ -175,6 +173,8 @@ class Run:
             if self.world.is_main:
                 self.run_log = stack.enter_context(RunLog(self.out, progress, tensorboard=config.tensorboard))
             self.save()
+            if self.teachers and self.table_pays:
+                self.table = self.table_of(self.teachers, console)
             first_seconds: list[float] = []  # of the first steps
             while True:
                 if self.evaluation_is_due:
@@ -200,27 +200,34 @@ class Run:
                 if self.stopped:
                     if self.world.is_main:
                         draw_curves(self.out)
-                    resuming = resume_command(self.out, self.world.size)
-                    raise InterruptedRun(
-                        self.stopped, f"saved at step {progress.step} of {config.steps}; resume with: {resuming}"
-                    )
+                    raise self.interrupted(self.stopped)
             self.finish(console)
+
+    def interrupted(self, number: int) -> InterruptedRun:
+        """By a signal, after a save."""
+        saved = f"saved at step {self.progress.step} of {self.config.steps}"
+        resuming = resume_command(self.out, self.world.size)
+        return InterruptedRun(signal.Signals(number), f"{saved}; resume with: {resuming}")
 
     @property
     def table_pays(self) -> bool:
         """Teachers would see each character more than twice, and their predictions fit in memory."""
+        if self.config.records or self.world.size > 1 or self.progress.step == self.config.steps:
+            return False
         size = 2 * len(self.corpus.train) * self.model.config.vocab_size
         is_repeated = self.config.steps * self.rows > 2 * self.sampler.per_epoch
-        return not self.config.records and self.world.size == 1 and is_repeated and size <= TABLE_BYTES
+        return is_repeated and size <= TABLE_BYTES
 
     def table_of(self, teachers: Teachers, console: Console) -> Tensor:
-        train, progress = self.corpus.train, self.progress
-        started = time.monotonic(), time.process_time()
+        train = self.corpus.train
         with show_forwards(console, "what the teachers predict", len(train) * len(teachers.models)) as advance:
-            table = teachers.table(train, advance)
-        progress.elapsed_seconds += time.monotonic() - started[0]
-        progress.cpu_seconds += time.process_time() - started[1]
-        return table
+
+            def advance_or_stop(count: int) -> None:
+                advance(count)
+                if self.received:
+                    raise self.interrupted(self.received[0])
+
+            return teachers.table(train, advance_or_stop)
 
     def estimate(self, step_seconds: float) -> str:
         """How long the rest takes, steps by the seconds of one now, scoring by those of a forward; of the main process.

@@ -16,6 +16,7 @@ from training.messages import plural
 # Of a text that the preset would repeat more often: so often, with fewer blocks, which memorize it later, and in more
 # and smaller steps, whose noise does more against memorizing than dropout or weight decay.
 EPOCHS = 10.0
+TAUGHT_EPOCHS = 20.0  # what teachers say was not memorized in so many
 SMALL_MODEL: dict[str, Any] = {"n_layer": 4, "n_head": 4, "n_kv_head": 2, "n_embd": 128}
 SMALL_STEP = 1024  # characters
 # Below so many characters dropout and weight decay rise, with the logarithm, until a tenth of it.
@@ -39,8 +40,8 @@ def fitted(
     adaptable: the names among SETTINGS that the user has not set. parts: batch_size must be a multiple of it.
     """
     length, wanted = len(corpus.train), config
-    # What teachers say is hardly memorized.
-    is_small = not config.teachers and config.steps * config.tokens_per_step > EPOCHS * length
+    epochs = TAUGHT_EPOCHS if config.teachers else EPOCHS
+    is_small = config.steps * config.tokens_per_step > epochs * length
     if is_small and adaptable >= SMALL_MODEL.keys():
         model: dict[str, Any] = {name: min(most, getattr(config, name)) for name, most in SMALL_MODEL.items()}
         missing = min(1.0, math.log10(max(1.0, REGULARIZED / length)))  # orders of magnitude

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from training.config import TrainConfig
-from training.display import ProgressView, curves, print_report, show_scoring, train_loss_until
+from training.display import ProgressView, curves, print_report, show_forwards, train_loss_until
 from training.log import read_log
 from training.state import Progress
 
@@ -29,9 +29,8 @@ def report(out, steps, losses=LOSSES, scored=5000, **changes):
     progress = Progress(step=max(val), best_step=best, best_val_loss=val[best], elapsed_seconds=1.0)
     speed = {"characters_per_second": 1e4, "matmul_peak_flops": 1e11, "peak_share": 0.5}
     console = Console(record=True, width=300)
-    print_report(
-        console, TrainConfig(steps=steps, eval_every=10, **changes), progress, losses, speed, out, scored, 5000
-    )
+    config = TrainConfig(steps=steps, eval_every=10, **changes)
+    print_report(console, config, progress, losses, speed, out, scored, 5000)
     return console.export_text()
 
 
@@ -51,11 +50,11 @@ def test_reported_training_loss_covers_the_steps_since_the_previous_evaluation(t
 def test_scoring_says_how_far_it_is_and_what_is_left(monkeypatch):
     monkeypatch.setattr("training.display.LINE_SECONDS", 0)
     console = Console(record=True, width=300)
-    with show_scoring(console, 2000) as advance:
+    with show_forwards(console, "scoring", 2000) as advance:
         advance(500)
         advance(1800)
-    what = r"scoring the validation split, in windows and streamed: (.*) of 2,000 characters, \d+ s left"
-    assert re.findall(what, console.export_text()) == ["500", "2,000"]
+    said = re.findall(r"scoring: (.*) of 2,000 characters, \d+ s left", console.export_text())
+    assert said == ["500", "2,000"]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Runs that learn from teachers: what is learned, whom they refuse, and resuming."""
 
 import random
+import signal
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from tests.helpers import call, save_random
 from tests.training.runs import STEPS, crash, flags, resume, start, tiny, weights
 from training.config import ConfigError
 from training.data import IGNORED, prepare, sampler_of
+from training.distill import Teachers
 from training.distributed import World
 from training.evaluate import whole_loss
-from training.loop import Run
+from training.loop import InterruptedRun, Run
 from training.state import ResumeError
 
 TEXT = "".join(random.Random(1).choices("abcd\n", weights=[8, 4, 2, 1, 1], k=4000))
@@ -41,10 +43,8 @@ def test_the_loss_is_that_against_the_teachers_mean(tmp_path):
     run = run_of(config(tmp_path, dropout=0.0), tmp_path / "out")
     with torch.no_grad():
         run.model.head.weight.normal_()
-    idx, targets = (
-        torch.tensor([[1, 2, 3, 4, 0], [0, 1, 1, 2, 2]]),
-        torch.tensor([[2, 3, 4, 0, 1], [1, 1, 2, IGNORED, IGNORED]]),
-    )
+    idx = torch.tensor([[1, 2, 3, 4, 0], [0, 1, 1, 2, 2]])
+    targets = torch.tensor([[2, 3, 4, 0, 1], [1, 1, 2, IGNORED, IGNORED]])
     own = run.model(idx).log_softmax(-1).tolist()
     expected = 0.0
     for row in range(2):
@@ -75,6 +75,24 @@ def test_what_repeats_goes_through_the_teachers_once(tmp_path, monkeypatch):
     places = torch.from_numpy(places).reshape(-1, run.config.window_at(0))
     own = run.model(torch.tensor(ids)[places]).log_softmax(-1)
     assert run.step() == pytest.approx(-(mean[places] * own).sum().item() / places.numel(), rel=1e-3)
+
+
+def test_a_signal_while_the_teachers_read_saves_first(tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_text(TEXT[:250])
+
+    def stopped(teachers, ids, advance):
+        signal.raise_signal(signal.SIGTERM)
+        advance(1)
+
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(InterruptedRun, match="SIGTERM: saved at step 0 of 24; resume"),
+    ):
+        patch.setattr(Teachers, "table", stopped)
+        start(config(tmp_path), tmp_path / "out")
+    resume(tmp_path / "out")
+    start(config(tmp_path), tmp_path / "whole")
+    assert weights(tmp_path / "out") == weights(tmp_path / "whole")
 
 
 def test_a_fine_tuned_run_takes_teachers_of_its_vocabulary(tmp_path):
@@ -116,12 +134,9 @@ def test_teachers_that_do_not_fit_are_refused_before_an_earlier_run_is_replaced(
     before = weights(out)
     save_random(tmp_path / "other", "\nabcde")
     save_random(tmp_path / "small", "\nabcd", block_size=4)
+    order = "teachers must have the run's vocabulary, 5 characters in their order: .*has another, of 6"
     for teacher, error, message in (
-        (
-            "other",
-            ConfigError,
-            "teachers must have the run's vocabulary, 5 characters in their order: .*has another, of 6",
-        ),
+        ("other", ConfigError, order),
         ("small", ConfigError, "teachers must have a block_size of at least 8: .*small has 4"),
         ("missing", CheckpointError, "no checkpoint at .*missing"),
         ("out/best", ConfigError, "out/best is in .*out, which this run would replace"),

@@ -1,27 +1,26 @@
 """TensorBoard event files, read by TensorBoard itself, against the log."""
 
-import json
 import sys
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.helpers import call
-from tests.training.runs import crash, resume, start, tiny
+from tests.training.runs import crash, events, resume, start, tiny
+from training.log import read_log
 
 NAMES = ("train_loss", "val_loss", "muon_lr", "whole", "bigram")
 
 
 def scalars(out):
     """Name -> [(step, value)]."""
-    events = EventAccumulator(str(out / "tensorboard"))
-    events.Reload()
-    return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in NAMES}
+    files = EventAccumulator(str(out / "tensorboard"))
+    files.Reload()
+    return {name: [(event.step, event.value) for event in files.Scalars(name)] for name in NAMES}
 
 
 def logged(out):
-    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    return {name: [(r["step"], pytest.approx(r[name])) for r in records if name in r] for name in NAMES}
+    return {name: [(r["step"], pytest.approx(r[name])) for r in events(out) if name in r] for name in NAMES}
 
 
 @pytest.mark.parametrize("stop_at", [None, 8, 19])
@@ -39,6 +38,13 @@ def test_event_files_equal_the_log(tmp_path, stop_at):
     assert [step for step, _ in found["val_loss"]] == [8, 16, 24]
     assert found == logged(out)
     assert len(list((out / "tensorboard").iterdir())) == 1
+
+
+def test_samples_may_have_characters_at_which_lines_are_split(tmp_path):
+    (tmp_path / "text.txt").write_text("a\u2028b\u2029c\x85" * 400)
+    start(tiny(tmp_path), tmp_path / "out")
+    samples = [record["sample"] for record in read_log(tmp_path / "out") if "sample" in record]
+    assert {"\u2028", "\u2029", "\x85"} <= set("".join(samples))
 
 
 def test_missing_tensorboard_is_reported_before_training(tmp_path, monkeypatch, capsys):
