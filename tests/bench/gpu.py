@@ -57,8 +57,6 @@ u.urlopen(u.Request("http://127.0.0.1:8000/generate", body, {"Content-Type": "ap
 
 
 class Check(Run):
-    """One run."""
-
     def run(self, parts: Iterable[str]) -> None:
         with tempfile.TemporaryDirectory(prefix="chargpt-gpu-") as folder:
             self.folders = {name: checkpoint_of(shape, Path(folder) / name) for name, shape in SHAPES.items()}

@@ -108,7 +108,6 @@ def roofline_share(mine: dict[str, Any], rows: int) -> str:
 
 
 def path_rows(path: dict[str, Any]) -> list[list[str]]:
-    """The path without a model."""
     rows = [["over HTTP without a model, one HTTP process", "stock LitServe", "plain FastAPI", "this service", "ratio"]]
     names = ("stock", "plain", "ours")
 

@@ -96,8 +96,6 @@ QUICK = Plan(2, ("S",), (1, 8, 32), 1.0, False, (1, 64), 1.0, 40, 1.0, (1, 256),
 
 
 class Bench(Run):
-    """One run."""
-
     def __init__(
         self, plan: Plan, shapes: dict[str, Path | GPTConfig], threads: int, out: Path, llamas: Path = llama.FOLDER
     ):

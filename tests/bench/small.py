@@ -84,11 +84,8 @@ def run_ours(train: Path, held_out: Path | None, seed: int, threads: int, out: P
         ids = encode_files([held_out], Encoder(tokenizer), records=True) if held_out else prepare(str(train)).val
         figures["ours" if name == "best" else "ours_last"] = split_losses(model, ids, records=bool(held_out))["whole"]
         figures[f"{name}_step"] = about["step"]
-    return figures | {
-        "ours_cpu": about["training_cpu_seconds"],
-        "parameters": about["parameters"],
-        "recipe": about["recipe"],
-    }
+    same = {name: about[name] for name in ("parameters", "recipe")}
+    return figures | {"ours_cpu": about["training_cpu_seconds"]} | same
 
 
 def run_nanogpt(train: Path, held_out: Path | None, seed: int, threads: int, cpu_seconds: float) -> dict[str, Any]:
@@ -104,9 +101,6 @@ def run_nanogpt(train: Path, held_out: Path | None, seed: int, threads: int, cpu
     costs: list[float] = []
     losses: list[float] = []
 
-    def probed(model: Any, step: int, seconds: float, wall: float) -> None:
-        costs.append(seconds)
-
     def evaluated(model: Any, step: int, seconds: float, wall: float) -> None:
         costs.append(seconds)
         found = [whole_loss(model, val)]
@@ -114,7 +108,8 @@ def run_nanogpt(train: Path, held_out: Path | None, seed: int, threads: int, cpu
             found.append(piece_loss(model, val, *record_pieces(val, model.config.block_size)))
         losses.append(min(found))
 
-    nanogpt.train(nanogpt.Recipe(steps=PROBE_STEPS), ids, tokenizer.vocab_size, seed, probed)
+    probe = nanogpt.Recipe(steps=PROBE_STEPS)
+    nanogpt.train(probe, ids, tokenizer.vocab_size, seed, lambda model, step, seconds, wall: costs.append(seconds))
     steps = max(EVALUATIONS, round(cpu_seconds / costs[-1] * PROBE_STEPS))
     recipe = nanogpt.Recipe(steps=steps, eval_every=-(-steps // EVALUATIONS))
     nanogpt.train(recipe, ids, tokenizer.vocab_size, seed, evaluated)

@@ -125,8 +125,6 @@ def run_nanogpt(recipe: nanogpt.Recipe, seed: int, threads: int) -> dict[str, An
 
 
 class Bench(Run):
-    """One run."""
-
     def __init__(self, args: argparse.Namespace):
         self.args = args
         self.equal: TrainConfig | None = None  # once its steps are known

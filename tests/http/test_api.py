@@ -75,9 +75,8 @@ def test_logprobs_of_prompt_and_completion_equal_transformers(post, checkpoint, 
     ids = checkpoint.tokenizer.encode(text)
     for i in range(1, len(text)):
         assert reported["token_logprobs"][i] == pytest.approx(float(expected[i - 1, ids[i]]), abs=5e-6)
-        assert reported["top_logprobs"][i] == pytest.approx(
-            dict(zip(VOCABULARY, expected[i - 1].tolist(), strict=True)), abs=5e-6
-        )
+        tops = dict(zip(VOCABULARY, expected[i - 1].tolist(), strict=True))
+        assert reported["top_logprobs"][i] == pytest.approx(tops, abs=5e-6)
     assert answer["usage"] == {"prompt_tokens": 16, "completion_tokens": 20, "total_tokens": 36}
 
 
@@ -110,8 +109,7 @@ def test_max_tokens_zero_only_scores_the_prompt(post, checkpoint, peer):
 def test_stream_with_echo_and_logprobs_equals_the_whole_response(client, post):
     options = {"prompt": ["Hello", "x"], "max_tokens": 30, "seed": 2, "echo": True, "logprobs": 3, "n": 2, "stop": "e"}
     whole = post("/v1/completions", **options)["choices"]
-    with client.stream("POST", "/v1/completions", json=options | {"stream": True}) as response:
-        parts = pieces(response)
+    parts = pieces(client.post("/v1/completions", json=options | {"stream": True}))
     for choice in whole:
         mine = [c for part in parts for c in part["choices"] if c["index"] == choice["index"]]
         assert "".join(c["text"] for c in mine) == choice["text"]
@@ -219,9 +217,8 @@ def test_next_returns_the_whole_distribution(post, peer):
     for item, text in zip(answer["data"], ["Hello", "\n"], strict=True):
         expected = peer(text)[-1]
         reported = item["distribution"]
-        assert [entry["logprob"] for entry in reported] == pytest.approx(
-            expected.sort(descending=True).values.tolist(), abs=5e-6
-        )
+        ranked = expected.sort(descending=True).values.tolist()
+        assert [entry["logprob"] for entry in reported] == pytest.approx(ranked, abs=5e-6)
         assert {entry["character"] for entry in reported} == set(VOCABULARY)
         assert all(VOCABULARY[entry["id"]] == entry["character"] for entry in reported)
         assert sum(entry["probability"] for entry in reported) == pytest.approx(1)
@@ -275,8 +272,7 @@ def test_stream_ends_at_the_first_stop_regex_match(client, post, checkpoint):
         found = next(((i, j) for j in range(1, 401) for i in range(j) if re.fullmatch(pattern, free[i:j])), (400, 400))
         options = {"prompt": "a", "max_tokens": 400, "seed": 5, "stop_regex": pattern, "stream": True}
         for include, end in ((False, found[0]), (True, found[1])):
-            with client.stream("POST", "/generate", json=options | {"include_stop_str_in_output": include}) as response:
-                parts = pieces(response)
+            parts = pieces(client.post("/generate", json=options | {"include_stop_str_in_output": include}))
             assert text_of(parts) == free[:end]
             assert parts[-2]["finish_reason"] == ("stop" if found[0] < 400 else "length")
 
@@ -318,8 +314,7 @@ def test_infill_returns_the_candidates_that_fit_the_suffix_best(post):
 def test_infill_streams_each_text_in_one_event(client, post):
     options = {"prompt": "ab", "suffix": "cd", "max_tokens": 5, "seed": 3, "n": 2}
     whole = post("/generate", **options)["choices"]
-    with client.stream("POST", "/generate", json=options | {"stream": True}) as response:
-        *parts, last = pieces(response)
+    *parts, last = pieces(client.post("/generate", json=options | {"stream": True}))
     assert [part["text"] for part in parts] == [choice["text"] for choice in whole]
     assert last["chargpt"]["seeds"] == [3]
 
@@ -402,9 +397,8 @@ def test_unknown_fields_are_named_and_refused_on_request(client, post):
             names = set(response.headers["x-ignored-fields"].split(", "))
             assert names == {"user", "colour", "metadata", "stream_options.x"}
         error = rejection(client, "/generate", **body, metadata="m" * size, strict=True)
-        assert (
-            error["code"] == "unknown_field" and "refused because of strict; known fields are model" in error["message"]
-        )
+        assert error["code"] == "unknown_field"
+        assert "refused because of strict; known fields are model" in error["message"]
     assert "x-ignored-fields" not in client.post("/tokenize", json={"prompt": "a"}).headers
     assert client.post("/tokenize", json={"prompt": "a", "user": 1}).headers["x-ignored-fields"] == "user"
     query = {"prompt": "a", "max_tokens": 2, "user": "me"}
@@ -436,8 +430,7 @@ def test_continuous_usage_counts_characters_in_every_chunk(client):
     body = {"prompt": "abc", "max_tokens": 12, "seed": 1, "stream": True}
     for path in ("/v1/completions", "/generate"):
         options = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-        with client.stream("POST", path, json=body | options) as response:
-            parts = pieces(response)
+        parts = pieces(client.post(path, json=body | options))
         seen = [part["usage"]["completion_tokens"] for part in parts]
         assert seen == sorted(seen) and seen[0] >= 1 and seen[-1] == 12
         texts = itertools.accumulate(len(p["choices"][0]["text"] if "choices" in p else p["text"]) for p in parts[:-1])
@@ -545,9 +538,8 @@ def test_headers_match_the_receipt(client, checkpoint):
     assert float(headers["x-total-time"]) >= float(headers["x-inference-time"])
     assert float(headers["x-time-per-token"]) == pytest.approx(1000 * timing["seconds_per_character"], abs=1e-3)
     with client.stream("POST", "/v1/completions", json={"prompt": "a", "max_tokens": 3, "stream": True}) as response:
-        assert {"x-checkpoint", "x-backend", "x-dtype", "x-seed", "x-queue-time", "x-prefill-time"} <= set(
-            response.headers
-        )
+        names = {"x-checkpoint", "x-backend", "x-dtype", "x-seed", "x-queue-time", "x-prefill-time"}
+        assert names <= set(response.headers)
         assert "x-total-time" not in response.headers
         *_, last = pieces(response)
     assert last["choices"][0]["finish_reason"] == "length"
@@ -682,8 +674,8 @@ def test_streams_report_ids_as_whole_answers_do(client, post, path):
     options = {"prompt": ["Hello", "x"], "max_tokens": 40, "seed": 2, "return_token_ids": True, "n": 2, "logprobs": 1}
     for echo in (True, False):
         whole = post(path, **options, echo=echo)["choices"]
-        with client.stream("POST", path, json=options | {"stream": True, "echo": echo}) as response:
-            parts = [c for part in pieces(response) for c in part.get("choices", [part] if "index" in part else [])]
+        streamed = pieces(client.post(path, json=options | {"stream": True, "echo": echo}))
+        parts = [c for part in streamed for c in part.get("choices", [part] if "index" in part else [])]
         for choice in whole:
             mine = [c for c in parts if c["index"] == choice["index"]]
             assert [id for c in mine for id in c["token_ids"]] == choice["token_ids"] and len(choice["token_ids"]) == 40

@@ -19,9 +19,8 @@ def ask(server, **body):
 
 
 def test_every_head_comes_as_ragged_rows_of_the_computed_weights(server, checkpoint):
-    config = checkpoint.config
     ids = checkpoint.tokenizer.encode(TEXT)
-    expected = list(attention_layers(checkpoint.load_weights(), config, ids))
+    expected = list(attention_layers(checkpoint.load_weights(), checkpoint.config, ids))
     answer = ask(server, text=TEXT, scores=True, values=True).raise_for_status().json()
     assert (answer["text"], answer["n_layer"], answer["n_head"]) == (TEXT, 2, 4)
     assert answer["checkpoint_sha256"] == checkpoint.digest
@@ -90,9 +89,8 @@ async def test_texts_run_one_by_one_and_too_many_are_refused():
     futures = [thread.submit(call) for _ in range(MAX_WAITING)]
     with pytest.raises(ApiError) as refused:
         thread.submit(call)
-    assert (refused.value.status, refused.value.code, refused.value.headers) == (
-        429, "queue_full", {"Retry-After": "1"},
-    )  # fmt: skip
+    error = refused.value
+    assert (error.status, error.code, error.headers) == (429, "queue_full", {"Retry-After": "1"})
     futures.pop().cancel()
     for _ in range(3):  # turns of the loop, until the thread's future is cancelled too
         await asyncio.sleep(0)

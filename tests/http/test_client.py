@@ -24,7 +24,6 @@ from tests.helpers import logprobs_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 CONFIG = GPTConfig(vocab_size=2, block_size=4, n_layer=2, n_head=1, n_kv_head=1, n_embd=8)
-CHECKPOINT = Checkpoint(Path(), CONFIG, CharTokenizer("ab"), {}, "")
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +76,7 @@ async def peer(sockets):
     peer = Peer(WorkerSide(sockets, 0))
     metrics = Metrics("m", peer.registry, "http-0")
     peer.client = EngineClient(sockets, 0, metrics, peer.state)
-    peer.model = Model(Version(1, "m", "", "", ""), CHECKPOINT, 0, 1000)
+    peer.model = Model(Version(1, "m", "", "", ""), Checkpoint(Path(), CONFIG, CharTokenizer("ab"), {}, ""), 0, 1000)
     peer.model.metrics = metrics.of("m")
 
     async def tick():
@@ -210,9 +209,8 @@ async def test_a_sequence_that_loses_its_worker_again_keeps_its_deadline(peer, m
 
 
 async def test_of_a_refused_request_nothing_more_is_submitted(peer):
-    generation = peer.client.start(
-        peer.model, [submit([0], client="a") for _ in range(100)], time.monotonic(), window=4
-    )
+    submits = [submit([0], client="a") for _ in range(100)]
+    generation = peer.client.start(peer.model, submits, time.monotonic(), window=4)
     task = asyncio.create_task(generation.whole())
     await peer.until(lambda: len(peer.received) == 4)
     first, *others = peer.received
@@ -224,10 +222,8 @@ async def test_of_a_refused_request_nothing_more_is_submitted(peer):
     assert peer.received == [Abort(one.id) for one in others]
     assert peer.counts() == {"submitted": 100, "refused": 97, "begun": 3, "abort": 3}
     peer.client.metrics.flush()
-    rejected = peer.registry.get_sample_value(
-        "chargpt_admission_rejections_total", {"model_name": "m", "reason": "queue_full"}
-    )
-    assert rejected == 97
+    labels = {"model_name": "m", "reason": "queue_full"}
+    assert peer.registry.get_sample_value("chargpt_admission_rejections_total", labels) == 97
 
 
 async def test_a_refusal_before_the_worker_is_asked_is_that_of_the_same_client(peer, monkeypatch):

@@ -31,11 +31,6 @@ def generate(server, headers=None, **fields):
     return web.post(f"{server.url}/generate", json=body, headers=headers, timeout=60)
 
 
-def headers(*forwarded):
-    """As a request has them: of several with one name, the last."""
-    return dict([(b"x-forwarded-for", value.encode()) for value in forwarded])
-
-
 @pytest.mark.parametrize(
     ("peer", "forwarded", "client"),
     [
@@ -47,9 +42,9 @@ def headers(*forwarded):
     ],
 )  # fmt: skip
 def test_an_address_comes_from_the_nearest_proxy_or_the_peer(peer, forwarded, client):
-    assert address_of(peer, headers(*forwarded), "X-Forwarded-For") == client
-    if forwarded:
-        assert address_of(peer, headers(*forwarded), None) == address_of(peer, {}, None)
+    headers = dict((b"x-forwarded-for", value.encode()) for value in forwarded)  # of several, the last
+    assert address_of(peer, headers, "X-Forwarded-For") == client
+    assert address_of(peer, headers, None) == address_of(peer, {}, None)
 
 
 def limits_file(folder, text):
@@ -174,8 +169,7 @@ def test_a_bad_file_keeps_the_old_limits(tmp_path, caplog):
 
 
 @pytest.fixture(scope="module")
-def limited(checkpoint, tmp_path_factory):
-    """A server with limits by address, which tests choose with a header."""
+def file(tmp_path_factory):
     text = """
         [clients."192.0.2.1"]
         requests_per_minute = 3
@@ -186,11 +180,16 @@ def limited(checkpoint, tmp_path_factory):
         [clients."192.0.2.5"]
         requests_per_minute = 20
     """
-    path = limits_file(tmp_path_factory.mktemp("file"), text)
-    settings = {"client_limits": path, "client_header": "X-Forwarded-For", "log_format": "json", "http_processes": 2}
+    return limits_file(tmp_path_factory.mktemp("file"), text)
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint, file):
+    """With limits by address, which tests choose with a header."""
+    settings = {"client_limits": file, "client_header": "X-Forwarded-For", "log_format": "json", "http_processes": 2}
     with serving(checkpoint.path, **settings) as server:
         server.wait_until_metric("chargpt_http_processes_ready", 2)
-        yield server, path
+        yield server
         assert "Traceback" not in server.output()
 
 
@@ -198,15 +197,13 @@ def of(number):
     return {"X-Forwarded-For": f"203.0.113.5, 192.0.2.{number}"}
 
 
-def test_limits_hold_over_all_http_processes_and_not_in_parts(limited):
-    server, _ = limited
+def test_limits_hold_over_all_http_processes_and_not_in_parts(server):
     with httpx.Client(headers=of(5)) as kept:  # one connection, so one process
         assert [kept.get(f"{server.url}/info").status_code for _ in range(21)] == [200] * 20 + [429]
     server.wait_until_metric("chargpt_admission_rejections_total", 1, reason="rate_limit")
 
 
-def test_requests_beyond_the_limit_get_429(limited):
-    server, _ = limited
+def test_requests_beyond_the_limit_get_429(server):
     before = server.metric("chargpt_admission_rejections_total", reason="rate_limit")
     assert [generate(server, of(1)).status_code for _ in range(3)] == [200] * 3
     for method, path in (("POST", "/generate"), ("GET", "/info"), ("POST", "/tokenize")):
@@ -222,8 +219,7 @@ def test_requests_beyond_the_limit_get_429(limited):
     server.wait_until_metric("chargpt_admission_rejections_total", before + 3, reason="rate_limit")
 
 
-def test_characters_count_prompts_and_completions(limited):
-    server, _ = limited
+def test_characters_count_prompts_and_completions(server):
     stopped = {"prompt": "a", "stop_regex": "(.|\n)", "max_tokens": 80}
     for _ in range(3):  # each uses two characters, the others are given back
         assert generate(server, of(2), **stopped).status_code == 200
@@ -237,8 +233,7 @@ def test_characters_count_prompts_and_completions(limited):
     assert web.post(f"{server.url}/tokenize", json={"prompt": "a" * 500}, headers=of(2)).status_code == 200
 
 
-def test_concurrent_requests_are_bounded(limited):
-    server, _ = limited
+def test_concurrent_requests_are_bounded(server):
     body = {"prompt": "a", "max_tokens": ENDLESS, "stream": True}
     with web.stream("POST", f"{server.url}/generate", json=body, headers=of(3)) as response:
         lines = response.iter_lines()  # whose end would close the connection
@@ -248,11 +243,9 @@ def test_concurrent_requests_are_bounded(limited):
     wait_until(lambda: generate(server, of(3)).status_code == 200)
 
 
-def test_hangup_reads_the_limits_again(limited):
-    server, path = limited
-
+def test_hangup_reads_the_limits_again(server, file):
     def reload(text, line):
-        path.write_text(text)
+        file.write_text(text)
         count = server.output().count(line)
         os.kill(server.process.pid, signal.SIGHUP)
         wait_until(lambda: server.output().count(line) == count + 3, otherwise=server.output)  # main, http-0, -1

@@ -11,7 +11,6 @@ import pytest
 from tests.helpers import VOCABULARY
 from tests.toolbox.http import pieces
 
-V = len(VOCABULARY)
 LONGEST_SECONDS = 0.5  # each took 0.9 s or much longer before; other work on the machine adds to it
 TEXT = "Hello, world! " * 20_000
 
@@ -49,7 +48,7 @@ def send(server, requests):
     return answers, longest
 
 
-ECHO = {"prompt": TEXT[:20_000], "echo": True, "logprobs": V, "max_tokens": 1}
+ECHO = {"prompt": TEXT[:20_000], "echo": True, "logprobs": len(VOCABULARY), "max_tokens": 1}
 MILLION_IDS = b"[" + b"-1," * 999_999 + b"-1]"
 CASES = {
     "a stream of 19 MB": (200, 18e6, content_of(("/v1/completions", ECHO | {"stream": True}))),

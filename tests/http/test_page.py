@@ -85,10 +85,8 @@ def texts(page):
 
 
 def generate(server, **body):
-    answer = web.post(
-        f"{server.url}/generate", json={"prompt": "ROMEO:\n", "temperature": 0.8} | body
-    ).raise_for_status()
-    return answer.json()["choices"]
+    body = {"prompt": "ROMEO:\n", "temperature": 0.8} | body
+    return web.post(f"{server.url}/generate", json=body).raise_for_status().json()["choices"]
 
 
 # -- files --
@@ -131,12 +129,8 @@ def test_a_text_is_written_as_the_seed_says_with_its_certainty(visit, server):
     assert re.fullmatch(how + r"\.", summary), summary
     expect(page.locator(".foot")).to_contain_text("seed 11")
     expect(page.locator(".foot")).to_contain_text("300 characters")
-    likely, surprising = (
-        page.locator("#panes .written span[data-c]").nth(
-            choice["logprobs"]["token_logprobs"].index(extreme(choice["logprobs"]["token_logprobs"]))
-        )
-        for extreme in (max, min)
-    )
+    spans, values = page.locator("#panes .written span[data-c]"), choice["logprobs"]["token_logprobs"]
+    likely, surprising = (spans.nth(values.index(extreme(values))) for extreme in (max, min))
     expect(likely).to_have_class(re.compile("s0"))
     expect(surprising).to_have_class(re.compile("s[45]"))
     page.uncheck("#certainty")
@@ -424,17 +418,14 @@ def test_axe_finds_no_violation(visit, scheme):
         details.click()
     page.locator("#panes .written span[data-c]").nth(30).hover()
     expect(page.locator("#peek")).to_be_visible()
-    for view in VIEWS:
-        if view != "write":
-            page.click(f"#tab-{view}")
-            expect(
-                page.locator({"read": "#read-text span[data-c]", "attend": "#heads [aria-pressed=true]"}[view]).first
-            ).to_be_visible()
+    shown = {"#tab-read": "#read-text span[data-c]", "#tab-attend": "#heads [aria-pressed=true]"}
+    for pressed in (None, *shown, "#status summary"):
+        if pressed:
+            page.click(pressed)
+        if pressed in shown:
+            expect(page.locator(shown[pressed]).first).to_be_visible()
         found = Axe().run(page).response["violations"]
         assert not found, [(it["id"], [node["html"][:120] for node in it["nodes"][:3]]) for it in found]
-    page.click("#status summary")
-    found = Axe().run(page).response["violations"]
-    assert not found, [(it["id"], [node["html"][:120] for node in it["nodes"][:3]]) for it in found]
 
 
 def test_a_phone_scrolls_in_one_direction_only(visit):
@@ -578,23 +569,17 @@ EVENT_SOURCE = """
 """
 
 
-def event_source(browser, server, query):
-    """What a same-origin page sees, and (status, Last-Event-ID) of each exchange."""
+def test_event_source_receives_the_text_once(browser, server):
+    """On a page of the same origin."""
+    body = {"prompt": "ROMEO:\nWhat & why?", "max_tokens": 40, "seed": 1, "temperature": 0.8}
+    (expected,) = generate(server, **body)
     with browser.new_context(bypass_csp=True) as context:
         page = context.new_page()
         page.goto(f"{server.url}/livez")
         responses = []
         page.on("response", lambda response: responses.append(response))
-        seen = page.evaluate(EVENT_SOURCE, f"/generate?{query}")
-        return seen, [(response.status, response.request.header_value("last-event-id")) for response in responses]
-
-
-def test_event_source_receives_the_text_once(browser, server):
-    prompt = "ROMEO:\nWhat & why?"
-    body = {"prompt": prompt, "max_tokens": 40, "seed": 1, "temperature": 0.8}
-    expected = web.post(f"{server.url}/generate", json=body).json()["choices"][0]
-    seen, exchanges = event_source(browser, server, str(httpx.QueryParams(body)))
-    assert (seen["text"], seen["finish_reason"]) == (expected["text"], "length")
-    assert seen["end"] == "done"
+        seen = page.evaluate(EVENT_SOURCE, f"/generate?{httpx.QueryParams(body)}")
+        exchanges = [(response.status, response.request.header_value("last-event-id")) for response in responses]
+    assert (seen["text"], seen["finish_reason"], seen["end"]) == (expected["text"], "length", "done")
     assert exchanges == [(200, None), (204, "done")]
     assert seen["errors"] == 2  # end of stream, then 204

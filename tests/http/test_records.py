@@ -121,8 +121,8 @@ def test_ids_and_log_probabilities_of_a_prompt_are_its_own(ask, checkpoints):
 
 def test_streams_end_too(server, ask):
     body = {"prompt": "Al", "max_tokens": 60, "seed": 1}
-    with web.stream("POST", f"{server.url}/generate", json=body | {"model": "records", "stream": True}) as response:
-        assert text_of(pieces(response)) == ask("records", **body)["choices"][0]["text"]
+    streamed = web.post(f"{server.url}/generate", json=body | {"model": "records", "stream": True})
+    assert text_of(pieces(streamed)) == ask("records", **body)["choices"][0]["text"]
 
 
 def test_scores_are_those_of_training(ask, checkpoints):

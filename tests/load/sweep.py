@@ -171,8 +171,6 @@ def summary(system: peers.System, due: list[Work], outcome: load.Outcome, begin:
 
 
 class Sweep(Run):
-    """One sweep."""
-
     def __init__(
         self, plan: Plan, shape: Path | GPTConfig, threads: int, goal: Goal, out: Path, llama_folder: Path,
         systems: tuple[str, ...] = SYSTEMS,

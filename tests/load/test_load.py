@@ -22,7 +22,6 @@ from tests.toolbox.launch import ROOT
 # -- requests and their answers --
 
 STREAM = mix.Ask("/generate", {"prompt": "ab", "max_tokens": 4, "seed": 1, "stream": True, "stop": "\n"})
-LEFT = mix.Ask(STREAM.path, STREAM.body, leave_after=9)  # whose answer ended before
 SCORE, NEXT = mix.Ask("/v1/score", {"texts": "abc"}), mix.Ask("/v1/next", {"prompt": "a"})
 LAST = {"usage": {"prompt_tokens": 2, "completion_tokens": 4, "total_tokens": 6}}
 
@@ -35,7 +34,7 @@ def piece(text: str, finish_reason: str | None = None) -> dict[str, object]:
     ("ask", "pieces", "message"),
     [
         (STREAM, [piece("abcd"), piece("", "length"), LAST], ""),
-        (LEFT, [piece("abcd", "length"), LAST], ""),
+        (mix.Ask(STREAM.path, STREAM.body, leave_after=9), [piece("abcd", "length"), LAST], ""),  # it ended before
         (STREAM, [piece("abc", "length"), LAST], "3 characters with finish_reason length, max_tokens 4"),
         (STREAM, [piece("abcd", "abort"), LAST], "finish_reason abort"),
         (STREAM, [piece("ab\nc", "length"), LAST], "stop '\\n' is in the text"),

@@ -19,8 +19,9 @@ def draw_once(out: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def apart(tmp_path, monkeypatch):
-    """A cache per test; torch's thread count is restored; the machine's speed is measured once."""
+    """A cache and downloads per test; torch's thread count is restored; the machine's speed is measured once."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("CHARGPT_DATA_DIR", raising=False)
     monkeypatch.setattr(loop, "matmul_peak", PEAK)
     monkeypatch.setattr(loop, "draw_curves", draw_once)
     threads = torch.get_num_threads()

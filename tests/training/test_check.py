@@ -36,9 +36,8 @@ def test_a_text_without_problems_has_one_line(check):
 
 def test_more_parameters_than_a_text_can_teach(check):
     text = sentences(300)
-    assert f"1,000,000 parameters for {int(0.9 * len(text)):,} characters" in (
-        found := check(text, parameters=10**6)[1]
-    )
+    found = check(text, parameters=10**6)[1]
+    assert f"1,000,000 parameters for {int(0.9 * len(text)):,} characters" in found
     assert "that many memorize a text" in found
 
 

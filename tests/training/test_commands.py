@@ -15,7 +15,7 @@ from service.model.checkpoint import Checkpoint
 from service.model.params import SamplingParams
 from service.model.tokenizer import CharTokenizer
 from tests.helpers import VOCABULARY, call, random_model, save_random
-from tests.training.runs import flags
+from tests.training.runs import events, flags
 from training.data import prepare
 from training.evaluate import beginning, streamed_loss, whole_loss
 from training.messages import unescaped
@@ -102,9 +102,8 @@ def test_a_folder_is_trained_on_by_its_texts_that_match(text, tmp_path, capsys):
     assert call(["evaluate", "--checkpoint", out]) == 0 and call(["sample", "--checkpoint", out, "--novel"]) == 0
     assert "all but the first scored" in capsys.readouterr().out
     assert call(["evaluate", "--checkpoint", out, "--data", folder, "--glob", "*.py"]) == 0
-    assert capsys.readouterr().out.startswith(
-        f"{folder}: skipped 1 binary file: d.py\n{folder}: {len(TEXT)} characters"
-    )
+    lines = f"{folder}: skipped 1 binary file: d.py\n{folder}: {len(TEXT)} characters"
+    assert capsys.readouterr().out.startswith(lines)
 
 
 def test_a_run_says_what_to_expect_and_how_it_went(text, tmp_path, capsys):
@@ -114,13 +113,11 @@ def test_a_run_says_what_to_expect_and_how_it_went(text, tmp_path, capsys):
     output = capsys.readouterr().err
     parameters = Checkpoint.read(out / "best").load_model().config.num_parameters
     assert f"size: {parameters} parameters for 648 characters to train on" in output
-    assert re.search(
-        r"about \d+ s to the end: \d+ s of training, \d+ s of scoring 72 validation characters twice\n", output
-    )
+    seconds = r"about \d+ s to the end: \d+ s of training, \d+ s of scoring 72 validation characters twice\n"
+    assert re.search(seconds, output)
     assert "overlap: 100% of the validation split's 50-grams" in output  # as the text repeats two lines
     assert "for a text of 648 characters to train on: --eval-every 2; each can be set" in output
-    log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    assert [r["step"] for r in log if r["event"] == "evaluation"] == list(range(2, 17, 2))
+    assert [r["step"] for r in events(out) if r["event"] == "evaluation"] == list(range(2, 17, 2))
     assert "the best weights are no better than guessing all characters alike" in output
     assert call(["train", "--resume", "--out", out, "--steps", 18]) == 0
     assert "size:" not in capsys.readouterr().err
@@ -189,9 +186,7 @@ def test_score_prints_an_object_per_line(checkpoint, tmp_path, output_of, error_
 
 
 def test_lines_are_scored_as_the_model_was_trained(checkpoint, tmp_path, output_of):
-    save_checkpoint(
-        tmp_path / "of records", MODEL, CharTokenizer(VOCABULARY), {"losses": {}, "recipe": {"records": True}}
-    )
+    save_random(tmp_path / "of records", about={"recipe": {"records": True}})
     (tmp_path / "lines.txt").write_text("Al\nBob\n")
     command = ["score", "--data", tmp_path / "lines.txt", "--checkpoint"]
     assert output_of(*command, tmp_path / "of records") == output_of(*command, checkpoint, "--records")

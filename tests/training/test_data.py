@@ -36,11 +36,6 @@ from training.data import (
 from training.inputs import Encoder
 
 
-@pytest.fixture(autouse=True)
-def elsewhere(monkeypatch):
-    monkeypatch.delenv("CHARGPT_DATA_DIR", raising=False)
-
-
 def text_file(tmp_path: Path, text: str | bytes) -> Path:
     file = tmp_path / "text.txt"
     file.write_bytes(text.encode() if isinstance(text, str) else text)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.helpers import call
-from tests.training.runs import train_in_two, weights
+from tests.training.runs import events, train_in_two, weights
 from training.distributed import World
 
 TEXT = "".join(chr(97 + i * i % 23) + (" " if i % 5 == 0 else "") for i in range(4000))
@@ -34,8 +34,7 @@ def run_alone(*flags: str) -> None:
 
 
 def losses(out: Path) -> list[float]:
-    records = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    return [record["train_loss"] for record in records if record["event"] == "train"]
+    return [record["train_loss"] for record in events(out) if record["event"] == "train"]
 
 
 def test_losses_do_not_depend_on_processes_or_accumulation(text, tmp_path):

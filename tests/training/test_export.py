@@ -6,12 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from service.model.checkpoint import Checkpoint
 from service.model.params import SamplingParams
-from service.model.tokenizer import CharTokenizer
 from tests.helpers import VOCABULARY, random_model, save_random
 from training.export import export
-from training.saving import save_checkpoint
 
 
 def ids(rows, length):
@@ -83,13 +80,12 @@ def test_llama_cpp_gives_the_same_logits_and_text(tmp_path):
 def test_llama_cpp_reads_and_writes_every_character(tmp_path, line_breaks):
     """No character ends a text, spaces are preserved, and unknown characters are refused."""
     characters = sorted({*"ab! \t\r'\"\\<x0>", "\0", "é", "€", "漢", "😀", "\u0301", "\u2581", *("\n" * line_breaks)})
-    tokenizer = CharTokenizer(characters)
-    save_checkpoint(tmp_path / "ck", random_model(vocab_size=len(characters)), tokenizer, {})
-    export(Checkpoint.read(tmp_path / "ck"), "gguf", tmp_path / "model.gguf")
+    checkpoint = save_random(tmp_path / "ck", characters)
+    export(checkpoint, "gguf", tmp_path / "model.gguf")
     text = "".join(characters) + "  a  <0x00> \\x00 é\u0301 \u2581 b "
     with load_gguf(tmp_path / "model.gguf") as llama:
         tokens = llama.tokenize(text.encode(), add_bos=False)
-        assert tokens == tokenizer.encode(text)
+        assert tokens == checkpoint.tokenizer.encode(text)
         assert llama.detokenize(tokens) == b"".join(llama.detokenize([token]) for token in tokens) == text.encode()
         assert llama.token_bos() == llama.token_eos() == -1
         with pytest.raises(RuntimeError, match="llama_decode"):
@@ -99,11 +95,9 @@ def test_llama_cpp_reads_and_writes_every_character(tmp_path, line_breaks):
 @pytest.mark.slow
 def test_llama_cpp_ends_a_record_by_itself(tmp_path):
     """Its beginning-of-sequence token goes before a prompt, and a text ends at the line break, as at the service."""
-    tokenizer = CharTokenizer(VOCABULARY)
-    save_checkpoint(tmp_path / "ck", random_model(block_size=256), tokenizer, {"recipe": {"records": True}})
-    checkpoint = Checkpoint.read(tmp_path / "ck")
+    checkpoint = save_random(tmp_path / "ck", about={"recipe": {"records": True}}, block_size=256)
     export(checkpoint, "gguf", tmp_path / "model.gguf")
-    model, end = checkpoint.load_model(), checkpoint.record_end
+    model, tokenizer, end = checkpoint.load_model(), checkpoint.tokenizer, checkpoint.record_end
     with load_gguf(tmp_path / "model.gguf") as llama:
         assert llama.token_bos() == llama.token_eos() == end
         ended = set()

@@ -55,9 +55,8 @@ def test_orthogonalize_keeps_singular_vectors_and_equalizes_singular_values(rows
 
 @pytest.mark.parametrize(("rows", "cols"), [(16, 16), (16, 48)])
 def test_orthogonalize_follows_the_polynomials_down_to_a_thousandth_of_the_norm(rows, cols):
-    u, _, vh = torch.linalg.svd(
-        torch.randn(rows, cols, generator=torch.Generator().manual_seed(1)), full_matrices=False
-    )
+    some = torch.randn(rows, cols, generator=torch.Generator().manual_seed(1))
+    u, _, vh = torch.linalg.svd(some, full_matrices=False)
     matrix = u @ torch.logspace(0, -3, rows).diag() @ vh
     assert (orthogonalize(matrix[None])[0] - orthogonalized_by_svd(matrix)).abs().max() < 1e-3
 

@@ -10,29 +10,16 @@ from training import report
 ids = st.lists(st.integers(0, 2), max_size=60).map(lambda x: np.array(x, dtype=np.uint8))
 
 
-def slow_longest(text, train):
-    train = bytes(train)
-    return max(
-        (j - i for i in range(len(text)) for j in range(i, len(text) + 1) if bytes(text[i:j]) in train), default=0
-    )
-
-
-@given(ids, ids, st.integers(4, 100))
-@settings(max_examples=200)
-def test_longest_copy_at_any_chunk_size(text, train, chunk):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "CHUNK", chunk)
-        start, length = report.longest_copy(text, train)
-    assert length == slow_longest(text, train)
-    assert bytes(text[start : start + length]) in bytes(train)
-
-
 @given(ids, ids, st.integers(1, 6), st.integers(4, 100))
 @settings(max_examples=200)
-def test_copied_share_at_any_chunk_size(text, train, length, chunk):
+def test_longest_copy_and_copied_share_at_any_chunk_size(text, train, length, chunk):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(report, "CHUNK", chunk)
+        start, longest = report.longest_copy(text, train)
         share = report.copied_share(text, train, length)
+    places = ((i, j) for i in range(len(text) + 1) for j in range(i, len(text) + 1))
+    assert longest == max(j - i for i, j in places if bytes(text[i:j]) in bytes(train))
+    assert bytes(text[start : start + longest]) in bytes(train)
     windows = [bytes(text[i : i + length]) for i in range(len(text) - length + 1)]
     expected = sum(w in bytes(train) for w in windows) / len(windows) if windows else 0.0
     assert share == pytest.approx(expected)

@@ -64,7 +64,8 @@ def run(tmp_path):
     return make
 
 
-def page_of(file):
+def page_of(file, checkpoint, corpus, found, out=None):
+    write_page(file, checkpoint, corpus, found, out)
     content = file.read_text(encoding="utf-8")
     page = Page(content)
     assert content.startswith("<!DOCTYPE html>")
@@ -83,10 +84,8 @@ def test_a_page_shows_losses_curves_samples_and_copied_passages(run, tmp_path):
     out, checkpoint, corpus, _ = run(text)
     copied = corpus.tokenizer.decode(corpus.train[:100])
     texts = [(7, "xx" + copied + "yy"), (8, "all new")]
-    write_page(
-        out / "report.html", checkpoint, corpus, Examination({"generated": {"rows": 1}}, texts, [[(2, 102)], []]), out
-    )
-    page = page_of(out / "report.html")
+    found = Examination({"generated": {"rows": 1}}, texts, [[(2, 102)], []])
+    page = page_of(out / "report.html", checkpoint, corpus, found, out)
     assert page.inside["mark"] == [copied] and "100 characters, seed 7" in page.text and "all new" in page.text
     assert f"sampled {EVIL}␛␀" in page.text and "<b>evil&.txt" in page.inside["h1"]
     assert all(f"{loss:.4f}" in page.text and f"{loss / math.log(2):.4f}" in page.text for loss in LOSSES.values())
@@ -102,8 +101,7 @@ def test_a_page_of_records_marks_copies_and_invalid_ones(run):
         {"generated": {"records": 2}, "validation split": {"records": 3}},
         [(1, copy), (2, other)], [[], []], copies={copy}, valid={copy},
     )  # fmt: skip
-    write_page(out / "report.html", checkpoint, corpus, found, None)
-    page = page_of(out / "report.html")
+    page = page_of(out / "report.html", checkpoint, corpus, found)
     assert page.inside["mark"] == [copy] and page.inside["del"] == [other] and "1 different line" in page.text
     assert "svg" not in page.inside
 
@@ -112,8 +110,7 @@ def test_a_page_says_in_words_that_a_model_is_no_good(run):
     text = "to be or not to be, that is the question\n" * 20
     out, checkpoint, corpus, model = run(text, losses={**LOSSES, "whole": 3.5, "streamed": 3.4})
     found = examine(model, corpus, 2, 60, 0, None, None)
-    write_page(out / "report.html", checkpoint, corpus, found, out)
-    assert "The best weights are no better than guessing all characters alike" in page_of(out / "report.html").text
+    page = page_of(out / "report.html", checkpoint, corpus, found, out)
+    assert "The best weights are no better than guessing all characters alike" in page.text
     out, checkpoint, corpus, model = run(text, losses={"val": 3.5})
-    write_page(out / "report.html", checkpoint, corpus, found, out)
-    assert "The run has not ended" in page_of(out / "report.html").text
+    assert "The run has not ended" in page_of(out / "report.html", checkpoint, corpus, found, out).text
