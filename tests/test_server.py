@@ -468,14 +468,12 @@ def has_torch(process):
     return any("libtorch" in part.path for part in process.memory_maps())
 
 
-def catches_sigterm(server):
-    caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{server.process.pid}/status").read_text())
-    return int(caught[1], 16) >> (signal.SIGTERM - 1) & 1
-
-
+SIGNALS = re.compile(r"SigCgt:\s*(\w+)")
 # In startup order.
 MOMENTS = {
-    "SIGTERM is caught": catches_sigterm,
+    "SIGTERM is caught": lambda server: (
+        int(SIGNALS.search(Path(f"/proc/{server.process.pid}/status").read_text())[1], 16) >> signal.SIGTERM - 1 & 1
+    ),
     "the worker exists": lambda server: any(is_worker(process) for process in server.processes()),
     "the worker loads torch": lambda server: has_torch(server.worker()),
     "an HTTP process exists": lambda server: http_processes(server),

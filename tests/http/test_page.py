@@ -85,7 +85,7 @@ def texts(page):
 
 
 def generate(server, **body):
-    body = {"prompt": "ROMEO:\n", "temperature": 0.8} | body
+    body = {"prompt": "GLOUCESTER:\n", "temperature": 0.8} | body
     return web.post(f"{server.url}/generate", json=body).raise_for_status().json()["choices"]
 
 
@@ -121,7 +121,7 @@ def test_files_are_small_cached_by_etag_and_sent_with_a_strict_policy(server):
 
 def test_a_text_is_written_as_the_seed_says_with_its_certainty(visit, server):
     page = visit()
-    expect(page.locator("#prompt")).to_have_value("ROMEO:\n")
+    expect(page.locator("#prompt")).to_have_value("GLOUCESTER:\n")
     (choice,) = generate(server, max_tokens=300, seed=11, logprobs=8)
     assert write(page, max_tokens=300, seed=11) == [choice["text"]]
     summary = page.locator("#summary").inner_text()
@@ -185,7 +185,7 @@ def test_hover_shows_alternatives_and_a_click_branches(visit, server):
     kept = choice["text"][:40] + other
     assert text.startswith(kept) and len(text) == 41 + 80
     seed = int(re.search(r"seed (\d+)", page.locator(".foot").inner_text())[1])
-    (branch,) = generate(server, prompt="ROMEO:\n" + kept, max_tokens=80, seed=seed)
+    (branch,) = generate(server, prompt="GLOUCESTER:\n" + kept, max_tokens=80, seed=seed)
     assert text == kept + branch["text"]
     page.get_by_role("button", name="Undo the branch").click()
     assert texts(page) == [choice["text"]]
@@ -490,7 +490,7 @@ def test_each_of_several_models_is_asked_by_its_name_and_suggests_its_own_text(v
     """Until something is typed."""
     page = visit(url=several.url + "/")
     expect(page.locator("#name")).to_have_text("plays")
-    expect(page.locator("#prompt")).to_have_value("ROMEO:\n")
+    expect(page.locator("#prompt")).to_have_value("GLOUCESTER:\n")
     options = {"max_tokens": 30, "seed": 1}
     assert write(page, **options) == [choice["text"] for choice in generate(several, model="plays", **options)]
     page.select_option("#model", "prose")  # which knows every character of the plays

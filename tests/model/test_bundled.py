@@ -33,11 +33,10 @@ def test_names_its_text_recipe_and_command(bundled):
     makefile = (Path(__file__).parents[2] / "Makefile").read_text()
     seeds = re.search(r"^TEACHERS := (.*)$", makefile, re.M)[1].split()
     teachers = [f"checkpoints/teacher-{seed}/best" for seed in seeds]
-    steps = int(re.search(r"training train --steps (\d+) --teachers", makefile)[1])
-    gone = ("ema_decay", "muon_beta2")  # settings that there are no more: it was trained with NorMuon
-    recipe = {name: value for name, value in about["recipe"].items() if name not in gone}
-    assert TrainConfig(**recipe) == TrainConfig(steps=steps, teachers=teachers, weights="float16")
-    assert f"train --steps {steps} --teachers {' '.join(teachers)} --weights float16" in about["command"]
+    flags, steps, decay = re.search(r"train (--steps (\d+) --weight-decay ([\d.]+)) --teachers", makefile).groups()
+    settings = {"steps": int(steps), "weight_decay": float(decay), "weights": "float16"}
+    assert TrainConfig(**about["recipe"]) == TrainConfig(teachers=teachers, **settings)
+    assert f"train {flags} --teachers {' '.join(teachers)} --weights float16" in about["command"]
     assert [teacher["path"] for teacher in about["teachers"]] == teachers
 
 
@@ -48,7 +47,7 @@ def test_recorded_losses_are_reproduced(bundled, monkeypatch, tmp_path):
     model, losses = bundled.load_model(), bundled.training["losses"]
     assert whole_loss(model, corpus.val) == pytest.approx(losses["whole"], abs=1e-4)
     assert streamed_loss(model, corpus.val) == pytest.approx(losses["streamed"], abs=1e-4)
-    assert losses["whole"] < 1.41 and losses["streamed"] < 1.40
+    assert losses["whole"] < 1.375 and losses["streamed"] < 1.36
 
 
 def test_predicts_unseen_shakespeare(bundled):

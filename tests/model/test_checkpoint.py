@@ -516,12 +516,6 @@ def test_any_flipped_bit_or_truncation_is_refused(folder, chance):
     assert Checkpoint.read(folder, digest).load_weights()
 
 
-def header_of(folder):
-    data = (folder / "model.safetensors").read_bytes()
-    size = int.from_bytes(data[:8], "little")
-    return json.loads(data[8 : 8 + size]), data[8 + size :]
-
-
 EMPTY = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
 
 
@@ -552,7 +546,9 @@ def pack(header, data):
     ],
 )  # fmt: skip
 def test_malformed_safetensors_are_refused(folder, change, message):
-    replace(folder, "model.safetensors", change(*header_of(folder)))
+    data = (folder / "model.safetensors").read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")  # of the header
+    replace(folder, "model.safetensors", change(json.loads(data[8:end]), data[end:]))
     assert refusal(folder).startswith(f"model.safetensors: {message}")
 
 
