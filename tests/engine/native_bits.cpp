@@ -65,9 +65,8 @@ void print(const char* dtype, bool is_double) {
   std::vector<ChargptItem> items;
   for (int slot = 0; slot < 2; ++slot) {
     // All of sampling, and the most probable character.
-    const ChargptParams params = slot ? ChargptParams{0, 1, -HUGE_VAL, 1, 1, 0, 0, 0, 0, 0, 0, nullptr, nullptr, nullptr}
-                                      : ChargptParams{0.9, 0.95, -6, 0.99, 1.1, 0.1, 0.2, 7, 30, 0, PROMPT, nullptr,
-                                                      nullptr, prompt};
+    ChargptParams params{0, 1, -HUGE_VAL, 1, 1, 0, 0, 0, 0, 0, 0, 0, nullptr, nullptr, nullptr, nullptr};
+    if (!slot) params = {0.9, 0.95, -6, 0.99, 1.1, 0.1, 0.2, 7, 30, 0, PROMPT, 0, nullptr, nullptr, prompt, nullptr};
     require(chargpt_start(engine, slot, &params));
     items.push_back({slot, PROMPT - slot, STEPS, V, prompt + slot, nullptr, nullptr, chosen[slot], values[slot], ids,
                      all_values[slot], every});
