@@ -108,6 +108,7 @@ async def attention(service: Service, request: Request) -> None:
     request.lease.take(needed, len(ids))
 
     def compute() -> Found:  # in the thread
+        request.lease.spend()
         found: Found = []
         weights = service.attention.weights(model)
         for layer, of_layer in enumerate(itertools.islice(attention_layers(weights, config, ids), max(layers) + 1)):

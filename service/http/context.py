@@ -158,8 +158,10 @@ class Service:
             raise too_much(needed, len(submits), limit)
         lease.take(total, _num_characters(submits) if self.limits.has_any else 0, len(submits))
 
-    def start(self, request: Request, submits: list[Submit], **options: Any) -> Generation:
+    def start(self, request: Request, submits: list[Submit], *, is_charged: bool = False, **options: Any) -> Generation:
         """Run sequences for a request that was admitted; options as those of EngineClient.start.
+
+        is_charged: they were admitted with those before them.
 
         Raises ApiError: 503, no worker is connected.
         """
@@ -169,7 +171,7 @@ class Service:
         weight = self.limits.of(client).weight
         for submit in submits:
             submit.request_id, submit.client, submit.weight = request.id, client, weight
-        if is_accepted:  # what follows from a request that was accepted is too
+        if is_accepted and not is_charged:  # what follows from a request that was accepted is too
             lease.charge(_num_characters(submits), len(submits), must_wait=False)
         generation = self.client.start(model, submits, request.arrived_at, is_accepted=is_accepted, **options)
         own, longest = request.timeout_seconds, self.settings.request_timeout_seconds

@@ -201,7 +201,7 @@ async def _then_score(
     service: Service, request: Request, pieces: Pieces, scoring: list[Submit], form: Form
 ) -> list[Piece]:
     complete = await (pieces.whole() if isinstance(pieces, Generation) else pieces)
-    generation = service.start(request, scoring)
+    generation = service.start(request, scoring, is_charged=True)
     await generation.whole()
     form.prompt_logprobs = [generation.prompt_logprobs(i) for i in range(len(scoring))]
     return complete

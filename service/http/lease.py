@@ -165,6 +165,10 @@ class Lease:
         except ApiError as error:
             raise self._rejected(error, num_sequences) from None
 
+    def spend(self) -> None:
+        """All characters that were charged run."""
+        self._num_charged = 0
+
     def end(self, request: Request) -> None:
         """Give back everything, and the characters that were charged and did not run."""
         ledger = self._ledger

@@ -121,9 +121,6 @@ def run_nanogpt(recipe: nanogpt.Recipe, seed: int, threads: int) -> dict[str, An
     }  # fmt: skip
 
 
-# The bench
-
-
 class Bench(Run):
     def __init__(self, args: argparse.Namespace):
         self.args = args

@@ -37,8 +37,7 @@ def test_matcher_finds_the_first_stop_and_holds_the_longest_prefix(stops, text):
 
 def test_a_stop_that_is_cut_off_begins_after_min_tokens():
     s = sequence(0, max_tokens=9, min_tokens=1, stop=((7, 8), (8,)))
-    s.append(7)
-    s.append(8)
+    s.extend([7, 8])
     assert s.finish_reason == "stop" and s.emit()[0] == [7]
 
 
@@ -47,8 +46,7 @@ def test_held_ids_are_emitted_when_the_sequence_ends_by_length():
     s.append(7)
     assert s.emit()[0] == []
     s.append(8)
-    assert s.finish_reason == "length"
-    assert s.emit()[0] == [7, 8]
+    assert s.finish_reason == "length" and s.emit()[0] == [7, 8]
 
 
 # -- slots --

@@ -177,6 +177,8 @@ def file(tmp_path_factory):
         characters_per_minute = 100
         [clients."192.0.2.3"]
         concurrent_requests = 1
+        [clients."192.0.2.6"]
+        characters_per_minute = 10
         [clients."192.0.2.5"]
         requests_per_minute = 20
     """
@@ -231,6 +233,8 @@ def test_characters_count_prompts_and_completions(server):
     assert response.status_code == 429
     assert 1 <= int(response.headers["retry-after"]) <= 60
     assert web.post(f"{server.url}/tokenize", json={"prompt": "a" * 500}, headers=of(2)).status_code == 200
+    attention = [web.post(f"{server.url}/v1/attention", json={"text": "a" * 6}, headers=of(6)) for _ in range(2)]
+    assert [response.status_code for response in attention] == [200, 429]
 
 
 def test_concurrent_requests_are_bounded(server):

@@ -124,10 +124,7 @@ def test_a_body_is_held_while_it_is_received(server):
 
 
 def test_every_ending_releases_what_a_request_held(server):
-    """Answers, refusals, invalid and oversized bodies, time-outs and clients that leave, at the same time.
-
-    Every accepted sequence ends exactly once.
-    """
+    """Answers, refusals, bad and oversized bodies, time-outs, clients that leave, at once: each sequence ends once."""
     bodies = [
         {"prompt": "a", "max_tokens": 50},
         {"prompt": "a", "max_tokens": 50, "stream": True, "logprobs": 2, "echo": True},
@@ -147,14 +144,16 @@ def test_every_ending_releases_what_a_request_held(server):
             with sent(server.port, post("/generate", body)):
                 return 0
         try:
-            return web.post(f"{server.url}/generate", json=body, timeout=60).status_code
+            url, is_timed = f"{server.url}/generate", "timeout_seconds" in body
+            while (status := web.post(url, json=body, timeout=60).status_code) == 429 and is_timed:
+                pass  # until it runs
+            return status
         except httpx.TransportError:  # refused before all of the body was read
             return 413
 
     with concurrent.futures.ThreadPoolExecutor(10) as pool:
         statuses = set(pool.map(ask, range(200)))
-    assert {200, 400, 413, 429, 504} <= statuses
-    assert 500 not in statuses
+    assert {200, 400, 413, 429, 504} <= statuses and 500 not in statuses
     server.wait_until_all_ended()
     server.wait_until_metric("chargpt_held_bytes", 0)
 

@@ -105,7 +105,9 @@ class Client(User):
                 body, moments, characters = b"", [], 0
                 while event := answer.readline(b"\n\n"):
                     body += event
-                    if count := characters_of(event):
+                    data = event_data(event) or b""
+                    content = json.loads(data) if data.startswith(b"{") else {}
+                    if count := sum(len(each.get("text", "")) for each in content.get("choices", [content])):
                         moments.append(time.perf_counter() - started)
                         characters += count
                     if asked.leave_after is not None and characters >= asked.leave_after:
@@ -121,9 +123,3 @@ class Client(User):
             self.environment.stats.get(path, "first").log(moments[0] * 1e3, 0)
         if characters > 1:
             self.environment.stats.get(path, "between").log((moments[-1] - moments[0]) / (characters - 1) * 1e3, 0)
-
-
-def characters_of(event: bytes) -> int:
-    data = event_data(event) or b""
-    content = json.loads(data) if data.startswith(b"{") else {}
-    return sum(len(each.get("text", "")) for each in content.get("choices", [content]))

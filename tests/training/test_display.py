@@ -53,8 +53,7 @@ def test_scoring_says_how_far_it_is_and_what_is_left(monkeypatch):
     with show_forwards(console, "scoring", 2000) as advance:
         advance(500)
         advance(1800)
-    said = re.findall(r"scoring: (.*) of 2,000 characters, \d+ s left", console.export_text())
-    assert said == ["500", "2,000"]
+    assert re.findall(r"scoring: (.*) of 2,000 characters, \d+ s left", console.export_text()) == ["500", "2,000"]
 
 
 @pytest.mark.parametrize(
