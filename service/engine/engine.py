@@ -309,21 +309,20 @@ class Engine:
         for batch in batches:
             with self._isolated(batch.sequences):
                 outcome = batch.wait()
-                seconds = outcome.seconds or batch.seconds
+                seconds, is_chosen = outcome.seconds or batch.seconds, outcome.ids >= 0  # (B, K)
                 if batch.pieces:
                     self._prefill_cost.observe(sum(len(piece.ids) for piece in batch.pieces), seconds)
                 else:
-                    run = (outcome.ids >= 0).sum(axis=1)  # steps of each row
+                    run = is_chosen.sum(axis=1)  # steps of each row
                     longest = max(1, int(run.max()))
                     self._decode_cost.observe(max(1, int(run.sum()) / longest), seconds / longest)
                 self.stats.lap("prefill" if batch.pieces else "decode")
-                self._update(batch, outcome, deltas)
+                self._update(batch, outcome, is_chosen, deltas)
                 self.stats.lap("update")
 
-    def _update(self, batch: Batch, outcome: Outcome, deltas: list[Delta]) -> None:
-        """Add what each row chose to its sequence."""
+    def _update(self, batch: Batch, outcome: Outcome, is_chosen: np.ndarray, deltas: list[Delta]) -> None:
+        """Add what each row chose to its sequence; a row may have chosen less than it was launched for."""
         rows: list[list[int]] = outcome.ids.tolist()
-        is_chosen = outcome.ids >= 0  # (B, K)
         for b in np.flatnonzero(~is_chosen.all(axis=1)).tolist():
             del rows[b][is_chosen[b].argmin() :]
             if batch.steps and batch.sequences[b].finish_reason is None:

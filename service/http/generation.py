@@ -304,7 +304,7 @@ class Generation:
             self._metrics.sequence_ended(sequence.num_completion_tokens)
             self._client.state.count(self._client.consumer_id, self.model.row, reason)
             self.touched[sequence] = None
-        is_first = prefilled_at is not None and sequence in self.touched  # it is not held back
+        is_first = prefilled_at is not None and sequence in self.touched  # not one held back
         if (is_first and self.is_stream) or reason in FAILURES or (not self.open and not self.pending):
             self._wake_urgently()
         elif reason is not None and self.is_stream:

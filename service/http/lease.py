@@ -166,7 +166,7 @@ class Lease:
             raise self._rejected(error, num_sequences) from None
 
     def spend(self) -> None:
-        """All characters that were charged run."""
+        """Give back no characters at the end: all that were charged run."""
         self._num_charged = 0
 
     def end(self, request: Request) -> None:

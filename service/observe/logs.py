@@ -88,6 +88,7 @@ class LineHandler(logging.Handler):
     def __init__(self, format_line: Callable[[dict[str, Any]], bytes]):
         super().__init__()
         self.format_line = format_line
+        self._is_stuck = False  # stderr's reader has stopped
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -100,7 +101,9 @@ class LineHandler(logging.Handler):
             name = max(("message", "exception", "request_ids"), key=lambda name: len(fields.get(name, "")))
             value, kept = fields[name], len(fields[name]) * 9 // 20
             fields[name] = value[:kept] if name == "request_ids" else f"{value[:kept]} … {value[-kept:]}"
-        _write(line)
+        self._is_stuck = not _has_room(0 if self._is_stuck else PATIENCE_SECONDS)
+        if not self._is_stuck:  # a process that waited for the reader would stop too
+            _write(line)
 
     def _fields(self, record: logging.LogRecord) -> dict[str, Any]:
         message = record.getMessage()
@@ -173,11 +176,8 @@ class AccessLog:
             self._num_lost = 0
 
 
-_is_read = True
-
-
 def _has_room(seconds: float = 0) -> bool:
-    """For MAX_LINE_BYTES, within a time."""
+    """Whether stderr takes MAX_LINE_BYTES within a time."""
     try:
         return bool(select.select([], [2], [], seconds)[1])
     except OSError:  # stderr is closed
@@ -185,12 +185,8 @@ def _has_room(seconds: float = 0) -> bool:
 
 
 def _write(data: bytes | bytearray) -> None:
-    """Lost if stderr's reader has stopped: a service that waited for it would stop too."""
-    global _is_read
-    _is_read = _has_room(PATIENCE_SECONDS if _is_read else 0)
-    if _is_read:
-        with contextlib.suppress(OSError):  # nowhere left to report it
-            os.write(2, data)
+    with contextlib.suppress(OSError):  # nowhere left to report it
+        os.write(2, data)
 
 
 @functools.lru_cache(maxsize=16)  # a busy process logs several lines in a millisecond
