@@ -408,7 +408,8 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise BackendError(_cannot_listen(host, address, error)) from None
-    listener.set_inheritable(True)
+    # Not once blocking, as all processes share that: one that starts would stop another one that is about to accept.
+    listener.setblocking(False)
     return listener
 
 

@@ -343,7 +343,7 @@ def test_an_address_that_cannot_be_bound_is_one_sentence(checkpoint):
         taken.listen()
         port, in_use = taken.getsockname()[1], "Address already in use"
         for host, reason in (
-            ("127.0.0.1", f"cannot listen on 127.0.0.1, port {port}: {in_use}"),
+            ("127.0.0.1", message := f"cannot listen on 127.0.0.1, port {port}: {in_use}"),
             ("localhost", f"cannot listen on localhost (127.0.0.1), port {port}: {in_use}"),
             ("192.0.2.1", f"cannot listen on 192.0.2.1, port {port}: Cannot assign requested address"),
             ("a" * 80, f"--host {'a' * 80}: neither an IP address nor a name that has one: "),
@@ -351,8 +351,9 @@ def test_an_address_that_cannot_be_bound_is_one_sentence(checkpoint):
             with pytest.raises(BackendError) as error:
                 bind(host, port)
             assert str(error.value).startswith(reason) and "\n" not in str(error.value)
-        problem = refusal("--checkpoint", checkpoint.path, "--port", port)
-        assert problem == f"python -m service: cannot listen on 127.0.0.1, port {port}: {in_use}\n"
+        assert refusal("--checkpoint", checkpoint.path, "--port", port) == f"python -m service: {message}\n"
+    with bind("127.0.0.1", 0) as listener, listener.dup():  # as starting processes do
+        assert not os.get_blocking(listener.fileno()), "processes that accept would wait there"
 
 
 def test_an_unusable_temporary_folder_is_one_sentence(tmp_path, monkeypatch, capsys):
