@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import json
 import sys
 
 import litserve
@@ -14,6 +15,7 @@ from litserve.test_examples import SimpleLitAPI
 import service.server
 from service.settings import Settings
 from tests.helpers import save_random, web
+from tests.toolbox.http import answer, post, sent
 from tests.toolbox.launch import ROOT, Program, free_port
 
 
@@ -36,7 +38,9 @@ def test_callbacks_loggers_and_middlewares_work_as_documented(tmp_path):
     document = (ROOT / "service" / "INTERNALS.md").read_text(encoding="utf-8")
     program = document.partition("```python\n")[2].partition("```\n")[0]
     slow = "__import__('time').sleep(1)  # what was logged is dealt with before the end\n        print(key"
-    (tmp_path / "hooked.py").write_text(program.replace("print(key", slow))
+    program = program.replace("Settings(", "Settings(body_timeout_seconds=0.5, ").replace("print(key", slow)
+    failing = "assert scope['path'] != '/fails'\n        await self.app"
+    (tmp_path / "hooked.py").write_text(program.replace("await self.app", failing))
     save_random(tmp_path / "checkpoint")
     command = [sys.executable, tmp_path / "hooked.py", tmp_path / "checkpoint", port := free_port()]
     with Program(command, port, "/readyz") as server:
@@ -44,6 +48,9 @@ def test_callbacks_loggers_and_middlewares_work_as_documented(tmp_path):
         response = web.post(f"{server.url}/generate", json={"prompt": "a", "max_tokens": 2})
         assert (response.status_code, response.headers["x-stamp"]) == (200, "here")
         assert web.get(f"{server.url}/info").headers["x-stamp"] == "here"  # no inference, so no hook fires
+        assert web.get(f"{server.url}/fails").json()["error"]["message"] == "internal error"
+        with sent(port, post("/generate", b"{", Content_Length=9)) as connection, answer(connection) as response:
+            assert (response.status, json.load(response)["error"]["code"]) == (408, "body_timeout")
         server.process.terminate()
         assert server.process.wait(60) == 0, server.output()
         printed = [line for line in server.output().splitlines() if not line.startswith("{")]

@@ -283,11 +283,14 @@ class App:
         if request.is_complete or not operation.reads_body:
             self._start(request, operation)
 
+    def too_slow(self) -> ApiError:
+        message = f"body not received within {self.settings.body_timeout_seconds:g} s"
+        return ApiError(408, message, code="body_timeout")
+
     def expire(self, request: Request) -> None:
         """A request's deadline has passed."""
         if not request.is_running:
-            message = f"body not received within {self.settings.body_timeout_seconds:g} s"
-            request.fail(ApiError(408, message, code="body_timeout"))
+            request.fail(self.too_slow())
             self.end(request)
         else:
             logger.info("the client did not read its answer in time: dropping its connection")
@@ -361,7 +364,7 @@ class App:
         for generation in request.generations:
             generation.abort()
         request.lease.end(request)
-        request.chunks.clear()
+        request.content = bytearray()
         if request.client_left:
             request.status = CLIENT_CLOSED_REQUEST
         ended_at = time.monotonic()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -17,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.http.app import App
 from service.http.request import Request
+from service.http.schemas import ApiError
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +39,7 @@ class Wrapped:
             self._asgi = kind(self._asgi, **options)
 
     def begin(self, request: Request) -> None:
-        request.app = self  # type: ignore[assignment]
+        request.app, request.id = self, os.urandom(16).hex()  # type: ignore[assignment]
         self.app.tasks = self.tasks
 
     def receive(self, request: Request) -> None:
@@ -50,7 +52,10 @@ class Wrapped:
             task.add_done_callback(self.tasks.discard)
 
     def expire(self, request: Request) -> None:
-        request.drop()
+        if request.is_running:
+            request.drop()
+        else:
+            request.fail(self.app.too_slow())
 
     def end(self, request: Request) -> None:
         """The client has left before its body was complete."""
@@ -60,6 +65,8 @@ class Wrapped:
             await self._asgi(exchange.scope, exchange.receive, exchange.send)
         except Exception:
             logger.exception("a middleware failed")
+            if exchange.request.status is None:
+                exchange.request.fail(ApiError(500, "internal error"))
         exchange.request.drop()  # if the answer is not complete
         exchange.request.generations.clear()
 
@@ -73,8 +80,8 @@ class Wrapped:
             while not (request.is_complete or request.is_ended):
                 if (message := await receive())["type"] != "http.request":
                     return
-                request.chunks.append(message.get("body", b""))
-                request.num_body_bytes += len(request.chunks[-1])
+                request.content += message.get("body", b"")
+                request.num_body_bytes = len(request.content)
                 request.is_complete = not message.get("more_body", False)
                 self.app.receive(request)
             while (answer := await exchange.next()) is not None:
@@ -129,6 +136,8 @@ class Exchange:
         elif responder is not None:
             body, is_last, start = message.get("body", b""), not message.get("more_body", False), self._start
             self._start = None
+            if start is not None:
+                self.request.status = start[0]
             if start is not None and is_last:
                 responder.respond(*start, body)
                 return

@@ -112,6 +112,8 @@ async def attention(service: Service, request: Request) -> None:
         found: Found = []
         weights = service.attention.weights(model)
         for layer, of_layer in enumerate(itertools.islice(attention_layers(weights, config, ids), max(layers) + 1)):
+            if request.is_gone:
+                break
             for head in heads if layer in layers else ():  # copied, as a view would keep all heads'
                 scores = of_layer.scores[head].copy() if body.scores else np.empty(0)
                 of_head = LayerAttention(scores, of_layer.weights[head].copy(), of_layer.values[head].copy())
@@ -119,7 +121,7 @@ async def attention(service: Service, request: Request) -> None:
         return found
 
     try:
-        future = service.attention.submit(compute)
+        future = request.future = service.attention.submit(compute)
     except ApiError:
         model.metrics.request_rejected("queue_full")
         raise
@@ -129,6 +131,8 @@ async def attention(service: Service, request: Request) -> None:
     seconds = service.timeout(body.timeout_seconds)
     deadline = request.arrived_at + seconds
     await asyncio.wait([future], timeout=deadline - time.monotonic())
+    if request.is_gone:
+        return
     if not future.done() or time.monotonic() >= deadline:
         future.cancel()
         raise ApiError(504, f"request timed out after {seconds:g} s", code="timeout")

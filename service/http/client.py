@@ -205,13 +205,15 @@ class EngineClient:
             del self._full[client]
 
     def _refuse(self, id: int, reason: str, error: ApiError) -> None:
-        """A sequence was not accepted: nor are those of its request that no worker had; the others are aborted."""
+        """A sequence was not accepted: nor are those of its request that have not begun; the others are aborted."""
         generation, _ = self._running[id]
         count = len(generation.pending)
         generation.pending.clear()
         for it in list(generation.open):
             sequence = self._running[it][1]
-            if it == id or (sequence.worker == HOMELESS and not sequence.submit.must_run):
+            if it == id or not (sequence.is_begun or sequence.submit.must_run):
+                if it != id and sequence.worker != HOMELESS:
+                    self._sockets.send(Abort(it), sequence.worker)
                 self._end(it)
                 count += 1
         self.state.count(self.consumer_id, generation.model.row, "refused", count)

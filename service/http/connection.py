@@ -318,7 +318,7 @@ class Connection(asyncio.Protocol):
         request = self._reading
         if request is not None and not request.is_ended:
             request.num_body_bytes += len(body)
-            request.chunks.append(body)
+            request.content += body  # not kept piece by piece: a small one takes ten times its size
 
     def on_message_complete(self) -> None:
         self._expect_head()
@@ -351,7 +351,8 @@ class Connection(asyncio.Protocol):
                     self.deadline = time.monotonic() + self.settings.body_timeout_seconds
                     self.app.begin(request)
                     expects_more = self.current is request and not (request.is_running or request.is_complete)
-                    if expects_more and request.fields.get(b"expect", b"").lower() == b"100-continue":
+                    is_asked = request.fields.get(b"expect", b"").lower() == b"100-continue" and not request.is_old
+                    if expects_more and is_asked:
                         self.limits.write(self.transport, b"HTTP/1.1 100 Continue\r\n\r\n")
                 if request is self.current and not request.is_running:
                     self.app.receive(request)
@@ -361,7 +362,7 @@ class Connection(asyncio.Protocol):
             self._is_advancing = False
         if self.current is not None and self.current.is_running:
             self.deadline = self.current.deadline
-        elif self.current is None and self._refusal is not None and not self._is_lingering:
+        elif self.current is None and self._refusal is not None and not self._is_closing:
             self._write_refusal(self._refusal)
 
     def _answered(self) -> None:
@@ -526,7 +527,7 @@ _STATUS_LINES = {it.value: f"HTTP/1.1 {it.value} {it.phrase}\r\n".encode() for i
 def _split(target: bytes) -> tuple[str, bytes]:
     """The path and the query."""
     url = parse_url(target)
-    path = url.path.decode("ascii")
+    path = (url.path or b"/").decode("ascii")
     return unquote(path) if "%" in path else path, url.query or b""
 
 

@@ -128,7 +128,7 @@ class Service:
             body = parse_plain(kind, content) or parse(kind, content)
         else:
             body = await self.bodies.read(kind, request.body, request.client)
-        request.chunks.clear()
+        request.content = bytearray()
         request.ignored_fields = body.ignored_fields
         if body.ignored_fields and (self.settings.strict_fields if body.strict is None else body.strict):
             name, known = body.ignored_fields[0], ", ".join(type(body).model_fields)

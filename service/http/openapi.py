@@ -90,7 +90,7 @@ HEADERS: dict[str, tuple[str, dict[str, Any]]] = {
     "X-Checkpoint": ("SHA-256 of the checkpoint", {"type": "string"}),
     "X-Backend": ("What ran the model", {"type": "string"}),
     "X-Dtype": ("Arithmetic of the model", {"type": "string"}),
-    "X-Seed": ("Seeds, one per prompt, comma-separated", {"type": "string", "pattern": "^[0-9]+(,[0-9]+)*$"}),
+    "X-Seed": ("Seeds, one per prompt, of at most 128", {"type": "string", "pattern": "^[0-9]+(,[0-9]+)*$"}),
     "X-Queue-Time": ("Milliseconds until a cache slot was free", MILLISECONDS),
     "X-Prefill-Time": ("Milliseconds from the cache slot to the first character", MILLISECONDS),
     "X-Inference-Time": ("Milliseconds of prefill and decode; not in a stream", MILLISECONDS),

@@ -7,6 +7,7 @@ left.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -37,9 +38,9 @@ class Request:
 
     __slots__ = (
         "app", "responder", "id", "method", "path", "query", "headers", "fields", "peer", "endpoint", "parameter",
-        "started_at", "arrived_at", "deadline", "chunks", "num_body_bytes", "is_complete", "is_running", "is_ended",
-        "lease", "timeout_seconds", "ignored_fields", "num_prompt_tokens", "generations", "client_left", "is_gone",
-        "status", "after", "is_old", "closes", "keep_alive", "written_at",
+        "started_at", "arrived_at", "deadline", "content", "num_body_bytes", "is_complete", "is_running", "is_ended",
+        "lease", "timeout_seconds", "ignored_fields", "num_prompt_tokens", "generations", "future", "client_left",
+        "is_gone", "status", "after", "is_old", "closes", "keep_alive", "written_at",
     )  # fmt: skip
 
     def __init__(self, method: str, path: str, query: bytes, headers: Headers, peer: str, started_at: float):
@@ -54,7 +55,7 @@ class Request:
         self.endpoint: Endpoint
         self.parameter = ""  # of the path
         self.deadline = math.inf  # when it ends, whatever it waits for
-        self.chunks: list[bytes] = []  # of the body
+        self.content = bytearray()  # of the body, as far as it has arrived
         self.num_body_bytes = 0
         self.is_complete = False  # the body has arrived
         self.is_running = False  # its handler was called
@@ -66,7 +67,8 @@ class Request:
         self.ignored_fields: list[str] = []  # unknown ones
         self.num_prompt_tokens: int | None = None  # None: it does not run the model
         self.generations: list[Generation] = []  # the first gives the answer, or candidates for it
-        self.client_left = False  # before its sequences had ended
+        self.future: asyncio.Future[Any] | None = None  # of what a thread computes for it
+        self.client_left = False  # before it was answered, or its sequences had ended
         self.is_gone = False  # the client, whenever it left
         self.status: int | None = None  # of the answer; None: it has not begun
         self.keep_alive: Callable[[], None] | None = None  # of a stream: writes what keeps its connection open
@@ -76,8 +78,7 @@ class Request:
 
     @property
     def body(self) -> bytes:
-        chunks = self.chunks
-        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        return bytes(self.content)
 
     @property
     def query_fields(self) -> list[tuple[str, str]]:
@@ -124,7 +125,8 @@ class Request:
         """The client has left: end whatever still runs."""
         self.responder = None
         self.is_gone = True
-        self.client_left = self.client_left or any(not generation.is_finished for generation in self.generations)
+        is_running = self.status is None or any(not generation.is_finished for generation in self.generations)
+        self.client_left = self.client_left or is_running
         self.abort()
         if not self.is_running:  # its body is not complete
             self.client_left = True
@@ -139,6 +141,8 @@ class Request:
     def abort(self) -> None:
         for generation in self.generations:
             generation.abort()
+        if self.future is not None:
+            self.future.cancel()
 
     # -- its answer --
 

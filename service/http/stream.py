@@ -43,6 +43,7 @@ PIECE_CHARACTERS = 512  # with log-probabilities, of an event of a stream or of 
 MAX_NUMBERS = 1024  # encoded at a time: about 1 ms
 MAX_CHARACTERS = 1 << 16  # of a text encoded at a time
 CHUNK_BYTES = 1 << 16  # written at a time
+MAX_HEADER_SEEDS = 128  # more might be a longer header than proxies and clients take
 MAX_WHOLE_BYTES = 1 << 18  # an answer of at most this size has a Content-Length, a larger one is sent in chunks
 
 HOLE: Any = msgspec.Raw(b"\0")  # stands for a part of an answer; JSON never contains this byte
@@ -395,7 +396,7 @@ def receipt_headers(receipt: Receipt, total_seconds: float | None) -> bytes:
     """
     timing = receipt.timing
     headers = _model_headers(receipt.checkpoint_sha256, receipt.backend, receipt.dtype)
-    if receipt.seeds:
+    if 0 < len(receipt.seeds) <= MAX_HEADER_SEEDS:
         headers += b"x-seed: %b\r\n" % b",".join([b"%d" % seed for seed in receipt.seeds])
     times = (1000 * timing.queue_seconds, 1000 * timing.prefill_seconds)
     headers += b"x-queue-time: %.3f\r\nx-prefill-time: %.3f\r\n" % times

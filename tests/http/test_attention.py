@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from service.http.attention import MAX_WAITING, AttentionThread
+from service.http.request import Request
 from service.http.schemas import ApiError
 from service.model.attention import attention_layers
 from tests.helpers import save_random, serving, wait_until, web
@@ -91,7 +92,9 @@ async def test_texts_run_one_by_one_and_too_many_are_refused():
         thread.submit(call)
     error = refused.value
     assert (error.status, error.code, error.headers) == (429, "queue_full", {"Retry-After": "1"})
-    futures.pop().cancel()
+    request = Request("POST", "/v1/attention", b"", [], "", 0.0)
+    request.is_running, request.future = True, futures.pop()
+    request.left()
     for _ in range(3):  # turns of the loop, until the thread's future is cancelled too
         await asyncio.sleep(0)
     futures.append(thread.submit(call))  # in the place of the one that was cancelled

@@ -14,7 +14,7 @@ from service.model.params import SamplingParams
 from service.settings import Settings
 from service.shared import SharedState
 from service.wire import Submit
-from tests.helpers import VOCABULARY, serving, web
+from tests.helpers import VOCABULARY, http_processes, serving, web
 from tests.toolbox.http import post, sent
 from tests.toolbox.launch import is_worker
 
@@ -120,6 +120,12 @@ def test_a_body_is_held_while_it_is_received(server):
     content = json.dumps({"prompt": "a" * MiB}).encode()
     with sent(server.port, post("/generate", content[: MiB // 2], Content_Length=len(content))):
         server.wait_until_metric("chargpt_held_bytes", MiB // 2)
+    server.wait_until_metric("chargpt_held_bytes", 0)
+    [http], head = http_processes(server), b"POST /generate HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    before = http.memory_info().rss
+    with sent(server.port, head + b"1\r\na\r\n" * MiB):  # of which each was held as an object
+        server.wait_until_metric("chargpt_held_bytes", MiB)
+        assert http.memory_info().rss - before < 10 * MiB
     server.wait_until_metric("chargpt_held_bytes", 0)
 
 

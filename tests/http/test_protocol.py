@@ -170,8 +170,13 @@ def test_what_is_allowed_at_these_limits(server):
     for data in (GET + b"a: b\r\n" * 99 + b"\r\n", CHUNKED + body + b"\r\n", CHUNKED + body + b"X: y\r\n\r\n"):
         with sent(server.port, data + GET + b"\r\n") as connection:
             assert statuses(connection, 2) == [200, 200]
-    with sent(server.port, b"GET /livez HTTP/1.0\r\n\r\n") as connection:
-        assert b" 200 " in received(connection).splitlines()[0]
+    with sent(
+        server.port, b"POST /tokenize HTTP/1.0\r\nExpect: 100-continue\r\nContent-Length: 14\r\n\r\n{"
+    ) as connection:
+        connection.sendall(b'"prompt":"a"}')
+        assert b" 200 " in received(connection).splitlines()[0], "HTTP/1.0 knows no 100 (RFC 9110, 10.1.1)"
+    with sent(server.port, b"GET http://a HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n") as connection:
+        assert b" 200 " in received(connection).splitlines()[0], "a target without a path"
 
 
 def test_http_1_0_gets_no_chunks(server):
@@ -435,6 +440,16 @@ def test_a_client_that_leaves_aborts_its_request_whatever_it_has_pipelined(serve
         server.wait_until_metric("chargpt_num_requests_running", 1)
     server.wait_until_metric("chargpt_num_requests_running", 0)
     server.wait_until_metric("chargpt_request_success_total", before + 1, finished_reason="abort")
+
+
+def test_a_client_that_leaves_before_anything_runs_is_counted_and_nothing_runs_for_it(server):
+    left = {"handler": "/generate", "method": "POST", "status": "499"}
+    before, (_, ended) = server.metric("chargpt_http_requests_total", **left), server.endings()
+    with sent(server.port, post("/generate", {"prompt": ["a" * 30_000] * 100, "max_tokens": 1})):
+        pass
+    server.wait_until_metric("chargpt_http_requests_total", before + 1, **left)
+    server.wait_until_all_ended()
+    assert server.endings()[1] | {"abort": 0} == ended | {"abort": 0}
 
 
 # -- readers that stop --
