@@ -3,8 +3,10 @@
 Run with --help for the settings.
 """
 
+import contextlib
 import gc
 import os
+import select
 import shutil
 import signal
 import sys
@@ -66,8 +68,9 @@ def serve(settings: "Settings", **options: Any) -> int:
                 status, problem = 1, error
     except FolderError as error:
         status, problem = 2, error
-    if problem is not None:
-        print(f"{program()}: {problem}", file=sys.stderr)
+    with contextlib.suppress(OSError):
+        if problem is not None and select.select([], [2], [], 1)[1]:  # else nobody reads it: print would wait for ever
+            print(f"{program()}: {problem}", file=sys.stderr)
     return status
 
 

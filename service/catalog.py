@@ -96,6 +96,7 @@ class Catalog:
         self._pids: dict[str, int] = {}  # of the workers that were running when the step began
         self._retired: list[Version] = []  # loaded, not served, and maybe used by a request
         self._can_publish = True
+        self.is_ending = False  # the service: nothing more is read
 
     @property
     def served(self) -> dict[str, Checkpoint]:
@@ -266,6 +267,8 @@ class Catalog:
         """The versions to serve, and why one could not be read; its old one stays."""
         versions, failures = [], {}
         for name, (path, _) in found.items():
+            if self.is_ending:
+                break
             try:
                 versions.append(self._read(name, path, old.get(name)))
             except CheckpointError as error:

@@ -16,6 +16,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -44,7 +45,7 @@ from service.model.config import GPTConfig
 from service.observe.logs import adopt_litserve, configure_logging
 from service.observe.metrics import allocate_files, forget_process
 from service.process import blocked, die_with_parent, relax_garbage_collector
-from service.settings import Settings
+from service.settings import ClientLimitsFile, Settings
 from service.shared import SharedState, SharedTable
 from service.supervisor import START_SECONDS, Supervisor, TooManyDeathsError
 from service.words import plural
@@ -115,7 +116,8 @@ class Server(LitServer):
         )
         api.folder, api.backend, api.dtype, api.slots = catalog.folder, backend, dtype, slots
         api.settings = settings.model_copy()
-        api.settings._api_keys = {}  # a worker has no use for them
+        # A worker has no use for these; what it is given must fit a pipe's buffer, or this process would wait for it.
+        api.settings._api_keys, api.settings._limits = {}, ClientLimitsFile()
         try:
             names = [settings.model_name, *catalog.served]
             allocate_files([*self.state.http_names, *self.state.worker_names], names)
@@ -212,7 +214,10 @@ class Server(LitServer):
                         raise TooManyDeathsError(f"process {process.pid} of the loggers died, which cannot be replaced")
                 time.sleep(POLL_SECONDS)  # so that Python can run signal handlers
         finally:
+            self.catalog.is_ending = True
             self._stop()
+            if self._reading.is_alive():
+                self._reading.join(5)  # it would put more into the folder that is removed then
             if of_loggers:
                 self.logger_queue.cancel_join_thread()
                 self.logger_queue.put(Last())
@@ -336,9 +341,13 @@ class Server(LitServer):
     def _load_certificate(self, used: ssl.SSLContext, certificate: Path) -> None:
         """Present the certificate that is in its file now on new connections; an invalid one changes nothing."""
         try:
-            for context in (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), used):  # the first one only to try them
-                context.load_cert_chain(certificate, self.settings.tls_key)
-            self.service.exposition.certificate_expires_at = certificate_expiry(certificate)
+            with tempfile.NamedTemporaryFile() as copy:  # the files may change in between
+                for path in filter(None, (certificate, self.settings.tls_key)):
+                    copy.write(path.read_bytes() + b"\n")
+                copy.flush()
+                for context in (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), used):  # the first one only to try them
+                    context.load_cert_chain(copy.name)
+                self.service.exposition.certificate_expires_at = certificate_expiry(Path(copy.name))
             logger.info("certificate read again from %s", certificate)
         except (OSError, ValueError) as error:  # ssl.SSLError included
             logger.error("certificate not changed: %s: %s", certificate, error)

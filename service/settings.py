@@ -330,7 +330,7 @@ def read_api_keys(path: Path) -> dict[bytes, str]:
     """
     flag = f"--api-keys-file (CHARGPT_API_KEYS_FILE): {path}"
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = _content(path).split(b"\n")
     except OSError as error:
         raise ValueError(f"{flag} cannot be read: {error.strerror}") from None
     names: dict[bytes, str] = {}
@@ -353,6 +353,12 @@ def read_api_keys(path: Path) -> dict[bytes, str]:
     return names
 
 
+def _content(path: Path) -> bytes:
+    if not stat.S_ISREG(path.stat().st_mode):  # a pipe can be read once, and SIGHUP would wait there
+        raise OSError(errno.EINVAL, "not a regular file")
+    return path.read_bytes()
+
+
 def read_client_limits(path: Path) -> ClientLimitsFile:
     """The limits of a file.
 
@@ -360,9 +366,7 @@ def read_client_limits(path: Path) -> ClientLimitsFile:
     """
     flag = f"--client-limits (CHARGPT_CLIENT_LIMITS): {path}"
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # a pipe can be read once, and SIGHUP would find no limits in it
-            raise OSError(errno.EINVAL, "not a regular file")
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = tomllib.loads(_content(path).decode())
         default, clients = tables.get("default"), tables.get("clients")
         if isinstance(default, dict) and isinstance(clients, dict):
             ClientLimitsFile.model_validate({"default": default})  # a wrong value is named once, in its own table

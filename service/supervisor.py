@@ -96,6 +96,7 @@ class Supervisor:
                 logger.error("%s (process %d) hangs: killing it", watched.name, watched.process.pid)
                 watched.process.kill()
                 watched.is_killed = True
+                self._patient_from = now  # the others may have waited for what it held
 
     def _is_hung(self, watched: Watched, now: float) -> bool:
         last = self._state.last_beat(watched.name)

@@ -139,6 +139,7 @@ class Delta(msgspec.Struct, gc=False, array_like=True):
     ended_at: float | None = None  # with the finish reason, if the prompt has run
     logprobs: Logprobs | None = None  # of `ids`
     prompt_logprobs: Logprobs | None = None  # of the next ids of the prompt
+    num_unseen: int = 0  # with the finish reason: ids that ran and were not emitted, or of a prompt that ran in part
 
 
 class Step(msgspec.Struct, gc=False, array_like=True, tag=True):

@@ -64,3 +64,11 @@ def test_build_server_requires_a_metrics_folder(monkeypatch):
     monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
     with pytest.raises(RuntimeError, match="PROMETHEUS_MULTIPROC_DIR must name an empty folder"):
         service.server.build_server(Settings())
+
+
+def test_a_worker_is_given_no_list_of_clients(checkpoint, monkeypatch, tmp_path):
+    """Beyond a pipe's 64 KB the main process waits for the worker to read it, for ever if that was killed."""
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    (path := tmp_path / "limits.toml").write_text("[clients.a]\nweight = 2.0\n")
+    server = service.server.build_server(Settings(checkpoint=checkpoint.path, client_limits=path))
+    assert server.settings.limits.clients and not server.api.settings.limits.clients

@@ -405,4 +405,7 @@ class Engine:
                 delta.scheduled_at, delta.prefilled_at = sequence.scheduled_at, sequence.prefilled_at
             if sequence.is_finished:
                 delta.ended_at = self.clock()
+        if sequence.is_finished:
+            num_prompt = sequence.num_run if sequence.prefilled_at is None else 0
+            delta.num_unseen = num_prompt + sequence.num_completion_tokens - sequence.num_emitted
         return delta

@@ -18,6 +18,7 @@ from pathlib import Path
 from service.catalog import Listing, Version
 from service.engine.engine import Engine
 from service.engine.scheduler import BusyError
+from service.model.checkpoint import CheckpointError
 from service.model.params import SamplingParams
 from service.observe.metrics import Metrics
 from service.shared import SharedState
@@ -78,12 +79,17 @@ class Host:
         self._folder, self._state, self._process = folder, state, process
         self._metrics, self._open_engine = metrics, open_engine
         self._max_running, self._loads_alone = max_running, loads_alone
-        self._listing = Listing.read(folder)
         self._virtual_time = 0.0
         self._loading: threading.Thread | None = None
         self._loaded: dict[int, Hosted] | Exception = {}
-        self._next_listing = self._listing
-        self.models: dict[int, Hosted] = {version.id: self._open(version) for version in self._listing.load}
+        while True:
+            self._listing = self._next_listing = Listing.read(folder)
+            try:
+                self.models: dict[int, Hosted] = {version.id: self._open(version) for version in self._listing.load}
+                break
+            except CheckpointError:
+                if not self.is_behind:  # otherwise one was dropped meanwhile
+                    raise
 
     def show(self) -> None:
         """Tell the other processes which listing this one follows."""

@@ -225,11 +225,11 @@ class App:
                 raise ApiError(400, message, code="duplicate_header")
         if self._keys and not endpoint.is_public:
             request.lease.client = self._name_of_key(headers.get(b"authorization"))
+        if self.service.ledger.limits.has_any and not (endpoint.is_quiet or endpoint.is_public):
+            request.lease.begin()
         length, limit = headers.get(b"content-length", b"0"), settings.max_body_bytes
         if len(length) > 4 and int(length) > limit:
             raise ApiError(413, f"body must have at most {limit} bytes, got {int(length)}", code="body_too_large")
-        if self.service.ledger.limits.has_any and not (endpoint.is_quiet or endpoint.is_public):
-            request.lease.begin()
         operation = endpoint.operations.get(request.method)
         if operation is None:
             shown = f"{request.method} {request.path}"

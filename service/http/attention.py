@@ -135,7 +135,8 @@ async def attention(service: Service, request: Request) -> None:
         return
     if not future.done() or time.monotonic() >= deadline:
         future.cancel()
-        raise ApiError(504, f"request timed out after {seconds:g} s", code="timeout")
+        message = f"the request took longer than {seconds:g} s, {service.timeout_name(request)}"
+        raise ApiError(504, message, code="timeout")
     found = future.result()
     answer = AttentionAnswer(
         request.id, model.name, model.digest, model.tokenizer.decode(ids), config.n_layer, config.n_head,

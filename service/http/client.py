@@ -278,10 +278,13 @@ class EngineClient:
             sequence = generation.pending.pop()
             generation.receive(sequence, Delta(sequence.submit.id, [], reason), now)
         for id in list(generation.open):
-            worker = self._running[id][1].worker
-            if worker != HOMELESS:
-                self._sockets.send(Abort(id), worker)
-            self._received_delta(Delta(id, [], reason), now)
+            sequence = self._running[id][1]
+            delta = Delta(id, [], reason)
+            if sequence.worker != HOMELESS:
+                self._sockets.send(Abort(id), sequence.worker)
+                if not sequence.is_begun:  # it may have run: whoever left in time would not be charged otherwise
+                    delta.num_unseen = len(sequence.submit.prompt)
+            self._received_delta(delta, now)
         self._open.pop(generation, None)
 
     @contextlib.asynccontextmanager

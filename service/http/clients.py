@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from service.http.schemas import ApiError
 from service.settings import ClientLimitsFile, Limits, Settings, read_client_limits
@@ -62,6 +63,14 @@ def network_of(text: str) -> str | None:
     return str(address)
 
 
+class Charge(NamedTuple):
+    """Characters that count in a client's limit."""
+
+    characters: int
+    limit: int  # per minute, at that time
+    restored_at: float  # when they have ceased to count, unused or not
+
+
 class ClientLimits:
     """The limits of all clients, over all HTTP processes.
 
@@ -104,7 +113,7 @@ class ClientLimits:
             if most is not None and self._table.count(row) >= most:
                 raise _refusal(client, "concurrent_requests", most, BUSY_RETRY_SECONDS)
             if limits.requests_per_minute is not None:
-                seconds = self._take(row, 1, limits.requests_per_minute, now)
+                seconds = self._take(row, MINUTE / limits.requests_per_minute, now)
                 if seconds:
                     raise _refusal(client, "requests_per_minute", limits.requests_per_minute, seconds)
             self._table.change(row, 1)
@@ -114,14 +123,14 @@ class ClientLimits:
         with self._table:
             self._table.change(self._row(client, self._clock()), -1)
 
-    def charge(self, client: str, characters: int, must_wait: bool = True) -> int:
-        """Count characters that are going to run; with must_wait=False even beyond the limit. Returns how many count.
+    def charge(self, client: str, characters: int, must_wait: bool = True) -> Charge | None:
+        """Count characters that are going to run; with must_wait=False even beyond the limit. None: there is none.
 
         Raises ApiError: 429, not yet within the limit, or 400, more than a whole minute's; nothing was counted.
         """
         limit = self.of(client).characters_per_minute
         if limit is None:
-            return 0
+            return None
         if must_wait and characters > limit:
             message = (
                 f"the request may take {plural(characters, 'character')}, prompts and max_tokens of all its sequences; "
@@ -130,17 +139,19 @@ class ClientLimits:
             raise ApiError(400, message)
         now = self._clock()
         with self._table:
-            seconds = self._take(self._row(client, now) + 1, characters, limit, now, must_wait)
+            moment = self._row(client, now) + 1
+            seconds = self._take(moment, characters * MINUTE / limit, now, must_wait)
+            restored_at = self._table.numbers[moment]
         if seconds:
             raise _refusal(client, "characters_per_minute", limit, seconds)
-        return characters
+        return Charge(characters, limit, restored_at)
 
-    def give_back(self, client: str, characters: int) -> None:
-        """Return characters that were charged and not used."""
-        limit, now = self.of(client).characters_per_minute, self._clock()
-        if limit is not None:
-            with self._table:
-                self._take(self._row(client, now) + 1, -characters, limit, now)
+    def give_back(self, client: str, charge: Charge, num_run: int) -> None:
+        """Return what did not run of a charge, as far as it still counts."""
+        now = self._clock()
+        seconds = min((charge.characters - num_run) * MINUTE / charge.limit, max(0.0, charge.restored_at - now))
+        with self._table:
+            self._take(self._row(client, now) + 1, -seconds, now)
 
     def _row(self, client: str, now: float) -> int:
         try:
@@ -149,9 +160,9 @@ class ClientLimits:
             message = "requests of too many clients are in progress"
             raise ApiError(429, message, code="rate_limit", retry_after_seconds=BUSY_RETRY_SECONDS) from None
 
-    def _take(self, moment: int, amount: int, limit: int, now: float, must_wait: bool = True) -> float:
-        """Take `amount` of `limit` per minute, if it is there or need not be; returns after how long it will be."""
-        numbers, cost = self._table.numbers, amount * MINUTE / limit
+    def _take(self, moment: int, cost: float, now: float, must_wait: bool = True) -> float:
+        """Take `cost` seconds' worth, if it is there or need not be; returns after how long it will be."""
+        numbers = self._table.numbers
         full_at = max(numbers[moment], now) + cost
         seconds = full_at - now - MINUTE
         if must_wait and seconds > ROUNDING:

@@ -133,8 +133,8 @@ class Service:
         if body.ignored_fields and (self.settings.strict_fields if body.strict is None else body.strict):
             name, known = body.ignored_fields[0], ", ".join(type(body).model_fields)
             reason = "the server's setting strict_fields" if body.strict is None else "strict"
-            message = f"unknown field, refused because of {reason}; known fields are {known}"
-            raise invalid(name, message, "unknown_field")
+            shown = "" if "." in name else f"; known fields are {known}"
+            raise invalid(name, f"unknown field, refused because of {reason}{shown}", "unknown_field")
         if body.timeout_seconds is not None:
             request.set_timeout(body.timeout_seconds)
         model = self.find(body.model)
@@ -144,6 +144,11 @@ class Service:
     def timeout(self, seconds: float | None) -> float:
         longest = self.settings.request_timeout_seconds
         return longest if seconds is None else min(seconds, longest)
+
+    def timeout_name(self, request: Request) -> str:
+        own = request.timeout_seconds
+        is_own = own is not None and own <= self.settings.request_timeout_seconds
+        return "its timeout_seconds" if is_own else "the server's --request-timeout-seconds"
 
     def admit(self, request: Request, submits: list[Submit], **options: Any) -> None:
         """Take all that a request of these sequences may need; options as those of `estimate`.
@@ -174,9 +179,7 @@ class Service:
         if is_accepted and not is_charged:  # what follows from a request that was accepted is too
             lease.charge(_num_characters(submits), len(submits), must_wait=False)
         generation = self.client.start(model, submits, request.arrived_at, is_accepted=is_accepted, **options)
-        own, longest = request.timeout_seconds, self.settings.request_timeout_seconds
-        is_own = own is not None and own <= longest
-        generation.timeout_name = "its timeout_seconds" if is_own else "the server's --request-timeout-seconds"
+        generation.timeout_name = self.timeout_name(request)
         request.generations.append(generation)
         if request.client_left:
             generation.abort()

@@ -243,6 +243,9 @@ async def _constrain(model: Model, body: GenerationRequest, submit: Submit) -> N
             submit.stop = (*submit.stop, (end,))
             if body.min_tokens:
                 submit.minimum = await _record_minimum(model, body, compiled.packed, body.min_tokens)
+        elif body.min_tokens:  # there may be texts after which nothing is allowed
+            its = compiled.packed, body.min_tokens, body.max_tokens
+            submit.minimum = await model.patterns.minimum(_limiting(body), *its)
 
 
 async def _begin_records(model: Model, body: GenerationRequest, submits: list[Submit]) -> None:
@@ -260,7 +263,14 @@ async def _begin_records(model: Model, body: GenerationRequest, submits: list[Su
 
 async def _record_minimum(model: Model, body: GenerationRequest, packed: bytes, length: int) -> bytes:
     """For records of at least `length` characters and the line break that ends them, or of max_tokens."""
-    return await model.patterns.minimum("min_tokens", packed, length + 1, max(body.max_tokens, length + 1))
+    wanted = f"{plural(length, 'character')} before the line break that ends it"
+    return await model.patterns.minimum(_limiting(body), packed, length + 1, max(body.max_tokens, length + 1), wanted)
+
+
+def _limiting(body: GenerationRequest) -> str:
+    """The field that leaves few texts, if any does."""
+    names = ("bad_words", "allowed_characters", "allowed_token_ids")
+    return next((name for name in names if getattr(body, name, None)), "min_tokens")
 
 
 def _logit_bias(model: Model, body: GenerationRequest) -> tuple[tuple[int, float], ...]:
@@ -357,7 +367,7 @@ def _cut(piece: Piece, min_tokens: int) -> list[Piece]:
     """A candidate as it is, and cut where the suffix is likely to begin."""
     # Of the suffix's first character at each position.
     chances = floats(piece.logprobs.top_values) if piece.logprobs is not None else []
-    cuts = sorted(range(min_tokens, len(chances)), key=lambda i: -chances[i])[:MAX_CUTS]
+    cuts = sorted(range(min_tokens, len(chances)), key=lambda i: -round(chances[i], 4))[:MAX_CUTS]
     whole = msgspec.structs.replace(piece, logprobs=None)
     return [whole, *(msgspec.structs.replace(whole, text=piece.text[:i], finish_reason="stop") for i in sorted(cuts))]
 

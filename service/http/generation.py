@@ -59,6 +59,7 @@ class SequenceState:
     replay_checksum: int = 0  # of those that came again
     logprobs_replay_left: int = 0  # their log-probabilities likewise
     prompt_replay_left: int = 0  # and those of the prompt
+    num_unseen: int = 0  # characters that ran for it, beside a prompt that ran whole and what it was given
     error: ApiError | None = None  # why it failed, if that is known here
     prompt_logprobs: Logprobs | None = None
     num_prompt_logprobs: int = 0  # that arrived
@@ -297,6 +298,7 @@ class Generation:
         reason = delta.finish_reason
         if reason is not None:
             sequence.finish_reason, sequence.ended_at = reason, delta.ended_at or now
+            sequence.num_unseen = delta.num_unseen
             if delta.ended_at is not None and sequence.queue_seconds is not None:
                 sequence.decode_seconds = delta.ended_at - sequence.prefilled_at
             if reason in FAILURES and self._failure is None:

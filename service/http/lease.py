@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from service.http.clients import ClientLimits
+from service.http.clients import Charge, ClientLimits
 from service.http.schemas import ApiError
 from service.settings import Settings
 from service.shared import SharedState
@@ -108,13 +108,14 @@ class Ledger:
 class Lease:
     """What one request holds. `client` may change until `begin`."""
 
-    __slots__ = ("_ledger", "client", "bytes", "model", "_is_counted", "_num_charged")
+    __slots__ = ("_ledger", "client", "bytes", "model", "_is_counted", "_charge")
 
     def __init__(self, ledger: Ledger, client: str):
         self._ledger, self.client = ledger, client
-        self.bytes = self._num_charged = 0
+        self.bytes = 0
         self.model: Model | None = None
         self._is_counted = False
+        self._charge: Charge | None = None
 
     def begin(self) -> None:
         """Count the request in its client's limits. Raises ApiError: 429."""
@@ -161,13 +162,15 @@ class Lease:
     def charge(self, num_characters: int, num_sequences: int = 1, must_wait: bool = True) -> None:
         """Count characters in the client's limit; raises as ClientLimits.charge."""
         try:
-            self._num_charged += self._ledger.limits.charge(self.client, num_characters, must_wait)
+            new, before = self._ledger.limits.charge(self.client, num_characters, must_wait), self._charge
         except ApiError as error:
             raise self._rejected(error, num_sequences) from None
+        if new is not None:
+            self._charge = new if before is None else new._replace(characters=before.characters + new.characters)
 
     def spend(self) -> None:
         """Give back no characters at the end: all that were charged run."""
-        self._num_charged = 0
+        self._charge = None
 
     def end(self, request: Request) -> None:
         """Give back everything, and the characters that were charged and did not run."""
@@ -175,8 +178,8 @@ class Lease:
         self.hold(0)
         if self._is_counted:
             ledger.limits.end(self.client)
-        if self._num_charged:
-            ledger.limits.give_back(self.client, self._num_charged - request.num_run_characters)
+        if self._charge is not None:
+            ledger.limits.give_back(self.client, self._charge, request.num_run_characters)
         if self.model is not None:
             ledger.state.use(ledger.process_id, self.model.id, -1)
 

@@ -79,6 +79,8 @@ async def running(app: App, process_id: int, connections: Connections) -> AsyncI
 
     tasks = [asyncio.create_task(beat(service, process)), asyncio.create_task(tick())]
     async with client.connected():
+        if service.state.generation.value != service.listing.generation:  # of the process that it was forked from
+            await follow(service, process)
         yield
     for task in tasks:
         task.cancel()

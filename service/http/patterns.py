@@ -83,8 +83,10 @@ class PatternCompiler:
             raise invalid(param, found, "invalid_pattern")
         return found
 
-    async def minimum(self, param: str, packed: bytes, min_tokens: int, max_tokens: int) -> bytes:
-        """The packed MinimumLength for matches of so many characters.
+    async def minimum(
+        self, param: str, packed: bytes, min_tokens: int, max_tokens: int, wanted: str | None = None
+    ) -> bytes:
+        """The packed MinimumLength for matches of so many characters, as `wanted` calls them.
 
         Raises ApiError: 400, no match has an allowed length, or the pattern is too large to find out.
         """
@@ -93,8 +95,8 @@ class PatternCompiler:
         if isinstance(found, bytes):
             return found
         if found is None:
-            given = f"min_tokens ({min_tokens}) to max_tokens ({max_tokens}) characters"
-            raise invalid(param, f"no match has {given}", "invalid_pattern")
+            wanted = wanted or f"min_tokens ({min_tokens}) to max_tokens ({max_tokens}) characters"
+            raise invalid(param, f"no match has {wanted}", "invalid_pattern")
         advice = "lower min_tokens, or give a smaller pattern"
         raise invalid("min_tokens", f"{found} of {param}; {advice}", "invalid_pattern")
 

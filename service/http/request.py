@@ -102,10 +102,12 @@ class Request:
 
     @property
     def num_run_characters(self) -> int:
-        """Of all sequences whose prompts have run: prompts and completions."""
-        sequences = [sequence for generation in self.generations for sequence in generation.sequences]
-        run = [it for it in sequences if it.queue_seconds is not None]
-        return sum(len(it.submit.prompt) + it.num_completion_tokens for it in run)
+        """Of all sequences: prompts and completions, with what was not given to the client."""
+        return sum(
+            (0 if it.queue_seconds is None else len(it.submit.prompt)) + it.num_completion_tokens + it.num_unseen
+            for generation in self.generations
+            for it in generation.sequences
+        )
 
     @property
     def endings(self) -> dict[str, int]:

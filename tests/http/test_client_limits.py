@@ -111,14 +111,22 @@ def test_characters_that_did_not_run_are_given_back(tmp_path):
     it = limits(tmp_path, "[default]\ncharacters_per_minute = 600", lambda: now)
     it.begin("a")
     assert refused(it.charge, "a", 601)[0] == 400
-    it.charge("a", 500)
+    charge = it.charge("a", 500)
     assert refused(it.charge, "a", 200) == (429, "characters_per_minute of client a is 600", "10")
-    it.give_back("a", 400)
+    it.give_back("a", charge, 100)
     it.charge("a", 500)
     it.charge("a", 300, False)  # a request that runs goes on
     assert refused(it.charge, "a", 1)[2] == "31"
-    now = 61.0
+    before, now = it.charge("b", 600), 61.0
     it.charge("a", 300)
+    it.charge("b", 600)
+    it.give_back("b", before, 0)  # time has done so already
+    assert refused(it.charge, "b", 1)[0] == 429
+    charge = it.charge("c", 600)
+    (tmp_path / "limits.toml").write_text("[default]\ncharacters_per_minute = 6000")
+    it.reload()
+    it.give_back("c", charge, 0)  # ten seconds' worth by the new limit
+    it.charge("c", 6000)
 
 
 def test_idle_clients_make_room_for_others(tmp_path, monkeypatch):
