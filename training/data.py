@@ -129,7 +129,9 @@ def _is_binary(file: Path) -> bool:
 
 
 def _encoding(head: bytes) -> str:
-    """utf-16 if a byte-order mark says so, utf-16-le or -be if most characters have a NUL there, or else utf-8."""
+    """utf-32 or -16 if a byte-order mark says so, utf-16-le or -be if most characters have a NUL there, else utf-8."""
+    if head.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):  # the first begins as one of UTF-16
+        return "utf-32"
     if head.startswith(UTF16_MARKS):
         return "utf-16"
     evens, odds = (head[start:HEAD_BYTES:2] for start in (0, 1))
@@ -333,8 +335,12 @@ def read_text(files: Sequence[Path], notes: set[str] | None = None, errors: str 
             except UnicodeDecodeError as error:
                 offset = start - pending + error.start
                 hint = "convert it first, for example with iconv -f LATIN1 -t UTF-8"
-                if _is_binary(file):
+                if head.startswith(b"\x1f\x8b"):
+                    hint = "it is compressed by gzip: its name must end with .gz"
+                elif _is_binary(file):
                     hint = "it is a binary file; of a folder, binary files are skipped"
+                elif encoding != "utf-8":
+                    hint = "it may be cut off"
                 others = [str(other) for other in files[number + 1 :] if not _is_decodable(other)]
                 if others:
                     hint += f"; {plural(len(others), 'other file')} likewise: {', '.join(others)}"
@@ -346,7 +352,7 @@ def read_text(files: Sequence[Path], notes: set[str] | None = None, errors: str 
             if text and is_first:
                 is_first = False
                 if encoding != "utf-8":
-                    notes.add(f"{file.name}: UTF-16 read as text")
+                    notes.add(f"{file.name}: {encoding[:6].upper()} read as text")
                 if text[0] == BYTE_ORDER_MARK:
                     text = text[1:]
                     notes.add(f"{file.name}: byte-order mark left out")

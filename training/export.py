@@ -145,5 +145,8 @@ def export(checkpoint: Checkpoint, format: str, file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=f".{file.name}.") as folder:
         new = Path(folder) / file.name
-        FORMATS[format](checkpoint, new)
-        os.replace(new, file)
+        try:
+            FORMATS[format](checkpoint, new)
+            os.replace(new, file)
+        except OSError as error:  # NumPy's have no number
+            raise ConfigError(f"{file} cannot be written: {error.strerror or error}") from None

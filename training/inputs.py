@@ -47,6 +47,8 @@ def find_checkpoint(path: Path | str) -> Path:
 
 def load_model(args: argparse.Namespace) -> tuple[Checkpoint, GPT]:
     """Of --checkpoint, on --device with --threads."""
+    if not 0 <= args.threads <= 4096:
+        raise ConfigError(f"--threads must be in [0, 4096], got {args.threads}")
     if args.threads:
         torch.set_num_threads(args.threads)
     checkpoint = Checkpoint.read(find_checkpoint(args.checkpoint))

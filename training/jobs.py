@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from training.config import SHAPE, ConfigError, TrainConfig
-from training.data import prepare, recode
+from training.data import prepare, recode, sampler_of
 from training.device import pick_device, resolve_auto
 from training.distill import Teachers
 from training.distributed import World
@@ -118,6 +118,7 @@ def _new_run(
     config, changes = fitted(config, corpus, adaptable, world.size * config.accumulate)
     if changes:
         say(console, explanation(corpus, changes))
+    sampler_of(corpus, config.block_size, config.seed)  # refuses a text that is too short for it
     resolved = resolve_auto(config, tokenizer.vocab_size, world.size)
     if config.teachers:
         Teachers(replace(config, **resolved), tokenizer)

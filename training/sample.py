@@ -88,24 +88,26 @@ def command(args: argparse.Namespace) -> None:
         model, prompt, args.n, args.max_tokens, params,
         stop=stop, stop_pattern=stop_pattern, constraint=constraint, unique=args.unique,
         begins=None if is_begun else beginning_of_record(tokenizer),
-        is_novel=is_known and (lambda ids: not is_known(given + tokenizer.decode(ids))),
+        is_novel=is_known and (lambda ids: not is_known((given + tokenizer.decode(ids)).removeprefix("\n"))),
         device=str(model.head.weight.device),
     )  # fmt: skip
     encoder.report()
     console = Console(stderr=True)
     separator = "\n" if stops or not is_plain else "\n\n"
     started, characters = time.monotonic(), 0
-    for number, (seed, ids) in enumerate(
-        track(texts, "texts", total=args.n, console=console, disable=not console.is_terminal or args.n == 1)
-    ):
-        characters += len(ids)
-        text = given + tokenizer.decode(ids)
-        if args.format == "jsonl":
-            print(json.dumps({"text": text, "seed": seed}, ensure_ascii=False))
-        else:
-            print(separator if number else "", text, sep="", end="")
-    if args.format == "text":
-        print()
+    try:
+        for number, (seed, ids) in enumerate(
+            track(texts, "texts", total=args.n, console=console, disable=not console.is_terminal or args.n == 1)
+        ):
+            characters += len(ids)
+            text = given + tokenizer.decode(ids)
+            if args.format == "jsonl":
+                print(json.dumps({"text": text, "seed": seed}, ensure_ascii=False))
+            else:
+                print(separator if number else "", text, sep="", end="")
+    finally:  # before an error's line too
+        if args.format == "text":
+            print(flush=True)
     if args.n > 1:
         seconds = time.monotonic() - started
         speed = f"{plural(characters, 'character')} in {seconds:.1f} s, {characters / seconds:,.0f} characters/s"

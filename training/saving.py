@@ -113,6 +113,9 @@ def replacing_folder(path: Path) -> Iterator[Path]:
         except OSError as error:
             reason = f"it is saved, but a power failure could lose it: {error.strerror}"
             raise OSError(error.errno, reason, str(path)) from error
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
     finally:
         shutil.rmtree(new, ignore_errors=True)
 

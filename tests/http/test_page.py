@@ -510,10 +510,14 @@ def test_each_of_several_models_is_asked_by_its_name_and_suggests_its_own_text(v
     again = visit(url=page.url)
     expect(again.locator("#summary")).to_have_text(re.compile("^Done"))
     assert texts(again) == expected
-    fill(page, prompt="ROME")
+    fill(page, prompt="ROME", seed="")
     page.select_option("#model", "plays")
     expect(page.locator("#name")).to_have_text("plays")
     expect(page.locator("#prompt")).to_have_value("ROME")
+    page.click("#share")
+    assert "seed=" not in page.url, "that of another model's text"
+    page = visit("#prompt=a&model=gone", several.url + "/", may_fail=True)
+    expect(page.locator("#banner")).to_have_text(re.compile("^The model gone is not served any more"))
 
 
 def test_a_model_of_records_lists_twenty_at_a_time(visit, several):

@@ -425,7 +425,9 @@ def test_report_of_records_tells_what_is_unique_novel_and_valid(tmp_path, output
     assert "--regex '(': missing )" in error_of(*report, "--regex", "(")
     page = (tmp_path / "out" / "report.html").read_text()
     assert "Exact copies of training lines" in page and str(tmp_path) not in page
-    novel = output_of("sample", "--checkpoint", tmp_path / "out", "-n", 20, "--novel", "--unique").splitlines()
+    command = ("sample", "--checkpoint", tmp_path / "out", "-n", 20, "--novel", "--unique")
+    assert not {*output_of(*command, "--prompt", "\\n").splitlines()} & ((known | names) - {""})
+    novel = output_of(*command).splitlines()
     assert len(set(novel)) == 20 and not {*novel} & (known | names)
     first = [name for name in dict.fromkeys(sampled) if name and name not in known | names]
     assert novel[: len(first)] == first

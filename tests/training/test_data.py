@@ -415,6 +415,9 @@ def test_the_example_prompt_is_how_lines_often_begin(tmp_path, text, records, ex
 def test_utf16_is_read_as_the_same_text(tmp_path, encoding, mark):
     """As Excel exports it, or without its mark; the astral character takes two units."""
     text = "name\tvalue\r\ndéjà vu\t𝄞\r\n" * 3
+    marked = text_file(tmp_path, "")
+    marked.write_bytes(("\ufeff" + text).encode("utf-32-le"))
+    assert prepare(str(marked)).tokenizer.characters == sorted(set(text) - {"\r"})
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "export.txt").write_bytes((mark + text).encode(encoding))
     corpus = prepare(str(tmp_path / "folder"))

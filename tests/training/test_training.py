@@ -648,6 +648,7 @@ def test_an_invalid_setting_is_reported_with_the_allowed_values():
         (("evaluate", "--checkpoint", "nowhere"), 1, "error: no checkpoint at nowhere"),
         (("sample", "--checkpoint", "BEST", "--prompt", "zebra9"), 1, "character 'z' (U+007A) at offset 0 is not in"),
         (("sample", "--checkpoint", "BEST", "-n", "0"), 1, "error: -n and --max-tokens must be at least 1, got 0"),
+        (("evaluate", "--checkpoint", "BEST", "--threads", "-3"), 1, "error: --threads must be in [0, 4096], got -3"),
         (("sample", "--checkpoint", "BEST", "--top-p", "0"), 1, "error: top_p must be in (0, 1], got 0.0"),
     ],
 )
@@ -657,6 +658,12 @@ def test_a_wrong_command_is_refused_without_a_traceback(uninterrupted, tmp_path,
     error = capsys.readouterr().err
     assert message in error and found == code, error
     assert "Traceback" not in error
+
+
+def test_a_refused_run_leaves_the_one_that_it_would_replace(uninterrupted, tmp_path, capsys):
+    out = shutil.copytree(uninterrupted, tmp_path / "out")
+    assert call(["train", "--overwrite", "--out", out, *tiny_flags(tmp_path, block_size=100_000)]) == 1
+    assert "200,000" in capsys.readouterr().err and weights(out) == weights(uninterrupted)
 
 
 @pytest.mark.parametrize(("command", "remedy"), [("train", "--accumulate 2 "), ("sample", "--device cpu")])

@@ -86,7 +86,9 @@ on($("copy-list"), "click", ({ target }) => copy(writing.listed(), target));
 on($("copy-curl"), "click", ({ target }) => copy(writing.curl(), target));
 on($("copy-python"), "click", ({ target }) => copy(writing.python(), target));
 on($("share"), "click", ({ target }) => { history.replaceState(null, "", link()); copy(location.href, target); });
-on(window, "hashchange", async () => { if (restore()) { await load(false); replay(); } });
+on(window, "hashchange", async () => {
+  if (restore()) { await load(false); replay(); } else if (!location.hash) location.reload(); // back from a link
+});
 const replay = () => { if (view === "write" && $("seed").value && $("max_tokens").valueAsNumber <= 4096) writing.run(); };
 
 // -- status --
@@ -103,16 +105,19 @@ async function load(isFirst) {
       const served = (await json("v1/models")).data;
       if (served.length > 1) model = served[0].id;
     }
-    info = await json(`info${model ? `?model=${encodeURIComponent(model)}` : ""}`);
-    if (info.models.length > 1) chosen.model = info.model.name;
-    const { example_prompt: begins, records, training: { data: text } } = info.model;
+    const found = await json(`info${model ? `?model=${encodeURIComponent(model)}` : ""}`);
+    if (found.models.length > 1) chosen.model = found.model.name;
+    const { example_prompt: begins, records, training: { data: text } } = found.model;
     // What Read and Attend begin with: the page's Shakespeare, or else a text of this model's own.
-    const body = { prompt: begins, max_tokens: Math.min(100, info.limits.max_tokens), seed: 7 };
-    info.model.example = text?.name === "tinyshakespeare.txt" && !records ? null : begins + (await json("generate", body)).choices[0].text;
+    const body = { prompt: begins, max_tokens: Math.min(100, found.limits.max_tokens), seed: 7 };
+    found.model.example = text?.name === "tinyshakespeare.txt" && !records ? null : begins + (await json("generate", body)).choices[0].text;
+    info = found;
   } catch (error) {
     if (Failure.of(error).param !== "model") return trouble(error);
-    model = null; // that one is gone
-    return load(isFirst);
+    const gone = model;
+    model = null;
+    await load(isFirst);
+    return banner(`The model ${gone} is not served any more; this is the default one.`);
   }
   heal();
   const { config, training, checkpoint_sha256: hash, name, vocabulary } = info.model, { losses = {}, data = {}, parameters } = training;
@@ -148,7 +153,8 @@ async function poll() {
       facts.now = [["running", number(running)], ["waiting", number(waiting)], ["characters per second", number(Math.round(rate))]];
       $("pulse").textContent = running || rate >= 1 ? `${number(running)} running · ${number(Math.round(rate))} chars/s` : `ready · ${info?.backend ?? ""}`;
       $("dot").className = "dot ready";
-      if (isGone) { heal(); banner("The server is back.", true); if (!info) await load(true); }
+      if (isGone) { heal(); await load(!info); banner("The server is back.", true); } // maybe with another model
+      else if (!info) await load(true); // it was too busy
       show();
     }
   } catch (error) {

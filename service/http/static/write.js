@@ -36,6 +36,7 @@ Object.assign($("seed"), { inputMode: "numeric", pattern: "[0-9]{1,16}", placeho
 
 const editor = new Editor($("prompt"), $("write-error"));
 export let lastSeed = null;
+let writer = null; // the model whose text it gave
 let panes = [], running = null;
 
 // -- the request --
@@ -231,6 +232,8 @@ export const check = later(350, async (signal) => {
 });
 
 export function refresh() {
+  const isExact = Number.isSafeInteger(Number($("seed").value) + $("n").valueAsNumber);
+  $("seed").setCustomValidity(isExact ? "" : "Seeds have at most 53 bits here.");
   for (const output of document.querySelectorAll(".knob output")) output.value = output.nextSibling.value;
   $("regex-field").hidden = $("constraint").value !== "regex";
   $("choice-field").hidden = $("constraint").value !== "choice";
@@ -252,6 +255,8 @@ export function useModel({ limits, model }, isLinked) {
   $("twenty").hidden = !model.records;
   list = [];
   showList();
+  if (writer !== model.name) lastSeed = null;
+  writer = model.name;
 }
 
 on($("write-form"), "submit", (event) => { event.preventDefault(); run(); });
