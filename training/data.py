@@ -279,6 +279,22 @@ def prepare(data: str | Sequence[str], *, records: bool = False, glob: Sequence[
     )  # fmt: skip
 
 
+def encode_array(tokenizer: CharTokenizer, text: str) -> np.ndarray:
+    """`CharTokenizer.encode` for bulk text, some four times as fast: (len(text),) int64.
+
+    Raises:
+        UnknownCharacterError: as `encode`.
+    """
+    known = [ord(c) for c in tokenizer.characters]
+    table = np.full(max(known) + 2, -1)  # by code point; the last is for all beyond
+    table[known] = np.arange(len(known))
+    ids = table[np.minimum(np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4"), len(table) - 1)]
+    wrong = np.flatnonzero(ids < 0)
+    if wrong.size:
+        raise UnknownCharacterError(text[wrong[0]], int(wrong[0]))
+    return ids
+
+
 def recode(corpus: Corpus, tokenizer: CharTokenizer) -> Corpus:
     """The same text in another vocabulary, mapped id by id on first use and read from the cache afterwards.
 
@@ -288,7 +304,7 @@ def recode(corpus: Corpus, tokenizer: CharTokenizer) -> Corpus:
     if tokenizer.characters == corpus.tokenizer.characters:
         return corpus
     dtype = id_dtype(tokenizer.vocab_size)
-    table = tokenizer.encode_array("".join(corpus.tokenizer.characters)).astype(dtype)
+    table = encode_array(tokenizer, "".join(corpus.tokenizer.characters)).astype(dtype)
     folder = _cache_folder(corpus.sha256, corpus.records is not None, tokenizer)
     if not folder.is_dir():
         with replacing_folder(folder) as new, open(new / "ids.bin", "wb") as file:
@@ -434,7 +450,7 @@ def _encode(files: Sequence[Path], tokenizer: CharTokenizer, sha256: str, folder
         with open(new / "ids.bin", "wb") as file:
             for text in read_text(files):
                 digest.update(text.encode())
-                ids = tokenizer.encode_array(text).astype(dtype)
+                ids = encode_array(tokenizer, text).astype(dtype)
                 if records:
                     is_break = ids == break_id
                     is_blank = is_break & np.concatenate(([lasts == break_id], is_break[:-1]))

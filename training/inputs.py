@@ -18,7 +18,7 @@ from service.model.checkpoint import MANIFEST, Checkpoint
 from service.model.gpt import GPT
 from service.model.tokenizer import CharTokenizer
 from training.config import ConfigError
-from training.data import Corpus, prepare, recode
+from training.data import Corpus, encode_array, prepare, recode
 from training.device import pick_device
 from training.messages import plural, unescaped
 
@@ -105,7 +105,7 @@ class Encoder:
             raise ConfigError(f"--replacement-character {self.replacement!r} is not in the vocabulary")
         self.num_unknown += sum(map(text.count, unknown))
         other = self.replacement if self.policy == "replace" else ""
-        return self.tokenizer.encode_array(text.translate(dict.fromkeys(map(ord, unknown), other)))
+        return encode_array(self.tokenizer, text.translate(dict.fromkeys(map(ord, unknown), other)))
 
     def report(self) -> None:
         """A line on standard error about the unknown characters, if there were any."""

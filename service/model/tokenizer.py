@@ -36,7 +36,6 @@ class CharTokenizer:
                 raise ValueError(f"vocabulary entry {i} must be a single, unique Unicode character, got {c!r:.50}")
             self._ids[c] = i
         self._code_points = np.array([ord(c) for c in self.characters], dtype="<u4")
-        self._order = np.argsort(self._code_points)
 
     @property
     def vocab_size(self) -> int:
@@ -59,20 +58,6 @@ class CharTokenizer:
         except KeyError:
             offset, character = next((i, c) for i, c in enumerate(text) if c not in self._ids)
             raise UnknownCharacterError(character, offset) from None
-
-    def encode_array(self, text: str) -> np.ndarray:
-        """`encode` for bulk text, about 50 times as fast: (len(text),) int64.
-
-        Raises:
-            UnknownCharacterError: as `encode`.
-        """
-        code_points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
-        ranks = np.searchsorted(self._code_points, code_points, sorter=self._order)
-        ids = self._order[np.minimum(ranks, self.vocab_size - 1)]
-        wrong = np.flatnonzero(self._code_points[ids] != code_points)
-        if wrong.size:
-            raise UnknownCharacterError(text[wrong[0]], int(wrong[0]))
-        return ids
 
     def decode(self, ids: Iterable[int]) -> str:
         return "".join([self.characters[i] for i in ids])

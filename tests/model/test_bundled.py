@@ -12,7 +12,7 @@ from service.model.checkpoint import Checkpoint
 from service.settings import BUNDLED, Settings
 from tests.helpers import CORPUS
 from training.config import TrainConfig
-from training.data import TINYSHAKESPEARE_SHA256, prepare
+from training.data import TINYSHAKESPEARE_SHA256, encode_array, prepare
 from training.evaluate import streamed_loss, whole_loss
 
 
@@ -56,5 +56,5 @@ def test_predicts_unseen_shakespeare(bundled):
         "Shall I compare thee to a summer's day?\nThou art more lovely and more temperate:\n"
         "Rough winds do shake the darling buds of May,\nAnd summer's lease hath all too short a date;\n"
     )
-    loss = whole_loss(bundled.load_model(), bundled.tokenizer.encode_array(lines))
+    loss = whole_loss(bundled.load_model(), encode_array(bundled.tokenizer, lines))
     assert loss < 2.0 < math.log(bundled.tokenizer.vocab_size) / 2
