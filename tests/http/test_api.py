@@ -706,6 +706,9 @@ def test_bad_words_never_appear_and_change_nothing_else(client, post):
     assert post("/generate", **options, bad_words=["漢字"])["choices"] == plain
     some = post("/generate", **options, bad_words=["aa"], allowed_characters="ab ")["choices"]
     assert all(set(it["text"]) <= set("ab ") and "aa" not in it["text"] for it in some)
+    blind = {"allowed_characters": "aet", "bad_words": ["aa", "ae", "at"]}  # nothing may follow an a
+    long = post("/generate", prompt="a", n=20, min_tokens=4, max_tokens=6, **blind)["choices"]
+    assert all(len(it["text"]) >= 4 for it in long)
     error = rejection(client, "/generate", **options, bad_words=["a"], regex="[a-z]+")
     assert error["message"] == "bad_words: cannot be combined with regex"
     error = rejection(client, "/generate", **options, bad_words=[c * 100 for c in "abcdefghijkl"])

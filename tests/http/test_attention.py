@@ -109,5 +109,6 @@ async def test_texts_run_one_by_one_and_too_many_are_refused():
 def test_a_time_limit_ends_it(server):
     responses = [ask(server, text=TEXT, timeout_seconds=1e-9) for _ in range(3)]
     assert {response.status_code for response in responses} == {504}
-    assert responses[0].json()["error"]["code"] == "timeout"
+    error = responses[0].json()["error"]
+    assert error["code"] == "timeout" and error["message"].endswith(" s, its timeout_seconds")
     wait_until(lambda: ask(server, text=TEXT).status_code == 200)

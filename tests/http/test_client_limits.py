@@ -187,6 +187,8 @@ def file(tmp_path_factory):
         concurrent_requests = 1
         [clients."192.0.2.6"]
         characters_per_minute = 10
+        [clients."192.0.2.7"]
+        characters_per_minute = 100
         [clients."192.0.2.5"]
         requests_per_minute = 20
     """
@@ -243,6 +245,8 @@ def test_characters_count_prompts_and_completions(server):
     assert web.post(f"{server.url}/tokenize", json={"prompt": "a" * 500}, headers=of(2)).status_code == 200
     attention = [web.post(f"{server.url}/v1/attention", json={"text": "a" * 6}, headers=of(6)) for _ in range(2)]
     assert [response.status_code for response in attention] == [200, 429]
+    unseen = {"prompt": "a", "stop_regex": "(.|\n){60}", "max_tokens": 80}  # which is cut off
+    assert [generate(server, of(7), **unseen).status_code for _ in range(2)] == [200, 429]
 
 
 def test_concurrent_requests_are_bounded(server):
