@@ -42,7 +42,7 @@ let panes = [], running = null;
 // -- the request --
 
 function fields() {
-  const body = { prompt: $("prompt").value, max_tokens: $("max_tokens").valueAsNumber };
+  const body = { prompt: $("prompt").value, max_tokens: $("max_tokens").valueAsNumber || undefined };
   for (const [name, neutral] of Object.entries(NEUTRAL)) if ($(name).valueAsNumber !== neutral) body[name] = $(name).valueAsNumber;
   const seed = $("seed").value.trim();
   if (seed) body.seed = Number(seed);
