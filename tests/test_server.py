@@ -31,17 +31,7 @@ from service.server import (
     torch_build,
 )
 from service.settings import Settings
-from tests.helpers import (
-    ENDLESS,
-    VOCABULARY,
-    RunningServer,
-    exact,
-    http_processes,
-    refusal,
-    serving,
-    wait_until,
-    web,
-)
+from tests.helpers import ENDLESS, VOCABULARY, RunningServer, exact, http_processes, refusal, serving, wait_until, web
 from tests.toolbox.http import answer, pieces, post, sent, text_of
 from tests.toolbox.launch import is_worker
 
