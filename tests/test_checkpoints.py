@@ -15,18 +15,7 @@ import pytest
 from service.catalog import Catalog, Listing
 from service.model.checkpoint import Checkpoint, CheckpointError
 from service.shared import MAX_NAMES, SharedState
-from tests.helpers import (
-    ENDLESS,
-    SLOW,
-    VOCABULARY,
-    exact,
-    http_processes,
-    lasting,
-    save_random,
-    serving,
-    wait_until,
-    web,
-)
+from tests.helpers import ENDLESS, SLOW, exact, http_processes, lasting, save_random, serving, wait_until, web
 from tests.toolbox.http import pieces, text_of
 
 
@@ -299,11 +288,8 @@ def test_a_bad_run_in_a_folder_of_runs_is_left_out(tmp_path):
     assert re.match("no checkpoint in .* can be served", refused(tmp_path, (None, tmp_path)))
 
 
-WITHOUT_SPACE = [c for c in VOCABULARY if c != " "]
-
-
 def test_a_vocabulary_without_the_replacement_character_is_refused_at_start(tmp_path):
-    save_random(tmp_path / "words", WITHOUT_SPACE)
+    save_random(tmp_path / "words", "\nab")
     problem = refused(tmp_path, (None, tmp_path / "words"), replacement=" ")
     assert "vocabulary does not have the character ' ', which is to replace unknown ones" in problem
     assert "set --replacement-character to one that it has, or --unknown-characters to drop or refuse" in problem
@@ -387,7 +373,7 @@ def test_a_worker_that_fails_or_dies_while_loading_brings_the_old_list_back(cata
 def test_a_new_checkpoint_without_the_replacement_character_is_refused_at_sighup(catalog, state, tmp_path, caplog):
     catalog.replacement = " "
     for name in "ab":
-        save_random(tmp_path / "runs" / name, WITHOUT_SPACE)
+        save_random(tmp_path / "runs" / name, "\nab")
     catalog.refresh(state)
     assert not catalog.step and listing(catalog) == ([1], [1])
     assert [state.num_reloads(catalog.listing.rows[name])["refused"] for name in "ab"] == [1, 1]
