@@ -84,10 +84,7 @@ def test_a_signal_while_the_teachers_read_saves_first(tmp_path, monkeypatch):
         signal.raise_signal(signal.SIGTERM)
         advance(1)
 
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(InterruptedRun, match="SIGTERM: saved at step 0 of 24; resume"),
-    ):
+    with monkeypatch.context() as patch, pytest.raises(InterruptedRun, match="SIGTERM: saved at step 0 of 24; resume"):
         patch.setattr(Teachers, "table", stopped)
         start(config(tmp_path), tmp_path / "out")
     resume(tmp_path / "out")
