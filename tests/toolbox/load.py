@@ -25,6 +25,7 @@ EVENT = b'"text":'  # occurs once per event of the service's streams, and not af
 END = b"0\r\n\r\n"  # end of a chunked body
 RECEIVE_BYTES = 1 << 18
 Due = tuple[float, bytes, Any]  # when, in seconds from the start; the request; its identification
+Requests = Callable[[], Iterable[Due]]  # can be pickled
 
 
 class LoadError(RuntimeError):
@@ -355,22 +356,13 @@ def run(
 class Apart(contextlib.AbstractContextManager):
     """`run` in a process of its own, ready when this returns, to the end of the `with` statement, which sets `outcome`.
 
-    requests: can be pickled, and gives the requests.
     begin: the event that lets it begin; default: at once.
     drains: requests that are open at the end are awaited, instead of cut off.
     """
 
     outcome: Outcome
 
-    def __init__(
-        self,
-        port: int,
-        requests: Callable[[], Iterable[Due]],
-        *,
-        begin: Any = None,
-        drains: bool = False,
-        **options: Any,
-    ):
+    def __init__(self, port: int, requests: Requests, *, begin: Any = None, drains: bool = False, **options: Any):
         self._over, (self._results, theirs) = SPAWN.Event(), SPAWN.Pipe(duplex=False)
         arguments = (theirs, begin, self._over, drains, port, requests, options)
         self._process = SPAWN.Process(target=_run_apart, args=arguments, daemon=True)
@@ -392,9 +384,7 @@ class Apart(contextlib.AbstractContextManager):
 SPAWN = multiprocessing.get_context("spawn")  # a fork would inherit connections
 
 
-def _run_apart(
-    results: Any, begin: Any, over: Any, drains: bool, port: int, requests: Callable[[], Iterable[Due]], options: Any
-) -> None:
+def _run_apart(results: Any, begin: Any, over: Any, drains: bool, port: int, requests: Requests, options: Any) -> None:
     def due() -> Iterator[Due]:
         results.send("ready")
         if begin is not None:
