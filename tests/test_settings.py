@@ -162,27 +162,19 @@ def test_checkpoints_are_folders_with_or_without_a_name(tmp_path, monkeypatch):
     assert places("--checkpoint", str(folder)) == [(None, folder)]
 
 
-V1 = "3:cpu,cpuacct:/docker/0123\n2:memory:/docker/0123\n1:name=systemd:/docker/0123\n0::/docker/0123\n"
+V1 = "3:cpu,cpuacct:/docker/0123\n2:memory:/docker/0123\n1:name=systemd:/docker/0123\n0::/docker/0123"
+V1_ROOT = {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}
+V1_GROUP = {"cpu/docker/0123/cpu.cfs_quota_us": "250000", "cpu/docker/0123/cpu.cfs_period_us": "50000"}
+V2_NESTED = {"a/cpu.max": "200000 100000", "a/b.service/cpu.max": "max 100000"}
 QUOTAS = {
-    "version 2, in a container": ("0::/\n", {"cpu.max": "200000 100000\n"}, 2),
-    "version 2, rounded down": ("0::/\n", {"cpu.max": "350000 100000\n"}, 3),
-    "version 2, less than one": ("0::/\n", {"cpu.max": "50000 100000\n"}, 1),
-    "version 2, more than the affinity": ("0::/\n", {"cpu.max": "6400000 100000\n"}, 8),
-    "version 2, an ancestor's": (
-        "0::/a/b.service\n", {"a/cpu.max": "200000 100000\n", "a/b.service/cpu.max": "max 100000\n"}, 2
-    ),
-    "version 1, no quota": (V1, {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8),
-    "version 1, on the host": (
-        V1,
-        {
-            "cpu/docker/0123/cpu.cfs_quota_us": "250000\n",
-            "cpu/docker/0123/cpu.cfs_period_us": "50000\n",
-            "cpu/cpu.cfs_quota_us": "-1\n",
-            "cpu/cpu.cfs_period_us": "100000\n",
-        },
-        5,
-    ),
-}  # fmt: skip
+    "version 2, in a container": ("0::/", {"cpu.max": "200000 100000"}, 2),
+    "version 2, rounded down": ("0::/", {"cpu.max": "350000 100000"}, 3),
+    "version 2, less than one": ("0::/", {"cpu.max": "50000 100000"}, 1),
+    "version 2, more than the affinity": ("0::/", {"cpu.max": "6400000 100000"}, 8),
+    "version 2, an ancestor's": ("0::/a/b.service", V2_NESTED, 2),
+    "version 1, no quota": (V1, V1_ROOT, 8),
+    "version 1, on the host": (V1, V1_ROOT | V1_GROUP, 5),
+}
 
 
 @pytest.mark.parametrize("case", QUOTAS)
@@ -192,5 +184,5 @@ def test_cpus_are_those_of_the_quota(case, tmp_path, monkeypatch):
     assert available_cpus(tmp_path) == 8
     for name, text in {"proc/self/cgroup": groups, **{f"sys/fs/cgroup/{it}": files[it] for it in files}}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_text(f"{text}\n")
     assert available_cpus(tmp_path) == expected
