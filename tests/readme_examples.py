@@ -27,12 +27,8 @@ from tests.helpers import call
 
 ROOT = Path(__file__).parents[1]
 README, OPERATIONS, TRAINING = (ROOT / name for name in ("README.md", "service/OPERATIONS.md", "training/README.md"))
-DOCUMENTS = tuple(
-    sorted(
-        [*ROOT.glob("*.md")]
-        + [path for folder in ("service", "training", "deploy", "tests") for path in (ROOT / folder).rglob("*.md")]
-    )
-)
+FOLDERS = ("service", "training", "deploy", "tests")
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))])
 EXAMPLE = re.compile(
     r"""```console\n\$\ (curl\ -s(?=[^\n]*localhost:8000)  # against the server under test
     (?:[^\n']|'[^']*')*)\n  # to the end of the line on which the body ends
@@ -131,10 +127,11 @@ def laid_out(output: str, whole: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
-def run(command: str, url: str, whole: bool) -> str:
+def run(command: str, url: str, shown: str) -> str:
+    """The output of an example, with all members where the output in the document has them."""
     command = command.replace("localhost:8000", url.removeprefix("http://"))
     finished = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
-    return laid_out(finished.stdout, whole)
+    return laid_out(finished.stdout, whole='"usage": ' in shown)
 
 
 def run_score(arguments: str, folder: Path) -> str:
@@ -151,10 +148,6 @@ def score_examples() -> list[tuple[str, str, str]]:
     """(lines before the output, arguments, output) of each example of `training score` with its output."""
     found = SCORE.findall(TRAINING.read_text(encoding="utf-8"))
     return [example for example in found if "lines.txt" in example[1] and "tinyshakespeare" in example[1]]
-
-
-def shows_all(output: str) -> bool:
-    return '"usage": ' in output
 
 
 def examples() -> list[tuple[str, str]]:
@@ -190,11 +183,8 @@ def metrics_table(url: str) -> dict[str, list[str]]:
     table = {}
     for name, family in families.items():
         known = set(labels.get(name, ())).union(*(sample.labels for sample in family.samples))
-        table[name + ("_total" if family.type == "counter" else "")] = [
-            family.documentation,
-            family.type,
-            ", ".join(f"`{label}`" for label in sorted(known - {"model_name", "le"})),
-        ]
+        shown = ", ".join(f"`{label}`" for label in sorted(known - {"model_name", "le"}))
+        table[name + ("_total" if family.type == "counter" else "")] = [family.documentation, family.type, shown]
     return table
 
 
@@ -221,7 +211,7 @@ def regenerated(text: str, url: str) -> str:
             return f"```console\n{match[1]}{run_score(match[2], Path(folder))}```"
 
     text = SCORE.sub(lambda match: scored(match) if "tinyshakespeare" in match[2] else match[0], text)
-    return EXAMPLE.sub(lambda match: f"```console\n$ {match[1]}\n{run(match[1], url, shows_all(match[2]))}```", text)
+    return EXAMPLE.sub(lambda match: f"```console\n$ {match[1]}\n{run(match[1], url, match[2])}```", text)
 
 
 if __name__ == "__main__":

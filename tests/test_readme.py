@@ -9,20 +9,8 @@ from pathlib import Path
 import pytest
 
 from service.settings import Settings
-from tests.readme_examples import (
-    DOCUMENTS,
-    OPERATIONS,
-    README,
-    ROOT,
-    TRAINING,
-    examples,
-    metrics_table,
-    run,
-    run_score,
-    score_examples,
-    settings_table,
-    shows_all,
-)
+from tests import readme_examples
+from tests.readme_examples import DOCUMENTS, OPERATIONS, README, ROOT, TRAINING, examples, run
 from training.__main__ import build_parser
 
 TEXTS = {document: document.read_text(encoding="utf-8") for document in DOCUMENTS}
@@ -52,7 +40,8 @@ def anchors(document: str) -> set[str]:
 
 
 def test_settings_table_matches_the_code():
-    assert {row[0].strip("`"): row[1:] for row in rows(TEXTS[OPERATIONS], "Settings")} == settings_table()
+    documented = {row[0].strip("`"): row[1:] for row in rows(TEXTS[OPERATIONS], "Settings")}
+    assert documented == readme_examples.settings_table()
 
 
 def test_documented_training_commands_match_the_parser():
@@ -82,14 +71,9 @@ others: --no-deps --target --build-lib --enable-feature
 
 
 def test_every_flag_in_a_document_exists():
-    known = SETTING_FLAGS | set(FOREIGN_FLAGS.split()).union(
-        *(command._option_string_actions for command in TRAINING_COMMANDS.values()),
-        *(
-            re.findall(r'"(--[a-z][a-z-]+)"', path.read_text(encoding="utf-8"))
-            for folder in ("tests", "deploy")
-            for path in (ROOT / folder).rglob("*.py")
-        ),
-    )
+    programs = [path.read_text(encoding="utf-8") for it in ("tests", "deploy") for path in (ROOT / it).rglob("*.py")]
+    known = {*SETTING_FLAGS, *FOREIGN_FLAGS.split(), *re.findall(r'"(--[a-z][a-z-]+)"', "\n".join(programs))}
+    known = known.union(*(command._option_string_actions for command in TRAINING_COMMANDS.values()))
     for document, text in TEXTS.items():
         assert set(re.findall(r"(?<![\w|-])--[a-z][a-z-]+", text)) <= known, document
 
@@ -130,9 +114,8 @@ def test_readme_length_and_code_block_width_are_bounded():
 
 
 def test_metrics_table_matches_a_running_server(bundled):
-    assert {row[0].strip("`"): [*row[1:], ""][:3] for row in rows(TEXTS[OPERATIONS], "Metrics")} == metrics_table(
-        bundled.url
-    )
+    documented = {row[0].strip("`"): [*row[1:], ""][:3] for row in rows(TEXTS[OPERATIONS], "Metrics")}
+    assert documented == readme_examples.metrics_table(bundled.url)
 
 
 def joined(output):
@@ -148,7 +131,7 @@ def joined(output):
 
 @pytest.mark.parametrize("command,output", examples(), ids=[command[:90] for command, _ in examples()])
 def test_example_output_matches_the_document(bundled, command, output):
-    assert joined(run(command, bundled.url, shows_all(output))) == joined(output)
+    assert joined(run(command, bundled.url, output)) == joined(output)
 
 
 def numbers(output):
@@ -161,8 +144,9 @@ def numbers(output):
 def test_training_and_service_score_alike(tmp_path, kind):
     """Both documents show the same numbers but for float32's rounding, to two digits; the commands print them: these
     here, the service's in the test above."""
-    (_, arguments, output), *others = [e for e in score_examples() if ("--records" in e[1]) == (kind == "records")]
-    assert not others and run_score(arguments, tmp_path) == output
+    of_training = [e for e in readme_examples.score_examples() if ("--records" in e[1]) == (kind == "records")]
+    [(_, arguments, output)] = of_training
+    assert readme_examples.run_score(arguments, tmp_path) == output
     asked = {"texts": '"texts": ["To be", "or not"]', "records": '"continuations": ["To be\\n", "or not\\n"]'}[kind]
     of_service = [found for command, found in examples() if asked in command]
     assert len(of_service) == {"texts": 2, "records": 1}[kind]  # one of the texts is in the service's document
