@@ -20,19 +20,7 @@ from hypothesis import strategies as st
 from service.model.tokenizer import CharTokenizer, UnknownCharacterError
 from tests.helpers import CORPUS
 from training import data, lecture
-from training.data import (
-    DataError,
-    RecordSampler,
-    WindowSampler,
-    encode_files,
-    find_text,
-    id_dtype,
-    micro_batches,
-    prepare,
-    read_text,
-    recode,
-    unseen_records,
-)
+from training.data import DataError, RecordSampler, WindowSampler, encode_files, prepare, recode
 from training.inputs import Encoder
 
 
@@ -91,7 +79,7 @@ def test_reading_does_not_depend_on_the_chunk_size(tmp_path_factory, text, size)
     file = text_file(tmp_path_factory.getbasetemp(), text)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(data, "CHUNK_BYTES", size)
-        assert "".join(read_text([file])) == text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+        assert "".join(data.read_text([file])) == text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
 
 
 @pytest.mark.parametrize("size", [1, 3, 1 << 22])
@@ -138,10 +126,10 @@ def test_the_download_is_cached(tmp_path, monkeypatch):
     source = text_file(tmp_path, "a small text")
     monkeypatch.setattr(data, "TINYSHAKESPEARE_URL", source.as_uri())
     monkeypatch.setattr(data, "TINYSHAKESPEARE_SHA256", hashlib.sha256(source.read_bytes()).hexdigest())
-    file = find_text("tinyshakespeare")
+    file = data.find_text("tinyshakespeare")
     assert file.read_text() == "a small text" and file.parent == data.cache_dir()
     source.unlink()
-    assert find_text("tinyshakespeare") == file
+    assert data.find_text("tinyshakespeare") == file
     assert [path.name for path in file.parent.iterdir()] == ["tinyshakespeare.txt"]
 
 
@@ -167,7 +155,7 @@ def test_recode_preserves_the_text(tmp_path, monkeypatch, records):
     many = [chr(0x4E00 + i) for i in range(300)]
     for vocabulary in (["c", "z", "\n", "b", "a"], [*many, *"ab\nc"]):
         other = recode(corpus, CharTokenizer(vocabulary))
-        assert other.ids.dtype == id_dtype(len(vocabulary)) and other.tokenizer.characters == vocabulary
+        assert other.ids.dtype == data.id_dtype(len(vocabulary)) and other.tokenizer.characters == vocabulary
         for split in ("train", "val"):
             ids = getattr(other, split)
             assert other.tokenizer.decode(ids) == corpus.tokenizer.decode(getattr(corpus, split))
@@ -383,14 +371,14 @@ def test_records_that_are_trained_on_too_are_left_out():
     train, val = (np.array(tokenizer.encode("\n" + "".join(f"{it}\n" for it in some)), np.uint8) for some in lists)
     expected = [it for it in lists[1] if it not in lists[0]]
     assert 20 < len(expected) < 280
-    assert tokenizer.decode(unseen_records(val, train)) == "\n" + "".join(f"{it}\n" for it in expected)
-    assert tokenizer.decode(unseen_records(val, val)) == "\n"
+    assert tokenizer.decode(data.unseen_records(val, train)) == "\n" + "".join(f"{it}\n" for it in expected)
+    assert tokenizer.decode(data.unseen_records(val, val)) == "\n"
 
 
 def test_a_padded_batch_is_cut_into_parts_of_bounded_size():
     lengths = [1, 9, 2, 2, 5, 1, 300]
     targets = np.array([[1] * n + [-1] * (300 - n) for n in lengths])
-    parts = list(micro_batches(targets + 1, targets, 20))
+    parts = list(data.micro_batches(targets + 1, targets, 20))
     assert [part.shape for part, _ in parts] == [(1, 300), (1, 9), (1, 5), (3, 2), (1, 1)]
     assert all(np.array_equal(idx, its_targets + 1) for idx, its_targets in parts)
     assert sum((its_targets >= 0).sum() for _, its_targets in parts) == sum(lengths)
@@ -415,8 +403,7 @@ def test_the_example_prompt_is_how_lines_often_begin(tmp_path, text, records, ex
 def test_utf16_is_read_as_the_same_text(tmp_path, encoding, mark):
     """As Excel exports it, or without its mark; the astral character takes two units."""
     text = "name\tvalue\r\ndéjà vu\t𝄞\r\n" * 3
-    marked = text_file(tmp_path, "")
-    marked.write_bytes(("\ufeff" + text).encode("utf-32-le"))
+    marked = text_file(tmp_path, ("\ufeff" + text).encode("utf-32-le"))
     assert prepare(str(marked)).tokenizer.characters == sorted(set(text) - {"\r"})
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "export.txt").write_bytes((mark + text).encode(encoding))
