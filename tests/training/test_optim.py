@@ -7,18 +7,9 @@ import torch
 
 from service.model.config import GPTConfig
 from service.model.gpt import GPT
+from training import optim
 from training.config import TrainConfig
-from training.optim import (
-    MARGIN,
-    POLAR_EXPRESS,
-    Muon,
-    Optimizers,
-    hidden_matrices,
-    lr_scale,
-    momentum_at,
-    orthogonalize,
-    weight_decay_at,
-)
+from training.optim import MARGIN, Muon, Optimizers, hidden_matrices, lr_scale, momentum_at, orthogonalize
 
 
 def with_gradients(seed: int = 0) -> GPT:
@@ -33,7 +24,7 @@ def orthogonalized_by_svd(matrix: torch.Tensor) -> torch.Tensor:
     """U·p(S)·Vᵀ of matrix = U·S·Vᵀ, p being the five polynomials one after the other, each scaled by the margin."""
     u, s, vh = torch.linalg.svd(matrix.double(), full_matrices=False)
     s = s / (s.norm() * MARGIN + 1e-7)
-    for a, b, c in POLAR_EXPRESS:
+    for a, b, c in optim.POLAR_EXPRESS:
         s = sum(factor * (s / MARGIN) ** power for factor, power in ((a, 1), (b, 3), (c, 5)))
     return u @ s.diag() @ vh
 
@@ -127,5 +118,5 @@ def test_momentum_rises_with_steps_and_weight_decay_with_epochs():
     assert [momentum_at(step, config) for step in (0, 4, 9, 10, 10**6)] == pytest.approx([0.86, 0.9, 0.95, 0.95, 0.95])
     assert [momentum_at(step, TrainConfig(muon_momentum=0.5)) for step in (0, 9)] == [0.5, 0.5]
     assert momentum_at(0, TrainConfig(muon_momentum=0.9, momentum_steps=0)) == pytest.approx(0.9)
-    decays = [weight_decay_at(epochs, config) for epochs in (0, 0.5, 1.5, 3, 99)]
+    decays = [optim.weight_decay_at(epochs, config) for epochs in (0, 0.5, 1.5, 3, 99)]
     assert decays == pytest.approx([0, 0.1, 0.3, 0.6, 0.6])
