@@ -89,6 +89,7 @@ def decode(runner: NativeRunner, slots: list[int], steps: int | list[int], **opt
 )
 def test_log_probabilities_of_prompts_and_decoded_characters_equal_the_model(shape, dtype, tolerance):
     """Past the window, with the prompt in pieces of random lengths, several sequences together."""
+    assert resolve("auto", dtype, "cpu") == ("native", dtype)
     model = random_model(**shape)
     V, W = model.config.vocab_size, model.config.block_size
     runner, rng = open_native(model, dtype=dtype), random.Random(1)
@@ -226,17 +227,12 @@ def run_all(model: GPT, dtype: str, *, threads: int, together: bool, piece: int,
         for slot in group:
             runner.start(slot, SamplingParams(0.9, top_p=0.95, seed=slot), prompts[slot])
         for start in range(0, max(len(prompts[slot]) for slot in group), piece):
-            some = [slot for slot in group if start < len(prompts[slot])]
-            last = {slot: start + piece >= len(prompts[slot]) for slot in some}
-            outcome = runner.prefill(
-                [
-                    Piece(
-                        slot, prompts[slot][start : start + piece], last[slot], None, everything(V),
-                        following(prompts[slot], start, min(start + piece, len(prompts[slot]))),
-                    )
-                    for slot in some
-                ]
-            )  # fmt: skip
+            some, pieces = [slot for slot in group if start < len(prompts[slot])], []
+            for slot in some:
+                prompt, end = prompts[slot], min(start + piece, len(prompts[slot]))
+                targets = following(prompt, start, end)
+                pieces.append(Piece(slot, prompt[start:end], end == len(prompt), None, everything(V), targets))
+            outcome = runner.prefill(pieces)
             for b, slot in enumerate(some):
                 reported[slot].append(logprobs(outcome.reports[b], V))
                 ids[slot] += outcome.ids[b][outcome.ids[b] != NONE].tolist()
@@ -321,9 +317,8 @@ def test_rows_stop_at_their_own_steps_and_logits_that_are_not_finite_end_theirs(
     runner = open_native(model)
     for slot in range(3):
         runner.start(slot, SamplingParams(logit_bias=((7, -100.0),), seed=slot), [1])
-    first = runner.prefill(
-        [Piece(0, text(7, 5), True), Piece(1, np.array([7], np.int32), True), Piece(2, text(7, 9), True)]
-    )
+    prompts = text(7, 5), np.array([7], np.int32), text(7, 9)
+    first = runner.prefill([Piece(slot, prompt, True) for slot, prompt in enumerate(prompts)])
     assert first.ids[1] == FAILED
     assert (first.ids[[0, 2]] >= 0).all()
     ids = decode(runner, [2, 0], [3, 6]).ids
@@ -381,11 +376,6 @@ def test_bfloat16_is_refused_before_a_worker_starts_where_the_cpu_does_not_multi
         with pytest.raises(ValueError, match="float32, float64 for backend native on this CPU, got bfloat16"):
             resolve(backend, "bfloat16", "cpu")
     assert resolve("torch", "bfloat16", "cpu") == ("torch", "bfloat16")
-
-
-@needs_bf16
-def test_bfloat16_is_possible_where_the_cpu_multiplies_it():
-    assert resolve("auto", "bfloat16", "cpu") == ("native", "bfloat16")
 
 
 @pytest.mark.parametrize("content", [b"", b"no library"])
