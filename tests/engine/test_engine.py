@@ -506,10 +506,8 @@ def request_with_options(id):
         case 1:
             options |= constrained(compile_choice(["yes", "no", "yesterday"], VOCABULARY), options["min_tokens"])
         case 2:
-            options |= {
-                "constraint": compile_without((), VOCABULARY, allowed=frozenset("aeiou x")).pack(),
-                "may_leave": False,
-            }
+            allowed = compile_without((), VOCABULARY, allowed=frozenset("aeiou x"))
+            options |= {"constraint": allowed.pack(), "may_leave": False}
         case 3:
             options["stop_pattern"] = compile_regex(r.choice(STOP_PATTERNS), VOCABULARY).pack()
             options["include_stop"] = r.random() < 0.5
