@@ -131,10 +131,8 @@ def test_a_minimum_length_is_small_or_refused():
     # Cycles of 29, 31, 37 and 41 states: the layers repeat only after 1,363,783.
     cycles = "aa(.{29})*|ab(.{31})*|ba(.{37})*|bb(.{41})*"
     automaton = compile_regex(cycles, VOCABULARY)
-    states = len(automaton.table)
-    with pytest.raises(
-        LengthError, match=f"an automaton of {states} states is too large for a minimum length of 1000000"
-    ):
+    message = f"an automaton of {len(automaton.table)} states is too large for a minimum length of 1000000"
+    with pytest.raises(LengthError, match=message):
         MinimumLength.of(automaton, 1_000_000, 1_000_000)
 
 

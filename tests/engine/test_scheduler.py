@@ -120,9 +120,8 @@ def test_sequences_keep_their_slots_under_random_events(seed):
             if it:
                 copy(s.slot, it)
         assert [s.slot for s in scheduler.by_slot if s] == [i for i, s in enumerate(scheduler.by_slot) if s]
-        assert scheduler.prefilling + scheduler.copying == [] or any(plan), (
-            "nobody waits for a sequence that does not run"
-        )
+        held_up = scheduler.prefilling + scheduler.copying
+        assert held_up == [] or any(plan), "nobody waits for a sequence that does not run"
         steps = np.minimum(r.randint(1, 3), scheduler.num_left[decoding])
         scheduler.decoded(decoding, steps)
         touched = [scheduler.by_slot[slot] for slot in decoding]

@@ -43,9 +43,8 @@ def test_other_arithmetic_is_refused_by_name(tmp_path, backend, dtype, name):
     other = checkpoint.load_model()
     other.state_dict()[name].mul_(1.5)
     remedy = "use --backend torch" if backend == "native" else "torch itself is wrong here"
-    with pytest.raises(
-        SelfCheckError, match=rf"backend {backend} does not compute the model: .* positions.*; {remedy}"
-    ):
+    message = f"backend {backend} does not compute the model: .* positions.*; {remedy}"
+    with pytest.raises(SelfCheckError, match=message):
         check(open_runner(other, backend, dtype, 2, 1), checkpoint)
 
 
