@@ -174,9 +174,8 @@ def test_only_allowed_characters_occur():
 
 
 def test_unmatchable_patterns_name_the_missing_characters():
-    with pytest.raises(
-        RegexError, match="no character of the vocabulary matches 'é' at offset 1, '.x-z.' at offset 4$"
-    ):
+    message = "no character of the vocabulary matches 'é' at offset 1, '.x-z.' at offset 4$"
+    with pytest.raises(RegexError, match=message):
         compile_regex(r"aéb|[x-z]b", ["a", "b"])
     with pytest.raises(RegexError, match="no allowed character of the vocabulary matches 'b' at offset 1"):
         compile_regex("ab", ["a", "b"], allowed=frozenset("a"))
@@ -242,22 +241,20 @@ def test_any_text_compiles_to_the_language_of_re_or_is_refused(pattern):
 
 
 def test_limits_are_named():
-    with pytest.raises(RegexError, match="at most 5 characters, got 6"):
-        compile_regex("aaaaaa", VOCABULARY, max_characters=5)
-    with pytest.raises(RegexError, match="needs more than 10 states"):
-        compile_regex("a{10}", VOCABULARY, max_states=10)
-    assert len(compile_regex("a{9}", VOCABULARY, max_states=10).table) == 10
-    with pytest.raises(
-        RegexError, match=rf"offset 7: expands to 3000 characters and classes \(limit {MAX_POSITIONS}\)"
+    deepest = "(" * MAX_NESTING + "a" + ")" * MAX_NESTING
+    for pattern, options, message in (
+        ("aaaaaa", {"max_characters": 5}, "at most 5 characters, got 6"),
+        ("a{10}", {"max_states": 10}, "needs more than 10 states"),
+        ("ab(ab1){1000}", {}, rf"offset 7: expands to 3000 characters and classes \(limit {MAX_POSITIONS}\)"),
+        ("a{40}", {"max_work": 50}, "takes more than 50 steps"),
+        (f"({deepest})", {}, f"offset {MAX_NESTING}: groups are nested more than {MAX_NESTING} deep"),
     ):
-        compile_regex("ab(ab1){1000}", VOCABULARY)
+        with pytest.raises(RegexError, match=message):
+            compile_regex(pattern, VOCABULARY, **options)
+    compile_regex(deepest, VOCABULARY)
+    assert len(compile_regex("a{9}", VOCABULARY, max_states=10).table) == 10
     with pytest.raises(RegexError, match=f"1101 states x 1101 character classes, more than {MAX_CELLS}"):
         compile_choice(["".join(LARGE[:1100])], LARGE[:1101])
-    with pytest.raises(RegexError, match="takes more than 50 steps"):
-        compile_regex("a{40}", VOCABULARY, max_work=50)
-    compile_regex("(" * MAX_NESTING + "a" + ")" * MAX_NESTING, VOCABULARY)
-    with pytest.raises(RegexError, match=f"offset {MAX_NESTING}: groups are nested more than {MAX_NESTING} deep"):
-        compile_regex("(" * (MAX_NESTING + 1) + "a" + ")" * (MAX_NESTING + 1), VOCABULARY)
 
 
 HAN = LARGE[-1000:]
