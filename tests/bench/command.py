@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -115,28 +115,24 @@ class Run:
         (self.out / f"{self.name}.json").write_text(dumps(self.results) + "\n", encoding="utf-8")
         (self.out / (self.tables or f"{self.name}.md")).write_text(self.markdown(self.results), encoding="utf-8")
 
-    def parts(self, names: Iterable[str], into: dict[str, Any]) -> None:
-        """Call the method of each name for its figures; one that fails leaves its reason in the results."""
-        for name in names:
-            self.say(f"{name} …")
-            started = self.say.seconds
-            try:
-                into[name] = getattr(self, name)() | {"load_average": os.getloadavg()[0]}
-                into[name]["elapsed_seconds"] = self.say.seconds - started
-            except Exception as error:
-                traceback.print_exc()
-                self.results["errors"][name] = f"{type(error).__name__}: {error}"
-            self.write()
-
-    def add(self, runs: list[dict[str, Any]], name: str, figures: Callable[[], dict[str, Any]]) -> None:
-        """Append the figures of one run to `runs`; one that fails leaves its reason in the results."""
+    @contextlib.contextmanager
+    def noted(self, name: str) -> Iterator[None]:
+        """For what gives figures: if it fails, its reason is in the results."""
         self.say(f"{name} …")
         try:
-            runs.append(figures())
-        except (BenchError, ValueError) as error:
-            self.results["errors"][name] = str(error)
-            self.say(f"failed: {error}")
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            self.results["errors"][name] = f"{type(error).__name__}: {error}"
         self.write()
+
+    def parts(self, names: Iterable[str], into: dict[str, Any]) -> None:
+        """Call the method of each name for its figures."""
+        for name in names:
+            started = self.say.seconds
+            with self.noted(name):
+                into[name] = getattr(self, name)() | {"load_average": os.getloadavg()[0]}
+                into[name]["elapsed_seconds"] = self.say.seconds - started
 
     def main(self, measure: Callable[[], object]) -> int:
         """Measure and print the tables; returns the exit status."""
@@ -201,17 +197,15 @@ class Remote(contextlib.AbstractContextManager):
         self._process.start()
         theirs.close()
         try:
-            self._result(factory, arguments, options)
+            self.call(factory, *arguments, **options)
         except BaseException:
             self.close()
             raise
 
-    def call(self, method: str, *arguments: Any, **options: Any) -> Any:
-        return self._result(method, arguments, options)
-
-    def _result(self, *call: Any) -> Any:
+    def call(self, what: Callable[..., Any] | str, *arguments: Any, **options: Any) -> Any:
+        """The result of a method; of the constructor at first."""
         try:
-            self._pipe.send(call)
+            self._pipe.send((what, arguments, options))
             failure, result = self._pipe.recv()
         except (EOFError, OSError):
             raise BenchError("its process was killed") from None

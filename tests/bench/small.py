@@ -24,7 +24,6 @@ import shutil
 import statistics
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -149,8 +148,8 @@ class Bench(Run):
     def run(self) -> None:
         for data in (*self.args.lists, *self.args.texts):
             for seed in self.args.seeds:
-                runs = self.results["runs"].setdefault(data.stem, [])
-                self.add(runs, f"{data.stem}, seed {seed}", partial(self.figures, data, seed))
+                with self.noted(f"{data.stem}, seed {seed}"):
+                    self.results["runs"].setdefault(data.stem, []).append(self.figures(data, seed))
 
     def figures(self, data: Path, seed: int) -> dict[str, Any]:
         args, folder = self.args, self.out / f"{data.stem}-{seed}"

@@ -21,7 +21,6 @@ import shutil
 import statistics
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,11 +134,13 @@ class Bench(Run):
             if part == "curve":
                 for seconds in self.args.curve_seconds:
                     for each, runs in self.results["curve"].items():
-                        self.add(runs, f"{PARTS[each][0]}, {seconds} s", partial(self.curve_figures, each, seconds))
+                        with self.noted(f"{PARTS[each][0]}, {seconds} s"):
+                            runs.append(self.curve_figures(each, seconds))
                 continue
             runs = self.results["runs"].setdefault(part, [])
             for seed in self.args.seeds:
-                self.add(runs, f"{PARTS[part][0]}, seed {seed}", partial(self.figures, part, seed))
+                with self.noted(f"{PARTS[part][0]}, seed {seed}"):
+                    runs.append(self.figures(part, seed))
 
     def curve_figures(self, part: str, seconds: float) -> dict[str, Any]:
         """As many steps as fit at the speed seen so far."""
