@@ -18,23 +18,20 @@ import pytest
 from training.data import cache_dir
 
 VARIABLE = "CHARGPT_REQUIRE"
-# area -> program -> its names in distributions and upstream releases
-PROGRAMS = {
-    "browser": {"chromium": ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")},
-    "compiler": {"c++": ("c++", "g++", "clang++")},
-    "curl": {"curl": ("curl",)},
-    "kubectl": {"kubectl": ("kubectl",)},
-    "openssl": {"openssl": ("openssl",)},
-    "prometheus": {
-        "prometheus": ("prometheus",),
-        "promtool": ("promtool",),
-        "alertmanager": ("alertmanager", "prometheus-alertmanager"),
-        "amtool": ("amtool",),
-    },
-    "qemu": {  # arm64 programs on another machine
-        "qemu-aarch64": ("qemu-aarch64", "qemu-aarch64-static"),
-        "aarch64-linux-gnu-g++": ("aarch64-linux-gnu-g++",),
-    },
+PROGRAMS = {  # by area
+    "browser": ("chromium",),
+    "compiler": ("c++",),
+    "curl": ("curl",),
+    "kubectl": ("kubectl",),
+    "openssl": ("openssl",),
+    "prometheus": ("prometheus", "promtool", "alertmanager", "amtool"),
+    "qemu": ("qemu-aarch64", "aarch64-linux-gnu-g++"),  # arm64 programs on another machine
+}
+OTHER_NAMES = {  # in distributions and upstream releases
+    "chromium": ("chromium-browser", "google-chrome", "google-chrome-stable"),
+    "c++": ("g++", "clang++"),
+    "alertmanager": ("prometheus-alertmanager",),
+    "qemu-aarch64": ("qemu-aarch64-static",),
 }
 OTHERS = ("compose", "corpus", "cuda", "docker", "lm_eval", "mount")
 AREAS = sorted([*PROGRAMS, *OTHERS])
@@ -61,18 +58,13 @@ def missing(area: str, reason: str) -> NoReturn:
     pytest.skip(reason)
 
 
-def find(area: str, program: str) -> str | None:
-    names = PROGRAMS[area][program]
-    if program == "chromium" and (chosen := os.environ.get("CHROMIUM")):
-        names = (chosen,)
-    return next(filter(None, map(shutil.which, names)), None)
-
-
 def program(area: str, name: str | None = None) -> str:
     """The path of a program, by default the first of the area; skips the test if it is missing."""
-    (first, *_) = PROGRAMS[area]
-    name = name or first
-    return find(area, name) or missing(area, f"{name} is not installed")
+    name = name or PROGRAMS[area][0]
+    assert name in PROGRAMS[area], name
+    chosen = os.environ.get("CHROMIUM") if name == "chromium" else None
+    names = (chosen,) if chosen else (name, *OTHER_NAMES.get(name, ()))
+    return next(filter(None, map(shutil.which, names)), None) or missing(area, f"{name} is not installed")
 
 
 def need(area: str) -> None:
