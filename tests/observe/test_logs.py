@@ -53,9 +53,10 @@ def lines_about(server, request_id, count=1, **fields):
     return wait_until(found, otherwise=server.output)
 
 
-def python(code, **options):
-    """Runs a program that must print nothing to stdout; returns its stderr."""
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, **options)
+def python(code):
+    """Runs a program that logs JSON and must print nothing to stdout; returns its stderr."""
+    code = "from service.observe import logs; logs.configure_logging('info', 'json')\n" + textwrap.dedent(code)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == ""
     return done.stderr
 
@@ -148,8 +149,6 @@ def test_access_lines_name_only_the_route_and_probes_log_at_debug(server):
 def test_lines_about_several_sequences_list_all_request_ids():
     code = """
         import logging
-        from service.observe.logs import configure_logging
-        configure_logging("info", "json")
         for ids in (["b", "a", "b"], ["b", "b"], []):
             logging.getLogger("x").error("some", extra={"request_ids": ids})
     """
@@ -174,9 +173,7 @@ def test_fatal_worker_error_is_one_line(server):
 
 def test_uncaught_exceptions_and_warnings_are_logged():
     code = """
-        import gc, logging, threading, warnings
-        from service.observe.logs import configure_logging
-        configure_logging("info", "json")
+        import logging, threading, warnings
         class Bad:
             def __del__(self):
                 raise KeyError("in del")
@@ -200,9 +197,7 @@ def test_uncaught_exceptions_and_warnings_are_logged():
 def test_http_processes_log_tracebacks_without_exception_texts():
     code = """
         import asyncio, logging, multiprocessing
-        from service.observe.logs import configure_logging
         multiprocessing.current_process().name = "http-3"
-        configure_logging("info", "json")
 
         async def fail():
             raise ValueError("a secret")
