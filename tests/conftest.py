@@ -36,9 +36,8 @@ LONGEST = """
 def pytest_configure() -> None:
     needs.required()  # an unknown area aborts the run before any test
     # Hypothesis judges speed, which here is that of whatever else runs on the machine.
-    hypothesis.settings.register_profile(
-        "any speed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-    )
+    ignored = [hypothesis.HealthCheck.too_slow]
+    hypothesis.settings.register_profile("any speed", deadline=None, suppress_health_check=ignored)
     hypothesis.settings.load_profile("any speed")
 
 
