@@ -126,11 +126,9 @@ async def soak(plan: Plan, outcome: Outcome) -> None:
         slope, hours = 3600 * linear_regression(*zip(*mb, strict=True)).slope, (later[-1][0] - later[0][0]) / 3600
         outcome.figures[f"{role}: memory, MB"] = round(mb[-1][1], 1)
         outcome.figures[f"{role}: slope of memory, MB per hour"] = round(slope, 2)
+        fifth = len(later) // 5
         for name, place in (("open files", 2), ("threads", 3)):
-            fifth = len(later) // 5
-            early, late = (
-                quantile((row[place] for row in part), 0.5) for part in (later[: fifth or 1], later[-(fifth or 1) :])
-            )
+            early, late = (quantile((row[place] for row in part), 0.5) for part in (later[:fifth], later[-fifth:]))
             outcome.figures[f"{role}: {name}"] = f"{early} → {late}"
             outcome.check(late <= early + 8, f"{role}: {name} grew from {early} to {late}")
         growth = slope * hours
