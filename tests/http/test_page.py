@@ -84,6 +84,13 @@ def texts(page):
     return ["".join(it.locator("span[data-c]").all_text_contents()) for it in page.locator("#panes .written").all()]
 
 
+def copied(page, button):
+    """What a button copies."""
+    page.click(button)
+    expect(page.locator(button)).to_have_text("Copied")
+    return page.evaluate("navigator.clipboard.readText()")
+
+
 def generate(server, **body):
     body = {"prompt": "GLOUCESTER:\n", "temperature": 0.8} | body
     return web.post(f"{server.url}/generate", json=body).raise_for_status().json()["choices"]
@@ -219,23 +226,17 @@ def test_a_link_restores_everything_and_copies_run(visit, server):
     page = visit()
     fields = {"prompt": "KING:\nWhat's it", "max_tokens": 50, "temperature": "1.2", "top_p": "0.9", "n": 2}
     expected = write(page, **fields)
-    page.click("#share")
-    expect(page.locator("#share")).to_have_text("Copied")
-    link = page.evaluate("navigator.clipboard.readText()")
+    link = copied(page, "#share")
     assert link == page.url and "seed=" in link
     other = visit(url=link)
     expect(other.locator("#summary")).to_have_text(re.compile("^Done"))
     assert texts(other) == expected
     for name, value in fields.items():
         expect(other.locator(f"#{name}")).to_have_value(str(value))
-    other.click("#copy-python")
-    expect(other.locator("#copy-python")).to_have_text("Copied")
-    source = other.evaluate("navigator.clipboard.readText()")
+    source = copied(other, "#copy-python")
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
     assert done.stdout == "".join(f"{text}\n" for text in expected)
-    other.click("#copy-curl")
-    expect(other.locator("#copy-curl")).to_have_text("Copied")
-    command = other.evaluate("navigator.clipboard.readText()").replace("curl", program("curl"), 1)
+    command = copied(other, "#copy-curl").replace("curl", program("curl"), 1)
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True)
     assert [choice["text"] for choice in json.loads(done.stdout)["choices"]] == expected
 
@@ -539,9 +540,7 @@ def test_a_model_of_records_lists_twenty_at_a_time(visit, several):
     assert page.locator("#records .match code").all_text_contents() == matching != []
     note = f"40 records, {40 - len(set(expected))} repeated, {len(matching)} match."
     expect(page.locator("#list-note")).to_have_text(note)
-    page.click("#copy-list")
-    expect(page.locator("#copy-list")).to_have_text("Copied")
-    assert page.evaluate("navigator.clipboard.readText()").split() == expected
+    assert copied(page, "#copy-list").split() == expected
     page.fill("#matching", "a(")
     expect(page.locator("#list-note")).to_contain_text("Invalid regular expression")
     page.click("#tab-read")  # begins with one of its records
