@@ -31,8 +31,6 @@ FAMILIES = {  # titles in tables
 
 @dataclass(frozen=True)
 class System:
-    """One variant of a family."""
-
     family: str
     name: str  # of the variant
     command: tuple[str, ...] = ()  # without the port

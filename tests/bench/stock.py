@@ -47,8 +47,6 @@ class Streaming(API):
 
 
 class TransformersAPI(API):
-    """A transformers model."""
-
     def __init__(self, checkpoint: Path, dtype: str, threads: int, **options: Any):
         super().__init__(**options)
         self.checkpoint, self.dtype, self.threads = checkpoint, dtype, threads

@@ -102,8 +102,6 @@ class StubEngine:
 
 
 class StubAPI(worker.EngineAPI):
-    """The real API with the stub engine."""
-
     def setup(self, device: str) -> None:
         import service.engine.engine
 

@@ -27,8 +27,6 @@ SAMPLING: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class Ask:
-    """One request."""
-
     path: str
     body: dict[str, Any]
     leave_after: int | None = None  # characters after which the client disconnects in mid-stream

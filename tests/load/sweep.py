@@ -96,8 +96,6 @@ QUICK = Plan((0.05, 0.5, 0.9, 2.0), 80, 6.0, 1.5, 4.0, 2.5, 10)
 
 @dataclass(frozen=True)
 class Work:
-    """One request."""
-
     prompt: str
     max_tokens: int
     at: float  # time of arrival, in seconds from the start
