@@ -354,7 +354,8 @@ def read_api_keys(path: Path) -> dict[bytes, str]:
 
 
 def _content(path: Path) -> bytes:
-    if not stat.S_ISREG(path.stat().st_mode):  # a pipe can be read once, and SIGHUP would wait there
+    mode = path.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # a pipe can be read once, and SIGHUP would wait there
         raise OSError(errno.EINVAL, "not a regular file")
     return path.read_bytes()
 
