@@ -233,7 +233,7 @@ export const check = later(350, async (signal) => {
 
 export function refresh() {
   const isExact = Number.isSafeInteger(Number($("seed").value) + $("n").valueAsNumber);
-  $("seed").setCustomValidity(isExact ? "" : "Seeds have at most 53 bits here.");
+  $("seed").setCustomValidity(isExact ? "" : "At most 9007199254740991, the seeds of further samples included.");
   for (const output of document.querySelectorAll(".knob output")) output.value = output.nextSibling.value;
   $("regex-field").hidden = $("constraint").value !== "regex";
   $("choice-field").hidden = $("constraint").value !== "choice";
