@@ -284,6 +284,22 @@ INLINE void convert(double x, double& to) { to = x; }
 #ifdef HAS_HALF
 INLINE void convert(float x, Half& to) { to = to_half(x); }
 #endif
+// `count` numbers, whole Lanes.
+template <class T, class W> INLINE void convert_all(const T* from, W* to, int count) {
+  for (int i = 0; i < count; ++i) convert(from[i], to[i]);
+}
+#if defined(__AVX512F__)
+INLINE void convert_all(const float* from, Half* to, int count) {
+  for (int i = 0; i < count; i += 16)
+    _mm256_storeu_si256((__m256i*)(to + i),
+                        _mm512_maskz_cvtps_ph(0xFFFF, _mm512_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+}
+#elif defined(__F16C__)
+INLINE void convert_all(const float* from, Half* to, int count) {
+  for (int i = 0; i < count; i += 8)
+    _mm_storeu_si128((__m128i*)(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+}
+#endif
 
 // How weights or keys W meet numbers T in a sum: the inputs of a step, one or two, and the step itself.
 template <class T, class W> struct Dot {
@@ -570,6 +586,14 @@ struct Walk {
   }
 };
 
+// The largest of z (V), which has room for whole Lanes and is filled up with −∞.
+INLINE double highest(double* z, int V) {
+  for (int i = V; i % LANES<double>; ++i) z[i] = -HUGE_VAL;
+  Lanes<double> most = load(z);
+  for (int i = LANES<double>; i < V; i += LANES<double>) most = larger(most, load(z + i));
+  return largest(most);
+}
+
 struct Sampler {
   ChargptParams p{};
   std::vector<std::pair<int32_t, double>> bias;
@@ -591,8 +615,9 @@ struct Sampler {
 
   // z (V) and weight (V) have room for whole Lanes; order (V) is scratch.
   int32_t choose(double* z, double* weight, int32_t* order, int V, const uint8_t* allowed) {
-    for (int i = 0; i < V; ++i)
-      if (!(std::abs(z[i]) <= 1.7976931348623157e308)) return FAILED;
+    bool is_finite = true;
+    for (int i = 0; i < V; ++i) is_finite &= std::abs(z[i]) <= 1.7976931348623157e308;
+    if (!is_finite) return FAILED;
     for (auto [id, value] : bias) z[id] += value;
     for (size_t i = 0; i < seen.size(); ++i) {
       if (seen[i]) z[i] = z[i] > 0 ? z[i] / p.repetition : z[i] * p.repetition;
@@ -600,13 +625,11 @@ struct Sampler {
     }
     for (int i = 0; allowed && i < V; ++i)
       if (!allowed[i]) z[i] = -HUGE_VAL;
-    const int best = int(std::max_element(z, z + V) - z);
-    int id = best;
+    const double top = highest(z, V);
+    int id = int(std::find(z, z + V, top) - z);
     const double u = uniform(p.seed, drawn++);
     if (p.temperature > 0) {
-      const double highest = z[best];
-      for (int i = 0; i < V; ++i) z[i] = (z[i] - highest) / p.temperature;
-      for (int i = V; i % LANES<double>; ++i) z[i] = -HUGE_VAL;
+      for (int i = 0; i < V; ++i) z[i] = (z[i] - top) / p.temperature;
       for (int i = 0; i < V; i += LANES<double>) store(weight + i, exp_of_negative(load(z + i)));
       truncate(z, weight, order, V);
       double total = 0, below = 0;
@@ -716,6 +739,17 @@ class Guesses {
 
 // -- threads --
 
+// Whether `is_due` becomes true within a moment that is too short to sleep.
+template <class F> INLINE bool comes_soon(F&& is_due) {
+  for (int spins = 0; spins < 1000; ++spins) {
+    if (is_due()) return true;
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+  }
+  return false;
+}
+
 // Runs a function on all threads, the caller's included.
 class Pool {
  public:
@@ -743,9 +777,10 @@ class Pool {
       begin.notify_all();
     }
     function(0);
-    if (count > 1) {
+    const auto is_done = [this] { return pending.load(std::memory_order_acquire) == 0; };
+    if (count > 1 && !comes_soon(is_done)) {
       std::unique_lock<std::mutex> lock(mutex);
-      end.wait(lock, [this] { return pending == 0; });
+      end.wait(lock, is_done);
     }
   }
 
@@ -780,7 +815,8 @@ class Pool {
   std::condition_variable begin, end;
   void (*call)(void*, int) = nullptr;
   void* argument = nullptr;
-  int wanted = 0, pending = 0;
+  int wanted = 0;
+  std::atomic<int> pending{0};
   uint64_t generation = 0;
   bool is_ending = false;
 };
@@ -799,19 +835,13 @@ class Barrier {
       generation.store(now + 1, std::memory_order_release);
       return 0;
     }
-    for (int spins = 0; spins < SPINS; ++spins) {
-      if (generation.load(std::memory_order_acquire) != now) return 0;
-#if defined(__x86_64__)
-      __builtin_ia32_pause();
-#endif
-    }
+    if (comes_soon([&] { return generation.load(std::memory_order_acquire) != now; })) return 0;
     const auto began = Clock::now();
     while (generation.load(std::memory_order_acquire) == now) std::this_thread::yield();
     return std::chrono::duration<double>(Clock::now() - began).count();
   }
 
  private:
-  static constexpr int SPINS = 1000;
   alignas(64) std::atomic<int> arrived{0};
   alignas(64) std::atomic<uint32_t> generation{0};
 };
@@ -868,6 +898,7 @@ template <class T, class W, class K> class Net final : public Engine {
     Buffer<double> z, weight;
     Buffer<typename Dot<T, W>::Input> inputs;
     Buffer<Query> queries;
+    std::vector<K> key;  // (hp,)
     std::vector<int32_t> order;
     std::vector<uint8_t> allowed;  // (V,)
     std::vector<const ChargptItem*> share;
@@ -902,6 +933,7 @@ template <class T, class W, class K> class Net final : public Engine {
       w.logits = Buffer<T>(BATCH * V), w.z = Buffer<double>(V), w.weight = Buffer<double>(V);
       w.inputs = Buffer<typename Dot<T, W>::Input>(BATCH * std::max({C, 2 * F, c.n_head * hp}));
       w.queries = Buffer<Query>(HEADS * hp);
+      w.key.resize(hp);
       w.order.resize(V);
       w.allowed.resize(V);
       w.share.reserve(c.slots);
@@ -988,6 +1020,7 @@ template <class T, class W, class K> class Net final : public Engine {
     if (calls_alone > 0) --calls_alone;
     const bool in_pairs = storage.bytes > PAIR_BYTES && storage.bytes <= TEAM_BYTES && c.n_layer > 1 &&
                           2 * count >= 3 * threads && count < TOGETHER * threads && only_choose(order) && calls_alone == 0;
+    for (int i = 0; in_pairs && i < threads; ++i) begin(spaces[i].share, spaces[i]);  // the second thread still awakes
     pool.run(threads, [&](int i) {
       if (in_pairs && (i | 1) < threads) relay(pairs[i / 2], &spaces[i / 2 * 2], i % 2);
       else lead(spaces[i].share, spaces[i], Team{nullptr, 0, 1});
@@ -1055,8 +1088,6 @@ template <class T, class W, class K> class Net final : public Engine {
     const int half = (c.n_layer + 1) / 2;
     const auto began = std::chrono::steady_clock::now();
     double waited = 0;
-    begin(both[index].share, both[index]);
-    pair.barrier.wait(2);
     for (int turn = 0; turn == 0 || !pair.is_done[(turn + 1) % 2]; ++turn) {
       Workspace &own = both[index], &batch = both[(turn + index) % 2], &other = both[(turn + index + 1) % 2];
       if (index == 0) {
@@ -1197,11 +1228,8 @@ template <class T, class W, class K> class Net final : public Engine {
     for (int i = 0; i < V; ++i) is_finite &= std::abs(logits[i]) <= std::numeric_limits<T>::max();
     if (!is_finite) return;
     std::copy_n(logits, V, z);
-    for (int i = V; i % LANES<double>; ++i) z[i] = -HUGE_VAL;
-    Lanes<double> most = load(z);
-    for (int i = LANES<double>; i < V; i += LANES<double>) most = larger(most, load(z + i));
-    const Lanes<double> highest = all(largest(most));
-    for (int i = 0; i < V; i += LANES<double>) store(z + i, load(z + i) - highest);
+    const Lanes<double> top = all(highest(z, V));
+    for (int i = 0; i < V; i += LANES<double>) store(z + i, load(z + i) - top);
     Lanes<double> total = all(0.0);
     for (int i = 0; i < V; i += LANES<double>) total = total + exp_of_negative(load(z + i));
     const double whole = std::log(sum(total));
@@ -1329,7 +1357,13 @@ template <class T, class W, class K> class Net final : public Engine {
     norm(x, gain, x, hp, hs);
     const int half = hs / 2;
     const T *cos = cos_sin, *sin = cos_sin + half;
-    for (int d = 0; d < half; ++d) {
+    int d = 0;
+    for (; d + N <= half; d += N) {
+      const Lanes<T> a = load(x + d), b = load(x + d + half), c = load(cos + d), s = load(sin + d);
+      store(x + d, fma(b * all(T(-1)), s, a * c));
+      store(x + d + half, fma(a, s, b * c));
+    }
+    for (; d < half; ++d) {
       const T a = x[d], b = x[d + half];
       x[d] = std::fma(-b, sin[d], a * cos[d]);
       x[d + half] = std::fma(a, sin[d], b * cos[d]);
@@ -1369,8 +1403,9 @@ template <class T, class W, class K> class Net final : public Engine {
       K* values = keys + values_at();
       constexpr int S = D::INPUTS;
       K* key = keys + size_t(index / KEYS) * KEYS * hs + index % KEYS * S;
-      for (int d = 0; d < hs; ++d) convert(k[d], key[d / S * S * KEYS + d % S]);
-      for (int d = 0; d < hp; ++d) convert(v[d], values[size_t(index) * hp + d]);
+      convert_all(k, w.key.data(), hp);
+      for (int d = 0; d < hs; ++d) key[d / S * S * KEYS + d % S] = w.key[d];
+      convert_all(v, values + size_t(index) * hp, hp);
       if (!y) continue;
       const int seen = int(std::min<int64_t>(row.position + 1, c.block_size));
       ptrdiff_t ahead = (const char*)ring(next.slot, next_layer, h) - (const char*)keys;
