@@ -1,18 +1,20 @@
-"""Process setup: parent-death signal, garbage collector, and the service's temporary folder."""
+"""Process setup: name and parent-death signal, garbage collector, and the service's temporary folder."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import gc
+import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # linux/prctl.h
 
 MAX_FOLDER_BYTES = 75  # a socket's path has at most 103 bytes (macOS) or 107
 SHARED_MEMORY = "/dev/shm"  # writable even in a container whose root is read-only
@@ -22,15 +24,19 @@ class FolderError(OSError):
     """There is no usable temporary folder."""
 
 
-def die_with_parent(parent: int) -> None:
+def become(name: str, parent: int) -> None:
     """Ask the kernel (Linux only) for SIGKILL when the parent dies: not even a stopped process outlives the service.
 
-    parent: its process id; the process ends at once if the parent has died before.
+    name: in log lines, and for `top` and `ps -o comm`, which show 15 characters; parent: its process id; the process
+    ends at once if the parent has died before.
     """
-    if os.uname().sysname == "Linux":
+    multiprocessing.current_process().name = name
+    if sys.platform == "linux":
         import ctypes
 
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl = ctypes.CDLL(None).prctl
+        prctl(_PR_SET_NAME, name.encode())
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 

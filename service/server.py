@@ -29,6 +29,7 @@ import uvicorn
 from litserve import Callback, LitServer, Logger
 from litserve.callbacks.base import EventTypes
 from litserve.connector import check_cuda_with_nvidia_smi
+from litserve.loops.loops import inference_worker
 
 from service.catalog import Catalog
 from service.engine import native
@@ -44,7 +45,7 @@ from service.http.life import running
 from service.model.config import GPTConfig
 from service.observe.logs import adopt_litserve, configure_logging
 from service.observe.metrics import allocate_files, forget_process
-from service.process import blocked, die_with_parent, relax_garbage_collector
+from service.process import become, blocked, relax_garbage_collector
 from service.settings import ClientLimitsFile, Settings
 from service.shared import SharedState, SharedTable
 from service.supervisor import START_SECONDS, Supervisor, TooManyDeathsError
@@ -228,7 +229,18 @@ class Server(LitServer):
     # -- starting --
 
     def _launch(self, id: int) -> BaseProcess:
-        """A worker. What a terminal sends to all processes must not end one that is starting; main decides."""
+        """A worker. What a terminal sends to all processes must not end one that is starting; main decides.
+
+        It is a fork of this process, which has imported what a worker needs; for a GPU, and on a Mac, whose libraries a
+        fork may break, a new process, by LitServe.
+        """
+        process: BaseProcess
+        if sys.platform == "linux" and not self.service.devices[id].startswith("cuda"):
+            fork = multiprocessing.get_context("fork")
+            process = fork.Process(target=self._work, args=(id,), name=self.state.worker_names[id])
+            with blocked(signal.SIGHUP, signal.SIGINT):
+                process.start()
+            return process
         try:
             os.getcwd()
         except FileNotFoundError:  # deleted meanwhile; multiprocessing needs one
@@ -236,8 +248,17 @@ class Server(LitServer):
         with blocked(signal.SIGHUP):
             resource_tracker.ensure_running()  # otherwise started with the first worker, which unblocks SIGINT
             with blocked(signal.SIGINT):
-                process: BaseProcess = self.launch_single_inference_worker(self.api, id)
-                return process
+                process = self.launch_single_inference_worker(self.api, id)
+        return process
+
+    def _work(self, id: int) -> None:
+        """As LitServe's new process, in a fork."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._listener.close()
+        inference_worker(
+            self.api, self.service.devices[id], id, None, self._transport, self.workers_setup_status,
+            self._callback_runner, self.restart_workers,
+        )  # fmt: skip
 
     def _await_worker(self) -> None:
         """Return once a first worker is ready.
@@ -305,7 +326,7 @@ class Server(LitServer):
         """ASGI's lifespan of an HTTP process; its requests do not pass here, see Connection."""
         await receive()  # lifespan.startup
         self._table.process = self._http_id
-        die_with_parent(self.state.main_pid)
+        become(self.state.http_names[self._http_id], self.state.main_pid)
         async with running(self.http, self._http_id, self.connections):
             relax_garbage_collector()
             await send({"type": "lifespan.startup.complete"})

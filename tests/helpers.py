@@ -205,13 +205,13 @@ def make_certificate(folder: Path) -> tuple[Path, Path]:
 
 
 def http_processes(server: RunningServer) -> list[psutil.Process]:
-    """In order of their numbers; multiprocessing's resource tracker is neither one nor a worker."""
-    command, found = psutil.Process(server.process.pid).cmdline(), []
+    """In order of their numbers."""
+    found = {}
     for child in psutil.Process(server.process.pid).children():
         with contextlib.suppress(psutil.NoSuchProcess):  # or a zombie
-            if child.cmdline() == command:
-                found.append(child)
-    return found
+            if (name := child.name()).startswith("http-"):
+                found[name] = child
+    return [found[name] for name in sorted(found)]
 
 
 def logprobs_of(values: Iterable[float], top_ids: Iterable[int] = (), top_values: Iterable[float] = ()) -> Logprobs:

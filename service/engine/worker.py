@@ -21,7 +21,7 @@ from litserve.loops.base import LitLoop
 
 from service.engine.scheduler import BusyError, reserved_slots
 from service.observe.logs import configure_logging
-from service.process import die_with_parent, relax_garbage_collector
+from service.process import become, relax_garbage_collector
 from service.shared import SharedState
 from service.sockets import IDLE_SECONDS, ConsumerLost, WorkerSide
 from service.wire import Abort, Delta, Refused, Step, Submit, consumer_of
@@ -54,7 +54,8 @@ class EngineAPI(LitAPI):
     metrics: Metrics
 
     def setup(self, device: str) -> None:
-        die_with_parent(self.state.main_pid)
+        process = self.state.worker_names[int(os.environ["LITSERVE_WORKER_ID"])]
+        become(process, self.state.main_pid)
         os.nice(NICENESS)
         configure_logging(self.settings.log_level, self.settings.log_format)
 
@@ -65,7 +66,6 @@ class EngineAPI(LitAPI):
         from service.model.checkpoint import CheckpointError
         from service.observe.metrics import Metrics
 
-        process = self.state.worker_names[int(os.environ["LITSERVE_WORKER_ID"])]
         self.metrics = Metrics(self.settings.model_name, CollectorRegistry(), process)
         try:
             self.host = Host(

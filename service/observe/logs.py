@@ -74,8 +74,6 @@ def adopt_litserve() -> None:
 def process_name() -> str:
     """This process as the metrics name it: main, http-0, worker-0."""
     name = multiprocessing.current_process().name
-    if name == "inference-worker":
-        return f"worker-{os.environ['LITSERVE_WORKER_ID']}"
     return "main" if name == "MainProcess" else name
 
 

@@ -96,7 +96,10 @@ def test_the_documented_memory_suffices_and_too_little_ends_with_137(engine, ima
 def test_sigterm_during_startup_stops_the_container(engine, image, slow):
     """The service is PID 1, which ignores signals without a handler."""
     with started(engine, image, slow) as container:
-        wait_until(lambda: "spawn_main" in str(container.top()), otherwise=lambda: container.logs().decode())
+        wait_until(
+            lambda: "worker-0" in str(container.top(ps_args="-eo pid,comm")),
+            otherwise=lambda: container.logs().decode(),
+        )
         container.reload()
         assert container.health != "healthy", "startup has already finished"
         container.stop(timeout=60)  # afterwards SIGKILL, status 137

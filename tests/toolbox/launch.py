@@ -36,8 +36,8 @@ def free_port() -> int:
 
 
 def is_worker(process: psutil.Process) -> bool:
-    """Whether it is an inference process: LitServe spawns these and forks the others."""
-    return "spawn_main" in " ".join(process.cmdline())
+    """Whether it is an inference process: ours by its name, stock LitServe's as it is spawned."""
+    return process.name().startswith("worker-") or "spawn_main" in " ".join(process.cmdline())
 
 
 class Program(contextlib.AbstractContextManager):
