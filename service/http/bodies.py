@@ -186,8 +186,8 @@ class GenerationRequest(ModelRequest):
     n: int = _field(1, 2, ge=1, le=MAX_SEQUENCES)
     """answers per prompt; the server limits prompts × n"""
     best_of: int | None = _field(None, 4, ge=1, le=MAX_SEQUENCES)
-    """sample this many per prompt and return the `n` with the highest mean log-probability, or with `suffix` those
-    after which it is likeliest; the server limits prompts × best_of. Default: n; with `suffix`, 8"""
+    """sample this many per prompt and return the `n` with the highest mean log-probability (empty texts last), or with
+    `suffix` those after which it is likeliest; the server limits prompts × best_of. Default: n; with `suffix`, 8"""
     seed: Seed | Annotated[List[Seed], Field(max_length=MAX_SEQUENCES)] | None = _field(None, 1)
     """the same seed gives the same text; a list has one per prompt. Answer j of a prompt uses seed + j. Default:
     random, reported in the answer"""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import operator
+from collections import Counter
 from collections.abc import Coroutine
 from typing import Any
 
@@ -40,8 +42,11 @@ def generate_events(service: Service, request: Request) -> Coroutine[Any, Any, N
         return None
     given = request.query_fields
     fields: dict[str, Any] = dict(given)
-    if "stop" in fields:
-        fields["stop"] = [value for name, value in given if name == "stop"]
+    for name, count in Counter(name for name, _ in given).items():
+        if name == "stop":
+            fields[name] = [value for key, value in given if key == name]
+        elif count > 1 and name in GenerateRequest.model_fields:
+            raise invalid(name, f"given {count} times, may be given once; only stop may be repeated")
     done = b"id: %b\n" % EVENT_SOURCE_END + DONE
     return _answer(service, request, GenerateRequest, Form, fields | {"stream": "true"}, done)
 
@@ -313,7 +318,7 @@ def _about_digits(given: object, key: str | int, bias: float) -> str:
 async def _best_of(
     service: Service, request: Request, submits: list[Submit], body: GenerationRequest, candidates: int, echo: Echo
 ) -> list[Piece]:
-    """The `n` texts of each prompt with the highest mean log-probability."""
+    """The `n` texts of each prompt with the highest mean log-probability; empty ones, which have none, come last."""
     ranked, pause = [], Pause()
     for piece in await service.start(request, submits, echo=echo).whole():
         start = len(echo[piece.number]) - piece.num_unscored if echo else 0
@@ -321,7 +326,7 @@ async def _best_of(
         if body.logprobs is None:
             piece = msgspec.structs.replace(piece, logprobs=None)
         await pause.if_due()
-        ranked.append((sum(values) / len(values) if values else 0.0, piece))
+        ranked.append((sum(values) / len(values) if values else -math.inf, piece))
     return _best(ranked, body.n, candidates)
 
 

@@ -136,13 +136,14 @@ def test_n_completions_use_consecutive_seeds(post):
 
 
 def test_best_of_returns_the_highest_mean_logprobs(post):
-    options = {"prompt": "ab", "max_tokens": 12, "seed": 3, "stop": "e", "logprobs": 0}
+    options = {"prompt": "ab", "max_tokens": 12, "seed": 3, "stop": [*VOCABULARY[10:26]], "logprobs": 0}
     candidates = post("/generate", **options, n=10)["choices"]
 
     def mean(choice):
         values = choice["logprobs"]["token_logprobs"]
-        return sum(values) / len(values) if values else 0.0
+        return sum(values) / len(values) if values else -math.inf
 
+    assert "" in {choice["text"] for choice in candidates}
     first_of = {choice["text"]: choice for choice in reversed(candidates)}
     expected = sorted(first_of.values(), key=mean, reverse=True)[:3]
     best = post("/generate", **options, n=3, best_of=10)
@@ -405,6 +406,7 @@ def test_unknown_fields_are_named_and_refused_on_request(client, post):
     with client.stream("GET", "/generate", params=query) as response:
         assert response.headers["x-ignored-fields"] == "user"
     assert client.get("/generate", params=query | {"strict": "true"}).json()["error"]["param"] == "user"
+    assert client.get("/generate?prompt=a&n=2&n=3").json()["error"]["message"].startswith("n: given 2 times")
     assert client.get("/generate", params={"max_token": 2}).json()["error"]["param"] == "max_token"
     post("/generate", prompt="a", max_tokens=2, strict=True)
 
