@@ -11,7 +11,6 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from tests.helpers import ENDLESS, VOCABULARY, lasting, serving, web
 from tests.toolbox.http import pieces, sent, text_of
@@ -44,6 +43,8 @@ def post(client):
 @pytest.fixture(scope="module")
 def peer(checkpoint):
     """transformers' Qwen3 from the same folder: text -> log-probabilities (T, V) of the next character."""
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=torch.float64)
 
     def logprobs(text):

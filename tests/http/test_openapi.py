@@ -1,17 +1,15 @@
-"""The OpenAPI document, checked against the application, and a running server, checked against the document."""
+"""The OpenAPI document, checked against the application, and a running server, checked against the document.
+
+What takes a second to import is imported where it is used: every test process collects this file.
+"""
 
 import json
 import os
 import re
 from collections import Counter
 
-import jsonschema
 import pytest
-import schemathesis
-import schemathesis.engine
 from hypothesis import strategies as st
-from openapi_spec_validator import OpenAPIV31SpecValidator
-from schemathesis.engine import events
 
 from service.http.app import OPERATIONS
 from service.http.openapi import build_document
@@ -44,6 +42,8 @@ def operations(document):
 
 
 def test_document_is_openapi_3_1_and_lists_exactly_the_routes(checkpoint, document, tmp_path, monkeypatch):
+    from openapi_spec_validator import OpenAPIV31SpecValidator
+
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     OpenAPIV31SpecValidator(document).validate()
     endpoints = build_server(Settings(checkpoint=checkpoint.path)).http.endpoints
@@ -84,6 +84,9 @@ def every_example(node):
 
 @pytest.mark.parametrize("characters", [VOCABULARY, "CNO()=123", [chr(0x4E00 + i) for i in range(5000)]])
 def test_examples_match_their_schemas_and_the_vocabulary(tmp_path, characters):
+    import jsonschema
+    from openapi_spec_validator import OpenAPIV31SpecValidator
+
     tokenizer = save_random(tmp_path / "c", characters).tokenizer
     options = {"checkpoint": tmp_path / "c", "max_tokens": 3, "max_prompts": 4, "model_name": "other"}
     document = build_document(Settings(**options), tokenizer, OPERATIONS)
@@ -176,7 +179,6 @@ def test_bounds_of_settings_and_checkpoint_are_stated_and_enforced(
 # -- schemathesis --
 
 CASES = int(os.environ.get("CHARGPT_OPENAPI_CASES", 8))  # per route, besides cases at bounds
-schemathesis.openapi.format("vocabulary", st.text(st.sampled_from(VOCABULARY), max_size=20))
 # Tested by the examples and other tests alone: fields that exclude others, or whose values depend on the model.
 APART = """
     allowed_characters allowed_token_ids bad_words best_of choice continuations logit_bias logprob_token_ids min_tokens
@@ -211,6 +213,10 @@ def closed(document):
 
 
 def test_schemathesis_finds_no_undocumented_response(server, document):
+    import schemathesis.engine
+    from schemathesis.engine import events
+
+    schemathesis.openapi.format("vocabulary", st.text(st.sampled_from(VOCABULARY), max_size=20))
     config = {
         "base-url": server.url,
         "seed": 1,

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from service.model.checkpoint import Checkpoint
 from service.model.tokenizer import CharTokenizer
@@ -158,6 +157,8 @@ def test_information_says_records(server):
 
 
 def test_transformers_ends_by_itself(checkpoints):
+    from transformers import AutoModelForCausalLM
+
     records, _ = checkpoints
     tokenizer = Checkpoint.read(records).tokenizer
     model = AutoModelForCausalLM.from_pretrained(records, dtype=torch.float64)
