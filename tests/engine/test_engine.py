@@ -1,3 +1,4 @@
+import functools
 import itertools
 import random
 import re
@@ -109,9 +110,17 @@ def run_all(engine, requests):
     return ran
 
 
+model_of = functools.cache(random_model)  # one for all backends, and so one text of each request
+
+
 def text_of(model, request):
     """The text of a request, by definition."""
-    return model.generate(request.prompt, request.max_tokens, request.sampling)
+    return generated(model, tuple(request.prompt), request.max_tokens, request.sampling)
+
+
+@functools.cache
+def generated(model, prompt, count, params):
+    return model.generate(list(prompt), count, params)
 
 
 # -- how much a step does --
@@ -251,7 +260,7 @@ def test_a_long_prompt_beside_short_ones_makes_no_long_step(make, backend, monke
 @pytest.mark.parametrize(("block_size", "held"), [(256, 200), (64, 200), (16, 61)])
 def test_a_prompt_of_many_sequences_runs_once(make, block_size, held):
     """16 answers to one prompt, shorter and longer than W; `held`: of 200 characters, as many as can matter."""
-    model = random_model(torch.float64, block_size=block_size, n_layer=4)
+    model = model_of(torch.float64, block_size=block_size, n_layer=4)
     engine = make(16, model, clock=lambda: 0.0)
     prompt = np.random.default_rng(0).integers(50, size=200).tolist()
     todo = [Submit(i, prompt, 20, SamplingParams(seed=i)) for i in range(16)]
@@ -263,7 +272,7 @@ def test_a_prompt_of_many_sequences_runs_once(make, block_size, held):
 @pytest.mark.parametrize("seed", range(4))
 def test_shared_beginnings_change_no_text(make, seed):
     """Prompts that branch anywhere, continue earlier answers, arrive and leave at any time, some scored, some long."""
-    model = random_model(torch.float64, block_size=[24, 40, 60, 150][seed], n_layer=3)
+    model = model_of(torch.float64, block_size=[24, 40, 60, 150][seed], n_layer=3)
     r = random.Random(seed)
     engine = make(5, model, clock=jumping(seed))
     known, requests, ran = [[r.randrange(50) for _ in range(90)]], [], Ran(engine)
@@ -287,7 +296,7 @@ def test_shared_beginnings_change_no_text(make, seed):
     assert len(requests) == 40 and not engine.has_work
     assert ran.counts["copied"] or engine.runner.piece > 1  # pieces may be longer than what is shared
     for s in requests:
-        assert ran.texts[s.id] == model.generate(s.prompt, len(ran.texts[s.id]), s.sampling), s.id
+        assert ran.texts[s.id] == text_of(model, s)[: len(ran.texts[s.id])], s.id
         if values := ran.scores[s.id]:
             row = model(torch.tensor([s.prompt])).log_softmax(2)[0]
             places = range(s.score_from, s.score_from + len(values))
@@ -317,7 +326,7 @@ def test_a_prompt_continues_an_answer_that_ended_within_a_call(make, backend, ki
 @at_once
 def test_a_text_that_ends_where_the_window_is_full_leaves_its_beginning(make):
     """Also where the next character was guessed, and run in the place of the first."""
-    model, params, again = random_model(torch.float64, block_size=32), SamplingParams(1.0), []
+    model, params, again = model_of(torch.float64, block_size=32), SamplingParams(1.0), []
     for seed in range(40):
         engine, r = make(4, model, clock=lambda: 0.0), random.Random(seed)
         prompt, likely = [r.randrange(50) for _ in range(24)], SamplingParams(0.3, seed=seed)
