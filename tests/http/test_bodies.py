@@ -103,14 +103,15 @@ def test_a_large_body_means_what_a_small_one_does(kind, body):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_large_value_of_every_field_means_what_it_does_in_a_small_body(kind):
+    encoded = [json.dumps(value) for value in LARGE]
     for name in (*kind.model_fields, "unknown"):
-        for value in LARGE:
-            content = json.dumps({name: value}).encode()
+        for value in encoded:
+            content = f'{{"{name}": {value}}}'.encode()
             found, expected = outcome(large, kind, content), outcome(parse, kind, content)
             if isinstance(expected[0], str):  # of several errors either is the first one
                 (_, param, code), (_, its_param, its_code) = found, expected
                 found, expected = ((param or "").split(".")[0], code), ((its_param or "").split(".")[0], its_code)
-            assert found == expected, (name, str(value)[:60])
+            assert found == expected, (name, value[:60])
 
 
 @pytest.mark.parametrize(
