@@ -165,7 +165,7 @@ class Catalog:
         """Go on with what is rolling out, as far as the other processes have come; whether `serve` has changed."""
         generation = self.listing.generation
         if self.step == "load":
-            if any(state.pids[name] != pid for name, pid in self._pids.items()):
+            if not self._pids or any(state.pids[name] != pid for name, pid in self._pids.items()):
                 self._revert(state, "a worker died meanwhile, maybe of it")
             elif any(state.has_failed(name, generation) for name in self._pids):
                 self._revert(state, "a worker could not load it; the log says why")

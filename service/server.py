@@ -117,7 +117,7 @@ class Server(LitServer):
         )
         api.folder, api.backend, api.dtype, api.slots = catalog.folder, backend, dtype, slots
         api.settings = settings.model_copy()
-        # A worker has no use for these; what it is given must fit a pipe's buffer, or this process would wait for it.
+        # A worker has no use for these. What a new process is given must fit a pipe's buffer, or this one would wait.
         api.settings._api_keys, api.settings._limits = {}, ClientLimitsFile()
         try:
             names = [settings.model_name, *catalog.served]
@@ -231,29 +231,36 @@ class Server(LitServer):
     def _launch(self, id: int) -> BaseProcess:
         """A worker. What a terminal sends to all processes must not end one that is starting; main decides.
 
-        It is a fork of this process, which has imported what a worker needs; for a GPU, and on a Mac, whose libraries a
-        fork may break, a new process, by LitServe.
+        It is a fork of this process, which has imported what a worker needs, or else, where that is not safe, a new
+        process, by LitServe.
         """
         process: BaseProcess
-        if sys.platform == "linux" and not self.service.devices[id].startswith("cuda"):
+        if self._can_fork(self.service.devices[id]):
             fork = multiprocessing.get_context("fork")
             process = fork.Process(target=self._work, args=(id,), name=self.state.worker_names[id])
-            with blocked(signal.SIGHUP, signal.SIGINT):
+            with blocked(signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # this process's handlers are not for a fork
                 process.start()
             return process
-        try:
-            os.getcwd()
-        except FileNotFoundError:  # deleted meanwhile; multiprocessing needs one
-            os.chdir("/")
+        ensure_directory()
         with blocked(signal.SIGHUP):
             resource_tracker.ensure_running()  # otherwise started with the first worker, which unblocks SIGINT
             with blocked(signal.SIGINT):
                 process = self.launch_single_inference_worker(self.api, id)
         return process
 
+    def _can_fork(self, device: str) -> bool:
+        """Not on a Mac, whose libraries do not bear it, nor for CUDA, nor where a user's own program has used torch and
+        the worker does; nor beside a thread, as a fork keeps what that holds for ever: a lock, what it has read.
+        """
+        used_torch = self.api.backend == "torch" and "torch" in sys.modules
+        is_safe = sys.platform == "linux" and not device.startswith("cuda") and not used_torch
+        return is_safe and threading.active_count() == 1
+
     def _work(self, id: int) -> None:
         """As LitServe's new process, in a fork."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        ensure_directory()
         self._listener.close()
         inference_worker(
             self.api, self.service.devices[id], id, None, self._transport, self.workers_setup_status,
@@ -318,7 +325,7 @@ class Server(LitServer):
         self._http_id = id
         target, fork = HttpServer(config, self.state).run, multiprocessing.get_context("fork")
         process = fork.Process(target=target, args=([self._listener],), name=self.state.http_names[id])
-        with blocked(signal.SIGHUP):  # there until life.py has its handler
+        with blocked(signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # there until life.py, when there are handlers
             process.start()
         return process
 
@@ -398,6 +405,14 @@ class Server(LitServer):
             self.supervisor.check()
             self._roll_out()  # what was begun
             time.sleep(0.02)
+
+
+def ensure_directory() -> None:
+    """Torch and multiprocessing need a working directory, and this process's may have been deleted."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        os.chdir("/")
 
 
 class Last:

@@ -357,9 +357,11 @@ def test_a_list_changes_step_by_step_as_all_processes_follow(catalog, state, tmp
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]
 
 
-@pytest.mark.parametrize("what", ["fails", "dies"])
+@pytest.mark.parametrize("what", ["fails", "dies", "has died"])
 def test_a_worker_that_fails_or_dies_while_loading_brings_the_old_list_back(catalog, state, tmp_path, what):
     save_random(tmp_path / "runs" / "b", seed=2)
+    if what == "has died":  # and the other one, while main reads
+        state.died("worker-0"), state.died("worker-1")
     catalog.refresh(state)
     assert listing(catalog) == ([1, 2], [1])
     if what == "fails":

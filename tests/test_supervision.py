@@ -301,11 +301,12 @@ def test_of_two_servers_that_start_at_a_port_one_ends_with_a_sentence(checkpoint
         assert Program.wait_until_ready(won) and won.stop() == 0
 
 
-def test_a_worker_is_replaced_though_the_working_directory_is_gone_and_stderr_is_closed(checkpoint, tmp_path):
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_a_worker_is_replaced_though_the_working_directory_is_gone_and_stderr_is_closed(checkpoint, tmp_path, backend):
     folder = tmp_path / "release"
     folder.mkdir()
     command = ["sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-m", "service"]
-    command += ["--checkpoint", checkpoint.path, "--port", port := free_port()]
+    command += ["--checkpoint", checkpoint.path, "--backend", backend, "--port", port := free_port()]
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
     with contextlib.closing(Program(command, port, "/readyz", cwd=folder, env=environment)) as server:
         server.wait_until_ready()
@@ -314,6 +315,14 @@ def test_a_worker_is_replaced_though_the_working_directory_is_gone_and_stderr_is
         worker.kill()
         wait_until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE)
         server.wait_until_ready()
+
+
+def test_a_program_that_has_used_torch_may_serve_with_it(checkpoint):
+    """Its threads of OpenMP do not survive a fork, in which the worker would wait for them for ever."""
+    used = "import torch; torch.set_num_threads(2); torch.ones(999, 999).exp().sum()"
+    program = f"{used}\nif __name__ == '__main__': import service.__main__; service.__main__.main()"
+    with serving(checkpoint.path, ("-c", program), backend="torch", threads=2) as server:
+        assert web.post(f"{server.url}/generate", json={"prompt": "a", "max_tokens": 3}).status_code == 200
 
 
 def test_urls_are_for_people():

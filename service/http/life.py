@@ -59,7 +59,8 @@ async def running(app: App, process_id: int, connections: Connections) -> AsyncI
     service.state.follow(process, service.listing.generation)
     log = app.access_log = AccessLog()
     loop.add_signal_handler(signal.SIGHUP, app.reload)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])  # blocked while this process was forked
+    # Blocked while this process was forked; of the others uvicorn has handlers by now.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP, signal.SIGINT, signal.SIGTERM])
     if service.settings.otlp_traces_endpoint is not None:
         from service.observe.tracing import Tracer  # loads OpenTelemetry
 
