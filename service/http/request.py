@@ -78,11 +78,15 @@ class Request:
 
     @property
     def body(self) -> bytes:
-        return bytes(self.content)
+        return bytes(self.content).removeprefix(b"\xef\xbb\xbf")  # a file from Windows may begin with it
 
     @property
     def query_fields(self) -> list[tuple[str, str]]:
-        return parse_qsl(self.query.decode("latin-1"), keep_blank_values=True)
+        """Raises ApiError: a value is not UTF-8."""
+        try:
+            return parse_qsl(self.query.decode("latin-1"), keep_blank_values=True, errors="strict")
+        except UnicodeDecodeError:
+            raise ApiError(400, "the query is not UTF-8") from None
 
     # -- what is known of it --
 

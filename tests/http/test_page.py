@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+import signal
 import subprocess
 import sys
 
@@ -377,8 +378,9 @@ def test_key_busy_gone_and_back_behind_a_prefix(visit, tmp_path):
         expect(page.locator("#banner")).to_have_text("This service needs an API key. Type it at the top right.")
         page.click("#go")
         expect(page.locator("#key")).to_be_focused()
-        page.fill("#key", "not-this-one")
-        expect(page.locator("#banner")).to_have_text("This API key is not valid. Check it at the top right.")
+        for wrong in ("“quoted”", "not-this-one"):
+            page.fill("#key", wrong)
+            expect(page.locator("#banner")).to_have_text("This API key is not valid. Check it at the top right.")
         page.fill("#key", KEY)
         expect(page.locator("#facts")).to_contain_text("1,106,176")
         expect(page.locator("#banner")).to_be_hidden()
@@ -519,6 +521,42 @@ def test_each_of_several_models_is_asked_by_its_name_and_suggests_its_own_text(v
     assert "seed=" not in page.url, "that of another model's text"
     page = visit("#prompt=a&model=gone", several.url + "/", may_fail=True)
     expect(page.locator("#banner")).to_have_text(re.compile("^The model gone is not served any more"))
+
+
+def test_an_open_page_follows_when_its_models_are_replaced(visit, tmp_path):
+    """By SIGHUP: a text of the old one is not continued by the new one. By a restart with one model instead of two."""
+    settings = {"port": free_port(), "max_tokens": 50}
+    save_random(tmp_path / "live", "\nabc", {"example_prompt": "a"})
+    with serving(tmp_path / "live", **settings) as server:
+        page = visit(url=server.url + "/", may_fail=True)
+        expect(page.locator("#max_tokens")).to_have_value("50")  # no more than the server allows
+        expect(page.locator("#panes span[data-c]")).to_have_count(50)
+        before = texts(page)
+        new = save_random(tmp_path / "live", "\nabc", {"example_prompt": "b"}, n_layer=3)
+        server.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: web.get(f"{server.url}/info").json()["model"]["checkpoint_sha256"] == new.digest)
+        page.locator("#panes span[data-c]").nth(3).hover()
+        page.locator("#peek button").nth(1).click()
+        expect(page.locator("#write-error")).to_contain_text("cannot be branched")
+        expect(page.locator("#banner")).to_have_text("The model was replaced by a newer one.")
+        expect(page.locator("#facts")).to_contain_text(new.digest[:16])
+        assert texts(page) == before
+        expect(page.locator("#prompt")).to_have_value("b")
+        assert len(write(page)[0]) == 50
+    both = [f"{name}={save_random(tmp_path / name, 'abc').path}" for name in ("one", "two")]
+    expect(page.locator("#banner")).to_have_text(re.compile("^The server does not answer"))
+    with serving(",".join(both), **settings):
+        expect(page.locator("#banner")).to_have_text("The server is back.")
+        page.select_option("#model", "two")
+        expect(page.locator("#name")).to_have_text("two")
+    expect(page.locator("#banner")).to_have_text(re.compile("^The server does not answer"))
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
+    with serving(tmp_path / "live", **settings):
+        expect(page.locator("#banner")).to_have_text(re.compile("^The model two is not served any more"))
+        fill(page, prompt="b")
+        assert len(write(page)[0]) == 50
+    assert len(asked) < 60
 
 
 def test_a_model_of_records_lists_twenty_at_a_time(visit, several):

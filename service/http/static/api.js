@@ -50,6 +50,7 @@ export class Failure extends Error {
 
 export async function call(path, body, signal) {
   const headers = body ? { "Content-Type": "application/json" } : {};
+  if (/[^\x21-\x7e]/.test(key)) throw new Failure(401); // which no header can hold
   if (key) headers.Authorization = `Bearer ${key}`;
   let response;
   try {
@@ -58,7 +59,10 @@ export async function call(path, body, signal) {
     if (error.name === "AbortError") throw error;
     throw new Failure(0);
   }
-  if (response.ok) return response;
+  if (response.ok) {
+    document.dispatchEvent(new CustomEvent("answered", { detail: response.headers.get("X-Checkpoint") }));
+    return response;
+  }
   let details = {};
   try { details = (await response.json()).error; } catch { /* not the service's own body, such as a proxy's */ }
   throw new Failure(response.status, details, Number(response.headers.get("Retry-After")) || 0);
@@ -83,7 +87,7 @@ export async function* events(response) {
       const data = block.split("\n").find((line) => line.startsWith("data: "))?.slice(6);
       if (!data || data === "[DONE]") continue;
       const event = JSON.parse(data);
-      if (event.error) throw new Failure(500, event.error);
+      if (event.error) throw new Failure(event.error.code === "timeout" ? 504 : 500, event.error);
       yield event;
     }
   }

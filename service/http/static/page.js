@@ -10,7 +10,8 @@ const POLL_SECONDS = 2.5;
 const VIEWS = ["write", "read", "attend"];
 const SHARED = [...document.querySelectorAll("main [name]")];
 const defaults = new Map(SHARED.map((element) => [element.name, valueOf(element)]));
-let view = "write", info = null, isGone = false, model = null;
+let view = "write", info = null, isGone = false, isLoading = false, model = null;
+const known = new Set(); // checkpoints whose facts were asked for
 
 // -- views --
 
@@ -100,25 +101,35 @@ function show() {
 }
 
 async function load(isFirst) {
+  isLoading = true;
   try {
     if (model === null) { // the default is the first
       const served = (await json("v1/models")).data;
       if (served.length > 1) model = served[0].id;
     }
     const found = await json(`info${model ? `?model=${encodeURIComponent(model)}` : ""}`);
-    if (found.models.length > 1) chosen.model = found.model.name;
+    const name = found.models.length > 1 ? found.model.name : undefined; // the only one needs none
     const { example_prompt: begins, records, training: { data: text } } = found.model;
     // What Read and Attend begin with: the page's Shakespeare, or else a text of this model's own.
-    const body = { prompt: begins, max_tokens: Math.min(100, found.limits.max_tokens), seed: 7 };
+    const body = { model: name, prompt: begins, max_tokens: Math.min(100, found.limits.max_tokens), seed: 7 };
     found.model.example = text?.name === "tinyshakespeare.txt" && !records ? null : begins + (await json("generate", body)).choices[0].text;
     info = found;
+    chosen.model = name;
+    known.add(info.model.checkpoint_sha256);
   } catch (error) {
-    if (Failure.of(error).param !== "model") return trouble(error);
+    if (Failure.of(error).param !== "model" || model === null) {
+      if (info) { // what it shows stays
+        model = chosen.model ?? null;
+        $("model").value = info.model.name;
+        if (!error.isGone) banner(error.sentence);
+      }
+      return trouble(error);
+    }
     const gone = model;
     model = null;
     await load(isFirst);
     return banner(`The model ${gone} is not served any more; this is the default one.`);
-  }
+  } finally { isLoading = false; }
   heal();
   const { config, training, checkpoint_sha256: hash, name, vocabulary } = info.model, { losses = {}, data = {}, parameters } = training;
   $("name").textContent = document.title = name;
@@ -153,7 +164,11 @@ async function poll() {
       facts.now = [["running", number(running)], ["waiting", number(waiting)], ["characters per second", number(Math.round(rate))]];
       $("pulse").textContent = running || rate >= 1 ? `${number(running)} running · ${number(Math.round(rate))} chars/s` : `ready · ${info?.backend ?? ""}`;
       $("dot").className = "dot ready";
-      if (isGone) { heal(); await load(!info); banner("The server is back.", true); } // maybe with another model
+      if (isGone) { // maybe with another model
+        heal();
+        await load(!info);
+        if ($("banner").hidden) banner("The server is back.", true);
+      }
       else if (!info) await load(true); // it was too busy
       show();
     }
@@ -188,6 +203,11 @@ function banner(text, isGood = false) {
 }
 
 on(document, "failure", ({ detail }) => trouble(detail));
+on(document, "answered", async ({ detail: checkpoint }) => {
+  if (!info || isLoading || !checkpoint || known.has(checkpoint)) return;
+  await load(false);
+  if ($("banner").hidden) banner("The model was replaced by a newer one.", true);
+});
 on($("key"), "input", later(400, async () => { setKey($("key").value); await load(!info); }));
 on($("model"), "change", async () => {
   model = $("model").value;

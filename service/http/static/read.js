@@ -17,8 +17,8 @@ async function score(signal) {
   const withOthers = length <= MAX_WITH_ALTERNATIVES;
   try {
     const [scored, echoed] = await Promise.all([
-      json("v1/score", { texts: text }, signal),
-      withOthers ? json("generate", { prompt: text, max_tokens: 0, echo: true, logprobs: alternatives }, signal) : null,
+      json("v1/score", { texts: text, unknown_characters: "refuse" }, signal),
+      withOthers ? json("generate", { prompt: text, max_tokens: 0, echo: true, logprobs: alternatives, unknown_characters: "refuse" }, signal) : null,
     ]);
     editor.fail(null);
     const { nats, characters, bits_per_character: bits, perplexity, character_nats: each } = scored.data[0];
@@ -28,7 +28,7 @@ async function score(signal) {
     $("read-numbers").replaceChildren(
       ...row("Bits per character", bits.toFixed(2), "big"), ...row("In all", `${(nats / Math.LN2).toFixed(0)} bits for ${characters} characters`),
       ...row("As if choosing among", `${perplexity.toFixed(1)} characters each time`));
-    const worst = Math.max(...each), at = each.indexOf(worst), c = [...text][at];
+    const worst = Math.max(...each), at = each.indexOf(worst), c = [...text][at] ?? "\n"; // which ends a record
     $("read-note").textContent = `Least expected: “${shown(c)}” after “${[...text].slice(Math.max(0, at - 12), at).map(shown).join("")}”, ${percent(Math.exp(-worst))}.`;
   } catch (error) { editor.fail(Failure.of(error)); }
 }

@@ -105,7 +105,8 @@ export class Tinted {
   unmark() { this.spans[this.cursor]?.classList.remove("here"); }
 
   describe({ c, logprob, top }) {
-    const head = logprob === null ? "nothing before it to judge it by" : `${percent(Math.exp(logprob))} · ${(-logprob / Math.LN2).toFixed(1)} bits`;
+    const none = top === undefined ? "its certainty was not asked for" : "nothing before it to judge it by";
+    const head = logprob === null ? none : `${percent(Math.exp(logprob))} · ${(-logprob / Math.LN2).toFixed(1)} bits`;
     return { c, head, others: Object.entries(top ?? {}).sort((a, b) => b[1] - a[1]) };
   }
 
@@ -155,7 +156,7 @@ export class Tinted {
 
 // The pieces of an answer's `logprobs`, or of its text alone.
 export function items(text, logprobs) {
-  return [...text].map((c, i) => ({ c, logprob: logprobs?.token_logprobs[i] ?? null, top: logprobs?.top_logprobs[i] }));
+  return [...text].map((c, i) => ({ c, logprob: logprobs?.token_logprobs[i] ?? null, top: logprobs && (logprobs.top_logprobs[i] ?? null) }));
 }
 
 // A text area over a copy of its text, in which single characters can be marked, and the place for its errors.
@@ -179,7 +180,9 @@ export class Editor {
     // Unless something else was typed.
     const { area } = this;
     if (area.value && area.value !== this.suggested) return;
-    area.value = this.suggested = area.maxLength < 0 ? text : text.slice(0, area.maxLength);
+    const fits = area.maxLength < 0 ? text : text.slice(0, area.maxLength);
+    area.value = fits.isWellFormed?.() === false ? fits.slice(0, -1) : fits; // not half a character
+    this.suggested = area.value; // with line breaks as it has them
   }
 
   mark(offsets) {

@@ -4,6 +4,7 @@ import { call, chosen, events, json, Failure, hasKey } from "./api.js";
 import { $, Editor, Tinted, h, items, later, number, on, percent, pressed, sum } from "./text.js";
 
 let alternatives = 8; // of each character, or as many as there are
+let most = 20; // records at a time
 // field -> label, sentence, value, and of a slider its least, greatest and step
 const KNOBS = {
   max_tokens: ["Length", "The most characters it may write.", 400],
@@ -36,8 +37,8 @@ Object.assign($("seed"), { inputMode: "numeric", pattern: "[0-9]{1,16}", placeho
 
 const editor = new Editor($("prompt"), $("write-error"));
 export let lastSeed = null;
-let writer = null; // the model whose text it gave
-let panes = [], running = null;
+let writer = null; // the checkpoint whose text it gave
+let panes = [], running = null, written = []; // the stream, and the panes that it writes to
 
 // -- the request --
 
@@ -83,7 +84,7 @@ for choice in json.load(urlopen(request))["choices"]:
 // -- running it --
 
 function newPane(ariaLabel) {
-  const pane = { seed: null, before: null };
+  const pane = { seed: null, before: null, checkpoint: null };
   pane.tinted = new Tinted(ariaLabel, (...other) => branch(pane, ...other));
   pane.foot = h("div", { className: "foot" });
   pane.root = h("div", {}, pane.tinted.root, pane.foot);
@@ -106,7 +107,8 @@ async function stream(body, into) {
   running?.abort();
   const controller = running = new AbortController();
   const started = performance.now();
-  let first = 0, last = 0, count = 0, ending = null, seed = null;
+  let first = 0, last = 0, count = 0, ending = null, seed = null, hasFailed = false;
+  written = into;
   editor.fail(null);
   $("summary").textContent = "Writing…";
   $("stop").disabled = false;
@@ -114,6 +116,11 @@ async function stream(body, into) {
   try {
     const response = await call("generate", { ...body, stream: true, ...($("certainty").checked ? { logprobs: alternatives } : {}) }, controller.signal);
     seed = response.headers.get("X-Seed");
+    const checkpoint = response.headers.get("X-Checkpoint");
+    if (into.some((pane) => (pane.checkpoint ??= checkpoint) !== checkpoint)) {
+      undo(into[0]);
+      throw new Failure(409, { message: "this text is of a model that is not served any more: it cannot be branched" });
+    }
     for await (const event of events(response)) {
       if (controller.signal.aborted) break;
       if (event.chargpt) continue;
@@ -126,10 +133,13 @@ async function stream(body, into) {
       if (event.finish_reason) { ending = event.finish_reason; pane.root.classList.remove("writing"); footer(pane); }
     }
   } catch (error) {
-    if (error.name !== "AbortError") fail(Failure.of(error));
+    if (error.name !== "AbortError") { hasFailed = true; fail(Failure.of(error)); }
   }
-  if (running !== controller) return seed; // another has begun
-  if (controller.signal.aborted) ending = "stopped";
+  if (controller.signal.aborted && !hasFailed) ending = "stopped";
+  if (running !== controller) { // another has begun, maybe in one of these panes
+    for (const pane of into) if (!written.includes(pane)) { pane.root.classList.remove("writing"); footer(pane); }
+    return seed;
+  }
   running = null;
   $("stop").disabled = true;
   for (const pane of into) { pane.root.classList.remove("writing"); footer(pane); }
@@ -185,7 +195,7 @@ let list = []; // of {text, certainty}
 
 async function more() {
   for (const name of ["max_tokens", "seed"]) if (!$(name).reportValidity()) return;
-  const body = { ...fields(), n: 20, logprobs: 1 }, into = list; // another model begins another list
+  const body = { ...fields(), n: most, logprobs: 1 }, into = list; // another model begins another list
   if (body.seed !== undefined) body.seed += list.length;
   $("twenty").disabled = true;
   try {
@@ -249,14 +259,17 @@ function view() {
 export function useModel({ limits, model }, isLinked) {
   alternatives = Math.min(8, [...model.vocabulary].length);
   $("max_tokens").max = limits.max_tokens;
+  if (!isLinked && $("max_tokens").valueAsNumber > limits.max_tokens) $("max_tokens").value = limits.max_tokens;
+  most = Math.min(20, limits.max_prompts);
+  $("twenty").textContent = `${most} more`;
   $("top_k").max = [...model.vocabulary].length;
   if (!isLinked) editor.suggest(model.example_prompt);
   $("prompt").labels[0].textContent = model.records ? "Begin a record with" : "Begin with";
   $("twenty").hidden = !model.records;
   list = [];
   showList();
-  if (writer !== model.name) lastSeed = null;
-  writer = model.name;
+  if (writer !== model.checkpoint_sha256) lastSeed = null;
+  writer = model.checkpoint_sha256;
 }
 
 on($("write-form"), "submit", (event) => { event.preventDefault(); run(); });
