@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from tests.helpers import RunningServer
 
 gc.disable()  # while tests are collected, which leaves little garbage
-
 # Test models are tiny: a second thread would only spin and compete with the servers under test.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -58,9 +57,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     deselected = [item for item in items if unrequested & {mark.name for mark in item.iter_markers()}]
     config.hook.pytest_deselected(items=deselected)
     items[:] = [item for item in items if item not in deselected]
-
-
-def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
 

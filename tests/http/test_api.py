@@ -407,6 +407,8 @@ def test_unknown_fields_are_named_and_refused_on_request(client, post):
     with client.stream("GET", "/generate", params=query) as response:
         assert response.headers["x-ignored-fields"] == "user"
     assert client.get("/generate", params=query | {"strict": "true"}).json()["error"]["param"] == "user"
+    marked = client.post("/tokenize", content=b'\xef\xbb\xbf{"prompt": "a"}')
+    assert len(marked.json()["tokens"]) == 1  # a file from Windows may begin so
     assert client.get("/generate?prompt=%ff").json()["error"]["message"] == "the query is not UTF-8"
     assert client.get("/generate?prompt=a&n=2&n=3").json()["error"]["message"].startswith("n: given 2 times")
     assert client.get("/generate", params={"max_token": 2}).json()["error"]["param"] == "max_token"

@@ -132,13 +132,6 @@ def test_prompts_are_counted_before_they_are_decoded(server, prompt, message):
     assert (error["message"], error["param"]) == (message, "prompt")
 
 
-@pytest.mark.parametrize("text", ["a", "a" * LARGE_BODY_BYTES])
-def test_a_body_from_windows_may_begin_with_a_byte_order_mark(server, text):
-    body = b"\xef\xbb\xbf" + json.dumps({"prompt": text}).encode()
-    answer = web.post(f"{server.url}/tokenize", content=body, headers={"Content-Type": "application/json"})
-    assert len(answer.json()["tokens"]) == len(text), answer.text[:200]
-
-
 @pytest.mark.anyio
 async def test_of_each_client_one_large_body_waits_for_its_turn():
     reader, done = BodyReader(Settings()), []

@@ -1,7 +1,4 @@
-"""The OpenAPI document, checked against the application, and a running server, checked against the document.
-
-What takes a second to import is imported where it is used: every test process collects this file.
-"""
+"""The OpenAPI document, checked against the application, and a running server, checked against the document."""
 
 import json
 import os
@@ -213,7 +210,7 @@ def closed(document):
 
 
 def test_schemathesis_finds_no_undocumented_response(server, document):
-    import schemathesis.engine
+    import schemathesis.engine  # which takes a second, and every test process collects this file
     from schemathesis.engine import events
 
     schemathesis.openapi.format("vocabulary", st.text(st.sampled_from(VOCABULARY), max_size=20))

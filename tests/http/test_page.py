@@ -525,7 +525,7 @@ def test_each_of_several_models_is_asked_by_its_name_and_suggests_its_own_text(v
 
 def test_an_open_page_follows_when_its_models_are_replaced(visit, tmp_path):
     """By SIGHUP: a text of the old one is not continued by the new one. By a restart with one model instead of two."""
-    settings = {"port": free_port(), "max_tokens": 50}
+    settings, asked = {"port": free_port(), "max_tokens": 50}, []
     save_random(tmp_path / "live", "\nabc", {"example_prompt": "a"})
     with serving(tmp_path / "live", **settings) as server:
         page = visit(url=server.url + "/", may_fail=True)
@@ -541,8 +541,6 @@ def test_an_open_page_follows_when_its_models_are_replaced(visit, tmp_path):
         expect(page.locator("#banner")).to_have_text("The model was replaced by a newer one.")
         expect(page.locator("#facts")).to_contain_text(new.digest[:16])
         assert texts(page) == before
-        expect(page.locator("#prompt")).to_have_value("b")
-        assert len(write(page)[0]) == 50
     both = [f"{name}={save_random(tmp_path / name, 'abc').path}" for name in ("one", "two")]
     expect(page.locator("#banner")).to_have_text(re.compile("^The server does not answer"))
     with serving(",".join(both), **settings):
@@ -550,12 +548,10 @@ def test_an_open_page_follows_when_its_models_are_replaced(visit, tmp_path):
         page.select_option("#model", "two")
         expect(page.locator("#name")).to_have_text("two")
     expect(page.locator("#banner")).to_have_text(re.compile("^The server does not answer"))
-    asked = []
     page.on("request", lambda request: asked.append(request.url))
     with serving(tmp_path / "live", **settings):
         expect(page.locator("#banner")).to_have_text(re.compile("^The model two is not served any more"))
-        fill(page, prompt="b")
-        assert len(write(page)[0]) == 50
+        assert len(write(page, prompt="b")[0]) == 50
     assert len(asked) < 60
 
 
