@@ -168,8 +168,7 @@ async function poll() {
         heal();
         await load(!info);
         if ($("banner").hidden) banner("The server is back.", true);
-      }
-      else if (!info) await load(true); // it was too busy
+      } else if (!info) await load(true); // it was too busy
       show();
     }
   } catch (error) {
