@@ -25,7 +25,7 @@ class FolderError(OSError):
 
 
 def become(name: str, parent: int) -> None:
-    """Ask the kernel (Linux only) for SIGKILL when the parent dies: not even a stopped process outlives the service.
+    """Take a name, and ask the kernel (Linux only) for SIGKILL when the parent dies: no process outlives the service.
 
     name: in log lines, and for `top` and `ps -o comm`, which show 15 characters; parent: its process id; the process
     ends at once if the parent has died before.

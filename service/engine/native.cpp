@@ -1020,7 +1020,7 @@ template <class T, class W, class K> class Net final : public Engine {
     if (calls_alone > 0) --calls_alone;
     const bool in_pairs = storage.bytes > PAIR_BYTES && storage.bytes <= TEAM_BYTES && c.n_layer > 1 &&
                           2 * count >= 3 * threads && count < TOGETHER * threads && only_choose(order) && calls_alone == 0;
-    for (int i = 0; in_pairs && i < threads; ++i) begin(spaces[i].share, spaces[i]);  // the second thread still awakes
+    for (int i = 0; in_pairs && i < threads; ++i) begin(spaces[i].share, spaces[i]);  // while the others wake up
     pool.run(threads, [&](int i) {
       if (in_pairs && (i | 1) < threads) relay(pairs[i / 2], &spaces[i / 2 * 2], i % 2);
       else lead(spaces[i].share, spaces[i], Team{nullptr, 0, 1});

@@ -88,7 +88,7 @@ on($("copy-curl"), "click", ({ target }) => copy(writing.curl(), target));
 on($("copy-python"), "click", ({ target }) => copy(writing.python(), target));
 on($("share"), "click", ({ target }) => { history.replaceState(null, "", link()); copy(location.href, target); });
 on(window, "hashchange", async () => {
-  if (restore()) { await load(false); replay(); } else if (!location.hash) location.reload(); // back from a link
+  if (restore()) { await load(); replay(); } else if (!location.hash) location.reload(); // back from a link
 });
 const replay = () => { if (view === "write" && $("seed").value && $("max_tokens").valueAsNumber <= 4096) writing.run(); };
 
@@ -100,7 +100,7 @@ function show() {
   $("facts").replaceChildren(...[...facts.now, ...facts.model].flatMap(([name, value]) => [h("dt", { textContent: name }), h("dd", { textContent: value })]));
 }
 
-async function load(isFirst) {
+async function load() {
   isLoading = true;
   try {
     if (model === null) { // the default is the first
@@ -127,7 +127,7 @@ async function load(isFirst) {
     }
     const gone = model;
     model = null;
-    await load(isFirst);
+    await load();
     return banner(`The model ${gone} is not served any more; this is the default one.`);
   } finally { isLoading = false; }
   heal();
@@ -166,9 +166,9 @@ async function poll() {
       $("dot").className = "dot ready";
       if (isGone) { // maybe with another model
         heal();
-        await load(!info);
+        await load();
         if ($("banner").hidden) banner("The server is back.", true);
-      } else if (!info) await load(true); // it was too busy
+      } else if (!info) await load(); // it was too busy
       show();
     }
   } catch (error) {
@@ -204,13 +204,13 @@ function banner(text, isGood = false) {
 on(document, "failure", ({ detail }) => trouble(detail));
 on(document, "answered", async ({ detail: checkpoint }) => {
   if (!info || isLoading || !checkpoint || known.has(checkpoint)) return;
-  await load(false);
+  await load();
   if ($("banner").hidden) banner("The model was replaced by a newer one.", true);
 });
-on($("key"), "input", later(400, async () => { setKey($("key").value); await load(!info); }));
+on($("key"), "input", later(400, async () => { setKey($("key").value); await load(); }));
 on($("model"), "change", async () => {
   model = $("model").value;
-  await load(false);
+  await load();
   if (view === "write" && $("prompt").value === info?.model.example_prompt) writing.run(); // its example
 });
 on(document, "pointerdown", ({ target }) => { if (!$("status").contains(target)) $("status").open = false; });
@@ -219,6 +219,6 @@ on($("status"), "keydown", (event) => { if (event.key === "Escape") { $("status"
 $("key").value = ""; // a browser may have kept it
 const isRestored = restore();
 writing.refresh();
-await load(true);
+await load();
 if (isRestored && info) { writing.check(); replay(); } else if (info) writing.run(); // an example
 poll();
