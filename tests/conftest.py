@@ -2,6 +2,7 @@ import gc
 import os
 import random
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from service.model.checkpoint import Checkpoint
     from tests.helpers import RunningServer
 
+sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]  # jsonschema's, for IRIs: takes a second to import
 gc.disable()  # while tests are collected, which leaves little garbage
 # Test models are tiny: a second thread would only spin and compete with the servers under test.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -133,6 +135,8 @@ def browser() -> Iterator[Any]:
 
     chromium = needs.program("browser")
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        # No process is started for a page that may come.
+        flags = ["--no-sandbox", "--disable-features=SpareRendererForSitePerProcess"]
+        browser = playwright.chromium.launch(executable_path=chromium, args=flags)
         yield browser
         browser.close()

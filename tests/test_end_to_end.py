@@ -19,7 +19,7 @@ def test_trained_checkpoint_is_served_exactly(tmp_path):
     text = (CORPUS.read_text(encoding="utf-8") if CORPUS.exists() else "\n".join(topics.values()))[:60_000]
     (tmp_path / "corpus.txt").write_text(text, encoding="utf-8", newline="")
     command = [sys.executable, "-m", "training", "train", "--preset", "quick", "--steps", "10", "--threads", "1"]
-    command += ["--data", tmp_path / "corpus.txt", "--out", tmp_path / "out"]
+    command += ["--eval-every", "10", "--data", tmp_path / "corpus.txt", "--out", tmp_path / "out"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
 

@@ -17,7 +17,7 @@ from service.model.checkpoint import WEIGHTS, Checkpoint
 from service.model.tokenizer import CharTokenizer
 from training.config import ConfigError, TrainConfig
 from training.device import autocast, training_forward
-from training.evaluate import Advance, streamed_pieces
+from training.evaluate import Advance, streamed_logits
 from training.messages import plural
 
 
@@ -65,9 +65,8 @@ class Teachers:
         mean = torch.zeros(len(ids) - 1, self.models[0].config.vocab_size, dtype=torch.float16)
         for model in self.models:
             start = 0
-            for piece, before in streamed_pieces(model, ids):
-                idx = torch.from_numpy(piece[None, :-1].astype(np.int64)).to(self.config.device)
-                found = model(idx)[0, before:].float().softmax(-1) / len(self.models)
+            for logits in streamed_logits(model, ids):
+                found = logits[0].float().softmax(-1) / len(self.models)
                 mean[start : start + len(found)] += found.cpu()
                 start += len(found)
                 advance(len(found))

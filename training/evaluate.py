@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from service.model.gpt import GPT
+from service.model.kv_cache import CacheRows, KVCache
 from service.model.tokenizer import UnknownCharacterError
 from training.data import (
     IGNORED,
@@ -108,6 +110,7 @@ def piece_loss(model: GPT, ids: np.ndarray, starts: np.ndarray, lengths: np.ndar
     return float(piece_sums(model, ids, starts, lengths, advance).sum()) / max(1, int(lengths.sum()))
 
 
+@torch.no_grad()
 def piece_sums(
     model: GPT, ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray, advance: Advance = int
 ) -> np.ndarray:
@@ -115,62 +118,58 @@ def piece_sums(
 
     A piece longer than a forward is scored as `streamed_loss` scores a text.
     """
+    assert not model.training, "dropout must be off"
     sums, first = np.zeros(len(lengths)), 0
     order = np.argsort(-lengths, kind="stable")[: np.count_nonzero(lengths)]  # the longest first
     while first < len(order):
         start, length = int(starts[order[first]]), int(lengths[order[first]])
-        if length > BATCH_CHARS and length > stream_chars(model):
+        if length > BATCH_CHARS:
             sums[order[first]] = streamed_sum(model, ids[start : start + length + 1], advance)
             first += 1
             continue
         rows = max(1, BATCH_CHARS // length)
         batch = order[first : first + rows]
         idx, targets = padded(ids, starts[batch], lengths[batch])
-        sums[batch] = _losses(model, idx, targets)
+        sums[batch] = _losses(model(torch.from_numpy(idx.astype(np.int64)).to(model.head.weight.device)), targets)
         advance(int(lengths[batch].sum()))
         first += rows
     return sums
 
 
 def streamed_loss(model: GPT, ids: np.ndarray, advance: Advance = int) -> float:
-    """Mean loss of every character of `ids` but the first, each predicted from its full receptive field.
-
-    Equal to one banded forward over the whole text, computed in chunks that overlap by the receptive field; the
-    overlap is not scored twice.
-    """
+    """Mean loss of every character of `ids` but the first, each predicted from its full receptive field."""
     return streamed_sum(model, ids, advance) / (len(ids) - 1)
-
-
-def stream_chars(model: GPT) -> int:
-    """Characters per forward of a streamed text: many times what is computed twice."""
-    return max(BATCH_CHARS, 8 * (model.config.receptive_field - 1))
 
 
 def streamed_sum(model: GPT, ids: np.ndarray, advance: Advance = int) -> float:
     """`streamed_loss`, summed."""
-    total = 0.0
-    for piece, before in streamed_pieces(model, ids):
-        total += float(_losses(model, piece[None, :-1], piece[None, 1:], skip=before)[0])
-        advance(len(piece) - 1 - before)
+    total, scored = 0.0, 0
+    for logits in streamed_logits(model, ids):
+        targets = ids[scored + 1 : scored + 1 + logits.size(1)]
+        total += float(_losses(logits, targets[None])[0])
+        scored += len(targets)
+        advance(len(targets))
     return total
 
 
-def streamed_pieces(model: GPT, ids: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
-    """The pieces of a streamed text, each of which begins with so many characters of the one before it."""
-    chunk = stream_chars(model)
-    for start in range(0, len(ids) - 1, chunk):
-        before = min(start, model.config.receptive_field - 1)
-        yield ids[start - before : start + chunk + 1], before
-
-
 @torch.no_grad()
-def _losses(model: GPT, idx: np.ndarray, targets: np.ndarray, skip: int = 0) -> np.ndarray:
-    """Summed loss of each row of idx (B, T) against targets (B, T) without the first `skip` columns: (B,) float64."""
+def streamed_logits(model: GPT, ids: np.ndarray) -> Iterator[Tensor]:
+    """(1, T, V) after each of the next T characters of a text, until the last but one, through a KV cache.
+
+    Equal to one banded forward over the whole text.
+    """
     assert not model.training, "dropout must be off"
-    device = model.head.weight.device
-    logits = model(torch.from_numpy(idx.astype(np.int64)).to(device))[:, skip:].float()
-    expected = torch.from_numpy(targets[:, skip:].astype(np.int64)).to(device)
-    losses = F.cross_entropy(logits.flatten(0, 1), expected.flatten(), ignore_index=IGNORED, reduction="none")
+    weight, size = model.head.weight, max(model.config.block_size, BATCH_CHARS // 8)  # more would mask more
+    cache = KVCache(model.config, 1, weight.device, weight.dtype)
+    for start in range(0, len(ids) - 1, size):
+        piece = torch.from_numpy(ids[None, start : min(start + size, len(ids) - 1)].astype(np.int64))
+        yield model(piece.to(weight.device), CacheRows(cache, [0], [piece.size(1)]))
+
+
+def _losses(logits: Tensor, targets: np.ndarray) -> np.ndarray:
+    """Summed loss of each row of logits (B, T, V) against targets (B, T): (B,) float64."""
+    expected = torch.from_numpy(targets.astype(np.int64)).to(logits.device)
+    losses = F.cross_entropy(logits.float().flatten(0, 1), expected.flatten(), ignore_index=IGNORED, reduction="none")
     return losses.view(expected.shape).sum(dim=1, dtype=torch.float64).cpu().numpy()
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from service.model.config import GPTConfig
-from service.model.kv_cache import CacheRows
+from service.model.kv_cache import CacheRows, additive
 from service.model.params import SamplingParams
 from service.model.sampling import Sampler, uniforms
 
@@ -39,22 +39,19 @@ def banded_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     q (B, nh, T, hs), k and v (B, nkv, T, hs) -> (B, nh, T, hs). Longer texts are split into blocks of `window`
     queries, each of which attends to its own block and the previous one: O(T · window).
     """
-    B, nh, T, hs = q.size()
+    B, T = q.size(0), q.size(2)
     if T <= window:
         return attend(q, k, v, is_causal=True)
-    n = -(-T // window)  # blocks
-    pad = n * window - T
-    q, k, v = (F.pad(x, (0, 0, 0, pad)).unflatten(2, (n, window)) for x in (q, k, v))  # (B, heads, n, W, hs)
-    # Block i attends to blocks i − 1 and i; the first is preceded by padding.
-    k, v = (torch.cat((F.pad(x, (0, 0, 0, 0, 1, 0))[:, :, :-1], x), dim=3) for x in (k, v))  # (.., n, 2W, hs)
+    n = (T - 1) // window  # blocks after the first
+    q, k, v = (F.pad(x, (0, 0, 0, (n + 1) * window - T)).unflatten(2, (n + 1, window)) for x in (q, k, v))
+    first = attend(q[:, :, 0], k[:, :, 0], v[:, :, 0], is_causal=True)  # (B, nh, W, hs)
+    k, v = (torch.cat((x[:, :, :-1], x[:, :, 1:]), dim=3) for x in (k, v))  # (B, nkv, n, 2W, hs)
     query = torch.arange(window, device=q.device)[:, None] + window  # index within the 2W keys
     key = torch.arange(2 * window, device=q.device)
     band = (key <= query) & (key > query - window)  # (W, 2W)
-    mask = band.repeat(n, 1, 1)
-    mask[0] &= key >= window
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # (B·n, heads, ·, hs)
-    y = attend(q, k, v, attn_mask=mask.repeat(B, 1, 1)[:, None])  # (B·n, nh, W, hs)
-    return y.unflatten(0, (B, n)).transpose(1, 2).flatten(2, 3)[:, :, :T]
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q[:, :, 1:], k, v))  # (B·n, heads, ·, hs)
+    y = attend(q, k, v, attn_mask=additive(band, q.dtype))  # (B·n, nh, W, hs)
+    return torch.cat((first, y.unflatten(0, (B, n)).transpose(1, 2).flatten(2, 3)), dim=2)[:, :, :T]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:

@@ -1,5 +1,6 @@
 """deploy/k8s as kubectl renders it: schemas of Kubernetes and the operators, and what must agree with the service."""
 
+import functools
 import re
 import shutil
 
@@ -27,7 +28,7 @@ class Rendered:
     def __init__(self, overlay, name, folder):
         self.overlay, self.name = overlay, name
         self.by_kind = {}
-        for resource in yaml.safe_load_all(run(program("kubectl"), "kustomize", folder)):
+        for resource in yaml.load_all(run(program("kubectl"), "kustomize", folder), yaml.CSafeLoader):
             kind, name = resource["kind"], re.sub(r"-[a-z0-9]{10}$", "", resource["metadata"]["name"])
             self.by_kind[f"{kind} {name}" if kind == "ConfigMap" else kind] = resource
         self.pod = self.spec("Deployment")["template"]["spec"]
@@ -53,8 +54,16 @@ def k8s(request, tmp_path_factory):
     return Rendered(overlay, name, file.parent)
 
 
-def test_resources_are_valid_by_the_schemas_of_two_versions_and_of_the_operators(k8s):
-    import kubernetes_validate  # these take seconds, and each process that runs tests imports each test file
+@pytest.fixture(scope="module")
+def kubernetes_validate():
+    import kubernetes_validate.utils  # these take seconds, and each process that runs tests imports each test file
+
+    # Read once, not for each resource.
+    kubernetes_validate.utils.schema_contents = functools.cache(kubernetes_validate.utils.schema_contents)
+    return kubernetes_validate
+
+
+def test_resources_are_valid_by_the_schemas_of_two_versions_and_of_the_operators(k8s, kubernetes_validate):
     from cloudcoil.models.keda import v1alpha1 as keda
     from cloudcoil.models.prometheus_operator import v1 as prometheus
 

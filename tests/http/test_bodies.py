@@ -25,10 +25,11 @@ from service.settings import Settings
 from tests.helpers import web
 
 SETTINGS = Settings(max_prompts=10_000, max_prompt_characters=1_000_000)
+LOOP = asyncio.new_event_loop()
 
 
 def large(kind, body, settings=SETTINGS):
-    return asyncio.run(parse_large(kind, body, settings))
+    return LOOP.run_until_complete(parse_large(kind, body, settings))
 
 
 def outcome(parser, kind, body):

@@ -169,7 +169,7 @@ def test_an_example_is_there_when_the_page_opens_and_stop_frees_the_slot(visit, 
     fill(page, max_tokens=50_000_000)
     page.click("#go")
     expect(page.locator("#panes .written span[data-c]").nth(50)).to_be_attached()
-    assert server.metric("chargpt_num_requests_running") == 1
+    server.wait_until_metric("chargpt_num_requests_running", 1)
     page.click("#stop")
     expect(page.locator("#summary")).to_have_text(re.compile("^Stopped. First character"))
     expect(page.locator("#stop")).to_be_disabled()
