@@ -135,8 +135,7 @@ def browser() -> Iterator[Any]:
 
     chromium = needs.program("browser")
     with sync_playwright() as playwright:
-        # No process is started for a page that may come.
-        flags = ["--no-sandbox", "--disable-features=SpareRendererForSitePerProcess"]
+        flags = ["--no-sandbox", "--disable-features=SpareRendererForSitePerProcess"]  # a process for a page to come
         browser = playwright.chromium.launch(executable_path=chromium, args=flags)
         yield browser
         browser.close()

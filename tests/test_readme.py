@@ -155,8 +155,7 @@ def test_training_and_service_score_alike(tmp_path, kind):
 
 
 def test_every_curl_example_is_tested():
-    shown = sum(text.count("$ curl") - text.count("$ curl -s https") for text in TEXTS.values())
-    assert len(examples()) == shown >= 15
+    assert len(examples()) == sum(text.count("$ curl") - text.count("$ curl -s https") for text in TEXTS.values()) >= 15
 
 
 def test_no_document_or_source_has_merge_conflict_markers():

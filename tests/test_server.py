@@ -240,9 +240,8 @@ def test_request_timeout_returns_504(checkpoint):
         assert response.status_code == 504
         limit = "the server's --request-timeout-seconds"
         assert response.json()["error"]["message"] == f"the request took longer than 0.3 s, {limit}"
-        assert (
-            limit in web.post(f"{server.url}/generate", json=long | {"timeout_seconds": 9}).json()["error"]["message"]
-        )
+        late = web.post(f"{server.url}/generate", json=long | {"timeout_seconds": 9}).json()
+        assert limit in late["error"]["message"]
         own = web.post(f"{server.url}/generate", json=long | {"timeout_seconds": 0.1}).json()["error"]["message"]
         assert own == "the request took longer than 0.1 s, its timeout_seconds"
         with web.stream("POST", f"{server.url}/generate", json=long | {"stream": True}) as response:
@@ -307,8 +306,7 @@ def test_requests_are_accepted_during_the_shutdown_delay(checkpoint):
             answers = [client.post(f"{server.url}/generate", json=body) for _ in range(3)]
         assert [answer.status_code for answer in answers] == [200] * 3
         assert {answer.headers["connection"] for answer in (probe, *answers)} == {"close"}
-        text = answers[0].json()["choices"][0]["text"]
-        assert text == exact(checkpoint, "a", 5, seed=1)
+        assert answers[0].json()["choices"][0]["text"] == exact(checkpoint, "a", 5, seed=1)
         assert server.stop() == 0  # the second signal ends the delay
 
 

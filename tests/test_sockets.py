@@ -104,8 +104,7 @@ async def test_only_the_hung_reader_is_disconnected_at_the_buffer_limit_and_fram
     await received_by(worker, lambda _: other.connected_workers == [0])
     for number in range(20):
         other.send(Abort(number), 0)  # all in one write
-    aborts = await received_by(worker, lambda found: len(found) == 20)
-    assert aborts == [(8, Abort(number)) for number in range(20)]
+    assert await received_by(worker, lambda found: len(found) == 20) == [(8, Abort(number)) for number in range(20)]
     async with hello(worker._listener.getsockname()) as (hung, _):  # which reads no more than its buffer takes
         await received_by(worker, lambda _: HTTP in worker._connections)
         frame_bytes, frames, lost = len(_frame(step(1, 1_000_000))), 0, []

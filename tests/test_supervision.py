@@ -87,8 +87,7 @@ def test_sequences_of_a_killed_worker_run_again_and_give_the_same_text(slow):
         with concurrent.futures.ThreadPoolExecutor(6) as pool:
             running = [pool.submit(ask, body) for body in bodies]
             server.wait_until_metric("chargpt_num_requests_running", 4)  # and two wait
-            killed = server.worker()
-            killed.kill()
+            server.worker().kill()
             assert [it.result() for it in running] == expected
         assert server.metric("chargpt_worker_restarts_total") == 1
         assert server.endings() == (12, {"stop": 0, "length": 12, "abort": 0, "timeout": 0, "error": 0})
@@ -114,8 +113,7 @@ def test_idle_workers_take_turns_and_one_that_is_left_takes_all(checkpoint):
 
 def test_too_many_deaths_end_the_service(checkpoint):
     with serving(checkpoint.path, max_restarts=1) as server:
-        first = server.worker()
-        first.kill()
+        server.worker().kill()
         wait_until(lambda: server.metric("chargpt_worker_restarts_total") == 1)
         http_processes(server)[0].kill()
         assert server.process.wait(30) == 1

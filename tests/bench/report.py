@@ -6,13 +6,16 @@ Reads only the results, so that the JSON of an earlier run gives its tables agai
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
+from statistics import median
 from typing import Any
 
 from tests.toolbox.figures import NONE, conditions, figure, plural, table
 
 from .peers import FAMILIES
 
+SYSTEMS = ("native float32", "native bfloat16")
 PEERS = ("llama", "transformers", "stock", "vllm")
 
 
@@ -35,14 +38,15 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def http_rows(part: dict[str, Any]) -> list[list[str]]:
-    """Characters per second by family; ratios of this service to each peer."""
+    """Characters per second by family, streamed with the fewest and most clients; ratios to each peer."""
     runs = [each["families"] for by_clients in part["modes"].values() for each in by_clients.values()]
     compared = [peer for peer in PEERS if any(peer in families for families in runs)]
     rows = [[f"{part.get('title', 'S')} over HTTP, answers of {part['length']}, characters/s", "this service"]]
     rows[0] += [text for peer in compared for text in (FAMILIES[peer], "ratio")]
     for mode, by_clients in part["modes"].items():
-        for clients, each in by_clients.items():
-            families = each["families"]
+        ends = min(by_clients, key=int), max(by_clients, key=int)
+        for clients in by_clients if mode == "whole" else dict.fromkeys(ends):
+            families = by_clients[clients]["families"]
             ours = rates(families["ours"]["runs"])
             row = [f"{mode}, {plural(int(clients), 'client')}", figure(ours)]
             for peer in compared:
@@ -83,21 +87,22 @@ def kind_rows(part: dict[str, Any]) -> list[list[str]]:
 
 
 def engine_rows(part: dict[str, Any]) -> list[list[str]]:
-    """Of each shape ours, llama.cpp's best at that number of rows, the ratio, the share of the roofline."""
+    """Of each shape ours, llama.cpp's best at that number of rows; of the first the ratio and the roofline's share."""
     rows: list[list[str]] = []
     for name, by_rows in part["shapes"].items():
         rows = rows or [["decoding without HTTP, characters/s", *(plural(int(n), "row") for n in by_rows)]]
         ours = [each["native float32"] for each in by_rows.values()]
         theirs = [each["llama"]["runs"] for each in by_rows.values()]
-        for system in ("native float32", "native bfloat16"):
-            rows.append([f"{name}, {system}", *(figure(rates(each[system]["runs"])) for each in by_rows.values())])
+        speeds = {system: [rates(each[system]["runs"]) for each in by_rows.values()] for system in SYSTEMS}
+        for system, found in speeds.items():  # bfloat16 where it is ever as fast
+            if any(map(operator.ge, map(median, found), map(median, speeds[SYSTEMS[0]]))):
+                rows.append([f"{name}, {system}", *map(figure, found)])
         rows.append([f"{name}, llama.cpp, its fastest variant", *(figure(rates(runs)) for runs in theirs)])
-        cells = (ratios(rates(mine["runs"]), rates(runs)) for mine, runs in zip(ours, theirs, strict=True))
-        rows.append([f"{name}, native float32 ÷ llama.cpp", *cells])
-        rows.append(
-            [f"{name}, native float32, share of the roofline"]
-            + [roofline_share(mine, int(n)) for mine, n in zip(ours, by_rows, strict=True)]
-        )
+        if name == next(iter(part["shapes"])):
+            cells = (ratios(rates(mine["runs"]), rates(runs)) for mine, runs in zip(ours, theirs, strict=True))
+            rows.append([f"{name}, native float32 ÷ llama.cpp", *cells])
+            shares = (roofline_share(mine, int(n)) for mine, n in zip(ours, by_rows, strict=True))
+            rows.append([f"{name}, native float32, share of the roofline", *shares])
     return rows
 
 
@@ -126,7 +131,6 @@ def path_rows(path: dict[str, Any]) -> list[list[str]]:
         add(label, {name: rates(path[name]["streams"][count]) for name in names}, ratio="plain")
     for key, p, label in (
         ("first", "p50", "time to first character, one at a time, p50"),
-        ("first", "p99", "the same, p99"),
         ("whole", "p99.9", "answer of one character, one client, p99.9"),
         ("whole", "max", f"the same, longest of each of {plural(len(path['ours']['whole']), 'turn')}"),
         ("probe", "max", "`/readyz`, the same"),

@@ -90,8 +90,7 @@ def markdown(results: dict[str, Any]) -> str:
             lines[-1] += f" Stock LitServe: {case['stock_did']}."
         lines += [""]
         labels = list(dict.fromkeys([*case["figures"], *case["stock"]]))
-        heads = ["", "this service", *(["stock LitServe"] if case["stock"] else [])]
-        rows = [heads]
+        rows = [["", "this service", *(["stock LitServe"] if case["stock"] else [])]]
         for label in labels:
             sides = (case["figures"], case["stock"]) if case["stock"] else (case["figures"],)
             rows.append([label, *(shown(side.get(label, NONE)) for side in sides)])

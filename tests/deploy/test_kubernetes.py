@@ -55,15 +55,14 @@ def k8s(request, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def kubernetes_validate():
-    import kubernetes_validate.utils  # these take seconds, and each process that runs tests imports each test file
+def validate():
+    from kubernetes_validate import utils  # takes seconds, and each process that runs tests imports each test file
 
-    # Read once, not for each resource.
-    kubernetes_validate.utils.schema_contents = functools.cache(kubernetes_validate.utils.schema_contents)
-    return kubernetes_validate
+    utils.schema_contents = functools.cache(utils.schema_contents)  # read once, not for each resource
+    return utils.validate
 
 
-def test_resources_are_valid_by_the_schemas_of_two_versions_and_of_the_operators(k8s, kubernetes_validate):
+def test_resources_are_valid_by_the_schemas_of_two_versions_and_of_the_operators(k8s, validate):
     from cloudcoil.models.keda import v1alpha1 as keda
     from cloudcoil.models.prometheus_operator import v1 as prometheus
 
@@ -75,7 +74,7 @@ def test_resources_are_valid_by_the_schemas_of_two_versions_and_of_the_operators
             assert model.model_dump(mode="json", by_alias=True, exclude_unset=True) == resource
         elif kind not in ("HTTPRoute", "InferencePool"):  # no package has their schemas
             for version in versions:
-                kubernetes_validate.validate(resource, version, strict=True)
+                validate(resource, version, strict=True)
 
 
 def test_variables_are_settings_and_their_values_are_accepted(k8s):

@@ -708,8 +708,7 @@ def test_bad_words_never_appear_and_change_nothing_else(client, post):
     texts = [it["text"] for it in post("/generate", **options, bad_words=words)["choices"]]
     assert all(len(text) == 300 for text in texts)
     assert not any(word in text for text in texts for word in words)
-    plain = post("/generate", **options)["choices"]
-    assert post("/generate", **options, bad_words=["漢字"])["choices"] == plain
+    assert post("/generate", **options, bad_words=["漢字"])["choices"] == post("/generate", **options)["choices"]
     some = post("/generate", **options, bad_words=["aa"], allowed_characters="ab ")["choices"]
     assert all(set(it["text"]) <= set("ab ") and "aa" not in it["text"] for it in some)
     blind = {"allowed_characters": "aet", "bad_words": ["aa", "ae", "at"]}  # nothing may follow an a

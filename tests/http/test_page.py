@@ -302,8 +302,7 @@ def test_heat_maps_show_the_weights_of_the_service(visit, server):
     expect(page.locator("#heads button")).to_have_count(24)
     page.locator("#heads button").nth(9).click()
     expect(page.locator("#heads button").nth(9)).to_have_attribute("aria-pressed", "true")
-    body = {"text": text, "layer": 2, "head": 1, "scores": True}
-    answer = web.post(f"{server.url}/v1/attention", json=body).json()
+    answer = web.post(f"{server.url}/v1/attention", json={"text": text, "layer": 2, "head": 1, "scores": True}).json()
     weights, scores = answer["data"][0]["weights"], answer["data"][0]["scores"]
     size = len(text)
     pixels = page.evaluate(

@@ -283,7 +283,6 @@ def markdown(results: dict[str, Any], shares: tuple[float, ...] | None = None) -
     best = [["", *(NAMES[system] for system in systems), *(f"÷ {NAMES[system]}" for system in list(systems)[1:])]]
     for label, values in (
         ("saturation, requests/s", [each["saturation"]["requests_per_second"] for each in systems.values()]),
-        ("saturation, characters/s", [each["saturation"]["characters_per_second"] for each in systems.values()]),
         ("goodput, requests/s", [goodput(goal, each["rungs"]) for each in systems.values()]),
     ):
         ratios = [f"{values[0] / value:.1f} ×" if value else NONE for value in values[1:]]

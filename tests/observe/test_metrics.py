@@ -104,8 +104,7 @@ def test_inter_token_latency_has_one_observation_per_character_after_the_first(s
 
 def test_requests_are_counted_by_finish_reason_and_gauges_return_to_zero(server):
     with Increases(server) as increase:
-        stopped = generate(server, max_tokens=400, stop_regex="[a-z]").json()
-        assert stopped["choices"][0]["finish_reason"] == "stop"
+        assert generate(server, max_tokens=400, stop_regex="[a-z]").json()["choices"][0]["finish_reason"] == "stop"
         assert generate(server).status_code == 200
         assert generate(server, max_tokens=ENDLESS, timeout_seconds=0.2).status_code == 504
         with open_stream(server):

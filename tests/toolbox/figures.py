@@ -19,8 +19,7 @@ def quantile(values: Iterable[float], q: float) -> float:
 
 
 def percentiles(seconds: Iterable[float]) -> dict[str, float]:
-    ordered = sorted(seconds)
-    return {f"p{p}": quantile(ordered, p / 100) for p in (50, 95, 99)}
+    return {f"p{p}": quantile(sorted(seconds), p / 100) for p in (50, 95, 99)}
 
 
 # Tables

@@ -174,7 +174,7 @@ class Reader:
 class _Client:
     """A connection with one request at a time."""
 
-    __slots__ = ("address", "is_stale", "num_asked", "port", "reader", "request", "sock")
+    __slots__ = ("address", "is_stale", "num_asked", "opened_at", "port", "reader", "request", "sock")
 
     def __init__(self, port: int, address: str):
         self.port, self.address = port, address
@@ -188,8 +188,8 @@ class _Client:
         self.sock.setblocking(waits)
         (self.sock.connect if waits else self.sock.connect_ex)(("127.0.0.1", self.port))
         self.sock.setblocking(False)
-        self.num_asked = 0  # requests on this connection
-        self.is_stale = False  # closed before the server read the request, as cpp-httplib does without notice
+        self.num_asked, self.opened_at = 0, time.monotonic()  # requests on this connection
+        self.is_stale = False  # closed before the server read the request: it had been idle, or as cpp-httplib does
 
     def is_closed(self) -> bool:
         """Whether the server closed the idle connection."""
@@ -215,7 +215,8 @@ class _Client:
             data = self.sock.recv(RECEIVE_BYTES)
         except (ConnectionError, TimeoutError):
             data = b""
-        if not data and self.num_asked > 1 and not reader.reply.num_bytes and reader.accepts is not None:
+        is_used = self.num_asked > 1 or time.monotonic() - self.opened_at > 1
+        if not data and is_used and not reader.reply.num_bytes and reader.accepts is not None:
             self.is_stale = True
             return False
         return reader.feed(data)

@@ -350,8 +350,7 @@ def test_each_record_is_drawn_once_an_epoch_in_a_row_of_its_own(records, block_s
         rows.append(tokenizer.decode([*inputs[:1].tolist(), *following[:count].tolist()]))
     assert idx.shape[1] == max(map(len, rows)) - 1 <= block_size
     assert Counter(rows[: len(expected)]) == Counter(rows[len(expected) :]) == Counter(expected)
-    half = RecordSampler(ids, block_size, seed, position=len(expected))
-    again = half.next_batch(len(expected))[0]
+    again = RecordSampler(ids, block_size, seed, position=len(expected)).next_batch(len(expected))[0]
     assert np.array_equal(again[:, : idx.shape[1]], idx[len(expected) :, : again.shape[1]])
 
 

@@ -98,8 +98,7 @@ def test_two_processes_resume_to_the_same_bytes(text, tmp_path, capsys):
 
 
 def test_indivisible_batch_sizes_are_refused(text, tmp_path, capsys):
-    flags = ["--data", text, *TINY, *RUN, "--accumulate", "3", "--out", tmp_path / "out"]
-    assert call(["train", *flags]) == 1
+    assert call(["train", "--data", text, *TINY, *RUN, "--accumulate", "3", "--out", tmp_path / "out"]) == 1
     message = "--batch-size must be a multiple of processes × accumulate = 1 × 3, got 8"
     assert capsys.readouterr().err.count(message) == 1
 

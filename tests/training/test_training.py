@@ -145,8 +145,7 @@ def test_a_run_learns_and_reports(uninterrupted, tmp_path):
     assert about["recipe"]["n_embd"] == 16 and about["data"]["sha256"] == hashlib.sha256(TEXT.encode()).hexdigest()
     assert about["losses"]["whole"] == end["whole"] and about["step"] == 24
     assert {"torch", "python"} <= set(about["versions"]) and about["machine"]["threads"] == 1
-    corpus = prepare(tiny(tmp_path).data)
-    assert whole_loss(best.load_model(), corpus.val) == pytest.approx(end["whole"], rel=1e-6)
+    assert whole_loss(best.load_model(), prepare(tiny(tmp_path).data).val) == pytest.approx(end["whole"], rel=1e-6)
     assert (uninterrupted / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert not [path for path in uninterrupted.rglob("*") if path.name.startswith(".") or path.suffix == ".pkl"]
 
