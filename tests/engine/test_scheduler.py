@@ -31,8 +31,7 @@ def test_matcher_finds_the_first_stop_and_holds_the_longest_prefix(stops, text):
         assert matched == (max(complete) if complete else None)
         if complete:
             return
-        prefixes = [k for s in stops for k in range(len(s)) if text[:end].endswith(s[:k])]
-        assert matcher.held == max(prefixes)
+        assert matcher.held == max([k for s in stops for k in range(len(s)) if text[:end].endswith(s[:k])])
 
 
 def test_a_stop_that_is_cut_off_begins_after_min_tokens():

@@ -267,6 +267,5 @@ async def test_a_refusal_before_the_worker_is_asked_is_for_a_moment_and_of_what_
     peer.client.num_models = 2  # whose queues are others
     peer.client.refuse_if_full("b")
     peer.client.num_models = 1
-    now = time.monotonic() + REFUSING_SECONDS
-    peer.client.sweep(now)
+    peer.client.sweep(time.monotonic() + REFUSING_SECONDS)
     peer.client.refuse_if_full("b")

@@ -143,8 +143,7 @@ def test_evaluate_prints_both_losses_of_any_text(checkpoint, text, tmp_path, out
     )
     command = ["evaluate", "--checkpoint", checkpoint, "--data", text, tmp_path / "more.txt"]
     assert message in error_of(*command)
-    lines = output_of(*command, "--unknown-characters", "drop").splitlines()
-    assert lines[1:] == expected(TEXT + "Yes\nNo , ")
+    assert output_of(*command, "--unknown-characters", "drop").splitlines()[1:] == expected(TEXT + "Yes\nNo , ")
     text.write_text(TEXT + "more")
     error = error_of("evaluate", "--checkpoint", checkpoint)
     assert f"{text} is not the training text of {checkpoint}: SHA-256" in error

@@ -70,8 +70,7 @@ def test_a_text_is_encoded_once(tmp_path, monkeypatch):
     first = prepare(str(file))
     monkeypatch.setattr(data, "_encode", None)  # a second encoding would fail
     assert np.array_equal(prepare(str(file)).ids, first.ids)
-    moved = file.rename(tmp_path / "elsewhere.txt")
-    assert np.array_equal(prepare(str(moved)).ids, first.ids)
+    assert np.array_equal(prepare(str(file.rename(tmp_path / "elsewhere.txt"))).ids, first.ids)
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")), st.integers(1, 7))  # NUL: UTF-16

@@ -39,8 +39,7 @@ def test_orthogonalize_keeps_singular_vectors_and_equalizes_singular_values(rows
         rotated = u.mT @ result.float() @ vh.mT  # in the basis of the singular vectors
         diagonal = rotated.diagonal()
         assert (rotated - diagonal.diag()).abs().max() < tolerance
-        large = s > 0.02 * s.norm()
-        assert (diagonal[large] - 1).abs().max() < 0.25
+        assert (diagonal[s > 0.02 * s.norm()] - 1).abs().max() < 0.25
         assert diagonal.min() > 0 and diagonal.max() < 1.25
 
 

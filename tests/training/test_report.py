@@ -21,8 +21,7 @@ def test_longest_copy_and_copied_share_at_any_chunk_size(text, train, length, ch
     assert longest == max(j - i for i, j in places if bytes(text[i:j]) in bytes(train))
     assert bytes(text[start : start + longest]) in bytes(train)
     windows = [bytes(text[i : i + length]) for i in range(len(text) - length + 1)]
-    expected = sum(w in bytes(train) for w in windows) / len(windows) if windows else 0.0
-    assert share == pytest.approx(expected)
+    assert share == pytest.approx(sum(w in bytes(train) for w in windows) / len(windows) if windows else 0.0)
 
 
 def test_distinct_n():
