@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from service.model.checkpoint import Checkpoint
     from tests.helpers import RunningServer
 
-sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]  # jsonschema's, for IRIs: takes a second to import
+# Takes a second to import, and lets jsonschema check IRIs, of which no document here has any.
+sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
 gc.disable()  # while tests are collected, which leaves little garbage
 # Test models are tiny: a second thread would only spin and compete with the servers under test.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

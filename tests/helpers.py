@@ -168,7 +168,7 @@ class RunningServer(Program):
         left = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-                ended = process.status() == psutil.STATUS_ZOMBIE and process.num_threads() == 1  # else it holds files
+                ended = process.status() == psutil.STATUS_ZOMBIE and process.num_threads() == 1  # others hold files
                 if os.getsid(process.pid) == self.process.pid and not ended:
                     left.append(process)
         return left
