@@ -99,9 +99,9 @@ class Ours:
             raise RuntimeError(f"no turn decoded all {rows} rows")
         return given / taken
 
-    def texts(self, count: int, longest: int, *, alone: bool) -> list[list[int]]:
-        """Generations with random prompts, lengths and parameters: one at a time, or in a random order in bursts and
-        trickles, from an idle engine to a full queue.
+    def texts(self, count: int, longest: int, at_once: int = 0) -> list[list[int]]:
+        """Generations with random prompts, lengths and parameters: so many at a time, or with 0 in a random order in
+        bursts and trickles, from an idle engine to a full queue.
         """
         chance, requests = random.Random(0), []
         for number in range(count):
@@ -109,8 +109,8 @@ class Ours:
             ids = prompt(length, chance.randrange(len(TEXT)))
             requests.append(Submit(number, ids, chance.randint(1, longest), sampling(number)))
         engine, texts, left = self.new_engine(count), [[] for _ in requests], requests[:]
-        if alone:
-            return [engine.generate([request])[0] for request in requests]
+        if at_once:
+            return [it for i in range(0, count, at_once) for it in engine.generate(requests[i : i + at_once])]
         chance.shuffle(left)
         while left or engine.has_work:
             if left and (not engine.has_work or chance.random() < 0.2):
