@@ -22,8 +22,8 @@ The modules, in the order a run uses them:
     log.py          the log and TensorBoard's event files
     state.py        what a resumed run needs, without pickle
 
-sample.py, score.py, report.py, export.py and lecture.py each hold the command of that name; page.py writes report's
-page.
+sample.py, score.py, report.py, export.py and lecture.py each hold the command of that name;
+report_page.py writes report's page.
 
 Import rule: `service.model`, and for sampling `service.engine`, `service.constrain` and `service.wire`; nothing else of
 `service`.

@@ -1,6 +1,6 @@
 """`report`: how much of a text is copied from the training text, and how often it repeats itself.
 
-Of records: how many are unique, novel, copies and valid, and how long they are. page.py shows it as a page.
+Of records: how many are unique, novel, copies and valid, and how long they are. report_page.py shows it as a page.
 
 The training text is processed in chunks and may be larger than memory; not so one of records.
 """
@@ -35,7 +35,7 @@ INVERSE = np.uint64(pow(int(BASE), -1, 1 << 64))
 
 
 def command(args: argparse.Namespace) -> None:
-    from training.page import write_page
+    from training.report_page import write_page
 
     args.checkpoint = find_checkpoint(args.checkpoint)
     run = args.checkpoint.parent if (args.checkpoint.parent / "log.jsonl").is_file() else None

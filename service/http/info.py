@@ -113,7 +113,7 @@ def info(service: Service, request: Request) -> None:
 
 
 def livez(service: Service, request: Request) -> None:
-    """Whether this HTTP process answers, and the main process still looks after all of them."""
+    """Whether this HTTP process answers, and the main process is responsive."""
     if not service.state.is_responsive("main", 2 * service.settings.hang_seconds):
         return _respond(request, s.Status("main process hangs"), 503)
     _respond(request, s.Status("alive"))

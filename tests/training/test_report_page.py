@@ -9,8 +9,8 @@ import pytest
 from service.model.checkpoint import Checkpoint
 from tests.helpers import random_model
 from training.data import prepare
-from training.page import write_page
 from training.report import Examination, examine
+from training.report_page import write_page
 from training.saving import save_checkpoint
 
 EVIL = "<script>alert('1')</script>&amp;<img src=x onerror=\"alert(2)\">"
