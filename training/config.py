@@ -67,7 +67,7 @@ class TrainConfig:
     extend_vocabulary: bool = option(False, "add the text's characters that are absent from the init_from checkpoint")
 
     # the model (GPTConfig)
-    block_size: int = option(256, "attention window and training length, in characters")
+    block_size: int = option(512, "attention window and training length, in characters")
     n_layer: int = option(6, "number of blocks")
     n_head: int = option(4, "query heads")
     n_kv_head: int = option(2, "key/value heads; must divide n_head")
@@ -79,7 +79,7 @@ class TrainConfig:
 
     # optimization
     steps: int = option(2800, "optimizer steps", COUNT)
-    batch_size: int = option(8, "windows of block_size characters per step; cut ones are as many more", SMALL_COUNT)
+    batch_size: int = option(4, "windows of block_size characters per step; cut ones are as many more", SMALL_COUNT)
     window_stages: int = expert(
         3,
         "windows grow: with 3, they are cut in four, then in two, as far as they can be and have 16 characters, then "
@@ -93,7 +93,7 @@ class TrainConfig:
     adamw_beta1: float = expert(0.9, "decay of AdamW's first moment, in [0, 1)", FRACTION)
     adamw_beta2: float = expert(0.99, "decay of AdamW's second moment, in [0, 1)", FRACTION)
     weight_decay: float = option(
-        0.2,
+        0.1,
         "decoupled weight decay of the hidden matrices, times the learning rate, after three epochs; less before",
         RATE,
     )
@@ -101,7 +101,7 @@ class TrainConfig:
     grad_clip: float = expert(1.0, "maximum gradient norm; 0: no clipping", COUNT_OR_NONE)
 
     # evaluation, logs and checkpoints
-    eval_every: int = option(610, "steps between evaluations", COUNT)
+    eval_every: int = option(700, "steps between evaluations", COUNT)
     eval_chars: int = expert(1_000_000, "validation characters per evaluation, 0: all", (0, 10**12))
     score_chars: int = expert(0, "validation characters that the final report scores, 0: all", (0, 10**12))
     patience: int = option(0, "stop after this many evaluations without a new best; 0: never", COUNT_OR_NONE)
@@ -187,9 +187,19 @@ class TrainConfig:
 
 # The experiments behind these values are in RECIPE.md.
 PRESETS: dict[str, dict[str, Any]] = {
-    "quick": dict(n_layer=4, block_size=128, muon_lr=0.04, steps=550, eval_every=275, eval_chars=30_000),
+    "quick": dict(
+        n_layer=4,
+        block_size=128,
+        batch_size=8,
+        steps=550,
+        eval_every=275,
+        eval_chars=30_000,
+        muon_lr=0.04,
+        weight_decay=0.2,
+    ),
     "cpu": dict(),
     "gpu": dict(
+        block_size=256,
         n_layer=8,
         n_head=8,
         n_kv_head=4,

@@ -56,6 +56,9 @@ def _train(args: argparse.Namespace, given: dict[str, Any]) -> None:
         if "init_from" in given:
             given = checkpoint_shape(given["init_from"]) | {"window_stages": 1} | given  # it has seen whole windows
         config = TrainConfig.from_preset(args.preset or "cpu", **given)
+        if "init_from" in given and "batch_size" not in given:  # its windows, in steps of the preset's length
+            characters = TrainConfig.from_preset(args.preset or "cpu").tokens_per_step
+            config = replace(config, batch_size=max(1, characters // config.block_size))
         start(config, args.out, console, overwrite=args.overwrite, adaptable=SETTINGS - given.keys())
         return
     data = given.pop("data", None)

@@ -18,7 +18,8 @@ from training.messages import plural
 EPOCHS = 10.0
 TAUGHT_EPOCHS = 20.0  # what teachers say was not memorized in so many
 SMALL_MODEL: dict[str, Any] = {"n_layer": 4, "n_head": 4, "n_kv_head": 2, "n_embd": 128}
-SMALL_STEP = 1024  # characters
+SMALL_STEP, SMALL_WINDOW = 1024, 256  # characters
+SMALL_DECAY = 0.2
 # Below so many characters dropout and weight decay rise, with the logarithm, until a tenth of it.
 REGULARIZED = 200_000
 MORE_DROPOUT, MORE_DECAY = 0.3, 0.8
@@ -47,7 +48,7 @@ def fitted(
         missing = min(1.0, math.log10(max(1.0, REGULARIZED / length)))  # orders of magnitude
         decay: dict[str, Any] = {
             "dropout": max(config.dropout, round(MORE_DROPOUT * missing, 2)),
-            "weight_decay": round(config.weight_decay + MORE_DECAY * missing, 2),
+            "weight_decay": round(max(SMALL_DECAY, config.weight_decay) + MORE_DECAY * missing, 2),
         }
         wanted = replace(wanted, **model, **{name: value for name, value in decay.items() if name in adaptable})
     if "batch_size" in adaptable:
@@ -55,6 +56,8 @@ def fitted(
         if is_small and "steps" in adaptable:  # which then has more, so that no less is trained on
             characters = min(SMALL_STEP, characters)
         block_size = config.block_size
+        if is_small and "block_size" in adaptable:
+            block_size = min(SMALL_WINDOW, block_size)
         if corpus.records is not None and "block_size" in adaptable:
             longest = int(RecordSampler(corpus.train, block_size, config.seed).pieces[1].max())
             block_size = min(block_size, max(MIN_WINDOW, 1 << longest.bit_length()))

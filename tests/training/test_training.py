@@ -457,7 +457,7 @@ def test_a_text_of_a_few_lines_is_trained_on_for_a_few_epochs(tmp_path, capsys):
 
 
 MODEL = {"n_layer": 4, "dropout": 0.24, "weight_decay": 0.84}
-SMALL = {**MODEL, "batch_size": 4, "steps": 310, "eval_every": 31, "patience": 3}
+SMALL = {**MODEL, "block_size": 256, "steps": 310, "eval_every": 31, "patience": 3}
 FEWER = {"steps": 100, "warmup_steps": 25, "eval_every": 10, "patience": 3}
 
 
@@ -465,9 +465,9 @@ FEWER = {"steps": 100, "warmup_steps": 25, "eval_every": 10, "patience": 3}
     ("changes", "adaptable", "expected"),
     [
         ({}, SETTINGS, SMALL),
-        ({}, SETTINGS - {"steps"}, MODEL),
+        ({}, SETTINGS - {"steps"}, {**MODEL, "block_size": 256, "batch_size": 8}),
         ({}, SETTINGS - {"n_embd"}, {name: value for name, value in SMALL.items() if name not in MODEL}),
-        ({}, SETTINGS - {"batch_size"}, {**MODEL, "steps": 155, "warmup_steps": 38, "eval_every": 15, "patience": 3}),
+        ({}, SETTINGS - {"batch_size"}, {**MODEL, "steps": 152, "warmup_steps": 38, "eval_every": 15, "patience": 3}),
         ({"steps": 100}, SETTINGS - {"steps"}, {"eval_every": 12}),
         ({"block_size": 4096}, SETTINGS - {"block_size"}, {**MODEL, "batch_size": 1, **FEWER}),
         ({}, frozenset(), {}),
