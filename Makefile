@@ -35,18 +35,18 @@ train: $(RUN) ## train PRESET (default cpu) on DATA into checkpoints/PRESET; ARG
 	$(BIN)/python -m training train --preset $(PRESET) --data '$(DATA)' --out checkpoints/$(PRESET) $(ARGS)
 
 # Models that differ in their settings predict better together than models that differ in their seeds alone.
-# Windows of 256, as its user wants a small cache; flags that come later take precedence.
+# THEN: what `cpu` was when it was made; windows of 256 keep its cache small. Flags that come later take precedence.
 TEACHERS := 1 2 3 4 5 6
-SHORT := --block-size 256 --batch-size 8 --eval-every 610 --weight-decay 0.2
+THEN := --block-size 256 --batch-size 8 --eval-every 610 --weight-decay 0.2
 TEACHER_2 := --block-size 512 --batch-size 4 --weight-decay 0.1
 TEACHER_3 := --muon-lr 0.025 --muon-momentum 0.95 --weight-decay 0.24
 TEACHER_4 := --block-size 512 --batch-size 4 --muon-lr 0.025 --muon-momentum 0.95
 TEACHER_5 := --n-layer 8
 TEACHER_6 := --n-embd 160
 bundled: $(RUN) ## retrain the bundled checkpoint: six teachers, and their student, about an hour
-	set -e; $(foreach seed,$(TEACHERS),$(BIN)/python -m training train --seed $(seed) $(SHORT) $(TEACHER_$(seed)) \
+	set -e; $(foreach seed,$(TEACHERS),$(BIN)/python -m training train --seed $(seed) $(THEN) $(TEACHER_$(seed)) \
 	  --out checkpoints/teacher-$(seed) --overwrite;)
-	$(BIN)/python -m training train $(SHORT) --steps 9760 --weight-decay 0.05 --teachers $(TEACHERS:%=checkpoints/teacher-%/best) \
+	$(BIN)/python -m training train $(THEN) --steps 9760 --weight-decay 0.05 --teachers $(TEACHERS:%=checkpoints/teacher-%/best) \
 	  --weights float16 --out checkpoints/bundled --overwrite
 	rm -rf $(BUNDLED)
 	mkdir -p $(BUNDLED)

@@ -17,6 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
+from service.model.checkpoint import Checkpoint
 from training.config import SHAPE, ConfigError, TrainConfig
 from training.data import prepare, recode, sampler_of
 from training.device import pick_device, resolve_auto
@@ -56,9 +57,6 @@ def _train(args: argparse.Namespace, given: dict[str, Any]) -> None:
         if "init_from" in given:
             given = checkpoint_shape(given["init_from"]) | {"window_stages": 1} | given  # it has seen whole windows
         config = TrainConfig.from_preset(args.preset or "cpu", **given)
-        if "init_from" in given and "batch_size" not in given:  # its windows, in steps of the preset's length
-            characters = TrainConfig.from_preset(args.preset or "cpu").tokens_per_step
-            config = replace(config, batch_size=max(1, characters // config.block_size))
         start(config, args.out, console, overwrite=args.overwrite, adaptable=SETTINGS - given.keys())
         return
     data = given.pop("data", None)
@@ -118,7 +116,8 @@ def _new_run(
         origin = load_origin(config, tokenizer.characters)
         say(console, describe_origin(config, origin))
         tokenizer = origin.tokenizer
-    config, changes = fitted(config, corpus, adaptable, world.size * config.accumulate)
+    longest = min((Checkpoint.read(path).config.block_size for path in config.teachers), default=None)
+    config, changes = fitted(config, corpus, adaptable, world.size * config.accumulate, longest)
     if changes:
         say(console, explanation(corpus, changes))
     sampler_of(corpus, config.block_size, config.seed)  # refuses a text that is too short for it

@@ -33,12 +33,11 @@ def test_names_its_text_recipe_and_command(bundled):
     makefile = (Path(__file__).parents[2] / "Makefile").read_text()
     seeds = re.search(r"^TEACHERS := (.*)$", makefile, re.M)[1].split()
     teachers = [f"checkpoints/teacher-{seed}/best" for seed in seeds]
-    flags, steps, decay = re.search(r"SHORT\) (--steps (\d+) --weight-decay ([\d.]+)) --teachers", makefile).groups()
-    assert "SHORT := --block-size 256 --batch-size 8 --eval-every 610 " in makefile
-    settings = {"block_size": 256, "batch_size": 8, "eval_every": 610}
-    settings |= {"steps": int(steps), "weight_decay": float(decay), "weights": "float16"}
-    assert TrainConfig(**about["recipe"]) == TrainConfig(teachers=teachers, **settings)
-    assert f"train {flags} --teachers {' '.join(teachers)} --weights float16" in about["command"]
+    flags, steps, decay = re.search(r"THEN\) (--steps (\d+) --weight-decay ([\d.]+)) --teachers", makefile).groups()
+    assert "THEN := --block-size 256 --batch-size 8 --eval-every 610 " in makefile
+    settings = dict(block_size=256, batch_size=8, eval_every=610, steps=int(steps), weight_decay=float(decay))
+    assert TrainConfig(**about["recipe"]) == TrainConfig(teachers=teachers, weights="float16", **settings)
+    assert f"{flags} --teachers {' '.join(teachers)} --weights float16" in about["command"]
     assert [teacher["path"] for teacher in about["teachers"]] == teachers
 
 

@@ -466,8 +466,8 @@ FEWER = {"steps": 100, "warmup_steps": 25, "eval_every": 10, "patience": 3}
     [
         ({}, SETTINGS, SMALL),
         ({}, SETTINGS - {"steps"}, {**MODEL, "block_size": 256, "batch_size": 8}),
-        ({}, SETTINGS - {"n_embd"}, {name: value for name, value in SMALL.items() if name not in MODEL}),
-        ({}, SETTINGS - {"batch_size"}, {**MODEL, "steps": 152, "warmup_steps": 38, "eval_every": 15, "patience": 3}),
+        ({}, SETTINGS - {"n_embd"}, {k: v for k, v in SMALL.items() if k not in MODEL} | {"weight_decay": 0.2}),
+        ({}, SETTINGS - {"batch_size"}, SMALL),
         ({"steps": 100}, SETTINGS - {"steps"}, {"eval_every": 12}),
         ({"block_size": 4096}, SETTINGS - {"block_size"}, {**MODEL, "batch_size": 1, **FEWER}),
         ({}, frozenset(), {}),
@@ -482,18 +482,29 @@ def test_a_small_text_decides_what_was_not_set(tmp_path, changes, adaptable, exp
     assert found == replace(config, **expected)
 
 
+def test_a_step_has_the_presets_characters_whatever_the_window(tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT * 12)
+    corpus, config = prepare(str(tmp_path / "text.txt")), TrainConfig(steps=10)
+    assert [TrainConfig.from_preset("cpu", block_size=size).batch_size for size in (128, 400, 4096)] == [16, 4, 1]
+    assert TrainConfig.from_preset("cpu", block_size=256, batch_size=3).batch_size == 3
+    for parts, longest, expected in ((1, None, (512, 4)), (1, 300, (300, 4)), (8, 256, (256, 8)), (8, None, (512, 8))):
+        found, _ = fitted(config, corpus, SETTINGS, parts, longest)
+        assert (found.block_size, found.batch_size) == expected
+
+
 @pytest.mark.parametrize(("preset", "parts"), [("quick", 1), ("cpu", 3), ("gpu", 8)])
 def test_records_decide_the_window(tmp_path, preset, parts):
     """The longest has 20 characters and its line break."""
     names = [f"{a}{b}{c}" for a in ("ann", "bo", 20 * "x") for b in "aeiou" for c in ("", "la", "ri", "sson")]
     (tmp_path / "names.txt").write_text("\n".join(name[:20] for name in names))
     corpus = prepare(str(tmp_path / "names.txt"), records=True)
-    found, changed = fitted(TrainConfig.from_preset(preset), corpus, SETTINGS, parts)
+    config = TrainConfig.from_preset(preset)
+    found, changed = fitted(config, corpus, SETTINGS, parts)
     assert found.block_size == changed["block_size"] == 32
     assert found.batch_size % parts == 0 and 1024 <= found.tokens_per_step < 1024 + 32 * parts
     assert (found.n_layer, found.n_embd, found.steps) == (4, 128, 100)
-    unchanged, _ = fitted(TrainConfig.from_preset(preset), corpus, SETTINGS - {"batch_size"})
-    assert unchanged.tokens_per_step == TrainConfig.from_preset(preset).tokens_per_step
+    unchanged, _ = fitted(config, corpus, SETTINGS - {"batch_size"})
+    assert (unchanged.batch_size, unchanged.block_size) == (config.batch_size, min(256, config.block_size))
 
 
 def test_kept_checkpoints(tmp_path):
