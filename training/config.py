@@ -44,11 +44,6 @@ Weights = Literal["float32", "float16"]
 SHAPE = ("block_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_inner", "rope_theta", "norm_eps")
 
 
-def windows_in(characters: int, block_size: int) -> int:
-    """How many windows of block_size have so many characters, rounded down to a power of two, but at least one."""
-    return 1 << max(0, (characters // max(1, block_size)).bit_length() - 1)
-
-
 @dataclass(frozen=True)
 class TrainConfig:
     """Settings of one run. On one machine's CPU, equal settings, dtype and threads give equal bytes.
@@ -161,7 +156,8 @@ class TrainConfig:
             if name not in names:
                 raise ConfigError(f"unknown setting {name!r}; allowed: {', '.join(names)}")
         if "block_size" in changes and "batch_size" not in changes:
-            changes["batch_size"] = windows_in(cls(**PRESETS[preset]).tokens_per_step, changes["block_size"])
+            characters = cls(**PRESETS[preset]).tokens_per_step
+            changes["batch_size"] = max(1, characters // max(1, changes["block_size"]))
         return cls(**{**PRESETS[preset], **changes})
 
     @property

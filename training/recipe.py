@@ -9,7 +9,7 @@ from collections.abc import Set
 from dataclasses import replace
 from typing import Any
 
-from training.config import MIN_WINDOW, TrainConfig, windows_in
+from training.config import MIN_WINDOW, TrainConfig
 from training.data import Corpus, RecordSampler, sampler_of
 from training.messages import plural
 
@@ -43,7 +43,7 @@ def fitted(
     """
     length, before = len(corpus.train), config.as_dict()
     if longest_window is not None and longest_window < config.block_size and adaptable >= {"block_size", "batch_size"}:
-        batch_size = windows_in(config.tokens_per_step, longest_window)
+        batch_size = max(1, config.tokens_per_step // longest_window)
         config = replace(config, block_size=longest_window, batch_size=batch_size)
     wanted = config
     epochs = TAUGHT_EPOCHS if config.teachers else EPOCHS
