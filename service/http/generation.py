@@ -130,6 +130,9 @@ class Generation:
 
     @property
     def endings(self) -> dict[str, int]:
+        if len(self.sequences) == 1:
+            reason = self.sequences[0].finish_reason
+            return {} if reason is None else {reason: 1}
         return dict(Counter(it.finish_reason for it in self.sequences if it.finish_reason is not None))
 
     @property
@@ -158,6 +161,15 @@ class Generation:
     @property
     def timing(self) -> Timing:
         every = self.sequences
+        if len(every) == 1:
+            (it,) = every
+            count = it.num_completion_tokens - 1
+            return Timing(
+                round(it.queue_seconds or 0.0, 6),
+                round(it.prefill_seconds, 6),
+                round(it.decode_seconds, 6),
+                round(it.decode_seconds / count, 9) if count > 0 else None,
+            )
         later = sum([max(0, it.num_completion_tokens - 1) for it in every])  # characters after each first one
         return Timing(
             round(max([it.queue_seconds or 0.0 for it in every]), 6),

@@ -100,9 +100,7 @@ class Ours:
         return given / taken
 
     def texts(self, count: int, longest: int, at_once: int = 0) -> list[list[int]]:
-        """Generations with random prompts, lengths and parameters: so many at a time, or with 0 in a random order in
-        bursts and trickles, from an idle engine to a full queue.
-        """
+        """Of random prompts, lengths and parameters: so many at a time; 0: in random order, idle to a full queue."""
         chance, requests = random.Random(0), []
         for number in range(count):
             length = min(300, round(2 ** chance.uniform(0, 8.3)))

@@ -7,7 +7,7 @@
                out of memory, a killed worker, two HTTP processes
     engine     S and M by rows: characters per second, share of memory bandwidth and of products
     http       whole answers, streams and the first character, beside stock LitServe, transformers serve and vLLM
-    training   the preset gpu
+    training   the preset gpu, with and without torch.compile
     image      the CUDA image: built, and one generation in it
 
 Rewrites OUT/gpu-check.json and OUT/gpu-check.md after each part. A part that fails leaves its reason, and the others
@@ -121,7 +121,8 @@ class Check(Run):
 
     def training(self) -> dict[str, Any]:
         config = TrainConfig.from_preset("gpu", device="cuda", sample_chars=0)
-        return {"gpu": in_child(train.run_ours, config, self.out / "train")}
+        runs = {name: replace(config, compile=name == "compiled") for name in ("compiled", "eager")}
+        return {name: in_child(train.run_ours, run, self.out / "train" / name) for name, run in runs.items()}
 
     def image(self) -> dict[str, Any]:
         if shutil.which("docker") is None or subprocess.run(["docker", "version"], capture_output=True).returncode:

@@ -297,7 +297,7 @@ def test_out_of_memory_is_one_sentence(tmp_path):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("slots", "count", "at_once"), [(64, 10_000, 4), (512, 1000, 1)])
+@pytest.mark.parametrize(("slots", "count", "at_once"), [(64, 10_000, 4), (64, 1000, 1), (512, 1000, 1)])
 def test_ten_thousand_texts_do_not_depend_on_the_load(dtype, slots, count, at_once):
     ours = bench_engine.Ours(BUNDLED, "cuda", dtype, slots=slots, threads=1, device="cuda")
     assert ours.texts(count, 64) == ours.texts(count, 64, at_once)

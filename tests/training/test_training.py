@@ -483,8 +483,7 @@ def test_a_small_text_decides_what_was_not_set(tmp_path, changes, adaptable, exp
 
 
 def test_a_step_has_the_presets_characters_whatever_the_window(tmp_path):
-    (tmp_path / "text.txt").write_text(TEXT * 12)
-    corpus, config = prepare(str(tmp_path / "text.txt")), TrainConfig(steps=10)
+    corpus, config = prepare(tiny(tmp_path).data), TrainConfig(steps=10)
     assert [TrainConfig.from_preset("cpu", block_size=size).batch_size for size in (128, 400, 4096)] == [16, 5, 1]
     assert TrainConfig.from_preset("cpu", block_size=256, batch_size=3).batch_size == 3
     for parts, longest, expected in ((1, None, (512, 4)), (1, 300, (300, 6)), (8, 256, (256, 8)), (8, None, (512, 8))):
