@@ -127,7 +127,7 @@ if __name__ == "__main__":
             Extension(f"{name}_{variant}", [source.as_posix()], optional=True)
             for name, source in (("service.engine._native", SOURCE), ("training._fused", FUSED))
             for variant in VARIANTS
-            if Path(__file__).parent.joinpath(source).exists() and not (source is FUSED and "bf16" in variant)
+            if Path(__file__).parent.joinpath(source).exists()
         ],
         cmdclass={"build_ext": BuildNative},
     )

@@ -1,17 +1,21 @@
-// What stands between the products of a training step on a CPU, forward and backward, for fused.py: causal attention,
-// between the product that gives queries, keys and values and the one that takes what was attended, and SwiGLU.
+// What stands between the products of a training step on a CPU, forward and backward, for fused.py: RMSNorm, SwiGLU,
+// and causal attention, from the product that gives queries, keys and values to the one that takes what was attended.
+//
+// S is the type of the products' factors and results: float, double, or bfloat16, with which this computes in float;
+// its own products take pairs of bfloat16 where the CPU has an instruction for that. T is the type computed in.
 //
 // One group of heads of one window, those that share a key head, is computed at a time. Its keys and values fit the
 // first caches, and its attention weights are never written to memory: the backward computes them again from the
 // log-sum-exp of each row (Dao et al. 2022). What lies above the diagonal is skipped. A group's results depend on that
 // group alone, hence not on the number of threads.
 //
-//   heads     (B, T, nh + 2 nkv, hs): queries, then keys, then values, as the product gives them
-//   gains     (nh + nkv, hs): of the norms of queries, times 1 / √hs, and of keys
-//   cos, sin  (T, hs): of RoPE, sin with its sign: y rotated is y · cos + roll(y, hs / 2) · sin
-//   attended  (B, T, nh, hs)
-//   lse       (B, nh, T): logarithm of the sum of the exponentials of a row's scores
-//   inner     (rows, 2 width): gate, then up; hidden (rows, width) is silu(gate) · up
+//   heads     S (B, T, nh + 2 nkv, hs): queries, then keys, then values, as the product gives them
+//   gains     T (nh + nkv, hs): of the norms of queries, times 1 / √hs, and of keys
+//   cos, sin  T (T, hs): of RoPE, sin with its sign: y rotated is y · cos + roll(y, hs / 2) · sin
+//   attended  S (B, T, nh, hs)
+//   lse       T (B, nh, T): logarithm of the sum of the exponentials of a row's scores
+//   inner     S (rows, 2 width): gate, then up; hidden S (rows, width) is silu(gate) · up
+//   x, scale  T (rows, width), (rows): the residual stream, and the reciprocal of a row's root mean square
 //
 // setup.py compiles it once per instruction set; fused.py calls the functions at the end.
 
@@ -27,6 +31,10 @@
 #include <thread>
 #include <type_traits>
 #include <vector>
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -47,6 +55,22 @@ template <class T> using Reg = typename Register<T>::type;
 template <class T> constexpr int LANES = REGISTER / sizeof(T);
 #define INLINE inline __attribute__((always_inline))
 
+struct BFloat16 {
+  uint16_t bits;
+};
+
+// What is computed in, and what a product takes at once: K numbers that are summed, a number itself or a pair of them.
+template <class S> struct Types { typedef S T, Unit, Factor; };
+template <> struct Types<BFloat16> {
+  typedef float T;
+#if defined(__AVX512BF16__)
+  typedef BFloat16 Unit;
+  typedef uint32_t Factor;
+#else
+  typedef float Unit, Factor;
+#endif
+};
+
 template <class T> INLINE Reg<T> load(const T* from) {
   Reg<T> v;
   std::memcpy(&v, from, REGISTER);
@@ -55,12 +79,52 @@ template <class T> INLINE Reg<T> load(const T* from) {
 template <class T> INLINE void store(T* to, Reg<T> v) { std::memcpy(to, &v, REGISTER); }
 
 // The first n lanes, with zeros after them.
-template <class T> INLINE Reg<T> some(const T* from, int n) {
+template <class T, class = std::enable_if_t<std::is_floating_point_v<T>>>
+INLINE Reg<T> some(const T* from, int n) {
   Reg<T> v = {};
   std::memcpy(&v, from, n * sizeof(T));
   return v;
 }
-template <class T> INLINE void put(T* to, Reg<T> v, int n) { std::memcpy(to, &v, n * sizeof(T)); }
+template <class T, class = std::enable_if_t<std::is_floating_point_v<T>>>
+INLINE void put(T* to, Reg<T> v, int n) {
+  std::memcpy(to, &v, n * sizeof(T));
+}
+
+// Of bfloat16, the upper halves of floats, rounded to nearest, ties to even.
+typedef uint16_t Halves __attribute__((vector_size(REGISTER / 2)));
+INLINE Reg<uint32_t> rounded(Reg<float> x) {
+  Reg<uint32_t> bits = (Reg<uint32_t>)x;
+  return bits + 0x7fff + ((bits >> 16) & 1);
+}
+INLINE Reg<float> some(const BFloat16* from, int n) {
+  Halves v = {};
+  std::memcpy(&v, from, n * sizeof(BFloat16));
+  return (Reg<float>)(__builtin_convertvector(v, Reg<uint32_t>) << 16);
+}
+INLINE void put(BFloat16* to, Reg<float> v, int n) {
+  Halves halves = __builtin_convertvector(rounded(v) >> 16, Halves);
+  std::memcpy(to, &halves, n * sizeof(BFloat16));
+}
+
+// Calls each(i, n) for all i < width, n lanes from i on at a time; n is known to the compiler.
+template <class T, class F> INLINE void pieces(int width, F each) {
+  int i = 0;
+  for (; i + LANES<T> <= width; i += LANES<T>) each(i, std::integral_constant<int, LANES<T>>());
+  for (; i < width; ++i) each(i, std::integral_constant<int, 1>());
+}
+
+template <class T> INLINE Reg<T> plus_product(Reg<T> sum, T x, Reg<T> y) { return sum + x * y; }
+#if defined(__AVX512BF16__)
+INLINE Reg<float> plus_product(Reg<float> sum, uint32_t x, Reg<uint32_t> y) {
+  return (Reg<float>)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(int(x)), (__m512bh)y);
+}
+#endif
+
+template <class T> INLINE T total(Reg<T> sums) {
+  for (int n = LANES<T> / 2; n; n /= 2)
+    for (int i = 0; i < n; ++i) sums[i] += sums[i + n];
+  return sums[0];
+}
 
 int rounded_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
@@ -83,9 +147,15 @@ INLINE Reg<double> exponential(Reg<double> x) {
   return x;
 }
 
-// x[i] <- exp(x[i] - shift) for i < n, a multiple of LANES
-template <class T> void exponentials(T* x, int n, T shift) {
-  for (int i = 0; i < n; i += LANES<T>) store(x + i, exponential(load(x + i) - shift));
+// exp(x[i] - shift) for i < n, zeros from there to `end`, a multiple of LANES; `write` takes a register of them at i.
+template <class T, class F> INLINE void exponentials(const T* x, int n, int end, T shift, F write) {
+  int i = 0;
+  for (; i + LANES<T> <= n; i += LANES<T>) write(i, exponential(load(x + i) - shift));
+  for (; i < end; i += LANES<T>) {
+    Reg<T> last = i < n ? exponential(load(x + i) - shift) : Reg<T>{};
+    for (int lane = std::max(0, n - i); lane < LANES<T>; ++lane) last[lane] = 0;
+    write(i, last);
+  }
 }
 
 // Calls each(own, i) for i < n, once each, in up to `threads` threads, each with an object of its own that `make`
@@ -123,79 +193,102 @@ template <class T> struct Shape {
 };
 
 // One group of heads at a time; each thread has one of these. SIZE: of a head, known to the compiler; 0: any.
-template <class T, int SIZE> class Group {
+//
+// Factors of products hold K numbers each that are summed: neighbours of a row, "across", or of a column, "down".
+template <class S, int SIZE> class Group {
  public:
-  static constexpr int N = LANES<T>, TILE = 2 * N;
+  using T = typename Types<S>::T;
+  using Unit = typename Types<S>::Unit;
+  using Factor = typename Types<S>::Factor;
+  static constexpr int N = LANES<T>, TILE = 2 * N, K = sizeof(Factor) / sizeof(Unit);
 
-  Group(const Shape<T>& shape, const T* heads, const T* gains, const T* cos, const T* sin)
-      : s(shape), size(SIZE ? SIZE : s.size), heads(heads), gains(gains), cos(cos), sin(sin), width(rounded_up(size, N)),
-        keys(rounded_up(s.length, std::max(TILE, ROWS))) {
-    for (auto* each : {&k, &v, &kt, &vt, &grad_k, &grad_v}) each->resize(size_t(keys) * width);
-    for (auto* each : {&q, &out, &grad_q, &normed}) each->resize(size_t(BLOCK) * width);
+  Group(const Shape<T>& shape, const S* heads, const T* gains, const T* cos, const T* sin)
+      : s(shape), size(SIZE ? SIZE : s.size), heads(heads), gains(gains), cos(cos), sin(sin),
+        width(rounded_up(size, N)),
+        keys(rounded_up(s.length, std::max(TILE, ROWS)) + N) {  // a power of two would share few lines of the cache
+    for (auto* each : {&k, &v, &grad_k, &grad_v}) each->resize(size_t(keys) * width);
+    for (auto* each : {&kt, &vt, &k_low, &v_low}) each->resize(size_t(keys) * width);
+    for (auto* each : {&q, &grad, &out, &grad_q}) each->resize(size_t(BLOCK) * width);
+    for (auto* each : {&q_low, &grad_low}) each->resize(size_t(BLOCK) * width);
+    for (auto* each : {&row, &normed, &other}) each->resize(width);
     for (auto* each : {&weights, &grads}) each->resize(size_t(BLOCK) * keys);
+    for (auto* each : {&weights_low, &grads_low}) each->resize(size_t(BLOCK) * keys);
   }
 
-  void forward(int window, int key_head, T* attended, T* lse) {
-    take_keys(window, key_head);
+  void forward(int window, int key_head, S* attended, T* lse) {
+    take_keys(window, key_head, false);
     for (int head = key_head * s.group(); head < (key_head + 1) * s.group(); ++head)
       for (int first = 0; first < s.length; first += ROWS) {
         int rows = std::min(ROWS, s.length - first), seen = columns(first + rows);
         take_queries(window, head, first, rows);
-        products(q.data(), kt.data(), seen, weights.data());
+        products(across(q, q_low, ROWS, width, width), kt.data(), seen, weights.data());
         T sums[ROWS];
         for (int i = 0; i < rows; ++i) {
-          T* row = &weights[size_t(i) * keys];
-          std::fill(row + first + i + 1, row + seen, -std::numeric_limits<T>::infinity());
-          T most = largest(row, seen);
-          exponentials(row, seen, most);
-          std::fill(row + first + i + 1, row + seen, T(0));
-          sums[i] = sum_of(row, seen);
+          const T* its = &weights[size_t(i) * keys];
+          Unit* to = &weights_low[size_t(i) * keys];
+          T most = largest(its, first + i + 1);
+          Reg<T> sum = {};
+          exponentials(its, first + i + 1, seen, most, [&](int j, Reg<T> each) {
+            sum += each;
+            put(to + j, each, N);
+          });
+          sums[i] = total<T>(sum);
           lse[(size_t(window) * s.heads + head) * s.length + first + i] = most + std::log(sums[i]);
         }
         std::fill(out.begin(), out.end(), T(0));
-        mix(weights.data(), keys, 1, v.data(), first + rows, out.data());
+        mix(weights_low.data(), keys / K, 1, value_rows, first + rows, out.data());
         for (int i = 0; i < rows; ++i) {
-          T* to = attended + ((size_t(window) * s.length + first + i) * s.heads + head) * size;
-          for (int d = 0; d < length_of_head(); ++d) to[d] = out[size_t(i) * width + d] / sums[i];
+          S* to = attended + ((size_t(window) * s.length + first + i) * s.heads + head) * size;
+          const T* from = &out[size_t(i) * width];
+          T factor = 1 / sums[i];
+          pieces<T>(length_of_head(), [&](int d, auto n) { put(to + d, some(from + d, n) * factor, n); });
         }
       }
   }
 
   // grad_gains (nh + nkv, hs) of this window; the rows of these heads are written.
-  void backward(int window, int key_head, const T* attended, const T* lse, const T* grad, T* grad_heads,
+  void backward(int window, int key_head, const S* attended, const T* lse, const S* grad_attended, S* grad_heads,
                 T* grad_gains) {
-    take_keys(window, key_head);
+    take_keys(window, key_head, true);
     std::fill(grad_k.begin(), grad_k.end(), T(0));
     std::fill(grad_v.begin(), grad_v.end(), T(0));
     for (int head = key_head * s.group(); head < (key_head + 1) * s.group(); ++head) {
       std::fill_n(grad_gains + size_t(head) * size, size, T(0));
       for (int first = 0; first < s.length; first += BLOCK) {
-        int rows = std::min(BLOCK, s.length - first), seen = columns(first + rows);
+        int rows = std::min(BLOCK, s.length - first), seen = columns(first + rows), padded = rounded_up(rows, ROWS);
         take_queries(window, head, first, rows);
-        for (int i = 0; i < rows; ++i)
-          std::copy_n(grad + ((size_t(window) * s.length + first + i) * s.heads + head) * size, size,
-                      &out[size_t(i) * width]);
-        for (int i = 0; i < rounded_up(rows, ROWS); i += ROWS) {
-          products(&q[size_t(i) * width], kt.data(), seen, &weights[size_t(i) * keys]);
-          products(&out[size_t(i) * width], vt.data(), seen, &grads[size_t(i) * keys]);
+        T dots[BLOCK];
+        for (int i = 0; i < rows; ++i) {
+          size_t at = ((size_t(window) * s.length + first + i) * s.heads + head) * size;
+          copy(attended + at, other.data());
+          copy(grad_attended + at, &grad[size_t(i) * width]);
+          dots[i] = dot_of(&grad[size_t(i) * width], other.data(), length_of_head());
         }
-        for (int i = 0; i < rounded_up(rows, ROWS); ++i) {
-          T *row = &weights[size_t(i) * keys], *its = &grads[size_t(i) * keys], dot = 0;
-          int visible = i < rows ? first + i + 1 : 0;
-          if (visible) {
-            size_t place = ((size_t(window) * s.length + first + i) * s.heads + head) * size;
-            dot = dot_of(grad + place, attended + place, length_of_head());
-            exponentials(row, columns(visible), lse[(size_t(window) * s.heads + head) * s.length + first + i]);
-          }
-          std::fill(row + visible, row + seen, T(0));
-          for (int j = 0; j < seen; j += N) store(its + j, load(row + j) * (load(its + j) - dot));
+        const Unit* its_q = across(q, q_low, padded, width, width);
+        const Unit* its_grad = across(grad, grad_low, padded, width, width);
+        for (int i = 0; i < padded; i += ROWS) {
+          products(its_q + size_t(i) * width, kt.data(), seen, &weights[size_t(i) * keys]);
+          products(its_grad + size_t(i) * width, vt.data(), seen, &grads[size_t(i) * keys]);
+        }
+        for (int i = 0; i < padded; ++i) {
+          T *its = &weights[size_t(i) * keys], *its_grads = &grads[size_t(i) * keys];
+          T dot = i < rows ? dots[i] : T(0);
+          T shift = i < rows ? lse[(size_t(window) * s.heads + head) * s.length + first + i] : T(0);
+          exponentials(its, i < rows ? first + i + 1 : 0, seen, shift, [&](int j, Reg<T> each) {
+            store(its + j, each);
+            store(its_grads + j, each * (load(its_grads + j) - dot));
+          });
         }
         std::fill(grad_q.begin(), grad_q.end(), T(0));
-        for (int i = 0; i < rounded_up(rows, ROWS); i += ROWS)
-          mix(&grads[size_t(i) * keys], keys, 1, k.data(), first + rows, &grad_q[size_t(i) * width]);
+        const Unit* low = across(grads, grads_low, padded, seen, keys);
+        for (int i = 0; i < padded; i += ROWS)
+          mix(low + size_t(i) * keys, keys / K, 1, key_rows, first + rows, &grad_q[size_t(i) * width]);
+        low = down(grads, grads_low, padded, seen, keys);
+        const Unit* weights_down = down(weights, weights_low, padded, seen, keys);
+        its_q = down(q, q_low, padded, width, width), its_grad = down(grad, grad_low, padded, width, width);
         for (int j = 0; j < rounded_up(first + rows, ROWS); j += ROWS) {
-          mix(&grads[j], 1, keys, q.data(), rows, &grad_k[size_t(j) * width]);
-          mix(&weights[j], 1, keys, out.data(), rows, &grad_v[size_t(j) * width]);
+          mix(low + size_t(j) * K, 1, keys, its_q, rows, &grad_k[size_t(j) * width]);
+          mix(weights_down + size_t(j) * K, 1, keys, its_grad, rows, &grad_v[size_t(j) * width]);
         }
         for (int i = 0; i < rows; ++i)
           turn_back(window, first + i, head, &grad_q[size_t(i) * width], grad_heads, grad_gains);
@@ -204,31 +297,36 @@ template <class T, int SIZE> class Group {
     std::fill_n(grad_gains + size_t(s.heads + key_head) * size, size, T(0));
     for (int t = 0; t < s.length; ++t) {
       turn_back(window, t, s.heads + key_head, &grad_k[size_t(t) * width], grad_heads, grad_gains);
-      std::copy_n(&grad_v[size_t(t) * width], size, grad_heads + place(window, t, s.heads + s.key_heads + key_head));
+      copy(&grad_v[size_t(t) * width], grad_heads + place(window, t, s.heads + s.key_heads + key_head));
     }
   }
 
  private:
   const Shape<T>& s;
   const int size;
-  const T *heads, *gains, *cos, *sin;
+  const S* heads;
+  const T *gains, *cos, *sin;
   int width, keys;  // of a head, and of a row of scores, with their padding of zeros
-  std::vector<T> k, v, kt, vt, grad_k, grad_v;  // (keys, width), kt and vt (width, keys)
-  std::vector<T> q, out, grad_q, normed;        // (BLOCK, width)
-  std::vector<T> weights, grads;                // (BLOCK, keys)
+  std::vector<T> k, v, grad_k, grad_v;             // (keys, width)
+  std::vector<T> q, grad, out, grad_q;             // (BLOCK, width)
+  std::vector<T> weights, grads;                   // (BLOCK, keys)
+  std::vector<T> row, normed, other;               // (width)
+  const Unit *key_rows, *value_rows;               // as factors, down
+  std::vector<Unit> kt, vt;                        // keys and values as factors, across, transposed
+  std::vector<Unit> k_low, v_low, q_low, grad_low, weights_low, grads_low;  // as factors, across or down
 
   size_t place(int window, int t, int head) const { return ((size_t(window) * s.length + t) * s.all() + head) * size; }
   int columns(int seen) const { return rounded_up(seen, TILE); }
   int length_of_head() const { return SIZE ? SIZE : size; }
 
+  template <class From, class To> void copy(const From* from, To* to) const {
+    pieces<T>(length_of_head(), [&](int d, auto n) { put(to + d, some(from + d, n), n); });
+  }
+
   static T dot_of(const T* x, const T* y, int n) {
-    T parts[16] = {}, sum = 0;
-    int d = 0;
-    for (; d + 16 <= n; d += 16)
-      for (int i = 0; i < 16; ++i) parts[i] += x[d + i] * y[d + i];
-    for (; d < n; ++d) sum += x[d] * y[d];
-    for (T part : parts) sum += part;
-    return sum;
+    Reg<T> sums = {};
+    pieces<T>(n, [&](int d, auto count) { sums += some(x + d, count) * some(y + d, count); });
+    return total<T>(sums);
   }
 
   // x divided by its root mean square; returns the reciprocal of that.
@@ -244,7 +342,8 @@ template <class T, int SIZE> class Group {
     const int n = length_of_head(), half = n / 2;
     const T *gain = gains + size_t(head) * n, *c = cos + size_t(t) * n, *its_sin = sin + size_t(t) * n;
     T* __restrict y = normed.data();
-    normalize(heads + place(window, t, head), y);
+    copy(heads + place(window, t, head), to);
+    normalize(to, y);
     for (int d = 0; d < n; ++d) y[d] *= gain[d];
     for (int d = 0; d < half; ++d) {
       to[d] = y[d] * c[d] + y[d + half] * its_sin[d];
@@ -253,13 +352,13 @@ template <class T, int SIZE> class Group {
   }
 
   // The gradients of the head and of its gain, given that of what `turn` wrote.
-  void turn_back(int window, int t, int head, const T* __restrict grad, T* grad_heads, T* grad_gains) {
+  void turn_back(int window, int t, int head, const T* __restrict grad, S* grad_heads, T* grad_gains) {
     const int n = length_of_head(), half = n / 2;
     const T *gain = gains + size_t(head) * n, *c = cos + size_t(t) * n, *its_sin = sin + size_t(t) * n;
-    T* __restrict y = normed.data();
-    T* __restrict to = grad_heads + place(window, t, head);
+    T *__restrict y = normed.data(), *__restrict to = row.data();
     T* __restrict of_gain = grad_gains + size_t(head) * n;
-    T scale = normalize(heads + place(window, t, head), y);
+    copy(heads + place(window, t, head), other.data());
+    T scale = normalize(other.data(), y);
     for (int d = 0; d < half; ++d) {
       to[d] = grad[d] * c[d] + grad[d + half] * its_sin[d + half];
       to[d + half] = grad[d + half] * c[d + half] + grad[d] * its_sin[d];
@@ -268,52 +367,94 @@ template <class T, int SIZE> class Group {
     for (int d = 0; d < n; ++d) to[d] *= gain[d];
     T mean = dot_of(to, y, n) / n;
     for (int d = 0; d < n; ++d) to[d] = scale * (to[d] - y[d] * mean);
+    copy(to, grad_heads + place(window, t, head));
   }
 
-  void take_keys(int window, int key_head) {
+  // What the products of a group take of its keys and values; what only the backward needs, if it `is_backward`.
+  void take_keys(int window, int key_head, bool is_backward) {
     for (int t = 0; t < s.length; ++t) {
       turn(window, t, s.heads + key_head, &k[size_t(t) * width]);
-      std::copy_n(heads + place(window, t, s.heads + s.key_heads + key_head), size, &v[size_t(t) * width]);
-      for (int d = 0; d < length_of_head(); ++d) {
-        kt[size_t(d) * keys + t] = k[size_t(t) * width + d];
-        vt[size_t(d) * keys + t] = v[size_t(t) * width + d];
-      }
+      copy(heads + place(window, t, s.heads + s.key_heads + key_head), &v[size_t(t) * width]);
     }
+    transpose(across(k, k_low, keys, width, width), kt);
+    if (is_backward) {
+      transpose(across(v, v_low, keys, width, width), vt);
+      key_rows = down(k, k_low, keys, width, width);
+    } else {
+      value_rows = down(v, v_low, keys, width, width);
+    }
+  }
+
+  void transpose(const Unit* from, std::vector<Unit>& to) const {
+    for (int t = 0; t < s.length; ++t)
+      for (int d = 0; d < length_of_head() / K; ++d)
+        std::memcpy(&to[(size_t(d) * keys + t) * K], from + size_t(t) * width + d * K, sizeof(Factor));
   }
 
   void take_queries(int window, int head, int first, int rows) {
     for (int i = 0; i < rows; ++i) turn(window, first + i, head, &q[size_t(i) * width]);
   }
 
-  static T largest(const T* x, int n) {
-    Reg<T> most = load(x);
-    for (int i = N; i < n; i += N) {
-      Reg<T> next = load(x + i);
-      most = next > most ? next : most;
+  // The first n columns, a multiple of N, of `rows` rows of `columns` as factors, in `low` where these are pairs.
+  const Unit* across(const std::vector<T>& from, std::vector<Unit>& low, int rows, int n, int columns) const {
+    if constexpr (K == 1) {
+      return from.data();
+    } else {
+      for (int i = 0; i < rows; ++i)
+        for (int j = 0; j < n; j += N) put(&low[size_t(i) * columns + j], load(&from[size_t(i) * columns + j]), N);
+      return low.data();
     }
-    T found = most[0];
-    for (int i = 1; i < N; ++i) found = std::max(found, most[i]);
+  }
+  const Unit* down(const std::vector<T>& from, std::vector<Unit>& low, int rows, int n, int columns) const {
+    if constexpr (K == 1) {
+      return from.data();
+    } else {
+      for (int i = 0; i < rows; i += K)
+        for (int j = 0; j < n; j += N) {
+          const T* upper = &from[size_t(i) * columns + j];
+          Reg<Factor> pairs = rounded(load(upper)) >> 16 | (rounded(load(upper + columns)) & 0xffff0000);
+          std::memcpy(&low[size_t(i) * columns + size_t(j) * K], &pairs, REGISTER);
+        }
+      return low.data();
+    }
+  }
+
+  static T largest(const T* x, int n) {
+    T found = x[0];
+    if (n >= N) {
+      Reg<T> most = load(x);
+      for (int i = N; i + N <= n; i += N) {
+        Reg<T> next = load(x + i);
+        most = next > most ? next : most;
+      }
+      for (int i = 0; i < N; ++i) found = std::max(found, most[i]);
+    }
+    for (int i = n / N * N; i < n; ++i) found = std::max(found, x[i]);
     return found;
   }
 
-  static T sum_of(const T* x, int n) {
-    Reg<T> sums = {};
-    for (int i = 0; i < n; i += N) sums += load(x + i);
-    T sum = 0;
-    for (int i = 0; i < N; ++i) sum += sums[i];
-    return sum;
+  // The i-th factor from `x` on, and those from the i-th on that fill a register.
+  static INLINE Factor factor(const Unit* x, size_t i) {
+    Factor found;
+    std::memcpy(&found, x + i * K, sizeof found);
+    return found;
+  }
+  static INLINE Reg<Factor> factors(const Unit* x, size_t i) {
+    Reg<Factor> found;
+    std::memcpy(&found, x + i * K, sizeof found);
+    return found;
   }
 
-  // to[r][j] = Σ_d x[r][d] · y[d][j] for r < ROWS, j < n, a multiple of TILE; y has `keys` columns
-  void products(const T* x, const T* y, int n, T* to) const {
+  // to[r][j] = Σ_d x[r][d] · y[d][j] for r < ROWS, j < n, a multiple of TILE; x is across, y transposed
+  void products(const Unit* x, const Unit* y, int n, T* to) const {
     for (int j = 0; j < n; j += TILE) {
       Reg<T> sums[ROWS][2] = {};
-      for (int d = 0; d < length_of_head(); ++d) {
-        Reg<T> a = load(y + size_t(d) * keys + j), b = load(y + size_t(d) * keys + j + N);
+      for (int d = 0; d < length_of_head() / K; ++d) {
+        Reg<Factor> a = factors(y, size_t(d) * keys + j), b = factors(y, size_t(d) * keys + j + N);
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; ++r) {
-          sums[r][0] += x[size_t(r) * width + d] * a;
-          sums[r][1] += x[size_t(r) * width + d] * b;
+          sums[r][0] = plus_product(sums[r][0], factor(x, size_t(r) * width / K + d), a);
+          sums[r][1] = plus_product(sums[r][1], factor(x, size_t(r) * width / K + d), b);
         }
       }
 #pragma GCC unroll 8
@@ -324,24 +465,26 @@ template <class T, int SIZE> class Group {
     }
   }
 
-  // to[r][:] += Σ_j w[r · across + j · along] · y[j][:] for r < ROWS, j < n
-  void mix(const T* w, int across, int along, const T* y, int n, T* to) const {
+  // to[r][:] += Σ_j w[r · beside + j · along] · y[j][:] for r < ROWS, j < n / K rounded up; y is down
+  void mix(const Unit* w, int beside, int along, const Unit* y, int n, T* to) const {
     int c = 0;
-    for (; c + 2 * N <= width; c += 2 * N) mix_columns<2>(w, across, along, y + c, n, to + c);
-    if (c < width) mix_columns<1>(w, across, along, y + c, n, to + c);
+    for (; c + 2 * N <= width; c += 2 * N) mix_columns<2>(w, beside, along, y + c * K, n, to + c);
+    if (c < width) mix_columns<1>(w, beside, along, y + c * K, n, to + c);
   }
 
-  template <int C> INLINE void mix_columns(const T* w, int across, int along, const T* y, int n, T* to) const {
+  template <int C>
+  INLINE void mix_columns(const Unit* w, int beside, int along, const Unit* y, int n, T* to) const {
     Reg<T> sums[ROWS][C];
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r)
       for (int c = 0; c < C; ++c) sums[r][c] = load(to + size_t(r) * width + c * N);
-    for (int j = 0; j < n; ++j) {
-      Reg<T> its[C];
-      for (int c = 0; c < C; ++c) its[c] = load(y + size_t(j) * width + c * N);
+    for (int j = 0; j < (n + K - 1) / K; ++j) {
+      Reg<Factor> its[C];
+      for (int c = 0; c < C; ++c) its[c] = factors(y, size_t(j) * width + c * N);
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; ++r)
-        for (int c = 0; c < C; ++c) sums[r][c] += w[size_t(r) * across + size_t(j) * along] * its[c];
+        for (int c = 0; c < C; ++c)
+          sums[r][c] = plus_product(sums[r][c], factor(w, size_t(r) * beside + size_t(j) * along), its[c]);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r)
@@ -349,31 +492,33 @@ template <class T, int SIZE> class Group {
   }
 };
 
+template <class S> using Computed = typename Types<S>::T;
+
 // Calls each(group, window, key_head) for all of them.
-template <class T, int SIZE, class F>
-bool for_groups_of(const Shape<T>& s, const T* heads, const T* gains, const T* cos, const T* sin, F each) {
-  auto make = [&] { return Group<T, SIZE>(s, heads, gains, cos, sin); };
+template <class S, int SIZE, class T, class F>
+bool for_groups_of(const Shape<T>& s, const S* heads, const T* gains, const T* cos, const T* sin, F each) {
+  auto make = [&] { return Group<S, SIZE>(s, heads, gains, cos, sin); };
   return in_threads(s.windows * s.key_heads, s.threads, make,
                     [&](auto& group, int i) { each(group, i / s.key_heads, i % s.key_heads); });
 }
 
-template <class T, class F>
-bool for_each_group(const Shape<T>& s, const T* heads, const T* gains, const T* cos, const T* sin, F each) {
-  if (s.size == 32) return for_groups_of<T, 32>(s, heads, gains, cos, sin, each);
-  if (s.size == 64) return for_groups_of<T, 64>(s, heads, gains, cos, sin, each);
-  return for_groups_of<T, 0>(s, heads, gains, cos, sin, each);
+template <class S, class T, class F>
+bool for_each_group(const Shape<T>& s, const S* heads, const T* gains, const T* cos, const T* sin, F each) {
+  if (s.size == 32) return for_groups_of<S, 32>(s, heads, gains, cos, sin, each);
+  if (s.size == 64) return for_groups_of<S, 64>(s, heads, gains, cos, sin, each);
+  return for_groups_of<S, 0>(s, heads, gains, cos, sin, each);
 }
 
-template <class T>
-bool attention(const Shape<T>& s, const T* heads, const T* gains, const T* cos, const T* sin, T* attended, T* lse) {
+template <class S, class T>
+bool attention(const Shape<T>& s, const S* heads, const T* gains, const T* cos, const T* sin, S* attended, T* lse) {
   return for_each_group(s, heads, gains, cos, sin, [&](auto& group, int window, int key_head) {
     group.forward(window, key_head, attended, lse);
   });
 }
 
-template <class T>
-bool attention_backward(const Shape<T>& s, const T* heads, const T* gains, const T* cos, const T* sin,
-                        const T* attended, const T* lse, const T* grad, T* grad_heads, T* grad_gains) {
+template <class S, class T>
+bool attention_backward(const Shape<T>& s, const S* heads, const T* gains, const T* cos, const T* sin,
+                        const S* attended, const T* lse, const S* grad, S* grad_heads, T* grad_gains) {
   return for_each_group(s, heads, gains, cos, sin, [&](auto& group, int window, int key_head) {
     T* its = grad_gains + size_t(window) * (s.heads + s.key_heads) * s.size;
     group.backward(window, key_head, attended, lse, grad, grad_heads, its);
@@ -391,55 +536,96 @@ template <class T, class F> INLINE void along(int width, F each) {
 
 constexpr int CHUNK = 64;  // rows that a thread takes at a time
 
-template <class T> bool swiglu(int rows, int width, int threads, const T* inner, T* hidden) {
+template <class F> bool for_rows(int rows, int threads, F each) {
   return in_threads((rows + CHUNK - 1) / CHUNK, threads, [] { return 0; }, [&](int, int chunk) {
-    for (int row = chunk * CHUNK; row < std::min(rows, (chunk + 1) * CHUNK); ++row) {
-      const T *gate = inner + size_t(row) * 2 * width, *up = gate + width;
-      T* to = hidden + size_t(row) * width;
-      along<T>(width, [&](int i, auto n) {
-        Reg<T> g = some(gate + i, n);
-        put(to + i, g / (T(1) + exponential(-g)) * some(up + i, n), n);
-      });
-    }
+    for (int row = chunk * CHUNK; row < std::min(rows, (chunk + 1) * CHUNK); ++row) each(row);
   });
 }
 
-template <class T>
-bool swiglu_backward(int rows, int width, int threads, const T* inner, const T* grad, T* grad_inner) {
-  return in_threads((rows + CHUNK - 1) / CHUNK, threads, [] { return 0; }, [&](int, int chunk) {
-    for (int row = chunk * CHUNK; row < std::min(rows, (chunk + 1) * CHUNK); ++row) {
-      const T *gate = inner + size_t(row) * 2 * width, *up = gate + width, *from = grad + size_t(row) * width;
-      T *to_gate = grad_inner + size_t(row) * 2 * width, *to_up = to_gate + width;
-      along<T>(width, [&](int i, auto n) {
-        Reg<T> g = some(gate + i, n), y = some(from + i, n), sigmoid = T(1) / (T(1) + exponential(-g));
-        put(to_gate + i, y * some(up + i, n) * sigmoid * (T(1) + g * (T(1) - sigmoid)), n);
-        put(to_up + i, y * g * sigmoid, n);
-      });
-    }
+template <class S> bool swiglu(int rows, int width, int threads, const S* inner, S* hidden) {
+  using T = Computed<S>;
+  return for_rows(rows, threads, [&](int row) {
+    const S *gate = inner + size_t(row) * 2 * width, *up = gate + width;
+    S* to = hidden + size_t(row) * width;
+    along<T>(width, [&](int i, auto n) {
+      Reg<T> g = some(gate + i, n);
+      put(to + i, g / (T(1) + exponential(-g)) * some(up + i, n), n);
+    });
+  });
+}
+
+template <class S>
+bool swiglu_backward(int rows, int width, int threads, const S* inner, const S* grad, S* grad_inner) {
+  using T = Computed<S>;
+  return for_rows(rows, threads, [&](int row) {
+    const S *gate = inner + size_t(row) * 2 * width, *up = gate + width, *from = grad + size_t(row) * width;
+    S *to_gate = grad_inner + size_t(row) * 2 * width, *to_up = to_gate + width;
+    along<T>(width, [&](int i, auto n) {
+      Reg<T> g = some(gate + i, n), y = some(from + i, n), sigmoid = T(1) / (T(1) + exponential(-g));
+      put(to_gate + i, y * some(up + i, n) * sigmoid * (T(1) + g * (T(1) - sigmoid)), n);
+      put(to_up + i, y * g * sigmoid, n);
+    });
+  });
+}
+
+// normed is x · scale
+template <class S, class T>
+bool rms_norm(int rows, int width, int threads, T eps, const T* x, T* scale, S* normed) {
+  return for_rows(rows, threads, [&](int row) {
+    const T* its = x + size_t(row) * width;
+    Reg<T> squares = {};
+    pieces<T>(width, [&](int i, auto n) { squares += some(its + i, n) * some(its + i, n); });
+    T factor = scale[row] = 1 / std::sqrt(total<T>(squares) / width + eps);
+    S* to = normed + size_t(row) * width;
+    pieces<T>(width, [&](int i, auto n) { put(to + i, some(its + i, n) * factor, n); });
+  });
+}
+
+// grad_x: of x, which is also added to what the block gives, whose gradient is `grad`
+template <class S, class T>
+bool rms_norm_backward(int rows, int width, int threads, const T* x, const T* scale, const S* grad_normed,
+                       const T* grad, T* grad_x) {
+  return for_rows(rows, threads, [&](int row) {
+    const T *its = x + size_t(row) * width, *added = grad + size_t(row) * width;
+    const S* given = grad_normed + size_t(row) * width;
+    Reg<T> dots = {};
+    pieces<T>(width, [&](int i, auto n) { dots += some(its + i, n) * some(given + i, n); });
+    T factor = scale[row], back = total<T>(dots) * factor * factor * factor / width;
+    T* to = grad_x + size_t(row) * width;
+    pieces<T>(width, [&](int i, auto n) {
+      put(to + i, some(given + i, n) * factor - some(its + i, n) * back + some(added + i, n), n);
+    });
   });
 }
 
 }  // namespace
 
-#define FUNCTIONS(T, name)                                                                                        \
-  extern "C" __attribute__((visibility("default"))) bool attention_##name(                                        \
-      const int32_t* sizes, double eps, const T* heads, const T* gains, const T* cos, const T* sin, T* attended,  \
-      T* lse) {                                                                                                   \
-    return attention<T>({sizes, eps}, heads, gains, cos, sin, attended, lse);                                     \
-  }                                                                                                               \
-  extern "C" __attribute__((visibility("default"))) bool attention_backward_##name(                               \
-      const int32_t* sizes, double eps, const T* heads, const T* gains, const T* cos, const T* sin,               \
-      const T* attended, const T* lse, const T* grad, T* grad_heads, T* grad_gains) {                             \
-    return attention_backward<T>({sizes, eps}, heads, gains, cos, sin, attended, lse, grad, grad_heads, grad_gains); \
-  }                                                                                                               \
-  extern "C" __attribute__((visibility("default"))) bool swiglu_##name(const int32_t* sizes, const T* inner,      \
-                                                                       T* hidden) {                               \
-    return swiglu<T>(sizes[0], sizes[1], sizes[2], inner, hidden);                                                \
-  }                                                                                                               \
-  extern "C" __attribute__((visibility("default"))) bool swiglu_backward_##name(                                  \
-      const int32_t* sizes, const T* inner, const T* grad, T* grad_inner) {                                       \
-    return swiglu_backward<T>(sizes[0], sizes[1], sizes[2], inner, grad, grad_inner);                             \
+#define EXPORTED extern "C" __attribute__((visibility("default"))) bool
+#define FUNCTIONS(S, name)                                                                                            \
+  EXPORTED attention_##name(const int32_t* sizes, double eps, const S* heads, const Computed<S>* gains,              \
+                            const Computed<S>* cos, const Computed<S>* sin, S* attended, Computed<S>* lse) {          \
+    return attention<S, Computed<S>>({sizes, eps}, heads, gains, cos, sin, attended, lse);                            \
+  }                                                                                                                   \
+  EXPORTED attention_backward_##name(const int32_t* sizes, double eps, const S* heads, const Computed<S>* gains,     \
+                                     const Computed<S>* cos, const Computed<S>* sin, const S* attended,               \
+                                     const Computed<S>* lse, const S* grad, S* grad_heads, Computed<S>* grad_gains) { \
+    return attention_backward<S, Computed<S>>({sizes, eps}, heads, gains, cos, sin, attended, lse, grad, grad_heads,  \
+                                              grad_gains);                                                            \
+  }                                                                                                                   \
+  EXPORTED swiglu_##name(const int32_t* sizes, const S* inner, S* hidden) {                                           \
+    return swiglu<S>(sizes[0], sizes[1], sizes[2], inner, hidden);                                                    \
+  }                                                                                                                   \
+  EXPORTED swiglu_backward_##name(const int32_t* sizes, const S* inner, const S* grad, S* grad_inner) {               \
+    return swiglu_backward<S>(sizes[0], sizes[1], sizes[2], inner, grad, grad_inner);                                 \
+  }                                                                                                                   \
+  EXPORTED rms_norm_##name(const int32_t* sizes, double eps, const Computed<S>* x, Computed<S>* scale, S* normed) {   \
+    return rms_norm<S, Computed<S>>(sizes[0], sizes[1], sizes[2], Computed<S>(eps), x, scale, normed);                \
+  }                                                                                                                   \
+  EXPORTED rms_norm_backward_##name(const int32_t* sizes, const Computed<S>* x, const Computed<S>* scale,             \
+                                    const S* grad_normed, const Computed<S>* grad, Computed<S>* grad_x) {             \
+    return rms_norm_backward<S, Computed<S>>(sizes[0], sizes[1], sizes[2], x, scale, grad_normed, grad, grad_x);      \
   }
-extern "C" __attribute__((visibility("default"))) int fused_version() { return 1; }  // of fused.py
+extern "C" __attribute__((visibility("default"))) int fused_version() { return 2; }  // of fused.py
 FUNCTIONS(float, float32)
 FUNCTIONS(double, float64)
+FUNCTIONS(BFloat16, bfloat16)

@@ -2,9 +2,9 @@
 
 On a CPU, autograd spends most of a small model's step between the matrix products: on dozens of small operations,
 dtype conversions and saved intermediates. Here each half block is one autograd function with few passes over memory;
-norm gains are folded into the weights that follow, the residual addition is included, and attention and SwiGLU are C++
-(fused.cpp), or torch's operations where that was not compiled. It computes `GPT.forward` without a cache, in any
-dtype, for texts no longer than the attention window.
+norm gains are folded into the weights that follow, the residual addition is included, and norms, attention and SwiGLU
+are C++ (fused.cpp), or torch's operations where that was not compiled. It computes `GPT.forward` without a cache, in
+any dtype, for texts no longer than the attention window.
 
 Knows nothing about optimizers or data.
 """
@@ -28,8 +28,8 @@ from training.messages import Refusal
 class FusedForward:
     """idx (B, T) -> logits (B, T, V), T at most block_size; differentiable through autograd.
 
-    Products with weights, and SwiGLU, are in `dtype`; the residual stream, the norms, attention and the parameters'
-    gradients are in the parameters' dtype.
+    Products, also those of attention, take and give `dtype`; what lies between them, the residual stream and the
+    parameters' gradients are in the parameters' dtype.
     """
 
     def __init__(self, model: GPT, dtype: torch.dtype):
@@ -59,15 +59,23 @@ class FusedForward:
         return F.linear(model.norm(x).to(self.dtype), model.head.weight.to(self.dtype))
 
 
-def _normalize(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x (..., C) divided by its root mean square, and the reciprocal of the latter (..., 1)."""
-    scale = (torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_() / x.size(-1) + eps).rsqrt_()
-    return x * scale, scale
+def _normalize(x: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x (rows, C) divided by its root mean square, in `dtype`, and the reciprocal of the latter (rows, 1)."""
+    normed, scale = torch.empty_like(x, dtype=dtype), x.new_empty(len(x), 1)
+    if not _call("rms_norm", dtype, tuple(x.size()), eps, x, scale, normed):
+        scale = (torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_() / x.size(-1) + eps).rsqrt_()
+        normed = (x * scale).to(dtype)
+    return normed, scale
 
 
-def _normalize_backward(grad: Tensor, normed: Tensor, scale: Tensor, dot: Tensor) -> Tensor:
-    """Gradient of x, given `grad` of the normed x and `dot` (..., 1), the sum of grad · normed over the last dim."""
-    return (grad * scale).addcmul_(normed, dot * scale / -normed.size(-1))
+def _normalize_backward(grad_normed: Tensor, x: Tensor, scale: Tensor, grad: Tensor) -> Tensor:
+    """`grad` plus the gradient of x, given that of the normed x."""
+    grad_x = torch.empty_like(x)
+    if _call("rms_norm_backward", grad_normed.dtype, tuple(x.size()), x, scale, grad_normed, grad, grad_x):
+        return grad_x
+    grad_normed, normed = grad_normed.to(x.dtype), x * scale
+    dot = (grad_normed * normed).sum(-1, keepdim=True)
+    return (grad_normed * scale).addcmul_(normed, dot * scale / -x.size(-1)).add_(grad)
 
 
 def _fold_backward(grad: Tensor, weight: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
@@ -84,7 +92,7 @@ def _dropout(y: Tensor, p: float) -> tuple[Tensor, Tensor | None]:
     return y * factors, factors
 
 
-VERSION = 1  # of the functions of fused.cpp
+VERSION = 2  # of the functions of fused.cpp
 
 
 @functools.cache
@@ -103,17 +111,17 @@ def _library() -> ctypes.CDLL | None:
         raise Refusal(str(error)) from None
 
 
-def _call(name: str, sizes: tuple[int, ...], *arguments: Tensor | float) -> bool:
-    """Call a function of the library for the last argument's dtype; sizes: its first argument, before the threads.
+def _call(name: str, dtype: torch.dtype, sizes: tuple[int, ...], *arguments: Tensor | float) -> bool:
+    """Call a function of the library for products in `dtype`; sizes: its first argument, before the threads.
 
     Returns whether there is such a function.
 
     Raises MemoryError.
     """
-    library, dtype = _library(), str(arguments[-1].dtype).removeprefix("torch.")  # type: ignore[union-attr]
-    if library is None or dtype not in ("float32", "float64"):
+    library, suffix = _library(), str(dtype).removeprefix("torch.")
+    if library is None or suffix not in ("float32", "float64", "bfloat16"):
         return False
-    function = getattr(library, f"{name}_{dtype}")
+    function = getattr(library, f"{name}_{suffix}")
     function.restype = ctypes.c_bool
     values = (ctypes.c_double(x) if isinstance(x, float) else ctypes.c_void_p(x.data_ptr()) for x in arguments)
     if not function((ctypes.c_int32 * (len(sizes) + 1))(*sizes, torch.get_num_threads()), *values):
@@ -124,8 +132,8 @@ def _call(name: str, sizes: tuple[int, ...], *arguments: Tensor | float) -> bool
 class _Heads:
     """Attention between the product that gives queries, keys and values and the one that takes what was attended.
 
-    heads (B, T, nh + 2 nkv, hs): queries, then keys, then values. gains (nh + nkv, hs): those of the
-    norms of queries, times 1 / √hs, and of keys. cos, sin (T, hs): as of rope_angles.
+    heads (B, T, nh + 2 nkv, hs): queries, then keys, then values, in the products' dtype. gains (nh + nkv, hs): those
+    of the norms of queries, times 1 / √hs, and of keys. cos, sin (T, hs): as of rope_angles.
     """
 
     def __init__(self, heads: Tensor, gains: Tensor, cos: Tensor, sin: Tensor, nh: int, eps: float):
@@ -137,17 +145,17 @@ class _Heads:
         """Attended values (B, T, nh, hs), and what the backward needs beside them."""
         heads, gains = self.inputs[:2]
         B, T, nh, _, hs = self.sizes
-        attended, lse = heads.new_empty(B, T, nh, hs), heads.new_empty(B, nh, T)
-        if not _call("attention", self.sizes, self.eps, *self.inputs, attended, lse):
+        attended, lse = heads.new_empty(B, T, nh, hs), gains.new_empty(B, nh, T)
+        if not _call("attention", heads.dtype, self.sizes, self.eps, *self.inputs, attended, lse):
             attended = self._by_torch(heads, gains)
         return attended, lse
 
     def backward(self, attended: Tensor, lse: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of heads and of gains, given that of the attended values."""
         heads, gains = self.inputs[:2]
-        grad_heads, grad_gains = torch.empty_like(heads), heads.new_empty(heads.size(0), *gains.size())
+        grad_heads, grad_gains = torch.empty_like(heads), gains.new_empty(heads.size(0), *gains.size())
         given = (*self.inputs, attended, lse, grad.contiguous())
-        if _call("attention_backward", self.sizes, self.eps, *given, grad_heads, grad_gains):
+        if _call("attention_backward", heads.dtype, self.sizes, self.eps, *given, grad_heads, grad_gains):
             return grad_heads, grad_gains.sum(0)
         with torch.enable_grad():
             heads, gains = heads.detach().requires_grad_(), gains.detach().requires_grad_()
@@ -156,13 +164,14 @@ class _Heads:
     def _by_torch(self, heads: Tensor, gains: Tensor) -> Tensor:
         _, _, cos, sin = self.inputs
         nqk, hs = gains.size()
-        qk = torch.rms_norm(heads[:, :, :nqk], (hs,), None, self.eps) * gains
+        qkv = heads.to(gains.dtype)
+        qk = torch.rms_norm(qkv[:, :, :nqk], (hs,), None, self.eps) * gains
         qk = (qk * cos[:, None]).addcmul(qk.roll(hs // 2, -1), sin[:, None]).transpose(1, 2)
-        v = heads[:, :, nqk:].transpose(1, 2)
+        v = qkv[:, :, nqk:].transpose(1, 2)
         y = F.scaled_dot_product_attention(
             qk[:, : self.nh], qk[:, self.nh :], v, is_causal=True, scale=1.0, enable_gqa=True
         )
-        return y.transpose(1, 2).contiguous()
+        return y.transpose(1, 2).to(heads.dtype).contiguous()
 
 
 class _Attention(torch.autograd.Function):
@@ -177,37 +186,31 @@ class _Attention(torch.autograd.Function):
         hs = q_gain.numel()
         nh, nkv = C // hs, (qkv.size(0) - C) // hs // 2
         x = x.reshape(B * T, C)
-        normed, scale = _normalize(x, eps)
-        normed_low, folded, proj_low = normed.to(dtype), (qkv * gain).to(dtype), proj.to(dtype)
-        heads = (normed_low @ folded.mT).view(B, T, nh + 2 * nkv, hs).to(x.dtype)
+        normed, scale = _normalize(x, eps, dtype)
+        folded, proj_low = (qkv * gain).to(dtype), proj.to(dtype)
+        heads = (normed @ folded.mT).view(B, T, nh + 2 * nkv, hs)
         gains = torch.cat((q_gain.expand(nh, hs) * hs**-0.5, k_gain.expand(nkv, hs)))
         core, ctx.eps = _Heads(heads, gains, cos, sin, nh, eps), eps
         attended, lse = core.forward()
-        attended_low = attended.view(B * T, C).to(dtype)
-        y, factors = _dropout(attended_low @ proj_low.mT, p)
-        ctx.save_for_backward(
-            normed, scale, normed_low, attended, lse, attended_low, factors, gain, qkv, folded, proj_low, *core.inputs
-        )
+        y, factors = _dropout(attended.view(B * T, C) @ proj_low.mT, p)
+        ctx.save_for_backward(x, scale, normed, attended, lse, factors, gain, qkv, folded, proj_low, *core.inputs)
         return (x + y).view(B, T, C)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (normed, scale, normed_low, attended, lse, attended_low, factors, gain, qkv, folded, proj_low,
-         *inputs) = ctx.saved_tensors  # fmt: skip
+        x, scale, normed, attended, lse, factors, gain, qkv, folded, proj_low, *inputs = ctx.saved_tensors
         B, T, C = grad.size()
         nh, hs = attended.size()[2:]
         grad = grad.reshape(B * T, C)
         grad_y = grad.to(proj_low.dtype) if factors is None else grad.to(proj_low.dtype) * factors
-        grad_proj = grad_y.mT @ attended_low
-        grad_attended = (grad_y @ proj_low).to(grad.dtype).view_as(attended)
+        grad_proj = grad_y.mT @ attended.view(B * T, C)
+        grad_attended = (grad_y @ proj_low).view_as(attended)
         heads, gains, cos, sin = inputs
         core = _Heads(heads, gains, cos, sin, nh, ctx.eps)
         grad_heads, grad_gains = core.backward(attended, lse, grad_attended)
-        grad_heads = grad_heads.view(B * T, -1).to(proj_low.dtype)
-        grad_gain, grad_qkv = _fold_backward(grad_heads.mT @ normed_low, qkv, gain)
-        grad_normed = (grad_heads @ folded).to(grad.dtype)
-        dot = (grad_normed * normed).sum(-1, keepdim=True)
-        grad_x = _normalize_backward(grad_normed, normed, scale, dot).add_(grad).view(B, T, C)
+        grad_heads = grad_heads.view(B * T, -1)
+        grad_gain, grad_qkv = _fold_backward(grad_heads.mT @ normed, qkv, gain)
+        grad_x = _normalize_backward(grad_heads @ folded, x, scale, grad).view(B, T, C)
         grad_q_gain, grad_k_gain = grad_gains[:nh].sum(0) * hs**-0.5, grad_gains[nh:].sum(0)
         return grad_x, grad_gain, grad_qkv, grad_q_gain, grad_k_gain, grad_proj.to(qkv.dtype), None
 
@@ -220,32 +223,30 @@ class _SwiGLU(torch.autograd.Function):
         eps, p, dtype = rest
         B, T, C = x.size()
         x = x.reshape(B * T, C)
-        normed, scale = _normalize(x, eps)
-        normed_low, folded, proj_low = normed.to(dtype), (gate_up * gain).to(dtype), proj.to(dtype)
-        inner = normed_low @ folded.mT  # (B·T, 2 n_inner)
+        normed, scale = _normalize(x, eps, dtype)
+        folded, proj_low = (gate_up * gain).to(dtype), proj.to(dtype)
+        inner = normed @ folded.mT  # (B·T, 2 n_inner)
         hidden = inner.new_empty(B * T, proj.size(1))
-        if not _call("swiglu", tuple(hidden.size()), inner, hidden):
+        if not _call("swiglu", dtype, tuple(hidden.size()), inner, hidden):
             gate, up = inner.chunk(2, dim=-1)
             hidden = F.silu(gate) * up
         y, factors = _dropout(hidden @ proj_low.mT, p)
-        ctx.save_for_backward(normed, scale, normed_low, inner, hidden, factors, gain, gate_up, folded, proj_low)
+        ctx.save_for_backward(x, scale, normed, inner, hidden, factors, gain, gate_up, folded, proj_low)
         return (x + y).view(B, T, C)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        normed, scale, normed_low, inner, hidden, factors, gain, gate_up, folded, proj_low = ctx.saved_tensors
+        x, scale, normed, inner, hidden, factors, gain, gate_up, folded, proj_low = ctx.saved_tensors
         B, T, C = grad.size()
         grad = grad.reshape(B * T, C)
         grad_y = grad.to(inner.dtype) if factors is None else grad.to(inner.dtype) * factors
         grad_proj = grad_y.mT @ hidden
         grad_hidden, grad_inner = grad_y @ proj_low, torch.empty_like(inner)
-        if not _call("swiglu_backward", tuple(hidden.size()), inner, grad_hidden, grad_inner):
+        if not _call("swiglu_backward", inner.dtype, tuple(hidden.size()), inner, grad_hidden, grad_inner):
             gate, up = inner.chunk(2, dim=-1)
             grad_gate, grad_up = grad_inner.chunk(2, dim=-1)
             torch.mul(grad_hidden, F.silu(gate), out=grad_up)
             torch.ops.aten.silu_backward.grad_input(grad_hidden.mul_(up), gate, grad_input=grad_gate)
-        grad_gain, grad_gate_up = _fold_backward(grad_inner.mT @ normed_low, gate_up, gain)
-        grad_normed = (grad_inner @ folded).to(grad.dtype)
-        dot = (grad_normed * normed).sum(-1, keepdim=True)
-        grad_x = _normalize_backward(grad_normed, normed, scale, dot).add_(grad).view(B, T, C)
+        grad_gain, grad_gate_up = _fold_backward(grad_inner.mT @ normed, gate_up, gain)
+        grad_x = _normalize_backward(grad_inner @ folded, x, scale, grad).view(B, T, C)
         return grad_x, grad_gain, grad_gate_up, grad_proj.to(gate_up.dtype), None

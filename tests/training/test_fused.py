@@ -84,7 +84,7 @@ def test_loss_and_gradients_equal_autograd_in_fp64(library, T, fields):
     ("dtype", "fields", "slack"),
     [
         *((torch.float32, {"n_head": n, "n_kv_head": 1, "block_size": 50}, 1e-6) for n in (1, 2, 4)),  # of 64 to 16
-        (torch.bfloat16, {"block_size": 32}, 0.01),
+        *((torch.bfloat16, {"n_head": n, "n_kv_head": 1, "block_size": 50 - n}, 0.01) for n in (1, 2, 4)),
     ],
 )
 def test_gradients_are_as_accurate_as_autograd_and_autocast(library, dtype, fields, slack):
@@ -104,16 +104,18 @@ def test_gradients_are_as_accurate_as_autograd_and_autocast(library, dtype, fiel
 @pytest.mark.parametrize("library", LIBRARIES, indirect=True)
 def test_a_librarys_results_do_not_depend_on_the_number_of_threads(library):
     heads, grad, cos = torch.randn(5, 40, 8, 32), torch.randn(5, 40, 4, 32), torch.rand(40, 32)
-    inner, found, before = torch.randn(300, 42), [], torch.get_num_threads()
+    x, found, before = torch.randn(300, 42), [], torch.get_num_threads()
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)
             each = fused._Heads(heads, torch.full((6, 32), 0.7), cos, cos, 4, 1e-6)
             attended, lse = each.forward()
-            hidden, grad_inner = torch.empty(300, 21), torch.empty(300, 42)
-            assert fused._call("swiglu", (300, 21), inner, hidden)
-            assert fused._call("swiglu_backward", (300, 21), inner, hidden, grad_inner)
-            found.append((attended, *each.backward(attended, lse, grad), hidden, grad_inner))
+            hidden, grad_x = torch.empty(300, 21), torch.empty(300, 42)
+            normed, scale = fused._normalize(x, 0.0, x.dtype)
+            assert fused._call("swiglu", x.dtype, (300, 21), x, hidden)
+            assert fused._call("swiglu_backward", x.dtype, (300, 21), x, hidden, grad_x)
+            given = fused._normalize_backward(grad_x, x, scale, x)
+            found.append((attended, *each.backward(attended, lse, grad), hidden, grad_x, normed, given))
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
