@@ -168,9 +168,9 @@ class RunningServer(Program):
         left = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-                ended = process.status() == psutil.STATUS_ZOMBIE and process.num_threads() == 1  # others hold files
-                if os.getsid(process.pid) == self.process.pid and not ended:
-                    left.append(process)
+                is_own = os.getsid(process.pid) == self.process.pid
+                if is_own and not (process.status() == psutil.STATUS_ZOMBIE and process.num_threads() == 1):
+                    left.append(process)  # a zombie with threads holds files
         return left
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ def test_missing_area_skips_unless_required(monkeypatch, tmp_path):
     monkeypatch.setenv("CHARGPT_REQUIRE", "curl, openssl")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CHROMIUM", raising=False)
-    with pytest.raises(pytest.skip.Exception, match="chromium is not installed"):
+    with pytest.raises(pytest.skip.Exception, match="chromium-headless-shell is not installed"):
         needs.program("browser")
     (tmp_path / "google-chrome").touch(mode=0o755)  # one of its names
     assert needs.program("browser") == str(tmp_path / "google-chrome")

@@ -19,7 +19,7 @@ from training.data import cache_dir
 
 VARIABLE = "CHARGPT_REQUIRE"
 PROGRAMS = {  # by area
-    "browser": ("chromium",),
+    "browser": ("chromium-headless-shell",),
     "compiler": ("c++",),
     "curl": ("curl",),
     "kubectl": ("kubectl",),
@@ -28,7 +28,7 @@ PROGRAMS = {  # by area
     "qemu": ("qemu-aarch64", "aarch64-linux-gnu-g++"),  # arm64 programs on another machine
 }
 OTHER_NAMES = {  # in distributions and upstream releases
-    "chromium": ("chromium-browser", "google-chrome", "google-chrome-stable"),
+    "chromium-headless-shell": ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"),
     "c++": ("g++", "clang++"),
     "alertmanager": ("prometheus-alertmanager",),
     "qemu-aarch64": ("qemu-aarch64-static",),
@@ -62,7 +62,7 @@ def program(area: str, name: str | None = None) -> str:
     """The path of a program, by default the first of the area; skips the test if it is missing."""
     name = name or PROGRAMS[area][0]
     assert name in PROGRAMS[area], name
-    chosen = os.environ.get("CHROMIUM") if name == "chromium" else None
+    chosen = os.environ.get("CHROMIUM") if area == "browser" else None
     names = (chosen,) if chosen else (name, *OTHER_NAMES.get(name, ()))
     return next(filter(None, map(shutil.which, names)), None) or missing(area, f"{name} is not installed")
 
