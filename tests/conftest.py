@@ -12,7 +12,6 @@ import hypothesis
 import pytest
 
 from service.settings import available_cpus
-from tests.toolbox import needs
 
 if TYPE_CHECKING:
     from service.model.checkpoint import Checkpoint
@@ -23,6 +22,7 @@ sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
 gc.disable()  # while tests are collected, which leaves little garbage
 # Test models are tiny: a second thread would only spin and compete with the servers under test.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+from tests.toolbox import needs  # noqa: E402 (imports torch, which reads it)
 
 FOLDER = Path(__file__).parent
 ON_DEMAND = ("chaos", "cuda", "slow", "tools")
