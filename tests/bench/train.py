@@ -39,7 +39,7 @@ from . import nanogpt
 from .command import BenchError, Progress, Run, add_only, build_parser, in_child
 
 # Changes of the part `equal` to the preset cpu, besides the number of steps.
-EQUAL: dict[str, Any] = {"n_layer": 4, "batch_size": 2, "muon_lr": 0.04, "weight_decay": 0.0}
+EQUAL: dict[str, Any] = {"n_layer": 4, "n_inner": 256, "batch_size": 2, "muon_lr": 0.04, "weight_decay": 0.0}
 MINUTE: dict[str, Any] = {"steps": 976, "block_size": 256, "batch_size": 4}
 PARTS = {  # title; bounds of the mean over the seeds. Those of nanogpt verify that the baseline is a fair one.
     "nanogpt": ("nanoGPT's CPU recipe", {"whole": (1.88, 1.92)}),
