@@ -8,6 +8,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -71,6 +72,17 @@ def training_forward(model: GPT, config: TrainConfig) -> Callable[[Tensor], Tens
         return FusedForward(model, torch.bfloat16 if config.dtype == "bfloat16" else torch.float32)
     compiled: Callable[[Tensor], Tensor] = torch.compile(model) if config.compile else model
     return compiled
+
+
+def halves(config: TrainConfig, rows: int) -> ThreadPoolExecutor | None:
+    """Two Python threads, each with half of torch's, for the two halves of a step's `rows`; None: one does all.
+
+    They wait for each other twice a step, torch's own threads hundreds of times. Two sums have one order, so that a
+    run stays deterministic; more parts would not, and dropout draws from one generator.
+    """
+    if config.device != "cpu" or min(config.threads, rows) < 2 or config.dropout or config.accumulate > 1:
+        return None
+    return ThreadPoolExecutor(2, "half", torch.set_num_threads, (config.threads // 2,))
 
 
 def autocast(config: TrainConfig) -> torch.autocast:

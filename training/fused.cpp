@@ -534,9 +534,11 @@ template <class T, class F> INLINE void along(int width, F each) {
       each(std::min(i, width - LANES<T>), std::integral_constant<int, LANES<T>>());
 }
 
-constexpr int CHUNK = 64;  // rows that a thread takes at a time
+constexpr int CHUNK = 64;            // rows that a thread takes at a time
+constexpr int64_t ENOUGH = 1 << 18;  // numbers for a thread of their own, whose start takes as long as some thousands
 
-template <class F> bool for_rows(int rows, int threads, F each) {
+template <class F> bool for_rows(int rows, int width, int threads, F each) {
+  threads = int(std::min<int64_t>(threads, (int64_t(rows) * width + ENOUGH - 1) / ENOUGH));
   return in_threads((rows + CHUNK - 1) / CHUNK, threads, [] { return 0; }, [&](int, int chunk) {
     for (int row = chunk * CHUNK; row < std::min(rows, (chunk + 1) * CHUNK); ++row) each(row);
   });
@@ -544,7 +546,7 @@ template <class F> bool for_rows(int rows, int threads, F each) {
 
 template <class S> bool swiglu(int rows, int width, int threads, const S* inner, S* hidden) {
   using T = Computed<S>;
-  return for_rows(rows, threads, [&](int row) {
+  return for_rows(rows, width, threads, [&](int row) {
     const S *gate = inner + size_t(row) * 2 * width, *up = gate + width;
     S* to = hidden + size_t(row) * width;
     along<T>(width, [&](int i, auto n) {
@@ -557,7 +559,7 @@ template <class S> bool swiglu(int rows, int width, int threads, const S* inner,
 template <class S>
 bool swiglu_backward(int rows, int width, int threads, const S* inner, const S* grad, S* grad_inner) {
   using T = Computed<S>;
-  return for_rows(rows, threads, [&](int row) {
+  return for_rows(rows, width, threads, [&](int row) {
     const S *gate = inner + size_t(row) * 2 * width, *up = gate + width, *from = grad + size_t(row) * width;
     S *to_gate = grad_inner + size_t(row) * 2 * width, *to_up = to_gate + width;
     along<T>(width, [&](int i, auto n) {
@@ -571,7 +573,7 @@ bool swiglu_backward(int rows, int width, int threads, const S* inner, const S* 
 // normed is x · scale
 template <class S, class T>
 bool rms_norm(int rows, int width, int threads, T eps, const T* x, T* scale, S* normed) {
-  return for_rows(rows, threads, [&](int row) {
+  return for_rows(rows, width, threads, [&](int row) {
     const T* its = x + size_t(row) * width;
     Reg<T> squares = {};
     pieces<T>(width, [&](int i, auto n) { squares += some(its + i, n) * some(its + i, n); });
@@ -585,7 +587,7 @@ bool rms_norm(int rows, int width, int threads, T eps, const T* x, T* scale, S* 
 template <class S, class T>
 bool rms_norm_backward(int rows, int width, int threads, const T* x, const T* scale, const S* grad_normed,
                        const T* grad, T* grad_x) {
-  return for_rows(rows, threads, [&](int row) {
+  return for_rows(rows, width, threads, [&](int row) {
     const T *its = x + size_t(row) * width, *added = grad + size_t(row) * width;
     const S* given = grad_normed + size_t(row) * width;
     Reg<T> dots = {};

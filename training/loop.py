@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import platform
 import shlex
@@ -42,7 +43,7 @@ from service.model.params import SamplingParams
 from training.check import size_check
 from training.config import TrainConfig
 from training.data import IGNORED, Corpus, WindowSampler, micro_batches, record_pieces, sampler_of, window_pieces
-from training.device import autocast, machine, training_forward
+from training.device import autocast, halves, machine, training_forward
 from training.display import ProgressView, draw_curves, print_report, show_forwards, warn_if_vocabulary_is_large
 from training.distill import Teachers
 from training.distributed import World
@@ -123,7 +124,8 @@ class Run:
         self.lineage = origin.lineage if origin else None
         if origin:
             self.model.load_state_dict(origin.weights)
-        self.optimizers = Optimizers(self.model, config)
+        self.halves = halves(config, self.rows // world.size)
+        self.optimizers = Optimizers(self.model, config, self.halves.map if self.halves else map)
         self.progress = Progress()
         self.run_log: RunLog | None = None  # of the main process, while it trains
         self.saved_at = time.monotonic()
@@ -280,16 +282,24 @@ class Run:
             window = config.window_at(progress.step)
             batch = batch[0].reshape(-1, window), batch[1].reshape(-1, window)
         count = int((batch[1] != IGNORED).sum())  # targets of all parts
-        cells = config.tokens_per_step // (world.size * config.accumulate)  # at once
-        own = slice(world.rank, None, world.size)
-        for inputs, targets in micro_batches(batch[0][own], batch[1][own], cells):
-            expected = None
+
+        def learn(part: tuple[np.ndarray, np.ndarray]) -> Tensor:
+            (inputs, targets), expected = part, None
             if self.table is not None:
                 expected = self.table[torch.from_numpy(inputs)].to(self.device)
                 inputs = corpus.train[inputs].astype(np.int64)
             loss = self.loss(self.to_device(inputs), self.to_device(targets), expected) / count
             loss.backward()
-            flat.extra[0] += loss.detach()
+            return loss.detach()
+
+        cells = config.tokens_per_step // (world.size * config.accumulate * (2 if self.halves else 1))  # at once
+        own = slice(world.rank, None, world.size)
+        parts = micro_batches(batch[0][own], batch[1][own], cells)
+        if self.halves:
+            for loss in self.halves.map(learn, itertools.islice(parts, 2)):
+                flat.extra[0] += loss
+        for loss in map(learn, parts):
+            flat.extra[0] += loss
         save_is_due = time.monotonic() - self.saved_at > config.save_seconds
         signals = signal.SIGINT in self.received, signal.SIGTERM in self.received
         flat.extra[1:] = self.to_device(np.array([self.cpu_seconds, *signals, save_is_due], dtype=np.float32))

@@ -7,7 +7,8 @@ its shape.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -85,16 +86,21 @@ class Muon:
                 start += rows
         self._momentum = {shape: parts[0][0].new_zeros(len(parts), *shape) for shape, parts in self._parts.items()}
 
-    @torch.no_grad()
-    def step(self, lr: float, momentum: float, weight_decay: float) -> None:
-        for (rows, cols), parts in self._parts.items():
-            average = self._momentum[rows, cols]
+    def step(self, lr: float, momentum: float, weight_decay: float, each: Callable[..., Iterable[None]] = map) -> None:
+        """each: calls a function with every shape, maybe several at once."""
+
+        @torch.no_grad()
+        def update(shape: tuple[int, int]) -> None:
+            parts, average, (rows, cols) = self._parts[shape], self._momentum[shape], shape
             gradient = torch.stack([_gradient(parameter)[its_rows] for parameter, its_rows in parts])
             average.lerp_(gradient, 1.0 - momentum)
             updates = orthogonalize(gradient.lerp_(average, momentum), self.dtype)
             scale = max(1.0, rows / cols) ** 0.5
-            for (parameter, its_rows), update in zip(parts, updates, strict=True):
-                parameter[its_rows].mul_(1.0 - lr * weight_decay).add_(update, alpha=-lr * scale)
+            for (parameter, its_rows), change in zip(parts, updates, strict=True):
+                parameter[its_rows].mul_(1.0 - lr * weight_decay).add_(change, alpha=-lr * scale)
+
+        for _ in each(update, sorted(self._parts, key=math.prod, reverse=True)):  # the largest first
+            pass
 
     def tensors(self) -> dict[str, Tensor]:
         """The state by name; copying into these tensors restores it."""
@@ -129,10 +135,10 @@ class FlatGradients:
 
 
 class Optimizers:
-    """Muon and AdamW for all parameters of a model, with learning rates on one schedule."""
+    """Muon and AdamW for all parameters of a model, with learning rates on one schedule; `each` as of Muon.step."""
 
-    def __init__(self, model: GPT, config: TrainConfig):
-        self.config = config
+    def __init__(self, model: GPT, config: TrainConfig, each: Callable[..., Iterable[None]] = map):
+        self.config, self.each = config, each
         matrices = hidden_matrices(model)
         hidden = {id(parameter) for parameter, _ in matrices}
         self._others = {name: p for name, p in model.named_parameters() if id(p) not in hidden}
@@ -171,7 +177,7 @@ class Optimizers:
             maximize=False,
         )
         momentum, weight_decay = momentum_at(step, self.config), weight_decay_at(epochs, self.config)
-        self.muon.step(self.config.muon_lr * scale, momentum, weight_decay)
+        self.muon.step(self.config.muon_lr * scale, momentum, weight_decay, self.each)
 
     def tensors(self) -> dict[str, Tensor]:
         """The state by name; copying into these tensors restores it."""

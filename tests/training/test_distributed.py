@@ -30,14 +30,14 @@ def text(tmp_path) -> Path:
 
 def run_alone(*flags: str) -> None:
     """The same run in this process."""
-    assert call(["train", *flags, "--threads", "1"]) == 0
+    assert call(["train", "--threads", "1", *flags]) == 0
 
 
 def losses(out: Path) -> list[float]:
     return [record["train_loss"] for record in events(out) if record["event"] == "train"]
 
 
-def test_losses_do_not_depend_on_processes_or_accumulation(text, tmp_path):
+def test_losses_do_not_depend_on_processes_threads_or_accumulation(text, tmp_path):
     """Without dropout, they differ by rounding only: of a text, and of records with a teacher."""
     lines = sorted({f"{a}{b}{c}" for a in "bdgk" for b in "aeiou" for c in ("b", "dd", "lan", "rik")})
     (tmp_path / "names.txt").write_text("\n".join(lines))
@@ -47,9 +47,9 @@ def test_losses_do_not_depend_on_processes_or_accumulation(text, tmp_path):
         "text": ["--data", str(text)],
         "student": [*records, "--teachers", str(tmp_path / "teacher" / "best"), "--seed", "1"],
     }.items():
-        outs = {kind: tmp_path / f"{name}-{kind}" for kind in ("one", "accumulated", "two")}
-        run_alone(*common, *flags, "--out", str(outs["one"]))
-        run_alone(*common, *flags, "--accumulate", "4", "--out", str(outs["accumulated"]))
+        outs = {kind: tmp_path / f"{name}-{kind}" for kind in ("one", "accumulated", "halves", "two")}
+        for kind, more in {"one": (), "accumulated": ("--accumulate", "4"), "halves": ("--threads", "2")}.items():
+            run_alone(*common, *flags, *more, "--out", str(outs[kind]))
         train_in_two(*common, *flags, "--out", str(outs["two"]))
         one = losses(outs["one"])
         assert one[-1] < one[0] - 0.05, "it learns"
