@@ -91,7 +91,7 @@ class BuildNative(build_ext):
         if not self.extensions:
             warn(
                 f"installed without the native engine ({reasons[-1]}). On a CPU torch will be used, with which the "
-                "service is several times slower and training takes 1.6 times as long. To change that, install g++ or "
+                "service is several times slower and training takes twice as long. To change that, install g++ or "
                 "clang++, then install chargpt again."
             )
             return

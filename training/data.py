@@ -19,7 +19,7 @@ import os
 import urllib.request
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -628,7 +628,10 @@ def padded(ids: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> tuple[np
     return idx, targets
 
 
-def micro_batches(idx: np.ndarray, targets: np.ndarray, cells: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+Part = tuple[np.ndarray, np.ndarray]  # idx and targets (B, T)
+
+
+def micro_batches(idx: np.ndarray, targets: np.ndarray, cells: int) -> Iterator[Part]:
     """The rows of a padded batch, the longest first, in parts of at most `cells` characters, padding included.
 
     At most `cells` / PADDING of a part are padding: so much costs as much time as a further part.
@@ -641,6 +644,14 @@ def micro_batches(idx: np.ndarray, targets: np.ndarray, cells: int) -> Iterator[
         rows = rows[np.cumsum(longest - lengths[rows]) <= cells // PADDING]
         yield idx[rows, :longest], targets[rows, :longest]
         first += len(rows)
+
+
+def two_halves(parts: Iterable[Part]) -> list[list[Part]]:
+    """Micro-batches in two lists of about as many characters each; one list if there is one part."""
+    halves: tuple[list[Part], list[Part]] = [], []
+    for part in parts:
+        min(halves, key=lambda half: sum(idx.size for idx, _ in half)).append(part)
+    return [half for half in halves if half]
 
 
 def _places(numbers: np.ndarray, per_epoch: int, seed: int) -> tuple[np.ndarray, np.ndarray]:

@@ -40,9 +40,10 @@ def resolve_auto(config: TrainConfig, vocab_size: int, world_size: int) -> dict[
     threads = config.threads or torch.get_num_threads()
     resolved: dict[str, Any] = {"device": device, "dtype": config.dtype, "threads": threads}
     if config.dtype == "auto":
-        torch.set_num_threads(threads)
         rows = config.batch_size // world_size // config.accumulate
-        resolved["dtype"] = faster_dtype(replace(config, **resolved), vocab_size, rows)
+        parts = 2 if in_halves(replace(config, **resolved), rows) else 1
+        torch.set_num_threads(threads // parts)
+        resolved["dtype"] = faster_dtype(replace(config, **resolved), vocab_size, rows // parts)
     return resolved
 
 
@@ -74,13 +75,19 @@ def training_forward(model: GPT, config: TrainConfig) -> Callable[[Tensor], Tens
     return compiled
 
 
-def halves(config: TrainConfig, rows: int) -> ThreadPoolExecutor | None:
-    """Two Python threads, each with half of torch's, for the two halves of a step's `rows`; None: one does all.
+def in_halves(config: TrainConfig, rows: int) -> bool:
+    """Whether the halves of a step's `rows` are learned from at the same time, in two threads of Python's.
 
-    They wait for each other twice a step, torch's own threads hundreds of times. Two sums have one order, so that a
-    run stays deterministic; more parts would not, and dropout draws from one generator.
+    These wait for each other twice a step, torch's own hundreds of times. A run stays deterministic, as torch adds to a
+    gradient under a lock, and the sum of two has no order. With dropout it would not: both draw from one generator.
     """
-    if config.device != "cpu" or min(config.threads, rows) < 2 or config.dropout or config.accumulate > 1:
+    is_even = config.threads % 2 == 0  # of torch's threads each has half
+    return config.device == "cpu" and is_even and rows > 1 and not config.dropout and config.accumulate == 1
+
+
+def halves(config: TrainConfig, rows: int) -> ThreadPoolExecutor | None:
+    """The two threads, if a step is done `in_halves`."""
+    if not in_halves(config, rows):
         return None
     return ThreadPoolExecutor(2, "half", torch.set_num_threads, (config.threads // 2,))
 

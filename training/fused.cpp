@@ -26,7 +26,6 @@
 #include <cstring>
 #include <exception>
 #include <initializer_list>
-#include <limits>
 #include <new>
 #include <thread>
 #include <type_traits>
@@ -207,12 +206,15 @@ template <class S, int SIZE> class Group {
         width(rounded_up(size, N)),
         keys(rounded_up(s.length, std::max(TILE, ROWS)) + N) {  // a power of two would share few lines of the cache
     for (auto* each : {&k, &v, &grad_k, &grad_v}) each->resize(size_t(keys) * width);
-    for (auto* each : {&kt, &vt, &k_low, &v_low}) each->resize(size_t(keys) * width);
+    for (auto* each : {&kt, &vt}) each->resize(size_t(keys) * width);
     for (auto* each : {&q, &grad, &out, &grad_q}) each->resize(size_t(BLOCK) * width);
-    for (auto* each : {&q_low, &grad_low}) each->resize(size_t(BLOCK) * width);
     for (auto* each : {&row, &normed, &other}) each->resize(width);
     for (auto* each : {&weights, &grads}) each->resize(size_t(BLOCK) * keys);
-    for (auto* each : {&weights_low, &grads_low}) each->resize(size_t(BLOCK) * keys);
+    weights_low.resize(size_t(BLOCK) * keys);
+    if (K == 1) return;
+    for (auto* each : {&k_low, &v_low}) each->resize(size_t(keys) * width);
+    for (auto* each : {&q_low, &grad_low}) each->resize(size_t(BLOCK) * width);
+    grads_low.resize(size_t(BLOCK) * keys);
   }
 
   void forward(int window, int key_head, S* attended, T* lse) {
@@ -313,7 +315,8 @@ template <class S, int SIZE> class Group {
   std::vector<T> row, normed, other;               // (width)
   const Unit *key_rows, *value_rows;               // as factors, down
   std::vector<Unit> kt, vt;                        // keys and values as factors, across, transposed
-  std::vector<Unit> k_low, v_low, q_low, grad_low, weights_low, grads_low;  // as factors, across or down
+  std::vector<Unit> weights_low;                   // the attention weights of the forward as factors
+  std::vector<Unit> k_low, v_low, q_low, grad_low, grads_low;  // as pairs, across or down
 
   size_t place(int window, int t, int head) const { return ((size_t(window) * s.length + t) * s.all() + head) * size; }
   int columns(int seen) const { return rounded_up(seen, TILE); }

@@ -3,8 +3,8 @@
 On a CPU, autograd spends most of a small model's step between the matrix products: on dozens of small operations,
 dtype conversions and saved intermediates. Here each half block is one autograd function with few passes over memory;
 norm gains are folded into the weights that follow, the residual addition is included, and norms, attention and SwiGLU
-are C++ (fused.cpp), or torch's operations where that was not compiled. It computes `GPT.forward` without a cache, in
-any dtype, for texts no longer than the attention window.
+are C++ (fused.cpp), or torch's operations where that was not compiled. It computes `GPT.forward` without a cache, for
+texts no longer than the attention window.
 
 Knows nothing about optimizers or data.
 """
@@ -28,8 +28,9 @@ from training.messages import Refusal
 class FusedForward:
     """idx (B, T) -> logits (B, T, V), T at most block_size; differentiable through autograd.
 
-    Products, also those of attention, take and give `dtype`, the head's excepted; what lies between them, the residual
-    stream and the parameters' gradients are in the parameters' dtype.
+    Products with weights, the head's excepted, take and give `dtype`; the residual stream, what is computed between
+    products, and the parameters and their gradients are float64 where that is, else float32. On a CPU that multiplies
+    pairs of bfloat16, attention's own products take such pairs.
     """
 
     def __init__(self, model: GPT, dtype: torch.dtype):
@@ -43,6 +44,8 @@ class FusedForward:
         model, config = self.model, self.model.config
         T = idx.size(1)
         assert T <= config.block_size, "longer texts need the band of GPT.forward"
+        computed = torch.float64 if self.dtype == torch.float64 else torch.float32
+        assert model.head.weight.dtype == computed, "fused.cpp is given pointers"
         p = config.dropout if model.training else 0.0
         x = model.embed(idx)
         cos, sin = rope_angles(torch.arange(T), config, x.dtype)
@@ -185,7 +188,7 @@ class _Attention(torch.autograd.Function):
         B, T, C = x.size()
         hs = q_gain.numel()
         nh, nkv = C // hs, (qkv.size(0) - C) // hs // 2
-        x = x.reshape(B * T, C)
+        x = x.reshape(B * T, C).contiguous()
         normed, scale = _normalize(x, eps, dtype)
         folded, proj_low = (qkv * gain).to(dtype), proj.to(dtype)
         heads = (normed @ folded.mT).view(B, T, nh + 2 * nkv, hs)
@@ -201,7 +204,7 @@ class _Attention(torch.autograd.Function):
         x, scale, normed, attended, lse, factors, gain, qkv, folded, proj_low, *inputs = ctx.saved_tensors
         B, T, C = grad.size()
         nh, hs = attended.size()[2:]
-        grad = grad.reshape(B * T, C)
+        grad = grad.reshape(B * T, C).contiguous()
         grad_y = grad.to(proj_low.dtype) if factors is None else grad.to(proj_low.dtype) * factors
         grad_proj = grad_y.mT @ attended.view(B * T, C)
         grad_attended = (grad_y @ proj_low).view_as(attended)
@@ -222,7 +225,7 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, gain: Tensor, gate_up: Tensor, proj: Tensor, rest: Any) -> Tensor:
         eps, p, dtype = rest
         B, T, C = x.size()
-        x = x.reshape(B * T, C)
+        x = x.reshape(B * T, C).contiguous()
         normed, scale = _normalize(x, eps, dtype)
         folded, proj_low = (gate_up * gain).to(dtype), proj.to(dtype)
         inner = normed @ folded.mT  # (B·T, 2 n_inner)
@@ -238,7 +241,7 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, scale, normed, inner, hidden, factors, gain, gate_up, folded, proj_low = ctx.saved_tensors
         B, T, C = grad.size()
-        grad = grad.reshape(B * T, C)
+        grad = grad.reshape(B * T, C).contiguous()
         grad_y = grad.to(inner.dtype) if factors is None else grad.to(inner.dtype) * factors
         grad_proj = grad_y.mT @ hidden
         grad_hidden, grad_inner = grad_y @ proj_low, torch.empty_like(inner)

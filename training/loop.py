@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
 import platform
 import shlex
@@ -42,7 +41,17 @@ from service.model.gpt import GPT
 from service.model.params import SamplingParams
 from training.check import size_check
 from training.config import TrainConfig
-from training.data import IGNORED, Corpus, WindowSampler, micro_batches, record_pieces, sampler_of, window_pieces
+from training.data import (
+    IGNORED,
+    Corpus,
+    Part,
+    WindowSampler,
+    micro_batches,
+    record_pieces,
+    sampler_of,
+    two_halves,
+    window_pieces,
+)
 from training.device import autocast, halves, machine, training_forward
 from training.display import ProgressView, draw_curves, print_report, show_forwards, warn_if_vocabulary_is_large
 from training.distill import Teachers
@@ -283,22 +292,25 @@ class Run:
             batch = batch[0].reshape(-1, window), batch[1].reshape(-1, window)
         count = int((batch[1] != IGNORED).sum())  # targets of all parts
 
-        def learn(part: tuple[np.ndarray, np.ndarray]) -> Tensor:
-            (inputs, targets), expected = part, None
-            if self.table is not None:
-                expected = self.table[torch.from_numpy(inputs)].to(self.device)
-                inputs = corpus.train[inputs].astype(np.int64)
-            loss = self.loss(self.to_device(inputs), self.to_device(targets), expected) / count
-            loss.backward()
-            return loss.detach()
+        def learn(parts: list[Part]) -> Tensor:
+            total = torch.zeros((), device=self.device)
+            for inputs, targets in parts:
+                expected = None
+                if self.table is not None:
+                    expected = self.table[torch.from_numpy(inputs)].to(self.device)
+                    inputs = corpus.train[inputs].astype(np.int64)
+                total = total + self.loss(self.to_device(inputs), self.to_device(targets), expected) / count
+            total.backward()
+            return total.detach()
 
         cells = config.tokens_per_step // (world.size * config.accumulate * (2 if self.halves else 1))  # at once
         own = slice(world.rank, None, world.size)
         parts = micro_batches(batch[0][own], batch[1][own], cells)
         if self.halves:
-            for loss in self.halves.map(learn, itertools.islice(parts, 2)):
-                flat.extra[0] += loss
-        for loss in map(learn, parts):
+            losses = self.halves.map(learn, two_halves(parts))
+        else:
+            losses = map(learn, ([part] for part in parts))
+        for loss in losses:
             flat.extra[0] += loss
         save_is_due = time.monotonic() - self.saved_at > config.save_seconds
         signals = signal.SIGINT in self.received, signal.SIGTERM in self.received

@@ -24,7 +24,7 @@ if given := os.environ.get("CHARGPT_FUSED_LIBRARY"):
 
 @pytest.fixture(params=["torch", *LIBRARIES])
 def library(request, monkeypatch):
-    """What computes attention and SwiGLU: torch's operations, or the library of each instruction set."""
+    """What computes attention, SwiGLU and norms: torch's operations, or the library of each instruction set."""
     variant = request.param.rpartition("_")[2]
     if variant in native._VARIANTS and not native._VARIANTS[variant] <= native._cpu_flags():
         pytest.skip(f"this CPU has no {variant}")
@@ -85,10 +85,11 @@ def test_loss_and_gradients_equal_autograd_in_fp64(library, T, fields):
     [
         *((torch.float32, {"n_head": n, "n_kv_head": 1, "block_size": 50}, 1e-6) for n in (1, 2, 4)),  # of 64 to 16
         *((torch.bfloat16, {"n_head": n, "n_kv_head": 1, "block_size": 50 - n}, 0.01) for n in (1, 2, 4)),
+        (torch.bfloat16, {"n_embd": 36, "n_head": 2, "block_size": 9}, 0.01),
     ],
 )
 def test_gradients_are_as_accurate_as_autograd_and_autocast(library, dtype, fields, slack):
-    model = some_model(n_embd=64, vocab_size=40, **fields)
+    model = some_model(**{"n_embd": 64, "vocab_size": 40} | fields)
     idx = torch.randint(40, (8, model.config.block_size + 1))
     _, exact = loss_and_gradients(model, FusedForward(model, torch.float64), idx)
     exact = {name: gradient.float() for name, gradient in exact.items()}
@@ -102,21 +103,20 @@ def test_gradients_are_as_accurate_as_autograd_and_autocast(library, dtype, fiel
 
 
 @pytest.mark.parametrize("library", LIBRARIES, indirect=True)
-def test_a_librarys_results_do_not_depend_on_the_number_of_threads(library):
-    heads, grad, cos = torch.randn(5, 40, 8, 32), torch.randn(5, 40, 4, 32), torch.rand(40, 32)
-    x, found, before = torch.randn(300, 42), [], torch.get_num_threads()
-    try:
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
-            each = fused._Heads(heads, torch.full((6, 32), 0.7), cos, cos, 4, 1e-6)
-            attended, lse = each.forward()
-            normed, scale, hidden, grad_x = *fused._normalize(x, 0.0, x.dtype), x.new_empty(300, 21), x.clone()
-            assert fused._call("swiglu", x.dtype, (300, 21), x, hidden)
-            assert fused._call("swiglu_backward", x.dtype, (300, 21), x, hidden, grad_x)
-            given = fused._normalize_backward(grad_x, x, scale, x)
-            found.append((attended, *each.backward(attended, lse, grad), hidden, grad_x, normed, given))
-    finally:
-        torch.set_num_threads(before)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_librarys_results_do_not_depend_on_the_number_of_threads(library, dtype):
+    heads, grad, cos = torch.randn(5, 40, 8, 32).to(dtype), torch.randn(5, 40, 4, 32).to(dtype), torch.rand(40, 32)
+    x, found = torch.randn(2000, 300), []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        each = fused._Heads(heads, torch.full((6, 32), 0.7), cos, cos, 4, 1e-6)
+        attended, lse = each.forward()
+        (normed, scale), hidden = fused._normalize(x, 0.0, dtype), torch.empty(2000, 150, dtype=dtype)
+        grad_x = torch.empty_like(normed)
+        assert fused._call("swiglu", dtype, (2000, 150), normed, hidden)
+        assert fused._call("swiglu_backward", dtype, (2000, 150), normed, hidden, grad_x)
+        given = fused._normalize_backward(grad_x, x, scale, x)
+        found.append((attended, *each.backward(attended, lse, grad), hidden, grad_x, normed, given))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
