@@ -103,7 +103,7 @@ def test_a_new_checkpoint_rolls_out_under_load(swarm):
         assert {sent.checkpoint for sent in load.sent} == {"old"}
         assert swarm.update(swarm.images["new"]) == "completed"
         before = len(load.sent)
-        load.wait_for(1)
+        load.wait_for(3)  # more answers than there are clients
     assert load.failed() == []
     assert {sent.checkpoint for sent in load.sent[before + load.clients :]} == {"new"}
     assert [it.attrs["Config"]["Image"] for it in swarm.replicas()] == [swarm.images["new"]] * 2
