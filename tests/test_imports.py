@@ -101,6 +101,7 @@ def test_every_import_is_allowed(path):
         ),
         ("service.model.gpt, service.engine.engine", {"torch"}),
         ("service.http.bodies", {"pydantic"}),
+        ("training.data", {"training"}),
         ("service.sockets", {"litserve", "fastapi", "pydantic"}),
         ("service.server", {"litserve", "fastapi", "pydantic", "prometheus_client"}),
         ("training.__main__, training.jobs, training.evaluate", {"torch", "training"}),

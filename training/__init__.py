@@ -21,10 +21,13 @@ The modules, in the order a run uses them:
     display.py      progress, tables, curves
     log.py          the log and TensorBoard's event files
     state.py        what a resumed run needs, without pickle
+    saving.py       checkpoints, as the service reads them
+    folders.py      folders, replaced atomically
+    messages.py     wording that commands share
 
 sample.py, score.py, report.py, export.py and lecture.py each hold the command of that name;
 report_page.py writes report's page.
 
-Import rule: `service.model`, and for sampling `service.engine`, `service.constrain` and `service.wire`; nothing else of
-`service`.
+Import rule: `service.model`, and for sampling and for loading fused.cpp `service.engine`, `service.constrain` and
+`service.wire`; nothing else of `service`.
 """

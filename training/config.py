@@ -72,14 +72,14 @@ class TrainConfig:
     n_head: int = option(4, "query heads")
     n_kv_head: int = option(2, "key/value heads; must divide n_head")
     n_embd: int = option(128, "embedding width; n_embd / n_head must be even")
-    n_inner: int | None = expert(None, "SwiGLU width; none: 8/3 of n_embd")
+    n_inner: int | None = expert(None, "SwiGLU width; none: 8/3 of n_embd, rounded up to a multiple of 8")
     rope_theta: float = expert(10_000.0, "RoPE base", BOUNDS["rope_theta"])
     norm_eps: float = expert(1e-6, "RMSNorm epsilon", BOUNDS["norm_eps"])
     dropout: float = option(0.0, "dropout on each residual branch, in [0, 1)", FRACTION)
 
     # optimization
     steps: int = option(2800, "optimizer steps", COUNT)
-    batch_size: int = option(4, "windows of block_size characters per step; cut ones are as many more", SMALL_COUNT)
+    batch_size: int = option(4, "windows of block_size characters per step; more while they are cut", SMALL_COUNT)
     window_stages: int = expert(
         3,
         "windows grow: with 3, they are cut in four, then in two, as far as they can be and have 16 characters, then "
@@ -116,7 +116,7 @@ class TrainConfig:
 
     # the machine
     device: Device = option("auto", "auto: cuda, else mps, else cpu")
-    dtype: Dtype = option("auto", "dtype of matrix products; auto: bfloat16 if a short probe finds it faster")
+    dtype: Dtype = option("auto", "dtype of matrix products; auto: on a CPU what a probe finds faster, on CUDA bf16")
     threads: int = option(0, "CPU threads of a process; 0: OMP_NUM_THREADS, else one per core", (0, 4096))
     accumulate: int = option(
         1, "gradient accumulation: micro-batches per process and step, to save memory", SMALL_COUNT

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from service.model.tokenizer import CharTokenizer, UnknownCharacterError
+from training.folders import replacing_folder
 from training.messages import Refusal, plural
-from training.saving import replacing_folder
 
 if TYPE_CHECKING:
     from training.inputs import Encoder
@@ -511,7 +511,7 @@ class WindowSampler:
 
     A window's place is a pure function of its number, so the only state is `position`, the number of windows drawn.
     Each epoch cuts the text into consecutive windows from a random phase in [0, block_size), so the characters left
-    out at both ends, at most block_size each, differ from epoch to epoch.
+    out at both ends, fewer than 3 block_size together, differ from epoch to epoch.
 
     Raises:
         DataError: the text is shorter than two windows.

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# The others wait at most so long while the main process encodes a text, scores the last weights or saves. Gloo notices
-# a lost process by its closed connection; NCCL by this timeout alone.
+# The others wait at most so long while the main process encodes a text, scores a checkpoint, samples or saves. Gloo
+# notices a lost process by its closed connection; NCCL by this timeout alone.
 TIMEOUT = timedelta(hours=1)
 
 T = TypeVar("T")

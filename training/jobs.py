@@ -24,11 +24,11 @@ from training.device import pick_device, resolve_auto
 from training.distill import Teachers
 from training.distributed import World
 from training.finetune import checkpoint_shape, describe_origin, load_origin
+from training.folders import restore_folder
 from training.inputs import find_checkpoint
 from training.loop import DivergedError, InterruptedRun, Run
 from training.messages import plural, say
 from training.recipe import SETTINGS, explanation, fitted
-from training.saving import restore_folder
 from training.speed import keep_freed_memory
 from training.state import ResumeError, Saved, changed_settings
 
@@ -120,13 +120,14 @@ def _new_run(
     config, changes = fitted(config, corpus, adaptable, world.size * config.accumulate, longest)
     if changes:
         say(console, explanation(corpus, changes))
+    config.model_config(tokenizer.vocab_size)  # refuses an impossible shape
     sampler_of(corpus, config.block_size, config.seed)  # refuses a text that is too short for it
     resolved = resolve_auto(config, tokenizer.vocab_size, world.size)
     if config.teachers:
         Teachers(replace(config, **resolved), tokenizer)
     for name in ("last", "best", "tensorboard", *(path.name for path in out.glob("step-" + 8 * "[0-9]"))):
         shutil.rmtree(out / name, ignore_errors=True)
-    for name in ("log.jsonl", "loss.png"):
+    for name in ("log.jsonl", "loss.png", "report.html"):
         (out / name).unlink(missing_ok=True)
     return config, resolved
 

@@ -42,10 +42,9 @@ def fitted(
     longest_window: the most that the run's teachers have.
     """
     length, before = len(corpus.train), config.as_dict()
-    if longest_window is not None and longest_window < config.block_size and adaptable >= {"block_size", "batch_size"}:
-        batch_size = max(1, config.tokens_per_step // longest_window)
-        config = replace(config, block_size=longest_window, batch_size=batch_size)
     wanted = config
+    if longest_window is not None and "block_size" in adaptable:
+        wanted = replace(config, block_size=min(longest_window, config.block_size))
     epochs = TAUGHT_EPOCHS if config.teachers else EPOCHS
     is_small = config.steps * config.tokens_per_step > epochs * length
     if is_small:
@@ -55,24 +54,24 @@ def fitted(
             model = {name: min(most, getattr(config, name)) for name, most in SMALL_MODEL.items()}
             missing = min(1.0, math.log10(max(1.0, REGULARIZED / length)))
         others: dict[str, Any] = {
-            "block_size": min(SMALL_WINDOW, config.block_size),
+            "block_size": min(SMALL_WINDOW, wanted.block_size),
             "dropout": max(config.dropout, round(MORE_DROPOUT * missing, 2)),
             "weight_decay": round(max(SMALL_DECAY, config.weight_decay) + MORE_DECAY * missing, 2),
         }
         wanted = replace(wanted, **model, **{name: value for name, value in others.items() if name in adaptable})
+    block_size, batch_size = wanted.block_size, config.batch_size
+    if corpus.records is not None and "block_size" in adaptable:
+        longest = int(RecordSampler(corpus.train, block_size, config.seed).pieces[1].max())
+        block_size = min(block_size, max(MIN_WINDOW, 1 << longest.bit_length()))
+    elif "block_size" in adaptable and 2 * block_size > length >= 4 * MIN_BLOCK:
+        block_size = 1 << (length // 4).bit_length() - 1
     if "batch_size" in adaptable:
         characters = config.tokens_per_step
         if is_small and "steps" in adaptable:  # which then has more, so that no less is trained on
             characters = min(SMALL_STEP, characters)
-        block_size = wanted.block_size
-        if corpus.records is not None and "block_size" in adaptable:
-            longest = int(RecordSampler(corpus.train, block_size, config.seed).pieces[1].max())
-            block_size = min(block_size, max(MIN_WINDOW, 1 << longest.bit_length()))
-        elif "block_size" in adaptable and 2 * block_size > length >= 4 * MIN_BLOCK:
-            block_size = 1 << (length // 4).bit_length() - 1
         if (block_size, characters) != (config.block_size, config.tokens_per_step) or config.batch_size % parts:
             batch_size = -(-max(1, characters // block_size) // parts) * parts
-            wanted = replace(wanted, block_size=block_size, batch_size=batch_size)
+    wanted = replace(wanted, block_size=block_size, batch_size=batch_size)
     if is_small and "steps" in adaptable and (corpus.records is not None or 2 * wanted.block_size <= length):
         sampler = sampler_of(corpus, wanted.block_size, wanted.seed)
         steps = max(MIN_STEPS, round(EPOCHS * sampler.per_epoch / sampler.rows(wanted.tokens_per_step)))

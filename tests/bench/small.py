@@ -10,9 +10,10 @@ holds out with this seed; of a text, the last tenth. Nothing is set but --record
     makemore    makemore.py's transformer with its defaults, on all that is not held out; the lowest of its evaluations,
                 one every 500 steps, and the lowest within our CPU seconds
 
-So what is held out chooses the peers' weights, and not ours. nanoGPT's loss is the lower of that of records alone and
-that in windows of the held-out list. CPU seconds are of optimizer steps. Rewrites OUT/small.json and OUT/small.md after
-each run. makemore.py needs the package tensorboard; it and names.txt are in https://github.com/karpathy/makemore.
+So of lists what is held out chooses the peers' weights, and not ours; of a text the last tenth chooses both. nanoGPT's
+loss is the lower of that of records alone and that in windows of the held-out list. CPU seconds are of optimizer steps.
+Rewrites OUT/small.json and OUT/small.md after each run. makemore.py needs the package tensorboard; it and names.txt are
+in https://github.com/karpathy/makemore.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from .command import Run, build_parser, in_child, run_checked
 
 PROBE_STEPS = 100
 EVALUATIONS = 8
+MAKEMORE_STEPS = 20_000
 COLUMNS = {  # name in the JSON: label, format
     "ours": ("ours, `best`", "{:.4f}"),
     "ours_last": ("ours, `last`", "{:.4f}"),
@@ -157,8 +159,8 @@ class Bench(Run):
         figures = in_child(run_ours, train, held_out, seed, args.threads, folder / "ours")
         cpu = figures["ours_cpu"]
         figures |= in_child(run_nanogpt, train, held_out, seed, args.threads, cpu)
-        if args.makemore and data in args.lists[: args.makemore_lists]:
-            figures |= run_makemore(args.makemore, data, seed, args.makemore_steps, cpu, folder / "makemore")
+        if args.makemore and data == args.lists[0]:
+            figures |= run_makemore(args.makemore, data, seed, MAKEMORE_STEPS, cpu, folder / "makemore")
         return {"seed": seed, **figures, "finished": time.strftime("%H:%M:%S")}
 
 
@@ -167,9 +169,7 @@ def main() -> int:
     add = parser.add_argument
     add("--lists", nargs="*", type=Path, default=[], metavar="FILE", help="a record in each line")
     add("--texts", nargs="*", type=Path, default=[], metavar="FILE")
-    add("--makemore", type=Path, metavar="FILE", help="makemore.py (default: without it)")
-    add("--makemore-lists", type=int, default=1, help="it runs on the first N (default: 1)")
-    add("--makemore-steps", type=int, default=20_000, help="(default: %(default)s)")
+    add("--makemore", type=Path, metavar="FILE", help="makemore.py, run on the first list (default: without it)")
     add("--seeds", nargs="+", type=int, default=[2029, 2030, 2031], help="(default: 2029 2030 2031, never tuned on)")
     add("--threads", type=int, default=0, help="0: OMP_NUM_THREADS, else one per core")
     bench = Bench(parser.parse_args())

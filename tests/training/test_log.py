@@ -3,7 +3,6 @@
 import sys
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.helpers import call
 from tests.training.runs import crash, events, resume, start, tiny
@@ -14,6 +13,8 @@ NAMES = ("train_loss", "val_loss", "muon_lr", "whole", "bigram")
 
 def scalars(out):
     """Name -> [(step, value)]."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     files = EventAccumulator(str(out / "tensorboard"))
     files.Reload()
     return {name: [(event.step, event.value) for event in files.Scalars(name)] for name in NAMES}

@@ -502,8 +502,8 @@ def test_records_decide_the_window(tmp_path, preset, parts):
     assert found.block_size == changed["block_size"] == 32
     assert found.batch_size % parts == 0 and 1024 <= found.tokens_per_step < 1024 + 32 * parts
     assert (found.n_layer, found.n_embd, found.steps) == (4, 128, 100)
-    unchanged, _ = fitted(config, corpus, SETTINGS - {"batch_size"})
-    assert (unchanged.batch_size, unchanged.block_size) == (config.batch_size, min(256, config.block_size))
+    found, _ = fitted(config, corpus, SETTINGS - {"batch_size"})
+    assert (found.batch_size, found.block_size) == (config.batch_size, 32)
 
 
 def test_kept_checkpoints(tmp_path):
@@ -671,8 +671,9 @@ def test_a_wrong_command_is_refused_without_a_traceback(uninterrupted, tmp_path,
 
 def test_a_refused_run_leaves_the_one_that_it_would_replace(uninterrupted, tmp_path, capsys):
     out = shutil.copytree(uninterrupted, tmp_path / "out")
-    assert call(["train", "--overwrite", "--out", out, *tiny_flags(tmp_path, block_size=100_000)]) == 1
-    assert "200,000" in capsys.readouterr().err and weights(out) == weights(uninterrupted)
+    for message, fields in (("200,000", {"block_size": 100_000}), ("n_head", {"n_head": 3, "dtype": "float32"})):
+        assert call(["train", "--overwrite", "--out", out, *tiny_flags(tmp_path, **fields)]) == 1
+        assert message in capsys.readouterr().err and weights(out) == weights(uninterrupted)
 
 
 @pytest.mark.parametrize(("command", "remedy"), [("train", "--accumulate 2 "), ("sample", "--device cpu")])
