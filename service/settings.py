@@ -181,7 +181,7 @@ class Settings(BaseSettings):
     max_tokens: Positive = Field(16_384, description="maximum length of a completion, in characters")
     max_prompts: int = Field(128, ge=1, le=10_000, description="maximum sequences per request: prompts × n or best_of")
     max_score_texts: Positive = Field(10_000, description="maximum texts per request of /v1/score")
-    max_regex_characters: int = Field(1000, ge=1, le=10_000, description="maximum length of a regex or stop_regex")
+    max_regex_characters: int = Field(1000, ge=16, le=10_000, description="maximum length of a regex or stop_regex")
     attention: bool = Field(True, description="serve /v1/attention, which runs in the HTTP processes")
     max_body_bytes: Bytes = Field(4 << 20, le=1 << 30, description="maximum size of a request body")
 
@@ -304,7 +304,7 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _read_files(self) -> Settings:
-        # Not in a field validator: the file may be a pipe, to be read once, and no key may become a field's value.
+        # Not in a field validator: no key may become a field's value.
         if self.api_keys_file is not None:
             self._api_keys = read_api_keys(self.api_keys_file)
         if self.client_limits is not None:

@@ -63,6 +63,17 @@ class Submit(msgspec.Struct, gc=False, array_like=True, tag=True):
     model: int = 0  # id of the version of a checkpoint (catalog.py)
 
 
+def share(request: Submit, before: Submit) -> None:
+    """What both have is kept once: as a rule they are of one request, but each came with its own."""
+    for name in ("stop", "stop_pattern", "constraint", "minimum", "logprob_ids", "seen"):
+        value = getattr(before, name)
+        if value and getattr(request, name) == value:
+            setattr(request, name, value)
+    biases = before.sampling.logit_bias
+    if biases and request.sampling.logit_bias == biases:
+        msgspec.structs.force_setattr(request.sampling, "logit_bias", biases)
+
+
 class Abort(msgspec.Struct, gc=False, array_like=True, tag=True):
     id: int
 

@@ -2,7 +2,6 @@
 
 import importlib
 import shutil
-import signal
 import subprocess
 import sys
 import tomllib
@@ -10,7 +9,6 @@ import tomllib
 import pytest
 
 from service.command import COMMANDS
-from tests.helpers import save_random, serving, web
 from tests.toolbox.launch import ROOT
 from training.__main__ import build_parser
 
@@ -54,15 +52,6 @@ def test_help_errors_and_exit_statuses_come_from_the_subcommand(module, argument
     printed, other = (done.stderr, done.stdout) if code else (done.stdout, done.stderr)
     assert (done.returncode, other) == (code, "")
     assert message in printed and "Traceback" not in printed
-
-
-def test_serve_answers_requests_and_exits_on_sigint(tmp_path):
-    checkpoint = save_random(tmp_path / "checkpoint").path
-    with serving(checkpoint, ("-m", "service.command", "serve")) as server:
-        body = {"prompt": "The ", "max_tokens": 3}
-        assert web.post(f"{server.url}/generate", json=body).status_code == 200
-        server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(timeout=60) == 0, server.output()
 
 
 @pytest.mark.parametrize("leftover", [False, True], ids=["absent", "empty folder"])

@@ -2,11 +2,11 @@
 
 import concurrent.futures
 import random
+import signal
 import subprocess
 import sys
 from pydoc_data.topics import topics
 
-import openai
 import pytest
 import torch
 
@@ -16,6 +16,8 @@ from tests.helpers import CORPUS, serving
 
 
 def test_trained_checkpoint_is_served_exactly(tmp_path):
+    import openai
+
     text = (CORPUS.read_text(encoding="utf-8") if CORPUS.exists() else "\n".join(topics.values()))[:60_000]
     (tmp_path / "corpus.txt").write_text(text, encoding="utf-8", newline="")
     command = [sys.executable, "-m", "training", "train", "--preset", "quick", "--steps", "10", "--threads", "1"]
@@ -33,7 +35,7 @@ def test_trained_checkpoint_is_served_exactly(tmp_path):
         options |= {"model": "chargpt", "prompt": text[start : start + length], "max_tokens": r.randint(1, 20)}
         requests.append(options | {"stream": i % 2 == 0})
 
-    with serving(tmp_path / "out" / "best") as server:
+    with serving(tmp_path / "out" / "best", ("-m", "service.command", "serve")) as server:
         with (
             openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
             concurrent.futures.ThreadPoolExecutor(32) as pool,
@@ -58,3 +60,5 @@ def test_trained_checkpoint_is_served_exactly(tmp_path):
             assert answer == checkpoint.tokenizer.decode(expected)
 
         assert server.metric("chargpt_request_success_total", finished_reason="length") == 24
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(timeout=60) == 0, server.output()

@@ -1,6 +1,7 @@
 """The parts of LitServe that the service relies on: a new version fails here first, with what would break."""
 
 import ast
+import contextlib
 import inspect
 import json
 import sys
@@ -14,7 +15,7 @@ from litserve.test_examples import SimpleLitAPI
 
 import service.server
 from service.settings import Settings
-from tests.helpers import save_random, web
+from tests.helpers import http_processes, save_random, web
 from tests.toolbox.http import answer, post, sent
 from tests.toolbox.launch import ROOT, Program, free_port
 
@@ -38,7 +39,9 @@ def test_callbacks_loggers_and_middlewares_work_as_documented(tmp_path):
     document = (ROOT / "service" / "INTERNALS.md").read_text(encoding="utf-8")
     program = document.partition("```python\n")[2].partition("```\n")[0]
     slow = "__import__('time').sleep(1)  # what was logged is dealt with before the end\n        print(key"
-    program = program.replace("Settings(", "Settings(body_timeout_seconds=0.5, ").replace("print(key", slow)
+    program = program.replace("Settings(", "Settings(body_timeout_seconds=0.5, max_body_bytes=1 << 20, ").replace(
+        "print(key", slow
+    )
     failing = "assert scope['path'] != '/fails'\n        await self.app"
     (tmp_path / "hooked.py").write_text(program.replace("await self.app", failing))
     save_random(tmp_path / "checkpoint")
@@ -51,6 +54,13 @@ def test_callbacks_loggers_and_middlewares_work_as_documented(tmp_path):
         assert web.get(f"{server.url}/fails").json()["error"]["message"] == "internal error"
         with sent(port, post("/generate", b"{", Content_Length=9)) as connection, answer(connection) as response:
             assert (response.status, json.load(response)["error"]["code"]) == (408, "body_timeout")
+        [http] = http_processes(server)
+        before = http.memory_info().rss
+        chunked = b"POST /generate HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+        with sent(port, chunked) as connection, contextlib.suppress(ConnectionError):
+            for _ in range(64):
+                connection.sendall(b"100000\r\n%b\r\n" % bytes(1 << 20))
+        assert http.memory_info().rss - before < 16 << 20, "what comes after a refusal is kept"
         server.process.terminate()
         assert server.process.wait(60) == 0, server.output()
         printed = [line for line in server.output().splitlines() if not line.startswith("{")]

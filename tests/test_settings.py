@@ -84,14 +84,11 @@ def test_lists_come_from_repeated_flags_commas_or_a_variable(monkeypatch):
 @pytest.mark.parametrize(
     ("content", "place"),
     [
-        (b"# none\n\n  \n", " contains no key"),
-        (b"long-enough\n# but\nSECRET7\n", ", line 3: "),
-        (b"SECRET SECRET", ", line 1: "),
-        (b"SECRET-SECRET\x00", ", line 1: "),
-        ("SECRET-SECRET-é".encode(), ", line 1: "),
-        (b"long-enough\r\nSECRET\r\n", ", line 2: "),
+        (b"# none\n\n  \n", " contains no key"), (b"long-enough\n# but\nSECRET7\n", ", line 3: "),
+        (b"SECRET SECRET", ", line 1: "), (b"SECRET-SECRET\x00", ", line 1: "),
+        ("SECRET-SECRET-é".encode(), ", line 1: "), (b"long-enough\r\nSECRET\r\n", ", line 2: "),
     ],
-)
+)  # fmt: skip
 def test_invalid_keys_file_is_reported_by_line_without_showing_keys(content, place, tmp_path, capsys):
     path = tmp_path / "keys.txt"
     path.write_bytes(content)

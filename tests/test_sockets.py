@@ -3,8 +3,9 @@
 import asyncio
 import contextlib
 import itertools
-import multiprocessing
 import socket
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -29,10 +30,13 @@ pytestmark = [pytest.mark.anyio, pytest.mark.filterwarnings("ignore::ResourceWar
 HTTP = 7  # the number of the HTTP process
 
 
-def work(folder):
-    worker = WorkerSide(folder, 0)
-    while True:
-        worker.receive(block=True)
+WORK = """
+import pathlib, sys
+from service.sockets import WorkerSide
+worker = WorkerSide(pathlib.Path(sys.argv[1]), 0)
+while True:
+    worker.receive(block=True)
+"""
 
 
 async def wait_for(condition):
@@ -47,7 +51,6 @@ def step(number, length=3):
 
 async def test_worker_counts_as_connected_from_its_hello_until_its_connection_ends(sockets):
     """A dying worker accepts connections until its socket closes; nothing may be sent to it."""
-    worker = multiprocessing.get_context("spawn").Process(target=work, args=(sockets,))
     received = []
     with socket.socket(socket.AF_UNIX) as dying:
         dying.bind(str(sockets / "0.sock"))
@@ -57,14 +60,14 @@ async def test_worker_counts_as_connected_from_its_hello_until_its_connection_en
         assert await asyncio.to_thread(accepted.recv, 1)  # the HTTP process has connected and identified itself
         assert http.connected_workers == []
     accepted.close()
-    worker.start()
+    worker = subprocess.Popen([sys.executable, "-c", WORK, sockets])
     await wait_for(lambda: http.connected_workers == [0])
     assert received == [(0, WorkerFound())]
     worker.kill()
     await wait_for(lambda: http.connected_workers == [])
     assert received == [(0, WorkerFound()), (0, WorkerLost())]
     await http.close()
-    worker.join()
+    worker.wait()
 
 
 @given(st.lists(st.integers(0, 60), max_size=8), st.lists(st.integers(1, 100), min_size=1))

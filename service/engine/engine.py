@@ -18,7 +18,8 @@ import numpy as np
 from service.engine.runner import FAILED, Outcome, Piece, Runner
 from service.engine.scheduler import MIN_PREFILL, Plan, Scheduler
 from service.engine.sequence import Sequence
-from service.wire import Delta, FinishReason, Logprobs, Submit, floats
+from service.model.params import SamplingParams
+from service.wire import Delta, FinishReason, Logprobs, Submit, floats, share
 from service.words import plural
 
 logger = logging.getLogger(__name__)
@@ -138,6 +139,7 @@ class Engine:
         self._prefill_cost = Cost(each=step_seconds / MIN_PREFILL)  # by characters
         self._ended: list[Delta] = []  # ended early; returned by the current step, or the next
         self._turn, self._decoded_at = 0, np.zeros(runner.slots, np.int64)  # calls of clients that share; by slot
+        self._submitted = Submit(0, [], 0, SamplingParams())  # last
         self._in_flight: list[Batch] = []  # launched by the last step, if the runner is asynchronous
         self._num_failures = 0  # calls in a row
 
@@ -151,6 +153,8 @@ class Engine:
         Raises:
             BusyError: its client has no free slot and no place in the queue; nothing was queued.
         """
+        share(request, self._submitted)
+        self._submitted = request
         sequence = Sequence(request, self.clock(), self.config.receptive_field)
         self.scheduler.add(sequence)
         return sequence

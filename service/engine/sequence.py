@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+from array import array
 
 import numpy as np
 
@@ -42,9 +43,10 @@ class StopMatcher:
         return found
 
 
-def _failure_links(stop: tuple[int, ...]) -> list[int]:
+@functools.lru_cache(256)
+def _failure_links(stop: tuple[int, ...]) -> array[int]:
     """links[i]: the length of the longest proper prefix of `stop` that ends at i."""
-    links, k = [0], 0
+    links, k = array("I", [0]), 0
     for id in stop[1:]:
         while k and stop[k] != id:
             k = links[k - 1]

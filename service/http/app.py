@@ -69,7 +69,7 @@ OPERATIONS = (
     Operation("/health", info.readyz, "health", "operation", s.Status, is_probe=True),
     Operation("/metrics", info.prometheus, "metrics", "operation"),
 )  # fmt: skip
-PARAMETER = "{model}"  # of a path
+MODELS, PARAMETER = "/v1/models/", "{model}"  # a name, which may have slashes
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's number for a client that left
 EXPOSED_HEADERS = tuple(HEADERS)
@@ -204,8 +204,9 @@ class App:
             endpoint = endpoints.get(path)
         if endpoint is not None and PARAMETER not in path:
             return endpoint, ""
-        start, _, parameter = path.rpartition("/")
-        return endpoints.get(f"{start}/{PARAMETER}", self._nothing), parameter
+        if path.startswith(MODELS):
+            return endpoints[MODELS + PARAMETER], path.removeprefix(MODELS)
+        return self._nothing, ""
 
     def _check_head(self, request: Request) -> None:
         """Raises ApiError: what the head alone rules out, before the body is read."""

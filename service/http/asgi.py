@@ -67,8 +67,10 @@ class Wrapped:
             logger.exception("a middleware failed")
             if exchange.request.status is None:
                 exchange.request.fail(ApiError(500, "internal error"))
-        exchange.request.drop()  # if the answer is not complete
-        exchange.request.generations.clear()
+        request = exchange.request
+        request.drop()  # if the answer is not complete
+        request.generations.clear()
+        request.content, request.is_ended = bytearray(), True  # what still comes of a body that was refused
 
     async def _application(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope["chargpt.exchange"]

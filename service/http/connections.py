@@ -95,7 +95,10 @@ class Connections:
         options: dict[str, Any] = {"code": "too_many_connections", "retry_after_seconds": 1}
         with self._table as table:
             now = time.monotonic()
-            rows = table.row(f"connections {network}", now), table.row("connections", now)
+            try:
+                rows = table.row(f"connections {network}", now), table.row("connections", now)
+            except LookupError:  # it is full
+                raise RefusedRequest(ApiError(503, "the server has no connection left", **options), "limit") from None
             already, total = map(table.count, rows)
             if already >= self.limit_per_address:
                 message = f"your address has {plural(already, 'connection')} open, which is the maximum"

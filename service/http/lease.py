@@ -29,12 +29,13 @@ COMPLETION_BYTES = 24  # ids, and texts as they arrive
 LOGPROB_BYTES = 12  # of each alternative and of the character itself
 MAX_CUTS = 3  # positions at which a candidate for an infill may end, besides its own end
 WIDE_ID_BYTES = 32  # an id above 256, which Python does not share
+BIAS_BYTES = 300  # of a pair of id and bias, in a body and in both processes
 
 
 class Estimate(NamedTuple):
     """Bytes that a request can hold at most, by the field that they depend on; each also depends on `n`."""
 
-    prompt: int
+    prompt: int  # and what is sent beside it, once for all sequences
     max_tokens: int
     logprobs: int
 
@@ -59,10 +60,11 @@ def estimate(
     scored whole, with the suffix in its receptive field.
     """
     wide = WIDE_ID_BYTES if vocab_size > 257 else 0
+    beside = _beside(submits[0], SENT_BYTES + wide) if submits else 0
     if len(submits) == 1 and submits[0].logprobs is None and not (echo or num_rankings):  # most requests
         length, max_tokens = len(submits[0].prompt), submits[0].max_tokens
         prompt = PROMPT_BYTES * length + (SENT_BYTES + wide) * min(length, receptive_field)
-        return Estimate(prompt, (COMPLETION_BYTES + wide) * max_tokens, 0)
+        return Estimate(prompt + beside, (COMPLETION_BYTES + wide) * max_tokens, 0)
     sent: list[int] = []
     prompts: dict[int, int] = {}
     echoed = completion = logprobs = max_tokens = 0
@@ -79,12 +81,20 @@ def estimate(
             reported = submit.max_tokens + (0 if submit.score_from is None else length - submit.score_from)
             logprobs += reported * (1 + alternatives)
     running = sum(sorted(sent)[-window:] if window else sent)
-    prompt = PROMPT_BYTES * sum(prompts.values()) + (SENT_BYTES + wide) * running + ECHO_BYTES * echoed
+    prompt = PROMPT_BYTES * sum(prompts.values()) + (SENT_BYTES + wide) * running + ECHO_BYTES * echoed + beside
     if num_rankings:
         longest = max(prompts.values()) + max_tokens
         ranking = PROMPT_BYTES * longest + (SENT_BYTES + wide) * 2 * min(receptive_field, longest)
         prompt += (1 + MAX_CUTS) * num_rankings * ranking
     return Estimate(prompt, (COMPLETION_BYTES + wide) * completion, LOGPROB_BYTES * logprobs)
+
+
+def _beside(submit: Submit, id_bytes: int) -> int:
+    """Bytes of what is sent beside a prompt, which the sequences of a request share (`wire.share`)."""
+    if not (submit.stop or submit.constraint or submit.stop_pattern or submit.sampling.logit_bias):
+        return 0
+    packed = sum(len(each or b"") for each in (submit.constraint, submit.minimum, submit.stop_pattern))
+    return id_bytes * sum(map(len, submit.stop)) + BIAS_BYTES * len(submit.sampling.logit_bias) + 2 * packed
 
 
 class Ledger:

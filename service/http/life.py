@@ -92,13 +92,16 @@ async def running(app: App, process_id: int, connections: Connections) -> AsyncI
 
 
 async def beat(service: Service, process: str) -> None:
-    while True:
-        service.state.beat(process)
-        if service.is_ready:
-            service.state.answering[process] = True
-        if service.state.generation.value != service.listing.generation:
-            await follow(service, process)
-        await asyncio.sleep(BEAT_SECONDS)
+    async with asyncio.TaskGroup() as tasks:
+        following: asyncio.Task[None] | None = None  # takes as long as checkpoints are large
+        while True:
+            service.state.beat(process)
+            if service.is_ready:
+                service.state.answering[process] = True
+            is_old = service.state.generation.value != service.listing.generation
+            if is_old and (following is None or following.done()):
+                following = tasks.create_task(follow(service, process))
+            await asyncio.sleep(BEAT_SECONDS)
 
 
 async def follow(service: Service, process: str) -> None:

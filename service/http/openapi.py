@@ -49,8 +49,8 @@ Every answer has an `X-Request-Id`. Every error has the body `{{"error": {{"mess
 an unknown path gives 404, a wrong method 405.
 
 An event of a stream is one line, `data: ` and JSON, followed by a blank line. A line that starts with a colon keeps \
-the connection alive and has no meaning. The first characters decide the status; a later failure is an event with an \
-error body. The last event is `data: [DONE]`.
+the connection alive and has no meaning. What is sent first, a comment too, decides the status; a later failure is an \
+event with an error body. The last event is `data: [DONE]`.
 """
 TAGS = {
     "text": "Continue texts",
@@ -72,8 +72,8 @@ FAILURES = {
     429: "The queue is full or the wait would be too long, code `queue_full`; requests in progress need too much "
     "memory, `overloaded`; or beyond a limit of this client, `rate_limit`. `Retry-After` estimates when to retry.",
     500: "The service failed; a retry may succeed. Code: `engine_error`, or null.",
-    503: "No inference process is ready, or the server is shutting down; `Retry-After` says when to retry. "
-    "Codes: `not_ready`, `shutting_down`.",
+    503: "No inference process is ready, two were lost with this request, or the server is shutting down; "
+    "`Retry-After` says when to retry. Codes: `not_ready`, `worker_lost`, `shutting_down`.",
     504: "The request took longer than its `timeout_seconds` or the server's limit. Code: `timeout`.",
 }
 BODY = (400, 404, 408, 413, 415, 429)  # of routes with a body

@@ -75,7 +75,8 @@ class PatternCompiler:
         """
         compile = functools.partial(self._compile, param, pattern, allowed, end)
         length = len(pattern) if isinstance(pattern, str) else sum(map(len, pattern))
-        if length > (self._max_characters if isinstance(pattern, str) else MAX_CHOICE_CHARACTERS):
+        limit = self._max_characters if isinstance(pattern, str) else MAX_CHOICE_CHARACTERS
+        if length > limit and param != "bad_words":  # of which a body may have little more
             found = compile()  # refused for its length, and not kept
         else:
             found = await self._compiled.find((param, pattern, allowed, end), 8 * length, compile)

@@ -199,12 +199,15 @@ async def parse_large(kind: type[AnyRequest], body: bytes, settings: Settings) -
     pause = Pause()
     small: dict[str, Any] = {}  # what pydantic gets
     large: dict[str, list[Any]] = {}
-    for name, raw in (await _fields(kind, body, pause)).items():
+    fields = await _fields(kind, body, pause)
+    is_cut = fields.get("truncate_prompt_tokens", b"null") != b"null"
+    longest = settings.max_body_bytes if is_cut else settings.max_prompt_characters  # of a prompt's ids
+    for name, raw in fields.items():
         await pause.if_due()
         is_list, is_known = raw[:1] == b"[", name in kind.model_fields or name == "structured_outputs"
         if is_list and is_known and name in _LISTS and len(raw) > LARGE_FIELD_BYTES:
             try:
-                large[name] = await _items(name, raw, settings, pause)
+                large[name] = await _items(name, raw, settings, longest, pause)
                 small[name] = [type(item)() for item in large[name][: b.MAX_SEQUENCES + 1]]
                 continue
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -249,33 +252,37 @@ async def _fields(kind: type[b.Body], body: bytes, pause: Pause) -> dict[str, by
     raise ApiError(400, f"{kind.path.removesuffix('.') or 'body'}: {message}", code="unknown_field")
 
 
-async def _items(name: str, raw: bytes, settings: Settings, pause: Pause) -> list[Any]:
+async def _items(name: str, raw: bytes, settings: Settings, longest: int, pause: Pause) -> list[Any]:
     """What is in a large list: texts, ids, or lists of ids. Raises what msgspec does: it is not valid."""
     first = _FIRST_ITEM.match(raw)[1]  # type: ignore[index]  # a list, as `raw` was checked
     if first in b'"]':
         count, limit = raw.count(b'"') // 2, max(settings.max_prompts, settings.max_score_texts)
         return [""] * count if count > limit and b"\\" not in raw else _decode(raw, type=list[str])
     if name == "tokens":
-        ids, start, end = [], 1, len(raw) - 1  # between brackets
-        while start <= end:
-            comma = raw.find(b",", start + DECODED_BYTES, end)
-            stop = end if comma < 0 else comma
-            ids += _decode(b"[%b]" % raw[start:stop], type=_Ids)
-            start = stop + 1
-            await pause.if_due()
-        return ids
+        return await _ids(raw, pause)
     if first != b"[":
-        return _prompt(raw, settings)
+        return await _prompt(raw, longest, pause)
     count, prompts = raw.count(b"[") - 1, []
     if count > settings.max_prompts:
         return [[]] * count
     for prompt in _decode(raw, type=list[Raw]):
-        prompts.append(_prompt(bytes(prompt), settings))
-        await pause.if_due()
+        prompts.append(await _prompt(bytes(prompt), longest, pause))
     return prompts
 
 
-def _prompt(raw: bytes, settings: Settings) -> list[int]:
-    """The ids of one prompt."""
+async def _prompt(raw: bytes, longest: int, pause: Pause) -> list[int]:
     count = raw.count(b",") + 1
-    return [0] * count if count > settings.max_prompt_characters else _decode(raw, type=_Ids)
+    return [0] * count if count > longest else await _ids(raw, pause)
+
+
+async def _ids(raw: bytes, pause: Pause) -> list[int]:
+    if raw[:1] != b"[":
+        raise msgspec.ValidationError("Expected `array`")
+    ids, start, end = [], 1, len(raw) - 1  # between brackets
+    while start <= end:
+        comma = raw.find(b",", start + DECODED_BYTES, end)
+        stop = end if comma < 0 else comma
+        ids += _decode(b"[%b]" % raw[start:stop], type=_Ids)
+        start = stop + 1
+        await pause.if_due()
+    return ids

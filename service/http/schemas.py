@@ -109,7 +109,7 @@ class Usage(msgspec.Struct, gc=False):
 
 
 class Timing(msgspec.Struct, gc=False):
-    """Where the time went; with several sequences, the longest time is reported."""
+    """Where the time went; with several sequences, the longest time, and of the time per character the mean."""
 
     queue_seconds: Annotated[float, about("from the request's arrival to a cache slot")]
     prefill_seconds: Annotated[float, about("from the cache slot until the prompt has run")]

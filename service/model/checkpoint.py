@@ -171,8 +171,7 @@ class Checkpoint:
         found = hashlib.sha256(content).hexdigest()
         if digest not in (None, found):
             raise CheckpointError(
-                f"{path}: the checkpoint was replaced: its manifest has SHA-256 {found}, this server serves {digest}; "
-                "restart it to serve the new one"
+                f"{path}: the checkpoint was replaced: its manifest has SHA-256 {found}, that listed has {digest}"
             )
         manifest = _decode(file, content, _Manifest)
         if manifest.format_version != FORMAT_VERSION:

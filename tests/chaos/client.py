@@ -23,14 +23,9 @@ LIVEZ = b"GET /livez HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
 
 
 async def ask(
-    port: int,
-    body: Mapping[str, Any] | bytes,
-    *,
-    path: str = "/generate",
-    source: str = OWN,
-    patience: float = HANG_SECONDS,
-    leave_after: int | None = None,
-) -> Reply:
+    port: int, body: Mapping[str, Any] | bytes, *, path: str = "/generate", source: str = OWN,
+    patience: float = HANG_SECONDS, leave_after: int | None = None,
+) -> Reply:  # fmt: skip
     """One request on a connection of its own.
 
     leave_after: bytes of the answer after which the client leaves.

@@ -3,13 +3,14 @@ import fcntl
 import tempfile
 from pathlib import Path
 
-import docker
 import pytest
 
 
 @pytest.fixture(scope="session")
 def engine():
     """A client of the Docker engine."""
+    import docker
+
     with contextlib.closing(docker.from_env()) as client:
         yield client
 

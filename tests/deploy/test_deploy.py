@@ -135,10 +135,12 @@ class Scraping(Program):
         return answer.json()["data"]
 
     def wait_for_data(self, expressions):
-        """Until each expression has a number."""
+        """Until each expression has had a number."""
+        left = [*expressions]
 
         def without():
-            return [each for each in expressions if not any(map(math.isfinite, self.values(each)))]
+            left[:] = [each for each in left if not any(map(math.isfinite, self.values(each)))]
+            return left
 
         wait_until(lambda: not without(), 60, without)
 

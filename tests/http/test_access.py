@@ -168,7 +168,10 @@ def test_error_responses_carry_cors_headers(server):
     ask("POST", "/generate", 400, json={"prompt": "漢"})
     ask("POST", "/generate", 413, content=b"x" * 100_001)
     ask("POST", "/generate", 413, content=(b"x" * 60_000 for _ in range(2)))
-    assert ask("POST", "/generate", 504, json={"prompt": "a", "max_tokens": ENDLESS})["error"]["code"] == "timeout"
+    assert (
+        ask("POST", "/generate", 504, json={"max_tokens": ENDLESS, "timeout_seconds": 0.1})["error"]["code"]
+        == "timeout"
+    )
 
 
 def test_keys_and_certificate_change_at_sighup_and_invalid_files_change_nothing(checkpoint, tmp_path):

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from service.http.clients import ClientLimits, address_of
+from service.http.connections import Connections, RefusedRequest
 from service.http.schemas import ApiError
 from service.settings import Settings, read_client_limits
 from service.shared import SharedTable
@@ -145,6 +146,11 @@ def test_idle_clients_make_room_for_others(tmp_path, monkeypatch):
     with pytest.raises(ApiError, match="too many clients"):
         for i in range(300):
             it.begin(f"other {i}")
+    connections = Connections(Settings())
+    with pytest.raises(RefusedRequest) as full:
+        for i in range(300):
+            connections.admit(f"10.0.{i}.0/24")
+    assert full.value.reason == "limit"
 
 
 def test_a_process_that_dies_while_it_changes_the_table_leaves_it_to_others():
@@ -178,20 +184,9 @@ def test_a_bad_file_keeps_the_old_limits(tmp_path, caplog):
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
-    text = """
-        [clients."192.0.2.1"]
-        requests_per_minute = 3
-        [clients."192.0.2.2"]
-        characters_per_minute = 100
-        [clients."192.0.2.3"]
-        concurrent_requests = 1
-        [clients."192.0.2.6"]
-        characters_per_minute = 10
-        [clients."192.0.2.7"]
-        characters_per_minute = 100
-        [clients."192.0.2.5"]
-        requests_per_minute = 20
-    """
+    limits = {1: "requests_per_minute = 3", 2: "characters_per_minute = 100", 3: "concurrent_requests = 1"}
+    limits |= {5: "requests_per_minute = 20", 6: "characters_per_minute = 10", 7: "characters_per_minute = 100"}
+    text = "".join(f'[clients."192.0.2.{number}"]\n{limit}\n' for number, limit in limits.items())
     return limits_file(tmp_path_factory.mktemp("file"), text)
 
 

@@ -8,7 +8,7 @@ import time
 import httpx
 import pytest
 
-from tests.helpers import VOCABULARY
+from tests.helpers import VOCABULARY, web
 from tests.toolbox.http import pieces
 
 LONGEST_SECONDS = 0.5  # each took 0.9 s or much longer before; other work on the machine adds to it
@@ -34,7 +34,7 @@ def send(server, requests):
 
     def ask(request):
         path, content = request
-        with httpx.stream("POST", server.url + path, content=content, timeout=60) as response:
+        with web.stream("POST", server.url + path, content=content, timeout=60) as response:
             return response.status_code, sum(map(len, response.iter_raw()))
 
     prober = threading.Thread(target=probe)

@@ -39,6 +39,10 @@ def test_estimate_sums_prompts_completions_and_log_probabilities():
     assert estimate([late], 100, 65) == (8 * 1000 + 24 * 200, 0, 12 * 100)
     assert estimate([submit(prompt, 50)], 100, 258) == (8 * 1000 + 56 * 100, 56 * 50, 0)
     assert estimate([], 100, 65) == (0, 0, 0)
+    biased = SamplingParams(logit_bias=((1, 2.0), (2, 3.0)))
+    much = submit([0], 0, biased, stop=((1, 2), (3,)), constraint=b"12345", stop_pattern=b"6")
+    for number in (1, 3):
+        assert estimate([much] * number, 100, 65) == (8 + 24 * number + 24 * 3 + 2 * 300 + 2 * 6, 0, 0)
     assert (sum(Estimate(1, 3, 2)), Estimate(1, 3, 2).largest) == (6, "max_tokens")
 
 
@@ -190,7 +194,7 @@ def test_the_estimate_is_near_what_a_large_request_holds(checkpoint, path, body,
 
         watcher = threading.Thread(target=watch)
         watcher.start()
-        with httpx.stream("POST", server.url + path, json=body, timeout=120) as response:
+        with web.stream("POST", server.url + path, json=body, timeout=120) as response:
             assert response.status_code == 200
             assert sum(map(len, response.iter_raw())) > MiB
         is_done.set()

@@ -337,22 +337,16 @@ def requests_with_the_marker(key, values):
         yield "GET", path.replace("M", MARKER), {"headers": headers}
         yield "POST", path.replace("M", MARKER), {"headers": headers, "content": MARKER}
     valid = {"prompt": MARKER, "max_tokens": 40}
-    for more in (
-        {"choice": [MARKER]},  # the completion is the marker
-        {"choice": [MARKER], "stream": True},
-        {"regex": MARKER},
-        {"regex": MARKER + "("},
-        {"stop_regex": MARKER},
-        {"stop": [MARKER], "echo": True},
-        {"suffix": MARKER, "n": 2},
-        {"allowed_characters": MARKER, "logprobs": 3},
-        {"logit_bias": {"S": 1}},
+    others = (
+        {"choice": [MARKER]}, {"choice": [MARKER], "stream": True},  # the completion is the marker
+        {"regex": MARKER}, {"regex": MARKER + "("}, {"stop_regex": MARKER}, {"stop": [MARKER], "echo": True},
+        {"suffix": MARKER, "n": 2}, {"allowed_characters": MARKER, "logprobs": 3}, {"logit_bias": {"S": 1}},
         {"stream": True, "timeout_seconds": 0.01, "max_tokens": ENDLESS},
-        {"prompt": f"{MARKER}Z"},  # fails in the engine
-        {"prompt": f"{MARKER}Z", "stream": True},
+        {"prompt": f"{MARKER}Z"}, {"prompt": f"{MARKER}Z", "stream": True},  # fail in the engine
         {"prompt": f"{MARKER}\n"},  # fails in the HTTP process, with the prompt in the exception's text
         {"prompt": f"{MARKER}漢", "unknown_characters": "replace"},
-    ):
+    )  # fmt: skip
+    for more in others:
         yield "POST", "/generate", {"json": valid | more, "headers": headers}
 
 
@@ -374,7 +368,7 @@ def test_client_data_never_reaches_the_log_and_a_workers_lines_name_the_request(
         """)
     )
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.getcwd()}")
-    options = {"http_processes": 2, "log_level": "debug", "backend": "torch", "dtype": "float32", "cors_origins": "*"}
+    options = {"http_processes": 2, "log_level": "debug", "dtype": "float32", "cors_origins": "*"}
     with serving(broken_checkpoint.path, api_keys_file=tmp_path / "keys.txt", **options) as server:
         statuses, messages = set(), set()
         with httpx.Client(base_url=server.url, timeout=30) as client:

@@ -223,20 +223,11 @@ class _Client:
 
 
 def run(
-    port: int,
-    requests: Iterable[Due],
-    *,
-    connections: int,
-    seconds: float | None = None,
-    is_over: Callable[[], bool] | None = None,
-    marker: bytes = EVENT,
-    keep: bool = False,
-    fresh: bool = False,
-    accepts: Collection[int] | None = (200,),
-    patience: float = 120.0,
-    address: str = "127.0.0.1",
+    port: int, requests: Iterable[Due], *, connections: int, seconds: float | None = None,
+    is_over: Callable[[], bool] | None = None, marker: bytes = EVENT, keep: bool = False, fresh: bool = False,
+    accepts: Collection[int] | None = (200,), patience: float = 120.0, address: str = "127.0.0.1",
     replies: list[Reply] | None = None,
-) -> Outcome:
+) -> Outcome:  # fmt: skip
     """Send requests to a server on 127.0.0.1, at most `connections` at a time.
 
     requests: sent in order, each at its time or later. Ends when all are answered, or after `seconds`, or when
