@@ -176,15 +176,17 @@ class Catalog:
                 if self._publish(state, self.listing.load, self._new):  # else it is tried again until the deadline
                     self.step, self._deadline = "serve", time.monotonic() + SERVE_SECONDS
                     return True
-        elif self.step == "serve":
-            running = [name for name in state.http_names if state.last_beat(name) is not None]
-            is_late = time.monotonic() > self._deadline  # of those that hang; they are replaced, by ones that know
-            if is_late or all(state.follows(name, generation) for name in running):
+            return False
+        running = [name for name in state.http_names if state.last_beat(name) is not None]
+        is_followed = all(state.follows(name, generation) for name in running)
+        if self.step == "serve":
+            # Late are those that hang, and are replaced by ones that know, and those that read for very long.
+            if is_followed or time.monotonic() > self._deadline:
                 served = {version.id for version in self._new}
                 self._retired = [version for version in self.listing.load if version.id not in served]
                 self.step = ""
                 self._note_changes(state)
-        elif self._retired:
+        elif self._retired and is_followed:
             self._drop(state)
         return False
 

@@ -178,10 +178,10 @@ from service.__main__ import serve
 from service.catalog import Catalog, Version
 from service.settings import read_settings
 
-def slowly(read, is_large):
+def slowly(read, seconds, is_large):
     def read_slowly(self, *given):
         if is_large(self, *given):
-            time.sleep(4)
+            time.sleep(seconds)
         return read(self, *given)
     return read_slowly
 
@@ -189,8 +189,8 @@ def is_http():
     return psutil.Process().name().startswith("http-")
 
 if __name__ == "__main__":
-    Catalog._read = slowly(Catalog._read, lambda self, name, *_: name == "large")
-    Version.read = slowly(Version.read, lambda self, _: self.name == "large" and is_http())
+    Catalog._read = slowly(Catalog._read, 6, lambda self, name, *_: name == "large")
+    Version.read = slowly(Version.read, 4, lambda self, _: self.name == "large" and is_http())
     sys.exit(serve(read_settings()))
 """
 
@@ -207,12 +207,12 @@ def test_reading_a_large_checkpoint_at_sighup_holds_nothing_up(tmp_path):
         started, worker = time.monotonic(), server.worker()
         worker.kill()
         wait_until(lambda: f"(process {worker.pid}) died" in server.output())
-        assert time.monotonic() < started + 3, "it was not looked after meanwhile"
+        assert time.monotonic() < started + 5, "it was not looked after meanwhile"
         while "checkpoint large: loaded" not in server.output():
             assert web.get(f"{server.url}/livez").status_code == 200, server.output()
             assert time.monotonic() < started + 60, server.output()
             time.sleep(0.1)
-        assert "hangs" not in server.output()
+        assert not re.search(r"http-0 \(process \d+\) hangs", server.output())
 
 
 def test_a_stream_ends_on_the_checkpoint_with_which_it_began_though_its_worker_dies(tmp_path):

@@ -60,14 +60,13 @@ async def test_worker_counts_as_connected_from_its_hello_until_its_connection_en
         assert await asyncio.to_thread(accepted.recv, 1)  # the HTTP process has connected and identified itself
         assert http.connected_workers == []
     accepted.close()
-    worker = subprocess.Popen([sys.executable, "-c", WORK, sockets])
-    await wait_for(lambda: http.connected_workers == [0])
-    assert received == [(0, WorkerFound())]
-    worker.kill()
+    with subprocess.Popen([sys.executable, "-c", WORK, sockets]) as worker, contextlib.ExitStack() as stack:
+        stack.callback(worker.kill)
+        await wait_for(lambda: http.connected_workers == [0])
+        assert received == [(0, WorkerFound())]
     await wait_for(lambda: http.connected_workers == [])
     assert received == [(0, WorkerFound()), (0, WorkerLost())]
     await http.close()
-    worker.wait()
 
 
 @given(st.lists(st.integers(0, 60), max_size=8), st.lists(st.integers(1, 100), min_size=1))

@@ -60,10 +60,10 @@ def fitted(
         }
         wanted = replace(wanted, **model, **{name: value for name, value in others.items() if name in adaptable})
     block_size, batch_size = wanted.block_size, config.batch_size
-    if corpus.records is not None and "block_size" in adaptable:
+    if corpus.records is not None and adaptable >= {"block_size", "batch_size"}:  # else steps would be smaller
         longest = int(RecordSampler(corpus.train, block_size, config.seed).pieces[1].max())
         block_size = min(block_size, max(MIN_WINDOW, 1 << longest.bit_length()))
-    elif "block_size" in adaptable and 2 * block_size > length >= 4 * MIN_BLOCK:
+    elif corpus.records is None and "block_size" in adaptable and 2 * block_size > length >= 4 * MIN_BLOCK:
         block_size = 1 << (length // 4).bit_length() - 1
     if "batch_size" in adaptable:
         characters = config.tokens_per_step

@@ -197,15 +197,16 @@ class App:
     def find(self, path: str) -> tuple[Endpoint, str]:
         """The endpoint of a path, with or without the prefix of a proxy, and the path's parameter."""
         root, endpoints = self.settings.root_path, self.endpoints
-        endpoint = endpoints.get(path)
-        # With a root such as /v1, a route's own path looks as if it had the prefix.
-        if endpoint is None and root and (path == root or path.startswith(root + "/")):
-            path = path[len(root) :] or "/"
-            endpoint = endpoints.get(path)
-        if endpoint is not None and PARAMETER not in path:
-            return endpoint, ""
-        if path.startswith(MODELS):
-            return endpoints[MODELS + PARAMETER], path.removeprefix(MODELS)
+        paths = [path]
+        if root and (path == root or path.startswith(root + "/")):
+            # With a root such as /v1, a route's own path looks as if it had the prefix.
+            paths.append(path[len(root) :] or "/")
+        for each in paths:
+            if (endpoint := endpoints.get(each)) is not None and PARAMETER not in each:
+                return endpoint, ""
+        for each in paths:
+            if each.startswith(MODELS):
+                return endpoints[MODELS + PARAMETER], each.removeprefix(MODELS)
         return self._nothing, ""
 
     def _check_head(self, request: Request) -> None:

@@ -45,7 +45,8 @@ class Wrapped:
     def receive(self, request: Request) -> None:
         if request.is_complete or request.num_body_bytes > self.app.settings.max_body_bytes:  # App refuses it then
             request.is_running = True
-            exchange = Exchange(request)
+            exchange = Exchange(request)  # has the body
+            request.content, request.is_ended = bytearray(), not request.is_complete  # what still comes is not kept
             request.generations = [exchange]  # type: ignore[list-item]  # aborted when the client leaves
             task = asyncio.get_running_loop().create_task(self._run(exchange))
             self.tasks.add(task)
@@ -67,10 +68,8 @@ class Wrapped:
             logger.exception("a middleware failed")
             if exchange.request.status is None:
                 exchange.request.fail(ApiError(500, "internal error"))
-        request = exchange.request
-        request.drop()  # if the answer is not complete
-        request.generations.clear()
-        request.content, request.is_ended = bytearray(), True  # what still comes of a body that was refused
+        exchange.request.drop()  # if the answer is not complete
+        exchange.request.generations.clear()
 
     async def _application(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope["chargpt.exchange"]

@@ -206,6 +206,6 @@ def too_much(needed: Estimate, num_sequences: int, limit: int) -> ApiError:
     parts = ", ".join(f"{size} for {name}" for name, size in zip(needed._fields, needed, strict=True) if size)
     message = (
         f"{needed.largest}: {plural(num_sequences, 'sequence')} may need {sum(needed)} bytes of memory ({parts}), "
-        f"{limit} are allowed: lower n, logprobs or max_tokens, or shorten the prompt"
+        f"{limit} are allowed: lower n, logprobs or max_tokens, or shorten the prompt, stops or biases"
     )
     return ApiError(400, message, param=needed.largest)

@@ -502,8 +502,8 @@ def test_records_decide_the_window(tmp_path, preset, parts):
     assert found.block_size == changed["block_size"] == 32
     assert found.batch_size % parts == 0 and 1024 <= found.tokens_per_step < 1024 + 32 * parts
     assert (found.n_layer, found.n_embd, found.steps) == (4, 128, 100)
-    found, _ = fitted(config, corpus, SETTINGS - {"batch_size"})
-    assert (found.batch_size, found.block_size) == (config.batch_size, 32)
+    unchanged, _ = fitted(config, corpus, SETTINGS - {"batch_size"})
+    assert (unchanged.batch_size, unchanged.block_size) == (config.batch_size, min(256, config.block_size))
 
 
 def test_kept_checkpoints(tmp_path):
