@@ -267,6 +267,7 @@ async def _items(name: str, raw: bytes, settings: Settings, longest: int, pause:
         return [[]] * count
     for prompt in _decode(raw, type=list[Raw]):
         prompts.append(await _prompt(bytes(prompt), longest, pause))
+        await pause.if_due()
     return prompts
 
 
