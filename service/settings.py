@@ -181,6 +181,7 @@ class Settings(BaseSettings):
     max_tokens: Positive = Field(16_384, description="maximum length of a completion, in characters")
     max_prompts: int = Field(128, ge=1, le=10_000, description="maximum sequences per request: prompts × n or best_of")
     max_score_texts: Positive = Field(10_000, description="maximum texts per request of /v1/score")
+    # The service compiles short patterns of its own under this limit, such as "[^\n]".
     max_regex_characters: int = Field(1000, ge=16, le=10_000, description="maximum length of a regex or stop_regex")
     attention: bool = Field(True, description="serve /v1/attention, which runs in the HTTP processes")
     max_body_bytes: Bytes = Field(4 << 20, le=1 << 30, description="maximum size of a request body")
