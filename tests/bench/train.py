@@ -4,7 +4,7 @@
     make bench-train ARGS='--only nanogpt equal --threads 1'
 
     nanogpt           nanoGPT's CPU recipe (nanogpt.py)
-    equal             our trainer for 2 % less CPU time
+    equal             our trainer for 2 % less CPU time, seed by seed in turn with nanogpt
     quick, cpu, gpu   the presets; gpu needs a CUDA GPU
     minute            the preset cpu for 1.0 M characters, in smaller steps
     curve             the preset cpu and nanoGPT's recipe for several times, each run with its whole schedule
@@ -17,6 +17,7 @@ otherwise.
 from __future__ import annotations
 
 import argparse
+import itertools
 import shutil
 import statistics
 import sys
@@ -87,13 +88,12 @@ def run_ours(config: TrainConfig, out: Path) -> dict[str, Any]:
 
 
 def probe_ours(config: TrainConfig, out: Path) -> dict[str, Any]:
-    """Cost of our trainer: CPU seconds per step (`step`), extra CPU seconds at the start, and the dtype chosen."""
+    """The dtype that our trainer chooses, and its CPU seconds per step (`step`)."""
     shutil.rmtree(out, ignore_errors=True)
     jobs.start(replace(config, log_every=WARM_STEPS), out, Console(quiet=True))
     warm, *_, last = (r for r in read_log(out) if r["event"] == "train")
     step = (last["cpu_seconds"] - warm["cpu_seconds"]) / (last["step"] - warm["step"])
-    dtype = Checkpoint.read(out / "best").training["machine"]["dtype"]
-    return {"step": step, "start": max(0.0, warm["cpu_seconds"] - (WARM_STEPS - 1) * step), "dtype": dtype}
+    return {"dtype": Checkpoint.read(out / "best").training["machine"]["dtype"], "step": step}
 
 
 def run_nanogpt(recipe: nanogpt.Recipe, seed: int, threads: int) -> dict[str, Any]:
@@ -123,24 +123,22 @@ def run_nanogpt(recipe: nanogpt.Recipe, seed: int, threads: int) -> dict[str, An
 class Bench(Run):
     def __init__(self, args: argparse.Namespace):
         self.args = args
-        self.equal: TrainConfig | None = None  # once its steps are known
         curve: dict[str, list[Any]] = {"nanogpt": [], "cpu": []}  # figures per time, of the first seed
         found = {"runs": {}, "curve": curve}  # runs: by part, figures per seed
         super().__init__("tests.bench.train", args.out, "train", markdown, ("torch", "numpy"), **found)
 
     def run(self, parts: list[str]) -> None:
         """Run every part with every seed; a run that fails leaves its reason in the results."""
-        for part in parts:
-            if part == "curve":
-                for seconds in self.args.curve_seconds:
-                    for each, runs in self.results["curve"].items():
-                        with self.noted(f"{PARTS[each][0]}, {seconds} s"):
-                            runs.append(self.curve_figures(each, seconds))
-                continue
-            runs = self.results["runs"].setdefault(part, [])
-            for seed in self.args.seeds:
+        self.results["runs"] = {part: [] for part in parts if part != "curve"}
+        paired = [part for part in parts if part in ("nanogpt", "equal")]  # in turn: a machine's speed drifts
+        for group in [paired, *([part] for part in parts if part not in (*paired, "curve"))]:
+            for seed, part in itertools.product(self.args.seeds, group):
                 with self.noted(f"{PARTS[part][0]}, seed {seed}"):
-                    runs.append(self.figures(part, seed))
+                    self.results["runs"][part].append(self.figures(part, seed))
+        for seconds in self.args.curve_seconds if "curve" in parts else ():
+            for part, runs in self.results["curve"].items():
+                with self.noted(f"{PARTS[part][0]}, {seconds} s"):
+                    runs.append(self.curve_figures(part, seconds))
 
     def curve_figures(self, part: str, seconds: float) -> dict[str, Any]:
         """As many steps as fit at the speed seen so far."""
@@ -160,15 +158,9 @@ class Bench(Run):
         out = self.args.out / "runs" / f"{part}-{seed}"
         if part == "equal":
             figures = in_child(run_ours, self.equal_config(seed), out)
-            return figures | {"cpu_ratio": figures["cpu_seconds"] / self.baseline_cpu_seconds()}
+            return figures | {"cpu_ratio": figures["cpu_seconds"] / self.results["runs"]["nanogpt"][-1]["cpu_seconds"]}
         config = self.ours("cpu", seed=seed, **MINUTE) if part == "minute" else self.ours(part, seed=seed)
         return in_child(run_ours, config, out)
-
-    def baseline_cpu_seconds(self) -> float:
-        runs = self.results["runs"].get("nanogpt")
-        if not runs:
-            raise BenchError("no CPU time to match: nanoGPT's run failed")
-        return statistics.mean(run["cpu_seconds"] for run in runs)
 
     def ours(self, preset: str, **changes: Any) -> TrainConfig:
         """A preset, without samples at evaluations."""
@@ -176,16 +168,26 @@ class Bench(Run):
         return TrainConfig.from_preset(preset, device=device, threads=self.args.threads, sample_chars=0, **changes)
 
     def equal_config(self, seed: int) -> TrainConfig:
-        """Our trainer with 2 % less CPU time than nanoGPT's run; the steps that fit are probed once."""
-        if self.equal is None:
-            budget = 0.98 * self.baseline_cpu_seconds()  # the cost of a step varies by some percent
+        """Our trainer with as many steps as bring its runs to 2 % less CPU time than the baseline's runs so far.
+
+        The cost of a step is that of the runs before, for the first seed that of a probe.
+        """
+        runs = self.results["runs"]["equal"]
+        seeds = [seed, *(run["seed"] for run in runs)]
+        baseline = [run["cpu_seconds"] for run in self.results["runs"]["nanogpt"] if run["seed"] in seeds]
+        if len(baseline) < len(seeds):
+            raise BenchError("no CPU time to match: nanoGPT's run failed")
+        spent, done = (sum(run[name] for run in runs) for name in ("cpu_seconds", "steps"))
+        budget = 0.98 * sum(baseline) - spent
+        if runs:
+            dtype, step = runs[0]["dtype"], spent / done
+        else:
             probed = self.ours("cpu", **EQUAL, steps=PROBE_STEPS)
-            cost = in_child(probe_ours, probed, self.args.out / "runs" / "probe")
-            steps = max(1, int((budget - cost["start"]) / cost["step"]))
-            self.say(f"{cost['step'] * 1e3:.1f} ms of CPU time per step: {steps} steps in {budget:.1f} s")
-            changes = EQUAL | {"steps": steps, "eval_every": max(1, -(-steps // 8)), "dtype": cost["dtype"]}
-            self.equal = self.ours("cpu", **changes)
-        return TrainConfig(**{**self.equal.as_dict(), "seed": seed})
+            dtype, step = in_child(probe_ours, probed, self.args.out / "runs" / "probe").values()
+        steps = max(1, int(budget / step))
+        self.say(f"{step * 1e3:.1f} ms of CPU time per step: {steps} steps in {budget:.1f} s")
+        changes = EQUAL | {"steps": steps, "eval_every": max(1, -(-steps // 8)), "dtype": dtype}
+        return self.ours("cpu", **changes, seed=seed)
 
     def write(self) -> None:
         super().write()
