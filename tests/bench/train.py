@@ -182,12 +182,11 @@ class Bench(Run):
         if runs:
             dtype, step = runs[0]["dtype"], spent / done
         else:
-            probed = self.ours("cpu", **EQUAL, steps=PROBE_STEPS)
-            dtype, step = in_child(probe_ours, probed, self.args.out / "runs" / "probe").values()
+            probe = self.ours("cpu", **EQUAL, steps=PROBE_STEPS), self.args.out / "runs" / "probe"
+            dtype, step = in_child(probe_ours, *probe).values()
         steps = max(1, int(budget / step))
         self.say(f"{step * 1e3:.1f} ms of CPU time per step: {steps} steps in {budget:.1f} s")
-        changes = EQUAL | {"steps": steps, "eval_every": max(1, -(-steps // 8)), "dtype": dtype}
-        return self.ours("cpu", **changes, seed=seed)
+        return self.ours("cpu", **EQUAL, seed=seed, steps=steps, eval_every=-(-steps // 8), dtype=dtype)
 
     def write(self) -> None:
         super().write()
