@@ -1,4 +1,4 @@
-"""The page at /, in headless Chromium against a running server with the bundled checkpoint."""
+"""The pages at / and /docs, in headless Chromium against a running server with the bundled checkpoint."""
 
 import contextlib
 import json
@@ -619,3 +619,26 @@ def test_event_source_receives_the_text_once(browser, server):
     assert (seen["text"], seen["finish_reason"], seen["end"]) == (expected["text"], "length", "done")
     assert exchanges == [(200, None), (204, "done")]
     assert seen["errors"] == 2  # end of stream, then 204
+
+
+def test_docs_page_works_without_external_requests(browser, server):
+    paths = web.get(f"{server.url}/openapi.json").json()["paths"]
+    operations = [(method, path) for path, methods in paths.items() for method in methods]
+    asked, problems = [], []
+    page = browser.new_page()
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.goto(f"{server.url}/docs")
+    page.wait_for_selector(".opblock")
+    assert page.locator(".opblock").count() == len(operations)
+    for method, path in operations:
+        assert page.locator(f".opblock-{method} [data-path='{path}']").count() == 1
+    block = page.locator("#operations-text-generate")
+    block.locator(".opblock-summary-control").click()
+    block.locator(".execute").click()
+    block.locator(".live-responses-table .response-col_status").first.wait_for()
+    assert "200" in block.locator(".live-responses-table .response .response-col_status").first.inner_text()
+    page.close()
+    assert problems == [] and f"{server.url}/generate" in asked
+    assert all(url.startswith((f"{server.url}/", "data:")) for url in asked), asked
