@@ -136,7 +136,7 @@ def build_parser(show_all: bool = False) -> Parser:
 
     p = command("prepare", "encode a text into the cache; train does this too", "data", is_common=False)
     add_data_flags(p, DATA_HELP, default=["tinyshakespeare"])
-    p.add_argument("--records", action="store_true", help="each line is a record; every tenth goes to validation")
+    p.add_argument("--records", action="store_true", help="each line is a record; one in ten, at random, validates")
 
     p = command("lecture", "show how it works, from a table of bigrams to attention, on a text", is_common=False)
     add_data_flags(p, DATA_HELP, default=["tinyshakespeare"])

@@ -54,7 +54,7 @@ class TrainConfig:
 
     data: tuple[str, ...] = option(("tinyshakespeare",), DATA_HELP)
     glob: tuple[str, ...] = option((), GLOB_HELP)
-    records: bool = option(False, "each line is a record (a name, a SMILES, a game); every tenth goes to validation")
+    records: bool = option(False, "each line is a record (a name, a SMILES, a game); one in ten, at random, validates")
     seed: int = option(1337, "seed of the initial weights, the window order and dropout", (0, 2**63 - 1))
 
     # fine-tuning

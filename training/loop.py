@@ -297,7 +297,7 @@ class Run:
             for inputs, targets in parts:
                 expected = None
                 if self.table is not None:
-                    expected = self.table[torch.from_numpy(inputs)].to(self.device)
+                    expected = self.to_device(self.table[torch.from_numpy(inputs)])
                     inputs = corpus.train[inputs].astype(np.int64)
                 total = total + self.loss(self.to_device(inputs), self.to_device(targets), expected) / count
             total.backward()
@@ -333,9 +333,9 @@ class Run:
         self.cpu_seconds = time.process_time() - started
         return value
 
-    def to_device(self, values: np.ndarray) -> Tensor:
+    def to_device(self, values: np.ndarray | Tensor) -> Tensor:
         """Copied beside the device's work, from pinned memory, where that is a GPU."""
-        tensor = torch.from_numpy(values)
+        tensor = torch.as_tensor(values)
         if self.device.type == "cuda":
             tensor = tensor.pin_memory()
         return tensor.to(self.device, non_blocking=True)

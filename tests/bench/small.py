@@ -118,13 +118,15 @@ def run_nanogpt(train: Path, held_out: Path | None, seed: int, threads: int, cpu
 
 
 def run_makemore(script: Path, data: Path, seed: int, steps: int, cpu_seconds: float, out: Path) -> dict[str, Any]:
-    """makemore.py in one thread, so that a step's time is its CPU time."""
+    """makemore.py in one thread; of the times of steps that it prints, the share in which it had a CPU."""
     shutil.rmtree(out, ignore_errors=True)
     flags = ["-i", str(data), "-o", str(out), "-n", "0", "--seed", str(seed), "--max-steps", str(steps + 1)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    cpu, clock = os.times().children_user, time.monotonic()
     output = run_checked([sys.executable, script, *flags], env=environment)
+    share = (os.times().children_user - cpu) / (time.monotonic() - clock)
     times = [float(ms) / 1000 for ms in re.findall(r"step time ([\d.]+)ms", output)]
-    per_step = sum(times) / len(times)
+    per_step = share * sum(times) / len(times)
     losses = {int(step): float(loss) for step, loss in re.findall(r"step (\d+) train loss.* test loss: (\S+)", output)}
     best = min(losses, key=losses.__getitem__)
     within = [loss for step, loss in losses.items() if step * per_step <= cpu_seconds]

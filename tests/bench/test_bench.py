@@ -1,4 +1,4 @@
-"""The benchmarks: what would publish a wrong figure if it were wrong, and each of them once, tiny, from end to end."""
+"""The benchmarks: what would publish a wrong figure if it were wrong, and two of them, tiny, from end to end."""
 
 from __future__ import annotations
 

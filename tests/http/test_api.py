@@ -380,8 +380,6 @@ def test_tokenize_and_detokenize(client, post, checkpoint):
         ("/tokenize", {"promt": "a"}, "prompt"),
         ("/detokenize", {"token": [1]}, "tokens"),
         ("/generate", {"stream_options": {"include_usages": True}}, "include_usage"),
-        ("/generate", {"inputs": 5}, "prompt"),
-        ("/generate", {"max_output_tokens": 5}, "max_tokens"),
     ],
 )
 def test_likely_typos_are_refused(client, path, given, meant):

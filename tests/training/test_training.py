@@ -32,7 +32,7 @@ from tests.training.runs import SHAPE, STEPS, TEXT, crash, events, flags, resume
 from training import jobs
 from training.config import ConfigError, TrainConfig
 from training.data import prepare, record_pieces, sampler_of
-from training.evaluate import baselines, piece_loss, streamed_loss, whole_loss
+from training.evaluate import baselines, piece_loss, split_losses, streamed_loss, whole_loss
 from training.loop import DivergedError, Run
 from training.recipe import SETTINGS, fitted
 from training.state import ResumeError, Saved
@@ -400,12 +400,15 @@ def test_records_are_trained_on_and_scored_alone(tmp_path, capsys):
     val = corpus.tokenizer.decode(corpus.val).split("\n")[1:-1]
     assert len(val) == len(names) // 10
     texts = [corpus.tokenizer.encode(f"\n{name}\n") for name in val]
-    total = -sum(log_probability(model, ids[:i], ids[i]) for ids in texts for i in range(1, len(ids)))
-    assert losses["whole"] == losses["streamed"] == pytest.approx(total / sum(len(ids) - 1 for ids in texts), rel=1e-4)
+    each = [-sum(log_probability(model, ids[:i], ids[i]) for i in range(1, len(ids))) for ids in texts]
+    assert losses["whole"] == losses["streamed"] == pytest.approx(sum(each) / (len(corpus.val) - 1), rel=1e-4)
     evaluated = [event["val_loss"] for event in events(out) if event["event"] == "evaluation"]
     assert min(evaluated) == pytest.approx(losses["whole"], rel=1e-4)
     assert losses["whole"] < losses["unigram"]
     assert "unseen" not in losses, "no record is there twice"
+    train = np.append(corpus.train, corpus.val[1 : len(texts[0])])  # the first validation record
+    unseen = split_losses(model, corpus.val, True, train)["unseen"]
+    assert unseen == pytest.approx(sum(each[1:]) / (len(corpus.val) - len(texts[0])), rel=1e-4)
     assert checkpoint.training["characters_seen"] < 60 * 8 * 7
 
 

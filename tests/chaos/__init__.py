@@ -1,1 +1,0 @@
-"""Faults and hostile clients against real servers, with figures: `make chaos`."""

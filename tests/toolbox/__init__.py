@@ -1,1 +1,0 @@
-"""Code shared by tests, benchmarks and load tools."""
