@@ -43,12 +43,11 @@ from training.recipe import SETTINGS
 from . import nanogpt
 from .command import Run, build_parser, in_child, run_checked
 
-PROBE_STEPS = 100
-EVALUATIONS = 8
-MAKEMORE_STEPS = 20_000
+PROBE_STEPS, EVALUATIONS, MAKEMORE_STEPS = 100, 8, 20_000
 COLUMNS = {  # name in the JSON: label, format
     "ours": ("ours, `best`", "{:.4f}"),
     "ours_last": ("ours, `last`", "{:.4f}"),
+    "best_unseen": ("ours, without records that were trained on", "{:.4f}"),
     "ours_cpu": ("CPU s", "{:.0f}"),
     "nanogpt": ("nanoGPT, equal CPU s", "{:.4f}"),
     "makemore_equal": ("makemore.py, equal CPU s", "{:.4f}"),
@@ -59,8 +58,7 @@ COLUMNS = {  # name in the JSON: label, format
 
 def split(file: Path, seed: int, out: Path) -> tuple[Path, Path]:
     """The files of what is trained on and of what is held out, as makemore.py splits a list with this seed."""
-    lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
-    lines = [line for line in lines if line]
+    lines = [line for each in file.read_text(encoding="utf-8").splitlines() if (line := each.strip())]
     torch.manual_seed(seed)
     order = torch.randperm(len(lines)).tolist()
     held_out = min(1000, len(lines) // 10)
@@ -82,9 +80,11 @@ def run_ours(train: Path, held_out: Path | None, seed: int, threads: int, out: P
     for name in ("best", "last"):
         checkpoint = Checkpoint.read(out / name)
         about, tokenizer, model = checkpoint.training, checkpoint.tokenizer, checkpoint.load_model("cpu").eval()
-        ids = encode_files([held_out], Encoder(tokenizer), records=True) if held_out else prepare(str(train)).val
-        figures["ours" if name == "best" else "ours_last"] = split_losses(model, ids, records=bool(held_out))["whole"]
-        figures[f"{name}_step"] = about["step"]
+        encoded = [encode_files([path], Encoder(tokenizer), records=True) for path in (held_out, train) if held_out]
+        ids, known = encoded or (prepare(str(train)).val, None)
+        losses = split_losses(model, ids, bool(held_out), known)
+        figures["ours" if name == "best" else "ours_last"] = losses["whole"]
+        figures |= {f"{name}_step": about["step"], f"{name}_unseen": losses.get("unseen")}
     same = {name: about[name] for name in ("parameters", "recipe")}
     return figures | {"ours_cpu": about["training_cpu_seconds"]} | same
 
@@ -121,9 +121,8 @@ def run_makemore(script: Path, data: Path, seed: int, steps: int, cpu_seconds: f
     """makemore.py in one thread; of the times of steps that it prints, the share in which it had a CPU."""
     shutil.rmtree(out, ignore_errors=True)
     flags = ["-i", str(data), "-o", str(out), "-n", "0", "--seed", str(seed), "--max-steps", str(steps + 1)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     cpu, clock = os.times().children_user, time.monotonic()
-    output = run_checked([sys.executable, script, *flags], env=environment)
+    output = run_checked([sys.executable, script, *flags], env={**os.environ, "OMP_NUM_THREADS": "1"})
     share = (os.times().children_user - cpu) / (time.monotonic() - clock)
     times = [float(ms) / 1000 for ms in re.findall(r"step time ([\d.]+)ms", output)]
     per_step = share * sum(times) / len(times)
@@ -139,7 +138,7 @@ def run_makemore(script: Path, data: Path, seed: int, steps: int, cpu_seconds: f
 def markdown(results: dict[str, Any]) -> str:
     rows = [["nats per character, held out", *(label for label, _ in COLUMNS.values())]]
     for corpus, runs in results["runs"].items():
-        columns = ((form, [run[name] for run in runs if name in run]) for name, (_, form) in COLUMNS.items())
+        columns = ((form, [r[name] for r in runs if r.get(name) is not None]) for name, (_, form) in COLUMNS.items())
         rows.append([corpus, *(figure(values, form, middle=statistics.mean) for form, values in columns)])
     return "\n".join(table(rows)) + "\n"
 
