@@ -133,7 +133,8 @@ class Load:
                 return
             id, (length, stream) = f"{self._name}-{number}", self.KINDS[kind]
             body = {"prompt": self.PROMPT, "max_tokens": length, "seed": seed, "stream": stream}
-            yield number * self.INTERVAL, post("/generate", body, X_Request_Id=id), (id, kind, seed)
+            due = max(0, number + 1 - self.clients) * self.INTERVAL  # haproxy waits 10 s for the first on a connection
+            yield due, post("/generate", body, X_Request_Id=id), (id, kind, seed)
 
     @property
     def sent(self) -> list[Sent]:
