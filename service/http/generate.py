@@ -6,7 +6,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -71,7 +71,7 @@ async def _answer(
     if (longest := body.truncate_prompt_tokens) is not None:
         longest = service.settings.max_prompt_characters if longest < 0 else longest
         given = [prompt[max(0, len(prompt) - longest) :] for prompt in given]
-        body.prompt = given if is_list else given[0]  # type: ignore[assignment]  # the rest is not kept
+        body.prompt = cast(Any, given if is_list else given[0])  # the rest is not kept
     candidates = _check_limits(service, model, body, len(given))
 
     encoder = Encoder(service, model, body)
