@@ -219,7 +219,7 @@ def test_a_stream_ends_on_the_checkpoint_with_which_it_began_though_its_worker_d
     """The new worker loads the old version too, as long as a request uses it."""
     expected = exact(save_random(tmp_path / "model", **SLOW), "a", 100, seed=1)
     with serving(tmp_path / "model") as server:
-        body = {"prompt": "a", "max_tokens": 800, "seed": 1, "stream": True}
+        body = {"prompt": "a", "max_tokens": 3000, "seed": 1, "stream": True}
         with web.stream("POST", f"{server.url}/generate", json=body, timeout=60) as stream:
             lines = stream.iter_lines()
             first = [next(lines)]
@@ -228,7 +228,7 @@ def test_a_stream_ends_on_the_checkpoint_with_which_it_began_though_its_worker_d
             assert text(ask(server)) == exact(new, "a", 20, seed=1)
             server.worker().kill()
             answer = text_of(pieces([*first, *lines])[:-1])
-        assert len(answer) == 800 and answer.startswith(expected)
+        assert len(answer) == 3000 and answer.startswith(expected)
         wait_until(lambda: "dropped checkpoint chargpt" in server.output(), otherwise=lambda: server.output())
 
 

@@ -499,9 +499,6 @@ def check_same_bytes(ours: int, plain: int) -> None:
         raise load.LoadError(f"the service sends {sizes[0]} bytes, plain FastAPI {sizes[1]}")
 
 
-# Command line
-
-
 def main() -> int:
     parser = build_parser("tests.bench.serve", __doc__, "out/bench")
     add_threads(parser)

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from service.model.kv_cache import CacheRows, KVCache
-from tests.bench import gpu, roofline, serve, shapes, train
+from tests.bench import gpu, report, roofline, serve, shapes, train
 from tests.bench.command import BenchError
 from tests.bench.nanogpt import NanoGPT, Recipe
 from tests.helpers import random_model
+from tests.load import sweep
+from tests.toolbox.launch import ROOT
 from tests.training.runs import tiny
 
 TINY_PLAN = replace(
     serve.QUICK, repeats=1, shapes=("S",), rows=(1, 3), engine_seconds=0.01, clients=(1, 2), http_seconds=1.0,
     first_requests=3, path_seconds=0.3, streams=(1, 64), paced_length=10,
 )  # fmt: skip
-
-
-# Training: the baseline
 
 
 def test_baseline_equals_gpt2_without_biases():
@@ -51,9 +51,6 @@ def test_baseline_equals_gpt2_without_biases():
         torch.testing.assert_close(ours(idx), theirs(idx).logits)
 
 
-# Serving: counts
-
-
 def test_roofline_counts_the_operations_and_bytes_of_a_decode_step():
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
@@ -72,7 +69,13 @@ def test_roofline_counts_the_operations_and_bytes_of_a_decode_step():
     assert counts["cache_bytes"] == 2 * 2 * 4 * 4 * length * rows * 4  # keys and values, layers, heads, head size
 
 
-# From end to end
+@pytest.mark.parametrize(("name", "results"), [("bench", "serve"), ("load-sweep", "load-sweep")])
+def test_the_document_shows_the_committed_results(name, results):
+    tables = {"bench": report.markdown, "load-sweep": partial(sweep.markdown, shares=sweep.PUBLISHED_SHARES)}[name]
+    document = (ROOT / "tests" / "README.md").read_text()
+    [path] = (ROOT / "tests" / "bench" / "results").glob(f"{results}-*.json")
+    assert f"<!-- {name} -->\n{tables(json.loads(path.read_text()))}<!-- /{name} -->" in document
+    assert f"(bench/results/{path.name})" in document
 
 
 @pytest.mark.tools
