@@ -33,9 +33,6 @@ class BenchError(RuntimeError):
     """A measurement failed; the message says why."""
 
 
-# Command line
-
-
 def build_parser(module: str, doc: str | None, out: str) -> argparse.ArgumentParser:
     """A parser with `doc` as its help and the option --out."""
     parser = argparse.ArgumentParser(
@@ -56,9 +53,6 @@ def add_threads(parser: argparse.ArgumentParser) -> None:
 def add_only(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
     allowed = list(names)
     parser.add_argument("--only", nargs="+", choices=allowed, metavar="NAME", help=f"of {', '.join(allowed)}")
-
-
-# A run
 
 
 def context(module: str, *packages: str) -> dict[str, Any]:

@@ -256,9 +256,6 @@ def draw(results: dict[str, Any], png: Path) -> None:
     picture.savefig(png, dpi=120)
 
 
-# Command line
-
-
 def main() -> int:
     parser = build_parser("tests.bench.train", __doc__, "out/bench-train")
     add = parser.add_argument

@@ -10,10 +10,10 @@ import pytest
 
 from service.model.checkpoint import Checkpoint
 from service.settings import BUNDLED, Settings
-from tests.helpers import CORPUS
+from tests.helpers import CORPUS, serving, web
 from training.config import TrainConfig
 from training.data import TINYSHAKESPEARE_SHA256, encode_array, prepare
-from training.evaluate import streamed_loss, whole_loss
+from training.evaluate import whole_loss
 
 
 @pytest.fixture(scope="module")
@@ -42,12 +42,17 @@ def test_names_its_text_recipe_and_command(bundled):
 
 
 @pytest.mark.needs("corpus")
-def test_recorded_losses_are_reproduced(bundled, monkeypatch, tmp_path):
+def test_recorded_losses_are_those_of_the_service(bundled, monkeypatch, tmp_path):
+    """In windows, each without what precedes it, and streamed."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    corpus = prepare(str(CORPUS))
-    model, losses = bundled.load_model(), bundled.training["losses"]
-    assert whole_loss(model, corpus.val) == pytest.approx(losses["whole"], abs=1e-4)
-    assert streamed_loss(model, corpus.val) == pytest.approx(losses["streamed"], abs=1e-4)
+    losses, window = bundled.training["losses"], bundled.config.block_size
+    text = bundled.tokenizer.decode(prepare(str(CORPUS)).val)
+    windows = [text[i : i + window + 1] for i in range(0, len(text) - 1, window)]
+    with serving(BUNDLED, max_prompts=len(windows)) as server:
+        for name, texts in {"whole": windows, "streamed": [text]}.items():
+            found = web.post(f"{server.url}/v1/score", json={"texts": texts}, timeout=60).json()["data"]
+            nats, characters = (sum(each[key] for each in found) for key in ("nats", "characters"))
+            assert characters == len(text) - 1 and nats / characters == pytest.approx(losses[name], abs=1e-5)
     assert losses["whole"] < 1.375 and losses["streamed"] < 1.36
 
 

@@ -23,9 +23,6 @@ def percentiles(seconds: Iterable[float]) -> dict[str, float]:
     return {f"p{p}": quantile(ordered, p / 100) for p in (50, 95, 99)}
 
 
-# Tables
-
-
 def figure(values: Iterable[float], form: str = "{:,.0f}", scale: float = 1.0, middle: Any = statistics.median) -> str:
     """Median (lowest–highest)."""
     scaled = [value * scale for value in values]
@@ -69,9 +66,6 @@ def put(content: str, path: Path, name: str) -> None:
     if not found or not closed or begin in rest or end in before + after:
         raise ValueError(f"{path} must have one line {begin} and after it one line {end}")
     path.write_text(f"{before}{begin}\n{content}{end}{after}", encoding="utf-8")
-
-
-# JSON
 
 
 def dumps(value: Any, indent: str = "") -> str:

@@ -396,7 +396,7 @@ def test_report_compares_generated_text_with_the_validation_split(checkpoint, te
 def test_report_of_records_tells_what_is_unique_novel_and_valid(tmp_path, output_of, error_of, capsys):
     names = [f"{a}{b}" for a in ("an", "be", "ca", "do", "el") for b in ("", "na", "ra", "mo")]
     (tmp_path / "names.txt").write_text("\n".join(names))
-    few = ["--steps", 40, "--block-size", 8, "--threads", 1, "--dtype", "float32", "--eval-every", 40]
+    few = ["--steps", 40, "--block-size", 8, "--n-layer", 2, "--threads", 1, "--dtype", "float32", "--eval-every", 40]
     command = ["train", "--records", "--preset", "quick", "--data", tmp_path / "names.txt", "--out", tmp_path / "out"]
     assert not call([*command, *few])
     report = ["report", "--checkpoint", tmp_path / "out" / "best", "-n", 50]

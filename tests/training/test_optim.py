@@ -103,6 +103,14 @@ def test_the_first_step_of_adamw_is_the_sign_of_the_gradient():
     torch.testing.assert_close(model.embed.weight, before - 0.01 / 4 * model.embed.weight.grad.sign())
 
 
+def test_gradients_are_clipped_to_a_norm_and_what_follows_them_is_not():
+    flat = optim.FlatGradients(GPT(GPTConfig(vocab_size=5, block_size=4, n_layer=1, n_head=2, n_embd=4)), extra=3)
+    norm = flat.all.fill_(2.0)[:-3].norm()
+    for most, value in (0.0, 2.0), (2 * norm, 2.0), (norm / 4, 0.5):
+        assert flat.clip_(most) == norm and torch.allclose(flat.all[:-3], torch.tensor(value), rtol=1e-5)
+    assert flat.extra.tolist() == [2.0, 2.0, 2.0]
+
+
 def test_the_learning_rate_warms_up_then_decays_to_zero():
     config = TrainConfig(steps=100, warmup_steps=10)
     scales = [lr_scale(step, config) for step in range(100)]
