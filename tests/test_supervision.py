@@ -64,7 +64,7 @@ def test_killed_http_processes_are_replaced(slow):
 
 
 def test_sequences_of_a_killed_worker_run_again_and_give_the_same_text(slow):
-    bodies = [{"seed": i, "max_tokens": 200, "stream": i % 2 == 0} for i in range(6)]
+    bodies = [{"seed": i, "max_tokens": 400, "stream": i % 2 == 0} for i in range(6)]
     bodies[5] |= {"logprobs": 2, "echo": True, "prompt": "Hello", "seed": 4}
     bodies[4] = bodies[5] | {"stream": True}
     with serving(slow.path, max_running_requests=4) as server:
