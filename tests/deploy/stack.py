@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import itertools
 import json
 import os
@@ -13,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -79,8 +80,10 @@ def query(prometheus: Any, expression: str) -> list[str]:
     return sorted(re.findall(r"=> (\S+) @", prometheus.exec_run(command).output.decode()))
 
 
-def references(checkpoint: Checkpoint, prompt: str, seeds: Iterable[int], length: int) -> list[str]:
+@functools.cache
+def references(folder: Path, prompt: str, seeds: Sequence[int], length: int) -> list[str]:
     """The texts of seeds by this process's engine, in float32 as the images' is."""
+    checkpoint = Checkpoint.read(folder)
     ids = checkpoint.tokenizer.encode(prompt)
     submits = [Submit(number, ids, length, SamplingParams(seed=seed)) for number, seed in enumerate(seeds)]
     return list(map(checkpoint.tokenizer.decode, Engine(open_runner(checkpoint)).generate(submits)))
@@ -111,7 +114,7 @@ class Load:
 
     def __init__(self, url: str, checkpoints: Mapping[str, Checkpoint], clients: int = 6):
         self.port, self.clients, self._name = int(url.rpartition(":")[2]), clients, secrets.token_hex(4)
-        self._texts = {name: references(it, self.PROMPT, self.SEEDS, 3000) for name, it in checkpoints.items()}
+        self._texts = {name: references(it.path, self.PROMPT, self.SEEDS, 3000) for name, it in checkpoints.items()}
         self._replies: list[load.Reply] = []
         self._sent: dict[str, Sent] = {}
         self._stop = threading.Event()

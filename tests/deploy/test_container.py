@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 import setup
 from service.settings import BUNDLED
 from tests.deploy.stack import ROOT, build, references, run
-from tests.helpers import VOCABULARY, save_random, wait_until, web
+from tests.helpers import VOCABULARY, wait_until, web
 
 MEMORY = 640 << 20  # the minimum in deploy/README.md
 
@@ -62,18 +62,17 @@ def test_container_answers_with_the_text_of_the_seed_and_has_no_rights(engine, i
         url, prompts = healthy(container), ["To be", "or not"]
         body = {"model": "chargpt", "prompt": prompts, "max_tokens": 100, "seed": 3}
         choices = web.post(f"{url}/v1/completions", json=body).json()["choices"]
-        assert [choice["text"] for choice in choices] == [references(slow, it, [3], 100)[0] for it in prompts]
+        assert [choice["text"] for choice in choices] == [references(slow.path, it, (3,), 100)[0] for it in prompts]
         info = web.get(f"{url}/info").json()
         assert info["backend"] == "native" and info["versions"]["chargpt"] == version != "0.0"
         assert container.exec_run("id -u").output == b"10001\n"
         assert container.exec_run("touch /tmp/file").exit_code == 1  # it runs without any writable folder
 
 
-def test_the_documented_memory_suffices_and_too_little_ends_with_137(engine, image, tmp_path):
+def test_the_documented_memory_suffices_and_too_little_ends_with_137(engine, image, checkpoint):
     """Requests that fill the memory for requests in progress, the largest answers among them: each gets an answer or
     429, and no process is killed."""
-    tiny = save_random(tmp_path / "checkpoint")  # whose weights take next to no memory and time
-    with started(engine, image, tiny, mem_limit=MEMORY, memswap_limit=MEMORY) as container:
+    with started(engine, image, checkpoint, mem_limit=MEMORY, memswap_limit=MEMORY) as container:
         url = healthy(container)
 
         def status(body):
@@ -87,7 +86,7 @@ def test_the_documented_memory_suffices_and_too_little_ends_with_137(engine, ima
                 assert statuses <= {200, 429} and 200 in statuses
         assert status(answers[0] | {"max_tokens": 4000}) == 400
         assert "died" not in container.logs().decode()
-    with started(engine, image, tiny, mem_limit="64m", memswap_limit="64m") as container:
+    with started(engine, image, checkpoint, mem_limit="64m", memswap_limit="64m") as container:
         assert container.wait(timeout=60)["StatusCode"] == 137
         container.reload()
         assert container.attrs["State"]["OOMKilled"]

@@ -36,8 +36,7 @@ def test_sound_backends_pass(tmp_path, backend, dtype):
 
 @pytest.mark.parametrize(("backend", "dtype"), BACKENDS)
 @pytest.mark.parametrize("name", ["blocks.0.attn.qkv.weight", "blocks.1.mlp_norm.weight", "head.weight"])
-def test_other_arithmetic_is_refused_by_name(tmp_path, backend, dtype, name):
-    checkpoint = save_random(tmp_path / "ck")
+def test_other_arithmetic_is_refused_by_name(checkpoint, backend, dtype, name):
     other = checkpoint.load_model()
     other.state_dict()[name].mul_(1.5)
     remedy = "use --backend torch" if backend == "native" else "torch itself is wrong here"
@@ -46,16 +45,14 @@ def test_other_arithmetic_is_refused_by_name(tmp_path, backend, dtype, name):
         check(open_runner(other, backend, dtype, 2, 1), checkpoint)
 
 
-def test_not_a_number_is_an_error_where_the_model_gives_numbers(tmp_path):
-    checkpoint = save_random(tmp_path / "ck")
+def test_not_a_number_is_an_error_where_the_model_gives_numbers(checkpoint):
     other = checkpoint.load_model()
     other.head.weight[0, 0] = math.nan
     with pytest.raises(SelfCheckError, match=r"at \d+ positions, first at 0,"):
         check(open_runner(other, "torch", "float64", 1, 1), checkpoint)
 
 
-def test_weights_whose_logits_overflow_are_not_judged(tmp_path, monkeypatch):
-    checkpoint = save_random(tmp_path / "ck")
+def test_weights_whose_logits_overflow_are_not_judged(checkpoint, monkeypatch):
     other = checkpoint.load_model()
     overflow(other, 20)
     weights = {name: value.numpy() for name, value in other.state_dict().items()}

@@ -14,7 +14,7 @@ from service.model.params import SamplingParams
 from service.settings import Settings
 from service.shared import SharedState
 from service.wire import Submit
-from tests.helpers import SLOW, VOCABULARY, http_processes, save_random, serving, web
+from tests.helpers import VOCABULARY, http_processes, serving, web
 from tests.toolbox.http import post, sent
 from tests.toolbox.launch import is_worker
 
@@ -75,11 +75,10 @@ def test_held_bytes_are_bounded_in_all_and_per_client():
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
+def server(slow):
     """max_tokens · 24 bytes: a request may have 87,381 characters, one client half as much again."""
     limits = {"max_request_bytes": 2 * MiB, "max_held_bytes": 6 * MiB, "max_body_bytes": 2 * MiB}
-    checkpoint = save_random(tmp_path_factory.mktemp("slow") / "model", **SLOW)
-    with serving(checkpoint.path, **limits, max_queued_requests=0, max_running_requests=8) as server:
+    with serving(slow.path, **limits, max_queued_requests=0, max_running_requests=8) as server:
         yield server
         server.wait_until_metric("chargpt_held_bytes", 0)
         assert "Traceback" not in server.output()

@@ -51,11 +51,8 @@ def refusal(connection):
 @pytest.mark.parametrize("path", ["/generate/", "//generate"])
 def test_nothing_is_redirected(server, path):
     """A redirect would name any host that a client gives, in plain HTTP, and repeat the prompt."""
-    head = f"POST {path}?prompt=secret HTTP/1.1\r\nHost: other.example\r\nContent-Type: application/json\r\n"
-    with (
-        sent(server.port, f"{head}Content-Length: 2\r\n\r\n{{}}".encode()) as connection,
-        answer(connection) as response,
-    ):
+    request = post(f"{path}?prompt=secret", {}, Host="other.example")
+    with sent(server.port, request) as connection, answer(connection) as response:
         assert (response.status, response.headers["location"]) == (404, None)
         assert b"other.example" not in response.read()
 
@@ -170,9 +167,8 @@ def test_what_is_allowed_at_these_limits(server):
     for data in (GET + b"a: b\r\n" * 99 + b"\r\n", CHUNKED + body + b"\r\n", CHUNKED + body + b"X: y\r\n\r\n"):
         with sent(server.port, data + GET + b"\r\n") as connection:
             assert statuses(connection, 2) == [200, 200]
-    with sent(
-        server.port, b"POST /tokenize HTTP/1.0\r\nExpect: 100-continue\r\nContent-Length: 14\r\n\r\n{"
-    ) as connection:
+    start = b"POST /tokenize HTTP/1.0\r\nExpect: 100-continue\r\nContent-Length: 14\r\n\r\n{"
+    with sent(server.port, start) as connection:
         connection.sendall(b'"prompt":"a"}')
         assert b" 200 " in received(connection).splitlines()[0], "HTTP/1.0 knows no 100 (RFC 9110, 10.1.1)"
     with sent(server.port, b"GET http://a HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n") as connection:
@@ -193,8 +189,7 @@ def test_http_1_0_gets_no_chunks(server):
 
 def test_pipelined_versions_are_told_apart(server):
     """Of a stream before a request of HTTP/1.0, chunks tell where it ends."""
-    body = b'{"prompt": "a", "max_tokens": 30, "stream": true}'
-    stream = b"POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    stream = post("/generate", {"prompt": "a", "max_tokens": 30, "stream": True})
     with sent(server.port, stream + stream + b"GET /livez HTTP/1.0\r\n\r\n") as connection:
         answers = received(connection).split(b"HTTP/1.1 200 OK\r\n")[1:]
     assert [b"transfer-encoding: chunked" in answer for answer in answers] == [True, True, False]

@@ -13,7 +13,7 @@ import pytest
 
 from service.observe.metrics import SECONDS
 from tests.bench import peers, shapes
-from tests.helpers import SLOW, VOCABULARY, save_random, serving
+from tests.helpers import VOCABULARY, save_random, serving
 from tests.load import mix, sweep
 from tests.toolbox import load
 from tests.toolbox.figures import quantile
@@ -59,11 +59,10 @@ def test_wrong_answers_are_told_from_right_ones(ask, pieces, message):
 # -- a client's figures and the server's --
 
 
-def test_client_and_server_agree_about_counts_and_latencies(tmp_path):
+def test_client_and_server_agree_about_counts_and_latencies(slow):
     """Latencies in one of three runs, as a busy machine keeps the client waiting."""
-    folder = save_random(tmp_path / "checkpoint", **SLOW).path
     for _ in range(3):
-        apart = buckets_apart(folder)
+        apart = buckets_apart(slow.path)
         if max(apart.values()) <= 1:
             return
     pytest.fail(f"the last run: {apart}")

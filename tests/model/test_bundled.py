@@ -10,25 +10,25 @@ import pytest
 
 from service.model.checkpoint import Checkpoint
 from service.settings import BUNDLED, Settings
-from tests.helpers import CORPUS, serving, web
+from tests.helpers import CORPUS, web
 from training.config import TrainConfig
 from training.data import TINYSHAKESPEARE_SHA256, encode_array, prepare
 from training.evaluate import whole_loss
 
 
 @pytest.fixture(scope="module")
-def bundled() -> Checkpoint:
+def checkpoint() -> Checkpoint:
     return Checkpoint.read(BUNDLED)
 
 
-def test_small_and_served_by_default(bundled):
+def test_small_and_served_by_default(checkpoint):
     assert sum(path.stat().st_size for path in BUNDLED.iterdir()) < 3_000_000
     assert Settings().places == [(None, BUNDLED)]
-    assert bundled.load_model().config.num_parameters == bundled.training["parameters"]
+    assert checkpoint.load_model().config.num_parameters == checkpoint.training["parameters"]
 
 
-def test_names_its_text_recipe_and_command(bundled):
-    about = bundled.training
+def test_names_its_text_recipe_and_command(checkpoint):
+    about = checkpoint.training
     assert about["data"]["sha256"] == TINYSHAKESPEARE_SHA256
     makefile = (Path(__file__).parents[2] / "Makefile").read_text()
     seeds = re.search(r"^TEACHERS := (.*)$", makefile, re.M)[1].split()
@@ -42,25 +42,24 @@ def test_names_its_text_recipe_and_command(bundled):
 
 
 @pytest.mark.needs("corpus")
-def test_recorded_losses_are_those_of_the_service(bundled, monkeypatch, tmp_path):
+def test_recorded_losses_are_those_of_the_service(checkpoint, bundled, monkeypatch, tmp_path):
     """In windows, each without what precedes it, and streamed."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    losses, window = bundled.training["losses"], bundled.config.block_size
-    text = bundled.tokenizer.decode(prepare(str(CORPUS)).val)
+    losses, window = checkpoint.training["losses"], checkpoint.config.block_size
+    text = checkpoint.tokenizer.decode(prepare(str(CORPUS)).val)
     windows = [text[i : i + window + 1] for i in range(0, len(text) - 1, window)]
-    with serving(BUNDLED, max_prompts=len(windows)) as server:
-        for name, texts in {"whole": windows, "streamed": [text]}.items():
-            found = web.post(f"{server.url}/v1/score", json={"texts": texts}, timeout=60).json()["data"]
-            nats, characters = (sum(each[key] for each in found) for key in ("nats", "characters"))
-            assert characters == len(text) - 1 and nats / characters == pytest.approx(losses[name], abs=1e-5)
+    for name, texts in {"whole": windows, "streamed": [text]}.items():
+        found = web.post(f"{bundled.url}/v1/score", json={"texts": texts}, timeout=60).json()["data"]
+        nats, characters = (sum(each[key] for each in found) for key in ("nats", "characters"))
+        assert characters == len(text) - 1 and nats / characters == pytest.approx(losses[name], abs=1e-5)
     assert losses["whole"] < 1.375 and losses["streamed"] < 1.36
 
 
-def test_predicts_unseen_shakespeare(bundled):
+def test_predicts_unseen_shakespeare(checkpoint):
     """Lines outside the training corpus; runs without it."""
     lines = (
         "Shall I compare thee to a summer's day?\nThou art more lovely and more temperate:\n"
         "Rough winds do shake the darling buds of May,\nAnd summer's lease hath all too short a date;\n"
     )
-    loss = whole_loss(bundled.load_model(), encode_array(bundled.tokenizer, lines))
-    assert loss < 2.0 < math.log(bundled.tokenizer.vocab_size) / 2
+    loss = whole_loss(checkpoint.load_model(), encode_array(checkpoint.tokenizer, lines))
+    assert loss < 2.0 < math.log(checkpoint.tokenizer.vocab_size) / 2

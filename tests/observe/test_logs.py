@@ -110,8 +110,8 @@ def test_each_request_logs_one_line_with_its_counts(server):
         assert line["seconds"] > 0
         assert {name: line.get(name) for name in fields} == fields
 
-    ask("/generate", {"prompt": "abc", "max_tokens": 7, "n": 2}, prompt_characters=3, completion_characters=14)
-    ask("/generate", {"prompt": "abc", "max_tokens": 7, "n": 2}, endings={"length": 2})
+    ends = {"prompt_characters": 3, "completion_characters": 14, "endings": {"length": 2}}
+    ask("/generate", {"prompt": "abc", "max_tokens": 7, "n": 2}, **ends)
     ask("/generate", {"prompt": "a", "choice": ["bcd"]}, completion_characters=3, endings={"stop": 1})
     ask("/v1/completions", {"prompt": ["a", "bc"], "max_tokens": 4}, prompt_characters=3, completion_characters=8)
     ask("/v1/completions", {"prompt": "a", "suffix": "b", "max_tokens": 4, "best_of": 3}, endings={"length": 3})

@@ -15,10 +15,9 @@ def ids(rows, length):
     return torch.randint(len(VOCABULARY), (rows, length), generator=torch.Generator().manual_seed(0))
 
 
-def test_onnxruntime_gives_the_same_logits(tmp_path):
+def test_onnxruntime_gives_the_same_logits(checkpoint, tmp_path):
     import onnxruntime
 
-    checkpoint = save_random(tmp_path / "ck")
     export(checkpoint, "onnx", tmp_path / "model.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
     model = checkpoint.load_model()
@@ -29,10 +28,9 @@ def test_onnxruntime_gives_the_same_logits(tmp_path):
     assert session.get_modelmeta().custom_metadata_map["vocabulary"] == "".join(VOCABULARY)
 
 
-def test_gguf_has_the_same_tensors_and_vocabulary(tmp_path):
+def test_gguf_has_the_same_tensors_and_vocabulary(checkpoint, tmp_path):
     from gguf import GGUFReader
 
-    checkpoint = save_random(tmp_path / "ck")
     export(checkpoint, "gguf", tmp_path / "model.gguf")
     reader = GGUFReader(tmp_path / "model.gguf")
     fields = {name: field.contents() for name, field in reader.fields.items()}

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from tests import reference
-from tests.helpers import call, random_model, save_random
+from tests.helpers import call, random_model
 from training import lecture
 from training.data import prepare
 
@@ -98,8 +98,7 @@ def test_rows_never_talk_and_weights_fill_memory():
     assert lecture.score_bytes(32, 8, 512) == 4 * 67_108_864
 
 
-def test_the_lecture_is_given(corpus, tmp_path, capsys):
-    checkpoint = save_random(tmp_path / "checkpoint")
+def test_the_lecture_is_given(corpus, checkpoint, tmp_path, capsys):
     flags = ["--data", tmp_path / "bottles.txt", "--checkpoint", checkpoint.path, "--out", tmp_path / "lecture.png"]
     assert not call(["lecture", *flags, "--steps", 20])
     lines = capsys.readouterr().out.splitlines()
