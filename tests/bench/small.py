@@ -5,7 +5,8 @@
 A list has a record in each line. Of each list and seed, 1,000 records or a tenth are held out, those that makemore.py
 holds out with this seed; of a text, the last tenth. Nothing is set but --records, the seed and the threads:
 
-    ours        train, which keeps a tenth of its text to choose the best weights; the loss of `best` and of `last`
+    ours        train, which keeps a tenth of its text to choose the best weights; the loss of `best` and of `last`,
+                of lists also without what was trained on too
     nanogpt     its CPU recipe for as many CPU seconds, on all that is not held out; the lowest of nine evaluations
     makemore    makemore.py's transformer with its defaults, on all that is not held out; the lowest of its evaluations,
                 one every 500 steps, and the lowest within our CPU seconds

@@ -82,7 +82,7 @@ def query(prometheus: Any, expression: str) -> list[str]:
 
 @functools.cache
 def references(folder: Path, prompt: str, seeds: Sequence[int], length: int) -> list[str]:
-    """The texts of seeds by this process's engine, in float32 as the images' is."""
+    """The texts of seeds by this process's engine, in float32 as the images' is; of a folder that does not change."""
     checkpoint = Checkpoint.read(folder)
     ids = checkpoint.tokenizer.encode(prompt)
     submits = [Submit(number, ids, length, SamplingParams(seed=seed)) for number, seed in enumerate(seeds)]
