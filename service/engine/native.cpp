@@ -78,6 +78,7 @@ template <class T> constexpr int PER_REGISTER = REGISTER / sizeof(T);
 template <class T> struct Lanes { Reg<T> part[PARTS]; };
 
 #define INLINE inline __attribute__((always_inline))
+#define RARE __attribute__((cold, noinline))  // small rather than fast, and so compiled sooner
 #define EACH_PART for (int k = 0; k < PARTS; ++k)
 
 #if defined(__AVX512F__)
@@ -94,7 +95,7 @@ INLINE Reg<double> fma(Reg<double> a, Reg<double> b, Reg<double> c) {
   return (Reg<double>)vfmaq_f64((float64x2_t)c, (float64x2_t)a, (float64x2_t)b);
 }
 #else  // exact and slow: a call of the C library per number
-template <class R> INLINE R fma(R a, R b, R c) {
+template <class R> __attribute__((noinline)) R fma(R a, R b, R c) {
   for (size_t i = 0; i < REGISTER / sizeof(a[0]); ++i) c[i] = std::fma(a[i], b[i], c[i]);
   return c;
 }
@@ -382,7 +383,7 @@ template <class T, class W> struct Matrix {
   W* data = nullptr;
 
   // value(o, i): the weight of output o and input i, 0 for padding.
-  template <class F> W* pack(W* to, int outputs, int inputs, F value) {
+  template <class F> RARE W* pack(W* to, int outputs, int inputs, F value) {
     n_in = inputs, n_out = outputs, data = to;
     constexpr int S = Dot<T, W>::INPUTS;
     for (int panel = 0; panel < outputs; panel += LANES<T>)
@@ -909,7 +910,7 @@ template <class T, class W, class K> class Net final : public Engine {
   };
 
  public:
-  Net(const ChargptConfig& config, const float* const* weights)
+  RARE Net(const ChargptConfig& config, const float* const* weights)
       : c(config), hs(c.n_embd / c.n_head), hp(padded<T>(hs)), Wp(padded<T>(c.block_size)), C(padded<T>(c.n_embd)),
         F(padded<T>(c.n_inner)), V(padded<T>(c.vocab_size)), heads(c.n_head + 2 * c.n_kv_head),
         frequencies(c.frequencies, c.frequencies + hs / 2), pool(c.threads), pairs(new Pair[c.threads]) {
@@ -942,6 +943,8 @@ template <class T, class W, class K> class Net final : public Engine {
       spaces.push_back(std::move(w));
     }
   }
+
+  RARE ~Net() override = default;
 
   void start(int slot, const ChargptParams& params) override {
     Slot& s = states[slot];
@@ -1414,7 +1417,8 @@ template <class T, class W, class K> class Net final : public Engine {
         const Query* queries = D::inputs(q + (h * group + g) * hp, size_t(many) * hp, w.queries.data);
         T* to = y + (h * group + g) * hp;
         if (g) ahead = 0;
-        if (many == 1) attend_heads<1>(queries, keys, values, seen, w.p.data, to, ahead);
+        if constexpr (HEADS == 1) attend_heads<1>(queries, keys, values, seen, w.p.data, to, ahead);
+        else if (many == 1) attend_heads<1>(queries, keys, values, seen, w.p.data, to, ahead);
         else if (many == 2) attend_heads<2>(queries, keys, values, seen, w.p.data, to, ahead);
         else if (many == 3) attend_heads<3>(queries, keys, values, seen, w.p.data, to, ahead);
         else attend_heads<4>(queries, keys, values, seen, w.p.data, to, ahead);
@@ -1521,7 +1525,7 @@ template <class T, class W, class K> class Net final : public Engine {
     for (; d < hp; d += N) mix<G, 1>(p, values + d, seen, scale, y + d, ahead);
   }
 
-  void pack(const float* const* given) {
+  RARE void pack(const float* const* given) {
     const int in = c.n_embd;
     const size_t attended = size_t(c.n_head) * hp;
     const size_t per_layer = size_t(heads) * hp * C + attended * C + size_t(2) * F * C + size_t(C) * F;
@@ -1622,7 +1626,7 @@ API const char* chargpt_open(const ChargptConfig* config, const float* const* we
   if (config->dtype == 0 && fits_half(*config, weights)) {
     if (config->is_half) engine = new Net<float, Half, Half>(*config, weights);
     else engine = new Net<float, float, Half>(*config, weights);
-  } else if (config->dtype == 1 && config->is_half) engine = new Net<double, Half, double>(*config, weights);
+  }
 #endif
 #ifdef HAS_BF16
   if (config->dtype == 2) engine = new Net<float, Bf16, Bf16>(*config, weights);

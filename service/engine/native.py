@@ -145,8 +145,8 @@ class NativeRunner(Runner):
 
     dtype: "float32", "float64" or, where the CPU multiplies it, "bfloat16" (weights, keys and values, and the factors
     of products; sums are float32). "float32" keeps keys and values as float16, unless a text could make them overflow.
-    weights: under GPT's parameter names, float16 or float32, or float64 with values of float32. They are stored as
-    float16 where that is exact, else as float32.
+    weights: under GPT's parameter names, float16 or float32, or float64 with values of float32. "float32" stores them
+    as float16 where that is exact and keys and values are too; "float64" as float32.
 
     Raises:
         ValueError: a weight has another shape than the config's or is not a float32, or the CPU does not compute in
@@ -166,7 +166,7 @@ class NativeRunner(Runner):
             raise ValueError(f"on this CPU the native backend computes in {' or '.join(possible)}, got {dtype}")
         self._engine, self._process = c_void_p(), os.getpid()
         singles = [_single(name, weights[name], parts) for name, parts in layout(config).items()]
-        may_be_half = dtype != "bfloat16" and self._library.chargpt_has_half()
+        may_be_half = dtype == "float32" and self._library.chargpt_has_half()
         is_half = bool(may_be_half) and all(map(_fits_half, singles))
         half = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
         frequencies = config.rope_theta**-half
@@ -181,8 +181,9 @@ class NativeRunner(Runner):
             self._engine,
         )
         bits = self._library.chargpt_register_bits()
-        self.weight_dtype = dtype if dtype == "bfloat16" else "float16" if is_half else "float32"
         self.cache_dtype = dtype if dtype == "bfloat16" else f"float{self._library.chargpt_cache_bits(self._engine)}"
+        halves = is_half and self.cache_dtype == "float16"
+        self.weight_dtype = dtype if dtype == "bfloat16" else "float16" if halves else "float32"
         stored = f"weights in {self.weight_dtype}, keys and values in {self.cache_dtype}"
         self.description = f"{bits}-bit registers, {stored}"
 

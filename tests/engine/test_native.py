@@ -141,10 +141,12 @@ def test_values_beyond_float16_are_kept_in_float32(large, cache):
 
 @pytest.mark.parametrize("weight_dtype", [torch.float16, torch.float32])
 def test_text_of_a_seed_is_that_of_generate(weight_dtype):
-    """fp16 weights are stored as such."""
+    """fp16 weights are stored as such, for arithmetic in fp32."""
     model = random_model().to(weight_dtype)
+    stored = f"weights in {str(weight_dtype).removeprefix('torch.')}, keys and values in float16"
+    assert stored in open_native(model, dtype="float32").description
     runner = open_native(model)
-    assert f"weights in {str(weight_dtype).removeprefix('torch.')}, keys and values in float64" in runner.description
+    assert "weights in float32, keys and values in float64" in runner.description
     rng = np.random.default_rng(0)
     for params in [SamplingParams(seed=MAX_SEED), *(random_params(rng, 61) for _ in range(9))]:
         prompt = text(61, 20, seed=3)
