@@ -18,7 +18,7 @@ WORKDIR /src
 COPY setup.py .
 COPY service/engine/native.cpp service/engine/
 RUN CXXFLAGS=-s python setup.py --quiet build_ext --build-lib /native \
- && ls /native/service/engine/_native_base.so
+ && ls /native/service/engine/_native_*.so
 FROM scratch AS native
 COPY --from=compiler /native /
 

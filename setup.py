@@ -38,8 +38,6 @@ if platform.machine().lower() in ("x86_64", "amd64"):
         "v4bf16": ["-march=x86-64-v4", "-mavx512bf16", "-mprefer-vector-width=512"],
         "v4": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
         "v3": ["-march=x86-64-v3"],
-        # Without FMA instructions it is slow anyway, and only tests compare it with the others.
-        "base": ["-march=x86-64", "-O1"],
     }
 COMPILERS = ("c++", "g++", "clang++")
 

@@ -36,10 +36,12 @@
 #include <utility>
 #include <vector>
 
-#if defined(__x86_64__) && defined(__FMA__)
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
+#else
+#error "this needs AVX2, FMA and F16C, or NEON"
 #endif
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -52,7 +54,7 @@ namespace {
 #if defined(__AVX512F__)
 constexpr int REGISTER = 64;  // bytes
 constexpr int TILE = 24;      // accumulators, in Lanes, that fit the registers
-#elif defined(__FMA__) && defined(__AVX2__)
+#elif defined(__AVX2__)
 constexpr int REGISTER = 32;
 constexpr int TILE = 6;
 #else
@@ -84,20 +86,15 @@ template <class T> struct Lanes { Reg<T> part[PARTS]; };
 #if defined(__AVX512F__)
 INLINE Reg<float> fma(Reg<float> a, Reg<float> b, Reg<float> c) { return (Reg<float>)_mm512_fmadd_ps(a, b, c); }
 INLINE Reg<double> fma(Reg<double> a, Reg<double> b, Reg<double> c) { return (Reg<double>)_mm512_fmadd_pd(a, b, c); }
-#elif defined(__FMA__) && defined(__AVX2__)
+#elif defined(__AVX2__)
 INLINE Reg<float> fma(Reg<float> a, Reg<float> b, Reg<float> c) { return (Reg<float>)_mm256_fmadd_ps(a, b, c); }
 INLINE Reg<double> fma(Reg<double> a, Reg<double> b, Reg<double> c) { return (Reg<double>)_mm256_fmadd_pd(a, b, c); }
-#elif defined(__aarch64__)
+#else
 INLINE Reg<float> fma(Reg<float> a, Reg<float> b, Reg<float> c) {
   return (Reg<float>)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 }
 INLINE Reg<double> fma(Reg<double> a, Reg<double> b, Reg<double> c) {
   return (Reg<double>)vfmaq_f64((float64x2_t)c, (float64x2_t)a, (float64x2_t)b);
-}
-#else  // exact and slow: a call of the C library per number
-template <class R> __attribute__((noinline)) R fma(R a, R b, R c) {
-  for (size_t i = 0; i < REGISTER / sizeof(a[0]); ++i) c[i] = std::fma(a[i], b[i], c[i]);
-  return c;
 }
 #endif
 
@@ -192,17 +189,7 @@ template <class T> INLINE Lanes<T> exp_of_negative(Lanes<T> lanes) {
 
 // -- weights --
 
-// fp16 numbers, converted by the processor, or slowly by the compiler's own code.
-#if defined(__aarch64__)
-using Fp16 = __fp16;
-#define HAS_HALF 1
-#elif defined(__FLT16_MAX__)
-using Fp16 = _Float16;
-#define HAS_HALF 1
-#elif defined(__F16C__)
-#define HAS_HALF 1
-#endif
-#ifdef HAS_HALF
+// fp16 numbers.
 constexpr float LARGEST_HALF = 65504;
 struct Half { uint16_t bits; };
 #if defined(__F16C__)
@@ -211,34 +198,23 @@ INLINE Half to_half(float x) { return {(uint16_t)_cvtss_sh(x, _MM_FROUND_TO_NEAR
 INLINE Reg<float> widen(const Half* from, float) {
   return (Reg<float>)_mm512_maskz_cvtph_ps(0xFFFF, _mm256_loadu_si256((const __m256i*)from));
 }
-INLINE Reg<double> widen(const Half* from, double) {
-  return (Reg<double>)_mm512_maskz_cvtps_pd(0xFF, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from)));
-}
 #else
 INLINE Reg<float> widen(const Half* from, float) {
   return (Reg<float>)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
 }
-INLINE Reg<double> widen(const Half* from, double) {
-  return (Reg<double>)_mm256_cvtps_pd(_mm_cvtph_ps(_mm_loadl_epi64((const __m128i*)from)));
-}
 #endif
 #else
 INLINE Half to_half(float x) {
-  const Fp16 half = Fp16(x);
+  const __fp16 half = __fp16(x);
   Half h;
   std::memcpy(&h, &half, sizeof h);
   return h;
 }
-template <class T> INLINE Reg<T> widen(const Half* from, T) {
-  Fp16 half[PER_REGISTER<T>];
-  T wide[PER_REGISTER<T>];
-  Reg<T> r;
-  std::memcpy(half, from, sizeof half);
-  for (int i = 0; i < PER_REGISTER<T>; ++i) wide[i] = T(half[i]);
-  std::memcpy(&r, wide, sizeof r);
-  return r;
+INLINE Reg<float> widen(const Half* from, float) {
+  float16x4_t half;
+  std::memcpy(&half, from, sizeof half);
+  return (Reg<float>)vcvt_f32_f16(half);
 }
-#endif
 #endif
 INLINE Reg<float> widen(const float* from, float) {
   Reg<float> r;
@@ -248,7 +224,7 @@ INLINE Reg<float> widen(const float* from, float) {
 INLINE Reg<double> widen(const float* from, double) {
 #if defined(__AVX512F__)
   return (Reg<double>)_mm512_maskz_cvtps_pd(0xFF, _mm256_loadu_ps(from));
-#elif defined(__FMA__) && defined(__AVX2__)
+#elif defined(__AVX2__)
   return (Reg<double>)_mm256_cvtps_pd(_mm_loadu_ps(from));
 #else
   return Reg<double>{from[0], from[1]};
@@ -282,9 +258,7 @@ template <class T, class W> INLINE Lanes<T> load_as(const W* from) {
 
 INLINE void convert(float x, float& to) { to = x; }
 INLINE void convert(double x, double& to) { to = x; }
-#ifdef HAS_HALF
 INLINE void convert(float x, Half& to) { to = to_half(x); }
-#endif
 // `count` numbers, whole Lanes.
 template <class T, class W> INLINE void convert_all(const T* from, W* to, int count) {
   for (int i = 0; i < count; ++i) convert(from[i], to[i]);
@@ -1589,7 +1563,6 @@ template <class T, class W, class K> class Net final : public Engine {
   std::vector<bool> used;
 };
 
-#ifdef HAS_HALF
 // Whether fp16 holds keys and values of any text. Inputs of a layer and keys are RMS-normalized, so their lengths are at
 // most √n_embd and √head_dim times the norm's weights; rotation keeps that of a pair. weights: as `Net::pack` takes them.
 bool fits_half(const ChargptConfig& c, const float* const* weights) {
@@ -1607,7 +1580,6 @@ bool fits_half(const ChargptConfig& c, const float* const* weights) {
   }
   return largest < 0.99 * LARGEST_HALF;
 }
-#endif
 
 }  // namespace
 
@@ -1622,12 +1594,10 @@ API int32_t chargpt_layout(void) {
 
 API const char* chargpt_open(const ChargptConfig* config, const float* const* weights, void** opened) try {
   Engine* engine = nullptr;
-#ifdef HAS_HALF
   if (config->dtype == 0 && fits_half(*config, weights)) {
     if (config->is_half) engine = new Net<float, Half, Half>(*config, weights);
     else engine = new Net<float, float, Half>(*config, weights);
   }
-#endif
 #ifdef HAS_BF16
   if (config->dtype == 2) engine = new Net<float, Bf16, Bf16>(*config, weights);
 #endif
@@ -1676,13 +1646,6 @@ API int32_t chargpt_cache_bits(void* engine) { return ((Engine*)engine)->cache_b
 
 // About this build.
 API int32_t chargpt_register_bits(void) { return 8 * REGISTER; }
-API int32_t chargpt_has_half(void) {
-#ifdef HAS_HALF
-  return 1;
-#else
-  return 0;
-#endif
-}
 API int32_t chargpt_has_bf16(void) {
 #ifdef HAS_BF16
   return 1;

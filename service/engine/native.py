@@ -166,8 +166,7 @@ class NativeRunner(Runner):
             raise ValueError(f"on this CPU the native backend computes in {' or '.join(possible)}, got {dtype}")
         self._engine, self._process = c_void_p(), os.getpid()
         singles = [_single(name, weights[name], parts) for name, parts in layout(config).items()]
-        may_be_half = dtype == "float32" and self._library.chargpt_has_half()
-        is_half = bool(may_be_half) and all(map(_fits_half, singles))
+        is_half = dtype == "float32" and all(map(_fits_half, singles))
         half = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
         frequencies = config.rope_theta**-half
         assert config.n_inner is not None

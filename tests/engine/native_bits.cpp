@@ -52,7 +52,7 @@ void print(const char* dtype, bool is_double) {
   for (const auto& w : all) pointers.push_back(w.data());
 
   const double frequencies[HS / 2] = {1, 0.1, 0.01, 0.001};
-  const ChargptConfig config{V, W, LAYERS, HEADS, KV_HEADS, C, INNER, 2, 2, is_double, chargpt_has_half(), 1e-6,
+  const ChargptConfig config{V, W, LAYERS, HEADS, KV_HEADS, C, INNER, 2, 2, is_double, !is_double, 1e-6,
                              frequencies};
   void* engine = nullptr;
   require(chargpt_open(&config, pointers.data(), &engine));

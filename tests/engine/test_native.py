@@ -371,8 +371,9 @@ def test_other_dtypes_and_shapes_of_weights_are_refused():
 
 def test_bfloat16_is_refused_before_a_worker_starts_where_the_cpu_does_not_multiply_it(monkeypatch):
     """By a library without it, as an older CPU would load."""
-    base = native._load(Path(native.__file__).with_name("_native_base.so"))
-    monkeypatch.setattr(native, "library", lambda: base)
+    (path,) = (path for path in LIBRARIES if path.stem in ("_native_v3", "_native_base"))
+    older = native._load(path)
+    monkeypatch.setattr(native, "library", lambda: older)
     for backend in ("native", "auto"):
         assert resolve(backend, "float64", "cpu") == ("native", "float64")
         with pytest.raises(ValueError, match="float32, float64 for backend native on this CPU, got bfloat16"):
