@@ -87,7 +87,7 @@ test-slow: export CMAKE_ARGS ?= -DLLAVA_BUILD=OFF
 test-slow: $(VENV)/.installed-test,llama ## build llama.cpp and compare its logits with ours
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
-test-tools: $(VENV)/.installed-test ## run benchmarks, load sweep, load and chaos, tiny; test alert rules and the bits on arm64
+test-tools: $(VENV)/.installed-test ## run benchmarks, load sweep, load and chaos, tiny; test installation and what other tools check
 	$(BIN)/python -m pytest -m tools -n 2 $(ARGS)
 
 bench: $(VENV)/.installed-bench ## benchmark the service against its alternatives, about forty minutes: out/bench

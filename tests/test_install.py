@@ -14,6 +14,7 @@ import pytest
 import setup
 from tests.toolbox import needs
 
+pytestmark = pytest.mark.tools
 ROOT = Path(__file__).parents[1]
 SMALL = 'extern "C" __attribute__((visibility("default"))) int chargpt_abi(void) { return 7; }\n'
 ALL = {f"_{stem}_{variant}.so" for stem in ("native", "fused") for variant in setup.VARIANTS}
@@ -178,7 +179,6 @@ def bits(command, path):
     return path
 
 
-@pytest.mark.tools
 @pytest.mark.needs("compiler", "qemu")
 def test_arm64_computes_the_bits_of_this_machine(tmp_path):
     host = bits([needs.program("compiler"), *list(setup.VARIANTS.values())[-1], "-O0"], tmp_path / "host")

@@ -173,6 +173,7 @@ def filled_in(expression):
     return re.sub(r"\$(environment|instance)\b", ".*", expression)
 
 
+@pytest.mark.tools
 @pytest.mark.needs("prometheus")
 def test_every_panel_and_every_rule_has_data_under_load(tmp_path):
     """The series of recording rules, and every series that an alert queries, whether it fires or not; during every kind

@@ -209,6 +209,7 @@ def closed(document):
     return document
 
 
+@pytest.mark.tools
 def test_schemathesis_finds_no_undocumented_response(server, document):
     import schemathesis.engine  # which takes a second, and every test process collects this file
     from schemathesis.engine import events

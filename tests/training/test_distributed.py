@@ -64,6 +64,7 @@ def workers(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     return sorted(psutil.Process(process.pid).children(), key=lambda child: int(child.environ()["RANK"]))
 
 
+@pytest.mark.tools
 def test_two_processes_resume_to_the_same_bytes(text, tmp_path, capsys):
     """After SIGTERM to torchrun, which passes it on, and after the death of one, which the other reports."""
     out, flags = tmp_path / "out", ["--data", str(text), *TINY, *RUN, "--dtype", "float32", "--dropout", "0.1"]
