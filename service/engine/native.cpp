@@ -309,45 +309,52 @@ template <> struct Dot<float, Bf16> {
 
 constexpr size_t PAGE = size_t(2) << 20;
 
-// Zeroed memory in large pages where the system has them; the cache and the weights are read in long strides.
+// Zeroed memory: the cache and the weights, which are read in long strides, in large pages where the system has them.
 template <class T> struct Buffer {
   T* data = nullptr;
   size_t bytes = 0;
   Buffer() = default;
-  explicit Buffer(size_t count) {
-    bytes = (count * sizeof(T) + 64 + PAGE - 1) / PAGE * PAGE;
+  explicit Buffer(size_t count) : bytes(count * sizeof(T) + 64) {
 #if defined(__linux__)
-    // The kernel gives zeroed pages when they are first touched.
-    void* memory = mmap(nullptr, bytes + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (memory == MAP_FAILED) throw std::bad_alloc();
-    base = memory;
-    data = (T*)(((uintptr_t)memory + PAGE - 1) / PAGE * PAGE);
-    madvise(data, bytes, MADV_HUGEPAGE);
-#else
+    if (bytes > PAGE) {
+      // The kernel gives zeroed pages when they are first touched.
+      bytes = (bytes + PAGE - 1) / PAGE * PAGE;
+      void* memory = mmap(nullptr, bytes + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+      if (memory == MAP_FAILED) throw std::bad_alloc();
+      base = memory;
+      is_mapped = true;
+      data = (T*)(((uintptr_t)memory + PAGE - 1) / PAGE * PAGE);
+      madvise(data, bytes, MADV_HUGEPAGE);
+      return;
+    }
+#endif
+    bytes = (bytes + 4095) / 4096 * 4096;
     base = std::aligned_alloc(4096, bytes);
     if (!base) throw std::bad_alloc();
     std::memset(base, 0, bytes);
     data = (T*)base;
-#endif
   }
   Buffer(Buffer&& other) noexcept { *this = std::move(other); }
   Buffer& operator=(Buffer&& other) noexcept {
     std::swap(data, other.data);
     std::swap(base, other.base);
     std::swap(bytes, other.bytes);
+    std::swap(is_mapped, other.is_mapped);
     return *this;
   }
   ~Buffer() {
-    if (!base) return;
 #if defined(__linux__)
-    munmap(base, bytes + PAGE);
-#else
-    std::free(base);
+    if (is_mapped) {
+      munmap(base, bytes + PAGE);
+      return;
+    }
 #endif
+    std::free(base);
   }
 
  private:
   void* base = nullptr;
+  bool is_mapped = false;
 };
 
 template <class T> INLINE int padded(int n) { return (n + LANES<T> - 1) / LANES<T> * LANES<T>; }
