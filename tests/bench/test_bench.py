@@ -24,6 +24,7 @@ TINY_PLAN = replace(
 )  # fmt: skip
 
 
+@pytest.mark.tools
 def test_baseline_equals_gpt2_without_biases():
     from transformers import GPT2Config, GPT2LMHeadModel
 

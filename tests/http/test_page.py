@@ -412,6 +412,7 @@ def test_key_busy_gone_and_back_behind_a_prefix(visit, tmp_path):
 # -- everyone --
 
 
+@pytest.mark.tools
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_no_violation(visit, scheme):
     page = visit(color_scheme=scheme, reduced_motion="reduce")
