@@ -9,6 +9,7 @@ import random
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -423,11 +424,15 @@ def test_positions_far_beyond_the_kept_rotations_are_computed():
 
 
 def test_runners_with_their_threads_come_and_go():
-    model = random_model()
+    """A thread takes no large page for each of its arrays."""
+    model, process = random_model(), psutil.Process()
     for threads in itertools.chain(range(1, 9), [40]):
-        runner = open_native(model, threads=threads)
-        runner.start(0, SamplingParams(), [1])
-        runner.prefill([Piece(0, text(61, 40), True)])
+        before = process.memory_info().rss
+        runner = open_native(model, slots=threads, threads=threads)
+        for slot in range(threads):
+            runner.start(slot, SamplingParams(), [1])
+        runner.prefill([Piece(slot, text(61, 40), True) for slot in range(threads)])
+        assert process.memory_info().rss - before < (4 * threads + 30) * 1e6
         runner.close()
 
 
