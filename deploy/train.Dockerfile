@@ -14,7 +14,7 @@ WORKDIR /src
 COPY setup.py .
 COPY training/fused.cpp training/
 RUN CXXFLAGS=-s python setup.py --quiet build_ext --build-lib /native \
- && ls /native/training/_fused_base.so
+ && ls /native/training/_fused_*.so
 
 # BASE is chosen outside.
 # hadolint ignore=DL3006
