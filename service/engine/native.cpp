@@ -1002,8 +1002,8 @@ template <class T, class W, class K> class Net final : public Engine {
       spaces[least].share.push_back(item);
     }
     if (calls_alone > 0) --calls_alone;
-    const bool in_pairs = storage.bytes > PAIR_BYTES && storage.bytes <= TEAM_BYTES && c.n_layer > 1 &&
-                          2 * count >= 3 * threads && count < TOGETHER * threads && only_choose(order) && calls_alone == 0;
+    const bool in_pairs = storage.bytes <= TEAM_BYTES && c.n_layer > 1 && 2 * count >= 3 * threads &&
+                          count < TOGETHER * threads && only_choose(order) && calls_alone == 0;
     for (int i = 0; in_pairs && i < threads; ++i) begin(spaces[i].share, spaces[i]);  // while the others wake up
     pool.run(threads, [&](int i) {
       if (in_pairs && (i | 1) < threads) relay(pairs[i / 2], &spaces[i / 2 * 2], i % 2);
@@ -1015,7 +1015,6 @@ template <class T, class W, class K> class Net final : public Engine {
 
  private:
   static constexpr size_t TEAM_BYTES = size_t(16) << 20, OUTGROWN_BYTES = size_t(32) << 20;  // of weights
-  static constexpr size_t PAIR_BYTES = size_t(1) << 20;   // of weights that a core's second cache holds beside others
   // Threads that wait for each other lose more than they win where one of them often has no processor: beyond this share
   // of a call, the next ones are run by each thread alone.
   static constexpr double HELD_UP = 0.2;

@@ -268,7 +268,7 @@ def test_bits_do_not_depend_on_batch_threads_pieces_and_steps(shape, dtype):
 @pytest.mark.parametrize(
     ("least", "most", "shape", "ways"),
     [
-        # With weights of more than 32 MB threads share every batch, with 1 to 16 MB two hand batches to each other.
+        # With weights of more than 32 MB threads share every batch, with up to 16 MB two hand batches to each other.
         (32 << 20, 1 << 30, {"n_layer": 1, "n_embd": 1024, "n_head": 8, "n_kv_head": 4}, WAYS[4:]),
         (1 << 20, 16 << 20, {"n_layer": 3, "n_embd": 128, "n_head": 4, "n_kv_head": 2}, WAYS[3:]),
     ],
