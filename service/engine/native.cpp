@@ -322,7 +322,6 @@ template <class T> struct Buffer {
       void* memory = mmap(nullptr, bytes + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
       if (memory == MAP_FAILED) throw std::bad_alloc();
       base = memory;
-      is_mapped = true;
       data = (T*)(((uintptr_t)memory + PAGE - 1) / PAGE * PAGE);
       madvise(data, bytes, MADV_HUGEPAGE);
       return;
@@ -339,12 +338,11 @@ template <class T> struct Buffer {
     std::swap(data, other.data);
     std::swap(base, other.base);
     std::swap(bytes, other.bytes);
-    std::swap(is_mapped, other.is_mapped);
     return *this;
   }
   ~Buffer() {
 #if defined(__linux__)
-    if (is_mapped) {
+    if (bytes > PAGE) {
       munmap(base, bytes + PAGE);
       return;
     }
@@ -354,7 +352,6 @@ template <class T> struct Buffer {
 
  private:
   void* base = nullptr;
-  bool is_mapped = false;
 };
 
 template <class T> INLINE int padded(int n) { return (n + LANES<T> - 1) / LANES<T> * LANES<T>; }
