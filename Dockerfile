@@ -18,7 +18,7 @@ WORKDIR /src
 COPY setup.py .
 COPY service/engine/native.cpp service/engine/
 RUN CXXFLAGS=-s python setup.py --quiet build_ext --build-lib /native \
- && ls /native/service/engine/_native_*.so
+ && python -c "from setup import VARIANTS; [open(f'/native/service/engine/_native_{name}.so') for name in VARIANTS]"
 FROM scratch AS native
 COPY --from=compiler /native /
 

@@ -89,8 +89,8 @@ class BuildNative(build_ext):
         if not self.extensions:
             warn(
                 f"installed without the native engine ({reasons[-1]}). On a CPU torch will be used, with which the "
-                "service is several times slower and training takes twice as long. To change that, install g++ or "
-                "clang++, then install chargpt again."
+                "service is several times slower and training takes twice as long. On x86-64 and "
+                "arm64 g++ 11, clang++ 12 or later builds it: install one, then chargpt again."
             )
             return
         for extension, target, reason in every:

@@ -6,17 +6,17 @@
 //
 //   Lanes<T>   64 bytes of numbers, the unit of all layouts: 16 floats or 8 doubles, in one, two or four registers
 //   Matrix     weights packed into panels of one Lanes of outputs: [panel][input][lane]. A lane is an output, so every
-//              sum over inputs is sequential. Stored as fp16 where that is exact, else as fp32; or as
-//              bfloat16, in pairs of inputs
+//              sum over inputs is sequential. Stored as fp32, or in float32's arithmetic as
+//              fp16 where that is exact; or as bfloat16, in pairs of inputs
 //   cache      per slot, layer and key head: keys as [BLOCKS × Lanes keys][dimension][key], so a lane is a key and all
 //              is read in the order in which it lies; values as [key][dimension]. Position p is at ring index p mod W,
 //              as in service/model/kv_cache.py. With float32's arithmetic they are fp16 numbers, of half the size,
 //              where no text can make them overflow: see `fits_half`
 //   padding    heads, widths and the vocabulary are padded with zeros to whole Lanes
 //
-// Every thread takes whole sequences and runs them on its own for all steps of a call; where only half of the weights
-// fits a core's cache, two threads run half of the layers each and hand their sequences to each other. Only where there
-// is much to read or few sequences do threads share each product, and wait for each other between: see `Net::run`.
+// Every thread takes whole sequences and runs them on its own for all steps of a call; with weights of
+// up to TEAM_BYTES, two threads run half of the layers each and hand their sequences to each other. Only where there is
+// much to read or few sequences do threads share each product, and wait for each other between: see `Net::run`.
 // Compiled once per instruction set (setup.py); native.py chooses one at run time and calls the functions at the end.
 // Knows ids and slots; nothing of requests, stops or text.
 
@@ -1059,7 +1059,7 @@ template <class T, class W, class K> class Net final : public Engine {
     team.wait();
   }
 
-  // Two threads and two batches: each thread runs one half of the layers, whose weights then fit its second cache, first
+  // Two threads and two batches: each thread runs one half of the layers, whose weights its second cache then holds, first
   // of one batch, then of the other; the characters of a batch are chosen by both. For sequences that only choose, while
   // they are few: with many rows, each reading of the weights serves enough of them. both: workspaces of the threads,
   // and of the batches.

@@ -372,7 +372,7 @@ def test_other_dtypes_and_shapes_of_weights_are_refused():
 
 def test_bfloat16_is_refused_before_a_worker_starts_where_the_cpu_does_not_multiply_it(monkeypatch):
     """By a library without it, as an older CPU would load."""
-    (path,) = (path for path in LIBRARIES if path.stem in ("_native_v3", "_native_base"))
+    *_, path = (path for path in LIBRARIES if path.stem in ("_native_v3", "_native_base"))
     older = native._load(path)
     monkeypatch.setattr(native, "library", lambda: older)
     for backend in ("native", "auto"):
