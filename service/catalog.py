@@ -88,7 +88,7 @@ class Catalog:
         self.refused: list[str] = []  # names, at start
         self._next_id = 1
         self._rows: dict[str, int] = {}  # of the listing, and of the next one
-        self._with_runs: set[Path] = set()  # places that are folders of runs
+        self._has_runs: dict[Path, bool] = {}  # of each place without a name: whether it is a folder of runs
         self.step: Literal["", "load", "serve"] = ""  # of what is rolling out
         self._new: list[Version] = []  # being rolled out
         self._before: list[Version] = []  # which it replaces
@@ -155,7 +155,7 @@ class Catalog:
                 self._revert(state, "the temporary folder is full")
             return
         if versions:
-            logger.info("checkpoints: nothing has changed")
+            logger.info("checkpoints: %s", "those served before stay" if failures else "nothing has changed")
         else:
             logger.error("no checkpoint is left in %s: the old ones stay", self._folders())
         if self._rows != self.listing.rows:  # of those that were refused
@@ -249,12 +249,14 @@ class Catalog:
         """
         found: dict[str, tuple[Path, bool]] = {}
         for given, path in self.places:
-            runs = list(_runs(path, served)) if given is None else []
+            runs: list[Path] = []
+            if given is None and self._has_runs.get(path, True):  # a run that lost best/ is no folder of runs
+                runs = list(_runs(path, served))
+                if not runs and path in self._has_runs:  # not mounted, say
+                    raise CheckpointError(f"there is no run in {path} any more")
+                self._has_runs[path] = bool(runs)
             if runs:
-                self._with_runs.add(path)
                 items = [(run.name, _checkpoint_in(run), False) for run in runs]
-            elif path in self._with_runs:  # not mounted, say
-                raise CheckpointError(f"there is no run in {path} any more")
             else:
                 items = [(given or self.model_name, _checkpoint_in(path), True)]
             for name, folder, is_named in items:

@@ -393,7 +393,8 @@ class Server(LitServer):
         except TooManyDeathsError as error:
             logger.error("not waiting for running requests: %s", error)
         if self.state.num_busy:
-            logger.warning("requests not finished within %g s: %d", drain, self.state.num_busy)
+            when = "at the second signal" if self.must_hurry else f"within {drain:g} s"
+            logger.warning("requests not finished %s: %d", when, self.state.num_busy)
         self.state.enter("stopping")
         end_all(self.supervisor.processes(self.state.http_names), 10)  # they abort remaining requests
         end_all(self.supervisor.processes(self.state.worker_names), 5)

@@ -414,12 +414,14 @@ def test_a_list_that_cannot_be_written_leaves_the_old_one(catalog, state, tmp_pa
 
 def test_a_folder_of_runs_that_is_not_there_removes_nothing(tmp_path):
     (tmp_path / "run").mkdir()
-    for name in ("runs/a", "runs/b", "other"):
+    for name in ("runs/a", "runs/b", "other/best", "other/last"):
         save_random(tmp_path / name)
-    catalog = Catalog([(None, tmp_path / "runs"), ("other", tmp_path / "other")], "chargpt", tmp_path / "run")
+    catalog = Catalog([(None, tmp_path / "runs"), (None, tmp_path / "other")], "other", tmp_path / "run")
     catalog.open()
     state = SharedState()
     catalog.publish(state)
+    (tmp_path / "other" / "best").rename(tmp_path / "gone")  # it is no folder of runs now, with one named "last"
+    catalog.refresh(state)
     (tmp_path / "runs").rename(tmp_path / "away")
     catalog.refresh(state)
     (tmp_path / "runs").mkdir()  # an empty mount point

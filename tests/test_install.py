@@ -120,10 +120,7 @@ def test_without_a_compiler_the_installation_succeeds_with_one_line(source, tmp_
     where = ("--no-compile", "--target", str(site), *(["--editable"] if editable else []), ".")
     output = pip(source, "install", *where, PATH="/nonexistent")
     (line,) = [line for line in output.splitlines() if line.strip().startswith("chargpt: ")]
-    assert (
-        "installed without the native engine (no C++ compiler" in line
-        and "g++ 11, clang++ 12 or later builds it" in line
-    )
+    assert "installed without the native engine (no C++ compiler" in line and "g++ 11, clang++ 12 or" in line
     assert libraries(source) == {} == libraries(site)
     found = run(source if editable else site, "-c", "import service.engine as e; print(*e.__path__)")
     assert found.startswith(str(tmp_path))

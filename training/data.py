@@ -357,7 +357,7 @@ def read_text(files: Sequence[Path], notes: set[str] | None = None, errors: str 
                 text = decoder.decode(chunk, final=not chunk)
             except UnicodeDecodeError as error:
                 offset = start - pending + error.start
-                hint = "convert it first, for example with iconv -f LATIN1 -t UTF-8"
+                hint = "convert it first, for example with iconv -f WINDOWS-1252 -t UTF-8"
                 if head.startswith(b"\x1f\x8b"):
                     hint = "it is compressed by gzip: its name must end with .gz"
                 elif _is_binary(file):

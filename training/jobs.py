@@ -101,9 +101,10 @@ def _new_run(
     """The settings for this text and this machine: all that is refused, is refused before an earlier run is removed."""
     existing = sorted(path.name for path in out.iterdir())
     if existing and not overwrite:
+        resuming = "--resume to continue that run, " if "last" in existing else ""
         raise ResumeError(
-            f"{out} already contains {', '.join(existing[:5])}; pass --resume to continue that run, --overwrite to "
-            "replace it, or another --out"
+            f"{out} already contains {', '.join(existing[:5])}; pass {resuming}--overwrite to replace it, or another "
+            "--out"
         )
     corpus = prepare(config.data, records=config.records, glob=config.glob)
     tokenizer = corpus.tokenizer

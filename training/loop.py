@@ -217,7 +217,7 @@ class Run:
     def interrupted(self, number: int) -> InterruptedRun:
         """By a signal, after a save."""
         saved = f"saved at step {self.progress.step} of {self.config.steps}"
-        resuming = resume_command(self.out, self.world.size)
+        resuming = resume_command(self.out, self.world.size, {})
         return InterruptedRun(signal.Signals(number), f"{saved}; resume with: {resuming}")
 
     @property
@@ -495,12 +495,15 @@ class Run:
         try:
             yield
         except OSError as error:
-            hint = "Nothing has been saved yet"
-            if (self.out / "last").is_dir():
-                hint = (
-                    f"The last good checkpoint is {self.out / 'last'}; once the problem is solved, resume with: "
-                    f"{resume_command(self.out, self.world.size)}"
-                )
+            if (last := self.out / "last").is_dir():
+                saved = Saved.read(last).config.as_dict()
+                changes = {name: value for name, value in self.requested.as_dict().items() if value != saved[name]}
+                resuming = resume_command(self.out, self.world.size, changes)
+                hint = f"The last good checkpoint is {last}; once the problem is solved, resume with: {resuming}"
+            else:
+                hint = "Nothing has been saved yet; once the problem is solved, run the same command again"
+                with contextlib.suppress(OSError):
+                    (self.out / "log.jsonl").unlink()  # an earlier run's would not be replaced
             raise StorageError(
                 f"cannot write {error.filename or self.out}: {error.strerror or error}. {hint}"
             ) from error

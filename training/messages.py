@@ -6,8 +6,9 @@ import re
 import shlex
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,7 +28,8 @@ def program(python: str = "python") -> str:
     return "chargpt" if sys.argv[0] == "chargpt" else f"{python} -m training"
 
 
-def resume_command(out: Path, processes: int) -> str:
+def resume_command(out: Path, processes: int, changes: Mapping[str, Any]) -> str:
+    """changes: settings that differ from those in the last save."""
     if processes > 1:
         start = f"torchrun --nproc-per-node {processes} -m training"
     else:
@@ -37,7 +39,14 @@ def resume_command(out: Path, processes: int) -> str:
         elif python.is_relative_to(Path.cwd()):
             python = python.relative_to(Path.cwd())
         start = program(shlex.quote(str(python)))
-    return f"{start} train --resume --out {shlex.quote(str(out))}"
+    words = ["--out", str(out)]
+    for name, value in changes.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words += [f"--{flag}", *map(str, value if isinstance(value, tuple) else [value])]
+    return f"{start} train --resume {shlex.join(words)}"
 
 
 def plural(count: int, noun: str) -> str:

@@ -89,4 +89,4 @@ def fitted(
 def explanation(corpus: Corpus, changes: dict[str, Any]) -> str:
     kind = "text" if corpus.records is None else "list"
     what = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in changes.items())
-    return f"from a {kind} of {plural(len(corpus.train), 'character')} and your flags: {what}; each can be set"
+    return f"for a {kind} with {plural(len(corpus.train), 'character')} to train on: {what}; each can be set"

@@ -116,7 +116,7 @@ def test_a_run_says_what_to_expect_and_how_it_went(text, tmp_path, capsys):
     seconds = r"about \d+ s to the end: \d+ s of training, \d+ s of scoring 72 validation characters twice\n"
     assert re.search(seconds, output)
     assert "overlap: 100% of the validation split's 50-grams" in output  # as the text repeats two lines
-    assert "from a text of 648 characters and your flags: --weight-decay 0.2 --eval-every 2; each can be set" in output
+    assert "for a text with 648 characters to train on: --weight-decay 0.2 --eval-every 2; each can be set" in output
     assert [r["step"] for r in events(out) if r["event"] == "evaluation"] == list(range(2, 17, 2))
     assert "the best weights are no better than guessing all characters alike" in output
     assert call(["train", "--resume", "--out", out, "--steps", 18]) == 0

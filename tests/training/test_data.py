@@ -106,7 +106,7 @@ def test_unusable_data_is_refused(tmp_path, monkeypatch):
     for content, message in (
         ("", "text.txt is empty; a text needs at least 2 distinct characters"),
         ("abcdefghij" + "k" * 9, "has 19 characters; a text needs at least 20"),
-        ("a schön text, in Latin-1".encode("latin1"), "is not UTF-8: byte 0xF6 at offset 5 (invalid start byte)"),
+        ("a schön text, in Latin-1".encode("latin1"), "byte 0xF6 at offset 5 (invalid start byte); convert it first"),
         ("".join(map(chr, range(0x10000, 0x20002))), "has 65,538 distinct characters; at most 65,536 are"),
     ):
         assert message in refused(text_file(tmp_path, content))

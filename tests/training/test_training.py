@@ -268,7 +268,7 @@ def test_a_full_disk_loses_no_saved_work(
             small_disk.fill(room)
         return method(run, *arguments)
 
-    again = ["train", "--resume", "--out", out]
+    again = ["train", "--resume", "--out", out, "--save-seconds", "1234.5"]
     with monkeypatch.context() as patch:
         patch.setattr(Run, where, fill_first)
         assert call(["train", "--out", out, *tiny_flags(tmp_path, dtype="float32")]) == 1
@@ -276,9 +276,8 @@ def test_a_full_disk_loses_no_saved_work(
     assert error.startswith(f"error: cannot write {out / named}: No space left on device. "), error
     assert "Traceback" not in "".join(progress)
     if (where, after) == ("save", 0):
-        assert error.endswith("Nothing has been saved yet")
-        assert [path.name for path in out.iterdir()] == ["log.jsonl"]
-        again = ["train", "--overwrite", "--out", out, *tiny_flags(tmp_path, dtype="float32")]
+        assert error.endswith("Nothing has been saved yet; once the problem is solved, run the same command again")
+        again = ["train", "--out", out, *tiny_flags(tmp_path, dtype="float32")]
     else:
         assert f"The last good checkpoint is {out / 'last'}; once the problem is solved, resume with: " in error
         assert error.endswith(f"-m training train --resume --out {out}")
@@ -288,7 +287,8 @@ def test_a_full_disk_loses_no_saved_work(
             for name in ["last", "best"] if after > 8 else ["last"]:
                 Checkpoint.read(out / name).load_model()
             assert call(again) == 1
-            assert capsys.readouterr().err.splitlines()[-1].startswith("error: cannot write ")
+            error = capsys.readouterr().err.splitlines()[-1]
+            assert error.startswith("error: cannot write ") and error.endswith(f"--out {out} --save-seconds 1234.5")
     small_disk.ballast.unlink()
     assert call(again) == 0
     assert weights(out) == weights(uninterrupted) and events(out) == events(uninterrupted)
@@ -590,7 +590,7 @@ def test_existing_files_and_running_runs_are_protected(uninterrupted, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "thesis.tex").write_text("years of work")
-    with pytest.raises(ResumeError, match="already contains thesis.tex; pass --resume to continue that run, --over"):
+    with pytest.raises(ResumeError, match="already contains thesis.tex; pass --overwrite to replace it, or another"):
         start(tiny(tmp_path), out)
     with pytest.raises(ResumeError, match="nothing to resume: .*last does not exist"):
         resume(out)
