@@ -133,7 +133,6 @@ def path_rows(path: dict[str, Any]) -> list[list[str]]:
         ("first", "p50", "time to first character, one at a time, p50"),
         ("whole", "p99.9", "answer of one character, one client, p99.9"),
         ("whole", "max", f"the same, longest of each of {plural(len(path['ours']['whole']), 'turn')}"),
-        ("probe", "max", "`/readyz`, the same"),
     ):
         values = {name: rates(path[name][key], p) for name in names if key in path[name]}
         add(f"{label}, ms", values, "{:.2f}", 1e3)
