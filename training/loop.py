@@ -503,7 +503,7 @@ class Run:
             else:
                 hint = "Nothing has been saved yet; once the problem is solved, run the same command again"
                 with contextlib.suppress(OSError):
-                    (self.out / "log.jsonl").unlink()  # an earlier run's would not be replaced
+                    (self.out / "log.jsonl").unlink()  # a folder that has one is refused
             raise StorageError(
                 f"cannot write {error.filename or self.out}: {error.strerror or error}. {hint}"
             ) from error

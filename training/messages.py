@@ -39,14 +39,19 @@ def resume_command(out: Path, processes: int, changes: Mapping[str, Any]) -> str
         elif python.is_relative_to(Path.cwd()):
             python = python.relative_to(Path.cwd())
         start = program(shlex.quote(str(python)))
-    words = ["--out", str(out)]
-    for name, value in changes.items():
+    return f"{start} train --resume --out {shlex.quote(str(out))}{flags(changes)}"
+
+
+def flags(settings: Mapping[str, Any]) -> str:
+    """The flags that give these settings, with a space before each."""
+    text = ""
+    for name, value in settings.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
+            text += f" --{flag}" if value else f" --no-{flag}"
         else:
-            words += [f"--{flag}", *map(str, value if isinstance(value, tuple) else [value])]
-    return f"{start} train --resume {shlex.join(words)}"
+            text += f" --{flag} {shlex.join(map(str, value if isinstance(value, tuple) else [value]))}"
+    return text
 
 
 def plural(count: int, noun: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from training.config import MIN_WINDOW, TrainConfig
 from training.data import Corpus, RecordSampler, sampler_of
-from training.messages import plural
+from training.messages import flags, plural
 
 # Of a text that the preset would repeat more often: so often, with fewer blocks, which memorize it later, shorter
 # windows, and in more and smaller steps, whose noise does more against memorizing than dropout or weight decay.
@@ -88,5 +88,5 @@ def fitted(
 
 def explanation(corpus: Corpus, changes: dict[str, Any]) -> str:
     kind = "text" if corpus.records is None else "list"
-    what = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in changes.items())
-    return f"for a {kind} with {plural(len(corpus.train), 'character')} to train on: {what}; each can be set"
+    characters = plural(len(corpus.train), "character")
+    return f"for a {kind} with {characters} to train on:{flags(changes)}; each can be set"
