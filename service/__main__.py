@@ -55,7 +55,7 @@ def serve(settings: "Settings", **options: Any) -> int:
             signal.signal(signal.SIGTERM, stop)  # these until Server.serve
             signal.signal(signal.SIGINT, stop)
 
-            from service.http.connections import OpenFilesError
+            from service.http.connection.limits import OpenFilesError
             from service.model.checkpoint import CheckpointError
             from service.server import BackendError, StartError, build_server
             from service.supervisor import TooManyDeathsError

@@ -37,11 +37,11 @@ from service.engine.runner import resolve, slots_that_fit
 from service.engine.scheduler import reserved_slots
 from service.engine.worker import EngineAPI, EngineLoop
 from service.http.app import App
-from service.http.asgi import Wrapped
-from service.http.connection import Connection
-from service.http.connections import Connections, Loop
-from service.http.context import Service
-from service.http.life import running
+from service.http.connection.asgi import Wrapped
+from service.http.connection.limits import Connections, Loop
+from service.http.connection.protocol import Connection
+from service.http.process import running
+from service.http.service import Service
 from service.model.config import GPTConfig
 from service.observe.logs import adopt_litserve, configure_logging
 from service.observe.metrics import allocate_files, forget_process
@@ -325,7 +325,7 @@ class Server(LitServer):
         self._http_id = id
         target, fork = HttpServer(config, self.state).run, multiprocessing.get_context("fork")
         process = fork.Process(target=target, args=([self._listener],), name=self.state.http_names[id])
-        with blocked(signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # there until life.py, when there are handlers
+        with blocked(signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # there until http/process.py, when there are handlers
             process.start()
         return process
 

@@ -20,7 +20,7 @@ from litserve.connector import check_cuda_with_nvidia_smi
 from service.engine import native
 from service.engine.runner import resolve, slots_that_fit
 from service.engine.scheduler import reserved_slots
-from service.http.info import published
+from service.http.handlers.info import published
 from service.server import (
     BackendError,
     check_devices,

@@ -1,6 +1,6 @@
 """What a command is given: a checkpoint, the text it was trained on, other texts as ids, patterns.
 
-The words and the rules are those of the service (service/http/encoding.py, service/http/patterns.py).
+The words and the rules are those of the service (service/http/engine/encoding.py, service/http/engine/patterns.py).
 """
 
 from __future__ import annotations

@@ -20,17 +20,17 @@ from typing import Any
 from starlette.datastructures import Headers as StarletteHeaders
 from starlette.middleware.cors import CORSMiddleware
 
-from service.http import attention, generate, info, score
-from service.http import bodies as b
-from service.http import schemas as s
-from service.http.clients import address_of, network_of
-from service.http.context import Service
-from service.http.files import page
-from service.http.lease import Lease
-from service.http.openapi import HEADERS, Operation, build_document, documentation
+from service.http.answering.coroutines import Run
+from service.http.api import answers as s
+from service.http.api import bodies as b
+from service.http.api.errors import ApiError, shortened
+from service.http.api.openapi import HEADERS, Operation, build_document, documentation
+from service.http.engine.client_limits import address_of, network_of
+from service.http.engine.lease import Lease
+from service.http.handlers import attention, generate, info, score
+from service.http.handlers.files import page
 from service.http.request import UNREAD_SECONDS, Request, header_lines
-from service.http.schemas import ApiError
-from service.http.turns import Run
+from service.http.service import Service
 from service.observe.logs import AccessLog
 from service.observe.logs import request_id as current_request_id
 from service.settings import read_api_keys
@@ -401,9 +401,9 @@ def check_content_type(headers: Mapping[bytes, bytes]) -> None:
     if kind == "application/json":
         return
     if kind not in ("", "application/x-www-form-urlencoded"):
-        message = f"Content-Type must be application/json, got {s.shortened(given)}"
+        message = f"Content-Type must be application/json, got {shortened(given)}"
     elif b"origin" in headers:
-        message = f"Content-Type must be application/json in a request of a web page, got {s.shortened(given)}"
+        message = f"Content-Type must be application/json in a request of a web page, got {shortened(given)}"
     else:
         return
     raise ApiError(415, message, code="unsupported_content_type")

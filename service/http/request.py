@@ -13,15 +13,15 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
-from service.http.schemas import ApiError
+from service.http.api.errors import ApiError
 
 if TYPE_CHECKING:
     from service.http.app import App, Endpoint, Hook
-    from service.http.asgi import Exchange
-    from service.http.connection import Connection
-    from service.http.generation import Generation
-    from service.http.lease import Lease
-    from service.http.models import Model
+    from service.http.connection.asgi import Exchange
+    from service.http.connection.protocol import Connection
+    from service.http.engine.lease import Lease
+    from service.http.engine.model import Model
+    from service.http.engine.sequences import Generation
 
 Headers = list[tuple[bytes, bytes]]
 

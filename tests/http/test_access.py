@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from service.http.app import EXPOSED_HEADERS, App
-from service.http.clients import ClientLimits
-from service.http.lease import Ledger
+from service.http.engine.client_limits import ClientLimits
+from service.http.engine.lease import Ledger
 from service.settings import Settings
 from service.shared import SharedState
 from tests.helpers import ENDLESS, RunningServer, http_processes, lasting, make_certificate, wait_until, web

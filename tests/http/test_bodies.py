@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.http import reading
-from service.http.bodies import (
+from service.http.api import reading
+from service.http.api.bodies import (
     CompletionRequest,
     DetokenizeRequest,
     GenerateRequest,
@@ -18,8 +18,8 @@ from service.http.bodies import (
     ScoreRequest,
     TokenizeRequest,
 )
-from service.http.reading import LARGE_BODY_BYTES, LARGE_FIELD_BYTES, BodyReader, parse, parse_large
-from service.http.schemas import ApiError
+from service.http.api.errors import ApiError
+from service.http.api.reading import LARGE_BODY_BYTES, LARGE_FIELD_BYTES, BodyReader, parse, parse_large
 from service.model.params import SAMPLING_META
 from service.settings import Settings
 from tests.helpers import web

@@ -9,9 +9,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from service.catalog import Version
-from service.http.client import MAX_RUNS, REFUSING_SECONDS, EngineClient
-from service.http.models import Model
-from service.http.schemas import ApiError
+from service.http.api.errors import ApiError
+from service.http.engine.client import MAX_RUNS, REFUSING_SECONDS, EngineClient
+from service.http.engine.model import Model
 from service.model.checkpoint import Checkpoint
 from service.model.config import GPTConfig
 from service.model.params import SamplingParams
@@ -171,7 +171,7 @@ async def test_a_sequence_that_lost_its_worker_goes_on_where_it_was_or_ends_with
 
 
 async def test_new_sequences_wait_for_a_worker_for_a_moment_and_are_then_refused(peer, monkeypatch):
-    monkeypatch.setattr("service.http.client.REPLACING_SECONDS", 0.3)
+    monkeypatch.setattr("service.http.engine.client.REPLACING_SECONDS", 0.3)
     client = peer.client
     with peer.no_worker():
         await peer.until(lambda: not client.is_ready)
@@ -192,7 +192,7 @@ async def test_new_sequences_wait_for_a_worker_for_a_moment_and_are_then_refused
 
 async def test_a_sequence_that_loses_its_worker_again_keeps_its_deadline(peer, monkeypatch):
     """Not that of a new sequence, which it was when it waited for its first worker."""
-    monkeypatch.setattr("service.http.client.REPLACING_SECONDS", 0.3)
+    monkeypatch.setattr("service.http.engine.client.REPLACING_SECONDS", 0.3)
     with peer.no_worker():
         await peer.until(lambda: not peer.client.is_ready)
         generation = peer.client.start(peer.model, [submit([0])], time.monotonic())
@@ -229,7 +229,7 @@ async def test_of_a_refused_request_nothing_more_is_submitted(peer):
 
 
 async def test_a_refusal_before_the_worker_is_asked_is_that_of_the_same_client(peer, monkeypatch):
-    monkeypatch.setattr("service.http.client.REFUSING_SECONDS", 60.0)
+    monkeypatch.setattr("service.http.engine.client.REFUSING_SECONDS", 60.0)
     client = peer.client
     running = {name: client.start(peer.model, [submit([0], client=name)], time.monotonic()) for name in "ab"}
     refused = client.start(peer.model, [submit([0], client="b")], time.monotonic())

@@ -12,9 +12,9 @@ from hashlib import sha256
 import httpx
 import pytest
 
-from service.http.clients import ClientLimits, address_of
-from service.http.connections import Connections, RefusedRequest
-from service.http.schemas import ApiError
+from service.http.api.errors import ApiError
+from service.http.connection.limits import Connections, RefusedRequest
+from service.http.engine.client_limits import ClientLimits, address_of
 from service.settings import Settings, read_client_limits
 from service.shared import SharedTable
 from tests.helpers import ENDLESS, serving, wait_until, web

@@ -8,7 +8,7 @@ import sys
 import httpx
 import pytest
 
-from service.http import patterns
+from service.http.engine import patterns
 from tests.helpers import http_processes, serving
 from tests.toolbox.http import post, received
 
@@ -18,7 +18,7 @@ import gc, json, sys
 from service import server
 from service.__main__ import serve
 from service.http import app
-from service.http.openapi import Operation
+from service.http.api.openapi import Operation
 from service.settings import read_settings
 
 def garbage(service, request):
@@ -96,8 +96,8 @@ def test_refused_patterns_are_not_kept():
     """Errors were cached with their tracebacks: 256 patterns of 4 MB took a gigabyte."""
     code = """
 import asyncio, resource
-from service.http.patterns import PatternCompiler
-from service.http.schemas import ApiError
+from service.http.engine.patterns import PatternCompiler
+from service.http.api.errors import ApiError
 
 async def main():
     compiler = PatternCompiler("abc", 1000)

@@ -7,9 +7,9 @@ import threading
 import httpx
 import pytest
 
-from service.http.clients import ClientLimits
-from service.http.lease import Estimate, Lease, Ledger, estimate
-from service.http.schemas import ApiError
+from service.http.api.errors import ApiError
+from service.http.engine.client_limits import ClientLimits
+from service.http.engine.lease import Estimate, Lease, Ledger, estimate
 from service.model.params import SamplingParams
 from service.settings import Settings
 from service.shared import SharedState

@@ -6,10 +6,10 @@ import json
 import msgspec
 import pytest
 
-from service.http.bodies import CompletionRequest, GenerateRequest
-from service.http.foreign import FOREIGN_FIELDS, MAX_UNKNOWN_FIELDS, OTHER_NAMES, REFUSED_FIELDS
-from service.http.reading import BodyReader, parse
-from service.http.schemas import ApiError
+from service.http.api.bodies import CompletionRequest, GenerateRequest
+from service.http.api.errors import ApiError
+from service.http.api.foreign import FOREIGN_FIELDS, MAX_UNKNOWN_FIELDS, OTHER_NAMES, REFUSED_FIELDS
+from service.http.api.reading import BodyReader, parse
 from service.model.params import SAMPLING_META, SamplingParams
 from service.settings import Settings
 from service.wire import Submit

@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from service.http import turns
-from service.http.connections import BURST_SECONDS, TURN_SECONDS, Connections, Loop
-from service.http.stream import send_json
-from service.http.turns import Pause, Run
+from service.http.answering import coroutines as turns
+from service.http.answering.coroutines import Pause, Run
+from service.http.answering.stream import send_json
+from service.http.connection.limits import BURST_SECONDS, TURN_SECONDS, Connections, Loop
 from service.settings import BUNDLED, Settings
 
 pytestmark = pytest.mark.anyio

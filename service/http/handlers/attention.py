@@ -16,13 +16,14 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from msgspec import UNSET
 
-from service.http.bodies import MAX_ATTENTION_CHARACTERS, AttentionRequest
-from service.http.context import Service
-from service.http.encoding import Encoder, begun
-from service.http.models import Model
+from service.http.answering.stream import HOLE, filled, joined, list_parts, send_json
+from service.http.api.answers import AttentionAnswer, HeadAttention
+from service.http.api.bodies import MAX_ATTENTION_CHARACTERS, AttentionRequest
+from service.http.api.errors import ApiError, invalid
+from service.http.engine.encoding import Encoder, begun
+from service.http.engine.model import Model
 from service.http.request import Request
-from service.http.schemas import ApiError, AttentionAnswer, HeadAttention, invalid
-from service.http.stream import HOLE, filled, joined, list_parts, send_json
+from service.http.service import Service
 from service.model.attention import LayerAttention, attention_layers
 from service.model.checkpoint import WEIGHTS
 

@@ -21,14 +21,14 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser, par
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from service.http.clients import network_of
-from service.http.connections import LINGER_SECONDS, Connections, RefusedRequest
+from service.http.api.errors import ApiError
+from service.http.connection.limits import LINGER_SECONDS, Connections, RefusedRequest
+from service.http.engine.client_limits import network_of
 from service.http.request import CLOSE, JSON, Headers, Request, header_lines
-from service.http.schemas import ApiError
 
 if TYPE_CHECKING:
     from service.http.app import App
-    from service.http.asgi import Wrapped
+    from service.http.connection.asgi import Wrapped
 
 logger = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from service.http.generation import HOMELESS, TICK_SECONDS, Generation, SequenceState
-from service.http.models import Model
-from service.http.schemas import ApiError
+from service.http.api.errors import ApiError
+from service.http.engine.model import Model
+from service.http.engine.sequences import HOMELESS, TICK_SECONDS, Generation, SequenceState
 from service.observe.metrics import Metrics
 from service.shared import SharedState
 from service.sockets import HttpSide, WorkerEvent, WorkerFound, WorkerLost

@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from service.http.schemas import ApiError, invalid, shortened
+from service.http.api.errors import ApiError, invalid, shortened
 
 MAX_UNKNOWN_FIELDS = 16
 MAX_UNKNOWN_BYTES = 1 << 17  # of a large body, that are not the values of known fields

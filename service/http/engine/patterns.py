@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from service.constrain.automaton import Automaton, LengthError, MinimumLength
 from service.constrain.regex import RegexError, compile_choice, compile_regex, compile_without
-from service.http.schemas import invalid
+from service.http.api.errors import invalid
 
 CACHE_BYTES = 32 << 20  # of each cache of a model
 ENTRY_BYTES = 500  # of an entry beside its key and its result

@@ -16,9 +16,9 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from service.http.api.errors import ApiError
 from service.http.app import App
 from service.http.request import Request
-from service.http.schemas import ApiError
 
 logger = logging.getLogger(__name__)
 

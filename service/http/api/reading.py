@@ -18,10 +18,10 @@ from msgspec import Meta, Raw
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from service.http import bodies as b
-from service.http.foreign import MAX_UNKNOWN_BYTES
-from service.http.schemas import ApiError, invalid, shortened
-from service.http.turns import Pause
+from service.http.answering.coroutines import Pause
+from service.http.api import bodies as b
+from service.http.api.errors import ApiError, invalid, shortened
+from service.http.api.foreign import MAX_UNKNOWN_BYTES
 from service.model.params import MAX_SEED, SAMPLING_META
 from service.settings import Settings
 

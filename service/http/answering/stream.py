@@ -13,12 +13,8 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from service.http.bodies import GenerationRequest
-from service.http.encoding import Encoder
-from service.http.generation import Generation, Piece
-from service.http.request import JSON, Request, header_lines
-from service.http.schemas import (
-    ApiError,
+from service.http.answering.coroutines import Pause
+from service.http.api.answers import (
     ChunkChoice,
     Completion,
     CompletionChoice,
@@ -32,7 +28,11 @@ from service.http.schemas import (
     TokenLogprobs,
     Usage,
 )
-from service.http.turns import Pause
+from service.http.api.bodies import GenerationRequest
+from service.http.api.errors import ApiError
+from service.http.engine.encoding import Encoder
+from service.http.engine.sequences import Generation, Piece
+from service.http.request import JSON, Request, header_lines
 from service.wire import Logprobs, floats
 
 DONE = b"data: [DONE]\n\n"

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 from service.http.request import Request, header_lines
 
 if TYPE_CHECKING:
-    from service.http.context import Service
+    from service.http.service import Service
 
 MEDIA_TYPES = {
     ".css": "text/css; charset=utf-8", ".html": "text/html; charset=utf-8", ".js": "text/javascript; charset=utf-8",
     ".json": "application/json", ".png": "image/png", ".svg": "image/svg+xml",
 }  # fmt: skip
-STATIC = Path(__file__).parent / "static"
+STATIC = Path(__file__).parent.parent / "static"
 INDEX = "index.html"
 PAGE_HEADERS = {
     # Trusted types: no script can put text into the page as markup.

@@ -22,8 +22,9 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from service.http.foreign import check_unknown, generation_fields
-from service.http.schemas import UnknownCharacters, invalid
+from service.http.api.answers import UnknownCharacters
+from service.http.api.errors import invalid
+from service.http.api.foreign import check_unknown, generation_fields
 from service.model.params import MAX_BIAS, MAX_SEED, SAMPLING_META, SamplingParams
 
 MAX_CHOICES = 1000

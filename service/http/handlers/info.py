@@ -8,15 +8,15 @@ from typing import Any
 
 import msgspec
 
-from service.http import schemas as s
-from service.http.attention import max_characters
-from service.http.bodies import DetokenizeRequest, TokenizeRequest
-from service.http.context import Service
-from service.http.encoding import Encoder
-from service.http.lease import PROMPT_BYTES
-from service.http.models import Model
+from service.http.answering.stream import HOLE, filled, list_parts, send_json, sliced, text_parts
+from service.http.api import answers as s
+from service.http.api.bodies import DetokenizeRequest, TokenizeRequest
+from service.http.engine.encoding import Encoder
+from service.http.engine.lease import PROMPT_BYTES
+from service.http.engine.model import Model
+from service.http.handlers.attention import max_characters
 from service.http.request import JSON, Request, header_lines
-from service.http.stream import HOLE, filled, list_parts, send_json, sliced, text_parts
+from service.http.service import Service
 from service.model.checkpoint import CONFIG_NAMES
 
 

@@ -8,14 +8,24 @@ from collections.abc import Iterable, Iterator
 
 from msgspec import UNSET
 
-from service.http.bodies import NextRequest, ScoreRequest
-from service.http.context import Service
-from service.http.encoding import Encoder, begun
-from service.http.models import Model
+from service.http.answering.coroutines import Pause
+from service.http.answering.stream import (
+    HOLE,
+    MAX_NUMBERS,
+    filled,
+    joined,
+    list_parts,
+    receipt_headers,
+    send_json,
+    sliced,
+)
+from service.http.api.answers import Next, NextAnswer, NextCharacter, Score, ScoreAnswer, Usage
+from service.http.api.bodies import NextRequest, ScoreRequest
+from service.http.api.errors import invalid
+from service.http.engine.encoding import Encoder, begun
+from service.http.engine.model import Model
 from service.http.request import Request
-from service.http.schemas import Next, NextAnswer, NextCharacter, Score, ScoreAnswer, Usage, invalid
-from service.http.stream import HOLE, MAX_NUMBERS, filled, joined, list_parts, receipt_headers, send_json, sliced
-from service.http.turns import Pause
+from service.http.service import Service
 from service.model.params import SamplingParams
 from service.wire import Logprobs, Submit, floats
 

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from service.catalog import Listing
-from service.http.client import EngineClient
-from service.http.clients import ClientLimits
-from service.http.generation import Generation
-from service.http.lease import Ledger, estimate, too_much
-from service.http.models import Model
-from service.http.reading import LARGE_BODY_BYTES, AnyRequest, BodyReader, parse, parse_plain
+from service.http.api.errors import ApiError, invalid
+from service.http.api.reading import LARGE_BODY_BYTES, AnyRequest, BodyReader, parse, parse_plain
+from service.http.engine.client import EngineClient
+from service.http.engine.client_limits import ClientLimits
+from service.http.engine.lease import Ledger, estimate, too_much
+from service.http.engine.model import Model
+from service.http.engine.sequences import Generation
 from service.http.request import Request
-from service.http.schemas import ApiError, invalid
 from service.model.checkpoint import Checkpoint
 from service.observe.exposition import Exposition
 from service.observe.metrics import Metrics
@@ -22,14 +22,14 @@ from service.shared import SharedState, SharedTable
 from service.wire import Submit
 
 if TYPE_CHECKING:
-    from service.http.attention import AttentionThread
-    from service.observe.tracing import Tracer
+    from service.http.handlers.attention import AttentionThread
+    from service.http.tracing import Tracer
 
 
 class Service:
     """What the routes need: the served models, the settings, and in an HTTP process the connected client."""
 
-    client: EngineClient  # these four from life.py, in an HTTP process
+    client: EngineClient  # these four from process.py, in an HTTP process
     metrics: Metrics | None = None
     tracer: Tracer | None = None
     attention: AttentionThread

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 import uvloop
 from uvicorn.server import ServerState
 
-from service.http.schemas import ApiError
+from service.http.api.errors import ApiError
 from service.observe.metrics import Metrics
 from service.settings import Settings
 from service.shared import SharedTable
 from service.words import plural
 
 if TYPE_CHECKING:
-    from service.http.connection import Connection
+    from service.http.connection.protocol import Connection
 
 logger = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ from prometheus_client import CollectorRegistry
 
 from service.catalog import Listing
 from service.http.app import App
-from service.http.attention import AttentionThread
-from service.http.client import EngineClient
-from service.http.connections import Connections
-from service.http.context import Service
-from service.http.generation import Generation
+from service.http.connection.limits import Connections
+from service.http.engine.client import EngineClient
+from service.http.engine.sequences import Generation
+from service.http.handlers.attention import AttentionThread
+from service.http.service import Service
 from service.model.checkpoint import CheckpointError
 from service.observe.logs import AccessLog
 from service.observe.metrics import Metrics, current_folder
@@ -62,7 +62,7 @@ async def running(app: App, process_id: int, connections: Connections) -> AsyncI
     # Blocked while this process was forked; of the others uvicorn has handlers by now.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP, signal.SIGINT, signal.SIGTERM])
     if service.settings.otlp_traces_endpoint is not None:
-        from service.observe.tracing import Tracer  # loads OpenTelemetry
+        from service.http.tracing import Tracer  # loads OpenTelemetry
 
         service.tracer = Tracer(service.settings.otlp_traces_endpoint, service.settings.model_name, process)
 

@@ -1,6 +1,6 @@
 """The OpenAPI document of a server, and the page that shows it: /openapi.json and /docs.
 
-Built from the table of routes (app.py) and the schemas of requests (bodies.py) and answers (schemas.py), with the
+Built from the table of routes (app.py) and the schemas of requests (bodies.py) and answers (answers.py), with the
 bounds that this server's settings and checkpoint add and examples in its vocabulary. A test holds the document against
 the application, and schemathesis holds a running server against the document.
 """
@@ -22,13 +22,14 @@ from fastapi.openapi.docs import get_swagger_ui_html
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from service.http import bodies as b
-from service.http.context import Service
-from service.http.files import MEDIA_TYPES, File
-from service.http.foreign import MAX_UNKNOWN_FIELDS
-from service.http.generate import EVENT_SOURCE_END
+from service.http.api import bodies as b
+from service.http.api.answers import AttentionAnswer
+from service.http.api.errors import Error
+from service.http.api.foreign import MAX_UNKNOWN_FIELDS
+from service.http.handlers.files import MEDIA_TYPES, File
+from service.http.handlers.generate import EVENT_SOURCE_END
 from service.http.request import Request
-from service.http.schemas import AttentionAnswer, Error
+from service.http.service import Service
 from service.model.tokenizer import CharTokenizer
 from service.settings import Settings
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from service.http.clients import Charge, ClientLimits
-from service.http.schemas import ApiError
+from service.http.api.errors import ApiError
+from service.http.engine.client_limits import Charge, ClientLimits
 from service.settings import Settings
 from service.shared import SharedState
 from service.wire import Submit
 from service.words import plural
 
 if TYPE_CHECKING:
-    from service.http.models import Model
+    from service.http.engine.model import Model
     from service.http.request import Request
     from service.observe.metrics import Metrics
 

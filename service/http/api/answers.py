@@ -1,69 +1,16 @@
-"""Errors and answers: what goes out over the wire, each stated once and shown in /docs.
+"""The bodies of answers, each stated once and shown in /docs: msgspec structs, which encode in under a microsecond.
 
-msgspec structs, which encode in a fraction of a microsecond. The bodies of requests are in bodies.py.
+The bodies of requests are in bodies.py, errors in errors.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 UnknownCharacters = Literal["refuse", "replace", "drop"]
-ErrorType = Literal["invalid_request_error", "authentication_error", "rate_limit_error", "server_error"]
-
-
-# -- errors --
-
-
-class ApiError(Exception):
-    """An error to answer with, in OpenAI\'s body: https://platform.openai.com/docs/guides/error-codes."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after_seconds: int | None = None,
-        headers: Mapping[str, str] | None = None,
-    ):
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
-        self.code = code
-        self.headers = dict(headers or {})
-        if retry_after_seconds is not None:
-            self.headers["Retry-After"] = str(retry_after_seconds)
-
-    @property
-    def type(self) -> ErrorType:
-        if self.status == 401:
-            return "authentication_error"
-        if self.status == 429:
-            return "rate_limit_error"
-        return "invalid_request_error" if self.status < 500 else "server_error"
-
-    @property
-    def body(self) -> bytes:
-        return msgspec.json.encode(Error(ErrorDetails(self.message, self.type, self.param, self.code)))
-
-
-def invalid(param: str, message: str, code: str | None = None) -> ApiError:
-    """What is wrong with a field of the request."""
-    return ApiError(400, f"{param}: {message}", param=param, code=code)
-
-
-def shortened(value: object) -> str:
-    text = repr(value[:101] if isinstance(value, str | list) else value)
-    return text if len(text) <= 100 else text[:100] + "…"
-
-
-# -- answers --
 
 
 def about(description: str, *examples: str) -> Meta:
@@ -81,19 +28,6 @@ ChoiceSeed = Annotated[
     about("this prompt alone with this `seed` gives the same text again (with `suffix`, before it was cut)"),
 ]
 RequestId = Annotated[str, about("the request's id")]
-
-
-class ErrorDetails(msgspec.Struct):
-    message: Annotated[str, about("the field, what was given and what is allowed, in words")]
-    type: ErrorType
-    param: Annotated[str | None, about("the field of the request, dotted if it is nested")]
-    code: Annotated[str | None, about("what went wrong, for programs")]
-
-
-class Error(msgspec.Struct):
-    """The body of every error, as in OpenAI's API."""
-
-    error: ErrorDetails
 
 
 class Usage(msgspec.Struct, gc=False):

@@ -10,16 +10,16 @@ from typing import Any, cast
 
 import msgspec
 
-from service.http.bodies import CompletionRequest, GenerateRequest, GenerationRequest
-from service.http.context import Service
-from service.http.encoding import Encoder, begun, check_ids, unknown_characters
-from service.http.generation import Generation, Piece
-from service.http.lease import MAX_CUTS
-from service.http.models import Model
+from service.http.answering.coroutines import Pause
+from service.http.answering.stream import DONE, CompletionForm, Form, Pieces, write_stream, write_whole
+from service.http.api.bodies import CompletionRequest, GenerateRequest, GenerationRequest
+from service.http.api.errors import invalid, shortened
+from service.http.engine.encoding import Encoder, begun, check_ids, unknown_characters
+from service.http.engine.lease import MAX_CUTS
+from service.http.engine.model import Model
+from service.http.engine.sequences import Generation, Piece
 from service.http.request import Request
-from service.http.schemas import invalid, shortened
-from service.http.stream import DONE, CompletionForm, Form, Pieces, write_stream, write_whole
-from service.http.turns import Pause
+from service.http.service import Service
 from service.model.params import MAX_SEED
 from service.wire import Submit, floats
 from service.words import plural

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from service.http.models import Model
-from service.http.schemas import ApiError, Timing
-from service.http.turns import Turn
+from service.http.answering.coroutines import Turn
+from service.http.api.answers import Timing
+from service.http.api.errors import ApiError
+from service.http.engine.model import Model
 from service.wire import Delta, FinishReason, Logprobs, Submit
 
 if TYPE_CHECKING:
-    from service.http.client import EngineClient
+    from service.http.engine.client import EngineClient
 
 TICK_SECONDS = 0.001  # resolution of the event loop's timers
 HOMELESS = -1  # in place of a worker: the sequence waits until one is connected

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from service.http.schemas import ApiError
+from service.http.api.errors import ApiError
 from service.settings import ClientLimitsFile, Limits, Settings, read_client_limits
 from service.shared import SharedTable
 from service.words import plural

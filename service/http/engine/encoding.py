@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from service.http.bodies import ModelRequest, Prompt
-from service.http.context import Service
-from service.http.models import Model
-from service.http.schemas import ApiError, Receipt, Timing, invalid
-from service.http.turns import Pause
+from service.http.answering.coroutines import Pause
+from service.http.api.answers import Receipt, Timing
+from service.http.api.bodies import ModelRequest, Prompt
+from service.http.api.errors import ApiError, invalid
+from service.http.engine.model import Model
+from service.http.service import Service
 from service.model.tokenizer import UnknownCharacterError
 from service.words import plural
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from service.catalog import Version
-from service.http.patterns import PatternCompiler
+from service.http.engine.patterns import PatternCompiler
 from service.model.checkpoint import Checkpoint
 from service.observe.metrics import ModelMetrics
 

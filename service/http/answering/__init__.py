@@ -1,0 +1,1 @@
+"""How answers are written: their forms, JSON in parts, streams."""

@@ -1,0 +1,69 @@
+"""Errors that requests are answered with, in OpenAI's body."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+ErrorType = Literal["invalid_request_error", "authentication_error", "rate_limit_error", "server_error"]
+
+
+class ErrorDetails(msgspec.Struct):
+    message: Annotated[str, Meta(description="the field, what was given and what is allowed, in words")]
+    type: ErrorType
+    param: Annotated[str | None, Meta(description="the field of the request, dotted if it is nested")]
+    code: Annotated[str | None, Meta(description="what went wrong, for programs")]
+
+
+class Error(msgspec.Struct):
+    """The body of every error, as in OpenAI's API."""
+
+    error: ErrorDetails
+
+
+class ApiError(Exception):
+    """An error to answer with, in OpenAI's body: https://platform.openai.com/docs/guides/error-codes."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_seconds: int | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+        if retry_after_seconds is not None:
+            self.headers["Retry-After"] = str(retry_after_seconds)
+
+    @property
+    def type(self) -> ErrorType:
+        if self.status == 401:
+            return "authentication_error"
+        if self.status == 429:
+            return "rate_limit_error"
+        return "invalid_request_error" if self.status < 500 else "server_error"
+
+    @property
+    def body(self) -> bytes:
+        return msgspec.json.encode(Error(ErrorDetails(self.message, self.type, self.param, self.code)))
+
+
+def invalid(param: str, message: str, code: str | None = None) -> ApiError:
+    """What is wrong with a field of the request."""
+    return ApiError(400, f"{param}: {message}", param=param, code=code)
+
+
+def shortened(value: object) -> str:
+    text = repr(value[:101] if isinstance(value, str | list) else value)
+    return text if len(text) <= 100 else text[:100] + "…"
