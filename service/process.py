@@ -1,4 +1,4 @@
-"""Process setup: name and parent-death signal, garbage collector, and the service's temporary folder."""
+"""Process setup: name and parent-death signal, memory, garbage collector, and the service's temporary folder."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # linux/prctl.h
+_M_MMAP_THRESHOLD = -3  # malloc.h
+LARGE_BLOCK_BYTES = 1 << 16
 
 MAX_FOLDER_BYTES = 75  # a socket's path has at most 103 bytes (macOS) or 107
 SHARED_MEMORY = "/dev/shm"  # writable even in a container whose root is read-only
@@ -63,6 +65,19 @@ def relax_garbage_collector() -> None:
     gc.freeze()
     gc.enable()
     gc.set_threshold(10_000, 20, 50)
+
+
+def return_large_blocks() -> None:
+    """Have glibc return each block of LARGE_BLOCK_BYTES or more to the system as soon as it is freed.
+
+    By default it keeps ever larger ones, up to 32 MB, once such a block has been freed: buffers of connections would
+    then lie between them, and none of that memory could be returned.
+    """
+    if sys.platform == "linux":
+        import ctypes
+
+        with contextlib.suppress(AttributeError):  # musl has no mallopt
+            ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
 
 
 @contextlib.contextmanager

@@ -37,15 +37,16 @@ from service.engine.runner import resolve, slots_that_fit
 from service.engine.scheduler import reserved_slots
 from service.engine.worker import EngineAPI, EngineLoop
 from service.http.app import App
-from service.http.connection.asgi import Wrapped
-from service.http.connection.limits import Connections, Loop
+from service.http.connection.asgi import Middlewares
+from service.http.connection.limits import ConnectionLimits
+from service.http.connection.listening import Loop
 from service.http.connection.protocol import Connection
 from service.http.process import running
 from service.http.service import Service
 from service.model.config import GPTConfig
 from service.observe.logs import adopt_litserve, configure_logging
 from service.observe.metrics import allocate_files, forget_process
-from service.process import become, blocked, relax_garbage_collector
+from service.process import become, blocked, relax_garbage_collector, return_large_blocks
 from service.settings import ClientLimitsFile, Settings
 from service.shared import SharedState, SharedTable
 from service.supervisor import START_SECONDS, Supervisor, TooManyDeathsError
@@ -84,7 +85,7 @@ class Server(LitServer):
     def __init__(self, settings: Settings, catalog: Catalog, **lit_options: Any):
         self.settings, self.catalog = settings, catalog
         self._table = SharedTable(settings.http_processes)  # of clients and connections
-        self.connections = Connections(settings, self._table, lambda: self.service.metrics)
+        self.connections = ConnectionLimits(settings, self._table, lambda: self.service.metrics)
         self.must_hurry = False  # after a second signal: do not wait for running requests
         self._must_reload = False  # after SIGHUP
         self._reading = threading.Thread()  # of checkpoints, after SIGHUP: a large one takes seconds
@@ -130,6 +131,8 @@ class Server(LitServer):
             backend=backend, dtype=dtype, slots=slots, devices=devices,
         )  # fmt: skip
         self.http = App(self.service)
+        if self.middlewares:
+            self.http.middlewares = Middlewares(self.http, self.middlewares)
         if lit_options.get("callbacks"):
             trigger = self._callback_runner.trigger_event
             self.http.hooks = (
@@ -290,11 +293,10 @@ class Server(LitServer):
     def _listen(self) -> uvicorn.Config:
         """Raises BackendError: another process has taken the address."""
         settings = self.settings
-        entrance = Wrapped(self.http, self.middlewares) if self.middlewares else self.http
         config = uvicorn.Config(
             self._lifespan,
             loop=Loop,  # type: ignore[arg-type]  # a class, as uvicorn takes one
-            http=functools.partial(Connection, self.connections, entrance),  # type: ignore[arg-type]
+            http=functools.partial(Connection, self.connections, self.http),  # type: ignore[arg-type]
             ws="none",
             lifespan="on",
             interface="asgi3",
@@ -325,7 +327,7 @@ class Server(LitServer):
         self._http_id = id
         target, fork = HttpServer(config, self.state).run, multiprocessing.get_context("fork")
         process = fork.Process(target=target, args=([self._listener],), name=self.state.http_names[id])
-        with blocked(signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # there until http/process.py, when there are handlers
+        with blocked(signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # until http/process.py has handlers
             process.start()
         return process
 
@@ -336,6 +338,7 @@ class Server(LitServer):
         become(self.state.http_names[self._http_id], self.state.main_pid)
         async with running(self.http, self._http_id, self.connections):
             relax_garbage_collector()
+            return_large_blocks()
             await send({"type": "lifespan.startup.complete"})
             await receive()  # lifespan.shutdown
         self._callback_runner.trigger_event(EventTypes.ON_SERVER_END.value, litserver=self)

@@ -54,21 +54,14 @@ def part_of(module):
 
 
 def imports(path):
-    """(module, whether under TYPE_CHECKING) of each import in a file."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    typing = {
-        node
-        for block in ast.walk(tree)
-        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
-        for node in ast.walk(block)
-    }
-    for node in ast.walk(tree):
+    """The modules that a file imports anywhere, for typing too."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, node in typing) for alias in node.names)
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             # `from service.observe import metrics` names a module of that part
-            yield from ((f"{node.module}.{alias.name}", node in typing) for alias in node.names)
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 FILES = sorted(path for folder in ("service", "training") for path in (ROOT / folder).rglob("*.py"))
@@ -78,7 +71,7 @@ FILES = sorted(path for folder in ("service", "training") for path in (ROOT / fo
 def test_every_import_is_allowed(path):
     module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
     part = part_of(module)
-    for imported, is_typing in imports(path):
+    for imported in imports(path):
         target = part_of(imported)
         if target not in (None, part):
             assert target in ARROWS[part], f"{module} imports {imported}"

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
-from random import Random
 from typing import Any
 
 from starlette.datastructures import Headers as StarletteHeaders
@@ -25,11 +24,12 @@ from service.http.api import answers as s
 from service.http.api import bodies as b
 from service.http.api.errors import ApiError, shortened
 from service.http.api.openapi import HEADERS, Operation, build_document, documentation
+from service.http.connection.asgi import Middlewares
 from service.http.engine.client_limits import address_of, network_of
 from service.http.engine.lease import Lease
 from service.http.handlers import attention, generate, info, score
 from service.http.handlers.files import page
-from service.http.request import UNREAD_SECONDS, Request, header_lines
+from service.http.request import CLOSE, Request, header_lines
 from service.http.service import Service
 from service.observe.logs import AccessLog
 from service.observe.logs import request_id as current_request_id
@@ -116,9 +116,9 @@ class App:
         self.load_certificate: Hook = lambda: None  # from the server
         self.hooks: tuple[Hook, Hook] | None = None  # called before and after each request that runs the model
         self.access_log: AccessLog | None = None  # in an HTTP process
+        self.middlewares: Middlewares | None = None  # between the body and the handler
         self.tasks: set[Any] = set()  # handlers that run: uvicorn waits for them, and cancels them in the end
         self.num_requests = 0  # in progress
-        self.random = Random()  # of ids and of seeds that no request gives
         self._keys = self.settings.api_keys
         self.cors: CORSMiddleware | None = None
         if self.settings.cors_origins:
@@ -178,12 +178,12 @@ class App:
 
     def begin(self, request: Request) -> None:
         """A request's head has arrived, and those before it on its connection are answered."""
-        request.app = self
+        request.owner = self
         given = request.fields.get(b"x-request-id")
         if given is not None and 0 < len(given) <= MAX_ID_BYTES and SAFE.issuperset(given):
             request.id = given.decode()
         else:
-            request.id = f"{self.random.getrandbits(128):032x}"
+            request.id = f"{self.service.random.getrandbits(128):032x}"
         header = self.settings.client_header
         address = network_of(request.peer) if header is None else address_of(request.peer, request.fields, header)
         request.lease = Lease(self.service.ledger, address or "unknown")
@@ -232,18 +232,15 @@ class App:
         length, limit = headers.get(b"content-length", b"0"), settings.max_body_bytes
         if len(length) > 4 and int(length) > limit:
             raise ApiError(413, f"body must have at most {limit} bytes, got {int(length)}", code="body_too_large")
-        operation = endpoint.operations.get(request.method)
-        if operation is None:
-            shown = f"{request.method} {request.path}"
-            if endpoint.operations:
-                raise ApiError(405, f"{shown}: Method Not Allowed", headers={"Allow": ", ".join(endpoint.operations)})
-            if request.path.endswith(("/v1/chat/completions", "/v1/responses")):
-                raise ApiError(404, f"{shown}: there is no chat; use /v1/completions, which continues a text")
-            raise ApiError(404, f"{shown}: Not Found")
+        if self.middlewares is not None and request.method not in endpoint.operations:
+            return  # one of them may answer it; otherwise `run` refuses it
+        operation = operation_of(request)
         if operation.is_refused_early:
             self.service.client.refuse_if_full(request.lease.client)
         if operation.request is not None:
             check_content_type(headers)
+        else:
+            request.keeps_body, request.content = False, bytearray()
 
     def _name_of_key(self, authorization: bytes | None) -> str:
         """Looked up by digest, so that the time it takes tells nothing of a key. Raises ApiError: 401."""
@@ -255,10 +252,20 @@ class App:
             raise ApiError(401, "the API key in Authorization is not valid", code="invalid_api_key")
         return name
 
-    def cors_headers(self, request: Request, headers: bytes) -> bytes:
+    def add_headers(self, request: Request, headers: bytes) -> bytes:
+        """The headers of an answer, with those that every answer has."""
+        headers = b"%bx-request-id: %b\r\n" % (headers, request.id.encode())
+        if request.ignored_fields:
+            headers += b"x-ignored-fields: %b\r\n" % ", ".join(request.ignored_fields).encode()
+        if self.is_leaving and CLOSE not in headers:  # or another request may come on a connection about to end
+            headers += CLOSE
+        if self.cors is not None:
+            headers += self._cors_headers(request, self.cors, headers)
+        return headers
+
+    def _cors_headers(self, request: Request, cors: CORSMiddleware, headers: bytes) -> bytes:
         """What CORSMiddleware.send adds for requests without credentials."""
-        cors, origin = self.cors, request.fields.get(b"origin")
-        assert cors is not None
+        origin = request.fields.get(b"origin")
         if b"vary: " in headers:  # a preflight's answer
             return b""
         added = b"vary: Origin\r\n"
@@ -276,14 +283,14 @@ class App:
         try:
             if size > limit:
                 raise ApiError(413, f"body must have at most {limit} bytes", code="body_too_large")
-            if size > request.lease.bytes and not (request.is_complete and size <= SMALL_BODY_BYTES):
-                request.lease.hold(size)
+            if request.keeps_body and size > request.lease.bytes:
+                if not (request.is_complete and size <= SMALL_BODY_BYTES):
+                    request.lease.hold(size)
         except ApiError as error:
             self._failed(request, error)
             return
-        operation = request.endpoint.operations[request.method]
-        if request.is_complete or not operation.reads_body:
-            self._start(request, operation)
+        if request.is_complete:
+            self._start(request)
 
     def too_slow(self) -> ApiError:
         message = f"body not received within {self.settings.body_timeout_seconds:g} s"
@@ -300,13 +307,21 @@ class App:
 
     # -- the handler --
 
-    def _start(self, request: Request, operation: Operation) -> None:
+    def _start(self, request: Request) -> None:
         request.is_running = True
         request.arrived_at = time.monotonic()
-        request.deadline = request.arrived_at + self.settings.request_timeout_seconds + UNREAD_SECONDS
-        if request.responder is not None:
-            request.responder.deadline = request.deadline
+        request.limit_time(self.settings.request_timeout_seconds)
+        if self.middlewares is None:
+            self.run(request)
+        else:
+            self.middlewares.run(request)
+
+    def run(self, request: Request) -> None:
+        """Call the handler of a complete request."""
+        if self.middlewares is not None:  # which may have changed the path
+            request.endpoint, request.parameter = self.find(request.path)
         try:
+            operation = operation_of(request)
             if self.hooks is not None and operation.runs_model:
                 self.hooks[0]()
                 request.after = self.hooks[1]
@@ -383,6 +398,19 @@ class App:
             service.tracer.request(request, ended_at)
         if request.after is not None:
             request.after()
+
+
+def operation_of(request: Request) -> Operation:
+    """Raises ApiError: 404, there is no such path; 405, it does not have this method."""
+    operations: dict[str, Operation] = request.endpoint.operations
+    if (operation := operations.get(request.method)) is not None:
+        return operation
+    shown = f"{request.method} {request.path}"
+    if operations:
+        raise ApiError(405, f"{shown}: Method Not Allowed", headers={"Allow": ", ".join(operations)})
+    if request.path.endswith(("/v1/chat/completions", "/v1/responses")):
+        raise ApiError(404, f"{shown}: there is no chat; use /v1/completions, which continues a text")
+    raise ApiError(404, f"{shown}: Not Found")
 
 
 def check_content_type(headers: Mapping[bytes, bytes]) -> None:

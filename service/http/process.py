@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import signal
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from prometheus_client import CollectorRegistry
 
 from service.catalog import Listing
 from service.http.app import App
-from service.http.connection.limits import Connections
+from service.http.connection.limits import ConnectionLimits
+from service.http.connection.turns import sweep
 from service.http.engine.client import EngineClient
-from service.http.engine.sequences import Generation
 from service.http.handlers.attention import AttentionThread
 from service.http.service import Service
 from service.model.checkpoint import CheckpointError
@@ -29,10 +30,10 @@ TICK_SECONDS = 0.05  # between two looks at what is due, and between two writes 
 
 
 @asynccontextmanager
-async def running(app: App, process_id: int, connections: Connections) -> AsyncIterator[None]:
+async def running(app: App, process_id: int, limits: ConnectionLimits) -> AsyncIterator[None]:
     service, loop = app.service, asyncio.get_running_loop()
     process = f"http-{process_id}"
-    app.random.seed()  # with the kernel's entropy: this process was forked
+    service.random.seed()  # with the kernel's entropy: this process was forked
     metrics = Metrics(service.settings.model_name, CollectorRegistry(), process)
     client = EngineClient(
         current_folder(), process_id, metrics, service.state,
@@ -41,17 +42,6 @@ async def running(app: App, process_id: int, connections: Connections) -> AsyncI
         patience=min(service.settings.max_queue_seconds, service.settings.request_timeout_seconds),
     )  # fmt: skip
 
-    def resume(generations: Iterable[Generation]) -> None:
-        connections.hold_writes()
-        now = time.monotonic()
-        for generation in generations:
-            try:
-                generation.come(now)
-            except Exception:  # of one request alone
-                logger.exception("a request could not go on")
-        connections.write_held()
-
-    client.resume = resume
     service.attention = AttentionThread()
     service.connect(client, metrics)
     metrics.http_requests_in_progress.source = lambda: app.num_requests
@@ -66,11 +56,13 @@ async def running(app: App, process_id: int, connections: Connections) -> AsyncI
 
         service.tracer = Tracer(service.settings.otlp_traces_endpoint, service.settings.model_name, process)
 
+    end_late_connections = functools.partial(sweep, limits.every)
+
     async def tick() -> None:
         while True:
             await asyncio.sleep(TICK_SECONDS)
             now = time.monotonic()
-            for do in (client.sweep, connections.sweep, app.keep_alive):
+            for do in (client.sweep, end_late_connections, app.keep_alive):
                 try:
                     do(now)
                 except Exception:  # the next look comes

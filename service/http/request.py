@@ -1,8 +1,7 @@
 """One HTTP request: what was asked, what it holds until it ends, and its answer.
 
 Born when its head is parsed, with one owner at a time: the connection while its body arrives, then its handler. Knows
-nothing of routes' meaning or of sockets: a responder carries the answer, and drops what is written after the client has
-left.
+nothing of routes or sockets: a Responder carries the answer, and what is written after the client has left is dropped.
 """
 
 from __future__ import annotations
@@ -10,15 +9,12 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import parse_qsl
 
 from service.http.api.errors import ApiError
 
 if TYPE_CHECKING:
-    from service.http.app import App, Endpoint, Hook
-    from service.http.connection.asgi import Exchange
-    from service.http.connection.protocol import Connection
     from service.http.engine.lease import Lease
     from service.http.engine.model import Model
     from service.http.engine.sequences import Generation
@@ -33,14 +29,55 @@ CLOSE = b"connection: close\r\n"
 UNREAD_SECONDS = 6.0  # for what is left to write at the deadline; 5 of them may pass until a worker is given up
 
 
+class Responder(Protocol):
+    """Who carries an answer to the client: a connection, or middlewares in front of it."""
+
+    is_secure: bool
+
+    @property
+    def is_full(self) -> bool:
+        """True while the write buffer is above its high-water mark."""
+
+    def respond(self, status: int, headers: bytes, body: bytes) -> None:
+        """Send a whole answer; `headers` lack its length."""
+
+    def begin(self, status: int, headers: bytes) -> None:
+        """Begin an answer of unknown length."""
+
+    def write(self, data: bytes) -> None:
+        """Send a part of it."""
+
+    def finish(self) -> None:
+        """End it."""
+
+    async def drain(self) -> None:
+        """Return when the write buffer is below its high-water mark, or the client has left."""
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+
+    def client_left(self) -> None:
+        """Nobody reads the answer."""
+
+
+class Owner(Protocol):
+    """Who begins and ends requests: the application."""
+
+    def add_headers(self, request: Request, headers: bytes) -> bytes:
+        """The headers of an answer, with those that every answer has."""
+
+    def end(self, request: Request) -> None:
+        """Give back all that it holds. Called at least once; later calls have no effect."""
+
+
 class Request:
     """Times are by time.monotonic()."""
 
     __slots__ = (
-        "app", "responder", "id", "method", "path", "query", "headers", "fields", "peer", "endpoint", "parameter",
-        "started_at", "arrived_at", "deadline", "content", "num_body_bytes", "is_complete", "is_running", "is_ended",
-        "lease", "timeout_seconds", "ignored_fields", "num_prompt_tokens", "generations", "future", "client_left",
-        "is_gone", "status", "after", "is_old", "closes", "keep_alive", "written_at",
+        "owner", "responder", "id", "method", "path", "query", "headers", "fields", "peer", "endpoint", "parameter",
+        "started_at", "arrived_at", "deadline", "content", "num_body_bytes", "keeps_body", "is_complete", "is_running",
+        "is_ended", "lease", "timeout_seconds", "ignored_fields", "num_prompt_tokens", "generations", "future",
+        "client_left", "is_gone", "status", "after", "is_old", "closes", "keep_alive", "written_at",
     )  # fmt: skip
 
     def __init__(self, method: str, path: str, query: bytes, headers: Headers, peer: str, started_at: float):
@@ -49,18 +86,19 @@ class Request:
         self.started_at = self.arrived_at = started_at  # arrived_at: when the body was complete
         self.is_old = False  # of HTTP/1.0
         self.closes = False  # the connection is to end after it
-        self.app: App
-        self.responder: Connection | Exchange | None = None  # None: it was answered, or the client has left
+        self.owner: Owner
+        self.responder: Responder | None = None  # None: it was answered, or the client has left
         self.id = ""
-        self.endpoint: Endpoint
+        self.endpoint: Any  # an Endpoint of routes.py
         self.parameter = ""  # of the path
         self.deadline = math.inf  # when it ends, whatever it waits for
         self.content = bytearray()  # of the body, as far as it has arrived
         self.num_body_bytes = 0
+        self.keeps_body = True  # otherwise it is discarded as it comes
         self.is_complete = False  # the body has arrived
         self.is_running = False  # its handler was called
         self.is_ended = False
-        self.after: Hook | None = None  # called when it ends
+        self.after: Callable[[], None] | None = None  # called when it ends
         self.lease: Lease  # what it holds
         # What is known of it.
         self.timeout_seconds: float | None = None  # its own time limit
@@ -120,15 +158,14 @@ class Request:
 
     # -- its end --
 
-    def set_timeout(self, seconds: float) -> None:
-        """Its own time limit. Writing counts: a client that does not read loses its connection."""
-        self.timeout_seconds = seconds
-        self.deadline = self.arrived_at + self.app.service.timeout(seconds) + UNREAD_SECONDS
-        if self.responder is not None:
-            self.responder.deadline = self.deadline
+    def limit_time(self, seconds: float) -> None:
+        """Let it run for so long. Writing counts: a client that does not read loses its connection."""
+        self.deadline = self.arrived_at + seconds + UNREAD_SECONDS
 
     def left(self) -> None:
         """The client has left: end whatever still runs."""
+        if self.responder is not None:
+            self.responder.client_left()
         self.responder = None
         self.is_gone = True
         is_running = self.status is None or any(not generation.is_finished for generation in self.generations)
@@ -136,7 +173,7 @@ class Request:
         self.abort()
         if not self.is_running:  # its body is not complete
             self.client_left = True
-            self.app.end(self)
+            self.owner.end(self)
 
     def drop(self) -> None:
         """Close its connection, as the client does not read its answer in time."""
@@ -157,21 +194,19 @@ class Request:
         responder = self.responder
         if responder is not None:
             self.status = status
-            responder.respond(status, self._complete(headers), body)
+            responder.respond(status, self.owner.add_headers(self, headers), body)
 
     def fail(self, error: ApiError) -> None:
         headers = JSON + header_lines(error.headers)
         if error.status == 401:
             headers += b"www-authenticate: Bearer\r\n"
-        elif error.status == 408:
-            headers += CLOSE  # otherwise the server would wait for the rest of the body
         self.respond(error.body, headers, error.status)
 
     def begin(self, headers: bytes, status: int = 200) -> None:
         responder = self.responder
         if responder is not None:
             self.status = status
-            responder.begin(status, self._complete(headers))
+            responder.begin(status, self.owner.add_headers(self, headers))
 
     def put(self, data: bytes) -> bool:
         """A part; returns whether `drained` is to be awaited before another one."""
@@ -183,7 +218,7 @@ class Request:
 
     @property
     def is_full(self) -> bool:
-        """Whether the client has yet to read much of what was written."""
+        """True while the client's write buffer is above its high-water mark."""
         return self.responder is not None and self.responder.is_full
 
     async def drained(self) -> None:
@@ -202,16 +237,6 @@ class Request:
             if data:
                 responder.write(data)
             responder.finish()
-
-    def _complete(self, headers: bytes) -> bytes:
-        headers = b"%bx-request-id: %b\r\n" % (headers, self.id.encode())
-        if self.ignored_fields:
-            headers += b"x-ignored-fields: %b\r\n" % ", ".join(self.ignored_fields).encode()
-        if self.app.is_leaving and CLOSE not in headers:  # or another request may come on a connection about to end
-            headers += CLOSE
-        if self.app.cors is not None:
-            headers += self.app.cors_headers(self, headers)
-        return headers
 
 
 def header_lines(headers: Mapping[str, Any]) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 from service.catalog import Listing
@@ -51,6 +52,7 @@ class Service:
         # What `auto` in the settings stands for here; slots per worker, and a device per worker.
         self.backend, self.dtype, self.slots, self.devices = backend, dtype, slots, devices
         self.state = state
+        self.random = Random()  # of ids, and of seeds that no request gives
         self.models: dict[str, Model] = {}  # by name
         self.serve(listing, checkpoints)
         self.bodies = BodyReader(settings)
@@ -136,7 +138,8 @@ class Service:
             shown = "" if "." in name else f"; known fields are {known}"
             raise invalid(name, f"unknown field, refused because of {reason}{shown}", "unknown_field")
         if body.timeout_seconds is not None:
-            request.set_timeout(body.timeout_seconds)
+            request.timeout_seconds = body.timeout_seconds
+            request.limit_time(self.timeout(body.timeout_seconds))
         model = self.find(body.model)
         request.lease.use(model)
         return body, model

@@ -12,8 +12,8 @@ from hashlib import sha256
 import httpx
 import pytest
 
-from service.http.api.errors import ApiError
-from service.http.connection.limits import Connections, RefusedRequest
+from service.http.api.errors import ApiError, RefusedRequest
+from service.http.connection.limits import ConnectionLimits
 from service.http.engine.client_limits import ClientLimits, address_of
 from service.settings import Settings, read_client_limits
 from service.shared import SharedTable
@@ -146,7 +146,7 @@ def test_idle_clients_make_room_for_others(tmp_path, monkeypatch):
     with pytest.raises(ApiError, match="too many clients"):
         for i in range(300):
             it.begin(f"other {i}")
-    connections = Connections(Settings())
+    connections = ConnectionLimits(Settings())
     with pytest.raises(RefusedRequest) as full:
         for i in range(300):
             connections.admit(f"10.0.{i}.0/24")

@@ -1,8 +1,6 @@
 """Handlers end where they wait when they are cancelled, and a large answer when its client is gone."""
 
 import asyncio
-import contextlib
-import socket
 import time
 
 import pytest
@@ -10,8 +8,7 @@ import pytest
 from service.http.answering import coroutines as turns
 from service.http.answering.coroutines import Pause, Run
 from service.http.answering.stream import send_json
-from service.http.connection.limits import BURST_SECONDS, TURN_SECONDS, Connections, Loop
-from service.settings import BUNDLED, Settings
+from service.http.connection.turns import TURNS_SECONDS, Turns
 
 pytestmark = pytest.mark.anyio
 
@@ -92,54 +89,28 @@ async def test_of_long_works_one_goes_on_in_a_turn_and_each_in_its_own(monkeypat
     assert steps == ["a", "b", "c", "a", "c", "a", "c"]
 
 
-async def test_requests_of_a_burst_are_begun_in_several_turns_and_in_order():
-    connections, loop, begun = Connections(Settings(checkpoint=BUNDLED)), asyncio.get_running_loop(), []
+async def test_connections_take_turns_in_order_and_one_that_asks_again_goes_behind_the_others():
+    turns_of_the_loop, taken, line = 0, [], Turns()
 
     class Asking:
-        transport = None
-
         def __init__(self, number):
-            self.number = number
+            self.number, self.left = number, 3
 
         def take_turn(self):
-            begun.append(self.number)
-            time.sleep(0.6 * TURN_SECONDS)
+            taken.append((turns_of_the_loop, self.number))
+            time.sleep(0.6 * TURNS_SECONDS)
+            self.left -= 1
+            if self.left:
+                line.add(self)
 
-    first, *others = map(Asking, range(7))
-    assert not connections.must_wait(first, loop)
-    time.sleep(BURST_SECONDS)
-    assert all([connections.must_wait(each, loop) for each in others])
-    turns_taken = 0
-    while len(begun) < len(others):
+    for number in range(4):
+        line.add(Asking(number))
+    while len(taken) < 12:
         await asyncio.sleep(0)
-        turns_taken += 1
-    assert begun == [1, 2, 3, 4, 5, 6] and turns_taken >= 3
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    assert not connections.must_wait(first, loop)
-
-
-def test_connections_are_accepted_several_in_a_turn():
-    made, turn = [], 0
-
-    class Made(asyncio.Protocol):
-        def connection_made(self, transport):
-            made.append(turn)
-            transport.abort()
-
-    async def main():
-        nonlocal turn
-        with contextlib.ExitStack() as stack, socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            server = await asyncio.get_running_loop().create_server(Made, sock=listener, ssl=None, backlog=100)
-            for _ in range(32):
-                stack.enter_context(socket.create_connection(listener.getsockname()))
-            while len(made) < 32:
-                await asyncio.sleep(0)
-                turn += 1
-            server.close()
-            await server.wait_closed()
-
-    with contextlib.closing(Loop()) as loop:
-        loop.run_until_complete(main())
-    assert made[-1] - made[0] < 16
+        turns_of_the_loop += 1
+    assert [number for _, number in taken] == [0, 1, 2, 3] * 3
+    assert len({turn for turn, _ in taken}) >= 6, "others are let in after TURNS_SECONDS"
+    last = Asking(4)
+    line.add(last)  # the line was empty
+    while last.left:
+        await asyncio.sleep(0)

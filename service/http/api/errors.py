@@ -59,6 +59,13 @@ class ApiError(Exception):
         return msgspec.json.encode(Error(ErrorDetails(self.message, self.type, self.param, self.code)))
 
 
+class RefusedRequest(Exception):
+    """What the connection refuses before any route: the answer, and the reason as metrics name it."""
+
+    def __init__(self, error: ApiError, reason: str):
+        self.error, self.reason = error, reason
+
+
 def invalid(param: str, message: str, code: str | None = None) -> ApiError:
     """What is wrong with a field of the request."""
     return ApiError(400, f"{param}: {message}", param=param, code=code)

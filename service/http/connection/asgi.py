@@ -1,23 +1,20 @@
-"""ASGI around the application, for the middlewares that a LitServe user passes in; without any, nothing here runs.
+"""ASGI around the handlers, for the middlewares that a LitServe user passes in; without any, nothing here runs.
 
-A connection hands its requests to `Wrapped` in place of App. Once a body is complete, the outermost middleware is
-called as an ASGI application; the innermost one calls `_application`, which hands a request of its own on to App. An
-Exchange stands at both ends.
+A request passes them once its head has been checked and its body is complete, so key, limits and memory are those of
+any request. The outermost middleware is called as an ASGI application. The innermost one calls `_application`, which
+runs the handler with what the middlewares have made of the request.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import time
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.http.api.errors import ApiError
-from service.http.app import App
 from service.http.request import Request
 
 logger = logging.getLogger(__name__)
@@ -25,91 +22,76 @@ logger = logging.getLogger(__name__)
 MAX_UNSENT = 4  # messages of an answer that middlewares have not passed on
 
 
-class Wrapped:
-    """Has what a connection and a Request use of App."""
+class Handlers(Protocol):
+    """What runs the handler of a request: the application."""
 
-    cors, is_leaving = None, False
-    tasks: set[Any]  # uvicorn's, as a connection sets it
+    tasks: set[Any]
 
-    def __init__(self, app: App, middlewares: Iterable[Any]):
-        self.app = app
+    def run(self, request: Request) -> None:
+        """Call the handler of the request's path and method, which may have changed."""
+
+    def end(self, request: Request) -> None:
+        """The request has ended, if its handler has not said so."""
+
+
+class Middlewares:
+    """A chain of ASGI middlewares: classes, or pairs of a class and its options."""
+
+    def __init__(self, handlers: Handlers, middlewares: Iterable[Any]):
+        self._handlers = handlers
         self._asgi: ASGIApp = self._application
         for middleware in middlewares:
             kind, options = middleware if isinstance(middleware, tuple) else (middleware, {})
             self._asgi = kind(self._asgi, **options)
 
-    def begin(self, request: Request) -> None:
-        request.app, request.id = self, os.urandom(16).hex()  # type: ignore[assignment]
-        self.app.tasks = self.tasks
-
-    def receive(self, request: Request) -> None:
-        if request.is_complete or request.num_body_bytes > self.app.settings.max_body_bytes:  # App refuses it then
-            request.is_running = True
-            exchange = Exchange(request)  # has the body
-            request.content, request.is_ended = bytearray(), not request.is_complete  # what still comes is not kept
-            request.generations = [exchange]  # type: ignore[list-item]  # aborted when the client leaves
-            task = asyncio.get_running_loop().create_task(self._run(exchange))
-            self.tasks.add(task)
-            task.add_done_callback(self.tasks.discard)
-
-    def expire(self, request: Request) -> None:
-        if request.is_running:
-            request.drop()
-        else:
-            request.fail(self.app.too_slow())
-
-    def end(self, request: Request) -> None:
-        """The client has left before its body was complete."""
+    def run(self, request: Request) -> None:
+        """Run the chain for a complete request."""
+        task = asyncio.get_running_loop().create_task(self._run(Exchange(request)))
+        self._handlers.tasks.add(task)
+        task.add_done_callback(self._handlers.tasks.discard)
 
     async def _run(self, exchange: Exchange) -> None:
         try:
             await self._asgi(exchange.scope, exchange.receive, exchange.send)
         except Exception:
             logger.exception("a middleware failed")
-            if exchange.request.status is None:
-                exchange.request.fail(ApiError(500, "internal error"))
-        exchange.request.drop()  # if the answer is not complete
-        exchange.request.generations.clear()
+        finally:  # cancelled when the time to drain is over
+            if not exchange.is_finished:
+                exchange.fail()
+            self._handlers.end(exchange.request)
 
     async def _application(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope["chargpt.exchange"]
-        head = scope["method"], scope["path"], scope["query_string"], list(scope["headers"])
-        request = Request(*head, (scope.get("client") or ("", 0))[0], time.monotonic())
-        request.responder = exchange
-        try:
-            self.app.begin(request)
-            while not (request.is_complete or request.is_ended):
-                if (message := await receive())["type"] != "http.request":
-                    return
-                request.content += message.get("body", b"")
-                request.num_body_bytes = len(request.content)
-                request.is_complete = not message.get("more_body", False)
-                self.app.receive(request)
-            while (answer := await exchange.next()) is not None:
-                await send(answer)
-        finally:
-            if not request.is_ended:
-                request.left()
+        await exchange.pass_on(scope, receive)
+        self._handlers.run(exchange.request)
+        while (answer := await exchange.next()) is not None:
+            await send(answer)
 
 
 class Exchange:
-    """A connection's request as ASGI shows it; and the responder of the one that comes out of the middlewares."""
+    """A request as ASGI shows it, and the responder of its handler.
 
-    is_finished = False
+    The handler's answer becomes messages, which pass the middlewares; `send` gives what comes out to the connection.
+    """
 
     def __init__(self, request: Request):
-        self.request = request
-        self._body: bytes | None = request.body
+        assert request.responder is not None
+        self.request, self._connection = request, request.responder
+        self.is_secure = self._connection.is_secure
+        request.responder = self
+        self._body: bytes | None = bytes(request.content)
+        request.content = bytearray()
         self._left = asyncio.Event()
         self._start: tuple[int, bytes] | None = None  # status and headers, until the answer's first part
-        self._messages: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()  # of the answer; None: it has ended
+        self._has_begun = self.is_finished = self._is_passed_on = False  # the first two: the answer to the client
+        self._messages: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()  # of the handler; None: no more
         self._sent = asyncio.Event()
         self.scope: dict[str, Any] = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
             "http_version": "1.0" if request.is_old else "1.1",
             "method": request.method,
-            "scheme": "https" if getattr(request.responder, "is_secure", False) else "http",
+            "scheme": "https" if self.is_secure else "http",
             "path": request.path,
             "raw_path": request.path.encode(),
             "query_string": request.query,
@@ -129,37 +111,50 @@ class Exchange:
         return {"type": "http.request", "body": body, "more_body": False}
 
     async def send(self, message: Any) -> None:
-        responder = self.request.responder
         if message["type"] == "http.response.start":
             given = [(name.lower(), value) for name, value in message.get("headers", ())]
             own = (b"content-length", b"transfer-encoding")  # the connection's
             self._start = message["status"], b"".join([b"%b: %b\r\n" % pair for pair in given if pair[0] not in own])
-        elif responder is not None:
+            self.request.status = message["status"]
+        elif not (self._left.is_set() or self.is_finished):
             body, is_last, start = message.get("body", b""), not message.get("more_body", False), self._start
-            self._start = None
-            if start is not None:
-                self.request.status = start[0]
+            self._start, self.is_finished = None, is_last
             if start is not None and is_last:
-                responder.respond(*start, body)
+                self._connection.respond(*start, body)
                 return
             if start is not None:
-                responder.begin(*start)
+                self._has_begun = True
+                self._connection.begin(*start)
             if body:
-                await self.request.write(body)
+                self._connection.write(body)
             if is_last:
-                self.request.finish()
+                self._connection.finish()
+            elif self._connection.is_full:
+                await self._connection.drain()
 
-    # -- the responder --
+    async def pass_on(self, scope: Scope, receive: Receive) -> None:
+        """Take over what the middlewares have made of the request. Raises RuntimeError: a second time."""
+        if self._is_passed_on:
+            raise RuntimeError("a middleware has passed the same request on twice")
+        self._is_passed_on = True
+        request, is_last = self.request, False
+        while not is_last:
+            message = await receive()
+            request.content += message.get("body", b"")
+            is_last = not message.get("more_body", False)
+        request.method, request.path, request.query = scope["method"], scope["path"], scope["query_string"]
+        request.headers = list(scope["headers"])
+        request.fields, request.num_body_bytes = dict(request.headers), len(request.content)
 
-    @property
-    def deadline(self) -> float:
-        return self.request.deadline
+    def fail(self) -> None:
+        """Answer with an error, or cut off the answer that has begun."""
+        if self._has_begun:
+            self._connection.abort()
+        elif not self._left.is_set():
+            self.request.responder = self._connection
+            self.request.fail(ApiError(500, "internal error"))
 
-    @deadline.setter
-    def deadline(self, at: float) -> None:
-        self.request.deadline = at
-        if self.request.responder is not None:
-            self.request.responder.deadline = at
+    # -- the responder of the handler --
 
     async def next(self) -> dict[str, Any] | None:
         message = await self._messages.get()
@@ -170,7 +165,8 @@ class Exchange:
         if status not in (204, 304):
             headers += b"content-length: %d\r\n" % len(body)
         self.begin(status, headers)
-        self.finish(body)
+        self.write(body)
+        self.finish()
 
     def begin(self, status: int, headers: bytes) -> None:
         pairs = [tuple(line.split(b": ", 1)) for line in headers.split(b"\r\n")[:-1]]
@@ -179,8 +175,8 @@ class Exchange:
     def write(self, data: bytes) -> None:
         self._messages.put_nowait({"type": "http.response.body", "body": data, "more_body": True})
 
-    def finish(self, data: bytes = b"") -> None:
-        self._messages.put_nowait({"type": "http.response.body", "body": data})
+    def finish(self) -> None:
+        self._messages.put_nowait({"type": "http.response.body", "body": b""})
         self._messages.put_nowait(None)
 
     @property
@@ -188,12 +184,14 @@ class Exchange:
         return self._messages.qsize() > MAX_UNSENT
 
     async def drain(self) -> None:
-        while self.is_full:
+        while self.is_full and not self._left.is_set():
             self._sent.clear()
             await self._sent.wait()
 
     def abort(self) -> None:
-        """The client has left, or is to be left."""
+        self._connection.abort()
+
+    def client_left(self) -> None:
         self._left.set()
         self._messages.put_nowait(None)
         self._sent.set()

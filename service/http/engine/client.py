@@ -12,7 +12,7 @@ import logging
 import math
 import time
 import zlib
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,12 +35,6 @@ CONNECT_SECONDS = 5.0  # how long a starting HTTP process waits for a first work
 MAX_RUNS = 2  # of a sequence, if workers are lost: it may be what ends them
 REFUSING_SECONDS = 0.25  # after a worker refused a client's sequence, for which others of it are refused at once
 REPLACING_SECONDS = 2.0  # after a worker was lost, for which new requests wait for another before they are refused
-
-
-def come_all(generations: Iterable[Generation]) -> None:
-    now = time.monotonic()
-    for generation in generations:
-        generation.come(now)
 
 
 def _queue_full(refused: Refused) -> ApiError:
@@ -95,7 +89,6 @@ class EngineClient:
         self._sleeping: dict[Generation, None] = {}  # streams with text that is not due yet
         self._clock: asyncio.TimerHandle | None = None  # wakes them, at `_tick_at`
         self._tick_at = math.inf
-        self.resume: Callable[[Iterable[Generation]], None] = come_all
         self._due: dict[Generation, None] = {}  # may go on, once all that has arrived was taken in
         self._is_receiving = False
 
@@ -369,9 +362,12 @@ class EngineClient:
         self._due[generation] = None
 
     def _resume(self) -> None:
-        due, self._due = self._due, {}
-        if due:
-            self.resume(due)
+        due, self._due, now = self._due, {}, time.monotonic()
+        for generation in due:
+            try:
+                generation.come(now)
+            except Exception:  # of one request alone
+                logger.exception("a request could not go on")
 
     def wake_later(self, generation: Generation) -> None:
         """Wake a stream when it is due; streams share a timer, as each timer wakes the process."""

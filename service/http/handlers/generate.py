@@ -81,7 +81,7 @@ async def _answer(
         raise invalid("suffix", "none of its characters is in the vocabulary")
     seeds = body.seed
     if not isinstance(seeds, list):
-        seeds = [request.app.random.getrandbits(52) if seeds is None else seeds for _ in prompts]
+        seeds = [service.random.getrandbits(52) if seeds is None else seeds for _ in prompts]
 
     shared = _shared(service, model, body, seeds[0], candidates)
     if body.min_tokens or any(_patterns(body)):

@@ -1,0 +1,224 @@
+"""Parses the requests of a connection, one at a time: bytes to a Request, by httptools and under the limits of a head.
+
+Knows nothing of sockets, routes or time. Section numbers without a name are those of RFC 9112.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+from urllib.parse import unquote
+
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser, parse_url
+
+from service.http.api.errors import ApiError, RefusedRequest, shortened
+from service.http.request import Headers, Request
+
+MAX_HEADERS = 100
+PIECE_BYTES = 4096  # parsed at a time outside a body of known length, so that the limits are checked before much is
+BLANK_LINE = b"\r\n\r\n"  # ends each head and each chunked body: httptools accepts no other line ends
+HOST = re.compile(rb"(?:[A-Za-z0-9._~!$&'()*+,;=%-]*|\[[0-9A-Fa-f:.]+\])(?::[0-9]*)?")  # RFC 3986, 3.2.2
+
+
+def _malformed(status: int, message: str) -> RefusedRequest:
+    return RefusedRequest(ApiError(status, message, code="invalid_http"), "malformed")
+
+
+class RequestParser:
+    """Parses one request at a time.
+
+    `request` is the one whose head has come. Its owner sets it to None once it is complete, before more is fed.
+    """
+
+    def __init__(self, max_header_bytes: int, peer: str):
+        self._max_header_bytes, self._peer = max_header_bytes, peer
+        self.request: Request | None = None
+        self.is_begun = False  # the first byte of a head has come, and not its end
+        # The part that is limited: a head, with line breaks before it; a chunk's line; the trailers.
+        self._head_bytes = 0
+        self._in_head = True
+        self._progressed = False  # such a part ended in the piece that is parsed
+        self._unread_bytes = 0  # of a body of known length
+        self._tail = b""  # the end of the piece before, in which a blank line may have begun
+        self._url = b""
+        self._headers: Headers = []
+        # httptools takes the connection for another protocol's after a request with Upgrade, and skips its body.
+        # The upgrade is ignored (RFC 9110, 7.8): another parser, which is told of the body alone, goes on.
+        self._skips_end = self._is_resuming = False
+        self._parser: Any = HttpRequestParser(self)
+
+    def close(self) -> None:
+        """Let go of what holds this. Nothing may be fed afterwards."""
+        self._parser = self.request = None
+
+    @property
+    def has_bytes(self) -> bool:
+        """Something has come of the next head, be it line breaks before it."""
+        return self._head_bytes > 0
+
+    def feed(self, data: bytes, start: int) -> int:
+        """Parse a piece, in which at most one request ends; returns the position of its end.
+
+        Raises RefusedRequest: the request is malformed or too large; the connection cannot go on.
+        """
+        end = self._piece(data, start)
+        self._progressed = False
+        try:
+            self._parser.feed_data(data[start:end])
+        except HttpParserUpgrade as upgrade:
+            end = start + upgrade.args[0]
+            self._ignore_upgrade()
+        except HttpParserError as error:
+            raise _refusal(error) from None
+        if self._in_head:
+            self._head_bytes = 0 if self._progressed else self._head_bytes + end - start
+            if self._head_bytes >= self._max_header_bytes:
+                raise self._too_large()
+        return end
+
+    def _piece(self, data: bytes, start: int) -> int:
+        """Where the next piece of `data` ends: with the body, or the first blank line."""
+        size = len(data)
+        if self._unread_bytes:
+            end = min(size, start + self._unread_bytes)
+            self._unread_bytes -= end - start
+            self._tail = b""
+            return end
+        end = min(size, start + PIECE_BYTES)
+        if self._in_head:
+            end = min(end, start + self._max_header_bytes - self._head_bytes)
+        tail = self._tail
+        straddling = (tail + data[start : start + 3]).find(BLANK_LINE) if tail else -1
+        if straddling >= 0:
+            end = start + straddling + len(BLANK_LINE) - len(tail)
+        else:
+            blank = data.find(BLANK_LINE, start, end)
+            if blank >= 0:
+                end = blank + len(BLANK_LINE)
+        self._tail = b"" if straddling >= 0 or data[end - 4 : end] == BLANK_LINE else (tail + data[start:end])[-3:]
+        return end
+
+    def _ignore_upgrade(self) -> None:
+        assert self.request is not None
+        framing = [it for it in self.request.headers if it[0] in (b"content-length", b"transfer-encoding")]
+        self._parser = HttpRequestParser(self)
+        self._is_resuming = True
+        self._parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % b"".join([b"%b: %b\r\n" % it for it in framing]))
+        self._is_resuming = False
+        self._headers = []
+
+    # -- called by httptools --
+
+    def on_message_begin(self) -> None:
+        if self._is_resuming:
+            return
+        if self.request is not None:
+            raise _malformed(400, "the request is not valid HTTP: a line must end with CR LF")
+        self.is_begun = True
+        self._url, self._headers = b"", []
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers.append((name.lower(), value.strip(b" \t")))
+
+    def on_headers_complete(self) -> None:
+        if self._is_resuming:
+            return
+        parser, headers = self._parser, self._headers
+        if len(headers) > MAX_HEADERS:
+            message = f"a request must have at most {MAX_HEADERS} headers, got {len(headers)}"
+            raise RefusedRequest(ApiError(431, message, code="headers_too_large"), "headers_too_large")
+        version, method = parser.get_http_version(), parser.get_method().decode("ascii")
+        if version not in ("1.1", "1.0"):
+            raise RefusedRequest(ApiError(505, f"HTTP/{version} is not served, only 1.1 and 1.0"), "malformed")
+        if method == "CONNECT":
+            raise _malformed(501, "CONNECT is not served: this is not a proxy")
+        path, query = _split(self._url, method)
+        request = Request(method, path, query, headers, self._peer, time.monotonic())
+        request.is_old = version == "1.0"
+        request.closes = request.is_old or not parser.should_keep_alive()
+        _check_host(request)
+        self._in_head = self.is_begun = False
+        if b"transfer-encoding" in request.fields:
+            _check_coding(request)
+            self._end_part()  # a chunk's line, with its extensions, comes next
+        else:
+            self._unread_bytes = int(request.fields.get(b"content-length", b"0"))
+        self._headers = []  # takes the trailers, which are dropped
+        self._skips_end = parser.should_upgrade()
+        self.request = request
+
+    def on_body(self, body: bytes) -> None:
+        self._in_head = False
+        request = self.request
+        assert request is not None
+        request.num_body_bytes += len(body)
+        if request.keeps_body:
+            request.content += body  # not kept piece by piece: a small one takes ten times its size
+
+    def on_message_complete(self) -> None:
+        if self._skips_end:
+            self._skips_end = False
+            return
+        self._end_part()
+        assert self.request is not None
+        self.request.is_complete = True
+
+    def _end_part(self) -> None:
+        """A part of limited length has ended, and the next one begins."""
+        self._in_head = self._progressed = True
+        self._head_bytes = 0
+
+    on_chunk_header = on_chunk_complete = _end_part
+
+    # -- refusing --
+
+    def _too_large(self) -> RefusedRequest:
+        limit = self._max_header_bytes
+        is_url = self.is_begun and len(self._url) > limit // 2
+        message = f"request line and headers must have at most {limit} bytes"
+        return RefusedRequest(ApiError(414 if is_url else 431, message, code="headers_too_large"), "headers_too_large")
+
+
+def _refusal(error: HttpParserError) -> RefusedRequest:
+    """For an error of httptools, or one that it passes on."""
+    cause = error.__context__
+    if isinstance(cause, RefusedRequest):
+        return RefusedRequest(cause.error, cause.reason)  # a new one: a frame that holds its own error is a cycle
+    reason = "invalid request target" if cause is not None else error
+    return _malformed(400, f"the request is not valid HTTP: {reason}")
+
+
+def _split(target: bytes, method: str) -> tuple[str, bytes]:
+    """The path and the query."""
+    if target == b"*" and method == "OPTIONS":  # about the server as a whole (section 3.2.4)
+        return "*", b""
+    url = parse_url(target)
+    path = (url.path or b"/").decode("ascii")
+    return unquote(path) if "%" in path else path, url.query or b""
+
+
+def _check_host(request: Request) -> None:
+    """Raises RefusedRequest: not exactly one valid Host (section 3.2)."""
+    host, fields = request.fields.get(b"host"), request.fields
+    count = 1 if len(fields) == len(request.headers) else sum([name == b"host" for name, _ in request.headers])
+    if host is None and request.is_old:
+        return
+    if host is None or count > 1:
+        raise _malformed(400, f"a request must have one Host header, got {0 if host is None else count}")
+    if HOST.fullmatch(host) is None:
+        raise _malformed(400, f"Host must be a name or an address, and may have a port, got {shortened(host)}")
+
+
+def _check_coding(request: Request) -> None:
+    """Raises RefusedRequest: Transfer-Encoding is not `chunked` alone (sections 6.1 and 6.3)."""
+    given = b",".join([value for name, value in request.headers if name == b"transfer-encoding"])
+    codings = [coding.strip(b" \t").lower() for coding in given.split(b",")]
+    if request.is_old:
+        raise _malformed(400, "HTTP/1.0 has no Transfer-Encoding")
+    if codings != [b"chunked"]:  # 501: the end of the body is known, but not how to decode it
+        status = 501 if codings[-1] == b"chunked" else 400
+        raise _malformed(status, f"Transfer-Encoding must be chunked, got {shortened(given.decode('latin-1'))}")
