@@ -35,7 +35,9 @@ logger = logging.getLogger(__name__)
 PARSE_SECONDS = 0.002
 MAX_UNPARSED_BYTES = 1 << 16  # read ahead of what may be parsed, beyond which reading stops
 LINGER_BYTES = 4 << 20
-TLS_KEPT_BYTES = 1 << 16  # OpenSSL keeps a buffer as large as what was written at once: a larger answer ends with it
+TLS_KEPT_BYTES = (
+    1 << 16
+)  # of a body or an answer: a TLS connection, whose buffers stay as large, ends after a larger one
 
 
 class Connection(asyncio.Protocol):
@@ -270,9 +272,7 @@ class Connection(asyncio.Protocol):
         """A whole answer; `headers` lack its length."""
         request = self.current
         assert request is not None
-        if self.is_secure and len(body) > TLS_KEPT_BYTES:
-            self._keeps_alive = False
-        data = self._head(status, headers)
+        data = self._head(status, headers, len(body))
         if status < 200 or status in (204, 304):
             data += b"\r\n"
         else:
@@ -289,7 +289,8 @@ class Connection(asyncio.Protocol):
         self._is_chunked = not request.is_old
         if not self._is_chunked:  # section 6.1: a body of unknown length ends with the connection
             self._keeps_alive = False
-        head = self._head(status, headers)  # goes out with the first part
+        # Goes out with the first part. The parts of a stream of events are small.
+        head = self._head(status, headers, 0 if b"text/event-stream" in headers else math.inf)
         self._begun_head = head + (b"transfer-encoding: chunked\r\n\r\n" if self._is_chunked else b"\r\n")
 
     def write(self, data: bytes) -> None:
@@ -309,10 +310,12 @@ class Connection(asyncio.Protocol):
                 self.transport.write(head + (b"0\r\n\r\n" if self._is_chunked else b""))
         self._answered()
 
-    def _head(self, status: int, headers: bytes) -> bytes:
+    def _head(self, status: int, headers: bytes, size: float) -> bytes:
         request = self.current
         assert request is not None
         self._has_begun = True
+        if self.is_secure and max(size, request.num_body_bytes) > TLS_KEPT_BYTES:
+            self._keeps_alive = False
         if self._is_ending or not request.is_complete or CLOSE in headers:
             self._keeps_alive = False
         if not self._keeps_alive and CLOSE not in headers:
