@@ -19,7 +19,6 @@ from typing import Any
 from starlette.datastructures import Headers as StarletteHeaders
 from starlette.middleware.cors import CORSMiddleware
 
-from service.http.answering.coroutines import Run
 from service.http.api import answers as s
 from service.http.api import bodies as b
 from service.http.api.errors import ApiError, shortened
@@ -92,22 +91,6 @@ class Endpoint:
     is_quiet: bool  # logged at level debug, and within no client's limits
 
 
-class Handling(Run):
-    """A request's handler while it runs."""
-
-    __slots__ = ("app", "request")
-
-    def __init__(self, app: App, request: Request, answering: Coroutine[Any, Any, None]):
-        super().__init__(answering)
-        self.app, self.request = app, request
-
-    def entered(self) -> None:
-        current_request_id.set(self.request.id)
-
-    def ended(self, error: BaseException | None) -> None:
-        self.app.ran(self, error)
-
-
 class App:
     """All routes, and what every request passes. Holds the requests of one HTTP process."""
 
@@ -118,6 +101,7 @@ class App:
         self.access_log: AccessLog | None = None  # in an HTTP process
         self.middlewares: Middlewares | None = None  # between the body and the handler
         self.tasks: set[Any] = set()  # handlers that run: uvicorn waits for them, and cancels them in the end
+        self._running: set[Request] = set()  # whose handlers run
         self.num_requests = 0  # in progress
         self._keys = self.settings.api_keys
         self.cors: CORSMiddleware | None = None
@@ -332,21 +316,23 @@ class App:
         if answering is None:
             self.end(request)
             return
-        run = Handling(self, request, answering)
-        self.tasks.add(run)
-        run.go_on()
+        task = asyncio.get_running_loop().create_task(self._answer(request, answering))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
 
-    def ran(self, run: Handling, error: BaseException | None) -> None:
-        """A handler has ended."""
-        self.tasks.discard(run)
-        request = run.request
-        if isinstance(error, asyncio.CancelledError):  # when the time to drain is over
+    async def _answer(self, request: Request, answering: Coroutine[Any, Any, None]) -> None:
+        current_request_id.set(request.id)  # in the context of this task
+        self._running.add(request)
+        try:
+            await answering
+        except asyncio.CancelledError:  # when the time to drain is over
             if request.status is None:
                 request.fail(ApiError(503, "server has shut down", code="shutting_down"))
             else:
                 request.drop()
-        elif error is not None:
+        except Exception as error:
             self._failed(request, error)
+        self._running.discard(request)
         self.end(request)
 
     def _failed(self, request: Request, error: BaseException) -> None:
@@ -354,7 +340,6 @@ class App:
         if isinstance(error, ApiError) and request.status is None:
             request.fail(error)
         else:
-            current_request_id.set(request.id)
             logger.error("request %s failed", request.id, exc_info=error)
             if request.status is None:
                 request.fail(ApiError(500, "internal error"))
@@ -365,7 +350,7 @@ class App:
     def keep_alive(self, now: float) -> None:
         """Write to streams that were silent for too long for proxies in between."""
         before = now - self.settings.keep_alive_seconds
-        for request in [it.request for it in self.tasks if isinstance(it, Handling)]:
+        for request in self._running:
             if request.keep_alive is not None and (request.written_at or request.arrived_at) <= before:
                 if not request.is_full:
                     request.keep_alive()

@@ -1,44 +1,16 @@
-"""Handlers end where they wait when they are cancelled, and a large answer when its client is gone."""
+"""Turns of connections, pauses of long work, and a large answer whose client is gone."""
 
 import asyncio
 import time
 
 import pytest
 
-from service.http.answering import coroutines as turns
-from service.http.answering.coroutines import Pause, Run
+from service.http.answering import pause
+from service.http.answering.pause import Pause
 from service.http.answering.stream import send_json
 from service.http.connection.turns import TURNS_SECONDS, Turns
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.mark.parametrize(
-    "wait", [lambda: asyncio.sleep(60), lambda: asyncio.Event().wait(), lambda: asyncio.to_thread(int)]
-)
-async def test_a_run_is_cancelled_where_it_waits(wait):
-    seen = []
-
-    class Recorded(Run):
-        def ended(self, error):
-            seen.append(type(error))
-
-    async def handler():
-        try:
-            while True:
-                await wait()
-        except asyncio.CancelledError:
-            seen.append("told")
-            await asyncio.sleep(0)  # what must still be done
-            raise
-
-    run = Recorded(handler())
-    run.go_on()
-    run.cancel()
-    async with asyncio.timeout(10):
-        while len(seen) < 2:
-            await asyncio.sleep(0)
-    assert seen == ["told", asyncio.CancelledError]
 
 
 async def test_a_large_answer_ends_when_its_client_is_gone():
@@ -69,14 +41,14 @@ async def test_a_large_answer_ends_when_its_client_is_gone():
 
 
 async def test_of_long_works_one_goes_on_in_a_turn_and_each_in_its_own(monkeypatch):
-    monkeypatch.setattr(turns, "BUSY_SECONDS", 0.0)
+    monkeypatch.setattr(pause, "BUSY_SECONDS", 0.0)
     steps = []
 
     async def work(name):
-        pause = Pause()
+        own = Pause()
         for _ in range(3):
             steps.append(name)
-            await pause.if_due()
+            await own.if_due()
 
     a, b, c = tasks = [asyncio.create_task(work(name)) for name in "abc"]
     await asyncio.sleep(0)

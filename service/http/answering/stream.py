@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from service.http.answering.coroutines import Pause
+from service.http.answering.pause import Pause
 from service.http.api.answers import (
     ChunkChoice,
     Completion,

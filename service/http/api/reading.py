@@ -18,7 +18,7 @@ from msgspec import Meta, Raw
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from service.http.answering.coroutines import Pause
+from service.http.answering.pause import Pause
 from service.http.api import bodies as b
 from service.http.api.errors import ApiError, invalid, shortened
 from service.http.api.foreign import MAX_UNKNOWN_BYTES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from service.http.answering.coroutines import Pause
+from service.http.answering.pause import Pause
 from service.http.api.answers import Receipt, Timing
 from service.http.api.bodies import ModelRequest, Prompt
 from service.http.api.errors import ApiError, invalid

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from service.http.answering.coroutines import Turn
 from service.http.api.answers import Timing
 from service.http.api.errors import ApiError
 from service.http.engine.model import Model
@@ -117,7 +116,7 @@ class Generation:
         self.due_at = 0.0  # when the next pieces of a stream may be written, if nothing is urgent
         self._write: Write | None = None  # of a stream that has begun
         self._unwritten: Awaitable[None] | None = None  # before whose end nothing more may be written
-        self._turn = Turn()
+        self._waiter: asyncio.Future[None] | None = None  # of `whole` or `stream`
 
     def abort(self) -> None:
         """End whatever still runs."""
@@ -228,7 +227,8 @@ class Generation:
                 self._failure = error
             if self._unwritten is None and self._failure is None and (self.open or not self.is_finished):
                 return
-        self._turn.come()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def _take_all(self) -> list[Piece]:
         """Everything that has arrived."""
@@ -253,7 +253,8 @@ class Generation:
 
     async def _wait(self) -> None:
         try:
-            await self._turn
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
         except asyncio.CancelledError:  # when the time to drain is over
             raise ApiError(503, "server has shut down", code="shutting_down") from None
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import msgspec
 
-from service.http.answering.coroutines import Pause
+from service.http.answering.pause import Pause
 from service.http.answering.stream import DONE, CompletionForm, Form, Pieces, write_stream, write_whole
 from service.http.api.bodies import CompletionRequest, GenerateRequest, GenerationRequest
 from service.http.api.errors import invalid, shortened

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from msgspec import UNSET
 
-from service.http.answering.coroutines import Pause
+from service.http.answering.pause import Pause
 from service.http.answering.stream import (
     HOLE,
     MAX_NUMBERS,
