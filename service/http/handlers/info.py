@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from service.http.answering.stream import HOLE, filled, list_parts, send_json, sliced, text_parts
+from service.http.answering.json_parts import HOLE, filled, list_parts, sliced, text_parts
+from service.http.answering.stream import send_json
 from service.http.api import answers as s
 from service.http.api.bodies import DetokenizeRequest, TokenizeRequest
 from service.http.engine.encoding import Encoder
