@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import itertools
+import json
 import math
 import random
 import re
@@ -9,10 +10,13 @@ import threading
 
 import httpx
 import numpy as np
+import openai
 import pytest
 import torch
 
-from tests.helpers import ENDLESS, VOCABULARY, lasting, serving, web
+from service.http.answering.stream import event
+from service.http.api.errors import ApiError
+from tests.helpers import ENDLESS, VOCABULARY, lasting, save_random, serving, web
 from tests.toolbox.http import pieces, sent, text_of
 from tests.toolbox.http import post as written
 from training.evaluate import streamed_loss
@@ -462,9 +466,42 @@ def test_silent_stream_sends_keep_alive_comments(client):
     with client.stream("POST", "/generate", json=body) as response:
         lines = list(response.iter_lines())
     assert ": keep-alive" in lines
+    # openai-go before 3.43 takes a comment and a blank line for an empty event, and ends the stream.
+    assert all(after != "" for before, after in itertools.pairwise(lines) if before == ": keep-alive")
     *_, held, _ = parts = pieces(lines)
     assert text_of(parts) == free
     assert len(held["text"]) > 100
+
+
+def test_events_have_no_character_at_which_a_client_splits_lines(tmp_path):
+    """httpx splits at U+0085, U+2028 and U+2029 too, so that an event would end within its JSON."""
+    breaks = "\x85\u2028\u2029"
+    checkpoint = save_random(tmp_path / "c", sorted({*VOCABULARY, *breaks, "é", "…", "\x7f"}))
+    options = {"prompt": "a", "max_tokens": 60, "seed": 1, "allowed_characters": breaks + "é…\x7f"}
+    with serving(checkpoint.path) as server:
+        for path in ("/generate", "/v1/completions"):
+            for others in ({}, {"logprobs": 1}):
+                whole = web.post(server.url + path, json=options | others).json()["choices"][0]["text"]
+                assert len(set(whole)) == 6
+                streamed = web.post(server.url + path, json=options | others | {"stream": True})
+                parts = pieces(streamed)
+                assert (
+                    "".join(it["text"] for part in parts for it in part.get("choices", [part]) if "text" in it) == whole
+                )
+                assert len(streamed.text.splitlines()) == len(streamed.content.split(b"\n")) - 1
+                assert "é" in streamed.text and "…" in streamed.text  # only what must be is escaped
+    error = ApiError(400, f"a{breaks}b").body
+    assert len(event(error).decode().splitlines()) == 2 and json.loads(event(error)[6:]) == json.loads(error)
+
+
+def test_no_proxy_gathers_or_stores_a_stream(client):
+    """nginx would, by default."""
+    for method, options in (
+        ("POST", {"json": {"max_tokens": 2, "stream": True}}),
+        ("GET", {"params": {"max_tokens": 2}}),
+    ):
+        headers = client.request(method, "/generate", **options).headers
+        assert (headers["x-accel-buffering"], headers["cache-control"]) == ("no", "no-store")
 
 
 def test_get_generate_streams_for_event_source(client, post):
@@ -473,6 +510,34 @@ def test_get_generate_streams_for_event_source(client, post):
         lines = list(response.iter_lines())
     assert text_of(pieces(lines)) == post("/generate", **query)["choices"][0]["text"]
     assert client.get("/generate", params=query, headers={"Last-Event-ID": "done"}).status_code == 204
+
+
+# -- retries and caches --
+
+
+def test_the_openai_sdk_does_not_repeat_what_took_too_long(server):
+    """It repeats a 504 twice otherwise: three times the work, for the same answer."""
+    answered = {"handler": "/v1/completions", "method": "POST", "status": "504"}
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=2) as sdk:
+        before = server.metric("chargpt_http_requests_total", **answered)
+        with pytest.raises(openai.InternalServerError) as error:
+            sdk.completions.create(
+                model="chargpt", prompt="a", max_tokens=ENDLESS // 1000, extra_body={"timeout_seconds": 0.05}
+            )
+    assert error.value.response.headers["x-should-retry"] == "false"
+    server.wait_until_metric("chargpt_http_requests_total", before + 1, **answered)
+    lost = ApiError(503, "ended, 2 in a row", code="worker_lost", retry_after_seconds=1).headers
+    assert (lost["X-Should-Retry"], lost["Retry-After"]) == ("false", "1")
+    assert "X-Should-Retry" not in ApiError(503, "no worker", code="not_ready").headers
+
+
+def test_no_cache_keeps_what_a_get_answers(client):
+    """But files, which have an ETag."""
+    paths = "/v1/models /v1/models/chargpt /info /tokenizer_info /livez /readyz /health /metrics".split()
+    for path in (*paths, "/v1/models/x", "/nothing", "/generate?n=0"):
+        assert client.get(path).headers["cache-control"] == "no-store", path
+    assert client.get("/generate", headers={"Last-Event-ID": "done"}).headers["cache-control"] == "no-store"
+    assert client.get("/").headers["cache-control"] == "no-cache"
 
 
 # -- priority, receipts --

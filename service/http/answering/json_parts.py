@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -49,3 +50,11 @@ def joined(items: Iterable[Iterable[bytes]]) -> Iterator[bytes]:
 
 def sliced(items: Sequence[Any]) -> Iterator[list[Any]]:
     return (list(items[i : i + MAX_NUMBERS]) for i in range(0, len(items), MAX_NUMBERS))
+
+
+_BREAK = re.compile(rb"\xc2\x85|\xe2\x80[\xa8\xa9]")  # U+0085, U+2028, U+2029
+
+
+def escape_breaks(json: bytes) -> bytes:
+    """The same JSON as one line also for clients that split lines at any line break of Unicode, as httpx does."""
+    return _BREAK.sub(lambda found: b"\\u%04x" % ord(found[0].decode()), json)

@@ -12,14 +12,19 @@ from typing import Any
 
 from service.http.answering.coroutines import Pause
 from service.http.answering.forms import Form, pieces_of
+from service.http.answering.json_parts import escape_breaks
 from service.http.api.answers import Receipt
 from service.http.api.errors import ApiError
 from service.http.engine.sequences import Generation, Piece
-from service.http.request import JSON, Request, header_lines
+from service.http.request import JSON, NO_STORE, Request, header_lines
 
 DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": keep-alive\n\n"
-EVENT_STREAM = b"content-type: text/event-stream; charset=utf-8\r\ncache-control: no-store\r\n"
+# A comment, without the blank line of an event: openai-go before 3.43 ends a stream at an empty event.
+KEEP_ALIVE = b": keep-alive\n"
+EVENT_STREAM = (
+    b"content-type: text/event-stream; charset=utf-8\r\n%b"
+    b"x-accel-buffering: no\r\n" % NO_STORE  # nginx gathers events otherwise
+)
 
 CHUNK_BYTES = 1 << 16  # written at a time
 MAX_HEADER_SEEDS = 128  # more might be a longer header than proxies and clients take
@@ -37,6 +42,11 @@ async def write_whole(request: Request, pieces: Pieces, form: Form) -> None:
         request.respond(parts, JSON + headers)
     else:
         await send_json(request, parts, headers)
+
+
+def event(json: bytes) -> bytes:
+    """A server-sent event, one line for every client."""
+    return b"data: %b\n\n" % (json if json.isascii() else escape_breaks(json))
 
 
 async def write_stream(request: Request, pieces: Pieces, form: Form, done: bytes = DONE) -> None:
@@ -57,7 +67,7 @@ async def write_stream(request: Request, pieces: Pieces, form: Form, done: bytes
         data = b""
         for piece in some:
             if piece.text or piece.finish_reason:
-                data += b"data: %b\n\n" % form.event(piece, piece is some[-1])
+                data += event(form.event(piece, piece is some[-1]))
         if data:
             if request.written_at is None:
                 begin()
@@ -70,7 +80,7 @@ async def write_stream(request: Request, pieces: Pieces, form: Form, done: bytes
         data, pause = b"", Pause()
         for piece in some:
             for part in pieces_of(piece):
-                data += b"data: %b\n\n" % form.event(part, piece is some[-1])
+                data += event(form.event(part, piece is some[-1]))
                 if len(data) >= CHUNK_BYTES:
                     begin()
                     await request.write(data)
@@ -94,7 +104,7 @@ async def write_stream(request: Request, pieces: Pieces, form: Form, done: bytes
     finally:
         request.keep_alive = None
     begin()
-    request.finish((b"data: %b\n\n" % end if end else b"") + done)
+    request.finish((event(end) if end else b"") + done)
 
 
 async def send_json(request: Request, parts: Iterable[bytes], headers: bytes = b"") -> None:

@@ -77,6 +77,7 @@ FAILURES = {
     "`Retry-After` says when to retry. Codes: `not_ready`, `worker_lost`, `shutting_down`.",
     504: "The request took longer than its `timeout_seconds` or the server's limit. Code: `timeout`.",
 }
+_ERROR_HEADERS = {429: ["Retry-After"], 503: ["Retry-After", "X-Should-Retry"], 504: ["X-Should-Retry"]}
 BODY = (400, 404, 408, 413, 415, 429)  # of routes with a body
 RUN = (429, 503, 504)  # of routes that run the model
 
@@ -84,6 +85,10 @@ MILLISECONDS = {"type": "number", "minimum": 0}
 HEADERS: dict[str, tuple[str, dict[str, Any]]] = {
     "X-Request-Id": ("The request's id: the client's own, or a new one", {"type": "string"}),
     "Retry-After": ("Seconds; an error during shutdown may lack it", {"type": "integer"}),
+    "X-Should-Retry": (
+        "false of what took long and is likely to fail again: openai's SDKs do not repeat it",
+        {"const": "false"},
+    ),
     "X-Ignored-Fields": (
         "Unknown fields of the request, comma-separated; absent if there are none",
         {"type": "string"},
@@ -188,7 +193,7 @@ def build_document(
         "components": {
             "schemas": dict(sorted(schemas.items())),
             "responses": {
-                f"Status{status}": _response(meaning, _json("Error"), *["Retry-After"] * (status in (429, 503)))
+                f"Status{status}": _response(meaning, _json("Error"), *_ERROR_HEADERS.get(status, ()))
                 for status, meaning in FAILURES.items()
             },
             "headers": {
@@ -221,7 +226,7 @@ def _operation(operation: Operation, schemas: dict[str, Any], settings: Settings
         content["text/event-stream"] = _event_stream(operation.events)
     headers: tuple[str, ...] = ("X-Ignored-Fields",) if operation.request is not None else ()
     if operation.runs_model:
-        headers = tuple(name for name in HEADERS if name not in ("X-Request-Id", "Retry-After"))
+        headers = tuple(name for name in HEADERS if name not in ("X-Request-Id", "Retry-After", "X-Should-Retry"))
     content = content or {"text/plain": {"schema": {"type": "string"}}}
     responses: dict[str, dict[str, Any]] = {"200": _response("The answer.", content, *headers)}
     is_limited = settings.client_limits is not None and not operation.is_quiet

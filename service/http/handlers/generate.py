@@ -17,7 +17,7 @@ from service.http.engine.encoding import Encoder, begun, check_ids, unknown_char
 from service.http.engine.model import Model
 from service.http.engine.sequences import Generation, Piece
 from service.http.handlers.candidates import best_of, infill
-from service.http.request import Request
+from service.http.request import NO_STORE, Request
 from service.http.service import Service
 from service.model.params import MAX_SEED
 from service.wire import Submit
@@ -36,7 +36,7 @@ def generate(service: Service, request: Request) -> Coroutine[Any, Any, None]:
 def generate_events(service: Service, request: Request) -> Coroutine[Any, Any, None] | None:
     """Continue a text, for a browser's EventSource: always a stream, with its fields in the query."""
     if request.fields.get(b"last-event-id") == EVENT_SOURCE_END:
-        request.respond(b"", b"", 204)  # otherwise EventSource would reconnect for ever
+        request.respond(b"", NO_STORE, 204)  # otherwise EventSource would reconnect for ever
         return None
     given = request.query_fields
     fields: dict[str, Any] = dict(given)
