@@ -1,6 +1,7 @@
 """The routes, checked against transformers, the trainer's evaluation, Python's re and replay."""
 
 import concurrent.futures
+import gzip
 import itertools
 import json
 import math
@@ -415,6 +416,25 @@ def test_unknown_fields_are_named_and_refused_on_request(client, post):
     assert client.get("/generate?prompt=a&n=2&n=3").json()["error"]["message"].startswith("n: given 2 times")
     assert client.get("/generate", params={"max_token": 2}).json()["error"]["param"] == "max_token"
     post("/generate", prompt="a", max_tokens=2, strict=True)
+
+
+def test_a_compressed_body_is_refused_by_its_coding(client):
+    content = gzip.compress(b'{"prompt": "a"}')
+    response = client.post("/generate", content=content, headers={"Content-Encoding": "gzip"})
+    assert (response.status_code, response.json()["error"]["code"]) == (415, "unsupported_content_encoding")
+    assert response.headers["accept-encoding"] == "identity"
+
+
+def test_no_page_of_another_site_runs_a_generation(server, client):
+    """As the address of an image, or by EventSource: a browser asks nobody before it sends a GET."""
+    ended = {"finished_reason": "length"}
+    before = server.metric("chargpt_request_success_total", **ended)
+    for fields in {}, {"Origin": "https://elsewhere.example.org"}:
+        response = client.get("/generate?max_tokens=1", headers={"Sec-Fetch-Site": "cross-site"} | fields)
+        assert (response.status_code, response.json()["error"]["code"]) == (403, "cross_site")
+    assert server.metric("chargpt_request_success_total", **ended) == before
+    for site in ("same-origin", "none"):
+        assert client.get("/generate?max_tokens=1", headers={"Sec-Fetch-Site": site}).status_code == 200
 
 
 def test_logit_bias_is_by_character_or_id_and_errors_say_what_a_digit_means(client, post):

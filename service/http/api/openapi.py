@@ -65,11 +65,13 @@ FAILURES = {
     400: "A field is missing, invalid or out of bounds, or a text has unknown characters. Codes: `invalid_json`, "
     "`unknown_character`, `invalid_pattern`, `unknown_field`, or null; `param` names the field.",
     401: "The API key is missing or invalid. Code: `invalid_api_key`.",
+    403: "A page of another site sent this, and CORS does not allow its origin. Code: `cross_site`.",
     404: "The model is not served here. Code: `model_not_found`.",
     408: "The body took too long to arrive. Code: `body_timeout`.",
     413: "The body is too large. Code: `body_too_large`.",
     414: "The URL is too long. Code: `headers_too_large`.",
-    415: "The body is declared as something other than JSON. Code: `unsupported_content_type`.",
+    415: "The body is declared as something other than JSON, or as compressed. Codes: `unsupported_content_type`, "
+    "`unsupported_content_encoding`.",
     429: "The queue is full or the wait would be too long, code `queue_full`; requests in progress need too much "
     "memory, `overloaded`; or beyond a limit of this client, `rate_limit`. `Retry-After` estimates when to retry.",
     500: "The service failed; a retry may succeed. Code: `engine_error`, or null.",

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import msgspec
 
+from service.http.access import check_site
 from service.http.answering.forms import CompletionForm, Form
 from service.http.answering.stream import DONE, Pieces, write_stream, write_whole
 from service.http.api.bodies import CompletionRequest, GenerateRequest, GenerationRequest
@@ -35,6 +36,8 @@ def generate(service: Service, request: Request) -> Coroutine[Any, Any, None]:
 
 def generate_events(service: Service, request: Request) -> Coroutine[Any, Any, None] | None:
     """Continue a text, for a browser's EventSource: always a stream, with its fields in the query."""
+    cors = request.app.cors
+    check_site(request.fields, None if cors is None else cors.is_allowed_origin)
     if request.fields.get(b"last-event-id") == EVENT_SOURCE_END:
         request.respond(b"", NO_STORE, 204)  # otherwise EventSource would reconnect for ever
         return None
