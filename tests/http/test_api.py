@@ -394,13 +394,14 @@ def test_likely_typos_are_refused(client, path, given, meant):
 
 
 def test_unknown_fields_are_named_and_refused_on_request(client, post):
-    body = {"prompt": "a", "max_tokens": 2, "user": "me", "colour": "red", "stream_options": {"x": 1}}
+    body = {"prompt": "a", "max_tokens": 2, "user": "me", "colour": "red"}
     for size in (0, 70_000):  # small and large bodies
         for stream in (False, True):
-            response = client.post("/generate", json=body | {"metadata": "m" * size, "stream": stream})
+            others = {"stream": True, "stream_options": {"x": 1}} if stream else {}
+            response = client.post("/generate", json=body | {"metadata": "m" * size} | others)
             assert response.status_code == 200
             names = set(response.headers["x-ignored-fields"].split(", "))
-            assert names == {"user", "colour", "metadata", "stream_options.x"}
+            assert names == {"user", "colour", "metadata"} | ({"stream_options.x"} if stream else set())
         error = rejection(client, "/generate", **body, metadata="m" * size, strict=True)
         assert error["code"] == "unknown_field"
         assert "refused because of strict; known fields are model" in error["message"]
@@ -463,6 +464,19 @@ def test_continuous_usage_counts_characters_in_every_chunk(client):
         assert seen == sorted(seen) and seen[0] >= 1 and seen[-1] == 12
         texts = itertools.accumulate(len(p["choices"][0]["text"] if "choices" in p else p["text"]) for p in parts[:-1])
         assert list(texts) == seen[:-1]
+
+
+def test_usage_comes_only_with_include_usage_and_options_only_with_a_stream(client):
+    body = {"prompt": "abc", "max_tokens": 5, "stream": True}
+    for options in ({"continuous_usage_stats": True}, {"include_usage": False, "continuous_usage_stats": True}):
+        parts = pieces(client.post("/v1/completions", json=body | {"stream_options": options}))
+        assert not any("usage" in part for part in parts)
+    for path, size in itertools.product(("/v1/completions", "/generate"), (0, 70_000)):
+        for stream in ({}, {"stream": False}, {"stream": None}):
+            given = {"prompt": "a", "stream_options": {"include_usage": True}, "metadata": "m" * size} | stream
+            error = rejection(client, path, **given)
+            assert (error["param"], error["message"]) == ("stream_options", "stream_options: needs stream")
+        assert client.post(path, json={"max_tokens": 1, "stream_options": None}).status_code == 200
 
 
 def test_stream_interval_batches_characters(client):
@@ -770,6 +784,27 @@ def test_streams_report_ids_as_whole_answers_do(client, post, path):
             assert [id for c in mine for id in c["token_ids"]] == choice["token_ids"] and len(choice["token_ids"]) == 40
             assert [c["prompt_token_ids"] for c in mine if "prompt_token_ids" in c] == [choice["prompt_token_ids"]]
             assert "prompt_token_ids" in mine[0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_name_characters_by_id_on_request(client, checkpoint, stream):
+    options = {"prompt": "ab", "max_tokens": 30, "seed": 1, "echo": True, "logprobs": 2, "stream": stream}
+
+    def asked(**others):
+        response = client.post("/v1/completions", json=options | others)
+        found = pieces(response) if stream else [response.json()]
+        return [it["choices"][0]["logprobs"] for it in found]
+
+    def joined(parts, name):
+        return [it for part in parts for it in part[name]]
+
+    plain, by_id = asked(), asked(return_tokens_as_token_ids=True)
+    named = {c: f"token_id:{checkpoint.tokenizer.encode(c)[0]}" for c in VOCABULARY}
+    assert joined(by_id, "tokens") == [named[c] for c in joined(plain, "tokens")]
+    for name in ("token_logprobs", "text_offset"):
+        assert joined(by_id, name) == joined(plain, name)
+    for top, other in zip(joined(by_id, "top_logprobs"), joined(plain, "top_logprobs"), strict=True):
+        assert top == (other and {named[c]: value for c, value in other.items()})
 
 
 def test_logprob_token_ids_take_the_place_of_the_likeliest(client, post, peer, checkpoint):

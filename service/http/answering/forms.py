@@ -5,6 +5,7 @@ Whole answers and the events of streams. Knows nothing of how they are written.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -78,9 +79,10 @@ class Form:
         prompts: list[list[int]],
     ):
         self.request, self.model = request, encoder.model.name
-        options = body.stream_options
-        self.include_usage, self.continuous_usage = options.include_usage, options.continuous_usage_stats
+        self.continuous_usage = body.stream_options.continuous_usage_stats
         self._characters = encoder.tokenizer.characters
+        # Of each id, in log-probabilities.
+        self._names = _id_names(len(self._characters)) if body.return_tokens_as_token_ids else self._characters
         self._encoder, self._seeds, self._body = encoder, seeds, body
         self._prompts = prompts
         # If asked for: of each prompt but a first character, over the whole vocabulary.
@@ -100,16 +102,22 @@ class Form:
     def logprobs(self, piece: Piece) -> TokenLogprobs:
         start = self._offsets.get(piece.number, 0)
         end = self._offsets[piece.number] = start + len(piece.text)
-        return TokenLogprobs(list(piece.text), _values(piece), self._tops(piece), list(range(start, end)))
+        return TokenLogprobs(self._tokens(piece.text), _values(piece), self._tops(piece), list(range(start, end)))
+
+    def _tokens(self, text: str) -> list[str]:
+        """The names of its characters."""
+        if not self._body.return_tokens_as_token_ids:
+            return list(text)
+        return [self._names[id] for id in self._encoder.tokenizer.encode(text)]
 
     def _tops(self, piece: Piece) -> list[dict[str, float] | None]:
         """Of each character, the likeliest and itself."""
         assert piece.logprobs is not None
-        characters = self._characters
+        names, scored = self._names, self._tokens(piece.text[piece.num_unscored :])
         unscored: list[dict[str, float] | None] = [None] * piece.num_unscored
         return unscored + [
-            {characters[id]: round(other, 7) for id, other in top} | {character: round(value, 7)}
-            for character, (value, top) in zip(piece.text[piece.num_unscored :], piece.logprobs.rows(), strict=True)
+            {names[id]: round(other, 7) for id, other in top} | {own: round(value, 7)}
+            for own, (value, top) in zip(scored, piece.logprobs.rows(), strict=True)
         ]
 
     def whole(self, pieces: list[Piece], receipt: Receipt) -> bytes | Iterator[bytes]:
@@ -129,7 +137,7 @@ class Form:
         if piece.logprobs is not None:
             logprobs = filled(
                 TokenLogprobs(HOLE, HOLE, HOLE, HOLE),
-                list_parts(list(part.text) for part in pieces_of(piece) if part.text),
+                list_parts(self._tokens(part.text) for part in pieces_of(piece) if part.text),
                 list_parts(_values(part) for part in pieces_of(piece) if part.text),
                 list_parts(self._tops(part) for part in pieces_of(piece) if part.text),
                 list_parts(sliced(range(len(piece.text)))),
@@ -201,6 +209,8 @@ class CompletionForm(Form):
     def __init__(self, request: Request, *arguments: Any):
         super().__init__(request, *arguments)
         self.id, self.created = f"cmpl-{request.id}", int(time.time())
+        self.include_usage = self._body.stream_options.include_usage
+        self.continuous_usage = self.continuous_usage and self.include_usage
 
     def answer(self, choices: list[Any], receipt: Receipt) -> msgspec.Struct:
         return Completion(self.id, "text_completion", self.created, self.model, choices, self.usage, receipt)
@@ -225,6 +235,12 @@ class CompletionForm(Form):
         if not self.include_usage:
             return b""
         return _encode(CompletionChunk(self.id, "text_completion", self.created, self.model, [], self.usage))
+
+
+@functools.lru_cache(maxsize=8)
+def _id_names(count: int) -> list[str]:
+    """As vLLM names ids."""
+    return [f"token_id:{id}" for id in range(count)]
 
 
 def _values(piece: Piece) -> list[float | None]:

@@ -117,7 +117,7 @@ class StreamOptions(Body):
     include_usage: bool = _field(False, True)
     """end a stream of /v1/completions with a usage chunk; /generate always does"""
     continuous_usage_stats: bool = _field(False, True)
-    """report the usage so far in every event"""
+    """report the usage so far in every event; of /v1/completions only with `include_usage`"""
 
 
 class ModelRequest(Body):
@@ -238,6 +238,8 @@ class GenerationRequest(ModelRequest):
     prompt_logprobs: int | None = _field(None, 1, ge=-1)
     """report of each character of the prompt its log-probability and rank, and those of this many of the likeliest;
     -1: of all. Not of a stream"""
+    return_tokens_as_token_ids: bool = _field(False, True)
+    """with `logprobs`: name each character by its id, `token_id:5`"""
     return_token_ids: bool = _field(False, True)
     """report the ids of the prompt and of the text after it"""
     echo: bool = _field(False, True)
@@ -247,7 +249,7 @@ class GenerationRequest(ModelRequest):
     stream_options: StreamOptions = Field(
         default_factory=lambda: StreamOptions.model_validate({}), examples=[{"include_usage": True}]
     )
-    """how a stream reports usage; no effect on a whole answer"""
+    """how a stream reports usage; only with `stream`"""
     stream_interval: float | None = _field(None, 0.1, ge=0, le=60)
     """seconds for which characters gather between two events of a stream; the first is sent at once. Default: the
     server's setting"""
@@ -260,6 +262,8 @@ class GenerationRequest(ModelRequest):
                 raise invalid(name, f"cannot be combined with {other}{reason}")
         if self.logprob_token_ids and (self.logprobs is None or self.echo):
             raise invalid("logprob_token_ids", "cannot be combined with echo" if self.echo else "needs logprobs")
+        if "stream_options" in self.model_fields_set and not self.stream:
+            raise invalid("stream_options", "needs stream")
         if self.prompt_logprobs is not None and self.stream:
             raise invalid("prompt_logprobs", "cannot be streamed")
         if self.min_tokens > self.max_tokens:

@@ -23,7 +23,7 @@ FOREIGN_FIELDS = frozenset(
         "parallel_tool_calls", "tools", "tool_choice", "top_logprobs", "modalities", "verbosity", "reasoning_effort",
         # vLLM
         "add_special_tokens", "cache_salt", "kv_transfer_params", "request_id", "return_token_strs",
-        "return_tokens_as_token_ids", "skip_special_tokens", "spaces_between_special_tokens", "vllm_xargs",
+        "skip_special_tokens", "spaces_between_special_tokens", "vllm_xargs",
     )
 )  # fmt: skip
 # Fields of other APIs that would change a generation's answer -> what to do. Refused, unless a value changes nothing.
