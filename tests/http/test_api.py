@@ -419,6 +419,20 @@ def test_unknown_fields_are_named_and_refused_on_request(client, post):
     post("/generate", prompt="a", max_tokens=2, strict=True)
 
 
+@pytest.mark.parametrize("size", [0, 70_000])
+def test_a_body_that_parsers_read_differently_is_refused(client, size):
+    """A proxy that checks max_tokens may take the first of two, this service the last."""
+    rest = b'"prompt": "a", "metadata": "%b"' % (b"m" * size)
+    for given, param, reason in (
+        (b'"max_tokens": 1, "max_tokens": 2', "max_tokens", "duplicate_field"),
+        (b'"max_tokens": 1, "user": {"a": 1, "a": 2}', "a", "duplicate_field"),
+        (b'"max_tokens": 1, "user": NaN', None, "invalid_json"),
+    ):
+        response = client.post("/generate", content=b"{%b, %b}" % (given, rest))
+        error = response.json()["error"]
+        assert (response.status_code, error["param"], error["code"]) == (400, param, reason)
+
+
 def test_a_compressed_body_is_refused_by_its_coding(client):
     content = gzip.compress(b'{"prompt": "a"}')
     response = client.post("/generate", content=content, headers={"Content-Encoding": "gzip"})

@@ -67,5 +67,8 @@ def invalid(param: str, message: str, code: str | None = None) -> ApiError:
 
 
 def shortened(value: object) -> str:
-    text = repr(value[:101] if isinstance(value, str | list) else value)
+    try:
+        text = repr(value[:101] if isinstance(value, str | list) else value)
+    except RecursionError:  # as deep as can be decoded
+        return "what is nested too deeply to be shown"
     return text if len(text) <= 100 else text[:100] + "…"

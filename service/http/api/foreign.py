@@ -79,7 +79,7 @@ def generation_fields(data: dict[str, Any]) -> dict[str, Any]:
             message = f"must be an object with either regex or choice, got {shortened(given)}"
             raise invalid("structured_outputs", message, "unsupported_field")
         data = {name: value for name, value in data.items() if name != "structured_outputs"} | kinds
-    for name in data.keys() & REFUSED_FIELDS.keys():
+    for name in [name for name in data if name in REFUSED_FIELDS]:
         value, neutral = data[name], _NEUTRAL.get(name)
         is_given = bool(value) or (value == {} and "json" in name)  # of a schema, {} is any JSON
         if value is False if neutral is True else is_given and value != neutral:

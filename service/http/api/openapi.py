@@ -63,7 +63,8 @@ TAGS = {
 # status -> meaning; codes of the errors, if any
 FAILURES = {
     400: "A field is missing, invalid or out of bounds, or a text has unknown characters. Codes: `invalid_json`, "
-    "`unknown_character`, `invalid_pattern`, `unknown_field`, or null; `param` names the field.",
+    "`duplicate_field`, `unknown_character`, `invalid_pattern`, `unknown_field`, `unsupported_field`, or null; `param` "
+    "names the field.",
     401: "The API key is missing or invalid. Code: `invalid_api_key`.",
     403: "A page of another site sent this, and CORS does not allow its origin. Code: `cross_site`.",
     404: "The model is not served here. Code: `model_not_found`.",
