@@ -11,17 +11,17 @@ import asyncio
 import logging
 import string
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from hashlib import sha256
 from typing import Any
 
 from starlette.datastructures import Headers as StarletteHeaders
 from starlette.middleware.cors import CORSMiddleware
 
+from service.http.access import check_content, check_site, name_of_key
 from service.http.api import answers as s
 from service.http.api import bodies as b
-from service.http.api.errors import ApiError, shortened
+from service.http.api.errors import ApiError
 from service.http.api.openapi import HEADERS, Operation, build_document, documentation
 from service.http.connection.asgi import Middlewares
 from service.http.engine.client_limits import address_of, network_of
@@ -43,7 +43,7 @@ OPERATIONS = (
     ),
     Operation(
         "/generate", generate.generate_events, "generate_events", "text", events=_EVENTS, runs_model=True,
-        failures=(400, 404, 414),
+        failures=(400, 403, 404, 414),
     ),
     Operation(
         "/v1/completions", generate.completions, "create_completion", "text", s.Completion, b.CompletionRequest,
@@ -210,7 +210,7 @@ class App:
                 message = f"a request must have at most one Authorization header, got {count}"
                 raise ApiError(400, message, code="duplicate_header")
         if self._keys and not endpoint.is_public:
-            request.lease.client = self._name_of_key(headers.get(b"authorization"))
+            request.lease.client = name_of_key(headers, self._keys)
         if self.service.ledger.limits.has_any and not (endpoint.is_quiet or endpoint.is_public):
             request.lease.begin()
         length, limit = headers.get(b"content-length", b"0"), settings.max_body_bytes
@@ -222,19 +222,11 @@ class App:
         if operation.is_refused_early:
             self.service.client.refuse_if_full(request.lease.client)
         if operation.request is not None:
-            check_content_type(headers)
+            check_content(headers)
         else:
             request.keeps_body, request.content = False, bytearray()
-
-    def _name_of_key(self, authorization: bytes | None) -> str:
-        """Looked up by digest, so that the time it takes tells nothing of a key. Raises ApiError: 401."""
-        if authorization is None:
-            raise ApiError(401, "an API key is required: Authorization: Bearer KEY", code="invalid_api_key")
-        scheme, _, key = authorization.partition(b" ")
-        name = self._keys.get(sha256(key.strip(b" ")).digest())
-        if name is None or scheme.lower() != b"bearer":
-            raise ApiError(401, "the API key in Authorization is not valid", code="invalid_api_key")
-        return name
+            if operation.runs_model:
+                check_site(headers, None if cors is None else cors.is_allowed_origin)
 
     def add_headers(self, request: Request, headers: bytes) -> bytes:
         """The headers of an answer, with those that every answer has."""
@@ -396,27 +388,3 @@ def operation_of(request: Request) -> Operation:
     if request.path.endswith(("/v1/chat/completions", "/v1/responses")):
         raise ApiError(404, f"{shown}: there is no chat; use /v1/completions, which continues a text")
     raise ApiError(404, f"{shown}: Not Found")
-
-
-def check_content_type(headers: Mapping[bytes, bytes]) -> None:
-    """Accept application/json, and for curl's sake its default and none at all; but these from no web page.
-
-    A browser sends application/json to another origin only after asking, so that --cors-origins decides. It would send
-    the others without; it names the page's origin with each.
-
-    Raises ApiError: 415.
-    """
-    content_type = headers.get(b"content-type", b"")
-    if content_type == b"application/json":
-        return
-    given = content_type.decode("latin-1")
-    kind = given.partition(";")[0].strip().lower()
-    if kind == "application/json":
-        return
-    if kind not in ("", "application/x-www-form-urlencoded"):
-        message = f"Content-Type must be application/json, got {shortened(given)}"
-    elif b"origin" in headers:
-        message = f"Content-Type must be application/json in a request of a web page, got {shortened(given)}"
-    else:
-        return
-    raise ApiError(415, message, code="unsupported_content_type")

@@ -24,6 +24,7 @@ Headers = list[tuple[bytes, bytes]]
 # Headers of answers are lines, ready to be sent, with names in lower case.
 JSON = b"content-type: application/json\r\n"
 CLOSE = b"connection: close\r\n"
+NO_STORE = b"cache-control: no-store\r\n"
 
 
 UNREAD_SECONDS = 6.0  # for what is left to write at the deadline; 5 of them may pass until a worker is given up

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from service.catalog import Listing
 from service.http.api.errors import ApiError, invalid
-from service.http.api.reading import LARGE_BODY_BYTES, AnyRequest, BodyReader, parse, parse_plain
+from service.http.api.reading import LARGE_BODY_BYTES, AnyRequest, BodyReader, parse, read
 from service.http.engine.client import EngineClient
 from service.http.engine.client_limits import ClientLimits
 from service.http.engine.lease import Ledger, estimate, too_much
@@ -124,10 +124,9 @@ class Service:
         """
         body: AnyRequest
         if query is not None:
-            body = parse(kind, query)
+            body = parse(kind, query, is_query=True)
         elif request.num_body_bytes <= LARGE_BODY_BYTES:
-            content = request.body
-            body = parse_plain(kind, content) or parse(kind, content)
+            body = read(kind, request.body)
         else:
             body = await self.bodies.read(kind, request.body, request.client)
         request.content = bytearray()

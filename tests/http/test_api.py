@@ -1,7 +1,9 @@
 """The routes, checked against transformers, the trainer's evaluation, Python's re and replay."""
 
 import concurrent.futures
+import gzip
 import itertools
+import json
 import math
 import random
 import re
@@ -9,10 +11,13 @@ import threading
 
 import httpx
 import numpy as np
+import openai
 import pytest
 import torch
 
-from tests.helpers import ENDLESS, VOCABULARY, lasting, serving, web
+from service.http.answering.stream import event
+from service.http.api.errors import ApiError
+from tests.helpers import ENDLESS, VOCABULARY, lasting, save_random, serving, web
 from tests.toolbox.http import pieces, sent, text_of
 from tests.toolbox.http import post as written
 from training.evaluate import streamed_loss
@@ -389,13 +394,14 @@ def test_likely_typos_are_refused(client, path, given, meant):
 
 
 def test_unknown_fields_are_named_and_refused_on_request(client, post):
-    body = {"prompt": "a", "max_tokens": 2, "user": "me", "colour": "red", "stream_options": {"x": 1}}
+    body = {"prompt": "a", "max_tokens": 2, "user": "me", "colour": "red"}
     for size in (0, 70_000):  # small and large bodies
         for stream in (False, True):
-            response = client.post("/generate", json=body | {"metadata": "m" * size, "stream": stream})
+            others = {"stream": True, "stream_options": {"x": 1}} if stream else {}
+            response = client.post("/generate", json=body | {"metadata": "m" * size} | others)
             assert response.status_code == 200
             names = set(response.headers["x-ignored-fields"].split(", "))
-            assert names == {"user", "colour", "metadata", "stream_options.x"}
+            assert names == {"user", "colour", "metadata"} | ({"stream_options.x"} if stream else set())
         error = rejection(client, "/generate", **body, metadata="m" * size, strict=True)
         assert error["code"] == "unknown_field"
         assert "refused because of strict; known fields are model" in error["message"]
@@ -411,6 +417,39 @@ def test_unknown_fields_are_named_and_refused_on_request(client, post):
     assert client.get("/generate?prompt=a&n=2&n=3").json()["error"]["message"].startswith("n: given 2 times")
     assert client.get("/generate", params={"max_token": 2}).json()["error"]["param"] == "max_token"
     post("/generate", prompt="a", max_tokens=2, strict=True)
+
+
+@pytest.mark.parametrize("size", [0, 70_000])
+def test_a_body_that_parsers_read_differently_is_refused(client, size):
+    """A proxy that checks max_tokens may take the first of two, this service the last."""
+    rest = b'"prompt": "a", "metadata": "%b"' % (b"m" * size)
+    for given, param, reason in (
+        (b'"max_tokens": 1, "max_tokens": 2', "max_tokens", "duplicate_field"),
+        (b'"max_tokens": 1, "user": {"a": 1, "a": 2}', "a", "duplicate_field"),
+        (b'"max_tokens": 1, "user": NaN', None, "invalid_json"),
+    ):
+        response = client.post("/generate", content=b"{%b, %b}" % (given, rest))
+        error = response.json()["error"]
+        assert (response.status_code, error["param"], error["code"]) == (400, param, reason)
+
+
+def test_a_compressed_body_is_refused_by_its_coding(client):
+    content = gzip.compress(b'{"prompt": "a"}')
+    response = client.post("/generate", content=content, headers={"Content-Encoding": "gzip"})
+    assert (response.status_code, response.json()["error"]["code"]) == (415, "unsupported_content_encoding")
+    assert response.headers["accept-encoding"] == "identity"
+
+
+def test_no_page_of_another_site_runs_a_generation(server, client):
+    """As the address of an image, or by EventSource: a browser asks nobody before it sends a GET."""
+    ended = {"finished_reason": "length"}
+    before = server.metric("chargpt_request_success_total", **ended)
+    for fields in {}, {"Origin": "https://elsewhere.example.org"}:
+        response = client.get("/generate?max_tokens=1", headers={"Sec-Fetch-Site": "cross-site"} | fields)
+        assert (response.status_code, response.json()["error"]["code"]) == (403, "cross_site")
+    assert server.metric("chargpt_request_success_total", **ended) == before
+    for site in ("same-origin", "none"):
+        assert client.get("/generate?max_tokens=1", headers={"Sec-Fetch-Site": site}).status_code == 200
 
 
 def test_logit_bias_is_by_character_or_id_and_errors_say_what_a_digit_means(client, post):
@@ -441,6 +480,19 @@ def test_continuous_usage_counts_characters_in_every_chunk(client):
         assert list(texts) == seen[:-1]
 
 
+def test_usage_comes_only_with_include_usage_and_options_only_with_a_stream(client):
+    body = {"prompt": "abc", "max_tokens": 5, "stream": True}
+    for options in ({"continuous_usage_stats": True}, {"include_usage": False, "continuous_usage_stats": True}):
+        parts = pieces(client.post("/v1/completions", json=body | {"stream_options": options}))
+        assert not any("usage" in part for part in parts)
+    for path, size in itertools.product(("/v1/completions", "/generate"), (0, 70_000)):
+        for stream in ({}, {"stream": False}, {"stream": None}):
+            given = {"prompt": "a", "stream_options": {"include_usage": True}, "metadata": "m" * size} | stream
+            error = rejection(client, path, **given)
+            assert (error["param"], error["message"]) == ("stream_options", "stream_options: needs stream")
+        assert client.post(path, json={"max_tokens": 1, "stream_options": None}).status_code == 200
+
+
 def test_stream_interval_batches_characters(client):
     """The first character is sent at once, the others together when the stream ends, long before the interval."""
     body = {"prompt": "a", "max_tokens": 20_000, "seed": 2, "stream": True}
@@ -462,9 +514,42 @@ def test_silent_stream_sends_keep_alive_comments(client):
     with client.stream("POST", "/generate", json=body) as response:
         lines = list(response.iter_lines())
     assert ": keep-alive" in lines
+    # openai-go before 3.43 takes a comment and a blank line for an empty event, and ends the stream.
+    assert all(after != "" for before, after in itertools.pairwise(lines) if before == ": keep-alive")
     *_, held, _ = parts = pieces(lines)
     assert text_of(parts) == free
     assert len(held["text"]) > 100
+
+
+def test_events_have_no_character_at_which_a_client_splits_lines(tmp_path):
+    """httpx splits at U+0085, U+2028 and U+2029 too, so that an event would end within its JSON."""
+    breaks = "\x85\u2028\u2029"
+    checkpoint = save_random(tmp_path / "c", sorted({*VOCABULARY, *breaks, "é", "…", "\x7f"}))
+    options = {"prompt": "a", "max_tokens": 60, "seed": 1, "allowed_characters": breaks + "é…\x7f"}
+    with serving(checkpoint.path) as server:
+        for path in ("/generate", "/v1/completions"):
+            for others in ({}, {"logprobs": 1}):
+                whole = web.post(server.url + path, json=options | others).json()["choices"][0]["text"]
+                assert len(set(whole)) == 6
+                streamed = web.post(server.url + path, json=options | others | {"stream": True})
+                parts = pieces(streamed)
+                assert (
+                    "".join(it["text"] for part in parts for it in part.get("choices", [part]) if "text" in it) == whole
+                )
+                assert len(streamed.text.splitlines()) == len(streamed.content.split(b"\n")) - 1
+                assert "é" in streamed.text and "…" in streamed.text  # only what must be is escaped
+    error = ApiError(400, f"a{breaks}b").body
+    assert len(event(error).decode().splitlines()) == 2 and json.loads(event(error)[6:]) == json.loads(error)
+
+
+def test_no_proxy_gathers_or_stores_a_stream(client):
+    """nginx would, by default."""
+    for method, options in (
+        ("POST", {"json": {"max_tokens": 2, "stream": True}}),
+        ("GET", {"params": {"max_tokens": 2}}),
+    ):
+        headers = client.request(method, "/generate", **options).headers
+        assert (headers["x-accel-buffering"], headers["cache-control"]) == ("no", "no-store")
 
 
 def test_get_generate_streams_for_event_source(client, post):
@@ -473,6 +558,34 @@ def test_get_generate_streams_for_event_source(client, post):
         lines = list(response.iter_lines())
     assert text_of(pieces(lines)) == post("/generate", **query)["choices"][0]["text"]
     assert client.get("/generate", params=query, headers={"Last-Event-ID": "done"}).status_code == 204
+
+
+# -- retries and caches --
+
+
+def test_the_openai_sdk_does_not_repeat_what_took_too_long(server):
+    """It repeats a 504 twice otherwise: three times the work, for the same answer."""
+    answered = {"handler": "/v1/completions", "method": "POST", "status": "504"}
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=2) as sdk:
+        before = server.metric("chargpt_http_requests_total", **answered)
+        with pytest.raises(openai.InternalServerError) as error:
+            sdk.completions.create(
+                model="chargpt", prompt="a", max_tokens=ENDLESS // 1000, extra_body={"timeout_seconds": 0.05}
+            )
+    assert error.value.response.headers["x-should-retry"] == "false"
+    server.wait_until_metric("chargpt_http_requests_total", before + 1, **answered)
+    lost = ApiError(503, "ended, 2 in a row", code="worker_lost", retry_after_seconds=1).headers
+    assert (lost["X-Should-Retry"], lost["Retry-After"]) == ("false", "1")
+    assert "X-Should-Retry" not in ApiError(503, "no worker", code="not_ready").headers
+
+
+def test_no_cache_keeps_what_a_get_answers(client):
+    """But files, which have an ETag."""
+    paths = "/v1/models /v1/models/chargpt /info /tokenizer_info /livez /readyz /health /metrics".split()
+    for path in (*paths, "/v1/models/x", "/nothing", "/generate?n=0"):
+        assert client.get(path).headers["cache-control"] == "no-store", path
+    assert client.get("/generate", headers={"Last-Event-ID": "done"}).headers["cache-control"] == "no-store"
+    assert client.get("/").headers["cache-control"] == "no-cache"
 
 
 # -- priority, receipts --
@@ -685,6 +798,27 @@ def test_streams_report_ids_as_whole_answers_do(client, post, path):
             assert [id for c in mine for id in c["token_ids"]] == choice["token_ids"] and len(choice["token_ids"]) == 40
             assert [c["prompt_token_ids"] for c in mine if "prompt_token_ids" in c] == [choice["prompt_token_ids"]]
             assert "prompt_token_ids" in mine[0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_name_characters_by_id_on_request(client, checkpoint, stream):
+    options = {"prompt": "ab", "max_tokens": 30, "seed": 1, "echo": True, "logprobs": 2, "stream": stream}
+
+    def asked(**others):
+        response = client.post("/v1/completions", json=options | others)
+        found = pieces(response) if stream else [response.json()]
+        return [it["choices"][0]["logprobs"] for it in found]
+
+    def joined(parts, name):
+        return [it for part in parts for it in part[name]]
+
+    plain, by_id = asked(), asked(return_tokens_as_token_ids=True)
+    named = {c: f"token_id:{checkpoint.tokenizer.encode(c)[0]}" for c in VOCABULARY}
+    assert joined(by_id, "tokens") == [named[c] for c in joined(plain, "tokens")]
+    for name in ("token_logprobs", "text_offset"):
+        assert joined(by_id, name) == joined(plain, name)
+    for top, other in zip(joined(by_id, "top_logprobs"), joined(plain, "top_logprobs"), strict=True):
+        assert top == (other and {named[c]: value for c, value in other.items()})
 
 
 def test_logprob_token_ids_take_the_place_of_the_likeliest(client, post, peer, checkpoint):

@@ -9,7 +9,7 @@ import pytest
 from service.http.api.bodies import CompletionRequest, GenerateRequest
 from service.http.api.errors import ApiError
 from service.http.api.foreign import FOREIGN_FIELDS, MAX_UNKNOWN_FIELDS, OTHER_NAMES, REFUSED_FIELDS
-from service.http.api.reading import BodyReader, parse
+from service.http.api.reading import BodyReader, read
 from service.model.params import SAMPLING_META, SamplingParams
 from service.settings import Settings
 from service.wire import Submit
@@ -18,7 +18,7 @@ from service.wire import Submit
 @pytest.mark.parametrize("name", SAMPLING_META)
 def test_request_field_reaches_the_worker(name):
     value = SAMPLING_META[name].examples[0]
-    body = parse(GenerateRequest, msgspec.json.encode({"prompt": "a", name: value}))
+    body = read(GenerateRequest, msgspec.json.encode({"prompt": "a", name: value}))
     sampling = body.sampling(((3, 1.5),))
     assert sampling == SamplingParams(**{name: value}, logit_bias=((3, 1.5),))
     submit = Submit(1, [0], 1, sampling)
@@ -30,12 +30,12 @@ def test_fields_of_other_apis_are_ignored_or_their_name_here_is_given():
     fields = sorted(FOREIGN_FIELDS)
     for start in range(0, len(fields), MAX_UNKNOWN_FIELDS):
         some = fields[start : start + MAX_UNKNOWN_FIELDS]
-        body = parse(CompletionRequest, msgspec.json.encode({"prompt": "a"} | dict.fromkeys(some, 1)))
+        body = read(CompletionRequest, msgspec.json.encode({"prompt": "a"} | dict.fromkeys(some, 1)))
         assert body.ignored_fields == some
     for name, meant in OTHER_NAMES.items():
         with pytest.raises(ApiError, match=f"{name}: unknown field; did you mean {meant}\\?"):
-            parse(CompletionRequest, msgspec.json.encode({name: 1}))
-    both = parse(CompletionRequest, b'{"max_tokens": 5, "max_completion_tokens": 5}')
+            read(CompletionRequest, msgspec.json.encode({name: 1}))
+    both = read(CompletionRequest, b'{"max_tokens": 5, "max_completion_tokens": 5}')
     assert (both.max_tokens, both.ignored_fields) == (5, ["max_completion_tokens"])
 
 
@@ -57,17 +57,17 @@ def test_a_field_that_would_change_the_answer_is_refused_by_name(kind, name):
       {"messages": []}, {"guided_json": None}, {"no_repeat_ngram_size": 0}],
 )  # fmt: skip
 def test_values_that_change_nothing_are_ignored_by_name(fields):
-    assert parse(GenerateRequest, json.dumps({"prompt": "a"} | fields).encode()).ignored_fields == list(fields)
+    assert read(GenerateRequest, json.dumps({"prompt": "a"} | fields).encode()).ignored_fields == list(fields)
 
 
 def test_structured_outputs_are_regex_and_choice():
     for given in ({"regex": "[0-9]+"}, {"choice": ["a", "b"], "json": None}):
-        request = parse(CompletionRequest, json.dumps({"prompt": "a", "structured_outputs": given}).encode())
+        request = read(CompletionRequest, json.dumps({"prompt": "a", "structured_outputs": given}).encode())
         assert {name: getattr(request, name) for name, value in given.items() if value}.items() <= given.items()
         assert request.ignored_fields == []
     for given in ({"json": {}}, {"json": {"type": "object"}}, {"regex": "a", "choice": ["a"]}, {}, "x"):
         with pytest.raises(ApiError) as error:
-            parse(CompletionRequest, json.dumps({"prompt": "a", "structured_outputs": given}).encode())
+            read(CompletionRequest, json.dumps({"prompt": "a", "structured_outputs": given}).encode())
         assert error.value.param == "structured_outputs"
     with pytest.raises(ApiError):
-        parse(GenerateRequest, b'{"prompt": "a", "regex": "b", "structured_outputs": {"regex": "a"}}')
+        read(GenerateRequest, b'{"prompt": "a", "regex": "b", "structured_outputs": {"regex": "a"}}')

@@ -1,7 +1,7 @@
 """The bodies of requests: each field's name, type, bounds, default and meaning, stated once and shown in /docs.
 
-Pydantic models, which explain what is wrong with a field; reading.py derives from them what most requests are read
-with. Bounds that depend on the served model or the settings are checked by the routes.
+Pydantic models, which explain what is wrong with a field; reading.py decodes the JSON. Bounds that depend on the served
+model or the settings are checked by the routes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from service.http.api.answers import UnknownCharacters
-from service.http.api.errors import invalid
+from service.http.api.errors import ApiError, invalid, shortened
 from service.http.api.foreign import check_unknown, generation_fields
 from service.model.params import MAX_BIAS, MAX_SEED, SAMPLING_META, SamplingParams
 
@@ -78,19 +78,20 @@ class Body(BaseModel):
     @classmethod
     def _known_fields(cls, data: Any, info: ValidationInfo) -> Any:
         if not isinstance(data, dict):
-            return data
-        data = cls._mapped(data)
-        unknown = [name for name in data if name not in cls.model_fields]
-        if unknown:
+            name = cls.path.removesuffix(".")
+            message = f"{name or 'body'}: Input should be an object, got {shortened(data)}"
+            raise ApiError(400, message, param=name or None)
+        data, fields = cls._mapped(data), cls.__pydantic_fields__
+        if not data.keys() <= fields.keys():
+            unknown = [name for name in data if name not in fields]
             given = [name for name, value in data.items() if value is not None]
-            check_unknown(cls.path, unknown, tuple(cls.model_fields), given)
+            check_unknown(cls.path, unknown, tuple(fields), given)
             if info.context is not None:
                 info.context.extend(cls.path + name for name in unknown)
-        return {
-            name: data[name]
-            for name, field in cls.model_fields.items()
-            if name in data and (data[name] is not None or field.is_required())
-        }
+            data = {name: value for name, value in data.items() if name in fields}
+        if None in data.values():
+            data = {name: value for name, value in data.items() if value is not None or fields[name].is_required()}
+        return data
 
     @classmethod
     def _mapped(cls, data: dict[str, Any]) -> dict[str, Any]:
@@ -117,7 +118,10 @@ class StreamOptions(Body):
     include_usage: bool = _field(False, True)
     """end a stream of /v1/completions with a usage chunk; /generate always does"""
     continuous_usage_stats: bool = _field(False, True)
-    """report the usage so far in every event"""
+    """report the usage so far in every event; of /v1/completions only with `include_usage`"""
+
+
+_DEFAULT_STREAM_OPTIONS = StreamOptions.model_validate({})
 
 
 class ModelRequest(Body):
@@ -238,6 +242,8 @@ class GenerationRequest(ModelRequest):
     prompt_logprobs: int | None = _field(None, 1, ge=-1)
     """report of each character of the prompt its log-probability and rank, and those of this many of the likeliest;
     -1: of all. Not of a stream"""
+    return_tokens_as_token_ids: bool = _field(False, True)
+    """with `logprobs`: name each character by its id, `token_id:5`"""
     return_token_ids: bool = _field(False, True)
     """report the ids of the prompt and of the text after it"""
     echo: bool = _field(False, True)
@@ -245,21 +251,23 @@ class GenerationRequest(ModelRequest):
     stream: bool = _field(False, True)
     """send the text as server-sent events while it is generated"""
     stream_options: StreamOptions = Field(
-        default_factory=lambda: StreamOptions.model_validate({}), examples=[{"include_usage": True}]
+        default_factory=lambda: _DEFAULT_STREAM_OPTIONS, examples=[{"include_usage": True}]
     )
-    """how a stream reports usage; no effect on a whole answer"""
+    """how a stream reports usage; only with `stream`"""
     stream_interval: float | None = _field(None, 0.1, ge=0, le=60)
     """seconds for which characters gather between two events of a stream; the first is sent at once. Default: the
     server's setting"""
 
     @model_validator(mode="after")
     def _fields_agree(self) -> GenerationRequest:
-        given = [name for name in _CONFLICTING if getattr(self, name) not in (None, "", [])]
+        given = [name for name in _CONFLICTING & self.model_fields_set if getattr(self, name) not in (None, "", [])]
         for name, other, reason in _CONFLICTS if len(given) > 1 else ():
             if name in given and other in given:
                 raise invalid(name, f"cannot be combined with {other}{reason}")
         if self.logprob_token_ids and (self.logprobs is None or self.echo):
             raise invalid("logprob_token_ids", "cannot be combined with echo" if self.echo else "needs logprobs")
+        if "stream_options" in self.model_fields_set and not self.stream:
+            raise invalid("stream_options", "needs stream")
         if self.prompt_logprobs is not None and self.stream:
             raise invalid("prompt_logprobs", "cannot be streamed")
         if self.min_tokens > self.max_tokens:

@@ -42,7 +42,9 @@ class ApiError(Exception):
         self.message = message
         self.param = param
         self.code = code
-        self.headers = dict(headers or {})
+        self.headers = {"Cache-Control": "no-store", **(headers or {})}
+        if status == 504 or code == "worker_lost":  # openai's SDKs would repeat it twice, which costs as much each time
+            self.headers["X-Should-Retry"] = "false"
         if retry_after_seconds is not None:
             self.headers["Retry-After"] = str(retry_after_seconds)
 
@@ -72,5 +74,8 @@ def invalid(param: str, message: str, code: str | None = None) -> ApiError:
 
 
 def shortened(value: object) -> str:
-    text = repr(value[:101] if isinstance(value, str | list) else value)
+    try:
+        text = repr(value[:101] if isinstance(value, str | list) else value)
+    except RecursionError:  # as deep as can be decoded
+        return "what is nested too deeply to be shown"
     return text if len(text) <= 100 else text[:100] + "…"

@@ -23,7 +23,7 @@ FOREIGN_FIELDS = frozenset(
         "parallel_tool_calls", "tools", "tool_choice", "top_logprobs", "modalities", "verbosity", "reasoning_effort",
         # vLLM
         "add_special_tokens", "cache_salt", "kv_transfer_params", "request_id", "return_token_strs",
-        "return_tokens_as_token_ids", "skip_special_tokens", "spaces_between_special_tokens", "vllm_xargs",
+        "skip_special_tokens", "spaces_between_special_tokens", "vllm_xargs",
     )
 )  # fmt: skip
 # Fields of other APIs that would change a generation's answer -> what to do. Refused, unless a value changes nothing.
@@ -79,7 +79,7 @@ def generation_fields(data: dict[str, Any]) -> dict[str, Any]:
             message = f"must be an object with either regex or choice, got {shortened(given)}"
             raise invalid("structured_outputs", message, "unsupported_field")
         data = {name: value for name, value in data.items() if name != "structured_outputs"} | kinds
-    for name in data.keys() & REFUSED_FIELDS.keys():
+    for name in [name for name in data if name in REFUSED_FIELDS]:
         value, neutral = data[name], _NEUTRAL.get(name)
         is_given = bool(value) or (value == {} and "json" in name)  # of a schema, {} is any JSON
         if value is False if neutral is True else is_given and value != neutral:

@@ -63,13 +63,16 @@ TAGS = {
 # status -> meaning; codes of the errors, if any
 FAILURES = {
     400: "A field is missing, invalid or out of bounds, or a text has unknown characters. Codes: `invalid_json`, "
-    "`unknown_character`, `invalid_pattern`, `unknown_field`, or null; `param` names the field.",
+    "`duplicate_field`, `unknown_character`, `invalid_pattern`, `unknown_field`, `unsupported_field`, or null; `param` "
+    "names the field.",
     401: "The API key is missing or invalid. Code: `invalid_api_key`.",
+    403: "A page of another site sent this, and CORS does not allow its origin. Code: `cross_site`.",
     404: "The model is not served here. Code: `model_not_found`.",
     408: "The body took too long to arrive. Code: `body_timeout`.",
     413: "The body is too large. Code: `body_too_large`.",
     414: "The URL is too long. Code: `headers_too_large`.",
-    415: "The body is declared as something other than JSON. Code: `unsupported_content_type`.",
+    415: "The body is declared as something other than JSON, or as compressed. Codes: `unsupported_content_type`, "
+    "`unsupported_content_encoding`.",
     429: "The queue is full or the wait would be too long, code `queue_full`; requests in progress need too much "
     "memory, `overloaded`; or beyond a limit of this client, `rate_limit`. `Retry-After` estimates when to retry.",
     500: "The service failed; a retry may succeed. Code: `engine_error`, or null.",
@@ -77,6 +80,7 @@ FAILURES = {
     "`Retry-After` says when to retry. Codes: `not_ready`, `worker_lost`, `shutting_down`.",
     504: "The request took longer than its `timeout_seconds` or the server's limit. Code: `timeout`.",
 }
+_ERROR_HEADERS = {429: ["Retry-After"], 503: ["Retry-After", "X-Should-Retry"], 504: ["X-Should-Retry"]}
 BODY = (400, 404, 408, 413, 415, 429)  # of routes with a body
 RUN = (429, 503, 504)  # of routes that run the model
 
@@ -84,6 +88,10 @@ MILLISECONDS = {"type": "number", "minimum": 0}
 HEADERS: dict[str, tuple[str, dict[str, Any]]] = {
     "X-Request-Id": ("The request's id: the client's own, or a new one", {"type": "string"}),
     "Retry-After": ("Seconds; an error during shutdown may lack it", {"type": "integer"}),
+    "X-Should-Retry": (
+        "false of what took long and is likely to fail again: openai's SDKs do not repeat it",
+        {"const": "false"},
+    ),
     "X-Ignored-Fields": (
         "Unknown fields of the request, comma-separated; absent if there are none",
         {"type": "string"},
@@ -188,7 +196,7 @@ def build_document(
         "components": {
             "schemas": dict(sorted(schemas.items())),
             "responses": {
-                f"Status{status}": _response(meaning, _json("Error"), *["Retry-After"] * (status in (429, 503)))
+                f"Status{status}": _response(meaning, _json("Error"), *_ERROR_HEADERS.get(status, ()))
                 for status, meaning in FAILURES.items()
             },
             "headers": {
@@ -221,7 +229,7 @@ def _operation(operation: Operation, schemas: dict[str, Any], settings: Settings
         content["text/event-stream"] = _event_stream(operation.events)
     headers: tuple[str, ...] = ("X-Ignored-Fields",) if operation.request is not None else ()
     if operation.runs_model:
-        headers = tuple(name for name in HEADERS if name not in ("X-Request-Id", "Retry-After"))
+        headers = tuple(name for name in HEADERS if name not in ("X-Request-Id", "Retry-After", "X-Should-Retry"))
     content = content or {"text/plain": {"schema": {"type": "string"}}}
     responses: dict[str, dict[str, Any]] = {"200": _response("The answer.", content, *headers)}
     is_limited = settings.client_limits is not None and not operation.is_quiet

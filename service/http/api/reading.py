@@ -1,28 +1,27 @@
-"""Reads the bodies of requests: most with msgspec, in half a microsecond; pydantic explains what is wrong with others.
+"""Reads the bodies of requests: msgspec decodes the JSON, pydantic checks the fields and says what is wrong with one.
 
-A large one is cut into its fields first, so that none blocks the event loop for long: pydantic takes 0.2 µs for an id.
-Large lists of texts or ids are decoded by msgspec in a tenth of that. The same is accepted either way, and refused in
-the same words, unless it is too large for pydantic to look for what is wrong.
+A large body is decoded field by field, and its long lists slice by slice, so that none blocks the event loop for long.
+Such lists do not pass pydantic, which takes 0.2 µs for an id. The same is accepted either way, and refused in the same
+words, unless it is too large to look for what is wrong.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
+import json
 import re
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar
 from weakref import WeakValueDictionary
 
 import msgspec
 from msgspec import Meta, Raw
-from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
+from pydantic import ValidationError
 
 from service.http.answering.pause import Pause
 from service.http.api import bodies as b
 from service.http.api.errors import ApiError, invalid, shortened
-from service.http.api.foreign import MAX_UNKNOWN_BYTES
-from service.model.params import MAX_SEED, SAMPLING_META
+from service.http.api.foreign import FIELD_NAME, MAX_UNKNOWN_BYTES, MAX_UNKNOWN_FIELDS, check_unknown
+from service.model.params import MAX_SEED
 from service.settings import Settings
 
 AnyRequest = TypeVar("AnyRequest", bound=b.ModelRequest)
@@ -33,6 +32,7 @@ DECODED_BYTES = 1 << 17  # of a list of ids at a time: about 1 ms
 MAX_ITEMS = 1 << 17  # of one field, that pydantic gets: about 20 ms. Where it gets them, no valid value has so many.
 
 _decode = msgspec.json.decode
+_decode_any = msgspec.json.Decoder(float_hook=float).decode  # 1e400 is JSON, and infinite
 
 # What a union or a list must be, in place of one pydantic message per branch.
 EXPECTED = {
@@ -48,36 +48,80 @@ EXPECTED = {
 }
 
 
-# -- by pydantic --
+# -- fields --
 
 
-def parse(kind: type[AnyRequest], body: bytes | dict[str, Any]) -> AnyRequest:
-    """The request in a JSON body, or in the fields of a query, whose values are strings.
+def parse(kind: type[AnyRequest], fields: Any, *, is_query: bool = False) -> AnyRequest:
+    """The request of the fields in a body, or in a query, whose values are strings.
 
     Raises ApiError: 400, with the field, what was given and what is allowed.
     """
     ignored: list[str] = []
     try:
-        if isinstance(body, dict):
-            request = kind.model_validate(body, strict=False, context=ignored)
-        else:
-            request = kind.model_validate_json(body, context=ignored)
-        request._ignored = ignored
-        return request
+        request = kind.model_validate(fields, strict=False if is_query else None, context=ignored)
     except ValidationError as error:
         problem = error.errors(include_url=False, include_context=False)[0]
         place, message, given = problem["loc"], problem["msg"], problem["input"]
-        if problem["type"] == "json_invalid":
-            assert isinstance(body, bytes)
-            raise _invalid_json(body, message.removeprefix("Invalid JSON: ")) from None
         if place and place[0] in EXPECTED:
             raise _expected(str(place[0])) from None
         param = ".".join(map(str, place)) or None
         raise ApiError(400, f"{param or 'body'}: {message}, got {shortened(given)}", param=param) from None
+    request._ignored = ignored
+    return request
 
 
 def _expected(name: str) -> ApiError:
     return invalid(name, f"Input should be {EXPECTED[name]}")
+
+
+# -- JSON --
+
+
+def read(kind: type[AnyRequest], body: bytes) -> AnyRequest:
+    """The request in a JSON body. Raises ApiError: 400, it is not valid JSON; otherwise as `parse`."""
+    return parse(kind, decode(body))
+
+
+def decode(part: bytes, body: bytes | None = None) -> Any:
+    """The value of a body, or of a part of one.
+
+    Raises ApiError: 400, it is not valid JSON, or has an object with a repeated name.
+    """
+    try:
+        value = _decode_any(part)
+        _check_names(part, value)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _invalid_json(body or part, error, body.find(part) if body else 0, len(part)) from None
+    return value
+
+
+def _check_names(part: bytes, value: Any) -> None:
+    """Raises ApiError: 400, an object has a name twice: parsers differ in which of the two counts."""
+    if isinstance(value, dict):
+        # Each name and each text has two quotes; more are of what is nested, of escapes, or of a repeated name.
+        num_texts = sum([isinstance(it, str) for it in value.values()])
+        if part.count(b'"') == 2 * (len(value) + num_texts):
+            return
+    elif not isinstance(value, list) or b"{" not in part:
+        return
+    _decode_pairs(part.decode())
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> None:
+    seen: set[str] = set()
+    for name, _ in pairs:
+        if name in seen:
+            raise _repeated(name)
+        seen.add(name)
+
+
+def _repeated(name: str) -> ApiError:
+    is_name = FIELD_NAME.fullmatch(name) is not None
+    message = f"{name if is_name else shortened(name)}: given twice in one object, may be given once"
+    return ApiError(400, message, param=name if is_name else None, code="duplicate_field")
+
+
+_decode_pairs = json.JSONDecoder(object_pairs_hook=_distinct).decode
 
 
 # An escaped half of a surrogate pair without its other half, or one in UTF-8. The backslash is not itself escaped.
@@ -86,84 +130,38 @@ _LONE_SURROGATE = re.compile(
     rb"\\u([dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F][0-9a-fA-F]{2})|[c-fC-F][0-9a-fA-F]{2}))"
     rb"|(\xed[\xa0-\xbf][\x80-\xbf])"
 )
+_NO_NUMBER = re.compile(rb"NaN|Infinity")  # as JavaScript and Python write them
 SURROGATE_BYTES = 1 << 16  # looked at, before the place of an error
-_PLACE = re.compile(r"(?:line 1 column |\(byte )(\d+)\)?$")  # pydantic's or msgspec's, at the end of a reason
+_PLACE = re.compile(r" \(byte (\d+)\)$")  # at the end of msgspec's reasons
 
 
-def _invalid_json(body: bytes, reason: str, place: int | None = None) -> ApiError:
-    """The error for a body that cannot be parsed, as a parser says; it is named if a lone surrogate is the reason.
+def _invalid_json(body: bytes, error: Exception, start: int = 0, length: int | None = None) -> ApiError:
+    """The error for a body that cannot be parsed; it is named if a lone surrogate is the reason.
 
-    place: the byte at which the parser stopped, if the reason does not say it.
+    start, length: of the part that the parser saw.
     """
-    if place is None:
-        said = _PLACE.search(reason)
-        place = int(said[1]) if said else len(body)
+    place = start + (len(body) if length is None else length)
+    if isinstance(error, RecursionError):
+        reason = "nested too deeply"
+    elif isinstance(error, UnicodeDecodeError):
+        try:
+            body.decode()
+        except UnicodeDecodeError as whole:  # msgspec says the place within a text
+            error = whole
+        reason, place = str(error), error.start
+    else:
+        reason = str(error).removeprefix("JSON is malformed: ").partition(" - at ")[0]
+        if (said := _PLACE.search(reason)) is not None:
+            place = start + int(said[1])
+            reason = f"{reason[: said.start()]} (byte {place})"
+    if (number := _NO_NUMBER.match(body, place)) is not None:
+        reason = f"{number[0].decode()} at byte {place} is not a number of JSON"
     found = _LONE_SURROGATE.search(body, max(0, place - SURROGATE_BYTES), place + 16)
     if found is not None:
         code = found[1].decode().upper() if found[1] else f"{ord(found[2].decode(errors='surrogatepass')):04X}"
         at = found.start(1) - 2 if found[1] else found.start(2)
         reason = f"U+{code} at byte {at} is a lone surrogate, half of a pair and not a character"
     return ApiError(400, f"body is not valid JSON: {reason}", code="invalid_json")
-
-
-# -- plain requests, by msgspec --
-
-# The fields that most requests have no others than; of their types the first: a text, not a list of texts.
-_PLAIN = (
-    "model", "prompt", "max_tokens", "min_tokens", "n", "seed", "stop", "stream", "logprobs", "echo",
-    "timeout_seconds", *SAMPLING_META,
-)  # fmt: skip
-
-
-class PlainRequest(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    """A generation request of plain fields, which msgspec validates in a tenth of pydantic's time.
-
-    Has the attributes of a GenerationRequest, from which it is derived: what is not accepted here is given to that.
-    """
-
-
-def _plain_type(field: FieldInfo) -> Any:
-    """The first type of a field, with its bounds, as msgspec has them."""
-    hint, constraints = field.annotation, [*field.metadata]
-    while args := get_args(hint):
-        hint = args[0]
-        constraints += [it for about in args[1:] if isinstance(about, FieldInfo) for it in about.metadata]
-    bounds = {
-        bound: min(value, 2**63 - 1)  # msgspec's longest integer
-        for constraint in constraints
-        for bound in ("ge", "gt", "le", "min_length", "max_length")
-        if (value := getattr(constraint, bound, None)) is not None
-    }
-    return Annotated[hint, Meta(**bounds)]
-
-
-@functools.cache
-def _plain_decoder(kind: type[b.GenerationRequest]) -> msgspec.json.Decoder[Any]:
-    """Of a PlainRequest with the bounds and defaults of the kind, which `max_tokens` lacks."""
-    defaults = {name: it.get_default(call_default_factory=True) for name, it in kind.model_fields.items()}
-    fields: list[Any] = [
-        (name, _plain_type(kind.model_fields[name]), None if name == "max_tokens" else defaults.pop(name))
-        for name in _PLAIN
-    ]
-    del defaults["max_tokens"]
-    its = {name: b.GenerationRequest.__dict__[name] for name in ("sampling", "stops", "prompts")}
-    namespace = defaults | its | {"ignored_fields": [], "has_max_tokens": True}
-    return msgspec.json.Decoder(
-        msgspec.defstruct(f"Plain{kind.__name__}", fields, bases=(PlainRequest,), namespace=namespace)
-    )
-
-
-def parse_plain(kind: type[BaseModel], body: bytes) -> Any:
-    """A PlainRequest that means the same as `parse`; None: that has to decide."""
-    if not issubclass(kind, b.GenerationRequest):
-        return None
-    try:
-        request = _plain_decoder(kind).decode(body)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        return None
-    if request.max_tokens is None or request.min_tokens > request.max_tokens:
-        return None
-    return request
 
 
 # -- large bodies, field by field --
@@ -185,7 +183,7 @@ class BodyReader:
         own = self._turns.get(client) or self._turns.setdefault(client, asyncio.Lock())
         async with own, self._turn:
             await asyncio.sleep(0)
-            return await parse_large(kind, body, self._settings)
+            return await read_large(kind, body, self._settings)
 
 
 # The fields whose valid lists can be too large for pydantic.
@@ -194,18 +192,18 @@ _Ids = list[Annotated[int, Meta(ge=0, le=b.MAX_ID)]]
 _FIRST_ITEM = re.compile(rb"\[\s*(.)")
 
 
-async def parse_large(kind: type[AnyRequest], body: bytes, settings: Settings) -> AnyRequest:
-    """As `parse`. What is too much for the settings is zeros or empty texts, for the handler to refuse."""
+async def read_large(kind: type[AnyRequest], body: bytes, settings: Settings) -> AnyRequest:
+    """As `read`. What is too much for the settings is zeros or empty texts, for the handler to refuse."""
     pause = Pause()
     small: dict[str, Any] = {}  # what pydantic gets
     large: dict[str, list[Any]] = {}
-    fields = await _fields(kind, body, pause)
-    is_cut = fields.get("truncate_prompt_tokens", b"null") != b"null"
+    fields = _fields(kind, body)
+    is_cut = bytes(fields.get("truncate_prompt_tokens", b"null")) != b"null"
     longest = settings.max_body_bytes if is_cut else settings.max_prompt_characters  # of a prompt's ids
-    for name, raw in fields.items():
+    for name, its in fields.items():
         await pause.if_due()
-        is_list, is_known = raw[:1] == b"[", name in kind.model_fields or name == "structured_outputs"
-        if is_list and is_known and name in _LISTS and len(raw) > LARGE_FIELD_BYTES:
+        raw = bytes(its)
+        if name in kind.model_fields and name in _LISTS and raw[:1] == b"[" and len(raw) > LARGE_FIELD_BYTES:
             try:
                 large[name] = await _items(name, raw, settings, longest, pause)
                 small[name] = [type(item)() for item in large[name][: b.MAX_SEQUENCES + 1]]
@@ -213,43 +211,49 @@ async def parse_large(kind: type[AnyRequest], body: bytes, settings: Settings) -
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 if name in EXPECTED:
                     raise _expected(name) from None
-        if is_known and raw[:1] in b"[{" and sum(map(raw.count, (b",", b":", b"[", b"{"))) > MAX_ITEMS:
+        if raw[:1] in b"[{" and sum(map(raw.count, (b",", b":", b"[", b"{"))) > MAX_ITEMS:
             raise _expected(name) if name in EXPECTED else invalid(name, "Input is not valid, and too large to say why")
-        small[name] = Raw(raw)
+        small[name] = decode(raw, body)
     await pause.if_due()
-    content = msgspec.json.encode(small)
-    await pause.if_due()
-    request = parse(kind, content)
+    request = parse(kind, small)
     for name, items in large.items():
         setattr(request, name, items)
     return request
 
 
-@functools.cache
-def _decoder(kind: type[BaseModel]) -> msgspec.json.Decoder[msgspec.Struct]:
-    """Cuts an object into the JSON of its fields, and skips unknown ones."""
-    names = (*kind.model_fields, "structured_outputs")
-    return msgspec.json.Decoder(msgspec.defstruct(kind.__name__, [(name, Raw, Raw()) for name in names]))
+class _Name(str):
+    """The name of a field: a type that msgspec leaves to `dec_hook`, one name after the other."""
+
+    __slots__ = ()
 
 
-async def _fields(kind: type[b.Body], body: bytes, pause: Pause) -> dict[str, bytes]:
+def _fields(kind: type[b.ModelRequest], body: bytes) -> dict[str, Raw]:
     """The JSON of each field given."""
+    names, unknown = set[str](), list[str]()
+
+    def checked(_: type, name: str) -> _Name:
+        if name in names:
+            raise _repeated(name)
+        names.add(name)
+        if name not in kind.model_fields and name != "structured_outputs":
+            unknown.append(name)
+            if len(unknown) > MAX_UNKNOWN_FIELDS:  # refuses them: there can be hundreds of thousands
+                check_unknown(kind.path, unknown, tuple(kind.model_fields), names)
+        return _Name(name)
+
     try:
         if not body.isascii():
             body.decode()  # msgspec does not look into what it skips
-        cut = _decoder(kind).decode(body)
-        rest = len(body) - sum(memoryview(raw).nbytes for raw in msgspec.structs.astuple(cut))
-        await pause.if_due()
-        if rest <= MAX_UNKNOWN_BYTES:  # there can be hundreds of thousands else
-            return {name: bytes(raw) for name, raw in _decode(body, type=dict[str, Raw]).items()}
+        fields = _decode(body, type=dict[_Name, Raw], dec_hook=checked)
     except msgspec.ValidationError:
         raise ApiError(400, "body: Input should be an object") from None
-    except UnicodeDecodeError as error:
-        raise _invalid_json(body, str(error), error.start) from None
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise _invalid_json(body, str(error).removeprefix("JSON is malformed: ")) from None
-    message = f"unknown fields may have at most {MAX_UNKNOWN_BYTES} bytes together, got {rest}"
-    raise ApiError(400, f"{kind.path.removesuffix('.') or 'body'}: {message}", code="unknown_field")
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _invalid_json(body, error) from None
+    size = sum(memoryview(fields[_Name(name)]).nbytes for name in unknown)
+    if size > MAX_UNKNOWN_BYTES:
+        message = f"unknown fields may have at most {MAX_UNKNOWN_BYTES} bytes together, got {size}"
+        raise ApiError(400, f"body: {message}", code="unknown_field")
+    return {str(name): raw for name, raw in fields.items()}
 
 
 async def _items(name: str, raw: bytes, settings: Settings, longest: int, pause: Pause) -> list[Any]:

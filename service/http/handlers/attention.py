@@ -16,7 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from msgspec import UNSET
 
-from service.http.answering.stream import HOLE, filled, joined, list_parts, send_json
+from service.http.answering.json_parts import HOLE, filled, joined, list_parts
+from service.http.answering.stream import send_json
 from service.http.api.answers import AttentionAnswer, HeadAttention
 from service.http.api.bodies import MAX_ATTENTION_CHARACTERS, AttentionRequest
 from service.http.api.errors import ApiError, invalid

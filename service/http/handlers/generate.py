@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections import Counter
 from collections.abc import Coroutine
@@ -10,22 +9,21 @@ from typing import Any, cast
 
 import msgspec
 
-from service.http.answering.pause import Pause
-from service.http.answering.stream import DONE, CompletionForm, Form, Pieces, write_stream, write_whole
+from service.http.answering.forms import CompletionForm, Form
+from service.http.answering.stream import DONE, Pieces, write_stream, write_whole
 from service.http.api.bodies import CompletionRequest, GenerateRequest, GenerationRequest
 from service.http.api.errors import invalid, shortened
 from service.http.engine.encoding import Encoder, begun, check_ids, unknown_characters
-from service.http.engine.lease import MAX_CUTS
 from service.http.engine.model import Model
 from service.http.engine.sequences import Generation, Piece
-from service.http.request import Request
+from service.http.handlers.candidates import best_of, infill
+from service.http.request import NO_STORE, Request
 from service.http.service import Service
 from service.model.params import MAX_SEED
-from service.wire import Submit, floats
+from service.wire import Submit
 from service.words import plural
 
 _patterns = operator.attrgetter("regex", "choice", "allowed_characters", "allowed_token_ids", "bad_words", "stop_regex")
-Echo = list[str] | None  # the prompt of each sequence, if the answer begins with it
 SUFFIX_CANDIDATES = 8  # sampled per prompt, if the request does not say and limits allow
 EVENT_SOURCE_END = b"done"  # id of the last event, with which EventSource reconnects
 
@@ -38,7 +36,7 @@ def generate(service: Service, request: Request) -> Coroutine[Any, Any, None]:
 def generate_events(service: Service, request: Request) -> Coroutine[Any, Any, None] | None:
     """Continue a text, for a browser's EventSource: always a stream, with its fields in the query."""
     if request.fields.get(b"last-event-id") == EVENT_SOURCE_END:
-        request.respond(b"", b"", 204)  # otherwise EventSource would reconnect for ever
+        request.respond(b"", NO_STORE, 204)  # otherwise EventSource would reconnect for ever
         return None
     given = request.query_fields
     fields: dict[str, Any] = dict(given)
@@ -100,9 +98,9 @@ async def _answer(
     form = form_class(request, encoder, seeds, body, prompts)
     pieces: Pieces
     if suffix:
-        pieces = _infill(service, request, submits, body.n, candidates, suffix, echo)
+        pieces = infill(service, request, submits, body.n, candidates, suffix, echo)
     elif candidates > body.n:
-        pieces = _best_of(service, request, submits, body, candidates, echo)
+        pieces = best_of(service, request, submits, body, candidates, echo)
     else:
         default = service.settings.stream_interval_seconds
         interval = default if body.stream_interval is None else body.stream_interval
@@ -311,82 +309,3 @@ def _about_digits(given: object, key: str | int, bias: float) -> str:
     if isinstance(given, dict):
         return f'; in an object "{key}" is the id, and the character is written as a pair: [["{key}", {bias!r}]]'
     return f'; in a pair "{key}" is the character, and the id is written as a number: [[{key}, {bias!r}]]'
-
-
-# -- best_of and suffix: sample candidates, rank them, answer with the best --
-
-
-async def _best_of(
-    service: Service, request: Request, submits: list[Submit], body: GenerationRequest, candidates: int, echo: Echo
-) -> list[Piece]:
-    """The `n` texts of each prompt with the highest mean log-probability; empty ones, which have none, come last."""
-    ranked, pause = [], Pause()
-    for piece in await service.start(request, submits, echo=echo).whole():
-        start = len(echo[piece.number]) - piece.num_unscored if echo else 0
-        values = floats(piece.logprobs.values[8 * start :]) if piece.logprobs is not None else []
-        if body.logprobs is None:
-            piece = msgspec.structs.replace(piece, logprobs=None)
-        await pause.if_due()
-        ranked.append((sum(values) / len(values) if values else -math.inf, piece))
-    return _best(ranked, body.n, candidates)
-
-
-async def _infill(
-    service: Service, request: Request, submits: list[Submit], n: int, candidates: int, suffix: list[int], echo: Echo
-) -> list[Piece]:
-    """The `n` texts of each prompt after which the suffix is likeliest.
-
-    Each candidate is also cut where the suffix's first character is likeliest to come next; all are ranked by
-    log p(suffix | prompt, middle).
-    """
-    model = request.model
-    assert model is not None
-    suffix = suffix[: model.receptive_field]
-    timeout_seconds = submits[0].timeout_seconds  # as requested; the client lowers it to what is left
-    for submit in submits:
-        submit.logprobs, submit.logprob_ids, submit.score_from = 0, (suffix[0],), None
-    sampled = await service.start(request, submits).whole()
-    if request.client_left:
-        return []
-    middles = [middle for piece in sampled for middle in _cut(piece, submits[piece.number].min_tokens)]
-    scoring: dict[tuple[int, str], Submit] = {}  # (prompt, text): equal texts are scored once, and alike
-    for middle in middles:
-        submit = submits[middle.number]
-        before = submit.prompt + model.tokenizer.encode(middle.text)
-        scoring[middle.number // candidates, middle.text] = Submit(
-            0, before + suffix, 0, submit.sampling, timeout_seconds,
-            logprobs=0, score_from=len(before), priority=submit.priority,
-        )  # fmt: skip
-    generation = service.start(request, list(scoring.values()))
-    await generation.whole()
-    scores = {key: sum(floats(generation.prompt_logprobs(i).values)) for i, key in enumerate(scoring)}
-    ranked = [(scores[middle.number // candidates, middle.text], middle) for middle in middles]
-    best = _best(ranked, n, candidates)
-    if echo:  # each prompt's text, `candidates` times
-        best = [
-            msgspec.structs.replace(piece, text=echo[piece.number // n * candidates] + piece.text) for piece in best
-        ]
-    return best
-
-
-def _cut(piece: Piece, min_tokens: int) -> list[Piece]:
-    """A candidate as it is, and cut where the suffix is likely to begin."""
-    # Of the suffix's first character at each position.
-    chances = floats(piece.logprobs.top_values) if piece.logprobs is not None else []
-    cuts = sorted(range(min_tokens, len(chances)), key=lambda i: -round(chances[i], 4))[:MAX_CUTS]
-    whole = msgspec.structs.replace(piece, logprobs=None)
-    return [whole, *(msgspec.structs.replace(whole, text=piece.text[:i], finish_reason="stop") for i in sorted(cuts))]
-
-
-def _best(ranked: list[tuple[float, Piece]], n: int, num_candidates: int) -> list[Piece]:
-    """The n candidates of each prompt with the highest score, renumbered; repetitions of a text come last."""
-    by_prompt: dict[int, list[tuple[bool, float, int, Piece]]] = {}
-    for i, (score, piece) in enumerate(ranked):
-        others = by_prompt.setdefault(piece.number // num_candidates, [])
-        is_repeated = any(piece.text == other.text for *_, other in others)
-        others.append((is_repeated, -round(score, 4), i, piece))
-    return [
-        msgspec.structs.replace(piece, number=prompt * n + place)
-        for prompt, candidates in sorted(by_prompt.items())
-        for place, (*_, piece) in enumerate(sorted(candidates)[:n])
-    ]

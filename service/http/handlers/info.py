@@ -8,14 +8,15 @@ from typing import Any
 
 import msgspec
 
-from service.http.answering.stream import HOLE, filled, list_parts, send_json, sliced, text_parts
+from service.http.answering.json_parts import HOLE, filled, list_parts, sliced, text_parts
+from service.http.answering.stream import send_json
 from service.http.api import answers as s
 from service.http.api.bodies import DetokenizeRequest, TokenizeRequest
 from service.http.engine.encoding import Encoder
 from service.http.engine.lease import PROMPT_BYTES
 from service.http.engine.model import Model
 from service.http.handlers.attention import max_characters
-from service.http.request import JSON, Request, header_lines
+from service.http.request import JSON, NO_STORE, Request, header_lines
 from service.http.service import Service
 from service.model.checkpoint import CONFIG_NAMES
 
@@ -36,7 +37,7 @@ def published(training: dict[str, Any]) -> dict[str, Any]:
 
 
 def _respond(request: Request, content: msgspec.Struct, status: int = 200) -> None:
-    request.respond(msgspec.json.encode(content), JSON, status)
+    request.respond(msgspec.json.encode(content), JSON + NO_STORE, status)
 
 
 async def tokenize(service: Service, request: Request) -> None:
@@ -134,4 +135,4 @@ async def prometheus(service: Service, request: Request) -> None:
         service.metrics.flush()
     accept = (request.fields.get(b"accept") or b"").decode("latin-1")
     text, content_type = await asyncio.to_thread(service.exposition.page, accept)
-    request.respond(text, header_lines({"Content-Type": content_type}))
+    request.respond(text, header_lines({"Content-Type": content_type}) + NO_STORE)

@@ -8,17 +8,9 @@ from collections.abc import Iterable, Iterator
 
 from msgspec import UNSET
 
+from service.http.answering.json_parts import HOLE, MAX_NUMBERS, filled, joined, list_parts, sliced
 from service.http.answering.pause import Pause
-from service.http.answering.stream import (
-    HOLE,
-    MAX_NUMBERS,
-    filled,
-    joined,
-    list_parts,
-    receipt_headers,
-    send_json,
-    sliced,
-)
+from service.http.answering.stream import receipt_headers, send_json
 from service.http.api.answers import Next, NextAnswer, NextCharacter, Score, ScoreAnswer, Usage
 from service.http.api.bodies import NextRequest, ScoreRequest
 from service.http.api.errors import invalid

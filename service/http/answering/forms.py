@@ -1,0 +1,257 @@
+"""The two forms of a generation's answer: as /generate has it, and as OpenAI's completions do.
+
+Whole answers and the events of streams. Knows nothing of how they are written.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from service.http.answering.json_parts import (
+    HOLE,
+    MAX_CHARACTERS,
+    MAX_NUMBERS,
+    filled,
+    joined,
+    list_parts,
+    sliced,
+    text_parts,
+)
+from service.http.api.answers import (
+    ChunkChoice,
+    Completion,
+    CompletionChoice,
+    CompletionChunk,
+    GenerateAnswer,
+    GenerateChoice,
+    GenerateEnd,
+    GenerateEvent,
+    PromptLogprob,
+    Receipt,
+    TokenLogprobs,
+    Usage,
+)
+from service.http.api.bodies import GenerationRequest
+from service.http.engine.encoding import Encoder
+from service.http.engine.sequences import Piece
+from service.http.request import Request
+from service.wire import Logprobs, floats
+
+PIECE_CHARACTERS = 512  # with log-probabilities, of an event of a stream or of a part of a whole answer
+
+_encode = msgspec.json.encode
+
+
+def pieces_of(piece: Piece) -> Iterator[Piece]:
+    """A piece with log-probabilities in pieces of at most PIECE_CHARACTERS, fewer if each has many alternatives."""
+    if piece.logprobs is None:
+        yield piece
+        return
+    first = piece.num_unscored
+    length = max(1, min(PIECE_CHARACTERS, MAX_NUMBERS // (1 + piece.logprobs.num_alternatives)))
+    for start in range(0, len(piece.text) or 1, length):
+        end = start + length
+        is_last = end >= len(piece.text)
+        yield msgspec.structs.replace(
+            piece,
+            text=piece.text[start:end],
+            finish_reason=piece.finish_reason if is_last else None,
+            logprobs=piece.logprobs.part(max(0, start - first), end - first),
+            num_unscored=0 if start else first,
+        )
+
+
+class Form:
+    """Encodes one request's answer, as /generate has it."""
+
+    def __init__(
+        self,
+        request: Request,
+        encoder: Encoder,
+        seeds: list[int],
+        body: GenerationRequest,
+        prompts: list[list[int]],
+    ):
+        self.request, self.model = request, encoder.model.name
+        self.continuous_usage = body.stream_options.continuous_usage_stats
+        self._characters = encoder.tokenizer.characters
+        # Of each id, in log-probabilities.
+        self._names = _id_names(len(self._characters)) if body.return_tokens_as_token_ids else self._characters
+        self._encoder, self._seeds, self._body = encoder, seeds, body
+        self._prompts = prompts
+        # If asked for: of each prompt but a first character, over the whole vocabulary.
+        self.prompt_logprobs: list[Logprobs] | None = None
+        self._echoed: dict[int, int] = {}  # prompt's characters that each choice lacks, if ids are reported
+        self._offsets: dict[int, int] = {}  # characters of each choice written so far, if log-probabilities are
+
+    @property
+    def receipt(self) -> Receipt:
+        return self._encoder.receipt(self.request.generations[0].timing, self._seeds)
+
+    @property
+    def usage(self) -> Usage:
+        prompt, completion = self.request.num_prompt_tokens or 0, self.request.num_completion_tokens
+        return Usage(prompt, completion, prompt + completion)
+
+    def logprobs(self, piece: Piece) -> TokenLogprobs:
+        start = self._offsets.get(piece.number, 0)
+        end = self._offsets[piece.number] = start + len(piece.text)
+        return TokenLogprobs(self._tokens(piece.text), _values(piece), self._tops(piece), list(range(start, end)))
+
+    def _tokens(self, text: str) -> list[str]:
+        """The names of its characters."""
+        if not self._body.return_tokens_as_token_ids:
+            return list(text)
+        return [self._names[id] for id in self._encoder.tokenizer.encode(text)]
+
+    def _tops(self, piece: Piece) -> list[dict[str, float] | None]:
+        """Of each character, the likeliest and itself."""
+        assert piece.logprobs is not None
+        names, scored = self._names, self._tokens(piece.text[piece.num_unscored :])
+        unscored: list[dict[str, float] | None] = [None] * piece.num_unscored
+        return unscored + [
+            {names[id]: round(other, 7) for id, other in top} | {own: round(value, 7)}
+            for own, (value, top) in zip(scored, piece.logprobs.rows(), strict=True)
+        ]
+
+    def whole(self, pieces: list[Piece], receipt: Receipt) -> bytes | Iterator[bytes]:
+        """The answer of complete choices, in parts if it is large."""
+        has_more = self._body.return_token_ids or self.prompt_logprobs is not None
+        if has_more or (_size(pieces[0]) if len(pieces) == 1 else sum(map(_size, pieces))) > 1:
+            return filled(self.answer(HOLE, receipt), joined(map(self._parts, pieces)))
+        choices = [
+            self.choice(piece, piece.text, None if piece.logprobs is None else self.logprobs(piece)) for piece in pieces
+        ]
+        return _encode(self.answer(choices, receipt))
+
+    def _parts(self, piece: Piece) -> Iterator[bytes]:
+        """A choice."""
+        choice: Any = self.choice(piece, HOLE, None if piece.logprobs is None else HOLE)
+        parts: list[Iterable[bytes]] = [text_parts(piece.text)]
+        if piece.logprobs is not None:
+            logprobs = filled(
+                TokenLogprobs(HOLE, HOLE, HOLE, HOLE),
+                list_parts(self._tokens(part.text) for part in pieces_of(piece) if part.text),
+                list_parts(_values(part) for part in pieces_of(piece) if part.text),
+                list_parts(self._tops(part) for part in pieces_of(piece) if part.text),
+                list_parts(sliced(range(len(piece.text)))),
+            )
+            parts.append(logprobs)
+        prompt = self._prompt_of(piece)
+        if self._body.return_token_ids:
+            choice.token_ids = choice.prompt_token_ids = HOLE
+            encode, text = self._encoder.tokenizer.encode, piece.text[len(prompt) if self._body.echo else 0 :]
+            slices = (encode(text[i : i + MAX_NUMBERS]) for i in range(0, len(text), MAX_NUMBERS))
+            parts += [list_parts(slices), list_parts(sliced(prompt))]
+        if self.prompt_logprobs is not None:
+            choice.prompt_logprobs = HOLE
+            rows = self._prompt_rows(prompt, self.prompt_logprobs[piece.number // self._body.n])
+            parts.append(list_parts([row] for row in rows))
+        return filled(choice, *parts)
+
+    def _prompt_of(self, piece: Piece) -> list[int]:
+        return self._prompts[piece.number // self._body.n]
+
+    def _prompt_rows(self, prompt: list[int], logprobs: Logprobs) -> Iterator[dict[str, PromptLogprob] | None]:
+        """As vLLM's `prompt_logprobs`: of each character, itself and the likeliest."""
+        unscored, count = len(prompt) - len(logprobs), self._body.prompt_logprobs or 0
+        yield from [None] * unscored
+        for i, own in enumerate(prompt[unscored:]):
+            ((_, top),) = logprobs.part(i, i + 1).rows()
+            places = [[id for id, _ in top].index(own), *range(len(top) if count < 0 else count)]
+            yield {
+                str(id): PromptLogprob(round(value, 7), place + 1, self._characters[id])
+                for place in places
+                for id, value in [top[place]]
+            }
+
+    def _add_ids(self, choice: Any, piece: Piece) -> None:
+        """To an event: the ids of its text, and in a choice's first one those of the prompt."""
+        prompt = self._prompt_of(piece)
+        if piece.number not in self._echoed:
+            choice.prompt_token_ids = prompt
+        echoed = self._echoed.get(piece.number, len(prompt) if self._body.echo else 0)
+        choice.token_ids = self._encoder.tokenizer.encode(piece.text[echoed:])
+        self._echoed[piece.number] = max(0, echoed - len(piece.text))
+
+    def answer(self, choices: list[Any], receipt: Receipt) -> msgspec.Struct:
+        """The whole answer."""
+        return GenerateAnswer(self.request.id, self.model, choices, self.usage, receipt)
+
+    def choice(self, piece: Piece, text: str, logprobs: TokenLogprobs | None) -> msgspec.Struct:
+        """A complete choice."""
+        reason = piece.finish_reason
+        return GenerateChoice(piece.number, text, reason, piece.seed, UNSET if logprobs is None else logprobs)
+
+    def event(self, piece: Piece, is_last: bool) -> bytes:
+        """The JSON of a piece; `is_last`: of the pieces that are written together."""
+        usage = self.usage if self.continuous_usage else UNSET
+        logprobs = UNSET if piece.logprobs is None else self.logprobs(piece)
+        event = GenerateEvent(piece.number, piece.text, piece.finish_reason, piece.seed, logprobs, usage=usage)
+        if self._body.return_token_ids:
+            self._add_ids(event, piece)
+        return _encode(event)
+
+    def end(self) -> bytes:
+        """The JSON of the event after the last piece; empty: none."""
+        return _encode(GenerateEnd(self.request.id, self.model, self.usage, self.receipt))
+
+
+class CompletionForm(Form):
+    """As /v1/completions and OpenAI's API have it."""
+
+    def __init__(self, request: Request, *arguments: Any):
+        super().__init__(request, *arguments)
+        self.id, self.created = f"cmpl-{request.id}", int(time.time())
+        self.include_usage = self._body.stream_options.include_usage
+        self.continuous_usage = self.continuous_usage and self.include_usage
+
+    def answer(self, choices: list[Any], receipt: Receipt) -> msgspec.Struct:
+        return Completion(self.id, "text_completion", self.created, self.model, choices, self.usage, receipt)
+
+    def choice(self, piece: Piece, text: str, logprobs: TokenLogprobs | None) -> msgspec.Struct:
+        return CompletionChoice(piece.number, text, logprobs, piece.finish_reason, piece.seed)
+
+    def event(self, piece: Piece, is_last: bool) -> bytes:
+        usage: Usage | None | UnsetType = None if self.include_usage else UNSET
+        if self.continuous_usage:
+            usage = self.usage
+        logprobs = None if piece.logprobs is None else self.logprobs(piece)
+        choice = ChunkChoice(piece.number, piece.text, logprobs, piece.finish_reason, piece.seed)
+        if self._body.return_token_ids:
+            self._add_ids(choice, piece)
+        chunk = CompletionChunk(self.id, "text_completion", self.created, self.model, [choice], usage)
+        if is_last and piece.finish_reason is not None and all([it.is_finished for it in self.request.generations]):
+            chunk.chargpt = self.receipt
+        return _encode(chunk)
+
+    def end(self) -> bytes:
+        if not self.include_usage:
+            return b""
+        return _encode(CompletionChunk(self.id, "text_completion", self.created, self.model, [], self.usage))
+
+
+@functools.lru_cache(maxsize=8)
+def _id_names(count: int) -> list[str]:
+    """As vLLM names ids."""
+    return [f"token_id:{id}" for id in range(count)]
+
+
+def _values(piece: Piece) -> list[float | None]:
+    """The log-probability of each character."""
+    assert piece.logprobs is not None
+    unscored: list[float | None] = [None] * piece.num_unscored
+    return unscored + [round(value, 7) for value in floats(piece.logprobs.values)]
+
+
+def _size(piece: Piece) -> float:
+    """Of a choice's JSON, as a share of what is encoded at a time."""
+    if piece.logprobs is None:
+        return len(piece.text) / MAX_CHARACTERS
+    return len(piece.text) * (1 + piece.logprobs.num_alternatives) / MAX_NUMBERS

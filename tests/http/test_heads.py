@@ -1,0 +1,74 @@
+"""What a head alone rules out: keys, types and codings of bodies, pages of other sites."""
+
+import hashlib
+
+import pytest
+from starlette.middleware.cors import CORSMiddleware
+
+from service.http.access import check_content, check_site, name_of_key
+from service.http.api.errors import ApiError
+
+KEYS = {hashlib.sha256(key).digest(): key[:3].decode() for key in (b"one-key-0123", b"two-key-0123")}
+
+
+@pytest.mark.parametrize("given", [b"Bearer one-key-0123", b"bearer  one-key-0123 "])
+def test_a_key_has_the_name_of_its_digest(given):
+    assert name_of_key({b"authorization": given}, KEYS) == "one"
+
+
+@pytest.mark.parametrize("given", [None, b"", b"Bearer", b"Basic one-key-0123", b"Bearer one-key", b"one-key-0123"])
+def test_without_a_valid_key_a_request_is_refused(given):
+    with pytest.raises(ApiError) as error:
+        name_of_key({} if given is None else {b"authorization": given}, KEYS)
+    assert (error.value.status, error.value.code) == (401, "invalid_api_key")
+
+
+@pytest.mark.parametrize("given", [None, b"", b"identity", b" Identity "])
+def test_a_body_may_say_that_it_is_not_compressed(given):
+    check_content({} if given is None else {b"content-encoding": given})
+
+
+@pytest.mark.parametrize("given", [b"gzip", b"GZIP", b"br", b"identity, gzip", b"x"])
+def test_a_compressed_body_is_refused_and_what_is_accepted_named(given):
+    """It would be taken for JSON that is not valid otherwise."""
+    with pytest.raises(ApiError) as error:
+        check_content({b"content-encoding": given, b"content-type": b"application/json"})
+    assert (error.value.status, error.value.code) == (415, "unsupported_content_encoding")
+    assert error.value.headers["Accept-Encoding"] == "identity"
+    assert error.value.message == f"Content-Encoding must be absent or identity, got {given.decode()!r}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "origin", "is_refused"),
+    [
+        (b"application/json", b"https://a", False), (b"Application/JSON; charset=utf-8", b"https://a", False),
+        (b"application/x-www-form-urlencoded", None, False), (None, None, False), (b"text/plain", None, True),
+        (b"application/x-www-form-urlencoded", b"https://a", True), (None, b"https://a", True),
+    ],
+)  # fmt: skip
+def test_a_body_is_json_and_of_a_page_declared_so(kind, origin, is_refused):
+    fields = {b"content-type": kind, b"origin": origin}
+    fields = {name: value for name, value in fields.items() if value is not None}
+    if not is_refused:
+        check_content(fields)
+        return
+    with pytest.raises(ApiError) as error:
+        check_content(fields)
+    assert (error.value.status, error.value.code) == (415, "unsupported_content_type")
+
+
+def test_a_page_of_another_site_is_refused_unless_cors_allows_its_origin():
+    some = CORSMiddleware(None, allow_origins=["https://ours"]).is_allowed_origin
+    every = CORSMiddleware(None, allow_origins=["*"]).is_allowed_origin
+    foreign = {b"sec-fetch-site": b"cross-site"}
+    for is_allowed in None, some, every:
+        for site in (b"same-origin", b"same-site", b"none"):
+            check_site({b"sec-fetch-site": site}, is_allowed)
+        check_site({}, is_allowed)  # curl
+    check_site(foreign | {b"origin": b"https://ours"}, some)
+    check_site(foreign | {b"origin": b"https://theirs"}, every)
+    check_site(foreign, every)  # an image, whose request has no origin
+    for fields, is_allowed in (foreign, None), (foreign, some), (foreign | {b"origin": b"https://theirs"}, some):
+        with pytest.raises(ApiError) as error:
+            check_site(fields, is_allowed)
+        assert (error.value.status, error.value.code) == (403, "cross_site")
