@@ -46,6 +46,7 @@ KNOWN = [
     b"GET /  HTTP/1.1\r\nHost: a\r\n\r\n",
     b"GET / RTSP/1.0\r\nHost: a\r\n\r\n",
     b"SOURCE / ICE/1.0\r\nHost: a\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: a\r\n\r\n\r\nPOST *? HTTP/1.1\r\nHost: a\r\n\r\n",
     # Closing
     b"GET / HTTP/1.1\r\nHost: a\r\nProxy-Connection: close\r\n\r\n"
     b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\n\r\na",
