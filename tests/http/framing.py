@@ -590,34 +590,28 @@ def verdict(received: bytes, is_closed: bool) -> Verdict:
     return Verdict(tuple(requests), "waiting")
 
 
-def read_with_h11(pieces: Iterable[bytes]) -> Verdict:
-    connection = h11.Connection(h11.SERVER, MAX_EVENT_BYTES)
+def read_with_h11(data: bytes) -> Verdict:
     requests: list[Accepted] = []
-    request: h11.Request | None = None
-    body: list[bytes] = []
     try:
-        for piece in pieces:
-            connection.receive_data(piece)
-            while True:
-                event = connection.next_event()
-                if event is h11.NEED_DATA:
-                    break
+        while data := re.sub(rb"\A(?:\r\n)+", b"", data):  # h11 refuses what RFC 9112, 2.2 has servers ignore
+            connection = h11.Connection(h11.SERVER, MAX_EVENT_BYTES)
+            connection.receive_data(data)
+            body = b""
+            while (event := connection.next_event()) is not h11.NEED_DATA and not isinstance(event, h11.EndOfMessage):
                 if isinstance(event, h11.Request):
-                    request, body = event, []
-                elif isinstance(event, h11.Data):
-                    body.append(bytes(event.data))
-                elif isinstance(event, h11.EndOfMessage):
-                    assert request is not None
-                    method, target = request.method.decode("latin-1"), request.target.decode("latin-1")
-                    requests.append(accepted(method, parts(target), request.headers, b"".join(body)))
-                    status = 405 if method == "CONNECT" else 200
-                    connection.send(h11.Response(status_code=status, headers=[("Content-Length", "0")]))
-                    connection.send(h11.EndOfMessage())
-                    if connection.our_state is not h11.DONE or connection.their_state is not h11.DONE:
-                        return Verdict(tuple(requests), "closed")
-                    connection.start_next_cycle()
+                    request = event
                 else:
-                    raise AssertionError(event)
+                    body += event.data
+            if event is h11.NEED_DATA:
+                break
+            method, target = request.method.decode("latin-1"), parts(request.target.decode("latin-1"))
+            requests.append(accepted(method, target, request.headers, body))
+            status = 405 if method == "CONNECT" else 200
+            connection.send(h11.Response(status_code=status, headers=[("Content-Length", "0")]))
+            connection.send(h11.EndOfMessage())
+            if connection.our_state is not h11.DONE or connection.their_state is not h11.DONE:
+                return Verdict(tuple(requests), "closed")
+            data = connection.trailing_data[0]
     except h11.RemoteProtocolError as error:
         return Verdict(tuple(requests), f"refused: {error}")
     return Verdict(tuple(requests), "waiting")
@@ -885,7 +879,7 @@ def without_added_host(hyper: Verdict, *others: Verdict) -> Verdict:
 
 
 def judge(stream: Stream, ours: Verdict, hyper: Verdict) -> Case:
-    read = read_with_h11(stream.pieces)
+    read = read_with_h11(stream.data)
     hyper = without_added_host(hyper, ours, read)
     return Case(stream, ours, read, hyper, fault(ours, {"h11": read, "hyper": hyper}, not stream.mutations))
 
