@@ -19,7 +19,7 @@ RUN := $(VENV)/.installed-service,training
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help serve train bundled native image lock sbom test test-native-sanitized test-slow test-tools chaos chaos-train \
-  bench bench-quick bench-table bench-train gpu-check load load-sweep rules lint clean
+  framing bench bench-quick bench-table bench-train gpu-check load load-sweep rules lint clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -78,6 +78,9 @@ test-native-sanitized: $(VENV)/.installed-test ## run the tests of both native l
 
 chaos: $(VENV)/.installed-test ## kill, hang, flood and starve real servers, under 30 minutes: tests/chaos/RESULTS.md
 	$(BIN)/python -m tests.chaos $(ARGS)
+
+framing: $(VENV)/.installed-test ## read 200,000 random byte streams as HTTP, beside h11 and hyper: tests/http/framing.json
+	$(BIN)/python -m tests.http.framing $(ARGS)
 
 chaos-train: $(VENV)/.installed-test ## stop runs and saves at 116 random moments and compare the outcomes
 	$(BIN)/python -m pytest -m chaos --capture=no --durations=0 $(ARGS)

@@ -22,6 +22,7 @@ PROGRAMS = {  # by area
     "browser": ("chromium-headless-shell",),
     "compiler": ("c++",),
     "curl": ("curl",),
+    "java": ("java",),
     "kubectl": ("kubectl",),
     "openssl": ("openssl",),
     "prometheus": ("prometheus", "promtool", "alertmanager", "amtool"),

@@ -18,6 +18,8 @@ from service.http.request import Headers, Request
 MAX_HEADERS = 100
 PIECE_BYTES = 4096  # parsed at a time outside a body of known length, so that the limits are checked before much is
 BLANK_LINE = b"\r\n\r\n"  # ends each head and each chunked body: httptools accepts no other line ends
+# Section 3. httptools also takes several spaces, bare CRs before it, and RTSP and ICE as HTTP.
+REQUEST_LINE = re.compile(rb"(?:\r\n)*[!-~]+ [^ \r\n]+ HTTP/[0-9]\.[0-9]\r\n")
 HOST = re.compile(rb"(?:[A-Za-z0-9._~!$&'()*+,;=%-]*|\[[0-9A-Fa-f:.]+\])(?::[0-9]*)?")  # RFC 3986, 3.2.2
 
 
@@ -41,6 +43,8 @@ class RequestParser:
         self._progressed = False  # such a part ended in the piece that is parsed
         self._unread_bytes = 0  # of a body of known length
         self._tail = b""  # the end of the piece before, in which a blank line may have begun
+        self._line = b""  # the beginning of a head, until it has a whole request line
+        self._has_line = False
         self._url = b""
         self._headers: Headers = []
         # httptools takes the connection for another protocol's after a request with Upgrade, and skips its body.
@@ -63,9 +67,13 @@ class RequestParser:
         Raises RefusedRequest: the request is malformed or too large; the connection cannot go on.
         """
         end = self._piece(data, start)
-        self._progressed = False
+        self._progressed, piece = False, data[start:end]
+        if not self._has_line:
+            self._line += piece
+            if b"\n" in piece and REQUEST_LINE.match(self._line):
+                self._line, self._has_line = b"", True
         try:
-            self._parser.feed_data(data[start:end])
+            self._parser.feed_data(piece)
         except HttpParserUpgrade as upgrade:
             end = start + upgrade.args[0]
             self._ignore_upgrade()
@@ -134,6 +142,8 @@ class RequestParser:
         version, method = parser.get_http_version(), parser.get_method().decode("ascii")
         if version not in ("1.1", "1.0"):
             raise RefusedRequest(ApiError(505, f"HTTP/{version} is not served, only 1.1 and 1.0"), "malformed")
+        if not self._has_line:
+            raise _malformed(400, "a request line must be METHOD TARGET HTTP/1.1, with single spaces")
         if method == "CONNECT":
             raise _malformed(501, "CONNECT is not served: this is not a proxy")
         path, query = _split(self._url, method)
@@ -164,6 +174,7 @@ class RequestParser:
             self._skips_end = False
             return
         self._end_part()
+        self._has_line = False
         assert self.request is not None
         self.request.is_complete = True
 
@@ -198,6 +209,8 @@ def _split(target: bytes, method: str) -> tuple[str, bytes]:
         return "*", b""
     url = parse_url(target)
     path = (url.path or b"/").decode("ascii")
+    if not path.startswith("/"):  # such as *, of another method
+        raise _malformed(400, "the request is not valid HTTP: invalid request target")
     return unquote(path) if "%" in path else path, url.query or b""
 
 
