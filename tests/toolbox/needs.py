@@ -19,14 +19,19 @@ from training.data import cache_dir
 
 VARIABLE = "CHARGPT_REQUIRE"
 PROGRAMS = {  # by area
+    "apache2": ("apache2",),
     "browser": ("chromium-headless-shell",),
+    "caddy": ("caddy",),
     "compiler": ("c++",),
     "curl": ("curl",),
-    "java": ("java",),
+    "haproxy": ("haproxy",),
+    "java": ("java", "javac"),
     "kubectl": ("kubectl",),
+    "nginx": ("nginx",),
     "openssl": ("openssl",),
     "prometheus": ("prometheus", "promtool", "alertmanager", "amtool"),
     "qemu": ("qemu-aarch64", "aarch64-linux-gnu-g++"),  # arm64 programs on another machine
+    "varnish": ("varnishd", "varnishncsa"),
 }
 OTHER_NAMES = {  # in distributions and upstream releases
     "chromium-headless-shell": ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"),
