@@ -53,7 +53,8 @@ class Plan(NamedTuple):
 
 
 class Scheduler:
-    """A sequence keeps its slot from start to end; the lowest free slot goes first.
+    """A sequence keeps its slot from start to end. The free slot that was unused for longest goes first, as its text is
+    the least likely to be copied.
 
     max_running: sequences that one client can run; reserve: further slots. The last `reserve` free ones go only to
     clients that run fewer than their share, max_running divided among all clients with sequences, by weight.
@@ -85,7 +86,7 @@ class Scheduler:
         self.num_guided = 0  # decoding sequences whose next choice depends on their last character
         self.contents = Contents(self.slots, config, piece)
         self.queue = FairQueue(max_running, is_fair)
-        self._free = list(range(self.slots))  # heap
+        self._free = dict.fromkeys(range(self.slots))  # the one that was unused for longest first
         self._deadlines: list[tuple[float, int]] = []  # heap of (deadline, id)
         self._turn = 0  # steps with pieces of prompts
         self._by_id: dict[int, Sequence] = {}
@@ -183,7 +184,7 @@ class Scheduler:
                 self.prefilling.remove(sequence)
             self.contents.ended(slot, sequence)
             self.by_slot[slot] = None
-            heapq.heappush(self._free, slot)
+            self._free[slot] = None
         else:
             self.copying = [it for it in self.copying if it[0] is not sequence]
         # Ended sequences stay in the heap until popped, or until they outnumber the others.
@@ -251,12 +252,13 @@ class Scheduler:
         if found is not None and not found.is_ready:
             self.copying.append((sequence, found.source, length))
             return cost
-        slot = heapq.heappop(self._free)
-        if found is not None and found.source == slot:  # it cannot be emptied and copied
-            if self._free:
-                slot = heapq.heapreplace(self._free, slot)
-            else:
-                found = None
+        if found is not None and found.source in self._free:  # it is used now
+            del self._free[found.source]
+            self._free[found.source] = None
+        slot = next(iter(self._free))
+        del self._free[slot]
+        if found is not None and found.source == slot:  # no other is free, and it cannot be emptied and copied
+            found = None
         sequence.slot = slot
         self.by_slot[slot] = sequence
         self.prefilling.append(sequence)

@@ -276,6 +276,19 @@ def test_a_prompt_of_many_sequences_runs_once(make, block_size, held):
     assert ran.texts == {s.id: text_of(model, s) for s in todo}
 
 
+def test_templates_that_alternate_are_copied(make):
+    """One request after the other, two templates of 200 characters, and few slots."""
+    model, r = model_of(torch.float64, block_size=256), random.Random(0)
+    engine, copied = make(6, model, clock=lambda: 0.0), 0
+    templates = [[r.randrange(50) for _ in range(200)] for _ in range(2)]
+    for i in range(30):
+        s = Submit(i, templates[i % 2] + [r.randrange(50) for _ in range(10)], 20, SamplingParams(seed=i))
+        ran = run_all(engine, [s])
+        copied += min(200, ran.counts["copied"])
+        assert ran.texts[i] == text_of(model, s)
+    assert copied >= 0.85 * 30 * 200
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_shared_beginnings_change_no_text(make, seed):
     """Prompts that branch anywhere, continue earlier answers, arrive and leave at any time, some scored, some long."""

@@ -143,16 +143,29 @@ def test_sequences_keep_their_slots_under_random_events(seed):
     assert (scheduler.num_waiting, scheduler.num_running, len(scheduler.queue._clients)) == (0, 0, 0)
 
 
-def test_the_lowest_free_slot_goes_first():
-    scheduler = Scheduler(4, 4, CONFIG)
-    for id in range(4):
-        scheduler.add(sequence(id))
-    scheduler.schedule(0.0, 100)
-    for id in (3, 1, 2):
+def test_the_slot_that_was_unused_for_longest_goes_first():
+    config = GPTConfig(vocab_size=300, block_size=128, n_layer=4)
+    scheduler = Scheduler(4, 4, config)
+
+    def start(id, prompt):
+        scheduler.add(Sequence(Submit(id, prompt, 5, SamplingParams())))
+        plan = scheduler.schedule(0.0, 1000)
+        run(scheduler, plan)
+        ((it, found),) = plan.starts
+        return it.slot, found and (found.source, found.length)
+
+    texts = [[id] * 40 for id in range(4)]
+    assert [start(id, texts[id]) for id in range(4)] == [(0, None), (1, None), (2, None), (3, None)]
+    for id in (2, 3, 1):
         scheduler.finish(id, "abort")
-    scheduler.add(sequence(5))
-    (started, _), *_ = scheduler.schedule(0.0, 100).starts
-    assert started.slot == 1
+    assert start(4, texts[3]) == (2, (3, 39))  # what is copied is used again
+    assert start(5, texts[0]) == (1, (0, 39))
+    assert start(6, texts[3]) == (3, (2, 39))
+    scheduler.finish(5, "abort")
+    assert start(7, texts[0]) == (1, (0, 39))  # though the free slot has it too
+    scheduler.finish(0, "abort")
+    scheduler.finish(7, "abort")
+    assert start(8, texts[0]) == (1, (0, 39))  # 0 ended first, and was used again
 
 
 def test_starts_and_copies_count_in_the_budget_of_a_step():
