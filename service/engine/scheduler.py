@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
-from service.engine.fair_queue import FairQueue
+from service.engine.fair_queue import Client, FairQueue
 from service.engine.runner import Piece
 from service.engine.sequence import Sequence
 from service.model.config import GPTConfig
@@ -25,7 +24,7 @@ MIN_SHARED = 16  # characters; copying fewer costs as much as running them
 COPIED_PER_CHARACTER = 128
 COMPARED_PER_CHARACTER = 16384
 STARTED_PER_CHARACTER = 256  # or so many ids of a prompt handed to the runner
-ARRIVAL_TURN = 4  # every so many steps, pieces of prompts go in order of arrival
+SCORING_TURN = 4  # every so many steps, prompts that are only scored come first
 
 
 def reserved_slots(max_running: int) -> int:
@@ -89,6 +88,9 @@ class Scheduler:
         self._free = dict.fromkeys(range(self.slots))  # the one that was unused for longest first
         self._deadlines: list[tuple[float, int]] = []  # heap of (deadline, id)
         self._turn = 0  # steps with pieces of prompts
+        # Of prompts that generate and of those that are only scored: virtual time, and the weights of their clients.
+        self._prompt_times = [0.0, 0.0]
+        self._prompt_weights: list[dict[Client, float]] = [{}, {}]
         self._by_id: dict[int, Sequence] = {}
 
     def __len__(self) -> int:
@@ -225,6 +227,9 @@ class Scheduler:
         sequence.num_run += length
         self.contents.num_held[slot] += length
         self.contents.in_prefill[slot] &= not piece.is_last
+        client, kind = self.queue.client_of(sequence), sequence.is_only_scored
+        client.prompt_tags[kind] += length / client.weight
+        self._prompt_times[kind] += length / sum(self._prompt_weights[kind].values())
         if piece.choose:
             self.prefilling.remove(sequence)
             self.is_decoding[slot] = True
@@ -291,22 +296,29 @@ class Scheduler:
         return pieces
 
     def _in_order(self) -> list[Sequence]:
-        """The prompts that can run: each client's first one before any client's second, the shortest first.
+        """The prompts that can run: those of the client whose prompts have run the fewest characters, by weight, first;
+        of equals the shortest. A client's further prompts follow as if those before them had run.
 
-        Sequences that are only scored come last: streams are sensitive to latency, scoring is not. A prompt takes the
-        place of one that waits for it. Every fourth time the order is that of arrival, so that none waits for ever.
+        A client that had none begins at the virtual time, where each would be that had its part. Sequences that are
+        only scored come last, as streams are sensitive to latency and scoring is not. Every fourth time they come
+        first, so that they end. A prompt takes the place of one that waits for it.
         """
         self._turn += 1
-        if len(self.prefilling) < 2 or self._turn % ARRIVAL_TURN == 0:
-            return self.prefilling
         left = [(sequence, sequence.slot, sequence.num_prompt_left) for sequence in self.prefilling]
         lent = [(sequence, slot, length - int(self.contents.num_held[slot])) for sequence, slot, length in self.copying]
-        ranks: Counter[tuple[bool, str]] = Counter()
-        places: dict[int | None, tuple[bool, int, int]] = {}  # by slot
+        before, self._prompt_weights = self._prompt_weights, [{}, {}]
+        are_scores_first = self._turn % SCORING_TURN == 0
+        starts: dict[tuple[bool, Client], float] = {}  # virtual, of each client's next prompt
+        places: dict[int | None, tuple[bool, float, int]] = {}  # by slot
         for sequence, slot, num_left in [*left, *lent]:
-            kind = (sequence.request.max_tokens == 0, self.queue.identity(sequence.request)[0])
-            place = (kind[0], ranks[kind], num_left)
-            ranks[kind] += 1
+            client, kind = self.queue.client_of(sequence), sequence.is_only_scored
+            if client not in self._prompt_weights[kind]:
+                self._prompt_weights[kind][client] = client.weight
+                if client not in before[kind]:
+                    client.prompt_tags[kind] = max(client.prompt_tags[kind], self._prompt_times[kind])
+            start = starts.get((kind, client), client.prompt_tags[kind])
+            starts[kind, client] = start + num_left / client.weight
+            place = (kind != are_scores_first, start, num_left)
             places[slot] = min(place, places.get(slot, place))
         return sorted(self.prefilling, key=lambda sequence: places[sequence.slot])
 

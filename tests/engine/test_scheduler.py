@@ -370,6 +370,22 @@ def test_the_queue_keeps_places_for_clients_that_use_few():
     assert scheduler.num_waiting == 8 + 8 // 4
 
 
+def test_places_in_the_queue_are_shared_by_weight():
+    queue = FairQueue(max_running=8)
+    counts, weights = {"light": 3, "heavy": 5}, {"light": 1.0, "heavy": 3.0, "new": 4.0}
+
+    def of(client):
+        return sequence(0, client=client, weight=weights[client])
+
+    for client, count in counts.items():
+        for _ in range(count):
+            queue.add(of(client))
+    # Parts of 8 places: 2 and 6; with the new client 1, 3 and 4.
+    assert [queue.is_below_part(of(client).request, 8) for client in weights] == [False, True, True]
+    queue.add(of("heavy"))
+    assert not queue.is_below_part(of("heavy").request, 8)
+
+
 def test_without_a_queue_a_newcomer_takes_a_reserved_slot():
     scheduler = fair(2, max_waiting=0)
     fill(scheduler, 2)
@@ -446,7 +462,8 @@ def test_who_waits_for_anothers_prompt_lends_it_its_place():
 
 @pytest.mark.parametrize("max_tokens", [5, 0])
 def test_a_long_prompt_runs_beside_ever_new_short_ones(max_tokens):
-    """Which alone would take the whole of each step; a text that is only scored too."""
+    """Which alone would take the whole of each step. A ninth of the characters is its client's part; a text that is
+    only scored gets a fourth of the steps."""
     scheduler, ids = fair(16), itertools.count(1)
     options = {} if max_tokens else {"logprobs": 0, "score_from": 1}
     long = sequence(0, prompt=600, max_tokens=max_tokens, client="long", **options)
@@ -460,4 +477,4 @@ def test_a_long_prompt_runs_beside_ever_new_short_ones(max_tokens):
             scheduler.add(sequence(next(ids), prompt=9, client=f"short {next(ids)}"))
         run(scheduler, scheduler.schedule(0.0, 32))
         steps += 1
-        assert steps < 4 * 600 / 20
+        assert steps < (9 if max_tokens else 4) * 600 / 20
