@@ -10,6 +10,7 @@ import bisect
 import contextlib
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -18,7 +19,6 @@ import numpy as np
 from service.engine.runner import FAILED, Outcome, Piece, Runner
 from service.engine.scheduler import MIN_PREFILL, Plan, Scheduler
 from service.engine.sequence import Sequence
-from service.model.params import SamplingParams
 from service.wire import Delta, FinishReason, Logprobs, Submit, floats, share
 from service.words import plural
 
@@ -146,7 +146,7 @@ class Engine:
         self._ended: list[Delta] = []  # ended early; returned by the current step, or the next
         self._turn, self._decoded_at = 0, np.zeros(runner.slots, np.int64)  # calls of clients that share; by slot
         self._owed: dict[str, float] = {}  # by client: parts of a row that the last such call left out
-        self._submitted = Submit(0, [], 0, SamplingParams())  # last
+        self._submitted: Callable[[], Sequence | None] = lambda: None  # the last one, while something else keeps it
         self._in_flight: list[Batch] = []  # launched by the last step, if the runner is asynchronous
         self._num_failures = 0  # calls in a row
 
@@ -160,9 +160,10 @@ class Engine:
         Raises:
             BusyError: its client has no free slot and no place in the queue; nothing was queued.
         """
-        share(request, self._submitted)
-        self._submitted = request
+        if (before := self._submitted()) is not None:
+            share(request, before.request)
         sequence = Sequence(request, self.clock(), self.config.receptive_field)
+        self._submitted = weakref.ref(sequence)
         self.scheduler.add(sequence)
         return sequence
 

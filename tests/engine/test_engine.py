@@ -2,6 +2,7 @@ import functools
 import itertools
 import random
 import re
+import sys
 from collections import Counter, defaultdict
 
 import numpy as np
@@ -328,6 +329,15 @@ def test_what_the_sequences_of_a_request_share_is_kept_once(make):
     parts = [SamplingParams(logit_bias=tuple([(1, 2.0)])) for _ in range(2)]
     first, second = (engine.submit(Submit(i, [1], 5, parts[i], stop=tuple([(3, 4)]))).request for i in range(2))
     assert first.stop is second.stop and first.sampling.logit_bias is second.sampling.logit_bias
+
+
+def test_the_prompt_of_a_sequence_that_has_ended_is_not_kept(make):
+    engine, submitted = make(), request(0)
+    prompt = submitted.prompt
+    expected = sys.getrefcount(prompt) - 1
+    engine.generate([submitted])
+    del submitted
+    assert sys.getrefcount(prompt) == expected
 
 
 # -- prompts that share a beginning --
