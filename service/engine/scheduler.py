@@ -336,12 +336,14 @@ class Contents:
         self.num_compared = 0  # ids, by the last `find`
         self._ids = np.full((slots, config.receptive_field), -1, dtype=np.int32)  # −1: past what is known
         self._beginnings = np.zeros(slots, dtype=np.int64)  # by hash; 0: too short to be shared
+        self._groups = np.full(slots, "", dtype=object)
 
     def start(self, slot: int, sequence: Sequence) -> None:
         """A slot is empty, and is about to run the sequence's prompt."""
         self.num_held[slot] = 0
         # Nobody waits for who is only scored, and so runs last.
         self.in_prefill[slot] = sequence.request.max_tokens > 0
+        self._groups[slot] = sequence.request.reuse_group
         self._record(slot, sequence.cut_prompt)
 
     def ended(self, slot: int, sequence: Sequence) -> None:
@@ -357,13 +359,16 @@ class Contents:
         return max(self.window, length)
 
     def find(self, sequence: Sequence) -> Found | None:
-        """The slot that shares most of the sequence's beginning: of equals one to be copied now, then the lowest."""
+        """The slot of its group that shares most of the sequence's beginning: of equals one to be copied now, then the
+        lowest. Slots of other groups take no time, which would tell what they hold."""
         self.num_compared = 0
         ids = sequence.cut_prompt[: sequence.max_shared][: self._ids.shape[1]]
-        beginning = _hash_of_beginning(ids)
+        group = sequence.request.reuse_group
+        beginning = _hash_of_beginning(ids, group)
         slots = np.flatnonzero(self._beginnings == beginning)
         if not beginning or not len(slots):
             return None
+        slots = slots[self._groups[slots] == group]  # whatever the hash
         slots = slots[self.num_held[slots] <= self.last_chance(len(ids))]
         slots = slots[np.argsort(self.in_prefill[slots], kind="stable")]
         best: Found | None = None
@@ -386,8 +391,8 @@ class Contents:
         ids = ids[: self._ids.shape[1]]
         self._ids[slot, : len(ids)] = ids
         self._ids[slot, len(ids) :] = -1
-        self._beginnings[slot] = _hash_of_beginning(ids)
+        self._beginnings[slot] = _hash_of_beginning(ids, self._groups[slot])
 
 
-def _hash_of_beginning(ids: np.ndarray) -> int:
-    return hash(ids[:MIN_SHARED].tobytes()) if len(ids) >= MIN_SHARED else 0
+def _hash_of_beginning(ids: np.ndarray, group: str) -> int:
+    return hash((group, ids[:MIN_SHARED].tobytes())) if len(ids) >= MIN_SHARED else 0

@@ -369,6 +369,19 @@ def test_templates_that_alternate_are_copied(make):
     assert copied >= 0.85 * 30 * 200
 
 
+@at_once
+def test_other_groups_copy_nothing(make):
+    """Neither what runs nor what has ended; the text is the same."""
+    model = model_of(torch.float64, block_size=64, n_layer=4)
+    engine, prompt = make(9, model, clock=lambda: 0.0), list(range(40))
+    todo = [Submit(i, prompt, 20, SamplingParams(seed=i), reuse_group=f"group {i % 3}") for i in range(9)]
+    ran = run_all(engine, todo)
+    assert (ran.counts["run"], ran.counts["copied"]) == (3 * (40 + 2), 3 * 2 * 39)
+    assert ran.texts == {s.id: text_of(model, s) for s in todo}
+    ran = run_all(engine, [Submit(10, prompt, 1, SamplingParams(), reuse_group="group 3")])
+    assert (ran.counts["run"], ran.counts["copied"]) == (40, 0)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_shared_beginnings_change_no_text(make, seed):
     """Prompts that branch anywhere, continue earlier answers, arrive and leave at any time, some scored, some long."""

@@ -73,19 +73,21 @@ def run(scheduler, plan, apply=lambda piece: None):
 def test_sequences_keep_their_slots_under_random_events(seed):
     """Arrivals, prompts in pieces, copies, completions and aborts in any order; `cache` is what a runner's would be.
 
-    Prompts are of two characters, so many share a beginning; some clients weigh more.
+    Prompts are of two characters, so many share a beginning; some clients weigh more, and copies stay in a group.
     """
     r = random.Random(seed)
     length = r.choice([1, 1, 3])  # of pieces, but for a prompt's last
     max_running, reserve = r.randint(1, 6), r.randint(0, 2)
     scheduler = Scheduler(max_running, 20, CONFIG, length, reserve=reserve, is_fair=r.random() < 0.8)
     cache = [[] for _ in range(scheduler.slots)]  # the ids whose keys each slot has seen
+    groups = [""] * scheduler.slots
     ended, added, copied = [], 0, 0
 
     def copy(target, found):
         nonlocal copied
         assert found.length <= len(cache[found.source]) <= max(CONFIG.block_size, found.length)
         assert found.length % length == 0 and found.is_ready
+        assert groups[found.source] == groups[target]
         cache[target] = cache[found.source][: found.length]
         copied += 1
 
@@ -99,7 +101,7 @@ def test_sequences_keep_their_slots_under_random_events(seed):
         while r.random() < 0.5 and scheduler.num_waiting < 10:
             prompt = [int(r.random() < 0.1) for _ in range(r.choice([1, 5, 20, 25, 60]))]
             submit = Submit(added, prompt, r.randint(0, 6), SamplingParams(), priority=r.randint(0, 1))
-            submit.client = r.choice("aab")
+            submit.client, submit.reuse_group = r.choice("aab"), r.choice("xxy")
             submit.weight = r.choice([0.1, 0.7]) if submit.client == "a" else 3.0
             if not submit.max_tokens:
                 submit.logprobs = submit.score_from = 1
@@ -115,7 +117,7 @@ def test_sequences_keep_their_slots_under_random_events(seed):
         plan = scheduler.schedule(float(step), budget)
         assert sum(len(piece.ids) for piece in plan.pieces) <= max(budget, length)
         for s, it in plan.starts:
-            cache[s.slot] = []
+            cache[s.slot], groups[s.slot] = [], s.request.reuse_group
             if it:
                 copy(s.slot, it)
         assert [s.slot for s in scheduler.by_slot if s] == [i for i, s in enumerate(scheduler.by_slot) if s]
