@@ -61,11 +61,12 @@ class Submit(msgspec.Struct, gc=False, array_like=True, tag=True):
     client: str = ""  # whose sequence it is; clients share the worker fairly
     weight: float = 1.0  # of the client, above 0: how large a part is fair
     model: int = 0  # id of the version of a checkpoint (catalog.py)
+    reuse_group: str = ""  # keys and values are copied between sequences of the same group alone
 
 
 def share(request: Submit, before: Submit) -> None:
     """What both have is kept once: as a rule they are of one request, but each came with its own."""
-    for name in ("stop", "stop_pattern", "constraint", "minimum", "logprob_ids", "seen"):
+    for name in ("stop", "stop_pattern", "constraint", "minimum", "logprob_ids", "seen", "reuse_group"):
         value = getattr(before, name)
         if value and getattr(request, name) == value:
             setattr(request, name, value)

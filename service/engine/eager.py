@@ -1,8 +1,9 @@
 """The backend "torch": GPT, KVCache and the reference sampler, run eagerly on any device.
 
-A decode step covers the cache slots 0 … the highest one asked for, as one slice; rows in between compute what nobody
-reads. Kernels round differently at different batch sizes: in float64, the default, a choice that this could change
-occurs about once in 10¹²; in float32 and bfloat16 a text may depend on what runs beside it.
+A decode step covers the cache slots 0 … the highest one asked for, as one slice, if it asks for half of them or more;
+rows in between compute what nobody reads. Fewer slots are gathered. Kernels round differently at different batch sizes:
+in float64, the default, a choice that this could change occurs about once in 10¹²; in float32 and bfloat16 a text may
+depend on what runs beside it.
 
 Letters: B rows, K steps, T characters, V vocab_size.
 """
@@ -81,16 +82,18 @@ class TorchRunner(Runner):
         self, slots: np.ndarray, steps: np.ndarray, guides: Mapping[int, Guide] = {}, reports: Mapping[int, Report] = {}
     ) -> Outcome:
         B, K, width = len(slots), int(steps.max()), int(slots.max()) + 1
+        # The rows of the forward by slot, and the forward's row of each of ours.
+        which, places = (np.arange(width), slots) if width <= 2 * B else (slots, np.arange(B))
         ids = np.full((B, K), NONE, dtype=np.int32)
         u = self._draws.take(slots, steps)
         found = {b: Logprobs() for b in reports}
-        idx = torch.from_numpy(self._last[:width, None])  # shares memory: what `_choose` writes is fed next
         for k in range(K):
             rows = np.flatnonzero(steps > k)
-            counts = np.zeros(width, dtype=np.int64)
-            counts[slots[rows]] = 1
-            cache = CacheRows(self.cache, range(width), counts.tolist())
-            logits = self.model(idx.to(self._device), cache).cpu()[slots[rows], -1].double()  # (rows, V)
+            counts = np.zeros(len(which), dtype=np.int64)
+            counts[places[rows]] = 1
+            cache = CacheRows(self.cache, which.tolist(), counts.tolist())
+            idx = torch.from_numpy(self._last[which, None])
+            logits = self.model(idx.to(self._device), cache).cpu()[places[rows], -1].double()  # (rows, V)
             row_guides = {i: guides[b] for i, b in enumerate(rows.tolist()) if b in guides}
             ids[rows, k] = self._choose(logits, slots[rows], u[rows, k], row_guides)
             for i, b in enumerate(rows.tolist()) if reports else ():

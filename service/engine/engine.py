@@ -10,6 +10,7 @@ import bisect
 import contextlib
 import logging
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -18,7 +19,6 @@ import numpy as np
 from service.engine.runner import FAILED, Outcome, Piece, Runner
 from service.engine.scheduler import MIN_PREFILL, Plan, Scheduler
 from service.engine.sequence import Sequence
-from service.model.params import SamplingParams
 from service.wire import Delta, FinishReason, Logprobs, Submit, floats, share
 from service.words import plural
 
@@ -65,14 +65,16 @@ class Cost:
     """Seconds of a call as a function of its size: fixed + each · size, fitted to recent calls.
 
     Weighted least squares; a call weighs half as much 16 calls later. One call that takes far longer than expected
-    counts as twice the expectation: the machine did something else.
+    counts as twice the expectation: the machine did something else. Where sizes vary too little for the noise of the
+    times, nothing is taken for fixed.
     """
 
     DECAY = 2 ** (-1 / 16)
+    CLEAR = 0.05  # the largest standard error of `each` that counts as known, as a part of seconds ÷ size
 
     def __init__(self, each: float):
         self.fixed, self.each = 0.0, each  # a first guess
-        self._sums = [0.0] * 5  # of weights w, and of w·n, w·n², w·t, w·n·t over sizes n and seconds t
+        self._sums = [0.0] * 6  # of weights w, and of w·n, w·n², w·t, w·n·t, w·t² over sizes n and seconds t
         self._last_ratio = 1.0
 
     def seconds(self, size: float) -> float:
@@ -87,11 +89,15 @@ class Cost:
         if self._sums[0]:  # else there is nothing to expect yet
             seconds *= min(1.0, max(2.0, self._last_ratio) / ratio) if ratio > 2.0 else 1.0
         self._last_ratio = ratio
-        new = (1.0, size, size * size, seconds, size * seconds)
-        w, n, nn, t, nt = self._sums = [self.DECAY * a + b for a, b in zip(self._sums, new, strict=True)]
-        n, nn, t, nt = n / w, nn / w, t / w, nt / w
-        variance = nn - n * n
-        each = (nt - n * t) / variance if variance > 1e-3 * n * n else t / n
+        new = (1.0, size, size * size, seconds, size * seconds, seconds * seconds)
+        w, n, nn, t, nt, tt = self._sums = [self.DECAY * a + b for a, b in zip(self._sums, new, strict=True)]
+        n, nn, t, nt, tt = n / w, nn / w, t / w, nt / w, tt / w
+        variance, each = nn - n * n, t / n
+        if variance > 1e-3 * n * n:
+            slope = (nt - n * t) / variance
+            noise = tt - t * t - slope * (nt - n * t)
+            if noise <= (self.CLEAR * each) ** 2 * variance * w:
+                each = slope
         self.each = max(1e-9, 0.1 * t / n, min(each, t / n))  # a slope from noise would be far off elsewhere
         self.fixed = max(0.0, t - self.each * n)
 
@@ -139,7 +145,8 @@ class Engine:
         self._prefill_cost = Cost(each=step_seconds / MIN_PREFILL)  # by characters
         self._ended: list[Delta] = []  # ended early; returned by the current step, or the next
         self._turn, self._decoded_at = 0, np.zeros(runner.slots, np.int64)  # calls of clients that share; by slot
-        self._submitted = Submit(0, [], 0, SamplingParams())  # last
+        self._owed: dict[str, float] = {}  # by client: parts of a row that the last such call left out
+        self._submitted: Callable[[], Sequence | None] = lambda: None  # the last one, while something else keeps it
         self._in_flight: list[Batch] = []  # launched by the last step, if the runner is asynchronous
         self._num_failures = 0  # calls in a row
 
@@ -153,9 +160,10 @@ class Engine:
         Raises:
             BusyError: its client has no free slot and no place in the queue; nothing was queued.
         """
-        share(request, self._submitted)
-        self._submitted = request
+        if (before := self._submitted()) is not None:
+            share(request, before.request)
         sequence = Sequence(request, self.clock(), self.config.receptive_field)
+        self._submitted = weakref.ref(sequence)
         self.scheduler.add(sequence)
         return sequence
 
@@ -214,32 +222,44 @@ class Engine:
         return list(completions.values())
 
     def _share(self, slots: np.ndarray) -> np.ndarray:
-        """Of the slots that decode (B,), those whose turn it is, so that clients share the time and not the sequences.
+        """Of the slots that decode (B,), those whose turn it is, so that clients share the time by weight, whatever
+        number of sequences each has.
 
-        With k clients, a call takes as many rows as take k times as long as those of the client with the fewest: that
-        client has its share of the time then, and the sequences of clients with many take turns.
+        The client with the fewest rows for its weight has all of them in each call. The call takes so many of the
+        others' that its time is that of these rows alone, divided by that client's part of all weights. The sequences
+        of the others take turns.
         """
         if len(slots) < 2 or not self.scheduler.is_fair:
             return slots
         by_client: dict[str, list[int]] = {}
+        weights: dict[str, float] = {}
         for slot in slots.tolist():
             sequence = self.scheduler.by_slot[slot]
             assert sequence is not None
-            by_client.setdefault(sequence.request.client, []).append(slot)
+            client = sequence.request.client
+            if client not in by_client:
+                by_client[client] = []
+                weights[client] = self.scheduler.queue.client_of(sequence).weight
+            by_client[client].append(slot)
         if len(by_client) == 1:
             return slots
-        fewest, k = min(map(len, by_client.values())), len(by_client)
-        limit = max(
-            k * fewest, int((k * self._decode_cost.seconds(fewest) - self._decode_cost.fixed) / self._decode_cost.each)
-        )
+        clients = sorted(by_client, key=lambda name: len(by_client[name]) / weights[name])
+        fewest, cost, all_weights = len(by_client[clients[0]]), self._decode_cost, sum(weights.values())
+        times = all_weights / weights[clients[0]]
+        limit = max(times * fewest, (times * cost.seconds(fewest) - cost.fixed) / cost.each)
         if limit >= len(slots):
             return slots
         chosen: list[int] = []
-        for its_slots in sorted(by_client.values(), key=len):
-            room = max(1, (limit - len(chosen)) // k)
-            k -= 1
-            if len(its_slots) > room:  # those that have waited longest
-                its_slots = sorted(its_slots, key=self._decoded_at.__getitem__)[:room]
+        before, self._owed = self._owed, {}
+        for name in clients:
+            its_slots, weight = by_client[name], weights[name]
+            room = min(float(len(its_slots)), limit * weight / all_weights)
+            limit, all_weights = limit - room, all_weights - weight
+            if room < len(its_slots):
+                room += before.get(name, 0.0)
+                count = int(room + 1e-9)
+                self._owed[name] = room - count
+                its_slots = sorted(its_slots, key=self._decoded_at.__getitem__)[:count]  # that have waited longest
             chosen += its_slots
         self._turn += 1
         self._decoded_at[chosen] = self._turn

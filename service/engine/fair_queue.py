@@ -25,6 +25,7 @@ class Client:
         self.waiting: list[tuple[int, int, Sequence]] = []  # heap of (priority, order of arrival, sequence)
         self.num_waiting = 0
         self.num_running = 0
+        self.prompt_tags = [0.0, 0.0]  # of prompts that run: of those that generate, of those that are only scored
         self.version = 0  # of its entry in each of the queue's heaps; earlier ones are void
 
 
@@ -89,7 +90,7 @@ class FairQueue:
 
     def charge(self, sequence: Sequence, cost: int) -> None:
         """Count `cost` characters that a sequence just taken is going to run."""
-        client = self._clients[self.identity(sequence.request)[0]]
+        client = self.client_of(sequence)
         sequence.charged = cost
         self._place(client, client.tag + cost / client.weight)
 
@@ -98,7 +99,7 @@ class FairQueue:
 
         But no client goes back behind the current virtual time, so that no newcomer waits for a refund to be used up.
         """
-        client = self._clients[self.identity(sequence.request)[0]]
+        client = self.client_of(sequence)
         if sequence.charged is None:
             self._count_waiting(client, -1)
             if len(client.waiting) > 2 * client.num_waiting + 64:
@@ -124,9 +125,10 @@ class FairQueue:
         return self._is_below_share(client.num_running + client.num_waiting, client.weight, self._weights)
 
     def is_below_part(self, request: Submit, max_waiting: int) -> bool:
-        """Whether the client of a new request has fewer waiting sequences than an equal part of `max_waiting`."""
-        num_waiting = self.num_waiting_of(request)
-        return num_waiting < max_waiting / (sum(self._lengths.values()) + (num_waiting == 0))
+        """Whether the client of a new request has fewer waiting sequences than its part of `max_waiting`, by weight."""
+        num_waiting, weight = self.num_waiting_of(request), self.identity(request)[1]
+        weights = sum(weight * count for (_, weight), count in self._lengths.items())
+        return num_waiting < max_waiting * weight / (weights + (0.0 if num_waiting else weight)) - 1e-9
 
     def num_waiting_of(self, request: Submit) -> int:
         client = self._clients.get(self.identity(request)[0])
@@ -139,6 +141,10 @@ class FairQueue:
         """
         rounds = (self.num_waiting_of(request) + 1) / self.identity(request)[1]
         return int(sum(count * min(length, rounds * weight) for (length, weight), count in self._lengths.items()))
+
+    def client_of(self, sequence: Sequence) -> Client:
+        """Of a sequence that has not left."""
+        return self._clients[self.identity(sequence.request)[0]]
 
     def identity(self, request: Submit) -> tuple[str, float]:
         """Name and weight of the client."""

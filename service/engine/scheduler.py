@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 
-from service.engine.fair_queue import FairQueue
+from service.engine.fair_queue import Client, FairQueue
 from service.engine.runner import Piece
 from service.engine.sequence import Sequence
 from service.model.config import GPTConfig
@@ -25,7 +24,7 @@ MIN_SHARED = 16  # characters; copying fewer costs as much as running them
 COPIED_PER_CHARACTER = 128
 COMPARED_PER_CHARACTER = 16384
 STARTED_PER_CHARACTER = 256  # or so many ids of a prompt handed to the runner
-ARRIVAL_TURN = 4  # every so many steps, pieces of prompts go in order of arrival
+SCORING_TURN = 4  # every so many steps, prompts that are only scored come first
 
 
 def reserved_slots(max_running: int) -> int:
@@ -53,7 +52,8 @@ class Plan(NamedTuple):
 
 
 class Scheduler:
-    """A sequence keeps its slot from start to end; the lowest free slot goes first.
+    """A sequence keeps its slot from start to end. The free slot that was unused for longest goes first, as its text is
+    the least likely to be copied.
 
     max_running: sequences that one client can run; reserve: further slots. The last `reserve` free ones go only to
     clients that run fewer than their share, max_running divided among all clients with sequences, by weight.
@@ -85,9 +85,12 @@ class Scheduler:
         self.num_guided = 0  # decoding sequences whose next choice depends on their last character
         self.contents = Contents(self.slots, config, piece)
         self.queue = FairQueue(max_running, is_fair)
-        self._free = list(range(self.slots))  # heap
+        self._free = dict.fromkeys(range(self.slots))  # the one that was unused for longest first
         self._deadlines: list[tuple[float, int]] = []  # heap of (deadline, id)
         self._turn = 0  # steps with pieces of prompts
+        # Of prompts that generate and of those that are only scored: virtual time, and the weights of their clients.
+        self._prompt_times = [0.0, 0.0]
+        self._prompt_weights: list[dict[Client, float]] = [{}, {}]
         self._by_id: dict[int, Sequence] = {}
 
     def __len__(self) -> int:
@@ -183,7 +186,7 @@ class Scheduler:
                 self.prefilling.remove(sequence)
             self.contents.ended(slot, sequence)
             self.by_slot[slot] = None
-            heapq.heappush(self._free, slot)
+            self._free[slot] = None
         else:
             self.copying = [it for it in self.copying if it[0] is not sequence]
         # Ended sequences stay in the heap until popped, or until they outnumber the others.
@@ -224,6 +227,9 @@ class Scheduler:
         sequence.num_run += length
         self.contents.num_held[slot] += length
         self.contents.in_prefill[slot] &= not piece.is_last
+        client, kind = self.queue.client_of(sequence), sequence.is_only_scored
+        client.prompt_tags[kind] += length / client.weight
+        self._prompt_times[kind] += length / sum(self._prompt_weights[kind].values())
         if piece.choose:
             self.prefilling.remove(sequence)
             self.is_decoding[slot] = True
@@ -251,12 +257,13 @@ class Scheduler:
         if found is not None and not found.is_ready:
             self.copying.append((sequence, found.source, length))
             return cost
-        slot = heapq.heappop(self._free)
-        if found is not None and found.source == slot:  # it cannot be emptied and copied
-            if self._free:
-                slot = heapq.heapreplace(self._free, slot)
-            else:
-                found = None
+        if found is not None and found.source in self._free:  # it is used now
+            del self._free[found.source]
+            self._free[found.source] = None
+        slot = next(iter(self._free))
+        del self._free[slot]
+        if found is not None and found.source == slot:  # no other is free, and it cannot be emptied and copied
+            found = None
         sequence.slot = slot
         self.by_slot[slot] = sequence
         self.prefilling.append(sequence)
@@ -289,22 +296,29 @@ class Scheduler:
         return pieces
 
     def _in_order(self) -> list[Sequence]:
-        """The prompts that can run: each client's first one before any client's second, the shortest first.
+        """The prompts that can run: those of the client whose prompts have run the fewest characters, by weight, first;
+        of equals the shortest. A client's further prompts follow as if those before them had run.
 
-        Sequences that are only scored come last: streams are sensitive to latency, scoring is not. A prompt takes the
-        place of one that waits for it. Every fourth time the order is that of arrival, so that none waits for ever.
+        A client that had none begins at the virtual time, where each would be that had its part. Sequences that are
+        only scored come last, as streams are sensitive to latency and scoring is not. Every fourth time they come
+        first, so that they end. A prompt takes the place of one that waits for it.
         """
         self._turn += 1
-        if len(self.prefilling) < 2 or self._turn % ARRIVAL_TURN == 0:
-            return self.prefilling
         left = [(sequence, sequence.slot, sequence.num_prompt_left) for sequence in self.prefilling]
         lent = [(sequence, slot, length - int(self.contents.num_held[slot])) for sequence, slot, length in self.copying]
-        ranks: Counter[tuple[bool, str]] = Counter()
-        places: dict[int | None, tuple[bool, int, int]] = {}  # by slot
+        before, self._prompt_weights = self._prompt_weights, [{}, {}]
+        are_scores_first = self._turn % SCORING_TURN == 0
+        starts: dict[tuple[bool, Client], float] = {}  # virtual, of each client's next prompt
+        places: dict[int | None, tuple[bool, float, int]] = {}  # by slot
         for sequence, slot, num_left in [*left, *lent]:
-            kind = (sequence.request.max_tokens == 0, self.queue.identity(sequence.request)[0])
-            place = (kind[0], ranks[kind], num_left)
-            ranks[kind] += 1
+            client, kind = self.queue.client_of(sequence), sequence.is_only_scored
+            if client not in self._prompt_weights[kind]:
+                self._prompt_weights[kind][client] = client.weight
+                if client not in before[kind]:
+                    client.prompt_tags[kind] = max(client.prompt_tags[kind], self._prompt_times[kind])
+            start = starts.get((kind, client), client.prompt_tags[kind])
+            starts[kind, client] = start + num_left / client.weight
+            place = (kind != are_scores_first, start, num_left)
             places[slot] = min(place, places.get(slot, place))
         return sorted(self.prefilling, key=lambda sequence: places[sequence.slot])
 
@@ -322,12 +336,14 @@ class Contents:
         self.num_compared = 0  # ids, by the last `find`
         self._ids = np.full((slots, config.receptive_field), -1, dtype=np.int32)  # −1: past what is known
         self._beginnings = np.zeros(slots, dtype=np.int64)  # by hash; 0: too short to be shared
+        self._groups = np.full(slots, "", dtype=object)
 
     def start(self, slot: int, sequence: Sequence) -> None:
         """A slot is empty, and is about to run the sequence's prompt."""
         self.num_held[slot] = 0
         # Nobody waits for who is only scored, and so runs last.
         self.in_prefill[slot] = sequence.request.max_tokens > 0
+        self._groups[slot] = sequence.request.reuse_group
         self._record(slot, sequence.cut_prompt)
 
     def ended(self, slot: int, sequence: Sequence) -> None:
@@ -343,13 +359,16 @@ class Contents:
         return max(self.window, length)
 
     def find(self, sequence: Sequence) -> Found | None:
-        """The slot that shares most of the sequence's beginning: of equals one to be copied now, then the lowest."""
+        """The slot of its group that shares most of the sequence's beginning: of equals one to be copied now, then the
+        lowest. Slots of other groups take no time, which would tell what they hold."""
         self.num_compared = 0
         ids = sequence.cut_prompt[: sequence.max_shared][: self._ids.shape[1]]
-        beginning = _hash_of_beginning(ids)
+        group = sequence.request.reuse_group
+        beginning = _hash_of_beginning(ids, group)
         slots = np.flatnonzero(self._beginnings == beginning)
         if not beginning or not len(slots):
             return None
+        slots = slots[self._groups[slots] == group]  # whatever the hash
         slots = slots[self.num_held[slots] <= self.last_chance(len(ids))]
         slots = slots[np.argsort(self.in_prefill[slots], kind="stable")]
         best: Found | None = None
@@ -372,8 +391,8 @@ class Contents:
         ids = ids[: self._ids.shape[1]]
         self._ids[slot, : len(ids)] = ids
         self._ids[slot, len(ids) :] = -1
-        self._beginnings[slot] = _hash_of_beginning(ids)
+        self._beginnings[slot] = _hash_of_beginning(ids, self._groups[slot])
 
 
-def _hash_of_beginning(ids: np.ndarray) -> int:
-    return hash(ids[:MIN_SHARED].tobytes()) if len(ids) >= MIN_SHARED else 0
+def _hash_of_beginning(ids: np.ndarray, group: str) -> int:
+    return hash((group, ids[:MIN_SHARED].tobytes())) if len(ids) >= MIN_SHARED else 0

@@ -117,6 +117,10 @@ class Sequence:
         return len(self.ids) - len(self.request.prompt)
 
     @property
+    def is_only_scored(self) -> bool:
+        return self.request.max_tokens == 0
+
+    @property
     def may_stop(self) -> bool:
         return bool(self._stops)
 

@@ -141,6 +141,7 @@ class Service:
             request.limit_time(self.timeout(body.timeout_seconds))
         model = self.find(body.model)
         request.lease.use(model)
+        request.lease.cache_salt = body.cache_salt or ""
         return body, model
 
     def timeout(self, seconds: float | None) -> float:
@@ -176,8 +177,11 @@ class Service:
         model, client, is_accepted = lease.model, lease.client, bool(request.generations)
         assert model is not None
         weight = self.limits.of(client).weight
+        # Without keys all callers may read the same, and an address is no person's. No client's name has a space.
+        owner = "" if self.settings.api_keys_file is None else client
+        group = f"{owner} {lease.cache_salt}"
         for submit in submits:
-            submit.request_id, submit.client, submit.weight = request.id, client, weight
+            submit.request_id, submit.client, submit.weight, submit.reuse_group = request.id, client, weight, group
         if is_accepted and not is_charged:  # what follows from a request that was accepted is too
             lease.charge(_num_characters(submits), len(submits), must_wait=False)
         generation = self.client.start(model, submits, request.arrived_at, is_accepted=is_accepted, **options)

@@ -2,6 +2,7 @@ import functools
 import itertools
 import random
 import re
+import sys
 from collections import Counter, defaultdict
 
 import numpy as np
@@ -39,6 +40,7 @@ def backend(request):
 
 # What a step does is known after it; backend cuda is one step late, and its prompts run in pieces of 64.
 at_once = pytest.mark.parametrize("backend", ON_CPU, indirect=True)
+on_any = pytest.mark.parametrize("backend", ON_CPU[:1], indirect=True)  # what is the same on each
 
 
 @pytest.fixture
@@ -153,9 +155,9 @@ def test_steps_per_call_follow_the_work(make):
 def timed(make, monkeypatch):
     """Makes an engine whose decoding takes time by rows and steps, and prompts by characters; it and the times."""
 
-    def timed(slots, step_seconds, decode, prefill=0.0):
+    def timed(slots, step_seconds, decode, prefill=0.0, **options):
         spent = {"decode": 0.0, "prefill": 0.0}
-        engine = make(slots, clock=lambda: sum(spent.values()), step_seconds=step_seconds)
+        engine = make(slots, clock=lambda: sum(spent.values()), step_seconds=step_seconds, **options)
 
         def takes(name, seconds):
             forward = getattr(engine.runner, name)
@@ -209,6 +211,62 @@ def test_clients_share_the_time_whatever_number_of_sequences_each_has(timed, mak
         assert ran.texts[i] == alone.generate([requests[i]])[0]
 
 
+def characters_by_client(engine, request, weights, numbers, until):
+    """Characters that clients a and b get while they always have `numbers` sequences, from a fourth of `until` on.
+
+    request: makes one from an id and a client; until: characters of both, prompts included where they are scored.
+    """
+    ids, running, counts, total = itertools.count(), {"a": {}, "b": {}}, {"a": 0, "b": 0}, 0
+    while total < until:
+        for (client, weight), number in zip(weights.items(), numbers, strict=True):
+            while len(running[client]) < number:
+                s = request(next(ids), client)
+                s.client, s.weight = client, weight
+                running[client][s.id] = s
+                engine.submit(s)
+        for delta in engine.step():
+            client = next(client for client, its in running.items() if delta.id in its)
+            count = len(delta.ids)
+            if delta.finish_reason:
+                ended = running[client].pop(delta.id)
+                count += 0 if ended.max_tokens else len(ended.prompt)
+            total += count
+            counts[client] += count if total > until / 4 else 0
+    return counts
+
+
+@on_any
+@pytest.mark.parametrize(("weight", "least", "most"), [(1.0, 0.9, 1.1), (3.0, 2.7, 3.3), (10.0, 9.0, 11.0)])
+@pytest.mark.parametrize("number", [12, 40])
+def test_clients_get_characters_by_weight(timed, weight, least, most, number):
+    """Both with fewer sequences than there are slots, and with more. A call takes 1 ms a row beside a fixed 0.5 ms."""
+    engine, _ = timed(27, 0.02, lambda rows, steps: (0.0005 + 0.001 * rows) * steps, 0.0002, max_running=24)
+    chance = random.Random(0)
+
+    def request(id, client):
+        return Submit(id, [id % 50], chance.randint(20, 60), SamplingParams(seed=id))
+
+    counts = characters_by_client(engine, request, {"a": weight, "b": 1.0}, [number] * 2, until=16_000)
+    assert least < counts["a"] / counts["b"] < most, counts
+
+
+@on_any
+@pytest.mark.parametrize(("weight", "least", "most"), [(1.0, 0.9, 1.1), (3.0, 2.7, 3.3), (10.0, 9.0, 11.0)])
+@pytest.mark.parametrize(("lengths", "numbers"), [((20, 100), (40, 40)), ((100, 20), (40, 40)), ((50, 100), (2, 40))])
+def test_prompts_run_by_weight(timed, weight, least, most, lengths, numbers):
+    """Whatever their lengths; of texts that are only scored, as nothing else runs then. With 2 at a time, client a is
+    often gone and comes back: it gets its part at most."""
+    engine, _ = timed(27, 0.004, lambda rows, steps: 1.0, 0.0001, max_running=24)
+    chance, length_of = random.Random(0), dict(zip("ab", lengths, strict=True))
+
+    def request(id, client):
+        prompt = [chance.randrange(50) for _ in range(chance.randint(1, 2 * length_of[client]) + 1)]
+        return Submit(id, prompt, 0, SamplingParams(), logprobs=0, score_from=1)
+
+    counts = characters_by_client(engine, request, {"a": weight, "b": 1.0}, numbers, until=40_000)
+    assert (least if numbers[0] == 40 else 0) < counts["a"] / counts["b"] < most, counts
+
+
 def test_cost_is_a_line_through_recent_calls():
     cost = Cost(each=1.0)
     for size in (1, 64, 3, 20, 64, 1):
@@ -221,6 +279,19 @@ def test_cost_is_a_line_through_recent_calls():
     for _ in range(60):
         cost.observe(20, 0.04)  # the machine has become ten times slower
     assert cost.seconds(20) == pytest.approx(0.04, rel=0.1)
+
+
+def test_noise_is_not_taken_for_a_fixed_cost():
+    """Sizes hardly vary where clients share the time, and a slope from noise would give the wrong one more rows."""
+    cost, r = Cost(each=1.0), random.Random(0)
+    for _ in range(500):
+        size = r.choice([36, 43, 50])
+        cost.observe(size, 0.001 * size * r.uniform(0.8, 1.2))
+        assert cost.fixed < 1e-9
+    for _ in range(200):
+        size = r.choice([1, 43])
+        cost.observe(size, (0.01 + 0.001 * size) * r.uniform(0.98, 1.02))
+    assert cost.fixed == pytest.approx(0.01, rel=0.2)
 
 
 @at_once
@@ -260,6 +331,15 @@ def test_what_the_sequences_of_a_request_share_is_kept_once(make):
     assert first.stop is second.stop and first.sampling.logit_bias is second.sampling.logit_bias
 
 
+def test_the_prompt_of_a_sequence_that_has_ended_is_not_kept(make):
+    engine, submitted = make(), request(0)
+    prompt = submitted.prompt
+    expected = sys.getrefcount(prompt) - 1
+    engine.generate([submitted])
+    del submitted
+    assert sys.getrefcount(prompt) == expected
+
+
 # -- prompts that share a beginning --
 
 
@@ -274,6 +354,32 @@ def test_a_prompt_of_many_sequences_runs_once(make, block_size, held):
     ran = run_all(engine, todo)
     assert (ran.counts["run"], ran.counts["copied"]) == (held + 15, 15 * (held - 1))
     assert ran.texts == {s.id: text_of(model, s) for s in todo}
+
+
+def test_templates_that_alternate_are_copied(make):
+    """One request after the other, two templates of 200 characters, and few slots."""
+    model, r = model_of(torch.float64, block_size=256), random.Random(0)
+    engine, copied = make(6, model, clock=lambda: 0.0), 0
+    templates = [[r.randrange(50) for _ in range(200)] for _ in range(2)]
+    for i in range(30):
+        s = Submit(i, templates[i % 2] + [r.randrange(50) for _ in range(10)], 20, SamplingParams(seed=i))
+        ran = run_all(engine, [s])
+        copied += min(200, ran.counts["copied"])
+        assert ran.texts[i] == text_of(model, s)
+    assert copied >= 0.85 * 30 * 200
+
+
+@at_once
+def test_other_groups_copy_nothing(make):
+    """Neither what runs nor what has ended; the text is the same."""
+    model = model_of(torch.float64, block_size=64, n_layer=4)
+    engine, prompt = make(9, model, clock=lambda: 0.0), list(range(40))
+    todo = [Submit(i, prompt, 20, SamplingParams(seed=i), reuse_group=f"group {i % 3}") for i in range(9)]
+    ran = run_all(engine, todo)
+    assert (ran.counts["run"], ran.counts["copied"]) == (3 * (40 + 2), 3 * 2 * 39)
+    assert ran.texts == {s.id: text_of(model, s) for s in todo}
+    ran = run_all(engine, [Submit(10, prompt, 1, SamplingParams(), reuse_group="group 3")])
+    assert (ran.counts["run"], ran.counts["copied"]) == (40, 0)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -73,19 +73,21 @@ def run(scheduler, plan, apply=lambda piece: None):
 def test_sequences_keep_their_slots_under_random_events(seed):
     """Arrivals, prompts in pieces, copies, completions and aborts in any order; `cache` is what a runner's would be.
 
-    Prompts are of two characters, so many share a beginning; some clients weigh more.
+    Prompts are of two characters, so many share a beginning; some clients weigh more, and copies stay in a group.
     """
     r = random.Random(seed)
     length = r.choice([1, 1, 3])  # of pieces, but for a prompt's last
     max_running, reserve = r.randint(1, 6), r.randint(0, 2)
     scheduler = Scheduler(max_running, 20, CONFIG, length, reserve=reserve, is_fair=r.random() < 0.8)
     cache = [[] for _ in range(scheduler.slots)]  # the ids whose keys each slot has seen
+    groups = [""] * scheduler.slots
     ended, added, copied = [], 0, 0
 
     def copy(target, found):
         nonlocal copied
         assert found.length <= len(cache[found.source]) <= max(CONFIG.block_size, found.length)
         assert found.length % length == 0 and found.is_ready
+        assert groups[found.source] == groups[target]
         cache[target] = cache[found.source][: found.length]
         copied += 1
 
@@ -99,7 +101,7 @@ def test_sequences_keep_their_slots_under_random_events(seed):
         while r.random() < 0.5 and scheduler.num_waiting < 10:
             prompt = [int(r.random() < 0.1) for _ in range(r.choice([1, 5, 20, 25, 60]))]
             submit = Submit(added, prompt, r.randint(0, 6), SamplingParams(), priority=r.randint(0, 1))
-            submit.client = r.choice("aab")
+            submit.client, submit.reuse_group = r.choice("aab"), r.choice("xxy")
             submit.weight = r.choice([0.1, 0.7]) if submit.client == "a" else 3.0
             if not submit.max_tokens:
                 submit.logprobs = submit.score_from = 1
@@ -115,7 +117,7 @@ def test_sequences_keep_their_slots_under_random_events(seed):
         plan = scheduler.schedule(float(step), budget)
         assert sum(len(piece.ids) for piece in plan.pieces) <= max(budget, length)
         for s, it in plan.starts:
-            cache[s.slot] = []
+            cache[s.slot], groups[s.slot] = [], s.request.reuse_group
             if it:
                 copy(s.slot, it)
         assert [s.slot for s in scheduler.by_slot if s] == [i for i, s in enumerate(scheduler.by_slot) if s]
@@ -143,16 +145,29 @@ def test_sequences_keep_their_slots_under_random_events(seed):
     assert (scheduler.num_waiting, scheduler.num_running, len(scheduler.queue._clients)) == (0, 0, 0)
 
 
-def test_the_lowest_free_slot_goes_first():
-    scheduler = Scheduler(4, 4, CONFIG)
-    for id in range(4):
-        scheduler.add(sequence(id))
-    scheduler.schedule(0.0, 100)
-    for id in (3, 1, 2):
+def test_the_slot_that_was_unused_for_longest_goes_first():
+    config = GPTConfig(vocab_size=300, block_size=128, n_layer=4)
+    scheduler = Scheduler(4, 4, config)
+
+    def start(id, prompt):
+        scheduler.add(Sequence(Submit(id, prompt, 5, SamplingParams())))
+        plan = scheduler.schedule(0.0, 1000)
+        run(scheduler, plan)
+        ((it, found),) = plan.starts
+        return it.slot, found and (found.source, found.length)
+
+    texts = [[id] * 40 for id in range(4)]
+    assert [start(id, texts[id]) for id in range(4)] == [(0, None), (1, None), (2, None), (3, None)]
+    for id in (2, 3, 1):
         scheduler.finish(id, "abort")
-    scheduler.add(sequence(5))
-    (started, _), *_ = scheduler.schedule(0.0, 100).starts
-    assert started.slot == 1
+    assert start(4, texts[3]) == (2, (3, 39))  # what is copied is used again
+    assert start(5, texts[0]) == (1, (0, 39))
+    assert start(6, texts[3]) == (3, (2, 39))
+    scheduler.finish(5, "abort")
+    assert start(7, texts[0]) == (1, (0, 39))  # though the free slot has it too
+    scheduler.finish(0, "abort")
+    scheduler.finish(7, "abort")
+    assert start(8, texts[0]) == (1, (0, 39))  # 0 ended first, and was used again
 
 
 def test_starts_and_copies_count_in_the_budget_of_a_step():
@@ -357,6 +372,22 @@ def test_the_queue_keeps_places_for_clients_that_use_few():
     assert scheduler.num_waiting == 8 + 8 // 4
 
 
+def test_places_in_the_queue_are_shared_by_weight():
+    queue = FairQueue(max_running=8)
+    counts, weights = {"light": 3, "heavy": 5}, {"light": 1.0, "heavy": 3.0, "new": 4.0}
+
+    def of(client):
+        return sequence(0, client=client, weight=weights[client])
+
+    for client, count in counts.items():
+        for _ in range(count):
+            queue.add(of(client))
+    # Parts of 8 places: 2 and 6; with the new client 1, 3 and 4.
+    assert [queue.is_below_part(of(client).request, 8) for client in weights] == [False, True, True]
+    queue.add(of("heavy"))
+    assert not queue.is_below_part(of("heavy").request, 8)
+
+
 def test_without_a_queue_a_newcomer_takes_a_reserved_slot():
     scheduler = fair(2, max_waiting=0)
     fill(scheduler, 2)
@@ -433,7 +464,8 @@ def test_who_waits_for_anothers_prompt_lends_it_its_place():
 
 @pytest.mark.parametrize("max_tokens", [5, 0])
 def test_a_long_prompt_runs_beside_ever_new_short_ones(max_tokens):
-    """Which alone would take the whole of each step; a text that is only scored too."""
+    """Which alone would take the whole of each step. A ninth of the characters is its client's part; a text that is
+    only scored gets a fourth of the steps."""
     scheduler, ids = fair(16), itertools.count(1)
     options = {} if max_tokens else {"logprobs": 0, "score_from": 1}
     long = sequence(0, prompt=600, max_tokens=max_tokens, client="long", **options)
@@ -447,4 +479,4 @@ def test_a_long_prompt_runs_beside_ever_new_short_ones(max_tokens):
             scheduler.add(sequence(next(ids), prompt=9, client=f"short {next(ids)}"))
         run(scheduler, scheduler.schedule(0.0, 32))
         steps += 1
-        assert steps < 4 * 600 / 20
+        assert steps < (9 if max_tokens else 4) * 600 / 20

@@ -132,7 +132,9 @@ async def test_a_sequence_that_lost_its_worker_goes_on_where_it_was_or_ends_with
     """Its text comes again, in other frames; a client may have been sent the first part of it."""
     begun = {"scheduled_at": 1.0, "prefilled_at": 2.0}
     same, other, tired = (
-        peer.client.start(peer.model, [submit([seed], logprobs=0)], time.monotonic(), interval=0.0)
+        peer.client.start(
+            peer.model, [submit([seed], logprobs=0, reuse_group="key salt")], time.monotonic(), interval=0.0
+        )
         for seed in (0, 1, 1)
     )
     await peer.until(lambda: len(peer.received) == 3)
@@ -152,6 +154,7 @@ async def test_a_sequence_that_lost_its_worker_goes_on_where_it_was_or_ends_with
     await peer.lose_worker()
     await peer.until(lambda: len(peer.received) == 3)
     assert [it.id for it in peer.received[:2]] == ids
+    assert {it.reuse_group for it in peer.received} == {"key salt"}
     peer.send(Delta(ids[0], [0, 1], **begun, logprobs=logprobs_of([-0.5, -0.25])))
     peer.send(Delta(ids[0], [1, 0], "length", ended_at=3.0, logprobs=logprobs_of([-0.125, -9.0])))
     peer.send(Delta(ids[1], [1, 1, 1], **begun))

@@ -145,6 +145,9 @@ class ModelRequest(Body):
     """a client's requests in the queue start in order of priority, lowest number first, then of arrival"""
     timeout_seconds: float | None = _field(None, 30, gt=0, le=86_400)
     """time limit for waiting and running together; the server's own limit applies if it is lower"""
+    cache_salt: str | None = _field(None, "user-7", min_length=1, max_length=1000)
+    """a prompt's beginning is copied only from requests of the same client with the same salt, so that no time tells
+    one user of a client what another asks; the text stays the same"""
     strict: bool | None = _field(None, True)
     """refuse the request if it has unknown fields; otherwise they are ignored, and named in the header
     X-Ignored-Fields. Default: the server's setting"""

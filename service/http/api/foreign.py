@@ -22,7 +22,7 @@ FOREIGN_FIELDS = frozenset(
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
         "parallel_tool_calls", "tools", "tool_choice", "top_logprobs", "modalities", "verbosity", "reasoning_effort",
         # vLLM
-        "add_special_tokens", "cache_salt", "kv_transfer_params", "request_id", "return_token_strs",
+        "add_special_tokens", "kv_transfer_params", "request_id", "return_token_strs",
         "skip_special_tokens", "spaces_between_special_tokens", "vllm_xargs",
     )
 )  # fmt: skip

@@ -1,0 +1,154 @@
+"""What one API key can learn of another's prompts from prefix reuse, by the attack itself over real sockets."""
+
+import contextlib
+import random
+import statistics
+
+import pytest
+
+from tests.helpers import ENDLESS, VOCABULARY, save_random, serving, wait_until, web
+
+VICTIM, ATTACKER = ({"Authorization": f"Bearer key-of-the-{name}"} for name in ("victim", "attacker"))
+LETTERS = "abcdef"  # of what the attacker does not know
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """A checkpoint whose prompts are long enough to be shared, and take time."""
+    return save_random(tmp_path_factory.mktemp("wide") / "checkpoint", block_size=1024, n_embd=64, n_layer=4)
+
+
+class Service:
+    """A server, and what its requests copy."""
+
+    def __init__(self, server, seed=0):
+        self.server, self.chance = server, random.Random(seed)
+
+    def text(self, length):
+        return "".join(self.chance.choices(VOCABULARY[1:], k=length))
+
+    def ask(self, headers, path="/generate", **body):
+        response = web.post(self.server.url + path, json=body, headers=headers, timeout=60)
+        assert response.status_code == 200, response.text
+        assert "x-ignored-fields" not in response.headers
+        return response
+
+    def copied(self, headers, path="/generate", **body):
+        """How many characters of prompts a request copies."""
+        before = self.total()
+        self.ask(headers, path, **body)
+        return self.total() - before
+
+    def total(self):
+        """Of all requests that have ended: the worker shows its counts before it takes the next request."""
+        self.ask(ATTACKER, prompt=self.text(30), max_tokens=1)
+        return self.server.metric("chargpt_prefix_cache_hit_tokens_total")
+
+
+@contextlib.contextmanager
+def serving_wide(wide, **settings):
+    with serving(wide.path, public_metrics="true", **settings) as server:
+        yield Service(server)
+
+
+@pytest.fixture(scope="module")
+def service(wide, tmp_path_factory):
+    path = tmp_path_factory.mktemp("keys") / "keys.txt"
+    path.write_text("key-of-the-victim victim\nkey-of-the-attacker attacker\n")
+    with serving_wide(wide, api_keys_file=path) as service:
+        yield service
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+def test_the_counter_does_not_tell_a_right_guess_at_anothers_prompt(service, path):
+    """The attacker knows how the prompt begins, and tries each letter after it while the victim repeats the prompt."""
+    known = service.text(30)
+    secret = known + "".join(service.chance.choices(LETTERS, k=3))
+    service.total()
+
+    def counts():
+        names = "chargpt_prefix_cache_hit_tokens_total", "chargpt_iteration_tokens_total_sum"
+        return tuple(map(service.server.metric, names))
+
+    def copied(headers, prompt):
+        """Without another request, which would take the slot of the one before."""
+        before = counts()
+        service.ask(headers, path, prompt=prompt, max_tokens=1)
+        expected = sum(before) + len(prompt)
+        after = wait_until(lambda: sum(now := counts()) == expected and now)
+        return after[0] - before[0]
+
+    copied(ATTACKER, f"{known}{'.' * 20}")
+    for length in range(len(known), len(secret)):
+        found = {}
+        for letter in service.chance.sample(LETTERS, len(LETTERS)):
+            copied(VICTIM, f"{secret} and more")
+            found[letter] = copied(ATTACKER, f"{secret[:length]}{letter}{'.' * 20}")
+        assert set(found.values()) == {length}, (secret[length], found)  # as much as the attacker's own guess before
+
+
+def test_times_do_not_tell_a_right_guess_at_anothers_prompt(service):
+    """Of prompts that have ended, 900 characters each."""
+    times = {"right": [], "wrong": []}
+    for _ in range(9):
+        secret = service.text(900)
+        service.ask(VICTIM, prompt=secret, max_tokens=5)
+        for guess, prompt in (("right", secret), ("wrong", service.text(900))):
+            headers = service.ask(ATTACKER, prompt=prompt, max_tokens=5).headers
+            times[guess].append(float(headers["x-queue-time"]) + float(headers["x-prefill-time"]))
+    assert statistics.median(times["right"]) > statistics.median(times["wrong"]) / 4, times
+
+
+def test_a_running_prompt_of_another_key_is_not_copied(service):
+    prompt, before = service.text(900), service.total()
+    body = {"prompt": prompt, "max_tokens": ENDLESS, "stream": True}
+    with web.stream("POST", f"{service.server.url}/generate", json=body, headers=VICTIM) as stream:
+        next(stream.iter_raw())
+        service.ask(ATTACKER, prompt=prompt, max_tokens=5)
+    service.server.wait_until_metric("chargpt_num_requests_running", 0)
+    assert service.total() == before
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+def test_a_salt_divides_the_requests_of_a_key(service, path):
+    prompt, salts = service.text(100), [None, "a", "b", "a b", "ä" * 1000]
+    ask = {"path": path, "prompt": prompt, "max_tokens": 1}
+    for count, copied in ((3, 2 * 99), (1, 99)):  # within a request, then from the one before with the same salt
+        found = [service.copied(VICTIM, cache_salt=salt, n=count, **ask) for salt in salts]
+        assert found == [copied] * len(salts)
+    assert service.copied(ATTACKER, cache_salt="a", **ask) == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/generate", {"suffix": "abc", "best_of": 4, "max_tokens": 3}),
+        ("/generate", {"best_of": 3, "max_tokens": 3}),
+        ("/generate", {"prompt_logprobs": 0, "echo": True, "max_tokens": 3}),
+        ("/v1/score", {"continuations": ["a", "b"]}),
+        ("/v1/next", {}),
+    ],
+)
+def test_a_salt_divides_every_stage_of_every_route(service, path, fields):
+    """Infill and `best_of` score what they sampled; prompts are scored after their answers."""
+    fields = fields | {"prefix" if path == "/v1/score" else "prompt": service.text(100)}
+    if path == "/generate":
+        fields["seed"] = 1
+    first, other, again = (service.copied(VICTIM, path, cache_salt=salt, **fields) for salt in ("a", "b", "b"))
+    assert first == other < again
+
+
+def test_without_keys_addresses_share_and_a_salt_divides(wide):
+    with serving_wide(wide, client_header="X-Forwarded-For") as service:
+        prompt = service.text(100)
+        for salt, copied in ((None, [0, 99]), ("a", [0, 99])):
+            body = {"prompt": prompt, "max_tokens": 1, "cache_salt": salt}
+            found = [service.copied({"X-Forwarded-For": f"192.0.2.{number}"}, **body) for number in (1, 2)]
+            assert found == copied
+
+
+@pytest.mark.parametrize("salt", ["", "a" * 1001, 5, ["a"]])
+def test_a_salt_is_a_text_of_1_to_1000_characters(service, salt):
+    body = {"prompt": "a", "cache_salt": salt}
+    response = web.post(f"{service.server.url}/generate", json=body, headers=VICTIM)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "cache_salt")
