@@ -56,6 +56,7 @@ logger = logging.getLogger(__name__)
 BACKLOG = 4096  # connections that wait to be accepted; as many as Linux allows by default (net.core.somaxconn)
 UVICORN_GRACE_SECONDS = 2  # requests are drained before uvicorn stops
 POLL_SECONDS = 0.1  # between two looks at all processes
+SWITCH_SECONDS = 0.0005  # for which the event loop waits for a thread that computes: patterns, /metrics, attention
 HTTP_START_SECONDS = 60.0  # of an HTTP process, until its first heartbeat
 
 
@@ -325,7 +326,7 @@ class Server(LitServer):
         self._http_id = id
         target, fork = HttpServer(config, self.state).run, multiprocessing.get_context("fork")
         process = fork.Process(target=target, args=([self._listener],), name=self.state.http_names[id])
-        with blocked(signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # there until http/process.py, when there are handlers
+        with blocked(signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # until http/process.py has handlers
             process.start()
         return process
 
@@ -336,6 +337,7 @@ class Server(LitServer):
         become(self.state.http_names[self._http_id], self.state.main_pid)
         async with running(self.http, self._http_id, self.connections):
             relax_garbage_collector()
+            sys.setswitchinterval(SWITCH_SECONDS)
             await send({"type": "lifespan.startup.complete"})
             await receive()  # lifespan.shutdown
         self._callback_runner.trigger_event(EventTypes.ON_SERVER_END.value, litserver=self)

@@ -78,7 +78,7 @@ FILES = sorted(path for folder in ("service", "training") for path in (ROOT / fo
 def test_every_import_is_allowed(path):
     module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
     part = part_of(module)
-    for imported, is_typing in imports(path):
+    for imported, _ in imports(path):
         target = part_of(imported)
         if target not in (None, part):
             assert target in ARROWS[part], f"{module} imports {imported}"

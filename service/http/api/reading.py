@@ -11,7 +11,6 @@ import asyncio
 import functools
 import re
 from typing import Annotated, Any, TypeVar, get_args
-from weakref import WeakValueDictionary
 
 import msgspec
 from msgspec import Meta, Raw
@@ -19,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from service.http.answering.coroutines import Pause
+from service.http.answering.fair_lock import FairLock
 from service.http.api import bodies as b
 from service.http.api.errors import ApiError, invalid, shortened
 from service.http.api.foreign import MAX_UNKNOWN_BYTES
@@ -174,16 +174,14 @@ class BodyReader:
 
     def __init__(self, settings: Settings):
         self._settings = settings
-        self._turn = asyncio.Lock()
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by client, of those that wait
+        self._lock = FairLock()
 
     async def read(self, kind: type[AnyRequest], body: bytes, client: str) -> AnyRequest:
         """The request in a large JSON body.
 
         Raises ApiError: 400, with the field, what was given and what is allowed.
         """
-        own = self._turns.get(client) or self._turns.setdefault(client, asyncio.Lock())
-        async with own, self._turn:
+        async with self._lock.held(client):
             await asyncio.sleep(0)
             return await parse_large(kind, body, self._settings)
 
