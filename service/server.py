@@ -113,7 +113,7 @@ class Server(LitServer):
         self.supervisor = Supervisor(
             self.state,
             hang_seconds=settings.hang_seconds,
-            max_deaths=settings.max_restarts,
+            max_failed_starts=settings.max_restarts,
             window_seconds=settings.restart_window_seconds,
         )
         api.folder, api.backend, api.dtype, api.slots = catalog.folder, backend, dtype, slots
