@@ -134,7 +134,7 @@ class Settings(BaseSettings):
     """Serve a character-level GPT checkpoint over HTTP."""
 
     model_config = SettingsConfigDict(
-        env_prefix="CHARGPT_", allow_inf_nan=False, cli_kebab_case=True, cli_avoid_json=True
+        env_prefix="CHARGPT_", allow_inf_nan=False, validate_assignment=True, cli_kebab_case=True, cli_avoid_json=True
     )
 
     checkpoint: Separated = Field(

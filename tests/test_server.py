@@ -24,7 +24,7 @@ from service.engine import native
 from service.engine.runner import resolve, slots_that_fit
 from service.engine.scheduler import reserved_slots
 from service.http.handlers.info import published
-from service.server import (
+from service.placement import (
     BackendError,
     check_devices,
     choose_accelerator,
@@ -402,7 +402,7 @@ BUILT, NAMED = "is built without CUDA: serving on the CPU", "CUDA_VISIBLE_DEVICE
 def test_auto_chooses_a_gpu_that_torch_and_the_variable_allow(
     one_gpu, monkeypatch, caplog, built_for, visible, chosen, warning
 ):
-    monkeypatch.setattr("service.server.torch_build", lambda: ("2.13.0+cpu", built_for))
+    monkeypatch.setattr("service.placement.torch_build", lambda: ("2.13.0+cpu", built_for))
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert (choose_accelerator("auto"), choose_accelerator("mps")) == (chosen, "mps")
@@ -430,7 +430,7 @@ def test_build_of_torch_is_read_without_importing_it():
 
 def test_auto_takes_as_many_slots_as_fit_the_gpus(monkeypatch, checkpoint):
     asked = []
-    monkeypatch.setattr("service.server.free_gpu_bytes", lambda devices: asked.append(devices) or 1.3e9)
+    monkeypatch.setattr("service.placement.free_gpu_bytes", lambda devices: asked.append(devices) or 1.3e9)
     config = checkpoint.config
 
     def slots(device="cuda:0", **settings):

@@ -18,8 +18,9 @@ import pytest
 
 import service.process
 from service.__main__ import serve
+from service.placement import BackendError
 from service.process import run_folder
-from service.server import BackendError, bind, url_of
+from service.server import bind, url_of
 from service.settings import Settings
 from service.shared import REASONS, SharedState
 from service.supervisor import Supervisor, TooManyDeathsError
