@@ -29,7 +29,7 @@ def main() -> int:
     # os._exit, not an exception: C extensions can swallow one raised during their import, or turn it into another.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     signal.signal(signal.SIGINT, lambda *_: os._exit(0))
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until Server.serve
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until Server.run
     from service.settings import read_settings
 
     return serve(read_settings())
@@ -52,16 +52,17 @@ def serve(settings: "Settings", **options: Any) -> int:
                 shutil.rmtree(folder, ignore_errors=True)
                 os._exit(0)
 
-            signal.signal(signal.SIGTERM, stop)  # these until Server.serve
+            signal.signal(signal.SIGTERM, stop)  # these until Server.run
             signal.signal(signal.SIGINT, stop)
 
             from service.http.connection.limits import OpenFilesError
             from service.model.checkpoint import CheckpointError
-            from service.server import BackendError, StartError, build_server
+            from service.placement import BackendError
+            from service.server import StartError, build_server
             from service.supervisor import TooManyDeathsError
 
             try:
-                build_server(settings, **options).serve()
+                build_server(settings, **options).run()
             except (CheckpointError, BackendError, OpenFilesError) as error:
                 status, problem = 2, error
             except (StartError, TooManyDeathsError) as error:

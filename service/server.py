@@ -1,4 +1,4 @@
-"""The LitServe server around the HTTP and inference processes: placement, supervision, shutdown.
+"""The LitServe server around the HTTP and inference processes: their start, supervision and end.
 
 The one file that uses LitServe's private names; tests/test_litserve.py lists them and what each is for.
 """
@@ -6,15 +6,12 @@ The one file that uses LitServe's private names; tests/test_litserve.py lists th
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
 import multiprocessing
 import os
-import runpy
 import signal
 import socket
 import ssl
-import subprocess
 import sys
 import tempfile
 import threading
@@ -28,13 +25,9 @@ from typing import Any
 import uvicorn
 from litserve import Callback, LitServer, Logger
 from litserve.callbacks.base import EventTypes
-from litserve.connector import check_cuda_with_nvidia_smi
 from litserve.loops.loops import inference_worker
 
 from service.catalog import Catalog
-from service.engine import native
-from service.engine.runner import resolve, slots_that_fit
-from service.engine.scheduler import reserved_slots
 from service.engine.worker import EngineAPI, EngineLoop
 from service.http.app import App
 from service.http.connection.asgi import Middlewares
@@ -43,29 +36,25 @@ from service.http.connection.listening import Loop
 from service.http.connection.protocol import Connection
 from service.http.process import running
 from service.http.service import Service
-from service.model.config import GPTConfig
 from service.observe.logs import adopt_litserve, configure_logging
 from service.observe.metrics import allocate_files, forget_process
+from service.placement import BackendError, check_devices, choose_accelerator, choose_backend, choose_slots
 from service.process import become, blocked, relax_garbage_collector, return_large_blocks
 from service.settings import ClientLimitsFile, Settings
 from service.shared import SharedState, SharedTable
 from service.supervisor import START_SECONDS, Supervisor, TooManyDeathsError
-from service.words import plural
 
 logger = logging.getLogger(__name__)
 
 BACKLOG = 4096  # connections that wait to be accepted; as many as Linux allows by default (net.core.somaxconn)
 UVICORN_GRACE_SECONDS = 2  # requests are drained before uvicorn stops
 POLL_SECONDS = 0.1  # between two looks at all processes
+SWITCH_SECONDS = 0.0005  # for which the event loop waits for a thread that computes: patterns, /metrics, attention
 HTTP_START_SECONDS = 60.0  # of an HTTP process, until its first heartbeat
 
 
 class StartError(Exception):
     """Every inference process failed before it was ready."""
-
-
-class BackendError(ValueError):
-    """What the settings ask for cannot run here: address, backend, dtype, devices, or so much memory or disk."""
 
 
 class HttpServer(uvicorn.Server):
@@ -113,7 +102,7 @@ class Server(LitServer):
         self.supervisor = Supervisor(
             self.state,
             hang_seconds=settings.hang_seconds,
-            max_deaths=settings.max_restarts,
+            max_failed_starts=settings.max_restarts,
             window_seconds=settings.restart_window_seconds,
         )
         api.folder, api.backend, api.dtype, api.slots = catalog.folder, backend, dtype, slots
@@ -141,12 +130,20 @@ class Server(LitServer):
             )
         self.http.add_files()
 
-    def serve(self) -> None:
+    def run(self, host: str | None = None, port: int | str | None = None, **others: Any) -> None:
         """Serve until SIGTERM or Ctrl-C; running requests finish first.
 
-        Raises BackendError: the address cannot be listened on; StartError: no inference process could start;
-        TooManyDeathsError: processes keep dying.
+        host, port: in place of the settings'.
+
+        Raises TypeError: another of LitServe's options; BackendError: the address cannot be listened on; StartError: no
+        inference process could start; TooManyDeathsError: processes do not start.
         """
+        if others:
+            raise TypeError(f"run() takes host and port, got {', '.join(others)}; Settings has every other option")
+        if host is not None:
+            self.settings.host = host
+        if port is not None:
+            self.settings.port = port  # type: ignore[assignment]  # validated, as all assignments to settings
         self._listener = bind(self.settings.host, self.settings.port)
         main = os.getpid()
 
@@ -169,7 +166,7 @@ class Server(LitServer):
         signal.signal(signal.SIGINT, stop)
         signal.signal(signal.SIGHUP, hang_up)
         try:
-            self.run()
+            self._run_processes()
         except KeyboardInterrupt:
             logger.info("stopped while starting")
         finally:
@@ -178,10 +175,10 @@ class Server(LitServer):
                 process.join(2)
                 process.kill()
 
-    def run(self, *_: Any, **__: Any) -> None:
-        """Launch the workers, start the HTTP processes, keep all of them running, and stop: instead of LitServe's run.
+    def _run_processes(self) -> None:
+        """Launch the workers, start the HTTP processes, keep all of them running, and stop.
 
-        Raises as `serve`; KeyboardInterrupt: SIGTERM or SIGINT while starting.
+        Raises as `run`; KeyboardInterrupt: SIGTERM or SIGINT while starting.
         """
         adopt_litserve()
         state, watch = self.state, self.supervisor.watch
@@ -339,6 +336,7 @@ class Server(LitServer):
         async with running(self.http, self._http_id, self.connections):
             relax_garbage_collector()
             return_large_blocks()
+            sys.setswitchinterval(SWITCH_SECONDS)
             await send({"type": "lifespan.startup.complete"})
             await receive()  # lifespan.shutdown
         self._callback_runner.trigger_event(EventTypes.ON_SERVER_END.value, litserver=self)
@@ -478,107 +476,6 @@ def url_of(settings: Settings) -> str:
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
     scheme = "http" if settings.tls_certificate is None else "https"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.port}{settings.root_path}"
-
-
-def choose_accelerator(asked: str) -> str:
-    """Resolve `auto`: cuda with a GPU and a torch built for it, otherwise cpu; on a Mac LitServe decides.
-
-    LitServe's own choice either imports torch into this process, which does not need it, or takes the CPU beside a
-    GPU because torch is not imported.
-
-    Raises BackendError: cuda, and torch is built without it.
-    """
-    if sys.platform == "darwin" or asked not in ("auto", "cuda"):
-        return asked
-    version, cuda = torch_build()
-    if asked == "cuda":
-        if cuda is None:
-            raise BackendError(f"--accelerator cuda: torch {version} is built without CUDA")
-        return asked
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and not visible.strip():
-        return "cpu"
-    by_name = any(part.strip().startswith(("GPU-", "MIG-")) for part in (visible or "").split(","))
-    if not by_name and not check_cuda_with_nvidia_smi():  # which compares numbers alone
-        if visible:
-            logger.warning("CUDA_VISIBLE_DEVICES=%s names no GPU that nvidia-smi lists: serving on the CPU", visible)
-        return "cpu"
-    if cuda is None:
-        logger.warning("torch %s is built without CUDA: serving on the CPU although there is a GPU", version)
-        return "cpu"
-    return "cuda"
-
-
-def check_devices(devices: int, accelerator: str) -> None:
-    """LitServe would ignore too many on a CPU, and start workers without end on GPUs.
-
-    Raises BackendError: there are not so many.
-    """
-    if accelerator == "cpu" and devices > 1:
-        raise BackendError(
-            f"--devices {devices}: a CPU is one device; --workers-per-device starts several inference processes on it"
-        )
-    gpus = check_cuda_with_nvidia_smi() if accelerator == "cuda" else 0
-    if 0 < gpus < devices:  # 0: named by UUID, which it does not count
-        found = plural(gpus, "GPU")
-        raise BackendError(f"--devices {devices}: nvidia-smi and CUDA_VISIBLE_DEVICES give {found}")
-
-
-def torch_build() -> tuple[str, str | None]:
-    """Versions of torch and of the CUDA it was built with, read from its own file without importing torch."""
-    spec = importlib.util.find_spec("torch")
-    assert spec is not None and spec.origin is not None
-    build = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
-    return build["__version__"], build["cuda"]
-
-
-def choose_slots(settings: Settings, configs: list[GPTConfig], dtype: str, device: str) -> int:
-    """Cache slots per worker that one client can use; with fair queueing there are `reserved_slots` more.
-
-    Each model has a cache of its own, of so many slots.
-
-    Raises BackendError: `auto`, and not one fits, or that cannot be known.
-    """
-    if settings.max_running_requests != "auto":
-        return settings.max_running_requests
-    if not device.startswith("cuda"):
-        return 64
-    free = free_gpu_bytes(settings.devices) / settings.workers_per_device
-    fitting = slots = min(slots_that_fit(config, dtype, free / len(configs)) for config in configs)
-    if settings.fair_queueing:
-        slots = next((n for n in range(fitting - 1, 0, -1) if n + reserved_slots(n) <= fitting), 0)
-    if not slots:
-        raise BackendError(f"--max-running-requests auto: not one sequence fits into {free / 1e9:.1f} GB of GPU memory")
-    what = plural(fitting, "sequence")
-    logger.info("--max-running-requests auto: %.1f GB of free GPU memory hold %s", free / 1e9, what)
-    return slots
-
-
-def free_gpu_bytes(devices: int) -> float:
-    """Least free memory of the first `devices` GPUs. Asked in another process, as this one does without torch.
-
-    Raises BackendError: torch cannot tell.
-    """
-    code = f"import torch; print(min(torch.cuda.mem_get_info(i)[0] for i in range({devices})))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise BackendError(
-            f"--max-running-requests auto: the free memory of {plural(devices, 'GPU')} is unknown ({reason}); pass a "
-            "number"
-        )
-    return float(done.stdout)
-
-
-def choose_backend(settings: Settings, device: str) -> tuple[str, str]:
-    """Backend and dtype of every worker. Raises BackendError: those asked for cannot run on the device."""
-    try:
-        backend, dtype = resolve(settings.backend, settings.dtype, device)
-    except ValueError as error:
-        raise BackendError(f"--backend {settings.backend} --dtype {settings.dtype}: {error}") from None
-    if settings.backend == "auto" and backend == "torch" and device == "cpu":
-        logger.warning("serving on backend torch, as native is not available: %s", native.why_not())
-    return backend, dtype
 
 
 def build_server(

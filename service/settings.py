@@ -1,7 +1,7 @@
 """Every setting of the service: a flag (`--max-queued-requests`) and a variable (`CHARGPT_MAX_QUEUED_REQUESTS`).
 
 Read once, by `python -m service`. A value of the wrong type or out of bounds ends the program with the setting's name,
-the value and what is allowed.
+the value and what is allowed; so does a flag or a variable that no setting has.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import ssl
 import stat
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,6 +41,14 @@ from service.observe.logs import LogFormat
 BUNDLED = Path(__file__).parent / "checkpoints" / "tinyshakespeare"
 
 PLACE = re.compile(r"(?:([A-Za-z0-9][A-Za-z0-9._:-]{0,63})=)?(.*)", re.DOTALL)  # --checkpoint NAME=DIR, or DIR
+
+# Variables of the prefix that are no settings: training, the deployment, tests and benchmarks read them.
+NO_SETTINGS = frozenset(f"CHARGPT_{name}" for name in (
+    "DATA_DIR", "IMAGE", "CPUS", "NATIVE_LIBRARY", "FUSED_LIBRARY", "REQUIRE", "CHAOS_SEED", "OPENAPI_CASES", "LM_EVAL",
+    "LLAMA_CPP", "STUB_STEP_SECONDS",
+))  # fmt: skip
+# LitServe's, and that of the page's examples for clients: whoever sets one expects that requests need a key.
+API_KEY_VARIABLES = ("LIT_SERVER_API_KEY", "CHARGPT_API_KEY")
 
 # The Origin header as browsers send it: lower case, no path, no default port.
 ORIGIN = re.compile(r"(?!http:.*:80$|https:.*:443$)[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
@@ -126,7 +134,7 @@ class Settings(BaseSettings):
     """Serve a character-level GPT checkpoint over HTTP."""
 
     model_config = SettingsConfigDict(
-        env_prefix="CHARGPT_", allow_inf_nan=False, cli_kebab_case=True, cli_avoid_json=True
+        env_prefix="CHARGPT_", allow_inf_nan=False, validate_assignment=True, cli_kebab_case=True, cli_avoid_json=True
     )
 
     checkpoint: Separated = Field(
@@ -212,8 +220,8 @@ class Settings(BaseSettings):
     shutdown_delay_seconds: Delay = Field(0, description="time after SIGTERM with /readyz 503 and requests accepted")
     drain_seconds: Delay = Field(30, description="time limit for running requests after that")
     hang_seconds: Seconds = Field(10, ge=1, description="time without a sign of life after which a process is replaced")
-    max_restarts: Natural = Field(10, description="maximum deaths of processes in the next setting's window")
-    restart_window_seconds: Seconds = Field(300, description="time over which deaths are counted")
+    max_restarts: Natural = Field(10, description="maximum failed starts of processes in the next setting's window")
+    restart_window_seconds: Seconds = Field(300, description="time over which failed starts are counted")
     metrics_vllm_names: bool = Field(False, description="also expose metrics under vLLM's names")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="minimum level to log")
     log_format: LogFormat = Field("auto", description="log line format; auto: text on a terminal, json otherwise")
@@ -304,6 +312,20 @@ class Settings(BaseSettings):
         return origins
 
     @model_validator(mode="after")
+    def _check_variables(self) -> Settings:
+        known = {f"CHARGPT_{name.upper()}" for name in type(self).model_fields}
+        for variable in sorted(os.environ):
+            name = variable.upper()  # pydantic-settings reads either case
+            if name in API_KEY_VARIABLES:
+                if self.api_keys_file is None:
+                    raise ValueError(
+                        f"{variable} is set, but API keys are read from a file: --api-keys-file (CHARGPT_API_KEYS_FILE)"
+                    )
+            elif name.startswith("CHARGPT_") and name not in known | NO_SETTINGS:
+                raise ValueError(f"unknown variable {variable}{_did_you_mean(name, known, 'CHARGPT_')}")
+        return self
+
+    @model_validator(mode="after")
     def _read_files(self) -> Settings:
         # Not in a field validator: no key may become a field's value.
         if self.api_keys_file is not None:
@@ -311,6 +333,12 @@ class Settings(BaseSettings):
         if self.client_limits is not None:
             self._limits = read_client_limits(self.client_limits)
         return self
+
+
+def _did_you_mean(given: str, known: Iterable[str], prefix: str) -> str:
+    names = [name.removeprefix(prefix) for name in sorted(known)]
+    close = difflib.get_close_matches(given.removeprefix(prefix), names, n=1)
+    return f"; did you mean {prefix}{close[0]}?" if close else ""
 
 
 def _refuse_password() -> str:
@@ -403,7 +431,7 @@ def program() -> str:
 def read_settings(arguments: list[str] | None = None) -> Settings:
     """Settings from flags, then variables, then defaults.
 
-    Raises SystemExit: 2 for an invalid value or an unknown flag, 0 for --help.
+    Raises SystemExit: 2 for an invalid value or an unknown flag or variable, 0 for --help.
     """
     flags = {f"--{name.replace('_', '-')}" for name in Settings.model_fields}
     words = iter(sys.argv[1:] if arguments is None else arguments)
@@ -422,8 +450,7 @@ def read_settings(arguments: list[str] | None = None) -> Settings:
             raise SystemExit(0)
         wrong = f"argument {flag} needs a value"
         if flag not in flags:
-            close = difflib.get_close_matches(flag, flags, n=1)
-            wrong = f"unknown argument {flag}" + (f"; did you mean {close[0]}?" if close else "")
+            wrong = f"unknown argument {flag}{_did_you_mean(flag, flags, '--')}"
         elif has_value or not next(words, "--").startswith("--"):
             continue
         print(f"{program()}: {wrong}\nAll flags: {program()} --help", file=sys.stderr)

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 START_SECONDS = 600.0  # to load and be ready; GPUs capture graphs meanwhile
 SETTLED_SECONDS = 5.0  # a process that ran this long is replaced at once, one that died sooner after a pause
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds; the pause doubles with each early death in a row
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 4.0  # seconds; the pause doubles with each failed start in a row
 
 
 class TooManyDeathsError(Exception):
@@ -38,15 +38,16 @@ class Watched:
     process: BaseProcess
     started_at: float
     restart_at: float | None = None  # None: it runs
-    early_deaths: int = 0  # in a row
+    failed_starts: int = 0  # in a row
     is_killed: bool = False  # as it hung, and has not ended yet
 
 
 class Supervisor:
     """
     hang_seconds: a process without a heartbeat for so long is killed and replaced.
-    max_deaths: more deaths than this are too many: of all processes within `window_seconds`, or of one in a row, each
-    before it had run for SETTLED_SECONDS.
+    max_failed_starts: more deaths than this, each before the first heartbeat, are too many: of all processes within
+    `window_seconds`, or of one in a row. Other deaths are not counted, as one client may cause them again and again:
+    the service would end for all clients.
     """
 
     def __init__(
@@ -54,16 +55,16 @@ class Supervisor:
         state: SharedState,
         *,
         hang_seconds: float,
-        max_deaths: int,
+        max_failed_starts: int,
         window_seconds: float,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._state = state
         self._hang_seconds = hang_seconds
-        self._max_deaths, self._window_seconds = max_deaths, window_seconds
+        self._max_failed_starts, self._window_seconds = max_failed_starts, window_seconds
         self._clock = clock
         self._watched: dict[str, Watched] = {}
-        self._deaths: deque[float] = deque()
+        self._failed_starts: deque[float] = deque()  # when
         self._checked_at = self._patient_from = clock()
 
     def watch(
@@ -80,7 +81,7 @@ class Supervisor:
         return [self._watched[name].process for name in names if name in self._watched]
 
     def check(self) -> None:
-        """Look after every process; never waits for one. Raises TooManyDeathsError: more deaths than allowed."""
+        """Look after every process; never waits for one. Raises TooManyDeathsError: too many starts failed."""
         now = self._clock()
         self._state.beat("main")
         if now - self._checked_at > self._hang_seconds / 2:
@@ -105,13 +106,18 @@ class Supervisor:
         return now - max(last, self._patient_from) > self._hang_seconds
 
     def _bury(self, watched: Watched, now: float) -> None:
-        is_early = self._state.last_beat(watched.name) is None or now - watched.started_at < SETTLED_SECONDS
+        has_started = self._state.last_beat(watched.name) is not None
         self._state.died(watched.name)
         try:
             watched.died()
         except OSError as error:  # its files are gone
             logger.error("%s: %s", watched.name, error)
-        self._count(watched, now, is_early, f"(process {watched.process.pid}) died ({_cause(watched.process)})")
+        what = f"(process {watched.process.pid}) died ({_cause(watched.process)})"
+        if not has_started:
+            self._count_failed_start(watched, now, what)
+            return
+        watched.failed_starts = 0
+        _schedule(watched, now, 0.0 if now - watched.started_at >= SETTLED_SECONDS else FIRST_PAUSE, what)
         if watched.restart_at == now:
             self._restart(watched)
 
@@ -120,33 +126,34 @@ class Supervisor:
         try:
             watched.process = watched.start()
         except OSError as error:  # no memory, or too many processes
-            self._count(watched, watched.started_at, True, f"cannot be started ({error.strerror})")
+            self._count_failed_start(watched, watched.started_at, f"cannot be started ({error.strerror})")
             return
         watched.restart_at, watched.is_killed = None, False
         self._state.pids[watched.name] = watched.process.pid
         self._state.restarts[watched.name] += 1
 
-    def _count(self, watched: Watched, now: float, is_early: bool, what: str) -> None:
-        """Count a death, and set when to start the process again."""
-        watched.early_deaths = watched.early_deaths + 1 if is_early else 0
-        pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(watched.early_deaths - 1, 10)) if is_early else 0.0
-        watched.restart_at = now + pause
-        self._deaths.append(now)
-        while self._deaths[0] < now - self._window_seconds:
-            self._deaths.popleft()
-        if len(self._deaths) > self._max_deaths:
-            count = len(self._deaths)
-            many = f"{plural(count, 'death')} of processes within {self._window_seconds:g} s"
-        elif watched.early_deaths > self._max_deaths:
-            count = watched.early_deaths
-            many = f"{plural(count, 'early death')} of it in a row"
+    def _count_failed_start(self, watched: Watched, now: float, what: str) -> None:
+        """Raises TooManyDeathsError: too many starts failed."""
+        watched.failed_starts += 1
+        self._failed_starts.append(now)
+        while self._failed_starts[0] < now - self._window_seconds:
+            self._failed_starts.popleft()
+        limit = self._max_failed_starts
+        if len(self._failed_starts) > limit:
+            count, where = len(self._failed_starts), f"of processes within {self._window_seconds:g} s"
+        elif watched.failed_starts > limit:
+            count, where = watched.failed_starts, "of it in a row"
         else:
-            logger.error("%s %s: restarting%s", watched.name, what, f" in {pause:g} s" if pause else "")
+            pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(watched.failed_starts - 1, 10))
+            _schedule(watched, now, pause, what)
             return
-        raise TooManyDeathsError(
-            f"{watched.name} {what}: {many} {'is' if count == 1 else 'are'} more than --max-restarts "
-            f"{self._max_deaths} allows"
-        )
+        many = f"{plural(count, 'failed start')} {where} {'is' if count == 1 else 'are'}"
+        raise TooManyDeathsError(f"{watched.name} {what}: {many} more than --max-restarts {limit} allows")
+
+
+def _schedule(watched: Watched, now: float, pause: float, what: str) -> None:
+    watched.restart_at = now + pause
+    logger.error("%s %s: restarting%s", watched.name, what, f" in {pause:g} s" if pause else "")
 
 
 def _cause(process: BaseProcess) -> str:

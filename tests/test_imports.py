@@ -31,13 +31,14 @@ ARROWS = {
         "service.model", "service.constrain", "service.wire", "service.sockets", "service.observe", "service.settings",
         "service.shared", "service.catalog",
     },
+    "service.placement": {"service.engine", "service.model", "service.settings"},
     "service.server": {
-        "service.http", "service.engine", "service.model", "service.observe", "service.catalog",
+        "service.http", "service.engine", "service.model", "service.observe", "service.catalog", "service.placement",
         "service.process", "service.settings", "service.sockets", "service.shared", "service.supervisor",
     },
     "service.__main__": {
-        "service.server", "service.settings", "service.model", "service.process", "service.supervisor",
-        "service.http",
+        "service.server", "service.placement", "service.settings", "service.model", "service.process",
+        "service.supervisor", "service.http",
     },
     "training": {"service.model", "service.engine", "service.constrain", "service.wire"},
 }  # fmt: skip
@@ -47,6 +48,7 @@ HOSTS_ONLY = {
     "service.sockets", "service.process", "service.observe", "service.shared", "service.catalog", "service.settings",
     "litserve",
 }  # fmt: skip
+LITSERVE = {"service.engine.worker", "service.sockets", "service.server", "service.placement"}
 
 
 def part_of(module):
@@ -78,7 +80,7 @@ def test_every_import_is_allowed(path):
         if part == "service.engine" and {target, imported.split(".")[0]} & HOSTS_ONLY:
             assert module in HOSTS, f"{module} imports {imported}"
         if imported.split(".")[0] == "litserve":
-            assert module in ("service.engine.worker", "service.sockets", "service.server"), module
+            assert module in LITSERVE, module
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,39 @@ def test_build_server_requires_a_metrics_folder(monkeypatch):
         service.server.build_server(Settings())
 
 
+def test_run_takes_host_and_port_as_litserve_users_pass_them(checkpoint, tmp_path):
+    """It ignored them, and its worker died with AttributeError."""
+    program = """
+import os, sys
+os.environ["PROMETHEUS_MULTIPROC_DIR"] = sys.argv[2]
+from service.server import build_server
+from service.settings import Settings
+
+if __name__ == "__main__":
+    server = build_server(Settings(checkpoint=sys.argv[1], host="192.0.2.1", threads=1))
+    try:
+        server.run(port=sys.argv[3], num_api_servers=2)
+    except TypeError as error:
+        print(error, flush=True)
+    server.run("127.0.0.1", port=sys.argv[3])
+"""
+    command = [sys.executable, "-c", program, checkpoint.path, tmp_path, port := free_port()]
+    with Program(command, port, "/readyz") as server:
+        server.wait_until_ready()
+        assert web.post(f"{server.url}/generate", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+        server.process.terminate()
+        assert server.process.wait(60) == 0, server.output()
+        refused, *_ = server.output().splitlines()
+    assert refused == "run() takes host and port, got num_api_servers; Settings has every other option"
+
+
+def test_run_refuses_a_port_that_settings_refuse(checkpoint, monkeypatch, tmp_path):
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    server = service.server.build_server(Settings(checkpoint=checkpoint.path))
+    with pytest.raises(ValueError, match="port\n  Input should be less than or equal to 65535"):
+        server.run(port=70_000)
+
+
 def test_a_worker_is_given_no_list_of_clients(checkpoint, monkeypatch, tmp_path):
     """Beyond a pipe's 64 KB the main process waits for the worker to read it, for ever if that was killed."""
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))

@@ -1,3 +1,4 @@
+import itertools
 import os
 import re
 import subprocess
@@ -6,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from service.settings import Settings, available_cpus, read_settings
+from service.settings import API_KEY_VARIABLES, NO_SETTINGS, Settings, available_cpus, read_settings
 from tests.helpers import make_certificate
+from tests.toolbox.launch import ROOT
 from tests.toolbox.needs import program
 
 
@@ -56,6 +58,50 @@ for path in ("chargpt", "/chargpt/", "/", "//a", "/a b", "/a?b"):
 @pytest.mark.parametrize(("arguments", "message"), INVALID)
 def test_invalid_setting_is_named(arguments, message, capsys):
     assert message in rejection(arguments, capsys)
+
+
+@pytest.mark.parametrize(
+    ("variable", "message"),
+    [
+        ("CHARGPT_API_KEYS_FIEL", "unknown variable CHARGPT_API_KEYS_FIEL; did you mean CHARGPT_API_KEYS_FILE?\n"),
+        ("chargpt_thread", "unknown variable chargpt_thread; did you mean CHARGPT_THREADS?\n"),
+        ("CHARGPT_NONSENSE_OF_MINE", "unknown variable CHARGPT_NONSENSE_OF_MINE\n"),
+        *(
+            (name, f"{name} is set, but API keys are read from a file: --api-keys-file (CHARGPT_API_KEYS_FILE)\n")
+            for name in ("LIT_SERVER_API_KEY", "CHARGPT_API_KEY")
+        ),
+    ],
+)
+def test_a_variable_that_would_be_ignored_is_refused(variable, message, monkeypatch, capsys):
+    """CHARGPT_API_KEYS_FIEL started a service that required no key. The value may be a secret."""
+    monkeypatch.setenv(variable, "SECRET-SECRET")
+    error = rejection([], capsys)
+    assert error == f"python -m service: invalid settings\n  {message}"
+    with pytest.raises(ValueError, match=re.escape(message.strip())):
+        Settings()
+
+
+def test_variables_that_clients_of_a_closed_service_read_may_be_set(tmp_path, monkeypatch):
+    (tmp_path / "keys.txt").write_text("long-enough")
+    monkeypatch.setenv("CHARGPT_API_KEYS_FILE", str(tmp_path / "keys.txt"))
+    for name in API_KEY_VARIABLES:
+        monkeypatch.setenv(name, "long-enough")
+    monkeypatch.setenv("chargpt_threads", "3")
+    settings = read_settings([])
+    assert len(settings.api_keys) == 1 and settings.threads == 3
+
+
+def test_every_variable_that_the_project_sets_or_reads_is_known():
+    settings = {f"CHARGPT_{name.upper()}" for name in Settings.model_fields}
+    known, found = settings | NO_SETTINGS | {*API_KEY_VARIABLES}, {}
+    folders = ("service", "training", "tests", "deploy", ".ci", ".github")
+    for path in itertools.chain(ROOT.iterdir(), *((ROOT / folder).rglob("*") for folder in folders)):
+        is_binary = path.suffix in (".json", ".png", ".pyc", ".safetensors", ".so")
+        if path.is_file() and not is_binary and path != Path(__file__):
+            for variable in re.findall(r"(?<![A-Z_])CHARGPT_[A-Z][A-Z_]*(?![A-Z_…])", path.read_text(errors="ignore")):
+                found.setdefault(variable, str(path))
+    assert {variable: name for variable, name in found.items() if variable not in known} == {}
+    assert found.keys() >= NO_SETTINGS
 
 
 def test_help_describes_every_setting(capsys):

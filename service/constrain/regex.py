@@ -95,15 +95,16 @@ def compile_choice(
                 reason = "not in the vocabulary" if c not in characters else "not among the allowed characters"
                 raise RegexError(f"text {number}: character {c!r} (U+{ord(c):04X}) at offset {offset} is {reason}")
     symbols = {c: i for i, c in enumerate(sorted(set("".join(choices))))}
-    # A state is what may be left of the text.
-    rows, states = _explore(frozenset(choices), lambda state: {symbols[c]: left for c, left in _left(state).items()})
+    left = _number_left(choices)
     limit = min(max_states, MAX_STATES)
-    if len(states) > limit:
-        raise RegexError(f"the choices need {len(states)} states (limit {limit}); give fewer or shorter choices")
+    if len(left) > limit:
+        raise RegexError(f"the choices need {len(left)} states (limit {limit}); give fewer or shorter choices")
+    whole = len(left) - 1
+    rows, states = _explore(whole, lambda state: {symbols[c]: after for c, after in left[state].after.items()})
     classes = np.full(len(characters), len(symbols), dtype=np.uint16)  # characters of no choice share the last class
     for c, symbol in symbols.items():
         classes[ids[c]] = symbol
-    return _merge_classes(_tabulate(classes, rows, ["" in state for state in states]))
+    return _merge_classes(_tabulate(classes, rows, [left[state].may_be_nothing for state in states]))
 
 
 def compile_without(
@@ -128,19 +129,26 @@ def compile_without(
         raise RegexError(f"the words need {count} states (limit {max_states}); give fewer or shorter words")
     symbols = {c: i for i, c in enumerate(sorted(set("".join([*bad, end or ""]))))}
     rest = len(symbols)  # the class of all other allowed characters
-    begun, nothing, ended = _left(bad), frozenset[str](), frozenset([""])
+    left = _number_left(bad)
+    begun, nothing, ended = left[-1].after, frozenset[int](), frozenset([-1])
 
-    def after(state: frozenset[str]) -> dict[int, frozenset[str]]:
-        """A state is what may be left of bad words, or `ended`."""
+    def after(state: frozenset[int]) -> dict[int, frozenset[int]]:
+        """A state is the numbers of what may be left of bad words, or `ended`."""
         if state == ended:
             return {}
-        left, row = _left(state), {rest: nothing}
-        for c, symbol in symbols.items():
-            following = left.get(c, nothing) | begun.get(c, nothing)
-            if "" not in following:
-                row[symbol] = ended if c == end else following
+        following = {c: {number} for c, number in begun.items()}
+        for number in state:
+            for c, next_number in left[number].after.items():
+                following.setdefault(c, set()).add(next_number)
+        row = unbegun.copy()
+        for c, numbers in following.items():
+            if any(left[number].may_be_nothing for number in numbers):
+                row.pop(symbols[c], None)
+            elif c != end:
+                row[symbols[c]] = frozenset(numbers)
         return row
 
+    unbegun = {rest: nothing} | {symbol: ended if c == end else nothing for c, symbol in symbols.items()}
     rows, states = _explore(nothing, after)
     # Of the classes of each symbol, of other allowed characters and of the rest, those that have characters.
     used, classes = np.unique(
@@ -565,13 +573,33 @@ def _explore(
     return rows, states
 
 
-def _left(texts: Iterable[str]) -> dict[str, frozenset[str]]:
-    """What follows in texts after each of their first characters."""
-    by_first: dict[str, set[str]] = {}
+class _Left(NamedTuple):
+    """The ends of those texts of a list that have the same beginning."""
+
+    may_be_nothing: bool
+    after: dict[str, int]  # character -> the number of what may be left after it
+
+
+def _number_left(texts: Iterable[str]) -> list[_Left]:
+    """What may be left after each beginning of a text, every set of ends once; that of no beginning comes last."""
+    trie: list[dict[str, int]] = [{}]
+    complete = set()
     for text in sorted(texts):
-        if text:
-            by_first.setdefault(text[0], set()).add(text[1:])
-    return {c: frozenset(rest) for c, rest in by_first.items()}
+        node = 0
+        for c in text:
+            node = trie[node].setdefault(c, len(trie))
+            if node == len(trie):
+                trie.append({})
+        complete.add(node)
+    number_of = [0] * len(trie)
+    numbers: dict[tuple[bool, frozenset[tuple[str, int]]], int] = {}
+    found: list[_Left] = []
+    for node in reversed(range(len(trie))):  # what follows a node has a higher number
+        left = _Left(node in complete, {c: number_of[following] for c, following in trie[node].items()})
+        number_of[node] = numbers.setdefault((left.may_be_nothing, frozenset(left.after.items())), len(found))
+        if number_of[node] == len(found):
+            found.append(left)
+    return found
 
 
 def _tabulate(classes: np.ndarray, rows: list[dict[int, int]], accepting: list[bool]) -> Automaton:

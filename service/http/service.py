@@ -13,6 +13,7 @@ from service.http.engine.client import EngineClient
 from service.http.engine.client_limits import ClientLimits
 from service.http.engine.lease import Ledger, estimate, too_much
 from service.http.engine.model import Model
+from service.http.engine.patterns import PatternThread
 from service.http.engine.sequences import Generation
 from service.http.request import Request
 from service.model.checkpoint import Checkpoint
@@ -53,6 +54,7 @@ class Service:
         self.backend, self.dtype, self.slots, self.devices = backend, dtype, slots, devices
         self.state = state
         self.random = Random()  # of ids, and of seeds that no request gives
+        self._patterns = PatternThread()
         self.models: dict[str, Model] = {}  # by name
         self.serve(listing, checkpoints)
         self.bodies = BodyReader(settings)
@@ -75,9 +77,8 @@ class Service:
         known = {model.id: model for model in self.models.values()}
         for version in listing.serve:
             if version.id not in known:
-                model = Model(
-                    version, checkpoints[version.id], listing.rows[version.name], self.settings.max_regex_characters
-                )
+                row, limit = listing.rows[version.name], self.settings.max_regex_characters
+                model = Model(version, checkpoints[version.id], row, limit, self._patterns)
                 known[version.id] = model
         self.listing, self.models = listing, {version.name: known[version.id] for version in listing.serve}
         if self.metrics is not None:

@@ -6,12 +6,14 @@ under vLLM's names. Records no observations.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import math
 import platform
-import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -55,18 +57,34 @@ class Exposition(Collector):
     state: SharedState
     hang_seconds: float
     certificate_expires_at: float | None = None  # Unix time, of the one in use; None: no TLS
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "metrics"))
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _next: dict[bool, asyncio.Task[bytes]] = field(default_factory=dict)  # pages that have not begun
+    _rests_until: float = 0.0
 
-    def page(self, accept: str) -> tuple[bytes, str]:
+    async def page(self, accept: str) -> tuple[bytes, str]:
         """The page and its content type: OpenMetrics 1.0 with exemplars if `accept` names it, else text 0.0.4.
 
-        Scrapes are serialized: of two that overlap, the later answer could hold the lower counters.
+        All who ask before a page begins share it. Pages are rendered one after the other: of two that overlap, the
+        later answer could hold the lower counters.
         """
-        with self._lock:
-            if "application/openmetrics-text" in accept:
-                # prometheus-client 0.26 escapes the colon in sample names by default.
-                return openmetrics.generate_latest(self, openmetrics.ALLOWUTF8), openmetrics.CONTENT_TYPE_LATEST
-            return exposition.generate_latest(self), exposition.CONTENT_TYPE_PLAIN_0_0_4
+        is_open = "application/openmetrics-text" in accept
+        if is_open not in self._next:
+            self._next[is_open] = asyncio.create_task(self._render(is_open))
+        text = await asyncio.shield(self._next[is_open])
+        return text, openmetrics.CONTENT_TYPE_LATEST if is_open else exposition.CONTENT_TYPE_PLAIN_0_0_4
+
+    async def _render(self, is_open: bool) -> bytes:
+        """Render in a thread, which then rests for as long as it took: scrapers get at most half of a CPU."""
+        generate = _open_metrics if is_open else exposition.generate_latest
+        async with self._turn:
+            await asyncio.sleep(max(0.0, self._rests_until - time.monotonic()))
+            del self._next[is_open]
+            began = time.monotonic()
+            text = await asyncio.get_running_loop().run_in_executor(self._pool, generate, self)
+            ended = time.monotonic()
+            self._rests_until = ended + (ended - began)
+            return text
 
     def collect(self) -> Iterator[Metric]:
         families = {family.name: family for family in MultiProcessCollector(CollectorRegistry()).collect()}
@@ -146,6 +164,11 @@ class Exposition(Collector):
             [(name, *result) for name, row in rows for result in state.num_reloads(row).items()],
             "result",
         )  # fmt: skip
+
+
+def _open_metrics(collector: Collector) -> bytes:
+    # prometheus-client 0.26 escapes the colon in sample names by default.
+    return openmetrics.generate_latest(collector, openmetrics.ALLOWUTF8)
 
 
 def _family(kind: type[Kind], stem: str, help: str, rows: Iterable[tuple[Any, ...]], *labels: str) -> Kind:

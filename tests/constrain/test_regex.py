@@ -3,6 +3,7 @@ import itertools
 import re
 import signal
 import sys
+import time
 import warnings
 
 import numpy as np
@@ -11,7 +12,14 @@ from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
 
 from service.constrain.automaton import MAX_CELLS, Automaton, Guide
-from service.constrain.regex import MAX_NESTING, MAX_POSITIONS, RegexError, compile_choice, compile_regex
+from service.constrain.regex import (
+    MAX_NESTING,
+    MAX_POSITIONS,
+    RegexError,
+    compile_choice,
+    compile_regex,
+    compile_without,
+)
 
 VOCABULARY = list("ab1_ \n.-é٣\u00a0]")  # letters, digits and spaces beyond ASCII too
 PRINTABLE = ["\n", *map(chr, range(32, 127))]
@@ -298,6 +306,16 @@ def test_exactly_the_choices_match(choices):
     assert (again.table == automaton.table).all()
     # Minimal: of the same size as the equivalent pattern's automaton.
     assert automaton.table.shape == compile_regex("|".join(choices), VOCABULARY).table.shape
+
+
+def test_long_texts_take_time_in_proportion_to_their_length():
+    """Each state once held all of the texts that were left: 7 s and 0.7 s. Now it takes 0.4 s and 0.02 s."""
+    began = time.process_time()
+    with pytest.raises(RegexError, match="the choices need 96001 states"):
+        compile_choice(["".join(PRINTABLE) * 1000], PRINTABLE, max_characters=100_000)
+    middle = time.process_time()
+    compile_without(["a" * 96 + "".join(end) for end in itertools.product("abcd", repeat=4)], PRINTABLE)
+    assert middle - began < 2 and time.process_time() - middle < 0.2
 
 
 @pytest.mark.parametrize(

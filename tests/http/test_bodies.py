@@ -142,7 +142,7 @@ async def test_of_each_client_one_large_body_waits_for_its_turn():
 
     await asyncio.gather(*map(read, "aaaaab"))
     assert done.index("b") <= 1
-    assert len(done) == 6 and not reader._turns
+    assert len(done) == 6 and not reader._lock._locks
 
 
 # -- what a body means, by parsers written elsewhere --

@@ -96,14 +96,14 @@ def test_refused_patterns_are_not_kept():
     """Errors were cached with their tracebacks: 256 patterns of 4 MB took a gigabyte."""
     code = """
 import asyncio, resource
-from service.http.engine.patterns import PatternCompiler
+from service.http.engine.patterns import PatternCompiler, PatternThread
 from service.http.api.errors import ApiError
 
 async def main():
-    compiler = PatternCompiler("abc", 1000)
+    compiler = PatternCompiler("abc", 1000, PatternThread())
     async def refused(pattern):
         try:
-            await compiler.compile("regex", pattern)
+            await compiler.compile("client", "regex", pattern)
         except ApiError as error:
             return error.message
     await refused("(")
@@ -123,9 +123,9 @@ asyncio.run(main())
 @pytest.mark.anyio
 async def test_patterns_are_cached_within_a_bound(monkeypatch):
     monkeypatch.setattr(patterns, "CACHE_BYTES", 100_000)
-    compiler = patterns.PatternCompiler("abc", 1000)
+    compiler = patterns.PatternCompiler("abc", 1000, patterns.PatternThread())
     for i in range(1, 200):
-        first = await compiler.compile("regex", f"a{{1,{i}}}")
-        assert await compiler.compile("regex", f"a{{1,{i}}}") is first
+        first = await compiler.compile("client", "regex", f"a{{1,{i}}}")
+        assert await compiler.compile("client", "regex", f"a{{1,{i}}}") is first
         assert compiler._compiled._bytes <= 100_000
     assert 10 < len(compiler._compiled._found) < 190

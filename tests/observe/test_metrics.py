@@ -164,6 +164,22 @@ def test_iteration_phases_add_up_to_the_iteration_time(server):
     assert increase("chargpt_iteration_tokens_total_sum") == 12 * 119 + 12 * 2
 
 
+def test_all_who_wait_for_a_page_get_the_same_one(checkpoint):
+    """Each of 40 scrapers once had a page of its own rendered, in the threads that also compiled patterns."""
+    request = b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\n%b\r\n"
+    with serving(checkpoint) as server, contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(sent(server.port, b"")) for _ in range(40)]
+        for number, connection in enumerate(connections):
+            kind = b"Accept: application/openmetrics-text\r\n" if number % 2 else b""
+            connection.sendall(request % kind)
+        pages = []
+        for connection in connections:
+            with answer(connection) as response:
+                pages.append((response.headers["content-type"], response.read()))
+    assert all(page.endswith(b"# EOF\n") == kind.startswith("application/openmetrics-text") for kind, page in pages)
+    assert 2 <= len(set(pages)) <= 12
+
+
 def test_openmetrics_exemplars_carry_request_ids(server):
     ids = [f"exemplar-{i}" for i in range(5)]
     for id in ids:

@@ -11,12 +11,12 @@ import asyncio
 import json
 import re
 from typing import Annotated, Any, TypeVar
-from weakref import WeakValueDictionary
 
 import msgspec
 from msgspec import Meta, Raw
 from pydantic import ValidationError
 
+from service.http.answering.fair_lock import FairLock
 from service.http.answering.pause import Pause
 from service.http.api import bodies as b
 from service.http.api.errors import ApiError, invalid, shortened
@@ -172,16 +172,14 @@ class BodyReader:
 
     def __init__(self, settings: Settings):
         self._settings = settings
-        self._turn = asyncio.Lock()
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by client, of those that wait
+        self._lock = FairLock()
 
     async def read(self, kind: type[AnyRequest], body: bytes, client: str) -> AnyRequest:
         """The request in a large JSON body.
 
         Raises ApiError: 400, with the field, what was given and what is allowed.
         """
-        own = self._turns.get(client) or self._turns.setdefault(client, asyncio.Lock())
-        async with own, self._turn:
+        async with self._lock.held(client):
             await asyncio.sleep(0)
             return await read_large(kind, body, self._settings)
 

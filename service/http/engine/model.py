@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from service.catalog import Version
-from service.http.engine.patterns import PatternCompiler
+from service.http.engine.patterns import PatternCompiler, PatternThread
 from service.model.checkpoint import Checkpoint
 from service.observe.metrics import ModelMetrics
 
@@ -16,11 +16,13 @@ class Model:
 
     metrics: ModelMetrics
 
-    def __init__(self, version: Version, checkpoint: Checkpoint, row: int, max_regex_characters: int):
+    def __init__(
+        self, version: Version, checkpoint: Checkpoint, row: int, max_regex_characters: int, patterns: PatternThread
+    ):
         self.id, self.name, self.digest, self.row = version.id, version.name, version.digest, row
         self.checkpoint, self.tokenizer = checkpoint, checkpoint.tokenizer
         self.vocab_size = checkpoint.tokenizer.vocab_size
-        self.patterns = PatternCompiler(checkpoint.tokenizer.characters, max_regex_characters)
+        self.patterns = PatternCompiler(checkpoint.tokenizer.characters, max_regex_characters, patterns)
         self.created_at = version.created_at
         self.receptive_field = checkpoint.config.receptive_field
         self.record_end = checkpoint.record_end  # see Checkpoint

@@ -1,4 +1,4 @@
-"""Compiles the patterns of requests to packed automata: in a thread, unless one is still known."""
+"""Compiles the patterns of requests to packed automata in a thread, and keeps the latest ones."""
 
 from __future__ import annotations
 
@@ -6,16 +6,35 @@ import asyncio
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
 
 from service.constrain.automaton import Automaton, LengthError, MinimumLength
 from service.constrain.regex import RegexError, compile_choice, compile_regex, compile_without
+from service.http.answering.fair_lock import FairLock
 from service.http.api.errors import invalid
 
 CACHE_BYTES = 32 << 20  # of each cache of a model
 ENTRY_BYTES = 500  # of an entry beside its key and its result
 MAX_CHOICE_CHARACTERS = 20_000  # of all texts of a choice together
 MAX_STOP_STATES = 256  # of stop_regex: each may cost time at each character
+
+
+Found = TypeVar("Found")
+
+
+class PatternThread:
+    """Compiles one pattern at a time, each client's in turn.
+
+    Each further thread would take the GIL from the event loop for another switch interval.
+    """
+
+    def __init__(self) -> None:
+        self.lock = FairLock()
+        self._pool = ThreadPoolExecutor(1, "patterns")  # starts its thread with the first pattern
+
+    async def run(self, call: Callable[[], Found]) -> Found:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, call)
 
 
 class Compiled(NamedTuple):
@@ -30,24 +49,26 @@ class _Cache:
     An exception would hold its traceback, and with it everything that its frames hold.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, thread: PatternThread) -> None:
+        self._thread = thread
         self._found: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
         self._bytes = 0
 
-    async def find(self, key: Hashable, key_bytes: int, call: Callable[[], Any]) -> Any:
-        """What `call` returned for this key; called in a thread if that is not known."""
-        entry = self._found.get(key)
-        if entry is not None:
-            self._found.move_to_end(key)
-            return entry[0]
-        found = await asyncio.to_thread(call)
-        size = ENTRY_BYTES + key_bytes + _size(found)
-        if size <= CACHE_BYTES and key not in self._found:
-            self._found[key] = found, size
-            self._bytes += size
-            while self._bytes > CACHE_BYTES:
-                self._bytes -= self._found.popitem(last=False)[1][1]
-        return found
+    async def find(self, client: str, key: Hashable, key_bytes: int, call: Callable[[], Any]) -> Any:
+        """What `call` returned for this key; called in the thread, at the client's turn, if that is not known."""
+        if key not in self._found:
+            async with self._thread.lock.held(client):
+                if key not in self._found:  # it may have been compiled meanwhile, for another request
+                    found = await self._thread.run(call)
+                    size = ENTRY_BYTES + key_bytes + _size(found)
+                    if size > CACHE_BYTES:
+                        return found
+                    self._found[key] = found, size
+                    self._bytes += size
+                    while self._bytes > CACHE_BYTES:
+                        self._bytes -= self._found.popitem(last=False)[1][1]
+        self._found.move_to_end(key)
+        return self._found[key][0]
 
 
 def _size(found: Any) -> int:
@@ -55,13 +76,14 @@ def _size(found: Any) -> int:
 
 
 class PatternCompiler:
-    def __init__(self, characters: Sequence[str], max_regex_characters: int):
+    def __init__(self, characters: Sequence[str], max_regex_characters: int, thread: PatternThread):
         self._characters = characters
         self._max_characters = max_regex_characters
-        self._compiled, self._minima = _Cache(), _Cache()
+        self._compiled, self._minima = _Cache(thread), _Cache(thread)
 
     async def compile(
         self,
+        client: str,
         param: str,
         pattern: str | tuple[str, ...],
         allowed: frozenset[str] | None = None,
@@ -79,20 +101,21 @@ class PatternCompiler:
         if length > limit and param != "bad_words":  # of which a body may have little more
             found = compile()  # refused for its length, and not kept
         else:
-            found = await self._compiled.find((param, pattern, allowed, end), 8 * length, compile)
+            found = await self._compiled.find(client, (param, pattern, allowed, end), 8 * length, compile)
         if isinstance(found, str):
             raise invalid(param, found, "invalid_pattern")
         return found
 
     async def minimum(
-        self, param: str, packed: bytes, min_tokens: int, max_tokens: int, wanted: str | None = None
+        self, client: str, param: str, packed: bytes, min_tokens: int, max_tokens: int, wanted: str | None = None
     ) -> bytes:
         """The packed MinimumLength for matches of so many characters, as `wanted` calls them.
 
         Raises ApiError: 400, no match has an allowed length, or the pattern is too large to find out.
         """
         find = functools.partial(_find_minimum, packed, min_tokens, max_tokens)
-        found: bytes | str | None = await self._minima.find((packed, min_tokens, max_tokens), len(packed), find)
+        key = (packed, min_tokens, max_tokens)
+        found: bytes | str | None = await self._minima.find(client, key, len(packed), find)
         if isinstance(found, bytes):
             return found
         if found is None:

@@ -83,10 +83,10 @@ async def _answer(
 
     shared = _shared(service, model, body, seeds[0], candidates)
     if body.min_tokens or any(_patterns(body)):
-        await _constrain(model, body, shared)
+        await _constrain(request.client, model, body, shared)
     submits = _submits(model, body, shared, prompts, seeds, candidates)
     if model.record_end is not None and not (body.ignore_eos or body.regex is not None or body.choice is not None):
-        await _begin_records(model, body, submits)
+        await _begin_records(request.client, model, body, submits)
     scoring = _prompt_scoring(model, body, submits[::candidates])
     rankings = candidates * len(prompts) if suffix else 0
     service.admit(request, submits + scoring, echo=body.echo, num_rankings=rankings)
@@ -211,7 +211,7 @@ async def _then_score(
     return complete
 
 
-async def _constrain(model: Model, body: GenerationRequest, submit: Submit) -> None:
+async def _constrain(client: str, model: Model, body: GenerationRequest, submit: Submit) -> None:
     """Set the patterns that a request asks for."""
     allowed, end = None, None if body.ignore_eos else model.record_end
     if body.allowed_characters is not None:
@@ -223,52 +223,54 @@ async def _constrain(model: Model, body: GenerationRequest, submit: Submit) -> N
         check_ids(model, body.allowed_token_ids, "allowed_token_ids")
         allowed = frozenset(model.tokenizer.decode(body.allowed_token_ids))
     if body.stop_regex is not None:
-        stop_pattern = await model.patterns.compile("stop_regex", body.stop_regex)
+        stop_pattern = await model.patterns.compile(client, "stop_regex", body.stop_regex)
         if stop_pattern.matches_empty:
             raise invalid("stop_regex", "must not match the empty text")
         submit.stop_pattern = stop_pattern.packed
     if body.regex is not None or body.choice is not None:
         param = "regex" if body.choice is None else "choice"
-        constraint = await model.patterns.compile(param, body.regex or tuple(body.choice or ()), allowed)
+        constraint = await model.patterns.compile(client, param, body.regex or tuple(body.choice or ()), allowed)
         if constraint.min_length > body.max_tokens:
             shortest = plural(constraint.min_length, "character")
             raise invalid(param, f"the shortest match has {shortest}, max_tokens is {body.max_tokens}")
         submit.constraint = constraint.packed
         if body.min_tokens > constraint.min_length:
             its = constraint.packed, body.min_tokens, body.max_tokens
-            submit.minimum = await model.patterns.minimum(param, *its)
+            submit.minimum = await model.patterns.minimum(client, param, *its)
     elif allowed is not None or body.bad_words or (body.min_tokens and end is not None):
         # Of a record, the line break that ends it too.
         words = tuple(body.bad_words or ())
-        compiled = await model.patterns.compile("bad_words", words, allowed, None if end is None else "\n")
+        compiled = await model.patterns.compile(client, "bad_words", words, allowed, None if end is None else "\n")
         submit.constraint = compiled.packed
         submit.may_leave = False
         if end is not None:
             submit.stop = (*submit.stop, (end,))
             if body.min_tokens:
-                submit.minimum = await _record_minimum(model, body, compiled.packed, body.min_tokens)
+                submit.minimum = await _record_minimum(client, model, body, compiled.packed, body.min_tokens)
         elif body.min_tokens:  # there may be texts after which nothing is allowed
             its = compiled.packed, body.min_tokens, body.max_tokens
-            submit.minimum = await model.patterns.minimum(_limiting(body), *its)
+            submit.minimum = await model.patterns.minimum(client, _limiting(body), *its)
 
 
-async def _begin_records(model: Model, body: GenerationRequest, submits: list[Submit]) -> None:
+async def _begin_records(client: str, model: Model, body: GenerationRequest, submits: list[Submit]) -> None:
     """Have no record end before its first character: none was trained on that does."""
     begins = [] if body.min_tokens else [it for it in submits if it.prompt[-1] == model.record_end]
     if begins and begins[0].constraint is None:
-        first = (await model.patterns.compile("prompt", "[^\n]")).packed
+        first = (await model.patterns.compile(client, "prompt", "[^\n]")).packed
         for submit in begins:
             submit.constraint, submit.constrains_first = first, True
     elif begins:
-        minimum = await _record_minimum(model, body, begins[0].constraint or b"", 1)
+        minimum = await _record_minimum(client, model, body, begins[0].constraint or b"", 1)
         for submit in begins:
             submit.minimum = minimum
 
 
-async def _record_minimum(model: Model, body: GenerationRequest, packed: bytes, length: int) -> bytes:
+async def _record_minimum(client: str, model: Model, body: GenerationRequest, packed: bytes, length: int) -> bytes:
     """For records of at least `length` characters and the line break that ends them, or of max_tokens."""
     wanted = f"{plural(length, 'character')} before the line break that ends it"
-    return await model.patterns.minimum(_limiting(body), packed, length + 1, max(body.max_tokens, length + 1), wanted)
+    return await model.patterns.minimum(
+        client, _limiting(body), packed, length + 1, max(body.max_tokens, length + 1), wanted
+    )
 
 
 def _limiting(body: GenerationRequest) -> str:

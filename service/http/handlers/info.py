@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from importlib.metadata import version
 from typing import Any
 
@@ -134,5 +133,5 @@ async def prometheus(service: Service, request: Request) -> None:
     if service.metrics is not None:
         service.metrics.flush()
     accept = (request.fields.get(b"accept") or b"").decode("latin-1")
-    text, content_type = await asyncio.to_thread(service.exposition.page, accept)
+    text, content_type = await service.exposition.page(accept)
     request.respond(text, header_lines({"Content-Type": content_type}) + NO_STORE)

@@ -1,0 +1,130 @@
+"""Where and how the model runs: accelerator, backend, dtype, and how many sequences fit.
+
+Decided by the main process before it starts any other, without torch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+from litserve.connector import check_cuda_with_nvidia_smi
+
+from service.engine import native
+from service.engine.runner import resolve, slots_that_fit
+from service.engine.scheduler import reserved_slots
+from service.model.config import GPTConfig
+from service.settings import Settings
+from service.words import plural
+
+logger = logging.getLogger(__name__)
+
+
+class BackendError(ValueError):
+    """What the settings ask for cannot run here: address, backend, dtype, devices, or so much memory or disk."""
+
+
+def choose_accelerator(asked: str) -> str:
+    """Resolve `auto`: cuda with a GPU and a torch built for it, otherwise cpu; on a Mac LitServe decides.
+
+    LitServe's own choice either imports torch into this process, which does not need it, or takes the CPU beside a
+    GPU because torch is not imported.
+
+    Raises BackendError: cuda, and torch is built without it.
+    """
+    if sys.platform == "darwin" or asked not in ("auto", "cuda"):
+        return asked
+    version, cuda = torch_build()
+    if asked == "cuda":
+        if cuda is None:
+            raise BackendError(f"--accelerator cuda: torch {version} is built without CUDA")
+        return asked
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and not visible.strip():
+        return "cpu"
+    by_name = any(part.strip().startswith(("GPU-", "MIG-")) for part in (visible or "").split(","))
+    if not by_name and not check_cuda_with_nvidia_smi():  # which compares numbers alone
+        if visible:
+            logger.warning("CUDA_VISIBLE_DEVICES=%s names no GPU that nvidia-smi lists: serving on the CPU", visible)
+        return "cpu"
+    if cuda is None:
+        logger.warning("torch %s is built without CUDA: serving on the CPU although there is a GPU", version)
+        return "cpu"
+    return "cuda"
+
+
+def check_devices(devices: int, accelerator: str) -> None:
+    """LitServe would ignore too many on a CPU, and start workers without end on GPUs.
+
+    Raises BackendError: there are not so many.
+    """
+    if accelerator == "cpu" and devices > 1:
+        raise BackendError(
+            f"--devices {devices}: a CPU is one device; --workers-per-device starts several inference processes on it"
+        )
+    gpus = check_cuda_with_nvidia_smi() if accelerator == "cuda" else 0
+    if 0 < gpus < devices:  # 0: named by UUID, which it does not count
+        found = plural(gpus, "GPU")
+        raise BackendError(f"--devices {devices}: nvidia-smi and CUDA_VISIBLE_DEVICES give {found}")
+
+
+def torch_build() -> tuple[str, str | None]:
+    """Versions of torch and of the CUDA it was built with, read from its own file without importing torch."""
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    build = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+    return build["__version__"], build["cuda"]
+
+
+def choose_slots(settings: Settings, configs: list[GPTConfig], dtype: str, device: str) -> int:
+    """Cache slots per worker that one client can use; with fair queueing there are `reserved_slots` more.
+
+    Each model has a cache of its own, of so many slots.
+
+    Raises BackendError: `auto`, and not one fits, or that cannot be known.
+    """
+    if settings.max_running_requests != "auto":
+        return settings.max_running_requests
+    if not device.startswith("cuda"):
+        return 64
+    free = free_gpu_bytes(settings.devices) / settings.workers_per_device
+    fitting = slots = min(slots_that_fit(config, dtype, free / len(configs)) for config in configs)
+    if settings.fair_queueing:
+        slots = next((n for n in range(fitting - 1, 0, -1) if n + reserved_slots(n) <= fitting), 0)
+    if not slots:
+        raise BackendError(f"--max-running-requests auto: not one sequence fits into {free / 1e9:.1f} GB of GPU memory")
+    what = plural(fitting, "sequence")
+    logger.info("--max-running-requests auto: %.1f GB of free GPU memory hold %s", free / 1e9, what)
+    return slots
+
+
+def free_gpu_bytes(devices: int) -> float:
+    """Least free memory of the first `devices` GPUs. Asked in another process, as this one does without torch.
+
+    Raises BackendError: torch cannot tell.
+    """
+    code = f"import torch; print(min(torch.cuda.mem_get_info(i)[0] for i in range({devices})))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise BackendError(
+            f"--max-running-requests auto: the free memory of {plural(devices, 'GPU')} is unknown ({reason}); pass a "
+            "number"
+        )
+    return float(done.stdout)
+
+
+def choose_backend(settings: Settings, device: str) -> tuple[str, str]:
+    """Backend and dtype of every worker. Raises BackendError: those asked for cannot run on the device."""
+    try:
+        backend, dtype = resolve(settings.backend, settings.dtype, device)
+    except ValueError as error:
+        raise BackendError(f"--backend {settings.backend} --dtype {settings.dtype}: {error}") from None
+    if settings.backend == "auto" and backend == "torch" and device == "cpu":
+        logger.warning("serving on backend torch, as native is not available: %s", native.why_not())
+    return backend, dtype
