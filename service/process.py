@@ -13,8 +13,12 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # linux/prctl.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
+LARGE_BLOCK_BYTES = 1 << 17
+MAX_FREE_BYTES = 1 << 22  # at the end of the heap
 
 MAX_FOLDER_BYTES = 75  # a socket's path has at most 103 bytes (macOS) or 107
 SHARED_MEMORY = "/dev/shm"  # writable even in a container whose root is read-only
@@ -49,6 +53,31 @@ def blocked(*signals: signal.Signals) -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def map_large_blocks() -> None:
+    """Have glibc make each large block a mapping of its own, which the system has back as soon as it is freed.
+
+    Otherwise glibc puts them into its heap once it has freed a few, where small blocks behind them keep them.
+    """
+    mallopt = _function_of_libc("mallopt")
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, MAX_FREE_BYTES)
+
+
+def trim_memory() -> None:
+    """Give free pages of glibc's heap back to the system: 10 ms for 250 MB, in which Python can go on."""
+    malloc_trim = _function_of_libc("malloc_trim")
+    if malloc_trim is not None:
+        malloc_trim(0)
+
+
+def _function_of_libc(name: str) -> Any:
+    """None: this system's libc has no such function."""
+    import ctypes
+
+    return getattr(ctypes.CDLL(None), name, None)
 
 
 def relax_garbage_collector() -> None:

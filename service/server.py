@@ -325,7 +325,9 @@ class Server(LitServer):
         self._http_id = id
         target, fork = HttpServer(config, self.state).run, multiprocessing.get_context("fork")
         process = fork.Process(target=target, args=([self._listener],), name=self.state.http_names[id])
-        with blocked(signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # there until http/process.py, when there are handlers
+        with blocked(
+            signal.SIGHUP, signal.SIGINT, signal.SIGTERM
+        ):  # there until http/process.py, when there are handlers
             process.start()
         return process
 

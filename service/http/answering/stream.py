@@ -128,6 +128,7 @@ class Form:
         self.include_usage, self.continuous_usage = options.include_usage, options.continuous_usage_stats
         self._characters = encoder.tokenizer.characters
         self._encoder, self._seeds, self._body = encoder, seeds, body
+        self.is_large = body.return_token_ids  # events with a whole prompt's ids are written one after the other
         self._prompts = prompts
         # If asked for: of each prompt but a first character, over the whole vocabulary.
         self.prompt_logprobs: list[Logprobs] | None = None
@@ -317,7 +318,7 @@ async def write_stream(request: Request, pieces: Pieces, form: Form, done: bytes
         request.put(KEEP_ALIVE)
 
     def write(some: list[Piece]) -> Coroutine[Any, Any, None] | None:
-        if some and some[0].logprobs is not None:  # as all of a request have, or none
+        if form.is_large or (some and some[0].logprobs is not None):  # as all of a request have, or none
             return write_slowly(some)
         data = b""
         for piece in some:
@@ -335,7 +336,8 @@ async def write_stream(request: Request, pieces: Pieces, form: Form, done: bytes
         data, pause = b"", Pause()
         for piece in some:
             for part in pieces_of(piece):
-                data += b"data: %b\n\n" % form.event(part, piece is some[-1])
+                if part.text or part.finish_reason:
+                    data += b"data: %b\n\n" % form.event(part, piece is some[-1])
                 if len(data) >= CHUNK_BYTES:
                     begin()
                     await request.write(data)
