@@ -1,4 +1,4 @@
-"""Process setup: name and parent-death signal, garbage collector, and the service's temporary folder."""
+"""Process setup: name and parent-death signal, memory, garbage collector, and the service's temporary folder."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # linux/prctl.h
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
-LARGE_BLOCK_BYTES = 1 << 17
-MAX_FREE_BYTES = 1 << 22  # at the end of the heap
+_M_MMAP_THRESHOLD = -3  # malloc.h
+LARGE_BLOCK_BYTES = 1 << 16
 
 MAX_FOLDER_BYTES = 75  # a socket's path has at most 103 bytes (macOS) or 107
 SHARED_MEMORY = "/dev/shm"  # writable even in a container whose root is read-only
@@ -45,6 +43,15 @@ def become(name: str, parent: int) -> None:
         os._exit(1)
 
 
+def trim_memory() -> None:
+    """Give the free pages of glibc's heap back to the system: 10 ms for 250 MB, in which Python goes on."""
+    if sys.platform == "linux":
+        import ctypes
+
+        with contextlib.suppress(AttributeError):  # musl has no malloc_trim
+            ctypes.CDLL(None).malloc_trim(0)
+
+
 @contextlib.contextmanager
 def blocked(*signals: signal.Signals) -> Iterator[None]:
     """Signals that arrive meanwhile are handled afterwards. Processes started meanwhile have them blocked too."""
@@ -53,31 +60,6 @@ def blocked(*signals: signal.Signals) -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def map_large_blocks() -> None:
-    """Have glibc make each large block a mapping of its own, which the system has back as soon as it is freed.
-
-    Otherwise glibc puts them into its heap once it has freed a few, where small blocks behind them keep them.
-    """
-    mallopt = _function_of_libc("mallopt")
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, MAX_FREE_BYTES)
-
-
-def trim_memory() -> None:
-    """Give free pages of glibc's heap back to the system: 10 ms for 250 MB, in which Python can go on."""
-    malloc_trim = _function_of_libc("malloc_trim")
-    if malloc_trim is not None:
-        malloc_trim(0)
-
-
-def _function_of_libc(name: str) -> Any:
-    """None: this system's libc has no such function."""
-    import ctypes
-
-    return getattr(ctypes.CDLL(None), name, None)
 
 
 def relax_garbage_collector() -> None:
@@ -92,6 +74,19 @@ def relax_garbage_collector() -> None:
     gc.freeze()
     gc.enable()
     gc.set_threshold(10_000, 20, 50)
+
+
+def return_large_blocks() -> None:
+    """Have glibc return each block of LARGE_BLOCK_BYTES or more to the system as soon as it is freed.
+
+    By default it keeps ever larger ones, up to 32 MB, once such a block has been freed: buffers of connections would
+    then lie between them, and none of that memory could be returned.
+    """
+    if sys.platform == "linux":
+        import ctypes
+
+        with contextlib.suppress(AttributeError):  # musl has no mallopt
+            ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
 
 
 @contextlib.contextmanager

@@ -45,7 +45,7 @@ from service.http.service import Service
 from service.model.config import GPTConfig
 from service.observe.logs import adopt_litserve, configure_logging
 from service.observe.metrics import allocate_files, forget_process
-from service.process import become, blocked, relax_garbage_collector
+from service.process import become, blocked, relax_garbage_collector, return_large_blocks
 from service.settings import ClientLimitsFile, Settings
 from service.shared import SharedState, SharedTable
 from service.supervisor import START_SECONDS, Supervisor, TooManyDeathsError
@@ -325,9 +325,7 @@ class Server(LitServer):
         self._http_id = id
         target, fork = HttpServer(config, self.state).run, multiprocessing.get_context("fork")
         process = fork.Process(target=target, args=([self._listener],), name=self.state.http_names[id])
-        with blocked(
-            signal.SIGHUP, signal.SIGINT, signal.SIGTERM
-        ):  # there until http/process.py, when there are handlers
+        with blocked(signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # there until http/process.py, when there are handlers
             process.start()
         return process
 
@@ -338,6 +336,7 @@ class Server(LitServer):
         become(self.state.http_names[self._http_id], self.state.main_pid)
         async with running(self.http, self._http_id, self.connections):
             relax_garbage_collector()
+            return_large_blocks()
             await send({"type": "lifespan.startup.complete"})
             await receive()  # lifespan.shutdown
         self._callback_runner.trigger_event(EventTypes.ON_SERVER_END.value, litserver=self)

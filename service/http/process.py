@@ -21,7 +21,6 @@ from service.http.service import Service
 from service.model.checkpoint import CheckpointError
 from service.observe.logs import AccessLog
 from service.observe.metrics import Metrics, current_folder
-from service.process import map_large_blocks
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +32,6 @@ TICK_SECONDS = 0.05  # between two looks at what is due, and between two writes 
 async def running(app: App, process_id: int, connections: Connections) -> AsyncIterator[None]:
     service, loop = app.service, asyncio.get_running_loop()
     process = f"http-{process_id}"
-    map_large_blocks()
     app.random.seed()  # with the kernel's entropy: this process was forked
     metrics = Metrics(service.settings.model_name, CollectorRegistry(), process)
     client = EngineClient(

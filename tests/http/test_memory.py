@@ -17,7 +17,7 @@ MB = 1_000_000
 # An eighth of the defaults, as 64 bodies of 4 MB take a minute.
 MAX_BODY_BYTES, MAX_REQUEST_BYTES, MAX_HELD_BYTES = 1 << 19, 8 << 20, 32 << 20
 PARSING_BYTES = 20 * MAX_BODY_BYTES  # beside what is held, while the fields of a body are read
-OTHER_BYTES = 12 * MB  # 64 connections, what allocators keep, buffers of the worker's first long prompt
+OTHER_BYTES = 16 * MB  # 64 connections, what allocators keep, buffers of the worker's first long prompt
 KEYS = [f"a-secret-key-{i}" for i in range(4)]
 COUNT = 64
 
