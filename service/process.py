@@ -43,6 +43,15 @@ def become(name: str, parent: int) -> None:
         os._exit(1)
 
 
+def trim_memory() -> None:
+    """Give the free pages of glibc's heap back to the system: 10 ms for 250 MB, in which Python goes on."""
+    if sys.platform == "linux":
+        import ctypes
+
+        with contextlib.suppress(AttributeError):  # musl has no malloc_trim
+            ctypes.CDLL(None).malloc_trim(0)
+
+
 @contextlib.contextmanager
 def blocked(*signals: signal.Signals) -> Iterator[None]:
     """Signals that arrive meanwhile are handled afterwards. Processes started meanwhile have them blocked too."""

@@ -29,7 +29,7 @@ ARROWS = {
     },
     "service.http": {
         "service.model", "service.constrain", "service.wire", "service.sockets", "service.observe", "service.settings",
-        "service.shared", "service.catalog",
+        "service.shared", "service.catalog", "service.process",
     },
     "service.placement": {"service.engine", "service.model", "service.settings"},
     "service.server": {

@@ -21,7 +21,7 @@ from litserve.loops.base import LitLoop
 
 from service.engine.scheduler import BusyError, reserved_slots
 from service.observe.logs import configure_logging
-from service.process import become, relax_garbage_collector
+from service.process import become, relax_garbage_collector, trim_memory
 from service.shared import SharedState
 from service.sockets import IDLE_SECONDS, ConsumerLost, WorkerSide
 from service.wire import Abort, Delta, Refused, Step, Submit, consumer_of
@@ -122,6 +122,7 @@ class EngineLoop(LitLoop):
         self._sockets: WorkerSide | None = None
         self._stopping = False
         self._flush_at = 0.0
+        self._is_trimmed = True  # nothing has come since
         self._early: list[tuple[int, Submit]] = []  # for models that may be on their way
 
     def __call__(self, *arguments: Any) -> None:
@@ -154,6 +155,11 @@ class EngineLoop(LitLoop):
             waited_until = time.monotonic()
             metrics.engine_idle_seconds.inc(waited_until - began)
             began = waited_until
+        if messages:
+            self._is_trimmed = False
+        elif is_idle and not self._is_trimmed:
+            self._is_trimmed = True
+            trim_memory()
         for consumer_id, message in messages:
             self._handle(lit_api, sockets, message, consumer_id)
         hosted = host.next()

@@ -62,7 +62,7 @@ async def running(app: App, process_id: int, limits: ConnectionLimits) -> AsyncI
         while True:
             await asyncio.sleep(TICK_SECONDS)
             now = time.monotonic()
-            for do in (client.sweep, end_late_connections, app.keep_alive):
+            for do in (client.sweep, end_late_connections, app.keep_alive, service.ledger.sweep):
                 try:
                     do(now)
                 except Exception:  # the next look comes

@@ -7,11 +7,12 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from service.catalog import Listing
+from service.http.api.bodies import ModelRequest
 from service.http.api.errors import ApiError, invalid
 from service.http.api.reading import LARGE_BODY_BYTES, AnyRequest, BodyReader, parse, read
 from service.http.engine.client import EngineClient
 from service.http.engine.client_limits import ClientLimits
-from service.http.engine.lease import Ledger, estimate, too_much
+from service.http.engine.lease import PROMPT_BYTES, Ledger, estimate, size_of, too_much
 from service.http.engine.model import Model
 from service.http.engine.patterns import PatternThread
 from service.http.engine.sequences import Generation
@@ -26,6 +27,9 @@ from service.wire import Submit
 if TYPE_CHECKING:
     from service.http.handlers.attention import AttentionThread
     from service.http.tracing import Tracer
+
+
+SMALL_BODY_BYTES = 1 << 12  # of a body whose fields are not held, unless its request has to wait
 
 
 class Service:
@@ -120,8 +124,11 @@ class Service:
     ) -> tuple[AnyRequest, Model]:
         """The request in a JSON body, or in the fields of a query, and its model; its time limit counts from here.
 
+        What its fields take is held in place of the body. Large bodies are parsed one after the other, so that only one
+        takes what parsing needs beside: up to 20 times its size.
+
         Raises ApiError: 400, with the field, what was given and what is allowed, or an unknown field that is refused;
-        otherwise as `find`.
+        otherwise as `hold` and `find`.
         """
         body: AnyRequest
         if query is not None:
@@ -129,8 +136,11 @@ class Service:
         elif request.num_body_bytes <= LARGE_BODY_BYTES:
             body = read(kind, request.body)
         else:
-            body = await self.bodies.read(kind, request.body, request.client)
+            content, request.content = request.body, bytearray()  # one copy is kept while it waits
+            body = await self.bodies.read(kind, content, request.client)
         request.content = bytearray()
+        if request.num_body_bytes > SMALL_BODY_BYTES:
+            self.hold(request, body)
         request.ignored_fields = body.ignored_fields
         if body.ignored_fields and (self.settings.strict_fields if body.strict is None else body.strict):
             name, known = body.ignored_fields[0], ", ".join(type(body).model_fields)
@@ -144,6 +154,18 @@ class Service:
         request.lease.use(model)
         request.lease.cache_salt = body.cache_salt or ""
         return body, model
+
+    def hold(self, request: Request, body: ModelRequest, num_ids: int = 0) -> None:
+        """Hold what the fields of a body take, and so many ids of its texts, before those are encoded.
+
+        Raises ApiError: 400, it is more than a request may need; otherwise as Lease.hold.
+        """
+        longest, limit = max(self.settings.max_prompts, self.settings.max_score_texts), self.settings.max_request_bytes
+        size = size_of(tuple(vars(body).values()), request.num_body_bytes, longest) + PROMPT_BYTES * num_ids
+        if size > limit:
+            message = f"the texts and ids of the request need {size} bytes of memory, {limit} are allowed: shorten them"
+            raise ApiError(400, message)
+        request.lease.hold(size)
 
     def timeout(self, seconds: float | None) -> float:
         longest = self.settings.request_timeout_seconds

@@ -435,7 +435,8 @@ CODINGS = [
     b"Transfer-Encoding: x\r\nTransfer-Encoding: chunked", b"Transfer-Encoding: chunked\r\nTransfer-Encoding: x",
     b"Transfer-Encoding:\r\nTransfer-Encoding: chunked",
     b"Transfer_Encoding: chunked",
-    b"\x00Transfer-Encoding: chunked", b"Transfer-Encoding\x00: chunked", b"Connection: Transfer-Encoding\r\nTransfer-Encoding: chunked",
+    b"\x00Transfer-Encoding: chunked", b"Transfer-Encoding\x00: chunked",
+    b"Connection: Transfer-Encoding\r\nTransfer-Encoding: chunked",
 ]  # fmt: skip
 LENGTH_FIELDS = [
     b"Content-Length: +%d", b"Content-Length: -%d", b"Content-Length: 0%d", b"Content-Length: 0x%d",

@@ -12,6 +12,7 @@ from service.catalog import Version
 from service.http.api.errors import ApiError
 from service.http.engine.client import MAX_RUNS, REFUSING_SECONDS, EngineClient
 from service.http.engine.model import Model
+from service.http.engine.patterns import PatternThread
 from service.model.checkpoint import Checkpoint
 from service.model.config import GPTConfig
 from service.model.params import SamplingParams
@@ -76,7 +77,8 @@ async def peer(sockets):
     peer = Peer(WorkerSide(sockets, 0))
     metrics = Metrics("m", peer.registry, "http-0")
     peer.client = EngineClient(sockets, 0, metrics, peer.state)
-    peer.model = Model(Version(1, "m", "", "", ""), Checkpoint(Path(), CONFIG, CharTokenizer("ab"), {}, ""), 0, 1000)
+    checkpoint = Checkpoint(Path(), CONFIG, CharTokenizer("ab"), {}, "")
+    peer.model = Model(Version(1, "m", "", "", ""), checkpoint, 0, 1000, PatternThread())
     peer.model.metrics = metrics.of("m")
 
     async def tick():

@@ -2,14 +2,18 @@
 
 import concurrent.futures
 import json
+import sys
 import threading
+import tracemalloc
+from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from service.http.api.errors import ApiError
 from service.http.engine.client_limits import ClientLimits
-from service.http.engine.lease import Estimate, Lease, Ledger, estimate
+from service.http.engine.lease import Estimate, Lease, Ledger, estimate, size_of
 from service.model.params import SamplingParams
 from service.settings import Settings
 from service.shared import SharedState
@@ -27,23 +31,37 @@ def submit(prompt, max_tokens, sampling=None, **options):
 
 
 def test_estimate_sums_prompts_completions_and_log_probabilities():
-    prompt = [0] * 1000
-    assert estimate([submit(prompt, 50)] * 3, 100, 65) == (8 * 1000 + 24 * 300, 24 * 150, 0)
-    assert estimate([submit(prompt, 50)] * 3, 100, 65, echo=True).prompt == 8 * 1000 + 24 * 300 + 4 * 3000
+    prompt, each = [0] * 1000, 2000 + 4000
+    assert estimate([submit(prompt, 50)] * 3, 100, 65) == (3 * each + 8 * 1000 + 24 * 300, 24 * 150, 0)
+    assert estimate([submit(prompt, 50)] * 3, 100, 65, echo=True).prompt == 3 * each + 8 * 1000 + 24 * 300 + 4 * 3000
     for options, count in ({"logprobs": 9}, 10), ({"logprobs": 99}, 66), ({"logprobs": 0, "logprob_ids": (4,)}, 2):
         assert estimate([submit(prompt, 50, **options)], 100, 65).logprobs == 12 * count * 50
     scored = submit(prompt, 0, logprobs=0, score_from=1)
-    assert estimate([scored], 100, 65) == (32 * 1000, 0, 12 * 999)
-    assert estimate([scored] * 3, 100, 65, window=2).prompt == 8 * 1000 + 24 * 2000
+    assert estimate([scored], 100, 65) == (each + 32 * 1000, 0, 12 * 999)
+    assert estimate([scored] * 3, 100, 65, window=2).prompt == 3 * 2000 + 2 * 4000 + 8 * 1000 + 24 * 2000
     late = submit(prompt, 0, logprobs=0, score_from=900)
-    assert estimate([late], 100, 65) == (8 * 1000 + 24 * 200, 0, 12 * 100)
-    assert estimate([submit(prompt, 50)], 100, 258) == (8 * 1000 + 56 * 100, 56 * 50, 0)
-    assert estimate([], 100, 65) == (0, 0, 0)
+    assert estimate([late], 100, 65) == (each + 8 * 1000 + 24 * 200, 0, 12 * 100)
+    assert estimate([submit(prompt, 50)], 100, 258) == (each + 8 * 1000 + 56 * 100, 56 * 50, 0)
+    assert estimate([], 100, 65) == (0, 0, 0) and estimate([], 100, 65, beside=9) == (9, 0, 0)
     biased = SamplingParams(logit_bias=((1, 2.0), (2, 3.0)))
     much = submit([0], 0, biased, stop=((1, 2), (3,)), constraint=b"12345", stop_pattern=b"6")
     for number in (1, 3):
-        assert estimate([much] * number, 100, 65) == (8 + 24 * number + 24 * 3 + 2 * 300 + 2 * 6, 0, 0)
+        assert estimate([much] * number, 100, 65) == (8 + (each + 24) * number + 24 * 3 + 2 * 300 + 2 * 6, 0, 0)
     assert (sum(Estimate(1, 3, 2)), Estimate(1, 3, 2).largest) == (6, "max_tokens")
+
+
+def test_sizes_of_fields_are_those_that_python_gives():
+    """Of several ids of one value above 256, Python makes as many objects."""
+    fields = ["a" * 1000, "a" * 999 + "\U0001f600", ["ab", "\xe9" * 9] * 500, [1000] * 1000, [[1000] * 500] * 2]
+    fields += [{f"{i} \u6f22": i + 0.5 for i in range(1000)}, [("\xe9\xe9", 1.5)] * 9000]
+    for value in fields:
+        content, kind = msgspec.json.encode(value), list[tuple[str, float]] if value is fields[-1] else Any
+        tracemalloc.start()
+        value = msgspec.json.decode(content, type=kind)
+        grown = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        assert 0 <= size_of([value], len(content), 9000) - grown < 64 + 0.4 * grown, value
+    assert size_of([[""] * 9001], 3000, 9000) == sys.getsizeof([""] * 9001), "it is refused"
 
 
 def ledger_of(**settings):
@@ -108,7 +126,7 @@ def test_requests_beyond_the_memory_of_a_client_are_refused_for_now_and_all_is_r
     before = server.metric("chargpt_admission_rejections_total", reason="overloaded")
     body = {"prompt": "a", "max_tokens": 50_000, "stream": True}  # 1.2 MB; the client may hold 3 MiB
     with sent(server.port, post("/generate", body)), sent(server.port, post("/generate", body)):
-        server.wait_until_metric("chargpt_held_bytes", 2 * (50_000 * 24 + 32))
+        server.wait_until_metric("chargpt_held_bytes", 2 * (50_000 * 24 + 6032))
         refused = web.post(f"{server.url}/generate", json=body | {"n": 1})
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         assert refused.json()["error"]["code"] == "overloaded"

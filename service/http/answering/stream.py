@@ -62,7 +62,7 @@ async def write_stream(request: Request, pieces: Pieces, form: Form, done: bytes
         request.put(KEEP_ALIVE)
 
     def write(some: list[Piece]) -> Coroutine[Any, Any, None] | None:
-        if some and some[0].logprobs is not None:  # as all of a request have, or none
+        if form.is_large or (some and some[0].logprobs is not None):  # as all of a request have, or none
             return write_slowly(some)
         data = b""
         for piece in some:
@@ -80,7 +80,8 @@ async def write_stream(request: Request, pieces: Pieces, form: Form, done: bytes
         data, pause = b"", Pause()
         for piece in some:
             for part in pieces_of(piece):
-                data += event(form.event(part, piece is some[-1]))
+                if part.text or part.finish_reason:
+                    data += event(form.event(part, piece is some[-1]))
                 if len(data) >= CHUNK_BYTES:
                     begin()
                     await request.write(data)

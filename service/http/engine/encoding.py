@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from service.http.answering.pause import Pause
 from service.http.api.answers import Receipt, Timing
@@ -35,17 +35,41 @@ class Encoder:
         unknown too.
         """
         ids: list[int] = []
+        await self._encode(text, param, index, ids.extend)
+        return ids
+
+    async def count(self, text: str, param: str) -> int:
+        """How many ids `encode` would give; raises the same."""
+        counts: list[int] = []
+        await self._encode(text, param, None, lambda ids: counts.append(len(ids)))
+        return sum(counts)
+
+    def encode_part(self, text: str) -> list[int]:
+        """The ids of a part of a text for which `count` found nothing to refuse."""
+        try:
+            return self.tokenizer.encode(text)
+        except UnknownCharacterError:
+            other = self.replacement if self.policy == "replace" else ""
+            return self.tokenizer.encode("".join([c if c in self.tokenizer else other for c in text]))
+
+    def _unknown(self, text: str) -> tuple[int, list[tuple[int, str]]]:
+        """How many unknown characters a text has, and the first of them with their offsets."""
+        unknown = [(i, c) for i, c in enumerate(text) if c not in self.tokenizer]
+        return len(unknown), unknown[:MAX_LISTED]
+
+    async def _encode(self, text: str, param: str, index: int | None, take: Callable[[list[int]], object]) -> None:
+        """Give the ids of a text to `take`, a part at a time."""
         unknown: list[tuple[int, str]] = []  # the first of them
         num_unknown, pause = 0, Pause()
         for start in range(0, len(text), MAX_ENCODED):
             await pause.if_due()
             part = text[start : start + MAX_ENCODED]
             try:
-                ids += self.tokenizer.encode(part)
+                take(self.tokenizer.encode(part))
             except UnknownCharacterError:
-                found = [(start + i, c) for i, c in enumerate(part) if c not in self.tokenizer]
-                num_unknown += len(found)
-                unknown += found[: MAX_LISTED - len(unknown)]
+                count, first = self._unknown(part)
+                num_unknown += count
+                unknown += [(start + i, c) for i, c in first[: MAX_LISTED - len(unknown)]]
                 if self.policy == "replace" and self.replacement not in self.tokenizer:
                     offset, character = unknown[0]
                     message = (
@@ -53,24 +77,21 @@ class Encoder:
                         f"{offset} of {param if index is None else f'{param}.{index}'}, is not in the vocabulary either"
                     )
                     raise invalid("replacement_character", message) from None
-                other = self.replacement if self.policy == "replace" else ""
-                ids += self.tokenizer.encode("".join([c if c in self.tokenizer else other for c in part]))
+                if self.policy != "refuse":
+                    take(self.encode_part(part))
         if num_unknown and self.policy == "refuse":
             raise unknown_characters(unknown, num_unknown, param, index)
         if self.policy == "drop":
             self.dropped += num_unknown
         elif self.policy == "replace":
             self.replaced += num_unknown
-        return ids
 
-    async def decode(self, ids: list[int], param: str = "prompt") -> str:
-        """The text of ids. Raises ApiError: 400, one is unknown."""
+    async def decode(self, ids: list[int]) -> str:
+        """The text of ids."""
         parts, pause = [], Pause()
         for start in range(0, len(ids), MAX_ENCODED):
             await pause.if_due()
-            some = ids[start : start + MAX_ENCODED]
-            check_ids(self.model, some, param)
-            parts.append(self.tokenizer.decode(some))
+            parts.append(self.tokenizer.decode(ids[start : start + MAX_ENCODED]))
         return "".join(parts)
 
     def short(self, prompts: list[Prompt]) -> list[list[int]] | None:
@@ -98,6 +119,8 @@ class Encoder:
                 raise ApiError(400, message, param="prompt")
             if isinstance(prompt, list):
                 check_ids(self.model, prompt, "prompt", name)
+                if self.model.vocab_size > 257:  # as those of a text: equal ids are one object, in JSON each is one
+                    prompt = self.tokenizer.encode(self.tokenizer.decode(prompt))
                 ids.append(prompt)
             else:
                 ids.append(await self.encode(prompt, "prompt", index))

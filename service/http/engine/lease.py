@@ -6,11 +6,14 @@ names only; limits that are not configured cost nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+import asyncio
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from service.http.api.errors import ApiError
 from service.http.engine.client_limits import Charge, ClientLimits
+from service.process import trim_memory
 from service.settings import Settings
 from service.shared import SharedState
 from service.wire import Submit
@@ -21,6 +24,10 @@ if TYPE_CHECKING:
     from service.http.request import Request
     from service.observe.metrics import Metrics
 
+# Bytes of a sequence, beside its characters.
+SEQUENCE_BYTES = 2000
+RUNNING_BYTES = 4000  # of one that was sent
+
 # Bytes per character in the HTTP process and the inference process together.
 PROMPT_BYTES = 8  # a prompt's ids, once for all its sequences
 SENT_BYTES = 24  # what of it is sent for a sequence: the request's ids, the sequence's, and those to be run
@@ -29,6 +36,8 @@ COMPLETION_BYTES = 24  # ids, and texts as they arrive
 LOGPROB_BYTES = 12  # of each alternative and of the character itself
 MAX_CUTS = 3  # positions at which a candidate for an infill may end, besides its own end
 WIDE_ID_BYTES = 32  # an id above 256, which Python does not share
+TRIMMED_BYTES = 8 << 20  # held before memory is trimmed
+TRIM_SECONDS = 1.0  # between two times
 BIAS_BYTES = 300  # of a pair of id and bias, in a body and in both processes
 
 
@@ -53,14 +62,16 @@ def estimate(
     echo: bool = False,
     window: int | None = None,
     num_rankings: int = 0,
+    beside: int = 0,
 ) -> Estimate:
     """What a request of these sequences can hold: sums over sequences, with the bytes above.
 
     window: how many run at once; num_rankings: candidates for an infill, each of which is cut in MAX_CUTS ways and
-    scored whole, with the suffix in its receptive field.
+    scored whole, with the suffix in its receptive field; beside: bytes that the request holds beside its sequences.
     """
     wide = WIDE_ID_BYTES if vocab_size > 257 else 0
-    beside = _beside(submits[0], SENT_BYTES + wide) if submits else 0
+    beside += SEQUENCE_BYTES * len(submits) + RUNNING_BYTES * len(submits[:window])
+    beside += _beside(submits[0], SENT_BYTES + wide) if submits else 0
     if len(submits) == 1 and submits[0].logprobs is None and not (echo or num_rankings):  # most requests
         length, max_tokens = len(submits[0].prompt), submits[0].max_tokens
         prompt = PROMPT_BYTES * length + (SENT_BYTES + wide) * min(length, receptive_field)
@@ -85,6 +96,7 @@ def estimate(
     if num_rankings:
         longest = max(prompts.values()) + max_tokens
         ranking = PROMPT_BYTES * longest + (SENT_BYTES + wide) * 2 * min(receptive_field, longest)
+        ranking += SEQUENCE_BYTES + RUNNING_BYTES
         prompt += (1 + MAX_CUTS) * num_rankings * ranking
     return Estimate(prompt, (COMPLETION_BYTES + wide) * completion, LOGPROB_BYTES * logprobs)
 
@@ -95,6 +107,27 @@ def _beside(submit: Submit, id_bytes: int) -> int:
         return 0
     packed = sum(len(each or b"") for each in (submit.constraint, submit.minimum, submit.stop_pattern))
     return id_bytes * sum(map(len, submit.stop)) + BIAS_BYTES * len(submit.sampling.logit_bias) + 2 * packed
+
+
+def size_of(fields: Iterable[Any], num_body_bytes: int, longest: int) -> int:
+    """Bytes of a body's fields, at most.
+
+    longest: a list of more texts or lists is refused at once, so that its items do not count.
+    """
+    lists = [value for value in fields if isinstance(value, list) and value]
+    # Python shares the ids up to 256; each of the others takes four bytes of a body, or more.
+    num_wide = num_body_bytes // 4 if any(isinstance(it[0], (int, list)) for it in lists) else 0
+    return sum(_size(value, longest) for value in fields) + WIDE_ID_BYTES * num_wide
+
+
+def _size(value: Any, longest: int) -> int:
+    """Of a text, a number, or a list or object of such; ids take only their places in a list."""
+    items: Iterable[Any] = ()
+    if isinstance(value, dict):
+        items = (*value, *value.values())
+    elif isinstance(value, tuple) or (isinstance(value, list) and value and not isinstance(value[0], int)):
+        items = value if len(value) <= longest else ()
+    return sys.getsizeof(value) + sum([_size(item, longest) for item in items])
 
 
 class Ledger:
@@ -110,9 +143,18 @@ class Ledger:
         largest = max(settings.max_request_bytes, settings.max_body_bytes)
         self.max_bytes, self.max_client_bytes = max(share, largest), max(share // 2, largest)
         self.held = 0
+        self._most_held = 0  # since memory was trimmed
+        self._trim_at = 0.0
         self.by_client: dict[str, int] = {}
         self.process_id = 0  # these two are set once the HTTP process has started
         self.metrics: Metrics | None = None
+
+    def sweep(self, now: float) -> None:
+        """Trim memory once requests have given back most of what they held; to be called often."""
+        self._most_held = max(self._most_held, self.held)
+        if self._most_held >= TRIMMED_BYTES and self.held <= self._most_held // 8 and now >= self._trim_at:
+            self._most_held, self._trim_at = self.held, now + TRIM_SECONDS
+            asyncio.get_running_loop().run_in_executor(None, trim_memory)
 
 
 class Lease:
@@ -150,8 +192,7 @@ class Lease:
         if difference > 0 and (held > ledger.max_bytes or of_client > ledger.max_client_bytes):
             whose = "this client" if held <= ledger.max_bytes else "all clients"
             message = f"requests of {whose} in progress leave no memory for {difference} bytes more: retry later"
-            error = ApiError(429, message, code="overloaded", retry_after_seconds=1)
-            raise self._rejected(error, num_sequences)
+            raise self._rejected(ApiError(429, message, code="overloaded", retry_after_seconds=1), num_sequences)
         ledger.held, self.bytes = held, bytes
         if of_client:
             ledger.by_client[client] = of_client
@@ -164,8 +205,8 @@ class Lease:
         Raises ApiError: 503, the server is shutting down; 429, it does not fit now; 400, it never does.
         """
         if self._ledger.state.is_in("draining"):
-            error = ApiError(503, "server is shutting down", code="shutting_down", retry_after_seconds=1)
-            raise self._rejected(error, num_sequences)
+            message = "server is shutting down"
+            raise self._rejected(ApiError(503, message, code="shutting_down", retry_after_seconds=1), num_sequences)
         self.hold(bytes, num_sequences)
         if self._ledger.limits.has_any:
             self.charge(num_characters, num_sequences)

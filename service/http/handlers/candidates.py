@@ -42,7 +42,6 @@ async def infill(
     """
     model = request.model
     assert model is not None
-    suffix = suffix[: model.receptive_field]
     timeout_seconds = submits[0].timeout_seconds  # as requested; the client lowers it to what is left
     for submit in submits:
         submit.logprobs, submit.logprob_ids, submit.score_from = 0, (suffix[0],), None

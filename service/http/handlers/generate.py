@@ -14,6 +14,7 @@ from service.http.answering.stream import DONE, Pieces, write_stream, write_whol
 from service.http.api.bodies import CompletionRequest, GenerateRequest, GenerationRequest
 from service.http.api.errors import invalid, shortened
 from service.http.engine.encoding import Encoder, begun, check_ids, unknown_characters
+from service.http.engine.lease import PROMPT_BYTES
 from service.http.engine.model import Model
 from service.http.engine.sequences import Generation, Piece
 from service.http.handlers.candidates import best_of, infill
@@ -73,27 +74,38 @@ async def _answer(
     candidates = _check_limits(service, model, body, len(given))
 
     encoder = Encoder(service, model, body)
-    prompts = encoder.short(given) or await encoder.encode_prompts(given, is_list)
-    suffix = await encoder.encode(body.suffix, "suffix") if body.suffix else []
-    if body.suffix and not suffix:
-        raise invalid("suffix", "none of its characters is in the vocabulary")
-    seeds = body.seed
+    prompts = encoder.short(given)
+    if prompts is None:
+        service.hold(request, body, sum(map(len, given)))
+        prompts = await encoder.encode_prompts(given, is_list)
+        given = body.prompt = []  # not kept beside its ids
+    suffix: list[int] = []
+    if body.suffix:
+        service.hold(request, body, sum(map(len, prompts)) + len(body.suffix))
+        suffix = (await encoder.encode(body.suffix, "suffix"))[: model.receptive_field]
+        body.suffix = None
+        if not suffix:
+            raise invalid("suffix", "none of its characters is in the vocabulary")
+    num_given, seeds = sum(map(len, prompts)), body.seed
     if not isinstance(seeds, list):
         seeds = [service.random.getrandbits(52) if seeds is None else seeds for _ in prompts]
 
     shared = _shared(service, model, body, seeds[0], candidates)
     if body.min_tokens or any(_patterns(body)):
+        service.hold(request, body, num_given + len(suffix))
         await _constrain(request.client, model, body, shared)
     submits = _submits(model, body, shared, prompts, seeds, candidates)
     if model.record_end is not None and not (body.ignore_eos or body.regex is not None or body.choice is not None):
         await _begin_records(request.client, model, body, submits)
     scoring = _prompt_scoring(model, body, submits[::candidates])
     rankings = candidates * len(prompts) if suffix else 0
-    service.admit(request, submits + scoring, echo=body.echo, num_rankings=rankings)
+    # Of a model of records, the answer's form keeps a prompt as it was given, too.
+    beside = 0 if model.record_end is None else PROMPT_BYTES * num_given
+    service.admit(request, submits + scoring, echo=body.echo, num_rankings=rankings, beside=beside)
     echo = None
     if body.echo:
         echo = [text for prompt in prompts for text in [await encoder.decode(prompt)] * candidates]
-    request.num_prompt_tokens = sum(map(len, prompts))
+    request.num_prompt_tokens = num_given
 
     form = form_class(request, encoder, seeds, body, prompts)
     pieces: Pieces

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 from importlib.metadata import version
 from typing import Any
 
 import msgspec
 
-from service.http.answering.json_parts import HOLE, filled, list_parts, sliced, text_parts
+from service.http.answering.json_parts import HOLE, MAX_NUMBERS, filled, list_parts, sliced
+from service.http.answering.pause import Pause
 from service.http.answering.stream import send_json
 from service.http.api import answers as s
 from service.http.api.bodies import DetokenizeRequest, TokenizeRequest
-from service.http.engine.encoding import Encoder
-from service.http.engine.lease import PROMPT_BYTES
+from service.http.engine.encoding import Encoder, check_ids
 from service.http.engine.model import Model
 from service.http.handlers.attention import max_characters
 from service.http.request import JSON, NO_STORE, Request, header_lines
@@ -42,20 +44,26 @@ def _respond(request: Request, content: msgspec.Struct, status: int = 200) -> No
 async def tokenize(service: Service, request: Request) -> None:
     """Encode a text."""
     body, model = await service.read(TokenizeRequest, request)
-    encoder = Encoder(service, model, body)
-    tokens = await encoder.encode(body.prompt, "prompt")
-    request.lease.hold(request.lease.bytes + PROMPT_BYTES * len(tokens))
-    longest = service.settings.max_prompt_characters
-    answer = s.TokenizeAnswer(len(tokens), longest, HOLE, encoder.replaced, encoder.dropped)
-    await send_json(request, filled(answer, list_parts(sliced(tokens))))
+    encoder, text = Encoder(service, model, body), body.prompt
+    count = await encoder.count(text, "prompt")
+    answer = s.TokenizeAnswer(count, service.settings.max_prompt_characters, HOLE, encoder.replaced, encoder.dropped)
+    # Encoded again while it is written: the ids of a text take up to eight times its memory.
+    slices = (encoder.encode_part(text[i : i + MAX_NUMBERS]) for i in range(0, len(text), MAX_NUMBERS))
+    await send_json(request, filled(answer, list_parts(filter(None, slices))))
 
 
 async def detokenize(service: Service, request: Request) -> None:
     """Decode ids."""
     body, model = await service.read(DetokenizeRequest, request)
-    request.lease.hold(request.lease.bytes + PROMPT_BYTES * len(body.tokens))
-    text = await Encoder(service, model, body).decode(body.tokens, "tokens")
-    await send_json(request, filled(s.DetokenizeAnswer(HOLE), text_parts(text)))
+    pause = Pause()
+    for some in sliced(body.tokens):
+        check_ids(model, some, "tokens")
+        await pause.if_due()
+    if model.vocab_size <= 257:  # Python shares these
+        request.lease.hold(sys.getsizeof(body.tokens))
+    texts = map(model.tokenizer.decode, sliced(body.tokens))  # decoded while it is written
+    parts = itertools.chain([b'"'], (msgspec.json.encode(text)[1:-1] for text in texts), [b'"'])
+    await send_json(request, filled(s.DetokenizeAnswer(HOLE), parts))
 
 
 def tokenizer_info(service: Service, request: Request) -> None:

@@ -21,52 +21,42 @@ from service.http.service import Service
 from service.model.params import SamplingParams
 from service.wire import Logprobs, Submit, floats
 
+TEXT_BYTES = 400  # of a text in an answer, and of its list of ids
 MAX_SUMMED = 1 << 14  # nats added up at a time: about 1 ms
 
 
 async def score(service: Service, request: Request) -> None:
     """Score texts, or rank continuations of a prefix."""
     body, model = await service.read(ScoreRequest, request)
-    encoder = Encoder(service, model, body)
-    if body.texts is not None:
-        param, texts, before = "texts", [body.texts] if isinstance(body.texts, str) else body.texts, []
-    else:
-        param, texts = "continuations", body.continuations or []
-        before = begun(model, await encoder.encode(body.prefix, "prefix"), "prefix")
-    limit = service.settings.max_score_texts
-    if not 1 <= len(texts) <= limit:
-        raise invalid(param, f"the number of texts must be in [1, {limit}], got {len(texts)}")
-    is_list = not isinstance(body.texts, str)
-    ids = [await encoder.encode(text, param, i if is_list else None) for i, text in enumerate(texts)]
-    end = model.record_end
-    if end is not None and body.texts is not None:  # each from its first character to the line break that ends it
-        before = [end]
-        ids = [[*(text[1:] if text[:1] == before else text), *([] if text[-1:] == before else before)] for text in ids]
+    encoder, is_ranking = Encoder(service, model, body), body.texts is None
+    before, prompts = await _encoded(service, request, encoder, body)
     first = max(1, len(before))  # index of the first character that is scored
     # Texts of similar length run together.
-    order = sorted((i for i in range(len(ids)) if len(before) + len(ids[i]) > first), key=lambda i: len(ids[i]))
+    order = sorted((i for i, prompt in enumerate(prompts) if len(prompt) > first), key=lambda i: len(prompts[i]))
+    sampling = SamplingParams()
     submits = [
         Submit(
-            0, before + ids[i], 0, SamplingParams(), service.timeout(body.timeout_seconds),
+            0, prompts[i], 0, sampling, service.timeout(body.timeout_seconds),
             logprobs=0, score_from=first, priority=2 * body.priority + 1,
         )
         for i in order
     ]  # fmt: skip
-    request.num_prompt_tokens = (0 if before == [end] else len(before)) + sum(map(len, ids))
+    num_before = 0 if before == [model.record_end] else len(before)  # given once
+    request.num_prompt_tokens = num_before + sum([len(prompt) - len(before) for prompt in prompts])
     # A quarter of the slots, so that scoring does not starve generations.
     window = max(1, service.slots // 4)
-    service.admit(request, submits, window=window)
+    service.admit(request, submits, window=window, beside=TEXT_BYTES * len(prompts))
     generation = service.start(request, submits, window=window) if submits else None
     encoder.count_unknown()
 
-    logprobs = [Logprobs() for _ in ids]
+    logprobs = [Logprobs()] * len(prompts)
     if generation is not None:
         await generation.whole()
         for number, i in enumerate(order):
             logprobs[i] = generation.prompt_logprobs(number)
     pause = Pause()
     scores = [await _score(i, its_logprobs, pause) for i, its_logprobs in enumerate(logprobs)]
-    if body.continuations is not None:
+    if is_ranking:
         for rank, item in enumerate(sorted(scores, key=lambda item: (item.nats, item.index)), 1):
             item.rank = rank
     receipt = encoder.receipt(generation.timing) if generation is not None else UNSET
@@ -75,11 +65,46 @@ async def score(service: Service, request: Request) -> None:
         if not body.characters:
             return filled(item)
         item.character_nats = HOLE
-        has_first = bool(not before and ids[item.index])  # which nothing precedes
+        has_first = bool(not before and prompts[item.index])  # which nothing precedes
         return filled(item, list_parts(_character_nats(logprobs[item.index], has_first)))
 
     content = ScoreAnswer(request.id, model.name, "list", HOLE, Usage.of(request.num_prompt_tokens), receipt)
     await _send(request, content, map(parts, scores))
+
+
+async def _encoded(
+    service: Service, request: Request, encoder: Encoder, body: ScoreRequest
+) -> tuple[list[int], list[list[int]]]:
+    """The ids before each text, and those of each text with them. The body's own texts are not kept.
+
+    Raises ApiError: 400, there are too few or too many, or what `encode` and `begun` raise; otherwise as Service.hold.
+    """
+    model, end = encoder.model, encoder.model.record_end
+    if body.texts is not None:
+        param, texts, prefix = "texts", [body.texts] if isinstance(body.texts, str) else body.texts, ""
+    else:
+        param, texts, prefix = "continuations", body.continuations or [], body.prefix
+    limit = service.settings.max_score_texts
+    if not 1 <= len(texts) <= limit:
+        raise invalid(param, f"the number of texts must be in [1, {limit}], got {len(texts)}")
+    service.hold(request, body, len(prefix) + sum([len(prefix) + len(text) + 2 for text in texts]))
+    if body.texts is None:
+        before = begun(model, await encoder.encode(prefix, "prefix"), "prefix")
+    else:
+        before = [] if end is None else [end]
+    prompts, is_list, pause = [], not isinstance(body.texts, str), Pause()
+    for i, text in enumerate(texts):
+        ids = await encoder.encode(text, param, i if is_list else None)
+        await pause.if_due()
+        if body.texts is None:
+            ids = before + ids
+        elif end is not None:  # each from its first character to the line break that ends it
+            first, last = ids[:1], ids[-1:]
+            ids = ids if first == before else before + ids
+            ids = ids if last == before else ids + before
+        prompts.append(ids)
+    body.texts, body.prefix, body.continuations = None, "", None
+    return before, prompts
 
 
 async def _score(index: int, logprobs: Logprobs, pause: Pause) -> Score:
@@ -115,16 +140,19 @@ async def next_character(service: Service, request: Request) -> None:
     count, limit = len(prompts), service.settings.max_prompts
     if not 1 <= count <= limit:
         raise invalid("prompt", f"the number of prompts must be in [1, {limit}], got {count}")
+    service.hold(request, body, sum([len(prompt) + 1 for prompt in prompts]))
     ids = await encoder.encode_prompts([*prompts], isinstance(body.prompt, list))
+    prompts = body.prompt = []  # not kept beside their ids
+    request.num_prompt_tokens = sum(map(len, ids))
+    for i, prompt in enumerate(ids):
+        ids[i] = begun(model, prompt, "prompt")
     submits = [
         Submit(
-            0, begun(model, prompt, "prompt"), 1, SamplingParams(temperature=0.0),
-            service.timeout(body.timeout_seconds),
+            0, prompt, 1, SamplingParams(temperature=0.0), service.timeout(body.timeout_seconds),
             logprobs=model.vocab_size, priority=2 * body.priority,
         )
         for prompt in ids
     ]  # fmt: skip
-    request.num_prompt_tokens = sum(map(len, ids))
     service.admit(request, submits)
     generation = service.start(request, submits)
     encoder.count_unknown()
