@@ -4,6 +4,8 @@ import datetime
 import json
 import os
 import re
+import shlex
+import subprocess
 import time
 
 import pytest
@@ -28,8 +30,9 @@ class Stack:
 
     def __init__(self, engine, folder, checkpoint):
         self.engine, self.checkpoint = engine, checkpoint
-        images = build_stand_ins() | {"CHARGPT_IMAGE": build_with(checkpoint, "chargpt:test-compose")}
-        dockerfile = ["--file", DEPLOY / "train.Dockerfile", "--build-arg", f"BASE={images['CHARGPT_IMAGE']}"]
+        self.image = build_with(checkpoint, "chargpt:test-compose")
+        images = build_stand_ins() | {"CHARGPT_IMAGE": self.image}
+        dockerfile = ["--file", DEPLOY / "train.Dockerfile", "--build-arg", f"BASE={self.image}"]
         images["TRAIN_IMAGE"] = build("chargpt:test-train", ROOT, *dockerfile)
         ports = {name: str(free_port()) for name in ("HTTP_PORT", "PROMETHEUS_PORT", "ALERTMANAGER_PORT")}
         self.environment = os.environ | ports | images
@@ -38,6 +41,16 @@ class Stack:
 
     def compose(self, *words, **variables):
         return run("docker", "compose", "-p", PROJECT, *self.files, *words, env=self.environment | variables)
+
+    def documented(self, heading, replaced):
+        """Runs the commands that README.md has under a heading, on this project; whether they succeed."""
+        text = (DEPLOY / "README.md").read_text()
+        script = re.search(rf"^\*\*{heading}\*\* .*?^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)[1]
+        here = shlex.join(["docker", "compose", "-p", PROJECT, *map(str, self.files)])
+        for old, new in (replaced | {"docker compose -f deploy/compose.yaml": here}).items():
+            assert old in script
+            script = script.replace(old, new)
+        return subprocess.run(["sh", "-c", script], env=self.environment, timeout=600).returncode == 0
 
     def containers(self, service):
         labels = [f"com.docker.compose.project={PROJECT}", f"com.docker.compose.service={service}"]
@@ -145,6 +158,8 @@ def test_the_volume_follows_the_image_but_keeps_what_came_from_elsewhere(tmp_pat
             environment = os.environ | {"CHARGPT_IMAGE": images[name]}
             run(*task, "--entrypoint", "sh", "checkpoints", "-euc", shell, env=environment)
             run(*task, "checkpoints", env=environment)
+            # The first image's container starts again, and places nothing.
+            run(*project, "up", "--no-recreate", "checkpoints", env=environment)
             shown = run(*task, "--entrypoint", "sh", "checkpoints", "-euc", look, env=environment)
             digest = re.search(r"^([0-9a-f]{64})\n10001$", shown, re.MULTILINE)[1]
             assert digests.get(digest) == found, shell
@@ -235,6 +250,24 @@ def test_replicas_restarted_one_by_one_lose_nothing(stack):
     stack.wait_until_both_serve()
     wait_until(lambda: stack.query("up") == ["1"] * 3, 60)  # haproxy is one
     wait_until(lambda: stack.query('haproxy_backend_http_responses_total{proxy="chargpt", code="2xx"} > 0'))
+
+
+def test_a_new_image_rolls_out_with_its_checkpoint(stack, tmp_path):
+    """Without a failed request; afterwards each text is that of the new image's checkpoint."""
+    new = save_random(tmp_path / "new", seed=1, **SIZE)
+    image = build_with(new, "chargpt:test-compose-new")
+    before = {replica.id for replica in stack.replicas()}
+    with Load(stack.url, {"old": stack.checkpoint, "new": new}) as load:
+        load.wait_for(1)
+        assert {sent.checkpoint for sent in load.sent} == {"old"}
+        assert stack.documented("Roll out", {"compose build chargpt": f"docker tag {image} {stack.image}"})
+        sent_before = len(load.sent)
+        load.wait_for(3)  # more answers than there are clients
+    assert load.failed() == []
+    assert {sent.checkpoint for sent in load.sent[sent_before + load.clients :]} == {"new"}
+    assert len(stack.replicas()) == 2 and not before & {replica.id for replica in stack.replicas()}
+    stack.checkpoint = new
+    stack.wait_until_both_serve()
 
 
 def test_a_replica_that_hangs_is_left_out_and_its_alert_arrives(stack):
