@@ -240,16 +240,40 @@ def test_a_killed_replica_costs_only_its_requests_and_comes_back(stack):
 
 
 def test_replicas_restarted_one_by_one_lose_nothing(stack):
+    """One of them is down at first: it starts again before the other one is restarted."""
+    down, _ = stack.replicas()
+    run("docker", "kill", down.id)  # which ends Docker's restarts
+    wait_until(lambda: stack.are_up() == ["1"], 60)
     with stack.load() as load:
         load.wait_for(1)
-        for replica in stack.replicas():
-            run("docker", "restart", replica.id)  # SIGTERM, and the file's stop_grace_period
-            stack.compose("up", "--detach", "--wait", "--no-recreate", "chargpt")
+        assert stack.documented("Restart", {})
         load.wait_for(1)
     assert load.failed() == []
     stack.wait_until_both_serve()
     wait_until(lambda: stack.query("up") == ["1"] * 3, 60)  # haproxy is one
     wait_until(lambda: stack.query('haproxy_backend_http_responses_total{proxy="chargpt", code="2xx"} > 0'))
+
+
+def test_a_restart_one_by_one_stops_when_a_replica_does_not_come_back(stack):
+    """As its checkpoint is damaged: the other replica goes on with the copy that it has."""
+
+    def in_volume(command):
+        task = ["run", "--rm", "--no-TTY", "--workdir", "/checkpoints", "--entrypoint", "sh"]
+        stack.compose(*task, "checkpoints", "-euc", command)
+
+    begun = {replica.id: replica.attrs["State"]["StartedAt"] for replica in stack.replicas()}
+    in_volume("mv chargpt/manifest.json .kept")
+    try:
+        with stack.load() as load:
+            load.wait_for(1)
+            assert not stack.documented("Restart", {"--wait-timeout 600": "--wait-timeout 20"})
+            load.wait_for(1)
+        assert load.failed() == []
+        goes_on = [it for it in stack.replicas() if it.attrs["State"]["StartedAt"] == begun[it.id]]
+        assert len(goes_on) == 1 and goes_on[0].health == "healthy"
+    finally:
+        in_volume("mv .kept chargpt/manifest.json")
+    stack.wait_until_both_serve()  # Docker starts the other one again and again
 
 
 def test_a_new_image_rolls_out_with_its_checkpoint(stack, tmp_path):
