@@ -29,7 +29,7 @@ ARG ACCELERATOR=cpu
 ARG TORCH_INDEX_URL
 COPY deploy/image/${ACCELERATOR}.txt /lock.txt
 # Torch's own tests and its headers for extensions take 190 MB, the tests of other packages 23. Of the 147 MB of bytecode
-# that pip would compile, the service loads 23, which the import below writes.
+# that pip would compile, the service loads 23, which the import below writes. Nobody needs the packages' commands.
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=bind,from=wheels,target=/wheels \
     export PIP_PYTHON=/venv/bin/python PIP_FIND_LINKS=/wheels PIP_DISABLE_PIP_VERSION_CHECK=1 \
  && if [ "$ACCELERATOR" = cpu ]; then index=${TORCH_INDEX_URL-https://download.pytorch.org/whl/cpu}; fi \
@@ -41,6 +41,7 @@ RUN --mount=type=cache,target=/root/.cache/pip --mount=type=bind,from=wheels,tar
  && rm -rf "$torch/include" "$torch/test" \
  && find "$torch/bin" -type f ! -name torch_shm_manager -delete \
  && find /venv/lib -type d -name tests -prune -exec rm -r {} + \
+ && find /venv/bin -type f -delete \
  && /venv/bin/python -c "import litserve, opentelemetry.exporter.otlp.proto.http.trace_exporter, pydantic_settings, torch"
 
 FROM ${BASE} AS wheel
@@ -64,7 +65,12 @@ RUN --mount=type=bind,from=wheel,source=/dist,target=/dist \
  && mv /package/bin /scripts
 
 FROM ${BASE}
-RUN useradd --uid 10001 --no-create-home --home-dir /tmp chargpt
+# Nothing in a container installs packages or becomes another user: no pip, and no program with the rights of its owner.
+RUN export PYTHONDONTWRITEBYTECODE=1 \
+ && useradd --uid 10001 --no-create-home --home-dir /tmp chargpt \
+ && pip uninstall --yes --root-user-action ignore --disable-pip-version-check setuptools wheel pip \
+ && rm -r "$(python -c 'import ensurepip; print(*ensurepip.__path__)')" \
+ && find / -xdev -type f -perm /6000 -exec chmod ug-s {} +
 # Two layers: a new version of the service transfers kilobytes, not torch.
 COPY --from=dependencies /venv /venv
 COPY --from=package /package /venv/lib/python3.11/site-packages
@@ -83,12 +89,10 @@ EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=300s --start-interval=1s CMD ["python", "-Ic", \
   "import http.client as h, os, ssl, sys; e = os.environ; tls = {'context': ssl._create_unverified_context()} if e.get('CHARGPT_TLS_CERTIFICATE') else {}; c = (h.HTTPSConnection if tls else h.HTTPConnection)('127.0.0.1', e['CHARGPT_PORT'], timeout=4, **tls); c.request('GET', '/readyz'); sys.exit(c.getresponse().status != 200)"]
 ARG BASE
-ARG REVISION
 ARG VERSION=0.0
 LABEL org.opencontainers.image.title="chargpt" \
       org.opencontainers.image.description="HTTP service for character-level GPT checkpoints" \
       org.opencontainers.image.base.name="$BASE" \
-      org.opencontainers.image.revision="$REVISION" \
       org.opencontainers.image.version="$VERSION"
 # Docker takes any signal for a stop, and does not restart the container after one, unless this is set: SIGHUP is none.
 STOPSIGNAL SIGTERM

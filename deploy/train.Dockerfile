@@ -21,10 +21,12 @@ RUN CXXFLAGS=-s python setup.py --quiet build_ext --build-lib /native \
 FROM ${BASE}
 USER 0
 COPY deploy/image/train.txt /lock.txt
+# The service's image has no pip: it is the compiler's.
 RUN --mount=type=cache,target=/root/.cache/pip --mount=type=bind,from=wheels,target=/wheels \
-    PIP_PYTHON=/venv/bin/python PIP_FIND_LINKS=/wheels PIP_DISABLE_PIP_VERSION_CHECK=1 \
-    pip install --no-compile --no-deps --only-binary :all: --require-hashes -r /lock.txt \
- && pip check
+    --mount=type=bind,from=compiler,source=/usr/local/lib/python3.11/site-packages/pip,target=/pip/pip \
+    export PYTHONPATH=/pip PIP_FIND_LINKS=/wheels PIP_DISABLE_PIP_VERSION_CHECK=1 \
+ && python -m pip install --no-compile --no-deps --only-binary :all: --require-hashes -r /lock.txt \
+ && python -m pip check
 COPY training /venv/lib/python3.11/site-packages/training
 COPY --from=compiler /native/training /venv/lib/python3.11/site-packages/training
 USER 10001

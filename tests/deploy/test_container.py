@@ -123,6 +123,20 @@ def test_image_has_the_service_and_its_checkpoint_alone_and_is_as_small_as_docum
     assert b"--checkpoint" in engine.containers.run(image, ["serve", "--help"], entrypoint="chargpt", remove=True)
 
 
+def test_no_program_of_the_image_installs_packages_or_has_other_rights_than_its_user(engine, image):
+    look = (
+        "import os, subprocess\n"
+        "folders = [it for it in os.scandir('/') if it.name not in ('proc', 'sys', 'dev')]\n"
+        "files = [os.path.join(at, name) for it in folders for at, _, names in os.walk(it) for name in names]\n"
+        "print(*(it for it in files if not os.path.islink(it) and os.lstat(it).st_mode & 0o6000))\n"
+        "pythons = ('/venv/bin/python', '/usr/local/bin/python3')\n"
+        "print(*(it for it in pythons if not subprocess.run([it, '-m', 'pip'], capture_output=True).returncode))\n"
+        "print(*sorted(os.listdir('/venv/bin')))"
+    )
+    found = inside(engine, image, look, user="root")
+    assert found == ["", "", "chargpt python python3 python3.11"]
+
+
 def test_the_image_installs_what_its_sbom_lists(engine, image, version, tmp_path):
     look = "from importlib.metadata import *; [print(each.name, each.version) for each in distributions()]"
     installed = {canonicalize_name(name): number for name, number in map(str.split, inside(engine, image, look))}
