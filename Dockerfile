@@ -79,7 +79,7 @@ COPY --from=package /scripts /venv/bin
 COPY --from=checkpoint / /checkpoint
 ENV PATH=/venv/bin:$PATH \
     PYTHONUNBUFFERED=1 \
-    CHARGPT_HOST=0.0.0.0 \
+    CHARGPT_HOST=:: \
     CHARGPT_PORT=8000 \
     CHARGPT_CHECKPOINT=/checkpoint
 USER 10001

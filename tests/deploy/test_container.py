@@ -69,6 +69,20 @@ def test_container_answers_with_the_text_of_the_seed_and_has_no_rights(engine, i
         assert container.exec_run("touch /tmp/file").exit_code == 1  # it runs without any writable folder
 
 
+@pytest.mark.parametrize("disabled", ["0", "1"], ids=["with IPv6", "IPv6 switched off"])
+def test_a_container_serves_every_family_that_it_has(engine, image, checkpoint, disabled):
+    look = (
+        "import socket, sys\n"
+        "addresses = ['127.0.0.1'] + ['::1'] * (sys.argv[1] == '0')\n"
+        "[socket.create_connection((each, 8000), 5).close() for each in addresses]"
+    )
+    with started(engine, image, checkpoint, sysctls={"net.ipv6.conf.all.disable_ipv6": disabled}) as container:
+        url = healthy(container)
+        done = container.exec_run(["python", "-c", look, disabled])
+        assert done.exit_code == 0, done.output.decode()
+        assert web.get(f"{url}/readyz").status_code == 200  # through the published port
+
+
 def test_the_documented_memory_suffices_and_too_little_ends_with_137(engine, image, checkpoint):
     """Requests that fill the memory for requests in progress, the largest answers among them: each gets an answer or
     429, and no process is killed."""

@@ -105,6 +105,7 @@ def test_a_roll_out_an_eviction_and_a_load_have_what_they_need(k8s):
 def test_prometheus_and_the_ways_in_reach_the_pods_and_wait_longer_than_a_request(k8s):
     wait, port = float(k8s.settings["request_timeout_seconds"]), int(k8s.settings["port"])
     assert [each["containerPort"] for each in k8s.container["ports"]] == [port]
+    assert k8s.settings["host"] == "::"  # in a cluster of either family
     # The rules are about this job.
     assert k8s.by_kind["Service"]["metadata"]["labels"][k8s.spec("ServiceMonitor")["jobLabel"]] == "chargpt"
     if k8s.name == "ingress":
