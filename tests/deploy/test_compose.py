@@ -12,7 +12,19 @@ import pytest
 import yaml
 
 from service.settings import Settings
-from tests.deploy.stack import DEPLOY, ROOT, SIZE, Load, answered_by, build, build_stand_ins, build_with, query, run
+from tests.deploy.stack import (
+    DEPLOY,
+    ROOT,
+    SIZE,
+    Load,
+    answered_by,
+    build,
+    build_stand_ins,
+    build_with,
+    query,
+    references,
+    run,
+)
 from tests.helpers import save_random, wait_until, web
 from tests.toolbox.http import events
 from tests.toolbox.launch import free_port
@@ -197,7 +209,7 @@ def test_events_of_a_stream_arrive_one_by_one(stack):
     assert number > 20
 
 
-def test_a_trained_checkpoint_is_served_after_sighup(stack, tmp_path):
+def test_checkpoints_trained_here_and_elsewhere_are_served_after_sighup(stack, tmp_path):
     text = tmp_path / "my.txt"
     text.write_text("".join(f"{number} sheep and {number + 1} wolves.\n" for number in range(2000)))
     text.chmod(0o644)
@@ -220,6 +232,17 @@ def test_a_trained_checkpoint_is_served_after_sighup(stack, tmp_path):
     assert load.failed() == []
     [text] = {answer["choices"][0]["text"] for answer in answers}
     assert len(text) == 40 and {answer["model"] for answer in answers} == {"sheep"}
+    body = {"model": "mine", "prompt": "Hello", "max_tokens": 40, "seed": 1}
+
+    def texts():
+        answers = [web.post(f"{stack.url}/generate", json=body) for _ in range(6)]
+        return {it.json()["choices"][0]["text"] if it.status_code == 200 else it.text for it in answers}
+
+    for seed in (2, 3):  # the second one takes the place of the first
+        mine = save_random(tmp_path / f"elsewhere-{seed}", seed=seed, **SIZE)
+        assert stack.documented("Place", {"$PWD/out/mine/best": str(mine.path)})
+        expected = {*references(mine.path, "Hello", (1,), 40)}
+        wait_until(lambda expected=expected: texts() == expected, 60, texts)
 
 
 def test_a_killed_replica_costs_only_its_requests_and_comes_back(stack):
@@ -255,14 +278,14 @@ def test_replicas_restarted_one_by_one_lose_nothing(stack):
 
 
 def test_a_restart_one_by_one_stops_when_a_replica_does_not_come_back(stack):
-    """As its checkpoint is damaged: the other replica goes on with the copy that it has."""
+    """As every checkpoint is damaged: the other replica goes on with the copies that it has."""
 
     def in_volume(command):
         task = ["run", "--rm", "--no-TTY", "--workdir", "/checkpoints", "--entrypoint", "sh"]
         stack.compose(*task, "checkpoints", "-euc", command)
 
     begun = {replica.id: replica.attrs["State"]["StartedAt"] for replica in stack.replicas()}
-    in_volume("mv chargpt/manifest.json .kept")
+    in_volume("find . -name manifest.json -execdir mv {} kept.json ';'")
     try:
         with stack.load() as load:
             load.wait_for(1)
@@ -272,7 +295,7 @@ def test_a_restart_one_by_one_stops_when_a_replica_does_not_come_back(stack):
         goes_on = [it for it in stack.replicas() if it.attrs["State"]["StartedAt"] == begun[it.id]]
         assert len(goes_on) == 1 and goes_on[0].health == "healthy"
     finally:
-        in_volume("mv .kept chargpt/manifest.json")
+        in_volume("find . -name kept.json -execdir mv {} manifest.json ';'")
     stack.wait_until_both_serve()  # Docker starts the other one again and again
 
 
