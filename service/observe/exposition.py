@@ -27,6 +27,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar as SampleExemplar
 from prometheus_client.samples import Sample
 
+from service import release
 from service.model.checkpoint import Checkpoint
 from service.observe import metrics
 from service.shared import REASONS, SharedState
@@ -112,7 +113,7 @@ class Exposition(Collector):
         yield _gauge("tls_certificate_expiry_timestamp_seconds", expiry, at)
 
     def _identity(self) -> Iterator[Metric]:
-        versions = {"version": version("chargpt"), "python": platform.python_version()}
+        versions = {"version": release(), "python": platform.python_version()}
         versions |= {name: version(name) for name in ("torch", "litserve")}
         for name, help, labels in (
             ("build_info", "Always 1; software versions as labels", versions),

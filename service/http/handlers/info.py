@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from service import release
 from service.http.answering.stream import HOLE, filled, list_parts, send_json, sliced, text_parts
 from service.http.api import answers as s
 from service.http.api.bodies import DetokenizeRequest, TokenizeRequest
@@ -107,7 +108,7 @@ def info(service: Service, request: Request) -> None:
             service.backend,
             service.dtype,
             service.devices,
-            {name: version(name) for name in ("chargpt", "torch", "litserve")},
+            {"chargpt": release()} | {name: version(name) for name in ("torch", "litserve")},
         ),
     )
 
