@@ -119,7 +119,7 @@ rules: ## write what repeats of deploy/prometheus/rules.yml, and the PrometheusR
 
 # ARGS='--build-context wheels=DIR --build-arg TORCH_INDEX_URL=' takes torch from local wheels.
 ACCELERATOR ?= cpu
-image: $(VENV)/.installed-test ## build the image chargpt, with the version of the git tag; ACCELERATOR=cuda for NVIDIA GPUs
+image: $(VENV)/.installed-test ## build the image chargpt, with the version of the git tag; ACCELERATOR=torch, or cuda for NVIDIA GPUs
 	docker build --tag chargpt --build-arg ACCELERATOR=$(ACCELERATOR) \
 	  --build-arg VERSION="$$($(BIN)/python -m setuptools_scm)" \
 	  --label org.opencontainers.image.revision="$$(git rev-parse HEAD)" \

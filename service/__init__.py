@@ -6,11 +6,11 @@ tests/test_imports.py enforces it.
 """
 
 
-def release() -> str:
-    """The version of this program; 0.0, as without a git tag, where it runs from sources that were not installed."""
+def release(package: str = "chargpt") -> str:
+    """The version of an installed package; 0.0 of one that is not, as this program where it runs from its sources."""
     from importlib import metadata  # which takes longer than the rest of this package
 
     try:
-        return metadata.version("chargpt")
+        return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "0.0"

@@ -488,9 +488,10 @@ def choose_accelerator(asked: str) -> str:
     if sys.platform == "darwin" or asked not in ("auto", "cuda"):
         return asked
     version, cuda = torch_build()
+    lacking = f"torch {version} is built without CUDA" if version else "torch is not installed"
     if asked == "cuda":
         if cuda is None:
-            raise BackendError(f"--accelerator cuda: torch {version} is built without CUDA")
+            raise BackendError(f"--accelerator cuda: {lacking}")
         return asked
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and not visible.strip():
@@ -501,7 +502,7 @@ def choose_accelerator(asked: str) -> str:
             logger.warning("CUDA_VISIBLE_DEVICES=%s names no GPU that nvidia-smi lists: serving on the CPU", visible)
         return "cpu"
     if cuda is None:
-        logger.warning("torch %s is built without CUDA: serving on the CPU although there is a GPU", version)
+        logger.warning("%s: serving on the CPU although there is a GPU", lacking)
         return "cpu"
     return "cuda"
 
@@ -522,9 +523,10 @@ def check_devices(devices: int, accelerator: str) -> None:
 
 
 def torch_build() -> tuple[str, str | None]:
-    """Versions of torch and of the CUDA it was built with, read from its own file without importing torch."""
+    """Versions of torch ("" without it) and of the CUDA it was built with, from its own file; does not import it."""
     spec = importlib.util.find_spec("torch")
-    assert spec is not None and spec.origin is not None
+    if spec is None or spec.origin is None:
+        return "", None
     build = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
     return build["__version__"], build["cuda"]
 

@@ -25,7 +25,6 @@ import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -484,8 +483,7 @@ class Run:
             "seed": config.seed,
             **({"init_from": self.lineage} if self.lineage else {}),
             **({"teachers": self.teachers.lineage} if self.teachers else {}),
-            "versions": {"chargpt": release()}
-            | {name: version(name) for name in ("torch", "numpy", "safetensors")}
+            "versions": {name: release(name) for name in ("chargpt", "torch", "numpy", "safetensors")}
             | {"python": platform.python_version()},
             "machine": {**machine(self.device), **self.resolved, "processes": self.world.size},
             "command": shlex.join(["python", "-m", "training", *sys.argv[1:]]),

@@ -13,7 +13,6 @@ import platform
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -114,7 +113,7 @@ class Exposition(Collector):
 
     def _identity(self) -> Iterator[Metric]:
         versions = {"version": release(), "python": platform.python_version()}
-        versions |= {name: version(name) for name in ("torch", "litserve")}
+        versions |= {name: release(name) for name in ("torch", "litserve")}
         for name, help, labels in (
             ("build_info", "Always 1; software versions as labels", versions),
             ("engine_info", "Always 1; backend and dtype of the engine as labels", self.engine),

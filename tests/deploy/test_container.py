@@ -65,6 +65,8 @@ def test_container_answers_with_the_text_of_the_seed_and_has_no_rights(engine, i
         assert [choice["text"] for choice in choices] == [references(slow.path, it, (3,), 100)[0] for it in prompts]
         info = web.get(f"{url}/info").json()
         assert info["backend"] == "native" and info["versions"]["chargpt"] == version != "0.0"
+        assert info["versions"]["torch"] == "0.0"  # not installed
+        assert web.post(f"{url}/v1/attention", json={"text": "To be"}).status_code == 200
         assert container.exec_run("id -u").output == b"10001\n"
         assert container.exec_run("touch /tmp/file").exit_code == 1  # it runs without any writable folder
 
@@ -81,6 +83,23 @@ def test_a_container_serves_every_family_that_it_has(engine, image, checkpoint, 
         done = container.exec_run(["python", "-c", look, disabled])
         assert done.exit_code == 0, done.output.decode()
         assert web.get(f"{url}/readyz").status_code == 200  # through the published port
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--backend", "torch"], "backend torch needs torch, which is not installed: install the extra [torch]"),
+        (["--accelerator", "cuda"], "--accelerator cuda: torch is not installed"),
+    ],
+)
+def test_what_needs_torch_says_so(engine, image, flags, message):
+    container = engine.containers.run(image, flags, detach=True)
+    try:
+        assert container.wait(timeout=60)["StatusCode"] == 2
+        log = container.logs().decode()
+        assert message in log and "Traceback" not in log
+    finally:
+        container.remove(force=True)
 
 
 def test_the_documented_memory_suffices_and_too_little_ends_with_137(engine, image, checkpoint):
@@ -133,7 +152,7 @@ def test_image_has_the_service_and_its_checkpoint_alone_and_is_as_small_as_docum
         " ".join(sorted(path.name for path in BUNDLED.iterdir())),
         " ".join(sorted(f"_native_{variant}" for variant in setup.VARIANTS)),
     ]
-    assert engine.images.get(image).attrs["Size"] <= 0.9e9
+    assert engine.images.get(image).attrs["Size"] <= 0.34e9
     assert b"--checkpoint" in engine.containers.run(image, ["serve", "--help"], entrypoint="chargpt", remove=True)
 
 

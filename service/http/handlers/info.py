@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from importlib.metadata import version
 from typing import Any
 
 import msgspec
@@ -108,7 +107,7 @@ def info(service: Service, request: Request) -> None:
             service.backend,
             service.dtype,
             service.devices,
-            {"chargpt": release()} | {name: version(name) for name in ("torch", "litserve")},
+            {name: release(name) for name in ("chargpt", "torch", "litserve")},
         ),
     )
 
