@@ -447,9 +447,16 @@ def bind(host: str, port: int) -> socket.socket:
         reason = error.strerror if isinstance(error, OSError) else error
         raise BackendError(f"--host {host}: neither an IP address nor a name that has one: {reason}") from None
     family, kind, protocol, _, address = min(found, key=lambda it: it[0] != socket.AF_INET)
-    listener = socket.socket(family, kind, protocol)
+    try:
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        if host == "::":  # a kernel without IPv6
+            return bind("0.0.0.0", port)
+        raise BackendError(_cannot_listen(host, address, error)) from None
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
+        if host == "::":
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # net.ipv6.bindv6only may say otherwise
         listener.bind(address)
     except OSError as error:
         listener.close()
@@ -497,7 +504,7 @@ def choose_accelerator(asked: str) -> str:
     if visible is not None and not visible.strip():
         return "cpu"
     by_name = any(part.strip().startswith(("GPU-", "MIG-")) for part in (visible or "").split(","))
-    if not by_name and not check_cuda_with_nvidia_smi():  # which compares numbers alone
+    if not by_name and not count_gpus():  # which compares numbers alone
         if visible:
             logger.warning("CUDA_VISIBLE_DEVICES=%s names no GPU that nvidia-smi lists: serving on the CPU", visible)
         return "cpu"
@@ -505,6 +512,14 @@ def choose_accelerator(asked: str) -> str:
         logger.warning("%s: serving on the CPU although there is a GPU", lacking)
         return "cpu"
     return "cuda"
+
+
+def count_gpus() -> int:
+    """GPUs that nvidia-smi and CUDA_VISIBLE_DEVICES give; 0 also where nvidia-smi cannot be run."""
+    try:
+        return check_cuda_with_nvidia_smi()
+    except OSError:  # a folder of PATH that may not be entered, as root's under sudo
+        return 0
 
 
 def check_devices(devices: int, accelerator: str) -> None:
@@ -516,7 +531,7 @@ def check_devices(devices: int, accelerator: str) -> None:
         raise BackendError(
             f"--devices {devices}: a CPU is one device; --workers-per-device starts several inference processes on it"
         )
-    gpus = check_cuda_with_nvidia_smi() if accelerator == "cuda" else 0
+    gpus = count_gpus() if accelerator == "cuda" else 0
     if 0 < gpus < devices:  # 0: named by UUID, which it does not count
         found = plural(gpus, "GPU")
         raise BackendError(f"--devices {devices}: nvidia-smi and CUDA_VISIBLE_DEVICES give {found}")

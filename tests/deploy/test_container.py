@@ -5,8 +5,10 @@ DOCKER_HOST selects the engine, as for Docker's own client; CHARGPT_IMAGE an ima
 
 import concurrent.futures
 import contextlib
+import errno
 import json
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -36,8 +38,10 @@ def version(engine, image):
 @contextlib.contextmanager
 def started(engine, image, checkpoint, **options):
     """A container right after its start: a read-only root, no tmpfs, no capabilities; `options` are Docker's."""
-    options |= {"read_only": True, "cap_drop": ["ALL"], "security_opt": ["no-new-privileges"], "detach": True}
-    options |= {"environment": {"CHARGPT_THREADS": "1"}, "ports": {"8000/tcp": ("127.0.0.1", None)}}
+    options["security_opt"] = ["no-new-privileges", *options.get("security_opt", [])]
+    options |= {"read_only": True, "cap_drop": ["ALL"], "detach": True}
+    options["environment"] = {"CHARGPT_THREADS": "1"} | options.get("environment", {})
+    options["ports"] = {"8000/tcp": ("127.0.0.1", None)}
     container = engine.containers.run(image, volumes=[f"{checkpoint.path}:/checkpoint:ro"], **options)
     try:
         yield container
@@ -71,18 +75,41 @@ def test_container_answers_with_the_text_of_the_seed_and_has_no_rights(engine, i
         assert container.exec_run("touch /tmp/file").exit_code == 1  # it runs without any writable folder
 
 
-@pytest.mark.parametrize("disabled", ["0", "1"], ids=["with IPv6", "IPv6 switched off"])
-def test_a_container_serves_every_family_that_it_has(engine, image, checkpoint, disabled):
-    look = (
-        "import socket, sys\n"
-        "addresses = ['127.0.0.1'] + ['::1'] * (sys.argv[1] == '0')\n"
-        "[socket.create_connection((each, 8000), 5).close() for each in addresses]"
-    )
-    with started(engine, image, checkpoint, sysctls={"net.ipv6.conf.all.disable_ipv6": disabled}) as container:
+def refusing(*families):
+    """A profile of seccomp under which the kernel does not know these families."""
+    fails = {"names": ["socket"], "action": "SCMP_ACT_ERRNO", "errnoRet": errno.EAFNOSUPPORT}
+    rules = [fails | {"args": [{"index": 0, "value": family, "op": "SCMP_CMP_EQ"}]} for family in families]
+    return f"seccomp={json.dumps({'defaultAction': 'SCMP_ACT_ALLOW', 'syscalls': rules})}"
+
+
+IPV6 = "net.ipv6.conf.all.disable_ipv6"
+
+
+@pytest.mark.parametrize(
+    ("options", "addresses"),
+    [
+        ({"sysctls": {IPV6: "0"}}, ["127.0.0.1", "::1"]),
+        ({"sysctls": {IPV6: "0", "net.ipv6.bindv6only": "1"}}, ["127.0.0.1", "::1"]),
+        ({"sysctls": {IPV6: "1"}}, ["127.0.0.1"]),
+        ({"security_opt": [refusing(socket.AF_INET6)]}, ["127.0.0.1"]),
+    ],
+    ids=["with IPv6", "apart from IPv4", "switched off", "not in the kernel"],
+)
+def test_a_container_serves_every_family_that_it_has(engine, image, checkpoint, options, addresses):
+    look = "import socket, sys; [socket.create_connection((it, 8000), 5).close() for it in sys.argv[1:]]"
+    with started(engine, image, checkpoint, **options) as container:
         url = healthy(container)
-        done = container.exec_run(["python", "-c", look, disabled])
+        done = container.exec_run(["python", "-c", look, *addresses])
         assert done.exit_code == 0, done.output.decode()
         assert web.get(f"{url}/readyz").status_code == 200  # through the published port
+
+
+def test_a_folder_of_path_that_may_not_be_entered_and_no_user_stop_nothing(engine, image, checkpoint):
+    """As after sudo with root's PATH; the number has no line in /etc/passwd."""
+    path = "/root:/venv/bin:/usr/local/bin:/usr/bin:/bin"
+    options = {"user": "54321", "environment": {"PATH": path, "HOME": ""}}
+    with started(engine, image, checkpoint, **options) as container:
+        assert web.get(f"{healthy(container)}/readyz").status_code == 200
 
 
 @pytest.mark.parametrize(
